@@ -1,0 +1,184 @@
+"""The drafter's configuration, in the keys that vLLM reads (`LlamaForCausalLMEagle3`), plus `num_depths`.
+
+Enters: a head's `config.json` or a target's. Leaves: a frozen `DrafterConfig`. Imports neither torch nor vLLM, so that the
+service can check a head before anything loads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+#: What vLLM proposes at most in one pass is not limited by a head without `num_depths`; this is what we assume for it.
+DEFAULT_NUM_DEPTHS = 8
+
+
+class HeadError(ValueError):
+    """A head that cannot be used. The message names the file, the key or tensor, and what is expected."""
+
+
+def default_aux_layer_ids(num_target_layers: int) -> tuple[int, int, int]:
+    """Target layers whose *input* residual stream the drafter reads: vLLM's EAGLE-3 default (2, L // 2, L - 3).
+
+    The paper writes 2, L/2, L-1 (Fig. 2); vLLM captures before the layer runs, and its default is what published heads use.
+    """
+    return 2, num_target_layers // 2, num_target_layers - 3
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterConfig:
+    """Shape of a P-EAGLE (or EAGLE-3) drafter.
+
+    `num_depths` is K_max, the draft tokens that the head was trained to propose in one pass (1 for an EAGLE-3 head, which
+    proposes them one after another). `ptd_token_id` is the mask token, an id of the target's vocabulary that text does not
+    use; None for a head without parallel drafting.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    target_hidden_size: int
+    aux_layer_ids: tuple[int, ...]
+    ptd_token_id: int | None
+    num_depths: int = DEFAULT_NUM_DEPTHS
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    max_position_embeddings: int = 8192
+    norm_before_residual: bool = False
+    fc_norm: bool = False
+    attention_bias: bool = False
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise HeadError(
+                f"num_attention_heads = {self.num_attention_heads} must be a multiple of "
+                f"num_key_value_heads = {self.num_key_value_heads}"
+            )
+        if not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise HeadError(f"draft_vocab_size = {self.draft_vocab_size} must be in 1..vocab_size = {self.vocab_size}")
+        if self.ptd_token_id is not None and not 0 <= self.ptd_token_id < self.vocab_size:
+            raise HeadError(f"ptd_token_id = {self.ptd_token_id} must be in 0..{self.vocab_size - 1} (vocab_size - 1)")
+        if self.num_depths < 1:
+            raise HeadError(f"num_depths = {self.num_depths} must be at least 1")
+
+    @property
+    def fc_input_size(self) -> int:
+        """Width of the concatenated target hidden states: C * S."""
+        return len(self.aux_layer_ids) * self.target_hidden_size
+
+    @classmethod
+    def for_target(cls, target: dict[str, Any], *, num_layers: int, **overrides: Any) -> DrafterConfig:
+        """A drafter whose layers have the shape of the target's own.
+
+        target: the target's `config.json` as a dict (a Llama-like text model). overrides: fields of this class.
+        """
+        heads = target["num_attention_heads"]
+        values: dict[str, Any] = dict(
+            hidden_size=target["hidden_size"],
+            intermediate_size=target["intermediate_size"],
+            num_hidden_layers=num_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=target.get("num_key_value_heads") or heads,
+            head_dim=target.get("head_dim") or target["hidden_size"] // heads,
+            vocab_size=target["vocab_size"],
+            draft_vocab_size=target["vocab_size"],
+            target_hidden_size=target["hidden_size"],
+            aux_layer_ids=default_aux_layer_ids(target["num_hidden_layers"]),
+            ptd_token_id=None,
+            rms_norm_eps=target.get("rms_norm_eps", 1e-5),
+            rope_theta=_rope_theta(target),
+            max_position_embeddings=target.get("max_position_embeddings", 8192),
+        )
+        return cls(**(values | overrides))
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any], source: str = "config.json") -> DrafterConfig:
+        """Reads vLLM's keys. Raises HeadError naming every missing key, or another architecture."""
+        architectures = raw.get("architectures") or []
+        if architectures and ARCHITECTURE not in architectures:
+            raise HeadError(f"{source}: architectures = {architectures}, expected ['{ARCHITECTURE}'] (a P-EAGLE/EAGLE-3 head)")
+        required = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        missing = [key for key in required if raw.get(key) is None]
+        if missing:
+            raise HeadError(f"{source}: missing {', '.join(missing)}")
+        eagle = raw.get("eagle_config") or {}
+        hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
+        layer_ids = eagle.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids")
+        known = _JSON_KEYS | {field.name for field in dataclasses.fields(cls)}
+        return cls(
+            hidden_size=hidden,
+            intermediate_size=raw["intermediate_size"],
+            num_hidden_layers=raw["num_hidden_layers"],
+            num_attention_heads=heads,
+            num_key_value_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=raw.get("head_dim") or hidden // heads,
+            vocab_size=raw["vocab_size"],
+            draft_vocab_size=raw.get("draft_vocab_size") or raw["vocab_size"],
+            target_hidden_size=raw.get("target_hidden_size") or hidden,
+            # A head may leave the layers to vLLM's default; three taps are then certain, their ids are not.
+            aux_layer_ids=tuple(layer_ids) if layer_ids else (-1, -1, -1),
+            ptd_token_id=raw.get("ptd_token_id"),
+            num_depths=raw.get("num_depths", DEFAULT_NUM_DEPTHS),
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-5),
+            rope_theta=_rope_theta(raw),
+            max_position_embeddings=raw.get("max_position_embeddings", 8192),
+            norm_before_residual=bool(raw.get("norm_before_residual", False)),
+            fc_norm=bool(raw.get("fc_norm", False)),
+            attention_bias=bool(raw.get("attention_bias", False)),
+            extra={key: value for key, value in raw.items() if key not in known},
+        )
+
+    @classmethod
+    def from_dir(cls, head_dir: str | Path) -> DrafterConfig:
+        """Reads `config.json` of a head directory. Raises HeadError naming the file when it is missing or no JSON."""
+        path = Path(head_dir) / "config.json"
+        if not path.is_file():
+            raise HeadError(f"no head at {head_dir}: {path} does not exist")
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise HeadError(f"{path} is not valid JSON: {error}") from error
+        return cls.from_dict(raw, source=str(path))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The `config.json` of the head, as vLLM reads it."""
+        raw: dict[str, Any] = {"architectures": [ARCHITECTURE], "model_type": "llama", "tie_word_embeddings": False}
+        for field in dataclasses.fields(self):
+            if field.name not in ("aux_layer_ids", "extra", "rope_theta"):
+                raw[field.name] = getattr(self, field.name)
+        raw["hidden_act"] = "silu"
+        raw["rope_theta"] = self.rope_theta
+        raw["rope_parameters"] = {"rope_theta": self.rope_theta, "rope_type": "default"}
+        raw["eagle_config"] = {"use_aux_hidden_state": True}
+        if -1 not in self.aux_layer_ids:
+            raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = list(self.aux_layer_ids)
+        return raw | self.extra
+
+
+_JSON_KEYS = {
+    "architectures",
+    "model_type",
+    "tie_word_embeddings",
+    "hidden_act",
+    "rope_parameters",
+    "rope_theta",
+    "eagle_config",
+    "eagle_aux_hidden_state_layer_ids",
+}
+
+
+def _rope_theta(raw: dict[str, Any]) -> float:
+    """RoPE base from either the flat key or transformers 5's `rope_parameters`."""
+    parameters = raw.get("rope_parameters") or {}
+    if parameters.get("rope_type", "default") != "default" or raw.get("rope_scaling"):
+        raise HeadError(f"rope_parameters = {parameters or raw['rope_scaling']}: only the default RoPE is supported")
+    return float(parameters.get("rope_theta") or raw.get("rope_theta") or 10000.0)

@@ -1,0 +1,176 @@
+"""The drafter network: the same function as vLLM's `LlamaForCausalLMEagle3`, in plain torch.
+
+Enters: embeddings of the token that follows each row, the target's hidden states reduced by `fc`, and positions. Leaves:
+hidden states whose `lm_head` logits propose one token a row. How rows see each other is the caller's (`attend`): a COD mask
+in training, a KV cache in drafting. Nothing here knows of sampling, masks or caches.
+
+Parameter names are the checkpoint's. `embed_tokens` and `lm_head` are the target's and stay frozen; the mask token's
+embedding and its hidden state are ours (`mask_embedding`, `mask_hidden`; paper section 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from peagle.config import DrafterConfig
+
+#: attend(layer_index, q_BATD, k_BGTD, v_BGTD) -> out_BATD; keys and values are of the rows given, already rotated.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., size], normalised in float32."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def rotary_tables(positions_BT: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, both [B, 1, T, D] in float32, of Llama's RoPE (halves rotated, not pairs)."""
+    exponents = torch.arange(0, head_dim, 2, device=positions_BT.device, dtype=torch.float32) / head_dim
+    angles = positions_BT[:, None, :, None].float() * theta**-exponents
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_BATD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x_BATD.chunk(2, dim=-1)
+    return (x_BATD * cos + torch.cat([-second, first], dim=-1) * sin).to(x_BATD.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DrafterConfig, input_size: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(input_size, config.num_attention_heads * config.head_dim, bias=bias)
+        self.k_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=bias)
+        self.v_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend, layer_index: int) -> Tensor:
+        """x [B, T, input_size] -> [B, T, H]."""
+        q, k, v = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        out_BATD = attend(layer_index, rotate(q, *rotary), rotate(k, *rotary), v)
+        return self.o_proj(out_BATD.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """Llama's decoder layer; the first one reads [embedding ; hidden] and so has 2H inputs (paper Fig. 2)."""
+
+    def __init__(self, config: DrafterConfig, layer_index: int) -> None:
+        super().__init__()
+        self.layer_index = layer_index
+        self.norm_before_residual = config.norm_before_residual
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps)
+        if layer_index == 0:
+            self.hidden_norm = RMSNorm(size, eps)
+        self.self_attn = Attention(config, 2 * size if layer_index == 0 else size)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = MLP(config)
+
+    def forward(self, stream_BTH: Tensor, embeds_BTH: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """Residual stream in, residual stream out."""
+        if self.layer_index == 0:
+            normed = self.hidden_norm(stream_BTH)
+            if self.norm_before_residual:
+                stream_BTH = normed
+            x = torch.cat([self.input_layernorm(embeds_BTH), normed], dim=-1)
+        else:
+            x = self.input_layernorm(stream_BTH)
+        stream_BTH = stream_BTH + self.self_attn(x, rotary, attend, self.layer_index)
+        return stream_BTH + self.mlp(self.post_attention_layernorm(stream_BTH))
+
+
+class Drafter(nn.Module):
+    """P-EAGLE drafter (paper section 2); with `ptd_token_id = None` an EAGLE-3 drafter.
+
+    `embed_tokens` [V, H] and `lm_head` [V_draft, H] are set by `share_target` or by loading a plain head; they carry no
+    gradient. `target_ids` [V_draft] maps draft vocabulary to target vocabulary (identity when not reduced).
+    """
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        if config.fc_norm:
+            norms = (RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.aux_layer_ids)
+            self.fc_norm = nn.ModuleList(norms)
+        self.fc = nn.Linear(config.fc_input_size, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.ptd_token_id is not None:
+            self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size))
+            self.mask_hidden = nn.Parameter(torch.zeros(1, 1, config.fc_input_size))
+        self.embed_tokens: nn.Embedding | None = None
+        self.lm_head: nn.Linear | None = None
+        self.register_buffer("target_ids", torch.arange(config.draft_vocab_size), persistent=False)
+
+    def share_target(self, embed_VH: Tensor, lm_head_VH: Tensor) -> None:
+        """Uses the target's embedding table [V, H] and output matrix [V_draft, H], without copying them."""
+        self.embed_tokens = nn.Embedding.from_pretrained(embed_VH, freeze=True)
+        self.lm_head = nn.Linear(lm_head_VH.shape[1], lm_head_VH.shape[0], bias=False, device="meta")
+        self.lm_head.weight = nn.Parameter(lm_head_VH, requires_grad=False)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Named parameters that the head owns: all but the target's two tables."""
+        shared = ("embed_tokens.", "lm_head.")
+        return {name: value for name, value in self.named_parameters() if not name.startswith(shared)}
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids [...] -> [..., H]; the mask token gets the learned embedding."""
+        assert self.embed_tokens is not None, "share_target or load_head first"
+        embeds = self.embed_tokens(token_ids)
+        if self.config.ptd_token_id is None:
+            return embeds
+        is_mask = (token_ids == self.config.ptd_token_id)[..., None]
+        return torch.where(is_mask, self.mask_embedding.to(embeds.dtype), embeds)
+
+    def reduce(self, aux: Tensor) -> Tensor:
+        """Target hidden states of the tapped layers, concatenated [..., C * S] -> [..., H] (`fc`, after `fc_norm`)."""
+        if self.config.fc_norm:
+            chunks = aux.chunk(len(self.fc_norm), dim=-1)
+            aux = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        return self.fc(aux)
+
+    def forward(self, embeds_BTH: Tensor, hidden_BTH: Tensor, positions_BT: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """One pass over T rows.
+
+        embeds_BTH: `embed` of the token after each row; hidden_BTH: `reduce` of the row's target hidden states, or of
+        `mask_hidden`; positions_BT: int positions. Returns (normed [B, T, H] for `logits`, residual stream [B, T, H], which
+        EAGLE-3 feeds back as the next row's hidden state).
+        """
+        rotary = rotary_tables(positions_BT, self.config.head_dim, self.config.rope_theta)
+        stream_BTH = hidden_BTH
+        for layer in self.layers:
+            stream_BTH = layer(stream_BTH, embeds_BTH, rotary, attend)
+        return self.norm(stream_BTH), stream_BTH
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """[..., H] -> [..., V_draft]; `target_ids` turns an index into a token id of the target."""
+        assert self.lm_head is not None, "share_target or load_head first"
+        return self.lm_head(normed)
