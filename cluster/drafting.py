@@ -1,0 +1,189 @@
+"""Which K and which workload a request gets.
+
+Enters: the operator's `DepthPolicy`, the request's `drafting` object and its headers. Leaves: a `Drafting`, or a
+`DraftingError` that names the field and its range. Never knows: HTTP, Ray, the engine.
+
+K counts the draft tokens that the target verifies in a step of one request. The head proposes K_max in one pass
+whatever K is, so K is a verification depth and 0 <= K <= K_max. What a client asks outside that range is an error;
+what it asks inside the range but above the operator's own limit is lowered to that limit.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+DEFAULT_WORKLOAD = "default"
+K_HEADER = "x-drafting-k"
+WORKLOAD_HEADER = "x-drafting-workload"
+MAX_NUM_WORKLOADS = 64
+
+Source = Literal["request", "workload", "default"]
+
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,9}")
+_REQUEST_KEYS = ("k", "workload")
+
+
+class DraftingError(ValueError):
+    """A request's drafting cannot be used. `field` is the name the client sent it under."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+        self.message = message
+
+    def __reduce__(self) -> tuple[type["DraftingError"], tuple[str, str]]:
+        return DraftingError, (self.field, self.message)
+
+
+@dataclass(frozen=True)
+class DepthPolicy:
+    """The operator's choice of K. Every depth counts draft tokens; 0 means that nothing is verified.
+
+    `max_draft_tokens` is K_max (0 when the target runs without a drafter), `max_depth` the most a request gets.
+    """
+
+    max_draft_tokens: int
+    max_depth: int
+    default_depth: int
+    by_workload: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_depth <= self.max_draft_tokens:
+            raise ValueError(f"max_depth {self.max_depth} is outside 0..{self.max_draft_tokens}")
+        for name, depth in {"default_depth": self.default_depth, **self.by_workload}.items():
+            if not 0 <= depth <= self.max_depth:
+                raise ValueError(f"the depth of {name!r} is {depth}, outside 0..{self.max_depth}")
+
+    def depth_of(self, workload: str) -> tuple[int, Source]:
+        """K of a workload and where it comes from."""
+        if workload in self.by_workload:
+            return self.by_workload[workload], "workload"
+        return self.default_depth, "default"
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How one request is drafted: its workload, its K, and who chose the K."""
+
+    workload: str
+    k: int
+    source: Source
+
+    def to_wire(self) -> dict[str, Any]:
+        """The form in which the ingress hands its decision to the target, inside the request's `drafting` field."""
+        return {"workload": self.workload, "k": self.k, "source": self.source}
+
+
+def is_workload_tag(tag: str) -> bool:
+    """Whether a string may name a workload: 1 to 64 letters, digits and `. _ : -`, starting with a letter or digit."""
+    return _TAG.fullmatch(tag) is not None
+
+
+def resolve(policy: DepthPolicy, requested: Any = None, headers: Mapping[str, str] | None = None) -> Drafting:
+    """Decide K and workload of a request.
+
+    `requested` is the body's `drafting` value: None or `{"k": int, "workload": str}` with both keys optional. The
+    headers `X-Drafting-K` and `X-Drafting-Workload` say the same; a header that contradicts the body is an error.
+
+    Raises:
+        DraftingError: unknown key, wrong type, K outside 0..K_max, malformed tag, or header and body disagree.
+    """
+    body = _checked_object(requested)
+    by_header = {name.lower(): value for name, value in (headers or {}).items()}
+    body_tag, header_tag = body.get("workload"), by_header.get(WORKLOAD_HEADER)
+    body_k, header_k = body.get("k"), by_header.get(K_HEADER)
+
+    tag = _one_of(
+        ("drafting.workload", None if body_tag is None else _checked_tag("drafting.workload", body_tag)),
+        ("X-Drafting-Workload", None if header_tag is None else _checked_tag("X-Drafting-Workload", header_tag)),
+    )
+    k = _one_of(
+        ("drafting.k", None if body_k is None else _checked_k("drafting.k", body_k, policy)),
+        ("X-Drafting-K", None if header_k is None else _checked_k("X-Drafting-K", _parsed(header_k), policy)),
+    )
+    workload = DEFAULT_WORKLOAD if tag is None else tag
+    if k is not None:
+        return Drafting(workload, min(k, policy.max_depth), "request")
+    depth, source = policy.depth_of(workload)
+    return Drafting(workload, depth, source)
+
+
+def from_wire(policy: DepthPolicy, requested: Any) -> Drafting:
+    """Read what reaches the target: a decision of the ingress (it has a `source`), or a request that came by a
+    deployment handle past the ingress, which gets the same defaults.
+
+    Raises:
+        DraftingError: as `resolve`.
+    """
+    if not (isinstance(requested, Mapping) and "source" in requested):
+        return resolve(policy, requested)
+    source = requested["source"]
+    if source not in ("request", "workload", "default"):
+        raise DraftingError("drafting.source", f"drafting.source is {source!r}; only the ingress sets it")
+    k = _checked_k("drafting.k", requested.get("k"), policy)
+    return Drafting(_checked_tag("drafting.workload", requested.get("workload")), min(k, policy.max_depth), source)
+
+
+class WorkloadLabels:
+    """A bounded vocabulary of workloads, so that what is counted per workload stays bounded.
+
+    Workloads of the operator's table are always kept, others in the order they arrive, at most `max_num` in all; the
+    rest share `default`. State of one replica.
+    """
+
+    def __init__(self, known: Iterable[str], max_num: int = MAX_NUM_WORKLOADS) -> None:
+        self._labels = {DEFAULT_WORKLOAD, *known}
+        self._max_num = max(max_num, len(self._labels))
+
+    def label(self, tag: str) -> str:
+        """The workload under which a request with this tag is counted."""
+        if tag not in self._labels:
+            if len(self._labels) >= self._max_num:
+                return DEFAULT_WORKLOAD
+            self._labels.add(tag)
+        return tag
+
+
+def _checked_object(requested: Any) -> Mapping[str, Any]:
+    if requested is None:
+        return {}
+    if not isinstance(requested, Mapping):
+        raise DraftingError("drafting", f"drafting must be an object with k and workload, not {requested!r:.80}")
+    for key in requested:
+        if key not in _REQUEST_KEYS:
+            raise DraftingError(
+                f"drafting.{key}", f"unknown field drafting.{key!s:.80}: drafting has the fields k and workload"
+            )
+    return requested
+
+
+def _checked_tag(name: str, tag: Any) -> str:
+    if not isinstance(tag, str) or not is_workload_tag(tag):
+        raise DraftingError(
+            name, f"{name} must be 1 to 64 letters, digits or . _ : - starting with a letter or digit, not {tag!r:.80}"
+        )
+    return tag
+
+
+def _checked_k(name: str, k: Any, policy: DepthPolicy) -> int:
+    allowed = f"an integer from 0 to {policy.max_draft_tokens}"
+    if policy.max_draft_tokens == 0:
+        allowed = "0, because this model is served without a drafter"
+    if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= policy.max_draft_tokens:
+        raise DraftingError(name, f"{name} must be {allowed}, not {k!r:.80}")
+    return k
+
+
+def _parsed(text: str) -> int | str:
+    """A header's integer, or its text as it is, which then fails the check with the text in the message."""
+    return int(text) if _INTEGER.fullmatch(text.strip()) else text
+
+
+def _one_of(body: tuple[str, Any], header: tuple[str, Any]) -> Any:
+    if body[1] is not None and header[1] is not None and body[1] != header[1]:
+        raise DraftingError(
+            body[0], f"{body[0]} is {body[1]!r} but the header {header[0]} says {header[1]!r}: send one, or the same"
+        )
+    return header[1] if body[1] is None else body[1]

@@ -1,0 +1,215 @@
+"""From a raw mapping (the YAML's `args`) to checked `ClusterSettings`, before anything is loaded.
+
+Enters: the mapping, the environment, and a `Catalog` of what exists on this machine. Leaves: settings with every
+default filled in, or one `SettingsError` that lists all problems, each with its path and what to write instead.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from cluster import messages
+from cluster.drafting import is_workload_tag
+from cluster.settings import OWNED_ENGINE_KEYS, ClusterSettings, DepthSettings, DrafterSettings, ModelSettings
+from cluster.sources import SourceError, read_head_config, resolve_source
+
+SPECULATIVE_CONFIG_ENV = "SM_VLLM_SPECULATIVE_CONFIG"
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """What exists here: embedded models, the folder of shipped heads (one folder a head), and the names of the
+    engine's arguments (None: not checked)."""
+
+    embedded_models: Collection[str]
+    heads_dir: Path
+    engine_keys: Collection[str] | None = None
+
+
+class SettingsError(ValueError):
+    """The settings cannot be served. `problems` holds one line for each thing to mend."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        lines = "\n".join(f"  - {problem}" for problem in problems)
+        plural = "problem" if len(problems) == 1 else "problems"
+        super().__init__(f"{len(problems)} {plural} in the settings:\n{lines}")
+
+    def __reduce__(self) -> tuple[type["SettingsError"], tuple[list[str]]]:
+        return SettingsError, (self.problems,)
+
+
+def load_settings(raw: Any, catalog: Catalog, env: Mapping[str, str] | None = None) -> ClusterSettings:
+    """Check `raw` and fill in what it leaves out.
+
+    vLLM's published `speculative_config` object may stand in place of `drafter`, in `raw` or as JSON in the
+    environment variable SM_VLLM_SPECULATIVE_CONFIG.
+
+    Raises:
+        SettingsError: listing every problem.
+    """
+    if not isinstance(raw, Mapping):
+        raise SettingsError([f"args must be a mapping with the keys {messages.listed(_SECTIONS)}, not {raw!r:.80}"])
+    reader = _Reader(catalog)
+    sections = dict(raw)
+    reader.take_speculative_config(sections, (env or {}).get(SPECULATIVE_CONFIG_ENV))
+    reader.check_section_names(sections)
+    parsed: dict[str, Any] = {name: reader.parse(name, sections[name]) for name in _SECTIONS if name in sections}
+    if "model" not in sections:
+        reader.problems.append("missing key model: write `model: {source: ...}`")
+    reader.check_engine(sections.get("engine"))
+    parsed["model"] = reader.check_model(parsed.get("model"))
+    drafter_known = "drafter" not in sections or sections["drafter"] is None or parsed["drafter"] is not None
+    parsed["drafter"] = reader.check_drafter(parsed.get("drafter"))
+    if drafter_known and (depth := parsed.get("depth")) is not None:
+        reader.check_depth(depth, parsed["drafter"])
+    if reader.problems:
+        raise SettingsError(reader.problems)
+    return ClusterSettings(**parsed)
+
+
+_SECTIONS = tuple(ClusterSettings.model_fields)
+_RECORDS: dict[str, type[BaseModel]] = {
+    name: record
+    for name, field in ClusterSettings.model_fields.items()
+    if (record := messages.record_of(field.annotation)) is not None
+}
+
+
+class _Reader:
+    """One reading of one mapping; collects the problems."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.problems: list[str] = []
+
+    def take_speculative_config(self, sections: dict[str, Any], from_env: str | None) -> None:
+        """Turn vLLM's speculative_config, from the mapping or the environment, into a `drafter` section."""
+        given = {}
+        if "speculative_config" in sections:
+            given["speculative_config"] = sections.pop("speculative_config")
+        if from_env:
+            try:
+                given[SPECULATIVE_CONFIG_ENV] = json.loads(from_env)
+            except json.JSONDecodeError as error:
+                self.problems.append(f"{SPECULATIVE_CONFIG_ENV} is not JSON: {error}")
+        if len(given) == 2 and len({json.dumps(value, sort_keys=True, default=str) for value in given.values()}) == 1:
+            given.popitem()
+        names = [*given, *(["drafter"] if "drafter" in sections and given else [])]
+        if len(names) > 1:
+            self.problems.append(f"{messages.listed(names)} contradict: keep one of them")
+            return
+        for name, value in given.items():
+            sections["drafter"] = self._drafter_section(name, value)
+            if sections["drafter"] is None:
+                del sections["drafter"]
+
+    def _drafter_section(self, name: str, value: Any) -> dict[str, Any] | None:
+        if not isinstance(value, Mapping):
+            self.problems.append(f"{name} must be an object like vLLM's --speculative-config, not {value!r:.80}")
+            return None
+        options = {str(key): item for key, item in value.items()}
+        method, parallel = options.pop("method", None), options.pop("parallel_drafting", None)
+        if method != "eagle3" or parallel is not True:
+            self.problems.append(
+                f'{name} must say "method": "eagle3" and "parallel_drafting": true (that is P-EAGLE); '
+                f"it says method {method!r} and parallel_drafting {parallel!r}"
+            )
+        section = {"head": options.pop("model", None), "max_draft_tokens": options.pop("num_speculative_tokens", None)}
+        for key, field in (("model", "head"), ("num_speculative_tokens", "max_draft_tokens")):
+            if section[field] is None:
+                self.problems.append(f"missing key {name}.{key}")
+        return None if None in section.values() else {**section, "engine_options": options}
+
+    def check_section_names(self, sections: dict[str, Any]) -> None:
+        for key in sections:
+            if key not in _SECTIONS:
+                self.problems.append(messages.unknown_key(str(key), "", ClusterSettings))
+
+    def parse(self, name: str, value: Any) -> Any:
+        """The section as its record; None (with the problems noted) when it does not fit."""
+        if name == "engine":
+            return value
+        if value is None and name == "drafter":
+            return None
+        try:
+            return _RECORDS[name].model_validate(value)
+        except ValidationError as error:
+            self.problems.extend(messages.problem(detail, name, _RECORDS[name]) for detail in error.errors())
+            return None
+
+    def check_engine(self, engine: Any) -> None:
+        if engine is None:
+            return
+        if not isinstance(engine, Mapping):
+            self.problems.append(f"engine must be a mapping of vLLM engine arguments, not {engine!r:.80}")
+            return
+        known = self.catalog.engine_keys
+        for key, value in engine.items():
+            if key in OWNED_ENGINE_KEYS:
+                self.problems.append(f"engine.{key} is not yours to set: {OWNED_ENGINE_KEYS[key]}")
+            elif known is not None and key not in known:
+                hint = messages.nearest(key, known)
+                self.problems.append(f"unknown key engine.{key}: vLLM has no such argument{hint}")
+            elif key == "max_model_len" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                self.problems.append(f"engine.max_model_len must be a number of tokens from 1, not {value!r:.80}")
+
+    def check_model(self, model: ModelSettings | None) -> ModelSettings | None:
+        if model is None:
+            return None
+        try:
+            source = resolve_source(model.source, self.catalog.embedded_models, "model.source", "embedded model")
+        except SourceError as error:
+            self.problems.append(str(error))
+            return None
+        return model.model_copy(update={"source": source, "id": model.id or source.rstrip("/").rsplit("/", 1)[-1]})
+
+    def check_drafter(self, drafter: DrafterSettings | None) -> DrafterSettings | None:
+        if drafter is None:
+            return None
+        if drafter.placement == "remote":
+            self.problems.append(
+                "drafter.placement: remote is not available yet: the drafter runs in the target's engine, "
+                "write colocated (or leave it out)"
+            )
+        try:
+            head, config = read_head_config(drafter.head, self.catalog.heads_dir)
+        except SourceError as error:
+            self.problems.append(str(error))
+            return drafter
+        num_depths = config.get("num_depths")
+        deepest = drafter.max_draft_tokens
+        if deepest is None and num_depths is None:
+            self.problems.append("missing key drafter.max_draft_tokens: the head does not say how deep it was trained")
+        elif deepest is not None and num_depths is not None and deepest > num_depths:
+            self.problems.append(
+                f"drafter.max_draft_tokens is {deepest}, but the head {drafter.head} was trained for {num_depths} "
+                f"depths (its num_depths): write {num_depths} or less"
+            )
+        return drafter.model_copy(update={"head": head, "max_draft_tokens": deepest or num_depths})
+
+    def check_depth(self, depth: DepthSettings, drafter: DrafterSettings | None) -> None:
+        if drafter is None:
+            self.problems.append("depth has no meaning without a drafter: remove depth, or give drafter.head")
+            return
+        deepest = drafter.max_draft_tokens
+        if deepest is None:
+            return
+        limit, because = deepest, f"drafter.max_draft_tokens, {deepest}"
+        if depth.max is not None and depth.max > deepest:
+            self.problems.append(f"depth.max is {depth.max}, above {because}")
+        elif depth.max is not None:
+            limit, because = depth.max, f"depth.max, {depth.max}"
+        if depth.default is not None and depth.default > limit:
+            self.problems.append(f"depth.default is {depth.default}, above {because}")
+        for tag, k in depth.by_workload.items():
+            if not is_workload_tag(tag):
+                self.problems.append(
+                    f"depth.by_workload has the tag {tag!r:.80}: a tag is 1 to 64 letters, digits or . _ : -"
+                )
+            if not 0 <= k <= limit:
+                self.problems.append(f"depth.by_workload.{tag} is {k}, outside 0..{limit} ({because})")

@@ -1,0 +1,105 @@
+"""The schema of a served cluster: what stands under `args` in a YAML of `configs/`.
+
+Each section is a strict record: an unknown key or a wrong type is an error. `cluster.loading.load_settings` reads a
+raw mapping into these records and reports every problem it finds in one message; the checks that need facts about
+the machine (which models and heads exist) live there too. Counts are `num_*`, limits `max_*`, CPUs are Ray's logical
+CPUs.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cluster.drafting import DepthPolicy
+
+OWNED_ENGINE_KEYS = {
+    "model": "set model.source",
+    "served_model_name": "set model.id",
+    "speculative_config": "set drafter, or put speculative_config beside engine",
+    "spec_method": "set drafter",
+    "spec_model": "set drafter.head",
+    "spec_tokens": "set drafter.max_draft_tokens",
+    "num_speculative_tokens": "set drafter.max_draft_tokens",
+    "scheduler_cls": "the target's scheduler trims each request to its K and cannot be replaced here",
+    "worker_cls": "the target's worker cannot be replaced here",
+    "distributed_executor_backend": "ray.serve.llm chooses it from target.bundle",
+    "per_request_spec_decode_metrics": "acceptance is always recorded for each request",
+    "disable_log_stats": "acceptance is counted from the engine's statistics",
+    "data_parallel_size": "set target.num_replicas",
+}
+"""Engine arguments that other settings decide, each with what to do instead."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+
+class ModelSettings(Section):
+    """The target. `source`: an embedded model's name, a checkpoint directory, or a Hugging Face id `org/name`;
+    `id`: the name clients ask for, by default the source's last part."""
+
+    source: str = Field(min_length=1)
+    id: str = Field(default="", pattern=r"^[^\s]*$")
+
+
+class DrafterSettings(Section):
+    """The drafter. `head`: a shipped head's name, a directory, or a Hugging Face id; `max_draft_tokens`: K_max, by
+    default what the head was trained for; `engine_options`: further keys of vLLM's speculative_config."""
+
+    head: str = Field(min_length=1)
+    placement: Literal["colocated", "remote"] = "colocated"
+    max_draft_tokens: int | None = Field(default=None, ge=1, le=64)
+    engine_options: dict[str, Any] = Field(default_factory=dict)
+
+
+class DepthSettings(Section):
+    """K: `max` that a request gets (default K_max), `default` where nothing else decides (default `max`), and a
+    table by workload tag."""
+
+    default: int | None = Field(default=None, ge=0)
+    max: int | None = Field(default=None, ge=0)
+    by_workload: dict[str, int] = Field(default_factory=dict)
+
+
+class TargetSettings(Section):
+    """Replicas of the target. `bundle`: Ray resources of each engine worker, e.g. {GPU: 1} or {CPU: 1}; `num_cpus`:
+    of the replica's own process; `env`: environment variables of the replica and its engine."""
+
+    num_replicas: int = Field(default=1, ge=1)
+    num_cpus: float = Field(default=1.0, ge=0)
+    bundle: dict[str, float] = Field(default_factory=lambda: {"GPU": 1.0})
+    accelerator_type: str | None = None
+    max_ongoing_requests: int = Field(default=256, ge=1)
+    env: dict[str, str] = Field(default_factory=dict)
+
+
+class IngressSettings(Section):
+    """Replicas of the ingress. `allow_origins`: web pages that a browser may call from (CORS), none by default."""
+
+    num_replicas: int = Field(default=1, ge=1)
+    num_cpus: float = Field(default=1.0, ge=0)
+    max_ongoing_requests: int = Field(default=1024, ge=1)
+    allow_origins: list[str] = Field(default_factory=list)
+
+
+class ClusterSettings(Section):
+    """Everything under `args`. `engine` goes to vLLM's engine arguments as it stands."""
+
+    model: ModelSettings
+    drafter: DrafterSettings | None = None
+    depth: DepthSettings = Field(default_factory=DepthSettings)
+    engine: dict[str, Any] = Field(default_factory=dict)
+    target: TargetSettings = Field(default_factory=TargetSettings)
+    ingress: IngressSettings = Field(default_factory=IngressSettings)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """K_max, 0 without a drafter."""
+        return 0 if self.drafter is None else self.drafter.max_draft_tokens or 0
+
+    def depth_policy(self) -> DepthPolicy:
+        """The operator's choice of K, with its defaults filled in."""
+        deepest = self.max_draft_tokens
+        limit = deepest if self.depth.max is None else self.depth.max
+        default = limit if self.depth.default is None else self.depth.default
+        return DepthPolicy(deepest, limit, default, dict(self.depth.by_workload))

@@ -1,0 +1,112 @@
+"""What a request asks for and what it gets: every source of K, and every bad value one by one."""
+
+import pickle
+
+import pytest
+
+from cluster.drafting import DepthPolicy, Drafting, DraftingError, WorkloadLabels, from_wire, resolve
+
+POLICY = DepthPolicy(max_draft_tokens=7, max_depth=6, default_depth=5, by_workload={"code": 6, "chat": 2, "prose": 0})
+
+
+def test_default_applies_when_nothing_is_asked():
+    assert resolve(POLICY) == Drafting("default", 5, "default")
+    assert (
+        resolve(POLICY, {}) == resolve(POLICY, {"k": None, "workload": None}) == resolve(POLICY, None, {"Accept": "*"})
+    )
+
+
+@pytest.mark.parametrize("k", range(8))
+def test_every_k_in_range_is_obeyed_up_to_the_operators_limit(k):
+    assert resolve(POLICY, {"k": k}) == Drafting("default", min(k, 6), "request")
+    assert resolve(POLICY, None, {"X-Drafting-K": str(k)}) == Drafting("default", min(k, 6), "request")
+
+
+def test_workload_table_decides_and_a_requests_k_wins_over_it():
+    assert resolve(POLICY, {"workload": "chat"}) == Drafting("chat", 2, "workload")
+    assert resolve(POLICY, None, {"x-drafting-workload": "prose"}) == Drafting("prose", 0, "workload")
+    assert resolve(POLICY, {"workload": "chat", "k": 4}) == Drafting("chat", 4, "request")
+    assert resolve(POLICY, {"workload": "never-seen"}) == Drafting("never-seen", 5, "default")
+
+
+def test_header_and_body_may_each_give_one_part_and_may_agree():
+    assert resolve(POLICY, {"k": 3}, {"X-Drafting-Workload": "chat"}) == Drafting("chat", 3, "request")
+    assert resolve(POLICY, {"k": 3}, {"X-DRAFTING-K": " 3 "}) == Drafting("default", 3, "request")
+
+
+@pytest.mark.parametrize(
+    ("requested", "headers", "field"),
+    [
+        ({"k": -1}, {}, "drafting.k"),
+        ({"k": 8}, {}, "drafting.k"),
+        ({"k": 99}, {}, "drafting.k"),
+        ({"k": "x"}, {}, "drafting.k"),
+        ({"k": "3"}, {}, "drafting.k"),
+        ({"k": 3.0}, {}, "drafting.k"),
+        ({"k": True}, {}, "drafting.k"),
+        ({"k": [3]}, {}, "drafting.k"),
+        (None, {"X-Drafting-K": "-1"}, "X-Drafting-K"),
+        (None, {"X-Drafting-K": "99"}, "X-Drafting-K"),
+        (None, {"X-Drafting-K": "x"}, "X-Drafting-K"),
+        (None, {"X-Drafting-K": ""}, "X-Drafting-K"),
+        (None, {"X-Drafting-K": "9" * 5000}, "X-Drafting-K"),
+        ({"workload": ""}, {}, "drafting.workload"),
+        ({"workload": "a b"}, {}, "drafting.workload"),
+        ({"workload": 'x"} 1'}, {}, "drafting.workload"),
+        ({"workload": "x" * 65}, {}, "drafting.workload"),
+        ({"workload": 3}, {}, "drafting.workload"),
+        (None, {"X-Drafting-Workload": "a b"}, "X-Drafting-Workload"),
+        ({"depth": 3}, {}, "drafting.depth"),
+        ({"source": "request", "k": 3}, {}, "drafting.source"),
+        (3, {}, "drafting"),
+        ([], {}, "drafting"),
+        ({"k": 3}, {"X-Drafting-K": "4"}, "drafting.k"),
+        ({"workload": "code"}, {"X-Drafting-Workload": "chat"}, "drafting.workload"),
+    ],
+)
+def test_bad_input_names_its_field(requested, headers, field):
+    with pytest.raises(DraftingError) as raised:
+        resolve(POLICY, requested, headers)
+    assert raised.value.field == field
+    assert field in raised.value.message
+    assert len(raised.value.message) < 400
+
+
+def test_an_out_of_range_k_is_told_the_range():
+    with pytest.raises(DraftingError, match="0 to 7"):
+        resolve(POLICY, {"k": 99})
+
+
+def test_without_a_drafter_only_zero_may_be_asked():
+    policy = DepthPolicy(0, 0, 0)
+    assert resolve(policy) == Drafting("default", 0, "default")
+    assert resolve(policy, {"k": 0}) == Drafting("default", 0, "request")
+    with pytest.raises(DraftingError, match="without a drafter"):
+        resolve(policy, {"k": 1})
+
+
+def test_the_ingress_decision_survives_the_wire_and_a_handle_call_gets_the_defaults():
+    for decision in (Drafting("chat", 2, "workload"), Drafting("x", 0, "request"), Drafting("default", 5, "default")):
+        assert from_wire(POLICY, decision.to_wire()) == decision
+    assert from_wire(POLICY, None) == Drafting("default", 5, "default")
+    assert from_wire(POLICY, {"workload": "chat"}) == Drafting("chat", 2, "workload")
+    for bad in ({"source": "me", "k": 1, "workload": "a"}, {"source": "request"}, {"k": 8}):
+        with pytest.raises(DraftingError):
+            from_wire(POLICY, bad)
+
+
+def test_a_policy_cannot_go_beyond_its_own_limits():
+    for arguments in ((7, 8, 5), (7, 5, 6), (7, 5, -1), (7, 5, 5, {"code": 6})):
+        with pytest.raises(ValueError, match="outside"):
+            DepthPolicy(*arguments)
+
+
+def test_labels_stay_bounded_and_known_workloads_always_keep_theirs():
+    labels = WorkloadLabels(["code", "chat"], max_num=5)
+    assert [labels.label(f"tag{i}") for i in range(4)] == ["tag0", "tag1", "default", "default"]
+    assert [labels.label(tag) for tag in ("code", "chat", "tag1", "default")] == ["code", "chat", "tag1", "default"]
+
+
+def test_errors_cross_process_boundaries():
+    error = pickle.loads(pickle.dumps(DraftingError("drafting.k", "too deep")))
+    assert (error.field, error.message) == ("drafting.k", "too deep")
