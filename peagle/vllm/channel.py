@@ -1,0 +1,47 @@
+"""What travels with a request between the process that owns the engine client and vLLM's engine process.
+
+In: two keys of `SamplingParams.extra_args` (HTTP: `vllm_xargs`) name the K and the workload of a request.
+Out: the scheduler reports each verified step on the request's next output, as one header among its trace headers.
+
+Trace headers are the one free-form field of `EngineCoreOutput` that vLLM 0.26 and 0.29 both have, that is made per
+output, and that no HTTP response repeats. OpenTelemetry reads only the header names it knows.
+This module knows nothing of vLLM.
+"""
+
+from collections.abc import Iterable, Mapping
+
+DEPTH_KEY = "peagle_k"
+"""`extra_args` key: int 0..K_max, drafts verified per step of this request. Absent: K_max."""
+
+WORKLOAD_KEY = "peagle_workload"
+"""`extra_args` key: str, the workload under which this request's acceptance is counted. Absent: `DEFAULT_WORKLOAD`."""
+
+DEFAULT_WORKLOAD = "default"
+
+STEPS_HEADER = "x-peagle-steps"
+
+VerifiedStep = tuple[int, int]
+"""(drafts verified, drafts accepted) of one request in one engine step; verified in 1..K, accepted in 0..verified."""
+
+
+def encode_steps(steps: Iterable[VerifiedStep]) -> str:
+    """Header value of some steps, oldest first: `"7:3 7:0"`."""
+    return " ".join(f"{num_verified}:{num_accepted}" for num_verified, num_accepted in steps)
+
+
+def decode_steps(value: str) -> list[VerifiedStep]:
+    """Inverse of `encode_steps`.
+
+    Raises:
+        ValueError: the text is not what `encode_steps` writes.
+    """
+    steps = []
+    for pair in value.split():
+        num_verified, _, num_accepted = pair.partition(":")
+        steps.append((int(num_verified), int(num_accepted)))
+    return steps
+
+
+def with_steps(headers: Mapping[str, str] | None, steps: Iterable[VerifiedStep]) -> dict[str, str]:
+    """`headers` (None: empty) plus the report of `steps`; the argument is not changed."""
+    return {**(headers or {}), STEPS_HEADER: encode_steps(steps)}

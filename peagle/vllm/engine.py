@@ -1,0 +1,93 @@
+"""The settings with which vLLM serves a target together with a P-EAGLE head.
+
+Enters: directories and numbers. Leaves: keyword arguments for `LLM`, `AsyncEngineArgs`, or `engine_kwargs` of
+`ray.serve.llm`. Pure: reads the head's config.json, imports no vLLM, starts nothing.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SYNC_SCHEDULER = "peagle.vllm.scheduler.PerRequestDepthScheduler"
+ASYNC_SCHEDULER = "peagle.vllm.scheduler.PerRequestDepthAsyncScheduler"
+
+OWNED_ENGINE_KEYS: Mapping[str, str] = {
+    "model": "give the target directory",
+    "dtype": "give dtype",
+    "speculative_config": "give the head and max_draft_tokens",
+    "scheduler_cls": "per-request depth needs its own scheduler",
+    "async_scheduling": "give async_scheduling, which also picks the scheduler",
+}
+"""Engine settings that `engine_kwargs` decides, with what to use instead."""
+
+
+def engine_kwargs(
+    target_dir: str | Path | None,
+    head_dir: str | Path | None,
+    *,
+    max_draft_tokens: int | None = None,
+    dtype: str = "auto",
+    async_scheduling: bool,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Keyword arguments for vLLM's `LLM` or `AsyncEngineArgs`.
+
+    Args:
+        target_dir: checkpoint of the target; None leaves `model` out (`ray.serve.llm` sets it from its own setting).
+        head_dir: prepared head in vLLM's format; None means no speculation.
+        max_draft_tokens: K_max, at least 1; None takes the depth that the head was trained for (`num_depths`).
+        dtype: of target and drafter. On a CPU without bf16 arithmetic: "float32".
+        async_scheduling: whether vLLM plans a step ahead. False on a CPU, where vLLM does not support it.
+        extra: further engine settings, passed on unchanged.
+
+    Raises:
+        ValueError: names the setting and what to do: a key in `extra` that is decided here, a head directory without a
+            readable config.json or without `ptd_token_id`, a K_max outside 1..`num_depths`.
+    """
+    extra = dict(extra or {})
+    for key, hint in OWNED_ENGINE_KEYS.items():
+        if key in extra:
+            raise ValueError(f"engine setting {key!r} is not free: {hint}")
+    kwargs: dict[str, Any] = {"dtype": dtype, "async_scheduling": async_scheduling, **extra}
+    if target_dir is not None:
+        kwargs["model"] = str(target_dir)
+    if head_dir is None:
+        if max_draft_tokens is not None:
+            raise ValueError("max_draft_tokens is set but there is no head: give the head, or leave it out")
+        return kwargs
+    kwargs["speculative_config"] = {
+        "method": "eagle3",
+        "model": str(head_dir),
+        "num_speculative_tokens": _max_draft_tokens(Path(head_dir), max_draft_tokens),
+        "parallel_drafting": True,
+    }
+    kwargs["scheduler_cls"] = ASYNC_SCHEDULER if async_scheduling else SYNC_SCHEDULER
+    return kwargs
+
+
+def _max_draft_tokens(head_dir: Path, wanted: int | None) -> int:
+    """K_max: `wanted`, checked against the head, or the head's own."""
+    path = head_dir / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"head {head_dir}: config.json cannot be read ({error}); give a head directory") from error
+    if not isinstance(config, dict) or "ptd_token_id" not in config:
+        raise ValueError(f"head {head_dir}: config.json has no 'ptd_token_id', so it is no parallel-drafting head")
+    num_depths = config.get("num_depths")
+    if wanted is None:
+        if num_depths is None:
+            raise ValueError(
+                f"head {head_dir}: config.json does not say its depth ('num_depths'); set max_draft_tokens"
+            )
+        return int(num_depths)
+    if type(wanted) is not int or wanted < 1:
+        raise ValueError(
+            f"max_draft_tokens must be an integer of at least 1, not {wanted!r}; for no drafts leave the head out"
+        )
+    if num_depths is not None and wanted > num_depths:
+        raise ValueError(
+            f"max_draft_tokens is {wanted}, but head {head_dir} was trained for {num_depths}: use at most {num_depths}"
+        )
+    return wanted

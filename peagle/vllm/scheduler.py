@@ -1,0 +1,165 @@
+"""Schedulers for vLLM that verify at most K draft tokens a step for each request.
+
+Enters: a request whose `SamplingParams.extra_args["peagle_k"]` says its K. Leaves: `SchedulerOutput`s in which that
+request has at most K drafts, and outputs that carry what was verified and accepted (`peagle.vllm.channel`).
+The drafter always proposes K_max tokens in its one pass (P-EAGLE, arXiv 2602.01469, section 3); K limits verification
+only, so trimming costs no draft quality and keeps the distribution of the output.
+
+Given to vLLM as an import string, `scheduler_cls=SYNC_SCHEDULER` or `ASYNC_SCHEDULER` of `peagle.vllm.engine`.
+Knows nothing of workloads or of how K is chosen.
+"""
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from peagle.vllm import compat
+from peagle.vllm.channel import DEPTH_KEY, VerifiedStep, with_steps
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+    from vllm.v1.request import Request
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+    _Base = Scheduler
+else:
+    _Base = object
+
+logger = logging.getLogger(__name__)
+
+WARNING_INTERVAL_S = 60.0
+
+
+class _PerRequestDepth(_Base):
+    """What both schedulers share: reading K, admission padding, reports of verified steps.
+
+    A K that reaches this point unchecked is not obeyed and stops nobody: an integer outside 0..K_max is clamped to it,
+    anything else counts as absent (K_max). Either is logged, at most once a minute for an engine. Validation with an
+    answer to the client belongs to the edge.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        compat.check_seams(Scheduler, compat.SCHEDULER_SEAMS)
+        if self.dynamic_sd_lookup is not None:
+            raise ValueError(
+                "speculative_config.num_speculative_tokens_per_batch_size must not be set: with parallel drafting vLLM "
+                "hands drafts to the wrong request when the batch lowers its number of drafts; set each request's "
+                f"{DEPTH_KEY} instead"
+            )
+        if self.use_v2_model_runner:
+            raise ValueError("VLLM_USE_V2_MODEL_RUNNER must not be 1: vLLM's V2 model runner has no parallel drafting")
+        self._steps: dict[str, list[VerifiedStep]] = {}
+        self._last_warning_s = float("-inf")
+        self._num_unlogged = 0
+
+    def depth_of(self, request: "Request") -> int:
+        """K of `request`: drafts to verify per step, 0..`num_spec_tokens`."""
+        params = request.sampling_params
+        wanted = params.extra_args.get(DEPTH_KEY) if params is not None and params.extra_args else None
+        if wanted is None:
+            return self.num_spec_tokens
+        if type(wanted) is int and 0 <= wanted <= self.num_spec_tokens:
+            return wanted
+        is_number = isinstance(wanted, int) and not isinstance(wanted, bool)
+        depth = min(max(wanted, 0), self.num_spec_tokens) if is_number else self.num_spec_tokens
+        self._warn_about_depth(request.request_id, wanted, depth)
+        return depth
+
+    def _warn_about_depth(self, request_id: str, wanted: object, depth: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._last_warning_s < WARNING_INTERVAL_S:
+            self._num_unlogged += 1
+            return
+        logger.warning(
+            "request %s: %s=%r is not an integer in 0..%d; using %d (%d such steps not logged since the last warning)",
+            request_id,
+            DEPTH_KEY,
+            wanted,
+            self.num_spec_tokens,
+            depth,
+            self._num_unlogged,
+        )
+        self._last_warning_s = now_s
+        self._num_unlogged = 0
+
+    def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:
+        compat.drop_admission_padding(scheduler_output)
+        super()._update_after_schedule(scheduler_output)
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: "SpecDecodingStats | None",
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> "SpecDecodingStats | None":
+        """Note one request's verified step; vLLM calls this for each request with drafts, whatever its log settings.
+
+        Drafts that a grammar ruled out before verification (`num_invalid_spec_tokens`) do not count as verified.
+        """
+        num_verified = num_draft_tokens - (num_invalid_spec_tokens or {}).get(request_id, 0)
+        if num_verified > 0:
+            self._steps.setdefault(request_id, []).append((num_verified, num_accepted_tokens))
+        return super().make_spec_decoding_stats(
+            spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
+        )
+
+    def update_from_output(
+        self, scheduler_output: "SchedulerOutput", model_runner_output: "ModelRunnerOutput"
+    ) -> "dict[int, EngineCoreOutputs]":
+        """vLLM's own update, then each request's unreported steps onto its output of this step."""
+        outputs_by_client = super().update_from_output(scheduler_output, model_runner_output)
+        if not self._steps:
+            return outputs_by_client
+        for core_outputs in outputs_by_client.values():
+            for output in core_outputs.outputs:
+                if steps := self._steps.pop(output.request_id, None):
+                    output.trace_headers = with_steps(output.trace_headers, steps)
+        # A step without an output waits for the request's next one; a request that is gone has none.
+        self._steps = {request_id: steps for request_id, steps in self._steps.items() if request_id in self.requests}
+        return outputs_by_client
+
+
+class PerRequestDepthScheduler(_PerRequestDepth, Scheduler):
+    """Synchronous scheduling: drafts come back from the worker between two steps and are trimmed there."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.scheduler_config.async_scheduling:
+            raise ValueError("async_scheduling is on: scheduler_cls must be PerRequestDepthAsyncScheduler")
+
+    def update_draft_token_ids(self, draft_token_ids: "DraftTokenIds") -> None:
+        """Keep the first K of the drafts that vLLM takes over (after a grammar's check, where there is one)."""
+        super().update_draft_token_ids(draft_token_ids)
+        for request_id in draft_token_ids.req_ids:
+            request = self.requests.get(request_id)
+            if request is not None and request.spec_token_ids:
+                request.spec_token_ids = request.spec_token_ids[: self.depth_of(request)]
+
+
+class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
+    """Asynchronous scheduling: the next step is planned before the drafts exist, with K placeholders a request.
+
+    The worker fills the placeholders from its own K_max-wide table, so fewer of them means the first K drafts.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not self.scheduler_config.async_scheduling:
+            raise ValueError(
+                "async_scheduling is off (on a CPU vLLM forces it off): scheduler_cls must be PerRequestDepthScheduler"
+            )
+
+    def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:
+        super()._update_after_schedule(scheduler_output)
+        for request_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests[request_id]
+            if not request.is_prefill_chunk and request.spec_token_ids:
+                request.spec_token_ids = request.spec_token_ids[: self.depth_of(request)]

@@ -1,0 +1,261 @@
+"""Acceptance of each request and of each workload, in the process that owns the engine client.
+
+Enters: the steps that `peagle.vllm.scheduler` reports on the engine's outputs. Leaves: `DraftingStats` of a request, as
+soon as its last output is there, and running totals of each workload, unfinished and aborted requests included.
+Imports no vLLM, so that a deployment can carry `DraftingStats` as a value.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from peagle.vllm.channel import DEFAULT_WORKLOAD, DEPTH_KEY, STEPS_HEADER, WORKLOAD_KEY, VerifiedStep, decode_steps
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingStats:
+    """Counts over some verification steps, by depth.
+
+    `drafted_by_depth[i - 1]` steps verified at least i drafts; in `accepted_by_depth[i - 1]` of those the first i were
+    all accepted. Their ratio estimates the survival S_i, also where K differs between requests or steps: a step with
+    fewer than i drafts is in neither count. Both tuples are as long as the deepest step, and empty without steps.
+    """
+
+    drafted_by_depth: tuple[int, ...] = ()
+    accepted_by_depth: tuple[int, ...] = ()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that verified at least one draft. Prefill and steps at K = 0 are none."""
+        return self.drafted_by_depth[0] if self.drafted_by_depth else 0
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafts verified. What the drafter proposed beyond K is not counted."""
+        return sum(self.drafted_by_depth)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Drafts accepted, also those that a stop condition cut from the end of the output afterwards."""
+        return sum(self.accepted_by_depth)
+
+    @property
+    def acceptance_length(self) -> float:
+        """AL, tokens per verification step: 1 + accepted / steps. 1.0 without steps (K = 0)."""
+        return 1.0 + self.num_accepted_tokens / self.num_steps if self.num_steps else 1.0
+
+    def __add__(self, other: "DraftingStats") -> "DraftingStats":
+        return DraftingStats(
+            _sum_by_depth(self.drafted_by_depth, other.drafted_by_depth),
+            _sum_by_depth(self.accepted_by_depth, other.accepted_by_depth),
+        )
+
+    def __sub__(self, earlier: "DraftingStats") -> "DraftingStats":
+        """What came on top of `earlier`, a previous reading of the same counts."""
+        return self + DraftingStats(
+            tuple(-count for count in earlier.drafted_by_depth), tuple(-count for count in earlier.accepted_by_depth)
+        )
+
+    @classmethod
+    def from_steps(cls, steps: Iterable[VerifiedStep]) -> "DraftingStats":
+        """Counts of `steps`, each (drafts verified, drafts accepted)."""
+        counter = _Counter()
+        for step in steps:
+            counter.add(step)
+        return counter.stats()
+
+
+def _sum_by_depth(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    length = max(len(a), len(b))
+    return tuple(x + y for x, y in zip(a + (0,) * (length - len(a)), b + (0,) * (length - len(b)), strict=True))
+
+
+@dataclass(slots=True)
+class _Counter:
+    """Growing counts; `stats()` is a frozen copy."""
+
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def add(self, step: VerifiedStep) -> None:
+        num_verified, num_accepted = step
+        while len(self.drafted) < num_verified:
+            self.drafted.append(0)
+            self.accepted.append(0)
+        for index in range(num_verified):
+            self.drafted[index] += 1
+        for index in range(num_accepted):
+            self.accepted[index] += 1
+
+    def stats(self) -> DraftingStats:
+        return DraftingStats(tuple(self.drafted), tuple(self.accepted))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDrafting:
+    """How one sequence was drafted, from its first token to its end.
+
+    Attributes:
+        request_id: the id its caller gave to the engine; the n sequences of a request with n > 1 share it.
+        workload: `extra_args["peagle_workload"]`, or `default`.
+        k: `extra_args["peagle_k"]` as sent, None where it was not.
+        stats: counts by depth.
+        num_output_tokens: tokens that the engine returned for it.
+        is_aborted: the caller left, or cancelled it, before it was complete.
+    """
+
+    request_id: str
+    workload: str
+    k: Any
+    stats: DraftingStats
+    num_output_tokens: int
+    is_aborted: bool
+
+
+@dataclass(slots=True)
+class _Tracked:
+    request_id: str
+    workload: str
+    k: Any
+    counter: _Counter = field(default_factory=_Counter)
+    num_output_tokens: int = 0
+
+    def finished(self, is_aborted: bool) -> RequestDrafting:
+        stats = self.counter.stats()
+        return RequestDrafting(self.request_id, self.workload, self.k, stats, self.num_output_tokens, is_aborted)
+
+
+class DraftingRecorder:
+    """Reads the step reports of one engine. Make one for each engine client, in the client's process, and `attach` it.
+
+    It hangs on three methods of the client's output processor, so it sees every sequence in every mode: streamed or
+    not, n > 1, ended by a stop string (which only this process notices), cancelled. Not thread-safe: it works, and is
+    to be read, on the event loop (or thread) that runs the client.
+
+    Args:
+        on_finish: called with each sequence's record as it ends, aborted ones included. It must return quickly and not
+            raise: it runs between two outputs of the engine.
+        max_records: finished sequences kept for `pop`; the oldest go first.
+        max_workloads: names counted apart; what comes later under further names is counted under `default`.
+    """
+
+    def __init__(
+        self,
+        on_finish: Callable[[RequestDrafting], None] | None = None,
+        *,
+        max_records: int = 4096,
+        max_workloads: int = 256,
+    ) -> None:
+        self._on_finish = on_finish
+        self._max_records = max_records
+        self._max_workloads = max_workloads
+        self._live: dict[str, _Tracked] = {}
+        self._totals: dict[str, _Counter] = {}
+        self._finished: OrderedDict[str, list[RequestDrafting]] = OrderedDict()
+
+    def attach(self, engine: Any) -> None:
+        """Start recording `engine`: an `AsyncLLM`, an `LLMEngine` or an `LLM`, before its first request.
+
+        Raises:
+            TypeError: `engine` has no output processor with the methods needed (another vLLM, or no vLLM engine).
+            ValueError: a recorder hangs on this engine already.
+        """
+        processor: Any = getattr(getattr(engine, "llm_engine", engine), "output_processor", None)
+        for name in ("add_request", "process_outputs", "abort_requests", "request_states"):
+            if not hasattr(processor, name):
+                raise TypeError(f"{type(engine).__name__} has no output_processor.{name}: not a vLLM engine client")
+        if "process_outputs" in vars(processor):
+            raise ValueError("this engine has a DraftingRecorder already")
+        add_request, process_outputs = processor.add_request, processor.process_outputs
+        abort_requests = processor.abort_requests
+
+        def add_and_track(request: Any, *args: Any, **kwargs: Any) -> Any:
+            result = add_request(request, *args, **kwargs)
+            if request.request_id in processor.request_states:
+                self._track(request)
+            return result
+
+        def process_and_record(engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            self._record(engine_core_outputs)
+            result = process_outputs(engine_core_outputs, *args, **kwargs)
+            self._close((output.request_id for output in engine_core_outputs), processor.request_states, False)
+            return result
+
+        def abort_and_close(*args: Any, **kwargs: Any) -> list[str]:
+            aborted: list[str] = abort_requests(*args, **kwargs)
+            self._close(aborted, processor.request_states, True)
+            return aborted
+
+        processor.add_request = add_and_track
+        processor.process_outputs = process_and_record
+        processor.abort_requests = abort_and_close
+
+    def pop(self, response_id: str) -> RequestDrafting | None:
+        """The record of a finished request, once; its sequences (n > 1, several prompts) summed.
+
+        Args:
+            response_id: the `id` of the OpenAI response (`chatcmpl-...`, `cmpl-...`), or the id given to
+                `AsyncLLM.generate`. The record is there when the last output of the request is.
+
+        Returns:
+            None for an unknown id: not finished, popped before, or older than `max_records` records.
+        """
+        records = self._finished.pop(response_id, [])
+        # The completions API numbers its prompts: the engine knows response "cmpl-x" as "cmpl-x-0", "cmpl-x-1", ...
+        index = 0
+        while numbered := self._finished.pop(f"{response_id}-{index}", None):
+            records += numbered
+            index += 1
+        if not records:
+            return None
+        return RequestDrafting(
+            request_id=response_id,
+            workload=records[0].workload,
+            k=records[0].k,
+            stats=sum((record.stats for record in records), DraftingStats()),
+            num_output_tokens=sum(record.num_output_tokens for record in records),
+            is_aborted=any(record.is_aborted for record in records),
+        )
+
+    def totals(self) -> Mapping[str, DraftingStats]:
+        """Counts of each workload since `attach`, step by step, whatever became of the requests.
+
+        Not in it: a step still running in the engine when its request was aborted.
+        """
+        return {workload: counter.stats() for workload, counter in self._totals.items()}
+
+    def _track(self, request: Any) -> None:
+        extra_args = getattr(request.sampling_params, "extra_args", None) or {}
+        workload = str(extra_args.get(WORKLOAD_KEY) or DEFAULT_WORKLOAD)
+        if workload not in self._totals and len(self._totals) >= self._max_workloads:
+            workload = DEFAULT_WORKLOAD
+        self._totals.setdefault(workload, _Counter())
+        # A later part of a streamed prompt comes under the same id and continues its counts.
+        self._live.setdefault(
+            request.request_id,
+            _Tracked(request.external_req_id or request.request_id, workload, extra_args.get(DEPTH_KEY)),
+        )
+
+    def _record(self, engine_core_outputs: Iterable[Any]) -> None:
+        for output in engine_core_outputs:
+            tracked = self._live.get(output.request_id)
+            if tracked is None:
+                continue
+            tracked.num_output_tokens += len(output.new_token_ids)
+            if output.trace_headers and (report := output.trace_headers.get(STEPS_HEADER)):
+                total = self._totals[tracked.workload]
+                for step in decode_steps(report):
+                    tracked.counter.add(step)
+                    total.add(step)
+
+    def _close(self, internal_ids: Iterable[str], still_open: Mapping[str, Any], is_aborted: bool) -> None:
+        for internal_id in internal_ids:
+            if internal_id in still_open or (tracked := self._live.pop(internal_id, None)) is None:
+                continue
+            record = tracked.finished(is_aborted)
+            self._finished.setdefault(record.request_id, []).append(record)
+            while len(self._finished) > self._max_records:
+                self._finished.popitem(last=False)
+            if self._on_finish is not None:
+                self._on_finish(record)
