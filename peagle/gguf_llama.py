@@ -73,7 +73,7 @@ def weights_digest(weights: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name, weight in sorted(weights.items()):
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
-        digest.update(weight.contiguous().view(torch.uint8).numpy())
+        digest.update(weight.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

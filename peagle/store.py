@@ -102,7 +102,7 @@ def prepare_directory(
     if is_intact(final, full=verify):
         return final
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
+        _make_directory(final.parent)
         with _locked(final, report):
             if not is_intact(final):
                 _build(final, num_bytes, build, report)
@@ -111,6 +111,13 @@ def prepare_directory(
             raise
         raise _explained(error, final, num_bytes) from error
     return final
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError as error:  # a file system that makes no directories, such as /proc
+        raise PermissionError(errno.EACCES, error.strerror, str(directory)) from error
 
 
 class _locked:
