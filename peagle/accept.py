@@ -33,9 +33,7 @@ class Accepted:
     num_accepted_tokens: Tensor
 
 
-def accept_greedy(
-    draft_token_ids: Tensor, target_logits: Tensor, num_draft_tokens: Tensor | None = None
-) -> Accepted:
+def accept_greedy(draft_token_ids: Tensor, target_logits: Tensor, num_draft_tokens: Tensor | None = None) -> Accepted:
     """Keep drafts while each equals the target's most likely token; then emit the target's own token.
 
     Args:
@@ -162,14 +160,15 @@ def _checked_counts(draft_token_ids: Tensor, target: Tensor, num_draft_tokens: T
     else:
         counts = num_draft_tokens.to(device=target.device, dtype=torch.int64)
         if tuple(counts.shape) != (batch_size,) or bool(((counts < 0) | (counts > num_drafts_max)).any()):
-            raise ValueError(f"num_draft_tokens must be [B] = [{batch_size}] values in 0..{num_drafts_max}, got {counts}")
+            raise ValueError(
+                f"num_draft_tokens must be [B] = [{batch_size}] values in 0..{num_drafts_max}, got {counts}"
+            )
     in_use = torch.arange(num_drafts_max, device=target.device) < counts[:, None]
     outside = in_use & ((draft_token_ids < 0) | (draft_token_ids >= target.shape[2]))
     if bool(outside.any()):
         row, column = (int(index) for index in outside.nonzero()[0])
-        raise ValueError(
-            f"draft_token_ids[{row}, {column}] = {int(draft_token_ids[row, column])} is outside 0..{target.shape[2] - 1}"
-        )
+        token_id = int(draft_token_ids[row, column])
+        raise ValueError(f"draft_token_ids[{row}, {column}] = {token_id} is outside 0..{target.shape[2] - 1}")
     return counts
 
 

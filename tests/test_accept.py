@@ -94,7 +94,9 @@ def p_value(tokens: Tensor) -> float:
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 2, 4])
 @pytest.mark.parametrize(
-    ("sample_drafts", "give_draft_probs"), [(True, True), (False, False), (True, False)], ids=["q", "greedy", "q-hidden"]
+    ("sample_drafts", "give_draft_probs"),
+    [(True, True), (False, False), (True, False)],
+    ids=["q", "greedy", "q-hidden"],
 )
 def test_sampling_keeps_the_target_distribution(num_drafts: int, sample_drafts: bool, give_draft_probs: bool) -> None:
     # "q-hidden": drafts drawn by chance but judged as one-hot, which is sound because each draft is fixed by then.
@@ -131,7 +133,9 @@ def test_check_rejects_target_rows_off_by_one() -> None:
 def test_check_rejects_replacement_from_the_target_instead_of_the_residual(
     monkeypatch: pytest.MonkeyPatch, give_draft_probs: bool
 ) -> None:
-    def target_row(drafts: Tensor, target: Tensor, draft_probs: Tensor | None, num_accepted: Tensor, counts: Tensor):
+    def target_row(
+        drafts: Tensor, target: Tensor, _draft_probs: object, num_accepted: Tensor, _counts: Tensor
+    ) -> Tensor:
         return target[torch.arange(len(drafts)), num_accepted]
 
     monkeypatch.setattr(accept, "_next_token_weights", target_row)
@@ -220,10 +224,8 @@ def test_certain_draft_is_always_kept_and_its_empty_residual_is_never_used() -> 
 
 def test_one_generator_state_gives_one_result() -> None:
     drafts = torch.zeros(50, 2, dtype=torch.int64)
-    runs = [
-        accept_sampled(drafts, TARGET[torch.zeros(50, 3, dtype=torch.int64)], generator=torch.Generator().manual_seed(7))
-        for _ in range(2)
-    ]
+    target = TARGET[torch.zeros(50, 3, dtype=torch.int64)]
+    runs = [accept_sampled(drafts, target, generator=torch.Generator().manual_seed(7)) for _ in range(2)]
     assert torch.equal(runs[0].token_ids, runs[1].token_ids)
 
 

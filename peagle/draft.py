@@ -1,0 +1,137 @@
+"""Drafting in plain torch: one forward pass proposes K tokens (arXiv 2602.01469, section 2), with a KV cache.
+
+Enters: the tokens that the target has committed since the last pass, and the target's hidden states at the rows before
+them. Leaves: K draft tokens. The engine's own drafter (vLLM's `eagle3` with `parallel_drafting`) is the same function;
+this one is for reading, for evaluation and for tests, one request at a time.
+
+The rows of one pass. Tokens are counted from 0; n are committed and token n - 1 is the newest, whose hidden state the
+target has not computed yet. As in EAGLE, tokens are shifted by one against hidden states:
+
+    depth    row at position    embedding of      hidden state        proposes
+    -        p < n - 2          token p + 1       target's at p       (cached, or given now to enter the cache)
+    1        n - 2              token n - 1       target's at n - 2   token n      (next-token prediction)
+    2        n - 1              mask token        mask_hidden         token n + 1
+    K        n + K - 3          mask token        mask_hidden         token n + K - 1
+
+Every row attends to all rows at its own and earlier positions. Mask rows leave no trace: they are dropped from the
+cache after the pass, and real rows take their positions in the next one. Rejected drafts never become rows at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from peagle.model import Drafter
+
+
+class KVCache:
+    """Keys and values of one request's rows, for each layer of the drafter: [1, G, num_rows, D], rotated already."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._keys: list[Tensor | None] = [None] * num_layers
+        self._values: list[Tensor | None] = [None] * num_layers
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that every layer holds; row i stands at position i."""
+        last = self._keys[-1]
+        return 0 if last is None else last.shape[2]
+
+    def append(self, layer_index: int, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Add T rows to one layer; return all its keys and values, [1, G, num_rows + T, D] each."""
+        old_keys, old_values = self._keys[layer_index], self._values[layer_index]
+        keys = k_BGTD if old_keys is None else torch.cat([old_keys, k_BGTD], dim=2)
+        values = v_BGTD if old_values is None else torch.cat([old_values, v_BGTD], dim=2)
+        self._keys[layer_index], self._values[layer_index] = keys, values
+        return keys, values
+
+    def truncate(self, num_rows: int) -> None:
+        """Forget all rows from position num_rows on. Raises ValueError unless 0 <= num_rows <= self.num_rows."""
+        if not 0 <= num_rows <= self.num_rows:
+            raise ValueError(f"cannot truncate to {num_rows} rows: the cache holds {self.num_rows}")
+        self._keys = [None if keys is None else keys[:, :, :num_rows] for keys in self._keys]
+        self._values = [None if values is None else values[:, :, :num_rows] for values in self._values]
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafts:
+    """Draft tokens of one pass.
+
+    token_ids_K: int64, in the target's vocabulary. logits_KV: [K, V_draft], over the draft vocabulary.
+    """
+
+    token_ids_K: Tensor
+    logits_KV: Tensor
+
+
+class DraftSession:
+    """Drafting for one request: the cache of its committed rows, and `propose`."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        """drafter: a P-EAGLE drafter with its tables. Raises ValueError for an EAGLE-3 head (no mask token)."""
+        if drafter.config.ptd_token_id is None:
+            raise ValueError("the head has no ptd_token_id: it drafts one token after another, not in one pass")
+        self.drafter = drafter
+        self.cache = KVCache(drafter.config.num_hidden_layers)
+
+    @property
+    def num_rows(self) -> int:
+        """Committed rows in the cache: positions 0..num_rows - 1."""
+        return self.cache.num_rows
+
+    def truncate(self, num_rows: int) -> None:
+        """Take back rows from position num_rows on, when tokens given as committed were not kept after all."""
+        self.cache.truncate(num_rows)
+
+    @torch.no_grad()
+    def propose(self, next_token_ids_T: Tensor, aux_TX: Tensor, num_drafts: int) -> Drafts:
+        """Add T rows and propose the tokens after them, in one forward pass.
+
+        Args:
+            next_token_ids_T: int, row i's token: the one *after* position num_rows + i. The last entry is the token
+                that the target emitted last.
+            aux_TX: [T, C * S], the target's tapped hidden states at positions num_rows .. num_rows + T - 1.
+            num_drafts: K, at least 1. Heads are trained for `config.num_depths`; more is allowed, as in vLLM.
+
+        Returns:
+            The K most likely tokens, each at its own depth. A smaller K gives the first tokens of a larger one.
+
+        Raises:
+            ValueError: no rows, shapes that do not fit together, or num_drafts below 1.
+        """
+        config = self.drafter.config
+        num_new = next_token_ids_T.shape[0]
+        if num_new == 0 or next_token_ids_T.dim() != 1 or tuple(aux_TX.shape) != (num_new, config.fc_input_size):
+            raise ValueError(
+                f"next_token_ids_T {list(next_token_ids_T.shape)} and aux_TX {list(aux_TX.shape)} must be [T] and "
+                f"[T, {config.fc_input_size}] with T at least 1"
+            )
+        if num_drafts < 1:
+            raise ValueError(f"num_drafts = {num_drafts} must be at least 1")
+        num_masks, start = num_drafts - 1, self.num_rows
+        assert config.ptd_token_id is not None
+        mask_ids = next_token_ids_T.new_full((num_masks,), config.ptd_token_id)
+        mask_aux = self.drafter.mask_hidden.to(aux_TX.dtype).view(1, -1).expand(num_masks, -1)
+        token_ids_BT = torch.cat([next_token_ids_T, mask_ids])[None]
+        aux_BTX = torch.cat([aux_TX, mask_aux])[None]
+        positions_BT = torch.arange(start, start + num_new + num_masks, device=aux_TX.device)[None]
+
+        embeds_BTH, hidden_BTH = self.drafter.embed(token_ids_BT), self.drafter.reduce(aux_BTX)
+        normed_BTH, _ = self.drafter(embeds_BTH, hidden_BTH, positions_BT, self._attend)
+        self.cache.truncate(start + num_new)
+
+        logits_KV = self.drafter.logits(normed_BTH[0, num_new - 1 :])
+        target_ids = self.drafter.get_buffer("target_ids")
+        return Drafts(token_ids_K=target_ids[logits_KV.argmax(dim=-1)], logits_KV=logits_KV)
+
+    def _attend(self, layer_index: int, q_BATD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
+        """Attention of the pass's rows over the cache and over each other, by position."""
+        k_BGUD, v_BGUD = self.cache.append(layer_index, k_BGTD, v_BGTD)
+        num_new, num_all = q_BATD.shape[2], k_BGUD.shape[2]
+        query_positions = torch.arange(num_all - num_new, num_all, device=q_BATD.device)
+        visible_TU = torch.arange(num_all, device=q_BATD.device) <= query_positions[:, None]
+        return F.scaled_dot_product_attention(q_BATD, k_BGUD, v_BGUD, attn_mask=visible_TU, enable_gqa=True)
