@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from peagle.config import DrafterConfig, HeadError
@@ -79,7 +79,7 @@ def save_head(head_dir: str | Path, config: DrafterConfig, tensors: dict[str, Te
 
     Raises:
         HeadError: under the same conditions as `load_head`, before anything is written.
-        OSError: the disk is full or not writable; a file that was there before is still whole.
+        OSError: the disk is full or not writable (names the file and its bytes); what was there before is still whole.
     """
     head_dir = Path(head_dir)
     specs = {name: TensorSpec(_dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -89,10 +89,8 @@ def save_head(head_dir: str | Path, config: DrafterConfig, tensors: dict[str, Te
     head_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=head_dir, prefix=".writing-") as scratch:
         weights, settings = Path(scratch) / "model.safetensors", Path(scratch) / "config.json"
-        save_file(stored, weights, metadata={"format": "pt"})
-        settings.write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
-        # `save_file` makes files that only their owner can read; a served head is as readable as its directory.
-        weights.chmod(0o644)
+        _write(weights, save(stored, metadata={"format": "pt"}))
+        _write(settings, (json.dumps(config.to_dict(), indent=2) + "\n").encode())
         weights.replace(head_dir / weights.name)
         settings.replace(head_dir / settings.name)
     return head_dir
@@ -173,6 +171,14 @@ def _check_vocabulary_tables(config: DrafterConfig, tensors: dict[str, Tensor], 
             problems.append(f"t2d does not mark {int((~marked[ids]).sum())} of the target tokens that d2t leads to")
     if problems:
         raise HeadError(f"head {source}: " + "; ".join(problems))
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file; unlike `Path.write_bytes`, a full disk is reported with the file's name and size."""
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror} while writing {len(content)} bytes", str(path)) from error
 
 
 def _dtype_name(tensor: Tensor) -> str:

@@ -56,7 +56,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(input_size, config.num_attention_heads * config.head_dim, bias=bias)
         self.k_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=bias)
         self.v_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=bias)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend, layer_index: int) -> Tensor:
         """x [B, T, input_size] -> [B, T, H]."""
