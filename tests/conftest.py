@@ -1,0 +1,27 @@
+"""Fixtures that several test modules share: the prepared target and head, as a user gets them."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from peagle.embedded import DEFAULT_TARGET, prepare_target
+from peagle.heads import prepare_head
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _openmp_threads() -> None:
+    """Tests of tensors run beside engines on two cores; tokenizers must not fork worker threads of their own."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def target_dir() -> Path:
+    """Checkpoint of the embedded target in the user's cache (converted there at the first run)."""
+    return prepare_target()
+
+
+@pytest.fixture(scope="session")
+def head_dir(target_dir: Path) -> Path:
+    """Plain head for the embedded target, made from the shipped one."""
+    return prepare_head(DEFAULT_TARGET, target_dir)
