@@ -1,0 +1,90 @@
+"""Conditional drop-token sampling (COD): which rows a training pass holds (paper section 3.2).
+
+A chain starts at an anchor, a token position a. Its row at offset g (0..K-1) stands at position a + g and is trained to
+propose token a + g + 2... counted as the drafter counts: the row at offset 0 reads token a + 1 and the target's hidden state
+of a, and proposes token a + 2; offset g proposes token a + 2 + g. Offset 0 keeps all N positions. Offset g keeps a share r^g of
+them, and only where the same chain is kept at g - 1: kept sets are nested, so no row is without the rows it depends on.
+
+    N = 16, K = 4, r = 0.7:  16 + 11 + 8 + 5 = 40 rows instead of 64 (the paper's worked example, rounded there to 38)
+
+The number of rows depends on N, K and r alone, never on the data: compiled kernels keep one shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+
+def kept_per_offset(num_tokens: int, num_depths: int, ratio: float, floor: float = 0.0) -> list[int]:
+    """Anchors kept at offsets 0..K-1: N * max(r^g, floor), rounded.
+
+    floor: least share kept at any offset; 0 as published, 0.2 in a public port. Raises ValueError for a ratio or floor
+    outside (0, 1] and [0, 1].
+    """
+    if not 0 < ratio <= 1 or not 0 <= floor <= 1:
+        raise ValueError(f"cod: ratio = {ratio} must be in (0, 1] and floor = {floor} in [0, 1]")
+    return [num_tokens] + [round(num_tokens * max(ratio**g, floor)) for g in range(1, num_depths)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of a training pass: first the N rows of offset 0 in order, then the kept rows sorted by anchor, then offset.
+
+    anchor_BT, offset_BT: int64. A row's position is anchor + offset; its label is the token at anchor + offset + 2.
+    """
+
+    anchor_BT: Tensor
+    offset_BT: Tensor
+    num_tokens: int
+
+    @property
+    def position_BT(self) -> Tensor:
+        return self.anchor_BT + self.offset_BT
+
+
+def sample_rows(
+    chain_BN: Tensor, num_depths: int, ratio: float, *, generator: torch.Generator | None = None, floor: float = 0.0
+) -> Rows:
+    """Draws the rows of one pass.
+
+    chain_BN: int, how many offsets (0..K) of the chain at each anchor have a label that is worth a loss. Anchors with a
+    longer useful chain are not preferred, anchors without any use beyond offset 0 come last: rows go to what can be learned.
+    generator: on the device of `chain_BN`.
+    """
+    batch, num_tokens = chain_BN.shape
+    device = chain_BN.device
+    priority_BN = torch.rand(chain_BN.shape, generator=generator, device=device) + (chain_BN < 2)
+    order_BN = priority_BN.argsort(dim=1)
+    kept = kept_per_offset(num_tokens, num_depths, ratio, floor)
+    # Each prefix of one random order is a uniform subset, and prefixes of falling length are nested.
+    keys = torch.cat([order_BN[:, :count] * num_depths + g for g, count in enumerate(kept) if g], dim=1)
+    keys = keys.sort(dim=1).values
+    first_N = torch.arange(num_tokens, device=device).expand(batch, -1)
+    return Rows(
+        anchor_BT=torch.cat([first_N, keys // num_depths], dim=1),
+        offset_BT=torch.cat([torch.zeros_like(first_N), keys % num_depths], dim=1),
+        num_tokens=num_tokens,
+    )
+
+
+def chain_lengths(document_BN: Tensor, wanted_BN: Tensor, num_depths: int) -> Tensor:
+    """Useful chain length of each anchor, 0..K, int64 [B, N].
+
+    document_BN: document id of each token (-1: padding). wanted_BN: bool, tokens whose prediction is worth a loss. Offset g
+    at anchor a is useful if tokens a .. a + g + 2 are of one document and token a + g + 2 is wanted; a chain ends at the first
+    offset that is not.
+    """
+    num_tokens = document_BN.shape[1]
+    anchors = torch.arange(num_tokens, device=document_BN.device)
+    alive_BN = document_BN >= 0
+    length_BN = torch.zeros_like(document_BN, dtype=torch.int64)
+    for g in range(num_depths):
+        label = anchors + g + 2
+        inside = label < num_tokens
+        label = label.clamp_max(num_tokens - 1)
+        alive_BN = alive_BN & inside & (document_BN[:, label] == document_BN) & wanted_BN[:, label]
+        length_BN = length_BN + alive_BN
+    return length_BN

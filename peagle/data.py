@@ -1,0 +1,175 @@
+"""Training data: conversations as token ids, on disk and packed into batches.
+
+On disk a data set is a folder of `part-*.npz` files (arrays `tokens`, `lengths`, `prompt_lengths`) and one `manifest.json` that
+says how it was made. In memory it is three flat arrays. Nothing is cut silently: what does not fit is counted and reported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversations:
+    """tokens: all conversations end to end; lengths: tokens of each; prompt_lengths: how many of them the target did not write."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    prompt_lengths: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_answer_tokens(self) -> int:
+        return int(self.lengths.sum() - self.prompt_lengths.sum())
+
+    @classmethod
+    def from_lists(cls, prompts: list[list[int]], answers: list[list[int]]) -> Conversations:
+        joined = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        return cls(
+            tokens=np.fromiter((token for one in joined for token in one), dtype=np.int32),
+            lengths=np.array([len(one) for one in joined], dtype=np.int32),
+            prompt_lengths=np.array([len(one) for one in prompts], dtype=np.int32),
+        )
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Conversations:
+        """Raises ValueError when the folder holds no parts or a part is damaged."""
+        parts = sorted(Path(folder).glob("part-*.npz"))
+        if not parts:
+            raise ValueError(f"data: no part-*.npz in {folder}; make them with `python -m peagle.generate`")
+        arrays: dict[str, list[np.ndarray]] = {"tokens": [], "lengths": [], "prompt_lengths": []}
+        for part in parts:
+            with np.load(part) as stored:
+                for name, values in arrays.items():
+                    values.append(stored[name].astype(np.int32))
+            if arrays["tokens"][-1].size != arrays["lengths"][-1].sum():
+                raise ValueError(f"data: {part} is damaged: lengths do not add up to its tokens")
+        return cls(**{name: np.concatenate(values) for name, values in arrays.items()})
+
+    def save_part(self, folder: str | Path, name: str) -> Path:
+        """Writes `part-{name}.npz`, 16 bits a token where the vocabulary allows. A reader never sees half a part."""
+        path = Path(folder) / f"part-{name}.npz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        narrow = np.uint16 if self.tokens.size == 0 or self.tokens.max() < 2**16 else np.int32
+        partial = path.with_name(f".{path.name}.partial.npz")
+        np.savez_compressed(
+            partial, tokens=self.tokens.astype(narrow), lengths=self.lengths, prompt_lengths=self.prompt_lengths
+        )
+        partial.replace(path)
+        return path
+
+    def select(self, indices: list[int]) -> Conversations:
+        documents = list(self.documents())
+        chosen = [documents[index] for index in indices]
+        return Conversations.from_lists(
+            [tokens[:prompt].tolist() for tokens, prompt in chosen], [tokens[prompt:].tolist() for tokens, prompt in chosen]
+        )
+
+    def documents(self) -> Iterator[tuple[np.ndarray, int]]:
+        """Each conversation's tokens and prompt length."""
+        ends = self.lengths.cumsum()
+        for start, end, prompt in zip(ends - self.lengths, ends, self.prompt_lengths, strict=True):
+            yield self.tokens[start:end], int(prompt)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Packed sequences. document_BN is -1 on padding; position_BN counts within a document; answer_BN marks answer tokens."""
+
+    tokens_BN: Tensor
+    document_BN: Tensor
+    position_BN: Tensor
+    answer_BN: Tensor
+
+    def to(self, device: torch.device | str) -> Batch:
+        moved = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Batch(**{name: value.to(device, non_blocking=True) for name, value in moved.items()})
+
+
+def pack(lengths: np.ndarray, max_tokens: int, order: np.ndarray, max_open: int = 256) -> Iterator[list[int]]:
+    """Groups documents into sequences of at most `max_tokens`: best fit among `max_open` open sequences.
+
+    order: indices into lengths; those longer than max_tokens must not be in it. Yields lists of indices.
+    """
+    open_rows: list[tuple[int, list[int]]] = []
+    for index in order:
+        length = int(lengths[index])
+        fits = [(used, at) for at, (used, _) in enumerate(open_rows) if used + length <= max_tokens]
+        if fits:
+            used, at = max(fits)
+            open_rows[at] = (used + length, [*open_rows[at][1], int(index)])
+        else:
+            if len(open_rows) == max_open:
+                fullest = max(range(max_open), key=lambda at: open_rows[at][0])
+                yield open_rows.pop(fullest)[1]
+            open_rows.append((length, [int(index)]))
+    for _, indices in open_rows:
+        yield indices
+
+
+class PackedBatches:
+    """Endless batches of packed conversations, reshuffled each epoch; the same seed and skip give the same batches."""
+
+    def __init__(self, data: Conversations, *, num_sequences: int, max_tokens: int, seed: int) -> None:
+        self.data, self.num_sequences, self.max_tokens, self.seed = data, num_sequences, max_tokens, seed
+        self._starts = data.lengths.cumsum() - data.lengths
+        self._usable = np.flatnonzero(data.lengths <= max_tokens)
+        self.num_left_out = len(data) - len(self._usable)
+        if self.num_left_out:
+            logger.warning("%d of %d conversations exceed %d tokens and are left out", self.num_left_out, len(data), max_tokens)
+        if not len(self._usable):
+            raise ValueError(f"data: every conversation exceeds batch.max_tokens = {max_tokens}")
+
+    def __call__(self, skip: int = 0) -> Iterator[Batch]:
+        """skip: batches to pass over (resume)."""
+        made, epoch = 0, 0
+        while True:
+            order = np.random.default_rng((self.seed, epoch)).permutation(self._usable)
+            rows: list[list[int]] = []
+            for indices in pack(self.data.lengths, self.max_tokens, order):
+                rows.append(indices)
+                if len(rows) == self.num_sequences:
+                    if made >= skip:
+                        yield self.assemble(rows)
+                    made, rows = made + 1, []
+            if rows and made < self.num_sequences:  # a data set smaller than one batch
+                while len(rows) < self.num_sequences:
+                    rows.append(rows[0])
+                yield self.assemble(rows)
+                made += 1
+            epoch += 1
+
+    def assemble(self, rows: list[list[int]]) -> Batch:
+        """A batch of the given conversations, one list a sequence, in order."""
+        shape = (len(rows), self.max_tokens)
+        tokens, position = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        document, answer = np.full(shape, -1, np.int64), np.zeros(shape, bool)
+        for row, indices in enumerate(rows):
+            at = 0
+            for number, index in enumerate(indices):
+                length, start = int(self.data.lengths[index]), self._starts[index]
+                here = slice(at, at + length)
+                tokens[row, here] = self.data.tokens[start : start + length]
+                document[row, here], position[row, here] = number, np.arange(length)
+                answer[row, at + int(self.data.prompt_lengths[index]) : at + length] = True
+                at += length
+        return Batch(*(torch.from_numpy(array) for array in (tokens, document, position, answer)))
+
+
+def write_manifest(folder: str | Path, manifest: dict[str, Any]) -> None:
+    path = Path(folder) / "manifest.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")

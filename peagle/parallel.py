@@ -1,0 +1,70 @@
+"""One training or evaluation pass of the drafter over sampled rows: what its inputs are, and what they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from peagle.cod import Rows
+from peagle.model import Attend, Drafter
+
+
+def dense_attend(mask_BTT: Tensor) -> Attend:
+    """Attention under a boolean mask (`masks.dense`); any device."""
+
+    def attend(_layer: int, q_BATD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q_BATD, k_BGTD, v_BGTD, attn_mask=mask_BTT[:, None], enable_gqa=True)
+
+    return attend
+
+
+def block_attend(mask: BlockMask) -> Attend:
+    """Attention under a FlexAttention mask (`masks.block`); to be called inside a compiled function."""
+
+    def attend(_layer: int, q_BATD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
+        return flex_attention(q_BATD, k_BGTD, v_BGTD, block_mask=mask, enable_gqa=True)
+
+    return attend
+
+
+def draft_rows(drafter: Drafter, tokens_BN: Tensor, aux_BNX: Tensor, rows_position_BT: Tensor, attend: Attend) -> Tensor:
+    """Normed hidden states [B, T, H] of N rows of offset 0, then T - N rows of mask tokens.
+
+    aux_BNX: the target's tapped hidden states [B, N, C * S]. The row of anchor a reads the embedding of token a + 1; the last
+    anchor has no next token and reads its own, which no loss ever looks at.
+    """
+    batch, num_tokens = tokens_BN.shape
+    num_masks = rows_position_BT.shape[1] - num_tokens
+    next_BN = torch.cat([tokens_BN[:, 1:], tokens_BN[:, -1:]], dim=1)
+    embeds_BNH, hidden_BNH = drafter.embed(next_BN), drafter.reduce(aux_BNX)
+    mask_embed = drafter.mask_embedding.to(embeds_BNH.dtype).expand(batch, num_masks, -1)
+    mask_hidden = drafter.reduce(drafter.mask_hidden.to(aux_BNX.dtype)).to(hidden_BNH.dtype).expand(batch, num_masks, -1)
+    normed_BTH, _ = drafter(
+        torch.cat([embeds_BNH, mask_embed], dim=1), torch.cat([hidden_BNH, mask_hidden], dim=1), rows_position_BT, attend
+    )
+    return normed_BTH
+
+
+def compiled_draft_rows() -> Callable[[Drafter, Tensor, Tensor, Tensor, BlockMask], Tensor]:
+    """`draft_rows` under a block mask as one compiled function (GPU)."""
+
+    def run(drafter: Drafter, tokens_BN: Tensor, aux_BNX: Tensor, position_BT: Tensor, mask: BlockMask) -> Tensor:
+        return draft_rows(drafter, tokens_BN, aux_BNX, position_BT, block_attend(mask))
+
+    return torch.compile(run, dynamic=False)
+
+
+def labelled_rows(rows: Rows, chain_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows worth a loss, flattened: index into B * T, index of the label's position into B * N, offset.
+
+    The row of anchor a and offset g proposes token a + g + 2, whose distribution the target gives at position a + g + 1.
+    """
+    batch, num_tokens = chain_BN.shape
+    useful_BT = rows.offset_BT < chain_BN.gather(1, rows.anchor_BT)
+    index_R = useful_BT.flatten().nonzero().squeeze(1)
+    position_BT = rows.position_BT + 1 + torch.arange(batch, device=chain_BN.device)[:, None] * num_tokens
+    return index_R, position_BT.flatten()[index_R], rows.offset_BT.flatten()[index_R]

