@@ -21,6 +21,7 @@ OWNED_ENGINE_KEYS = {
     "spec_tokens": "set drafter.max_draft_tokens",
     "num_speculative_tokens": "set drafter.max_draft_tokens",
     "scheduler_cls": "the target's scheduler trims each request to its K and cannot be replaced here",
+    "async_scheduling": "on for GPUs, off for CPUs, where vLLM does not support it",
     "worker_cls": "the target's worker cannot be replaced here",
     "distributed_executor_backend": "ray.serve.llm chooses it from target.bundle",
     "per_request_spec_decode_metrics": "acceptance is always recorded for each request",

@@ -162,7 +162,8 @@ def test_a_directory_that_is_no_head(content, words, catalog, tmp_path):
     (tmp_path / "head").mkdir()
     (tmp_path / "head" / "config.json").write_text(content)
     (problem,) = problems_of(changed(drafter__head=str(tmp_path / "head")), catalog)
-    assert "drafter.head" in problem and words in problem
+    assert "drafter.head" in problem
+    assert words in problem
 
 
 def test_a_head_that_is_not_here_yet_needs_its_k_max(catalog):
@@ -222,14 +223,16 @@ def test_bad_speculative_config(args, env, words, catalog):
     assert any(words in problem for problem in problems_of(args, catalog, env))
 
 
-@pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parents[1] / "configs").glob("*.yaml")), ids=lambda path: path.name
-)
-def test_every_shipped_service_config_fits_the_schema(path):
-    document = yaml.safe_load(path.read_text())
-    if "applications" not in document:
-        pytest.skip("not a service")
-    root = Path(__file__).parents[1]
-    (application,) = document["applications"]
-    settings = load_settings(application["args"], Catalog({"smollm2-135m-instruct"}, root / "peagle" / "heads"))
+ROOT = Path(__file__).parents[1]
+SERVICES = {
+    path.name: document["applications"]
+    for path in sorted((ROOT / "configs").glob("*.yaml"))
+    if "applications" in (document := yaml.safe_load(path.read_text()))
+}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_shipped_service_config_fits_the_schema(name):
+    (application,) = SERVICES[name]
+    settings = load_settings(application["args"], Catalog({"smollm2-135m-instruct"}, ROOT / "peagle" / "heads"))
     assert settings.max_draft_tokens > 0

@@ -1,0 +1,113 @@
+"""How a target replica is built from the settings: checkpoints, environment, and `ray.serve.llm`'s LLMConfig."""
+
+import importlib.metadata
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ray.serve.llm import LLMConfig
+
+from cluster.settings import ClusterSettings
+from peagle.embedded import embedded_targets, prepare_target
+from peagle.heads import prepare_head
+from peagle.vllm.engine import engine_kwargs
+
+TARGET_NAME = "target"
+INGRESS_NAME = "ingress"
+"""Names of the deployments, as `serve status` shows them and handles find them."""
+
+
+def on_cpu(settings: ClusterSettings) -> bool:
+    """Whether the target runs without a GPU."""
+    return not settings.target.bundle.get("GPU")
+
+
+def prepare(settings: ClusterSettings) -> tuple[str, Path | None]:
+    """Make the target and the head ready on this node: convert, join, or download what is not in the cache yet.
+
+    Returns what vLLM loads: the target's directory or Hugging Face id, and the head's directory.
+
+    Raises:
+        ValueError: a damaged file, or a head for another target.
+    """
+    source = settings.model.source
+    target = str(prepare_target(source)) if source in embedded_targets() else source
+    if settings.drafter is None:
+        return target, None
+    head = settings.drafter.head
+    return target, prepare_head(_directory(head) or head, _directory(target) or Path(target))
+
+
+def _directory(source: str) -> Path | None:
+    """The local directory of a Hugging Face id, downloaded when need be; None for a shipped name."""
+    if Path(source).is_dir():
+        return Path(source)
+    if "/" not in source:
+        return None
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(source))
+
+
+def replica_env(settings: ClusterSettings, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment variables of a replica and its engine.
+
+    On a CPU, vLLM's speculative decoding wants Intel's OpenMP runtime loaded before any other (vLLM warns without it),
+    and the KV cache gets a size of its own (in GiB). `target.env` wins over both.
+    """
+    env: dict[str, str] = {}
+    if on_cpu(settings):
+        library = _intel_openmp()
+        preload = inherited.get("LD_PRELOAD", "")
+        if library is not None and "libiomp5" not in preload:
+            env["LD_PRELOAD"] = f"{library}:{preload}".rstrip(":")
+        env["VLLM_CPU_KVCACHE_SPACE"] = inherited.get("VLLM_CPU_KVCACHE_SPACE", "1")
+    return {**env, **settings.target.env}
+
+
+def _intel_openmp() -> Path | None:
+    try:
+        files = importlib.metadata.files("intel-openmp") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    library = next((file for file in files if file.name == "libiomp5.so"), None)
+    path = None if library is None else Path(str(library.locate())).resolve()
+    return path if path is not None and path.is_file() else None
+
+
+def engine_config(settings: ClusterSettings, target: str | None = None, head_dir: Path | None = None) -> LLMConfig:
+    """`ray.serve.llm`'s configuration of a target replica.
+
+    Without `target` it sizes the deployment (resources, environment, replicas) and its engine must not be started.
+    """
+    extra = dict(settings.engine)
+    dtype = extra.pop("dtype", "auto")
+    drafter = settings.drafter if head_dir is not None else None
+    kwargs = engine_kwargs(
+        None,
+        head_dir,
+        max_draft_tokens=None if drafter is None else drafter.max_draft_tokens,
+        dtype=dtype,
+        async_scheduling=not on_cpu(settings),
+        extra=extra,
+    )
+    if drafter is not None:
+        kwargs["speculative_config"] |= drafter.engine_options
+    return LLMConfig(
+        model_loading_config={"model_id": settings.model.id, "model_source": target or settings.model.source},
+        engine_kwargs=kwargs,
+        accelerator_type=settings.target.accelerator_type,
+        placement_group_config={"bundle_per_worker": dict(settings.target.bundle)},
+        runtime_env={"env_vars": replica_env(settings)},
+        deployment_config=_deployment_options(settings),
+        experimental_configs={"stream_batching_interval_ms": 0},
+    )
+
+
+def _deployment_options(settings: ClusterSettings) -> dict[str, Any]:
+    return {
+        "num_replicas": settings.target.num_replicas,
+        "max_ongoing_requests": settings.target.max_ongoing_requests,
+        "ray_actor_options": {"num_cpus": settings.target.num_cpus},
+    }

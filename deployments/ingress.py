@@ -1,0 +1,125 @@
+"""The ingress: OpenAI's HTTP API in front of the target.
+
+Enters: HTTP requests. Leaves: requests to the target that carry their workload and K, and answers or errors in
+OpenAI's form. Ready means ready: while no target replica answers, a request gets 503 with Retry-After and never waits.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
+from ray.llm._internal.serve.core.configs.openai_api_models import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ErrorResponse,
+)
+from ray.serve.handle import DeploymentHandle
+from ray.serve.llm.ingress import OpenAiIngress
+from starlette.responses import JSONResponse
+
+from cluster.drafting import DepthPolicy, DraftingError, resolve
+from cluster.settings import IngressSettings
+from deployments.errors import REPLICA_LOST, ApiError, add_error_handlers, from_engine, not_ready
+from deployments.readiness import ReplicaMonitor
+from deployments.target import check_request
+from deployments.telemetry import METRICS_CONTENT_TYPE, prometheus_text
+
+WATCH_INTERVAL_S = 1.0
+
+ENDPOINTS = {
+    "models": lambda app: app.get("/v1/models"),
+    "model_data": lambda app: app.get("/v1/models/{model:path}"),
+    "completions": lambda app: app.post("/v1/completions"),
+    "chat": lambda app: app.post("/v1/chat/completions"),
+    "health": lambda app: app.get("/health"),
+    "metrics": lambda app: app.get("/metrics"),
+}
+
+
+class Ingress(OpenAiIngress):
+    """One replica of the ingress, for one model."""
+
+    def __init__(
+        self,
+        llm_deployments: dict[str, DeploymentHandle[Any]],
+        model_cards: dict[str, Any],
+        *,
+        policy: DepthPolicy,
+        lora_paths: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(llm_deployments, model_cards, lora_paths=lora_paths)
+        ((self._model_id, handle),) = llm_deployments.items()
+        self._policy = policy
+        self._monitor = ReplicaMonitor(handle)
+        self._monitor.start()
+
+    async def health(self) -> Response:
+        """200 when a request would be served now, else 503 with Retry-After."""
+        num_ready = self._monitor.num_ready
+        if num_ready == 0:
+            raise not_ready(self._model_id)
+        return JSONResponse({"status": "ready", "model": self._model_id, "num_target_replicas": num_ready})
+
+    async def metrics(self) -> Response:
+        """Prometheus text over all target replicas: whichever ingress replica answers, it says the same."""
+        return Response(prometheus_text(await self._monitor.refresh()), media_type=METRICS_CONTENT_TYPE)
+
+    async def _get_response(  # type: ignore[override]
+        self,
+        *,
+        body: ChatCompletionRequest | CompletionRequest,
+        call_method: str,
+        raw_request: Request | None = None,
+    ) -> AsyncGenerator[Any, None]:
+        await self._get_model_id(body.model)
+        self._decide(body, {} if raw_request is None else raw_request.headers)
+        if self._monitor.num_ready == 0:
+            raise not_ready(self._model_id)
+        answer = super()._get_response(body=body, call_method=call_method, raw_request=raw_request)
+        try:
+            item = await self._first(answer)
+        except REPLICA_LOST as error:
+            raise not_ready(self._model_id) from error
+        if isinstance(item, ErrorResponse):
+            raise from_engine(item)
+        yield item
+        try:
+            async for item in answer:
+                yield item
+        except REPLICA_LOST:
+            # The status line is out already: the stream itself says that it broke off.
+            yield f"data: {json.dumps(not_ready(self._model_id).body())}\n\n"
+
+    def _decide(self, body: ChatCompletionRequest | CompletionRequest, headers: Mapping[str, str]) -> None:
+        """Replace what the client asked for by the decision on workload and K."""
+        try:
+            check_request(body)
+            drafting = resolve(self._policy, (body.model_extra or {}).get("drafting"), headers)
+        except DraftingError as error:
+            raise ApiError(400, error.message, param=error.field) from error
+        body.drafting = drafting.to_wire()  # type: ignore[union-attr]
+
+    async def _first(self, answer: AsyncGenerator[Any, None]) -> Any:
+        """The first item of `answer`, unless every replica goes away while it waits to be routed to one."""
+        task: asyncio.Future[Any] = asyncio.ensure_future(anext(answer))
+        try:
+            while not (await asyncio.wait({task}, timeout=WATCH_INTERVAL_S))[0]:
+                if self._monitor.num_ready == 0:
+                    raise not_ready(self._model_id)
+            return task.result()
+        finally:
+            task.cancel()
+
+
+def make_api(settings: IngressSettings) -> FastAPI:
+    """The web application that the ingress' methods are mounted on."""
+    app = FastAPI(title="peagle-serve", docs_url=None, redoc_url=None)
+    add_error_handlers(app)
+    if settings.allow_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.allow_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    return app

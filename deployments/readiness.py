@@ -1,0 +1,60 @@
+"""Which target replicas answer right now, as one ingress replica sees them."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from deployments.errors import REPLICA_LOST
+from deployments.telemetry import ReplicaReport
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 1.0
+POLL_TIMEOUT_S = 5.0
+
+
+class ReplicaMonitor:
+    """Asks every running replica of the target for its report, once a second.
+
+    A replica runs when its engine has loaded, and leaves when it dies or its engine does. A replica that is only slow
+    to answer stays what it was: being busy is no reason to turn requests away.
+    """
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
+        self._reports: list[ReplicaReport] = []
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def num_ready(self) -> int:
+        """Replicas that answered last."""
+        return len(self._reports)
+
+    def start(self) -> None:
+        """Begin to poll on the running event loop, once."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._poll_forever())
+
+    async def refresh(self) -> Sequence[ReplicaReport]:
+        """The replicas' reports, asked for now; the last known ones when they are slow to answer."""
+        try:
+            answers = await self._handle.broadcast("report").results_async(
+                timeout_s=POLL_TIMEOUT_S, return_exceptions=True
+            )
+        except TimeoutError:
+            return self._reports
+        except REPLICA_LOST:
+            answers = []
+        self._reports = [answer for answer in answers if isinstance(answer, ReplicaReport)]
+        return self._reports
+
+    async def _poll_forever(self) -> None:
+        while True:
+            num_before = self.num_ready
+            await self.refresh()
+            if self.num_ready != num_before:
+                logger.info("%s: %d replicas ready", self._handle.deployment_name, self.num_ready)
+            await asyncio.sleep(POLL_INTERVAL_S)

@@ -1,0 +1,170 @@
+"""The target: a replica of `ray.serve.llm`'s server with P-EAGLE inside its vLLM engine.
+
+Enters: a chat or completion request whose `drafting` field holds the ingress' decision (or, by deployment handle, a
+client's wish). Leaves: the answer with a `drafting` field that says how it was drafted, and counts for telemetry.
+Never decides a K: that is `cluster.drafting`.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from ray import serve
+
+# The records that the ingress parses and the engine answers with. Those of `ray.serve.llm.openai_api_models` are
+# subclasses of them, which neither uses.
+from ray.llm._internal.serve.core.configs.openai_api_models import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    CompletionRequest,
+    CompletionResponse,
+    ErrorResponse,
+)
+from ray.serve.llm import LLMConfig
+from ray.serve.llm.deployment import LLMServer
+
+from cluster.drafting import MAX_NUM_WORKLOADS, Drafting, DraftingError, WorkloadLabels, from_wire
+from cluster.settings import ClusterSettings
+from deployments.engine_config import engine_config, prepare
+from deployments.telemetry import ReplicaReport, ReplicaTelemetry
+from peagle.vllm.channel import DEPTH_KEY, WORKLOAD_KEY
+from peagle.vllm.stats import DraftingRecorder, DraftingStats
+
+logger = logging.getLogger(__name__)
+
+Request = ChatCompletionRequest | CompletionRequest
+
+
+class TargetServer(LLMServer):
+    """One replica. Its constructor returns when the engine answers, so a running replica is a ready one."""
+
+    async def __init__(self, llm_config: LLMConfig, *, settings: ClusterSettings) -> None:  # type: ignore[misc]
+        """`llm_config` sized the placement group when the application was built; the engine's own configuration is
+        made here, where the checkpoints are prepared: each node has its own cache."""
+        self._policy = settings.depth_policy()
+        self._labels = WorkloadLabels(self._policy.by_workload)
+        self._model_id = settings.model.id
+        target_dir, head_dir = await asyncio.to_thread(prepare, settings)
+        await super().__init__(engine_config(settings, target_dir, head_dir))
+        replica = serve.get_replica_context().replica_id.unique_id
+        self._telemetry = ReplicaTelemetry(replica, self._model_id, MAX_NUM_WORKLOADS + len(self._policy.by_workload))
+        self._telemetry.recorder.attach(self._engine_client)
+
+    @property
+    def _engine_client(self) -> Any:
+        """vLLM's `AsyncLLM` in this process. `ray.serve.llm` gives no public way to it."""
+        return getattr(self.engine, "_engine_client")  # noqa: B009
+
+    async def report(self) -> ReplicaReport:
+        """What this replica has counted. Raises what the engine died of, if it did."""
+        await self.check_health()
+        return self._telemetry.report(self._engine_client.output_processor.get_num_unfinished_requests())
+
+    async def chat(self, request: ChatCompletionRequest, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        """Answer a chat request: its response object, or lists of server-sent events when it streams."""
+        try:
+            drafting = self._admit(request)
+        except DraftingError as error:
+            return _refusal(error)
+        return self._reported(await super().chat(request, raw_request_info), request, drafting)
+
+    async def completions(self, request: CompletionRequest, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        """Answer a completion request, like `chat`."""
+        try:
+            drafting = self._admit(request)
+        except DraftingError as error:
+            return _refusal(error)
+        return self._reported(await super().completions(request, raw_request_info), request, drafting)
+
+    def _admit(self, request: Request) -> Drafting:
+        """Turn the request's `drafting` field into what the engine reads, and take it out of the request.
+
+        Raises:
+            DraftingError: as `cluster.drafting.resolve`, or no messages.
+        """
+        check_request(request)
+        wanted = from_wire(self._policy, (request.model_extra or {}).pop("drafting", None))
+        drafting = Drafting(self._labels.label(wanted.workload), wanted.k, wanted.source)
+        request.vllm_xargs = {
+            **(request.vllm_xargs or {}),
+            DEPTH_KEY: drafting.k,
+            WORKLOAD_KEY: drafting.workload,
+        }
+        return drafting
+
+    async def _reported(
+        self, answer: AsyncGenerator[Any, None], request: Request, drafting: Drafting
+    ) -> AsyncGenerator[Any, None]:
+        """`answer` with the `drafting` field in its response object, or in the last chunk that finishes a choice."""
+        recorder = self._telemetry.recorder
+        num_unfinished = (request.n or 1) * _num_prompts(request)
+        async for item in answer:
+            if isinstance(item, ChatCompletionResponse | CompletionResponse):
+                item.drafting = response_field(drafting, recorder, item.id)  # type: ignore[union-attr]
+            elif isinstance(item, list):
+                for index, event in enumerate(item):
+                    if isinstance(event, str) and (num_finished := _num_finished_choices(event)):
+                        num_unfinished -= num_finished
+                        if num_unfinished <= 0:
+                            item[index] = _with_drafting(event, drafting, recorder)
+            yield item
+
+
+def check_request(request: Request) -> None:
+    """What neither the schema nor the engine says clearly.
+
+    Raises:
+        DraftingError: no messages, or the engine's own request arguments set from outside.
+    """
+    if isinstance(request, ChatCompletionRequest) and not request.messages:
+        raise DraftingError("messages", "messages must hold at least one message")
+    for key in request.vllm_xargs or {}:
+        if key in (DEPTH_KEY, WORKLOAD_KEY):
+            raise DraftingError(f"vllm_xargs.{key}", f"vllm_xargs.{key} is set by the server: send the field drafting")
+
+
+def response_field(drafting: Drafting, recorder: DraftingRecorder, response_id: str) -> dict[str, Any]:
+    """The response's `drafting` field: the decision, and what came of it summed over the request's sequences.
+
+    `num_steps` counts steps that verified drafts; `acceptance_length` is 1 + accepted / steps, 1.0 without steps.
+    """
+    record = recorder.pop(response_id)
+    stats = DraftingStats() if record is None else record.stats
+    return {
+        **drafting.to_wire(),
+        "num_steps": stats.num_steps,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "num_accepted_tokens": stats.num_accepted_tokens,
+        "acceptance_length": round(stats.acceptance_length, 4),
+    }
+
+
+async def _refusal(error: DraftingError) -> AsyncGenerator[ErrorResponse, None]:
+    details = {"message": error.message, "type": "invalid_request_error", "param": error.field, "code": 400}
+    yield ErrorResponse.model_validate({"error": details})
+
+
+def _num_prompts(request: Request) -> int:
+    """Prompts of a completion request (a list of strings or of token lists), 1 for a chat request."""
+    prompt = getattr(request, "prompt", None)
+    return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+
+
+def _payload(event: str) -> dict[str, Any]:
+    data = event.removeprefix("data: ").strip()
+    return {} if not data.startswith("{") else dict(json.loads(data))
+
+
+def _num_finished_choices(event: str) -> int:
+    """How many choices a server-sent event finishes. Most events finish none and are not parsed for it."""
+    if '"finish_reason":' not in event or '"finish_reason":null' in event:
+        return 0
+    return sum(choice.get("finish_reason") is not None for choice in _payload(event).get("choices", ()))
+
+
+def _with_drafting(event: str, drafting: Drafting, recorder: DraftingRecorder) -> str:
+    payload = _payload(event)
+    payload["drafting"] = response_field(drafting, recorder, payload["id"])
+    return f"data: {json.dumps(payload, separators=(',', ':'), ensure_ascii=False)}\n\n"

@@ -1,0 +1,130 @@
+"""Acceptance by workload and depth, as each target replica counts it and as `/metrics` shows it.
+
+Enters: the engine's `DraftingRecorder` in a target replica. Leaves: a `ReplicaReport` (a value that any ingress can ask
+for), Ray's own metrics (`ray.util.metrics`, on every node's metrics port), and Prometheus text for all replicas.
+
+Denominators: `draft_tokens{depth=i}` counts the steps that verified at least i drafts, so
+accepted_tokens{depth=i} / draft_tokens{depth=i} is the survival S_i even where K varies, and
+1 + sum over depths of accepted_tokens / verification_steps is AL. Series carry the replica that counted them: sum over
+`replica`, and a replica that is gone takes its series along instead of making a sum go down.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from ray.util.metrics import Counter
+
+from peagle.vllm.stats import DraftingRecorder, DraftingStats, RequestDrafting
+
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True)
+class WorkloadReport:
+    """One workload on one replica since it started. Requests and output tokens count what has ended, `stats` also the
+    steps of requests that still run."""
+
+    stats: DraftingStats = field(default_factory=DraftingStats)
+    num_finished: int = 0
+    num_aborted: int = 0
+    num_output_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class ReplicaReport:
+    """What one target replica has counted since it started."""
+
+    replica: str
+    model: str
+    num_running: int
+    workloads: Mapping[str, WorkloadReport] = field(default_factory=dict)
+
+
+class ReplicaTelemetry:
+    """Counts in one target replica. `recorder` is to be attached to the replica's engine client."""
+
+    def __init__(self, replica: str, model: str, max_workloads: int) -> None:
+        self.recorder = DraftingRecorder(self._finished, max_workloads=max_workloads)
+        self._replica = replica
+        self._model = model
+        self._ended: dict[str, WorkloadReport] = {}
+        keys = ("model", "workload")
+        self._steps = Counter("peagle_verification_steps", "Steps that verified drafts.", keys)
+        self._drafted = Counter("peagle_draft_tokens", "Draft tokens verified.", (*keys, "depth"))
+        self._accepted = Counter("peagle_accepted_tokens", "Draft tokens accepted.", (*keys, "depth"))
+
+    def report(self, num_running: int) -> ReplicaReport:
+        """The counts so far. `num_running`: requests that the engine works on or keeps waiting."""
+        workloads = {}
+        for workload, stats in self.recorder.totals().items():
+            ended = self._ended.get(workload, WorkloadReport())
+            workloads[workload] = WorkloadReport(stats, ended.num_finished, ended.num_aborted, ended.num_output_tokens)
+        return ReplicaReport(self._replica, self._model, num_running, workloads)
+
+    def _finished(self, record: RequestDrafting) -> None:
+        old = self._ended.get(record.workload, WorkloadReport())
+        self._ended[record.workload] = WorkloadReport(
+            num_finished=old.num_finished + (not record.is_aborted),
+            num_aborted=old.num_aborted + record.is_aborted,
+            num_output_tokens=old.num_output_tokens + record.num_output_tokens,
+        )
+        tags = {"model": self._model, "workload": record.workload}
+        if record.stats.num_steps:
+            self._steps.inc(record.stats.num_steps, tags)
+        for counter, counts in (
+            (self._drafted, record.stats.drafted_by_depth),
+            (self._accepted, record.stats.accepted_by_depth),
+        ):
+            for depth, count in enumerate(counts, start=1):
+                if count:
+                    counter.inc(count, {**tags, "depth": str(depth)})
+
+
+def prometheus_text(reports: Iterable[ReplicaReport]) -> bytes:
+    """The reports in Prometheus' text format, every counter from zero on at each replica's start."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Reports(list(reports)))
+    return generate_latest(registry)
+
+
+class _Reports:
+    """A prometheus_client collector over fixed reports."""
+
+    def __init__(self, reports: list[ReplicaReport]) -> None:
+        self._reports = reports
+
+    def collect(self) -> list[Metric]:
+        labels = ("model", "workload", "replica")
+        ready = GaugeMetricFamily("peagle_target_replicas", "Target replicas that answer.")
+        ready.add_metric([], len(self._reports))
+        running = GaugeMetricFamily(
+            "peagle_running_requests", "Requests in the engine, waiting ones included.", labels=("model", "replica")
+        )
+        requests = CounterMetricFamily(
+            "peagle_requests", "Sequences ended; aborted: the client left.", labels=(*labels, "outcome")
+        )
+        tokens = CounterMetricFamily("peagle_output_tokens", "Output tokens of ended sequences.", labels=labels)
+        steps = CounterMetricFamily("peagle_verification_steps", "Steps that verified drafts.", labels=labels)
+        drafted = CounterMetricFamily(
+            "peagle_draft_tokens", "Draft tokens verified: steps at least this deep.", labels=(*labels, "depth")
+        )
+        accepted = CounterMetricFamily(
+            "peagle_accepted_tokens", "Draft tokens accepted at this depth.", labels=(*labels, "depth")
+        )
+        for report in self._reports:
+            running.add_metric([report.model, report.replica], report.num_running)
+            for workload, counts in sorted(report.workloads.items()):
+                values = [report.model, workload, report.replica]
+                requests.add_metric([*values, "finished"], counts.num_finished)
+                requests.add_metric([*values, "aborted"], counts.num_aborted)
+                tokens.add_metric(values, counts.num_output_tokens)
+                steps.add_metric(values, counts.stats.num_steps)
+                for family, by_depth in (
+                    (drafted, counts.stats.drafted_by_depth),
+                    (accepted, counts.stats.accepted_by_depth),
+                ):
+                    for depth, count in enumerate(by_depth, start=1):
+                        family.add_metric([*values, str(depth)], count)
+        return [ready, running, requests, tokens, steps, drafted, accepted]

@@ -1,0 +1,245 @@
+"""``python -m deployments.up configs/local.yaml``: the whole service on this machine, from nothing to a ready URL.
+
+Checks the YAML, joins the Ray cluster that runs here (else starts one), deploys through Ray Serve's REST API (as KubeRay
+does), waits until requests are answered, prints how to talk to the service, and stops it at Ctrl-C.
+Decides nothing about the service: that is in the YAML and in `deployments.app`.
+"""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ray
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+import peagle.heads
+from cluster.loading import Catalog, load_settings
+from cluster.settings import ClusterSettings
+from peagle.embedded import embedded_targets
+
+APPLICATIONS = "/api/serve/applications/"
+POLL_INTERVAL_S = 1.0
+HEARTBEAT_S = 10.0
+MIN_LOGICAL_CPUS = 8
+
+Say = Callable[[str], None]
+
+
+class UpError(Exception):
+    """The service cannot be brought up; the message says why."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 after Ctrl-C or with --detach when ready, 1 with the reason on standard error."""
+    parser = argparse.ArgumentParser(prog="python -m deployments.up", description=__doc__)
+    parser.add_argument("config", type=Path, nargs="?", default=Path("configs/local.yaml"))
+    parser.add_argument("--detach", action="store_true", help="return when ready; Ray and the service keep running")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds to wait until ready (default 900)")
+    options = parser.parse_args(arguments)
+    start = time.monotonic()
+
+    def say(message: str) -> None:
+        print(f"[{time.monotonic() - start:5.1f} s] {message}", flush=True)
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        config, settings = read_config(options.config)
+        dashboard = join_or_start_ray(config, settings, options.detach, say)
+        _serve(config, settings, dashboard, options, say)
+    except (UpError, ValueError, OSError, httpx.HTTPError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        ray.shutdown()
+    return 0
+
+
+def _serve(config: dict[str, Any], settings: ClusterSettings, dashboard: str, options: Any, say: Say) -> None:
+    """Deploy, wait, tell, and (unless detached) hold on until Ctrl-C and stop the service."""
+    try:
+        deploy(dashboard, config)
+        wait_until_ready(dashboard, config, time.monotonic() + options.timeout, say)
+        print(usage(base_url(config), settings.model.id), flush=True)
+        if options.detach:
+            print(f"Stop it with: {Path(sys.executable).with_name('ray')} stop", flush=True)
+            return
+        print("Ctrl-C stops the service.", flush=True)
+        signal.pause()
+    except (Exception, KeyboardInterrupt):
+        say("stopping the service")
+        httpx.delete(f"{dashboard}{APPLICATIONS}", timeout=60)
+        raise
+
+
+def read_config(path: Path) -> tuple[dict[str, Any], ClusterSettings]:
+    """A Serve config file and the settings under its first application's `args`, checked without loading anything.
+
+    Raises UpError for a file that is missing, no YAML or no Serve config, SettingsError for wrong settings.
+    """
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        ServeDeploySchema.model_validate(config)
+    except OSError as error:
+        raise UpError(f"{path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise UpError(f"{path} is not a Ray Serve config file: {error}") from error
+    catalog = Catalog(frozenset(embedded_targets()), Path(peagle.heads.__file__).parent)
+    return config, load_settings(config["applications"][0].get("args") or {}, catalog, os.environ)
+
+
+def base_url(config: dict[str, Any]) -> str:
+    """Where the first application answers, as seen from this machine."""
+    host, port = _address(config)
+    prefix = config["applications"][0].get("route_prefix") or "/"
+    return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}{prefix.rstrip('/')}"
+
+
+def _address(config: dict[str, Any]) -> tuple[str, int]:
+    options = ServeDeploySchema.model_validate(config).http_options
+    return options.host, options.port
+
+
+def num_logical_cpus(settings: ClusterSettings) -> int:
+    """CPUs that Ray is told to have. They are places for processes, not cores: replicas, ingress and engine workers each
+    take some, and on a small machine nothing would ever be scheduled with the number of cores."""
+    target, ingress = settings.target, settings.ingress
+    needed = (
+        target.num_replicas * (target.num_cpus + target.bundle.get("CPU", 0)) + ingress.num_replicas * ingress.num_cpus
+    )
+    return max(MIN_LOGICAL_CPUS, int(needed) + 3, os.cpu_count() or 1)
+
+
+def join_or_start_ray(config: dict[str, Any], settings: ClusterSettings, detach: bool, say: Say) -> str:
+    """URL of the dashboard of the Ray cluster to use: the one that runs here or that RAY_ADDRESS names, else a fresh
+    one, which ends with this process unless `detach`. RAY_ADDRESS=local asks for a fresh one.
+
+    Raises UpError when none can be had or the service's port is taken.
+    """
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
+    context: Any
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    if address != "local":
+        try:
+            context = ray.init(address=address, **quiet)
+            say(f"using the Ray cluster at {context.address_info['gcs_address']}")
+            return f"http://{context.dashboard_url}"
+        except ConnectionError as error:
+            if "RAY_ADDRESS" in os.environ:
+                raise UpError(f"RAY_ADDRESS={address}: {error}") from error
+    _require_free_port(*_address(config))
+    # Ray's processes inherit this environment; the checkout is importable there also when it is not installed.
+    root = str(Path(__file__).resolve().parents[1])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    num_cpus = num_logical_cpus(settings)
+    say(f"starting Ray on this machine ({num_cpus} logical CPUs)")
+    if detach:
+        command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--num-cpus", str(num_cpus)]
+        done = subprocess.run([*command, "--disable-usage-stats"], capture_output=True, text=True)
+        if done.returncode:
+            raise UpError(f"ray start failed: {done.stderr.strip() or done.stdout.strip()}")
+        context = ray.init(address="auto", **quiet)
+    else:
+        context = ray.init(address="local", num_cpus=num_cpus, include_dashboard=True, **quiet)
+    return f"http://{context.dashboard_url}"
+
+
+def _require_free_port(host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UpError(
+                f"{host}:{port} cannot be used ({error.strerror}); set http_options.port in the YAML"
+            ) from error
+
+
+def deploy(dashboard: str, config: dict[str, Any]) -> None:
+    """Hand the config to Serve. Raises UpError with Serve's own words when it is refused."""
+    for attempt in range(30):
+        try:
+            answer = httpx.put(f"{dashboard}{APPLICATIONS}", json=config, timeout=120)
+            break
+        except httpx.ConnectError:  # the dashboard comes up a little after Ray
+            if attempt == 29:
+                raise
+            time.sleep(POLL_INTERVAL_S)
+    if answer.status_code != 200:
+        raise UpError(f"Ray Serve refused the config: {answer.text.strip()[-2000:]}")
+
+
+def wait_until_ready(dashboard: str, config: dict[str, Any], deadline: float, say: Say) -> None:
+    """Return when the service answers requests; report changes on the way.
+
+    Raises UpError when an application fails, or at `deadline` (of time.monotonic()).
+    """
+    said, said_at = "", 0.0
+    names = [application.get("name", "default") for application in config["applications"]]
+    while True:
+        found = httpx.get(f"{dashboard}{APPLICATIONS}", timeout=30).json().get("applications", {})
+        states = {name: found[name] for name in names if name in found}
+        for name, state in states.items():
+            if state["status"] in {"DEPLOY_FAILED", "UNHEALTHY"}:
+                raise UpError(f"application {name}: {state['status']}\n{_reasons(state)}")
+        ready = bool(states) and all(state["status"] == "RUNNING" for state in states.values())
+        if ready and _answers(base_url(config)):
+            return
+        now, line = time.monotonic(), "; ".join(progress(name, state) for name, state in states.items())
+        if line and (line != said or now - said_at >= HEARTBEAT_S):
+            say(line)
+            said, said_at = line, now
+        if now > deadline:
+            raise UpError(f"not ready in time; last state: {line}\n" + "\n".join(map(_reasons, states.values())))
+        time.sleep(POLL_INTERVAL_S)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=10).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def progress(name: str, state: dict[str, Any]) -> str:
+    """One line: how many replicas of each deployment run."""
+    parts = []
+    for deployment, detail in sorted(state.get("deployments", {}).items()):
+        replicas = [replica.get("state") for replica in detail.get("replicas", [])]
+        parts.append(f"{deployment} {replicas.count('RUNNING')}/{max(len(replicas), 1)}")
+    return f"{name} {state['status'].lower()}" + (f": {', '.join(parts)} running" if parts else "")
+
+
+def _reasons(state: dict[str, Any]) -> str:
+    messages = [state.get("message", ""), *(d.get("message", "") for d in state.get("deployments", {}).values())]
+    return "\n".join(message.strip() for message in messages if message and message.strip())
+
+
+def usage(url: str, model: str) -> str:
+    """What to type to talk to the service: the URL, one curl line and one Python line that work as they stand."""
+    question = "Write a factorial in Python."
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": question}]})
+    client = (
+        f"from openai import OpenAI; print(OpenAI(base_url='{url}/v1', api_key='-').chat.completions.create("
+        f"model='{model}', messages=[dict(role='user', content='{question}')]).choices[0].message.content)"
+    )
+    return (
+        f"\nReady: {url}/v1   (model {model})\n\n"
+        f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
+        f'{sys.executable} -c "{client}"\n'
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
