@@ -2,8 +2,9 @@
 
 The engine runs the embedded target on the CPU in float32 with stock `eagle3` + `parallel_drafting`. The reference gets
 the target's hidden states from Hugging Face transformers, so both the drafter and what it is fed with are compared.
-The head is random, with weights large enough that its drafts depend on the KV cache, on the mask rows' positions and
-on `mask_hidden`; the last test shows that the comparison sees each of them.
+The heads are random, with weights large enough that drafts depend on the KV cache, on the shift between tokens and
+hidden states and on `mask_hidden`; the last test shows that the comparison sees each of them. One head is of the kind
+that this repository trains, the other has every switch that published heads use.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from peagle.checkpoint import build_drafter, load_head, save_head
 from peagle.config import DrafterConfig
 from peagle.draft import DraftSession
-from peagle.embedded import prepare_target
 from peagle.head_files import expected_tensors
 from peagle.heads import prepare_head
 from peagle.model import Drafter
@@ -56,12 +57,26 @@ class Run:
     drafter: Drafter
 
 
+SWITCHES: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "all switches": {
+        "draft_vocab_size": 8192,
+        "norm_before_residual": True,
+        "fc_norm": True,
+        "attention_bias": True,
+    },
+}
+
+
 def strong_head(config: DrafterConfig) -> dict[str, Tensor]:
     """Random tensors of a shipped head whose attention and MLPs matter as much as its residual stream."""
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for name, want in expected_tensors(config).items():
-        if not want.required and name != "mask_embedding":
+        if name == "d2t":
+            kept = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size].sort().values
+            tensors[name] = kept - torch.arange(config.draft_vocab_size)
+        if name == "d2t" or not (want.required or name == "mask_embedding"):
             continue
         value = torch.randn(want.shape, generator=generator)
         if "norm" in name:
@@ -93,17 +108,33 @@ def hidden_states(target: Target, tokens: list[int], layer_ids: tuple[int, ...])
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    from transformers import AutoTokenizer
+def target(target_dir: Path) -> Target:
+    return Target(target_dir)
 
-    folder = tmp_path_factory.mktemp("drafts")
-    target_dir = prepare_target()
-    target, tokenizer = Target(target_dir), AutoTokenizer.from_pretrained(target_dir)
+
+@pytest.fixture(scope="module")
+def questions(target: Target, target_dir: Path) -> tuple[list[list[int]], list[list[int]]]:
+    """Token ids of PROMPTS and of their greedy answers."""
+    tokenizer = AutoTokenizer.from_pretrained(target_dir)
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-    config = DrafterConfig.for_target(target.config, num_layers=4, ptd_token_id=17, num_depths=NUM_DRAFTS)
+    return prompts, greedy_answers(target, prompts)
+
+
+@pytest.fixture(scope="module", params=SWITCHES)
+def run(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    target: Target,
+    target_dir: Path,
+    questions: tuple[list[list[int]], list[list[int]]],
+) -> Run:
+    folder = tmp_path_factory.mktemp("drafts")
+    prompts, answers = questions
+    config = DrafterConfig.for_target(
+        target.config, num_layers=4, ptd_token_id=17, num_depths=NUM_DRAFTS, **SWITCHES[request.param]
+    )
     shipped = save_head(folder / "strong", config, strong_head(config))
     head_dir = prepare_head(shipped, target_dir, folder / "cache")
-    answers = greedy_answers(target, prompts)
     engine = {
         "model": str(target_dir),
         "dtype": "float32",
