@@ -1,7 +1,7 @@
 """``python -m deployments.up configs/local.yaml``: the whole service on this machine, from nothing to a ready URL.
 
-Checks the YAML, joins the Ray cluster that runs here (else starts one), deploys through Ray Serve's REST API (as KubeRay
-does), waits until requests are answered, prints how to talk to the service, and stops it at Ctrl-C.
+Checks the YAML, joins the Ray cluster that runs here (else starts one), deploys through Ray Serve's REST API as KubeRay
+does, waits until requests are answered, prints how to talk to the service, and stops it at Ctrl-C.
 Decides nothing about the service: that is in the YAML and in `deployments.app`.
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import ray
 import yaml
+from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 from ray.serve.schema import ServeDeploySchema
 
 import peagle.heads
@@ -27,7 +28,6 @@ from cluster.loading import Catalog, load_settings
 from cluster.settings import ClusterSettings
 from peagle.embedded import embedded_targets
 
-APPLICATIONS = "/api/serve/applications/"
 POLL_INTERVAL_S = 1.0
 HEARTBEAT_S = 10.0
 MIN_LOGICAL_CPUS = 8
@@ -54,9 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         config, settings = read_config(options.config)
-        dashboard = join_or_start_ray(config, settings, options.detach, say)
-        _serve(config, settings, dashboard, options, say)
-    except (UpError, ValueError, OSError, httpx.HTTPError) as error:
+        serve = connect(join_or_start_ray(config, settings, options.detach, say))
+        _serve(config, settings, serve, options, say)
+    except (UpError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -66,11 +66,17 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _serve(config: dict[str, Any], settings: ClusterSettings, dashboard: str, options: Any, say: Say) -> None:
+def _serve(
+    config: dict[str, Any],
+    settings: ClusterSettings,
+    serve: ServeSubmissionClient,
+    options: argparse.Namespace,
+    say: Say,
+) -> None:
     """Deploy, wait, tell, and (unless detached) hold on until Ctrl-C and stop the service."""
     try:
-        deploy(dashboard, config)
-        wait_until_ready(dashboard, config, time.monotonic() + options.timeout, say)
+        deploy(serve, config)
+        wait_until_ready(serve, config, time.monotonic() + options.timeout, say)
         print(usage(base_url(config), settings.model.id), flush=True)
         if options.detach:
             print(f"Stop it with: {Path(sys.executable).with_name('ray')} stop", flush=True)
@@ -79,7 +85,7 @@ def _serve(config: dict[str, Any], settings: ClusterSettings, dashboard: str, op
         signal.pause()
     except (Exception, KeyboardInterrupt):
         say("stopping the service")
-        httpx.delete(f"{dashboard}{APPLICATIONS}", timeout=60)
+        serve.delete_applications()  # type: ignore[no-untyped-call]
         raise
 
 
@@ -95,6 +101,8 @@ def read_config(path: Path) -> tuple[dict[str, Any], ClusterSettings]:
         raise UpError(f"{path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:
         raise UpError(f"{path} is not a Ray Serve config file: {error}") from error
+    if not config["applications"]:
+        raise UpError(f"{path}: applications is empty, there is nothing to serve")
     catalog = Catalog(frozenset(embedded_targets()), Path(peagle.heads.__file__).parent)
     return config, load_settings(config["applications"][0].get("args") or {}, catalog, os.environ)
 
@@ -112,8 +120,8 @@ def _address(config: dict[str, Any]) -> tuple[str, int]:
 
 
 def num_logical_cpus(settings: ClusterSettings) -> int:
-    """CPUs that Ray is told to have. They are places for processes, not cores: replicas, ingress and engine workers each
-    take some, and on a small machine nothing would ever be scheduled with the number of cores."""
+    """CPUs that Ray is told to have. They are places for processes, not cores: replicas, ingress and engine workers
+    each take some, and on a small machine nothing would ever be scheduled with the number of cores."""
     target, ingress = settings.target, settings.ingress
     needed = (
         target.num_replicas * (target.num_cpus + target.bundle.get("CPU", 0)) + ingress.num_replicas * ingress.num_cpus
@@ -127,7 +135,7 @@ def join_or_start_ray(config: dict[str, Any], settings: ClusterSettings, detach:
 
     Raises UpError when none can be had or the service's port is taken.
     """
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     context: Any
     address = os.environ.get("RAY_ADDRESS", "auto")
     if address != "local":
@@ -166,21 +174,25 @@ def _require_free_port(host: str, port: int) -> None:
             ) from error
 
 
-def deploy(dashboard: str, config: dict[str, Any]) -> None:
-    """Hand the config to Serve. Raises UpError with Serve's own words when it is refused."""
-    for attempt in range(30):
+def connect(dashboard: str) -> ServeSubmissionClient:
+    """Client of Serve's REST API, with this user's Ray token. Waits for the dashboard, which comes up after Ray."""
+    for _ in range(30):
         try:
-            answer = httpx.put(f"{dashboard}{APPLICATIONS}", json=config, timeout=120)
-            break
-        except httpx.ConnectError:  # the dashboard comes up a little after Ray
-            if attempt == 29:
-                raise
+            return ServeSubmissionClient(dashboard)
+        except ConnectionError:
             time.sleep(POLL_INTERVAL_S)
-    if answer.status_code != 200:
-        raise UpError(f"Ray Serve refused the config: {answer.text.strip()[-2000:]}")
+    raise UpError(f"Ray's dashboard at {dashboard} does not answer; Serve takes its config there")
 
 
-def wait_until_ready(dashboard: str, config: dict[str, Any], deadline: float, say: Say) -> None:
+def deploy(serve: ServeSubmissionClient, config: dict[str, Any]) -> None:
+    """Hand the config to Serve. Raises UpError with Serve's own words when it is refused."""
+    try:
+        serve.deploy_applications(config)
+    except RuntimeError as error:
+        raise UpError(f"Ray Serve refused the config: {str(error).strip()[-2000:]}") from error
+
+
+def wait_until_ready(serve: ServeSubmissionClient, config: dict[str, Any], deadline: float, say: Say) -> None:
     """Return when the service answers requests; report changes on the way.
 
     Raises UpError when an application fails, or at `deadline` (of time.monotonic()).
@@ -188,7 +200,7 @@ def wait_until_ready(dashboard: str, config: dict[str, Any], deadline: float, sa
     said, said_at = "", 0.0
     names = [application.get("name", "default") for application in config["applications"]]
     while True:
-        found = httpx.get(f"{dashboard}{APPLICATIONS}", timeout=30).json().get("applications", {})
+        found = serve.get_serve_details().get("applications", {})
         states = {name: found[name] for name in names if name in found}
         for name, state in states.items():
             if state["status"] in {"DEPLOY_FAILED", "UNHEALTHY"}:

@@ -1,0 +1,142 @@
+"""``python -m deployments.manifest configs/local.yaml``: the KubeRay RayService of a config, as YAML.
+
+What enters: a Serve config file of `configs/`. What leaves: a manifest whose `serveConfigV2` is that file and whose
+pods are sized from its settings, so nothing is written twice. Only configs without GPUs are supported so far.
+"""
+
+import argparse
+import importlib.metadata
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.settings import ClusterSettings
+from deployments.up import UpError, read_config
+
+IMAGE = "peagle-serve:0.1.0-cpu"
+
+# One replica on CPUs was seen to need about 6.5 GB with the embedded target (engine 4.1 GB; replica, ingress and proxy
+# 0.7 GB to 0.9 GB each; the object store apart). The limit leaves room for longer contexts.
+WORKER_MEMORY = "10Gi"
+HEAD_MEMORY = "4Gi"
+SHARED_MEMORY = "1Gi"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0, or 1 with the reason on standard error."""
+    parser = argparse.ArgumentParser(prog="python -m deployments.manifest", description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--output", type=Path, default=None, help="file to write instead of standard output")
+    options = parser.parse_args(arguments)
+    try:
+        text = render(options.config)
+        if options.output is None:
+            print(text, end="")
+        else:
+            options.output.write_text(text, encoding="utf-8")
+    except (UpError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def render(path: Path) -> str:
+    """The manifest's text. Raises UpError or ValueError for a config that is wrong or needs a GPU."""
+    config, settings = read_config(path)
+    if settings.target.bundle.get("GPU"):
+        raise ValueError(f"{path}: target.bundle asks for a GPU; manifests exist for CPU configs only so far")
+    header = (
+        f"# Made from configs/{path.name} by `make k8s`; do not edit by hand.\n"
+        "# Needs KubeRay 1.5.1 or later and the image that k8s/Dockerfile builds.\n"
+    )
+    return header + yaml.dump(rayservice(path.stem, config, settings), Dumper=_Dumper, sort_keys=False, width=120)
+
+
+def rayservice(name: str, config: dict[str, Any], settings: ClusterSettings) -> dict[str, Any]:
+    """The RayService object for a checked config; `name` is the config's file name without its suffix."""
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayService",
+        "metadata": {"name": f"peagle-{name}", "labels": {"app.kubernetes.io/name": "peagle-serve"}},
+        "spec": {
+            "serveConfigV2": yaml.dump(serve_config(config), Dumper=_Dumper, sort_keys=False, width=120),
+            "rayClusterConfig": {
+                "rayVersion": importlib.metadata.version("ray"),
+                # Whoever reaches the dashboard can run code: KubeRay makes a token and hands it to every pod.
+                "authOptions": {"mode": "token"},
+                "headGroupSpec": _head(),
+                "workerGroupSpecs": [_workers(settings, _port(config))],
+            },
+        },
+    }
+
+
+def serve_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The Serve config as it runs in a cluster: the proxy on every node, reachable from outside its pod."""
+    http_options = {**config.get("http_options", {}), "host": "0.0.0.0"}
+    return {**config, "proxy_location": "EveryNode", "http_options": http_options}
+
+
+def _port(config: dict[str, Any]) -> int:
+    return int(config.get("http_options", {}).get("port", 8000))
+
+
+def _head() -> dict[str, Any]:
+    """The head pod keeps the cluster's books and runs no replica: losing a replica must not take the cluster along."""
+    ports = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
+    return {
+        "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
+        "template": {"spec": _pod("ray-head", ports, cpu="1", memory=HEAD_MEMORY)},
+    }
+
+
+def _workers(settings: ClusterSettings, port: int) -> dict[str, Any]:
+    """One pod a target replica. KubeRay adds probes: a worker is ready when Serve's proxy on it answers."""
+    target, ingress = settings.target, settings.ingress
+    num_cpus = target.num_cpus + target.bundle.get("CPU", 0) + ingress.num_cpus * ingress.num_replicas
+    pod = _pod("ray-worker", {"serve": port}, cpu=str(max(2, math.ceil(num_cpus))), memory=WORKER_MEMORY)
+    return {
+        "groupName": "target",
+        "replicas": target.num_replicas,
+        "minReplicas": target.num_replicas,
+        "maxReplicas": target.num_replicas,
+        "rayStartParams": {},
+        "template": {"spec": pod},
+    }
+
+
+def _pod(name: str, ports: dict[str, int], *, cpu: str, memory: str) -> dict[str, Any]:
+    container = {
+        "name": name,
+        "image": IMAGE,
+        "ports": [{"name": port, "containerPort": number} for port, number in ports.items()],
+        "env": [{"name": "RAY_USAGE_STATS_ENABLED", "value": "0"}],
+        # Requests equal limits: an engine that is squeezed for CPU or memory drags every request of its replica.
+        "resources": {"requests": {"cpu": cpu, "memory": memory}, "limits": {"cpu": cpu, "memory": memory}},
+        "securityContext": {"runAsNonRoot": True, "allowPrivilegeEscalation": False},
+        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
+    }
+    # Ray's object store lives in /dev/shm, of which a container has 64 MB by default.
+    shared_memory = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": SHARED_MEMORY}}
+    return {"containers": [container], "volumes": [shared_memory]}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines as a block, so that the Serve config inside the manifest can be read; no anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
