@@ -66,16 +66,16 @@ def generate(
             drafts,
             TARGET[history],
             DRAFTER[history[:, :-1]] if give_draft_probs else None,
-            num_draft_tokens=counts,
+            num_draft_tokens_B=counts,
             generator=generator,
         )
         for column in range(num_drafts + 1):
-            emitted = step.token_ids[:, column]
+            emitted = step.token_ids_BT[:, column]
             rows = active[emitted != PADDING_TOKEN_ID]
             place = length[rows] + column
             fits = place < tokens.shape[1]
             tokens[rows[fits], place[fits]] = emitted[emitted != PADDING_TOKEN_ID][fits]
-        length[active] += step.num_accepted_tokens + 1
+        length[active] += step.num_accepted_tokens_B + 1
     return tokens[:, 1 : NUM_TOKENS + 1]
 
 
@@ -161,9 +161,9 @@ def test_greedy_equals_decoding_without_drafts() -> None:
         right = reference[len(tokens) : len(tokens) + num_right]
         drafts[0, : len(right)] = torch.tensor(right, dtype=torch.int64)
         step = accept_greedy(drafts, table[torch.cat([torch.tensor([[tokens[-1]]]), drafts], dim=1)])
-        num_accepted.append(int(step.num_accepted_tokens[0]))
+        num_accepted.append(int(step.num_accepted_tokens_B[0]))
         assert num_accepted[-1] >= len(right)
-        tokens += [int(token) for token in step.token_ids[0] if token != PADDING_TOKEN_ID]
+        tokens += [int(token) for token in step.token_ids_BT[0] if token != PADDING_TOKEN_ID]
     assert tokens[:60] == reference
     assert max(num_accepted) >= 3, "the walk must see long acceptances"
 
@@ -172,25 +172,25 @@ def test_greedy_by_hand_with_ragged_k() -> None:
     # Four requests, K = 3; the target wants 5, 6, 7, 8 in its four rows.
     logits = torch.nn.functional.one_hot(torch.tensor([5, 6, 7, 8]), 9).float().expand(4, 4, 9)
     drafts = torch.tensor([[5, 6, 7], [5, 0, 7], [5, 6, -1], [-1, -1, -1]])
-    step = accept_greedy(drafts, logits, num_draft_tokens=torch.tensor([3, 3, 2, 0]))
-    assert step.num_accepted_tokens.tolist() == [3, 1, 2, 0]
-    assert step.token_ids.tolist() == [[5, 6, 7, 8], [5, 6, -1, -1], [5, 6, 7, -1], [5, -1, -1, -1]]
+    step = accept_greedy(drafts, logits, num_draft_tokens_B=torch.tensor([3, 3, 2, 0]))
+    assert step.num_accepted_tokens_B.tolist() == [3, 1, 2, 0]
+    assert step.token_ids_BT.tolist() == [[5, 6, 7, 8], [5, 6, -1, -1], [5, 6, 7, -1], [5, -1, -1, -1]]
 
 
 def test_a_right_draft_past_the_request_k_is_not_emitted() -> None:
     logits = torch.nn.functional.one_hot(torch.tensor([[1, 2, 3]]), 4).float()
-    step = accept_greedy(torch.tensor([[1, 2]]), logits, num_draft_tokens=torch.tensor([1]))
-    assert step.token_ids.tolist() == [[1, 2, -1]]
-    sampled = accept_sampled(torch.tensor([[1, 2]]), logits, num_draft_tokens=torch.tensor([1]))
-    assert sampled.token_ids.tolist() == [[1, 2, -1]]
+    step = accept_greedy(torch.tensor([[1, 2]]), logits, num_draft_tokens_B=torch.tensor([1]))
+    assert step.token_ids_BT.tolist() == [[1, 2, -1]]
+    sampled = accept_sampled(torch.tensor([[1, 2]]), logits, num_draft_tokens_B=torch.tensor([1]))
+    assert sampled.token_ids_BT.tolist() == [[1, 2, -1]]
 
 
 def test_no_drafts_at_all() -> None:
     probs = torch.nn.functional.one_hot(torch.tensor([[2], [0]]), 3).float()
     none = torch.zeros(2, 0, dtype=torch.int64)
     for step in (accept_greedy(none, probs), accept_sampled(none, probs), accept_sampled(none, probs, probs[:, :0])):
-        assert step.token_ids.tolist() == [[2], [0]]
-        assert step.num_accepted_tokens.tolist() == [0, 0]
+        assert step.token_ids_BT.tolist() == [[2], [0]]
+        assert step.num_accepted_tokens_B.tolist() == [0, 0]
 
 
 def test_sampling_keeps_every_draft_when_the_drafter_is_the_target() -> None:
@@ -198,8 +198,8 @@ def test_sampling_keeps_every_draft_when_the_drafter_is_the_target() -> None:
     generator = torch.Generator().manual_seed(0)
     drafts = torch.multinomial(probs[:, 0], 2, replacement=True, generator=generator)
     step = accept_sampled(drafts, probs, probs[:, :2], generator=generator)
-    assert step.num_accepted_tokens.tolist() == [2] * 1000
-    assert bool((step.token_ids[:, :2] == drafts).all())
+    assert step.num_accepted_tokens_B.tolist() == [2] * 1000
+    assert bool((step.token_ids_BT[:, :2] == drafts).all())
 
 
 def test_drafts_of_probability_zero() -> None:
@@ -209,44 +209,47 @@ def test_drafts_of_probability_zero() -> None:
     drafts = torch.full((many, 1), 2)
     for draft_probs in (None, torch.tensor([0.0, 0.0, 1.0]).expand(many, 1, 3)):
         step = accept_sampled(drafts, target, draft_probs, generator=generator)
-        assert int(step.num_accepted_tokens.sum()) == 0
-        assert set(step.token_ids[:, 0].tolist()) == {0, 1}
+        assert int(step.num_accepted_tokens_B.sum()) == 0
+        assert set(step.token_ids_BT[:, 0].tolist()) == {0, 1}
     impossible = torch.tensor([0.0, 0.0, 1.0]).expand(many, 1, 3)  # the drafter claims it never drafts token 0
     step = accept_sampled(torch.zeros(many, 1, dtype=torch.int64), target, impossible, generator=generator)
-    assert int(step.num_accepted_tokens.sum()) == 0
+    assert int(step.num_accepted_tokens_B.sum()) == 0
 
 
 def test_certain_draft_is_always_kept_and_its_empty_residual_is_never_used() -> None:
     probs = torch.nn.functional.one_hot(torch.tensor([[1, 0]]), 3).float().expand(500, 2, 3)
     step = accept_sampled(torch.ones(500, 1, dtype=torch.int64), probs)
-    assert step.token_ids.tolist() == [[1, 0]] * 500
+    assert step.token_ids_BT.tolist() == [[1, 0]] * 500
 
 
 def test_one_generator_state_gives_one_result() -> None:
     drafts = torch.zeros(50, 2, dtype=torch.int64)
     target = TARGET[torch.zeros(50, 3, dtype=torch.int64)]
     runs = [accept_sampled(drafts, target, generator=torch.Generator().manual_seed(7)) for _ in range(2)]
-    assert torch.equal(runs[0].token_ids, runs[1].token_ids)
+    assert torch.equal(runs[0].token_ids_BT, runs[1].token_ids_BT)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"draft_token_ids": torch.zeros(2, dtype=torch.int64)}, r"draft_token_ids must be \[B, K\]"),
-        ({"draft_token_ids": torch.zeros(2, 2)}, r"draft_token_ids must be \[B, K\] integers"),
-        ({"draft_token_ids": torch.tensor([[0, 4], [0, 0]])}, r"draft_token_ids\[0, 1\] = 4 is outside 0..3"),
-        ({"target_probs": torch.full((2, 2, 4), 0.25)}, r"expected \[B, K \+ 1, V\] = \(2, 3, V\)"),
-        ({"target_probs": torch.randn(2, 3, 4)}, r"target_probs\[0, 0\] is not a distribution"),
-        ({"target_probs": torch.full((2, 3, 4), float("nan"))}, "is not a distribution"),
-        ({"draft_probs": torch.full((2, 3, 4), 0.25)}, r"draft_probs has shape \(2, 3, 4\)"),
-        ({"draft_probs": torch.full((2, 2, 4), 0.5)}, r"draft_probs\[0, 0\] is not a distribution: it sums to 2"),
-        ({"num_draft_tokens": torch.tensor([0, 3])}, r"num_draft_tokens must be \[B\] = \[2\] values in 0..2"),
-        ({"num_draft_tokens": torch.tensor([-1, 0])}, "num_draft_tokens must be"),
-        ({"num_draft_tokens": torch.tensor([1])}, "num_draft_tokens must be"),
+        ({"draft_token_ids_BK": torch.zeros(2, dtype=torch.int64)}, r"draft_token_ids_BK must be \[B, K\]"),
+        ({"draft_token_ids_BK": torch.zeros(2, 2)}, r"draft_token_ids_BK must be \[B, K\] integers"),
+        ({"draft_token_ids_BK": torch.tensor([[0, 4], [0, 0]])}, r"draft_token_ids_BK\[0, 1\] = 4 is outside 0..3"),
+        ({"target_probs_BTV": torch.full((2, 2, 4), 0.25)}, r"expected \[B, K \+ 1, V\] = \(2, 3, V\)"),
+        ({"target_probs_BTV": torch.randn(2, 3, 4)}, r"target_probs_BTV\[0, 0\] is not a distribution"),
+        ({"target_probs_BTV": torch.full((2, 3, 4), float("nan"))}, "is not a distribution"),
+        ({"draft_probs_BKV": torch.full((2, 3, 4), 0.25)}, r"draft_probs_BKV has shape \(2, 3, 4\)"),
+        (
+            {"draft_probs_BKV": torch.full((2, 2, 4), 0.5)},
+            r"draft_probs_BKV\[0, 0\] is not a distribution: it sums to 2",
+        ),
+        ({"num_draft_tokens_B": torch.tensor([0, 3])}, r"num_draft_tokens_B must be \[B\] = \[2\] values in 0..2"),
+        ({"num_draft_tokens_B": torch.tensor([-1, 0])}, "num_draft_tokens_B must be"),
+        ({"num_draft_tokens_B": torch.tensor([1])}, "num_draft_tokens_B must be"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Tensor], message: str) -> None:
-    good = {"draft_token_ids": torch.zeros(2, 2, dtype=torch.int64), "target_probs": torch.full((2, 3, 4), 0.25)}
+    good = {"draft_token_ids_BK": torch.zeros(2, 2, dtype=torch.int64), "target_probs_BTV": torch.full((2, 3, 4), 0.25)}
     accept_sampled(**good)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):
         accept_sampled(**{**good, **change})  # type: ignore[arg-type]

@@ -164,8 +164,8 @@ def test_speculative_decoding_with_a_real_target_equals_greedy_decoding() -> Non
             drafts[: len(right)] = torch.tensor(right, dtype=torch.int64)
             logits = target(torch.tensor([tokens + drafts.tolist()])).logits[:, len(tokens) - 1 :]
             step = accept_greedy(drafts[None], logits)
-            lengths.append(int(step.num_accepted_tokens[0]))
-            tokens += [int(token) for token in step.token_ids[0] if token != PADDING_TOKEN_ID]
+            lengths.append(int(step.num_accepted_tokens_B[0]))
+            tokens += [int(token) for token in step.token_ids_BT[0] if token != PADDING_TOKEN_ID]
     assert tokens[: len(reference)] == reference
     assert set(range(4)) <= set(lengths)
     assert len(set(reference)) > 10, "a looping target would prove little"
