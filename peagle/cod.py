@@ -60,8 +60,8 @@ def sample_rows(
     order_BN = priority_BN.argsort(dim=1)
     kept = kept_per_offset(num_tokens, num_depths, ratio, floor)
     # Each prefix of one random order is a uniform subset, and prefixes of falling length are nested.
-    keys = torch.cat([order_BN[:, :count] * num_depths + g for g, count in enumerate(kept) if g], dim=1)
-    keys = keys.sort(dim=1).values
+    keys = torch.cat([order_BN[:, :count] * num_depths + g for g, count in enumerate(kept)], dim=1)
+    keys = keys[:, num_tokens:].sort(dim=1).values
     first_N = torch.arange(num_tokens, device=device).expand(batch, -1)
     return Rows(
         anchor_BT=torch.cat([first_N, keys // num_depths], dim=1),

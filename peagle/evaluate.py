@@ -23,7 +23,7 @@ from peagle import masks
 from peagle.cod import chain_lengths, sample_rows
 from peagle.data import Batch, Conversations, PackedBatches, pack
 from peagle.model import Drafter
-from peagle.parallel import dense_attend, draft_rows, labelled_rows
+from peagle.parallel import draft_rows
 from peagle.prompts import distinct_share
 from peagle.target import Target
 
@@ -93,10 +93,10 @@ def _drafts(drafter: Drafter, target: Target, batch: Batch) -> torch.Tensor:
     everywhere = torch.ones_like(batch.answer_BN)
     chain_BN = chain_lengths(batch.document_BN, everywhere, config.num_depths)
     rows = sample_rows(torch.full_like(chain_BN, config.num_depths), config.num_depths, 1.0)
-    attend = dense_attend(masks.dense(rows, batch.document_BN))
+    mask = masks.dense(rows, batch.document_BN)
     with torch.autocast(target.device.type, torch.bfloat16, enabled=target.device.type == "cuda"):
         positions_BT = batch.position_BN.gather(1, rows.anchor_BT) + rows.offset_BT
-        normed_BTH = draft_rows(drafter, batch.tokens_BN, aux_BNX, positions_BT, attend)
+        normed_BTH = draft_rows(drafter, batch.tokens_BN, aux_BNX, positions_BT, mask)
         best_T = torch.cat([drafter.logits(part).argmax(-1) for part in normed_BTH[0].split(4096)])
     draft_NK = best_T.new_zeros(rows.num_tokens, config.num_depths)
     draft_NK[rows.anchor_BT[0], rows.offset_BT[0]] = drafter.target_ids[best_T]

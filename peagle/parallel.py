@@ -13,49 +13,43 @@ from peagle.cod import Rows
 from peagle.model import Attend, Drafter
 
 
-def dense_attend(mask_BTT: Tensor) -> Attend:
-    """Attention under a boolean mask (`masks.dense`); any device."""
+def attend_under(mask: Tensor | BlockMask) -> Attend:
+    """Attention under `masks.dense` (boolean [B, T, T], any device) or `masks.block` (inside a compiled function, GPU)."""
 
     def attend(_layer: int, q_BATD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q_BATD, k_BGTD, v_BGTD, attn_mask=mask_BTT[:, None], enable_gqa=True)
+        if isinstance(mask, BlockMask):
+            return flex_attention(q_BATD, k_BGTD, v_BGTD, block_mask=mask, enable_gqa=True)
+        return F.scaled_dot_product_attention(q_BATD, k_BGTD, v_BGTD, attn_mask=mask[:, None], enable_gqa=True)
 
     return attend
 
 
-def block_attend(mask: BlockMask) -> Attend:
-    """Attention under a FlexAttention mask (`masks.block`); to be called inside a compiled function."""
-
-    def attend(_layer: int, q_BATD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
-        return flex_attention(q_BATD, k_BGTD, v_BGTD, block_mask=mask, enable_gqa=True)
-
-    return attend
-
-
-def draft_rows(drafter: Drafter, tokens_BN: Tensor, aux_BNX: Tensor, rows_position_BT: Tensor, attend: Attend) -> Tensor:
+def draft_rows(
+    drafter: Drafter, tokens_BN: Tensor, aux_BNX: Tensor, position_BT: Tensor, mask: Tensor | BlockMask
+) -> Tensor:
     """Normed hidden states [B, T, H] of N rows of offset 0, then T - N rows of mask tokens.
 
     aux_BNX: the target's tapped hidden states [B, N, C * S]. The row of anchor a reads the embedding of token a + 1; the last
     anchor has no next token and reads its own, which no loss ever looks at.
     """
     batch, num_tokens = tokens_BN.shape
-    num_masks = rows_position_BT.shape[1] - num_tokens
+    num_masks = position_BT.shape[1] - num_tokens
     next_BN = torch.cat([tokens_BN[:, 1:], tokens_BN[:, -1:]], dim=1)
     embeds_BNH, hidden_BNH = drafter.embed(next_BN), drafter.reduce(aux_BNX)
     mask_embed = drafter.mask_embedding.to(embeds_BNH.dtype).expand(batch, num_masks, -1)
     mask_hidden = drafter.reduce(drafter.mask_hidden.to(aux_BNX.dtype)).to(hidden_BNH.dtype).expand(batch, num_masks, -1)
     normed_BTH, _ = drafter(
-        torch.cat([embeds_BNH, mask_embed], dim=1), torch.cat([hidden_BNH, mask_hidden], dim=1), rows_position_BT, attend
+        torch.cat([embeds_BNH, mask_embed], dim=1),
+        torch.cat([hidden_BNH, mask_hidden], dim=1),
+        position_BT,
+        attend_under(mask),
     )
     return normed_BTH
 
 
-def compiled_draft_rows() -> Callable[[Drafter, Tensor, Tensor, Tensor, BlockMask], Tensor]:
-    """`draft_rows` under a block mask as one compiled function (GPU)."""
-
-    def run(drafter: Drafter, tokens_BN: Tensor, aux_BNX: Tensor, position_BT: Tensor, mask: BlockMask) -> Tensor:
-        return draft_rows(drafter, tokens_BN, aux_BNX, position_BT, block_attend(mask))
-
-    return torch.compile(run, dynamic=False)
+def compiled_draft_rows(block_mask: bool) -> Callable[..., Tensor]:
+    """`draft_rows` compiled (GPU); block_mask: for BlockMask, whose attention must not run outside a compiled function."""
+    return torch.compile(draft_rows, dynamic=False, fullgraph=block_mask)
 
 
 def labelled_rows(rows: Rows, chain_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:

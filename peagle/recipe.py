@@ -94,6 +94,7 @@ class Recipe(_Strict):
     seed: int = 0
     device: Literal["auto", "cuda", "cpu"] = "auto"
     compile: bool = Field(True, description="torch.compile on a GPU; never used on a CPU")
+    attention: Literal["flex", "dense"] = Field("flex", description="form of the mask on a GPU; dense needs T * T memory")
     log_every_steps: int = Field(50, ge=1)
     save_every_steps: int = Field(1000, ge=1)
     generate: GenerateRecipe = Field(default_factory=GenerateRecipe)

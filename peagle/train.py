@@ -30,7 +30,7 @@ from peagle.evaluate import evaluate, load_answers
 from peagle.losses import ChunkedSoftCrossEntropy, TargetLogits
 from peagle.model import Drafter
 from peagle.optim import MovingAverage, Optimizer, schedule_scale
-from peagle.parallel import compiled_draft_rows, dense_attend, draft_rows, labelled_rows
+from peagle.parallel import compiled_draft_rows, draft_rows, labelled_rows
 from peagle.provenance import conditions
 from peagle.recipe import Recipe
 from peagle.start import random_start, target_start
@@ -61,7 +61,8 @@ class Trainer:
         self.optimizer = Optimizer(owned, recipe.optimizer, fused=cuda)
         self.average = MovingAverage(owned, recipe.optimizer.ema_decay)
         self.soft_cross_entropy = ChunkedSoftCrossEntropy(recipe.loss.chunk, self.compiled)
-        self._draft_rows = compiled_draft_rows() if self.compiled else None
+        self._block_mask = self.compiled and recipe.attention == "flex"
+        self._draft_rows = compiled_draft_rows(self._block_mask) if self.compiled else draft_rows
         self.output = Path(recipe.output)
         self.step, self.elapsed_s = 0, 0.0
 
@@ -97,12 +98,8 @@ class Trainer:
         rows = sample_rows(chain_BN, config.num_depths, recipe.cod.ratio, generator=self.random, floor=recipe.cod.floor)
         position_BT = batch.position_BN.gather(1, rows.anchor_BT) + rows.offset_BT
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
-            if self._draft_rows:
-                mask = masks.block(rows, batch.document_BN)
-                normed_BTH = self._draft_rows(self.drafter, batch.tokens_BN, aux_BNX, position_BT, mask)
-            else:
-                attend = dense_attend(masks.dense(rows, batch.document_BN))
-                normed_BTH = draft_rows(self.drafter, batch.tokens_BN, aux_BNX, position_BT, attend)
+            mask = (masks.block if self._block_mask else masks.dense)(rows, batch.document_BN)
+            normed_BTH = self._draft_rows(self.drafter, batch.tokens_BN, aux_BNX, position_BT, mask)
         index_R, label_R, offset_R = labelled_rows(rows, chain_BN)
         weight_R = recipe.loss.offset_decay ** offset_R.float()
         weight_R = weight_R / weight_R.sum()
