@@ -104,7 +104,7 @@ def prepare_directory(
     try:
         _make_directory(final.parent)
         with _locked(final, report):
-            if not is_intact(final):
+            if not is_intact(final, full=verify):
                 _build(final, num_bytes, build, report)
     except OSError as error:
         if isinstance(error, CacheError):
