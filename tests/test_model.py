@@ -19,7 +19,7 @@ from peagle.cod import Rows, chain_lengths, sample_rows
 from peagle.config import DrafterConfig
 from peagle.draft import DraftSession
 from peagle.model import Drafter, Layer, rotary_tables
-from peagle.parallel import dense_attend, draft_rows
+from peagle.parallel import attend_under, draft_rows
 
 NUM_DEPTHS = 5
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -98,7 +98,7 @@ def drafted_logits(drafter: Drafter, data: Pass) -> dict[tuple[int, int, int], T
 def largest_difference(drafter: Drafter, data: Pass, mask_BTT: Tensor, position_BT: Tensor) -> tuple[float, int]:
     """Between the training pass and drafting: (largest difference of a logit, number of rows compared)."""
     with torch.no_grad():
-        normed_BTH = draft_rows(drafter, data.tokens_BN, data.aux_BNX, position_BT, dense_attend(mask_BTT))
+        normed_BTH = draft_rows(drafter, data.tokens_BN, data.aux_BNX, position_BT, mask_BTT)
         logits_BTV = drafter.logits(normed_BTH)
     drafted = drafted_logits(drafter, data)
     differences = []
@@ -163,7 +163,7 @@ def test_layers_after_the_first_are_llama_s() -> None:
     expected = reference(stream_BTH, attention_mask=causal, position_embeddings=cos_sin)
     expected = expected[0] if isinstance(expected, tuple) else expected
     rotary = rotary_tables(positions_BT, 8, 10000.0)
-    attend = dense_attend(torch.ones(2, 7, 7, dtype=torch.bool).tril())
+    attend = attend_under(torch.ones(2, 7, 7, dtype=torch.bool).tril())
     torch.testing.assert_close(layer(stream_BTH, stream_BTH, rotary, attend), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -173,8 +173,8 @@ def test_mask_token_has_its_own_embedding_and_the_tables_are_not_trained() -> No
     assert drafter.embed_tokens is not None
     assert torch.equal(embeds[0], drafter.embed_tokens.weight[98])
     assert torch.equal(embeds[1], drafter.mask_embedding)
-    attend = dense_attend(masks.dense(data.rows, DOCUMENTS))
-    normed_BTH = draft_rows(drafter, data.tokens_BN, data.aux_BNX, data.position_BT, attend)
+    mask_BTT = masks.dense(data.rows, DOCUMENTS)
+    normed_BTH = draft_rows(drafter, data.tokens_BN, data.aux_BNX, data.position_BT, mask_BTT)
     drafter.logits(normed_BTH).square().mean().backward()
     untrained = [name for name, parameter in drafter.named_parameters() if parameter.grad is None]
     assert untrained == ["embed_tokens.weight", "lm_head.weight"]
@@ -184,3 +184,27 @@ def test_mask_token_has_its_own_embedding_and_the_tables_are_not_trained() -> No
         if parameter.grad is not None
     )
     assert not {"embed_tokens.weight", "lm_head.weight"} & drafter.trainable().keys()
+
+
+@pytest.mark.parametrize("tile", [3, 8, 64])
+@pytest.mark.parametrize("ratio", [1.0, 0.7, 0.3])
+def test_block_mask_keeps_every_visible_pair_and_leaves_tiles_out(tile: int, ratio: float) -> None:
+    """FlexAttention never looks into a tile that the block mask does not list, so no visible pair may lie in one."""
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(1, 12, (2, 6), generator=generator)
+        document_BN = torch.stack([torch.arange(6).repeat_interleave(length)[:26] for length in lengths.clamp(min=5)])
+        document_BN = document_BN.masked_fill(document_BN == 5, -1)  # padding at the end
+        chain_BN = chain_lengths(document_BN, document_BN >= 0, NUM_DEPTHS)
+        rows = sample_rows(chain_BN, NUM_DEPTHS, ratio, generator=generator)
+        visible_BTT, block = masks.dense(rows, document_BN), masks.block(rows, document_BN, tile)
+        short = -visible_BTT.shape[1] % tile
+        padded_BTT = torch.nn.functional.pad(visible_BTT, (0, short, 0, short))
+        needed_BQK = padded_BTT.unflatten(1, (-1, tile)).unflatten(3, (-1, tile)).any(dim=4).any(dim=2)
+        listed_BQK = block.to_dense()[:, 0].bool()
+        assert not bool((needed_BQK & ~listed_BQK).any())
+        if tile == 3:
+            assert float(listed_BQK.float().mean()) < 0.7, "a mask that lists every tile saves nothing"
+        batch, index = torch.arange(2)[:, None, None], torch.arange(visible_BTT.shape[1])
+        pairs_BTT = block.mask_mod(batch, torch.zeros_like(batch), index[None, :, None], index[None, None, :])
+        assert torch.equal(pairs_BTT, visible_BTT)
