@@ -164,14 +164,10 @@ def join_or_start_ray(config: dict[str, Any], settings: ClusterSettings, detach:
 
 
 def _require_free_port(host: str, port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise UpError(
-                f"{host}:{port} cannot be used ({error.strerror}); set http_options.port in the YAML"
-            ) from error
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        raise UpError(f"{host}:{port} cannot be used ({error.strerror}); set http_options.port in the YAML") from error
 
 
 def connect(dashboard: str) -> ServeSubmissionClient:
