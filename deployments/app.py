@@ -18,8 +18,9 @@ from ray.serve.llm.ingress import make_fastapi_ingress
 import peagle.heads
 from cluster.loading import Catalog, SettingsError, load_settings
 from cluster.settings import ClusterSettings
-from deployments.engine_config import INGRESS_NAME, TARGET_NAME, engine_config
+from deployments.engine_config import engine_config
 from deployments.ingress import ENDPOINTS, Ingress, make_api
+from deployments.names import INGRESS_NAME, TARGET_NAME
 from deployments.target import TargetServer
 from peagle.embedded import embedded_targets
 from peagle.head_files import check_head

