@@ -1,0 +1,234 @@
+"""Acceptance of a head in stock vLLM, beside what `peagle.evaluate` reads off the same greedy answers without decoding.
+
+    python -m peagle.vllm.acceptance HEAD --target DIR --answers DIR --num-draft-tokens 3 5 7 --out FILE.json
+
+Each K gets an engine of its own, in a process of its own (its memory is only free when the process ends), with vLLM's own
+scheduler: K is the engine's `num_speculative_tokens`. Counts are vLLM's counters, read before and after each category.
+AL = 1 + accepted / drafts counts drafts accepted past the end of an answer, which vLLM then throws away; `tokens_per_step` counts
+only tokens that came out, as `peagle.evaluate` does. Long answers make the two the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peagle.data import Conversations
+from peagle.evaluate import evaluate, load_answers
+from peagle.heads import prepare_head
+from peagle.provenance import conditions
+
+MAX_MODEL_LEN = 2048
+KV_CACHE_BYTES = 8 * 2**30
+"""Fixed on a GPU: an engine that sizes its cache from free memory takes its neighbours' growth for its own."""
+
+
+def read_counters(metrics: list[Any], num_draft_tokens: int) -> dict[str, Any]:
+    """vLLM's speculation counters so far: num_drafts, num_draft_tokens, num_accepted_tokens and one count per depth."""
+    found: dict[str, Any] = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
+    found["accepted_tokens_per_pos"] = [0] * num_draft_tokens
+    for metric in metrics:
+        name = metric.name.removeprefix("vllm:spec_decode_num_")
+        if name == "accepted_tokens_per_pos":
+            found[name] = list(metric.values)
+        elif name in found:
+            found[name] += metric.value
+    return found
+
+
+def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: [a - b for a, b in zip(value, before[name], strict=True)]
+        if isinstance(value, list)
+        else value - before[name]
+        for name, value in after.items()
+    }
+
+
+def figures(counts: dict[str, Any], num_answers: int, num_tokens: int, num_identical: int) -> dict[str, Any]:
+    """AL, survival and identity of one group of answers; None where vLLM counted no draft."""
+    drafts = counts["drafts"]
+    return {
+        "num_answers": num_answers,
+        "num_tokens": num_tokens,
+        "num_identical": num_identical,
+        "share_identical": round(num_identical / num_answers, 4),
+        "acceptance_length": round(1 + counts["accepted_tokens"] / drafts, 4) if drafts else None,
+        "tokens_per_step": round((num_tokens - num_answers) / drafts, 4) if drafts else None,
+        "survival": [round(count / drafts, 4) for count in counts["accepted_tokens_per_pos"]] if drafts else [],
+        "counts": counts,
+    }
+
+
+def fitting_answers(folder: Path, max_tokens: int) -> tuple[Conversations, list[str], int]:
+    """Answers cut at max_tokens, their categories, and how many are left out as empty or too long for the engine."""
+    data, categories = load_answers(folder)
+    prompts, answers, kept = [], [], []
+    for (tokens, prompt), category in zip(data.documents(), categories, strict=True):
+        answer = tokens[prompt:].tolist()[:max_tokens]
+        if len(answer) > 1 and prompt + len(answer) <= MAX_MODEL_LEN:
+            prompts.append(tokens[:prompt].tolist())
+            answers.append(answer)
+            kept.append(category)
+    if not kept:
+        raise ValueError(f"answers: none in {folder} has two tokens and fits {MAX_MODEL_LEN} tokens with its prompt")
+    return Conversations.from_lists(prompts, answers), kept, len(categories) - len(kept)
+
+
+def eos_ids(target_dir: Path) -> list[int]:
+    """End tokens by generation_config.json, else config.json."""
+    for name in ("generation_config.json", "config.json"):
+        path = target_dir / name
+        stored = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.exists() else None
+        if stored is not None:
+            return stored if isinstance(stored, list) else [stored]
+    raise ValueError(f"target {target_dir}: neither generation_config.json nor config.json names eos_token_id")
+
+
+def run_engine(
+    head_dir: Path, target_dir: Path, data: Conversations, categories: list[str], k: int, eager: bool
+) -> dict[str, Any]:
+    """Decodes every answer again at K = k with a stock engine of this process; {group: figures}."""
+    from vllm import LLM, SamplingParams
+
+    on_gpu = torch.cuda.is_available()
+    device = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": KV_CACHE_BYTES} if on_gpu else {}
+    speculative = {"method": "eagle3", "model": str(head_dir), "num_speculative_tokens": k, "parallel_drafting": True}
+    engine = LLM(
+        model=str(target_dir),
+        dtype="bfloat16" if on_gpu else "float32",
+        max_model_len=MAX_MODEL_LEN,
+        disable_log_stats=False,
+        enable_prefix_caching=False,
+        speculative_config=speculative,
+        enforce_eager=eager,
+        **device,
+    )
+    stop = eos_ids(target_dir)
+    stored = [(tokens[:prompt].tolist(), tokens[prompt:].tolist()) for tokens, prompt in data.documents()]
+    groups: dict[str, Any] = {}
+    first = before = read_counters(engine.get_metrics(), k)
+    for category in sorted(set(categories)):
+        chosen = [pair for pair, one in zip(stored, categories, strict=True) if one == category]
+        # As long as the stored answer and no longer: both sides then walk over the same tokens.
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=len(answer), stop_token_ids=stop, detokenize=False)
+            for _, answer in chosen
+        ]
+        outputs = engine.generate([{"prompt_token_ids": prompt} for prompt, _ in chosen], params, use_tqdm=False)
+        written = [list(output.outputs[0].token_ids) for output in outputs]
+        identical = sum(one == answer for one, (_, answer) in zip(written, chosen, strict=True))
+        after = read_counters(engine.get_metrics(), k)
+        groups[category] = figures(difference(after, before), len(chosen), sum(map(len, written)), identical)
+        before = after
+    totals = [sum(one[name] for one in groups.values()) for name in ("num_answers", "num_tokens", "num_identical")]
+    return {"all": figures(difference(before, first), *totals), **groups}
+
+
+def run_offline(head_dir: Path, target_dir: Path, data: Conversations, categories: list[str]) -> dict[str, Any]:
+    """`peagle.evaluate` on the same answers, in this process."""
+    from peagle.checkpoint import build_drafter, load_head
+    from peagle.target import Target
+
+    on_gpu = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    target = Target(target_dir, device=device, dtype=dtype)
+    config, tensors = load_head(head_dir)
+    drafter = build_drafter(
+        config, tensors, embed_VH=target.embed_VS, lm_head_VH=target.lm_head_VS, dtype=dtype, device=device
+    )
+    return evaluate(drafter, target, data, categories)
+
+
+def measure(args: argparse.Namespace, head_dir: Path, data: Conversations, categories: list[str]) -> dict[str, Any]:
+    """Runs one process a K and the offline walk. Raises RuntimeError naming the K whose process failed."""
+    command = [sys.executable, "-m", "peagle.vllm.acceptance", str(head_dir), "--target", str(args.target)]
+    command += ["--answers", str(args.answers), "--max-tokens", str(args.max_tokens)]
+    command += ["--eager"] if args.eager else []
+    with tempfile.TemporaryDirectory() as folder:
+        running: dict[int, subprocess.Popen[bytes]] = {}
+        for k in args.num_draft_tokens:
+            out = Path(folder) / f"{k}.json"
+            running[k] = subprocess.Popen([*command, "--out", str(out), "--engine-k", str(k)], stdout=sys.stderr)
+            if not args.parallel:
+                running[k].wait()
+        try:
+            offline = {} if args.no_offline else run_offline(head_dir, args.target, data, categories)
+        finally:
+            failed = [k for k, process in running.items() if process.wait()]
+        if failed:
+            raise RuntimeError(f"acceptance: the engine failed at K = {failed}; its log is above")
+        engine = {str(k): json.loads((Path(folder) / f"{k}.json").read_text(encoding="utf-8")) for k in running}
+    return {"engine": engine, "offline": offline}
+
+
+def compare(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row a K and group; ratio = offline AL / engine AL."""
+    rows = []
+    for k, groups in result["engine"].items():
+        for group, one in groups.items():
+            offline = result["offline"].get(group, {}).get("acceptance_length", {}).get(k)
+            length = one["acceptance_length"]
+            ratio = round(offline / length, 4) if offline and length else None
+            row = {
+                "k": int(k),
+                "group": group,
+                "engine": length,
+                "tokens_per_step": one["tokens_per_step"],
+                "offline": offline,
+            }
+            rows.append(row | {"ratio": ratio, "share_identical": one["share_identical"], "survival": one["survival"]})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("head", help="a shipped head's name, or a directory")
+    parser.add_argument("--target", type=Path, required=True, help="directory of the target's checkpoint")
+    parser.add_argument(
+        "--answers", type=Path, required=True, help="folder made by `python -m peagle.generate --prompts`"
+    )
+    parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[3, 5, 7], metavar="K")
+    parser.add_argument("--max-tokens", type=int, default=512, help="answers are cut here")
+    parser.add_argument("--parallel", action="store_true", help="run the engines of all K at the same time")
+    parser.add_argument("--eager", action="store_true", help="start faster: no compilation, no CUDA graphs")
+    parser.add_argument("--no-offline", action="store_true", help="leave out the walk of peagle.evaluate")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--engine-k", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    head_dir = prepare_head(args.head, args.target)
+    data, categories, num_left_out = fitting_answers(args.answers, args.max_tokens)
+    if args.engine_k is not None:
+        groups = run_engine(head_dir, args.target, data, categories, args.engine_k, args.eager)
+        args.out.write_text(json.dumps(groups), encoding="utf-8")
+        return
+    result = measure(args, head_dir, data, categories)
+    rows = compare(result)
+    print(f"{'group':24s} K  engine  tok/step  offline  offline/engine  identical  survival")
+    for row in rows:
+        cells = [
+            f"{row[name]:.3f}" if row[name] is not None else "-"
+            for name in ("engine", "tokens_per_step", "offline", "ratio")
+        ]
+        depths = " ".join(f"{share:.3f}" for share in row["survival"])
+        print(f"{row['group']:24s} {row['k']}  {'   '.join(cells)}  {row['share_identical']:.3f}  {depths}")
+    print(f"{len(data)} answers, {num_left_out} left out")
+    document = {
+        "made": conditions(),
+        "num_answers": len(data),
+        "num_left_out": num_left_out,
+        "comparison": rows,
+        **result,
+    }
+    args.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
