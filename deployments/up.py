@@ -13,12 +13,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import ray
+import ray.serve
 import yaml
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 from ray.serve.schema import ServeDeploySchema
@@ -79,13 +81,13 @@ def _serve(
         wait_until_ready(serve, config, time.monotonic() + options.timeout, say)
         print(usage(base_url(config), settings.model.id), flush=True)
         if options.detach:
-            print(f"Stop it with: {Path(sys.executable).with_name('ray')} stop", flush=True)
+            print(f"Stop it with: {_tool('ray')} stop", flush=True)
             return
         print("Ctrl-C stops the service.", flush=True)
         signal.pause()
     except (Exception, KeyboardInterrupt):
         say("stopping the service")
-        serve.delete_applications()  # type: ignore[no-untyped-call]
+        ray.serve.shutdown()  # type: ignore[no-untyped-call]
         raise
 
 
@@ -147,20 +149,33 @@ def join_or_start_ray(config: dict[str, Any], settings: ClusterSettings, detach:
             if "RAY_ADDRESS" in os.environ:
                 raise UpError(f"RAY_ADDRESS={address}: {error}") from error
     _require_free_port(*_address(config))
+    with _children_ignore_ctrl_c():
+        return f"http://{_start_ray(num_logical_cpus(settings), detach, say, quiet).dashboard_url}"
+
+
+@contextmanager
+def _children_ignore_ctrl_c() -> Iterator[None]:
+    """A terminal sends Ctrl-C to every process started from it. Ray's own must outlive it, to stop in order."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _start_ray(num_cpus: int, detach: bool, say: Say, quiet: dict[str, Any]) -> Any:
+    """Start Ray on this machine and connect to it; returns the context of `ray.init`."""
     # Ray's processes inherit this environment; the checkout is importable there also when it is not installed.
     root = str(Path(__file__).resolve().parents[1])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    num_cpus = num_logical_cpus(settings)
     say(f"starting Ray on this machine ({num_cpus} logical CPUs)")
-    if detach:
-        command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--num-cpus", str(num_cpus)]
-        done = subprocess.run([*command, "--disable-usage-stats"], capture_output=True, text=True)
-        if done.returncode:
-            raise UpError(f"ray start failed: {done.stderr.strip() or done.stdout.strip()}")
-        context = ray.init(address="auto", **quiet)
-    else:
-        context = ray.init(address="local", num_cpus=num_cpus, include_dashboard=True, **quiet)
-    return f"http://{context.dashboard_url}"
+    if not detach:
+        return ray.init(address="local", num_cpus=num_cpus, include_dashboard=True, **quiet)
+    command = [_tool("ray"), "start", "--head", "--num-cpus", str(num_cpus)]
+    done = subprocess.run([*command, "--disable-usage-stats"], capture_output=True, text=True)
+    if done.returncode:
+        raise UpError(f"ray start failed: {done.stderr.strip() or done.stdout.strip()}")
+    return ray.init(address="auto", **quiet)
 
 
 def _require_free_port(host: str, port: int) -> None:
@@ -234,8 +249,12 @@ def _reasons(state: dict[str, Any]) -> str:
     return "\n".join(message.strip() for message in messages if message and message.strip())
 
 
+def _tool(name: str) -> str:
+    return str(Path(sys.executable).with_name(name))
+
+
 def usage(url: str, model: str) -> str:
-    """What to type to talk to the service: the URL, one curl line and one Python line that work as they stand."""
+    """What to type to talk to the service: the URL, a curl line and a Python line that work as they stand."""
     question = "Write a factorial in Python."
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": question}]})
     client = (
@@ -245,7 +264,9 @@ def usage(url: str, model: str) -> str:
     return (
         f"\nReady: {url}/v1   (model {model})\n\n"
         f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
-        f'{sys.executable} -c "{client}"\n'
+        f'{sys.executable} -c "{client}"\n\n'
+        # Ray's command-line tools send the cluster's token only when they are told that there is one.
+        f"{'RAY_AUTH_MODE=token ' * (os.environ.get('RAY_AUTH_MODE') == 'token')}{_tool('serve')} status\n"
     )
 
 
