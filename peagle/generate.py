@@ -106,9 +106,9 @@ def run_worker(recipe: Recipe, worker: int) -> None:
         print(json.dumps(record), flush=True)
 
 
-def run_all(recipe_path: Path, recipe: Recipe) -> None:
+def run_all(recipe_args: list[str], recipe: Recipe) -> None:
     """Starts the workers, waits, and writes the manifest. Raises RuntimeError naming a worker that failed."""
-    command = [sys.executable, "-m", "peagle.generate", str(recipe_path), "--worker"]
+    command = [sys.executable, "-m", "peagle.generate", *recipe_args, "--worker"]
     workers = [subprocess.Popen([*command, str(n)]) for n in range(recipe.generate.num_workers)]
     failed = [n for n, worker in enumerate(workers) if worker.wait()]
     if failed:
@@ -136,12 +136,13 @@ def answer_prompts(recipe: Recipe, prompts_file: Path, out: Path, max_tokens: in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path)
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--worker", type=int, help="run one worker only (used internally)")
     parser.add_argument("--prompts", type=Path, help="answer the prompts of this JSONL file instead")
     parser.add_argument("--out", type=Path, help="folder for the answers to --prompts")
     parser.add_argument("--max-tokens", type=int, default=512, help="longest answer to --prompts, in tokens")
     args = parser.parse_args()
-    recipe = Recipe.load(args.recipe)
+    recipe = Recipe.load(args.recipe, args.overrides)
     if args.prompts:
         if not args.out:
             parser.error("--prompts needs --out")
@@ -149,7 +150,7 @@ def main() -> None:
     elif args.worker is not None:
         run_worker(recipe, args.worker)
     else:
-        run_all(args.recipe, recipe)
+        run_all([str(args.recipe), *args.overrides], recipe)
 
 
 if __name__ == "__main__":
