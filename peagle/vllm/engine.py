@@ -11,6 +11,7 @@ from typing import Any
 
 SYNC_SCHEDULER = "peagle.vllm.scheduler.PerRequestDepthScheduler"
 ASYNC_SCHEDULER = "peagle.vllm.scheduler.PerRequestDepthAsyncScheduler"
+CPU_WORKER = "peagle.vllm.cpu_worker.CPUWorker"
 
 OWNED_ENGINE_KEYS: Mapping[str, str] = {
     "model": "give the target directory",
@@ -18,6 +19,7 @@ OWNED_ENGINE_KEYS: Mapping[str, str] = {
     "speculative_config": "give the head and max_draft_tokens",
     "scheduler_cls": "per-request depth needs its own scheduler",
     "async_scheduling": "give async_scheduling, which also picks the scheduler",
+    "worker_cls": "give on_cpu, which picks the worker",
 }
 """Engine settings that `engine_kwargs` decides, with what to use instead."""
 
@@ -29,6 +31,7 @@ def engine_kwargs(
     max_draft_tokens: int | None = None,
     dtype: str = "auto",
     async_scheduling: bool,
+    on_cpu: bool,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments for vLLM's `LLM` or `AsyncEngineArgs`.
@@ -39,17 +42,24 @@ def engine_kwargs(
         max_draft_tokens: K_max, at least 1; None takes the depth that the head was trained for (`num_depths`).
         dtype: of target and drafter. On a CPU without bf16 arithmetic: "float32".
         async_scheduling: whether vLLM plans a step ahead. False on a CPU, where vLLM does not support it.
+        on_cpu: whether the engine runs on a CPU. It then gets our worker, which repairs sampling there, also without a
+            head.
         extra: further engine settings, passed on unchanged.
 
     Raises:
         ValueError: names the setting and what to do: a key in `extra` that is decided here, a head directory without a
-            readable config.json or without `ptd_token_id`, a K_max outside 1..`num_depths`.
+            readable config.json or without `ptd_token_id`, a K_max outside 1..`num_depths`, asynchronous scheduling on
+            a CPU.
     """
     extra = dict(extra or {})
     for key, hint in OWNED_ENGINE_KEYS.items():
         if key in extra:
             raise ValueError(f"engine setting {key!r} is not free: {hint}")
     kwargs: dict[str, Any] = {"dtype": dtype, "async_scheduling": async_scheduling, **extra}
+    if on_cpu:
+        if async_scheduling:
+            raise ValueError("async_scheduling must be off on a CPU: vLLM runs it on GPUs only")
+        kwargs["worker_cls"] = CPU_WORKER
     if target_dir is not None:
         kwargs["model"] = str(target_dir)
     if head_dir is None:

