@@ -182,7 +182,9 @@ def _require_free_port(host: str, port: int) -> None:
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
-        raise UpError(f"{host}:{port} cannot be used ({error.strerror}); set http_options.port in the YAML") from error
+        raise UpError(
+            f"{host}:{port} cannot be used ({os.strerror(error.errno or 0)}); set http_options.port in the YAML"
+        ) from error
 
 
 def connect(dashboard: str) -> ServeSubmissionClient:
