@@ -258,10 +258,11 @@ def _tool(name: str) -> str:
 def usage(url: str, model: str) -> str:
     """What to type to talk to the service: the URL, a curl line and a Python line that work as they stand."""
     question = "Write a factorial in Python."
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": question}]})
+    # Temperature 0: a small model answers best so, and its drafts are accepted most.
+    body = json.dumps({"model": model, "temperature": 0, "messages": [{"role": "user", "content": question}]})
     client = (
         f"from openai import OpenAI; print(OpenAI(base_url='{url}/v1', api_key='-').chat.completions.create("
-        f"model='{model}', messages=[dict(role='user', content='{question}')]).choices[0].message.content)"
+        f"model='{model}', temperature=0, messages=[dict(role='user', content='{question}')]).choices[0].message.content)"
     )
     return (
         f"\nReady: {url}/v1   (model {model})\n\n"
