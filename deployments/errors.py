@@ -10,7 +10,10 @@ from ray.llm._internal.serve.core.configs.openai_api_models import ErrorResponse
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
+from vllm.exceptions import VLLMClientError
 from vllm.v1.engine.exceptions import EngineDeadError
+
+from deployments.requests import refusal_of
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +93,10 @@ def add_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return answer(_from_validation(error))
 
+    async def refused(request: Request, error: Exception) -> JSONResponse:
+        message, field = refusal_of(error)
+        return answer(ApiError(400, message, param=field))
+
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
         status = getattr(error, "status_code", 500)
         if isinstance(error, RayTaskError) or status >= 500:
@@ -101,13 +108,14 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(OpenAIHTTPException, parent_error)
     app.add_exception_handler(RequestValidationError, malformed)
+    app.add_exception_handler(VLLMClientError, refused)
     app.add_exception_handler(Exception, unexpected)
 
 
 def _from_validation(error: RequestValidationError) -> ApiError:
     detail = error.errors()[0]
-    field = ".".join(str(step) for step in detail["loc"] if step != "body")
     if detail["type"] == "json_invalid":
         reason = detail.get("ctx", {}).get("error", "cannot be parsed")
         return ApiError(400, f"The request body is not valid JSON: {reason}.", code="invalid_json")
-    return ApiError(400, f"{field or 'request body'}: {detail['msg']}", param=field or None)
+    message, field = refusal_of(error)
+    return ApiError(400, message, param=field)

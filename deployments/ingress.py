@@ -11,11 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
-from ray.llm._internal.serve.core.configs.openai_api_models import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    ErrorResponse,
-)
+from ray.llm._internal.serve.core.configs.openai_api_models import ErrorResponse
 from ray.serve.handle import DeploymentHandle
 from ray.serve.llm.ingress import OpenAiIngress
 from starlette.responses import JSONResponse
@@ -24,7 +20,7 @@ from cluster.drafting import DepthPolicy, DraftingError, resolve
 from cluster.settings import IngressSettings
 from deployments.errors import REPLICA_LOST, ApiError, add_error_handlers, from_engine, not_ready
 from deployments.readiness import ReplicaMonitor
-from deployments.target import check_request
+from deployments.requests import Body, ChatBody, CompletionBody, check_body
 from deployments.telemetry import METRICS_CONTENT_TYPE, prometheus_text
 
 WATCH_INTERVAL_S = 1.0
@@ -67,10 +63,18 @@ class Ingress(OpenAiIngress):
         """Prometheus text over all target replicas: whichever ingress replica answers, it says the same."""
         return Response(prometheus_text(await self._monitor.refresh()), media_type=METRICS_CONTENT_TYPE)
 
+    async def chat(self, body: ChatBody, request: Request) -> Response:  # type: ignore[override]
+        """Answer a chat, whole or streamed."""
+        return await super().chat(body, request)
+
+    async def completions(self, body: CompletionBody, request: Request) -> Response:  # type: ignore[override]
+        """Continue a prompt, whole or streamed."""
+        return await super().completions(body, request)
+
     async def _get_response(  # type: ignore[override]
         self,
         *,
-        body: ChatCompletionRequest | CompletionRequest,
+        body: Body,
         call_method: str,
         raw_request: Request | None = None,
     ) -> AsyncGenerator[Any, None]:
@@ -83,8 +87,9 @@ class Ingress(OpenAiIngress):
             item = await self._first(answer)
         except REPLICA_LOST as error:
             raise not_ready(self._model_id) from error
-        if isinstance(item, ErrorResponse):
-            raise from_engine(item)
+        first = item[0] if isinstance(item, list) else item
+        if isinstance(first, ErrorResponse):
+            raise from_engine(first)
         yield item
         try:
             async for item in answer:
@@ -93,10 +98,10 @@ class Ingress(OpenAiIngress):
             # The status line is out already: the stream itself says that it broke off.
             yield f"data: {json.dumps(not_ready(self._model_id).body())}\n\n"
 
-    def _decide(self, body: ChatCompletionRequest | CompletionRequest, headers: Mapping[str, str]) -> None:
+    def _decide(self, body: Body, headers: Mapping[str, str]) -> None:
         """Replace what the client asked for by the decision on workload and K."""
         try:
-            check_request(body)
+            check_body(body)
             drafting = resolve(self._policy, (body.model_extra or {}).get("drafting"), headers)
         except DraftingError as error:
             raise ApiError(400, error.message, param=error.field) from error

@@ -13,9 +13,6 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 from ray import serve
-
-# The records that the ingress parses and the engine answers with. Those of `ray.serve.llm.openai_api_models` are
-# subclasses of them, which neither uses.
 from ray.llm._internal.serve.core.configs.openai_api_models import (
     ChatCompletionRequest,
     ChatCompletionResponse,
@@ -29,14 +26,13 @@ from vllm.exceptions import VLLMClientError
 
 from cluster.drafting import MAX_NUM_WORKLOADS, Drafting, DraftingError, WorkloadLabels, from_wire
 from cluster.settings import ClusterSettings
-from deployments.engine_config import engine_config, prepare
+from deployments.engine_config import engine_config, on_cpu, prepare, use_all_cores_of_a_small_machine
+from deployments.requests import Body, ChatBody, CompletionBody, check_body, num_prompts, refusal_of
 from deployments.telemetry import ReplicaReport, ReplicaTelemetry
 from peagle.vllm.channel import DEPTH_KEY, WORKLOAD_KEY
 from peagle.vllm.stats import DraftingRecorder, DraftingStats
 
 logger = logging.getLogger(__name__)
-
-Request = ChatCompletionRequest | CompletionRequest
 
 
 class TargetServer(LLMServer):
@@ -48,6 +44,8 @@ class TargetServer(LLMServer):
         self._policy = settings.depth_policy()
         self._labels = WorkloadLabels(self._policy.by_workload)
         self._model_id = settings.model.id
+        if on_cpu(settings):
+            use_all_cores_of_a_small_machine()
         target_dir, head_dir = await asyncio.to_thread(prepare, settings)
         await super().__init__(engine_config(settings, target_dir, head_dir))
         replica = serve.get_replica_context().replica_id.unique_id
@@ -83,11 +81,11 @@ class TargetServer(LLMServer):
     async def ask(self, method: Literal["chat", "completions"], body: dict[str, Any]) -> AsyncGenerator[Any, None]:
         """The same for plain dictionaries (see `deployments.client`): one response, or one chunk after the other.
         A refused request yields `{"error": {...}}`."""
-        record: Any = {"chat": ChatCompletionRequest, "completions": CompletionRequest}[method]
+        record: Any = {"chat": ChatBody, "completions": CompletionBody}[method]
         try:
             request = record.model_validate(body)
         except (ValidationError, ValueError, VLLMClientError) as error:
-            yield _error(400, _first_line(error), _field_of(error))
+            yield _error(400, *refusal_of(error))
             return
         if request.model not in (None, self._model_id):
             yield _error(404, f"the model {request.model!r} is not served here, but {self._model_id!r} is", "model")
@@ -99,13 +97,13 @@ class TargetServer(LLMServer):
                 elif payload := _payload(part):
                     yield payload
 
-    def _admit(self, request: Request) -> Drafting:
+    def _admit(self, request: Body) -> Drafting:
         """Turn the request's `drafting` field into what the engine reads, and take it out of the request.
 
         Raises:
             DraftingError: as `cluster.drafting.resolve`, or no messages.
         """
-        check_request(request)
+        check_body(request)
         wanted = from_wire(self._policy, (request.model_extra or {}).pop("drafting", None))
         drafting = Drafting(self._labels.label(wanted.workload), wanted.k, wanted.source)
         request.vllm_xargs = {
@@ -116,11 +114,11 @@ class TargetServer(LLMServer):
         return drafting
 
     async def _reported(
-        self, answer: AsyncGenerator[Any, None], request: Request, drafting: Drafting
+        self, answer: AsyncGenerator[Any, None], request: Body, drafting: Drafting
     ) -> AsyncGenerator[Any, None]:
         """`answer` with the `drafting` field in its response object, or in the last chunk that finishes a choice."""
         recorder = self._telemetry.recorder
-        num_unfinished = (request.n or 1) * _num_prompts(request)
+        num_unfinished = (request.n or 1) * num_prompts(request)
         async for item in answer:
             if isinstance(item, ChatCompletionResponse | CompletionResponse):
                 item.drafting = response_field(drafting, recorder, item.id)  # type: ignore[union-attr]
@@ -131,19 +129,6 @@ class TargetServer(LLMServer):
                         if num_unfinished <= 0:
                             item[index] = _with_drafting(event, drafting, recorder)
             yield item
-
-
-def check_request(request: Request) -> None:
-    """What neither the schema nor the engine says clearly.
-
-    Raises:
-        DraftingError: no messages, or the engine's own request arguments set from outside.
-    """
-    if isinstance(request, ChatCompletionRequest) and not request.messages:
-        raise DraftingError("messages", "messages must hold at least one message")
-    for key in request.vllm_xargs or {}:
-        if key in (DEPTH_KEY, WORKLOAD_KEY):
-            raise DraftingError(f"vllm_xargs.{key}", f"vllm_xargs.{key} is set by the server: send the field drafting")
 
 
 def response_field(drafting: Drafting, recorder: DraftingRecorder, response_id: str) -> dict[str, Any]:
@@ -168,23 +153,6 @@ def _error(status: int, message: str, param: str | None) -> dict[str, Any]:
 
 async def _refusal(error: DraftingError) -> AsyncGenerator[ErrorResponse, None]:
     yield ErrorResponse.model_validate(_error(400, error.message, error.field))
-
-
-def _field_of(error: Exception) -> str | None:
-    """The request's field that a parsing error is about, where it says one."""
-    if isinstance(error, ValidationError):
-        return ".".join(str(step) for step in error.errors()[0]["loc"]) or None
-    return getattr(error, "parameter", None)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error.errors()[0]["msg"]) if isinstance(error, ValidationError) else str(error)
-
-
-def _num_prompts(request: Request) -> int:
-    """Prompts of a completion request (a list of strings or of token lists), 1 for a chat request."""
-    prompt = getattr(request, "prompt", None)
-    return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
 
 
 def _payload(event: str) -> dict[str, Any]:

@@ -200,6 +200,8 @@ BAD_REQUESTS = {
         "input_tokens",
     ),
     "more output than the context": ({"max_tokens": 100_000}, 400, "max_tokens"),
+    "messages of a wrong type": ({"messages": 3}, 400, None),
+    "message without a role": ({"messages": [{"content": "Hi"}]}, 400, "messages.0"),
     "temperature as text": ({"temperature": "hot"}, 400, "temperature"),
     "unknown model": ({"model": "gpt-none"}, 404, "model"),
 }
@@ -214,6 +216,14 @@ def test_a_bad_request_gets_an_error_in_openais_form(service, name, stream):
     assert (response.status_code, error["param"]) == (status, param), error
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("prompt", [None, "", [], 3, "word " * 4000])
+def test_a_bad_prompt_of_a_completion(service, prompt):
+    body = {"model": service.model, "prompt": prompt, "max_tokens": 4}
+    response = httpx.post(f"{service.url}/v1/completions", json=body, timeout=60)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_bad_headers_and_malformed_json(service):
