@@ -262,7 +262,8 @@ def usage(url: str, model: str) -> str:
     body = json.dumps({"model": model, "temperature": 0, "messages": [{"role": "user", "content": question}]})
     client = (
         f"from openai import OpenAI; print(OpenAI(base_url='{url}/v1', api_key='-').chat.completions.create("
-        f"model='{model}', temperature=0, messages=[dict(role='user', content='{question}')]).choices[0].message.content)"
+        f"model='{model}', temperature=0, messages=[dict(role='user', content='{question}')])"
+        ".choices[0].message.content)"
     )
     return (
         f"\nReady: {url}/v1   (model {model})\n\n"
