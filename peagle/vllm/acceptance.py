@@ -2,10 +2,10 @@
 
     python -m peagle.vllm.acceptance HEAD --target DIR --answers DIR --num-draft-tokens 3 5 7 --out FILE.json
 
-Each K gets an engine of its own, in a process of its own (its memory is only free when the process ends), with vLLM's own
-scheduler: K is the engine's `num_speculative_tokens`. Counts are vLLM's counters, read before and after each category.
-AL = 1 + accepted / drafts counts drafts accepted past the end of an answer, which vLLM then throws away; `tokens_per_step` counts
-only tokens that came out, as `peagle.evaluate` does. Long answers make the two the same.
+Each K gets an engine of its own, in a process of its own (its memory is only free when the process ends), with vLLM's
+own scheduler: K is the engine's `num_speculative_tokens`. Counts are vLLM's counters, read before and after each
+category. AL = 1 + accepted / drafts also counts drafts accepted past the end of an answer, which vLLM then throws away;
+`tokens_per_step` counts only tokens that came out, as `peagle.evaluate` does. Long answers make the two the same.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ KV_CACHE_BYTES = 8 * 2**30
 
 def read_counters(metrics: list[Any], num_draft_tokens: int) -> dict[str, Any]:
     """vLLM's speculation counters so far: num_drafts, num_draft_tokens, num_accepted_tokens and one count per depth."""
-    found: dict[str, Any] = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
-    found["accepted_tokens_per_pos"] = [0] * num_draft_tokens
+    zeros: dict[str, Any] = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
+    found = zeros | {"accepted_tokens_per_pos": [0] * num_draft_tokens}
     for metric in metrics:
         name = metric.name.removeprefix("vllm:spec_decode_num_")
         if name == "accepted_tokens_per_pos":
@@ -44,12 +44,9 @@ def read_counters(metrics: list[Any], num_draft_tokens: int) -> dict[str, Any]:
 
 
 def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: [a - b for a, b in zip(value, before[name], strict=True)]
-        if isinstance(value, list)
-        else value - before[name]
-        for name, value in after.items()
-    }
+    per_pos = "accepted_tokens_per_pos"
+    found = {name: value - before[name] for name, value in after.items() if name != per_pos}
+    return found | {per_pos: [a - b for a, b in zip(after[per_pos], before[per_pos], strict=True)]}
 
 
 def figures(counts: dict[str, Any], num_answers: int, num_tokens: int, num_identical: int) -> dict[str, Any]:
@@ -96,10 +93,10 @@ def run_engine(
     head_dir: Path, target_dir: Path, data: Conversations, categories: list[str], k: int, eager: bool
 ) -> dict[str, Any]:
     """Decodes every answer again at K = k with a stock engine of this process; {group: figures}."""
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams, TokensPrompt
 
     on_gpu = torch.cuda.is_available()
-    device = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": KV_CACHE_BYTES} if on_gpu else {}
+    device: dict[str, Any] = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": KV_CACHE_BYTES} if on_gpu else {}
     speculative = {"method": "eagle3", "model": str(head_dir), "num_speculative_tokens": k, "parallel_drafting": True}
     engine = LLM(
         model=str(target_dir),
@@ -111,18 +108,16 @@ def run_engine(
         enforce_eager=eager,
         **device,
     )
-    stop = eos_ids(target_dir)
+    greedy: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": eos_ids(target_dir), "detokenize": False}
     stored = [(tokens[:prompt].tolist(), tokens[prompt:].tolist()) for tokens, prompt in data.documents()]
     groups: dict[str, Any] = {}
     first = before = read_counters(engine.get_metrics(), k)
     for category in sorted(set(categories)):
         chosen = [pair for pair, one in zip(stored, categories, strict=True) if one == category]
         # As long as the stored answer and no longer: both sides then walk over the same tokens.
-        params = [
-            SamplingParams(temperature=0.0, max_tokens=len(answer), stop_token_ids=stop, detokenize=False)
-            for _, answer in chosen
-        ]
-        outputs = engine.generate([{"prompt_token_ids": prompt} for prompt, _ in chosen], params, use_tqdm=False)
+        params = [SamplingParams(max_tokens=len(answer), **greedy) for _, answer in chosen]
+        requests = [TokensPrompt(prompt_token_ids=prompt) for prompt, _ in chosen]
+        outputs = engine.generate(requests, params, use_tqdm=False)
         written = [list(output.outputs[0].token_ids) for output in outputs]
         identical = sum(one == answer for one, (_, answer) in zip(written, chosen, strict=True))
         after = read_counters(engine.get_metrics(), k)
@@ -141,9 +136,8 @@ def run_offline(head_dir: Path, target_dir: Path, data: Conversations, categorie
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
     target = Target(target_dir, device=device, dtype=dtype)
     config, tensors = load_head(head_dir)
-    drafter = build_drafter(
-        config, tensors, embed_VH=target.embed_VS, lm_head_VH=target.lm_head_VS, dtype=dtype, device=device
-    )
+    tables = {"embed_VH": target.embed_VS, "lm_head_VH": target.lm_head_VS}
+    drafter = build_drafter(config, tensors, **tables, dtype=dtype, device=device)
     return evaluate(drafter, target, data, categories)
 
 
@@ -177,24 +171,26 @@ def compare(result: dict[str, Any]) -> list[dict[str, Any]]:
             offline = result["offline"].get(group, {}).get("acceptance_length", {}).get(k)
             length = one["acceptance_length"]
             ratio = round(offline / length, 4) if offline and length else None
-            row = {
-                "k": int(k),
-                "group": group,
-                "engine": length,
-                "tokens_per_step": one["tokens_per_step"],
-                "offline": offline,
-            }
-            rows.append(row | {"ratio": ratio, "share_identical": one["share_identical"], "survival": one["survival"]})
+            row = {"group": group, "k": int(k), "engine": length, "offline": offline, "ratio": ratio}
+            rows.append(row | {name: one[name] for name in ("tokens_per_step", "share_identical", "survival")})
     return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    columns = ("engine", "tokens_per_step", "offline", "ratio", "share_identical")
+    lines = [f"{'group':24s}  K" + "".join(f"{name:>16s}" for name in columns) + "  survival by depth (engine)"]
+    for row in rows:
+        cells = "".join("               -" if row[name] is None else f"{row[name]:16.3f}" for name in columns)
+        survival = " ".join(f"{share:.3f}" for share in row["survival"])
+        lines.append(f"{row['group']:24s} {row['k']:2d}{cells}  {survival}")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("head", help="a shipped head's name, or a directory")
     parser.add_argument("--target", type=Path, required=True, help="directory of the target's checkpoint")
-    parser.add_argument(
-        "--answers", type=Path, required=True, help="folder made by `python -m peagle.generate --prompts`"
-    )
+    parser.add_argument("--answers", type=Path, required=True, help="folder made by `peagle.vllm.generate --prompts`")
     parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[3, 5, 7], metavar="K")
     parser.add_argument("--max-tokens", type=int, default=512, help="answers are cut here")
     parser.add_argument("--parallel", action="store_true", help="run the engines of all K at the same time")
@@ -211,22 +207,9 @@ def main() -> None:
         return
     result = measure(args, head_dir, data, categories)
     rows = compare(result)
-    print(f"{'group':24s} K  engine  tok/step  offline  offline/engine  identical  survival")
-    for row in rows:
-        cells = [
-            f"{row[name]:.3f}" if row[name] is not None else "-"
-            for name in ("engine", "tokens_per_step", "offline", "ratio")
-        ]
-        depths = " ".join(f"{share:.3f}" for share in row["survival"])
-        print(f"{row['group']:24s} {row['k']}  {'   '.join(cells)}  {row['share_identical']:.3f}  {depths}")
-    print(f"{len(data)} answers, {num_left_out} left out")
-    document = {
-        "made": conditions(),
-        "num_answers": len(data),
-        "num_left_out": num_left_out,
-        "comparison": rows,
-        **result,
-    }
+    sys.stdout.write(table(rows) + f"\n{len(data)} answers, {num_left_out} left out\n")
+    counts = {"num_answers": len(data), "num_left_out": num_left_out}
+    document = {"made": conditions(), **counts, "comparison": rows, **result}
     args.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
