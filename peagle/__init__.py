@@ -7,6 +7,7 @@ Tensor names end in their shape, one letter a dimension, in every module of this
     N  tokens of one sequence      G  key/value heads                C  target layers tapped (3)
     D  size of one head            S  target hidden size
 
-`depth` counts positions of a draft from 1. In training, `offset` = depth - 1 counts from 0, as the paper does: offset 0 is
-ordinary next-token prediction, offsets 1..K-1 are the positions that carry the mask token and the shared hidden state.
+`depth` counts positions of a draft from 1. In training, `offset` = depth - 1 counts from 0, as the paper does: offset 0
+is ordinary next-token prediction, offsets 1..K-1 are the positions that carry the mask token and the shared hidden
+state.
 """

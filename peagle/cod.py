@@ -1,11 +1,11 @@
 """Conditional drop-token sampling (COD): which rows a training pass holds (paper section 3.2).
 
 A chain starts at an anchor, a token position a. Its row at offset g (0..K-1) stands at position a + g and is trained to
-propose token a + g + 2... counted as the drafter counts: the row at offset 0 reads token a + 1 and the target's hidden state
-of a, and proposes token a + 2; offset g proposes token a + 2 + g. Offset 0 keeps all N positions. Offset g keeps a share r^g of
-them, and only where the same chain is kept at g - 1: kept sets are nested, so no row is without the rows it depends on.
+propose token a + g + 2: the row at offset 0 reads token a + 1 and the target's hidden state of a, so a + 2 is the first
+token that is not known. Offset 0 keeps all N positions. Offset g keeps a share r of what offset g - 1 keeps: kept sets
+are nested, so no row is without the rows it depends on.
 
-    N = 16, K = 4, r = 0.7:  16 + 11 + 8 + 5 = 40 rows instead of 64 (the paper's worked example, rounded there to 38)
+    N = 16, K = 4, r = 0.7:  16 + 11 + 7 + 4 = 38 rows instead of 64 (the paper's worked example)
 
 The number of rows depends on N, K and r alone, never on the data: compiled kernels keep one shape.
 """
@@ -19,14 +19,18 @@ from torch import Tensor
 
 
 def kept_per_offset(num_tokens: int, num_depths: int, ratio: float, floor: float = 0.0) -> list[int]:
-    """Anchors kept at offsets 0..K-1: N * max(r^g, floor), rounded.
+    """Anchors kept at offsets 0..K-1: N at the first, then a share r of the one before, rounded down.
 
     floor: least share kept at any offset; 0 as published, 0.2 in a public port. Raises ValueError for a ratio or floor
     outside (0, 1] and [0, 1].
     """
     if not 0 < ratio <= 1 or not 0 <= floor <= 1:
         raise ValueError(f"cod: ratio = {ratio} must be in (0, 1] and floor = {floor} in [0, 1]")
-    return [num_tokens] + [round(num_tokens * max(ratio**g, floor)) for g in range(1, num_depths)]
+    kept = [num_tokens]
+    for _ in range(1, num_depths):
+        # The small term keeps products such as 0.7 * 10 from falling under the whole number they stand for.
+        kept.append(max(int(kept[-1] * ratio + 1e-9), round(num_tokens * floor)))
+    return kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +55,8 @@ def sample_rows(
     """Draws the rows of one pass.
 
     chain_BN: int, how many offsets (0..K) of the chain at each anchor have a label that is worth a loss. Anchors with a
-    longer useful chain are not preferred, anchors without any use beyond offset 0 come last: rows go to what can be learned.
-    generator: on the device of `chain_BN`.
+    longer useful chain are not preferred, anchors without any use beyond offset 0 come last: rows go to what can be
+    learned. generator: on the device of `chain_BN`.
     """
     batch, num_tokens = chain_BN.shape
     device = chain_BN.device
@@ -73,9 +77,9 @@ def sample_rows(
 def chain_lengths(document_BN: Tensor, wanted_BN: Tensor, num_depths: int) -> Tensor:
     """Useful chain length of each anchor, 0..K, int64 [B, N].
 
-    document_BN: document id of each token (-1: padding). wanted_BN: bool, tokens whose prediction is worth a loss. Offset g
-    at anchor a is useful if tokens a .. a + g + 2 are of one document and token a + g + 2 is wanted; a chain ends at the first
-    offset that is not.
+    document_BN: document id of each token (-1: padding). wanted_BN: bool, tokens whose prediction is worth a loss.
+    Offset g at anchor a is useful if tokens a .. a + g + 2 are of one document and token a + g + 2 is wanted; a chain
+    ends at the first offset that is not.
     """
     num_tokens = document_BN.shape[1]
     anchors = torch.arange(num_tokens, device=document_BN.device)

@@ -1,7 +1,7 @@
 """The drafter's configuration, in the keys that vLLM reads (`LlamaForCausalLMEagle3`), plus `num_depths`.
 
-Enters: a head's `config.json` or a target's. Leaves: a frozen `DrafterConfig`. Imports neither torch nor vLLM, so that the
-service can check a head before anything loads.
+Enters: a head's `config.json` or a target's. Leaves: a frozen `DrafterConfig`. Imports neither torch nor vLLM, so that
+the service can check a head before anything loads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class HeadError(ValueError):
 def default_aux_layer_ids(num_target_layers: int) -> tuple[int, int, int]:
     """Target layers whose *input* residual stream the drafter reads: vLLM's EAGLE-3 default (2, L // 2, L - 3).
 
-    The paper writes 2, L/2, L-1 (Fig. 2); vLLM captures before the layer runs, and its default is what published heads use.
+    The paper writes 2, L/2, L-1 (Fig. 2); vLLM captures before the layer runs, and its default is what published heads
+    use.
     """
     return 2, num_target_layers // 2, num_target_layers - 3
 
@@ -32,9 +33,9 @@ def default_aux_layer_ids(num_target_layers: int) -> tuple[int, int, int]:
 class DrafterConfig:
     """Shape of a P-EAGLE (or EAGLE-3) drafter.
 
-    `num_depths` is K_max, the draft tokens that the head was trained to propose in one pass (1 for an EAGLE-3 head, which
-    proposes them one after another). `ptd_token_id` is the mask token, an id of the target's vocabulary that text does not
-    use; None for a head without parallel drafting.
+    `num_depths` is K_max, the draft tokens that the head was trained to propose in one pass (1 for an EAGLE-3 head,
+    which proposes them one after another). `ptd_token_id` is the mask token, an id of the target's vocabulary that text
+    does not use; None for a head without parallel drafting.
     """
 
     hidden_size: int
@@ -105,7 +106,9 @@ class DrafterConfig:
         """Reads vLLM's keys. Raises HeadError naming every missing key, or another architecture."""
         architectures = raw.get("architectures") or []
         if architectures and ARCHITECTURE not in architectures:
-            raise HeadError(f"{source}: architectures = {architectures}, expected ['{ARCHITECTURE}'] (a P-EAGLE/EAGLE-3 head)")
+            raise HeadError(
+                f"{source}: architectures = {architectures}, expected ['{ARCHITECTURE}'] (a P-EAGLE/EAGLE-3 head)"
+            )
         required = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
         missing = [key for key in required if raw.get(key) is None]
         if missing:

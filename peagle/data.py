@@ -1,7 +1,8 @@
 """Training data: conversations as token ids, on disk and packed into batches.
 
-On disk a data set is a folder of `part-*.npz` files (arrays `tokens`, `lengths`, `prompt_lengths`) and one `manifest.json` that
-says how it was made. In memory it is three flat arrays. Nothing is cut silently: what does not fit is counted and reported.
+On disk a data set is a folder of `part-*.npz` files (arrays `tokens`, `lengths`, `prompt_lengths`) and one
+`manifest.json` that says how it was made. In memory it is three flat arrays. Nothing is cut silently: what does not fit
+is counted and reported.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Conversations:
-    """tokens: all conversations end to end; lengths: tokens of each; prompt_lengths: how many of them the target did not write."""
+    """tokens: all conversations end to end; lengths: tokens of each; prompt_lengths: those before the answer."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -49,7 +50,7 @@ class Conversations:
         """Raises ValueError when the folder holds no parts or a part is damaged."""
         parts = sorted(Path(folder).glob("part-*.npz"))
         if not parts:
-            raise ValueError(f"data: no part-*.npz in {folder}; make them with `python -m peagle.generate`")
+            raise ValueError(f"data: no part-*.npz in {folder}; make them with `python -m peagle.vllm.generate`")
         arrays: dict[str, list[np.ndarray]] = {"tokens": [], "lengths": [], "prompt_lengths": []}
         for part in parts:
             with np.load(part) as stored:
@@ -75,7 +76,8 @@ class Conversations:
         documents = list(self.documents())
         chosen = [documents[index] for index in indices]
         return Conversations.from_lists(
-            [tokens[:prompt].tolist() for tokens, prompt in chosen], [tokens[prompt:].tolist() for tokens, prompt in chosen]
+            [tokens[:prompt].tolist() for tokens, prompt in chosen],
+            [tokens[prompt:].tolist() for tokens, prompt in chosen],
         )
 
     def documents(self) -> Iterator[tuple[np.ndarray, int]]:
@@ -87,7 +89,7 @@ class Conversations:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Packed sequences. document_BN is -1 on padding; position_BN counts within a document; answer_BN marks answer tokens."""
+    """Packed sequences. document_BN: -1 on padding; position_BN: within a document; answer_BN: answer tokens."""
 
     tokens_BN: Tensor
     document_BN: Tensor
@@ -129,7 +131,9 @@ class PackedBatches:
         self._usable = np.flatnonzero(data.lengths <= max_tokens)
         self.num_left_out = len(data) - len(self._usable)
         if self.num_left_out:
-            logger.warning("%d of %d conversations exceed %d tokens and are left out", self.num_left_out, len(data), max_tokens)
+            logger.warning(
+                "%d of %d conversations exceed %d tokens and are left out", self.num_left_out, len(data), max_tokens
+            )
         if not len(self._usable):
             raise ValueError(f"data: every conversation exceeds batch.max_tokens = {max_tokens}")
 

@@ -2,10 +2,10 @@
 
     python -m peagle.evaluate HEAD_DIR --target DIR --answers DIR [--out FILE.json]
 
-All positions of an answer are drafted at once, on the true prefix; a walk then replays decoding: draft at an anchor, accept the
-longest correct beginning of K tokens, go on after the bonus token. AL = answer tokens / steps (the bonus token counts, as in the
-paper and in vLLM). Exact for greedy decoding but for two things: the last step of an answer is not credited past its end, and
-the target's argmax in bfloat16 may differ between batch shapes.
+All positions of an answer are drafted at once, on the true prefix; a walk then replays decoding: draft at an anchor,
+accept the longest correct beginning of K tokens, go on after the bonus token. AL = answer tokens / steps (the bonus
+token counts, as in the paper and in vLLM). Exact for greedy decoding but for two things: the last step of an answer is
+not credited past its end, and the target's argmax in bfloat16 may differ between batch shapes.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Tally:
 def walk(matches_AK: np.ndarray, max_draft_tokens: int, tally: Tally) -> None:
     """Replays greedy decoding of one answer at K = max_draft_tokens.
 
-    matches_AK: bool, draft i of the a-th anchor equals the answer's token; anchors in order, the first drafts the answer's
-    second token (the first comes from the prompt's own pass).
+    matches_AK: bool, draft i of the a-th anchor equals the answer's token; anchors in order, the first drafts the
+    answer's second token (the first comes from the prompt's own pass).
     """
     tally.accepted_by_depth = tally.accepted_by_depth or [0] * max_draft_tokens
     anchor = 0
@@ -65,7 +65,9 @@ def walk(matches_AK: np.ndarray, max_draft_tokens: int, tally: Tally) -> None:
 
 
 @torch.no_grad()
-def match_matrices(drafter: Drafter, target: Target, data: Conversations, max_tokens: int = 2048) -> list[np.ndarray | None]:
+def match_matrices(
+    drafter: Drafter, target: Target, data: Conversations, max_tokens: int = 2048
+) -> list[np.ndarray | None]:
     """Per conversation the bool matrix [answer tokens - 1, K] that `walk` reads; None where it exceeds max_tokens."""
     found: list[np.ndarray | None] = [None] * len(data)
     usable = np.flatnonzero(data.lengths <= max_tokens)
@@ -115,7 +117,8 @@ def group_names(data: Conversations, categories: list[str]) -> list[list[str]]:
 def evaluate(drafter: Drafter, target: Target, data: Conversations, categories: list[str]) -> dict[str, Any]:
     """AL for K = 1..K_max, and survival at K_max, by group.
 
-    categories: one per conversation. Returns {group: {"num_answers", "num_tokens", "acceptance_length": {K: AL}, "survival": [...]}}.
+    categories: one per conversation. Returns {group: {"num_answers", "num_tokens", "acceptance_length": {K: AL},
+    "survival": [...]}}.
     """
     num_depths = drafter.config.num_depths
     tallies: dict[str, dict[int, Tally]] = {}
@@ -139,7 +142,7 @@ def evaluate(drafter: Drafter, target: Target, data: Conversations, categories: 
 
 
 def load_answers(folder: str | Path, max_per_category: int | None = None) -> tuple[Conversations, list[str]]:
-    """Answers written by `peagle.generate --prompts`, and their categories."""
+    """Answers written by `peagle.vllm.generate --prompts`, and their categories."""
     data = Conversations.load(folder)
     categories = json.loads((Path(folder) / "manifest.json").read_text(encoding="utf-8"))["categories"]
     if len(categories) != len(data):
@@ -168,7 +171,9 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     target = Target(args.target, device=device, dtype=dtype)
-    drafter = build_drafter(*load_head(args.head), embed_VH=target.embed_VS, lm_head_VH=target.lm_head_VS, dtype=dtype, device=device)
+    drafter = build_drafter(
+        *load_head(args.head), embed_VH=target.embed_VS, lm_head_VH=target.lm_head_VS, dtype=dtype, device=device
+    )
     result = {"made": conditions(), "groups": evaluate(drafter, target, *load_answers(args.answers))}
     for group, figures in result["groups"].items():
         lengths = "  ".join(f"K={k} {value:.2f}" for k, value in figures["acceptance_length"].items())

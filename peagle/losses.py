@@ -1,8 +1,9 @@
 """Loss of drafted tokens against the target, without holding logits of all rows at once.
 
 The target's distribution p is the label: forward KL(p || q) up to the target's own entropy, i.e. soft cross-entropy
--sum_v p(v) log q(v). Its gradient with respect to a logit is q - p. `lm_head` is frozen, so the only gradient needed is that of
-the hidden states, and it is formed chunk by chunk in the forward pass: at most one chunk of logits [chunk, V] lives.
+-sum_v p(v) log q(v). Its gradient with respect to a logit is q - p. `lm_head` is frozen, so the only gradient needed is
+that of the hidden states, and it is formed chunk by chunk in the forward pass: at most one chunk of logits [chunk, V]
+lives.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class TargetLogits:
 
 
 def soft_cross_entropy(logits_RV: Tensor, target_RV: Tensor, weight_R: Tensor) -> Tensor:
-    """Plain twin of `chunked_soft_cross_entropy`: sum over rows of weight * -sum_v softmax(target) log softmax(logits)."""
+    """Plain twin of `ChunkedSoftCrossEntropy`: sum of weight * -sum_v softmax(target) log softmax(logits)."""
     losses_R = -(target_RV.float().softmax(-1) * logits_RV.float().log_softmax(-1)).sum(-1)
     return (weight_R * losses_R).sum()
 
@@ -55,7 +56,14 @@ def _chunk(logits: Tensor, target: Tensor, target_lse: Tensor, weight: Tensor) -
 class _ChunkedSoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_RH: Tensor, lm_head_VH: Tensor, target: TargetLogits, label_R: Tensor, weight_R: Tensor, chunk: int, step: Any
+        ctx: Any,
+        hidden_RH: Tensor,
+        lm_head_VH: Tensor,
+        target: TargetLogits,
+        label_R: Tensor,
+        weight_R: Tensor,
+        chunk: int,
+        step: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_rows = hidden_RH.shape[0]
         hidden_RH = hidden_RH.to(lm_head_VH.dtype)
@@ -94,7 +102,7 @@ class ChunkedSoftCrossEntropy:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """hidden_RH: drafter's normed rows. label_R: index into `target` of the distribution each row should meet.
 
-        weight_R: float32. Returns (weighted sum of losses, losses_R, argmax_R); only the sum carries a gradient, and only to
-        hidden_RH.
+        weight_R: float32. Returns (weighted sum of losses, losses_R, argmax_R); only the sum carries a gradient, and
+        only to hidden_RH.
         """
         return _ChunkedSoftCrossEntropy.apply(hidden_RH, lm_head_VH, target, label_R, weight_R, self.chunk, self._step)

@@ -4,7 +4,8 @@ A row with anchor a and offset g sees
     - rows of offset 0 at anchors <= a of its own document: what the drafter's KV cache holds when it drafts at a;
     - rows of its own chain at offsets <= g: the mask tokens before it in the same pass.
 
-Two forms of one rule: `dense` (boolean tensor, any device) and `block` (FlexAttention's BlockMask, which skips empty tiles).
+Two forms of one rule: `dense` (boolean tensor, any device) and `block` (FlexAttention's BlockMask, which skips empty
+tiles).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from peagle.cod import Rows
 
 
-def _rule(anchor_BT: Tensor, offset_BT: Tensor, document_BT: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+def _rule(
+    anchor_BT: Tensor, offset_BT: Tensor, document_BT: Tensor
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     def visible(b: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         anchor_q, anchor_k = anchor_BT[b, query], anchor_BT[b, key]
         prefix = (offset_BT[b, key] == 0) & (anchor_k <= anchor_q)
@@ -46,19 +49,22 @@ def dense(rows: Rows, document_BN: Tensor) -> Tensor:
 def block(rows: Rows, document_BN: Tensor, tile: int = 128) -> BlockMask:
     """FlexAttention's form of `dense`: the same rule, and the tiles of tile x tile rows outside which it is False.
 
-    Which tiles matter follows from the order of the rows: anchors and documents only grow within the N rows of offset 0, and
-    again within the rows of mask tokens, so the least and greatest of a tile bound all of it. Tens of microseconds; the generic
-    `create_block_mask` evaluates the rule at all T * T pairs (and did not compile for this rule with Triton 3.6).
+    Which tiles matter follows from the order of the rows: anchors and documents only grow within the N rows of offset
+    0, and again within the rows of mask tokens, so the least and greatest of a tile bound all of it. Tens of
+    microseconds; the generic `create_block_mask` evaluates the rule at all T * T pairs (and did not compile for this
+    rule with Triton 3.6).
     """
     document_BT = row_documents(rows, document_BN)
     rule = _rule(rows.anchor_BT, rows.offset_BT, document_BT)
-    batch, num_rows = rows.anchor_BT.shape
+    num_rows = rows.anchor_BT.shape[1]
     # Padding comes last in a sequence: as the greatest document it keeps the order.
     ordered_BT = document_BT.where(document_BT >= 0, document_BN.shape[1])
     anchor_low, anchor_high = _tile_bounds(rows.anchor_BT, tile)
     document_low, document_high = _tile_bounds(ordered_BT, tile)
     offset_low, _ = _tile_bounds(rows.offset_BT, tile)
-    near_BQK = (document_low[:, :, None] <= document_high[:, None]) & (document_low[:, None] <= document_high[:, :, None])
+    near_BQK = (document_low[:, :, None] <= document_high[:, None]) & (
+        document_low[:, None] <= document_high[:, :, None]
+    )
     near_BQK &= anchor_low[:, None] <= anchor_high[:, :, None]
     near_BQK &= (offset_low[:, None] == 0) | (anchor_low[:, :, None] <= anchor_high[:, None])
     order_BQK = near_BQK.int().argsort(dim=-1, descending=True, stable=True)

@@ -1,8 +1,8 @@
 """The drafter network: the same function as vLLM's `LlamaForCausalLMEagle3`, in plain torch.
 
-Enters: embeddings of the token that follows each row, the target's hidden states reduced by `fc`, and positions. Leaves:
-hidden states whose `lm_head` logits propose one token a row. How rows see each other is the caller's (`attend`): a COD mask
-in training, a KV cache in drafting. Nothing here knows of sampling, masks or caches.
+Enters: embeddings of the token that follows each row, the target's hidden states reduced by `fc`, and positions.
+Leaves: hidden states whose `lm_head` logits propose one token a row. How rows see each other is the caller's
+(`attend`): a COD mask in training, a KV cache in drafting. Nothing here knows of sampling, masks or caches.
 
 Parameter names are the checkpoint's. `embed_tokens` and `lm_head` are the target's and stay frozen; the mask token's
 embedding and its hidden state are ours (`mask_embedding`, `mask_hidden`; paper section 2).
@@ -128,6 +128,7 @@ class Drafter(nn.Module):
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, config.fc_input_size))
         self.embed_tokens: nn.Embedding | None = None
         self.lm_head: nn.Linear | None = None
+        self.target_ids: Tensor
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size), persistent=False)
 
     def share_target(self, embed_VH: Tensor, lm_head_VH: Tensor) -> None:
@@ -157,12 +158,14 @@ class Drafter(nn.Module):
             aux = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
         return self.fc(aux)
 
-    def forward(self, embeds_BTH: Tensor, hidden_BTH: Tensor, positions_BT: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, embeds_BTH: Tensor, hidden_BTH: Tensor, positions_BT: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
         """One pass over T rows.
 
         embeds_BTH: `embed` of the token after each row; hidden_BTH: `reduce` of the row's target hidden states, or of
-        `mask_hidden`; positions_BT: int positions. Returns (normed [B, T, H] for `logits`, residual stream [B, T, H], which
-        EAGLE-3 feeds back as the next row's hidden state).
+        `mask_hidden`; positions_BT: int positions. Returns (normed [B, T, H] for `logits`, residual stream [B, T, H],
+        which EAGLE-3 feeds back as the next row's hidden state).
         """
         rotary = rotary_tables(positions_BT, self.config.head_dim, self.config.rope_theta)
         stream_BTH = hidden_BTH
@@ -174,3 +177,19 @@ class Drafter(nn.Module):
         """[..., H] -> [..., V_draft]; `target_ids` turns an index into a token id of the target."""
         assert self.lm_head is not None, "share_target or load_head first"
         return self.lm_head(normed)
+
+
+@torch.no_grad()
+def initialize(drafter: Drafter, aux_RX: Tensor, generator: torch.Generator | None = None) -> None:
+    """Normal weights of std 0.02 in every matrix; mask token and shared hidden state start at the mean of what they
+    replace.
+
+    aux_RX: a sample of the target's tapped hidden states [rows, C * S].
+    """
+    for name, parameter in drafter.trainable().items():
+        if parameter.ndim == 2 and name != "mask_hidden":
+            nn.init.normal_(parameter, std=0.02, generator=generator)
+    if drafter.config.ptd_token_id is not None:
+        assert drafter.embed_tokens is not None
+        drafter.mask_embedding.copy_(drafter.embed_tokens.weight.float().mean(0))
+        drafter.mask_hidden.copy_(aux_RX.float().mean(0).view(1, 1, -1))

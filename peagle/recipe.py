@@ -16,7 +16,9 @@ class _Strict(BaseModel):
 class GenerateRecipe(_Strict):
     """How the target writes its own training data."""
 
-    engine: dict[str, Any] = Field(default_factory=lambda: {"max_model_len": 2048}, description="vLLM's LLM(...) arguments")
+    engine: dict[str, Any] = Field(
+        default_factory=lambda: {"max_model_len": 2048}, description="vLLM's LLM(...) arguments"
+    )
     num_workers: int = Field(1, ge=1, description="engines on this machine")
     num_rounds: int = Field(1, ge=1, description="rounds of each worker; each writes one part")
     num_conversations: int = Field(1024, ge=1, description="user turns asked for in one round")
@@ -25,7 +27,9 @@ class GenerateRecipe(_Strict):
     max_loop_tokens: int = Field(64, ge=1, description="answers are cut after repeating themselves for so many tokens")
     temperature: float = Field(0.7, gt=0, description="of the half of the answers that is not greedy")
     openings: dict[str, list[str]] = Field(default_factory=dict, description="group -> beginnings of user turns")
-    shares: dict[str, float] = Field(default_factory=dict, description="group -> share of prompts; the rest begins free")
+    shares: dict[str, float] = Field(
+        default_factory=dict, description="group -> share of prompts; the rest begins free"
+    )
 
     @model_validator(mode="after")
     def _shares_match(self) -> GenerateRecipe:
@@ -37,14 +41,13 @@ class GenerateRecipe(_Strict):
 
 
 class DrafterRecipe(_Strict):
-    """Shape and start of the drafter; layers have the shape of the target's own."""
+    """Shape of the drafter; its layers have the shape of the target's own."""
 
     num_layers: int = Field(4, ge=1)
     num_depths: int = Field(8, ge=1, description="K_train: draft tokens of one pass")
     ptd_token_id: int = Field(ge=0, description="mask token: an id of the target's vocabulary that text does not use")
     fc_norm: bool = Field(True, description="normalise each tapped hidden state before fc (EAGLE-3.1)")
     norm_before_residual: bool = False
-    init: Literal["random", "target"] = Field("random", description="target: layers start as the target's last ones")
 
 
 class CodRecipe(_Strict):
@@ -64,7 +67,9 @@ class OptimizerRecipe(_Strict):
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(0.01, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
-    ema_decay: float = Field(0.0, ge=0, lt=1, description="the head saved is this moving average of the weights; 0: the last")
+    ema_decay: float = Field(
+        0.0, ge=0, lt=1, description="the head saved is this moving average of the weights; 0: the last"
+    )
 
 
 class ScheduleRecipe(_Strict):
@@ -82,7 +87,9 @@ class LossRecipe(_Strict):
 
 
 class EvaluateRecipe(_Strict):
-    data: str | None = Field(None, description="folder of greedy answers (peagle.generate --prompts); none: no evaluation")
+    data: str | None = Field(
+        None, description="folder of greedy answers (peagle.vllm.generate --prompts); none: no evaluation"
+    )
     every_steps: int = Field(2000, ge=1)
     max_conversations: int | None = Field(None, ge=1, description="of each category, in evaluations during training")
 
@@ -94,7 +101,9 @@ class Recipe(_Strict):
     seed: int = 0
     device: Literal["auto", "cuda", "cpu"] = "auto"
     compile: bool = Field(True, description="torch.compile on a GPU; never used on a CPU")
-    attention: Literal["flex", "dense"] = Field("flex", description="form of the mask on a GPU; dense needs T * T memory")
+    attention: Literal["flex", "dense"] = Field(
+        "flex", description="form of the mask on a GPU; dense needs T * T memory"
+    )
     log_every_steps: int = Field(50, ge=1)
     save_every_steps: int = Field(1000, ge=1)
     generate: GenerateRecipe = Field(default_factory=GenerateRecipe)

@@ -21,7 +21,7 @@ class Target:
         self, target_dir: str | Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32, compiled: bool = False
     ) -> None:
         self.config: dict[str, Any] = json.loads((Path(target_dir) / "config.json").read_text(encoding="utf-8"))
-        model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=dtype, attn_implementation="sdpa")
+        model: Any = AutoModelForCausalLM.from_pretrained(target_dir, dtype=dtype, attn_implementation="sdpa")
         self.model = model.to(device).eval().requires_grad_(False)
         self.device = torch.device(device)
         self._body = torch.compile(self.model.model) if compiled else self.model.model

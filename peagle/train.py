@@ -2,9 +2,10 @@
 
     python -m peagle.train configs/train/smollm2-135m.yaml [section.key=value ...]
 
-Each step: the target's hidden states and logits of a packed batch (recomputed, never stored), rows by conditional drop-token
-sampling, one pass of the drafter under the COD mask, soft cross-entropy to the target's distribution at every useful row.
-`output/checkpoint.pt` resumes a run, `output/head/` is the head, `output/log.jsonl` the figures on the way.
+Each step: the target's hidden states and logits of a packed batch (recomputed, never stored), rows by conditional
+drop-token sampling, one pass of the drafter under the COD mask, soft cross-entropy to the target's distribution at
+every useful row. `output/checkpoint.pt` resumes a run, `output/head/` is the head, `output/log.jsonl` the figures on
+the way.
 """
 
 from __future__ import annotations
@@ -28,12 +29,11 @@ from peagle.config import DrafterConfig
 from peagle.data import Batch, Conversations, PackedBatches
 from peagle.evaluate import evaluate, load_answers
 from peagle.losses import ChunkedSoftCrossEntropy, TargetLogits
-from peagle.model import Drafter
+from peagle.model import Drafter, initialize
 from peagle.optim import MovingAverage, Optimizer, schedule_scale
 from peagle.parallel import compiled_draft_rows, draft_rows, labelled_rows
 from peagle.provenance import conditions
 from peagle.recipe import Recipe
-from peagle.start import random_start, target_start
 from peagle.target import Target
 
 logger = logging.getLogger(__name__)
@@ -81,10 +81,7 @@ class Trainer:
         sample = next(self.batches()).to(self.device)
         aux_BNX, _ = self.target.states(sample.tokens_BN, sample.document_BN, sample.position_BN, config.aux_layer_ids)
         aux_RX = aux_BNX[sample.document_BN >= 0]
-        if recipe.init == "target":
-            target_start(drafter, aux_RX, self.target, self.random)
-        else:
-            random_start(drafter, aux_RX, self.target.embed_VS, self.random)
+        initialize(drafter, aux_RX, self.random)
         return drafter
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -202,7 +199,7 @@ class Trainer:
         partial.replace(self.output / "checkpoint.pt")
 
     def resume(self) -> None:
-        """Goes on from `checkpoint.pt` if it is there. Raises ValueError when it is of another drafter or data order."""
+        """Goes on from `checkpoint.pt` if there is one. Raises ValueError when it is of another recipe."""
         path = self.output / "checkpoint.pt"
         if not path.exists():
             return
@@ -210,7 +207,9 @@ class Trainer:
         for section in ("target", "seed", "drafter", "batch"):
             ours, theirs = self.recipe.model_dump()[section], state["recipe"][section]
             if ours != theirs:
-                raise ValueError(f"{path} was made with {section} = {theirs}, the recipe says {ours}: use another output folder")
+                raise ValueError(
+                    f"{path} was made with {section} = {theirs}, the recipe says {ours}: use another output folder"
+                )
         with torch.no_grad():
             for name, parameter in self.drafter.trainable().items():
                 parameter.copy_(state["drafter"][name])

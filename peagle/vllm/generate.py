@@ -1,11 +1,12 @@
 """Training data that the target writes itself, through vLLM: its own user turns, then its own answers.
 
-    python -m peagle.generate configs/train/smollm2-135m.yaml                      # prompts and answers, for training
-    python -m peagle.generate CONFIG --prompts FILE.jsonl --out DIR                # greedy answers to given prompts
+    python -m peagle.vllm.generate configs/train/smollm2-135m.yaml                      # prompts and answers, for
+    training python -m peagle.vllm.generate CONFIG --prompts FILE.jsonl --out DIR                # greedy answers to
+    given prompts
 
-Several engines may share one GPU (`generate.num_workers`): one small model's steps are bound by the host. Each worker writes a
-part after each round, so a run that is cut short keeps what is done; started again with the same config it makes only the
-parts that are missing.
+Several engines may share one GPU (`generate.num_workers`): one small model's steps are bound by the host. Each worker
+writes a part after each round, so a run that is cut short keeps what is done; started again with the same config it
+makes only the parts that are missing.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Writer:
         from vllm import SamplingParams
 
         params = [SamplingParams(detokenize=False, stop_token_ids=[self.eos_id], **one) for one in sampling]
-        requests = [{"prompt_token_ids": ids} for ids in prompts]
+        requests: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
         outputs = self.engine.generate(requests, params, use_tqdm=not os.environ.get("CI"))
         return [output.outputs[0] for output in outputs]
 
@@ -108,14 +109,16 @@ def run_worker(recipe: Recipe, worker: int) -> None:
 
 def run_all(recipe_args: list[str], recipe: Recipe) -> None:
     """Starts the workers, waits, and writes the manifest. Raises RuntimeError naming a worker that failed."""
-    command = [sys.executable, "-m", "peagle.generate", *recipe_args, "--worker"]
+    command = [sys.executable, "-m", "peagle.vllm.generate", *recipe_args, "--worker"]
     workers = [subprocess.Popen([*command, str(n)]) for n in range(recipe.generate.num_workers)]
     failed = [n for n, worker in enumerate(workers) if worker.wait()]
     if failed:
         raise RuntimeError(f"generate: workers {failed} failed; what they finished is kept in {recipe.data}")
     rounds = [json.loads(path.read_text()) for path in sorted(Path(recipe.data).glob("round-*.json"))]
     totals = {key: sum(one[key] for one in rounds) for key in rounds[0] if key.startswith("num_")}
-    write_manifest(recipe.data, {"totals": totals, "rounds": rounds, "recipe": recipe.model_dump(), "made": conditions()})
+    write_manifest(
+        recipe.data, {"totals": totals, "rounds": rounds, "recipe": recipe.model_dump(), "made": conditions()}
+    )
     print(json.dumps(totals))
 
 
@@ -126,7 +129,9 @@ def answer_prompts(recipe: Recipe, prompts_file: Path, out: Path, max_tokens: in
     rendered = [writer.template.render(prompt) for prompt in prompts]
     fitting = [n for n, ids in enumerate(rendered) if len(ids) + 16 <= recipe.generate.engine["max_model_len"]]
     if len(fitting) < len(prompts):
-        logger.warning("%d of %d prompts do not fit max_model_len and are left out", len(prompts) - len(fitting), len(prompts))
+        logger.warning(
+            "%d of %d prompts do not fit max_model_len and are left out", len(prompts) - len(fitting), len(prompts)
+        )
     answers = writer.answers([rendered[n] for n in fitting], max_tokens, [0.0] * len(fitting))
     Conversations.from_lists([rendered[n] for n in fitting], answers).save_part(out, "00")
     categories = [prompts[n].category for n in fitting]
