@@ -5,44 +5,39 @@ speculation writes the reference. It runs in float32, where two orders of summat
 outputs are compared for equality.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 from vllm.platforms import current_platform
-from vllm.sampling_params import StructuredOutputsParams
 
 from peagle.vllm.channel import DEFAULT_WORKLOAD
 from peagle.vllm.engine import engine_kwargs
 from peagle.vllm.stats import DraftingStats
+from tests.engine_cases import (
+    K_MAX,
+    MIXED,
+    NEARLY_FULL,
+    NUM_BLOCKS,
+    NUM_LONG,
+    NUM_SAMPLES,
+    NUM_SHORT,
+    PROMPT_LENGTHS,
+    SAMPLED_TEXT,
+    TEXT,
+    check_counts,
+    chi_square_p_value,
+    engine_settings,
+    grammar_job,
+    nearly_full_job,
+    sampling_jobs,
+)
 from tests.engine_harness import Job, Result, RunningEngine, preload_environment
 from tests.scripted_drafts import scripted_steps
 
 pytestmark = pytest.mark.engine
-
-K_MAX = 7
-MIXED = (0, 2, K_MAX, 5, None)
-PROMPT_LENGTHS = (1, 2, 3, 5, 8, 16, 17, 31, 33, 48, 64, 65, 100, 160, 250, 400, 600)
-NUM_SHORT, NUM_LONG = 32, 80  # output tokens
-MAX_MODEL_LEN = 768
-NEARLY_FULL = MAX_MODEL_LEN - 30
-NUM_BLOCKS = 96  # of 32 tokens: room for the short outputs of all prompts at once, not for the long ones
-PREFILL_CHUNK = 256
-NUM_SAMPLES = 400
-TEXT = (
-    "The river rises in the hills above the town and runs for ninety miles before it meets the sea. In spring the "
-    "water is high, and the old mill by the bridge, which once ground corn for the whole valley, stands with its feet "
-    "in the flood. def mean(values):\n    total = 0.0\n    for value in values:\n        total += value\n    return "
-    "total / len(values)\n\nQ: What is the capital of France?\nA: Paris.\nQ: What is the capital of Italy?\nA: Rome.\n"
-    "Dear Ms Harlow, thank you for your letter of the third of May. We have looked into the matter, and we are sorry "
-    "to say that the parcel was lost. 1, 1, 2, 3, 5, 8, 13, 21, 34, 55. Water boils at one hundred degrees. "
-)
-
-SAMPLED_TEXT = "The capital of Italy is Rome. The capital of"
 
 Prompts = list[list[int]]
 Reference = dict[str, list[Result]]
@@ -79,32 +74,6 @@ def environment() -> Iterator[None]:
         for name, value in preload_environment().items():
             patch.setenv(name, value)
         yield
-
-
-def engine_settings(num_blocks: int) -> dict[str, Any]:
-    return {
-        "max_model_len": MAX_MODEL_LEN,
-        "max_num_seqs": 24,
-        "max_num_batched_tokens": PREFILL_CHUNK,
-        "num_gpu_blocks_override": num_blocks,
-        "block_size": 32,
-        "enforce_eager": True,
-        "generation_config": "vllm",
-    }
-
-
-def nearly_full_job(text_tokens: list[int], k: int | None) -> Job:
-    return Job(text_tokens[:NEARLY_FULL], MAX_MODEL_LEN, k=k)
-
-
-def grammar_job(prompt: Sequence[int], k: int | None) -> Job:
-    colours = StructuredOutputsParams(regex=r"(red|green|blue)(, (red|green|blue)){5}\.")
-    return Job(prompt, 60, k=k, sampling={"structured_outputs": colours, "ignore_eos": False})
-
-
-def sampling_jobs(prompt: Sequence[int], first_seed: int, **fields: Any) -> list[Job]:
-    seeds = range(first_seed, first_seed + NUM_SAMPLES)
-    return [Job(prompt, 3, **fields, sampling={"temperature": 1.0, "seed": seed}) for seed in seeds]
 
 
 @pytest.fixture(scope="module")
@@ -154,15 +123,6 @@ def engine(
 
 only_sync = pytest.mark.parametrize("engine", ["sync"], indirect=True)
 """For scripted drafts: asynchronous scheduling leaves the drafts in the worker, where no scheduler can replace them."""
-
-
-def check_counts(result: Result, k: int) -> None:
-    """Every step verified `k` drafts, and the recorder counted what vLLM's own list of steps says."""
-    assert result.steps is not None
-    assert {num_verified for num_verified, _ in result.steps} == ({k} if k else set())
-    assert result.drafting is not None
-    assert result.drafting.stats == DraftingStats.from_steps(result.steps)
-    assert result.drafting.num_output_tokens == len(result.tokens[0])
 
 
 @pytest.mark.parametrize(
@@ -307,23 +267,6 @@ def test_seed_repeats(engine: RunningEngine, prompts: Prompts) -> None:
     first, second = (engine.run([job])[0] for _ in range(2))
     assert first.tokens == second.tokens
     check_counts(first, K_MAX)
-
-
-def chi_square_p_value(first: Sequence[int], second: Sequence[int], min_count: int = 10) -> float:
-    """Probability that two samples of one distribution, equally large, differ so much.
-
-    Values seen fewer than `min_count` times in both together share a bin.
-    """
-    assert len(first) == len(second)
-    counts, other = Counter(first), Counter(second)
-    bins = [(counts[value], other[value]) for value in counts | other if counts[value] + other[value] >= min_count]
-    rest = (len(first) - sum(mine for mine, _ in bins), len(second) - sum(theirs for _, theirs in bins))
-    if sum(rest):
-        bins.append(rest)
-    assert len(bins) >= 4, "too few values: the comparison would see nothing"
-    statistic = sum((mine - theirs) ** 2 / (mine + theirs) for mine, theirs in bins)
-    degrees = torch.tensor((len(bins) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(degrees, torch.tensor(statistic / 2, dtype=torch.float64)))
 
 
 def test_sampling_keeps_the_distribution(

@@ -1,0 +1,216 @@
+"""Engine settings, acceptance counts and version checks of `peagle.vllm`, without an engine.
+
+The engine itself is in test_engine.py.
+"""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor
+
+from peagle.vllm.channel import DEPTH_KEY, STEPS_HEADER, WORKLOAD_KEY, decode_steps, encode_steps, with_steps
+from peagle.vllm.compat import SCHEDULER_SEAMS, UnsupportedVLLMError, check_seams
+from peagle.vllm.engine import ASYNC_SCHEDULER, CPU_WORKER, OWNED_ENGINE_KEYS, SYNC_SCHEDULER, engine_kwargs
+from peagle.vllm.stats import DraftingRecorder, DraftingStats, RequestDrafting
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"ptd_token_id": 3, "num_depths": 7}))
+    return tmp_path
+
+
+def test_engine_kwargs(head: Path) -> None:
+    kwargs = engine_kwargs(
+        "/target", head, max_draft_tokens=5, dtype="float32", async_scheduling=False, on_cpu=True, extra={"seed": 1}
+    )
+    assert kwargs == {
+        "model": "/target",
+        "dtype": "float32",
+        "seed": 1,
+        "async_scheduling": False,
+        "scheduler_cls": SYNC_SCHEDULER,
+        "worker_cls": CPU_WORKER,
+        "speculative_config": {
+            "method": "eagle3",
+            "model": str(head),
+            "num_speculative_tokens": 5,
+            "parallel_drafting": True,
+        },
+    }
+
+
+def test_engine_kwargs_on_a_gpu(head: Path) -> None:
+    kwargs = engine_kwargs(None, head, async_scheduling=True, on_cpu=False)
+    assert kwargs["scheduler_cls"] == ASYNC_SCHEDULER
+    assert kwargs["speculative_config"]["num_speculative_tokens"] == 7
+    assert not {"model", "worker_cls"} & kwargs.keys()
+
+
+def test_engine_kwargs_without_a_head() -> None:
+    kwargs = engine_kwargs("/target", None, async_scheduling=False, on_cpu=True)
+    assert not {"speculative_config", "scheduler_cls"} & kwargs.keys()
+
+
+@pytest.mark.parametrize("key", OWNED_ENGINE_KEYS)
+def test_owned_keys_are_refused(head: Path, key: str) -> None:
+    with pytest.raises(ValueError, match=f"'{key}'"):
+        engine_kwargs("/target", head, async_scheduling=False, on_cpu=True, extra={key: None})
+
+
+@pytest.mark.parametrize(
+    ("max_draft_tokens", "message"), [(0, "at least 1"), (8, "use at most 7"), ("5", "integer"), (True, "integer")]
+)
+def test_bad_max_draft_tokens(head: Path, max_draft_tokens: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"max_draft_tokens.*{message}"):
+        engine_kwargs("/target", head, max_draft_tokens=max_draft_tokens, async_scheduling=False, on_cpu=True)
+
+
+def test_draft_tokens_without_a_head() -> None:
+    with pytest.raises(ValueError, match="no head"):
+        engine_kwargs("/target", None, max_draft_tokens=3, async_scheduling=False, on_cpu=True)
+
+
+def test_asynchronous_scheduling_on_a_cpu(head: Path) -> None:
+    with pytest.raises(ValueError, match="async_scheduling"):
+        engine_kwargs("/target", head, async_scheduling=True, on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [(None, "cannot be read"), ("{", "cannot be read"), ("[]", "ptd_token_id"), ("{}", "ptd_token_id")],
+)
+def test_directory_that_is_no_head(tmp_path: Path, config: str | None, message: str) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match=message):
+        engine_kwargs("/target", tmp_path, max_draft_tokens=3, async_scheduling=False, on_cpu=True)
+
+
+def test_published_head_does_not_say_its_depth(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"ptd_token_id": 3}))
+    with pytest.raises(ValueError, match="set max_draft_tokens"):
+        engine_kwargs("/target", tmp_path, async_scheduling=False, on_cpu=True)
+    kwargs = engine_kwargs("/target", tmp_path, max_draft_tokens=4, async_scheduling=False, on_cpu=True)
+    assert kwargs["speculative_config"]["num_speculative_tokens"] == 4
+
+
+def test_counts_with_different_depths() -> None:
+    """Worked by hand: depth 3 was verified in two of the three steps, and accepted in one of them."""
+    stats = DraftingStats.from_steps([(3, 3), (3, 0), (2, 1)])
+    assert stats == DraftingStats(drafted_by_depth=(3, 3, 2), accepted_by_depth=(2, 1, 1))
+    assert (stats.num_steps, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 8, 4)
+    assert stats.acceptance_length == pytest.approx(1 + 4 / 3)
+
+
+def test_counts_without_steps() -> None:
+    assert DraftingStats() == DraftingStats.from_steps([])
+    assert DraftingStats().acceptance_length == 1.0
+    assert DraftingStats().num_steps == 0
+
+
+def test_sums_and_differences() -> None:
+    early = DraftingStats.from_steps([(2, 1)])
+    later = [(4, 4), (1, 0)]
+    total = DraftingStats.from_steps([(2, 1), *later])
+    assert early + DraftingStats.from_steps(later) == total
+    assert total - early == DraftingStats.from_steps(later)
+
+
+def test_step_report() -> None:
+    steps = [(7, 3), (7, 0), (1, 1)]
+    assert decode_steps(encode_steps(steps)) == steps
+    headers = {"traceparent": "00-1"}
+    assert with_steps(headers, steps) == {"traceparent": "00-1", STEPS_HEADER: "7:3 7:0 1:1"}
+    assert headers == {"traceparent": "00-1"}
+    with pytest.raises(ValueError, match="invalid literal"):
+        decode_steps("7-3")
+
+
+def make_request(internal_id: str, external_id: str, **extra_args: Any) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id=internal_id,
+        external_req_id=external_id,
+        prompt_token_ids=[1],
+        mm_features=None,
+        sampling_params=SamplingParams(extra_args=extra_args, detokenize=False),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+
+
+def last_output(internal_id: str, steps: list[tuple[int, int]]) -> EngineCoreOutput:
+    """Final output of a request: three tokens, and the report of `steps`."""
+    return EngineCoreOutput(
+        request_id=internal_id,
+        new_token_ids=[5, 6, 7],
+        finish_reason=FinishReason.LENGTH,
+        trace_headers=with_steps(None, steps),
+    )
+
+
+@pytest.fixture
+def processor() -> OutputProcessor:
+    """vLLM's own output processor, as an engine client has it."""
+    return OutputProcessor(None, log_stats=False)
+
+
+def test_prompts_of_one_completion_are_summed(processor: OutputProcessor) -> None:
+    recorder = DraftingRecorder()
+    recorder.attach(SimpleNamespace(output_processor=processor))
+    for index in range(2):
+        processor.add_request(
+            make_request(f"cmpl-x-{index}-ab", f"cmpl-x-{index}", **{DEPTH_KEY: 2, WORKLOAD_KEY: "code"}), None
+        )
+        processor.process_outputs([last_output(f"cmpl-x-{index}-ab", [(2, index)])])
+    stats = DraftingStats.from_steps([(2, 0), (2, 1)])
+    assert recorder.pop("cmpl-x") == RequestDrafting("cmpl-x", "code", 2, stats, 6, False)
+    assert recorder.pop("cmpl-x") is None
+
+
+def test_bounds_of_the_recorder(processor: OutputProcessor) -> None:
+    recorder = DraftingRecorder(max_records=2, max_workloads=2)
+    recorder.attach(SimpleNamespace(output_processor=processor))
+    for index in range(4):
+        processor.add_request(make_request(str(index), str(index), **{WORKLOAD_KEY: f"w{index}"}), None)
+        processor.process_outputs([last_output(str(index), [(1, 1)])])
+    assert [recorder.pop(str(index)) is not None for index in range(4)] == [False, False, True, True]
+    assert {name: stats.num_steps for name, stats in recorder.totals().items()} == {"w0": 1, "w1": 1, "default": 2}
+
+
+def test_recorder_wants_a_vllm_engine(processor: OutputProcessor) -> None:
+    with pytest.raises(TypeError, match="output_processor"):
+        DraftingRecorder().attach(object())
+    engine = SimpleNamespace(output_processor=processor)
+    DraftingRecorder().attach(engine)
+    with pytest.raises(ValueError, match="already"):
+        DraftingRecorder().attach(engine)
+
+
+def test_missing_seam_is_named() -> None:
+    check_seams(Scheduler, SCHEDULER_SEAMS)
+    with pytest.raises(UnsupportedVLLMError, match=r"Scheduler has no plan_ahead\(\)"):
+        check_seams(Scheduler, {"plan_ahead": ()})
+    with pytest.raises(UnsupportedVLLMError, match=r"\['colour'\] of update_draft_token_ids"):
+        check_seams(Scheduler, {"update_draft_token_ids": ("draft_token_ids", "colour")})
+
+
+@pytest.mark.parametrize("values", [torch.tensor([0.5, 0.0, 2.0]), torch.tensor([3, 0, 5], dtype=torch.int32)])
+def test_plain_expansion(values: torch.Tensor) -> None:
+    output = torch.full((6,), 9).to(values.dtype)
+    ends = torch.tensor([2, 3, 6], dtype=torch.int32)
+    from peagle.vllm.cpu_worker import PlainExpansion  # here: only vLLM's builds for a CPU can import it
+
+    PlainExpansion()[(3,)](output, values, ends, 0, 1, MAX_NUM_TOKENS=8)
+    first, _, last = values.tolist()
+    assert output.tolist() == [first, first, 1, last, last, last]
