@@ -32,9 +32,10 @@ FIND_PYTHON = for python in "$${PYTHON:-}" python3.11 python3.12 python3 python 
 PIP = $(PY) -m pip --no-input
 PIP_PROGRESS = 2>&1 | awk -v total=$$(grep -c '^[A-Za-z]' $(LOCK)) ' \
 	/Location .* is ignored/ { next } \
-	/^(Collecting|Requirement already satisfied)/ { if (++seen % 20 == 0) { print "    " seen " of " total " packages"; fflush() } next } \
+	/^(Collecting|Processing|Requirement already satisfied)/ { if (++seen % 20 == 0) { print "    " seen " of " total " packages"; fflush() } next } \
 	/^Installing collected packages/ { print "    installing"; fflush(); next } \
-	/^ *(ERROR|error|WARNING|Successfully)/ { print "    " substr($$0, 1, 300); fflush() }'
+	/^Successfully installed/ { print "    installed " NF - 2 (NF == 3 ? " package" : " packages"); fflush(); next } \
+	/^ *(ERROR|error|WARNING)/ { print "    " substr($$0, 1, 300); fflush() }'
 
 .PHONY: help setup serve test lint types format k8s lock clean
 
