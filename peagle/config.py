@@ -7,8 +7,6 @@ the service can check a head before anything loads.
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -103,7 +101,10 @@ class DrafterConfig:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], source: str = "config.json") -> DrafterConfig:
-        """Reads vLLM's keys. Raises HeadError naming every missing key, or another architecture."""
+        """Reads vLLM's keys; `head_files.read_head_config` checks their types first.
+
+        Raises HeadError naming every missing key, or another architecture.
+        """
         architectures = raw.get("architectures") or []
         if architectures and ARCHITECTURE not in architectures:
             raise HeadError(
@@ -139,18 +140,6 @@ class DrafterConfig:
             attention_bias=bool(raw.get("attention_bias", False)),
             extra={key: value for key, value in raw.items() if key not in known},
         )
-
-    @classmethod
-    def from_dir(cls, head_dir: str | Path) -> DrafterConfig:
-        """Reads `config.json` of a head directory. Raises HeadError naming the file when it is missing or no JSON."""
-        path = Path(head_dir) / "config.json"
-        if not path.is_file():
-            raise HeadError(f"no head at {head_dir}: {path} does not exist")
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise HeadError(f"{path} is not valid JSON: {error}") from error
-        return cls.from_dict(raw, source=str(path))
 
     def to_dict(self) -> dict[str, Any]:
         """The `config.json` of the head, as vLLM reads it."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from peagle.config import DrafterConfig
 from peagle.head_files import expected_tensors
+from peagle.model import Drafter
 
 TARGET: dict[str, Any] = {
     "hidden_size": 32,
@@ -63,3 +64,17 @@ def reconfigure(head_dir: Path, **changes: Any) -> None:
     raw = json.loads((head_dir / "config.json").read_text())
     raw.update(changes)
     (head_dir / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
+
+
+def random_drafter(config: DrafterConfig, seed: int = 0) -> Drafter:
+    """A drafter in float64 with weights large enough that its drafts depend on every row that it attends to."""
+    torch.manual_seed(seed)
+    drafter = Drafter(config).double()
+    drafter.share_target(
+        torch.randn(config.vocab_size, config.hidden_size).double(),
+        torch.randn(config.draft_vocab_size, config.hidden_size).double(),
+    )
+    with torch.no_grad():
+        for name, parameter in drafter.trainable().items():
+            parameter.copy_(torch.randn(parameter.shape) * (1.0 if parameter.dim() == 1 or "mask" in name else 0.3))
+    return drafter

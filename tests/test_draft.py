@@ -13,24 +13,11 @@ from peagle.accept import PADDING_TOKEN_ID, accept_greedy
 from peagle.config import DrafterConfig
 from peagle.draft import DraftSession
 from peagle.model import Drafter
+from tests.head_factory import random_drafter
 
 TARGET = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2)
 TARGET |= dict(vocab_size=100, head_dim=8, rms_norm_eps=1e-5, max_position_embeddings=512, rope_theta=10000.0)
 CONFIG = DrafterConfig.for_target(TARGET, num_layers=3, ptd_token_id=99, num_depths=5)
-
-
-def random_drafter(config: DrafterConfig = CONFIG, seed: int = 0) -> Drafter:
-    """A drafter in float64 with weights large enough that its drafts depend on every row that it attends to."""
-    torch.manual_seed(seed)
-    drafter = Drafter(config).double()
-    drafter.share_target(
-        torch.randn(config.vocab_size, config.hidden_size).double(),
-        torch.randn(config.draft_vocab_size, config.hidden_size).double(),
-    )
-    with torch.no_grad():
-        for name, parameter in drafter.trainable().items():
-            parameter.copy_(torch.randn(parameter.shape) * (1.0 if parameter.dim() == 1 or "mask" in name else 0.3))
-    return drafter
 
 
 def random_request(num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -73,7 +60,7 @@ def plain_logits(
 
 @pytest.mark.parametrize("num_drafts", [1, 2, 5, 9])
 def test_cached_steps_equal_recomputing_everything(num_drafts: int) -> None:
-    drafter = random_drafter()
+    drafter = random_drafter(CONFIG)
     tokens, aux = random_request(40)
     session, start = DraftSession(drafter), 0
     for end in (7, 8, 10, 16, 17, 39):  # prompt of 7, then 1..22 tokens accepted at a time
@@ -87,7 +74,7 @@ def test_cached_steps_equal_recomputing_everything(num_drafts: int) -> None:
 
 @pytest.mark.parametrize("wrong", [{"mask_step": 0}, {"prefix": 6}])
 def test_the_twin_tells_wrong_positions_and_masks_apart(wrong: dict[str, int]) -> None:
-    drafter = random_drafter()
+    drafter = random_drafter(CONFIG)
     tokens, aux = random_request(12)
     drafts = DraftSession(drafter).propose(tokens[1:], aux[:-1], 4)
     difference = (drafts.logits_KV - plain_logits(drafter, tokens, aux, 4, **wrong)).abs().amax(dim=1)
@@ -95,7 +82,7 @@ def test_the_twin_tells_wrong_positions_and_masks_apart(wrong: dict[str, int]) -
 
 
 def test_a_smaller_k_gives_the_first_tokens_of_a_larger_one() -> None:
-    drafter = random_drafter()
+    drafter = random_drafter(CONFIG)
     tokens, aux = random_request(12)
     whole = DraftSession(drafter).propose(tokens[1:], aux[:-1], 7)
     for num_drafts in range(1, 7):
@@ -104,7 +91,7 @@ def test_a_smaller_k_gives_the_first_tokens_of_a_larger_one() -> None:
 
 
 def test_mask_rows_leave_no_trace_in_the_cache() -> None:
-    drafter = random_drafter()
+    drafter = random_drafter(CONFIG)
     tokens, aux = random_request(20)
     logits = []
     for num_drafts in (1, 9):
@@ -115,7 +102,7 @@ def test_mask_rows_leave_no_trace_in_the_cache() -> None:
 
 
 def test_truncate_takes_back_rows_that_were_not_kept() -> None:
-    drafter = random_drafter()
+    drafter = random_drafter(CONFIG)
     tokens, aux = random_request(20)
     session = DraftSession(drafter)
     session.propose(tokens[1:10], aux[:9], 3)
@@ -147,7 +134,7 @@ def test_speculative_decoding_with_a_real_target_equals_greedy_decoding() -> Non
     torch.manual_seed(0)
     settings = {key: value for key, value in TARGET.items() if key != "rope_theta"}
     target = LlamaForCausalLM(LlamaConfig(**settings, initializer_range=0.4)).double().eval()
-    drafter = random_drafter()
+    drafter = random_drafter(CONFIG)
     prompt = [5, 17, 3, 88, 41]
     reference = target.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None)[
         0
@@ -172,7 +159,7 @@ def test_speculative_decoding_with_a_real_target_equals_greedy_decoding() -> Non
 
 
 def test_bad_input_is_named() -> None:
-    drafter = random_drafter()
+    drafter = random_drafter(CONFIG)
     tokens, aux = random_request(5)
     session = DraftSession(drafter)
     for wrong in [(tokens[:0], aux[:0], 3), (tokens[1:], aux, 3), (tokens[1:], aux[:-1, :5], 3)]:

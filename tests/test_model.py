@@ -20,6 +20,7 @@ from peagle.config import DrafterConfig
 from peagle.draft import DraftSession
 from peagle.model import Drafter, Layer, rotary_tables
 from peagle.parallel import attend_under, draft_rows
+from tests.head_factory import random_drafter
 
 NUM_DEPTHS = 5
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -34,20 +35,6 @@ VARIANTS = {
 }
 # Two packed sequences of 24 tokens: documents of 10, 9 and 5 tokens, and of 20 and 4 tokens that are padding (-1).
 DOCUMENTS = torch.tensor([[0] * 10 + [1] * 9 + [2] * 5, [0] * 20 + [-1] * 4])
-
-
-def random_drafter(config: DrafterConfig, seed: int = 0) -> Drafter:
-    """Float64, with weights large enough that every row matters to what attends to it."""
-    torch.manual_seed(seed)
-    drafter = Drafter(config).double()
-    drafter.share_target(
-        torch.randn(config.vocab_size, config.hidden_size).double(),
-        torch.randn(config.draft_vocab_size, config.hidden_size).double(),
-    )
-    with torch.no_grad():
-        for name, parameter in drafter.trainable().items():
-            parameter.copy_(torch.randn(parameter.shape) * (1.0 if parameter.dim() == 1 or "mask" in name else 0.3))
-    return drafter
 
 
 def document_positions(document_BN: Tensor) -> Tensor:
