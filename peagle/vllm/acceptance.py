@@ -1,4 +1,4 @@
-"""Acceptance of a head in stock vLLM, beside what `peagle.evaluate` reads off the same greedy answers without decoding.
+"""Acceptance of a head in stock vLLM, beside what `peagle.evaluate` reads off the same texts without decoding.
 
     python -m peagle.vllm.acceptance HEAD --target DIR --answers DIR --num-draft-tokens 3 5 7 --out FILE.json
 
@@ -92,11 +92,18 @@ def eos_ids(target_dir: Path) -> list[int]:
 def run_engine(
     head_dir: Path, target_dir: Path, data: Conversations, categories: list[str], k: int, eager: bool
 ) -> dict[str, Any]:
-    """Decodes every answer again at K = k with a stock engine of this process; {group: figures}."""
+    """Answers every prompt at K = k with a stock engine of this process.
+
+    Returns {"groups": {group: figures}, "written": token ids of each answer, in the order of `data`}.
+    """
     from vllm import LLM, SamplingParams, TokensPrompt
 
     on_gpu = torch.cuda.is_available()
     device: dict[str, Any] = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": KV_CACHE_BYTES} if on_gpu else {}
+    if on_gpu and eager:
+        # vLLM reduces `mask_hidden` as a vector; its CUDA kernel for fc_norm, the default in eager mode, takes matrices
+        # only and ends the start (seen on 0.26).
+        device["kernel_config"] = {"ir_op_priority": {"rms_norm": ["native"]}}
     speculative = {"method": "eagle3", "model": str(head_dir), "num_speculative_tokens": k, "parallel_drafting": True}
     engine = LLM(
         model=str(target_dir),
@@ -111,38 +118,51 @@ def run_engine(
     greedy: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": eos_ids(target_dir), "detokenize": False}
     stored = [(tokens[:prompt].tolist(), tokens[prompt:].tolist()) for tokens, prompt in data.documents()]
     groups: dict[str, Any] = {}
+    everything: list[list[int]] = [[] for _ in stored]
     first = before = read_counters(engine.get_metrics(), k)
     for category in sorted(set(categories)):
-        chosen = [pair for pair, one in zip(stored, categories, strict=True) if one == category]
-        # As long as the stored answer and no longer: both sides then walk over the same tokens.
+        indices = [index for index, one in enumerate(categories) if one == category]
+        chosen = [stored[index] for index in indices]
+        # As long as the stored answer and no longer: the two stay comparable.
         params = [SamplingParams(max_tokens=len(answer), **greedy) for _, answer in chosen]
         requests = [TokensPrompt(prompt_token_ids=prompt) for prompt, _ in chosen]
         outputs = engine.generate(requests, params, use_tqdm=False)
         written = [list(output.outputs[0].token_ids) for output in outputs]
+        for index, answer in zip(indices, written, strict=True):
+            everything[index] = answer
         identical = sum(one == answer for one, (_, answer) in zip(written, chosen, strict=True))
         after = read_counters(engine.get_metrics(), k)
         groups[category] = figures(difference(after, before), len(chosen), sum(map(len, written)), identical)
         before = after
     totals = [sum(one[name] for one in groups.values()) for name in ("num_answers", "num_tokens", "num_identical")]
-    return {"all": figures(difference(before, first), *totals), **groups}
+    groups = {"all": figures(difference(before, first), *totals), **groups}
+    return {"groups": groups, "written": everything}
 
 
-def run_offline(head_dir: Path, target_dir: Path, data: Conversations, categories: list[str]) -> dict[str, Any]:
-    """`peagle.evaluate` on the same answers, in this process."""
-    from peagle.checkpoint import build_drafter, load_head
-    from peagle.target import Target
+class OfflineWalk:
+    """`peagle.evaluate` in this process, over answers that an engine wrote."""
 
-    on_gpu = torch.cuda.is_available()
-    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
-    target = Target(target_dir, device=device, dtype=dtype)
-    config, tensors = load_head(head_dir)
-    tables = {"embed_VH": target.embed_VS, "lm_head_VH": target.lm_head_VS}
-    drafter = build_drafter(config, tensors, **tables, dtype=dtype, device=device)
-    return evaluate(drafter, target, data, categories)
+    def __init__(self, head_dir: Path, target_dir: Path) -> None:
+        from peagle.checkpoint import build_drafter, load_head
+        from peagle.target import Target
+
+        on_gpu = torch.cuda.is_available()
+        device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+        self.target = Target(target_dir, device=device, dtype=dtype)
+        config, tensors = load_head(head_dir)
+        tables = {"embed_VH": self.target.embed_VS, "lm_head_VH": self.target.lm_head_VS}
+        self.drafter = build_drafter(config, tensors, **tables, dtype=dtype, device=device)
+
+    def __call__(self, data: Conversations, written: list[list[int]], categories: list[str]) -> dict[str, Any]:
+        prompts = [tokens[:prompt].tolist() for tokens, prompt in data.documents()]
+        return evaluate(self.drafter, self.target, Conversations.from_lists(prompts, written), categories)
 
 
 def measure(args: argparse.Namespace, head_dir: Path, data: Conversations, categories: list[str]) -> dict[str, Any]:
-    """Runs one process a K and the offline walk. Raises RuntimeError naming the K whose process failed."""
+    """Runs one process a K, then the offline walk over what each wrote.
+
+    Raises RuntimeError naming the K whose process failed.
+    """
     command = [sys.executable, "-m", "peagle.vllm.acceptance", str(head_dir), "--target", str(args.target)]
     command += ["--answers", str(args.answers), "--max-tokens", str(args.max_tokens)]
     command += ["--eager"] if args.eager else []
@@ -153,14 +173,15 @@ def measure(args: argparse.Namespace, head_dir: Path, data: Conversations, categ
             running[k] = subprocess.Popen([*command, "--out", str(out), "--engine-k", str(k)], stdout=sys.stderr)
             if not args.parallel:
                 running[k].wait()
-        try:
-            offline = {} if args.no_offline else run_offline(head_dir, args.target, data, categories)
-        finally:
-            failed = [k for k, process in running.items() if process.wait()]
+        failed = [k for k, process in running.items() if process.wait()]
         if failed:
             raise RuntimeError(f"acceptance: the engine failed at K = {failed}; its log is above")
-        engine = {str(k): json.loads((Path(folder) / f"{k}.json").read_text(encoding="utf-8")) for k in running}
-    return {"engine": engine, "offline": offline}
+        runs = {str(k): json.loads((Path(folder) / f"{k}.json").read_text(encoding="utf-8")) for k in running}
+    engine = {k: run["groups"] for k, run in runs.items()}
+    if args.no_offline:
+        return {"engine": engine, "offline": {}}
+    walk = OfflineWalk(head_dir, args.target)
+    return {"engine": engine, "offline": {k: walk(data, run["written"], categories) for k, run in runs.items()}}
 
 
 def compare(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -168,7 +189,7 @@ def compare(result: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for k, groups in result["engine"].items():
         for group, one in groups.items():
-            offline = result["offline"].get(group, {}).get("acceptance_length", {}).get(k)
+            offline = result["offline"].get(k, {}).get(group, {}).get("acceptance_length", {}).get(k)
             length = one["acceptance_length"]
             ratio = round(offline / length, 4) if offline and length else None
             row = {"group": group, "k": int(k), "engine": length, "offline": offline, "ratio": ratio}
