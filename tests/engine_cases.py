@@ -13,12 +13,12 @@ from tests.engine_harness import Job, Result
 K_MAX = 7
 MIXED = (0, 2, K_MAX, 5, None)
 PROMPT_LENGTHS = (1, 2, 3, 5, 8, 16, 17, 31, 33, 48, 64, 65, 100, 160, 250, 400, 600)
-NUM_SHORT, NUM_LONG = 32, 80  # output tokens
+NUM_SHORT, NUM_LONG = 24, 88  # output tokens
 MAX_MODEL_LEN = 768
 NEARLY_FULL = MAX_MODEL_LEN - 30
-NUM_BLOCKS = 96  # of 32 tokens: room for the short outputs of all prompts at once, not for the long ones
+NUM_BLOCKS = 90  # of 32 tokens: room for the short outputs of all prompts at once, not for the long ones
 PREFILL_CHUNK = 256
-NUM_SAMPLES = 400
+NUM_SAMPLES = 240
 TEXT = (
     "The river rises in the hills above the town and runs for ninety miles before it meets the sea. In spring the "
     "water is high, and the old mill by the bridge, which once ground corn for the whole valley, stands with its feet "
