@@ -4,6 +4,7 @@ The target's distribution p is the label: forward KL(p || q) up to the target's 
 -sum_v p(v) log q(v). Its gradient with respect to a logit is q - p. `lm_head` is frozen, so the only gradient needed is
 that of the hidden states, and it is formed chunk by chunk in the forward pass: at most one chunk of logits [chunk, V]
 lives.
+The target's own logits [N, V] of the batch's tokens are held whole: rows share them as labels.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class _ChunkedSoftCrossEntropy(torch.autograd.Function):
 class ChunkedSoftCrossEntropy:
     """Callable holding the (optionally compiled) chunk kernel.
 
-    chunk: rows whose logits live at once. Memory beyond the inputs: about chunk * V * (2 dtypes + 4) bytes.
+    chunk: rows whose logits [chunk, V] live at once, with their gradient and the labels beside them.
     """
 
     def __init__(self, chunk: int = 8192, compiled: bool = False) -> None:

@@ -50,9 +50,9 @@ def block(rows: Rows, document_BN: Tensor, tile: int = 128) -> BlockMask:
     """FlexAttention's form of `dense`: the same rule, and the tiles of tile x tile rows outside which it is False.
 
     Which tiles matter follows from the order of the rows: anchors and documents only grow within the N rows of offset
-    0, and again within the rows of mask tokens, so the least and greatest of a tile bound all of it. Tens of
-    microseconds; the generic `create_block_mask` evaluates the rule at all T * T pairs (and did not compile for this
-    rule with Triton 3.6).
+    0, and again within the rows of mask tokens, so the least and greatest of a tile bound all of it. The generic
+    `create_block_mask` evaluates the rule at all T * T pairs, and its compiled form of this rule never gets through
+    ptxas with Triton 3.6.
     """
     document_BT = row_documents(rows, document_BN)
     rule = _rule(rows.anchor_BT, rows.offset_BT, document_BT)

@@ -42,7 +42,14 @@ class Target:
 
         position_BN: position within the document. Returns (aux [B, N, C * S]: residual stream entering each of
         `aux_layer_ids`, concatenated in that order; last [B, N, S]: what `lm_head_VS` turns into logits).
+
+        Raises ValueError for a layer that the target does not have.
         """
+        num_layers = self.config["num_hidden_layers"]
+        if max(aux_layer_ids) >= num_layers or min(aux_layer_ids) < 0:
+            raise ValueError(
+                f"aux_layer_ids = {aux_layer_ids}: must be in 0..{num_layers - 1}, inputs of the target's layers"
+            )
         num_tokens = tokens_BN.shape[1]
         causal_NN = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=tokens_BN.device).tril()
         same_BNN = document_BN[:, :, None] == document_BN[:, None, :]
