@@ -43,11 +43,36 @@ class GenerateRecipe(_Strict):
 class DrafterRecipe(_Strict):
     """Shape of the drafter; its layers have the shape of the target's own."""
 
+    method: Literal["p-eagle", "eagle3"] = Field(
+        "p-eagle", description="p-eagle: K tokens in one pass; eagle3: one after another, trained by a test-time unroll"
+    )
     num_layers: int = Field(4, ge=1)
-    num_depths: int = Field(8, ge=1, description="K_train: draft tokens of one pass")
-    ptd_token_id: int = Field(ge=0, description="mask token: an id of the target's vocabulary that text does not use")
+    num_depths: int = Field(8, ge=1, description="K_train: draft tokens of one pass, or steps of the unroll")
+    ptd_token_id: int | None = Field(
+        None, ge=0, description="mask token: an id of the target's vocabulary that text does not use (p-eagle only)"
+    )
+    aux_layer_ids: list[int] | None = Field(
+        None, min_length=1, description="target layers whose inputs are read; none: vLLM's default (2, L // 2, L - 3)"
+    )
     fc_norm: bool = Field(True, description="normalise each tapped hidden state before fc (EAGLE-3.1)")
     norm_before_residual: bool = False
+    draft_vocab_size: int | None = Field(
+        None, ge=16, description="the most frequent tokens of the training answers only; none: the target's vocabulary"
+    )
+    trainable_embedding: bool = Field(
+        False, description="an embedding table of the head's own, started from the target's (paper table 5)"
+    )
+    sliding_window: int | None = Field(None, ge=16, description="tokens that a row sees back; none: all")
+    start_from: str | None = Field(
+        None, description="directory of a head whose tensors of equal name and shape are taken"
+    )
+
+    @model_validator(mode="after")
+    def _mask_token(self) -> DrafterRecipe:
+        if (self.method == "p-eagle") != (self.ptd_token_id is not None):
+            need = "needs a mask token" if self.method == "p-eagle" else "has no mask token, leave it out"
+            raise ValueError(f"ptd_token_id: method {self.method} {need}")
+        return self
 
 
 class CodRecipe(_Strict):
@@ -56,8 +81,15 @@ class CodRecipe(_Strict):
 
 
 class BatchRecipe(_Strict):
-    num_sequences: int = Field(8, ge=1)
+    num_sequences: int = Field(8, ge=1, description="packed sequences of one pass")
     max_tokens: int = Field(2048, ge=16, description="tokens of one packed sequence")
+    num_segments: int = Field(
+        1, ge=1, description="S: parts that each sequence is worked through in (paper algorithm 1)"
+    )
+    partition: Literal["kept", "recomputed"] = Field(
+        "kept", description="kept: earlier keys and values are kept; recomputed: as published, each segment redoes them"
+    )
+    num_accumulated: int = Field(1, ge=1, description="passes whose gradients make one optimizer step")
 
 
 class OptimizerRecipe(_Strict):
@@ -82,7 +114,14 @@ class ScheduleRecipe(_Strict):
 
 
 class LossRecipe(_Strict):
+    name: Literal["soft", "hard", "reverse_kl", "tv"] = Field(
+        "soft",
+        description="soft: forward KL to the target's distribution; hard: cross-entropy to its most likely token",
+    )
     offset_decay: float = Field(1.0, gt=0, le=1, description="weight of offset g is offset_decay ** g")
+    reach: float = Field(
+        1.0, ge=0, le=1, description="weight of rows behind a wrong draft of their chain, which decoding never reaches"
+    )
     chunk: int = Field(8192, ge=16, description="rows whose logits exist at once")
 
 

@@ -22,16 +22,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from peagle import masks
 from peagle.checkpoint import save_head
-from peagle.cod import chain_lengths, sample_rows
 from peagle.config import DrafterConfig
 from peagle.data import Batch, Conversations, PackedBatches
 from peagle.evaluate import evaluate, load_answers
-from peagle.losses import ChunkedSoftCrossEntropy, TargetLogits
 from peagle.model import Drafter, initialize
 from peagle.optim import MovingAverage, Optimizer, schedule_scale
-from peagle.parallel import compiled_draft_rows, draft_rows, labelled_rows
+from peagle.passes import ParallelPass, Pass, Report, States
 from peagle.provenance import conditions
 from peagle.recipe import Recipe
 from peagle.target import Target
@@ -60,9 +57,7 @@ class Trainer:
         owned = self.drafter.trainable()
         self.optimizer = Optimizer(owned, recipe.optimizer, fused=cuda)
         self.average = MovingAverage(owned, recipe.optimizer.ema_decay)
-        self.soft_cross_entropy = ChunkedSoftCrossEntropy(recipe.loss.chunk, self.compiled)
-        self._block_mask = self.compiled and recipe.attention == "flex"
-        self._draft_rows = compiled_draft_rows(self._block_mask) if self.compiled else draft_rows
+        self._pass: Pass = ParallelPass(recipe, self.random, compiled=self.compiled)
         self.output = Path(recipe.output)
         self.step, self.elapsed_s = 0, 0.0
 
@@ -84,26 +79,13 @@ class Trainer:
         initialize(drafter, aux_RX, self.random)
         return drafter
 
-    def loss(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean loss of the batch's useful rows, and for reports: correct_R (argmax equals the target's), offset_R."""
-        config, recipe = self.drafter.config, self.recipe
+    def run_pass(self, batch: Batch) -> Report:
+        """Adds the gradients of one batch."""
+        config = self.drafter.config
         aux_BNX, last_BNS = self.target.states(
             batch.tokens_BN, batch.document_BN, batch.position_BN, config.aux_layer_ids
         )
-        labels = TargetLogits.of(last_BNS.flatten(0, 1), self.target.lm_head_VS)
-        chain_BN = chain_lengths(batch.document_BN, batch.answer_BN, config.num_depths)
-        rows = sample_rows(chain_BN, config.num_depths, recipe.cod.ratio, generator=self.random, floor=recipe.cod.floor)
-        position_BT = batch.position_BN.gather(1, rows.anchor_BT) + rows.offset_BT
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
-            mask = (masks.block if self._block_mask else masks.dense)(rows, batch.document_BN)
-            normed_BTH = self._draft_rows(self.drafter, batch.tokens_BN, aux_BNX, position_BT, mask)
-        index_R, label_R, offset_R = labelled_rows(rows, chain_BN)
-        weight_R = recipe.loss.offset_decay ** offset_R.float()
-        weight_R = weight_R / weight_R.sum()
-        loss, _, argmax_R = self.soft_cross_entropy(
-            normed_BTH.flatten(0, 1)[index_R], self.target.lm_head_VS, labels, label_R, weight_R
-        )
-        return loss, argmax_R == labels.argmax_N[label_R], offset_R
+        return self._pass(self.drafter, batch, States(aux_BNX, last_BNS, self.target.lm_head_VS))
 
     def run(self) -> Path:
         """Trains to the end of the schedule and writes the head. Returns its directory."""
@@ -116,13 +98,12 @@ class Trainer:
             pending, over, last = ahead.submit(next, batches), False, time.monotonic()
             while not over:
                 batch, pending = pending.result().to(self.device), ahead.submit(next, batches)
-                loss, correct_R, offset_R = self.loss(batch)
-                loss.backward()
+                report = self.run_pass(batch)
                 scale, over = schedule_scale(self.recipe.schedule, self.step + 1, self.elapsed_s)
                 norm = self.optimizer.step(scale)
                 self.average.update(self.step)
-                counted += torch.bincount(offset_R, minlength=len(counted))
-                correct += torch.bincount(offset_R, correct_R.float(), minlength=len(counted))
+                counted += torch.bincount(report.offset_R, minlength=len(counted))
+                correct += torch.bincount(report.offset_R, report.correct_R.float(), minlength=len(counted))
                 self.step += 1
                 bar.update()
                 now = time.monotonic()
@@ -130,7 +111,9 @@ class Trainer:
                 self.elapsed_s += now - last if self.step > 3 else 0.0
                 last = now
                 if self.step % self.recipe.log_every_steps == 0 or over:
-                    self._log(bar, loss=loss.item(), gradient_norm=float(norm), accuracy=_shares(correct, counted))
+                    self._log(
+                        bar, loss=report.loss.item(), gradient_norm=float(norm), accuracy=_shares(correct, counted)
+                    )
                     counted.zero_(), correct.zero_()
                 if self.step % self.recipe.save_every_steps == 0:
                     self.save()
