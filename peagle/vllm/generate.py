@@ -1,12 +1,11 @@
 """Training data that the target writes itself, through vLLM: its own user turns, then its own answers.
 
-    python -m peagle.vllm.generate configs/train/smollm2-135m.yaml                      # prompts and answers, for
-    training python -m peagle.vllm.generate CONFIG --prompts FILE.jsonl --out DIR                # greedy answers to
-    given prompts
+    python -m peagle.vllm.generate RECIPE                                   # training prompts and answers
+    python -m peagle.vllm.generate RECIPE --prompts FILE.jsonl --out DIR    # answers to given prompts, for `evaluate`
 
-Several engines may share one GPU (`generate.num_workers`): one small model's steps are bound by the host. Each worker
-writes a part after each round, so a run that is cut short keeps what is done; started again with the same config it
-makes only the parts that are missing.
+`generate.num_workers` engines are dealt out to the visible GPUs in turn; several may share one, for a small model's
+steps are bound by the host. Each worker writes a part after each round, so a run that is cut short keeps what is done;
+started again with the same recipe it makes only the parts that are missing.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from peagle.data import Conversations, write_manifest
 from peagle.prompts import ChatTemplate, begin_user_turns, cut_loop, distinct_share, read_jsonl
@@ -107,10 +108,28 @@ def run_worker(recipe: Recipe, worker: int) -> None:
         print(json.dumps(record), flush=True)
 
 
+def visible_gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES names, else the indices of all GPUs."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return [str(index) for index in range(torch.cuda.device_count())]
+    return [one.strip() for one in named.split(",") if one.strip()]
+
+
+def worker_environment(worker: int, gpus: list[str]) -> dict[str, str]:
+    """Environment of a worker: of several GPUs it sees one, dealt out in turn."""
+    own = {"CUDA_VISIBLE_DEVICES": gpus[worker % len(gpus)]} if len(gpus) > 1 else {}
+    return {**os.environ, **own}
+
+
 def run_all(recipe_args: list[str], recipe: Recipe) -> None:
     """Starts the workers, waits, and writes the manifest. Raises RuntimeError naming a worker that failed."""
     command = [sys.executable, "-m", "peagle.vllm.generate", *recipe_args, "--worker"]
-    workers = [subprocess.Popen([*command, str(n)]) for n in range(recipe.generate.num_workers)]
+    gpus = visible_gpus()
+    workers = [
+        subprocess.Popen([*command, str(n)], env=worker_environment(n, gpus))
+        for n in range(recipe.generate.num_workers)
+    ]
     failed = [n for n, worker in enumerate(workers) if worker.wait()]
     if failed:
         raise RuntimeError(f"generate: workers {failed} failed; what they finished is kept in {recipe.data}")
