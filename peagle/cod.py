@@ -18,19 +18,29 @@ import torch
 from torch import Tensor
 
 
-def kept_per_offset(num_tokens: int, num_depths: int, ratio: float, floor: float = 0.0) -> list[int]:
+def kept_per_offset(
+    num_tokens: int, num_depths: int, ratio: float, floor: float = 0.0, max_anchors: int | None = None
+) -> list[int]:
     """Anchors kept at offsets 0..K-1: N at the first, then a share r of the one before, rounded down.
 
-    floor: least share kept at any offset; 0 as published, 0.2 in a public port. Raises ValueError for a ratio or floor
-    outside (0, 1] and [0, 1].
+    floor: least share of N kept at any offset, rounded down; 0 as published, 0.2 in the public port (speculators).
+    max_anchors: chains that may reach beyond offset 0 (speculators: 3,072); the shares are of this number then. Raises
+    ValueError for a ratio or floor outside (0, 1] and [0, 1], and for max_anchors under 1.
     """
     if not 0 < ratio <= 1 or not 0 <= floor <= 1:
         raise ValueError(f"cod: ratio = {ratio} must be in (0, 1] and floor = {floor} in [0, 1]")
-    kept = [num_tokens]
+    if max_anchors is not None and max_anchors < 1:
+        raise ValueError(f"cod: max_anchors = {max_anchors} must be at least 1, or none")
+    starts = num_tokens if max_anchors is None else min(num_tokens, max_anchors)
+    chain = [starts]
     for _ in range(1, num_depths):
-        # The small term keeps products such as 0.7 * 10 from falling under the whole number they stand for.
-        kept.append(max(int(kept[-1] * ratio + 1e-9), round(num_tokens * floor)))
-    return kept
+        chain.append(max(_share(chain[-1], ratio), _share(starts, floor)))
+    return [num_tokens, *chain[1:]]
+
+
+def _share(count: int, ratio: float) -> int:
+    # The small term keeps products such as 0.7 * 10 from falling under the whole number they stand for.
+    return int(count * ratio + 1e-9)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,26 +60,37 @@ class Rows:
 
 
 def sample_rows(
-    chain_BN: Tensor, num_depths: int, ratio: float, *, generator: torch.Generator | None = None, floor: float = 0.0
+    chain_BN: Tensor,
+    num_depths: int,
+    ratio: float,
+    *,
+    generator: torch.Generator | None = None,
+    floor: float = 0.0,
+    max_anchors: int | None = None,
 ) -> Rows:
     """Draws the rows of one pass.
 
-    chain_BN: int, how many offsets (0..K) of the chain at each anchor have a label that is worth a loss. Anchors with a
-    longer useful chain are not preferred, anchors without any use beyond offset 0 come last: rows go to what can be
-    learned. generator: on the device of `chain_BN`.
+    chain_BN: int, how many offsets (0..K) of the chain at each anchor have a label that is worth a loss. Offset g draws
+    from the chains kept at offset g - 1 that are still worth one; only where these are too few, others fill the fixed
+    number of rows, and no loss looks at them. generator: on the device of `chain_BN`. Raises as `kept_per_offset`.
+
+    One random order is drawn, and offset g keeps a prefix of it. That is the same as drawing at each offset anew a
+    uniform subset of what the offset before kept: a prefix, known as a set, is still in uniformly random order, so its
+    own prefix is a uniform subset of it. Moving the ended chains behind the others keeps the order of both.
     """
     batch, num_tokens = chain_BN.shape
     device = chain_BN.device
-    priority_BN = torch.rand(chain_BN.shape, generator=generator, device=device) + (chain_BN < 2)
-    order_BN = priority_BN.argsort(dim=1)
-    kept = kept_per_offset(num_tokens, num_depths, ratio, floor)
-    # Each prefix of one random order is a uniform subset, and prefixes of falling length are nested.
-    keys = torch.cat([order_BN[:, :count] * num_depths + g for g, count in enumerate(kept)], dim=1)
-    keys = keys[:, num_tokens:].sort(dim=1).values
-    first_N = torch.arange(num_tokens, device=device).expand(batch, -1)
+    kept_Bn = torch.rand(chain_BN.shape, generator=generator, device=device).argsort(dim=1)
+    keys = [torch.empty(batch, 0, dtype=torch.int64, device=device)]
+    for g, count in enumerate(kept_per_offset(num_tokens, num_depths, ratio, floor, max_anchors)[1:], 1):
+        ended_Bn = chain_BN.gather(1, kept_Bn) <= g
+        kept_Bn = kept_Bn.gather(1, ended_Bn.to(torch.uint8).argsort(dim=1, stable=True)[:, :count])
+        keys.append(kept_Bn * num_depths + g)
+    key_BM = torch.cat(keys, dim=1).sort(dim=1).values
+    first_BN = torch.arange(num_tokens, device=device).expand(batch, -1)
     return Rows(
-        anchor_BT=torch.cat([first_N, keys // num_depths], dim=1),
-        offset_BT=torch.cat([torch.zeros_like(first_N), keys % num_depths], dim=1),
+        anchor_BT=torch.cat([first_BN, key_BM // num_depths], dim=1),
+        offset_BT=torch.cat([torch.zeros_like(first_BN), key_BM % num_depths], dim=1),
         num_tokens=num_tokens,
     )
 

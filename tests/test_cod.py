@@ -1,4 +1,8 @@
-"""Conditional drop-token sampling: counts of the paper's example, nested chains, labels by a slow loop."""
+"""Conditional drop-token sampling: counts of the paper's example, the distribution of nested chains, labels."""
+
+import itertools
+import random
+from collections import Counter
 
 import pytest
 import torch
@@ -8,19 +12,30 @@ from peagle.cod import chain_lengths, kept_per_offset, sample_rows
 
 def test_counts_are_those_of_the_papers_example() -> None:
     assert kept_per_offset(16, 4, 0.7) == [16, 11, 7, 4]
-    assert sum(kept_per_offset(16, 4, 0.7)) == 38
+    rows = sample_rows(torch.full((1, 16), 4), 4, 0.7, generator=torch.Generator().manual_seed(0))
+    assert rows.anchor_BT.shape == (1, 38)
+    assert torch.bincount(rows.offset_BT[0]).tolist() == [16, 11, 7, 4]
 
 
-def test_floor_and_full_ratio() -> None:
+def test_floor_full_ratio_and_cap() -> None:
     assert kept_per_offset(10, 4, 1.0) == [10, 10, 10, 10]
-    assert kept_per_offset(100, 8, 0.5, floor=0.2)[-1] == 20
     assert kept_per_offset(10, 3, 0.7) == [10, 7, 4]
+    assert kept_per_offset(100, 8, 0.7, floor=0.2) == [100, 70, 49, 34, 23, 20, 20, 20]
+    assert kept_per_offset(14, 8, 0.5, floor=0.2)[-1] == 2, "2.8 is rounded down, as every other share"
+    assert kept_per_offset(100, 4, 0.5, floor=0.2, max_anchors=20) == [100, 10, 5, 4]
+    assert kept_per_offset(10, 3, 0.5, max_anchors=20) == [10, 5, 2]
+    assert kept_per_offset(10, 1, 0.5, max_anchors=4) == [10]
 
 
 @pytest.mark.parametrize(("ratio", "floor"), [(0.0, 0.0), (1.2, 0.0), (0.5, -0.1)])
 def test_wrong_shares_are_refused(ratio: float, floor: float) -> None:
     with pytest.raises(ValueError, match="ratio"):
         kept_per_offset(16, 4, ratio, floor)
+
+
+def test_a_cap_of_no_chains_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_anchors = 0"):
+        kept_per_offset(16, 4, 0.7, max_anchors=0)
 
 
 def test_every_kept_row_has_the_rows_before_it_in_its_chain() -> None:
@@ -33,18 +48,73 @@ def test_every_kept_row_has_the_rows_before_it_in_its_chain() -> None:
     assert rows.anchor_BT.shape[1] == sum(kept_per_offset(64, 8, 0.8))
 
 
-def test_anchors_are_drawn_evenly() -> None:
+NUM_DRAWS = 30_000
+#: Chi-square of the outcomes below (29 and 5 degrees of freedom) exceeds these once in a million fair samplers.
+LIMIT_30, LIMIT_6 = 83.0, 36.0
+
+
+def nested_sets(chains: list[int], num_depths: int, ratio: float) -> Counter[tuple[tuple[int, ...], ...]]:
+    """How often each sequence of kept sets (offsets 1, 2, ...) is drawn for one sequence of tokens."""
     generator = torch.Generator().manual_seed(2)
-    rows = sample_rows(torch.full((4000, 10), 3), 3, 0.5, generator=generator)
-    counts = torch.bincount(rows.anchor_BT[rows.offset_BT == 1], minlength=10)
-    # 4,000 draws of 5 of 10: 2,000 each, standard deviation 32; six of them are never seen by chance.
-    assert (counts - 2000).abs().max() < 190, counts
+    rows = sample_rows(torch.tensor([chains]).expand(NUM_DRAWS, -1), num_depths, ratio, generator=generator)
+    return Counter(
+        tuple(tuple(a for a, g in zip(anchors, offsets, strict=True) if g == depth) for depth in range(1, num_depths))
+        for anchors, offsets in zip(rows.anchor_BT.tolist(), rows.offset_BT.tolist(), strict=True)
+    )
 
 
-def test_useless_anchors_come_last() -> None:
-    chain_BN = torch.tensor([[4] * 8 + [0] * 8])
-    rows = sample_rows(chain_BN, 4, 0.5, generator=torch.Generator().manual_seed(0))
-    assert rows.anchor_BT[rows.offset_BT == 1].max() < 8
+def one_offset_after_the_other(chains: list[int], kept: list[int]) -> Counter[tuple[tuple[int, ...], ...]]:
+    """Slow twin: each offset draws anew from what the offset before kept."""
+    rng = random.Random(3)
+    counts: Counter[tuple[tuple[int, ...], ...]] = Counter()
+    for _ in range(NUM_DRAWS):
+        pool, drawn = list(range(len(chains))), []
+        for g, count in enumerate(kept[1:], 1):
+            useful = [a for a in pool if chains[a] > g]
+            spare = [a for a in pool if chains[a] <= g]
+            more = max(count - len(useful), 0)
+            pool = rng.sample(useful, count - more) + rng.sample(spare, more)
+            drawn.append(tuple(sorted(pool)))
+        counts[tuple(drawn)] += 1
+    return counts
+
+
+def chi_square(counts: Counter[tuple[tuple[int, ...], ...]], num_outcomes: int) -> float:
+    assert len(counts) == num_outcomes, sorted(counts)
+    expected = NUM_DRAWS / num_outcomes
+    return sum((count - expected) ** 2 / expected for count in counts.values())
+
+
+def test_kept_sets_are_uniform_as_if_drawn_one_offset_after_the_other() -> None:
+    # 5 tokens keep 3, then 1 of these: 10 * 3 outcomes. A draw that prefers an anchor, or an offset that does not draw
+    # from the one before, shifts or adds outcomes.
+    drawn, twin = nested_sets([3] * 5, 3, 0.6), one_offset_after_the_other([3] * 5, [5, 3, 1])
+    every = {(first, (one,)) for first in itertools.combinations(range(5), 3) for one in first}
+    assert set(drawn) == set(twin) == every
+    assert chi_square(drawn, 30) < LIMIT_30
+    assert chi_square(twin, 30) < LIMIT_30
+
+
+def test_every_offset_draws_from_chains_that_are_still_worth_a_loss() -> None:
+    # Anchors 0-3 are worth a loss at offset 1 and keep 3; of these only 0-2 are at offset 2, which keeps 1: any three
+    # of the four, then one of those below 3, is 3 + 3 * 2 = 9 outcomes, of two kinds.
+    chains = [3, 3, 3, 2, 1]
+    drawn, twin = nested_sets(chains, 3, 0.6), one_offset_after_the_other(chains, [5, 3, 1])
+    assert set(drawn) == set(twin)
+    assert len(drawn) == 9
+    for (first, last), count in drawn.items():
+        assert set(first) <= {0, 1, 2, 3}
+        assert set(last) <= {0, 1, 2}
+        expected = NUM_DRAWS / 4 / (2 if 3 in first else 3)
+        assert abs(count - expected) < 5 * expected**0.5, (first, last)
+        assert abs(twin[first, last] - expected) < 5 * expected**0.5, (first, last)
+
+
+def test_ended_chains_fill_up_evenly_when_too_few_are_worth_a_loss() -> None:
+    # One useful chain of five, three kept: the other two are any of four, and the useful one is always the last.
+    drawn = nested_sets([3, 0, 0, 0, 0], 3, 0.6)
+    assert all(first[0] == 0 and last == (0,) for first, last in drawn)
+    assert chi_square(drawn, 6) < LIMIT_6
 
 
 def test_chain_lengths_equal_a_slow_loop() -> None:
