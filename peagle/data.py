@@ -2,17 +2,20 @@
 
 On disk a data set is a folder of `part-*.npz` files (arrays `tokens`, `lengths`, `prompt_lengths`) and one
 `manifest.json` that says how it was made. In memory it is three flat arrays. Nothing is cut silently: what does not fit
-is counted and reported.
+is counted (`PackedBatches.counts`) and logged.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 import json
 import logging
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -53,9 +56,12 @@ class Conversations:
             raise ValueError(f"data: no part-*.npz in {folder}; make them with `python -m peagle.vllm.generate`")
         arrays: dict[str, list[np.ndarray]] = {"tokens": [], "lengths": [], "prompt_lengths": []}
         for part in parts:
-            with np.load(part) as stored:
-                for name, values in arrays.items():
-                    values.append(stored[name].astype(np.int32))
+            try:
+                with np.load(part) as stored:
+                    for name, values in arrays.items():
+                        values.append(stored[name].astype(np.int32))
+            except (zipfile.BadZipFile, EOFError, KeyError, ValueError) as error:
+                raise ValueError(f"data: {part} is damaged: {error}") from error
             if arrays["tokens"][-1].size != arrays["lengths"][-1].sum():
                 raise ValueError(f"data: {part} is damaged: lengths do not add up to its tokens")
         return cls(**{name: np.concatenate(values) for name, values in arrays.items()})
@@ -106,55 +112,88 @@ def pack(lengths: np.ndarray, max_tokens: int, order: np.ndarray, max_open: int 
 
     order: indices into lengths; those longer than max_tokens must not be in it. Yields lists of indices.
     """
-    open_rows: list[tuple[int, list[int]]] = []
-    for index in order:
-        length = int(lengths[index])
-        fits = [(used, at) for at, (used, _) in enumerate(open_rows) if used + length <= max_tokens]
-        if fits:
-            used, at = max(fits)
-            open_rows[at] = (used + length, [*open_rows[at][1], int(index)])
+    used: list[int] = []  # tokens of each open sequence, ascending
+    rows: list[list[int]] = []  # their documents, in the same order
+    for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        at = bisect.bisect_right(used, max_tokens - length) - 1
+        if at >= 0:
+            length, row = length + used.pop(at), rows.pop(at)
+            row.append(index)
         else:
-            if len(open_rows) == max_open:
-                fullest = max(range(max_open), key=lambda at: open_rows[at][0])
-                yield open_rows.pop(fullest)[1]
-            open_rows.append((length, [int(index)]))
-    for _, indices in open_rows:
-        yield indices
+            row = [index]
+            if len(used) == max_open:
+                used.pop()
+                yield rows.pop()
+        at = bisect.bisect_left(used, length)
+        used.insert(at, length)
+        rows.insert(at, row)
+    yield from rows
 
 
 class PackedBatches:
-    """Endless batches of packed conversations, reshuffled each epoch; the same seed and skip give the same batches."""
+    """Endless batches of packed conversations, reshuffled each epoch; the same seed and skip give the same batches.
 
-    def __init__(self, data: Conversations, *, num_sequences: int, max_tokens: int, seed: int) -> None:
+    long: what becomes of a conversation of more than `max_tokens`. "leave_out": it is not used; "cut": its first
+    `max_tokens` are, if any of its answer is among them. `counts` says how many conversations and tokens of one epoch
+    are used, left out and cut.
+    """
+
+    def __init__(
+        self,
+        data: Conversations,
+        *,
+        num_sequences: int,
+        max_tokens: int,
+        seed: int,
+        long: Literal["leave_out", "cut"] = "leave_out",
+    ) -> None:
         self.data, self.num_sequences, self.max_tokens, self.seed = data, num_sequences, max_tokens, seed
         self._starts = data.lengths.cumsum() - data.lengths
-        self._usable = np.flatnonzero(data.lengths <= max_tokens)
-        self.num_left_out = len(data) - len(self._usable)
-        if self.num_left_out:
-            logger.warning(
-                "%d of %d conversations exceed %d tokens and are left out", self.num_left_out, len(data), max_tokens
-            )
+        self._lengths = np.minimum(data.lengths, max_tokens)
+        is_cut = (data.lengths > max_tokens) & (data.prompt_lengths < max_tokens) & (long == "cut")
+        is_used = (data.lengths <= max_tokens) | is_cut
+        self._usable = np.flatnonzero(is_used)
+        answer_lengths = self._lengths - data.prompt_lengths
+        self.counts = {
+            "num_conversations": int(is_used.sum()),
+            "num_tokens": int(self._lengths[is_used].sum()),
+            "num_answer_tokens": int(answer_lengths[is_used].sum()),
+            "num_left_out": int((~is_used).sum()),
+            "num_tokens_left_out": int(data.lengths[~is_used].sum()),
+            "num_cut": int(is_cut.sum()),
+            "num_tokens_cut": int((data.lengths - self._lengths)[is_cut].sum()),
+        }
         if not len(self._usable):
             raise ValueError(f"data: every conversation exceeds batch.max_tokens = {max_tokens}")
+        if self.counts["num_conversations"] < len(data) or is_cut.any():
+            logger.warning(
+                "of %d conversations %d exceed %d tokens: %d are left out (%d tokens), %d are cut (%d tokens)",
+                len(data),
+                int((data.lengths > max_tokens).sum()),
+                max_tokens,
+                *(self.counts[key] for key in ("num_left_out", "num_tokens_left_out", "num_cut", "num_tokens_cut")),
+            )
 
-    def __call__(self, skip: int = 0) -> Iterator[Batch]:
-        """skip: batches to pass over (resume)."""
-        made, epoch = 0, 0
-        while True:
+    @property
+    def num_left_out(self) -> int:
+        return self.counts["num_left_out"]
+
+    def __call__(self, skip: int = 0, rank: int = 0, num_workers: int = 1) -> Iterator[Batch]:
+        """skip: batches to pass over (resume). Of the rest, worker `rank` gets every `num_workers`-th."""
+        for number, rows in enumerate(self._groups()):
+            if number >= skip and number % num_workers == rank:
+                yield self.assemble(rows)
+
+    def _groups(self) -> Iterator[list[list[int]]]:
+        """Conversations of each batch. Sequences left over at the end of an epoch go into the next one's batches."""
+        rows: list[list[int]] = []
+        for epoch in itertools.count():
             order = np.random.default_rng((self.seed, epoch)).permutation(self._usable)
-            rows: list[list[int]] = []
-            for indices in pack(self.data.lengths, self.max_tokens, order):
+            for indices in pack(self._lengths, self.max_tokens, order):
                 rows.append(indices)
                 if len(rows) == self.num_sequences:
-                    if made >= skip:
-                        yield self.assemble(rows)
-                    made, rows = made + 1, []
-            if rows and made < self.num_sequences:  # a data set smaller than one batch
-                while len(rows) < self.num_sequences:
-                    rows.append(rows[0])
-                yield self.assemble(rows)
-                made += 1
-            epoch += 1
+                    yield rows
+                    rows = []
 
     def assemble(self, rows: list[list[int]]) -> Batch:
         """A batch of the given conversations, one list a sequence, in order."""
@@ -164,7 +203,7 @@ class PackedBatches:
         for row, indices in enumerate(rows):
             at = 0
             for number, index in enumerate(indices):
-                length, start = int(self.data.lengths[index]), self._starts[index]
+                length, start = int(self._lengths[index]), self._starts[index]
                 here = slice(at, at + length)
                 tokens[row, here] = self.data.tokens[start : start + length]
                 document[row, here], position[row, here] = number, np.arange(length)

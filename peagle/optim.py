@@ -35,14 +35,19 @@ class Optimizer:
             self._parts.append((muon, recipe.muon_lr))
 
     def step(self, scale: float) -> float:
-        """Clips, steps, clears. Returns the gradient norm before clipping."""
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.recipe.max_grad_norm)
+        """Clips, steps, clears. Returns the gradient norm before clipping.
+
+        Raises FloatingPointError for a norm that is no finite number; weights and moments are then as before.
+        """
+        norm = float(nn.utils.clip_grad_norm_(self.parameters, self.recipe.max_grad_norm))
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"gradient norm is {norm}")
         for part, lr in self._parts:
             for group in part.param_groups:
                 group["lr"] = lr * scale
             part.step()
             part.zero_grad(set_to_none=True)
-        return float(norm)
+        return norm
 
     def state_dict(self) -> list[dict[str, Any]]:
         return [part.state_dict() for part, _ in self._parts]

@@ -32,7 +32,7 @@ class States:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """loss: mean over useful rows, detached. correct_R: draft equals the target's most likely token; offset_R: 0..K-1."""
+    """loss: mean over useful rows, detached. correct_R: draft is the target's most likely token; offset_R: 0..K-1."""
 
     loss: Tensor
     correct_R: Tensor

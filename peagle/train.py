@@ -1,4 +1,4 @@
-"""Trains a P-EAGLE head from a recipe, on one device; resumes by itself.
+"""Trains a head from a recipe; resumes by itself. On several GPUs: `python -m deployments.train` (Ray Train).
 
     python -m peagle.train configs/train/smollm2-135m.yaml [section.key=value ...]
 
@@ -13,38 +13,43 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
+import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
-from peagle.checkpoint import save_head
-from peagle.config import DrafterConfig
+from peagle.checkpoint import save_drafter
 from peagle.data import Batch, Conversations, PackedBatches
 from peagle.evaluate import evaluate, load_answers
-from peagle.model import Drafter, initialize
+from peagle.fresh import new_drafter, new_pass
 from peagle.optim import MovingAverage, Optimizer, schedule_scale
-from peagle.passes import ParallelPass, Pass, Report, States
+from peagle.passes import Report, States
 from peagle.provenance import conditions
 from peagle.recipe import Recipe
 from peagle.target import Target
+from peagle.workers import Workers
 
 logger = logging.getLogger(__name__)
 
+WARMUP_STEPS = 3
+
 
 class Trainer:
-    """State of one run. `loss` is a training pass, `run` the loop around it."""
+    """State of one worker's run, and the loop. With several workers (`peagle.workers`) rank 0 evaluates and writes."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        cuda = recipe.device == "cuda" or (recipe.device == "auto" and torch.cuda.is_available())
-        self.device = "cuda" if cuda else "cpu"
-        self.compiled = recipe.compile and cuda
-        dtype = torch.bfloat16 if cuda else torch.float32
+    def __init__(self, recipe: Recipe, device: str | None = None) -> None:
+        """device: overrides the recipe's, for a worker that is given one GPU of several."""
+        self.recipe, self.workers = recipe, Workers()
+        automatic = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device or (automatic if recipe.device == "auto" else recipe.device))
+        on_gpu = self.device.type == "cuda"
+        self.compiled = recipe.compile and on_gpu
+        dtype = torch.bfloat16 if on_gpu else torch.float32
         self.target = Target(recipe.target_dir(), device=self.device, dtype=dtype, compiled=self.compiled)
         self.batches = PackedBatches(
             Conversations.load(recipe.data),
@@ -53,31 +58,20 @@ class Trainer:
             seed=recipe.seed,
         )
         self.random = torch.Generator(self.device).manual_seed(recipe.seed)
-        self.drafter = self._new_drafter()
+        self.drafter = new_drafter(recipe, self.target, self.batches, self.random)
         owned = self.drafter.trainable()
-        self.optimizer = Optimizer(owned, recipe.optimizer, fused=cuda)
+        self.workers.share(owned.values())
+        self._reseed()
+        self.optimizer = Optimizer(owned, recipe.optimizer, fused=on_gpu)
         self.average = MovingAverage(owned, recipe.optimizer.ema_decay)
-        self._pass: Pass = ParallelPass(recipe, self.random, compiled=self.compiled)
+        self._pass = new_pass(recipe, self.random, compiled=self.compiled)
         self.output = Path(recipe.output)
-        self.step, self.elapsed_s = 0, 0.0
+        self.step, self.elapsed_s, self.timed_tokens = 0, 0.0, 0
 
-    def _new_drafter(self) -> Drafter:
-        recipe = self.recipe.drafter
-        config = DrafterConfig.for_target(
-            self.target.config,
-            num_layers=recipe.num_layers,
-            num_depths=recipe.num_depths,
-            ptd_token_id=recipe.ptd_token_id,
-            fc_norm=recipe.fc_norm,
-            norm_before_residual=recipe.norm_before_residual,
-        )
-        drafter = Drafter(config).to(self.device)
-        drafter.share_target(self.target.embed_VS, self.target.lm_head_VS)
-        sample = next(self.batches()).to(self.device)
-        aux_BNX, _ = self.target.states(sample.tokens_BN, sample.document_BN, sample.position_BN, config.aux_layer_ids)
-        aux_RX = aux_BNX[sample.document_BN >= 0]
-        initialize(drafter, aux_RX, self.random)
-        return drafter
+    def _reseed(self) -> None:
+        """Workers start from one drafter and then drop different rows."""
+        if not self.workers.leads:
+            self.random.manual_seed(hash((self.recipe.seed, self.workers.rank, self.step)) % 2**63)
 
     def run_pass(self, batch: Batch) -> Report:
         """Adds the gradients of one batch."""
@@ -88,43 +82,70 @@ class Trainer:
         return self._pass(self.drafter, batch, States(aux_BNX, last_BNS, self.target.lm_head_VS))
 
     def run(self) -> Path:
-        """Trains to the end of the schedule and writes the head. Returns its directory."""
+        """Trains to the end of the schedule and writes the head. Returns its directory.
+
+        Raises:
+            FloatingPointError: loss or gradient is no number. The last checkpoint is kept.
+            torch.OutOfMemoryError: names the settings to change.
+        """
         self.output.mkdir(parents=True, exist_ok=True)
         self.resume()
-        bar = tqdm(total=self.recipe.schedule.max_steps, initial=self.step, unit="step", mininterval=5)
-        counted, correct = (torch.zeros(self.drafter.config.num_depths, device=self.device) for _ in range(2))
-        with ThreadPoolExecutor(1) as ahead:
-            batches = self.batches(skip=self.step)
+        try:
+            self._loop()
+        except FloatingPointError as error:
+            raise FloatingPointError(
+                f"step {self.step + 1}: {error}. {self.output / 'checkpoint.pt'} is that of the last save (every "
+                f"{self.recipe.save_every_steps} steps). Lower optimizer.lr or "
+                "optimizer.muon_lr, or optimizer.max_grad_norm, and start again"
+            ) from error
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(f"{memory_advice(self.recipe)} ({error})") from error
+        return self.finish()
+
+    def _loop(self) -> None:
+        schedule, workers = self.recipe.schedule, self.workers
+        num_passes = self.recipe.batch.num_accumulated
+        tally = Tally(self.drafter.config.num_depths, self.device)
+        bar = tqdm(total=schedule.max_steps, initial=self.step, unit="step", mininterval=5, disable=not workers.leads)
+        compiled_from = self.step + WARMUP_STEPS
+        batches = self.batches(self.step * num_passes * workers.size, workers.rank, workers.size)
+        with bar, ThreadPoolExecutor(1) as ahead:
             pending, over, last = ahead.submit(next, batches), False, time.monotonic()
             while not over:
-                batch, pending = pending.result().to(self.device), ahead.submit(next, batches)
-                report = self.run_pass(batch)
-                scale, over = schedule_scale(self.recipe.schedule, self.step + 1, self.elapsed_s)
+                for _ in range(num_passes):
+                    batch, pending = pending.result().to(self.device), ahead.submit(next, batches)
+                    tally.add(self.run_pass(batch))
+                num_tokens = batch.tokens_BN.numel() * num_passes * workers.size
+                workers.average(self.optimizer.parameters, num_passes)
+                scale, over = schedule_scale(schedule, self.step + 1, workers.agree(self.elapsed_s, self.device))
                 norm = self.optimizer.step(scale)
                 self.average.update(self.step)
-                counted += torch.bincount(report.offset_R, minlength=len(counted))
-                correct += torch.bincount(report.offset_R, report.correct_R.float(), minlength=len(counted))
                 self.step += 1
                 bar.update()
                 now = time.monotonic()
                 # The first steps compile; they are not training time.
-                self.elapsed_s += now - last if self.step > 3 else 0.0
+                if self.step > compiled_from:
+                    self.elapsed_s += now - last
+                    self.timed_tokens += num_tokens
                 last = now
                 if self.step % self.recipe.log_every_steps == 0 or over:
-                    self._log(
-                        bar, loss=report.loss.item(), gradient_norm=float(norm), accuracy=_shares(correct, counted)
+                    figures = tally.read()
+                    self._append(
+                        {"step": self.step, "minutes": round(self.elapsed_s / 60, 3)} | figures | {"norm": norm}
                     )
-                    counted.zero_(), correct.zero_()
+                    first = " ".join(f"{share:.2f}" for share in figures["accuracy"])
+                    bar.set_postfix_str(f"loss {figures['loss']:.3f} accuracy by depth {first}", refresh=False)
                 if self.step % self.recipe.save_every_steps == 0:
                     self.save()
                 if self.step % self.recipe.evaluate.every_steps == 0 and not over:
                     self._evaluate(self.recipe.evaluate.max_conversations)
                     last = time.monotonic()
-        bar.close()
-        return self.finish()
 
     def finish(self) -> Path:
         """Writes the averaged head with its provenance, after an evaluation on all answers."""
+        head = self.output / "head"
+        if not self.workers.leads:
+            return head
         self.save()
         groups = self._evaluate(None)
         recipe = self.recipe
@@ -134,6 +155,9 @@ class Trainer:
             "training": {
                 "num_steps": self.step,
                 "minutes": round(self.elapsed_s / 60, 2),
+                "num_workers": self.workers.size,
+                "tokens_per_s": round(self.timed_tokens / self.elapsed_s) if self.elapsed_s else None,
+                "peak_memory_bytes": peak_memory_bytes(self.device),
                 "num_conversations": len(self.batches.data),
                 "num_left_out": self.batches.num_left_out,
                 "num_tokens": int(self.batches.data.lengths.sum()),
@@ -141,13 +165,12 @@ class Trainer:
             },
             "acceptance_offline": groups,
         }
-        tensors = {name: value.to(torch.bfloat16) for name, value in self.average.values.items()}
-        head = save_head(self.output / "head", self.drafter.config, tensors)
+        save_drafter(head, self.drafter, self.average.values)
         (head / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
         return head
 
     def _evaluate(self, max_conversations: int | None) -> dict[str, Any]:
-        if self.recipe.evaluate.data is None:
+        if self.recipe.evaluate.data is None or not self.workers.leads:
             return {}
         self.average.swap()
         groups = evaluate(self.drafter, self.target, *load_answers(self.recipe.evaluate.data, max_conversations))
@@ -157,24 +180,25 @@ class Trainer:
                 self._append({"step": self.step, "group": group, **groups[group]})
         return groups
 
-    def _log(self, bar: Any, **figures: Any) -> None:
-        self._append({"step": self.step, "minutes": round(self.elapsed_s / 60, 3), **figures})
-        first = " ".join(f"{share:.2f}" for share in figures["accuracy"])
-        bar.set_postfix_str(f"loss {figures['loss']:.3f} accuracy by depth {first}", refresh=False)
-
     def _append(self, record: dict[str, Any]) -> None:
+        if not self.workers.leads:
+            return
         with (self.output / "log.jsonl").open("a", encoding="utf-8") as log:
             log.write(json.dumps(record) + "\n")
 
     def save(self) -> None:
         """Writes `checkpoint.pt` whole or not at all."""
+        if not self.workers.leads:
+            return
         state = {
             "drafter": {name: p.detach() for name, p in self.drafter.trainable().items()},
             "average": self.average.values,
+            "target_ids": self.drafter.target_ids,
             "optimizer": self.optimizer.state_dict(),
             "random": self.random.get_state(),
             "step": self.step,
             "elapsed_s": self.elapsed_s,
+            "timed_tokens": self.timed_tokens,
             "recipe": self.recipe.model_dump(),
         }
         partial = self.output / "checkpoint.pt.partial"
@@ -186,25 +210,71 @@ class Trainer:
         path = self.output / "checkpoint.pt"
         if not path.exists():
             return
-        state = torch.load(path, map_location=self.device, weights_only=True)
+        try:
+            state = torch.load(path, map_location=self.device, weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{path} is damaged ({error}): remove it to start again") from error
         for section in ("target", "seed", "drafter", "batch"):
             ours, theirs = self.recipe.model_dump()[section], state["recipe"][section]
             if ours != theirs:
                 raise ValueError(
                     f"{path} was made with {section} = {theirs}, the recipe says {ours}: use another output folder"
                 )
+        if not torch.equal(self.drafter.target_ids, state["target_ids"]):
+            raise ValueError(
+                f"{path} was made with another draft vocabulary: the answers in {self.recipe.data} have changed, and "
+                "with them their most frequent tokens. Use another output folder"
+            )
         with torch.no_grad():
             for name, parameter in self.drafter.trainable().items():
                 parameter.copy_(state["drafter"][name])
                 self.average.values[name].copy_(state["average"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.random.set_state(state["random"].cpu())
-        self.step, self.elapsed_s = state["step"], state["elapsed_s"]
+        self.step, self.elapsed_s, self.timed_tokens = state["step"], state["elapsed_s"], state["timed_tokens"]
+        self._reseed()
         logger.info("resumed at step %d", self.step)
 
 
-def _shares(correct: Tensor, counted: Tensor) -> list[float]:
-    return [round(share, 4) for share in (correct / counted.clamp_min(1)).tolist()]
+class Tally:
+    """Mean loss, and share of drafts that equal the target's choice by depth, since the last reading."""
+
+    def __init__(self, num_depths: int, device: torch.device) -> None:
+        self._counted, self._correct = (torch.zeros(num_depths, device=device) for _ in range(2))
+        self._loss, self._passes = torch.zeros((), device=device), 0
+
+    def add(self, report: Report) -> None:
+        num_depths = len(self._counted)
+        self._counted += torch.bincount(report.offset_R, minlength=num_depths)
+        self._correct += torch.bincount(report.offset_R, report.correct_R.float(), minlength=num_depths)
+        self._loss += report.loss
+        self._passes += 1
+
+    def read(self) -> dict[str, Any]:
+        """Raises FloatingPointError when the loss is no finite number."""
+        loss = float(self._loss) / max(self._passes, 1)
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"loss is {loss}")
+        accuracy = [round(share, 4) for share in (self._correct / self._counted.clamp_min(1)).tolist()]
+        for counter in (self._counted, self._correct, self._loss):
+            counter.zero_()
+        self._passes = 0
+        return {"loss": round(loss, 5), "accuracy": accuracy}
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Most memory that tensors held at once on a GPU; None on a CPU, where torch does not count."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def memory_advice(recipe: Recipe) -> str:
+    """Which settings make a pass smaller, with their values."""
+    batch = recipe.batch
+    return (
+        f"out of memory: raise batch.num_segments (now {batch.num_segments}), or lower batch.num_sequences (now "
+        f"{batch.num_sequences}; batch.num_accumulated keeps the step's size), batch.max_tokens (now "
+        f"{batch.max_tokens}) or loss.chunk (now {recipe.loss.chunk})"
+    )
 
 
 def main() -> None:
