@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-#: What vLLM proposes at most in one pass is not limited by a head without `num_depths`; this is what we assume for it.
+#: vLLM does not limit what it drafts by a head without `num_depths`; this is what we assume for it.
 DEFAULT_NUM_DEPTHS = 8
 
 
@@ -31,9 +31,10 @@ def default_aux_layer_ids(num_target_layers: int) -> tuple[int, int, int]:
 class DrafterConfig:
     """Shape of a P-EAGLE (or EAGLE-3) drafter.
 
-    `num_depths` is K_max, the draft tokens that the head was trained to propose in one pass (1 for an EAGLE-3 head,
-    which proposes them one after another). `ptd_token_id` is the mask token, an id of the target's vocabulary that text
-    does not use; None for a head without parallel drafting.
+    `num_depths` is K_max, the draft tokens that the head was trained to propose: all in one pass, or, for an EAGLE-3
+    head, one after another (steps of its unroll, `peagle.unroll`). `ptd_token_id` is the mask token, an id of the
+    target's vocabulary that text does not use; None for a head without parallel drafting (EAGLE-3). `norm_output`: an
+    EAGLE-3 head feeds back its rows after the last norm, not its residual stream (EAGLE-3.1).
     """
 
     hidden_size: int
@@ -52,6 +53,7 @@ class DrafterConfig:
     rope_theta: float = 10000.0
     max_position_embeddings: int = 8192
     norm_before_residual: bool = False
+    norm_output: bool = False
     fc_norm: bool = False
     attention_bias: bool = False
     extra: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
@@ -136,6 +138,7 @@ class DrafterConfig:
             rope_theta=_rope_theta(raw),
             max_position_embeddings=raw.get("max_position_embeddings", 8192),
             norm_before_residual=bool(raw.get("norm_before_residual", False)),
+            norm_output=bool(raw.get("norm_output", False)),
             fc_norm=bool(raw.get("fc_norm", False)),
             attention_bias=bool(raw.get("attention_bias", False)),
             extra={key: value for key, value in raw.items() if key not in known},
