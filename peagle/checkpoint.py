@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from peagle.config import DrafterConfig, HeadError
+from peagle.draft_vocabulary import marks, offsets, target_ids
 from peagle.head_files import (
     TensorSpec,
     canonical_name,
@@ -31,7 +32,16 @@ from peagle.head_files import (
 )
 from peagle.model import Drafter
 
-__all__ = ["HeadError", "build_drafter", "check_head", "check_head_fits", "load_head", "read_head_config", "save_head"]
+__all__ = [
+    "HeadError",
+    "build_drafter",
+    "check_head",
+    "check_head_fits",
+    "load_head",
+    "read_head_config",
+    "save_drafter",
+    "save_head",
+]
 
 _DTYPE_NAMES = {
     torch.float32: "F32",
@@ -96,6 +106,22 @@ def save_head(head_dir: str | Path, config: DrafterConfig, tensors: dict[str, Te
     return head_dir
 
 
+def save_drafter(
+    head_dir: str | Path, drafter: Drafter, values: dict[str, Tensor] | None = None, dtype: torch.dtype = torch.bfloat16
+) -> Path:
+    """Write a drafter in the shipped form: what it owns, and the tables of a reduced draft vocabulary.
+
+    values: its parameters, by the names of `Drafter.trainable`, when they are not the live ones (a moving average).
+    dtype: stored type of them. Returns the directory; raises as `save_head`.
+    """
+    config = drafter.config
+    owned: dict[str, Tensor] = dict(drafter.trainable()) if values is None else values
+    tensors = {name: value.to(dtype) for name, value in owned.items()}
+    if config.draft_vocab_size < config.vocab_size:
+        tensors |= {"d2t": offsets(drafter.target_ids), "t2d": marks(drafter.target_ids, config.vocab_size)}
+    return save_head(head_dir, config, tensors)
+
+
 def build_drafter(
     config: DrafterConfig,
     tensors: dict[str, Tensor],
@@ -108,16 +134,19 @@ def build_drafter(
     """A `Drafter` in evaluation mode with a head's weights, from either form.
 
     embed_VH: the target's embedding table [V, H], needed when the head has no `embed_tokens.weight`. lm_head_VH: the
-    target's output matrix [V, H], needed when the head has no `lm_head.weight`. Tables of the head's own win.
+    target's output matrix [V, H], needed when the head has no `lm_head.weight`; a reduced draft vocabulary takes its
+    rows. Tables of the head's own win. All tables are frozen.
 
     Raises:
         HeadError: a table is neither in the head nor given, or the given one has another shape.
     """
+    own_lm_head = "lm_head.weight" in tensors
     embed_VH = tensors.get("embed_tokens.weight", embed_VH)
     lm_head_VH = tensors.get("lm_head.weight", lm_head_VH)
+    num_rows = config.draft_vocab_size if own_lm_head else config.vocab_size
     wanted = {
         "embed_VH": (embed_VH, "embed_tokens.weight", (config.vocab_size, config.hidden_size)),
-        "lm_head_VH": (lm_head_VH, "lm_head.weight", (config.draft_vocab_size, config.hidden_size)),
+        "lm_head_VH": (lm_head_VH, "lm_head.weight", (num_rows, config.hidden_size)),
     }
     for argument, (table, name, shape) in wanted.items():
         if table is None:
@@ -134,15 +163,11 @@ def build_drafter(
         own["mask_hidden"] = own["mask_hidden"].reshape(1, 1, -1)
     drafter.load_state_dict(own)
     if "d2t" in tensors:
-        drafter.register_buffer("target_ids", target_ids(tensors["d2t"]), persistent=False)
+        drafter.target_ids = target_ids(tensors["d2t"])
+        lm_head_VH = lm_head_VH if own_lm_head else lm_head_VH[drafter.target_ids.to(lm_head_VH.device)]
     drafter = drafter.to(device=device, dtype=dtype).eval()
     drafter.share_target(embed_VH.to(device=device, dtype=dtype), lm_head_VH.to(device=device, dtype=dtype))
     return drafter
-
-
-def target_ids(d2t: Tensor) -> Tensor:
-    """d2t [V_draft], offsets -> [V_draft] int64, the target's token id of each draft token."""
-    return torch.arange(d2t.shape[0], device=d2t.device) + d2t.long()
 
 
 def _check_vocabulary_tables(config: DrafterConfig, tensors: dict[str, Tensor], source: str) -> None:

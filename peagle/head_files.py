@@ -5,8 +5,9 @@ that is wrong in one message. Tensor values are never read and torch is never im
 wrong head in milliseconds, before anything loads. (vLLM itself does not name a missing tensor of such a head: the
 parameter keeps whatever memory it was given.)
 
-Two forms are accepted. The *plain* form is vLLM's own. The *shipped* form has `mask_embedding` [H] and no
-`embed_tokens.weight`: the target's table serves, with one row replaced (see `peagle.heads`).
+Two forms are accepted. The *plain* form is vLLM's own. The *shipped* form leaves out what the target has: instead of
+`embed_tokens.weight` it holds `mask_embedding` [H], the one row of the target's table that differs, and with a reduced
+draft vocabulary it has no `lm_head.weight`, whose rows are the target's at `d2t` (`peagle.heads` joins them).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +138,7 @@ def expected_tensors(config: DrafterConfig) -> dict[str, Expected]:
         expected["mask_embedding"] = Expected((hidden,), required=False)
     reduced = config.draft_vocab_size < config.vocab_size
     expected["embed_tokens.weight"] = Expected((config.vocab_size, hidden), required=False)
-    expected["lm_head.weight"] = Expected((config.draft_vocab_size, hidden), required=reduced)
+    expected["lm_head.weight"] = Expected((config.draft_vocab_size, hidden), required=False)
     expected["d2t"] = Expected((config.draft_vocab_size,), required=reduced, dtypes=INTEGER_DTYPES)
     expected["t2d"] = Expected((config.vocab_size,), required=False, dtypes=MASK_DTYPES)
     return expected
@@ -145,6 +147,15 @@ def expected_tensors(config: DrafterConfig) -> dict[str, Expected]:
 def canonical_name(name: str) -> str:
     """Checkpoint name of a tensor; EAGLE-3 heads of one layer may call it `midlayer`, as vLLM allows."""
     return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
+
+
+def is_plain(config: DrafterConfig, names: Collection[str]) -> bool:
+    """Whether stock vLLM loads a head with these tensors as it is.
+
+    vLLM shares the target's output matrix with a head that has none, which fits the whole vocabulary only.
+    """
+    complete = "lm_head.weight" in names or config.draft_vocab_size == config.vocab_size
+    return complete and "mask_embedding" not in names
 
 
 def check_tensors(config: DrafterConfig, specs: dict[str, TensorSpec], source: str | Path) -> None:
@@ -224,9 +235,10 @@ def check_head(head_dir: str | Path, target: dict[str, Any] | None = None) -> Dr
         check_head_fits(config, target)
     specs = read_tensor_specs(head_dir)
     check_tensors(config, specs, head_dir)
-    if "embed_tokens.weight" not in specs and config.hidden_size != config.target_hidden_size:
+    shared = [name for name in ("embed_tokens.weight", "lm_head.weight") if name not in specs]
+    if shared and config.hidden_size != config.target_hidden_size:
         raise HeadError(
-            f"head {head_dir} has no embed_tokens.weight, so it must share the target's table, but its hidden_size = "
+            f"head {head_dir} has no {' and no '.join(shared)}, so it must share the target's, but its hidden_size = "
             f"{config.hidden_size} is not the target's {config.target_hidden_size}"
         )
     return config

@@ -27,6 +27,7 @@ from transformers import AutoTokenizer
 from peagle.checkpoint import build_drafter, load_head, save_head
 from peagle.config import DrafterConfig
 from peagle.draft import DraftSession
+from peagle.draft_vocabulary import marks, offsets
 from peagle.head_files import expected_tensors
 from peagle.heads import prepare_head
 from peagle.model import Drafter
@@ -73,9 +74,9 @@ def strong_head(config: DrafterConfig) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for name, want in expected_tensors(config).items():
-        if name == "d2t":
+        if name == "d2t" and config.draft_vocab_size < config.vocab_size:
             kept = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size].sort().values
-            tensors[name] = kept - torch.arange(config.draft_vocab_size)
+            tensors |= {"d2t": offsets(kept), "t2d": marks(kept, config.vocab_size)}
         if name == "d2t" or not (want.required or name == "mask_embedding"):
             continue
         value = torch.randn(want.shape, generator=generator)

@@ -181,7 +181,7 @@ def test_narrow_drafter_needs_its_own_table(tmp_path: Path) -> None:
     path = save_head(tmp_path / "head", config, tensors)
     assert check_head(path, TARGET) == config
     rewrite(path, embed_tokens__weight=None)
-    with pytest.raises(HeadError, match=r"has no embed_tokens.weight, so it must share the target's table"):
+    with pytest.raises(HeadError, match=r"has no embed_tokens.weight, so it must share the target's, but its hidden_size"):
         check_head(path, TARGET)
 
 

@@ -1,9 +1,10 @@
-"""The heads that ship with this package, and their join with a target's embedding table.
+"""The heads that ship with this package, and their join with a target's tables.
 
 A shipped head is small: it leaves out the tables that it shares with the target. vLLM wants the mask token's learned
-embedding as row ``ptd_token_id`` of the head's own ``embed_tokens.weight`` [V, H], so `prepare_head` writes, into the
-cache directory, a plain head: the target's table with that one row replaced, and every other tensor as shipped. It has
-no ``lm_head.weight`` unless the shipped one has: vLLM then shares the target's, which is the same matrix.
+embedding as row ``ptd_token_id`` of the head's own ``embed_tokens.weight`` [V, H], and the output matrix of a reduced
+draft vocabulary as its own ``lm_head.weight`` [V_draft, H]. So `prepare_head` writes, into the cache directory, a plain
+head: the target's embedding table with that one row replaced, the target's output rows at ``d2t``, and every other
+tensor as shipped. With the whole vocabulary it has no ``lm_head.weight``: vLLM then shares the target's.
 
 What enters: a head (shipped name or directory) and a target checkpoint. What leaves: the path of a head that stock vLLM
 loads. Importing this module loads neither torch nor vLLM.
@@ -12,11 +13,12 @@ loads. Importing this module loads neither torch nor vLLM.
 import hashlib
 import json
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.config import HeadError
-from peagle.head_files import check_head, read_tensor_specs, weight_files
+from peagle.config import DrafterConfig, HeadError
+from peagle.head_files import check_head, is_plain, read_tensor_specs, weight_files
 from peagle.store import Report, cache_root, prepare_directory, sha256_of, write_bytes
 
 if TYPE_CHECKING:
@@ -43,24 +45,27 @@ def prepare_head(
     """Directory of a plain head that fits the target in `target_dir`.
 
     `head` is a shipped head's name or a directory. A directory that already holds a plain head is checked and returned
-    as it is; one with ``mask_embedding`` is joined with the target's embedding table at the first call and reused
-    afterwards. `verify` hashes every file that is reused.
+    as it is; a shipped one is joined with the target's tables at the first call and reused afterwards. `verify` hashes
+    every file that is reused.
 
-    Raises HeadError for an unknown, damaged or unfitting head, ValueError for a target without a readable embedding
-    table, CacheError when the cache directory is full or not writable.
+    Raises HeadError for an unknown, damaged or unfitting head, ValueError for a target without the tables that the head
+    needs, CacheError when the cache directory is full or not writable.
     """
     head_dir = _head_directory(head)
-    check_head(head_dir, _target_config(target_dir))
-    if "mask_embedding" not in read_tensor_specs(head_dir):
+    target = _target_config(target_dir)
+    config = check_head(head_dir, target)
+    names = read_tensor_specs(head_dir).keys()
+    if is_plain(config, names):
         return head_dir
-    table_VH = _embedding_table(target_dir)
-    key = _join_key(head_dir, table_VH)
-    num_bytes = sum(path.stat().st_size for path in head_dir.iterdir()) + table_VH.nbytes + 4096
+    tables = _needed_tables(target_dir, config, names)
+    key = _join_key(head_dir, tables)
+    num_bytes = sum(path.stat().st_size for path in head_dir.iterdir()) + 4096
+    num_bytes += sum(table.nbytes for table in tables.values())
 
     def build(directory: Path) -> None:
-        report(f"joining the head {head_dir.name} with the target's embedding table")
-        _join(head_dir, table_VH, directory)
-        check_head(directory, _target_config(target_dir))
+        report(f"joining the head {head_dir.name} with the target's {' and '.join(tables)}")
+        _join(head_dir, tables, directory)
+        check_head(directory, target)
 
     root = cache_root(cache_dir) / "heads"
     return prepare_directory(root, f"{head_dir.name}-{key}", num_bytes, build, verify=verify, report=report)
@@ -91,45 +96,63 @@ def _target_config(target_dir: Path) -> dict[str, Any]:
     return config
 
 
-def _embedding_table(target_dir: Path) -> "torch.Tensor":
-    """The target's input embedding table [V, H], in its stored type."""
+def _needed_tables(target_dir: Path, config: DrafterConfig, names: Collection[str]) -> "dict[str, torch.Tensor]":
+    """The target's tables [V, H] that a shipped head with these tensors lacks, by their names in a head."""
+    tables = {}
+    if "mask_embedding" in names:
+        tables["embed_tokens.weight"] = _target_table(target_dir, "embed_tokens.weight")
+    if config.draft_vocab_size < config.vocab_size and "lm_head.weight" not in names:
+        tables["lm_head.weight"] = _target_table(target_dir, "lm_head.weight")
+    return tables
+
+
+def _target_table(target_dir: Path, name: str) -> "torch.Tensor":
+    """A table of the target [V, H], in its stored type; a tied output matrix is the embedding table."""
     from safetensors import SafetensorError, safe_open
 
     found: list[tuple[Path, str, torch.Tensor]] = []
     for path in sorted(Path(target_dir).glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
-                names = [name for name in file.keys() if name.endswith("embed_tokens.weight")]  # noqa: SIM118 (no mapping)
-                found += [(path, name, file.get_tensor(name)) for name in names]
+                stored = [one for one in file.keys() if one.endswith(name)]  # noqa: SIM118 (no mapping)
+                found += [(path, one, file.get_tensor(one)) for one in stored]
         except SafetensorError as error:
             raise ValueError(f"target {target_dir}: {path} cannot be read: {error}") from error
+    if not found and name == "lm_head.weight" and _target_config(target_dir).get("tie_word_embeddings", True):
+        return _target_table(target_dir, "embed_tokens.weight")
     if len(found) != 1:
-        where = ", ".join(f"{name} in {path.name}" for path, name, _ in found) or "none"
-        raise ValueError(f"target {target_dir}: one embed_tokens.weight is needed in its safetensors, found {where}")
+        where = ", ".join(f"{one} in {path.name}" for path, one, _ in found) or "none"
+        raise ValueError(f"target {target_dir}: one {name} is needed in its safetensors, found {where}")
     return found[0][2]
 
 
-def _join_key(head_dir: Path, table_VH: "torch.Tensor") -> str:
-    """Ten hex digits that change with the head, the target's table and the way of joining."""
+def _join_key(head_dir: Path, tables: "dict[str, torch.Tensor]") -> str:
+    """Ten hex digits that change with the head, the target's tables and the way of joining."""
     import torch
 
-    digest = hashlib.sha256(f"{_JOIN} {table_VH.dtype} {tuple(table_VH.shape)}".encode())
+    digest = hashlib.sha256(str(_JOIN).encode())
     for path in (head_dir / "config.json", *weight_files(head_dir)):
         digest.update(sha256_of(path).encode())
-    digest.update(table_VH.contiguous().view(torch.uint8).numpy().data)
+    for name, table_VH in tables.items():
+        digest.update(f" {name} {table_VH.dtype} {tuple(table_VH.shape)}".encode())
+        digest.update(table_VH.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:10]
 
 
-def _join(head_dir: Path, table_VH: "torch.Tensor", directory: Path) -> None:
+def _join(head_dir: Path, tables: "dict[str, torch.Tensor]", directory: Path) -> None:
     """Write the plain head made from the shipped one in `head_dir` into `directory`."""
     from safetensors.torch import save
 
     from peagle.checkpoint import load_head
+    from peagle.draft_vocabulary import target_ids
 
     config, tensors = load_head(head_dir)
-    embed_VH = table_VH.clone()
-    # The row takes the table's type: vLLM casts the whole table anyway, and one type keeps the file plain.
-    embed_VH[config.ptd_token_id] = tensors.pop("mask_embedding").to(table_VH.dtype)
-    tensors["embed_tokens.weight"] = embed_VH
+    if "embed_tokens.weight" in tables:
+        embed_VH = tables["embed_tokens.weight"].clone()
+        # The row takes the table's type: vLLM casts the whole table anyway, and one type keeps the file plain.
+        embed_VH[config.ptd_token_id] = tensors.pop("mask_embedding").to(embed_VH.dtype)
+        tensors["embed_tokens.weight"] = embed_VH
+    if "lm_head.weight" in tables:
+        tensors["lm_head.weight"] = tables["lm_head.weight"][target_ids(tensors["d2t"])]
     write_bytes(directory / "config.json", (head_dir / "config.json").read_bytes())
     write_bytes(directory / "model.safetensors", save(tensors, metadata={"format": "pt"}))
