@@ -1,109 +1,229 @@
-"""Loss of drafted tokens against the target, without holding logits of all rows at once.
+"""Losses of drafted tokens against the target, without holding logits of all rows at once.
 
-The target's distribution p is the label: forward KL(p || q) up to the target's own entropy, i.e. soft cross-entropy
--sum_v p(v) log q(v). Its gradient with respect to a logit is q - p. `lm_head` is frozen, so the only gradient needed is
-that of the hidden states, and it is formed chunk by chunk in the forward pass: at most one chunk of logits [chunk, V]
-lives.
-The target's own logits [N, V] of the batch's tokens are held whole: rows share them as labels.
+p is the target's distribution, q the drafter's, both over the draft vocabulary:
+
+    soft        cross-entropy -sum_v p(v) log q(v): forward KL(p || q) up to the target's own entropy
+    hard        cross-entropy -log q(y) to the target's most likely token y; none where the draft vocabulary lacks y
+    reverse_kl  KL(q || p)
+    tv          total variation distance 1/2 sum_v |q(v) - p(v)|: one minus the probability that rejection sampling
+                accepts a token drafted from q (Leviathan et al., arXiv 2211.17192, section 3.2). Its gradient fades
+                where q puts no weight yet, so it is for a head that another loss has started (compare LK losses, arXiv
+                2602.23881)
+
+`lm_head` is frozen, so the only gradient needed is that of the hidden states, and it is formed chunk by chunk in the
+forward pass: at most one chunk of logits [chunk, V] lives. A kernel turns logits into their gradient in place.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from peagle.target_logits import MAX_WHOLE_BYTES, Distributions, TargetLogits, statistics, wide_softmax
 
-@dataclasses.dataclass(frozen=True)
-class TargetLogits:
-    """The target's logits of every token of a batch, flattened: logits_NV, log-sum-exp_N (float32) and argmax_N."""
-
-    logits_NV: Tensor
-    logsumexp_N: Tensor
-    argmax_N: Tensor
-
-    @classmethod
-    def of(cls, hidden_NS: Tensor, lm_head_VS: Tensor, chunk: int = 4096) -> TargetLogits:
-        """hidden_NS: the target's last hidden states (after its norm); lm_head_VS: its output matrix."""
-        logits_NV = hidden_NS.new_empty(hidden_NS.shape[0], lm_head_VS.shape[0])
-        sums, tops = [], []
-        for start in range(0, hidden_NS.shape[0], chunk):
-            part = torch.mm(hidden_NS[start : start + chunk], lm_head_VS.T, out=logits_NV[start : start + chunk])
-            sums.append(part.float().logsumexp(-1))
-            tops.append(part.argmax(-1))
-        return cls(logits_NV, torch.cat(sums), torch.cat(tops))
+#: Weight of each row, or a function correct_R (bool) -> weight_R that is called once all rows are scored.
+Weigh = Tensor | Callable[[Tensor], Tensor]
 
 
-def soft_cross_entropy(logits_RV: Tensor, target_RV: Tensor, weight_R: Tensor) -> Tensor:
-    """Plain twin of `ChunkedSoftCrossEntropy`: sum of weight * -sum_v softmax(target) log softmax(logits)."""
-    losses_R = -(target_RV.float().softmax(-1) * logits_RV.float().log_softmax(-1)).sum(-1)
-    return (weight_R * losses_R).sum()
+class Scored(NamedTuple):
+    """total: weighted sum of losses_R, the only one with a gradient, and that only to the hidden states.
+
+    losses_R: unweighted. argmax_R: drafts, as ids of the target. correct_R: the draft is the target's most likely token
+    of its whole vocabulary. outside_R: the draft vocabulary lacks that token, so no draft can be correct.
+    """
+
+    total: Tensor
+    losses_R: Tensor
+    argmax_R: Tensor
+    correct_R: Tensor
+    outside_R: Tensor
 
 
-def _chunk(logits: Tensor, target: Tensor, target_lse: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one chunk: loss per row, weighted gradient of the logits, most likely token per row."""
-    wide = logits.float()
-    top, argmax = wide.max(-1)
-    exponent = (wide - top[:, None]).exp()
-    total = exponent.sum(-1)
-    probability = (target.float() - target_lse[:, None]).exp()
-    loss = top + total.log() - (probability * wide).sum(-1)
-    gradient = (exponent / total[:, None] - probability) * weight[:, None]
-    return loss, gradient.to(logits.dtype), argmax
+def plain_losses(name: str, logits_RV: Tensor, target_RV: Tensor, draft_R: Tensor) -> Tensor:
+    """Plain twin of `ChunkedLoss`: loss of each row from logits of drafter and target over the draft vocabulary.
+
+    draft_R: the target's most likely token as an index into it, or -1.
+    """
+    log_q, log_p = logits_RV.log_softmax(-1), target_RV.log_softmax(-1)
+    if name == "soft":
+        return -(log_p.exp() * log_q).sum(-1)
+    if name == "hard":
+        return torch.where(draft_R < 0, 0, -log_q.gather(-1, draft_R.clamp_min(0)[:, None]).squeeze(-1))
+    if name == "reverse_kl":
+        return (log_q.exp() * (log_q - log_p)).sum(-1)
+    assert name == "tv", name
+    return 0.5 * (log_q.exp() - log_p.exp()).abs().sum(-1)
 
 
-class _ChunkedSoftCrossEntropy(torch.autograd.Function):
+def reach_weights(
+    correct_R: Tensor,
+    chain_R: Tensor,
+    offset_R: Tensor,
+    *,
+    num_chains: int,
+    num_depths: int,
+    reach: float,
+    offset_decay: float = 1.0,
+) -> Tensor:
+    """weight_R float32: offset_decay ** offset, times `reach` behind a wrong draft of the chain.
+
+    Decoding stops at the first wrong draft, so it never uses what the chain proposes behind it. chain_R: 0..num_chains
+    - 1. All earlier offsets of a row's chain must be among the rows; one that is missing counts as correct.
+    """
+    wrong_AK = torch.zeros(num_chains, num_depths, dtype=torch.int32, device=correct_R.device)
+    wrong_AK[chain_R, offset_R] = (~correct_R).int()
+    before_R = (wrong_AK.cumsum(1) - wrong_AK)[chain_R, offset_R]
+    return offset_decay ** offset_R.float() * torch.where(before_R > 0, reach, 1.0)
+
+
+def _gathered(target_UV: Tensor, logsumexp_U: Tensor, index_C: Tensor, like: Tensor) -> Tensor:
+    """Log-probabilities of the target for each row of a chunk."""
+    return target_UV[index_C].to(like.dtype) - logsumexp_U[index_C, None]
+
+
+# Kernels: (loss_C, argmax_C) of one chunk; `logits_CV` becomes the gradient of the loss with respect to it.
+
+
+def _soft(logits_CV: Tensor, target_UV: Tensor, logsumexp_U: Tensor, _: Tensor, index_C: Tensor) -> Any:
+    wide, exponent, total, logsumexp = wide_softmax(logits_CV)
+    p = _gathered(target_UV, logsumexp_U, index_C, wide).exp()
+    loss_C, argmax_C = logsumexp.squeeze(-1) - (p * wide).sum(-1), logits_CV.argmax(-1)
+    logits_CV.copy_(exponent / total - p)
+    return loss_C, argmax_C
+
+
+def _hard(logits_CV: Tensor, _: Tensor, __: Tensor, draft_U: Tensor, index_C: Tensor) -> Any:
+    wide, exponent, total, logsumexp = wide_softmax(logits_CV)
+    draft_C1 = draft_U[index_C, None]
+    known, hit = draft_C1 >= 0, torch.arange(wide.shape[1], device=wide.device) == draft_C1
+    loss_C1 = torch.where(known, logsumexp - wide.gather(1, draft_C1.clamp_min(0)), 0)
+    argmax_C = logits_CV.argmax(-1)
+    logits_CV.copy_(torch.where(known, exponent / total - hit.to(wide.dtype), 0))
+    return loss_C1.squeeze(-1), argmax_C
+
+
+def _reverse_kl(logits_CV: Tensor, target_UV: Tensor, logsumexp_U: Tensor, _: Tensor, index_C: Tensor) -> Any:
+    wide, exponent, total, logsumexp = wide_softmax(logits_CV)
+    q, ratio = exponent / total, wide - logsumexp - _gathered(target_UV, logsumexp_U, index_C, wide)
+    loss_C1, argmax_C = (q * ratio).sum(-1, keepdim=True), logits_CV.argmax(-1)
+    logits_CV.copy_(q * (ratio - loss_C1))
+    return loss_C1.squeeze(-1), argmax_C
+
+
+def _tv(logits_CV: Tensor, target_UV: Tensor, logsumexp_U: Tensor, _: Tensor, index_C: Tensor) -> Any:
+    wide, exponent, total, _lse = wide_softmax(logits_CV)
+    q = exponent / total
+    excess = q - _gathered(target_UV, logsumexp_U, index_C, wide).exp()
+    side = 0.5 * excess.sign()
+    loss_C, argmax_C = 0.5 * excess.abs().sum(-1), logits_CV.argmax(-1)
+    logits_CV.copy_(q * (side - (q * side).sum(-1, keepdim=True)))
+    return loss_C, argmax_C
+
+
+KERNELS = {"soft": _soft, "hard": _hard, "reverse_kl": _reverse_kl, "tv": _tv}
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled for any number of rows but one size of vocabulary, which lets softmax sums take one pass over it.
+
+    The threshold keeps float32 [chunk, V] terms from being stored because several sums use them: they are made again.
+    """
+    compiled = torch.compile(function, dynamic=True, options={"realize_reads_threshold": 32})
+
+    def call(*tensors: Tensor) -> Any:
+        for tensor in tensors:
+            if tensor.ndim == 2:
+                torch._dynamo.mark_static(tensor, 1)
+        return compiled(*tensors)
+
+    return call
+
+
+def _score(
+    kernel: Callable[..., Any], hidden_CH: Tensor, lm_head_VH: Tensor, target: Distributions, index_C: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one chunk: loss, gradient of hidden_CH, most likely token. Its logits die with the call."""
+    logits_CV = hidden_CH @ lm_head_VH.T
+    loss_C, argmax_C = kernel(logits_CV, target.logits_UV, target.logsumexp_U, target.draft_U, index_C)
+    return loss_C, logits_CV @ lm_head_VH, argmax_C
+
+
+class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         hidden_RH: Tensor,
         lm_head_VH: Tensor,
-        target: TargetLogits,
+        labels: TargetLogits,
         label_R: Tensor,
-        weight_R: Tensor,
+        weigh: Weigh,
         chunk: int,
-        step: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        num_rows = hidden_RH.shape[0]
+        kernel: Callable[..., Any],
+    ) -> tuple[Tensor, ...]:
+        ctx.dtype = hidden_RH.dtype
         hidden_RH = hidden_RH.to(lm_head_VH.dtype)
         gradient_RH = torch.empty_like(hidden_RH)
-        losses_R = hidden_RH.new_empty(num_rows, dtype=torch.float32)
-        argmax_R = label_R.new_empty(num_rows)
-        for start in range(0, num_rows, chunk):
-            rows = slice(start, start + chunk)
-            label, weight = label_R[rows], weight_R[rows]
-            logits = hidden_RH[rows] @ lm_head_VH.T
-            loss, gradient, argmax = step(logits, target.logits_NV[label], target.logsumexp_N[label], weight)
-            torch.mm(gradient, lm_head_VH, out=gradient_RH[rows])
-            losses_R[rows], argmax_R[rows] = loss, argmax
-        ctx.save_for_backward(gradient_RH)
-        ctx.mark_non_differentiable(losses_R, argmax_R)
-        return (losses_R * weight_R).sum(), losses_R, argmax_R
+        losses_R = hidden_RH.new_empty(len(label_R), dtype=torch.promote_types(hidden_RH.dtype, torch.float32))
+        draft_R, target_R = torch.empty_like(label_R), torch.empty_like(label_R)
+        outside_R = torch.empty_like(label_R, dtype=torch.bool)
+        for rows, token_U, index_C in labels.walk(label_R, chunk):
+            target = labels.at(token_U)
+            scored = _score(kernel, hidden_RH[rows], lm_head_VH, target, index_C)
+            losses_R[rows], gradient_RH[rows], draft_R[rows] = scored
+            target_R[rows], outside_R[rows] = target.argmax_U[index_C], target.draft_U[index_C] < 0
+            del target  # or two chunks of the target's logits would live while the next is made
+        argmax_R = labels.ids(draft_R)
+        correct_R = argmax_R == target_R
+        # A row's gradient is linear in its weight, so the weights may wait until every draft is known.
+        weight_R = weigh if isinstance(weigh, Tensor) else weigh(correct_R)
+        ctx.save_for_backward(gradient_RH, weight_R)
+        ctx.mark_non_differentiable(losses_R, argmax_R, correct_R, outside_R)
+        return (losses_R * weight_R).sum(), losses_R, argmax_R, correct_R, outside_R
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        (gradient_RH,) = ctx.saved_tensors
-        return gradient_RH * grad_loss, None, None, None, None, None, None
+    def backward(ctx: Any, grad_total: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        gradient_RH, weight_R = ctx.saved_tensors
+        gradient_RH = gradient_RH * (weight_R.to(grad_total.dtype) * grad_total)[:, None]
+        return gradient_RH.to(ctx.dtype), None, None, None, None, None, None
 
 
-class ChunkedSoftCrossEntropy:
-    """Callable holding the (optionally compiled) chunk kernel.
+class ChunkedLoss:
+    """Callable holding one of the losses and its (optionally compiled) kernel.
 
-    chunk: rows whose logits [chunk, V] live at once, with their gradient and the labels beside them.
+    chunk: rows whose logits [chunk, V] live at once. The labels' logits of as many tokens live beside them, or, where
+    they take at most `max_whole_bytes`, those of the whole batch.
     """
 
-    def __init__(self, chunk: int = 8192, compiled: bool = False) -> None:
-        self.chunk = chunk
-        self._step = torch.compile(_chunk, dynamic=True) if compiled else _chunk
+    def __init__(
+        self, name: str, chunk: int = 8192, compiled: bool = False, max_whole_bytes: int = MAX_WHOLE_BYTES
+    ) -> None:
+        """Raises ValueError for a name that is none of KERNELS."""
+        if name not in KERNELS:
+            raise ValueError(f"loss.name = {name!r}: must be one of {', '.join(KERNELS)}")
+        self.chunk, self._max_whole_bytes = chunk, max_whole_bytes
+        self._kernel = _compiled(KERNELS[name]) if compiled else KERNELS[name]
+        self._statistics = _compiled(statistics) if compiled else statistics
+
+    def labels(self, hidden_NS: Tensor, lm_head_VS: Tensor, target_ids_V: Tensor | None = None) -> TargetLogits:
+        """Labels of a batch, for any number of calls. Arguments as `TargetLogits` has them."""
+        return TargetLogits(
+            hidden_NS,
+            lm_head_VS,
+            target_ids_V,
+            chunk=self.chunk,
+            max_whole_bytes=self._max_whole_bytes,
+            statistics=self._statistics,
+        )
 
     def __call__(
-        self, hidden_RH: Tensor, lm_head_VH: Tensor, target: TargetLogits, label_R: Tensor, weight_R: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden_RH: drafter's normed rows. label_R: index into `target` of the distribution each row should meet.
+        self, hidden_RH: Tensor, lm_head_VH: Tensor, labels: TargetLogits, label_R: Tensor, weigh: Weigh
+    ) -> Scored:
+        """hidden_RH: the drafter's normed rows. lm_head_VH: its output matrix [V_draft, H], which gets no gradient.
 
-        weight_R: float32. Returns (weighted sum of losses, losses_R, argmax_R); only the sum carries a gradient, and
-        only to hidden_RH.
+        label_R: int64, the token of `labels` whose distribution each row should meet.
         """
-        return _ChunkedSoftCrossEntropy.apply(hidden_RH, lm_head_VH, target, label_R, weight_R, self.chunk, self._step)
+        assert lm_head_VH.shape[0] == labels.vocabulary_size, (lm_head_VH.shape, labels.vocabulary_size)
+        return Scored(*_ChunkedLoss.apply(hidden_RH, lm_head_VH, labels, label_R, weigh, self.chunk, self._kernel))

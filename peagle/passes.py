@@ -7,6 +7,7 @@ optimizer, schedule and files. `ParallelPass` trains P-EAGLE (paper section 3), 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -15,10 +16,10 @@ from torch import Tensor
 from peagle import masks
 from peagle.cod import chain_lengths, sample_rows
 from peagle.data import Batch
-from peagle.losses import ChunkedSoftCrossEntropy, TargetLogits
+from peagle.losses import ChunkedLoss, reach_weights
 from peagle.model import Drafter
 from peagle.parallel import compiled_draft_rows, draft_rows, labelled_rows
-from peagle.recipe import Recipe
+from peagle.recipe import LossRecipe, Recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,19 +46,43 @@ class Pass(Protocol):
         ...
 
 
+def row_weights(
+    loss: LossRecipe, label_R: Tensor, offset_R: Tensor, num_labels: int, num_depths: int
+) -> Callable[[Tensor], Tensor]:
+    """correct_R -> weight_R of the useful rows of a pass, for `ChunkedLoss`.
+
+    label_R: 0..num_labels - 1, offset_R: 0..num_depths - 1, both as `labelled_rows` gives them. Weights sum to 1 where
+    every draft is right; `reach` takes from that sum, and never changes the weight of a row that decoding reaches.
+    """
+    total = (loss.offset_decay ** offset_R.float()).sum()
+
+    def weigh(correct_R: Tensor) -> Tensor:
+        weight_R = reach_weights(
+            correct_R,
+            label_R - offset_R - 1,  # the anchor, which names the chain
+            offset_R,
+            num_chains=num_labels,
+            num_depths=num_depths,
+            reach=loss.reach,
+            offset_decay=loss.offset_decay,
+        )
+        return weight_R / total
+
+    return weigh
+
+
 class ParallelPass:
     """P-EAGLE: all depths of the kept chains in one pass under the COD mask."""
 
     def __init__(self, recipe: Recipe, random: torch.Generator, *, compiled: bool) -> None:
         self.recipe, self.random = recipe, random
-        self.score = ChunkedSoftCrossEntropy(recipe.loss.chunk, compiled)
+        self.score = ChunkedLoss(recipe.loss.name, recipe.loss.chunk, compiled)
         self._block_mask = compiled and recipe.attention == "flex"
         self._draft_rows = compiled_draft_rows(self._block_mask) if compiled else draft_rows
 
     def __call__(self, drafter: Drafter, batch: Batch, states: States) -> Report:
         recipe, device = self.recipe, batch.tokens_BN.device.type
         num_depths = drafter.config.num_depths
-        labels = TargetLogits.of(states.last_BNS.flatten(0, 1), states.lm_head_VS)
         chain_BN = chain_lengths(batch.document_BN, batch.answer_BN, num_depths)
         rows = sample_rows(chain_BN, num_depths, recipe.cod.ratio, generator=self.random, floor=recipe.cod.floor)
         position_BT = batch.position_BN.gather(1, rows.anchor_BT) + rows.offset_BT
@@ -65,8 +90,10 @@ class ParallelPass:
             mask = (masks.block if self._block_mask else masks.dense)(rows, batch.document_BN)
             normed_BTH = self._draft_rows(drafter, batch.tokens_BN, states.aux_BNX, position_BT, mask)
         index_R, label_R, offset_R = labelled_rows(rows, chain_BN)
-        weight_R = recipe.loss.offset_decay ** offset_R.float()
-        weight_R = weight_R / weight_R.sum()
-        loss, _, argmax_R = self.score(normed_BTH.flatten(0, 1)[index_R], states.lm_head_VS, labels, label_R, weight_R)
-        loss.backward()
-        return Report(loss.detach(), argmax_R == labels.argmax_N[label_R], offset_R)
+        weigh = row_weights(recipe.loss, label_R, offset_R, chain_BN.numel(), num_depths)
+        labels = self.score.labels(states.last_BNS.flatten(0, 1), states.lm_head_VS, drafter.target_ids)
+        assert drafter.lm_head is not None
+        scored = self.score(normed_BTH.flatten(0, 1)[index_R], drafter.lm_head.weight, labels, label_R, weigh)
+        del labels  # the logits of a batch need not live beside the gradients of the drafter
+        scored.total.backward()
+        return Report(scored.total.detach(), scored.correct_R, offset_R)

@@ -1,57 +1,234 @@
-"""The chunked loss against its plain twin: value and gradient, in float64 where rounding cannot hide an error."""
+"""Chunked losses against their plain twins in float64, where rounding cannot hide an error, and their labels."""
+
+from __future__ import annotations
+
+import dataclasses
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from peagle.losses import ChunkedSoftCrossEntropy, TargetLogits, soft_cross_entropy
+from peagle.cod import chain_lengths, sample_rows
+from peagle.losses import KERNELS, ChunkedLoss, Scored, plain_losses, reach_weights
+from peagle.parallel import labelled_rows
+from peagle.passes import row_weights
+from peagle.recipe import LossRecipe
+from peagle.target_logits import TargetLogits
 
-
-def problem(num_rows: int = 37, num_tokens: int = 11, size: int = 8, vocabulary: int = 50) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(num_rows)
-    draw = {"generator": generator, "dtype": torch.float64}
-    return {
-        "hidden": torch.randn(num_rows, size, **draw),
-        "lm_head": torch.randn(vocabulary, size, **draw),
-        "target_hidden": torch.randn(num_tokens, size, **draw),
-        "label": torch.randint(num_tokens, (num_rows,), generator=generator),
-        "weight": torch.rand(num_rows, **draw),
-    }
+WHOLE, IN_CHUNKS = 1 << 30, 0  # max_whole_bytes
 
 
-@pytest.mark.parametrize("chunk", [1, 8, 37, 64])
-def test_chunked_loss_and_gradient_equal_the_plain_twin(chunk: int) -> None:
-    p = problem()
-    target = TargetLogits.of(p["target_hidden"], p["lm_head"], chunk=4)
-    plain_hidden = p["hidden"].clone().requires_grad_()
-    plain = soft_cross_entropy(plain_hidden @ p["lm_head"].T, target.logits_NV[p["label"]], p["weight"])
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    hidden_RH: Tensor
+    lm_head_VH: Tensor
+    target_NH: Tensor
+    label_R: Tensor
+    weight_R: Tensor
+    target_ids_V: Tensor | None
+
+    @classmethod
+    def draw(cls, reduced: bool = False, num_rows: int = 37, num_tokens: int = 11, size: int = 8) -> Problem:
+        generator = torch.Generator().manual_seed(num_rows)
+        draw = {"generator": generator, "dtype": torch.float64}
+        return cls(
+            torch.randn(num_rows, size, **draw),
+            torch.randn(50, size, **draw),
+            torch.randn(num_tokens, size, **draw),
+            torch.randint(num_tokens - 2, (num_rows,), generator=generator) + 1,  # tokens without a row, too
+            torch.rand(num_rows, generator=generator),
+            torch.randperm(50, generator=generator)[:20] if reduced else None,
+        )
+
+    @property
+    def draft_VH(self) -> Tensor:
+        return self.lm_head_VH if self.target_ids_V is None else self.lm_head_VH[self.target_ids_V]
+
+    def score(self, loss: ChunkedLoss, hidden_RH: Tensor | None = None, weigh=None) -> Scored:
+        labels = loss.labels(self.target_NH, self.lm_head_VH, self.target_ids_V)
+        hidden_RH = self.hidden_RH if hidden_RH is None else hidden_RH
+        return loss(hidden_RH, self.draft_VH, labels, self.label_R, self.weight_R if weigh is None else weigh)
+
+    def plain(self, name: str, hidden_RH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(losses_R, correct_R, outside_R), a row at a time where the vocabularies meet."""
+        logits_RV, target_NV = hidden_RH @ self.draft_VH.T, self.target_NH @ self.lm_head_VH.T
+        ids = list(range(50)) if self.target_ids_V is None else self.target_ids_V.tolist()
+        best_R = target_NV.argmax(-1)[self.label_R].tolist()
+        draft_R = torch.tensor([ids.index(best) if best in ids else -1 for best in best_R])
+        losses_R = plain_losses(name, logits_RV, target_NV[self.label_R][:, ids], draft_R)
+        return losses_R, logits_RV.argmax(-1) == draft_R, draft_R < 0
+
+
+@pytest.mark.parametrize("max_whole_bytes", [WHOLE, IN_CHUNKS])
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("name", KERNELS)
+def test_loss_and_gradient_equal_the_plain_twin(name: str, reduced: bool, max_whole_bytes: int) -> None:
+    problem = Problem.draw(reduced)
+    plain_RH = problem.hidden_RH.clone().requires_grad_()
+    losses_R, correct_R, outside_R = problem.plain(name, plain_RH)
+    plain = (losses_R * problem.weight_R).sum()
     plain.backward()
-    hidden = p["hidden"].clone().requires_grad_()
-    loss, losses_R, argmax_R = ChunkedSoftCrossEntropy(chunk)(hidden, p["lm_head"], target, p["label"], p["weight"])
-    (3 * loss).backward()
-    # The kernels compute in float32: 1e-5 is their rounding over 50 terms; a wrong sign or row is 1e-1 or more.
-    torch.testing.assert_close(loss.double(), plain.double().detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(hidden.grad, 3 * plain_hidden.grad, rtol=1e-4, atol=1e-5)
-    assert losses_R.shape == p["label"].shape
-    assert torch.equal(argmax_R, (p["hidden"] @ p["lm_head"].T).argmax(-1))
+    assert plain_RH.grad.abs().max() > 1e-2
+    for chunk in (1, 8, 37, 64):
+        hidden_RH = problem.hidden_RH.clone().requires_grad_()
+        scored = problem.score(ChunkedLoss(name, chunk, max_whole_bytes=max_whole_bytes), hidden_RH)
+        (3 * scored.total).backward()
+        torch.testing.assert_close(scored.total.detach(), plain.detach(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(hidden_RH.grad, 3 * plain_RH.grad, rtol=1e-10, atol=1e-13)
+        torch.testing.assert_close(scored.losses_R, losses_R.detach(), rtol=1e-10, atol=1e-13)
+        assert torch.equal(scored.correct_R, correct_R)
+        assert torch.equal(scored.outside_R, outside_R)
+    assert outside_R.any() == reduced
+    assert not outside_R.all()
 
 
-def test_target_logits_in_chunks_equal_one_product() -> None:
-    p = problem(num_tokens=13)
-    target = TargetLogits.of(p["target_hidden"], p["lm_head"], chunk=5)
-    whole = p["target_hidden"] @ p["lm_head"].T
-    torch.testing.assert_close(target.logits_NV, whole)
-    torch.testing.assert_close(target.logsumexp_N, whole.float().logsumexp(-1))
-    assert torch.equal(target.argmax_N, whole.argmax(-1))
+def test_twins_are_what_their_names_say() -> None:
+    problem = Problem.draw()
+    logits_RV, target_RV = (
+        problem.hidden_RH @ problem.lm_head_VH.T,
+        problem.target_NH[problem.label_R] @ (problem.lm_head_VH.T),
+    )
+    q, p, best_R = logits_RV.softmax(-1), target_RV.softmax(-1), target_RV.argmax(-1)
+    twin = {name: plain_losses(name, logits_RV, target_RV, best_R) for name in KERNELS}
+    entropy_R = -(p * p.log()).sum(-1)
+    torch.testing.assert_close(twin["soft"] - entropy_R, F.kl_div(q.log(), p, reduction="none").sum(-1))
+    torch.testing.assert_close(twin["hard"], F.cross_entropy(logits_RV, best_R, reduction="none"))
+    torch.testing.assert_close(twin["reverse_kl"], F.kl_div(p.log(), q, reduction="none").sum(-1))
+    torch.testing.assert_close(twin["tv"], 1 - torch.minimum(p, q).sum(-1))
 
 
-def test_loss_is_least_where_the_drafter_agrees() -> None:
-    p = problem(num_rows=11)
-    label, weight = torch.arange(11), torch.ones(11, dtype=torch.float64)
-    target = TargetLogits.of(p["target_hidden"], p["lm_head"])
-    loss = ChunkedSoftCrossEntropy(4)
-    hidden = p["target_hidden"].clone().requires_grad_()
-    best, _, _ = loss(hidden, p["lm_head"], target, label, weight)
-    best.backward()
-    other, _, _ = loss(p["target_hidden"] + 0.1, p["lm_head"], target, label, weight)
-    assert hidden.grad.abs().max() < 1e-5
-    assert other > best
+@pytest.mark.parametrize("name", KERNELS)
+def test_bfloat16_rows_keep_their_gradient(name: str) -> None:
+    """Weights as small as those of a big batch must cost a row's gradient no more than bfloat16's own rounding."""
+    problem = Problem.draw()
+    narrow = dataclasses.replace(
+        problem, lm_head_VH=problem.lm_head_VH.bfloat16(), target_NH=problem.target_NH.bfloat16()
+    )
+    wide = dataclasses.replace(narrow, lm_head_VH=narrow.lm_head_VH.double(), target_NH=narrow.target_NH.double())
+    grads = []
+    for one, scale in ((narrow, 1e-6), (wide, 1)):
+        hidden_RH = problem.hidden_RH.bfloat16().float().requires_grad_()
+        loss = ChunkedLoss(name, 8)
+        if scale == 1:
+            hidden_RH = hidden_RH.detach().double().requires_grad_()
+        one.score(loss, hidden_RH, problem.weight_R * scale).total.backward()
+        grads.append(hidden_RH.grad.double() / scale)
+    # Logits around 8 are rounded to 1/32 in bfloat16, so probabilities are off by some percent.
+    torch.testing.assert_close(*grads, rtol=0.1, atol=0.05)
+
+
+def test_weights_may_wait_for_all_drafts() -> None:
+    problem, seen = Problem.draw(), []
+
+    def weigh(correct_R: Tensor) -> Tensor:
+        seen.append(correct_R)
+        return torch.where(correct_R, 0.25, problem.weight_R)
+
+    late_RH, early_RH = (problem.hidden_RH.clone().requires_grad_() for _ in range(2))
+    late = problem.score(ChunkedLoss("soft", 8), late_RH, weigh)
+    late.total.backward()
+    early = problem.score(ChunkedLoss("soft", 8), early_RH, torch.where(late.correct_R, 0.25, problem.weight_R))
+    early.total.backward()
+    assert len(seen) == 1
+    assert torch.equal(seen[0], late.correct_R)
+    assert torch.equal(late.total, early.total)
+    assert torch.equal(late_RH.grad, early_RH.grad)
+
+
+def test_reach_weights_equal_a_slow_loop() -> None:
+    generator = torch.Generator().manual_seed(0)
+    num_chains, num_depths, lengths = 40, 5, torch.randint(0, 6, (40,), generator=generator)
+    rows = [(chain, offset) for chain in range(num_chains) for offset in range(int(lengths[chain]))]
+    order = torch.randperm(len(rows), generator=generator)
+    chain_R, offset_R = torch.tensor(rows)[order].unbind(1)
+    correct_R = torch.rand(len(rows), generator=generator) < 0.6
+    correct = {(int(c), int(g)): bool(x) for c, g, x in zip(chain_R, offset_R, correct_R, strict=True)}
+    expected = [
+        0.9**g * (1.0 if all(correct[c, earlier] for earlier in range(g)) else 0.3)
+        for c, g in zip(chain_R.tolist(), offset_R.tolist(), strict=True)
+    ]
+    weight_R = reach_weights(
+        correct_R, chain_R, offset_R, num_chains=num_chains, num_depths=num_depths, reach=0.3, offset_decay=0.9
+    )
+    torch.testing.assert_close(weight_R, torch.tensor(expected))
+    assert weight_R.dtype == torch.float32
+
+
+def test_row_weights_follow_the_chains_of_a_pass() -> None:
+    document_BN = torch.tensor([[0] * 9 + [1] * 6, [0] * 12 + [-1] * 3])
+    chain_BN = chain_lengths(document_BN, document_BN >= 0, 4)
+    rows = sample_rows(chain_BN, 4, 0.8, generator=torch.Generator().manual_seed(0))
+    index_R, label_R, offset_R = labelled_rows(rows, chain_BN)
+    weigh = row_weights(LossRecipe(offset_decay=0.5, reach=0.25), label_R, offset_R, chain_BN.numel(), 4)
+    torch.testing.assert_close(weigh(torch.ones_like(label_R, dtype=torch.bool)).sum(), torch.tensor(1.0))
+    # One wrong draft takes weight from the rows behind it in its chain, and from no other row.
+    anchor_R = torch.stack([index_R // rows.anchor_BT.shape[1], rows.anchor_BT.flatten()[index_R]], dim=1)
+    wrong = int(((anchor_R == torch.tensor([1, 2])).all(1) & (offset_R == 1)).nonzero())
+    correct_R = torch.arange(len(label_R)) != wrong
+    behind_R = (anchor_R == anchor_R[wrong]).all(1) & (offset_R > 1)
+    assert behind_R.any()
+    expected_R = 0.5 ** offset_R.float() / (0.5 ** offset_R.float()).sum() * torch.where(behind_R, 0.25, 1.0)
+    torch.testing.assert_close(weigh(correct_R), expected_R)
+
+
+@pytest.mark.parametrize("max_whole_bytes", [WHOLE, IN_CHUNKS])
+def test_walk_visits_each_row_once_with_its_label(max_whole_bytes: int) -> None:
+    problem = Problem.draw(num_rows=53)
+    labels = TargetLogits(problem.target_NH, problem.lm_head_VH, chunk=4, max_whole_bytes=max_whole_bytes)
+    whole_NV = problem.target_NH @ problem.lm_head_VH.T
+    visits, num_made = torch.zeros(53), 0
+    for rows, token_U, index_C in labels.walk(problem.label_R, 10):
+        target = labels.at(token_U)
+        label_C = problem.label_R[rows]
+        torch.testing.assert_close(target.logits_UV[index_C], whole_NV[label_C])
+        torch.testing.assert_close(target.logsumexp_U[index_C], whole_NV.logsumexp(-1)[label_C])
+        assert torch.equal(target.argmax_U[index_C], whole_NV.argmax(-1)[label_C])
+        visits[rows] += 1
+        num_made += len(target.argmax_U) if token_U is not None else 0
+        assert len(index_C) in (8, 9)
+    assert torch.equal(visits, torch.ones(53))
+    # Rows in the order of their labels: a token is made again only where a chunk ends within its rows.
+    assert num_made <= (0 if max_whole_bytes else 11 + 5)
+
+
+def test_no_rows_are_no_loss() -> None:
+    problem = dataclasses.replace(Problem.draw(), label_R=torch.empty(0, dtype=torch.int64))
+    for max_whole_bytes in (WHOLE, IN_CHUNKS):
+        hidden_RH = torch.empty(0, 8, dtype=torch.float64, requires_grad=True)
+        loss = ChunkedLoss("soft", 8, max_whole_bytes=max_whole_bytes)
+        scored = problem.score(loss, hidden_RH, torch.empty(0))
+        scored.total.backward()
+        assert scored.total == 0
+        assert hidden_RH.grad.shape == (0, 8)
+
+
+@pytest.mark.parametrize("name", ["soft", "reverse_kl", "tv"])
+def test_loss_is_least_where_the_drafter_agrees(name: str) -> None:
+    problem = dataclasses.replace(Problem.draw(num_rows=11), label_R=torch.arange(11))
+    hidden_RH = problem.target_NH.clone().requires_grad_()
+    scored = problem.score(ChunkedLoss(name, 4), hidden_RH)
+    scored.total.backward()
+    assert scored.correct_R.all()
+    assert problem.score(ChunkedLoss(name, 4), problem.target_NH + 0.1).total > scored.total
+    if name != "tv":  # whose least value is a corner
+        assert hidden_RH.grad.abs().max() < 1e-12
+
+
+def test_unknown_loss_is_named() -> None:
+    with pytest.raises(ValueError, match=r"loss.name = 'kl': must be one of soft, hard, reverse_kl, tv"):
+        ChunkedLoss("kl")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiled_kernels_equal_plain_torch_on_a_gpu(name: str) -> None:
+    problem = Problem.draw(reduced=True, num_rows=700, num_tokens=300)
+    problem = Problem(*(value.to("cuda") for value in dataclasses.astuple(problem)))
+    grads = []
+    for compiled, max_whole_bytes in ((False, WHOLE), (True, WHOLE), (True, IN_CHUNKS)):
+        hidden_RH = problem.hidden_RH.clone().requires_grad_()
+        problem.score(ChunkedLoss(name, 96, compiled, max_whole_bytes), hidden_RH).total.backward()
+        grads.append(hidden_RH.grad)
+    for grad in grads[1:]:
+        torch.testing.assert_close(grad, grads[0], rtol=1e-10, atol=1e-13)
