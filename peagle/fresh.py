@@ -13,6 +13,7 @@ from peagle.model import Drafter, initialize
 from peagle.passes import ParallelPass, Pass
 from peagle.recipe import Recipe
 from peagle.target import Target
+from peagle.unroll import UnrolledPass
 
 
 def new_drafter(recipe: Recipe, target: Target, batches: PackedBatches, random: torch.Generator) -> Drafter:
@@ -51,4 +52,6 @@ def _end_tokens(target: dict[str, Any]) -> list[int]:
 
 def new_pass(recipe: Recipe, random: torch.Generator, *, compiled: bool) -> Pass:
     """random: where conditional drop-token sampling draws from; compiled: torch.compile (GPU)."""
+    if recipe.drafter.method == "eagle3":
+        return UnrolledPass(recipe, compiled=compiled)
     return ParallelPass(recipe, random, compiled=compiled)

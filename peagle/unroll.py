@@ -25,10 +25,10 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from peagle import masks
 from peagle.cod import Rows, chain_lengths
 from peagle.data import Batch
-from peagle.losses import ChunkedLoss, reach_weights
+from peagle.losses import ChunkedLoss
 from peagle.model import Attend, Drafter
 from peagle.parallel import labelled_rows
-from peagle.passes import Report, States
+from peagle.passes import Report, States, row_weights
 from peagle.recipe import Recipe
 
 _TILE = 1024  # queries whose scores exist at once where no kernel avoids them
@@ -50,28 +50,17 @@ class UnrolledPass:
         self._draft_rows = torch.compile(unrolled_rows, dynamic=False, fullgraph=True) if compiled else unrolled_rows
 
     def __call__(self, drafter: Drafter, batch: Batch, states: States) -> Report:
-        assert drafter.lm_head is not None, "share_target or load_head first"
         device, num_depths = batch.tokens_BN.device.type, drafter.config.num_depths
-        labels = self.score.labels(states.last_BNS.flatten(0, 1), states.lm_head_VS, drafter.target_ids)
         chain_BN = chain_lengths(batch.document_BN, batch.answer_BN, num_depths)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             mask = masks.block(all_rows(chain_BN, 1), batch.document_BN) if self._block_mask else batch.document_BN
             normed_BTH = self._draft_rows(drafter, batch.tokens_BN, states.aux_BNX, batch.position_BN, mask)
         index_R, label_R, offset_R = labelled_rows(all_rows(chain_BN, num_depths), chain_BN)
-
-        def weigh(correct_R: Tensor) -> Tensor:
-            weight_R = reach_weights(
-                correct_R,
-                label_R - offset_R - 1,
-                offset_R,
-                num_chains=chain_BN.numel(),
-                num_depths=num_depths,
-                reach=self.recipe.loss.reach,
-                offset_decay=self.recipe.loss.offset_decay,
-            )
-            return weight_R / weight_R.sum()
-
+        weigh = row_weights(self.recipe.loss, label_R, offset_R, chain_BN.numel(), num_depths)
+        labels = self.score.labels(states.last_BNS.flatten(0, 1), states.lm_head_VS, drafter.target_ids)
+        assert drafter.lm_head is not None, "share_target or load_head first"
         scored = self.score(normed_BTH.flatten(0, 1)[index_R], drafter.lm_head.weight, labels, label_R, weigh)
+        del labels  # their logits need not live beside the drafter's gradients
         scored.total.backward()
         return Report(scored.total.detach(), scored.correct_R, offset_R)
 
