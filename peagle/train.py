@@ -45,12 +45,13 @@ class Trainer:
     def __init__(self, recipe: Recipe, device: str | None = None) -> None:
         """device: overrides the recipe's, for a worker that is given one GPU of several."""
         self.recipe, self.workers = recipe, Workers()
+        self.step, self.elapsed_s, self.timed_tokens = 0, 0.0, 0
         automatic = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device or (automatic if recipe.device == "auto" else recipe.device))
         on_gpu = self.device.type == "cuda"
         self.compiled = recipe.compile and on_gpu
         dtype = torch.bfloat16 if on_gpu else torch.float32
-        self.target = Target(recipe.target_dir(), device=self.device, dtype=dtype, compiled=self.compiled)
+        self.target = Target(recipe.target_dir(), device=str(self.device), dtype=dtype, compiled=self.compiled)
         self.batches = PackedBatches(
             Conversations.load(recipe.data),
             num_sequences=recipe.batch.num_sequences,
@@ -66,7 +67,6 @@ class Trainer:
         self.average = MovingAverage(owned, recipe.optimizer.ema_decay)
         self._pass = new_pass(recipe, self.random, compiled=self.compiled)
         self.output = Path(recipe.output)
-        self.step, self.elapsed_s, self.timed_tokens = 0, 0.0, 0
 
     def _reseed(self) -> None:
         """Workers start from one drafter and then drop different rows."""

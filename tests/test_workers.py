@@ -1,0 +1,49 @@
+"""Several workers, started by Ray Train, make the same step as one worker that goes through all their batches."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from peagle.recipe import Recipe
+from peagle.train import Trainer
+from tests.small_run import write_small_run
+
+ROOT = Path(__file__).resolve().parents[1]
+# Ratio 1 keeps every row, so that nothing is drawn at random; plain AdamW at a small rate keeps rounding small.
+EXACT = ("cod.ratio=1.0", "optimizer.name=adamw", "optimizer.lr=0.001", "schedule.max_steps=6", "evaluate.data=null")
+
+
+@pytest.mark.service
+def test_two_workers_equal_one_that_accumulates(tmp_path) -> None:
+    small = write_small_run(tmp_path)
+    together = [*EXACT, f"output={small / 'two'}", "batch.num_sequences=2", "save_every_steps=6"]
+    command = [sys.executable, "-m", "deployments.train", str(small / "recipe.yaml"), *together, "--num-workers", "2"]
+    ran = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
+    alone = [*EXACT, f"output={small / 'one'}", "batch.num_sequences=2", "batch.num_accumulated=2"]
+    trainer = Trainer(Recipe.load(small / "recipe.yaml", alone))
+    trainer.run()
+    written = torch.load(small / "two" / "checkpoint.pt", weights_only=True)
+    assert written["step"] == 6
+    for name, value in trainer.drafter.trainable().items():
+        torch.testing.assert_close(written["drafter"][name], value.detach(), rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_wrong_recipe_starts_no_worker(tmp_path) -> None:
+    from deployments.train import train
+
+    small = write_small_run(tmp_path)
+    with pytest.raises(ValueError, match=r"drafter\.num_layers"):
+        train(small / "recipe.yaml", ["drafter.num_layers=0"], 2, use_gpu=False)
