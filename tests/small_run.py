@@ -1,0 +1,48 @@
+"""A random target of 6 layers with a vocabulary of 64, its own greedy answers as data, and a recipe for both."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from peagle.data import Conversations, write_manifest
+
+PROMPT_TOKENS = 6
+
+
+def write_small_run(folder: Path) -> Path:
+    """Writes target/, data/ and recipe.yaml; returns the folder."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder / "target")
+    prompts = np.random.default_rng(0).integers(2, 64, (24, PROMPT_TOKENS))
+    written = model.generate(torch.from_numpy(prompts), max_new_tokens=24, do_sample=False, eos_token_id=None)
+    data = Conversations.from_lists(prompts.tolist(), written[:, PROMPT_TOKENS:].tolist())
+    data.save_part(folder / "data", "00")
+    write_manifest(folder / "data", {"categories": ["even", "odd"] * 12})
+    recipe = {
+        "target": str(folder / "target"),
+        "data": str(folder / "data"),
+        "output": str(folder / "run"),
+        "drafter": {"num_layers": 2, "num_depths": 4, "ptd_token_id": 1},
+        "batch": {"num_sequences": 4, "max_tokens": 64},
+        "optimizer": {"name": "muon", "muon_lr": 0.01, "lr": 0.01},
+        "schedule": {"max_steps": 60, "warmup_steps": 5},
+        "save_every_steps": 30,
+        "loss": {"chunk": 64},
+        "evaluate": {"data": str(folder / "data")},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
