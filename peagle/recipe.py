@@ -21,15 +21,28 @@ class GenerateRecipe(_Strict):
     )
     num_workers: int = Field(1, ge=1, description="engines on this machine")
     num_rounds: int = Field(1, ge=1, description="rounds of each worker; each writes one part")
-    num_conversations: int = Field(1024, ge=1, description="user turns asked for in one round")
+    num_conversations: int = Field(
+        1024, ge=0, description="user turns that the target is asked to write in one round (with `prompts`: 0)"
+    )
+    prompts: str | None = Field(
+        None,
+        description="JSONL file (peagle.prompts.read_jsonl): each prompt is answered once, besides the target's own",
+    )
     max_user_tokens: int = Field(200, ge=8)
     max_answer_tokens: int = Field(512, ge=8)
     max_loop_tokens: int = Field(64, ge=1, description="answers are cut after repeating themselves for so many tokens")
-    temperature: float = Field(0.7, gt=0, description="of the half of the answers that is not greedy")
+    temperature: float = Field(0.7, gt=0, description="of the answers that are not greedy")
+    greedy_share: float = Field(0.5, ge=0, le=1, description="share of the answers that is greedy")
     openings: dict[str, list[str]] = Field(default_factory=dict, description="group -> beginnings of user turns")
     shares: dict[str, float] = Field(
         default_factory=dict, description="group -> share of prompts; the rest begins free"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given_prompts_alone(cls, raw: Any) -> Any:
+        """With a file of prompts the target writes user turns of its own only where the recipe asks for them."""
+        return {"num_conversations": 0, **raw} if isinstance(raw, dict) and raw.get("prompts") else raw
 
     @model_validator(mode="after")
     def _shares_match(self) -> GenerateRecipe:
@@ -37,6 +50,8 @@ class GenerateRecipe(_Strict):
             raise ValueError(f"shares: no openings for {sorted(unknown)}")
         if sum(self.shares.values()) > 1:
             raise ValueError("shares: must not add up to more than 1")
+        if not self.num_conversations and not self.prompts:
+            raise ValueError("num_conversations: 0 and no `prompts` leaves nothing to answer")
         return self
 
 
@@ -89,6 +104,10 @@ class BatchRecipe(_Strict):
     partition: Literal["kept", "recomputed"] = Field(
         "kept", description="kept: earlier keys and values are kept; recomputed: as published, each segment redoes them"
     )
+    long: Literal["leave_out", "cut"] = Field(
+        "leave_out",
+        description="conversations of more than max_tokens: left out, or their first max_tokens used (both counted)",
+    )
     num_accumulated: int = Field(1, ge=1, description="passes whose gradients make one optimizer step")
 
 
@@ -137,6 +156,10 @@ class Recipe(_Strict):
     target: str = Field(description="name of the embedded target, or a directory with a Hugging Face checkpoint")
     data: str = Field(description="folder of training conversations")
     output: str = Field(description="folder of checkpoints and, at the end, of the head")
+    states: Literal["recomputed", "stored"] = Field(
+        "recomputed", description="the target's hidden states: computed in every step, or read from stored_states"
+    )
+    stored_states: str | None = Field(None, description="folder that `python -m peagle.stored` writes")
     seed: int = 0
     device: Literal["auto", "cuda", "cpu"] = "auto"
     compile: bool = Field(True, description="torch.compile on a GPU; never used on a CPU")
@@ -153,6 +176,12 @@ class Recipe(_Strict):
     schedule: ScheduleRecipe = Field(default_factory=ScheduleRecipe)
     loss: LossRecipe = Field(default_factory=LossRecipe)
     evaluate: EvaluateRecipe = Field(default_factory=EvaluateRecipe)
+
+    @model_validator(mode="after")
+    def _states_somewhere(self) -> Recipe:
+        if self.states == "stored" and not self.stored_states:
+            raise ValueError("stored_states: states: stored needs the folder that they are in")
+        return self
 
     @classmethod
     def load(cls, path: str | Path, overrides: list[str] | None = None) -> Recipe:

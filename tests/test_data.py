@@ -1,4 +1,4 @@
-"""Training data: parts on disk, packing without loss, the same batches after a resume, prompts and loops."""
+"""Training data: parts on disk, packing without loss, what is too long, the same batches after a resume."""
 
 import itertools
 
@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from peagle.data import Conversations, PackedBatches, pack
-from peagle.prompts import cut_loop, distinct_share, read_jsonl
 
 
 def conversations(count: int = 40, seed: int = 0) -> Conversations:
@@ -32,7 +31,11 @@ def test_missing_and_damaged_data_are_named(tmp_path) -> None:
         Conversations.load(tmp_path)
     good = conversations(3)
     np.savez(tmp_path / "part-00.npz", tokens=good.tokens[:-1], lengths=good.lengths, prompt_lengths=good.lengths)
-    with pytest.raises(ValueError, match="damaged"):
+    with pytest.raises(ValueError, match="part-00.npz is damaged: lengths"):
+        Conversations.load(tmp_path)
+    whole = good.save_part(tmp_path, "00").read_bytes()
+    (tmp_path / "part-00.npz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="part-00.npz is damaged"):
         Conversations.load(tmp_path)
 
 
@@ -67,27 +70,72 @@ def test_skip_gives_the_batches_of_an_uninterrupted_run() -> None:
     assert not torch.equal(straight[0].tokens_BN, straight[10].tokens_BN)
 
 
-def test_what_does_not_fit_is_counted() -> None:
-    batches = PackedBatches(conversations(), num_sequences=1, max_tokens=16, seed=0)
-    assert batches.num_left_out == int((conversations().lengths > 16).sum()) > 0
+def test_workers_share_the_batches_of_one() -> None:
+    batches = PackedBatches(conversations(), num_sequences=2, max_tokens=48, seed=3)
+    straight = list(itertools.islice(batches(), 12))
+    dealt = [list(itertools.islice(batches(4, rank, 2), 4)) for rank in range(2)]
+    in_turn = [batch for pair in zip(*dealt, strict=True) for batch in pair]
+    assert all(torch.equal(a.tokens_BN, b.tokens_BN) for a, b in zip(straight[4:], in_turn, strict=True))
+
+
+def test_no_document_is_lost_between_epochs() -> None:
+    """40 documents in sequences of one document each, three a batch: epochs end inside a batch."""
+    data = conversations()
+    batches = PackedBatches(data, num_sequences=3, max_tokens=int(data.lengths.max()), seed=0)
+    packed = [batch.document_BN[row].max() + 1 for batch in itertools.islice(batches(), 400) for row in range(3)]
+    ends = np.cumsum(packed)
+    assert set(range(40, int(ends[-1]), 40)) <= set(ends.tolist()), "an epoch lacks or repeats documents"
+
+
+def test_data_smaller_than_a_batch_fill_it_again() -> None:
+    batch = next(PackedBatches(conversations(2), num_sequences=5, max_tokens=64, seed=0)())
+    assert (batch.document_BN[:, 0] == 0).all()
+
+
+def test_what_does_not_fit_is_counted(caplog) -> None:
+    data = conversations()
+    batches = PackedBatches(data, num_sequences=1, max_tokens=16, seed=0)
+    too_long = data.lengths > 16
+    assert batches.num_left_out == int(too_long.sum()) > 0
+    assert batches.counts["num_tokens_left_out"] + batches.counts["num_tokens"] == len(data.tokens)
+    assert f"{int(too_long.sum())} are left out" in caplog.text
     with pytest.raises(ValueError, match="max_tokens"):
         PackedBatches(conversations(), num_sequences=1, max_tokens=1, seed=0)
 
 
-def test_loops_are_cut_and_told() -> None:
-    varied, loop = list(range(100)), [1, 2, 3, 4, 5] * 60
-    assert cut_loop(varied) == varied
-    cut = cut_loop(varied + loop, ngram=8, max_repeats=20)
-    assert 100 < len(cut) < 140
-    assert distinct_share(varied) == 1.0
-    assert distinct_share(loop) < 0.1
+def test_long_conversations_may_be_cut() -> None:
+    """Lengths 30 and 12 fit as they are or cut; the third has no answer within 16 tokens."""
+    data = Conversations.from_lists([[1] * 4, [2] * 4, [3] * 16], [[5] * 26, [6] * 8, [7] * 9])
+    batches = PackedBatches(data, num_sequences=2, max_tokens=16, seed=0, long="cut")
+    assert batches.counts == {
+        "num_conversations": 2,
+        "num_tokens": 28,
+        "num_answer_tokens": 20,
+        "num_left_out": 1,
+        "num_tokens_left_out": 25,
+        "num_cut": 1,
+        "num_tokens_cut": 14,
+    }
+    batch = next(batches())
+    rows = {
+        tuple(tokens[document >= 0].tolist())
+        for tokens, document in zip(batch.tokens_BN, batch.document_BN, strict=True)
+    }
+    assert rows == {(*[1] * 4, *[5] * 12), (*[2] * 4, *[6] * 8)}
+    assert int(batch.answer_BN.sum()) == 20
 
 
-def test_prompts_from_jsonl(tmp_path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "one"}\n\n{"turns": ["two", "three"], "category": "c"}\n')
-    assert [(p.text, p.category) for p in read_jsonl(file)] == [("one", "default"), ("two", "c")]
-    for text, message in (("{", ":1: not valid JSON"), ('{"turns": []}', ":1: needs"), ("", "no prompts")):
-        file.write_text(text)
-        with pytest.raises(ValueError, match=message):
-            read_jsonl(file)
+def test_sequences_of_20480_tokens() -> None:
+    random = np.random.default_rng(0)
+    lengths = np.array([20_480, *random.integers(200, 9000, 60)])
+    data = Conversations.from_lists([[1] * 100] * 61, [[2] * int(length - 100) for length in lengths])
+    batches = PackedBatches(data, num_sequences=1, max_tokens=20_480, seed=0)
+    epoch = []
+    for batch in batches():
+        epoch.append(batch)
+        if sum(int(one.document_BN.max()) + 1 for one in epoch) == 61:
+            break
+    assert sum(int((one.document_BN >= 0).sum()) for one in epoch) == lengths.sum()
+    longest = next(one for one in epoch if int(one.position_BN.max()) == 20_479)
+    assert int(longest.document_BN.max()) == 0
+    assert int(longest.answer_BN.sum()) == 20_380

@@ -11,100 +11,69 @@ started again with the same recipe it makes only the parts that are missing.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from peagle.data import Conversations, write_manifest
-from peagle.prompts import ChatTemplate, begin_user_turns, cut_loop, distinct_share, read_jsonl
+from peagle.matching import tokenizer_hash
+from peagle.prompts import Prompt, read_jsonl
 from peagle.provenance import conditions
-from peagle.recipe import GenerateRecipe, Recipe
+from peagle.recipe import Recipe
+from peagle.store import sha256_of
+from peagle.vllm.writer import Writer
 
 logger = logging.getLogger(__name__)
 
 
-class Writer:
-    """One vLLM engine that writes user turns and answers as token ids."""
+def settings_hash(recipe: Recipe) -> str:
+    """Eight hex digits of what decides the contents of a part: settings, target's tokenizer and file of prompts."""
+    settings = recipe.generate.model_dump(exclude={"engine", "num_workers", "num_rounds"})
+    settings |= {"seed": recipe.seed, "tokenizer": tokenizer_hash(recipe.target_dir())}
+    if recipe.generate.prompts:  # dealt out over all parts
+        settings |= {"prompts": sha256_of(Path(recipe.generate.prompts)), "num_parts": _num_parts(recipe)}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
 
-    def __init__(self, target_dir: Path, recipe: GenerateRecipe, seed: int = 0) -> None:
-        from transformers import AutoTokenizer
-        from vllm import LLM
 
-        self.recipe = recipe
-        tokenizer = AutoTokenizer.from_pretrained(target_dir)
-        self.template = ChatTemplate(tokenizer)
-        self.special_ids = set(tokenizer.all_special_ids)
-        self.eos_id = tokenizer.eos_token_id
-        # Engines with one seed would write the same free user turns.
-        self.engine = LLM(model=str(target_dir), seed=seed, **recipe.engine)
+def _num_parts(recipe: Recipe) -> int:
+    return recipe.generate.num_workers * recipe.generate.num_rounds
 
-    def _write(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Any]:
-        """One output a prompt; sampling: one set of SamplingParams arguments a prompt."""
-        from vllm import SamplingParams
 
-        params = [SamplingParams(detokenize=False, stop_token_ids=[self.eos_id], **one) for one in sampling]
-        requests: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
-        outputs = self.engine.generate(requests, params, use_tqdm=not os.environ.get("CI"))
-        return [output.outputs[0] for output in outputs]
-
-    def user_turns(self, count: int, seed: int) -> list[list[int]]:
-        """Whole prompts whose user turn the target wrote; turns that do not end, repeat or are empty are dropped."""
-        recipe = self.recipe
-        begun = begin_user_turns(self.template, recipe.openings, recipe.shares, count, seed)
-        sampling = {"temperature": 1.0, "top_p": 0.95, "max_tokens": recipe.max_user_tokens}
-        outputs = self._write(begun, [sampling] * count)
-        kept: dict[tuple[int, ...], list[int]] = {}
-        for prompt, output in zip(begun, outputs, strict=True):
-            written = [token for token in output.token_ids if token != self.eos_id]
-            turn = prompt[len(self.template.before) :] + written
-            usable = output.finish_reason == "stop" and len(turn) >= 5 and not self.special_ids.intersection(written)
-            if usable and distinct_share(written, 4) > 0.6:
-                kept.setdefault(tuple(turn[:24]), self.template.before + turn + self.template.after)
-        return list(kept.values())
-
-    def answers(self, prompts: list[list[int]], max_tokens: int, temperatures: list[float]) -> list[list[int]]:
-        """The target's answers, its end token included where it came to an end; temperatures: one a prompt."""
-        outputs = self._write(prompts, [{"temperature": one, "max_tokens": max_tokens} for one in temperatures])
-        return [list(output.token_ids) for output in outputs]
-
-    def conversations(self, count: int, seed: int) -> tuple[Conversations, dict[str, int]]:
-        """One round: half of the answers greedy, half sampled; loops cut short (counted)."""
-        recipe = self.recipe
-        prompts = self.user_turns(count, seed)
-        temperatures = [recipe.temperature if n % 2 else 0.0 for n in range(len(prompts))]
-        answers = self.answers(prompts, recipe.max_answer_tokens, temperatures)
-        cut = [cut_loop(answer, max_repeats=recipe.max_loop_tokens) for answer in answers]
-        made = Conversations.from_lists(prompts, cut)
-        counts = {
-            "num_asked": count,
-            "num_conversations": len(made),
-            "num_answer_tokens": made.num_answer_tokens,
-            "num_loop_tokens_cut": sum(map(len, answers)) - made.num_answer_tokens,
-        }
-        return made, counts
+def dealt(prompts: list[Prompt], worker: int, number: int, recipe: Recipe) -> list[Prompt]:
+    """The given prompts of one round of one worker: each prompt is in exactly one."""
+    return prompts[number * recipe.generate.num_workers + worker :: _num_parts(recipe)]
 
 
 def run_worker(recipe: Recipe, worker: int) -> None:
-    generate = recipe.generate
-    parts = {n: Path(recipe.data) / f"part-{worker:02d}-{n:03d}.npz" for n in range(generate.num_rounds)}
-    missing = [n for n, path in parts.items() if not path.exists()]
+    """Makes the missing parts of one worker."""
+    generate, folder = recipe.generate, Path(recipe.data)
+    names = {n: f"{worker:02d}-{n:03d}" for n in range(generate.num_rounds)}
+    missing = [n for n, name in names.items() if not (folder / f"part-{name}.npz").exists()]
     if not missing:
         return
+    given = read_jsonl(generate.prompts) if generate.prompts else []
+    settings = settings_hash(recipe)
     writer = Writer(recipe.target_dir(), generate, seed=recipe.seed * 1009 + worker)
     for n in missing:
         started = time.monotonic()
         seed = recipe.seed * 1_000_003 + worker * 1009 + n
-        made, counts = writer.conversations(generate.num_conversations, seed)
-        made.save_part(recipe.data, f"{worker:02d}-{n:03d}")
-        record = counts | {"worker": worker, "round": n, "seed": seed, "seconds": round(time.monotonic() - started, 1)}
-        (Path(recipe.data) / f"round-{worker:02d}-{n:03d}.json").write_text(json.dumps(record), encoding="utf-8")
+        made, counts = writer.conversations(generate.num_conversations, seed, dealt(given, worker, n, recipe))
+        record = counts | {"worker": worker, "round": n, "seed": seed, "settings": settings}
+        record |= {"seconds": round(time.monotonic() - started, 1)}
+        # A part without its record would be counted nowhere; a record without its part is written over.
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"round-{names[n]}.json").write_text(json.dumps(record), encoding="utf-8")
+        made.save_part(folder, names[n])
         print(json.dumps(record), flush=True)
 
 
@@ -123,38 +92,96 @@ def worker_environment(worker: int, gpus: list[str]) -> dict[str, str]:
 
 
 def run_all(recipe_args: list[str], recipe: Recipe) -> None:
-    """Starts the workers, waits, and writes the manifest. Raises RuntimeError naming a worker that failed."""
+    """Starts the workers, waits, and writes the manifest.
+
+    Raises ValueError for a wrong file of prompts and for parts made with other settings, before any engine starts;
+    RuntimeError naming a worker that failed.
+    """
+    folder, prompts = Path(recipe.data), recipe.generate.prompts
+    if prompts:
+        read_jsonl(prompts)
+    check_parts(folder, settings_hash(recipe))
     command = [sys.executable, "-m", "peagle.vllm.generate", *recipe_args, "--worker"]
     gpus = visible_gpus()
     workers = [
         subprocess.Popen([*command, str(n)], env=worker_environment(n, gpus))
         for n in range(recipe.generate.num_workers)
     ]
-    failed = [n for n, worker in enumerate(workers) if worker.wait()]
+    try:
+        failed = [n for n, worker in enumerate(workers) if worker.wait()]
+    finally:  # an interrupt must not leave engines behind
+        for worker in workers:
+            worker.terminate()
     if failed:
-        raise RuntimeError(f"generate: workers {failed} failed; what they finished is kept in {recipe.data}")
-    rounds = [json.loads(path.read_text()) for path in sorted(Path(recipe.data).glob("round-*.json"))]
-    totals = {key: sum(one[key] for one in rounds) for key in rounds[0] if key.startswith("num_")}
+        raise RuntimeError(f"generate: workers {failed} failed; what they finished is kept in {folder}")
+    totals, rounds = collect(folder)
+    source = {"file": prompts, "sha256": sha256_of(Path(prompts))} if prompts else None
     write_manifest(
-        recipe.data, {"totals": totals, "rounds": rounds, "recipe": recipe.model_dump(), "made": conditions()}
+        folder,
+        {
+            "totals": totals,
+            "rounds": rounds,
+            "prompts": source,
+            "tokenizer": tokenizer_hash(recipe.target_dir()),
+            "recipe": recipe.model_dump(),
+            "made": conditions(),
+        },
     )
     print(json.dumps(totals))
 
 
-def answer_prompts(recipe: Recipe, prompts_file: Path, out: Path, max_tokens: int) -> None:
-    """Greedy answers to given prompts, with their categories in the manifest: what `evaluate` walks over."""
-    writer = Writer(recipe.target_dir(), recipe.generate)
-    prompts = read_jsonl(prompts_file)
-    rendered = [writer.template.render(prompt) for prompt in prompts]
-    fitting = [n for n, ids in enumerate(rendered) if len(ids) + 16 <= recipe.generate.engine["max_model_len"]]
-    if len(fitting) < len(prompts):
-        logger.warning(
-            "%d of %d prompts do not fit max_model_len and are left out", len(prompts) - len(fitting), len(prompts)
-        )
-    answers = writer.answers([rendered[n] for n in fitting], max_tokens, [0.0] * len(fitting))
-    Conversations.from_lists([rendered[n] for n in fitting], answers).save_part(out, "00")
-    categories = [prompts[n].category for n in fitting]
-    write_manifest(out, {"categories": categories, "num_left_out": len(prompts) - len(fitting), "made": conditions()})
+def check_parts(folder: Path, settings: str) -> None:
+    """Raises ValueError for parts that were made with other settings. Parts that say nothing of theirs pass."""
+    for part in sorted(folder.glob("part-*.npz")):
+        record = folder / f"{part.stem.replace('part', 'round', 1)}.json"
+        made = json.loads(record.read_text(encoding="utf-8")).get("settings") if record.exists() else None
+        if made not in (None, settings):
+            raise ValueError(
+                f"{part} was made with other settings of `generate`, another seed, tokenizer or file of prompts: "
+                "use another `data` folder, or remove this one"
+            )
+
+
+def collect(folder: Path) -> tuple[dict[str, int], list[dict[str, Any]]]:
+    """Totals over the records of all parts, and these records.
+
+    A count that older records lack has no total. Prompts that different parts share are counted (and kept).
+    """
+    records = [folder / f"{part.stem.replace('part', 'round', 1)}.json" for part in sorted(folder.glob("part-*.npz"))]
+    rounds = [json.loads(path.read_text(encoding="utf-8")) for path in records if path.exists()]
+    counted = [key for key in (rounds[0] if rounds else {}) if key.startswith("num_") and all(key in r for r in rounds)]
+    totals = {key: sum(one[key] for one in rounds) for key in counted}
+    seen = Counter(tokens[:prompt].tobytes() for tokens, prompt in Conversations.load(folder).documents())
+    return totals | {"num_repeated_prompts": seen.total() - len(seen)}, rounds
+
+
+def answer_prompts(recipe: Recipe, file: Path, out: Path, max_tokens: int, temperature: float) -> None:
+    """Answers to given prompts at one temperature, with their categories in the manifest: what `evaluate` walks over.
+
+    Raises ValueError when `out` holds parts of something else.
+    """
+    prompts = read_jsonl(file)
+    if foreign := [part.name for part in sorted(out.glob("part-*.npz")) if part.name != "part-00.npz"]:
+        raise ValueError(f"{out} holds other data ({foreign[0]}): use another folder for --out")
+    writer = Writer(recipe.target_dir(), recipe.generate, seed=recipe.seed)
+    fitting = writer.fitting(prompts)
+    num_left_out = len(prompts) - len(fitting)
+    if num_left_out:
+        logger.warning("%d of %d prompts do not fit max_model_len and are left out", num_left_out, len(prompts))
+    rendered = list(fitting.values())
+    answers, num_unfinished = writer.answers(rendered, max_tokens, [temperature] * len(rendered))
+    Conversations.from_lists(rendered, answers).save_part(out, "00")
+    manifest = {
+        "categories": [prompts[n].category for n in fitting],
+        "temperature": temperature,
+        "max_answer_tokens": max_tokens,
+        "num_left_out": num_left_out,
+        "num_unfinished": num_unfinished,
+        "prompts": {"file": str(file), "sha256": sha256_of(file)},
+        "tokenizer": tokenizer_hash(recipe.target_dir()),
+        "made": conditions(),
+    }
+    write_manifest(out, manifest)
 
 
 def main() -> None:
@@ -165,12 +192,15 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="answer the prompts of this JSONL file instead")
     parser.add_argument("--out", type=Path, help="folder for the answers to --prompts")
     parser.add_argument("--max-tokens", type=int, default=512, help="longest answer to --prompts, in tokens")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of the answers to --prompts; 0: greedy")
     args = parser.parse_args()
+    # As an interrupt from the keyboard: `finally` ends the workers.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     recipe = Recipe.load(args.recipe, args.overrides)
     if args.prompts:
         if not args.out:
             parser.error("--prompts needs --out")
-        answer_prompts(recipe, args.prompts, args.out, args.max_tokens)
+        answer_prompts(recipe, args.prompts, args.out, args.max_tokens, args.temperature)
     elif args.worker is not None:
         run_worker(recipe, args.worker)
     else:
