@@ -58,25 +58,37 @@ def plain_losses(name: str, logits_RV: Tensor, target_RV: Tensor, draft_R: Tenso
     return 0.5 * (log_q.exp() - log_p.exp()).abs().sum(-1)
 
 
-def reach_weights(
-    correct_R: Tensor,
-    chain_R: Tensor,
-    offset_R: Tensor,
-    *,
-    num_chains: int,
-    num_depths: int,
-    reach: float,
-    offset_decay: float = 1.0,
-) -> Tensor:
-    """weight_R float32: offset_decay ** offset, times `reach` behind a wrong draft of the chain.
+class ChainWeights:
+    """Weights of the useful rows of a pass: offset_decay ** offset, times `reach` behind a wrong draft of the chain.
 
-    Decoding stops at the first wrong draft, so it never uses what the chain proposes behind it. chain_R: 0..num_chains
-    - 1. All earlier offsets of a row's chain must be among the rows; one that is missing counts as correct.
+    Decoding stops at the first wrong draft, so it never gets to what a chain proposes behind one. Weights are shares of
+    the pass's sum of offset_decay ** offset: they add up to 1 where every draft is right, `reach` takes from that and
+    leaves the weights of other rows alone.
     """
-    wrong_AK = torch.zeros(num_chains, num_depths, dtype=torch.int32, device=correct_R.device)
-    wrong_AK[chain_R, offset_R] = (~correct_R).int()
-    before_R = (wrong_AK.cumsum(1) - wrong_AK)[chain_R, offset_R]
-    return offset_decay ** offset_R.float() * torch.where(before_R > 0, reach, 1.0)
+
+    def __init__(
+        self, offset_R: Tensor, *, num_labels: int, num_depths: int, offset_decay: float = 1.0, reach: float = 1.0
+    ) -> None:
+        """offset_R: 0..num_depths - 1, of all useful rows of the pass."""
+        self.offset_decay, self.reach = offset_decay, reach
+        self._total = (offset_decay ** offset_R.float()).sum()
+        #: drafts found wrong so far, by chain (its anchor, flattened as labels are) and offset
+        self._wrong_AK = torch.zeros(num_labels, num_depths, dtype=torch.int32, device=offset_R.device)
+
+    def of(self, label_R: Tensor, offset_R: Tensor) -> Callable[[Tensor], Tensor]:
+        """correct_R -> weight_R (float32) of some of the rows, for one call of `ChunkedLoss`.
+
+        label_R: 0..num_labels - 1 and offset_R as `peagle.parallel.labelled_rows` gives them. Earlier offsets of a
+        row's chain must be among these rows, or among those of a call before.
+        """
+
+        def weigh(correct_R: Tensor) -> Tensor:
+            chain_R = label_R - offset_R - 1
+            self._wrong_AK[chain_R, offset_R] = (~correct_R).int()
+            before_R = (self._wrong_AK.cumsum(1) - self._wrong_AK)[chain_R, offset_R]
+            return self.offset_decay ** offset_R.float() * torch.where(before_R > 0, self.reach, 1.0) / self._total
+
+        return weigh
 
 
 def _gathered(target_UV: Tensor, logsumexp_U: Tensor, index_C: Tensor, like: Tensor) -> Tensor:

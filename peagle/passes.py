@@ -16,7 +16,7 @@ from torch import Tensor
 from peagle import masks
 from peagle.cod import chain_lengths, sample_rows
 from peagle.data import Batch
-from peagle.losses import ChunkedLoss, reach_weights
+from peagle.losses import ChainWeights, ChunkedLoss
 from peagle.model import Drafter
 from peagle.parallel import compiled_draft_rows, draft_rows, labelled_rows
 from peagle.recipe import LossRecipe, Recipe
@@ -49,26 +49,10 @@ class Pass(Protocol):
 def row_weights(
     loss: LossRecipe, label_R: Tensor, offset_R: Tensor, num_labels: int, num_depths: int
 ) -> Callable[[Tensor], Tensor]:
-    """correct_R -> weight_R of the useful rows of a pass, for `ChunkedLoss`.
-
-    label_R: 0..num_labels - 1, offset_R: 0..num_depths - 1, both as `labelled_rows` gives them. Weights sum to 1 where
-    every draft is right; `reach` takes from that sum, and never changes the weight of a row that decoding reaches.
-    """
-    total = (loss.offset_decay ** offset_R.float()).sum()
-
-    def weigh(correct_R: Tensor) -> Tensor:
-        weight_R = reach_weights(
-            correct_R,
-            label_R - offset_R - 1,  # the anchor, which names the chain
-            offset_R,
-            num_chains=num_labels,
-            num_depths=num_depths,
-            reach=loss.reach,
-            offset_decay=loss.offset_decay,
-        )
-        return weight_R / total
-
-    return weigh
+    """Weights of all useful rows of a pass, as `ChainWeights` gives them to one call of `ChunkedLoss`."""
+    settings = {"offset_decay": loss.offset_decay, "reach": loss.reach}
+    weights = ChainWeights(offset_R, num_labels=num_labels, num_depths=num_depths, **settings)
+    return weights.of(label_R, offset_R)
 
 
 class ParallelPass:

@@ -10,10 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peagle.cod import chain_lengths, sample_rows
-from peagle.losses import KERNELS, ChunkedLoss, Scored, plain_losses, reach_weights
+from peagle.losses import KERNELS, ChainWeights, ChunkedLoss, Scored, plain_losses
 from peagle.parallel import labelled_rows
-from peagle.passes import row_weights
-from peagle.recipe import LossRecipe
 from peagle.target_logits import TargetLogits
 
 WHOLE, IN_CHUNKS = 1 << 30, 0  # max_whole_bytes
@@ -136,40 +134,32 @@ def test_weights_may_wait_for_all_drafts() -> None:
     assert torch.equal(late_RH.grad, early_RH.grad)
 
 
-def test_reach_weights_equal_a_slow_loop() -> None:
-    generator = torch.Generator().manual_seed(0)
-    num_chains, num_depths, lengths = 40, 5, torch.randint(0, 6, (40,), generator=generator)
-    rows = [(chain, offset) for chain in range(num_chains) for offset in range(int(lengths[chain]))]
-    order = torch.randperm(len(rows), generator=generator)
-    chain_R, offset_R = torch.tensor(rows)[order].unbind(1)
-    correct_R = torch.rand(len(rows), generator=generator) < 0.6
-    correct = {(int(c), int(g)): bool(x) for c, g, x in zip(chain_R, offset_R, correct_R, strict=True)}
-    expected = [
-        0.9**g * (1.0 if all(correct[c, earlier] for earlier in range(g)) else 0.3)
-        for c, g in zip(chain_R.tolist(), offset_R.tolist(), strict=True)
-    ]
-    weight_R = reach_weights(
-        correct_R, chain_R, offset_R, num_chains=num_chains, num_depths=num_depths, reach=0.3, offset_decay=0.9
-    )
-    torch.testing.assert_close(weight_R, torch.tensor(expected))
-    assert weight_R.dtype == torch.float32
-
-
-def test_row_weights_follow_the_chains_of_a_pass() -> None:
+def test_chain_weights_equal_a_slow_loop() -> None:
     document_BN = torch.tensor([[0] * 9 + [1] * 6, [0] * 12 + [-1] * 3])
     chain_BN = chain_lengths(document_BN, document_BN >= 0, 4)
-    rows = sample_rows(chain_BN, 4, 0.8, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    rows = sample_rows(chain_BN, 4, 0.9, generator=generator)
     index_R, label_R, offset_R = labelled_rows(rows, chain_BN)
-    weigh = row_weights(LossRecipe(offset_decay=0.5, reach=0.25), label_R, offset_R, chain_BN.numel(), 4)
-    torch.testing.assert_close(weigh(torch.ones_like(label_R, dtype=torch.bool)).sum(), torch.tensor(1.0))
-    # One wrong draft takes weight from the rows behind it in its chain, and from no other row.
-    anchor_R = torch.stack([index_R // rows.anchor_BT.shape[1], rows.anchor_BT.flatten()[index_R]], dim=1)
-    wrong = int(((anchor_R == torch.tensor([1, 2])).all(1) & (offset_R == 1)).nonzero())
-    correct_R = torch.arange(len(label_R)) != wrong
-    behind_R = (anchor_R == anchor_R[wrong]).all(1) & (offset_R > 1)
-    assert behind_R.any()
-    expected_R = 0.5 ** offset_R.float() / (0.5 ** offset_R.float()).sum() * torch.where(behind_R, 0.25, 1.0)
+    sequence_R, anchor_R = index_R // rows.anchor_BT.shape[1], rows.anchor_BT.flatten()[index_R]
+    correct_R = torch.rand(len(index_R), generator=generator) < 0.6
+
+    keys = list(zip(sequence_R.tolist(), anchor_R.tolist(), offset_R.tolist(), strict=True))
+    correct = dict(zip(keys, correct_R.tolist(), strict=True))
+    reached = [all(correct[b, a, earlier] for earlier in range(g)) for b, a, g in keys]
+    total = sum(0.9**g for *_, g in keys)
+    expected_R = torch.tensor([0.9**g * (1.0 if r else 0.3) / total for (*_, g), r in zip(keys, reached, strict=True)])
+    assert 10 < sum(reached) < len(keys) - 10
+
+    settings = {"num_labels": chain_BN.numel(), "num_depths": 4, "offset_decay": 0.9, "reach": 0.3}
+    weigh = ChainWeights(offset_R, **settings).of(label_R, offset_R)
     torch.testing.assert_close(weigh(correct_R), expected_R)
+    torch.testing.assert_close(weigh(torch.ones_like(correct_R)).sum(), torch.tensor(1.0))
+    # In two parts, as a partitioned pass may have them: offset 0 of a chain before its other rows.
+    weights, weight_R = ChainWeights(offset_R, **settings), torch.zeros_like(expected_R)
+    first_R = (anchor_R % 2 == 0) | (offset_R == 0)
+    for part_R in (first_R, ~first_R):
+        weight_R[part_R] = weights.of(label_R[part_R], offset_R[part_R])(correct_R[part_R])
+    torch.testing.assert_close(weight_R, expected_R)
 
 
 @pytest.mark.parametrize("max_whole_bytes", [WHOLE, IN_CHUNKS])
