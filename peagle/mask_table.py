@@ -24,8 +24,8 @@ class MaskTable:
     """Boolean masks equal to `peagle.masks.dense`, for sequences of up to `max_tokens` tokens and K = `num_depths`.
 
     The table takes max_tokens ** 2 bytes on `device` (4 MiB at 2,048 tokens, 400 MiB at 20,480), the masks of B
-    sequences B * T ** 2 (69 MiB at 2,048 tokens, K = 8, r = 0.8), and N ** 2 + N * T bytes are held while one is made.
-    max_bytes: limit on all of these together. Raises ValueError when the table alone is over it.
+    sequences B * T ** 2 (69 MiB at 2,048 tokens, K = 8, r = 0.8), and N ** 2 + 2 * N * T bytes are held while one is
+    made. max_bytes: limit on all of these together. Raises ValueError when the table alone is over it.
     """
 
     def __init__(
@@ -52,28 +52,34 @@ class MaskTable:
             raise ValueError(f"masks: a sequence of {num_tokens} tokens, but the table holds {self.max_tokens}")
         return self._triangle_NN[:num_tokens, :num_tokens]
 
-    def dense(self, rows: Rows, document_BN: Tensor) -> Tensor:
+    def dense(self, rows: Rows, document_BN: Tensor, window: int | None = None) -> Tensor:
         """Boolean mask [B, T, T], True where the row of dimension 1 sees the row of dimension 2.
 
         rows: in the order of `sample_rows`, of at most `num_depths` offsets. document_BN: document id of each token;
-        rows of different documents never see each other. Raises ValueError for a sequence that the table does not hold
-        and for masks over the limit.
+        rows of different documents never see each other. window: W, a row sees itself and the W - 1 positions before.
+        Raises ValueError for a sequence that the table does not hold and for masks over the limit.
         """
         batch, num_rows = rows.anchor_BT.shape
         num_tokens = rows.num_tokens
         prefix_NN = self.prefix(num_tokens)
-        num_bytes = self.max_tokens**2 + batch * num_rows**2 + num_tokens * (num_tokens + num_rows)
+        num_bytes = self.max_tokens**2 + batch * num_rows**2 + num_tokens * (num_tokens + 2 * num_rows)
         self._require(num_bytes, f"the mask of {batch} x {num_rows} rows")
         mask_BTT = torch.zeros(batch, num_rows, num_rows, dtype=torch.bool, device=document_BN.device)
-        for mask_TT, anchor_T, document_N in zip(mask_BTT, rows.anchor_BT, document_BN, strict=True):
-            visible_NN = prefix_NN & (document_N[:, None] == document_N)
-            mask_TT[:, :num_tokens] = visible_NN[anchor_T]
-        self._add_chains(mask_BTT[:, num_tokens:, num_tokens:], rows.anchor_BT[:, num_tokens:])
+        index_N = torch.arange(num_tokens, device=document_BN.device)
+        for b, mask_TT in enumerate(mask_BTT):
+            visible_NN = prefix_NN & (document_BN[b, :, None] == document_BN[b])
+            seen_TN = visible_NN[rows.anchor_BT[b]]
+            if window is not None:
+                seen_TN &= index_N > rows.position_BT[b, :, None] - window
+            mask_TT[:, :num_tokens] = seen_TN
+        reach = self.num_depths - 1 if window is None else min(self.num_depths - 1, window)
+        self._add_chains(mask_BTT[:, num_tokens:, num_tokens:], rows.anchor_BT[:, num_tokens:], reach)
         return mask_BTT
 
-    def _add_chains(self, mask_BMM: Tensor, anchor_BM: Tensor) -> None:
-        """The blocks (g, h >= 1): a row of mask tokens sees itself and those of its chain, which stand before it."""
+    @staticmethod
+    def _add_chains(mask_BMM: Tensor, anchor_BM: Tensor, reach: int) -> None:
+        """The blocks (g, h >= 1): a mask row sees itself and, of the reach - 1 rows before it, those of its chain."""
         mask_BMM.diagonal(dim1=1, dim2=2).fill_(True)
-        for back in range(1, min(self.num_depths - 1, anchor_BM.shape[1])):
+        for back in range(1, min(reach, anchor_BM.shape[1])):
             same_BM = anchor_BM[:, back:] == anchor_BM[:, :-back]
             mask_BMM.diagonal(offset=-back, dim1=1, dim2=2).copy_(same_BM)

@@ -19,7 +19,7 @@ def packed_rows(num_tokens: int, num_depths: int, ratio: float) -> tuple[Rows, t
     return sample_rows(chain_BN, num_depths, ratio, generator=generator), document_BN
 
 
-def by_double_loop(rows: Rows, document_BN: torch.Tensor) -> torch.Tensor:
+def by_double_loop(rows: Rows, document_BN: torch.Tensor, window: int = 1000) -> torch.Tensor:
     batch, num_rows = rows.anchor_BT.shape
     mask = torch.zeros(batch, num_rows, num_rows, dtype=torch.bool)
     for b in range(batch):
@@ -28,7 +28,8 @@ def by_double_loop(rows: Rows, document_BN: torch.Tensor) -> torch.Tensor:
             for k, (anchor_k, offset_k) in enumerate(cells):
                 in_cache = offset_k == 0 and anchor_k <= anchor_q
                 in_pass = anchor_k == anchor_q and offset_k <= offset_q
-                mask[b, q, k] = (in_cache or in_pass) and document_BN[b, anchor_q] == document_BN[b, anchor_k]
+                near = anchor_k + offset_k > anchor_q + offset_q - window
+                mask[b, q, k] = (in_cache or in_pass) and near and document_BN[b, anchor_q] == document_BN[b, anchor_k]
     return mask
 
 
@@ -43,6 +44,14 @@ def test_every_length_is_a_view_of_one_table(num_tokens: int, num_depths: int, r
     assert table.prefix(num_tokens).data_ptr() == table.prefix(MAX_TOKENS).data_ptr(), "copied, not viewed"
 
 
+@pytest.mark.parametrize("window", [1, 3, 7, 20, 100])
+def test_a_sliding_window(window: int) -> None:
+    rows, document_BN = packed_rows(31, 6, 0.8)
+    mask = MaskTable(MAX_TOKENS, 6).dense(rows, document_BN, window)
+    assert torch.equal(mask, by_double_loop(rows, document_BN, window))
+    assert torch.equal(mask, masks.dense(rows, document_BN, window))
+
+
 def test_a_longer_sequence_than_the_table_is_refused() -> None:
     rows, document_BN = packed_rows(MAX_TOKENS + 1, 4, 0.7)
     with pytest.raises(ValueError, match="49 tokens, but the table holds 48"):
@@ -54,7 +63,7 @@ def test_memory_over_the_limit_is_refused_before_it_is_taken() -> None:
         MaskTable(1_000_000, 8)
     rows, document_BN = packed_rows(16, 4, 0.7)
     # Table, three masks of 38 rows, and what is held while one is made.
-    needed = MAX_TOKENS**2 + 3 * 38**2 + 16 * (16 + 38)
+    needed = MAX_TOKENS**2 + 3 * 38**2 + 16 * (16 + 2 * 38)
     MaskTable(MAX_TOKENS, 4, max_bytes=needed).dense(rows, document_BN)
     with pytest.raises(ValueError, match=r"3 x 38 rows .* max_bytes .* attention: flex"):
         MaskTable(MAX_TOKENS, 4, max_bytes=needed - 1).dense(rows, document_BN)
