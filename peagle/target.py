@@ -1,11 +1,11 @@
 """The frozen target in training and evaluation: tapped hidden states and output logits, by Hugging Face transformers.
 
-Serving never uses this module: there vLLM runs the target.
+Any decoder-only model of full and sliding-window attention will do; what cannot be packed or scored exactly is refused
+when it is loaded. Serving never uses this module: there vLLM runs the target.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,39 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from peagle.target_config import read_target_config
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
 
 class Target:
-    """A causal language model whose layers' inputs can be tapped. All of it is frozen."""
+    """A causal language model whose layers' inputs can be tapped. All of it is frozen.
+
+    config: `config.json` of its text model.
+
+    Raises ValueError for a target whose tables have another shape than its config says, whose logits are more than its
+    output matrix applied to its last hidden state, whose layers are neither full nor sliding-window attention, or in
+    which a packed document changes with its neighbour.
+    """
 
     def __init__(
         self, target_dir: str | Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32, compiled: bool = False
     ) -> None:
-        self.config: dict[str, Any] = json.loads((Path(target_dir) / "config.json").read_text(encoding="utf-8"))
-        model: Any = AutoModelForCausalLM.from_pretrained(target_dir, dtype=dtype, attn_implementation="sdpa")
+        self.config: dict[str, Any] = read_target_config(target_dir)
+        model: Any = _load(target_dir, dtype)
         self.model = model.to(device).eval().requires_grad_(False)
         self.device = torch.device(device)
-        self._body = torch.compile(self.model.model) if compiled else self.model.model
+        self._eager_body = model.get_decoder()
+        text: Any = model.config.get_text_config()
+        self._window: int | None = getattr(text, "sliding_window", None)
+        #: Kinds of layers where the model takes one mask a kind; none where it takes one mask.
+        self._layer_types = sorted(set(getattr(text, "layer_types", None) or []))
+        self._check(str(target_dir))
+        self._body = torch.compile(self._eager_body) if compiled else self._eager_body
 
     @property
     def embed_VS(self) -> Tensor:
+        """As stored: a scale that the target puts on its embeddings is not in it, nor in a drafter's (vLLM's way)."""
         return self.model.get_input_embeddings().weight
 
     @property
@@ -50,14 +68,77 @@ class Target:
             raise ValueError(
                 f"aux_layer_ids = {aux_layer_ids}: must be in 0..{num_layers - 1}, inputs of the target's layers"
             )
-        num_tokens = tokens_BN.shape[1]
-        causal_NN = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=tokens_BN.device).tril()
-        same_BNN = document_BN[:, :, None] == document_BN[:, None, :]
-        out = self._body(
+        return self._states(self._body, tokens_BN, document_BN, position_BN, aux_layer_ids)
+
+    def _states(
+        self, body: Any, tokens_BN: Tensor, document_BN: Tensor, position_BN: Tensor, layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        out = body(
             input_ids=tokens_BN,
             position_ids=position_BN,
-            attention_mask=(same_BNN & causal_NN)[:, None],
+            attention_mask=self._masks(document_BN),
             output_hidden_states=True,
             use_cache=False,
         )
-        return torch.cat([out.hidden_states[layer] for layer in aux_layer_ids], dim=-1), out.last_hidden_state
+        return torch.cat([out.hidden_states[layer] for layer in layers], dim=-1), out.last_hidden_state
+
+    def _masks(self, document_BN: Tensor) -> Tensor | dict[str, Tensor]:
+        """The mask [B, 1, N, N] that the model takes, or one for each kind of its layers."""
+        num_tokens = document_BN.shape[1]
+        index_N = torch.arange(num_tokens, device=document_BN.device)
+        back_NN = index_N[:, None] - index_N
+        same_BNN = document_BN[:, :, None] == document_BN[:, None, :]
+        full = self._as_taken((same_BNN & (back_NN >= 0))[:, None])
+        if self._window is None:
+            return dict.fromkeys(self._layer_types, full) if self._layer_types else full
+        sliding = self._as_taken((same_BNN & (back_NN >= 0) & (back_NN < self._window))[:, None])
+        masks = {_FULL: full, _SLIDING: sliding}
+        return {kind: masks[kind] for kind in self._layer_types} if self._layer_types else sliding
+
+    def _as_taken(self, seen_B1NN: Tensor) -> Tensor:
+        if self.model.config._attn_implementation == "sdpa":
+            return seen_B1NN
+        zero = torch.zeros((), dtype=self.model.dtype, device=seen_B1NN.device)
+        return torch.where(seen_B1NN, zero, torch.finfo(self.model.dtype).min)
+
+    @torch.no_grad()
+    def _check(self, source: str) -> None:
+        if unknown := set(self._layer_types) - {_FULL, _SLIDING}:
+            raise ValueError(f"target {source}: layers of {sorted(unknown)} cannot keep packed documents apart")
+        if _SLIDING in self._layer_types and self._window is None:
+            raise ValueError(f"target {source}: layers of {_SLIDING} without a sliding_window")
+        shape = (self.config["vocab_size"], self.config["hidden_size"])
+        for name, table in (("input embeddings", self.embed_VS), ("output matrix", self.lm_head_VS)):
+            if tuple(table.shape) != shape:
+                raise ValueError(f"target {source}: its {name} have shape {list(table.shape)}, not {list(shape)}")
+        # Two documents, of 5 and of 7 tokens, and the same with another first document.
+        tokens_BN = (torch.arange(24, device=self.device).view(2, 12) * 7919 + 11) % shape[0]
+        tokens_BN[1, 5:] = tokens_BN[0, 5:]
+        lengths = torch.tensor([5, 7], device=self.device)
+        document_BN = torch.arange(2, device=self.device).repeat_interleave(lengths).expand(2, -1)
+        position_BN = torch.cat([torch.arange(5), torch.arange(7)]).to(self.device).expand(2, -1)
+        _, last_BNS = self._states(self._eager_body, tokens_BN, document_BN, position_BN, (0,))
+        if not torch.allclose(last_BNS[0, 5:], last_BNS[1, 5:], rtol=1e-3, atol=1e-3 * float(last_BNS.abs().max())):
+            raise ValueError(f"target {source}: a packed document changes with the one before it")
+        logits_NV = self.model(input_ids=tokens_BN[:1, :5], use_cache=False).logits[0]
+        _check_logits(source, logits_NV.float(), (last_BNS[0, :5] @ self.lm_head_VS.T).float())
+
+
+def _check_logits(source: str, logits_NV: Tensor, expected_NV: Tensor) -> None:
+    """The model's own logits against its output matrix applied to its last hidden state: capped, scaled or biased?"""
+    difference = float((logits_NV - expected_NV).abs().max())
+    if difference > 0.03 * float(expected_NV.abs().max()):
+        raise ValueError(
+            f"target {source}: its logits differ from output matrix x last hidden state by up to {difference:.3g} (of "
+            f"{float(expected_NV.abs().max()):.3g}): it caps, scales or biases them, or its attention cannot be packed"
+        )
+
+
+def _load(target_dir: str | Path, dtype: torch.dtype) -> Any:
+    """With SDPA, or, for architectures that have none, with eager attention."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(target_dir, dtype=dtype, attn_implementation="sdpa")
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        return AutoModelForCausalLM.from_pretrained(target_dir, dtype=dtype, attn_implementation="eager")

@@ -1,0 +1,119 @@
+"""The target of any architecture: packed documents are read as if each stood alone, what cannot be is refused."""
+
+import json
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
+
+from peagle.config import DrafterConfig
+from peagle.target import Target
+from peagle.target_config import read_target_config
+
+SHAPE = dict(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    initializer_range=0.3,
+    pad_token_id=0,
+)
+KINDS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"] * 2
+CONFIGS = {
+    "llama": LlamaConfig(**SHAPE),
+    "mistral": MistralConfig(**SHAPE, sliding_window=6),
+    "qwen3": Qwen3Config(**SHAPE),
+    "gemma3": Gemma3TextConfig(**SHAPE, sliding_window=6, layer_types=KINDS, query_pre_attn_scalar=8),
+    "gpt-oss": GptOssConfig(**SHAPE, sliding_window=6, layer_types=KINDS, num_local_experts=4, num_experts_per_tok=2),
+}
+LENGTHS = (13, 3, 16)
+TAPS = (1, 4, 7)
+
+
+def saved(folder, config):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def target(request, tmp_path_factory) -> Target:
+    return Target(saved(tmp_path_factory.mktemp(request.param), CONFIGS[request.param]))
+
+
+def test_packed_documents_are_read_as_if_alone(target: Target) -> None:
+    """Alone, the architecture builds its own masks: windows (6 tokens, shorter than the documents) included."""
+    tokens_1N = torch.randint(1, 96, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    document_1N = torch.arange(3).repeat_interleave(torch.tensor(LENGTHS))[None]
+    position_1N = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    aux, last = target.states(tokens_1N, document_1N, position_1N, TAPS)
+    start = 0
+    for length in LENGTHS:
+        here = slice(start, start + length)
+        with torch.no_grad():
+            alone = target.model(input_ids=tokens_1N[:, here], output_hidden_states=True, use_cache=False)
+        expected = torch.cat([alone.hidden_states[layer] for layer in TAPS], dim=-1)
+        torch.testing.assert_close(aux[:, here], expected, rtol=1e-3, atol=1e-3)
+        logits = last[:, here] @ target.lm_head_VS.T
+        torch.testing.assert_close(logits, alone.logits, rtol=1e-3, atol=1e-3 * float(alone.logits.abs().max()))
+        start += length
+
+
+def test_drafter_takes_its_shape_from_the_target(target: Target) -> None:
+    config = DrafterConfig.for_target(target.config, num_layers=2)
+    assert (config.hidden_size, config.head_dim, config.vocab_size) == (32, 8, 96)
+    assert config.aux_layer_ids == (2, 4, 5)
+
+
+def test_layer_that_the_target_lacks(target: Target) -> None:
+    tokens = torch.ones(1, 4, dtype=torch.long)
+    for taps in ((2, 4, 8), (-1,)):
+        with pytest.raises(ValueError, match=r"must be in 0..7, inputs of the target's layers"):
+            target.states(tokens, torch.zeros_like(tokens), tokens.cumsum(1) - 1, taps)
+
+
+def test_capped_logits_are_refused(tmp_path) -> None:
+    """Gemma 2 caps its logits: softened targets made without the cap would be others."""
+    config = Gemma2Config(**SHAPE, sliding_window=6, layer_types=KINDS, query_pre_attn_scalar=8)
+    config.final_logit_softcapping = 1.0
+    with pytest.raises(ValueError, match="it caps, scales or biases them"):
+        Target(saved(tmp_path, config))
+
+
+def test_unusual_shapes_are_named(tmp_path) -> None:
+    def read(raw):
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        return read_target_config(tmp_path)
+
+    plain = LlamaConfig(**SHAPE).to_dict()
+    assert read({"model_type": "wrapper", "text_config": plain})["num_hidden_layers"] == 8
+    with pytest.raises(ValueError, match=r"config.json: intermediate_size = \[64, 64\]: a target needs whole numbers"):
+        read(plain | {"intermediate_size": [64, 64]})
+    with pytest.raises(ValueError, match="num_hidden_layers = 0 under text_config"):
+        read({"text_config": plain | {"num_hidden_layers": 0}})
+    with pytest.raises(ValueError, match="hidden_size = None"):
+        read({"d_model": 512})
+
+
+def test_tables_of_another_shape_than_the_config_says(tmp_path) -> None:
+    saved(tmp_path, LlamaConfig(**SHAPE))
+    raw = json.loads((tmp_path / "config.json").read_text())
+
+    class Widened(Target):
+        @property
+        def lm_head_VS(self):
+            return torch.zeros(raw["vocab_size"] + 1, raw["hidden_size"])
+
+    with pytest.raises(ValueError, match=r"output matrix have shape \[97, 32\], not \[96, 32\]"):
+        Widened(tmp_path)
