@@ -1,11 +1,12 @@
-"""Drafting in plain torch: one forward pass proposes K tokens (arXiv 2602.01469, section 2), with a KV cache.
+"""Drafting in plain torch, with a KV cache: K tokens by one forward pass (P-EAGLE) or one by each of K (EAGLE-3).
 
-Enters: the tokens that the target has committed since the last pass, and the target's hidden states at the rows before
-them. Leaves: K draft tokens. The engine's own drafter (vLLM's `eagle3` with `parallel_drafting`) is the same function;
-this one is for reading, for evaluation and for tests, one request at a time.
+Enters: the tokens that the target has committed since the last time, and the target's hidden states at the rows before
+them. Leaves: K draft tokens. The engine's own drafter (vLLM's `eagle3`, with `parallel_drafting` for P-EAGLE) is the
+same function; this one is for reading, for evaluation and for tests, one request at a time.
 
-The rows of one pass. Tokens are counted from 0; n are committed and token n - 1 is the newest, whose hidden state the
-target has not computed yet. As in EAGLE, tokens are shifted by one against hidden states:
+The rows of P-EAGLE's pass (arXiv 2602.01469, section 2). Tokens are counted from 0; n are committed and token n - 1 is
+the newest, whose hidden state the target has not computed yet. As in EAGLE, tokens are shifted by one against hidden
+states:
 
     depth    row at position    embedding of      hidden state        proposes
     -        p < n - 2          token p + 1       target's at p       (cached, or given now to enter the cache)
@@ -13,8 +14,15 @@ target has not computed yet. As in EAGLE, tokens are shifted by one against hidd
     2        n - 1              mask token        mask_hidden         token n + 1
     K        n + K - 3          mask token        mask_hidden         token n + K - 1
 
-Every row attends to all rows at its own and earlier positions. Mask rows leave no trace: they are dropped from the
-cache after the pass, and real rows take their positions in the next one. Rejected drafts never become rows at all.
+A head without a mask token (EAGLE-3) has the same rows up to depth 1, and then a pass of one row for each depth:
+
+    d        n + d - 3          token n + d - 2   its own of depth d - 1       token n + d - 1
+
+The token is the one drafted at depth d - 1, the hidden state what the drafter's layers left there: its residual stream.
+
+Every row attends to all rows at its own and earlier positions; with a sliding window, to the nearest of them. Rows of
+depths beyond 1 leave no trace: they are dropped from the cache at the end, and real rows take their positions the next
+time. Rejected drafts never become rows of their own.
 """
 
 from __future__ import annotations
@@ -72,9 +80,7 @@ class DraftSession:
     """Drafting for one request: the cache of its committed rows, and `propose`."""
 
     def __init__(self, drafter: Drafter) -> None:
-        """drafter: a P-EAGLE drafter with its tables. Raises ValueError for an EAGLE-3 head (no mask token)."""
-        if drafter.config.ptd_token_id is None:
-            raise ValueError("the head has no ptd_token_id: it drafts one token after another, not in one pass")
+        """drafter: with its tables; without `ptd_token_id` it drafts one token after another (EAGLE-3)."""
         self.drafter = drafter
         self.cache = KVCache(drafter.config.num_hidden_layers)
 
@@ -89,7 +95,7 @@ class DraftSession:
 
     @torch.no_grad()
     def propose(self, next_token_ids_T: Tensor, aux_TX: Tensor, num_drafts: int) -> Drafts:
-        """Add T rows and propose the tokens after them, in one forward pass.
+        """Add T rows and propose the tokens after them, greedily.
 
         Args:
             next_token_ids_T: int, row i's token: the one *after* position num_rows + i. The last entry is the token
@@ -112,26 +118,45 @@ class DraftSession:
             )
         if num_drafts < 1:
             raise ValueError(f"num_drafts = {num_drafts} must be at least 1")
-        num_masks, start = num_drafts - 1, self.num_rows
-        assert config.ptd_token_id is not None
-        mask_ids = next_token_ids_T.new_full((num_masks,), config.ptd_token_id)
+        num_kept = self.num_rows + num_new
+        parallel = config.ptd_token_id is not None
+        logits_KV = (self._in_one_pass if parallel else self._one_by_one)(next_token_ids_T, aux_TX, num_drafts)
+        self.cache.truncate(num_kept)
+        return Drafts(token_ids_K=self.drafter.target_ids[logits_KV.argmax(dim=-1)], logits_KV=logits_KV)
+
+    def _in_one_pass(self, next_token_ids_T: Tensor, aux_TX: Tensor, num_drafts: int) -> Tensor:
+        """P-EAGLE: [K, V_draft] logits of the last row given and of K - 1 mask rows."""
+        num_masks = num_drafts - 1
+        assert self.drafter.config.ptd_token_id is not None
+        mask_ids = next_token_ids_T.new_full((num_masks,), self.drafter.config.ptd_token_id)
         mask_aux = self.drafter.mask_hidden.to(aux_TX.dtype).view(1, -1).expand(num_masks, -1)
-        token_ids_BT = torch.cat([next_token_ids_T, mask_ids])[None]
-        aux_BTX = torch.cat([aux_TX, mask_aux])[None]
-        positions_BT = torch.arange(start, start + num_new + num_masks, device=aux_TX.device)[None]
+        hidden_TH = self.drafter.reduce(torch.cat([aux_TX, mask_aux]))
+        normed_TH, _ = self._forward(torch.cat([next_token_ids_T, mask_ids]), hidden_TH)
+        return self.drafter.logits(normed_TH[-num_drafts:])
 
-        embeds_BTH, hidden_BTH = self.drafter.embed(token_ids_BT), self.drafter.reduce(aux_BTX)
-        normed_BTH, _ = self.drafter(embeds_BTH, hidden_BTH, positions_BT, self._attend)
-        self.cache.truncate(start + num_new)
+    def _one_by_one(self, next_token_ids_T: Tensor, aux_TX: Tensor, num_drafts: int) -> Tensor:
+        """EAGLE-3: [K, V_draft] logits, each of a pass that reads the token of the one before."""
+        ids_T, hidden_TH, logits = next_token_ids_T, self.drafter.reduce(aux_TX), []
+        for _ in range(num_drafts):
+            normed_TH, back_TH = self._forward(ids_T, hidden_TH)
+            logits.append(self.drafter.logits(normed_TH[-1]))
+            ids_T, hidden_TH = self.drafter.target_ids[logits[-1].argmax()][None], back_TH[-1:]
+        return torch.stack(logits)
 
-        logits_KV = self.drafter.logits(normed_BTH[0, num_new - 1 :])
-        target_ids = self.drafter.get_buffer("target_ids")
-        return Drafts(token_ids_K=target_ids[logits_KV.argmax(dim=-1)], logits_KV=logits_KV)
+    def _forward(self, token_ids_T: Tensor, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows at the next T positions, which enter the cache: normed [T, H], and what EAGLE-3 feeds back [T, H]."""
+        positions_BT = torch.arange(self.num_rows, self.num_rows + len(token_ids_T), device=hidden_TH.device)[None]
+        embeds_BTH = self.drafter.embed(token_ids_T[None])
+        normed_BTH, back_BTH = self.drafter(embeds_BTH, hidden_TH[None], positions_BT, self._attend)
+        return normed_BTH[0], back_BTH[0]
 
     def _attend(self, layer_index: int, q_BATD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
-        """Attention of the pass's rows over the cache and over each other, by position."""
+        """Attention of a pass's rows over the cache and over each other, by position."""
         k_BGUD, v_BGUD = self.cache.append(layer_index, k_BGTD, v_BGTD)
         num_new, num_all = q_BATD.shape[2], k_BGUD.shape[2]
         query_positions = torch.arange(num_all - num_new, num_all, device=q_BATD.device)
-        visible_TU = torch.arange(num_all, device=q_BATD.device) <= query_positions[:, None]
+        key_positions = torch.arange(num_all, device=q_BATD.device)
+        visible_TU = key_positions <= query_positions[:, None]
+        if (window := self.drafter.config.sliding_window) is not None:
+            visible_TU &= key_positions > query_positions[:, None] - window
         return F.scaled_dot_product_attention(q_BATD, k_BGUD, v_BGUD, attn_mask=visible_TU, enable_gqa=True)

@@ -13,7 +13,8 @@ anchors take step k together, and gradients flow back through all steps.
 
 Attention of a step is that over the rows of step 0, the same causal mask at every step, joined by log-sum-exp with the
 at most K - 1 keys of the own chain, one dot product each. So every step has the same static shapes and shares one block
-mask; a mask over all steps' keys would grow with k and need a kernel a step.
+mask; a mask over all steps' keys would grow with k and need a kernel a step. (A sliding window moves on with the steps:
+one mask a step then.)
 """
 
 from __future__ import annotations
@@ -24,12 +25,17 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from peagle import masks
 from peagle.cod import Rows, chain_lengths
+from peagle.config import DrafterConfig
 from peagle.data import Batch
 from peagle.losses import ChunkedLoss
 from peagle.model import Attend, Drafter
 from peagle.parallel import labelled_rows
 from peagle.passes import Report, States, row_weights
 from peagle.recipe import Recipe
+
+#: What chains see of the rows of step 0: document ids [B, N] (plain torch, any device), or `block_masks` (compiled
+#: functions, GPU).
+Sight = Tensor | tuple[BlockMask, ...]
 
 _TILE = 1024  # queries whose scores exist at once where no kernel avoids them
 _ROWS = 2048  # rows whose logits exist at once in greedy_drafts
@@ -39,11 +45,12 @@ class UnrolledPass:
     """EAGLE-3: `num_depths` steps from every anchor. No row is dropped; `cod` of the recipe does not apply."""
 
     def __init__(self, recipe: Recipe, *, compiled: bool) -> None:
-        """Raises ValueError for more than one segment: the steps hang together by gradient."""
+        """Raises ValueError for more than one segment (gradients tie the steps together), or too short a window."""
         if recipe.batch.num_segments > 1:
             raise ValueError(
                 f"batch.num_segments = {recipe.batch.num_segments}: method eagle3 has no segments, write 1"
             )
+        check_window(recipe.drafter.sliding_window, recipe.drafter.num_depths)
         self.recipe = recipe
         self.score = ChunkedLoss(recipe.loss.name, recipe.loss.chunk, compiled)
         self._block_mask = compiled and recipe.attention == "flex"
@@ -53,8 +60,8 @@ class UnrolledPass:
         device, num_depths = batch.tokens_BN.device.type, drafter.config.num_depths
         chain_BN = chain_lengths(batch.document_BN, batch.answer_BN, num_depths)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            mask = masks.block(all_rows(chain_BN, 1), batch.document_BN) if self._block_mask else batch.document_BN
-            normed_BTH = self._draft_rows(drafter, batch.tokens_BN, states.aux_BNX, batch.position_BN, mask)
+            sight = block_masks(batch.document_BN, drafter.config) if self._block_mask else batch.document_BN
+            normed_BTH = self._draft_rows(drafter, batch.tokens_BN, states.aux_BNX, batch.position_BN, sight)
         index_R, label_R, offset_R = labelled_rows(all_rows(chain_BN, num_depths), chain_BN)
         weigh = row_weights(self.recipe.loss, label_R, offset_R, chain_BN.numel(), num_depths)
         labels = self.score.labels(states.last_BNS.flatten(0, 1), states.lm_head_VS, drafter.target_ids)
@@ -65,22 +72,34 @@ class UnrolledPass:
         return Report(scored.total.detach(), scored.correct_R, offset_R)
 
 
-def all_rows(chain_BN: Tensor, num_depths: int) -> Rows:
+def check_window(window: int | None, num_depths: int) -> None:
+    """Raises ValueError where the last steps of a chain would see no row of step 0."""
+    if window is not None and window < num_depths:
+        raise ValueError(f"sliding_window = {window} must be at least num_depths = {num_depths}")
+
+
+def block_masks(document_BN: Tensor, config: DrafterConfig, tile: int = 128) -> tuple[BlockMask, ...]:
+    """What each step sees of the N rows of step 0; one mask for all steps where they see the same."""
+    rows, window = all_rows(document_BN, 1), config.sliding_window
+    if window is None:
+        return (masks.block(rows, document_BN, tile),)
+    return tuple(masks.block(rows, document_BN, tile, window=window - step) for step in range(config.num_depths))
+
+
+def all_rows(like_BN: Tensor, num_depths: int) -> Rows:
     """Rows of an unroll, T = K * N: all N anchors of step 0, then of step 1, and so on."""
-    batch, num_tokens = chain_BN.shape
-    index_T = torch.arange(num_depths * num_tokens, device=chain_BN.device).expand(batch, -1)
+    batch, num_tokens = like_BN.shape
+    index_T = torch.arange(num_depths * num_tokens, device=like_BN.device).expand(batch, -1)
     return Rows(index_T % num_tokens, index_T // num_tokens, num_tokens)
 
 
-def unrolled_rows(
-    drafter: Drafter, tokens_BN: Tensor, aux_BNX: Tensor, position_BN: Tensor, mask: Tensor | BlockMask
-) -> Tensor:
+def unrolled_rows(drafter: Drafter, tokens_BN: Tensor, aux_BNX: Tensor, position_BN: Tensor, sight: Sight) -> Tensor:
     """Normed hidden states [B, K * N, H] in the order of `all_rows`, each chain on the true tokens.
 
-    aux_BNX: the target's tapped hidden states [B, N, C * S]. mask: as in `attend_chains`. Near the end of a document,
+    aux_BNX: the target's tapped hidden states [B, N, C * S]. Near the end of a document,
     chains read tokens behind it; no loss looks at those rows, and no other row sees them.
     """
-    attend, hidden_BNH = attend_chains(mask), drafter.reduce(aux_BNX)
+    attend, hidden_BNH = attend_chains(sight, drafter.config.sliding_window), drafter.reduce(aux_BNX)
     last = tokens_BN.shape[1] - 1
     anchor_N = torch.arange(last + 1, device=tokens_BN.device)
     normed = []
@@ -98,12 +117,13 @@ def greedy_drafts(
     """Draft tokens [B, N, K] of every anchor, as ids of the target: draft k of anchor a proposes token a + k + 2.
 
     Autoregressive, each chain on its own drafts. Beside the drafter's states, scores of 1,024 queries and logits of
-    2,048 rows exist at once.
+    2,048 rows exist at once. Raises ValueError for a sliding window shorter than num_depths.
     """
+    check_window(drafter.config.sliding_window, num_depths)
     device = tokens_BN.device.type
     draft_BN, drafts = torch.cat([tokens_BN[:, 1:], tokens_BN[:, -1:]], dim=1), []
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-        attend, hidden_BNH = attend_chains(document_BN), drafter.reduce(aux_BNX)
+        attend, hidden_BNH = attend_chains(document_BN, drafter.config.sliding_window), drafter.reduce(aux_BNX)
         for step in range(num_depths):
             normed_BNH, hidden_BNH = drafter(drafter.embed(draft_BN), hidden_BNH, position_BN + step, attend)
             best = [drafter.logits(part_RH).argmax(-1) for part_RH in normed_BNH.flatten(0, 1).split(_ROWS)]
@@ -112,25 +132,23 @@ def greedy_drafts(
     return torch.stack(drafts, dim=-1)
 
 
-def attend_chains(mask: Tensor | BlockMask) -> Attend:
-    """Attention of one unroll; it keeps the keys and values of the steps it has seen, and so serves one unroll only.
-
-    mask: document ids [B, N] (plain torch, any device), or `masks.block` of the N rows of step 0 (compiled functions,
-    GPU).
-    """
+def attend_chains(sight: Sight, window: int | None) -> Attend:
+    """Attention of one unroll; it keeps the keys and values of the steps it has seen, and so serves one unroll only."""
     held: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def attend(layer_index: int, q_BAND: Tensor, k_BGND: Tensor, v_BGND: Tensor) -> Tensor:
         steps = held.setdefault(layer_index, [])
         steps.append((k_BGND, v_BGND))
         (first_k, first_v), *own = steps
-        if isinstance(mask, BlockMask):
-            out_BAND, aux = flex_attention(
-                q_BAND, first_k, first_v, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True)
-            )
-            assert aux.lse is not None
-            return join(out_BAND, aux.lse, q_BAND, own)
-        return join(*_plain_attention(mask, q_BAND, first_k, first_v), q_BAND, own)
+        if isinstance(sight, Tensor):
+            left = None if window is None else window - len(own)
+            return join(*_plain_attention(sight, left, q_BAND, first_k, first_v), q_BAND, own)
+        mask = sight[min(len(own), len(sight) - 1)]
+        out_BAND, aux = flex_attention(
+            q_BAND, first_k, first_v, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True)
+        )
+        assert aux.lse is not None
+        return join(out_BAND, aux.lse, q_BAND, own)
 
     return attend
 
@@ -153,17 +171,22 @@ def join(out_BAND: Tensor, lse_BAN: Tensor, q_BAND: Tensor, own: list[tuple[Tens
     return joined_BAND.to(out_BAND.dtype)
 
 
-def _plain_attention(document_BN: Tensor, q_BAND: Tensor, k_BGND: Tensor, v_BGND: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal attention within documents: output, and log-sum-exp [B, A, N] in float32 or wider."""
+def _plain_attention(
+    document_BN: Tensor, window: int | None, q_BAND: Tensor, k_BGND: Tensor, v_BGND: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Causal attention within documents: output, and log-sum-exp [B, A, N] in float32 or wider.
+
+    window: anchors that a query sees back, its own counted.
+    """
     q_BGMND = q_BAND.unflatten(1, (k_BGND.shape[1], -1)) * q_BAND.shape[-1] ** -0.5
     num_tokens = q_BAND.shape[2]
-    index_N = torch.arange(num_tokens, device=q_BAND.device)
+    anchor_N = torch.arange(num_tokens, device=q_BAND.device)
     outs, sums = [], []
     for start in range(0, num_tokens, _TILE):
         end = min(start + _TILE, num_tokens)
-        visible = (document_BN[:, start:end, None] == document_BN[:, None, :end]) & (
-            index_N[start:end, None] >= index_N[:end]
-        )
+        ahead = anchor_N[start:end, None] - anchor_N[:end]
+        near = (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
+        visible = near & (document_BN[:, start:end, None] == document_BN[:, None, :end])
         scores = q_BGMND[..., start:end, :] @ k_BGND[:, :, None, :end].mT
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         scores = scores.masked_fill(~visible[:, None, None], -torch.inf)

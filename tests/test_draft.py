@@ -1,12 +1,14 @@
-"""Drafting in one pass: the cached reference against a plain twin that recomputes every row, and against decoding."""
+"""Drafting in one pass or one by one: cached reference against twins that recompute every row, and against decoding."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from peagle.accept import PADDING_TOKEN_ID, accept_greedy
@@ -18,6 +20,7 @@ from tests.head_factory import random_drafter
 TARGET = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2)
 TARGET |= dict(vocab_size=100, head_dim=8, rms_norm_eps=1e-5, max_position_embeddings=512, rope_theta=10000.0)
 CONFIG = DrafterConfig.for_target(TARGET, num_layers=3, ptd_token_id=99, num_depths=5)
+EAGLE3 = dataclasses.replace(CONFIG, num_hidden_layers=1, ptd_token_id=None)
 
 
 def random_request(num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -56,6 +59,42 @@ def plain_logits(
     embeds, reduced = drafter.embed(torch.tensor([ids])), drafter.reduce(torch.stack(hidden)[None])
     normed, _ = drafter(embeds, reduced, torch.tensor([positions]), attend)
     return drafter.logits(normed[0, num_real - 1 :])
+
+
+@torch.no_grad()
+def plain_sequential_logits(drafter: Drafter, tokens: Tensor, aux: Tensor, num_drafts: int) -> Tensor:
+    """[K, V_draft] logits of an EAGLE-3 head after `tokens` [n]: all rows of each draft token from the beginning."""
+    num_real = len(tokens) - 1
+    ids, hidden, logits = tokens[1:].tolist(), list(drafter.reduce(aux)), []
+
+    def attend(layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    for row in range(num_real - 1, num_real - 1 + num_drafts):
+        position = torch.arange(row + 1)[None]
+        normed, back = drafter(drafter.embed(torch.tensor([ids])), torch.stack(hidden)[None], position, attend)
+        logits.append(drafter.logits(normed[0, row]))
+        ids.append(int(drafter.target_ids[logits[-1].argmax()]))
+        hidden.append(back[0, row])
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [{}, {"norm_before_residual": True, "fc_norm": True, "num_hidden_layers": 2}, {"norm_output": True}],
+)
+@pytest.mark.parametrize("num_drafts", [1, 4])
+def test_cached_eagle3_steps_equal_recomputing_everything(num_drafts: int, switches: dict[str, Any]) -> None:
+    drafter = random_drafter(dataclasses.replace(EAGLE3, **switches))
+    tokens, aux = random_request(40)
+    session, start = DraftSession(drafter), 0
+    for end in (7, 8, 10, 16, 39):
+        drafts = session.propose(tokens[start + 1 : end], aux[start : end - 1], num_drafts)
+        expected = plain_sequential_logits(drafter, tokens[:end], aux[: end - 1], num_drafts)
+        torch.testing.assert_close(drafts.logits_KV, expected, rtol=1e-5, atol=1e-5)
+        assert drafts.token_ids_K.tolist() == expected.argmax(dim=-1).tolist()
+        start = end - 1
+        assert session.num_rows == start, "rows of drafted tokens stayed in the cache"
 
 
 @pytest.mark.parametrize("num_drafts", [1, 2, 5, 9])
@@ -119,22 +158,26 @@ def test_truncate_takes_back_rows_that_were_not_kept() -> None:
             session.truncate(num_rows)
 
 
-def test_drafts_of_a_reduced_vocabulary_are_the_target_s_token_ids() -> None:
-    config = dataclasses.replace(CONFIG, draft_vocab_size=10)
+@pytest.mark.parametrize("kind", [CONFIG, EAGLE3])
+def test_drafts_of_a_reduced_vocabulary_are_the_target_s_token_ids(kind: DrafterConfig) -> None:
+    config = dataclasses.replace(kind, draft_vocab_size=10)
     drafter = random_drafter(config)
     drafter.register_buffer("target_ids", torch.arange(10) * 7 + 3, persistent=False)
     tokens, aux = random_request(9)
     drafts = DraftSession(drafter).propose(tokens[1:], aux[:-1], 5)
     assert drafts.logits_KV.shape == (5, 10)
     assert drafts.token_ids_K.tolist() == [int(index) * 7 + 3 for index in drafts.logits_KV.argmax(dim=-1)]
+    if kind is EAGLE3:
+        torch.testing.assert_close(drafts.logits_KV, plain_sequential_logits(drafter, tokens, aux[:-1], 5))
 
 
-def test_speculative_decoding_with_a_real_target_equals_greedy_decoding() -> None:
+@pytest.mark.parametrize("config", [CONFIG, EAGLE3])
+def test_speculative_decoding_with_a_real_target_equals_greedy_decoding(config: DrafterConfig) -> None:
     """Draft, verify and go on, against Hugging Face's own greedy decoding; some drafts are made right by hand."""
     torch.manual_seed(0)
     settings = {key: value for key, value in TARGET.items() if key != "rope_theta"}
     target = LlamaForCausalLM(LlamaConfig(**settings, initializer_range=0.4)).double().eval()
-    drafter = random_drafter(CONFIG)
+    drafter = random_drafter(config)
     prompt = [5, 17, 3, 88, 41]
     reference = target.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None)[
         0
@@ -144,7 +187,7 @@ def test_speculative_decoding_with_a_real_target_equals_greedy_decoding() -> Non
         tokens.append(int(target(torch.tensor([tokens])).logits[0, -1].argmax()))
         while len(tokens) < len(reference):
             out = target(torch.tensor([tokens]), output_hidden_states=True)
-            aux = torch.cat([out.hidden_states[layer] for layer in CONFIG.aux_layer_ids], dim=-1)[0]
+            aux = torch.cat([out.hidden_states[layer] for layer in config.aux_layer_ids], dim=-1)[0]
             rows = slice(session.num_rows, len(tokens) - 1)
             drafts = session.propose(torch.tensor(tokens[rows.start + 1 :]), aux[rows], 4).token_ids_K
             right = reference[len(tokens) :][: len(lengths) % 5]  # 0..4 right drafts in turn
@@ -167,6 +210,4 @@ def test_bad_input_is_named() -> None:
             session.propose(*wrong)
     with pytest.raises(ValueError, match="num_drafts = 0 must be at least 1"):
         session.propose(tokens[1:], aux[:-1], 0)
-    with pytest.raises(ValueError, match="no ptd_token_id"):
-        DraftSession(Drafter(dataclasses.replace(CONFIG, ptd_token_id=None)))
     assert session.num_rows == 0

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle import masks
 from peagle.cod import chain_lengths
 from peagle.config import DrafterConfig
 from peagle.data import Batch
@@ -18,7 +17,7 @@ from peagle.losses import plain_losses
 from peagle.model import Drafter
 from peagle.passes import States
 from peagle.recipe import Recipe
-from peagle.unroll import UnrolledPass, all_rows, greedy_drafts, unrolled_rows
+from peagle.unroll import UnrolledPass, block_masks, greedy_drafts, unrolled_rows
 from tests.head_factory import TARGET, random_drafter
 
 NUM_STEPS = 4
@@ -48,8 +47,10 @@ def draft_alone(drafter: Drafter, token_ids: list[int], aux_AX: Tensor, num_step
 
     def attend(layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = cache.append(layer_index, k, v)
-        causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=causal, enable_gqa=True)
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        if (window := drafter.config.sliding_window) is not None:
+            seen = seen.triu(k.shape[2] - q.shape[2] - window + 1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
 
     num_rows = len(aux_AX)
     position, hidden = torch.arange(num_rows), drafter.reduce(aux_AX)
@@ -71,7 +72,8 @@ def chains(batch: Batch, num_steps: int) -> list[tuple[int, int, int, int]]:
 
 
 @pytest.mark.parametrize(
-    "switches", [{}, {"norm_before_residual": True}, {"norm_output": True}, {"num_hidden_layers": 1}]
+    "switches",
+    [{}, {"norm_before_residual": True}, {"norm_output": True}, {"num_hidden_layers": 1}, {"sliding_window": 4}],
 )
 def test_rows_and_gradients_equal_one_chain_at_a_time(switches: dict[str, object]) -> None:
     drafter = random_drafter(dataclasses.replace(CONFIG, **switches))
@@ -97,7 +99,10 @@ def test_rows_and_gradients_equal_one_chain_at_a_time(switches: dict[str, object
         assert one.abs().max() > 1e-3, f"{name} gets no gradient: nothing compared"
 
 
-@pytest.mark.parametrize("config", [CONFIG, dataclasses.replace(CONFIG, draft_vocab_size=40)])
+@pytest.mark.parametrize(
+    "config",
+    [CONFIG, dataclasses.replace(CONFIG, draft_vocab_size=40), dataclasses.replace(CONFIG, sliding_window=4)],
+)
 def test_greedy_drafts_equal_one_chain_at_a_time(config: DrafterConfig) -> None:
     drafter = random_drafter(config)
     if config.draft_vocab_size < config.vocab_size:
@@ -167,36 +172,42 @@ def test_the_pass_forms_the_gradient_of_the_weighted_loss() -> None:
     assert report.offset_R.bincount().tolist() == [sum(step == k for _, step, _ in cells) for k in range(NUM_STEPS)]
 
 
-def test_a_recipe_with_segments_is_refused() -> None:
-    recipe = Recipe(target="", data="", output="", drafter={"method": "eagle3"}, batch={"num_segments": 2})
+def test_recipes_that_do_not_fit_are_refused() -> None:
+    common = dict(target="", data="", output="")
+    recipe = Recipe(**common, drafter={"method": "eagle3"}, batch={"num_segments": 2})
     with pytest.raises(ValueError, match="num_segments = 2: method eagle3 has no segments, write 1"):
+        UnrolledPass(recipe, compiled=False)
+    recipe = Recipe(**common, drafter={"method": "eagle3", "sliding_window": 16, "num_depths": 17})
+    with pytest.raises(ValueError, match="sliding_window = 16 must be at least num_depths = 17"):
         UnrolledPass(recipe, compiled=False)
 
 
 @torch.no_grad()
-def test_flex_attention_joins_to_the_same_rows() -> None:
-    drafter = random_drafter(dataclasses.replace(CONFIG, head_dim=16)).float()
+@pytest.mark.parametrize("window", [None, 4])
+def test_flex_attention_joins_to_the_same_rows(window: int | None) -> None:
+    config = dataclasses.replace(CONFIG, head_dim=16, sliding_window=window)
+    drafter = random_drafter(config).float()
     batch, aux_BNX = random_batch()
-    mask = masks.block(all_rows(batch.document_BN, 1), batch.document_BN, 16)
     flex, plain = (
-        unrolled_rows(drafter, batch.tokens_BN, aux_BNX.float(), batch.position_BN, form)
-        for form in (mask, batch.document_BN)
+        unrolled_rows(drafter, batch.tokens_BN, aux_BNX.float(), batch.position_BN, sight)
+        for sight in (block_masks(batch.document_BN, config, 16), batch.document_BN)
     )
     torch.testing.assert_close(flex, plain, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.gpu
-def test_compiled_rows_and_gradients_equal_plain_ones() -> None:
-    drafter = random_drafter(dataclasses.replace(CONFIG, head_dim=16)).float().cuda()
+@pytest.mark.parametrize("window", [None, 4])
+def test_compiled_rows_and_gradients_equal_plain_ones(window: int | None) -> None:
+    config = dataclasses.replace(CONFIG, head_dim=16, sliding_window=window)
+    drafter = random_drafter(config).float().cuda()
     batch, aux_BNX = random_batch()
     batch, aux_BNX = batch.to("cuda"), aux_BNX.float().cuda()
-    mask = masks.block(all_rows(batch.document_BN, 1), batch.document_BN)
     found, gradients = [], []
-    for draft_rows, form in (
-        (torch.compile(unrolled_rows, dynamic=False, fullgraph=True), mask),
+    for draft_rows, sight in (
+        (torch.compile(unrolled_rows, dynamic=False, fullgraph=True), block_masks(batch.document_BN, config)),
         (unrolled_rows, batch.document_BN),
     ):
-        rows = draft_rows(drafter, batch.tokens_BN, aux_BNX, batch.position_BN, form)
+        rows = draft_rows(drafter, batch.tokens_BN, aux_BNX, batch.position_BN, sight)
         weight = torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)).cuda()
         gradients.append(torch.autograd.grad((rows * weight).sum(), list(drafter.trainable().values())))
         found.append(rows)
