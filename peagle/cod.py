@@ -58,6 +58,10 @@ class Rows:
     def position_BT(self) -> Tensor:
         return self.anchor_BT + self.offset_BT
 
+    def of(self, b: int) -> Rows:
+        """Rows of one sequence, [1, T]."""
+        return Rows(self.anchor_BT[b : b + 1], self.offset_BT[b : b + 1], self.num_tokens)
+
 
 def sample_rows(
     chain_BN: Tensor,

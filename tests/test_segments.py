@@ -1,0 +1,23 @@
+"""A run whose sequences are worked through in segments gives the weights of a run without."""
+
+import torch
+
+from peagle.recipe import Recipe
+from peagle.train import Trainer
+from tests.small_run import write_small_run
+
+
+def test_segments_train_the_same_drafter(tmp_path) -> None:
+    small = write_small_run(tmp_path)
+
+    def weights(name: str, *overrides: str) -> dict[str, torch.Tensor]:
+        settings = [f"output={small / name}", "schedule.max_steps=4", "evaluate.data=null", "loss.reach=0.5", *overrides]
+        trainer = Trainer(Recipe.load(small / "recipe.yaml", ["optimizer.name=adamw", "optimizer.lr=0.001", *settings]))
+        trainer.run()
+        return {key: value.detach() for key, value in trainer.drafter.trainable().items()}
+
+    whole = weights("whole")
+    for method in ("kept", "recomputed"):
+        parts = weights(method, "batch.num_segments=3", f"batch.partition={method}")
+        for name, value in whole.items():
+            torch.testing.assert_close(parts[name], value, rtol=1e-3, atol=1e-5, msg=f"{method} {name}")
