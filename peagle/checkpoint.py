@@ -21,16 +21,9 @@ from torch import Tensor
 
 from peagle.config import DrafterConfig, HeadError
 from peagle.draft_vocabulary import marks, offsets, target_ids
-from peagle.head_files import (
-    TensorSpec,
-    canonical_name,
-    check_head,
-    check_head_fits,
-    check_tensors,
-    read_head_config,
-    weight_files,
-)
+from peagle.head_files import check_head, check_head_fits, check_tensors, read_head_config
 from peagle.model import Drafter
+from peagle.tensor_files import TensorSpec, canonical_name, weight_files
 
 __all__ = [
     "HeadError",

@@ -9,9 +9,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from peagle.rope import Llama3Rope, read_rope, rope_keys, rope_theta
+
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+QWEN_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
+#: Names under which vLLM 0.29 knows the two kinds of layers; the first of each is the one written.
+LLAMA_NAMES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "PeagleLlamaForCausalLM", "PEagleDraftModel")
+QWEN_NAMES = (QWEN_ARCHITECTURE, "PeagleQwen3ForCausalLM")
 #: vLLM does not limit what it drafts by a head without `num_depths`; this is what we assume for it.
 DEFAULT_NUM_DEPTHS = 8
+#: Layers that a target needs so that the default taps are three different ones.
+MIN_DEFAULT_LAYERS = 7
+#: Taps of a head that leaves them to vLLM's default: three for certain, their ids are not.
+UNNAMED_LAYERS = (-1, -1, -1)
 
 
 class HeadError(ValueError):
@@ -23,8 +33,16 @@ def default_aux_layer_ids(num_target_layers: int) -> tuple[int, int, int]:
 
     The paper writes 2, L/2, L-1 (Fig. 2); vLLM captures before the layer runs, and its default is what published heads
     use.
+
+    Raises HeadError for fewer than 7 layers, where these are not three layers in ascending order.
     """
-    return 2, num_target_layers // 2, num_target_layers - 3
+    layer_ids = 2, num_target_layers // 2, num_target_layers - 3
+    if num_target_layers < MIN_DEFAULT_LAYERS:
+        raise HeadError(
+            f"the default aux_layer_ids {layer_ids} need a target of {MIN_DEFAULT_LAYERS} layers, it has "
+            f"{num_target_layers}: name the layers"
+        )
+    return layer_ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +52,9 @@ class DrafterConfig:
     `num_depths` is K_max, the draft tokens that the head was trained to propose: all in one pass, or, for an EAGLE-3
     head, one after another (steps of its unroll, `peagle.unroll`). `ptd_token_id` is the mask token, an id of the
     target's vocabulary that text does not use; None for a head without parallel drafting (EAGLE-3). `norm_output`: an
-    EAGLE-3 head feeds back its rows after the last norm, not its residual stream (EAGLE-3.1).
+    EAGLE-3 head feeds back its rows after the last norm, not its residual stream (EAGLE-3.1). `sliding_window`: tokens
+    that a row sees back, itself counted, by position and in every layer; None for all. `norm_before_fc` normalises the
+    tapped hidden states together, `fc_norm` each alone; `qk_norm` each head of queries and keys (Qwen 3's layers).
     """
 
     hidden_size: int
@@ -56,6 +76,10 @@ class DrafterConfig:
     norm_output: bool = False
     fc_norm: bool = False
     attention_bias: bool = False
+    norm_before_fc: bool = False
+    qk_norm: bool = False
+    rope_scaling: Llama3Rope | None = None
+    sliding_window: int | None = None
     extra: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -68,8 +92,16 @@ class DrafterConfig:
             raise HeadError(f"draft_vocab_size = {self.draft_vocab_size} must be in 1..vocab_size = {self.vocab_size}")
         if self.ptd_token_id is not None and not 0 <= self.ptd_token_id < self.vocab_size:
             raise HeadError(f"ptd_token_id = {self.ptd_token_id} must be in 0..{self.vocab_size - 1} (vocab_size - 1)")
+        ids = self.aux_layer_ids
+        if ids != UNNAMED_LAYERS and (not ids or ids[0] < 0 or list(ids) != sorted(set(ids))):
+            raise HeadError(
+                f"aux_layer_ids = {list(ids)} must be layers of the target, different and ascending: the engine "
+                "concatenates their hidden states in the order in which layers run"
+            )
         if self.num_depths < 1:
             raise HeadError(f"num_depths = {self.num_depths} must be at least 1")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise HeadError(f"sliding_window = {self.sliding_window} must be at least 1, or null")
 
     @property
     def fc_input_size(self) -> int:
@@ -93,12 +125,13 @@ class DrafterConfig:
             vocab_size=target["vocab_size"],
             draft_vocab_size=target["vocab_size"],
             target_hidden_size=target["hidden_size"],
-            aux_layer_ids=default_aux_layer_ids(target["num_hidden_layers"]),
             ptd_token_id=None,
             rms_norm_eps=target.get("rms_norm_eps", 1e-5),
-            rope_theta=_rope_theta(target),
+            rope_theta=rope_theta(target),
             max_position_embeddings=target.get("max_position_embeddings", 8192),
         )
+        if "aux_layer_ids" not in overrides:
+            values["aux_layer_ids"] = default_aux_layer_ids(target["num_hidden_layers"])
         return cls(**(values | overrides))
 
     @classmethod
@@ -107,18 +140,23 @@ class DrafterConfig:
 
         Raises HeadError naming every missing key, or another architecture.
         """
-        architectures = raw.get("architectures") or []
-        if architectures and ARCHITECTURE not in architectures:
+        architectures = set(raw.get("architectures") or [ARCHITECTURE])
+        if not architectures & {*LLAMA_NAMES, *QWEN_NAMES}:
             raise HeadError(
-                f"{source}: architectures = {architectures}, expected ['{ARCHITECTURE}'] (a P-EAGLE/EAGLE-3 head)"
+                f"{source}: architectures = {sorted(architectures)}, expected ['{ARCHITECTURE}'] or "
+                f"['{QWEN_ARCHITECTURE}'] (a P-EAGLE/EAGLE-3 head)"
             )
         required = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
         missing = [key for key in required if raw.get(key) is None]
         if missing:
             raise HeadError(f"{source}: missing {', '.join(missing)}")
+        try:
+            theta, scaling = read_rope(raw)
+        except ValueError as error:
+            raise HeadError(f"{source}: {error}") from error
         eagle = raw.get("eagle_config") or {}
         hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
-        layer_ids = eagle.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids")
+        layer_ids = raw.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
         known = _JSON_KEYS | {field.name for field in dataclasses.fields(cls)}
         return cls(
             hidden_size=hidden,
@@ -130,33 +168,47 @@ class DrafterConfig:
             vocab_size=raw["vocab_size"],
             draft_vocab_size=raw.get("draft_vocab_size") or raw["vocab_size"],
             target_hidden_size=raw.get("target_hidden_size") or hidden,
-            # A head may leave the layers to vLLM's default; three taps are then certain, their ids are not.
-            aux_layer_ids=tuple(layer_ids) if layer_ids else (-1, -1, -1),
-            ptd_token_id=raw.get("ptd_token_id"),
+            aux_layer_ids=tuple(layer_ids) if layer_ids else UNNAMED_LAYERS,
+            # vLLM's own order.
+            ptd_token_id=raw.get("pard_token", raw.get("ptd_token_id")),
             num_depths=raw.get("num_depths", DEFAULT_NUM_DEPTHS),
             rms_norm_eps=raw.get("rms_norm_eps", 1e-5),
-            rope_theta=_rope_theta(raw),
+            rope_theta=theta,
+            rope_scaling=scaling,
             max_position_embeddings=raw.get("max_position_embeddings", 8192),
             norm_before_residual=bool(raw.get("norm_before_residual", False)),
             norm_output=bool(raw.get("norm_output", False)),
             fc_norm=bool(raw.get("fc_norm", False)),
             attention_bias=bool(raw.get("attention_bias", False)),
+            norm_before_fc=bool(eagle.get("norm_before_fc", raw.get("norm_before_fc", False))),
+            qk_norm=is_qwen(raw),
+            sliding_window=_sliding_window(raw),
             extra={key: value for key, value in raw.items() if key not in known},
         )
 
     def to_dict(self) -> dict[str, Any]:
         """The `config.json` of the head, as vLLM reads it."""
-        raw: dict[str, Any] = {"architectures": [ARCHITECTURE], "model_type": "llama", "tie_word_embeddings": False}
+        kind = (QWEN_ARCHITECTURE, "qwen3") if self.qk_norm else (ARCHITECTURE, "llama")
+        raw: dict[str, Any] = {"architectures": [kind[0]], "model_type": kind[1], "tie_word_embeddings": False}
+        named_otherwise = ("aux_layer_ids", "extra", "rope_theta", "rope_scaling", "qk_norm", "sliding_window")
         for field in dataclasses.fields(self):
-            if field.name not in ("aux_layer_ids", "extra", "rope_theta"):
+            if field.name not in named_otherwise:
                 raw[field.name] = getattr(self, field.name)
+        if self.sliding_window is not None:
+            # vLLM's Llama layers look at the window only where `layer_types` calls the layer a sliding one.
+            raw["sliding_window"] = self.sliding_window
+            raw["layer_types"] = [_SLIDING] * self.num_hidden_layers
         raw["hidden_act"] = "silu"
-        raw["rope_theta"] = self.rope_theta
-        raw["rope_parameters"] = {"rope_theta": self.rope_theta, "rope_type": "default"}
+        raw |= rope_keys(self.rope_theta, self.rope_scaling)
         raw["eagle_config"] = {"use_aux_hidden_state": True}
-        if -1 not in self.aux_layer_ids:
+        if self.aux_layer_ids != UNNAMED_LAYERS:
             raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = list(self.aux_layer_ids)
         return raw | self.extra
+
+
+def is_qwen(raw: dict[str, Any]) -> bool:
+    """Whether a `config.json` names a drafter with Qwen 3's layers."""
+    return not set(QWEN_NAMES).isdisjoint(raw.get("architectures") or [])
 
 
 _JSON_KEYS = {
@@ -166,14 +218,23 @@ _JSON_KEYS = {
     "hidden_act",
     "rope_parameters",
     "rope_theta",
+    "rope_scaling",
+    "pard_token",
     "eagle_config",
     "eagle_aux_hidden_state_layer_ids",
+    "layer_types",
 }
+_SLIDING = "sliding_attention"
 
 
-def _rope_theta(raw: dict[str, Any]) -> float:
-    """RoPE base from either the flat key or transformers 5's `rope_parameters`."""
-    parameters = raw.get("rope_parameters") or {}
-    if parameters.get("rope_type", "default") != "default" or raw.get("rope_scaling"):
-        raise HeadError(f"rope_parameters = {parameters or raw['rope_scaling']}: only the default RoPE is supported")
-    return float(parameters.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+def _sliding_window(raw: dict[str, Any]) -> int | None:
+    """The window of every layer, as vLLM reads it: without `layer_types`, `sliding_window` means nothing."""
+    kinds = set(raw.get("layer_types") or [])
+    if _SLIDING not in kinds:
+        return None
+    if len(kinds) > 1 or not isinstance(raw.get("sliding_window"), int):
+        raise HeadError(
+            f"layer_types = {raw['layer_types']}, sliding_window = {raw.get('sliding_window')}: a head with a sliding "
+            "window has the same window, a whole number, in all its layers"
+        )
+    return int(raw["sliding_window"])

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import struct
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from peagle.config import DrafterConfig, HeadError
+from peagle.config import MIN_DEFAULT_LAYERS, UNNAMED_LAYERS, DrafterConfig, HeadError, is_qwen
+from peagle.tensor_files import TensorSpec, read_tensor_specs
 
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 INTEGER_DTYPES = ("I64", "I32")
@@ -29,7 +29,6 @@ MASK_DTYPES = ("BOOL", "U8")
 #: the top of `config.json` or in its `eagle_config`.
 UNSUPPORTED_SWITCHES: dict[str, Any] = {
     "use_aux_hidden_state": True,
-    "norm_before_fc": False,
     "mlp_bias": False,
     "hidden_act": "silu",
     "logit_scale": 1.0,
@@ -39,20 +38,6 @@ INTEGER_KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "draft_vocab_size", "target_hidden_size", "ptd_token_id", "num_depths",
 )  # fmt: skip
-
-#: A safetensors header longer than this is damage, not a head (the format's own limit).
-MAX_HEADER_BYTES = 100_000_000
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorSpec:
-    """Type (safetensors' name, such as "BF16") and shape of a stored tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +83,35 @@ def read_head_config(head_dir: str | Path) -> DrafterConfig:
         given = eagle.get(key, raw.get(key, accepted))
         if given != accepted:
             problems.append(f"{key} = {given!r} is not supported (only {accepted!r})")
+    problems += _tap_problems(raw, eagle)
     if problems:
         raise HeadError(f"{path}: " + "; ".join(problems))
     return DrafterConfig.from_dict(raw, source=str(path))
+
+
+def _tap_problems(raw: dict[str, Any], eagle: dict[str, Any]) -> list[str]:
+    """Tapped layers as vLLM reads them: from the top of `config.json` or from `eagle_config`, any number of them.
+
+    Of a Llama drafter, vLLM 0.29 takes the layers from the top first, but the width of `fc` from `eagle_config` alone
+    (else three taps), so a head that names other than three at the top only does not load there.
+    """
+    key = "eagle_aux_hidden_state_layer_ids"
+    top, inner = raw.get(key) or [], eagle.get(key) or []
+    problems = [
+        f"{name} = {ids!r} must be a list of whole numbers"
+        for name, ids in ((key, top), (f"eagle_config.{key}", inner))
+        if not isinstance(ids, list) or not all(_is_count(index, at_least=0) for index in ids)
+    ]
+    if problems:
+        return problems
+    if top and inner and top != inner:
+        problems.append(f"{key} = {top} and eagle_config.{key} = {inner} contradict each other")
+    num_taps, num_given = len(top or inner) or len(UNNAMED_LAYERS), raw.get("num_aux_hidden_states")
+    if num_given is not None and num_given != num_taps:
+        problems.append(f"num_aux_hidden_states = {num_given!r}, but {num_taps} layers are tapped")
+    if num_given is None and not inner and num_taps != len(UNNAMED_LAYERS) and not is_qwen(raw):
+        problems.append(f"{key} names {num_taps} layers: more or less than 3 must stand in eagle_config")
+    return problems
 
 
 def _is_count(value: object, at_least: int) -> bool:
@@ -115,6 +126,8 @@ def expected_tensors(config: DrafterConfig) -> dict[str, Expected]:
         "fc.weight": Expected((hidden, config.fc_input_size)),
         "norm.weight": Expected((hidden,)),
     }
+    if config.norm_before_fc:
+        expected["input_norm.weight"] = Expected((config.fc_input_size,))
     if config.fc_norm:
         for index in range(len(config.aux_layer_ids)):
             expected[f"fc_norm.{index}.weight"] = Expected((config.target_hidden_size,))
@@ -128,8 +141,11 @@ def expected_tensors(config: DrafterConfig) -> dict[str, Expected]:
         projections = {"q": (query, inputs), "k": (key_value, inputs), "v": (key_value, inputs), "o": (hidden, query)}
         for name, shape in projections.items():
             expected[f"{layer}.self_attn.{name}_proj.weight"] = Expected(shape)
-            if config.attention_bias:
+            if config.attention_bias and not (name == "o" and config.qk_norm):
                 expected[f"{layer}.self_attn.{name}_proj.bias"] = Expected(shape[:1])
+        if config.qk_norm:
+            expected[f"{layer}.self_attn.q_norm.weight"] = Expected((config.head_dim,))
+            expected[f"{layer}.self_attn.k_norm.weight"] = Expected((config.head_dim,))
         expected[f"{layer}.mlp.gate_proj.weight"] = Expected((mlp, hidden))
         expected[f"{layer}.mlp.up_proj.weight"] = Expected((mlp, hidden))
         expected[f"{layer}.mlp.down_proj.weight"] = Expected((hidden, mlp))
@@ -142,11 +158,6 @@ def expected_tensors(config: DrafterConfig) -> dict[str, Expected]:
     expected["d2t"] = Expected((config.draft_vocab_size,), required=reduced, dtypes=INTEGER_DTYPES)
     expected["t2d"] = Expected((config.vocab_size,), required=False, dtypes=MASK_DTYPES)
     return expected
-
-
-def canonical_name(name: str) -> str:
-    """Checkpoint name of a tensor; EAGLE-3 heads of one layer may call it `midlayer`, as vLLM allows."""
-    return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
 
 
 def is_plain(config: DrafterConfig, names: Collection[str]) -> bool:
@@ -209,16 +220,13 @@ def check_head_fits(config: DrafterConfig, target: dict[str, Any]) -> None:
     if config.ptd_token_id is not None and not config.ptd_token_id < text["vocab_size"]:
         problems.append(f"ptd_token_id = {config.ptd_token_id} is outside the target's 0..{text['vocab_size'] - 1}")
     num_layers = text["num_hidden_layers"]
-    if -1 not in config.aux_layer_ids:
-        outside = [index for index in config.aux_layer_ids if not 0 <= index <= num_layers]
-        if outside:
-            problems.append(f"tapped layers: {outside} of {list(config.aux_layer_ids)} are outside 0..{num_layers}")
-        if list(config.aux_layer_ids) != sorted(set(config.aux_layer_ids)):
-            # The engine concatenates in the order in which layers run, whatever the order of the list.
-            problems.append(f"tapped layers: {list(config.aux_layer_ids)} must be different and in ascending order")
-    elif num_layers < 6:
+    outside = [index for index in config.aux_layer_ids if index > num_layers]
+    if outside:
+        problems.append(f"tapped layers: {outside} of {list(config.aux_layer_ids)} are outside 0..{num_layers}")
+    if config.aux_layer_ids == UNNAMED_LAYERS and num_layers < MIN_DEFAULT_LAYERS:
         problems.append(
-            f"tapped layers: not given, and their default needs 6 target layers, the target has {num_layers}"
+            f"tapped layers: not given, and their default needs {MIN_DEFAULT_LAYERS} target layers, the target has "
+            f"{num_layers}"
         )
     if problems:
         raise HeadError("the head does not fit this target:\n  " + "\n  ".join(problems))
@@ -242,56 +250,3 @@ def check_head(head_dir: str | Path, target: dict[str, Any] | None = None) -> Dr
             f"{config.hidden_size} is not the target's {config.target_hidden_size}"
         )
     return config
-
-
-def weight_files(head_dir: str | Path) -> list[Path]:
-    """The head's safetensors files, sorted. Raises HeadError when there is none."""
-    files = sorted(Path(head_dir).glob("*.safetensors"))
-    if not files:
-        found = sorted(path.name for path in Path(head_dir).iterdir()) if Path(head_dir).is_dir() else []
-        raise HeadError(
-            f"{Path(head_dir) / 'model.safetensors'} does not exist (the directory holds: {found or 'nothing'})"
-        )
-    return files
-
-
-def read_tensor_specs(head_dir: str | Path) -> dict[str, TensorSpec]:
-    """Type and shape of every tensor in a head directory, by canonical name, from the files' headers.
-
-    Raises:
-        HeadError: no safetensors file, a file that is cut short or damaged (named with its size in bytes), or one
-            tensor stored twice.
-    """
-    specs: dict[str, TensorSpec] = {}
-    for path in weight_files(head_dir):
-        for name, spec in _read_header(path).items():
-            if canonical_name(name) in specs:
-                raise HeadError(f"{path}: {canonical_name(name)} is stored twice in {head_dir}")
-            specs[canonical_name(name)] = spec
-    return specs
-
-
-def _read_header(path: Path) -> dict[str, TensorSpec]:
-    """Parse the header of one safetensors file: 8 bytes of length, JSON, then the tensors' bytes."""
-    num_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if len(start) < 8:
-            raise HeadError(f"{path} is cut short: {num_bytes} bytes, a safetensors file has more than 8")
-        if header_bytes > MAX_HEADER_BYTES:
-            raise HeadError(f"{path} is no safetensors file: {num_bytes} bytes, its header claims {header_bytes}")
-        if 8 + header_bytes > num_bytes:
-            raise HeadError(f"{path} is cut short: {num_bytes} bytes, its header alone needs {8 + header_bytes}")
-        raw = file.read(header_bytes)
-    try:
-        header = json.loads(raw)
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        specs = {name: TensorSpec(entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
-        expected_bytes = 8 + header_bytes + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise HeadError(f"{path} ({num_bytes} bytes) has a damaged safetensors header: {error!r}") from error
-    if num_bytes != expected_bytes:
-        state = "cut short" if num_bytes < expected_bytes else "longer than its header says"
-        raise HeadError(f"{path} is {state}: {num_bytes} bytes, expected {expected_bytes}")
-    return specs

@@ -11,6 +11,7 @@ gets an embedding table of its own; the mask token's embedding and its hidden st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peagle.config import DrafterConfig
+from peagle.rope import Llama3Rope
 
 #: attend(layer_index, q_BATD, k_BGTD, v_BGTD) -> out_BATD; keys and values are of the rows given, already rotated.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -30,16 +32,24 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., size], normalised in float32."""
-        wide = x.float()
+        """x [..., size], normalised in float32 (float64 stays)."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
 
 
-def rotary_tables(positions_BT: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    positions_BT: Tensor, head_dim: int, theta: float, scaling: Llama3Rope | None = None
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines, both [B, 1, T, D] in float32, of Llama's RoPE (halves rotated, not pairs)."""
     exponents = torch.arange(0, head_dim, 2, device=positions_BT.device, dtype=torch.float32) / head_dim
-    angles = positions_BT[:, None, :, None].float() * theta**-exponents
+    frequency = theta**-exponents  # radians a token
+    if scaling is not None:
+        num_turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
+        kept = (num_turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        kept = kept.clamp(0, 1)
+        frequency = frequency * (kept + (1 - kept) / scaling.factor)
+    angles = positions_BT[:, None, :, None].float() * frequency
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos(), angles.sin()
 
@@ -57,11 +67,18 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(input_size, config.num_attention_heads * config.head_dim, bias=bias)
         self.k_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=bias)
         self.v_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=bias)
+        # Of Qwen 3's layers vLLM has no bias there.
+        out_bias = bias and not config.qk_norm
+        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=out_bias)
+        self.qk_norm = config.qk_norm
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (RMSNorm(config.head_dim, config.rms_norm_eps) for _ in range(2))
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend, layer_index: int) -> Tensor:
         """x [B, T, input_size] -> [B, T, H]."""
         q, k, v = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         out_BATD = attend(layer_index, rotate(q, *rotary), rotate(k, *rotary), v)
         return self.o_proj(out_BATD.transpose(1, 2).flatten(2))
 
@@ -119,6 +136,8 @@ class Drafter(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(config.fc_input_size, config.rms_norm_eps)
         if config.fc_norm:
             norms = (RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.aux_layer_ids)
             self.fc_norm = nn.ModuleList(norms)
@@ -182,7 +201,9 @@ class Drafter(nn.Module):
         return torch.where(is_mask, self.mask_embedding.to(embeds.dtype), embeds)
 
     def reduce(self, aux: Tensor) -> Tensor:
-        """Target hidden states of the tapped layers, concatenated [..., C * S] -> [..., H] (`fc`, after `fc_norm`)."""
+        """Target hidden states of the tapped layers, concatenated [..., C * S] -> [..., H] (`fc`, after its norms)."""
+        if self.config.norm_before_fc:
+            aux = self.input_norm(aux)
         if self.config.fc_norm:
             chunks = aux.chunk(len(self.fc_norm), dim=-1)
             aux = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
@@ -194,14 +215,15 @@ class Drafter(nn.Module):
         """One pass over T rows.
 
         embeds_BTH: `embed` of the token after each row; hidden_BTH: `reduce` of the row's target hidden states, or of
-        `mask_hidden`; positions_BT: int positions. Returns (normed [B, T, H] for `logits`, residual stream [B, T, H],
-        which EAGLE-3 feeds back as the next row's hidden state).
+        `mask_hidden`; positions_BT: int positions. Returns (normed [B, T, H] for `logits`, what EAGLE-3 feeds back as
+        the next row's hidden state [B, T, H]: the residual stream, or with `norm_output` the normed rows again).
         """
-        rotary = rotary_tables(positions_BT, self.config.head_dim, self.config.rope_theta)
+        rotary = rotary_tables(positions_BT, self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)
         stream_BTH = hidden_BTH
         for layer in self.layers:
             stream_BTH = layer(stream_BTH, embeds_BTH, rotary, attend)
-        return self.norm(stream_BTH), stream_BTH
+        normed_BTH = self.norm(stream_BTH)
+        return normed_BTH, normed_BTH if self.config.norm_output else stream_BTH
 
     def logits(self, normed: Tensor) -> Tensor:
         """[..., H] -> [..., V_draft]; `target_ids` turns an index into a token id of the target."""

@@ -1,4 +1,4 @@
-"""A random target of 6 layers with a vocabulary of 64, its own greedy answers as data, and a recipe for both."""
+"""A random target of 7 layers with a vocabulary of 64, its own greedy answers as data, and a recipe for both."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def write_small_run(folder: Path) -> Path:
         vocab_size=64,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=6,
+        num_hidden_layers=7,
         num_attention_heads=4,
         num_key_value_heads=2,
         tie_word_embeddings=True,

@@ -14,8 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 from peagle.checkpoint import load_head, save_head
-from peagle.config import HeadError
-from peagle.head_files import check_head, check_head_fits, expected_tensors, read_tensor_specs
+from peagle.config import DrafterConfig, HeadError
+from peagle.head_files import check_head, check_head_fits, expected_tensors
+from peagle.rope import Llama3Rope
+from peagle.tensor_files import read_tensor_specs
 from tests.head_factory import CONFIG, REDUCED, TARGET, head_tensors, reconfigure, rewrite
 
 
@@ -121,9 +123,20 @@ def test_one_tensor_in_two_files_is_refused(head: Path) -> None:
         ({"draft_vocab_size": 101}, r"draft_vocab_size = 101 must be in 1..vocab_size = 100"),
         ({"architectures": ["LlamaForCausalLM"]}, r"architectures = \['LlamaForCausalLM'\], expected"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
-        ({"norm_before_fc": True}, "norm_before_fc = True is not supported"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = False is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "only the default RoPE is supported"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be default or llama3"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": "4"}},
+            "llama3 needs numbers for high_freq_factor, original_max_position_embeddings",
+        ),
+        ({"num_aux_hidden_states": 2}, "num_aux_hidden_states = 2, but 3 layers are tapped"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"= \[1, 2\] and eagle_config.* = \[2, 4, 5\] contradict"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, "2"]}, r"= \[1, '2'\] must be a list of whole numbers"),
+        (
+            {"eagle_config": {}, "eagle_aux_hidden_state_layer_ids": [1, 2]},
+            "names 2 layers: more or less than 3 must stand in eagle_config",
+        ),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 2, 5]}}, "must be .* different and ascending"),
     ],
 )
 def test_wrong_configuration_is_named(head: Path, changes: dict[str, Any], message: str) -> None:
@@ -167,12 +180,51 @@ def test_all_mismatches_with_a_target_are_in_one_message() -> None:
 
 
 def test_tapped_layers_out_of_order_are_refused() -> None:
-    with pytest.raises(HeadError, match="must be different and in ascending order"):
-        check_head_fits(dataclasses.replace(CONFIG, aux_layer_ids=(5, 2, 4)), TARGET)
+    with pytest.raises(HeadError, match=r"aux_layer_ids = \[5, 2, 4\] must be .* different and ascending"):
+        dataclasses.replace(CONFIG, aux_layer_ids=(5, 2, 4))
     without_ids = dataclasses.replace(CONFIG, aux_layer_ids=(-1, -1, -1))
     check_head_fits(without_ids, TARGET)
-    with pytest.raises(HeadError, match="their default needs 6 target layers, the target has 4"):
+    with pytest.raises(HeadError, match="their default needs 7 target layers, the target has 4"):
         check_head_fits(without_ids, TARGET | {"num_hidden_layers": 4})
+
+
+def test_default_taps_of_a_short_target_are_refused_before_training() -> None:
+    short = TARGET | {"num_hidden_layers": 6}
+    with pytest.raises(HeadError, match=r"default aux_layer_ids \(2, 3, 3\) need a target of 7 layers, it has 6"):
+        DrafterConfig.for_target(short, num_layers=1)
+    assert DrafterConfig.for_target(short, num_layers=1, aux_layer_ids=(0, 5)).fc_input_size == 64
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"aux_layer_ids": (3,)},
+        {"aux_layer_ids": (0, 2, 4, 6, 8)},
+        {"qk_norm": True, "norm_before_fc": True, "norm_output": True, "sliding_window": 64},
+        {"rope_scaling": Llama3Rope(8.0, 1.0, 4.0, 4096), "rope_theta": 5e5, "fc_norm": True},
+    ],
+    ids=["one tap", "five taps", "switches", "llama3"],
+)
+def test_every_setting_survives_the_file(tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = dataclasses.replace(CONFIG, **changes)
+    tensors = head_tensors(config)
+    loaded_config, loaded = load_head(save_head(tmp_path / "head", config, tensors))
+    assert loaded_config == config
+    assert loaded.keys() == tensors.keys()
+    assert loaded["fc.weight"].shape == (32, 32 * len(config.aux_layer_ids))
+
+
+def test_other_names_of_the_mask_token_and_of_rope(head: Path) -> None:
+    scaling = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
+    changes = {"rope_parameters": ..., "rope_scaling": scaling, "rope_theta": 500000, "ptd_token_id": ...}
+    reconfigure(head, **changes, pard_token=98, architectures=["PeagleLlamaForCausalLM"])
+    expected = dataclasses.replace(
+        CONFIG, ptd_token_id=98, rope_theta=500000.0, rope_scaling=Llama3Rope(32.0, 1.0, 4.0, 8192)
+    )
+    config = load_head(head)[0]
+    assert config == expected
+    assert DrafterConfig.from_dict(config.to_dict()) == expected
 
 
 def test_narrow_drafter_needs_its_own_table(tmp_path: Path) -> None:
@@ -181,7 +233,9 @@ def test_narrow_drafter_needs_its_own_table(tmp_path: Path) -> None:
     path = save_head(tmp_path / "head", config, tensors)
     assert check_head(path, TARGET) == config
     rewrite(path, embed_tokens__weight=None)
-    with pytest.raises(HeadError, match=r"has no embed_tokens.weight, so it must share the target's, but its hidden_size"):
+    with pytest.raises(
+        HeadError, match="has no embed_tokens.weight, so it must share the target.s"
+    ):
         check_head(path, TARGET)
 
 

@@ -11,8 +11,9 @@ import dataclasses
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from peagle import masks
 from peagle.cod import Rows, chain_lengths, sample_rows
@@ -20,6 +21,7 @@ from peagle.config import DrafterConfig
 from peagle.draft import DraftSession
 from peagle.model import Drafter, Layer, rotary_tables
 from peagle.parallel import attend_under, draft_rows
+from peagle.rope import Llama3Rope
 from tests.head_factory import random_drafter
 
 NUM_DEPTHS = 5
@@ -32,6 +34,8 @@ VARIANTS = {
     "norm_before_residual": dataclasses.replace(CONFIG, norm_before_residual=True),
     "attention_bias": dataclasses.replace(CONFIG, attention_bias=True),
     "reduced": dataclasses.replace(CONFIG, draft_vocab_size=40),
+    "qk_norm": dataclasses.replace(CONFIG, qk_norm=True),
+    "norm_before_fc": dataclasses.replace(CONFIG, norm_before_fc=True),
 }
 # Two packed sequences of 24 tokens: documents of 10, 9 and 5 tokens, and of 20 and 4 tokens that are padding (-1).
 DOCUMENTS = torch.tensor([[0] * 10 + [1] * 9 + [2] * 5, [0] * 20 + [-1] * 4])
@@ -136,10 +140,18 @@ def test_the_comparison_sees_a_wrong_mask_or_position(wrong: str) -> None:
     assert largest_difference(drafter, data, mask_BTT, position_BT)[0] > 0.1
 
 
-def test_layers_after_the_first_are_llama_s() -> None:
+LONG = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama with stretched RoPE", "qwen3"])
+def test_layers_after_the_first_are_those_of_transformers(kind: str) -> None:
     torch.manual_seed(0)
-    reference_config = LlamaConfig(**SHAPE, rms_norm_eps=1e-5, attn_implementation="eager")
-    reference, layer = LlamaDecoderLayer(reference_config, 0), Layer(CONFIG, 1)
+    scaling = Llama3Rope(**LONG) if "stretched" in kind else None
+    rope = {"rope_theta": 10000.0, "rope_type": "default"} | ({"rope_type": "llama3"} | LONG if scaling else {})
+    settings = SHAPE | {"rms_norm_eps": 1e-5, "attn_implementation": "eager", "rope_parameters": rope}
+    reference_config = (Qwen3Config if kind == "qwen3" else LlamaConfig)(**settings)
+    reference = (Qwen3DecoderLayer if kind == "qwen3" else LlamaDecoderLayer)(reference_config, 0)
+    layer = Layer(dataclasses.replace(CONFIG, qk_norm=kind == "qwen3"), 1)
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.3)
@@ -149,7 +161,7 @@ def test_layers_after_the_first_are_llama_s() -> None:
     causal = torch.full((7, 7), float("-inf")).triu(1)[None, None]
     expected = reference(stream_BTH, attention_mask=causal, position_embeddings=cos_sin)
     expected = expected[0] if isinstance(expected, tuple) else expected
-    rotary = rotary_tables(positions_BT, 8, 10000.0)
+    rotary = rotary_tables(positions_BT, 8, 10000.0, scaling)
     attend = attend_under(torch.ones(2, 7, 7, dtype=torch.bool).tril())
     torch.testing.assert_close(layer(stream_BTH, stream_BTH, rotary, attend), expected, rtol=1e-4, atol=1e-4)
 
