@@ -2,14 +2,16 @@
 
 A row with anchor a and offset g sees
     - rows of offset 0 at anchors <= a of its own document: what the drafter's KV cache holds when it drafts at a;
-    - rows of its own chain at offsets <= g: the mask tokens before it in the same pass.
+    - rows of its own chain at offsets <= g: the mask tokens before it in the same pass;
+of these, with a sliding window of W, only the rows at positions > a + g - W: itself and the W - 1 before it.
 
-Two forms of one rule: `dense` (boolean tensor, any device) and `block` (FlexAttention's BlockMask, which skips empty
-tiles).
+Two forms of one rule: `Sight.dense` (boolean tensor, any device) and `Sight.block` (FlexAttention's BlockMask, which
+skips empty tiles).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -19,62 +21,122 @@ from torch.nn.attention.flex_attention import BlockMask
 from peagle.cod import Rows
 
 
-def _rule(
-    anchor_BT: Tensor, offset_BT: Tensor, document_BT: Tensor
-) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    def visible(b: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        anchor_q, anchor_k = anchor_BT[b, query], anchor_BT[b, key]
-        prefix = (offset_BT[b, key] == 0) & (anchor_k <= anchor_q)
-        own_chain = (anchor_k == anchor_q) & (offset_BT[b, key] <= offset_BT[b, query])
-        return (prefix | own_chain) & (document_BT[b, query] == document_BT[b, key])
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """What the rule needs to know of T queries and of U keys, all int32.
 
-    return visible
-
-
-def row_documents(rows: Rows, document_BN: Tensor) -> Tensor:
-    """Document id of each row [B, T], that of its anchor."""
-    return document_BN.gather(1, rows.anchor_BT)
-
-
-def dense(rows: Rows, document_BN: Tensor) -> Tensor:
-    """Boolean mask [B, T, T], True where the row of dimension 1 sees the row of dimension 2."""
-    rule = _rule(rows.anchor_BT, rows.offset_BT, row_documents(rows, document_BN))
-    batch, num_rows = rows.anchor_BT.shape
-    device = rows.anchor_BT.device
-    index_T = torch.arange(num_rows, device=device)
-    b = torch.arange(batch, device=device)[:, None, None]
-    return rule(b, torch.zeros_like(b), index_T[None, :, None], index_T[None, None, :])
-
-
-def block(rows: Rows, document_BN: Tensor, tile: int = 128) -> BlockMask:
-    """FlexAttention's form of `dense`: the same rule, and the tiles of tile x tile rows outside which it is False.
-
-    Which tiles matter follows from the order of the rows: anchors and documents only grow within the N rows of offset
-    0, and again within the rows of mask tokens, so the least and greatest of a tile bound all of it. The generic
-    `create_block_mask` evaluates the rule at all T * T pairs, and its compiled form of this rule never gets through
-    ptxas with Triton 3.6.
+    first_BT: least position that a query sees, the beginning of its document or of its window.
     """
-    document_BT = row_documents(rows, document_BN)
-    rule = _rule(rows.anchor_BT, rows.offset_BT, document_BT)
-    num_rows = rows.anchor_BT.shape[1]
-    # Padding comes last in a sequence: as the greatest document it keeps the order.
-    ordered_BT = document_BT.where(document_BT >= 0, document_BN.shape[1])
-    anchor_low, anchor_high = _tile_bounds(rows.anchor_BT, tile)
-    document_low, document_high = _tile_bounds(ordered_BT, tile)
-    offset_low, _ = _tile_bounds(rows.offset_BT, tile)
-    near_BQK = (document_low[:, :, None] <= document_high[:, None]) & (
-        document_low[:, None] <= document_high[:, :, None]
-    )
-    near_BQK &= anchor_low[:, None] <= anchor_high[:, :, None]
-    near_BQK &= (offset_low[:, None] == 0) | (anchor_low[:, :, None] <= anchor_high[:, None])
-    order_BQK = near_BQK.int().argsort(dim=-1, descending=True, stable=True)
-    return BlockMask.from_kv_blocks(
-        near_BQK.sum(-1, dtype=torch.int32)[:, None],
-        order_BQK.int()[:, None],
-        BLOCK_SIZE=tile,
-        mask_mod=rule,
-        seq_lengths=(num_rows, num_rows),
-    )
+
+    anchor_BT: Tensor
+    offset_BT: Tensor
+    first_BT: Tensor
+    anchor_BU: Tensor
+    offset_BU: Tensor
+
+    @classmethod
+    def of(cls, rows: Rows, document_BN: Tensor, window: int | None = None) -> Sight:
+        """Every row as query and as key.
+
+        document_BN: document id of each token, each document in one piece, padding (-1) last. window: W, in tokens.
+        """
+        first_BT = _document_starts(document_BN).gather(1, rows.anchor_BT)
+        if window is not None:
+            first_BT = first_BT.maximum(rows.position_BT - window + 1)
+        anchor_BT, offset_BT = rows.anchor_BT.int(), rows.offset_BT.int()
+        return cls(anchor_BT, offset_BT, first_BT.int(), anchor_BT, offset_BT)
+
+    def select(self, key_U: Tensor, num_queries: int) -> Sight:
+        """Of the rows numbered `key_U` as keys and of the last `num_queries` of them as queries.
+
+        For the sight of all rows (`of`). -1 in place of a number is a blank: a key that nobody sees, a query that sees
+        itself alone. Its anchor is its own and lies behind all others, so that the rule holds for it as it is.
+        """
+        behind_U = self.anchor_BU.amax() + 1 + torch.arange(key_U.shape[0], device=key_U.device, dtype=torch.int32)
+        blank_U, chosen_U = key_U < 0, key_U.clamp_min(0)
+        anchor_BU = behind_U.where(blank_U, self.anchor_BU[:, chosen_U])
+        offset_BU = self.offset_BU[:, chosen_U].masked_fill(blank_U, 1)
+        first_BU = (behind_U + 1).where(blank_U, self.first_BT[:, chosen_U])
+        start = key_U.shape[0] - num_queries
+        return Sight(anchor_BU[:, start:], offset_BU[:, start:], first_BU[:, start:], anchor_BU, offset_BU)
+
+    def rule(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """visible(sequence, head, query, key) -> bool, of their numbers (FlexAttention's `mask_mod`)."""
+        anchor_BT, offset_BT, first_BT = self.anchor_BT, self.offset_BT, self.first_BT
+        anchor_BU, offset_BU = self.anchor_BU, self.offset_BU
+
+        def visible(b: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            anchor_q, anchor_k, offset_k = anchor_BT[b, query], anchor_BU[b, key], offset_BU[b, key]
+            prefix = (offset_k == 0) & (anchor_k <= anchor_q)
+            own_chain = (anchor_k == anchor_q) & (offset_k <= offset_BT[b, query])
+            return (prefix | own_chain) & (anchor_k + offset_k >= first_BT[b, query])
+
+        return visible
+
+    def dense(self) -> Tensor:
+        """Boolean mask [B, T, U], True where the query of dimension 1 sees the key of dimension 2."""
+        (batch, num_queries), num_keys, device = self.first_BT.shape, self.anchor_BU.shape[1], self.first_BT.device
+        b = torch.arange(batch, device=device)[:, None, None]
+        query, key = torch.arange(num_queries, device=device), torch.arange(num_keys, device=device)
+        return self.rule()(b, torch.zeros_like(b), query[None, :, None], key[None, None, :])
+
+    def block(self, tile: int = 128) -> BlockMask:
+        """FlexAttention's form of `dense`: the rule, and what is known of the tiles of tile x tile rows beforehand.
+
+        The least and greatest anchor, offset and position of a tile bound what it can hold: tiles where nobody sees
+        anybody are skipped, those where everybody sees everybody are not asked the rule. Since anchors only grow within
+        the rows of offset 0, and again within the mask rows, the bounds are tight. The generic `create_block_mask`
+        evaluates the rule at all T * U pairs, and its compiled form of this rule never gets through ptxas with Triton
+        3.6.
+        """
+        num_queries, num_keys = self.first_BT.shape[1], self.anchor_BU.shape[1]
+        near_BQK, full_BQK = self._tiles(tile)
+        partial = _ordered(near_BQK & ~full_BQK)
+        return BlockMask.from_kv_blocks(
+            *partial,
+            *_ordered(full_BQK),
+            BLOCK_SIZE=tile,
+            mask_mod=self.rule(),
+            seq_lengths=(num_queries, num_keys),
+        )
+
+    def _tiles(self, tile: int) -> tuple[Tensor, Tensor]:
+        """Tiles where a query may see a key, and those where each query sees each key; bool [B, Q, K] both."""
+        query_low, query_high = (bound[:, :, None] for bound in _tile_bounds(self.anchor_BT, tile))
+        first_low, first_high = (bound[:, :, None] for bound in _tile_bounds(self.first_BT, tile))
+        key_low, key_high = (bound[:, None] for bound in _tile_bounds(self.anchor_BU, tile))
+        offset_low, offset_high = (bound[:, None] for bound in _tile_bounds(self.offset_BU, tile))
+        position_low, position_high = (bound[:, None] for bound in _tile_bounds(self.anchor_BU + self.offset_BU, tile))
+        near = (key_low <= query_high) & (position_high >= first_low) & ((offset_low == 0) | (query_low <= key_high))
+        full = (offset_high == 0) & (key_high <= query_low) & (position_low >= first_high)
+        for dim, values in ((1, self.anchor_BT), (2, self.anchor_BU)):
+            if values.shape[1] % tile:  # the last tile reaches beyond the last row
+                full.select(dim, -1).fill_(False)
+        return near, full
+
+
+def dense(rows: Rows, document_BN: Tensor, window: int | None = None) -> Tensor:
+    """Boolean mask [B, T, T], True where the row of dimension 1 sees the row of dimension 2."""
+    return Sight.of(rows, document_BN, window).dense()
+
+
+def block(rows: Rows, document_BN: Tensor, tile: int = 128, window: int | None = None) -> BlockMask:
+    """FlexAttention's form of `dense`; `Sight.block` says how."""
+    return Sight.of(rows, document_BN, window).block(tile)
+
+
+def _document_starts(document_BN: Tensor) -> Tensor:
+    """Position at which each token's document begins, int64 [B, N]."""
+    position_N = torch.arange(document_BN.shape[1], device=document_BN.device)
+    begins_BN = torch.ones_like(document_BN, dtype=torch.bool)
+    begins_BN[:, 1:] = document_BN[:, 1:] != document_BN[:, :-1]
+    return position_N.where(begins_BN, 0).cummax(dim=1).values
+
+
+def _ordered(tiles_BQK: Tensor) -> tuple[Tensor, Tensor]:
+    """A row of tiles as FlexAttention wants it: how many are set, and their numbers first, int32, one head."""
+    order_BQK = tiles_BQK.byte().argsort(dim=-1, descending=True, stable=True)
+    return tiles_BQK.sum(-1, dtype=torch.int32)[:, None], order_BQK.int()[:, None]
 
 
 def _tile_bounds(values_BT: Tensor, tile: int) -> tuple[Tensor, Tensor]:

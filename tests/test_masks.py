@@ -19,7 +19,7 @@ def rows_and_documents(num_tokens: int, num_depths: int, ratio: float, seed: int
     return sample_rows(chain_BN, num_depths, ratio, generator=generator), document_BN
 
 
-def by_double_loop(rows: Rows, document_BN: torch.Tensor) -> torch.Tensor:
+def by_double_loop(rows: Rows, document_BN: torch.Tensor, window: int | None = None) -> torch.Tensor:
     batch, num_rows = rows.anchor_BT.shape
     mask = torch.zeros(batch, num_rows, num_rows, dtype=torch.bool)
     for b in range(batch):
@@ -28,31 +28,94 @@ def by_double_loop(rows: Rows, document_BN: torch.Tensor) -> torch.Tensor:
             for k, (anchor_k, offset_k) in enumerate(cells):
                 if document_BN[b, anchor_q] != document_BN[b, anchor_k]:
                     continue
+                if window is not None and anchor_q + offset_q - (anchor_k + offset_k) >= window:
+                    continue
                 in_cache = offset_k == 0 and anchor_k <= anchor_q
                 in_pass = anchor_k == anchor_q and offset_k <= offset_q
                 mask[b, q, k] = in_cache or in_pass
     return mask
 
 
+def segment(rows: Rows, start: int, stop: int, num_blanks: int) -> tuple[list[int], int]:
+    """Numbers of the keys of one segment, -1 for blanks, and how many of the last are its queries: rows of offset 0
+    before `start` seen only as keys, those after it hidden, then own rows and blanks.
+    """
+    anchors = rows.anchor_BT[0].tolist()
+    own = [number for number, anchor in enumerate(anchors) if start <= anchor < stop]
+    keys = [number if number < start else -1 for number in range(rows.num_tokens)]
+    return [*keys, *own, *[-1] * num_blanks], len(own) + num_blanks
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 7])
 @pytest.mark.parametrize(("num_tokens", "num_depths", "ratio"), [(16, 4, 0.7), (23, 8, 0.8), (9, 1, 1.0), (20, 3, 1.0)])
-def test_dense_mask_equals_double_loop(num_tokens: int, num_depths: int, ratio: float) -> None:
+def test_dense_mask_equals_double_loop(num_tokens: int, num_depths: int, ratio: float, window: int | None) -> None:
     rows, document_BN = rows_and_documents(num_tokens, num_depths, ratio, seed=num_tokens)
-    assert torch.equal(masks.dense(rows, document_BN), by_double_loop(rows, document_BN))
+    assert torch.equal(masks.dense(rows, document_BN, window), by_double_loop(rows, document_BN, window))
 
 
-@pytest.mark.parametrize(("num_tokens", "num_depths", "tile"), [(64, 4, 16), (50, 8, 16), (128, 8, 32)])
-def test_block_mask_holds_every_visible_pair_and_leaves_tiles_out(num_tokens: int, num_depths: int, tile: int) -> None:
+@pytest.mark.parametrize("window", [None, 5])
+def test_segment_sees_what_its_rows_see_in_the_whole_pass(window: int | None) -> None:
+    rows, document_BN = rows_and_documents(24, 4, 1.0, seed=1)
+    whole = by_double_loop(rows, document_BN, window)
+    keys, num_queries = segment(rows, 7, 15, num_blanks=3)
+    found = masks.Sight.of(rows, document_BN, window).select(torch.tensor(keys), num_queries).dense()
+    first = len(keys) - num_queries
+    for q, row in enumerate(keys[first:]):
+        for k, other in enumerate(keys):
+            wanted = whole[:, row, other] if row >= 0 and other >= 0 else torch.tensor([k == first + q] * 2)
+            assert torch.equal(found[:, q, k], wanted), (row, other)
+
+
+def check_tiles(sight: masks.Sight, tile: int) -> tuple[float, float]:
+    """What is skipped holds no visible pair, what is full holds nothing else. Returns the shares visited and full."""
+    dense, block = sight.dense(), sight.block(tile)
+    batch, num_queries, num_keys = dense.shape
+    sizes = (batch, -(-num_queries // tile), -(-num_keys // tile))
+    partial, full = torch.zeros(2, *sizes, dtype=torch.bool)
+    for tiles, counts, order in (
+        (partial, block.kv_num_blocks, block.kv_indices),
+        (full, block.full_kv_num_blocks, block.full_kv_indices),
+    ):
+        for b in range(batch):
+            for row in range(sizes[1]):
+                tiles[b, row, order[b, 0, row, : counts[b, 0, row]].long()] = True
+    assert not (partial & full).any()
+    partial_pairs, full_pairs = (
+        tiles.repeat_interleave(tile, 1).repeat_interleave(tile, 2)[:, :num_queries, :num_keys]
+        for tiles in (partial, full)
+    )
+    assert not (dense & ~partial_pairs & ~full_pairs).any(), "a pair that the rule allows lies in a skipped tile"
+    assert dense[full_pairs].all(), "a full tile holds a pair that the rule forbids"
+    for count, length in ((1, num_queries), (2, num_keys)):
+        assert not (length % tile and full.select(count, -1).any()), "a full tile beyond the last row"
+    b = torch.arange(batch)[:, None, None]
+    query, key = torch.arange(num_queries)[None, :, None], torch.arange(num_keys)[None, None, :]
+    assert torch.equal(block.mask_mod(b, b * 0, query, key), dense)
+    assert torch.equal(block.to_dense()[:, 0].bool(), partial | full)
+    return float((partial | full).float().mean()), float(full.float().mean())
+
+
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize(("num_tokens", "num_depths", "tile"), [(64, 4, 8), (50, 8, 8), (128, 8, 16)])
+def test_tiles_of_the_block_mask(num_tokens: int, num_depths: int, tile: int, window: int | None) -> None:
     rows, document_BN = rows_and_documents(num_tokens, num_depths, 0.8, seed=tile)
-    dense = masks.dense(rows, document_BN)
-    block = masks.block(rows, document_BN, tile)
-    tiles = block.to_dense()[:, 0].bool()
-    num_rows = dense.shape[1]
-    covered = tiles.repeat_interleave(tile, 1).repeat_interleave(tile, 2)[:, :num_rows, :num_rows]
-    assert not (dense & ~covered).any(), "a pair that the rule allows lies in a tile that is skipped"
-    assert tiles.float().mean() < 0.8, "nearly no tile is skipped"
-    index = torch.arange(num_rows)
-    b = torch.arange(2)[:, None, None]
-    assert torch.equal(block.mask_mod(b, b * 0, index[None, :, None], index[None, None, :]), dense)
+    visited, _ = check_tiles(masks.Sight.of(rows, document_BN, window), tile)
+    assert visited < 0.7, "nearly no tile is skipped"
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_tiles_of_a_segment(window: int | None) -> None:
+    rows, document_BN = rows_and_documents(128, 4, 1.0, seed=5)
+    keys, num_queries = segment(rows, 63, 101, num_blanks=40)
+    sight = masks.Sight.of(rows, document_BN, window)
+    check_tiles(sight.select(torch.tensor(keys), num_queries), 16)
+
+
+def test_tiles_inside_a_long_document_are_full() -> None:
+    document_1N = torch.zeros(1, 128, dtype=torch.int64)
+    rows = sample_rows(chain_lengths(document_1N, document_1N == 0, 4), 4, 1.0)
+    visited, full = check_tiles(masks.Sight.of(rows, document_1N), 8)
+    assert full > 0.6 * visited
 
 
 def test_flex_attention_under_block_mask_equals_dense_attention() -> None:
@@ -65,4 +128,19 @@ def test_flex_attention_under_block_mask_equals_dense_attention() -> None:
     k, v = torch.randn(2, 2, 2, num_rows, 16)
     dense = attend_under(masks.dense(rows, document_BN))(0, q, k, v)
     block = attend_under(masks.block(rows, document_BN, 16))(0, q, k, v)
+    torch.testing.assert_close(dense, block)
+
+
+def test_rows_of_blank_tiles_are_finite() -> None:
+    """Queries that stand for nothing see themselves: a softmax over nothing is no number, and so would be gradients."""
+    from peagle.parallel import attend_under
+
+    rows, document_BN = rows_and_documents(24, 4, 1.0, seed=2)
+    keys, num_queries = segment(rows, 7, 15, num_blanks=32)
+    sight = masks.Sight.of(rows, document_BN).select(torch.tensor(keys), num_queries)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 2, num_queries, 16), *torch.randn(2, 2, 2, len(keys), 16)
+    dense = attend_under(sight.dense())(0, q, k, v)
+    block = attend_under(sight.block(16))(0, q, k, v)
+    torch.testing.assert_close(dense[..., -32:, :], v[..., -32:, :])
     torch.testing.assert_close(dense, block)

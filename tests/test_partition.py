@@ -1,0 +1,265 @@
+"""A sequence trained in segments has the gradient of the whole pass, and its chains stay whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from peagle import masks
+from peagle.cod import Rows, chain_lengths, sample_rows
+from peagle.config import DrafterConfig
+from peagle.model import Drafter
+from peagle.parallel import draft_rows
+from peagle.partition import PackedSequence, Partition, Segment, cut_by_position, cut_by_rows
+from tests.head_factory import CONFIG, random_drafter
+
+NUM_TOKENS = 45
+#: documents of a packed sequence; the last 6 tokens are padding
+DOCUMENTS = (17, 2, 20)
+LONG = dataclasses.replace(CONFIG, num_hidden_layers=3)
+
+
+def packed_sequence(config: DrafterConfig, ratio: float, seed: int = 0) -> PackedSequence:
+    random = torch.Generator().manual_seed(seed)
+    document_1N = torch.full((1, NUM_TOKENS), -1)
+    position_1N = torch.zeros(1, NUM_TOKENS, dtype=torch.int64)
+    start = 0
+    for number, length in enumerate(DOCUMENTS):
+        document_1N[0, start : start + length] = number
+        position_1N[0, start : start + length] = torch.arange(length)
+        start += length
+    wanted_1N = torch.rand(1, NUM_TOKENS, generator=random) < 0.7
+    wanted_1N[:, :12] = False  # a prompt: rows of offset 0 alone
+    chain_1N = chain_lengths(document_1N, wanted_1N, config.num_depths)
+    rows = sample_rows(chain_1N, config.num_depths, ratio, generator=random)
+    return PackedSequence(
+        tokens_1N=torch.randint(0, config.vocab_size, (1, NUM_TOKENS), generator=random),
+        document_1N=document_1N,
+        aux_1NX=torch.randn(1, NUM_TOKENS, config.fc_input_size, generator=random).double(),
+        rows=rows,
+        position_1T=position_1N.gather(1, rows.anchor_BT) + rows.offset_BT,
+    )
+
+
+class SoftLoss:
+    """Soft cross-entropy of the useful rows to fixed distributions, and which rows were asked for."""
+
+    def __init__(self, drafter: Drafter, sequence: PackedSequence) -> None:
+        random = torch.Generator().manual_seed(7)
+        self.lm_head_VH = drafter.lm_head.weight
+        num_rows = sequence.rows.anchor_BT.shape[1]
+        target_TV = torch.randn(num_rows, len(self.lm_head_VH), generator=random).softmax(-1)
+        self.target_TV = target_TV.to(self.lm_head_VH)
+        self.weight_T = (sequence.document_1N.gather(1, sequence.rows.anchor_BT)[0] >= 0).to(self.lm_head_VH)
+        self.asked: list[int] = []
+
+    def __call__(self, normed_RH: Tensor, index_R: Tensor) -> Tensor:
+        self.asked += index_R.tolist()
+        losses_R = F.cross_entropy(normed_RH @ self.lm_head_VH.T, self.target_TV[index_R], reduction="none")
+        return (losses_R * self.weight_T[index_R]).sum()
+
+
+def gradients(drafter: Drafter) -> dict[str, Tensor]:
+    found = {name: parameter.grad for name, parameter in drafter.trainable().items()}
+    drafter.zero_grad()
+    return found
+
+
+def whole_gradients(drafter: Drafter, sequence: PackedSequence, loss_of: SoftLoss | None = None) -> dict[str, Tensor]:
+    loss_of = loss_of or SoftLoss(drafter, sequence)
+    mask = masks.dense(sequence.rows, sequence.document_1N, drafter.config.sliding_window)
+    normed_1TH = draft_rows(drafter, sequence.tokens_1N, sequence.aux_1NX, sequence.position_1T, mask)
+    loss_of(normed_1TH[0], torch.arange(normed_1TH.shape[1], device=normed_1TH.device)).backward()
+    return gradients(drafter)
+
+
+def worst_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Greatest difference of a parameter's gradient, relative to the greatest entry of it."""
+    assert found.keys() == wanted.keys()
+    return max(float((found[name] - want).abs().max() / want.abs().max()) for name, want in wanted.items())
+
+
+@pytest.mark.parametrize("method", ["kept", "recomputed"])
+@pytest.mark.parametrize("ratio", [0.5, 0.8, 1.0])
+@pytest.mark.parametrize(
+    "switches",
+    [{}, {"fc_norm": True, "attention_bias": True}, {"norm_before_residual": True, "sliding_window": 6}],
+    ids=lambda switches: "+".join(switches) or "plain",
+)
+def test_segments_have_the_gradient_of_the_whole_pass(method: str, ratio: float, switches: dict) -> None:
+    config = dataclasses.replace(LONG, **switches)
+    drafter, sequence = random_drafter(config), packed_sequence(config, ratio)
+    wanted = whole_gradients(drafter, sequence)
+    assert {"mask_hidden", "mask_embedding", "fc.weight"} <= wanted.keys()
+    for num_segments in (1, 2, 3, 4, 8):
+        loss_of = SoftLoss(drafter, sequence)
+        Partition(num_segments, method, tile=8).backward(drafter, sequence, loss_of)
+        assert sorted(loss_of.asked) == list(range(sequence.rows.anchor_BT.shape[1]))
+        assert worst_difference(gradients(drafter), wanted) < 1e-12
+
+
+def test_gradient_of_the_embedding_table() -> None:
+    drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 0.8)
+    drafter.own_embedding()
+    drafter.double()
+    wanted = whole_gradients(drafter, sequence)
+    assert "embed_tokens.weight" in wanted
+    Partition(4, tile=8).backward(drafter, sequence, SoftLoss(drafter, sequence))
+    assert worst_difference(gradients(drafter), wanted) < 1e-12
+
+
+@pytest.mark.parametrize(("method", "cut"), [("kept", cut_by_rows), ("recomputed", cut_by_position)])
+def test_a_cut_through_a_chain_changes_the_gradient(monkeypatch: pytest.MonkeyPatch, method: str, cut) -> None:
+    """The comparison above can fail: it does when a boundary moves into a chain."""
+    drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 1.0)
+    wanted = whole_gradients(drafter, sequence)
+
+    def split(rows: Rows, num_segments: int) -> list[Segment]:
+        first, *rest = cut(rows, num_segments)
+        assert rows.anchor_BT[0, first.chain_stop] == rows.anchor_BT[0, first.chain_stop + 1]
+        moved = dataclasses.replace(rest[0], chain_start=rest[0].chain_start + 1)
+        return [dataclasses.replace(first, chain_stop=first.chain_stop + 1), moved, *rest[1:]]
+
+    monkeypatch.setattr(f"peagle.partition.{cut.__name__}", split)
+    Partition(3, method, tile=8).backward(drafter, sequence, SoftLoss(drafter, sequence))
+    assert worst_difference(gradients(drafter), wanted) > 1e-3
+
+
+@pytest.mark.parametrize("method", ["kept", "recomputed"])
+def test_segments_without_a_label_still_pass_gradients_on(method: str) -> None:
+    drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 0.8)
+
+    class LastRows(SoftLoss):
+        def __call__(self, normed_RH: Tensor, index_R: Tensor) -> Tensor:
+            late_R = sequence.rows.anchor_BT[0, index_R] >= 30
+            return super().__call__(normed_RH[late_R], index_R[late_R]) if late_R.any() else torch.zeros(())
+
+    wanted = whole_gradients(drafter, sequence, LastRows(drafter, sequence))
+    Partition(4, method, tile=8).backward(drafter, sequence, LastRows(drafter, sequence))
+    assert worst_difference(gradients(drafter), wanted) < 1e-12
+
+
+@pytest.mark.parametrize("num_segments", [1, 3, 8])
+def test_forward_gives_every_row_of_the_whole_pass(num_segments: int) -> None:
+    drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 1.0)
+    mask = masks.dense(sequence.rows, sequence.document_1N)
+    with torch.no_grad():
+        wanted = draft_rows(drafter, sequence.tokens_1N, sequence.aux_1NX, sequence.position_1T, mask)[0]
+    found = torch.full_like(wanted, torch.nan)
+    for normed_RH, index_R in Partition(num_segments, tile=8).forward(drafter, sequence):
+        assert not normed_RH.requires_grad
+        found[index_R] = normed_RH
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_block_masks_give_the_rows_of_dense_ones() -> None:
+    """FlexAttention has no gradients on a CPU; `test_compiled_segments_on_a_gpu` looks at those."""
+    drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 0.8)
+    dense = Partition(3, tile=16).forward(drafter, sequence)
+    block = Partition(3, tile=16, block_mask=True).forward(drafter, sequence)
+    for (wanted_RH, _), (found_RH, _) in zip(dense, block, strict=True):
+        torch.testing.assert_close(found_RH, wanted_RH, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["kept", "recomputed"])
+def test_compiled_segments_on_a_gpu(method: str) -> None:
+    config = dataclasses.replace(LONG, head_dim=16, sliding_window=30, fc_norm=True)
+    drafter = random_drafter(config).float().cuda()
+    partition = Partition(3, method, block_mask=True, compiled=True, autocast=False)
+    for seed in range(3):
+        sequence = packed_sequence(config, 0.8, seed)
+        rows = Rows(sequence.rows.anchor_BT.cuda(), sequence.rows.offset_BT.cuda(), NUM_TOKENS)
+        fields = {"tokens_1N": sequence.tokens_1N, "document_1N": sequence.document_1N}
+        fields |= {"aux_1NX": sequence.aux_1NX.float(), "position_1T": sequence.position_1T}
+        sequence = PackedSequence(**{name: value.cuda() for name, value in fields.items()}, rows=rows)
+        wanted = whole_gradients(drafter, sequence)
+        with torch.compiler.set_stance("fail_on_recompile" if seed == 2 else "default"):
+            partition.backward(drafter, sequence, SoftLoss(drafter, sequence))
+        assert worst_difference(gradients(drafter), wanted) < 1e-3
+
+
+def by_algorithm_1(rows: Rows, num_segments: int) -> dict[tuple[int, int], int]:
+    """The paper's assignment, depth by depth: (position, depth) -> segment."""
+    found = {}
+    for position, depth in sorted(pairs(rows), key=lambda pair: pair[1]):
+        if depth <= 1:
+            bounds = [s * rows.num_tokens / num_segments for s in range(1, num_segments)]
+            # Position N stands behind the last boundary.
+            found[position, depth] = sum(position >= int(bound) for bound in bounds)
+        else:
+            found[position, depth] = found[position - 1, depth - 1]
+    return found
+
+
+def pairs(rows: Rows, numbers: Iterable[int] | None = None) -> list[tuple[int, int]]:
+    """(position, depth counted from 0) of rows, as the paper names them."""
+    numbers = range(rows.anchor_BT.shape[1]) if numbers is None else numbers
+    return [(int(rows.position_BT[0, i]), int(rows.offset_BT[0, i])) for i in numbers]
+
+
+def own_rows(segment: Segment) -> list[int]:
+    return segment.index(torch.device("cpu")).tolist()
+
+
+@pytest.mark.parametrize("num_segments", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_cut_by_position_is_algorithm_1(num_segments: int, ratio: float) -> None:
+    rows = packed_sequence(CONFIG, ratio).rows
+    wanted = by_algorithm_1(rows, num_segments)
+    for number, segment in enumerate(cut_by_position(rows, num_segments)):
+        assert {pair for pair, owner in wanted.items() if owner == number} == set(pairs(rows, own_rows(segment)))
+
+
+def test_example_of_the_paper() -> None:
+    """N = 16, S = 2: position 8 at depth 2 rests on 7 at depth 1, which lies before the boundary at 8 (Fig. 4)."""
+    anchor = torch.tensor([[*range(16), 6, 6, 7, 9, 9]])
+    offset = torch.tensor([[*[0] * 16, 1, 2, 1, 1, 2]])
+    first, second = cut_by_position(Rows(anchor, offset, 16), 2)
+    first_rows = pairs(Rows(anchor, offset, 16), own_rows(first))
+    assert (7, 1) in first_rows
+    assert (8, 2) in first_rows, "a cut by position alone would give it to the second segment, apart from its chain"
+    assert (8, 1) in pairs(Rows(anchor, offset, 16), own_rows(second))
+
+
+@pytest.mark.parametrize("cut", [cut_by_position, cut_by_rows])
+@pytest.mark.parametrize("num_segments", [1, 2, 4, 7, NUM_TOKENS])
+def test_each_row_has_one_segment_and_mask_rows_stay_together(cut, num_segments: int) -> None:
+    rows = packed_sequence(CONFIG, 0.8, seed=num_segments).rows
+    segments = cut(rows, num_segments)
+    owned = [own_rows(segment) for segment in segments]
+    assert sorted(number for numbers in owned for number in numbers) == list(range(rows.anchor_BT.shape[1]))
+    owner = {number: which for which, numbers in enumerate(owned) for number in numbers}
+    for number in range(rows.num_tokens + 1, rows.anchor_BT.shape[1]):
+        if rows.anchor_BT[0, number] == rows.anchor_BT[0, number - 1]:
+            assert owner[number] == owner[number - 1]
+    for which, segment in enumerate(segments):
+        anchors = rows.anchor_BT[0, own_rows(segment)]
+        assert anchors.max() < segment.stop, "a chain whose own prefix is in a later segment"
+        assert [owner[number] for number in range(segment.start, segment.stop)] == [which] * (
+            segment.stop - segment.start
+        )
+
+
+@pytest.mark.parametrize("num_segments", [2, 4, 7])
+def test_cut_by_rows_is_even_where_labels_are_not(num_segments: int) -> None:
+    """The first half is a prompt: nearly all rows are of the second."""
+    chain_1N = torch.zeros(1, 64, dtype=torch.int64)
+    chain_1N[:, 32:58] = 5
+    rows = sample_rows(chain_1N, 5, 0.75, generator=torch.Generator().manual_seed(0))
+    even = -(-rows.anchor_BT.shape[1] // num_segments)
+    assert max(segment.num_rows for segment in cut_by_rows(rows, num_segments)) <= even + 5
+    assert max(segment.num_rows for segment in cut_by_position(rows, num_segments)) > even + 5
+
+
+@pytest.mark.parametrize("method", ["kept", "recomputed"])
+@pytest.mark.parametrize("num_segments", [0, NUM_TOKENS + 1])
+def test_segments_beyond_the_tokens_are_refused(method: str, num_segments: int) -> None:
+    drafter, sequence = random_drafter(CONFIG), packed_sequence(CONFIG, 0.8)
+    with pytest.raises(ValueError, match=f"num_segments = {num_segments} must be"):
+        Partition(num_segments, method).backward(drafter, sequence, SoftLoss(drafter, sequence))
