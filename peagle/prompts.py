@@ -142,18 +142,27 @@ class ChatTemplate:
     """Token ids around a turn, as the target's own chat template puts them.
 
     before, after: around a single user turn, up to where the answer begins; end_id: what the template ends an answer
-    with; end_ids: that and the tokenizer's end token.
+    with; end_ids: that and the tokenizer's end token. A base model has no template (`is_chat` is False): its prompts
+    are plain text behind the token that begins a text, and its answers go on with that text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self.is_chat = bool(tokenizer.chat_template)
+        if not self.is_chat:
+            logger.warning("the target has no chat template: prompts are plain text for it to go on with")
+            begins = tokenizer.encode("")[:1] == [tokenizer.bos_token_id]
+            self.before, self.after = [tokenizer.bos_token_id] if begins else [], []
+            self.end_id: int = tokenizer.eos_token_id
+            self.end_ids = frozenset({self.end_id})
+            return
         user = {"role": "user", "content": _SENTINEL}
         before, after = self._text([user], add_generation_prompt=True).split(_SENTINEL)
         self.before, self.after = self.encode(before), self.encode(after)
         answered = self._text([{**user, "content": "?"}, {"role": "assistant", "content": _SENTINEL}])
         closing = self.encode(answered.split(_SENTINEL)[1])
         closes = bool(closing) and closing[0] in special_ids(tokenizer)
-        self.end_id: int = closing[0] if closes else tokenizer.eos_token_id
+        self.end_id = closing[0] if closes else tokenizer.eos_token_id
         self.end_ids = frozenset({self.end_id, tokenizer.eos_token_id})
 
     def _text(self, messages: Any, **options: Any) -> str:
@@ -165,10 +174,15 @@ class ChatTemplate:
     def render(self, prompt: Prompt) -> list[int]:
         """Token ids of the whole prompt, up to where the target's answer begins.
 
-        Raises ValueError naming the line whose messages the template refuses (an order of roles, a system message).
+        Raises ValueError naming the line whose messages the template refuses (an order of roles, a system message), or
+        that has more than a user's message where there is no template.
         """
         from jinja2 import TemplateError
 
+        if not self.is_chat:
+            if len(prompt.messages) > 1:
+                raise ValueError(f"{prompt.where}: the target has no chat template: a prompt is one message, its text")
+            return self.before + self.encode(prompt.messages[0]["content"])
         try:
             return self.encode(self._text(list(prompt.messages), add_generation_prompt=True))
         except TemplateError as error:

@@ -50,8 +50,8 @@ class Writer:
     def user_turns(self, count: int, seed: int) -> tuple[list[list[int]], Counts]:
         """Whole prompts whose user turn the target wrote, and counts of those asked for and dropped, by reason.
 
-        Dropped: turns that do not end within `max_user_tokens`, that are too short or hold special tokens, that repeat
-        themselves, and that begin as one before does.
+        Dropped: turns that do not end within `max_user_tokens` (the text of a base model need not), that are too short
+        or hold special tokens, that repeat themselves, and that begin as one before does.
         """
         recipe = self.recipe
         counts = dict.fromkeys(["asked", "unended", "unusable", "repeating", "duplicate"], 0) | {"asked": count}
@@ -63,7 +63,7 @@ class Writer:
             written = [token for token in output.token_ids if token not in self.template.end_ids]
             turn = prompt[len(self.template.before) :] + written
             key = tuple(turn[:NUM_KEY_TOKENS])
-            if output.finish_reason != "stop":
+            if self.template.is_chat and output.finish_reason != "stop":
                 counts["unended"] += 1
             elif len(turn) < MIN_USER_TOKENS or self.special_ids.intersection(written):
                 counts["unusable"] += 1
