@@ -42,7 +42,8 @@ def head_tensors(
     else:
         tensors["embed_tokens.weight"] = torch.randn(config.vocab_size, config.hidden_size).to(dtype)
         tensors["lm_head.weight"] = torch.randn(config.draft_vocab_size, config.hidden_size).to(dtype)
-    tensors["mask_hidden"] = tensors["mask_hidden"].view(1, 1, -1)
+    if "mask_hidden" in tensors:
+        tensors["mask_hidden"] = tensors["mask_hidden"].view(1, 1, -1)
     if config.draft_vocab_size < config.vocab_size:
         kept = torch.arange(config.draft_vocab_size) * 9 + 4
         tensors["d2t"] = kept - torch.arange(config.draft_vocab_size)
