@@ -31,6 +31,7 @@ from peagle.parallel import attend_under, next_tokens, row_inputs
 
 #: loss_of(normed_RH, index_R) -> scalar: the share of the loss that R rows have, numbered within the pass's T rows.
 LossOf = Callable[[Tensor, Tensor], Tensor]
+Method = Literal["kept", "recomputed"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +149,7 @@ class Partition:
     def __init__(
         self,
         num_segments: int,
-        method: Literal["kept", "recomputed"] = "kept",
+        method: Method = "kept",
         *,
         block_mask: bool = False,
         compiled: bool = False,

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 SHAPES = {
     "tiny": (64, 96, 4, 2, 320),
     "smollm2": (576, 1536, 9, 3, 49152),
-    "gpt-oss-20b": (2880, 2880, 64, 8, 201088),
+    # The intermediate size is what makes 1.8 B parameters of its published head: 4 layers, both tables of its own.
+    "gpt-oss-20b": (2880, 14336, 64, 8, 201088),
     "8b": (4096, 14336, 32, 8, 128256),
 }
 
