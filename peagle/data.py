@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import hashlib
 import itertools
 import json
 import logging
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -78,6 +79,13 @@ class Conversations:
         partial.replace(path)
         return path
 
+    def digest(self) -> str:
+        """16 hex digits that change with any conversation and with their order."""
+        hashed = hashlib.sha256()
+        for array in (self.tokens, self.lengths, self.prompt_lengths):
+            hashed.update(np.ascontiguousarray(array, dtype=np.int32).tobytes())
+        return hashed.hexdigest()[:16]
+
     def select(self, indices: list[int]) -> Conversations:
         documents = list(self.documents())
         chosen = [documents[index] for index in indices]
@@ -102,9 +110,9 @@ class Batch:
     position_BN: Tensor
     answer_BN: Tensor
 
-    def to(self, device: torch.device | str) -> Batch:
+    def to(self, device: torch.device | str) -> Self:
         moved = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return Batch(**{name: value.to(device, non_blocking=True) for name, value in moved.items()})
+        return type(self)(**{name: value.to(device, non_blocking=True) for name, value in moved.items()})
 
 
 def pack(lengths: np.ndarray, max_tokens: int, order: np.ndarray, max_open: int = 256) -> Iterator[list[int]]:
@@ -178,18 +186,30 @@ class PackedBatches:
     def num_left_out(self) -> int:
         return self.counts["num_left_out"]
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest conversation used, as used."""
+        return int(self._lengths[self._usable].max())
+
+    def num_batches(self) -> int:
+        """Batches until every conversation was used once; the last may begin the second epoch."""
+        return -(-sum(1 for _ in self._sequences(epoch=0)) // self.num_sequences)
+
     def __call__(self, skip: int = 0, rank: int = 0, num_workers: int = 1) -> Iterator[Batch]:
         """skip: batches to pass over (resume). Of the rest, worker `rank` gets every `num_workers`-th."""
         for number, rows in enumerate(self._groups()):
             if number >= skip and number % num_workers == rank:
                 yield self.assemble(rows)
 
+    def _sequences(self, epoch: int) -> Iterator[list[int]]:
+        order = np.random.default_rng((self.seed, epoch)).permutation(self._usable)
+        return pack(self._lengths, self.max_tokens, order)
+
     def _groups(self) -> Iterator[list[list[int]]]:
         """Conversations of each batch. Sequences left over at the end of an epoch go into the next one's batches."""
         rows: list[list[int]] = []
         for epoch in itertools.count():
-            order = np.random.default_rng((self.seed, epoch)).permutation(self._usable)
-            for indices in pack(self._lengths, self.max_tokens, order):
+            for indices in self._sequences(epoch):
                 rows.append(indices)
                 if len(rows) == self.num_sequences:
                     yield rows

@@ -12,10 +12,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from peagle.data import Conversations
+from peagle.data import Conversations, PackedBatches
 from peagle.prompts import special_ids
+from peagle.target_config import read_target_config
 
 logger = logging.getLogger(__name__)
+
+_SAMPLE_BYTES = 1 << 20
 
 
 def tokenizer_hash(target_dir: str | Path) -> str | None:
@@ -35,11 +38,21 @@ def tokenizer_hash(target_dir: str | Path) -> str | None:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _limits(target_dir: str | Path) -> tuple[int, int | None]:
-    """The target's vocabulary size and number of positions (None: not stated)."""
-    config: dict[str, Any] = json.loads((Path(target_dir) / "config.json").read_text(encoding="utf-8"))
-    config = config.get("text_config", config)
-    return config["vocab_size"], config.get("max_position_embeddings")
+def target_hash(target_dir: str | Path) -> str:
+    """16 hex digits of the target's configuration and weights: of each file its size and three samples of 1 MiB.
+
+    Training changes weights everywhere, so a fine-tuned target has another hash.
+    """
+    directory = Path(target_dir)
+    hashed = hashlib.sha256(json.dumps(read_target_config(directory), sort_keys=True).encode())
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        hashed.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for start in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
+                file.seek(start)
+                hashed.update(file.read(_SAMPLE_BYTES))
+    return hashed.hexdigest()[:16]
 
 
 def check_tokenizer(tokenizer: Any, target_dir: str | Path) -> None:
@@ -47,7 +60,7 @@ def check_tokenizer(tokenizer: Any, target_dir: str | Path) -> None:
 
     Special tokens beyond the table pass: some targets name tokens of inputs that their text model lacks.
     """
-    vocab_size, _ = _limits(target_dir)
+    vocab_size = read_target_config(target_dir)["vocab_size"]
     special = special_ids(tokenizer)
     beyond = {token_id: token for token, token_id in tokenizer.get_vocab().items() if token_id >= vocab_size}
     plain = sorted(token_id for token_id in beyond if token_id not in special)
@@ -59,16 +72,15 @@ def check_tokenizer(tokenizer: Any, target_dir: str | Path) -> None:
         )
 
 
-def check_data_fits(
-    folder: str | Path, target_dir: str | Path, *, data: Conversations | None = None, max_tokens: int | None = None
-) -> None:
+def check_data_fits(folder: str | Path, target_dir: str | Path, batches: PackedBatches | None = None) -> None:
     """Raises ValueError when conversations were tokenized by another tokenizer than the target's, hold ids beyond its
     vocabulary, or are longer than its positions.
 
-    data: the folder's conversations, where they are loaded already; max_tokens: those longer than this are not used.
+    batches: of the folder's conversations, where they are loaded already; only what these use must be short enough.
     """
-    data = Conversations.load(folder) if data is None else data
-    vocab_size, num_positions = _limits(target_dir)
+    data = batches.data if batches else Conversations.load(folder)
+    config = read_target_config(target_dir)
+    vocab_size, num_positions = config["vocab_size"], config.get("max_position_embeddings")
     ours, theirs = tokenizer_hash(target_dir), _recorded_hash(folder)
     if theirs is None:
         logger.info("%s names no tokenizer: only the range of its token ids is checked", folder)
@@ -84,8 +96,7 @@ def check_data_fits(
             f"data and target do not match: {folder} holds token id {wrong}, the target {target_dir} has ids "
             f"0..{vocab_size - 1}: make the data again with this target's tokenizer"
         )
-    lengths = data.lengths if max_tokens is None else data.lengths[data.lengths <= max_tokens]
-    longest = int(lengths.max(initial=0))
+    longest = batches.longest if batches else int(data.lengths.max(initial=0))
     if num_positions is not None and longest > num_positions:
         raise ValueError(
             f"data: conversations of {folder} have up to {longest} tokens, the target {target_dir} has "

@@ -24,13 +24,14 @@ import torch
 from tqdm import tqdm
 
 from peagle.checkpoint import save_drafter
-from peagle.data import Batch, Conversations, PackedBatches
+from peagle.data import Batch
 from peagle.evaluate import evaluate, load_answers
 from peagle.fresh import new_drafter, new_pass
 from peagle.optim import MovingAverage, Optimizer, schedule_scale
 from peagle.passes import Report, States
 from peagle.provenance import conditions
 from peagle.recipe import Recipe
+from peagle.stored import new_batches, states_of
 from peagle.target import Target
 from peagle.workers import Workers
 
@@ -52,12 +53,7 @@ class Trainer:
         self.compiled = recipe.compile and on_gpu
         dtype = torch.bfloat16 if on_gpu else torch.float32
         self.target = Target(recipe.target_dir(), device=str(self.device), dtype=dtype, compiled=self.compiled)
-        self.batches = PackedBatches(
-            Conversations.load(recipe.data),
-            num_sequences=recipe.batch.num_sequences,
-            max_tokens=recipe.batch.max_tokens,
-            seed=recipe.seed,
-        )
+        self.batches = new_batches(recipe, dtype)
         self.random = torch.Generator(self.device).manual_seed(recipe.seed)
         self.drafter = new_drafter(recipe, self.target, self.batches, self.random)
         owned = self.drafter.trainable()
@@ -76,9 +72,7 @@ class Trainer:
     def run_pass(self, batch: Batch) -> Report:
         """Adds the gradients of one batch."""
         config = self.drafter.config
-        aux_BNX, last_BNS = self.target.states(
-            batch.tokens_BN, batch.document_BN, batch.position_BN, config.aux_layer_ids
-        )
+        aux_BNX, last_BNS = states_of(batch, self.target, config.aux_layer_ids)
         return self._pass(self.drafter, batch, States(aux_BNX, last_BNS, self.target.lm_head_VS))
 
     def run(self) -> Path:
@@ -158,10 +152,7 @@ class Trainer:
                 "num_workers": self.workers.size,
                 "tokens_per_s": round(self.timed_tokens / self.elapsed_s) if self.elapsed_s else None,
                 "peak_memory_bytes": peak_memory_bytes(self.device),
-                "num_conversations": len(self.batches.data),
-                "num_left_out": self.batches.num_left_out,
-                "num_tokens": int(self.batches.data.lengths.sum()),
-                "num_answer_tokens": self.batches.data.num_answer_tokens,
+                **self.batches.counts,
             },
             "acceptance_offline": groups,
         }

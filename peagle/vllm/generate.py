@@ -63,7 +63,9 @@ def run_worker(recipe: Recipe, worker: int) -> None:
         return
     given = read_jsonl(generate.prompts) if generate.prompts else []
     settings = settings_hash(recipe)
-    writer = Writer(recipe.target_dir(), generate, seed=recipe.seed * 1009 + worker)
+    # The engine's seed is another one for each start: it draws free user turns in order, and would draw them again.
+    engine_seed = recipe.seed * 1009 + worker + missing[0] * 1_000_003
+    writer = Writer(recipe.target_dir(), generate, seed=engine_seed)
     for n in missing:
         started = time.monotonic()
         seed = recipe.seed * 1_000_003 + worker * 1009 + n

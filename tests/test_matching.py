@@ -1,0 +1,108 @@
+"""Data, tokenizer and target that do not belong together are told apart, each with both names."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from peagle.data import Conversations, PackedBatches, write_manifest
+from peagle.matching import check_data_fits, check_tokenizer, target_hash, tokenizer_hash
+from peagle.tokenize import tokenize_file
+
+
+def data_folder(folder: Path, tokens: list[int], **manifest: object) -> Path:
+    Conversations.from_lists([tokens[:2]], [tokens[2:]]).save_part(folder, "00")
+    write_manifest(folder, manifest)
+    return folder
+
+
+def changed_target(target_dir: Path, folder: Path, name: str, change) -> Path:
+    """A copy of the target without its weights, one of its JSON files changed."""
+    shutil.copytree(target_dir, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    content = json.loads((folder / name).read_text())
+    change(content)
+    (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def test_the_hash_is_of_the_contents_not_of_how_they_are_written(target_dir, tmp_path) -> None:
+    def rewrite(content) -> None:
+        content["model"]["merges"] = [
+            merge.split(" ") if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]
+        ]
+        content["padding"] = {"strategy": "BatchLongest"}
+
+    def split_numbers_otherwise(content) -> None:
+        content["pre_tokenizer"] = None
+
+    same = changed_target(target_dir, tmp_path / "same", "tokenizer.json", rewrite)
+    other = changed_target(target_dir, tmp_path / "other", "tokenizer.json", split_numbers_otherwise)
+    assert tokenizer_hash(same) == tokenizer_hash(target_dir)
+    assert tokenizer_hash(other) != tokenizer_hash(target_dir)
+    assert tokenizer_hash(tmp_path) is None
+
+
+def test_data_of_another_tokenizer_are_refused(target_dir, tmp_path) -> None:
+    own = str(tokenizer_hash(target_dir))
+    check_data_fits(data_folder(tmp_path / "own", [1, 2, 3], tokenizer=own), target_dir)
+    check_data_fits(data_folder(tmp_path / "unnamed", [1, 2, 3]), target_dir)
+    foreign = data_folder(tmp_path / "foreign", [1, 2, 3], tokenizer="feedfeedfeedfeed")
+    with pytest.raises(ValueError, match=f"foreign was made with tokenizer feedfeedfeedfeed .* has tokenizer {own}"):
+        check_data_fits(foreign, target_dir)
+
+
+def test_ids_and_lengths_beyond_the_target_are_refused(target_dir, tmp_path) -> None:
+    beyond = data_folder(tmp_path / "beyond", [1, 2, 49152, 3])
+    with pytest.raises(ValueError, match=r"beyond holds token id 49152, the target .* has ids 0\.\.49151"):
+        check_data_fits(beyond, target_dir)
+    long = data_folder(tmp_path / "long", [1] * 8193)
+    with pytest.raises(ValueError, match="8193 tokens, .* 8192 positions .*lower batch.max_tokens to 8192"):
+        check_data_fits(long, target_dir)
+    batches = PackedBatches(Conversations.load(long), num_sequences=1, max_tokens=8192, seed=0, long="cut")
+    check_data_fits(long, target_dir, batches)
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(target_dir, tmp_path) -> None:
+    def shrink(config) -> None:
+        config["vocab_size"] = 49_000
+
+    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    check_tokenizer(tokenizer, target_dir)
+    small = changed_target(target_dir, tmp_path / "small", "config.json", shrink)
+    with pytest.raises(ValueError, match=r"152 tokens beyond the target's vocab_size = 49000 .*= 49000"):
+        check_tokenizer(tokenizer, small)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    assert len(tokenizer) == 49_153
+    check_tokenizer(tokenizer, target_dir)
+
+
+def test_given_answers_become_training_data(target_dir, tmp_path) -> None:
+    file = tmp_path / "given.jsonl"
+    turns = [{"role": role, "content": role} for role in ("user", "assistant", "user", "assistant")]
+    lines = [{"prompt": "What is 1 + 1?", "answer": "2, I think."}, {"messages": turns}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    totals = tokenize_file(target_dir, file, tmp_path / "out")
+    data = Conversations.load(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    answers = [tokenizer.decode(tokens[prompt:]) for tokens, prompt in data.documents()]
+    assert answers == ["2, I think.<|im_end|>", "assistant<|im_end|>"]
+    assert totals["num_conversations"] == 2
+    assert totals["num_answer_tokens"] == data.num_answer_tokens
+    assert totals["num_earlier_answers"] == 1
+    check_data_fits(tmp_path / "out", target_dir)
+    with pytest.raises(ValueError, match="holds data already"):
+        tokenize_file(target_dir, file, tmp_path / "out")
+
+
+def test_another_target_has_another_hash(target_dir, tmp_path) -> None:
+    def rename(config) -> None:
+        config["rope_theta"] = 1.0
+
+    first = changed_target(target_dir, tmp_path / "first", "config.json", rename)
+    assert target_hash(first) != target_hash(target_dir)
+    (first / "model.safetensors").write_bytes(bytes(5_000_000))
+    before = target_hash(first)
+    (first / "model.safetensors").write_bytes(bytes(2_600_000) + b"x" + bytes(2_399_999))
+    assert target_hash(first) != before
