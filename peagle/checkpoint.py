@@ -59,6 +59,13 @@ def load_head(head_dir: str | Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
             tensor; or tables `d2t`/`t2d` that contradict each other or the vocabulary.
     """
     config = check_head(head_dir)
+    tensors = load_tensors(head_dir)
+    check_tables(config, tensors, head_dir)
+    return config, tensors
+
+
+def load_tensors(head_dir: str | Path) -> dict[str, Tensor]:
+    """Every tensor of a directory by its canonical name, unchecked; raises HeadError for a file that is damaged."""
     tensors: dict[str, Tensor] = {}
     for path in weight_files(head_dir):
         try:
@@ -66,10 +73,9 @@ def load_head(head_dir: str | Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
         except SafetensorError as error:
             raise HeadError(f"{path} cannot be read: {error}") from error
         tensors.update({canonical_name(name): tensor for name, tensor in stored.items()})
-    _check_vocabulary_tables(config, tensors, str(head_dir))
     if "mask_hidden" in tensors:
         tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
-    return config, tensors
+    return tensors
 
 
 def save_head(head_dir: str | Path, config: DrafterConfig, tensors: dict[str, Tensor]) -> Path:
@@ -87,7 +93,7 @@ def save_head(head_dir: str | Path, config: DrafterConfig, tensors: dict[str, Te
     head_dir = Path(head_dir)
     specs = {name: TensorSpec(_dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()}
     check_tensors(config, specs, head_dir)
-    _check_vocabulary_tables(config, tensors, str(head_dir))
+    check_tables(config, tensors, head_dir)
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     head_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=head_dir, prefix=".writing-") as scratch:
@@ -163,7 +169,7 @@ def build_drafter(
     return drafter
 
 
-def _check_vocabulary_tables(config: DrafterConfig, tensors: dict[str, Tensor], source: str) -> None:
+def check_tables(config: DrafterConfig, tensors: dict[str, Tensor], source: str | Path) -> None:
     """Raise HeadError when `d2t` or `t2d` contradict each other, or point outside the target's vocabulary."""
     problems = []
     ids = torch.arange(config.draft_vocab_size)

@@ -65,14 +65,29 @@ def read_head_config(head_dir: str | Path) -> DrafterConfig:
             drafter that this package does not implement; every one of them is named.
     """
     path = Path(head_dir) / "config.json"
+    raw = read_json(path)
+    if "speculators_model_type" in raw:
+        raise HeadError(
+            f"{path} is of the speculators package: `python -m peagle.formats {head_dir} OUT_DIR` makes it a head"
+        )
+    return config_of(raw, str(path))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A head's `config.json` as it is. Raises HeadError when there is none or it holds no JSON object."""
     if not path.is_file():
-        raise HeadError(f"no head at {head_dir}: {path} does not exist")
+        raise HeadError(f"no head at {path.parent}: {path} does not exist")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise HeadError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise HeadError(f"{path} must hold a JSON object, found a {type(raw).__name__}")
+    return raw
+
+
+def config_of(raw: dict[str, Any], source: str) -> DrafterConfig:
+    """The drafter that a `config.json` in vLLM's keys describes; raises HeadError as `read_head_config`."""
     problems = [
         f"{key} = {raw[key]!r} must be a whole number of at least {0 if key == 'ptd_token_id' else 1}"
         for key in INTEGER_KEYS
@@ -85,8 +100,8 @@ def read_head_config(head_dir: str | Path) -> DrafterConfig:
             problems.append(f"{key} = {given!r} is not supported (only {accepted!r})")
     problems += _tap_problems(raw, eagle)
     if problems:
-        raise HeadError(f"{path}: " + "; ".join(problems))
-    return DrafterConfig.from_dict(raw, source=str(path))
+        raise HeadError(f"{source}: " + "; ".join(problems))
+    return DrafterConfig.from_dict(raw, source=source)
 
 
 def _tap_problems(raw: dict[str, Any], eagle: dict[str, Any]) -> list[str]:

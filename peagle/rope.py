@@ -45,6 +45,9 @@ def read_rope(raw: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
     given = _settings(raw)
     theta = rope_theta(raw)
     kind = given.get("rope_type") or given.get("type") or "default"
+    share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if share not in (None, 1):
+        raise ValueError(f"RoPE: partial_rotary_factor = {share}, the drafter rotates whole heads only")
     if kind == "default":
         return theta, None
     if kind != "llama3":
