@@ -1,14 +1,13 @@
-"""Prompts with answers that no model of ours wrote: Python functions of the packages installed here, as JSONL.
+"""On-policy against off-policy answers: data sets of the same prompts, answered by people and by the target.
 
-    python -m peagle.bench.human_code --out FILE.jsonl [--num 30000]
+    python -m peagle.bench.human_code RECIPE --out DIR [--num 30000] [section.key=value ...]
 
-For the comparison of on-policy with off-policy answers on the same prompts:
+Writes DIR/pairs.jsonl, DIR/off-policy (`peagle.tokenize`: the answers as they are) and DIR/on-policy
+(`peagle.vllm.generate`: the target's own answers to the same prompts). What is there already is kept.
 
-    python -m peagle.tokenize      RECIPE FILE.jsonl --out OFF    # as they are
-    python -m peagle.vllm.generate RECIPE generate.prompts=FILE.jsonl generate.num_conversations=0 data=ON
-
-A line asks for a function by its signature and docstring, in the words that HumanEval is asked in, and its answer is
-the function as its package has it. HumanEval itself, tests and this project are left out.
+The pairs are Python functions of the standard library and of the packages installed here. A prompt asks for a function
+by its signature and docstring, in the words that HumanEval is asked in; its answer is the function as its package has
+it. HumanEval itself, tests and this project are left out. The pairs are not ours to pass on.
 """
 
 from __future__ import annotations
@@ -18,11 +17,16 @@ import ast
 import hashlib
 import json
 import random
+import subprocess
+import sys
 import sysconfig
 import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+
+from peagle.recipe import Recipe
+from peagle.tokenize import tokenize_file
 
 ASK = "Complete the following Python function. Answer with the whole function.\n\n```python\n{}\n```"
 MIN_DOCSTRING_CHARS = 20
@@ -74,19 +78,37 @@ def pairs(max_chars: int) -> Iterator[dict[str, str]]:
                 yield {"prompt": ASK.format(asked), "answer": f"```python\n{whole}\n```", "category": "human-code"}
 
 
+def write_pairs(file: Path, num: int, max_chars: int) -> None:
+    """At most `num` pairs, the same ones each time where the same packages are installed. All or nothing."""
+    found = list(pairs(max_chars))
+    chosen = random.Random(0).sample(found, min(num, len(found)))
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text("".join(json.dumps(pair) + "\n" for pair in chosen), encoding="utf-8")
+    partial.replace(file)
+    print(f"{len(chosen)} of {len(found)} functions written to {file}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--num", type=int, default=30_000, help="functions at most")
     parser.add_argument("--max-chars", type=int, default=2000, help="longest function, in characters")
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    found = list(pairs(args.max_chars))
-    chosen = random.Random(args.seed).sample(found, min(args.num, len(found)))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(pair) + "\n" for pair in chosen)
-    print(f"{len(chosen)} of {len(found)} functions written to {args.out}")
+    own = [
+        f"generate.prompts={args.out / 'pairs.jsonl'}",
+        "generate.num_conversations=0",
+        f"data={args.out / 'on-policy'}",
+    ]
+    overrides = [*args.overrides, *own]
+    recipe = Recipe.load(args.recipe, overrides)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not (args.out / "pairs.jsonl").exists():
+        write_pairs(args.out / "pairs.jsonl", args.num, args.max_chars)
+    if not (args.out / "off-policy" / "manifest.json").exists():
+        print(json.dumps(tokenize_file(recipe.target_dir(), args.out / "pairs.jsonl", args.out / "off-policy")))
+    subprocess.run([sys.executable, "-m", "peagle.vllm.generate", str(args.recipe), *overrides], check=True)
 
 
 if __name__ == "__main__":
