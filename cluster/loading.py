@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from cluster import messages
 from cluster.drafting import is_workload_tag
 from cluster.settings import OWNED_ENGINE_KEYS, ClusterSettings, DepthSettings, DrafterSettings, ModelSettings
-from cluster.sources import SourceError, read_head_config, resolve_source
+from cluster.sources import SourceError, drafts_in_parallel, read_head_config, resolve_source
 
 SPECULATIVE_CONFIG_ENV = "SM_VLLM_SPECULATIVE_CONFIG"
 
@@ -113,13 +113,17 @@ class _Reader:
             self.problems.append(f"{name} must be an object like vLLM's --speculative-config, not {value!r:.80}")
             return None
         options = {str(key): item for key, item in value.items()}
-        method, parallel = options.pop("method", None), options.pop("parallel_drafting", None)
-        if method != "eagle3" or parallel is not True:
+        method = options.pop("method", None)
+        if method != "eagle3":
             self.problems.append(
-                f'{name} must say "method": "eagle3" and "parallel_drafting": true (that is P-EAGLE); '
-                f"it says method {method!r} and parallel_drafting {parallel!r}"
+                f'{name} must say "method": "eagle3" (with "parallel_drafting": true for a P-EAGLE head); '
+                f"it says method {method!r}"
             )
-        section = {"head": options.pop("model", None), "max_draft_tokens": options.pop("num_speculative_tokens", None)}
+        section = {
+            "head": options.pop("model", None),
+            "max_draft_tokens": options.pop("num_speculative_tokens", None),
+            "parallel_drafting": options.pop("parallel_drafting", False),  # as vLLM reads its absence
+        }
         for key, field in (("model", "head"), ("num_speculative_tokens", "max_draft_tokens")):
             if section[field] is None:
                 self.problems.append(f"missing key {name}.{key}")
@@ -181,6 +185,12 @@ class _Reader:
         except SourceError as error:
             self.problems.append(str(error))
             return drafter
+        parallel = drafter.parallel_drafting
+        if config and parallel is not None and parallel != drafts_in_parallel(config):
+            self.problems.append(
+                f"drafter.parallel_drafting is {str(parallel).lower()}, but the head {drafter.head} is "
+                + ("an EAGLE-3 head, without a mask token: write false" if parallel else "a P-EAGLE head: write true")
+            )
         num_depths = config.get("num_depths")
         deepest = drafter.max_draft_tokens
         if deepest is None and num_depths is None:

@@ -44,12 +44,14 @@ class ModelSettings(Section):
 
 
 class DrafterSettings(Section):
-    """The drafter. `head`: a shipped head's name, a directory, or a Hugging Face id; `max_draft_tokens`: K_max, by
-    default what the head was trained for; `engine_options`: further keys of vLLM's speculative_config."""
+    """The drafter. `head`: a shipped head's name, a directory, or a Hugging Face id; `max_draft_tokens`: K_max, and
+    `parallel_drafting`: all drafts in one pass (P-EAGLE) or one after another (EAGLE-3), both by default what the head
+    was trained for; `engine_options`: further keys of vLLM's speculative_config."""
 
     head: str = Field(min_length=1)
     placement: Literal["colocated", "remote"] = "colocated"
     max_draft_tokens: int | None = Field(default=None, ge=1, le=64)
+    parallel_drafting: bool | None = None
     engine_options: dict[str, Any] = Field(default_factory=dict)
 
 

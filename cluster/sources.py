@@ -43,7 +43,7 @@ def read_head_config(head: str, heads_dir: Path) -> tuple[str, dict[str, Any]]:
     files are not here yet.
 
     Raises:
-        SourceError: no such head, an unreadable config.json, or a config.json that is not a P-EAGLE head's.
+        SourceError: no such head, an unreadable config.json, or a config.json that is no P-EAGLE or EAGLE-3 head's.
     """
     shipped = sorted(path.parent.name for path in heads_dir.glob("*/config.json"))
     resolved = resolve_source(head, shipped, "drafter.head", "shipped head")
@@ -61,6 +61,9 @@ def read_head_config(head: str, heads_dir: Path) -> tuple[str, dict[str, Any]]:
             f"drafter.head: {folder} is no EAGLE-3 head: its architectures are {config.get('architectures')!r:.80}, "
             f"not [{HEAD_ARCHITECTURE!r}]"
         )
-    if config.get("ptd_token_id") is None:
-        raise SourceError(f"drafter.head: {folder} has no ptd_token_id, so it cannot draft in parallel (not P-EAGLE)")
     return resolved, config
+
+
+def drafts_in_parallel(config: dict[str, Any]) -> bool:
+    """Whether a head's config.json names a mask token: P-EAGLE, which drafts in one pass. EAGLE-3 has none."""
+    return config.get("pard_token", config.get("ptd_token_id")) is not None

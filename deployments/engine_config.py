@@ -96,6 +96,7 @@ def engine_config(settings: ClusterSettings, target: str | None = None, head_dir
         None,
         head_dir,
         max_draft_tokens=None if drafter is None else drafter.max_draft_tokens,
+        parallel_drafting=None if drafter is None else drafter.parallel_drafting,
         dtype=dtype,
         async_scheduling=not on_cpu(settings),
         on_cpu=on_cpu(settings),

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -155,7 +156,6 @@ def test_one_message_lists_every_problem(catalog):
         ("{", "cannot be read"),
         ("[]", "no JSON object"),
         (json.dumps({**HEAD, "architectures": ["LlamaForCausalLM"]}), "no EAGLE-3 head"),
-        (json.dumps({**HEAD, "ptd_token_id": None}), "cannot draft in parallel"),
     ],
 )
 def test_a_directory_that_is_no_head(content, words, catalog, tmp_path):
@@ -164,6 +164,29 @@ def test_a_directory_that_is_no_head(content, words, catalog, tmp_path):
     (problem,) = problems_of(changed(drafter__head=str(tmp_path / "head")), catalog)
     assert "drafter.head" in problem
     assert words in problem
+
+
+def test_an_eagle3_head_drafts_one_after_another(catalog, tmp_path):
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "config.json").write_text(json.dumps({**HEAD, "ptd_token_id": None, "num_depths": 5}))
+    args = changed(drafter={"head": str(tmp_path / "head")}, depth=...)
+    settings = load_settings(args, catalog)
+    assert (settings.max_draft_tokens, settings.drafter.parallel_drafting) == (5, None)
+    given = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 4}
+    by_vllm_keys = load_settings({**changed(drafter=..., depth=...), "speculative_config": given}, catalog)
+    assert (by_vllm_keys.max_draft_tokens, by_vllm_keys.drafter.parallel_drafting) == (4, False)
+
+
+@pytest.mark.parametrize(
+    ("mask_token", "given", "words"),
+    [(None, True, "EAGLE-3 head.*write false"), (3, False, "P-EAGLE head.*write true")],
+)
+def test_a_way_of_drafting_that_is_not_the_heads(mask_token, given, words, catalog, tmp_path):
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "config.json").write_text(json.dumps({**HEAD, "ptd_token_id": mask_token}))
+    args = changed(drafter={"head": str(tmp_path / "head"), "parallel_drafting": given}, depth=...)
+    (problem,) = problems_of(args, catalog)
+    assert re.search(f"drafter.parallel_drafting is {str(given).lower()}.*{words}", problem)
 
 
 def test_a_head_that_is_not_here_yet_needs_its_k_max(catalog):
@@ -179,7 +202,7 @@ def test_vllms_speculative_config_stands_for_the_drafter(catalog):
     env = {"SM_VLLM_SPECULATIVE_CONFIG": json.dumps(SPECULATIVE_CONFIG)}
     assert load_settings(bare, catalog, env) == from_args
     assert load_settings({**bare, "speculative_config": SPECULATIVE_CONFIG}, catalog, env) == from_args
-    assert from_args.drafter.head == "amazon/some-p-eagle-head"
+    assert (from_args.drafter.head, from_args.drafter.parallel_drafting) == ("amazon/some-p-eagle-head", True)
     assert from_args.depth_policy().default_depth == 5
     further = {**SPECULATIVE_CONFIG, "draft_tensor_parallel_size": 1}
     options = load_settings({**bare, "speculative_config": further}, catalog).drafter.engine_options
@@ -198,10 +221,10 @@ def test_vllms_speculative_config_stands_for_the_drafter(catalog):
             changed(
                 drafter=...,
                 depth=...,
-                speculative_config={"method": "eagle3", "model": "a/b", "num_speculative_tokens": 3},
+                speculative_config={**SPECULATIVE_CONFIG, "parallel_drafting": "sometimes"},
             ),
             {},
-            "parallel_drafting",
+            "drafter.parallel_drafting",
         ),
         (
             changed(

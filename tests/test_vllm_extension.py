@@ -23,8 +23,13 @@ from peagle.vllm.stats import DraftingRecorder, DraftingStats, RequestDrafting
 
 @pytest.fixture
 def head(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps({"ptd_token_id": 3, "num_depths": 7}))
-    return tmp_path
+    return write_head(tmp_path)
+
+
+def write_head(folder: Path, **changes: Any) -> Path:
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 3, "num_depths": 7} | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def test_engine_kwargs(head: Path) -> None:
@@ -52,6 +57,32 @@ def test_engine_kwargs_on_a_gpu(head: Path) -> None:
     assert kwargs["scheduler_cls"] == ASYNC_SCHEDULER
     assert kwargs["speculative_config"]["num_speculative_tokens"] == 7
     assert not {"model", "worker_cls"} & kwargs.keys()
+
+
+@pytest.mark.parametrize(
+    ("config", "parallel"),
+    [
+        ({}, True),
+        ({"pard_token": 9, "ptd_token_id": None}, True),
+        ({"ptd_token_id": None}, False),
+        ({"ptd_token_id": None, "architectures": ["Eagle3Qwen3ForCausalLM"]}, False),
+    ],
+)
+def test_a_head_without_a_mask_token_drafts_one_after_another(
+    tmp_path: Path, config: dict[str, Any], parallel: bool
+) -> None:
+    head = write_head(tmp_path, **config)
+    for wanted in (None, parallel):
+        kwargs = engine_kwargs("/target", head, parallel_drafting=wanted, async_scheduling=False, on_cpu=True)
+        assert kwargs["speculative_config"] == {
+            "method": "eagle3",
+            "model": str(head),
+            "num_speculative_tokens": 7,
+            "parallel_drafting": parallel,
+        }
+        assert kwargs["scheduler_cls"] == SYNC_SCHEDULER
+    with pytest.raises(ValueError, match=f"parallel_drafting is {not parallel}.*write {parallel}"):
+        engine_kwargs("/target", head, parallel_drafting=not parallel, async_scheduling=False, on_cpu=True)
 
 
 def test_engine_kwargs_without_a_head() -> None:
@@ -85,7 +116,12 @@ def test_asynchronous_scheduling_on_a_cpu(head: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "message"),
-    [(None, "cannot be read"), ("{", "cannot be read"), ("[]", "ptd_token_id"), ("{}", "ptd_token_id")],
+    [
+        (None, "cannot be read"),
+        ("{", "cannot be read"),
+        ("[]", "no architecture of a drafter"),
+        ('{"architectures": ["LlamaForCausalLM"], "ptd_token_id": 3}', "no architecture of a drafter"),
+    ],
 )
 def test_directory_that_is_no_head(tmp_path: Path, config: str | None, message: str) -> None:
     if config is not None:
@@ -95,7 +131,7 @@ def test_directory_that_is_no_head(tmp_path: Path, config: str | None, message: 
 
 
 def test_published_head_does_not_say_its_depth(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"ptd_token_id": 3}))
+    write_head(tmp_path, num_depths=None)
     with pytest.raises(ValueError, match="set max_draft_tokens"):
         engine_kwargs("/target", tmp_path, async_scheduling=False, on_cpu=True)
     kwargs = engine_kwargs("/target", tmp_path, max_draft_tokens=4, async_scheduling=False, on_cpu=True)

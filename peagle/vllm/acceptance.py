@@ -22,6 +22,7 @@ import torch
 
 from peagle.data import Conversations
 from peagle.evaluate import evaluate, load_answers
+from peagle.head_files import read_head_config
 from peagle.heads import prepare_head
 from peagle.provenance import conditions
 
@@ -104,7 +105,13 @@ def run_engine(
         # vLLM reduces `mask_hidden` as a vector; its CUDA kernel for fc_norm, the default in eager mode, takes matrices
         # only and ends the start (seen on 0.26).
         device["kernel_config"] = {"ir_op_priority": {"rms_norm": ["native"]}}
-    speculative = {"method": "eagle3", "model": str(head_dir), "num_speculative_tokens": k, "parallel_drafting": True}
+    parallel = read_head_config(head_dir).ptd_token_id is not None
+    speculative = {
+        "method": "eagle3",
+        "model": str(head_dir),
+        "num_speculative_tokens": k,
+        "parallel_drafting": parallel,
+    }
     engine = LLM(
         model=str(target_dir),
         dtype="bfloat16" if on_gpu else "float32",
