@@ -1,10 +1,12 @@
 """The plain reference of drafting proposes what vLLM's engine proposes: same head, same steps, same draft tokens.
 
-The engine runs the embedded target on the CPU in float32 with stock `eagle3` + `parallel_drafting`. The reference gets
-the target's hidden states from Hugging Face transformers, so both the drafter and what it is fed with are compared.
+The engine runs the embedded target on the CPU in float32 with stock `eagle3`: with `parallel_drafting` for P-EAGLE
+heads, without it for EAGLE-3 heads. The reference gets the target's hidden states from Hugging Face transformers, so
+both the drafter and what it is fed with are compared.
+
 The heads are random, with weights large enough that drafts depend on the KV cache, on the shift between tokens and
-hidden states and on `mask_hidden`; the last test shows that the comparison sees each of them. One head is of the kind
-that this repository trains, the other has every switch that published heads use.
+hidden states and on `mask_hidden` or what is fed back; the last test shows that the comparison sees each of them. Of
+each kind, one head is like those that this repository trains, the other has every switch that published heads use.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from peagle.draft_vocabulary import marks, offsets
 from peagle.head_files import expected_tensors
 from peagle.heads import prepare_head
 from peagle.model import Drafter
+from peagle.rope import Llama3Rope
 from peagle.target import Target
 
 pytestmark = pytest.mark.engine
@@ -58,14 +61,25 @@ class Run:
     drafter: Drafter
 
 
-SWITCHES: dict[str, dict[str, Any]] = {
-    "ours": {},
-    "all switches": {
-        "draft_vocab_size": 8192,
-        "norm_before_residual": True,
-        "fc_norm": True,
-        "attention_bias": True,
+EVERY_SWITCH: dict[str, Any] = {
+    "draft_vocab_size": 8192,
+    "norm_before_residual": True,
+    "fc_norm": True,
+    "attention_bias": True,
+}
+HEADS: dict[str, dict[str, Any]] = {
+    "p-eagle": {"num_layers": 4, "ptd_token_id": 17},
+    "p-eagle, all switches": {"num_layers": 4, "ptd_token_id": 17} | EVERY_SWITCH,
+    "p-eagle as speculators trains it": {
+        "num_layers": 2,
+        "ptd_token_id": 17,
+        "qk_norm": True,
+        "norm_before_fc": True,
+        "rope_scaling": Llama3Rope(8.0, 1.0, 4.0, 64),
+        "aux_layer_ids": (1, 5, 12, 20, 28),
     },
+    "eagle3": {"num_layers": 1},
+    "eagle3, all switches": {"num_layers": 2, "norm_output": True} | EVERY_SWITCH,
 }
 
 
@@ -121,7 +135,7 @@ def questions(target: Target, target_dir: Path) -> tuple[list[list[int]], list[l
     return prompts, greedy_answers(target, prompts)
 
 
-@pytest.fixture(scope="module", params=SWITCHES)
+@pytest.fixture(scope="module", params=HEADS)
 def run(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
@@ -131,9 +145,7 @@ def run(
 ) -> Run:
     folder = tmp_path_factory.mktemp("drafts")
     prompts, answers = questions
-    config = DrafterConfig.for_target(
-        target.config, num_layers=4, ptd_token_id=17, num_depths=NUM_DRAFTS, **SWITCHES[request.param]
-    )
+    config = DrafterConfig.for_target(target.config, num_depths=NUM_DRAFTS, **HEADS[request.param])
     shipped = save_head(folder / "strong", config, strong_head(config))
     head_dir = prepare_head(shipped, target_dir, folder / "cache")
     engine = {
@@ -148,7 +160,7 @@ def run(
             "method": "eagle3",
             "model": str(head_dir),
             "num_speculative_tokens": NUM_DRAFTS,
-            "parallel_drafting": True,
+            "parallel_drafting": config.ptd_token_id is not None,
         },
     }
     job = {"engine": engine, "prompts": prompts, "answers": answers, "max_tokens": MAX_TOKENS}
@@ -157,7 +169,7 @@ def run(
         max((entry["token_ids"] for entry in records if entry["request"] == index), key=len)
         for index in range(len(prompts))
     ]
-    drafter = build_drafter(config, load_head(head_dir)[1], lm_head_VH=target.lm_head_VS)
+    drafter = build_drafter(config, load_head(head_dir)[1], embed_VH=target.embed_VS, lm_head_VH=target.lm_head_VS)
     aux = [hidden_states(target, ids, config.aux_layer_ids) for ids in tokens]
     return Run(records, aux, tokens, drafter)
 
@@ -197,6 +209,8 @@ def compare(run: Run, propose: Callable[[DraftSession, Tensor, Tensor], Any]) ->
         drafts = propose(session, tokens[start + 1 :], aux[start : len(tokens) - 1])
         best = drafts.logits_KV.topk(2, dim=-1).values
         clear = best[:, 0] - best[:, 1] > MIN_LOGIT_GAP
+        if run.drafter.config.ptd_token_id is None:  # a token drafted after a tie depends on how the tie fell
+            clear = clear.int().cummin(0).values.bool()
         equal = drafts.token_ids_K == torch.tensor(entry["draft_token_ids"])
         num_compared += int(clear.sum())
         num_equal += int((clear & equal).sum())
@@ -236,7 +250,14 @@ def test_comparison_sees_a_wrong_reference(run: Run) -> None:
         run.drafter.mask_hidden.data = kept
         return drafts
 
-    for wrong in (cold_cache, unshifted, other_mask):
+    def no_feedback(session: DraftSession, ids: Tensor, aux: Tensor) -> Any:
+        hook = run.drafter.register_forward_hook(lambda _module, _inputs, out: (out[0], torch.zeros_like(out[1])))
+        drafts = session.propose(ids, aux, NUM_DRAFTS)
+        hook.remove()
+        return drafts
+
+    parallel = run.drafter.config.ptd_token_id is not None
+    for wrong in (cold_cache, unshifted, other_mask if parallel else no_feedback):
         num_compared, num_equal, _ = compare(run, wrong)
         print(f"{wrong.__name__}: {num_equal} of {num_compared} equal")
-        assert num_equal < 0.5 * num_compared, wrong.__name__
+        assert num_equal < 0.8 * num_compared, wrong.__name__
