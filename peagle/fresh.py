@@ -40,6 +40,7 @@ def new_drafter(recipe: Recipe, target: Target, batches: PackedBatches, random: 
         ptd_token_id=wanted.ptd_token_id,
         fc_norm=wanted.fc_norm,
         norm_before_residual=wanted.norm_before_residual,
+        sliding_window=wanted.sliding_window,
         **shape,
     )
     drafter = Drafter(config).to(target.device)

@@ -72,6 +72,13 @@ def test_eagle3_trains_from_a_recipe_and_beats_chance(small: Path) -> None:
     assert found["4"] > 1.2, f"AL {found}: one token in 64 right by chance would be 1.02"
 
 
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_a_sliding_window_reaches_the_head(small: Path, tmp_path: Path, method: str) -> None:
+    overrides = [f"output={tmp_path / 'run'}", "drafter.sliding_window=16", "schedule.max_steps=1"]
+    recipe = eagle3_recipe(small, *overrides) if method == "eagle3" else Recipe.load(small / "recipe.yaml", overrides)
+    assert read_head_config(Trainer(recipe).run()).sliding_window == 16
+
+
 def test_a_run_starts_from_another_head(small: Path, tmp_path: Path) -> None:
     recipe = eagle3_recipe(small, f"output={tmp_path / 'short'}", "evaluate.data=null", "schedule.max_steps=1")
     head = Trainer(recipe).run()
