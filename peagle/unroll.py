@@ -8,8 +8,10 @@ computes when it drafts the chain's token k + 1 after the tokens up to a + 1:
     k       a + k       token a + k + 1 drafter's own residual stream, step k-1   token a + k + 2
 
 It sees what vLLM's KV cache holds by then: rows of step 0 at anchors <= a of its document, then its own chain's rows of
-steps 1..k. Training feeds the true tokens, evaluation (`greedy_drafts`) those that the chain itself has drafted. All
-anchors take step k together, and gradients flow back through all steps.
+steps 1..k. All anchors take step k together, and gradients flow back through all steps.
+
+Chains read the true tokens, where decoding reads those that it drafted. The two are the same as far as drafts are
+right, and no draft behind a wrong one is ever used: rows, labels and accepted lengths of a walk need no more.
 
 Attention of a step is that over the rows of step 0, the same causal mask at every step, joined by log-sum-exp with the
 at most K - 1 keys of the own chain, one dot product each. So every step has the same static shapes and shares one block
@@ -38,7 +40,6 @@ from peagle.recipe import Recipe
 Sight = Tensor | tuple[BlockMask, ...]
 
 _TILE = 1024  # queries whose scores exist at once where no kernel avoids them
-_ROWS = 2048  # rows whose logits exist at once in greedy_drafts
 
 
 class UnrolledPass:
@@ -108,28 +109,6 @@ def unrolled_rows(drafter: Drafter, tokens_BN: Tensor, aux_BNX: Tensor, position
         normed_BNH, hidden_BNH = drafter(embeds_BNH, hidden_BNH, position_BN + step, attend)
         normed.append(normed_BNH)
     return torch.cat(normed, dim=1)
-
-
-@torch.no_grad()
-def greedy_drafts(
-    drafter: Drafter, tokens_BN: Tensor, aux_BNX: Tensor, position_BN: Tensor, document_BN: Tensor, num_depths: int
-) -> Tensor:
-    """Draft tokens [B, N, K] of every anchor, as ids of the target: draft k of anchor a proposes token a + k + 2.
-
-    Autoregressive, each chain on its own drafts. Beside the drafter's states, scores of 1,024 queries and logits of
-    2,048 rows exist at once. Raises ValueError for a sliding window shorter than num_depths.
-    """
-    check_window(drafter.config.sliding_window, num_depths)
-    device = tokens_BN.device.type
-    draft_BN, drafts = torch.cat([tokens_BN[:, 1:], tokens_BN[:, -1:]], dim=1), []
-    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-        attend, hidden_BNH = attend_chains(document_BN, drafter.config.sliding_window), drafter.reduce(aux_BNX)
-        for step in range(num_depths):
-            normed_BNH, hidden_BNH = drafter(drafter.embed(draft_BN), hidden_BNH, position_BN + step, attend)
-            best = [drafter.logits(part_RH).argmax(-1) for part_RH in normed_BNH.flatten(0, 1).split(_ROWS)]
-            draft_BN = drafter.target_ids[torch.cat(best)].view_as(tokens_BN)
-            drafts.append(draft_BN)
-    return torch.stack(drafts, dim=-1)
 
 
 def attend_chains(sight: Sight, window: int | None) -> Attend:

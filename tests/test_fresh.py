@@ -10,11 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from peagle.checkpoint import load_head, read_head_config, save_head
+from peagle.checkpoint import build_drafter, load_head, read_head_config, save_head
 from peagle.config import DrafterConfig, HeadError
+from peagle.data import Conversations
+from peagle.draft import DraftSession
 from peagle.fresh import start_from
 from peagle.model import Drafter
 from peagle.recipe import Recipe
+from peagle.replay import replay
+from peagle.target import Target
 from peagle.train import Trainer
 from tests.head_factory import CONFIG, TARGET, head_tensors, random_drafter
 from tests.small_run import write_small_run
@@ -70,6 +74,27 @@ def test_eagle3_trains_from_a_recipe_and_beats_chance(small: Path) -> None:
     assert (read_head_config(head).num_depths, read_head_config(head).ptd_token_id) == (4, None)
     found = json.loads((head / "provenance.json").read_text())["acceptance_offline"]["all"]["acceptance_length"]
     assert found["4"] > 1.2, f"AL {found}: one token in 64 right by chance would be 1.02"
+    compare_with_session(head, small)
+
+
+def compare_with_session(head: Path, small: Path) -> None:
+    """What evaluation credits at each anchor is what drafting there one token after another gets right."""
+    target, data = Target(small / "target"), Conversations.load(small / "data").select([0, 5, 11])
+    drafter = build_drafter(*load_head(head), embed_VH=target.embed_VS, lm_head_VH=target.lm_head_VS)
+    lengths = []
+    for (ids, prompt), accepted in zip(data.documents(), replay(drafter, target, data).accepted, strict=True):
+        tokens_N = torch.from_numpy(ids).long()
+        everywhere = torch.zeros_like(tokens_N)[None]
+        position_BN = torch.arange(len(ids))[None]
+        aux_NX = target.states(tokens_N[None], everywhere, position_BN, drafter.config.aux_layer_ids)[0][0]
+        session = DraftSession(drafter)
+        for index, end in enumerate(range(prompt + 1, len(ids))):
+            rows = slice(session.num_rows, end - 1)
+            drafts = session.propose(tokens_N[rows.start + 1 : end], aux_NX[rows], 4).token_ids_K.tolist()
+            right = [draft == token for draft, token in zip(drafts, ids[end:].tolist(), strict=False)]
+            lengths.append([*right, False].index(False))
+            assert lengths[-1] == accepted[index]
+    assert set(lengths) >= {0, 1, 2}, "a head that is always wrong shows nothing"
 
 
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])

@@ -17,7 +17,7 @@ from peagle.losses import plain_losses
 from peagle.model import Drafter
 from peagle.passes import States
 from peagle.recipe import Recipe
-from peagle.unroll import UnrolledPass, block_masks, greedy_drafts, unrolled_rows
+from peagle.unroll import UnrolledPass, block_masks, unrolled_rows
 from tests.head_factory import TARGET, random_drafter
 
 NUM_STEPS = 4
@@ -97,25 +97,6 @@ def test_rows_and_gradients_equal_one_chain_at_a_time(switches: dict[str, object
             one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()), msg=lambda text, name=name: f"{name}: {text}"
         )
         assert one.abs().max() > 1e-3, f"{name} gets no gradient: nothing compared"
-
-
-@pytest.mark.parametrize(
-    "config",
-    [CONFIG, dataclasses.replace(CONFIG, draft_vocab_size=40), dataclasses.replace(CONFIG, sliding_window=4)],
-)
-def test_greedy_drafts_equal_one_chain_at_a_time(config: DrafterConfig) -> None:
-    drafter = random_drafter(config)
-    if config.draft_vocab_size < config.vocab_size:
-        drafter.target_ids = torch.randperm(100, generator=torch.Generator().manual_seed(1))[:40].sort().values
-    batch, aux_BNX = random_batch()
-    drafts_BNK = greedy_drafts(drafter, batch.tokens_BN, aux_BNX, batch.position_BN, batch.document_BN, NUM_STEPS)
-    for b, first, anchor, _ in chains(batch, 1):
-        ids = batch.tokens_BN[b, first + 1 : anchor + 2].tolist()
-        for step in range(NUM_STEPS):
-            row = draft_alone(drafter, ids, aux_BNX[b, first : anchor + 1], step + 1)[-1]
-            ids.append(int(drafter.target_ids[drafter.logits(row).argmax()]))
-        assert drafts_BNK[b, anchor].tolist() == ids[-NUM_STEPS:]
-    assert len(drafts_BNK.unique()) > 20, "drafts that hardly vary prove little"
 
 
 @pytest.mark.parametrize("changed_from", [3, 8, 11])
