@@ -158,22 +158,12 @@ class PackedBatches:
         self.data, self.num_sequences, self.max_tokens, self.seed = data, num_sequences, max_tokens, seed
         self._starts = data.lengths.cumsum() - data.lengths
         self._lengths = np.minimum(data.lengths, max_tokens)
-        is_cut = (data.lengths > max_tokens) & (data.prompt_lengths < max_tokens) & (long == "cut")
-        is_used = (data.lengths <= max_tokens) | is_cut
-        self._usable = np.flatnonzero(is_used)
-        answer_lengths = self._lengths - data.prompt_lengths
-        self.counts = {
-            "num_conversations": int(is_used.sum()),
-            "num_tokens": int(self._lengths[is_used].sum()),
-            "num_answer_tokens": int(answer_lengths[is_used].sum()),
-            "num_left_out": int((~is_used).sum()),
-            "num_tokens_left_out": int(data.lengths[~is_used].sum()),
-            "num_cut": int(is_cut.sum()),
-            "num_tokens_cut": int((data.lengths - self._lengths)[is_cut].sum()),
-        }
+        can_be_cut = (data.prompt_lengths < max_tokens) & (long == "cut")
+        self._usable = np.flatnonzero((data.lengths <= max_tokens) | can_be_cut)
+        self.counts = self.counts_of(self._usable)
         if not len(self._usable):
             raise ValueError(f"data: every conversation exceeds batch.max_tokens = {max_tokens}")
-        if self.counts["num_conversations"] < len(data) or is_cut.any():
+        if self.counts["num_left_out"] or self.counts["num_cut"]:
             logger.warning(
                 "of %d conversations %d exceed %d tokens: %d are left out (%d tokens), %d are cut (%d tokens)",
                 len(data),
@@ -181,6 +171,19 @@ class PackedBatches:
                 max_tokens,
                 *(self.counts[key] for key in ("num_left_out", "num_tokens_left_out", "num_cut", "num_tokens_cut")),
             )
+
+    def counts_of(self, used: np.ndarray) -> dict[str, int]:
+        """used: indices of the conversations that one epoch goes through; all others count as left out."""
+        whole, taken = self.data.lengths[used], self._lengths[used]
+        return {
+            "num_conversations": len(used),
+            "num_tokens": int(taken.sum()),
+            "num_answer_tokens": int(taken.sum() - self.data.prompt_lengths[used].sum()),
+            "num_left_out": len(self.data) - len(used),
+            "num_tokens_left_out": int(self.data.lengths.sum() - whole.sum()),
+            "num_cut": int((taken < whole).sum()),
+            "num_tokens_cut": int((whole - taken).sum()),
+        }
 
     @property
     def num_left_out(self) -> int:

@@ -14,6 +14,7 @@ import dataclasses
 import errno
 import itertools
 import json
+import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,8 @@ from peagle.recipe import Recipe
 from peagle.store import write_bytes
 from peagle.target import Target
 from peagle.target_config import read_target_config
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "states.json"
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -143,7 +146,7 @@ def write_states(recipe: Recipe, *, max_batches: int | None = None, device: str 
     print(room)
     if num_bytes > free:
         raise OSError(errno.ENOSPC, f"stored_states: no room: {room}. Use another disk, or fewer with --max-batches")
-    manifest = description | {"num_batches": num_batches, "counts": batches.counts, "made": conditions()}
+    manifest = description | {"num_batches": num_batches, "made": conditions()}
     write_bytes(folder / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
     target = Target(recipe.target_dir(), device=device, dtype=dtype, compiled=recipe.compile and device != "cpu")
     layers = tuple(description["aux_layer_ids"])
@@ -192,6 +195,15 @@ class StoredBatches(PackedBatches):
             raise ValueError(
                 f"stored_states: {len(missing)} of {self._num_stored} batches are missing in {self.folder}, the first "
                 f"{batch_path(self.folder, missing[0]).name}: go on with `python -m peagle.stored`"
+            )
+        if self._num_stored < self.num_batches():
+            used = np.unique(np.concatenate([*itertools.chain(*itertools.islice(self._groups(), self._num_stored))]))
+            self.counts = self.counts_of(used)
+            logger.warning(
+                "%d of %d batches are stored: %d conversations are left out",
+                self._num_stored,
+                self.num_batches(),
+                self.counts["num_left_out"],
             )
 
     def __call__(self, skip: int = 0, rank: int = 0, num_workers: int = 1) -> Iterator[Batch]:

@@ -141,6 +141,11 @@ def test_a_disk_without_room(stored, tmp_path, monkeypatch) -> None:
     write_states(fresh, max_batches=2)
     assert len(list((tmp_path / "states").glob("batch-*"))) == 2
     assert json.loads((tmp_path / "states" / "states.json").read_text())["num_batches"] == 2
+    batches = reader(stored, f"stored_states={tmp_path / 'states'}")
+    num_stored = sum(
+        int((batch.position_BN[batch.document_BN >= 0] == 0).sum()) for batch in itertools.islice(batches(), 2)
+    )
+    assert batches.counts["num_conversations"] == num_stored == len(batches.data) - batches.num_left_out
 
 
 def test_the_recipe_says_where(stored) -> None:
