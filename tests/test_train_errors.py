@@ -63,7 +63,7 @@ def test_a_checkpoint_of_another_run_is_refused(small) -> None:
 
 def test_layers_that_the_target_lacks_are_refused(small) -> None:
     with pytest.raises(ValueError, match=r"aux_layer_ids"):
-        Trainer(load(small, "taps", "drafter.aux_layer_ids=[2, 3, 6]"))
+        Trainer(load(small, "taps", "drafter.aux_layer_ids=[2, 3, 7]"))
 
 
 def test_the_head_says_how_fast_it_was_trained(small) -> None:
