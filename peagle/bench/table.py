@@ -51,12 +51,23 @@ def ablation_table(document: dict[str, Any]) -> str:
     return markdown(header, rows)
 
 
-def groups_table(document: dict[str, Any]) -> str:
-    """A row a group of answers: their number and AL at K = 1..K_max."""
-    first = next(iter(document["groups"].values()))
-    header = ["group", "answers", *(f"K={k}" for k in first["acceptance_length"])]
-    rows = [[name, one["num_answers"], *one["acceptance_length"].values()] for name, one in document["groups"].items()]
-    return markdown(header, rows)
+def evaluation_table(document: dict[str, Any]) -> str:
+    """Of each set of answers a row a group: AL at K = 1..K_max, then, for two heads, the ratio of AL."""
+    tables = []
+    for one in document["sets"]:
+        depths = [str(k) for k in range(1, document["num_depths"] + 1)]
+        ratios = one.get("ratios", {})
+        compared = list(ratios["all"]["ratio"]) if ratios else []
+        header = ["group", "answers", *(f"K={k}" for k in depths), *(f"ratio K={k}" for k in compared)]
+        rows = []
+        for name, figures in one["groups"].items():
+            lengths = figures.get("acceptance_length", {})
+            cells = [ratios[name]["ratio"][k] if name in ratios else None for k in compared]
+            rows.append([name, figures["num_answers"], *(lengths.get(k) for k in depths), *cells])
+        title = f"{one['answers']}, temperature {one['temperature']:g}: "
+        title += " over ".join(head["kind"] for head in document["heads"])
+        tables.append(f"{title}\n\n{markdown(header, rows)}")
+    return "\n\n".join(tables)
 
 
 def comparison_table(document: dict[str, Any]) -> str:
@@ -69,7 +80,7 @@ def comparison_table(document: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "runs": ablation_table,
     "comparison": comparison_table,
-    "groups": groups_table,
+    "sets": evaluation_table,
 }
 
 

@@ -1,0 +1,80 @@
+"""The walk, its intervals, and what it stores."""
+
+import numpy as np
+import pytest
+
+from peagle.walk import Counts, figures, members, ratios, save_traces, walk
+
+
+def random_answers(rng: np.random.Generator, num_answers: int, chance: np.ndarray) -> list[np.ndarray]:
+    """Anchors whose drafts are right with the given chance of each answer, independently, at most 4 of them."""
+    lengths = rng.integers(20, 60, num_answers)
+    return [(rng.random((n, 4)) < p).cumprod(axis=1).sum(axis=1) for n, p in zip(lengths, chance, strict=True)]
+
+
+def test_walk_visits_the_anchors_that_decoding_visits() -> None:
+    accepted_A = np.array([2, 3, 0, 1, 3, 0])
+    # Anchor 0 accepts 2 and goes on at 3, which accepts 1 and goes on at 5, which accepts none.
+    assert walk(accepted_A, 3).tolist() == [2, 1, 0]
+    assert walk(accepted_A, 1).tolist() == [1, 0, 1, 0]
+    assert walk(accepted_A[:0], 3).tolist() == []
+    counts = Counts.of([accepted_A, np.array([0, 1])], 3)
+    assert counts.steps_DK.tolist() == [[4, 3, 3], [2, 2, 2]]
+    assert counts.survived_DK.tolist() == [[2, 1, 0], [1, 0, 0]]
+    found = figures(counts)
+    assert (found["num_answers"], found["num_tokens"]) == (2, 8)
+    assert found["acceptance_length"] == {"1": 1.3333, "2": 1.6, "3": 1.6}
+    assert found["survival"] == [0.6, 0.2, 0.0]
+    assert "acceptance_length_95" not in figures(counts.select(np.array([1])))
+
+
+def test_intervals_hold_the_true_value_as_often_as_they_say() -> None:
+    """Answers differ in how predictable they are, as real ones do: an interval over tokens would be far too narrow."""
+    rng = np.random.default_rng(0)
+
+    def data_set(num_answers: int) -> Counts:
+        return Counts.of(random_answers(rng, num_answers, rng.uniform(0.2, 0.9, num_answers)), 4)
+
+    truth = figures(data_set(10_000))
+    hits = {"length": 0, "survival": 0}
+    for _ in range(120):
+        found = figures(data_set(40))
+        low, high = found["acceptance_length_95"]["4"]
+        hits["length"] += low <= truth["acceptance_length"]["4"] <= high
+        low, high = found["survival_95"][2]
+        hits["survival"] += low <= truth["survival"][2] <= high
+    # 95% of 120 is 114, less what a percentile interval of 40 answers loses; four standard deviations are 10.
+    assert all(102 <= count <= 120 for count in hits.values()), hits
+
+
+def test_a_paired_ratio_is_sharper_than_two_intervals() -> None:
+    rng = np.random.default_rng(1)
+    better = random_answers(rng, 60, rng.uniform(0.2, 0.9, 60))
+    worse = [np.where(rng.random(len(one)) < 0.1, 0, one) for one in better]
+    ours, theirs = Counts.of(better, 4), Counts.of(worse, 4)
+    found = ratios(ours, theirs, [1, 4])
+    assert set(found["ratio"]) == {"1", "4"}
+    low, high = found["ratio_95"]["4"]
+    assert 1 < low < found["ratio"]["4"] < high
+    bounds = [figures(one)["acceptance_length_95"]["4"] for one in (ours, theirs)]
+    assert high - low < (bounds[0][1] - bounds[0][0]) / bounds[1][1], "pairing gained nothing"
+    same = ratios(ours, ours, [4])
+    assert (same["ratio"]["4"], same["ratio_95"]["4"]) == (1, [1, 1])
+    with pytest.raises(ValueError, match="same answers"):
+        ratios(ours, Counts.of(worse[1:], 4), [4])
+
+
+def test_groups_list_their_members() -> None:
+    found = members([["all", "b"], ["all", "a"], ["all", "b"]])
+    assert {name: chosen.tolist() for name, chosen in found.items()} == {"a": [1], "all": [0, 1, 2], "b": [0, 2]}
+
+
+def test_traces_replay_any_policy(tmp_path) -> None:
+    accepted = [np.array([2, 0, 1]), np.array([0])]
+    save_traces(tmp_path / "traces.npz", accepted, {"category": ["qa", "code"]}, 4)
+    with np.load(tmp_path / "traces.npz") as stored:
+        assert stored["accepted"].dtype == np.uint8
+        assert stored["accepted"].tolist() == [2, 0, 1, 0]
+        assert stored["num_anchors"].tolist() == [3, 1]
+        assert stored["category"].tolist() == ["qa", "code"]
+        assert int(stored["num_depths"]) == 4
