@@ -85,7 +85,7 @@ def _accepted(drafter: Drafter, target: Target, batch: Batch, num_depths: int) -
     count at its first wrong draft; until then its drafts are the true tokens, so EAGLE-3's rows can read those.
     """
     config, document_BN = drafter.config, batch.document_BN
-    aux_BNX, _ = target.states(batch.tokens_BN, document_BN, batch.position_BN, config.aux_layer_ids)
+    aux_BNX, _ = target.states(batch.tokens_BN, document_BN, batch.position_BN, config.aux_layer_ids, eager=True)
     last = batch.tokens_BN.shape[1] - 1
     anchor_N = torch.arange(last + 1, device=target.device)
     alive_N = batch.answer_BN[0].roll(-1)  # the first draft is compared with the answer's second token

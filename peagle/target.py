@@ -54,12 +54,19 @@ class Target:
 
     @torch.no_grad()
     def states(
-        self, tokens_BN: Tensor, document_BN: Tensor, position_BN: Tensor, aux_layer_ids: tuple[int, ...]
+        self,
+        tokens_BN: Tensor,
+        document_BN: Tensor,
+        position_BN: Tensor,
+        aux_layer_ids: tuple[int, ...],
+        *,
+        eager: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """One pass over packed documents; no token sees another document.
 
-        position_BN: position within the document. Returns (aux [B, N, C * S]: residual stream entering each of
-        `aux_layer_ids`, concatenated in that order; last [B, N, S]: what `lm_head_VS` turns into logits).
+        position_BN: position within the document. eager: not compiled, for shapes that do not come again. Returns
+        (aux [B, N, C * S]: residual stream entering each of `aux_layer_ids`, concatenated in that order; last
+        [B, N, S]: what `lm_head_VS` turns into logits).
 
         Raises ValueError for a layer that the target does not have.
         """
@@ -68,7 +75,9 @@ class Target:
             raise ValueError(
                 f"aux_layer_ids = {aux_layer_ids}: must be in 0..{num_layers - 1}, inputs of the target's layers"
             )
-        return self._states(self._body, tokens_BN, document_BN, position_BN, aux_layer_ids)
+        return self._states(
+            self._eager_body if eager else self._body, tokens_BN, document_BN, position_BN, aux_layer_ids
+        )
 
     def _states(
         self, body: Any, tokens_BN: Tensor, document_BN: Tensor, position_BN: Tensor, layers: tuple[int, ...]
