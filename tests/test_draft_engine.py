@@ -78,6 +78,7 @@ HEADS: dict[str, dict[str, Any]] = {
         "rope_scaling": Llama3Rope(8.0, 1.0, 4.0, 64),
         "aux_layer_ids": (1, 5, 12, 20, 28),
     },
+    "p-eagle with a sliding window": {"num_layers": 2, "ptd_token_id": 17, "sliding_window": 24},
     "eagle3": {"num_layers": 1},
     "eagle3, all switches": {"num_layers": 2, "norm_output": True} | EVERY_SWITCH,
 }
@@ -226,6 +227,13 @@ def test_the_engine_went_through_all_acceptance_lengths(run: Run) -> None:
         assert steps >= set(range(1, NUM_DRAFTS))
     assert len(run.records) > 50
     assert len({tuple(entry["draft_token_ids"]) for entry in run.records}) > len(run.records) // 2
+
+
+def test_the_text_is_the_target_s_own(run: Run, questions: tuple[list[list[int]], list[list[int]]]) -> None:
+    """Whatever was drafted, accepted and rejected, the engine wrote what greedy decoding without drafts writes."""
+    for prompt, answer, written in zip(*questions, run.tokens, strict=True):
+        assert written == (prompt + answer)[: len(written)]
+        assert len(written) > len(prompt) + MAX_TOKENS - 2 * (NUM_DRAFTS + 1)
 
 
 def test_reference_proposes_what_the_engine_proposes(run: Run) -> None:

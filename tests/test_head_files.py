@@ -233,9 +233,7 @@ def test_narrow_drafter_needs_its_own_table(tmp_path: Path) -> None:
     path = save_head(tmp_path / "head", config, tensors)
     assert check_head(path, TARGET) == config
     rewrite(path, embed_tokens__weight=None)
-    with pytest.raises(
-        HeadError, match="has no embed_tokens.weight, so it must share the target.s"
-    ):
+    with pytest.raises(HeadError, match="has no embed_tokens.weight, so it must share the target.s"):
         check_head(path, TARGET)
 
 

@@ -1,10 +1,14 @@
 """The two forms of the COD mask against a slow double loop, and against each other."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from peagle import masks
 from peagle.cod import Rows, chain_lengths, sample_rows
+from peagle.config import DrafterConfig, HeadError
+from tests.head_factory import CONFIG
 
 
 def rows_and_documents(num_tokens: int, num_depths: int, ratio: float, seed: int) -> tuple[Rows, torch.Tensor]:
@@ -64,6 +68,21 @@ def test_segment_sees_what_its_rows_see_in_the_whole_pass(window: int | None) ->
         for k, other in enumerate(keys):
             wanted = whole[:, row, other] if row >= 0 and other >= 0 else torch.tensor([k == first + q] * 2)
             assert torch.equal(found[:, q, k], wanted), (row, other)
+
+
+def test_window_of_a_head_is_what_vllm_takes_it_for() -> None:
+    """vLLM's Llama layers ask `layer_types` first; a head with windows in some layers only is none of ours."""
+    raw = dataclasses.replace(CONFIG, sliding_window=64).to_dict()
+    assert (raw["sliding_window"], raw["layer_types"]) == (64, ["sliding_attention"] * 2)
+    assert DrafterConfig.from_dict(raw).sliding_window == 64
+    assert "sliding_window" not in CONFIG.to_dict()
+    assert DrafterConfig.from_dict(raw | {"layer_types": None}).sliding_window is None
+    assert DrafterConfig.from_dict(raw | {"layer_types": ["full_attention"] * 2}).sliding_window is None
+    for change in ({"layer_types": ["sliding_attention", "full_attention"]}, {"sliding_window": None}):
+        with pytest.raises(HeadError, match="the same window, a whole number, in all its layers"):
+            DrafterConfig.from_dict(raw | change)
+    with pytest.raises(HeadError, match="sliding_window = 0 must be at least 1"):
+        dataclasses.replace(CONFIG, sliding_window=0)
 
 
 def check_tiles(sight: masks.Sight, tile: int) -> tuple[float, float]:

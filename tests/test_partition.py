@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from peagle import masks
 from peagle.cod import Rows, chain_lengths, sample_rows
 from peagle.config import DrafterConfig
+from peagle.draft import DraftSession
 from peagle.model import Drafter
 from peagle.parallel import draft_rows
 from peagle.partition import PackedSequence, Partition, Segment, cut_by_position, cut_by_rows
@@ -190,6 +191,25 @@ def test_forward_gives_every_row_of_the_whole_pass(num_segments: int) -> None:
         assert not normed_RH.requires_grad
         found[index_R] = normed_RH
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_segments_train_what_is_drafted(window: int | None) -> None:
+    """The rows of an anchor propose what drafting there does, with a cache and without other chains."""
+    config = dataclasses.replace(LONG, sliding_window=window)
+    drafter, sequence = random_drafter(config), packed_sequence(config, 1.0)
+    rows, num_tokens = sequence.rows, DOCUMENTS[0]
+    found = torch.zeros(num_tokens, config.num_depths, config.hidden_size).double()
+    for normed_RH, index_R in Partition(4, tile=8).forward(drafter, sequence):
+        first = rows.anchor_BT[0, index_R] < num_tokens
+        number = index_R[first]
+        found[rows.anchor_BT[0, number], rows.offset_BT[0, number]] = normed_RH[first]
+    session = DraftSession(drafter)
+    for anchor in range(num_tokens - 1):
+        drafts = session.propose(
+            sequence.tokens_1N[0, anchor + 1 : anchor + 2], sequence.aux_1NX[0, anchor : anchor + 1], config.num_depths
+        )
+        torch.testing.assert_close(drafter.logits(found[anchor]), drafts.logits_KV, rtol=1e-9, atol=1e-9)
 
 
 def test_block_masks_give_the_rows_of_dense_ones() -> None:

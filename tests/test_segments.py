@@ -11,7 +11,13 @@ def test_segments_train_the_same_drafter(tmp_path) -> None:
     small = write_small_run(tmp_path)
 
     def weights(name: str, *overrides: str) -> dict[str, torch.Tensor]:
-        settings = [f"output={small / name}", "schedule.max_steps=4", "evaluate.data=null", "loss.reach=0.5", *overrides]
+        settings = [
+            f"output={small / name}",
+            "schedule.max_steps=4",
+            "evaluate.data=null",
+            "loss.reach=0.5",
+            *overrides,
+        ]
         trainer = Trainer(Recipe.load(small / "recipe.yaml", ["optimizer.name=adamw", "optimizer.lr=0.001", *settings]))
         trainer.run()
         return {key: value.detach() for key, value in trainer.drafter.trainable().items()}

@@ -36,7 +36,8 @@ SHAPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """side: 'peagle', or 'speculators' as shipped, or 'speculators-eager-mask' with its block mask made uncompiled, or
+    """side: 'peagle', or 'speculators' as shipped, or 'speculators-eager-mask' with its block mask made and its fused
+    loss called outside the compiled graph, or 'speculators-eager-loss' with its plain loss there, or
     'speculators-defaults' with its own r, floor, max_anchors and trainable embedding."""
 
     side: str
@@ -139,7 +140,10 @@ def their_side(case: Case, inputs: Inputs) -> Side:
         sampling |= {"down_sample_ratio": 0.7, "down_sample_ratio_min": 0.2, "max_anchors": 512}
     loss_mask = torch.ones(1, case.num_tokens, device=case.device)
     anchors, _ = generate_cod_sample_indices(case.num_tokens, loss_mask, **sampling)
-    loss_config = resolve_loss_config("kl_div", "fused" if on_gpu else "eager")
+    fused = on_gpu and case.side != "speculators-eager-loss"
+    loss_config = resolve_loss_config("kl_div", "fused" if fused else "eager")
+    if case.side == "speculators-eager-mask":
+        loss_config = {name: (torch.compiler.disable(loss), weight) for name, (loss, weight) in loss_config.items()}
     call = {
         "hidden_states": inputs.aux_1NX,
         "input_ids": inputs.tokens_1N,
@@ -199,7 +203,7 @@ def _their_model(case: Case, inputs: Inputs, *, trainable_embedding: bool) -> An
         model.embed_tokens.weight.copy_(inputs.embed_VH)
         for matrix in (model.lm_head, model.verifier_lm_head):
             matrix.weight.copy_(inputs.lm_head_VH)
-    if case.side == "speculators-eager-mask":
+    if case.side in ("speculators-eager-mask", "speculators-eager-loss"):
         model._create_mask_fn = torch.compiler.disable(model._create_mask_fn)
     return model
 

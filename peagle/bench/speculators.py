@@ -4,10 +4,11 @@
     python -m peagle.bench.speculators --cases smollm2:2048:peagle 8b:20480:peagle:4 8b:20480:speculators --out FILE
 
 A case is SHAPE:TOKENS:SIDE[:SEGMENTS] (`peagle.bench.sides`), SIDE one of peagle, speculators, speculators-eager-mask,
-speculators-defaults; SEGMENTS splits our sequences (batch.num_segments). Each case has a process of its own, so that
-one that fails, runs out of memory or exceeds its time is recorded and the rest go on. Up to `--together` of them
-compile at the same time; then they are timed one after another, alone on the GPU. A case that ran out of memory while
-others held some is tried again by itself. `speculators` must be importable; it is no dependency of this project.
+speculators-eager-loss, speculators-defaults; SEGMENTS splits our sequences (batch.num_segments). Each case has a
+process of its own, so that one that fails, runs out of memory or exceeds its time is recorded and the rest go on. Up to
+`--together` of them compile at the same time; then they are timed one after another, alone on the GPU. A case that ran
+out of memory while others held some is tried again by itself. `speculators` must be importable; it is no dependency of
+this project.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 from peagle.bench.sides import SHAPES, Case
 from peagle.provenance import conditions
 
-SIDES = ("peagle", "speculators", "speculators-eager-mask", "speculators-defaults")
+SIDES = ("peagle", "speculators", "speculators-eager-mask", "speculators-eager-loss", "speculators-defaults")
 CELLS = ("smollm2:2048", "smollm2:8192", "8b:2048", "8b:8192", "8b:20480")
 CASES = (
     *(f"{cell}:{side}" for cell in CELLS for side in ("speculators", "speculators-eager-mask", "peagle")),
@@ -115,7 +116,7 @@ class Worker:
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
         out = any("OutOfMemoryError" in line for line in lines)
-        return {"status": "out of memory" if out else "failed", "error": " | ".join(lines[-4:])[-800:]}
+        return {"status": "out of memory" if out else "failed", "error": " | ".join(lines[-12:])[-3000:]}
 
     def end(self) -> None:
         if self._process.poll() is None:
@@ -165,7 +166,7 @@ def skipped(case: Case, results: list[dict[str, Any]]) -> str | None:
     shipped = {result["status"] for result in results if result["case"]["side"] == "speculators"}
     if case.side == "speculators" and "timeout" in shipped:
         return "exceeded its time in an earlier case"
-    if case.side == "speculators-eager-mask" and "measured" in shipped:
+    if case.side in ("speculators-eager-mask", "speculators-eager-loss") and "measured" in shipped:
         return "speculators runs as shipped"
     return None
 

@@ -6,6 +6,8 @@ Each K gets an engine of its own, in a process of its own (its memory is only fr
 own scheduler: K is the engine's `num_speculative_tokens`. Counts are vLLM's counters, read before and after each
 category. AL = 1 + accepted / drafts also counts drafts accepted past the end of an answer, which vLLM then throws away;
 `tokens_per_step` counts only tokens that came out, as `peagle.evaluate` does. Long answers make the two the same.
+Answers are decoded at the temperature of the stored ones, which the folder's manifest names; above 0 they are other
+answers, so none is compared with its stored one.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 import torch
 
 from peagle.data import Conversations
-from peagle.evaluate import evaluate, load_answers
+from peagle.evaluate import Answers, evaluate, load_folder
 from peagle.head_files import read_head_config
 from peagle.heads import prepare_head
 from peagle.provenance import conditions
@@ -50,14 +52,14 @@ def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     return found | {per_pos: [a - b for a, b in zip(after[per_pos], before[per_pos], strict=True)]}
 
 
-def figures(counts: dict[str, Any], num_answers: int, num_tokens: int, num_identical: int) -> dict[str, Any]:
-    """AL, survival and identity of one group of answers; None where vLLM counted no draft."""
+def figures(counts: dict[str, Any], num_answers: int, num_tokens: int, num_identical: int | None) -> dict[str, Any]:
+    """AL, survival and identity of one group of answers; None where vLLM counted no draft, or texts are sampled."""
     drafts = counts["drafts"]
     return {
         "num_answers": num_answers,
         "num_tokens": num_tokens,
         "num_identical": num_identical,
-        "share_identical": round(num_identical / num_answers, 4),
+        "share_identical": None if num_identical is None else round(num_identical / num_answers, 4),
         "acceptance_length": round(1 + counts["accepted_tokens"] / drafts, 4) if drafts else None,
         "tokens_per_step": round((num_tokens - num_answers) / drafts, 4) if drafts else None,
         "survival": [round(count / drafts, 4) for count in counts["accepted_tokens_per_pos"]] if drafts else [],
@@ -65,11 +67,11 @@ def figures(counts: dict[str, Any], num_answers: int, num_tokens: int, num_ident
     }
 
 
-def fitting_answers(folder: Path, max_tokens: int) -> tuple[Conversations, list[str], int]:
-    """Answers cut at max_tokens, their categories, and how many are left out as empty or too long for the engine."""
-    data, categories = load_answers(folder)
+def fitting_answers(folder: Path, max_tokens: int) -> tuple[Answers, int]:
+    """Answers cut at max_tokens, and how many are left out as empty or too long for the engine."""
+    stored = load_folder(folder)
     prompts, answers, kept = [], [], []
-    for (tokens, prompt), category in zip(data.documents(), categories, strict=True):
+    for (tokens, prompt), category in zip(stored.data.documents(), stored.categories, strict=True):
         answer = tokens[prompt:].tolist()[:max_tokens]
         if len(answer) > 1 and prompt + len(answer) <= MAX_MODEL_LEN:
             prompts.append(tokens[:prompt].tolist())
@@ -77,7 +79,8 @@ def fitting_answers(folder: Path, max_tokens: int) -> tuple[Conversations, list[
             kept.append(category)
     if not kept:
         raise ValueError(f"answers: none in {folder} has two tokens and fits {MAX_MODEL_LEN} tokens with its prompt")
-    return Conversations.from_lists(prompts, answers), kept, len(categories) - len(kept)
+    fitting = Answers(Conversations.from_lists(prompts, answers), kept, stored.temperature)
+    return fitting, len(stored.categories) - len(kept)
 
 
 def eos_ids(target_dir: Path) -> list[int]:
@@ -90,12 +93,10 @@ def eos_ids(target_dir: Path) -> list[int]:
     raise ValueError(f"target {target_dir}: neither generation_config.json nor config.json names eos_token_id")
 
 
-def run_engine(
-    head_dir: Path, target_dir: Path, data: Conversations, categories: list[str], k: int, eager: bool
-) -> dict[str, Any]:
+def run_engine(head_dir: Path, target_dir: Path, answers: Answers, k: int, eager: bool) -> dict[str, Any]:
     """Answers every prompt at K = k with a stock engine of this process.
 
-    Returns {"groups": {group: figures}, "written": token ids of each answer, in the order of `data`}.
+    Returns {"groups": {group: figures}, "written": token ids of each answer, in the order of `answers`}.
     """
     from vllm import LLM, SamplingParams, TokensPrompt
 
@@ -122,27 +123,30 @@ def run_engine(
         enforce_eager=eager,
         **device,
     )
-    greedy: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": eos_ids(target_dir), "detokenize": False}
-    stored = [(tokens[:prompt].tolist(), tokens[prompt:].tolist()) for tokens, prompt in data.documents()]
+    settings: dict[str, Any] = {"stop_token_ids": eos_ids(target_dir), "detokenize": False}
+    settings["temperature"] = answers.temperature
+    stored = [(tokens[:prompt].tolist(), tokens[prompt:].tolist()) for tokens, prompt in answers.data.documents()]
     groups: dict[str, Any] = {}
     everything: list[list[int]] = [[] for _ in stored]
     first = before = read_counters(engine.get_metrics(), k)
-    for category in sorted(set(categories)):
-        indices = [index for index, one in enumerate(categories) if one == category]
+    for category in sorted(set(answers.categories)):
+        indices = [index for index, one in enumerate(answers.categories) if one == category]
         chosen = [stored[index] for index in indices]
         # As long as the stored answer and no longer: the two stay comparable.
-        params = [SamplingParams(max_tokens=len(answer), **greedy) for _, answer in chosen]
+        params = [SamplingParams(max_tokens=len(answer), **settings) for _, answer in chosen]
         requests = [TokensPrompt(prompt_token_ids=prompt) for prompt, _ in chosen]
         outputs = engine.generate(requests, params, use_tqdm=False)
         written = [list(output.outputs[0].token_ids) for output in outputs]
         for index, answer in zip(indices, written, strict=True):
             everything[index] = answer
-        identical = sum(one == answer for one, (_, answer) in zip(written, chosen, strict=True))
+        same = [one == answer for one, (_, answer) in zip(written, chosen, strict=True)]
+        identical = None if answers.temperature else sum(same)
         after = read_counters(engine.get_metrics(), k)
         groups[category] = figures(difference(after, before), len(chosen), sum(map(len, written)), identical)
         before = after
-    totals = [sum(one[name] for one in groups.values()) for name in ("num_answers", "num_tokens", "num_identical")]
-    groups = {"all": figures(difference(before, first), *totals), **groups}
+    num_answers, num_tokens = (sum(one[name] for one in groups.values()) for name in ("num_answers", "num_tokens"))
+    identical = None if answers.temperature else sum(one["num_identical"] for one in groups.values())
+    groups = {"all": figures(difference(before, first), num_answers, num_tokens, identical), **groups}
     return {"groups": groups, "written": everything}
 
 
@@ -160,12 +164,12 @@ class OfflineWalk:
         tables = {"embed_VH": self.target.embed_VS, "lm_head_VH": self.target.lm_head_VS}
         self.drafter = build_drafter(config, tensors, **tables, dtype=dtype, device=device)
 
-    def __call__(self, data: Conversations, written: list[list[int]], categories: list[str]) -> dict[str, Any]:
-        prompts = [tokens[:prompt].tolist() for tokens, prompt in data.documents()]
-        return evaluate(self.drafter, self.target, Conversations.from_lists(prompts, written), categories)
+    def __call__(self, answers: Answers, written: list[list[int]]) -> dict[str, Any]:
+        prompts = [tokens[:prompt].tolist() for tokens, prompt in answers.data.documents()]
+        return evaluate(self.drafter, self.target, Conversations.from_lists(prompts, written), answers.categories)
 
 
-def measure(args: argparse.Namespace, head_dir: Path, data: Conversations, categories: list[str]) -> dict[str, Any]:
+def measure(args: argparse.Namespace, head_dir: Path, answers: Answers) -> dict[str, Any]:
     """Runs one process a K, then the offline walk over what each wrote.
 
     Raises RuntimeError naming the K whose process failed.
@@ -188,7 +192,7 @@ def measure(args: argparse.Namespace, head_dir: Path, data: Conversations, categ
     if args.no_offline:
         return {"engine": engine, "offline": {}}
     walk = OfflineWalk(head_dir, args.target)
-    return {"engine": engine, "offline": {k: walk(data, run["written"], categories) for k, run in runs.items()}}
+    return {"engine": engine, "offline": {k: walk(answers, run["written"]) for k, run in runs.items()}}
 
 
 def compare(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -228,15 +232,15 @@ def main() -> None:
     parser.add_argument("--engine-k", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     head_dir = prepare_head(args.head, args.target)
-    data, categories, num_left_out = fitting_answers(args.answers, args.max_tokens)
+    answers, num_left_out = fitting_answers(args.answers, args.max_tokens)
     if args.engine_k is not None:
-        groups = run_engine(head_dir, args.target, data, categories, args.engine_k, args.eager)
+        groups = run_engine(head_dir, args.target, answers, args.engine_k, args.eager)
         args.out.write_text(json.dumps(groups), encoding="utf-8")
         return
-    result = measure(args, head_dir, data, categories)
+    result = measure(args, head_dir, answers)
     rows = compare(result)
-    sys.stdout.write(table(rows) + f"\n{len(data)} answers, {num_left_out} left out\n")
-    counts = {"num_answers": len(data), "num_left_out": num_left_out}
+    sys.stdout.write(table(rows) + f"\n{len(answers.data)} answers, {num_left_out} left out\n")
+    counts = {"num_answers": len(answers.data), "num_left_out": num_left_out, "temperature": answers.temperature}
     document = {"made": conditions(), **counts, "comparison": rows, **result}
     args.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 

@@ -73,7 +73,7 @@ def peagle() -> PEagleDraftModel:
 
 
 def eagle3() -> Eagle3DraftModel:
-    """What `--speculator-type eagle3` makes by default (norm_before_fc, norm_output), whole vocabulary, Llama 3 RoPE."""
+    """What `--speculator-type eagle3` makes by default (norm_before_fc, norm_output); whole vocabulary."""
     rope = {"rope_theta": 500000.0, "rope_type": "llama3"} | LONG
     return Eagle3DraftModel(
         Eagle3SpeculatorConfig(
