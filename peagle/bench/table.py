@@ -36,19 +36,22 @@ def acceptance_cells(groups: dict[str, Any], group: str, depths: Sequence[int] =
 
 
 def ablation_table(document: dict[str, Any]) -> str:
-    """A row a run: AL by group, steps and speed; a run that failed says so."""
+    """A row a run: AL by group, steps and speed; a run that failed says so. Runs that never began stand below."""
     groups = ("all", "humaneval", "non-looping", "looping")
     header = ["run", "overrides", *(f"{group} K={k}" for group in groups for k in TABLE_DEPTHS)]
     header += ["steps", "minutes", "tokens/s"]
     rows = []
     for name, run in document["runs"].items():
         what = "`" + " ".join(run["overrides"]) + "`" if run["overrides"] else ""
+        if run["status"] == "waiting":
+            continue
         if run["status"] != "finished":
             rows.append([name, f"{what} {run['status']}", *[None] * (len(header) - 2)])
             continue
         lengths = [cell for group in groups for cell in acceptance_cells(run["groups"], group)]
         rows.append([name, what, *lengths, run["num_steps"], run["minutes"], round(run["tokens_per_s"] or 0) or None])
-    return markdown(header, rows)
+    waiting = [name for name, run in document["runs"].items() if run["status"] == "waiting"]
+    return markdown(header, rows) + (f"\n\nNot run: {', '.join(waiting)}." if waiting else "")
 
 
 def evaluation_table(document: dict[str, Any]) -> str:
