@@ -27,6 +27,7 @@ from peagle.checkpoint import save_drafter
 from peagle.data import Batch
 from peagle.evaluate import evaluate, load_answers
 from peagle.fresh import new_drafter, new_pass
+from peagle.matching import check_data_fits
 from peagle.optim import MovingAverage, Optimizer, schedule_scale
 from peagle.passes import Report, States
 from peagle.provenance import conditions
@@ -54,6 +55,8 @@ class Trainer:
         dtype = torch.bfloat16 if on_gpu else torch.float32
         self.target = Target(recipe.target_dir(), device=str(self.device), dtype=dtype, compiled=self.compiled)
         self.batches = new_batches(recipe, dtype)
+        if recipe.evaluate.data:  # found at the start, not after the training
+            check_data_fits(recipe.evaluate.data, recipe.target_dir())
         self.random = torch.Generator(self.device).manual_seed(recipe.seed)
         self.drafter = new_drafter(recipe, self.target, self.batches, self.random)
         owned = self.drafter.trainable()

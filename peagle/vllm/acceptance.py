@@ -7,7 +7,7 @@ own scheduler: K is the engine's `num_speculative_tokens`. Counts are vLLM's cou
 category. AL = 1 + accepted / drafts also counts drafts accepted past the end of an answer, which vLLM then throws away;
 `tokens_per_step` counts only tokens that came out, as `peagle.evaluate` does. Long answers make the two the same.
 Answers are decoded at the temperature of the stored ones, which the folder's manifest names; above 0 they are other
-answers, so none is compared with its stored one.
+answers, so none is compared with its stored one, and on a CPU the engine gets the worker that repairs sampling there.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from peagle.evaluate import Answers, evaluate, load_folder
 from peagle.head_files import read_head_config
 from peagle.heads import prepare_head
 from peagle.provenance import conditions
+from peagle.vllm.engine import CPU_WORKER
 
 MAX_MODEL_LEN = 2048
 KV_CACHE_BYTES = 8 * 2**30
@@ -101,7 +102,10 @@ def run_engine(head_dir: Path, target_dir: Path, answers: Answers, k: int, eager
     from vllm import LLM, SamplingParams, TokensPrompt
 
     on_gpu = torch.cuda.is_available()
-    device: dict[str, Any] = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": KV_CACHE_BYTES} if on_gpu else {}
+    # On a CPU the share is one of the machine's memory, most of which may be in use.
+    device: dict[str, Any] = {"gpu_memory_utilization": 0.25} | (
+        {"kv_cache_memory_bytes": KV_CACHE_BYTES} if on_gpu else {}
+    )
     if on_gpu and eager:
         # vLLM reduces `mask_hidden` as a vector; its CUDA kernel for fc_norm, the default in eager mode, takes matrices
         # only and ends the start (seen on 0.26).
@@ -113,6 +117,8 @@ def run_engine(head_dir: Path, target_dir: Path, answers: Answers, k: int, eager
         "num_speculative_tokens": k,
         "parallel_drafting": parallel,
     }
+    if not on_gpu and answers.temperature:
+        device["worker_cls"] = CPU_WORKER
     engine = LLM(
         model=str(target_dir),
         dtype="bfloat16" if on_gpu else "float32",
