@@ -1,0 +1,132 @@
+"""What step times turn out to be, against what the table predicts: an online correction.
+
+Enters: pairs of measured and predicted seconds for a shape, as steps happen. Leaves: a factor for each kind of shape,
+and how far off the corrected prediction still is. No clock: a step's duration comes in as a value, so a clock that
+jumps shows as one absurd duration, and one observation moves a factor by some percent at the start, by a few per mille
+later.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.step_fit import StepShape
+
+MAX_LOG_ERROR = 0.5
+"""Further from the present estimate than a factor e^0.5 = 1.65, an observation counts as that far."""
+MAX_LOG_FACTOR = math.log(8.0)
+NUM_STEPS_OF_PRIOR = 10.0
+"""At the start the factor 1 weighs like so many steps, so that a pause among the first does not set the factor."""
+NUM_STEPS_TO_TRUST = 100.0
+"""Steps after which a kind of shape speaks as much for itself as all shapes together do for it."""
+
+
+@dataclass(slots=True)
+class _Mean:
+    """Exponential mean of log(measured / predicted)."""
+
+    log_factor: float = 0.0
+    num_steps: float = 0.0
+
+    def add(self, log_error: float, weight: float) -> None:
+        self.num_steps += 1.0
+        step = max(weight, 1.0 / (self.num_steps + NUM_STEPS_OF_PRIOR))
+        deviation = min(max(log_error - self.log_factor, -MAX_LOG_ERROR), MAX_LOG_ERROR)
+        self.log_factor = min(max(self.log_factor + step * deviation, -MAX_LOG_FACTOR), MAX_LOG_FACTOR)
+
+
+class Residuals:
+    """Factors by (batch bucket, full graph or not); a bucket is 1, 2, 3-4, 5-8, ... requests.
+
+    The correction of a kind is a weighted mean, in logarithms, of its own factor and that of all kinds together: what
+    no step has visited yet is corrected like the rest, so that a table measured on a faster machine does not make
+    unvisited depths look cheap.
+
+    Args:
+        full_graph_depths: as `StepTimes.full_graph_depths`.
+        half_life_steps: steps of a kind after which an observation counts half, above 0.
+    """
+
+    def __init__(self, full_graph_depths: Collection[int], *, half_life_steps: float = 200.0) -> None:
+        if not (math.isfinite(half_life_steps) and half_life_steps > 0):
+            raise ValueError(f"Residuals: half_life_steps must be above 0, not {half_life_steps!r}")
+        self._full = frozenset(full_graph_depths)
+        self._weight = 1.0 - 0.5 ** (1.0 / half_life_steps)
+        self._all = _Mean()
+        self._kinds: dict[tuple[int, bool], _Mean] = {}
+        self._error = 0.0
+        self._num_errors = 0.0
+        self.num_refused = 0
+
+    def observe(self, measured_s: float, predicted_s: float, shape: StepShape) -> bool:
+        """Take in one step; `predicted_s` is the table's own, uncorrected. A duration that is not a finite number
+        above 0 is counted in `num_refused`, changes nothing else, and gives False."""
+        if not all(math.isfinite(one) and one > 0 for one in (measured_s, predicted_s)):
+            self.num_refused += 1
+            return False
+        error = min(abs(self.correct(predicted_s, shape) / measured_s - 1.0), 1.0)
+        self._num_errors += 1.0
+        self._error += max(self._weight, 1.0 / self._num_errors) * (error - self._error)
+        log_error = math.log(measured_s / predicted_s)
+        self._all.add(log_error, self._weight)
+        self._kinds.setdefault(self._kind(shape), _Mean()).add(log_error, self._weight)
+        return True
+
+    def correct(self, seconds: float, shape: StepShape) -> float:
+        """`seconds`, the table's prediction for `shape`, times the factor of its kind."""
+        kind = self._kinds.get(self._kind(shape))
+        if kind is None:
+            return seconds * math.exp(self._all.log_factor)
+        share = kind.num_steps / (kind.num_steps + NUM_STEPS_TO_TRUST)
+        return seconds * math.exp(share * kind.log_factor + (1.0 - share) * self._all.log_factor)
+
+    @property
+    def mape(self) -> float:
+        """Recent mean of |corrected prediction / measured - 1|, each at most 1; 0.0 before the first step. Above 0.1
+        the table is worth measuring again."""
+        return self._error
+
+    @property
+    def num_steps(self) -> float:
+        """Steps taken in."""
+        return self._all.num_steps
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        return {
+            "all": [self._all.log_factor, self._all.num_steps],
+            "kinds": [[size, full, one.log_factor, one.num_steps] for (size, full), one in sorted(self._kinds.items())],
+            "mape": [self._error, self._num_errors],
+            "num_refused": self.num_refused,
+        }
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Continue from a `snapshot`. Raises ValueError naming the field; then nothing has changed."""
+        found = {"all", "kinds", "mape", "num_refused"} ^ set(snapshot)
+        if found:
+            raise ValueError(f"residuals: field {sorted(found)[0]!r} is missing or unknown")
+        overall = _Mean(*_numbers(snapshot["all"], 2, "all"))
+        error, num_errors = _numbers(snapshot["mape"], 2, "mape")
+        kinds: dict[tuple[int, bool], _Mean] = {}
+        if not isinstance(snapshot["kinds"], list):
+            raise ValueError(f"residuals: field 'kinds' must be a list, not {snapshot['kinds']!r:.80}")
+        for row in snapshot["kinds"]:
+            size, full, log_factor, num_steps = _numbers(row, 4, "kinds")
+            kinds[int(size), bool(full)] = _Mean(log_factor, num_steps)
+        (num_refused,) = _numbers([snapshot["num_refused"]], 1, "num_refused")
+        self._all, self._kinds, self._error, self._num_errors = overall, kinds, error, num_errors
+        self.num_refused = int(num_refused)
+
+    def _kind(self, shape: StepShape) -> tuple[int, bool]:
+        bucket = 0 if shape.num_requests <= 1 else math.ceil(math.log2(shape.num_requests) - 1e-9)
+        return bucket, shape.uniform_depth in self._full
+
+
+def _numbers(value: Any, length: int, field: str) -> list[float]:
+    """`value` as `length` finite numbers, counts (the last) not below 0."""
+    good = isinstance(value, list | tuple) and len(value) == length
+    good = good and all(isinstance(one, int | float) and math.isfinite(one) for one in value)
+    if not good or value[-1] < 0:
+        raise ValueError(f"residuals: field {field!r} must hold {length} numbers, the last not below 0: {value!r:.80}")
+    return [float(one) for one in value]

@@ -1,0 +1,244 @@
+"""From measured step times to a function of a batch's shape.
+
+Enters: points, each the time of one shape. Leaves: `StepFit.seconds(shape)`, defined for every shape. Two families:
+
+- **ragged**: every batch that does not run on a full CUDA graph of its own, t = V(n) + D(b) + context. V, over tokens
+  verified n, is the target's forward; D, over requests b, is the drafter and the host. Both never fall (isotonic least
+  squares, by backfitting: Buja, Hastie and Tibshirani 1989), so noise makes no step cheaper than a smaller one.
+- **full, one a depth d**: every request has depth d and the batch runs on a full graph, t = F_d(n) + context.
+
+n is first rounded up to the size of the graph that runs it, so V and F are staircases up to the largest captured size
+(a measurement between two sizes counts at the upper one), straight lines between measured sizes beyond it, and go on
+straight past the last. Context enters as a (b * c) + e (n * c) for a mean context c, with a and e from shapes measured
+at several contexts. Errors are relative: a millisecond counts ten times more at one request than in a step of ten
+times the length. Plain numbers only; knows no file and no engine.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+MAX_BACKFITS = 300
+BACKFIT_TOLERANCE = 1e-7
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What the time of a decoding step depends on.
+
+    `num_requests` and `num_tokens` (drafts to verify and one token more for each request) may be fractions, means over
+    time. `uniform_depth`: k where every request has that k, else None. `context_tokens`: mean length of what a request
+    attends to; 0 means unknown, and the time is that at the context of most measurements.
+
+    Raises:
+        ValueError: names the field that cannot be.
+    """
+
+    num_requests: float
+    num_tokens: float
+    uniform_depth: int | None
+    context_tokens: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.num_requests) and self.num_requests > 0):
+            raise ValueError(f"StepShape.num_requests must be above 0, not {self.num_requests!r}")
+        if not (isfinite(self.num_tokens) and self.num_tokens >= self.num_requests - 1e-6):
+            raise ValueError(
+                f"StepShape.num_tokens must be at least num_requests ({self.num_requests}), not {self.num_tokens!r}"
+            )
+        if not (isfinite(self.context_tokens) and self.context_tokens >= 0):
+            raise ValueError(f"StepShape.context_tokens must be 0 or more, not {self.context_tokens!r}")
+        depth = self.uniform_depth
+        if depth is not None and abs(self.num_tokens - self.num_requests * (1 + depth)) > 1e-6 * self.num_tokens:
+            raise ValueError(
+                f"StepShape.uniform_depth is {depth}, so num_tokens must be {self.num_requests * (1 + depth)}, "
+                f"not {self.num_tokens}"
+            )
+
+    @classmethod
+    def uniform(cls, num_requests: float, depth: int, context_tokens: float = 0.0) -> "StepShape":
+        """`num_requests` requests of one depth."""
+        return cls(num_requests, num_requests * (1 + depth), depth, context_tokens)
+
+    @classmethod
+    def of_depths(cls, depths: Sequence[int], context_tokens: float = 0.0) -> "StepShape":
+        """One request for each of `depths`."""
+        uniform = depths[0] if depths and min(depths) == max(depths) else None
+        return cls(len(depths), len(depths) + sum(depths), uniform, context_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPoint:
+    """A measured shape: median and 95th percentile of `num_steps` steps, in seconds."""
+
+    shape: StepShape
+    median_s: float
+    p95_s: float
+    num_steps: int
+
+
+def isotonic(values: Array, weights: Array) -> Array:
+    """The non-decreasing sequence nearest to `values` in weighted squares (pool adjacent violators)."""
+    blocks: list[tuple[float, float, int]] = []  # mean, weight, length
+    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+        mean, total, length = value, weight, 1
+        while blocks and blocks[-1][0] > mean:
+            before, weight_before, length_before = blocks.pop()
+            mean = (mean * total + before * weight_before) / (total + weight_before)
+            total, length = total + weight_before, length + length_before
+        blocks.append((mean, total, length))
+    return np.repeat([block[0] for block in blocks], [block[2] for block in blocks]).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds over tokens or requests: a staircase at `sizes`, linear between `knots` and beyond the last."""
+
+    knots: tuple[float, ...]
+    seconds: tuple[float, ...]
+    slope: float
+    """Seconds for each unit beyond the last knot."""
+    sizes: tuple[float, ...] = ()
+
+    @classmethod
+    def fit(cls, x: Array, values: Array, weights: Array, sizes: tuple[float, ...], slope_of_one: float) -> "Curve":
+        """`slope_of_one`: the slope where all x are the same. Else it is the chord over the upper half of the knots."""
+        knots, index = np.unique(x, return_inverse=True)
+        total = np.bincount(index, weights).astype(np.float64)
+        heights = isotonic(np.bincount(index, weights * values) / total, total)
+        if len(knots) == 1:
+            slope = slope_of_one
+        else:
+            start = min(int(np.searchsorted(knots, knots[-1] / 2)), len(knots) - 2)
+            slope = float((heights[-1] - heights[start]) / (knots[-1] - knots[start]))
+        return cls(tuple(knots.tolist()), tuple(heights.tolist()), slope, sizes)
+
+    def at(self, x: float) -> float:
+        x = padded(x, self.sizes)
+        knots, seconds = self.knots, self.seconds
+        if x > knots[-1]:
+            return seconds[-1] + self.slope * (x - knots[-1])
+        upper = bisect_left(knots, x)
+        if upper == 0 or knots[upper] == x:
+            return seconds[upper]
+        share = (x - knots[upper - 1]) / (knots[upper] - knots[upper - 1])
+        return seconds[upper - 1] + share * (seconds[upper] - seconds[upper - 1])
+
+
+def padded(num_tokens: float, sizes: Sequence[float]) -> float:
+    """The captured size that runs `num_tokens`; itself where none is large enough."""
+    place = bisect_left(sizes, num_tokens - 1e-9)
+    return sizes[place] if place < len(sizes) else num_tokens
+
+
+class StepFit:
+    """Times of every shape, fitted to points. `sizes`: captured graph sizes in tokens of each family (see
+    `family_of`); a family that it does not name has no staircase. Raises ValueError without a point."""
+
+    def __init__(
+        self,
+        points: Iterable[StepPoint],
+        full_graph_depths: Iterable[int] = (),
+        sizes: Mapping[int | None, Sequence[int]] | None = None,
+    ) -> None:
+        self._full = frozenset(full_graph_depths)
+        known = {family: tuple(float(size) for size in sorted(of)) for family, of in (sizes or {}).items()}
+        families: dict[int | None, list[StepPoint]] = {}
+        points = list(points)
+        if not points:
+            raise ValueError("step times: there is no measured point")
+        for point in points:
+            families.setdefault(self.family_of(point.shape), []).append(point)
+        self.context_tokens = float(np.median([point.shape.context_tokens for point in points]))
+        self.per_request, self.per_token = _context_slopes(families)
+        self._curves = {
+            family: _family_curves(family, of, self._context_of, known.get(family, ()))
+            for family, of in families.items()
+        }
+
+    def family_of(self, shape: StepShape) -> int | None:
+        """The depth on whose full graph `shape` runs, or None: a ragged batch."""
+        return shape.uniform_depth if shape.uniform_depth in self._full else None
+
+    def seconds(self, shape: StepShape) -> float:
+        """Raises ValueError for a ragged shape where no ragged one was measured, or a full one where none was."""
+        try:
+            verify, draft = self._curves[self.family_of(shape)]
+        except KeyError:
+            raise ValueError(
+                f"step times: nothing was measured for uniform_depth {self.family_of(shape)}, needed for {shape}"
+            ) from None
+        seconds = verify.at(shape.num_tokens) + draft.at(shape.num_requests) + self._context_of(shape)
+        return max(seconds, 1e-9)
+
+    def _context_of(self, shape: StepShape) -> float:
+        if not shape.context_tokens:
+            return 0.0
+        more = shape.context_tokens - self.context_tokens
+        return (self.per_request * shape.num_requests + self.per_token * shape.num_tokens) * more
+
+
+_FLAT = Curve((0.0,), (0.0,), 0.0)
+
+
+def _family_curves(
+    family: int | None, points: list[StepPoint], context_of: Callable[[StepShape], float], sizes: tuple[float, ...]
+) -> tuple[Curve, Curve]:
+    tokens = np.array([padded(point.shape.num_tokens, sizes) for point in points])
+    requests = np.array([float(point.shape.num_requests) for point in points])
+    measured = np.array([point.median_s for point in points])
+    times = measured - np.array([context_of(point.shape) for point in points])
+    weights = measured**-2.0
+    proportional = float(measured.max() / tokens.max())
+    verify = Curve.fit(tokens, times, weights, sizes, proportional)
+    if family is not None:
+        return verify, _FLAT
+    draft, before = _FLAT, np.full(len(points), np.inf)
+    for _ in range(MAX_BACKFITS):
+        drafting = np.array([draft.at(one) for one in requests])
+        verify = Curve.fit(tokens, times - drafting, weights, sizes, proportional)
+        verifying = np.array([verify.at(one) for one in tokens])
+        draft = _from_zero(Curve.fit(requests, times - verifying, weights, (), 0.0))
+        if np.max(np.abs(verifying - before) / measured) < BACKFIT_TOLERANCE:
+            break
+        before = verifying
+    return verify, draft
+
+
+def _from_zero(curve: Curve) -> Curve:
+    """The curve lowered to start at 0: a constant is V's."""
+    return Curve(curve.knots, tuple(one - curve.seconds[0] for one in curve.seconds), curve.slope, curve.sizes)
+
+
+def _context_slopes(families: Mapping[int | None, Sequence[StepPoint]]) -> tuple[float, float]:
+    """Seconds for each token of context more, of a request and of a verified token; neither below 0.
+
+    Least squares on differences between measurements of one shape at several contexts, so that nothing else about the
+    shape counts. (0, 0) where no shape has several.
+    """
+    rows: list[tuple[float, float, float]] = []
+    for points in families.values():
+        cells: dict[tuple[float, float], list[StepPoint]] = {}
+        for point in points:
+            cells.setdefault((point.shape.num_requests, point.shape.num_tokens), []).append(point)
+        for (num_requests, num_tokens), cell in cells.items():
+            contexts = np.array([point.shape.context_tokens for point in cell])
+            times = np.array([point.median_s for point in cell])
+            for more, seconds in zip(contexts - contexts.mean(), times - times.mean(), strict=True):
+                scale = 1.0 / float(times.mean())
+                rows.append((num_requests * more * scale, num_tokens * more * scale, seconds * scale))
+    table = np.array(rows)
+    best, slopes = float(np.sum(table[:, 2] ** 2)), (0.0, 0.0)
+    for columns in ((0,), (1,), (0, 1)):
+        found, _, rank, _ = np.linalg.lstsq(table[:, columns], table[:, 2], rcond=1e-9)
+        error = float(np.sum((table[:, columns] @ found - table[:, 2]) ** 2))
+        # A second slope must earn its place; otherwise it fits noise.
+        if rank == len(columns) and (found > 0).all() and error < best * (0.9 if len(columns) == 2 else 1.0):
+            both = dict(zip(columns, found.tolist(), strict=True))
+            best, slopes = error, (both.get(0, 0.0), both.get(1, 0.0))
+    return slopes

@@ -1,0 +1,267 @@
+"""How long one decoding step takes: a table measured on the engine that it speaks for.
+
+Enters: a JSON file that `python -m peagle.vllm.calibrate` wrote, with the conditions of its measurement. Leaves:
+`StepTimes.seconds(shape)` for every batch shape (the fit: `cluster.step_fit`), a refusal where the file is of another
+engine, and what the fit is worth on points held out of it. `default_step_times` stands in where nothing was measured.
+Corrections by what happens live are `cluster.residuals`. Knows nothing of workloads or acceptance.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.residuals import Residuals
+from cluster.step_fit import StepFit, StepPoint, StepShape
+
+__all__ = ["FIT_FIELDS", "HeldOut", "Residuals", "StepPoint", "StepShape", "StepTimes", "default_step_times"]
+
+FORMAT = "peagle step times 1"
+RAGGED = "ragged"
+FIT_FIELDS = (
+    "gpu",
+    "model",
+    "head",
+    "dtype",
+    "tensor_parallel_size",
+    "vllm",
+    "max_draft_tokens",
+    "cudagraph_mode",
+    "compile",
+    "async_scheduling",
+)
+"""Conditions that must be the same where a table is used; `vllm` up to its second number."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """A measured point against what the table predicts without it. `is_inside`: some other points of its family have
+    at most, and some at least, its requests, and likewise its tokens; outside, the prediction is an extrapolation."""
+
+    point: StepPoint
+    predicted_s: float
+    is_inside: bool
+
+    @property
+    def error(self) -> float:
+        """|predicted / measured - 1|."""
+        return abs(self.predicted_s / self.point.median_s - 1.0)
+
+
+class StepTimes:
+    """Seconds of a decoding step by its shape.
+
+    Args:
+        points: measured shapes.
+        max_draft_tokens: K_max of the engine, 0 without drafts.
+        full_graph_depths: depths k at which a batch with k everywhere runs on a full CUDA graph ({K_max} in stock vLLM
+            with full decode graphs, none on a CPU or in eager mode).
+        capture_sizes: captured graph sizes in tokens, of ragged batches (key None) and of each full depth.
+        conditions: what was measured, and how.
+        measured: False for numbers that nobody measured; they order choices and must not be quoted.
+
+    Raises:
+        ValueError: no points, a depth outside 0..K_max, or a full depth without a point.
+    """
+
+    def __init__(
+        self,
+        points: Iterable[StepPoint],
+        *,
+        max_draft_tokens: int,
+        full_graph_depths: Iterable[int] = (),
+        capture_sizes: Mapping[int | None, Sequence[int]] | None = None,
+        conditions: Mapping[str, Any] | None = None,
+        measured: bool = True,
+    ) -> None:
+        self.points = tuple(points)
+        self.max_draft_tokens = max_draft_tokens
+        self.full_graph_depths = frozenset(full_graph_depths)
+        self.capture_sizes = {key: tuple(sizes) for key, sizes in (capture_sizes or {}).items()}
+        self.conditions = {**(conditions or {}), "max_draft_tokens": max_draft_tokens}
+        self.measured = measured
+        if not self.points:
+            raise ValueError("step times: there is no measured point")
+        measured_depths = {point.shape.uniform_depth for point in self.points}
+        for depth in sorted(self.full_graph_depths):
+            if not 0 <= depth <= max_draft_tokens:
+                raise ValueError(f"step times: full_graph_depths has {depth}, outside 0..{max_draft_tokens}")
+            if depth not in measured_depths:
+                raise ValueError(f"step times: full_graph_depths has {depth}, but no point was measured at that depth")
+        self._fit = StepFit(self.points, self.full_graph_depths, self.capture_sizes)
+
+    def seconds(self, shape: StepShape) -> float:
+        """Expected seconds of a step of `shape`; some microseconds of work.
+
+        Raises ValueError for a ragged shape where only full graphs were measured."""
+        return self._fit.seconds(shape)
+
+    @property
+    def context_tokens(self) -> float:
+        """The context of most measurements, at which a shape of unknown context is timed."""
+        return self._fit.context_tokens
+
+    def check_fits(self, conditions: Mapping[str, Any], source: str = "step times") -> None:
+        """Make sure that the table was measured under `conditions`, those of the engine that is to use it.
+
+        `source` names the table in the message. A table that was not measured fits every engine of its K_max.
+
+        Raises:
+            ValueError: names the fields that differ or are missing, both values, and the command that measures anew.
+        """
+        wrong = []
+        for field in FIT_FIELDS if self.measured else ("max_draft_tokens",):
+            here, there = (_comparable(field, of.get(field, "not stated")) for of in (conditions, self.conditions))
+            if here != there:
+                wrong.append(f"{field} is {conditions.get(field, 'not stated')!r} here and {there!r} in the table")
+        if wrong:
+            raise ValueError(
+                f"{source} was measured on another engine: {'; '.join(wrong)}. "
+                "Measure this one: python -m peagle.vllm.calibrate"
+            )
+
+    def held_out(self) -> list[HeldOut]:
+        """Every point against a fit of all the others (leave one out); not those that are alone in their family."""
+        found = []
+        for index, point in enumerate(self.points):
+            rest = self.points[:index] + self.points[index + 1 :]
+            family = self._fit.family_of(point.shape)
+            peers = [one.shape for one in rest if self._fit.family_of(one.shape) == family]
+            if not peers:
+                continue
+            shape = point.shape
+            inside = all(
+                min(values) <= own <= max(values)
+                for own, values in (
+                    (shape.num_requests, [one.num_requests for one in peers]),
+                    (shape.num_tokens, [one.num_tokens for one in peers]),
+                )
+            )
+            fit = StepFit(rest, self.full_graph_depths, self.capture_sizes)
+            found.append(HeldOut(point, fit.seconds(shape), inside))
+        return found
+
+    def save(self, path: str | Path) -> None:
+        """Write the table as JSON, one line a point."""
+        head: dict[str, Any] = {
+            "format": FORMAT,
+            "measured": self.measured,
+            "max_draft_tokens": self.max_draft_tokens,
+            "full_graph_depths": sorted(self.full_graph_depths),
+            "capture_sizes": {RAGGED if key is None else str(key): list(of) for key, of in self.capture_sizes.items()},
+            "conditions": self.conditions,
+        }
+        lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+        rows = ",\n".join(f"  {json.dumps(_to_row(point))}" for point in self.points)
+        text = "\n".join(["{", *lines, ' "points": [', rows, " ]", "}"]) + "\n"
+        Path(path).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "StepTimes":
+        """Read what `save` wrote. Raises ValueError naming the file and the field."""
+        try:
+            raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"step times {path}: cannot be read as JSON ({error}); write it with peagle.vllm.calibrate"
+            ) from error
+        try:
+            return _from_json(raw)
+        except (KeyError, TypeError, ValueError) as error:
+            said = f"missing key {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"step times {path}: {said}") from error
+
+
+def _comparable(field: str, value: Any) -> Any:
+    return ".".join(str(value).split(".")[:2]) if field == "vllm" else value
+
+
+_ROW = ("num_requests", "num_tokens", "uniform_depth", "context_tokens", "median_s", "p95_s", "num_steps")
+_KEYS = {"format", "measured", "max_draft_tokens", "full_graph_depths", "capture_sizes", "conditions", "points"}
+
+
+def _to_row(point: StepPoint) -> dict[str, Any]:
+    shape, times = point.shape, (round(point.median_s, 7), round(point.p95_s, 7), point.num_steps)
+    where = (shape.num_requests, shape.num_tokens, shape.uniform_depth, round(shape.context_tokens, 1))
+    return dict(zip(_ROW, (*where, *times), strict=True))
+
+
+def _from_json(raw: Any) -> StepTimes:
+    """Raises ValueError, KeyError or TypeError."""
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise ValueError(f"format must be {FORMAT!r}")
+    if unknown := sorted(set(raw) - _KEYS):
+        raise ValueError(f"unknown key {unknown[0]!r}; known: {', '.join(sorted(_KEYS))}")
+    conditions, deepest = raw["conditions"], _whole(raw["max_draft_tokens"], "max_draft_tokens")
+    if not isinstance(conditions, dict) or not isinstance(raw["measured"], bool):
+        raise ValueError("conditions must be an object and measured true or false")
+    if conditions.get("max_draft_tokens", deepest) != deepest:
+        raise ValueError(f"max_draft_tokens is {deepest}, but {conditions['max_draft_tokens']!r} in conditions")
+    sizes: dict[int | None, list[int]] = {}
+    for key, of in dict(raw["capture_sizes"]).items():
+        family = None if key == RAGGED else _whole(int(key) if key.isdigit() else key, "capture_sizes")
+        sizes[family] = [_whole(size, f"capture_sizes.{key}") for size in of]
+    return StepTimes(
+        [_from_row(row, index, deepest) for index, row in enumerate(raw["points"])],
+        max_draft_tokens=deepest,
+        full_graph_depths=[_whole(depth, "full_graph_depths") for depth in raw["full_graph_depths"]],
+        capture_sizes=sizes,
+        conditions=conditions,
+        measured=raw["measured"],
+    )
+
+
+def _from_row(row: Any, index: int, max_draft_tokens: int) -> StepPoint:
+    where = f"points[{index}]"
+    if not isinstance(row, dict) or set(row) != set(_ROW):
+        raise ValueError(f"{where} must have the keys {', '.join(_ROW)}")
+    num_requests, num_tokens, num_steps = (_whole(row[key], f"{where}.{key}") for key in (_ROW[0], _ROW[1], _ROW[6]))
+    depth = None if row["uniform_depth"] is None else _whole(row["uniform_depth"], f"{where}.uniform_depth")
+    for key in ("context_tokens", "median_s", "p95_s"):
+        if isinstance(row[key], bool) or not isinstance(row[key], int | float) or not math.isfinite(row[key]):
+            raise ValueError(f"{where}.{key} must be a number, not {row[key]!r}")
+    if not 0 < row["median_s"] <= row["p95_s"]:
+        raise ValueError(f"{where}.median_s must be above 0 and at most p95_s, not {row['median_s']!r}")
+    if num_tokens > num_requests * (1 + max_draft_tokens):
+        raise ValueError(f"{where}.num_tokens is {num_tokens}: more than 1 + max_draft_tokens a request")
+    try:
+        shape = StepShape(num_requests, num_tokens, depth, row["context_tokens"])
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return StepPoint(shape, row["median_s"], row["p95_s"], num_steps)
+
+
+def _whole(value: Any, field: str) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{field} must be a whole number from 0, not {value!r}")
+    return value
+
+
+def default_step_times(max_draft_tokens: int) -> StepTimes:
+    """Step times for an engine that nobody has measured. In units of a step of one request (absolute seconds mean
+    nothing: `measured` is False), for vLLM's usual graphs, where only K_max everywhere has a full graph:
+
+    - up to 32 tokens a step costs 1; each token more costs 1/32, as on a target that is compute-bound from there;
+    - each request beyond 4 costs half a token (drafter and host);
+    - a batch off the full graph costs 0.3 more (measured at one request on an H200: 8.8 ms for 6.7 ms).
+
+    So K_max at up to 4 requests whatever the acceptance; for usual survivals and K_max = 7, K = 3 at 8 requests, 2 at
+    16 and 1 from 32 on; and far above that 0 where the first draft is accepted less than two times in three. Real GPUs
+    have room for more: a measured table is worth having.
+
+    Raises ValueError for a K_max below 0.
+    """
+    if max_draft_tokens < 0:
+        raise ValueError(f"max_draft_tokens must be 0 or more, not {max_draft_tokens}")
+    points = []
+    for num_requests in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        for depth in range(max_draft_tokens + 1):
+            for uniform in (depth, None):
+                num_tokens = num_requests * (1 + depth)
+                full = uniform == max_draft_tokens
+                units = 1.0 + max(0, num_tokens - 32) / 32 + max(0, num_requests - 4) / 64 + (0.0 if full else 0.3)
+                shape = StepShape(num_requests, num_tokens, uniform)
+                points.append(StepPoint(shape, 0.01 * units, 0.01 * units, 1))
+    return StepTimes(points, max_draft_tokens=max_draft_tokens, full_graph_depths=(max_draft_tokens,), measured=False)
