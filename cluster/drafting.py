@@ -1,7 +1,8 @@
 """Which K and which workload a request gets.
 
-Enters: the operator's `DepthPolicy`, the request's `drafting` object and its headers. Leaves: a `Drafting`, or a
-`DraftingError` that names the field and its range. Never knows: HTTP, Ray, the engine.
+Enters: the operator's `DepthPolicy`, the request's `drafting` object and headers, its caller, and how a workload is
+found. Leaves: a `Drafting`, or a `DraftingError` that names the field and its range. Never knows: HTTP, Ray, the
+engine.
 
 K counts the draft tokens that the target verifies in a step of one request. The head proposes K_max in one pass
 whatever K is, so K is a verification depth and 0 <= K <= K_max. What a client asks outside that range is an error;
@@ -9,14 +10,15 @@ what it asks inside the range but above the operator's own limit is lowered to t
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from cluster.callers import ANYONE, Caller
 
 DEFAULT_WORKLOAD = "default"
 K_HEADER = "x-drafting-k"
 WORKLOAD_HEADER = "x-drafting-workload"
-MAX_NUM_WORKLOADS = 64
 
 Source = Literal["request", "workload", "default"]
 
@@ -34,7 +36,19 @@ class DraftingError(ValueError):
         self.message = message
 
     def __reduce__(self) -> tuple[type["DraftingError"], tuple[str, str]]:
-        return DraftingError, (self.field, self.message)
+        return type(self), (self.field, self.message)
+
+
+class ForbiddenTagError(DraftingError):
+    """A workload tag from a caller that may not set one."""
+
+
+WorkloadOf = Callable[[str | None], str]
+"""The workload of a request, given the tag that it may set (None: none)."""
+
+
+def _tag_or_default(tag: str | None) -> str:
+    return DEFAULT_WORKLOAD if tag is None else tag
 
 
 @dataclass(frozen=True)
@@ -81,14 +95,22 @@ def is_workload_tag(tag: str) -> bool:
     return _TAG.fullmatch(tag) is not None
 
 
-def resolve(policy: DepthPolicy, requested: Any = None, headers: Mapping[str, str] | None = None) -> Drafting:
+def resolve(
+    policy: DepthPolicy,
+    requested: Any = None,
+    headers: Mapping[str, str] | None = None,
+    caller: Caller = ANYONE,
+    workload_of: WorkloadOf = _tag_or_default,
+) -> Drafting:
     """Decide K and workload of a request.
 
     `requested` is the body's `drafting` value: None or `{"k": int, "workload": str}` with both keys optional. The
     headers `X-Drafting-K` and `X-Drafting-Workload` say the same; a header that contradicts the body is an error.
+    A tag that `caller` may set comes first, then the caller's own workload, then what `workload_of(None)` finds.
 
     Raises:
         DraftingError: unknown key, wrong type, K outside 0..K_max, malformed tag, or header and body disagree.
+        ForbiddenTagError: a tag from a caller that may not set one.
     """
     body = _checked_object(requested)
     by_header = {name.lower(): value for name, value in (headers or {}).items()}
@@ -103,14 +125,19 @@ def resolve(policy: DepthPolicy, requested: Any = None, headers: Mapping[str, st
         ("drafting.k", None if body_k is None else _checked_k("drafting.k", body_k, policy)),
         ("X-Drafting-K", None if header_k is None else _checked_k("X-Drafting-K", _parsed(header_k), policy)),
     )
-    workload = DEFAULT_WORKLOAD if tag is None else tag
-    if k is not None:
-        return Drafting(workload, min(k, policy.max_depth), "request")
+    if tag is not None and caller.tags == "refuse":
+        name = "X-Drafting-Workload" if body_tag is None else "drafting.workload"
+        raise ForbiddenTagError(name, f"the caller {caller.name} may not set {name}: leave it out")
+    if caller.tags == "ignore":
+        tag = None
+    workload = caller.workload if tag is None and caller.workload is not None else workload_of(tag)
     depth, source = policy.depth_of(workload)
-    return Drafting(workload, depth, source)
+    if k is not None:
+        depth, source = min(k, policy.max_depth), "request"
+    return Drafting(workload, depth if caller.max_depth is None else min(depth, caller.max_depth), source)
 
 
-def from_wire(policy: DepthPolicy, requested: Any) -> Drafting:
+def from_wire(policy: DepthPolicy, requested: Any, workload_of: WorkloadOf = _tag_or_default) -> Drafting:
     """Read what reaches the target: a decision of the ingress (it has a `source`), or a request that came by a
     deployment handle past the ingress, which gets the same defaults.
 
@@ -118,32 +145,13 @@ def from_wire(policy: DepthPolicy, requested: Any) -> Drafting:
         DraftingError: as `resolve`.
     """
     if not (isinstance(requested, Mapping) and "source" in requested):
-        return resolve(policy, requested)
+        return resolve(policy, requested, workload_of=workload_of)
     source = requested["source"]
     if source not in ("request", "workload", "default"):
         raise DraftingError("drafting.source", f"drafting.source is {source!r}; only the ingress sets it")
     k = _checked_k("drafting.k", requested.get("k"), policy)
-    return Drafting(_checked_tag("drafting.workload", requested.get("workload")), min(k, policy.max_depth), source)
-
-
-class WorkloadLabels:
-    """A bounded vocabulary of workloads, so that what is counted per workload stays bounded.
-
-    Workloads of the operator's table are always kept, others in the order they arrive, at most `max_num` in all; the
-    rest share `default`. State of one replica.
-    """
-
-    def __init__(self, known: Iterable[str], max_num: int = MAX_NUM_WORKLOADS) -> None:
-        self._labels = {DEFAULT_WORKLOAD, *known}
-        self._max_num = max(max_num, len(self._labels))
-
-    def label(self, tag: str) -> str:
-        """The workload under which a request with this tag is counted."""
-        if tag not in self._labels:
-            if len(self._labels) >= self._max_num:
-                return DEFAULT_WORKLOAD
-            self._labels.add(tag)
-        return tag
+    tag = _checked_tag("drafting.workload", requested.get("workload"))
+    return Drafting(workload_of(tag), min(k, policy.max_depth), source)
 
 
 def _checked_object(requested: Any) -> Mapping[str, Any]:

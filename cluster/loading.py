@@ -13,8 +13,16 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from cluster import messages
+from cluster.caller_settings import check_depths, read_callers
 from cluster.drafting import is_workload_tag
-from cluster.settings import OWNED_ENGINE_KEYS, ClusterSettings, DepthSettings, DrafterSettings, ModelSettings
+from cluster.settings import (
+    OWNED_ENGINE_KEYS,
+    CallerSettings,
+    ClusterSettings,
+    DepthSettings,
+    DrafterSettings,
+    ModelSettings,
+)
 from cluster.sources import SourceError, drafts_in_parallel, read_head_config, resolve_source
 
 SPECULATIVE_CONFIG_ENV = "SM_VLLM_SPECULATIVE_CONFIG"
@@ -54,11 +62,15 @@ def load_settings(raw: Any, catalog: Catalog, env: Mapping[str, str] | None = No
     """
     if not isinstance(raw, Mapping):
         raise SettingsError([f"args must be a mapping with the keys {messages.listed(_SECTIONS)}, not {raw!r:.80}"])
+    env = env or {}
     reader = _Reader(catalog)
     sections = dict(raw)
-    reader.take_speculative_config(sections, (env or {}).get(SPECULATIVE_CONFIG_ENV))
+    reader.take_speculative_config(sections, env.get(SPECULATIVE_CONFIG_ENV))
     reader.check_section_names(sections)
     parsed: dict[str, Any] = {name: reader.parse(name, sections[name]) for name in _SECTIONS if name in sections}
+    if "callers" in sections:
+        parsed["callers"], problems = read_callers(sections["callers"], env)
+        reader.problems += problems
     if "model" not in sections:
         reader.problems.append("missing key model: write `model: {source: ...}`")
     reader.check_engine(sections.get("engine"))
@@ -67,6 +79,8 @@ def load_settings(raw: Any, catalog: Catalog, env: Mapping[str, str] | None = No
     parsed["drafter"] = reader.check_drafter(parsed.get("drafter"))
     if drafter_known and (depth := parsed.get("depth")) is not None:
         reader.check_depth(depth, parsed["drafter"])
+    if drafter_known:
+        reader.check_callers(parsed.get("callers") or {}, parsed.get("depth"), parsed["drafter"])
     if reader.problems:
         raise SettingsError(reader.problems)
     return ClusterSettings(**parsed)
@@ -136,7 +150,7 @@ class _Reader:
 
     def parse(self, name: str, value: Any) -> Any:
         """The section as its record; None (with the problems noted) when it does not fit."""
-        if name == "engine":
+        if name not in _RECORDS:
             return value
         if value is None and name == "drafter":
             return None
@@ -170,7 +184,19 @@ class _Reader:
         except SourceError as error:
             self.problems.append(str(error))
             return None
-        return model.model_copy(update={"source": source, "id": model.id or source.rstrip("/").rsplit("/", 1)[-1]})
+        model_id = model.id or source.rstrip("/").rsplit("/", 1)[-1]
+        for alias, workload in model.aliases.items():
+            if not alias or alias == model_id or any(character.isspace() for character in alias):
+                self.problems.append(
+                    f"model.aliases has the name {alias!r:.80}: an alias is another name than {model_id}, "
+                    "without blanks"
+                )
+            if not is_workload_tag(workload):
+                self.problems.append(
+                    f"model.aliases.{alias} is {workload!r:.80}: a workload is 1 to 64 letters, digits or . _ : - "
+                    "starting with a letter or digit"
+                )
+        return model.model_copy(update={"source": source, "id": model_id})
 
     def check_drafter(self, drafter: DrafterSettings | None) -> DrafterSettings | None:
         if drafter is None:
@@ -223,3 +249,14 @@ class _Reader:
                 )
             if not 0 <= k <= limit:
                 self.problems.append(f"depth.by_workload.{tag} is {k}, outside 0..{limit} ({because})")
+
+    def check_callers(
+        self, callers: Mapping[str, CallerSettings], depth: DepthSettings | None, drafter: DrafterSettings | None
+    ) -> None:
+        if drafter is None:
+            self.problems.extend(check_depths(callers, 0, "without a drafter nothing is drafted"))
+        elif depth is not None and depth.max is not None:
+            self.problems.extend(check_depths(callers, depth.max, f"depth.max, {depth.max}"))
+        elif drafter.max_draft_tokens is not None:
+            deepest = drafter.max_draft_tokens
+            self.problems.extend(check_depths(callers, deepest, f"drafter.max_draft_tokens, {deepest}"))

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from cluster.callers import Caller, Callers, TagRight
 from cluster.drafting import DepthPolicy
 
 OWNED_ENGINE_KEYS = {
@@ -37,10 +38,12 @@ class Section(BaseModel):
 
 class ModelSettings(Section):
     """The target. `source`: an embedded model's name, a checkpoint directory, or a Hugging Face id `org/name`;
-    `id`: the name clients ask for, by default the source's last part."""
+    `id`: the name clients ask for, by default the source's last part; `aliases`: further names of the same model, each
+    with the workload that its requests belong to."""
 
     source: str = Field(min_length=1)
     id: str = Field(default="", pattern=r"^[^\s]*$")
+    aliases: dict[str, str] = Field(default_factory=dict)
 
 
 class DrafterSettings(Section):
@@ -85,8 +88,21 @@ class IngressSettings(Section):
     allow_origins: list[str] = Field(default_factory=list)
 
 
+class CallerSettings(Section):
+    """One caller, under its name. Its API key is given by `key_sha256` (64 hexadecimal digits) or by `key_env`, the
+    environment variable that holds it; the key itself stands in no setting. `tags`: whether it may set workload tags;
+    `workload`: where its requests without a tag belong; `max_depth`: the largest K of its requests."""
+
+    key_sha256: str | None = None
+    key_env: str | None = None
+    tags: TagRight = "refuse"
+    workload: str | None = None
+    max_depth: int | None = Field(default=None, ge=0)
+
+
 class ClusterSettings(Section):
-    """Everything under `args`. `engine` goes to vLLM's engine arguments as it stands."""
+    """Everything under `args`. `engine` goes to vLLM's engine arguments as it stands. `callers` by name; without it
+    everyone is served, and may set tags."""
 
     model: ModelSettings
     drafter: DrafterSettings | None = None
@@ -94,6 +110,7 @@ class ClusterSettings(Section):
     engine: dict[str, Any] = Field(default_factory=dict)
     target: TargetSettings = Field(default_factory=TargetSettings)
     ingress: IngressSettings = Field(default_factory=IngressSettings)
+    callers: dict[str, CallerSettings] | None = None
 
     @property
     def max_draft_tokens(self) -> int:
@@ -106,3 +123,20 @@ class ClusterSettings(Section):
         limit = deepest if self.depth.max is None else self.depth.max
         default = limit if self.depth.default is None else self.depth.default
         return DepthPolicy(deepest, limit, default, dict(self.depth.by_workload))
+
+    def caller_table(self) -> Callers | None:
+        """Who may ask; None: everyone."""
+        if self.callers is None:
+            return None
+        return Callers(
+            {
+                one.key_sha256: Caller(name, one.tags, one.workload, one.max_depth)
+                for name, one in self.callers.items()
+                if one.key_sha256 is not None
+            }
+        )
+
+    def named_workloads(self) -> frozenset[str]:
+        """The workloads that the operator names: these are told apart from the start and always."""
+        fixed = {one.workload for one in (self.callers or {}).values() if one.workload is not None}
+        return frozenset({*self.depth.by_workload, *self.model.aliases.values(), *fixed})

@@ -43,7 +43,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         override_serve_options={"name": TARGET_NAME, "logging_config": {"enable_access_log": False}},
     )
     ingress: Any = serve.deployment(
-        make_fastapi_ingress(Ingress, endpoint_map=ENDPOINTS, app=make_api(settings.ingress)),
+        make_fastapi_ingress(Ingress, endpoint_map=ENDPOINTS, app=make_api(settings)),
         name=INGRESS_NAME,
         num_replicas=settings.ingress.num_replicas,
         max_ongoing_requests=settings.ingress.max_ongoing_requests,
@@ -53,7 +53,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     application: serve.Application = ingress.bind(
         llm_deployments={model_id: target},
         model_cards={model_id: to_model_metadata(model_id, sizing)},
-        policy=settings.depth_policy(),
+        settings=settings,
     )
     return application
 

@@ -6,7 +6,8 @@ OpenAI's form. Ready means ready: while no target replica answers, a request get
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
+import logging
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -16,12 +17,16 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.llm.ingress import OpenAiIngress
 from starlette.responses import JSONResponse
 
-from cluster.drafting import DepthPolicy, DraftingError, resolve
-from cluster.settings import IngressSettings
+from cluster.drafting import DraftingError, ForbiddenTagError, resolve
+from cluster.settings import ClusterSettings
+from cluster.workloads import Workloads
+from deployments.auth import CallerMiddleware, caller_of
 from deployments.errors import REPLICA_LOST, ApiError, add_error_handlers, from_engine, not_ready
 from deployments.readiness import ReplicaMonitor
-from deployments.requests import Body, ChatBody, CompletionBody, check_body
+from deployments.requests import Body, ChatBody, CompletionBody, check_body, prompt_of_application
 from deployments.telemetry import METRICS_CONTENT_TYPE, prometheus_text
+
+logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 1.0
 
@@ -43,12 +48,21 @@ class Ingress(OpenAiIngress):
         llm_deployments: dict[str, DeploymentHandle[Any]],
         model_cards: dict[str, Any],
         *,
-        policy: DepthPolicy,
+        settings: ClusterSettings,
         lora_paths: dict[str, str] | None = None,
     ) -> None:
         super().__init__(llm_deployments, model_cards, lora_paths=lora_paths)
         ((self._model_id, handle),) = llm_deployments.items()
-        self._policy = policy
+        self._aliases = settings.model.aliases
+        for alias in self._aliases:
+            self._model_cards[alias] = self._model_cards[self._model_id].model_copy(update={"id": alias})
+        self._policy = settings.depth_policy()
+        self._workloads = Workloads(known=settings.named_workloads(), aliases=self._aliases)
+        if settings.callers is None:
+            logger.warning(
+                "The settings have no section callers: everyone who reaches this port is served, without an API key, "
+                "and may set workload tags."
+            )
         self._monitor = ReplicaMonitor(handle)
         self._monitor.start()
 
@@ -78,8 +92,10 @@ class Ingress(OpenAiIngress):
         call_method: str,
         raw_request: Request | None = None,
     ) -> AsyncGenerator[Any, None]:
-        await self._get_model_id(body.model)
-        self._decide(body, {} if raw_request is None else raw_request.headers)
+        asked_model = self._model_id if body.model is None else body.model
+        await self._get_model_id(asked_model)
+        body.model = self._model_id if asked_model in self._aliases else asked_model
+        self._decide(body, asked_model, raw_request)
         if self._monitor.num_ready == 0:
             raise not_ready(self._model_id)
         answer = super()._get_response(body=body, call_method=call_method, raw_request=raw_request)
@@ -98,11 +114,19 @@ class Ingress(OpenAiIngress):
             # The status line is out already: the stream itself says that it broke off.
             yield f"data: {json.dumps(not_ready(self._model_id).body())}\n\n"
 
-    def _decide(self, body: Body, headers: Mapping[str, str]) -> None:
+    def _decide(self, body: Body, asked_model: str, raw_request: Request | None) -> None:
         """Replace what the client asked for by the decision on workload and K."""
         try:
             check_body(body)
-            drafting = resolve(self._policy, (body.model_extra or {}).get("drafting"), headers)
+            drafting = resolve(
+                self._policy,
+                (body.model_extra or {}).get("drafting"),
+                None if raw_request is None else raw_request.headers,
+                caller_of(raw_request),
+                lambda tag: self._workloads.of(tag, asked_model, prompt_of_application(body)),
+            )
+        except ForbiddenTagError as error:
+            raise ApiError(403, error.message, param=error.field, code="tag_not_allowed") from error
         except DraftingError as error:
             raise ApiError(400, error.message, param=error.field) from error
         body.drafting = drafting.to_wire()  # type: ignore[union-attr]
@@ -119,12 +143,13 @@ class Ingress(OpenAiIngress):
             task.cancel()
 
 
-def make_api(settings: IngressSettings) -> FastAPI:
+def make_api(settings: ClusterSettings) -> FastAPI:
     """The web application that the ingress' methods are mounted on."""
     app = FastAPI(title="peagle-serve", docs_url=None, redoc_url=None)
     add_error_handlers(app)
-    if settings.allow_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=settings.allow_origins, allow_methods=["*"], allow_headers=["*"]
-        )
+    if (callers := settings.caller_table()) is not None:
+        app.add_middleware(CallerMiddleware, callers=callers)
+    # Added last and thereby outermost: a browser asks whether it may call before it sends a key.
+    if origins := settings.ingress.allow_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app

@@ -10,6 +10,7 @@ from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 from ray.llm._internal.serve.core.configs.openai_api_models import ChatCompletionRequest, CompletionRequest
 
 from cluster.drafting import DraftingError
+from cluster.workloads import system_prompt
 from peagle.vllm.channel import DEPTH_KEY, WORKLOAD_KEY
 
 
@@ -76,3 +77,8 @@ def num_prompts(body: Body) -> int:
     """Prompts of a completion request (a list of strings or of token lists), 1 for a chat request."""
     prompt = getattr(body, "prompt", None)
     return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+
+
+def prompt_of_application(body: Body) -> str:
+    """The system prompt of a chat request, "" for a completion request."""
+    return system_prompt(body.messages) if isinstance(body, ChatCompletionRequest) else ""

@@ -24,10 +24,19 @@ from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 from vllm.exceptions import VLLMClientError
 
-from cluster.drafting import MAX_NUM_WORKLOADS, Drafting, DraftingError, WorkloadLabels, from_wire
+from cluster.drafting import Drafting, DraftingError, from_wire
 from cluster.settings import ClusterSettings
+from cluster.workloads import MAX_NUM_WORKLOADS, Workloads
 from deployments.engine_config import engine_config, on_cpu, prepare, use_all_cores_of_a_small_machine
-from deployments.requests import Body, ChatBody, CompletionBody, check_body, num_prompts, refusal_of
+from deployments.requests import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    check_body,
+    num_prompts,
+    prompt_of_application,
+    refusal_of,
+)
 from deployments.telemetry import ReplicaReport, ReplicaTelemetry
 from peagle.vllm.channel import DEPTH_KEY, WORKLOAD_KEY
 from peagle.vllm.stats import DraftingRecorder, DraftingStats
@@ -42,14 +51,16 @@ class TargetServer(LLMServer):
         """`llm_config` sized the placement group when the application was built; the engine's own configuration is
         made here, where the checkpoints are prepared: each node has its own cache."""
         self._policy = settings.depth_policy()
-        self._labels = WorkloadLabels(self._policy.by_workload)
         self._model_id = settings.model.id
+        self._aliases = settings.model.aliases
+        named = settings.named_workloads()
+        self._workloads = Workloads(known=named, aliases=self._aliases)
         if on_cpu(settings):
             use_all_cores_of_a_small_machine()
         target_dir, head_dir = await asyncio.to_thread(prepare, settings)
         await super().__init__(engine_config(settings, target_dir, head_dir))
         replica = serve.get_replica_context().replica_id.unique_id
-        self._telemetry = ReplicaTelemetry(replica, self._model_id, MAX_NUM_WORKLOADS + len(self._policy.by_workload))
+        self._telemetry = ReplicaTelemetry(replica, self._model_id, MAX_NUM_WORKLOADS + len(named))
         self._telemetry.recorder.attach(self._engine_client)
 
     @property
@@ -87,7 +98,7 @@ class TargetServer(LLMServer):
         except (ValidationError, ValueError, VLLMClientError) as error:
             yield _error(400, *refusal_of(error))
             return
-        if request.model not in (None, self._model_id):
+        if request.model not in (None, self._model_id, *self._aliases):
             yield _error(404, f"the model {request.model!r} is not served here, but {self._model_id!r} is", "model")
             return
         async for item in await getattr(self, method)(request):
@@ -104,8 +115,14 @@ class TargetServer(LLMServer):
             DraftingError: as `cluster.drafting.resolve`, or no messages.
         """
         check_body(request)
-        wanted = from_wire(self._policy, (request.model_extra or {}).pop("drafting", None))
-        drafting = Drafting(self._labels.label(wanted.workload), wanted.k, wanted.source)
+        asked_model = request.model
+        if asked_model in self._aliases:
+            request.model = self._model_id
+        drafting = from_wire(
+            self._policy,
+            (request.model_extra or {}).pop("drafting", None),
+            lambda tag: self._workloads.of(tag, asked_model, prompt_of_application(request)),
+        )
         request.vllm_xargs = {
             **(request.vllm_xargs or {}),
             DEPTH_KEY: drafting.k,

@@ -4,7 +4,8 @@ import pickle
 
 import pytest
 
-from cluster.drafting import DepthPolicy, Drafting, DraftingError, WorkloadLabels, from_wire, resolve
+from cluster.callers import ANYONE, Caller
+from cluster.drafting import DepthPolicy, Drafting, DraftingError, ForbiddenTagError, from_wire, resolve
 
 POLICY = DepthPolicy(max_draft_tokens=7, max_depth=6, default_depth=5, by_workload={"code": 6, "chat": 2, "prose": 0})
 
@@ -101,12 +102,55 @@ def test_a_policy_cannot_go_beyond_its_own_limits():
             DepthPolicy(*arguments)
 
 
-def test_labels_stay_bounded_and_known_workloads_always_keep_theirs():
-    labels = WorkloadLabels(["code", "chat"], max_num=5)
-    assert [labels.label(f"tag{i}") for i in range(4)] == ["tag0", "tag1", "default", "default"]
-    assert [labels.label(tag) for tag in ("code", "chat", "tag1", "default")] == ["code", "chat", "tag1", "default"]
+def test_a_tag_is_taken_only_from_a_caller_that_may_set_one():
+    chat = Caller("web", tags="refuse", workload="chat")
+    for requested, headers, name in (
+        ({"workload": "code"}, {}, "drafting.workload"),
+        (None, {"X-Drafting-Workload": "code"}, "X-Drafting-Workload"),
+        ({"workload": "chat"}, {}, "drafting.workload"),
+    ):
+        with pytest.raises(ForbiddenTagError, match=f"web may not set {name}") as raised:
+            resolve(POLICY, requested, headers, chat)
+        assert raised.value.field == name
+    ignoring = Caller("old", tags="ignore", workload="chat")
+    assert resolve(POLICY, {"workload": "code", "k": 6}, {}, ignoring) == Drafting("chat", 6, "request")
+    with pytest.raises(DraftingError, match="letters"):
+        resolve(POLICY, {"workload": "a b"}, {}, ignoring)
+    trusted = Caller("job", tags="allow", workload="chat")
+    assert resolve(POLICY, {"workload": "code"}, {}, trusted) == Drafting("code", 6, "workload")
+
+
+def test_a_callers_own_workload_comes_before_what_the_request_shows():
+    asked = []
+
+    def workload_of(tag):
+        asked.append(tag)
+        return tag or "sys-0"
+
+    assert resolve(POLICY, None, {}, Caller("web", workload="chat"), workload_of).workload == "chat"
+    assert resolve(POLICY, None, {}, Caller("web"), workload_of).workload == "sys-0"
+    assert resolve(POLICY, {"workload": "x"}, {}, ANYONE, workload_of).workload == "x"
+    with pytest.raises(DraftingError):
+        resolve(POLICY, {"workload": "x", "k": 99}, {}, ANYONE, workload_of)
+    # A refused request is not counted as one of its workload.
+    assert asked == [None, "x"]
+
+
+def test_a_callers_limit_holds_for_every_source_of_k():
+    limited = Caller("web", tags="allow", max_depth=3)
+    assert [resolve(POLICY, {"k": k}, {}, limited).k for k in (0, 3, 4, 7)] == [0, 3, 3, 3]
+    assert resolve(POLICY, {"workload": "code"}, {}, limited) == Drafting("code", 3, "workload")
+    assert resolve(POLICY, {"workload": "chat"}, {}, limited) == Drafting("chat", 2, "workload")
+    assert resolve(POLICY, None, {}, limited) == Drafting("default", 3, "default")
+
+
+def test_the_target_names_the_workload_of_both_roads():
+    decided = Drafting("new", 4, "request").to_wire()
+    assert from_wire(POLICY, decided, lambda tag: "default") == Drafting("default", 4, "request")
+    assert from_wire(POLICY, {"k": 4}, lambda tag: tag or "sys-0") == Drafting("sys-0", 4, "request")
 
 
 def test_errors_cross_process_boundaries():
     error = pickle.loads(pickle.dumps(DraftingError("drafting.k", "too deep")))
     assert (error.field, error.message) == ("drafting.k", "too deep")
+    assert type(pickle.loads(pickle.dumps(ForbiddenTagError("drafting.workload", "no")))) is ForbiddenTagError

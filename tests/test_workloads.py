@@ -1,0 +1,173 @@
+"""Which workload a request belongs to: the order of what decides, and a bound that no flood turns against the busy."""
+
+import random
+import tracemalloc
+
+import pytest
+
+from cluster.drafting import is_workload_tag
+from cluster.workloads import Workloads, fingerprint, system_prompt
+
+CODE = "You are a coding assistant. Answer with code only."
+CHAT = "You are a friendly companion."
+
+
+def system(content, role="system"):
+    return {"role": role, "content": content}
+
+
+USER = {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([], ""),
+        ([USER], ""),
+        ([system(CODE), USER], CODE),
+        ([system(CODE, "developer"), USER], CODE),
+        ([system("a"), system("b", "developer"), USER], "a\nb"),
+        ([USER, system(CODE), USER, system("later")], CODE),
+        ([system(CODE), USER, {"role": "assistant", "content": "Hm"}, system("a reminder")], CODE),
+        ([system([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), USER], "a\nb"),
+        ([system(["bare", {"type": "text", "text": "b"}]), USER], "bare\nb"),
+        ([system([{"type": "image_url", "image_url": {"url": "x"}}, {"text": 3}]), USER], ""),
+        ([system(None), {"role": "system"}, system([]), system(3), system(""), USER], ""),
+        ([{"content": "no role"}, {"role": None, "content": "x"}], ""),
+        ([{"role": "SYSTEM", "content": "x"}], ""),
+    ],
+)
+def test_the_system_prompt_is_the_first_run_of_its_messages(messages, expected):
+    assert system_prompt(messages) == expected
+
+
+def test_a_fingerprint_is_a_tag_and_the_same_for_what_one_application_sends():
+    name = fingerprint(CODE)
+    assert name is not None
+    assert len(name) == len("sys-") + 8
+    assert is_workload_tag(name)
+    assert fingerprint(f"  {CODE.replace(' ', chr(10))}\n") == name
+    assert fingerprint(CHAT) != name
+    dated = "You help {}. Today is 2026-{:02}-{}, {} new mails."
+    assert fingerprint(dated.format("Ann", 9, 8, 0)) == fingerprint(dated.format("Ann", 11, 21, 1234))
+    assert fingerprint(dated.format("Ann", 9, 8, 0)) != fingerprint(dated.format("Bob", 9, 8, 0))
+    long = "rule " * 300
+    assert fingerprint(long + "first document") == fingerprint(long + "another")
+    assert fingerprint("first " + long) != fingerprint("another " + long)
+
+
+@pytest.mark.parametrize("prompt", ["", " ", "\n\t \u2003"])
+def test_a_blank_system_prompt_has_no_fingerprint(prompt):
+    assert fingerprint(prompt) is None
+    assert Workloads(min_num_requests=1).of(prompt=prompt) == "default"
+
+
+def test_a_system_prompt_that_utf8_cannot_write_has_one():
+    assert fingerprint("\ud800 x") not in (None, fingerprint("x"))
+
+
+def test_tag_comes_before_alias_before_system_prompt_before_default():
+    workloads = Workloads(aliases={"small-coder": "code"}, min_num_requests=1)
+    assert workloads.of("mine", "small-coder", CHAT) == "mine"
+    assert workloads.of(None, "small-coder", CHAT) == "code"
+    assert workloads.of(None, "small", CHAT) == fingerprint(CHAT)
+    assert workloads.of(None, "small") == workloads.of() == "default"
+
+
+def test_a_system_prompt_becomes_a_workload_at_its_third_request():
+    workloads = Workloads()
+    assert [workloads.of(prompt=CODE) for _ in range(4)] == ["default", "default", fingerprint(CODE), fingerprint(CODE)]
+
+
+def test_requests_too_far_apart_do_not_add_up():
+    def third(num_between):
+        workloads = Workloads(min_num_requests=3, window_requests=100)
+        for request in range(2):
+            workloads.of(prompt=CODE)
+            for other in range(num_between):
+                workloads.of(prompt=f"prompt {chr(97 + request)}{'x' * other}")
+        return workloads.of(prompt=CODE)
+
+    assert third(20) == fingerprint(CODE)
+    assert third(150) == "default"
+
+
+def test_tags_get_their_workload_at_once_while_there_is_room_and_share_default_afterwards():
+    workloads = Workloads(5, ["code", "chat"])
+    assert [workloads.label(f"tag{i}") for i in range(4)] == ["tag0", "tag1", "default", "default"]
+    assert [workloads.label(tag) for tag in ("code", "chat", "tag1", "default")] == ["code", "chat", "tag1", "default"]
+    assert workloads.names() == ("chat", "code", "default", "tag0", "tag1")
+
+
+def test_the_least_recently_used_makes_room_for_one_that_is_asked_for_more():
+    workloads = Workloads(3)
+    for tag in ("a", "b", "a", "a"):
+        workloads.label(tag)
+    assert [workloads.label("c") for _ in range(3)] == ["default", "default", "c"]
+    assert workloads.names() == ("default", "a", "c")
+    # a is now the least recently used, with 3 requests: 4 are needed to take its place.
+    assert [workloads.label("d") for _ in range(4)] == ["default", "default", "default", "d"]
+    assert workloads.names() == ("default", "c", "d")
+
+
+def test_what_the_operator_names_always_stays():
+    workloads = Workloads(2, ["code", "chat"], aliases={"x": "docs"})
+    for _ in range(50):
+        for tag in ("new", "newer"):
+            assert workloads.label(tag) == "default"
+    assert workloads.names() == ("chat", "code", "default", "docs")
+
+
+@pytest.mark.parametrize("times_each", [1, 2, 3, 5])
+@pytest.mark.parametrize("kind", ["prompt", "tag"])
+def test_thousands_of_names_do_not_displace_the_busy(kind, times_each):
+    """One request in eleven belongs to one of ten busy applications, the rest to names that come and do not return."""
+    random_source = random.Random(times_each)
+    workloads = Workloads(max_num=16)
+    busy = [f"You write {letter} code." for letter in "abcdefghij"]
+    for prompt in busy * 20:
+        workloads.of(prompt=prompt)
+    lost = 0
+    for number in range(4000):
+        name = "".join(chr(ord("a") + int(digit)) for digit in str(number))
+        for _ in range(times_each):
+            if kind == "tag":
+                workloads.of(tag=name)
+            else:
+                workloads.of(prompt=name)
+            if random_source.random() < 0.1:
+                prompt = random_source.choice(busy)
+                lost += fingerprint(prompt) not in workloads.names()
+                assert workloads.of(prompt=prompt) == fingerprint(prompt)
+    assert lost == 0
+    assert len(workloads.names()) <= 16
+
+
+def test_a_workload_that_stops_gives_its_place_to_one_that_starts():
+    workloads = Workloads(max_num=2, window_requests=200)
+    for _ in range(1000):
+        assert workloads.label("old") == "old"
+    told = [workloads.label("new") for _ in range(1000)]
+    # The old one's requests leave the count with their window, two windows after the last of them at most.
+    assert told.index("new") <= 400
+    assert set(told[told.index("new") :]) == {"new"}
+
+
+def test_memory_is_bounded_whatever_comes():
+    workloads = Workloads()
+    tracemalloc.start()
+    for number in range(3 * 4096):
+        workloads.label(f"tag-{number}")
+    size, _ = tracemalloc.get_traced_memory()
+    for number in range(3 * 4096, 30 * 4096):
+        workloads.label(f"tag-{number}")
+    later, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert later < 2 * size
+
+
+@pytest.mark.parametrize("bounds", [{"max_num": 0}, {"min_num_requests": 0}, {"window_requests": 2}])
+def test_bounds_that_make_no_sense(bounds):
+    (name,) = bounds
+    with pytest.raises(ValueError, match=name):
+        Workloads(**bounds)
