@@ -1,0 +1,117 @@
+"""What a step costs, in the form in which K is chosen: one curve over the number of drafts.
+
+Enters: step times by shape (`cluster.step_time`, or anything with `seconds`). Leaves: `Curve`s, remembered because
+the scheduler asks for the same few at every engine step. Never knows: survival, workloads, the engine.
+"""
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.step_time import StepShape
+
+
+class StepCosts(Protocol):
+    """What the choice of K needs of a step-time model. `cluster.step_time.StepTimes` is one."""
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """K_max."""
+        ...
+
+    @property
+    def full_graph_depths(self) -> frozenset[int]:
+        """Depths at which a batch where all requests have the same K runs on a full CUDA graph."""
+        ...
+
+    def seconds(self, shape: StepShape) -> float:
+        """Seconds of one engine step, drafting included."""
+        ...
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds of a step of one number of requests.
+
+    `ragged[m]`: with m drafts in all, requests at different K (at the same K only where nothing else is possible: one
+    request, m = 0, m = requests * K_max). `uniform[k]`: every request at k.
+    """
+
+    ragged: NDArray[np.float64]
+    uniform: tuple[float, ...]
+
+
+class CostCurves:
+    """Step times behind a bounded memory of curves, least recently used ones forgotten. Not thread-safe.
+
+    The context is rounded to one eighth of its power of two, so a context that grows token by token does not ask for
+    a new curve at every step; the step time at the rounded context is what the decision sees. `times` must not change
+    its answers: take a new `CostCurves` when it does (a correction by residuals, another table).
+    """
+
+    def __init__(self, times: StepCosts, max_curves: int = 512) -> None:
+        self._times = times
+        self._max_curves = max_curves
+        self._curves: OrderedDict[tuple[int, int], Curve] = OrderedDict()
+        self.max_draft_tokens = times.max_draft_tokens
+        self.full_graph_depths = frozenset(k for k in times.full_graph_depths if 0 <= k <= self.max_draft_tokens)
+
+    @classmethod
+    def of(cls, times: "StepCosts | CostCurves") -> "CostCurves":
+        """`times` itself where it remembers its curves already."""
+        return times if isinstance(times, CostCurves) else cls(times)
+
+    def curve(self, num_requests: int, context_tokens: float) -> Curve:
+        """The curve of a batch.
+
+        Raises:
+            ValueError: context or number of requests is out of range, or the table answers with a time that is not
+                positive and finite.
+        """
+        if num_requests < 1:
+            raise ValueError(f"num_requests is {num_requests}: a step has at least 1 request")
+        key = (num_requests, rounded_context(context_tokens))
+        known = self._curves.get(key)
+        if known is not None:
+            self._curves.move_to_end(key)
+            return known
+        curve = self._measure(*key)
+        self._curves[key] = curve
+        if len(self._curves) > self._max_curves:
+            self._curves.popitem(last=False)
+        return curve
+
+    def _measure(self, num_requests: int, context_tokens: int) -> Curve:
+        max_drafts = num_requests * self.max_draft_tokens
+
+        def seconds(num_drafts: int, uniform_depth: int | None) -> float:
+            shape = StepShape(num_requests, num_requests + num_drafts, uniform_depth, float(context_tokens))
+            value = self._times.seconds(shape)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"the step-time table says {value} s for {shape}: every time must be positive, finite")
+            return value
+
+        uniform = tuple(seconds(num_requests * k, k) for k in range(self.max_draft_tokens + 1))
+        if num_requests == 1:
+            ragged = np.array(uniform)
+        else:
+            between = (seconds(num_drafts, None) for num_drafts in range(1, max_drafts))
+            ragged = np.array([uniform[0], *between, *uniform[1:][-1:]])
+        ragged.setflags(write=False)
+        return Curve(ragged, uniform)
+
+
+def rounded_context(context_tokens: float) -> int:
+    """The context to one eighth of the power of two below it, e.g. 1000 -> 1024, 1100 -> 1152; at most 7% away.
+
+    Raises:
+        ValueError: negative, infinite or not a number.
+    """
+    if not 0 <= context_tokens < math.inf:
+        raise ValueError(f"context_tokens is {context_tokens}: the mean context is a finite number, 0 or more")
+    grain = max(1, (1 << int(context_tokens).bit_length()) // 16)
+    return round(context_tokens / grain) * grain
