@@ -5,7 +5,8 @@ Enters: points, each the time of one shape. Leaves: `StepFit.seconds(shape)`, de
 - **ragged**: every batch that does not run on a full CUDA graph of its own, t = V(n) + D(b) + context. V, over tokens
   verified n, is the target's forward; D, over requests b, is the drafter and the host. Both never fall (isotonic least
   squares, by backfitting: Buja, Hastie and Tibshirani 1989), so noise makes no step cheaper than a smaller one.
-- **full, one a depth d**: every request has depth d and the batch runs on a full graph, t = F_d(n) + context.
+- **full, one a depth d**: the batch runs on a full graph of 1 + d tokens a request, t = F_d(n) + context. Every request
+  has depth d, or few enough tokens are missing that the engine pads the batch to that (`padding_tokens`).
 
 n is first rounded up to the size of the graph that runs it, so V and F are staircases up to the largest captured size
 (a measurement between two sizes counts at the upper one), straight lines between measured sizes beyond it, and go on
@@ -97,16 +98,15 @@ def isotonic(values: Array, weights: Array) -> Array:
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds over tokens or requests: a staircase at `sizes`, linear between `knots` and beyond the last."""
+    """Seconds over tokens of a graph, or over requests: linear between `knots` and beyond the last."""
 
     knots: tuple[float, ...]
     seconds: tuple[float, ...]
     slope: float
     """Seconds for each unit beyond the last knot."""
-    sizes: tuple[float, ...] = ()
 
     @classmethod
-    def fit(cls, x: Array, values: Array, weights: Array, sizes: tuple[float, ...], slope_of_one: float) -> "Curve":
+    def fit(cls, x: Array, values: Array, weights: Array, slope_of_one: float) -> "Curve":
         """`slope_of_one`: the slope where all x are the same. Else it is the chord over the upper half of the knots."""
         knots, index = np.unique(x, return_inverse=True)
         total = np.bincount(index, weights).astype(np.float64)
@@ -116,10 +116,9 @@ class Curve:
         else:
             start = min(int(np.searchsorted(knots, knots[-1] / 2)), len(knots) - 2)
             slope = float((heights[-1] - heights[start]) / (knots[-1] - knots[start]))
-        return cls(tuple(knots.tolist()), tuple(heights.tolist()), slope, sizes)
+        return cls(tuple(knots.tolist()), tuple(heights.tolist()), slope)
 
     def at(self, x: float) -> float:
-        x = padded(x, self.sizes)
         knots, seconds = self.knots, self.seconds
         if x > knots[-1]:
             return seconds[-1] + self.slope * (x - knots[-1])
@@ -137,43 +136,63 @@ def padded(num_tokens: float, sizes: Sequence[float]) -> float:
 
 
 class StepFit:
-    """Times of every shape, fitted to points. `sizes`: captured graph sizes in tokens of each family (see
-    `family_of`); a family that it does not name has no staircase. Raises ValueError without a point."""
+    """Times of every shape, fitted to points.
+
+    Args:
+        points: at least one.
+        full_graph_depths: depths with full graphs of their own.
+        sizes: captured graph sizes in tokens, of ragged batches (key None) and of each full depth; without them the
+            family has no staircase.
+        padding_tokens: the engine adds at most so many tokens to run a batch on a full graph that does not fit it.
+
+    Raises:
+        ValueError: there is no point.
+    """
 
     def __init__(
         self,
         points: Iterable[StepPoint],
         full_graph_depths: Iterable[int] = (),
         sizes: Mapping[int | None, Sequence[int]] | None = None,
+        padding_tokens: int = 0,
     ) -> None:
-        self._full = frozenset(full_graph_depths)
-        known = {family: tuple(float(size) for size in sorted(of)) for family, of in (sizes or {}).items()}
-        families: dict[int | None, list[StepPoint]] = {}
+        self._full = tuple(sorted(full_graph_depths))
+        self._padding_tokens = padding_tokens
+        self._sizes = {family: tuple(float(size) for size in sorted(of)) for family, of in (sizes or {}).items()}
+        families: dict[int | None, list[tuple[StepPoint, float]]] = {}
         points = list(points)
         if not points:
             raise ValueError("step times: there is no measured point")
         for point in points:
-            families.setdefault(self.family_of(point.shape), []).append(point)
+            family, num_tokens = self.place(point.shape)
+            families.setdefault(family, []).append((point, num_tokens))
         self.context_tokens = float(np.median([point.shape.context_tokens for point in points]))
-        self.per_request, self.per_token = _context_slopes(families)
-        self._curves = {
-            family: _family_curves(family, of, self._context_of, known.get(family, ()))
-            for family, of in families.items()
-        }
+        self.per_request, self.per_token = _context_slopes(points)
+        self._curves = {family: _family_curves(family, of, self._context_of) for family, of in families.items()}
 
-    def family_of(self, shape: StepShape) -> int | None:
-        """The depth on whose full graph `shape` runs, or None: a ragged batch."""
-        return shape.uniform_depth if shape.uniform_depth in self._full else None
+    def place(self, shape: StepShape) -> tuple[int | None, float]:
+        """The depth on whose full graph `shape` runs, or None (ragged), and the tokens of the graph that runs it.
+
+        A batch of unequal depths counts as one whose deepest request has K_max: no more is known of it.
+        """
+        full, depth = self._full, shape.uniform_depth
+        if full and depth not in full and self._padding_tokens:
+            for tier in full if depth is not None else full[-1:]:
+                if depth is None or tier > depth:
+                    num_tokens = padded(shape.num_requests * (1 + tier), self._sizes.get(tier, ()))
+                    if num_tokens - shape.num_tokens <= self._padding_tokens:
+                        return tier, num_tokens
+        family = depth if depth in full else None
+        return family, padded(shape.num_tokens, self._sizes.get(family, ()))
 
     def seconds(self, shape: StepShape) -> float:
         """Raises ValueError for a ragged shape where no ragged one was measured, or a full one where none was."""
+        family, num_tokens = self.place(shape)
         try:
-            verify, draft = self._curves[self.family_of(shape)]
+            verify, draft = self._curves[family]
         except KeyError:
-            raise ValueError(
-                f"step times: nothing was measured for uniform_depth {self.family_of(shape)}, needed for {shape}"
-            ) from None
-        seconds = verify.at(shape.num_tokens) + draft.at(shape.num_requests) + self._context_of(shape)
+            raise ValueError(f"step times: no point was measured of the kind of {shape}") from None
+        seconds = verify.at(num_tokens) + draft.at(shape.num_requests) + self._context_of(shape)
         return max(seconds, 1e-9)
 
     def _context_of(self, shape: StepShape) -> float:
@@ -187,23 +206,23 @@ _FLAT = Curve((0.0,), (0.0,), 0.0)
 
 
 def _family_curves(
-    family: int | None, points: list[StepPoint], context_of: Callable[[StepShape], float], sizes: tuple[float, ...]
+    family: int | None, placed: list[tuple[StepPoint, float]], context_of: Callable[[StepShape], float]
 ) -> tuple[Curve, Curve]:
-    tokens = np.array([padded(point.shape.num_tokens, sizes) for point in points])
-    requests = np.array([float(point.shape.num_requests) for point in points])
-    measured = np.array([point.median_s for point in points])
-    times = measured - np.array([context_of(point.shape) for point in points])
+    tokens = np.array([num_tokens for _, num_tokens in placed])
+    requests = np.array([float(point.shape.num_requests) for point, _ in placed])
+    measured = np.array([point.median_s for point, _ in placed])
+    times = measured - np.array([context_of(point.shape) for point, _ in placed])
     weights = measured**-2.0
     proportional = float(measured.max() / tokens.max())
-    verify = Curve.fit(tokens, times, weights, sizes, proportional)
+    verify = Curve.fit(tokens, times, weights, proportional)
     if family is not None:
         return verify, _FLAT
-    draft, before = _FLAT, np.full(len(points), np.inf)
+    draft, before = _FLAT, np.full(len(placed), np.inf)
     for _ in range(MAX_BACKFITS):
         drafting = np.array([draft.at(one) for one in requests])
-        verify = Curve.fit(tokens, times - drafting, weights, sizes, proportional)
+        verify = Curve.fit(tokens, times - drafting, weights, proportional)
         verifying = np.array([verify.at(one) for one in tokens])
-        draft = _from_zero(Curve.fit(requests, times - verifying, weights, (), 0.0))
+        draft = _from_zero(Curve.fit(requests, times - verifying, weights, 0.0))
         if np.max(np.abs(verifying - before) / measured) < BACKFIT_TOLERANCE:
             break
         before = verifying
@@ -212,26 +231,26 @@ def _family_curves(
 
 def _from_zero(curve: Curve) -> Curve:
     """The curve lowered to start at 0: a constant is V's."""
-    return Curve(curve.knots, tuple(one - curve.seconds[0] for one in curve.seconds), curve.slope, curve.sizes)
+    return Curve(curve.knots, tuple(one - curve.seconds[0] for one in curve.seconds), curve.slope)
 
 
-def _context_slopes(families: Mapping[int | None, Sequence[StepPoint]]) -> tuple[float, float]:
+def _context_slopes(points: Sequence[StepPoint]) -> tuple[float, float]:
     """Seconds for each token of context more, of a request and of a verified token; neither below 0.
 
     Least squares on differences between measurements of one shape at several contexts, so that nothing else about the
     shape counts. (0, 0) where no shape has several.
     """
     rows: list[tuple[float, float, float]] = []
-    for points in families.values():
-        cells: dict[tuple[float, float], list[StepPoint]] = {}
-        for point in points:
-            cells.setdefault((point.shape.num_requests, point.shape.num_tokens), []).append(point)
-        for (num_requests, num_tokens), cell in cells.items():
-            contexts = np.array([point.shape.context_tokens for point in cell])
-            times = np.array([point.median_s for point in cell])
-            for more, seconds in zip(contexts - contexts.mean(), times - times.mean(), strict=True):
-                scale = 1.0 / float(times.mean())
-                rows.append((num_requests * more * scale, num_tokens * more * scale, seconds * scale))
+    cells: dict[tuple[float, float, int | None], list[StepPoint]] = {}
+    for point in points:
+        shape = point.shape
+        cells.setdefault((shape.num_requests, shape.num_tokens, shape.uniform_depth), []).append(point)
+    for (num_requests, num_tokens, _), cell in cells.items():
+        contexts = np.array([point.shape.context_tokens for point in cell])
+        times = np.array([point.median_s for point in cell])
+        scale = 1.0 / float(times.mean())
+        for more, seconds in zip(contexts - contexts.mean(), times - times.mean(), strict=True):
+            rows.append((num_requests * more * scale, num_tokens * more * scale, seconds * scale))
     table = np.array(rows)
     best, slopes = float(np.sum(table[:, 2] ** 2)), (0.0, 0.0)
     for columns in ((0,), (1,), (0, 1)):

@@ -28,6 +28,7 @@ FIT_FIELDS = (
     "tensor_parallel_size",
     "vllm",
     "max_draft_tokens",
+    "full_graph_depths",
     "cudagraph_mode",
     "compile",
     "async_scheduling",
@@ -59,6 +60,7 @@ class StepTimes:
         full_graph_depths: depths k at which a batch with k everywhere runs on a full CUDA graph ({K_max} in stock vLLM
             with full decode graphs, none on a CPU or in eager mode).
         capture_sizes: captured graph sizes in tokens, of ragged batches (key None) and of each full depth.
+        padding_tokens: the engine adds at most so many tokens to run a batch on a full graph (0: it never does).
         conditions: what was measured, and how.
         measured: False for numbers that nobody measured; they order choices and must not be quoted.
 
@@ -73,6 +75,7 @@ class StepTimes:
         max_draft_tokens: int,
         full_graph_depths: Iterable[int] = (),
         capture_sizes: Mapping[int | None, Sequence[int]] | None = None,
+        padding_tokens: int = 0,
         conditions: Mapping[str, Any] | None = None,
         measured: bool = True,
     ) -> None:
@@ -80,7 +83,12 @@ class StepTimes:
         self.max_draft_tokens = max_draft_tokens
         self.full_graph_depths = frozenset(full_graph_depths)
         self.capture_sizes = {key: tuple(sizes) for key, sizes in (capture_sizes or {}).items()}
-        self.conditions = {**(conditions or {}), "max_draft_tokens": max_draft_tokens}
+        self.padding_tokens = padding_tokens
+        self.conditions = {
+            **(conditions or {}),
+            "max_draft_tokens": max_draft_tokens,
+            "full_graph_depths": sorted(self.full_graph_depths),
+        }
         self.measured = measured
         if not self.points:
             raise ValueError("step times: there is no measured point")
@@ -90,7 +98,10 @@ class StepTimes:
                 raise ValueError(f"step times: full_graph_depths has {depth}, outside 0..{max_draft_tokens}")
             if depth not in measured_depths:
                 raise ValueError(f"step times: full_graph_depths has {depth}, but no point was measured at that depth")
-        self._fit = StepFit(self.points, self.full_graph_depths, self.capture_sizes)
+        self._fit = self._fit_of(self.points)
+
+    def _fit_of(self, points: Sequence[StepPoint]) -> StepFit:
+        return StepFit(points, self.full_graph_depths, self.capture_sizes, self.padding_tokens)
 
     def seconds(self, shape: StepShape) -> float:
         """Expected seconds of a step of `shape`; some microseconds of work.
@@ -127,8 +138,8 @@ class StepTimes:
         found = []
         for index, point in enumerate(self.points):
             rest = self.points[:index] + self.points[index + 1 :]
-            family = self._fit.family_of(point.shape)
-            peers = [one.shape for one in rest if self._fit.family_of(one.shape) == family]
+            family, _ = self._fit.place(point.shape)
+            peers = [one.shape for one in rest if self._fit.place(one.shape)[0] == family]
             if not peers:
                 continue
             shape = point.shape
@@ -139,8 +150,7 @@ class StepTimes:
                     (shape.num_tokens, [one.num_tokens for one in peers]),
                 )
             )
-            fit = StepFit(rest, self.full_graph_depths, self.capture_sizes)
-            found.append(HeldOut(point, fit.seconds(shape), inside))
+            found.append(HeldOut(point, self._fit_of(rest).seconds(shape), inside))
         return found
 
     def save(self, path: str | Path) -> None:
@@ -151,6 +161,7 @@ class StepTimes:
             "max_draft_tokens": self.max_draft_tokens,
             "full_graph_depths": sorted(self.full_graph_depths),
             "capture_sizes": {RAGGED if key is None else str(key): list(of) for key, of in self.capture_sizes.items()},
+            "padding_tokens": self.padding_tokens,
             "conditions": self.conditions,
         }
         lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
@@ -179,7 +190,10 @@ def _comparable(field: str, value: Any) -> Any:
 
 
 _ROW = ("num_requests", "num_tokens", "uniform_depth", "context_tokens", "median_s", "p95_s", "num_steps")
-_KEYS = {"format", "measured", "max_draft_tokens", "full_graph_depths", "capture_sizes", "conditions", "points"}
+_KEYS = {
+    *("format", "measured", "max_draft_tokens", "full_graph_depths", "capture_sizes", "padding_tokens"),
+    *("conditions", "points"),
+}
 
 
 def _to_row(point: StepPoint) -> dict[str, Any]:
@@ -208,6 +222,7 @@ def _from_json(raw: Any) -> StepTimes:
         max_draft_tokens=deepest,
         full_graph_depths=[_whole(depth, "full_graph_depths") for depth in raw["full_graph_depths"]],
         capture_sizes=sizes,
+        padding_tokens=_whole(raw["padding_tokens"], "padding_tokens"),
         conditions=conditions,
         measured=raw["measured"],
     )

@@ -111,6 +111,19 @@ def test_context_is_a_measured_correction_and_unknown_context_is_that_of_most_po
     assert uniform_seconds(times, 8, 3) == pytest.approx(times.seconds(StepShape.uniform(8, 3, usual)))
 
 
+def test_a_batch_that_the_engine_pads_to_a_full_graph_costs_what_that_graph_costs():
+    points = [point(StepShape.uniform(num, depth), 0.001 * num * (1 + depth)) for num in (1, 4, 16) for depth in (3, 7)]
+    points += [point(StepShape.uniform(num, 1), 1.0 + num) for num in (8, 16)]
+    times = StepTimes(points, max_draft_tokens=K_MAX, full_graph_depths={3, 7}, padding_tokens=8)
+    assert uniform_seconds(times, 1, 2) == pytest.approx(uniform_seconds(times, 1, 3))
+    assert uniform_seconds(times, 4, 1) == pytest.approx(0.016), "8 tokens of padding to depth 3"
+    assert uniform_seconds(times, 2, 5) == pytest.approx(0.016), "4 tokens of padding to depth 7"
+    assert uniform_seconds(times, 5, 1) > 1.0, "10 tokens of padding are too many"
+    assert times.seconds(StepShape(4, 24, None)) == pytest.approx(0.032)
+    assert times.seconds(StepShape(4, 23, None)) > 1.0
+    assert uniform_seconds(times, 16, 3) == pytest.approx(0.064), "its own graph"
+
+
 def test_a_fractional_batch_lies_between_its_neighbours():
     times = StepTimes([point(StepShape.uniform(num, 1), 0.01 * num) for num in (1, 2, 4)], max_draft_tokens=K_MAX)
     assert times.seconds(StepShape.uniform(1.5, 1)) == pytest.approx(0.015)
@@ -143,7 +156,7 @@ def test_a_saved_table_loads_to_the_same_times(tmp_path: Path):
     times = table(noise=0.1, contexts=(1000.0, 8000.0))
     times.save(tmp_path / "t.json")
     again = StepTimes.load(tmp_path / "t.json")
-    assert again.conditions == {**CONDITIONS, "max_draft_tokens": K_MAX}
+    assert again.conditions == {**CONDITIONS, "max_draft_tokens": K_MAX, "full_graph_depths": [K_MAX]}
     assert (again.full_graph_depths, again.measured) == ({K_MAX}, True)
     assert (again.capture_sizes, again.max_draft_tokens) == (times.capture_sizes, K_MAX)
     for num in (1, 5, 20):
@@ -202,7 +215,13 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path):
 
 def test_a_table_of_another_engine_is_refused_by_the_fields_that_differ():
     times = table()
-    here = {**CONDITIONS, "max_draft_tokens": K_MAX, "vllm": "0.26.3", "date": "whenever"}
+    here = {
+        **CONDITIONS,
+        "max_draft_tokens": K_MAX,
+        "full_graph_depths": [K_MAX],
+        "vllm": "0.26.3",
+        "date": "whenever",
+    }
     times.check_fits(here)
     with pytest.raises(
         ValueError, match="h200.json .*gpu is 'NVIDIA L4' here and 'NVIDIA H200' in the table.*calibrate"
@@ -240,7 +259,7 @@ def test_shapes_of_depths():
 def test_only_what_was_measured_has_a_time():
     only_full = StepTimes([point(StepShape.uniform(2, 7), 0.01)], max_draft_tokens=7, full_graph_depths={7})
     assert only_full.seconds(StepShape.uniform(4, 7)) == pytest.approx(0.02), "one point: proportional beyond it"
-    with pytest.raises(ValueError, match="nothing was measured for uniform_depth None"):
+    with pytest.raises(ValueError, match="no point was measured of the kind of StepShape"):
         only_full.seconds(StepShape.uniform(2, 3))
 
 
