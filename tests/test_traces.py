@@ -1,0 +1,168 @@
+"""Traces of a real head: what the file says, and AL against the figures measured with it."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cluster.traces import Answer, Kind, Mix, Traces, acceptance_length, even, mixes, num_steps, survival
+from cluster.validation import compare_lengths, table
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+REAL = RESULTS / "2026-11-21-traces-smollm2-135m.npz"
+EVALUATION = RESULTS / "2026-11-21-evaluation-smollm2-135m-h200.json"
+
+
+def write(path: Path, **changes: object) -> Path:
+    """A file of two answers, with arrays replaced, or left out where None."""
+    arrays: dict[str, object] = {
+        "accepted": np.array([2, 0, 1, 3], np.uint8),
+        "num_anchors": np.array([3, 1], np.int32),
+        "num_depths": np.array(4),
+        "category": np.array(["qa", "math"]),
+        "temperature": np.array([0.0, 1.0]),
+        "distinct_share": np.array([1.0, 0.2]),
+    } | changes
+    np.savez(path, **{name: value for name, value in arrays.items() if value is not None})
+    return path
+
+
+def test_a_file_becomes_answers(tmp_path: Path) -> None:
+    traces = Traces.load(write(tmp_path / "traces.npz"))
+    assert traces.max_draft_tokens == 4
+    assert traces.answers == (Answer("qa", 0.0, 1.0, b"\x02\x00\x01"), Answer("math", 1.0, 0.2, b"\x03"))
+    assert traces.without_repetition(0.5).answers == traces.answers[:1]
+    assert [one.accepted for one in traces.up_to(1).answers] == [b"\x01\x00\x01", b"\x01"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": None}, "has no array 'temperature'"),
+        ({"category": np.array(["qa"])}, "category has 1 entries for 2 answers"),
+        ({"num_anchors": np.array([3, 2], np.int32)}, "num_anchors add up to 5, but accepted has 4"),
+        ({"num_depths": np.array(2)}, "accepted holds 3, above num_depths 2"),
+        ({"num_depths": np.array(0)}, "num_depths is 0"),
+        ({"accepted": np.zeros(0, np.uint8), "num_anchors": np.zeros(2, np.int32)}, "holds no answer"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    path = write(tmp_path / "traces.npz", **changes)
+    with pytest.raises(ValueError, match=message) as refused:
+        Traces.load(path)
+    assert str(path) in str(refused.value)
+
+
+def test_what_is_no_npz_is_refused_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "text.npz").write_text("not arrays")
+    (tmp_path / "empty.npz").touch()
+    np.save(tmp_path / "single.npy", np.zeros(3))
+    for name in ("text.npz", "empty.npz", "single.npy", "absent.npz"):
+        with pytest.raises(ValueError, match=f"{name}: cannot be read"):
+            Traces.load(tmp_path / name)
+
+
+def test_steps_visit_the_anchors_that_decoding_visits() -> None:
+    accepted = bytes([2, 3, 0, 1, 3, 0])
+    # Anchor 0 accepts 2 and goes on at 3, which accepts 1 and goes on at 5, which accepts none.
+    assert num_steps(accepted, 3) == 3
+    assert num_steps(accepted, 1) == 4
+    assert num_steps(accepted, 0) == 6
+    answer = Answer("qa", 0.0, 1.0, accepted)
+    assert acceptance_length([answer], 3) == 2.0
+    assert survival([answer], 3) == (2 / 3, 1 / 3, 0.0)
+    with pytest.raises(ValueError, match="no answers"):
+        acceptance_length([], 3)
+
+
+def test_lengths_are_those_that_were_measured() -> None:
+    """The evaluation that wrote the traces computed AL on its own, with torch's drafter at hand."""
+    compared = compare_lengths(Traces.load(REAL), EVALUATION)
+    assert {one.group for one in compared} >= {"all", "humaneval", "translation"}
+    assert {one.k for one in compared} == set(range(1, 9))
+    assert {one.temperature for one in compared} == {0.0, 1.0}
+    for one in compared:
+        assert one.same_answers, one
+        assert abs(one.difference) < 2e-4, one  # the results have four decimals
+    assert "404 in the traces" not in table(compared)
+
+
+def engine_results(path: Path, answers: list[tuple[str, int, float]], k: int = 3) -> Path:
+    groups = {name: {"num_answers": num, "tokens_per_step": length} for name, num, length in answers}
+    path.write_text(json.dumps({"engine": {str(k): groups}, "temperature": 0.0}))
+    return path
+
+
+def test_engine_results_are_compared_by_group_and_weighted_as_they_were(tmp_path: Path) -> None:
+    traces = Traces.load(REAL)
+    qa, math = (acceptance_length(traces.select(Kind((name,))), 3) for name in ("qa", "math"))
+    path = engine_results(tmp_path / "run.json", [("qa", 40, qa), ("math", 5, math * 1.1), ("all", 45, 2.5)])
+    found = {one.group: one for one in compare_lengths(traces, path)}
+    assert found["qa"].difference == pytest.approx(0)
+    assert found["math"].difference == pytest.approx(1 / 1.1 - 1)
+    both = traces.select(Kind(("qa", "math")))
+    assert found["all"].predicted == pytest.approx(acceptance_length(both, 3)), "other categories had no part in it"
+    assert found["all"].same_answers
+    some = engine_results(tmp_path / "some.json", [("qa", 2, qa), ("all", 2, qa)])
+    assert not compare_lengths(traces, some)[0].same_answers
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "not a JSON object"),
+        ("{}", "has neither 'engine'"),
+        ('{"engine": {"3": {"poetry": {"num_answers": 1, "tokens_per_step": 2.0}}}}', "none of its 1 figures"),
+        ('{"engine": {"3": 4}}', "not results of"),
+    ],
+)
+def test_results_that_cannot_be_compared_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as refused:
+        compare_lengths(Traces.load(REAL), path)
+    assert str(path) in str(refused.value)
+
+
+def test_halves_share_no_answer_and_have_every_category() -> None:
+    traces = Traces.load(REAL)
+    first, second = traces.halves()
+    groups = [Counter((one.category, one.temperature) for one in half.answers) for half in (first, second)]
+    assert groups[0] + groups[1] == Counter((one.category, one.temperature) for one in traces.answers)
+    assert set(groups[0]) == set(groups[1])
+    assert all(0 <= groups[0][name] - groups[1][name] <= 1 for name in groups[0])
+    assert not {id(one) for one in first.answers} & {id(one) for one in second.answers}
+
+
+def test_every_mix_can_be_drawn_from_either_half() -> None:
+    for half in Traces.load(REAL).halves():
+        for mix in mixes().values():
+            drawn = half.draw(mix, 200, np.random.default_rng(0))
+            assert {label for label, _ in drawn} == set(mix.kinds)
+            assert all(mix.kinds[label].holds(answer) for label, answer in drawn)
+
+
+def test_a_mix_drifts() -> None:
+    drawn = Traces.load(REAL).draw(mixes()["code-to-chat"], 1000, np.random.default_rng(0))
+    code = [label == "code" for label, _ in drawn]
+    assert sum(code[:200]) > 120
+    assert sum(code[-200:]) < 80
+
+
+def test_a_workload_without_answers_is_named() -> None:
+    with pytest.raises(
+        ValueError, match=r"workload 'poems' has no answer: none of category poetry at temperature 0\.5"
+    ):
+        Traces.load(REAL).draw(even({"poems": Kind(("poetry",), 0.5)}), 1, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("shares", [{"a": 1.0}, {"a": 1.0, "b": -1.0}, {"a": 0.0, "b": 0.0}])
+def test_shares_that_make_no_mix_are_refused(shares: dict[str, float]) -> None:
+    kinds = {"a": Kind(("qa",)), "b": Kind(("math",))}
+    with pytest.raises(ValueError, match="shares"):
+        Mix(kinds, shares)
+    with pytest.raises(ValueError, match="late_shares"):
+        Mix(kinds, {"a": 1.0, "b": 1.0}, shares)
