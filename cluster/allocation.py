@@ -15,9 +15,10 @@ a staircase no iteration is needed. A batch where every request has the same K c
 says, because it runs on a full CUDA graph: each such depth is compared as a whole.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,108 +99,105 @@ def plan_step(
     if not survivals:
         return Allocation([], 0.0, 0.0, None)
     curves = CostCurves.of(times)
-    groups = _grouped(survivals, max_depths)
-    values, counts, owners = _slots(groups, curves.max_draft_tokens)
-    num_requests = len(survivals)
-    curve = curves.curve(num_requests, context_tokens)
+    batch = _Batch(survivals, max_depths, curves.max_draft_tokens)
+    curve = curves.curve(len(survivals), context_tokens)
 
-    order = np.argsort(-values, kind="stable")  # stable: a request's own drafts keep their order at equal survival
-    by_worth = np.repeat(values[order], counts[order])
-    num_tokens = np.empty(by_worth.size + 1)
-    num_tokens[0] = num_requests
-    np.cumsum(by_worth, out=num_tokens[1:])
-    num_tokens[1:] += num_requests
+    order = np.argsort(-batch.values, kind="stable")  # stable: a request's own drafts keep their order at equal worth
+    num_tokens = np.empty(batch.num_drafts + 1)
+    num_tokens[0] = 0.0
+    np.cumsum(np.repeat(batch.values[order], batch.counts[order]), out=num_tokens[1:])
+    num_tokens += len(survivals)
     ragged_s = curve.ragged[: num_tokens.size]
-    best = int(np.argmax(num_tokens / ragged_s))
+    best = int((num_tokens / ragged_s).argmax())
     trimmed = Allocation([], float(num_tokens[best]), float(ragged_s[best]), None)
 
-    uniform = _best_uniform(groups, num_requests, curve, curves.full_graph_depths)
+    uniform = batch.best_uniform(curve, curves.full_graph_depths)
     if uniform is not None and uniform.tokens_per_s > trimmed.tokens_per_s:
         return uniform
-    depths = _cut(groups, order, counts, owners, best, num_requests)
+    depths = batch.cut(order, best)
     graph = depths[0] if depths[0] in curves.full_graph_depths and len(set(depths)) == 1 else None
     return Allocation(depths, trimmed.num_tokens, trimmed.step_s, graph)
 
 
-@dataclass(slots=True)
-class _Group:
-    """Requests with the same survival and limit. `survival` is cut to the limit."""
+class _Batch:
+    """The drafts of a batch as slots: one for each depth of each group of requests with the same survival and limit.
 
-    survival: tuple[float, ...]
-    members: list[int]
+    `values`: survival of each slot; `counts`: how many requests have it; `owners`: its group.
+    """
+
+    def __init__(self, survivals: Sequence[Sequence[float]], max_depths: Sequence[int], max_draft_tokens: int) -> None:
+        groups: dict[tuple[tuple[float, ...], int], list[int]] = {}
+        for index, key in enumerate(zip(map(tuple, survivals), max_depths, strict=True)):
+            members = groups.get(key)
+            if members is None:
+                groups[key] = [index]
+            else:
+                members.append(index)
+        self.num_requests = len(survivals)
+        self.members = list(groups.values())
+        lengths = [max_depth for _, max_depth in groups]
+        if min(lengths) < 0 or max(lengths) > max_draft_tokens:
+            raise ValueError(
+                f"max_depths goes from {min(lengths)} to {max(lengths)}, outside 0..{max_draft_tokens} (K_max)"
+            )
+        flat: list[float] = []
+        for survival, max_depth in groups:
+            flat += survival[:max_depth]
+        self._shallowest = min(lengths)
+        self.num_drafts = sum(length * len(members) for length, members in zip(lengths, self.members, strict=True))
+        if len(flat) != sum(lengths):
+            _refuse(groups)
+        self.values = np.array(flat, dtype=np.float64)
+        self.owners = np.repeat(np.arange(len(lengths)), lengths)
+        self.counts = np.array([len(members) for members in self.members])[self.owners]
+        starts = np.cumsum(lengths) - lengths
+        self._depths = np.arange(len(flat)) - starts[self.owners]
+        if flat:
+            grows = self.values[1:] > self.values[:-1]
+            # A NaN makes both comparisons false.
+            if (grows & (self._depths[1:] > 0)).any() or not (self.values.min() >= 0.0 and self.values.max() <= 1.0):
+                _refuse(groups)
+
+    def best_uniform(self, curve: Curve, depths: frozenset[int]) -> Allocation | None:
+        """The best full-graph depth that every request may have; None where there is none."""
+        by_depth = np.bincount(self._depths, weights=self.values * self.counts).tolist()
+        best: Allocation | None = None
+        for depth in sorted(depths):
+            if depth > self._shallowest:
+                break
+            num_tokens = self.num_requests + sum(by_depth[:depth])
+            found = Allocation([depth] * self.num_requests, num_tokens, curve.uniform[depth], depth)
+            if best is None or found.tokens_per_s > best.tokens_per_s:
+                best = found
+        return best
+
+    def cut(self, order: NDArray[np.int64], num_drafts: int) -> list[int]:
+        """Depths when the first `num_drafts` drafts in the order of slots are taken; of the last slot perhaps only
+        what its first members have."""
+        ends = np.cumsum(self.counts[order])
+        num_whole = int(ends.searchsorted(num_drafts, side="right"))
+        taken = np.bincount(self.owners[order[:num_whole]], minlength=len(self.members)).tolist()
+        depths = [0] * self.num_requests
+        for members, depth in zip(self.members, taken, strict=True):
+            for index in members:
+                depths[index] = depth
+        if num_whole < len(order):
+            left = num_drafts - (int(ends[num_whole - 1]) if num_whole else 0)
+            for index in self.members[int(self.owners[order[num_whole]])][:left]:
+                depths[index] += 1
+        return depths
 
 
-def _grouped(survivals: Sequence[Sequence[float]], max_depths: Sequence[int]) -> list[_Group]:
-    groups: dict[Hashable, _Group] = {}
-    for index, (survival, max_depth) in enumerate(zip(survivals, max_depths, strict=True)):
-        whole = survival if type(survival) is tuple else tuple(survival)
-        group = groups.get((whole, max_depth))
-        if group is not None:
-            group.members.append(index)
-            continue
-        if not 0 <= max_depth <= len(whole):
+def _refuse(groups: Mapping[tuple[tuple[float, ...], int], list[int]]) -> NoReturn:
+    """Raise the error of the first group that has one."""
+    for (survival, max_depth), members in groups.items():
+        if max_depth > len(survival):
             raise SurvivalError(
-                f"request {index} may get {max_depth} drafts but its survival has {len(whole)} depths: "
+                f"request {members[0]} may get {max_depth} drafts but its survival has {len(survival)} depths: "
                 "give a survival for every depth it may get"
             )
-        groups[whole, max_depth] = _Group(whole[:max_depth], [index])
-    return list(groups.values())
-
-
-def _slots(
-    groups: list[_Group], max_draft_tokens: int
-) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
-    """Every (group, depth) as a slot: its survival, how many requests have it, and the group's index."""
-    lengths = [len(group.survival) for group in groups]
-    values = np.array([value for group in groups for value in group.survival], dtype=np.float64)
-    if max(lengths) > max_draft_tokens:
-        raise ValueError(f"max_depths has a {max(lengths)}, above the {max_draft_tokens} drafts of the engine (K_max)")
-    owners = np.repeat(np.arange(len(groups)), lengths)
-    if values.size:
-        grows = values[1:] > values[:-1]
-        grows &= owners[1:] == owners[:-1]
-        # A NaN makes both comparisons false.
-        if grows.any() or not (values.min() >= 0.0 and values.max() <= 1.0):
-            for group in groups:
-                check_survival(group.survival, f"request {group.members[0]}")
-    return values, np.array([len(group.members) for group in groups])[owners], owners
-
-
-def _best_uniform(groups: list[_Group], num_requests: int, curve: Curve, depths: frozenset[int]) -> Allocation | None:
-    """The best full-graph depth that every request may have; None where there is none."""
-    deepest = min(len(group.survival) for group in groups)
-    best: Allocation | None = None
-    for depth in sorted(depths):
-        if depth > deepest:
-            break
-        num_tokens = num_requests + sum(len(group.members) * sum(group.survival[:depth]) for group in groups)
-        found = Allocation([depth] * num_requests, num_tokens, curve.uniform[depth], depth)
-        if best is None or found.tokens_per_s > best.tokens_per_s:
-            best = found
-    return best
-
-
-def _cut(
-    groups: list[_Group],
-    order: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    owners: NDArray[np.int64],
-    num_drafts: int,
-    num_requests: int,
-) -> list[int]:
-    """Depths when the first `num_drafts` of the ordered slots are taken, the last slot perhaps by some members only."""
-    ends = np.cumsum(counts[order])
-    num_whole = int(np.searchsorted(ends, num_drafts, side="right"))
-    taken = np.bincount(owners[order[:num_whole]], minlength=len(groups)).tolist()
-    depths = [0] * num_requests
-    for group, depth in zip(groups, taken, strict=True):
-        for index in group.members:
-            depths[index] = depth
-    if num_whole < len(order):
-        left = num_drafts - (int(ends[num_whole - 1]) if num_whole else 0)
-        for index in groups[int(owners[order[num_whole]])].members[:left]:
-            depths[index] += 1
-    return depths
+        check_survival(survival[:max_depth], f"request {members[0]}")
+    raise AssertionError("every group is usable")
 
 
 def check_survival(survival: Sequence[float], owner: str) -> None:

@@ -16,7 +16,8 @@ from types import MappingProxyType
 from typing import Literal, Protocol
 
 from cluster.demand import THROUGHPUT, Demand, Objective
-from cluster.planning import Assignment, Sharing, sharing_groups
+from cluster.planning import best_assignment, best_beside, sharing_groups
+from cluster.sharing import Assignment, Sharing, check_tiers
 from cluster.step_costs import CostCurves, StepCosts
 
 MIN_PROBABILITY = 0.8
@@ -143,9 +144,7 @@ class DepthChooser:
     ) -> None:
         if not 0 <= max_depth <= times.max_draft_tokens:
             raise ValueError(f"max_depth is {max_depth}, outside 0..{times.max_draft_tokens} (K_max)")
-        for tier in tiers or ():
-            if not 0 <= tier <= times.max_draft_tokens:
-                raise ValueError(f"tiers has a {tier}: a tier is a depth, 0 to {times.max_draft_tokens}")
+        check_tiers(tiers, times.max_draft_tokens)
         if not 0 <= probe_share <= 1 / FREE_PROBE_FACTOR:
             raise ValueError(f"probe_share is {probe_share}, outside 0..{1 / FREE_PROBE_FACTOR}")
         for name, value in {"min_gain": min_gain, "min_dwell_s": min_dwell_s, "replan_s": replan_s}.items():
@@ -245,8 +244,8 @@ class DepthChooser:
         self, sharing: Sharing, group: Sequence[Demand], book: Book, now_s: float, random: random.Random
     ) -> tuple[Assignment, str]:
         """The assignment in force from here on, and why it is not the best one, if so."""
-        best = sharing.best()
-        now = sharing.best_beside(self._depths, best)
+        best = best_assignment(sharing)
+        now = best_beside(sharing, self._depths, best)
         elapsed_s = now_s - self._changed_s
         if best == now:
             return now, ""
