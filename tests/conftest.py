@@ -9,6 +9,16 @@ from peagle.embedded import DEFAULT_TARGET, prepare_target
 from peagle.heads import prepare_head
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped, and listed as such, where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _openmp_threads() -> None:
     """Tests of tensors run beside engines on two cores; tokenizers must not fork worker threads of their own."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 
 import pytest
 import torch
@@ -11,40 +10,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peagle import masks
-from peagle.cod import Rows, chain_lengths, sample_rows
-from peagle.config import DrafterConfig
+from peagle.cod import Rows
 from peagle.draft import DraftSession
 from peagle.model import Drafter
 from peagle.parallel import draft_rows
 from peagle.partition import PackedSequence, Partition, Segment, cut_by_position, cut_by_rows
 from tests.head_factory import CONFIG, random_drafter
+from tests.packed import DOCUMENTS, NUM_TOKENS, packed_sequence
 
-NUM_TOKENS = 45
-#: documents of a packed sequence; the last 6 tokens are padding
-DOCUMENTS = (17, 2, 20)
 LONG = dataclasses.replace(CONFIG, num_hidden_layers=3)
-
-
-def packed_sequence(config: DrafterConfig, ratio: float, seed: int = 0) -> PackedSequence:
-    random = torch.Generator().manual_seed(seed)
-    document_1N = torch.full((1, NUM_TOKENS), -1)
-    position_1N = torch.zeros(1, NUM_TOKENS, dtype=torch.int64)
-    start = 0
-    for number, length in enumerate(DOCUMENTS):
-        document_1N[0, start : start + length] = number
-        position_1N[0, start : start + length] = torch.arange(length)
-        start += length
-    wanted_1N = torch.rand(1, NUM_TOKENS, generator=random) < 0.7
-    wanted_1N[:, :12] = False  # a prompt: rows of offset 0 alone
-    chain_1N = chain_lengths(document_1N, wanted_1N, config.num_depths)
-    rows = sample_rows(chain_1N, config.num_depths, ratio, generator=random)
-    return PackedSequence(
-        tokens_1N=torch.randint(0, config.vocab_size, (1, NUM_TOKENS), generator=random),
-        document_1N=document_1N,
-        aux_1NX=torch.randn(1, NUM_TOKENS, config.fc_input_size, generator=random).double(),
-        rows=rows,
-        position_1T=position_1N.gather(1, rows.anchor_BT) + rows.offset_BT,
-    )
 
 
 class SoftLoss:
@@ -237,79 +211,6 @@ def test_compiled_segments_on_a_gpu(method: str) -> None:
         with torch.compiler.set_stance("fail_on_recompile" if seed == 2 else "default"):
             partition.backward(drafter, sequence, SoftLoss(drafter, sequence))
         assert worst_difference(gradients(drafter), wanted) < 1e-3
-
-
-def by_algorithm_1(rows: Rows, num_segments: int) -> dict[tuple[int, int], int]:
-    """The paper's assignment, depth by depth: (position, depth) -> segment."""
-    found = {}
-    for position, depth in sorted(pairs(rows), key=lambda pair: pair[1]):
-        if depth <= 1:
-            bounds = [s * rows.num_tokens / num_segments for s in range(1, num_segments)]
-            # Position N stands behind the last boundary.
-            found[position, depth] = sum(position >= int(bound) for bound in bounds)
-        else:
-            found[position, depth] = found[position - 1, depth - 1]
-    return found
-
-
-def pairs(rows: Rows, numbers: Iterable[int] | None = None) -> list[tuple[int, int]]:
-    """(position, depth counted from 0) of rows, as the paper names them."""
-    numbers = range(rows.anchor_BT.shape[1]) if numbers is None else numbers
-    return [(int(rows.position_BT[0, i]), int(rows.offset_BT[0, i])) for i in numbers]
-
-
-def own_rows(segment: Segment) -> list[int]:
-    return segment.index(torch.device("cpu")).tolist()
-
-
-@pytest.mark.parametrize("num_segments", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("ratio", [0.5, 1.0])
-def test_cut_by_position_is_algorithm_1(num_segments: int, ratio: float) -> None:
-    rows = packed_sequence(CONFIG, ratio).rows
-    wanted = by_algorithm_1(rows, num_segments)
-    for number, segment in enumerate(cut_by_position(rows, num_segments)):
-        assert {pair for pair, owner in wanted.items() if owner == number} == set(pairs(rows, own_rows(segment)))
-
-
-def test_example_of_the_paper() -> None:
-    """N = 16, S = 2: position 8 at depth 2 rests on 7 at depth 1, which lies before the boundary at 8 (Fig. 4)."""
-    anchor = torch.tensor([[*range(16), 6, 6, 7, 9, 9]])
-    offset = torch.tensor([[*[0] * 16, 1, 2, 1, 1, 2]])
-    first, second = cut_by_position(Rows(anchor, offset, 16), 2)
-    first_rows = pairs(Rows(anchor, offset, 16), own_rows(first))
-    assert (7, 1) in first_rows
-    assert (8, 2) in first_rows, "a cut by position alone would give it to the second segment, apart from its chain"
-    assert (8, 1) in pairs(Rows(anchor, offset, 16), own_rows(second))
-
-
-@pytest.mark.parametrize("cut", [cut_by_position, cut_by_rows])
-@pytest.mark.parametrize("num_segments", [1, 2, 4, 7, NUM_TOKENS])
-def test_each_row_has_one_segment_and_mask_rows_stay_together(cut, num_segments: int) -> None:
-    rows = packed_sequence(CONFIG, 0.8, seed=num_segments).rows
-    segments = cut(rows, num_segments)
-    owned = [own_rows(segment) for segment in segments]
-    assert sorted(number for numbers in owned for number in numbers) == list(range(rows.anchor_BT.shape[1]))
-    owner = {number: which for which, numbers in enumerate(owned) for number in numbers}
-    for number in range(rows.num_tokens + 1, rows.anchor_BT.shape[1]):
-        if rows.anchor_BT[0, number] == rows.anchor_BT[0, number - 1]:
-            assert owner[number] == owner[number - 1]
-    for which, segment in enumerate(segments):
-        anchors = rows.anchor_BT[0, own_rows(segment)]
-        assert anchors.max() < segment.stop, "a chain whose own prefix is in a later segment"
-        assert [owner[number] for number in range(segment.start, segment.stop)] == [which] * (
-            segment.stop - segment.start
-        )
-
-
-@pytest.mark.parametrize("num_segments", [2, 4, 7])
-def test_cut_by_rows_is_even_where_labels_are_not(num_segments: int) -> None:
-    """The first half is a prompt: nearly all rows are of the second."""
-    chain_1N = torch.zeros(1, 64, dtype=torch.int64)
-    chain_1N[:, 32:58] = 5
-    rows = sample_rows(chain_1N, 5, 0.75, generator=torch.Generator().manual_seed(0))
-    even = -(-rows.anchor_BT.shape[1] // num_segments)
-    assert max(segment.num_rows for segment in cut_by_rows(rows, num_segments)) <= even + 5
-    assert max(segment.num_rows for segment in cut_by_position(rows, num_segments)) > even + 5
 
 
 @pytest.mark.parametrize("method", ["kept", "recomputed"])

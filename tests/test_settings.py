@@ -19,6 +19,7 @@ GOOD = {
     "engine": {"dtype": "float32", "max_model_len": 2048},
     "target": {"num_replicas": 1, "num_cpus": 0.1, "bundle": {"CPU": 1}},
 }
+KEY = {"key_sha256": "ab" * 32}
 SPECULATIVE_CONFIG = {
     "method": "eagle3",
     "model": "amazon/some-p-eagle-head",
@@ -74,6 +75,14 @@ def test_defaults_come_from_the_head_and_the_source(catalog):
     assert (policy.max_draft_tokens, policy.max_depth, policy.default_depth) == (7, 7, 7)
 
 
+def test_what_the_operator_names_is_known_from_the_start(catalog):
+    args = changed(model__aliases={"tiny-docs": "docs"}, callers={"web": {**KEY, "workload": "pages", "max_depth": 6}})
+    settings = load_settings(args, catalog)
+    assert settings.named_workloads() == {"code", "chat", "docs", "pages"}
+    assert load_settings(GOOD, catalog).named_workloads() == {"code", "chat"}
+    assert load_settings(GOOD, catalog).caller_table() is None
+
+
 def test_without_a_drafter_nothing_is_drafted(catalog):
     for args in (changed(drafter=..., depth=...), changed(drafter=None, depth=...)):
         settings = load_settings(args, catalog)
@@ -127,6 +136,24 @@ BAD_INPUTS = {
     "workload below zero": (changed(depth__by_workload={"code": -1}), ["depth.by_workload.code is -1", "0..6"]),
     "workload that is no tag": (changed(depth__by_workload={"a b": 1}), ["'a b'"]),
     "workload of a wrong type": (changed(depth__by_workload={"code": "x"}), ["depth.by_workload.code", "an integer"]),
+    "alias that is the model": (changed(model__aliases={"tiny": "code"}), ["model.aliases", "'tiny'", "another name"]),
+    "alias with a blank": (changed(model__aliases={"a b": "code"}), ["model.aliases", "'a b'"]),
+    "alias of no workload": (changed(model__aliases={"coder": "a b"}), ["model.aliases.coder", "'a b'"]),
+    "alias of a wrong type": (changed(model__aliases={"coder": 3}), ["model.aliases.coder", "expected a string"]),
+    "aliases as a list": (changed(model__aliases=["coder"]), ["model.aliases", "expected a mapping"]),
+    "caller above the limit": (
+        changed(callers={"web": {**KEY, "max_depth": 7}}),
+        ["callers.web.max_depth is 7", "0..6"],
+    ),
+    "caller above K_max": (
+        changed(depth=..., callers={"web": {**KEY, "max_depth": 8}}),
+        ["callers.web.max_depth is 8", "0..7"],
+    ),
+    "caller's K without a drafter": (
+        changed(drafter=..., depth=..., callers={"web": {**KEY, "max_depth": 3}}),
+        ["callers.web.max_depth is 3", "without a drafter"],
+    ),
+    "misspelt callers": (changed(caller={"web": KEY}), ["unknown key caller", "did you mean callers"]),
     "depth without a drafter": (changed(drafter=None), ["depth has no meaning without a drafter"]),
 }
 

@@ -139,11 +139,17 @@ def test_published_head_does_not_say_its_depth(tmp_path: Path) -> None:
 
 
 def test_counts_with_different_depths() -> None:
-    """Worked by hand: depth 3 was verified in two of the three steps, and accepted in one of them."""
+    """Worked by hand: depth 3 was verified in two of the three steps, tried in one of them, and accepted there."""
     stats = DraftingStats.from_steps([(3, 3), (3, 0), (2, 1)])
-    assert stats == DraftingStats(drafted_by_depth=(3, 3, 2), accepted_by_depth=(2, 1, 1))
+    assert stats == DraftingStats((3, 3, 2), reached_by_depth=(3, 2, 1), accepted_by_depth=(2, 1, 1))
     assert (stats.num_steps, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 8, 4)
     assert stats.acceptance_length == pytest.approx(1 + 4 / 3)
+
+
+def test_a_step_that_ends_at_its_own_k_is_no_trial_of_the_next_depth() -> None:
+    """a_2 is 1 / 1 here; accepted_2 / accepted_1 = 1 / 3 would be the ratio that K biases."""
+    stats = DraftingStats.from_steps([(1, 1), (1, 1), (2, 2)])
+    assert (stats.accepted_by_depth, stats.reached_by_depth) == ((3, 1), (3, 1))
 
 
 def test_counts_without_steps() -> None:

@@ -1,0 +1,158 @@
+"""Callers and their keys: what settings are accepted, who is let through, and that no key leaks on the way."""
+
+import asyncio
+import hashlib
+import pickle
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import Request
+
+from cluster.caller_settings import read_callers
+from cluster.callers import ANYONE, Caller, UnknownCallerError
+from cluster.settings import ClusterSettings, IngressSettings, ModelSettings
+from deployments.auth import caller_of
+from deployments.ingress import make_api
+
+SECRET = "sk-very-secret"
+DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()
+OTHER = {"key_sha256": "ab" * 32}
+KEY_ERRORS: dict[str, tuple[Any, list[str]]] = {
+    "no callers": (None, ["callers must be a mapping"]),
+    "a key as the section": (SECRET, ["callers must be a mapping"]),
+    "nobody": ({}, ["callers is empty"]),
+    "a name with a blank": ({"a b": OTHER}, ["callers has the name 'a b'"]),
+    "a number as a name": ({3: OTHER}, ["callers has the name 3"]),
+    "a key as a caller": ({"web": SECRET}, ["callers.web must be a mapping", "key_sha256"]),
+    "no key": ({"web": {"tags": "allow"}}, ["callers.web has no key", "key_sha256", "key_env"]),
+    "two keys": ({"web": {**OTHER, "key_env": "WEB_KEY"}}, ["callers.web", "keep one"]),
+    "a plain key": ({"web": {"key": SECRET, **OTHER}}, ["callers.web.key: keys do not stand in the settings"]),
+    "a plain api_key": ({"web": {"api_key": SECRET, **OTHER}}, ["callers.web.api_key: keys do not stand"]),
+    "a key for a digest": ({"web": {"key_sha256": SECRET}}, ["callers.web.key_sha256", "64 hexadecimal digits"]),
+    "a number for a digest": ({"web": {"key_sha256": 31415926535}}, ["callers.web.key_sha256", "in quotes"]),
+    "a short digest": ({"web": {"key_sha256": DIGEST[:-1]}}, ["callers.web.key_sha256", "64 hexadecimal digits"]),
+    "the digest of nothing": (
+        {"web": {"key_sha256": hashlib.sha256(b"").hexdigest()}},
+        ["callers.web.key_sha256", "empty key"],
+    ),
+    "a key for a variable": ({"web": {"key_env": SECRET}}, ["callers.web.key_env", "name of an environment variable"]),
+    "a variable that is not set": ({"web": {"key_env": "NO_KEY"}}, ["callers.web.key_env", "NO_KEY is not set here"]),
+    "an empty variable": ({"web": {"key_env": "EMPTY"}}, ["callers.web.key_env", "EMPTY is not set here"]),
+    "a variable of two words": ({"web": {"key_env": "WORDS"}}, ["callers.web.key_env", "the key in WORDS has blanks"]),
+    "unknown tags": ({"web": {**OTHER, "tags": "yes"}}, ["callers.web.tags", "'allow', 'refuse' or 'ignore'"]),
+    "a truth value for tags": ({"web": {**OTHER, "tags": True}}, ["callers.web.tags", "True"]),
+    "an unknown key": ({"web": {**OTHER, "max_k": 3}}, ["callers.web.max_k", "max_depth"]),
+    "a workload that is none": ({"web": {**OTHER, "workload": "a b"}}, ["callers.web.workload", "'a b'"]),
+    "a negative K": ({"web": {**OTHER, "max_depth": -1}}, ["callers.web.max_depth", "at least 0"]),
+    "a K as text": ({"web": {**OTHER, "max_depth": "3"}}, ["callers.web.max_depth", "expected an integer"]),
+    "two with one key": (
+        {"web": {"key_sha256": DIGEST.upper()}, "job": {"key_env": "WEB_KEY"}},
+        ["callers web and job have the same key"],
+    ),
+}
+ENV = {"WEB_KEY": f"{SECRET}\n", "EMPTY": " ", "WORDS": f"{SECRET} {SECRET}"}
+
+
+@pytest.mark.parametrize("name", KEY_ERRORS)
+def test_bad_callers_are_named_without_repeating_a_key(name: str) -> None:
+    raw, words = KEY_ERRORS[name]
+    _, (problem,) = read_callers(raw, ENV)
+    assert all(word in problem for word in words), problem
+    assert SECRET not in problem
+    assert "31415926535" not in problem
+
+
+def service(raw: Any, **ingress: Any) -> ClusterSettings:
+    callers, problems = read_callers(raw, ENV)
+    assert problems == []
+    return ClusterSettings(
+        model=ModelSettings(source="org/tiny", id="tiny"), callers=callers, ingress=IngressSettings(**ingress)
+    )
+
+
+def test_a_key_by_digest_and_by_variable_are_the_same_caller_and_stay_secret() -> None:
+    wanted = Caller("web", tags="ignore", workload="pages", max_depth=3)
+    further = {"tags": "ignore", "workload": "pages", "max_depth": 3}
+    for key in ({"key_sha256": DIGEST.upper()}, {"key_env": "WEB_KEY"}):
+        settings = service({"web": {**key, **further}})
+        table = settings.caller_table()
+        assert table is not None
+        for header in (f"Bearer {SECRET}", f"bearer   {SECRET} "):
+            assert table.identify(header) == wanted
+        assert SECRET not in repr(settings)
+        assert SECRET.encode() not in pickle.dumps((settings, table))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [None, "", "Bearer", "Bearer ", SECRET, f"Basic {SECRET}", f"Bearer {SECRET}x", f"Bearer {DIGEST}", "Bearer \xe9"],
+)
+def test_an_unknown_caller_is_told_nothing_of_the_key(header: str | None) -> None:
+    table = service({"web": {"key_sha256": DIGEST}}).caller_table()
+    assert table is not None
+    with pytest.raises(UnknownCallerError) as raised:
+        table.identify(header)
+    assert SECRET not in str(raised.value)
+
+
+def asked(settings: ClusterSettings, path: str = "/v1/seen", **request: Any) -> httpx.Response:
+    """One request to the ingress' web application, with one route more that tells what reached it."""
+    app = make_api(settings)
+
+    @app.api_route("/v1/seen", methods=["GET", "POST"])
+    @app.api_route("/health", methods=["GET"])
+    async def seen(http: Request) -> dict[str, Any]:
+        return {"caller": caller_of(http).name, "authorization": http.headers.get("authorization")}
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app, root_path=request.pop("root_path", ""))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(request.pop("method", "GET"), path, **request)
+
+    return asyncio.run(ask())
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_a_known_caller_comes_through_without_its_key() -> None:
+    response = asked(service({"web": {"key_sha256": DIGEST}, "job": OTHER}), headers=bearer(SECRET))
+    assert (response.status_code, response.json()) == (200, {"caller": "web", "authorization": None})
+
+
+@pytest.mark.parametrize("path", ["/v1/seen", "/v1/models", "/openapi.json", "/none", "/health/", "//health"])
+@pytest.mark.parametrize("headers", [{}, bearer("sk-wrong"), {"X-Api-Key": SECRET}])
+def test_an_unknown_key_gets_401_in_openais_form_before_anything_else(path: str, headers: dict[str, str]) -> None:
+    response = asked(service({"web": {"key_sha256": DIGEST}}), path, method="POST", content=b"{", headers=headers)
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+
+
+def test_probes_need_no_key_and_a_route_prefix_changes_nothing() -> None:
+    settings = service({"web": {"key_sha256": DIGEST}})
+    assert asked(settings, "/health").json()["caller"] == "anyone"
+    assert asked(settings, "/app/health", root_path="/app").status_code == 200
+    assert asked(settings, "/app/v1/seen", root_path="/app").status_code == 401
+    assert asked(settings, "/app/v1/seen", root_path="/app", headers=bearer(SECRET)).json()["caller"] == "web"
+
+
+def test_without_callers_everyone_is_anyone_and_may_set_tags() -> None:
+    settings = ClusterSettings(model=ModelSettings(source="org/tiny", id="tiny"))
+    assert asked(settings).json()["caller"] == "anyone"
+    assert asked(settings, headers=bearer("what-ever")).status_code == 200
+    assert ANYONE.tags == "allow"
+
+
+def test_a_browser_may_ask_whether_it_may_call_and_can_read_the_refusal() -> None:
+    settings = service({"web": {"key_sha256": DIGEST}}, allow_origins=["http://page.example"])
+    origin = {"Origin": "http://page.example"}
+    preflight = {**origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    assert asked(settings, method="OPTIONS", headers=preflight).status_code == 200
+    refused = asked(settings, headers=origin)
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == "http://page.example"
