@@ -20,7 +20,7 @@ from cluster.baselines import (
     best_table,
     climb,
 )
-from cluster.comparison import Bench, Load, MakePolicy, figures, rates, ratio, shuffled
+from cluster.comparison import Bench, Load, MakePolicy, figures, ratio, scores, shuffled
 from cluster.depth import Demand, best_depths
 from cluster.engine_model import Run
 from cluster.learned import Learned
@@ -100,16 +100,16 @@ def rivals(tuning: Bench, times: StepCosts) -> dict[str, MakePolicy]:
 
 
 def tuned_depth(tuning: Bench, load: Load, seeds: Sequence[int]) -> list[float]:
-    """Tokens a second at each fixed K, from 0, on the answers and seeds kept for tuning."""
+    """Score at each fixed K, from 0, on the answers and seeds kept for tuning."""
     elsewhere = [seed + TUNING_SEED for seed in seeds]
     makes = fixed_depths(tuning.max_draft_tokens).values()
-    return [float(np.mean(rates(tuning.runs(make, load, elsewhere)))) for make in makes]
+    return [float(np.mean(scores(tuning.runs(make, load, elsewhere), load))) for make in makes]
 
 
 def best_by_workload(
     bench: Bench, times: StepCosts, load: Load, seeds: Sequence[int], start: int
 ) -> tuple[dict[str, int], list[Run]]:
-    """The fixed K of each workload with the most tokens a second on these very seeds, and its runs.
+    """The fixed K of each workload with the best score on these very seeds, and its runs.
 
     The better of `start` for all and of what `best_depths` says for the true survivals, then changed one workload at a
     time; a better combination far from both may stay unseen.
@@ -120,7 +120,7 @@ def best_by_workload(
         return [bench.run(ByWorkload(by_label), traffic[seed], seed) for seed in seeds]
 
     def worth(by_label: Mapping[str, int]) -> float:
-        return float(np.mean(rates(runs(by_label))))
+        return float(np.mean(scores(runs(by_label), load)))
 
     same = dict.fromkeys(bench.mix.kinds, start)
     first = max((same, planned(bench, times, load)), key=worth)
@@ -152,11 +152,11 @@ def controls(
     flat = bench.runs(functools.partial(Learned, level, deepest), load, seeds, level)
     deep = bench.runs(lambda seed: BatchWide(deepest), load, seeds, level)
     return {
-        "gain_by_workload": ratio(rates(found[OURS]), rates(found[ONE])),
-        "gain_by_shuffled_workload": ratio(rates(mixed), rates(found[ONE])),
+        "gain_by_workload": ratio(scores(found[OURS], load), scores(found[ONE], load)),
+        "gain_by_shuffled_workload": ratio(scores(mixed, load), scores(found[ONE], load)),
         "flat_costs": {
             "mean_depth": figures(flat)["mean_depth"],
             "max_draft_tokens": deepest,
-            "to_max": ratio(rates(flat), rates(deep)),
+            "to_max": ratio(scores(flat, load), scores(deep, load)),
         },
     }

@@ -139,6 +139,17 @@ def rates(runs: Sequence[Run]) -> list[float]:
     return [run.tokens_per_s for run in runs]
 
 
+def speeds(runs: Sequence[Run]) -> list[float]:
+    """Tokens a second of one request while it decodes: one over the mean TPOT."""
+    return [1 / float(np.mean(run.tpot_s)) for run in runs]
+
+
+def scores(runs: Sequence[Run], load: Load) -> list[float]:
+    """What policies are compared by. A closed loop is always busy, so its tokens a second tell. Where requests arrive
+    by themselves an engine that keeps up gives out as many as arrive, and the speed of a request tells."""
+    return rates(runs) if load.kind == "closed" else speeds(runs)
+
+
 def figures(runs: Sequence[Run]) -> dict[str, Any]:
     """What is reported of a policy at a load; TPOT in seconds, percentiles over the requests of all seeds."""
     tpot_s = np.concatenate([run.tpot_s for run in runs])
@@ -149,6 +160,7 @@ def figures(runs: Sequence[Run]) -> dict[str, Any]:
         "tokens_per_s": round(float(np.mean(rates(runs))), 2),
         "tokens_per_s_95": interval(rates(runs)),
         "tokens_per_s_by_seed": [round(rate, 2) for rate in rates(runs)],
+        "request_tokens_per_s": round(float(np.mean(speeds(runs))), 3),
         "acceptance_length": round(
             sum(run.num_decoded for run in runs) / sum(run.num_request_steps for run in runs), 4
         ),
@@ -171,7 +183,7 @@ def figures(runs: Sequence[Run]) -> dict[str, Any]:
 def over_range(by_load: Sequence[Mapping[str, Sequence[float]]], name: str, bases: Sequence[str]) -> dict[str, Any]:
     """Ratio of a policy to the base of each load, as geometric mean over the loads, and its worst load.
 
-    by_load: tokens a second by seed, by policy, of each load; bases: the policy compared with at each load.
+    by_load: score by seed, by policy, of each load; bases: the policy compared with at each load.
     """
     logs = np.array(
         [np.log(np.asarray(found[name]) / np.asarray(found[base])) for found, base in zip(by_load, bases, strict=True)]

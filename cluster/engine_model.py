@@ -172,7 +172,9 @@ class Simulation:
             if self._running or self._prefilling:
                 self._step()
             else:
-                self._now_s = self._traffic.arrivals_s[self._next]
+                arrives_s = self._traffic.arrivals_s[self._next]
+                self.run.seconds += arrives_s - self._now_s if self._steady else 0.0
+                self._now_s = arrives_s
         return self.run
 
     def _admit(self) -> None:

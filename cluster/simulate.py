@@ -8,8 +8,9 @@ drafter), every fixed K, a batch-size table, a moving average, two bandits, the 
 hindsight, and an oracle of each step. Ours also runs with one workload for all, and with either half of it left out.
 Controls: with shuffled labels the gain by workload must vanish, with flat costs K must be K_max.
 
-Regret is the share of tokens/s lost to the best single fixed K, chosen on other answers and seeds, and to the best
-fixed K of each workload, chosen on the very requests that are measured.
+Regret is the share of the score lost to the best single fixed K, chosen on other answers and seeds, and to the best
+fixed K of each workload, chosen on the very requests that are measured. The score is tokens/s in a closed loop, and one
+over the mean TPOT where requests arrive by themselves, for there all that keep up give out what arrives.
 
 --validate compares AL at fixed K with real runs (`peagle.vllm.acceptance`, or `peagle.evaluate`'s figures).
 """
@@ -40,7 +41,7 @@ from cluster.arms import (
     tuned_depth,
 )
 from cluster.baselines import NoSpeculation
-from cluster.comparison import Bench, Load, Remembered, figures, over_range, rates, ratio
+from cluster.comparison import Bench, Load, Remembered, figures, over_range, ratio, scores
 from cluster.engine_model import Engine, Run, Times
 from cluster.step_costs import StepCosts
 from cluster.step_time import StepTimes
@@ -60,7 +61,7 @@ def compare(
     seeds: Sequence[int],
     with_controls: bool = True,
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Every policy at one load: the figures to report, and tokens a second by policy and seed."""
+    """Every policy at one load: the figures to report, and scores by policy and seed."""
     tuned = tuned_depth(tuning, load, seeds)
     best = fixed(int(np.argmax(tuned)))
     found: dict[str, list[Run]] = {}
@@ -71,7 +72,7 @@ def compare(
     by_label, found[BY_WORKLOAD] = best_by_workload(bench, times, load, seeds, int(np.argmax(tuned)))
     policies = {}
     for name, runs in found.items():
-        to_best, to_workload = (ratio(rates(runs), rates(found[base])) for base in (best, BY_WORKLOAD))
+        to_best, to_workload = (ratio(scores(runs, load), scores(found[base], load)) for base in (best, BY_WORKLOAD))
         policies[name] = {
             **figures(runs),
             "to_best_fixed": to_best,
@@ -83,18 +84,18 @@ def compare(
         "load": str(load),
         "num_requests": len(bench.traffic(load, seeds[0]).answers),
         "best_fixed": best,
-        "tuning_tokens_per_s": [round(rate, 2) for rate in tuned],
+        "tuning_scores": [round(score, 3) for score in tuned],
         "best_by_workload": by_label,
         "policies": policies,
     }
     if with_controls:
         document["controls"] = controls(bench, times, load, seeds, found)
-    return document, {name: rates(runs) for name, runs in found.items()}
+    return document, {name: scores(runs, load) for name, runs in found.items()}
 
 
 def whole_range(by_load: Sequence[Mapping[str, Sequence[float]]], loads: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Each policy against one fixed K for all loads, the best one by the tuning runs, and against each load's best."""
-    tuned = np.log(np.array([one["tuning_tokens_per_s"] for one in loads])).mean(axis=0)
+    tuned = np.log(np.array([one["tuning_scores"] for one in loads])).mean(axis=0)
     single = fixed(int(np.argmax(tuned)))
     return {
         "best_single_fixed": single,
