@@ -86,10 +86,13 @@ BAD_REQUESTS = {
 
 
 @contextmanager
-def running_service() -> Iterator[Service]:
-    """The application in a Ray of its own, on free ports, ready; both are stopped afterwards."""
+def running_service(**sections: dict[str, Any]) -> Iterator[Service]:
+    """The application in a Ray of its own, on free ports, ready; both are stopped afterwards. `sections`: keys to add
+    to sections of its settings."""
     document = yaml.safe_load(CONFIG.read_text())
     (application,) = document["applications"]
+    for name, keys in sections.items():
+        application["args"][name] = {**application["args"].get(name, {}), **keys}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
