@@ -3,10 +3,12 @@
 Enters: the engine's `DraftingRecorder` in a target replica. Leaves: a `ReplicaReport` (a value that any ingress can ask
 for), Ray's own metrics (`ray.util.metrics`, on every node's metrics port), and Prometheus text for all replicas.
 
-Denominators: `draft_tokens{depth=i}` counts the steps that verified at least i drafts, so
-accepted_tokens{depth=i} / draft_tokens{depth=i} is the survival S_i even where K varies, and
-1 + sum over depths of accepted_tokens / verification_steps is AL. Series carry the replica that counted them: sum over
-`replica`, and a replica that is gone takes its series along instead of making a sum go down.
+Denominators: `draft_tokens{depth=i}` counts the steps that verified at least i drafts, so accepted_tokens{depth=i} /
+draft_tokens{depth=i} is the survival S_i even where K varies, and 1 + sum over depths of accepted_tokens /
+verification_steps is AL. `reached_draft_tokens{depth=i}` counts those of them whose first i - 1 drafts were accepted,
+so accepted_tokens / reached_draft_tokens is the conditional acceptance a_i; accepted_tokens{depth=i} /
+accepted_tokens{depth=i-1} is not, where some steps end at K = i - 1. Series carry the replica that counted them: sum
+over `replica`, and a replica that is gone takes its series along instead of making a sum go down.
 """
 
 from collections.abc import Iterable, Mapping
@@ -53,6 +55,7 @@ class ReplicaTelemetry:
         keys = ("model", "workload")
         self._steps = Counter("peagle_verification_steps", "Steps that verified drafts.", keys)
         self._drafted = Counter("peagle_draft_tokens", "Draft tokens verified.", (*keys, "depth"))
+        self._reached = Counter("peagle_reached_draft_tokens", "Verified, all before accepted.", (*keys, "depth"))
         self._accepted = Counter("peagle_accepted_tokens", "Draft tokens accepted.", (*keys, "depth"))
 
     def report(self, num_running: int) -> ReplicaReport:
@@ -75,6 +78,7 @@ class ReplicaTelemetry:
             self._steps.inc(record.stats.num_steps, tags)
         for counter, counts in (
             (self._drafted, record.stats.drafted_by_depth),
+            (self._reached, record.stats.reached_by_depth),
             (self._accepted, record.stats.accepted_by_depth),
         ):
             for depth, count in enumerate(counts, start=1):
@@ -110,6 +114,11 @@ class _Reports:
         drafted = CounterMetricFamily(
             "peagle_draft_tokens", "Draft tokens verified: steps at least this deep.", labels=(*labels, "depth")
         )
+        reached = CounterMetricFamily(
+            "peagle_reached_draft_tokens",
+            "Draft tokens verified with all before them accepted: trials of the conditional acceptance.",
+            labels=(*labels, "depth"),
+        )
         accepted = CounterMetricFamily(
             "peagle_accepted_tokens", "Draft tokens accepted at this depth.", labels=(*labels, "depth")
         )
@@ -123,8 +132,9 @@ class _Reports:
                 steps.add_metric(values, counts.stats.num_steps)
                 for family, by_depth in (
                     (drafted, counts.stats.drafted_by_depth),
+                    (reached, counts.stats.reached_by_depth),
                     (accepted, counts.stats.accepted_by_depth),
                 ):
                     for depth, count in enumerate(by_depth, start=1):
                         family.add_metric([*values, str(depth)], count)
-        return [ready, running, requests, tokens, steps, drafted, accepted]
+        return [ready, running, requests, tokens, steps, drafted, reached, accepted]

@@ -17,12 +17,14 @@ from peagle.vllm.channel import DEFAULT_WORKLOAD, DEPTH_KEY, STEPS_HEADER, WORKL
 class DraftingStats:
     """Counts over some verification steps, by depth.
 
-    `drafted_by_depth[i - 1]` steps verified at least i drafts; in `accepted_by_depth[i - 1]` of those the first i were
-    all accepted. Their ratio estimates the survival S_i, also where K differs between requests or steps: a step with
-    fewer than i drafts is in neither count. Both tuples are as long as the deepest step, and empty without steps.
+    `drafted_by_depth[i - 1]` steps verified at least i drafts; in `reached_by_depth[i - 1]` of those the first i - 1
+    were all accepted, and in `accepted_by_depth[i - 1]` the first i. So accepted / reached estimates the conditional
+    acceptance a_i, and accepted / drafted the survival S_i, also where K differs between requests or steps: a step with
+    fewer than i drafts is in no count of depth i. All three are as long as the deepest step, and empty without steps.
     """
 
     drafted_by_depth: tuple[int, ...] = ()
+    reached_by_depth: tuple[int, ...] = ()
     accepted_by_depth: tuple[int, ...] = ()
 
     @property
@@ -48,13 +50,16 @@ class DraftingStats:
     def __add__(self, other: "DraftingStats") -> "DraftingStats":
         return DraftingStats(
             _sum_by_depth(self.drafted_by_depth, other.drafted_by_depth),
+            _sum_by_depth(self.reached_by_depth, other.reached_by_depth),
             _sum_by_depth(self.accepted_by_depth, other.accepted_by_depth),
         )
 
     def __sub__(self, earlier: "DraftingStats") -> "DraftingStats":
         """What came on top of `earlier`, a previous reading of the same counts."""
         return self + DraftingStats(
-            tuple(-count for count in earlier.drafted_by_depth), tuple(-count for count in earlier.accepted_by_depth)
+            tuple(-count for count in earlier.drafted_by_depth),
+            tuple(-count for count in earlier.reached_by_depth),
+            tuple(-count for count in earlier.accepted_by_depth),
         )
 
     @classmethod
@@ -76,20 +81,24 @@ class _Counter:
     """Growing counts; `stats()` is a frozen copy."""
 
     drafted: list[int] = field(default_factory=list)
+    reached: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
     def add(self, step: VerifiedStep) -> None:
         num_verified, num_accepted = step
         while len(self.drafted) < num_verified:
             self.drafted.append(0)
+            self.reached.append(0)
             self.accepted.append(0)
         for index in range(num_verified):
             self.drafted[index] += 1
+        for index in range(min(num_verified, num_accepted + 1)):
+            self.reached[index] += 1
         for index in range(num_accepted):
             self.accepted[index] += 1
 
     def stats(self) -> DraftingStats:
-        return DraftingStats(tuple(self.drafted), tuple(self.accepted))
+        return DraftingStats(tuple(self.drafted), tuple(self.reached), tuple(self.accepted))
 
 
 @dataclass(frozen=True, slots=True)
