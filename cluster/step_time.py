@@ -153,9 +153,9 @@ class StepTimes:
             found.append(HeldOut(point, self._fit_of(rest).seconds(shape), inside))
         return found
 
-    def save(self, path: str | Path) -> None:
-        """Write the table as JSON, one line a point."""
-        head: dict[str, Any] = {
+    def to_document(self) -> dict[str, Any]:
+        """The table as JSON, for `from_document` in another process."""
+        return {
             "format": FORMAT,
             "measured": self.measured,
             "max_draft_tokens": self.max_draft_tokens,
@@ -163,9 +163,24 @@ class StepTimes:
             "capture_sizes": {RAGGED if key is None else str(key): list(of) for key, of in self.capture_sizes.items()},
             "padding_tokens": self.padding_tokens,
             "conditions": self.conditions,
+            "points": [_to_row(point) for point in self.points],
         }
+
+    @classmethod
+    def from_document(cls, document: Any, source: str = "step times") -> "StepTimes":
+        """Inverse of `to_document`. Raises ValueError naming the `source` and the field."""
+        try:
+            return _from_json(document)
+        except (KeyError, TypeError, ValueError) as error:
+            said = f"missing key {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{source}: {said}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the table as JSON, one line a point."""
+        head = self.to_document()
+        points = head.pop("points")
         lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
-        rows = ",\n".join(f"  {json.dumps(_to_row(point))}" for point in self.points)
+        rows = ",\n".join(f"  {json.dumps(point)}" for point in points)
         text = "\n".join(["{", *lines, ' "points": [', rows, " ]", "}"]) + "\n"
         Path(path).write_text(text, encoding="utf-8")
 
@@ -178,11 +193,7 @@ class StepTimes:
             raise ValueError(
                 f"step times {path}: cannot be read as JSON ({error}); write it with peagle.vllm.calibrate"
             ) from error
-        try:
-            return _from_json(raw)
-        except (KeyError, TypeError, ValueError) as error:
-            said = f"missing key {error}" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f"step times {path}: {said}") from error
+        return cls.from_document(raw, f"step times {path}")
 
 
 def _comparable(field: str, value: Any) -> Any:
