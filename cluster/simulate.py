@@ -183,6 +183,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--min-distinct-share", type=float, default=0.0, help="leave out answers that repeat themselves more than this"
     )
+    parser.add_argument("--max-answer-tokens", type=int, help="cut answers, as the real run of --validate did")
     parser.add_argument("--no-controls", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -240,7 +241,13 @@ def main() -> None:
 def report(args: argparse.Namespace) -> dict[str, Any]:
     """Everything asked for; printed and returned."""
     traces = Traces.load(args.traces)
-    document: dict[str, Any] = {"made": made(), "traces": file_conditions(args.traces)}
+    if args.max_answer_tokens is not None:
+        traces = traces.cut(args.max_answer_tokens)
+    document: dict[str, Any] = {
+        "made": made(),
+        "traces": file_conditions(args.traces),
+        "max_answer_tokens": args.max_answer_tokens,
+    }
     if args.validate:
         compared = compare_lengths(traces, args.validate)
         print(validation_table(compared))

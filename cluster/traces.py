@@ -143,6 +143,17 @@ class Traces:
         kept = [dataclasses.replace(one, accepted=one.accepted.translate(limit)) for one in self.answers]
         return Traces(kept, max_draft_tokens, self.source)
 
+    def cut(self, max_tokens: int) -> "Traces":
+        """As if no answer had been longer than so many tokens, the first one counted."""
+        if max_tokens < 2:
+            raise ValueError(f"max_tokens must be at least 2, not {max_tokens}: the first token has no step")
+        kept = []
+        for one in self.answers:
+            anchors = one.accepted[: max_tokens - 1]
+            left = range(len(anchors), 0, -1)
+            kept.append(dataclasses.replace(one, accepted=bytes(map(min, anchors, left))))
+        return Traces(kept, self.max_draft_tokens, self.source)
+
     def halves(self) -> tuple["Traces", "Traces"]:
         """Two disjoint sets with half of each category and temperature: one to tune on, one to measure on."""
         seen: dict[tuple[str, float], int] = {}

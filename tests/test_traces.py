@@ -145,6 +145,19 @@ def test_every_mix_can_be_drawn_from_either_half() -> None:
             assert all(mix.kinds[label].holds(answer) for label, answer in drawn)
 
 
+def test_a_cut_answer_is_that_of_a_run_that_stopped_there() -> None:
+    traces = Traces([Answer("qa", 0.0, 1.0, bytes([2, 3, 0, 3, 1, 0])), Answer("qa", 0.0, 1.0, b"\x01")], 4)
+    # Five tokens: the first has no anchor, and the draft at anchor 3 has but one token left to be right about.
+    assert [one.accepted for one in traces.cut(5).answers] == [bytes([2, 3, 0, 1]), b"\x01"]
+    assert traces.cut(7).answers == traces.answers
+    real = Traces.load(REAL)
+    short = real.cut(64)
+    assert max(len(one.accepted) for one in short.answers) == 63
+    assert all(one.accepted[p] <= len(one.accepted) - p for one in short.answers for p in range(len(one.accepted)))
+    with pytest.raises(ValueError, match="max_tokens must be at least 2"):
+        traces.cut(1)
+
+
 def test_a_mix_drifts() -> None:
     drawn = Traces.load(REAL).draw(mixes()["code-to-chat"], 1000, np.random.default_rng(0))
     code = [label == "code" for label, _ in drawn]
