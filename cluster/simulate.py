@@ -213,7 +213,11 @@ def simulate(args: argparse.Namespace, traces: Traces) -> dict[str, Any]:
     summary = whole_range(by_load, loads)
     print(range_table(summary))
     return {
-        "step_times": file_conditions(args.step_times),
+        "step_times": {
+            **file_conditions(args.step_times),
+            "measured": times.measured,
+            "conditions": times.conditions,
+        },
         "plain_step_times": file_conditions(args.plain_step_times) if args.plain_step_times else None,
         "mix": {"name": args.mix, **dataclasses.asdict(mix)},
         "max_draft_tokens": traces.max_draft_tokens,

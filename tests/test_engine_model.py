@@ -107,7 +107,10 @@ def test_a_batch_with_a_prompt_is_not_uniform() -> None:
 def test_long_prompts_go_in_chunks_beside_decoding() -> None:
     times = Clock()
     engine = Engine(jitter=0.0, prompt_tokens=100, max_step_tokens=40)
-    run = simulate(Watched(3), Traffic([answer(*[1] * 60)] * 8, ["all"] * 8, concurrency=4), times, engine)
+    policy = Watched(3)
+    run = simulate(policy, Traffic([answer(*[1] * 60)] * 8, ["all"] * 8, concurrency=4), times, engine)
+    assert policy.num_steps == 8 * 30, "every request is decoded once"
+    assert run.ttft_s == sorted(run.ttft_s), "first come, first served"
     assert max(shape.num_tokens for shape in times.shapes) == 40
     assert run.ttft_s[0] >= 0.03
     assert all(shape.num_tokens >= shape.num_requests for shape in times.shapes)

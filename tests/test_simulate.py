@@ -58,6 +58,12 @@ def test_flat_costs_take_the_depth_to_its_maximum() -> None:
     assert run.mean_depth == 7.0
 
 
+def test_a_head_with_less_drafts_than_the_table_was_measured_for() -> None:
+    one = Bench(Traces.load(REAL).up_to(4), Remembered(measured_times()), mixes()["code-chat"], Engine(), 60)
+    run = one.run(Learned(measured_times(), 4, 0), one.traffic(Load.parse("closed:8"), 0), 0)
+    assert 0 < run.mean_depth <= 4
+
+
 def test_shuffling_moves_labels_and_nothing_else() -> None:
     traffic = bench().traffic(CLOSED, 0)
     mixed = shuffled(traffic, 0)
@@ -151,6 +157,8 @@ def test_the_command_prints_a_table_and_writes_its_conditions(tmp_path: Path) ->
     document = json.loads((tmp_path / "new" / "out.json").read_text())
     assert document["made"]["command"].startswith("python -m cluster.simulate --traces")
     assert set(document["traces"]) == {"path", "sha256"}
+    assert document["step_times"]["measured"] is True
+    assert document["step_times"]["conditions"]["gpu"] == "NVIDIA H200"
     assert document["max_draft_tokens"] == 7, "the lesser of the table's and the traces'"
     (found,) = document["loads"]
     assert found["load"] == "closed:4"
