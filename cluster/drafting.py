@@ -12,7 +12,8 @@ what it asks inside the range but above the operator's own limit is lowered to t
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Any, Literal, get_args
 
 from cluster.callers import ANYONE, Caller
 
@@ -20,7 +21,8 @@ DEFAULT_WORKLOAD = "default"
 K_HEADER = "x-drafting-k"
 WORKLOAD_HEADER = "x-drafting-workload"
 
-Source = Literal["request", "workload", "default"]
+Source = Literal["request", "workload", "default", "learned", "probe"]
+SOURCES: tuple[Source, ...] = get_args(Source)
 
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,9}")
@@ -79,15 +81,37 @@ class DepthPolicy:
 
 @dataclass(frozen=True)
 class Drafting:
-    """How one request is drafted: its workload, its K, and who chose the K."""
+    """How one request is drafted.
+
+    Attributes:
+        workload: what its acceptance is counted under.
+        k: drafts verified per step.
+        source: what chose K: the `request`, the operator's table by `workload`, the `default`, or what was `learned`;
+            `probe`: learned, but for this request deeper, to see what lies there.
+        reason: why, in words; "" where the source says all.
+        survival: S_1, S_2, ... on which a learned K rests, by which the engine may trim it under load; () otherwise.
+        expected_tpot_s: seconds per output token that a learned K was expected to give.
+        limit: the largest K that its caller may have, where it has a limit of its own.
+    """
 
     workload: str
     k: int
     source: Source
+    reason: str = ""
+    survival: tuple[float, ...] = ()
+    expected_tpot_s: float | None = None
+    limit: int | None = field(default=None, compare=False)
 
     def to_wire(self) -> dict[str, Any]:
         """The form in which the ingress hands its decision to the target, inside the request's `drafting` field."""
-        return {"workload": self.workload, "k": self.k, "source": self.source}
+        wire: dict[str, Any] = {"workload": self.workload, "k": self.k, "source": self.source}
+        if self.reason:
+            wire["reason"] = self.reason
+        if self.survival:
+            wire["survival"] = list(self.survival)
+        if self.expected_tpot_s is not None:
+            wire["expected_tpot_ms"] = round(1000 * self.expected_tpot_s, 3)
+        return wire
 
 
 def is_workload_tag(tag: str) -> bool:
@@ -134,7 +158,8 @@ def resolve(
     depth, source = policy.depth_of(workload)
     if k is not None:
         depth, source = min(k, policy.max_depth), "request"
-    return Drafting(workload, depth if caller.max_depth is None else min(depth, caller.max_depth), source)
+    limit = caller.max_depth
+    return Drafting(workload, depth if limit is None else min(depth, limit), source, limit=limit)
 
 
 def from_wire(policy: DepthPolicy, requested: Any, workload_of: WorkloadOf = _tag_or_default) -> Drafting:
@@ -147,11 +172,19 @@ def from_wire(policy: DepthPolicy, requested: Any, workload_of: WorkloadOf = _ta
     if not (isinstance(requested, Mapping) and "source" in requested):
         return resolve(policy, requested, workload_of=workload_of)
     source = requested["source"]
-    if source not in ("request", "workload", "default"):
+    if source not in SOURCES:
         raise DraftingError("drafting.source", f"drafting.source is {source!r}; only the ingress sets it")
     k = _checked_k("drafting.k", requested.get("k"), policy)
     tag = _checked_tag("drafting.workload", requested.get("workload"))
-    return Drafting(workload_of(tag), min(k, policy.max_depth), source)
+    tpot_ms = requested.get("expected_tpot_ms")
+    return Drafting(
+        workload_of(tag),
+        min(k, policy.max_depth),
+        source,
+        str(requested.get("reason", "")),
+        _checked_survival(requested.get("survival", ()), policy),
+        None if tpot_ms is None else float(tpot_ms) / 1000,
+    )
 
 
 def _checked_object(requested: Any) -> Mapping[str, Any]:
@@ -173,6 +206,14 @@ def _checked_tag(name: str, tag: Any) -> str:
             name, f"{name} must be 1 to 64 letters, digits or . _ : - starting with a letter or digit, not {tag!r:.80}"
         )
     return tag
+
+
+def _checked_survival(survival: Any, policy: DepthPolicy) -> tuple[float, ...]:
+    values = survival if isinstance(survival, list | tuple) else [None]
+    numbers = all(isinstance(value, int | float) and 0 <= value <= 1 for value in values)
+    if not numbers or len(values) > policy.max_draft_tokens or any(a < b for a, b in pairwise(values)):
+        raise DraftingError("drafting.survival", f"drafting.survival is {survival!r:.80}; only the ingress sets it")
+    return tuple(map(float, values))
 
 
 def _checked_k(name: str, k: Any, policy: DepthPolicy) -> int:

@@ -14,12 +14,12 @@ from pydantic import BaseModel, ValidationError
 
 from cluster import messages
 from cluster.caller_settings import check_depths, read_callers
+from cluster.depth_settings import DepthSettings, check_depth
 from cluster.drafting import is_workload_tag
 from cluster.settings import (
     OWNED_ENGINE_KEYS,
     CallerSettings,
     ClusterSettings,
-    DepthSettings,
     DrafterSettings,
     ModelSettings,
 )
@@ -233,22 +233,8 @@ class _Reader:
             self.problems.append("depth has no meaning without a drafter: remove depth, or give drafter.head")
             return
         deepest = drafter.max_draft_tokens
-        if deepest is None:
-            return
-        limit, because = deepest, f"drafter.max_draft_tokens, {deepest}"
-        if depth.max is not None and depth.max > deepest:
-            self.problems.append(f"depth.max is {depth.max}, above {because}")
-        elif depth.max is not None:
-            limit, because = depth.max, f"depth.max, {depth.max}"
-        if depth.default is not None and depth.default > limit:
-            self.problems.append(f"depth.default is {depth.default}, above {because}")
-        for tag, k in depth.by_workload.items():
-            if not is_workload_tag(tag):
-                self.problems.append(
-                    f"depth.by_workload has the tag {tag!r:.80}: a tag is 1 to 64 letters, digits or . _ : -"
-                )
-            if not 0 <= k <= limit:
-                self.problems.append(f"depth.by_workload.{tag} is {k}, outside 0..{limit} ({because})")
+        if deepest is not None:
+            self.problems.extend(check_depth(depth, deepest))
 
     def check_callers(
         self, callers: Mapping[str, CallerSettings], depth: DepthSettings | None, drafter: DrafterSettings | None

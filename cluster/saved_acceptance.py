@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from cluster.counts import MAX_NUM_SOURCES, Counts, Ledger, SourceState
-from cluster.settings import Section
+from cluster.section import Section
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 TOLERANCE = 1e-6  # relative; sums of weighted steps are rounded

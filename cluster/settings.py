@@ -8,10 +8,12 @@ CPUs.
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from cluster.callers import Caller, Callers, TagRight
+from cluster.depth_settings import DepthSettings
 from cluster.drafting import DepthPolicy
+from cluster.section import Section
 
 OWNED_ENGINE_KEYS = {
     "model": "set model.source",
@@ -30,10 +32,6 @@ OWNED_ENGINE_KEYS = {
     "data_parallel_size": "set target.num_replicas",
 }
 """Engine arguments that other settings decide, each with what to do instead."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
 
 class ModelSettings(Section):
@@ -56,15 +54,6 @@ class DrafterSettings(Section):
     max_draft_tokens: int | None = Field(default=None, ge=1, le=64)
     parallel_drafting: bool | None = None
     engine_options: dict[str, Any] = Field(default_factory=dict)
-
-
-class DepthSettings(Section):
-    """K: `max` that a request gets (default K_max), `default` where nothing else decides (default `max`), and a
-    table by workload tag."""
-
-    default: int | None = Field(default=None, ge=0)
-    max: int | None = Field(default=None, ge=0)
-    by_workload: dict[str, int] = Field(default_factory=dict)
 
 
 class TargetSettings(Section):

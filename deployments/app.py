@@ -18,6 +18,7 @@ from ray.serve.llm.ingress import make_fastapi_ingress
 import peagle.heads
 from cluster.loading import Catalog, SettingsError, load_settings
 from cluster.settings import ClusterSettings
+from deployments.depth import step_times
 from deployments.engine_config import engine_config
 from deployments.ingress import ENDPOINTS, Ingress, make_api
 from deployments.names import INGRESS_NAME, TARGET_NAME
@@ -34,10 +35,11 @@ def build(args: dict[str, Any]) -> serve.Application:
     """
     settings = load_settings(args, catalog(), os.environ)
     check_files(settings)
+    times = step_times(settings)
     sizing = engine_config(settings)
     target = build_llm_deployment(
         sizing,
-        bind_kwargs={"settings": settings},
+        bind_kwargs={"settings": settings, "times": times},
         deployment_cls=TargetServer,
         # The ingress logs every HTTP request; the target would log its own once-a-second health question.
         override_serve_options={"name": TARGET_NAME, "logging_config": {"enable_access_log": False}},
@@ -54,6 +56,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         llm_deployments={model_id: target},
         model_cards={model_id: to_model_metadata(model_id, sizing)},
         settings=settings,
+        times=times,
     )
     return application
 

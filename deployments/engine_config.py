@@ -9,8 +9,10 @@ from typing import Any
 from ray.serve.llm import LLMConfig
 
 from cluster.settings import ClusterSettings
+from cluster.step_time import StepTimes
 from peagle.embedded import embedded_targets, prepare_target
 from peagle.heads import prepare_head
+from peagle.vllm.channel import STEP_TIMES_KEY
 from peagle.vllm.engine import engine_kwargs
 
 MAX_SMALL_MACHINE_CORES = 4
@@ -84,12 +86,20 @@ def _intel_openmp() -> Path | None:
     return path if path is not None and path.is_file() else None
 
 
-def engine_config(settings: ClusterSettings, target: str | None = None, head_dir: Path | None = None) -> LLMConfig:
+def engine_config(
+    settings: ClusterSettings,
+    target: str | None = None,
+    head_dir: Path | None = None,
+    times: StepTimes | None = None,
+) -> LLMConfig:
     """`ray.serve.llm`'s configuration of a target replica.
 
     Without `target` it sizes the deployment (resources, environment, replicas) and its engine must not be started.
+    With measured `times` the scheduler trims by them too, and the engine does not start if they are another engine's.
     """
     extra = dict(settings.engine)
+    if times is not None and times.measured:
+        extra["additional_config"] = {**extra.get("additional_config", {}), STEP_TIMES_KEY: times.to_document()}
     dtype = extra.pop("dtype", "auto")
     drafter = settings.drafter if head_dir is not None else None
     kwargs = engine_kwargs(

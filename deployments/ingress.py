@@ -7,7 +7,8 @@ OpenAI's form. Ready means ready: while no target replica answers, a request get
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -17,14 +18,17 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.llm.ingress import OpenAiIngress
 from starlette.responses import JSONResponse
 
+from cluster.control import fixed_document
 from cluster.drafting import DraftingError, ForbiddenTagError, resolve
 from cluster.settings import ClusterSettings
+from cluster.step_time import StepTimes
 from cluster.workloads import Workloads
 from deployments.auth import CallerMiddleware, caller_of
+from deployments.depth import StateFile, depth_metrics, make_control, observe
 from deployments.errors import REPLICA_LOST, ApiError, add_error_handlers, from_engine, not_ready
 from deployments.readiness import ReplicaMonitor
 from deployments.requests import Body, ChatBody, CompletionBody, check_body, prompt_of_application
-from deployments.telemetry import METRICS_CONTENT_TYPE, prometheus_text
+from deployments.telemetry import METRICS_CONTENT_TYPE, ReplicaReport, prometheus_text
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +41,7 @@ ENDPOINTS = {
     "chat": lambda app: app.post("/v1/chat/completions"),
     "health": lambda app: app.get("/health"),
     "metrics": lambda app: app.get("/metrics"),
+    "drafting": lambda app: app.get("/drafting"),
 }
 
 
@@ -49,6 +54,7 @@ class Ingress(OpenAiIngress):
         model_cards: dict[str, Any],
         *,
         settings: ClusterSettings,
+        times: StepTimes | None = None,
         lora_paths: dict[str, str] | None = None,
     ) -> None:
         super().__init__(llm_deployments, model_cards, lora_paths=lora_paths)
@@ -63,7 +69,11 @@ class Ingress(OpenAiIngress):
                 "The settings have no section callers: everyone who reaches this port is served, without an API key, "
                 "and may set workload tags."
             )
-        self._monitor = ReplicaMonitor(handle)
+        self._control = make_control(settings, times)
+        self._state = StateFile(settings.depth.state)
+        if self._control is not None:
+            self._state.restore(self._control)
+        self._monitor = ReplicaMonitor(handle, self._observe)
         self._monitor.start()
 
     async def health(self) -> Response:
@@ -75,7 +85,23 @@ class Ingress(OpenAiIngress):
 
     async def metrics(self) -> Response:
         """Prometheus text over all target replicas: whichever ingress replica answers, it says the same."""
-        return Response(prometheus_text(await self._monitor.refresh()), media_type=METRICS_CONTENT_TYPE)
+        reports = await self._monitor.refresh()
+        more = depth_metrics(self._document(), self._model_id)
+        return Response(prometheus_text(reports, more), media_type=METRICS_CONTENT_TYPE)
+
+    async def drafting(self) -> Response:
+        """What is known of each workload's acceptance, and the K it gets (`python -m cluster.view` shows it)."""
+        return JSONResponse(self._document())
+
+    def _document(self) -> dict[str, Any]:
+        if self._control is None:
+            return fixed_document(self._policy, self._model_id)
+        return {"model": self._model_id, **self._control.document(time.monotonic())}
+
+    def _observe(self, reports: Sequence[ReplicaReport]) -> None:
+        if self._control is not None and reports:
+            observe(self._control, reports)
+            self._state.save(self._control)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:  # type: ignore[override]
         """Answer a chat, whole or streamed."""
@@ -129,6 +155,8 @@ class Ingress(OpenAiIngress):
             raise ApiError(403, error.message, param=error.field, code="tag_not_allowed") from error
         except DraftingError as error:
             raise ApiError(400, error.message, param=error.field) from error
+        if self._control is not None:
+            drafting = self._control.settle(drafting, time.monotonic())
         body.drafting = drafting.to_wire()  # type: ignore[union-attr]
 
     async def _first(self, answer: AsyncGenerator[Any, None]) -> Any:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
@@ -23,8 +23,12 @@ class ReplicaMonitor:
     to answer stays what it was: being busy is no reason to turn requests away.
     """
 
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+    def __init__(
+        self, handle: DeploymentHandle[Any], on_reports: Callable[[Sequence[ReplicaReport]], None] | None = None
+    ) -> None:
+        """`on_reports` gets the reports each time they have come; it must not raise."""
         self._handle = handle
+        self._on_reports = on_reports
         self._reports: list[ReplicaReport] = []
         self._task: asyncio.Task[None] | None = None
 
@@ -49,6 +53,8 @@ class ReplicaMonitor:
         except REPLICA_LOST:
             answers = []
         self._reports = [answer for answer in answers if isinstance(answer, ReplicaReport)]
+        if self._on_reports is not None:
+            self._on_reports(self._reports)
         return self._reports
 
     async def _poll_forever(self) -> None:

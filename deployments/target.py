@@ -8,6 +8,7 @@ Never decides a K: that is `cluster.drafting`.
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator
 from typing import Any, Literal
 
@@ -26,7 +27,9 @@ from vllm.exceptions import VLLMClientError
 
 from cluster.drafting import Drafting, DraftingError, from_wire
 from cluster.settings import ClusterSettings
+from cluster.step_time import StepTimes
 from cluster.workloads import MAX_NUM_WORKLOADS, Workloads
+from deployments.depth import make_control, observe
 from deployments.engine_config import engine_config, on_cpu, prepare, use_all_cores_of_a_small_machine
 from deployments.requests import (
     Body,
@@ -38,7 +41,8 @@ from deployments.requests import (
     refusal_of,
 )
 from deployments.telemetry import ReplicaReport, ReplicaTelemetry
-from peagle.vllm.channel import DEPTH_KEY, WORKLOAD_KEY
+from peagle.heads import head_digest
+from peagle.vllm.channel import DEPTH_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.stats import DraftingRecorder, DraftingStats
 
 logger = logging.getLogger(__name__)
@@ -47,9 +51,11 @@ logger = logging.getLogger(__name__)
 class TargetServer(LLMServer):
     """One replica. Its constructor returns when the engine answers, so a running replica is a ready one."""
 
-    async def __init__(self, llm_config: LLMConfig, *, settings: ClusterSettings) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, llm_config: LLMConfig, *, settings: ClusterSettings, times: StepTimes | None = None
+    ) -> None:
         """`llm_config` sized the placement group when the application was built; the engine's own configuration is
-        made here, where the checkpoints are prepared: each node has its own cache."""
+        made here, where the checkpoints are prepared: each node has its own cache. `times`: what K is chosen by."""
         self._policy = settings.depth_policy()
         self._model_id = settings.model.id
         self._aliases = settings.model.aliases
@@ -58,9 +64,11 @@ class TargetServer(LLMServer):
         if on_cpu(settings):
             use_all_cores_of_a_small_machine()
         target_dir, head_dir = await asyncio.to_thread(prepare, settings)
-        await super().__init__(engine_config(settings, target_dir, head_dir))
+        await super().__init__(engine_config(settings, target_dir, head_dir, times))
         replica = serve.get_replica_context().replica_id.unique_id
-        self._telemetry = ReplicaTelemetry(replica, self._model_id, MAX_NUM_WORKLOADS + len(named))
+        head = "" if head_dir is None else await asyncio.to_thread(head_digest, head_dir)
+        self._telemetry = ReplicaTelemetry(replica, self._model_id, MAX_NUM_WORKLOADS + len(named), head)
+        self._control = make_control(settings, times)
         self._telemetry.recorder.attach(self._engine_client)
 
     @property
@@ -71,7 +79,10 @@ class TargetServer(LLMServer):
     async def report(self) -> ReplicaReport:
         """What this replica has counted. Raises what the engine died of, if it did."""
         await self.check_health()
-        return self._telemetry.report(self._engine_client.output_processor.get_num_unfinished_requests())
+        report = self._telemetry.report(self._engine_client.output_processor.get_num_unfinished_requests())
+        if self._control is not None:
+            observe(self._control, [report])
+        return report
 
     async def chat(self, request: ChatCompletionRequest, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         """Answer a chat request: its response object, or lists of server-sent events when it streams."""
@@ -123,10 +134,13 @@ class TargetServer(LLMServer):
             (request.model_extra or {}).pop("drafting", None),
             lambda tag: self._workloads.of(tag, asked_model, prompt_of_application(request)),
         )
+        if self._control is not None:  # a request that came past the ingress; what that decided stays
+            drafting = self._control.settle(drafting, time.monotonic())
         request.vllm_xargs = {
             **(request.vllm_xargs or {}),
             DEPTH_KEY: drafting.k,
             WORKLOAD_KEY: drafting.workload,
+            **({SURVIVAL_KEY: list(drafting.survival)} if drafting.survival else {}),
         }
         return drafting
 

@@ -36,21 +36,28 @@ class WorkloadReport:
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """What one target replica has counted since it started."""
+    """What one target replica has counted since it started, drafting with `head` (a digest; "" without a drafter).
+
+    `num_running`: requests that the engine works on or keeps waiting; `running`: their sequences by workload, with a
+    mean context of `context_tokens`."""
 
     replica: str
     model: str
     num_running: int
     workloads: Mapping[str, WorkloadReport] = field(default_factory=dict)
+    head: str = ""
+    running: Mapping[str, int] = field(default_factory=dict)
+    context_tokens: float = 0.0
 
 
 class ReplicaTelemetry:
     """Counts in one target replica. `recorder` is to be attached to the replica's engine client."""
 
-    def __init__(self, replica: str, model: str, max_workloads: int) -> None:
+    def __init__(self, replica: str, model: str, max_workloads: int, head: str = "") -> None:
         self.recorder = DraftingRecorder(self._finished, max_workloads=max_workloads)
         self._replica = replica
         self._model = model
+        self._head = head
         self._ended: dict[str, WorkloadReport] = {}
         keys = ("model", "workload")
         self._steps = Counter("peagle_verification_steps", "Steps that verified drafts.", keys)
@@ -64,7 +71,8 @@ class ReplicaTelemetry:
         for workload, stats in self.recorder.totals().items():
             ended = self._ended.get(workload, WorkloadReport())
             workloads[workload] = WorkloadReport(stats, ended.num_finished, ended.num_aborted, ended.num_output_tokens)
-        return ReplicaReport(self._replica, self._model, num_running, workloads)
+        running, context_tokens = self.recorder.running()
+        return ReplicaReport(self._replica, self._model, num_running, workloads, self._head, running, context_tokens)
 
     def _finished(self, record: RequestDrafting) -> None:
         old = self._ended.get(record.workload, WorkloadReport())
@@ -86,18 +94,19 @@ class ReplicaTelemetry:
                     counter.inc(count, {**tags, "depth": str(depth)})
 
 
-def prometheus_text(reports: Iterable[ReplicaReport]) -> bytes:
-    """The reports in Prometheus' text format, every counter from zero on at each replica's start."""
+def prometheus_text(reports: Iterable[ReplicaReport], more: Iterable[Metric] = ()) -> bytes:
+    """The reports in Prometheus' text format, every counter from zero on at each replica's start; and `more`."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Reports(list(reports)))
+    registry.register(_Reports(list(reports), list(more)))
     return generate_latest(registry)
 
 
 class _Reports:
     """A prometheus_client collector over fixed reports."""
 
-    def __init__(self, reports: list[ReplicaReport]) -> None:
+    def __init__(self, reports: list[ReplicaReport], more: list[Metric]) -> None:
         self._reports = reports
+        self._more = more
 
     def collect(self) -> list[Metric]:
         labels = ("model", "workload", "replica")
@@ -137,4 +146,4 @@ class _Reports:
                 ):
                     for depth, count in enumerate(by_depth, start=1):
                         family.add_metric([*values, str(depth)], count)
-        return [ready, running, requests, tokens, steps, drafted, reached, accepted]
+        return [ready, running, requests, tokens, steps, drafted, reached, accepted, *self._more]

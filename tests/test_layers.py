@@ -36,7 +36,7 @@ LAYERS = (
     Layer(
         "peagle/vllm",
         never=frozenset({"ray", "cluster", "deployments", "tests", "benchmarks"}),
-        but=frozenset({"cluster.allocation", "cluster.step_time"}),
+        but=frozenset({"cluster.allocation", "cluster.step_costs", "cluster.step_time"}),
     ),
     Layer("peagle", never=frozenset({"ray", "cluster", "deployments", "tests", "benchmarks", "vllm", "peagle.vllm"})),
     Layer("cluster", only=frozenset({*sys.stdlib_module_names, "numpy", "pydantic", "yaml", "cluster"})),

@@ -35,6 +35,14 @@ def shipped_heads() -> dict[str, Path]:
     return {path.parent.name: path.parent for path in sorted(Path(__file__).parent.glob("*/config.json"))}
 
 
+def head_digest(head_dir: Path) -> str:
+    """Ten hex digits of a head's config.json and weights: the same on every machine, another for every other head."""
+    digest = hashlib.sha256()
+    for path in (head_dir / "config.json", *weight_files(head_dir)):
+        digest.update(sha256_of(path).encode())
+    return digest.hexdigest()[:10]
+
+
 def prepare_head(
     head: str | Path,
     target_dir: Path,

@@ -13,6 +13,13 @@ from collections.abc import Iterable, Mapping
 DEPTH_KEY = "peagle_k"
 """`extra_args` key: int 0..K_max, drafts verified per step of this request. Absent: K_max."""
 
+SURVIVAL_KEY = "peagle_survival"
+"""`extra_args` key: list of S_1, S_2, ..., at least K long: chances by which the scheduler may trim the request further
+under load. Absent: K is obeyed as it is."""
+
+STEP_TIMES_KEY = "peagle_step_times"
+"""Key of vLLM's `additional_config`: the document of a `cluster.step_time.StepTimes`, by which the scheduler trims."""
+
 WORKLOAD_KEY = "peagle_workload"
 """`extra_args` key: str, the workload under which this request's acceptance is counted. Absent: `DEFAULT_WORKLOAD`."""
 

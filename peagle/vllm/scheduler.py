@@ -6,6 +6,8 @@ The drafter always proposes K_max tokens in its one pass (P-EAGLE, arXiv 2602.01
 only, so trimming costs no draft quality and keeps the distribution of the output.
 
 Given to vLLM as an import string, `scheduler_cls=SYNC_SCHEDULER` or `ASYNC_SCHEDULER` of `peagle.vllm.engine`.
+Where requests carry survivals and the engine knows its step times, drafts beyond what pays in the step at hand are
+trimmed too (`peagle.vllm.trimming`); never deepened.
 Knows nothing of workloads or of how K is chosen.
 """
 
@@ -18,6 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from peagle.vllm import compat
 from peagle.vllm.channel import DEPTH_KEY, VerifiedStep, with_steps
+from peagle.vllm.trimming import make_trimmer
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -54,6 +57,7 @@ class _PerRequestDepth(_Base):
             )
         if self.use_v2_model_runner:
             raise ValueError("VLLM_USE_V2_MODEL_RUNNER must not be 1: vLLM's V2 model runner has no parallel drafting")
+        self._trimmer = make_trimmer(self.vllm_config, self.num_spec_tokens)
         self._steps: dict[str, list[VerifiedStep]] = {}
         self._last_warning_s = float("-inf")
         self._num_unlogged = 0
@@ -70,6 +74,14 @@ class _PerRequestDepth(_Base):
         depth = min(max(wanted, 0), self.num_spec_tokens) if is_number else self.num_spec_tokens
         self._warn_about_depth(request.request_id, wanted, depth)
         return depth
+
+    def _trim(self, requests: "list[Request]") -> None:
+        """Keep of each request's drafts the first K, and under load the ones that pay in this step."""
+        depths = [self.depth_of(request) for request in requests]
+        if self._trimmer is not None:
+            depths = self._trimmer.depths(requests, depths)
+        for request, depth in zip(requests, depths, strict=True):
+            request.spec_token_ids = request.spec_token_ids[:depth]
 
     def _warn_about_depth(self, request_id: str, wanted: object, depth: int) -> None:
         now_s = time.monotonic()
@@ -138,10 +150,8 @@ class PerRequestDepthScheduler(_PerRequestDepth, Scheduler):
     def update_draft_token_ids(self, draft_token_ids: "DraftTokenIds") -> None:
         """Keep the first K of the drafts that vLLM takes over (after a grammar's check, where there is one)."""
         super().update_draft_token_ids(draft_token_ids)
-        for request_id in draft_token_ids.req_ids:
-            request = self.requests.get(request_id)
-            if request is not None and request.spec_token_ids:
-                request.spec_token_ids = request.spec_token_ids[: self.depth_of(request)]
+        found = [self.requests.get(request_id) for request_id in draft_token_ids.req_ids]
+        self._trim([request for request in found if request is not None and request.spec_token_ids])
 
 
 class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
@@ -159,7 +169,5 @@ class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
 
     def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:
         super()._update_after_schedule(scheduler_output)
-        for request_id in scheduler_output.num_scheduled_tokens:
-            request = self.requests[request_id]
-            if not request.is_prefill_chunk and request.spec_token_ids:
-                request.spec_token_ids = request.spec_token_ids[: self.depth_of(request)]
+        found = [self.requests[request_id] for request_id in scheduler_output.num_scheduled_tokens]
+        self._trim([request for request in found if not request.is_prefill_chunk and request.spec_token_ids])

@@ -128,6 +128,7 @@ class _Tracked:
     workload: str
     k: Any
     counter: _Counter = field(default_factory=_Counter)
+    num_prompt_tokens: int = 0
     num_output_tokens: int = 0
 
     def finished(self, is_aborted: bool) -> RequestDrafting:
@@ -234,6 +235,15 @@ class DraftingRecorder:
         """
         return {workload: counter.stats() for workload, counter in self._totals.items()}
 
+    def running(self) -> tuple[dict[str, int], float]:
+        """Sequences in the engine, waiting ones included, by workload; and their mean context in tokens."""
+        counts: dict[str, int] = {}
+        num_tokens = 0
+        for tracked in self._live.values():
+            counts[tracked.workload] = counts.get(tracked.workload, 0) + 1
+            num_tokens += tracked.num_prompt_tokens + tracked.num_output_tokens
+        return counts, num_tokens / len(self._live) if self._live else 0.0
+
     def _track(self, request: Any) -> None:
         extra_args = getattr(request.sampling_params, "extra_args", None) or {}
         workload = str(extra_args.get(WORKLOAD_KEY) or DEFAULT_WORKLOAD)
@@ -243,7 +253,12 @@ class DraftingRecorder:
         # A later part of a streamed prompt comes under the same id and continues its counts.
         self._live.setdefault(
             request.request_id,
-            _Tracked(request.external_req_id or request.request_id, workload, extra_args.get(DEPTH_KEY)),
+            _Tracked(
+                request.external_req_id or request.request_id,
+                workload,
+                extra_args.get(DEPTH_KEY),
+                num_prompt_tokens=len(request.prompt_token_ids or ()),
+            ),
         )
 
     def _record(self, engine_core_outputs: Iterable[Any]) -> None:

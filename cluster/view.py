@@ -1,0 +1,71 @@
+"""A table of workloads, their acceptance by depth, and the K that each gets, from a running service.
+
+    python -m cluster.view [http://127.0.0.1:8000] [--watch SECONDS] [--api-key KEY]
+
+Asks `GET /drafting` of the ingress, whose document `DepthControl.document` (cluster/control.py) writes.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+TIMEOUT_S = 10.0
+
+
+def table(document: Mapping[str, Any]) -> str:
+    """The document of `GET /drafting` as text: a line each workload, `survival` as mean (low-high) in per cent."""
+    deepest = int(document["max_draft_tokens"])
+    header = ["workload", "requests", "steps", "K", "source", "AL", *(f"S{i}" for i in range(1, deepest + 1))]
+    rows = [header, *(_row(one, deepest) for one in document["workloads"])]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += ["", f"{document['model']}: K_max {deepest}, policy {document['policy']}, {document['step_times']}"]
+    lines += [f"{one['workload']}: {one['reason']}" for one in document["workloads"] if one["reason"]]
+    return "\n".join(lines)
+
+
+def _row(one: Mapping[str, Any], deepest: int) -> list[str]:
+    survival = one["survival"]
+    known = zip(survival["mean"], survival["low"], survival["high"], strict=True)
+    depths = [f"{100 * mean:.0f} ({100 * low:.0f}-{100 * high:.0f})" for mean, low, high in known][:deepest]
+    depths += ["-"] * (deepest - len(depths))
+    length = "-" if one["acceptance_length"] is None else f"{one['acceptance_length']:.2f}"
+    counts = [f"{one['num_requests']:g}", f"{one['num_steps']:.0f}", str(one["k"])]
+    return [one["workload"], *counts, one["source"], length, *depths]
+
+
+def fetch(url: str, api_key: str | None = None) -> dict[str, Any]:
+    """The document of a service at `url`. Raises OSError when it does not answer with one."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    request = urllib.request.Request(url.rstrip("/") + "/drafting", headers=headers)
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        document: dict[str, Any] = json.load(answer)
+    return document
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m cluster.view", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000")
+    parser.add_argument("--watch", type=float, metavar="SECONDS", help="show it again and again")
+    parser.add_argument("--api-key", default=os.environ.get("PEAGLE_API_KEY"), help="default: $PEAGLE_API_KEY")
+    options = parser.parse_args(arguments)
+    while True:
+        try:
+            print(table(fetch(options.url, options.api_key)), flush=True)
+        except (OSError, ValueError) as error:
+            print(f"{options.url}/drafting does not answer: {error}", file=sys.stderr)
+            return 1
+        if options.watch is None:
+            return 0
+        time.sleep(options.watch)
+        print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Trims drafts by the load that a step really has: the rule of `cluster.allocation`, in the scheduler.
+
+Enters: the requests of the next step, each with its K and perhaps its survival (`SURVIVAL_KEY`), and the engine's step
+times (`STEP_TIMES_KEY` in vLLM's `additional_config`). Leaves: depths, never above K. A request without a survival
+(pinned, asked for by the client, a probe) keeps its K; the others make room around it.
+"""
+
+import logging
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from cluster.allocation import SurvivalError, allocate
+from cluster.step_costs import CostCurves
+from cluster.step_time import StepTimes
+from peagle.vllm.channel import STEP_TIMES_KEY, SURVIVAL_KEY
+from peagle.vllm.engine_facts import engine_conditions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+MAX_KNOWN_SURVIVALS = 4096
+
+Survival = tuple[float, ...]
+
+
+def make_trimmer(config: "VllmConfig", max_draft_tokens: int) -> "Trimmer | None":
+    """None for an engine without step times.
+
+    Raises:
+        ValueError: the step times are damaged, or were measured on another engine; names the fields.
+    """
+    additional = config.additional_config
+    document = additional.get(STEP_TIMES_KEY) if isinstance(additional, dict) else None
+    if document is None:
+        return None
+    times = StepTimes.from_document(document)
+    times.check_fits(engine_conditions(config))
+    return Trimmer(times, max_draft_tokens)
+
+
+class Trimmer:
+    """Depths of the requests of one step after another."""
+
+    def __init__(self, times: StepTimes, max_draft_tokens: int) -> None:
+        self._curves = CostCurves(times)
+        self._max_draft_tokens = max_draft_tokens
+        # One tuple for equal survivals: requests that share one are decided together.
+        self._known: OrderedDict[Survival, Survival] = OrderedDict()
+
+    def depths(self, requests: "list[Request]", wanted: list[int]) -> list[int]:
+        """Depth of each request, at most its `wanted` K."""
+        survivals = [self._survival(request, depth) for request, depth in zip(requests, wanted, strict=True)]
+        typical = next((survival for survival in survivals if survival is not None), None)
+        if typical is None:
+            return wanted
+        context_tokens = sum(request.num_computed_tokens for request in requests) / len(requests)
+        # Those that keep their K load the step like the rest; they are valued like one of them.
+        valued = [typical if survival is None else survival for survival in survivals]
+        limits = [min(depth, len(survival)) for depth, survival in zip(wanted, valued, strict=True)]
+        found = allocate(valued, limits, self._curves, context_tokens)
+        return [k if survival is None else depth for k, survival, depth in zip(wanted, survivals, found, strict=True)]
+
+    def _survival(self, request: "Request", depth: int) -> Survival | None:
+        """The request's survival; None where it has none, or one that is not usable (it is logged, and K obeyed)."""
+        params = request.sampling_params
+        raw: Any = params.extra_args.get(SURVIVAL_KEY) if params is not None and params.extra_args else None
+        if raw is None:
+            return None
+        try:
+            survival = tuple(map(float, raw))
+            known = self._known.get(survival)
+            if known is None:
+                allocate([survival], [min(len(survival), self._max_draft_tokens)], self._curves)
+        except (TypeError, ValueError, SurvivalError) as error:
+            logger.warning("request %s: %s=%.80r is not used: %s", request.request_id, SURVIVAL_KEY, raw, error)
+            return None
+        if len(survival) < depth:
+            return None
+        if known is None:
+            known = self._known[survival] = survival
+            if len(self._known) > MAX_KNOWN_SURVIVALS:
+                self._known.popitem(last=False)
+        return known

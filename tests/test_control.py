@@ -1,0 +1,157 @@
+"""What the control makes of the targets' reports: K where nobody fixed one, a document, and a state to restore."""
+
+import json
+
+import pytest
+
+from cluster.acceptance import Report
+from cluster.control import MAX_REPORT_AGE_S, DepthControl, Observation, fixed_document
+from cluster.counts import Counts
+from cluster.drafting import DepthPolicy, Drafting, DraftingError, from_wire, resolve
+from cluster.step_time import StepPoint, StepShape, StepTimes
+from cluster.view import table
+
+K_MAX = 7
+POLICY = DepthPolicy(K_MAX, K_MAX, 3, {"pinned": 2})
+
+
+def linear_times(per_token_s: float) -> StepTimes:
+    """A step costs 10 ms and so much for each token, whatever its shape."""
+    points = []
+    for num_requests in (1, 2, 8, 64):
+        for k in range(K_MAX + 1):
+            shape = StepShape(num_requests, num_requests * (1 + k), k)
+            seconds = 0.010 + per_token_s * shape.num_tokens
+            points.append(StepPoint(shape, seconds, seconds, 100))
+    return StepTimes(points, max_draft_tokens=K_MAX, conditions={"gpu": "a test"})
+
+
+def counts(acceptance: float, num_steps: int) -> Counts:
+    """Steps at K_max whose drafts are each accepted with this probability, in expectation."""
+    accepted = [round(num_steps * acceptance**depth) for depth in range(1, K_MAX + 1)]
+    return Counts((num_steps,) * K_MAX, (num_steps, *accepted[:-1]), tuple(accepted))
+
+
+def observation(source: str = "a", head: str = "h", num_steps: int = 5000, **running: float) -> Observation:
+    totals = {"code": counts(0.95, num_steps), "chat": counts(0.2, num_steps)}
+    return Observation(Report(source, head, totals), running or {"code": 4.0, "chat": 4.0}, 500.0)
+
+
+def control(per_token_s: float = 0.001) -> DepthControl:
+    return DepthControl(POLICY, linear_times(per_token_s), seed=0)
+
+
+def k_of(found: DepthControl, workload: str, now_s: float) -> int:
+    """K in force, whatever probes do."""
+    drafting = resolve(POLICY, {"workload": workload})
+    settled = [found.settle(drafting, now_s) for _ in range(20)]
+    (k,) = {one.k for one in settled if one.source != "probe"}
+    return k
+
+
+def test_k_follows_what_each_workload_accepts_and_what_a_token_costs() -> None:
+    dear = control()
+    dear.observe([observation()], 0.0)
+    assert k_of(dear, "code", 1.0) > 3
+    assert k_of(dear, "chat", 1.0) < 3
+    free = control(per_token_s=0.0)
+    free.observe([observation()], 0.0)
+    assert k_of(free, "chat", 1.0) == K_MAX
+
+
+def test_a_choice_says_why_and_travels_to_the_target() -> None:
+    found = control()
+    found.observe([observation()], 0.0)
+    settled = found.settle(Drafting("code", 3, "default"), 1.0)
+    assert settled.source == "learned"
+    assert "tokens/s" in settled.reason
+    assert len(settled.survival) == K_MAX
+    wire = json.loads(json.dumps(settled.to_wire()))
+    arrived = from_wire(POLICY, wire)
+    assert (arrived.k, arrived.source, arrived.survival) == (settled.k, "learned", settled.survival)
+    assert arrived.expected_tpot_s == pytest.approx(settled.expected_tpot_s, abs=1e-6)
+    for broken in ([0.5, 0.9], [2.0], "0.5", [0.1] * 8):
+        with pytest.raises(DraftingError, match=r"drafting\.survival"):
+            from_wire(POLICY, wire | {"survival": broken})
+
+
+def test_what_a_request_or_the_operator_fixed_stays() -> None:
+    found = control()
+    found.observe([observation()], 0.0)
+    for drafting in (resolve(POLICY, {"k": 1}), resolve(POLICY, {"workload": "pinned"})):
+        assert found.settle(drafting, 1.0) is drafting
+
+
+def test_the_limit_of_a_caller_holds_for_a_learned_k_too() -> None:
+    found = control(per_token_s=0.0)
+    found.observe([observation()], 0.0)
+    settled = found.settle(Drafting("code", 2, "default", limit=2), 1.0)
+    assert settled.k == 2
+
+
+def test_probes_go_to_the_end_and_carry_no_survival_to_trim_them_by() -> None:
+    found = control()
+    found.observe([observation()], 0.0)
+    probes = [
+        one for n in range(3000) if (one := found.settle(Drafting("chat", 3, "default"), n / 1000)).source == "probe"
+    ]
+    assert 1 <= len(probes) < 150
+    assert {(one.k, one.survival) for one in probes} == {(K_MAX, ())}
+
+
+def test_silent_targets_mean_the_default_k() -> None:
+    found = control()
+    drafting = Drafting("code", 3, "default")
+    assert found.settle(drafting, 0.0).k == 3
+    assert "no target has reported yet" in found.settle(drafting, 0.0).reason
+    found.observe([observation()], 10.0)
+    assert found.settle(drafting, 11.0).source != "default"
+    found.observe([], 11.0)  # no replica answers: nothing new
+    late = found.settle(drafting, 10.0 + MAX_REPORT_AGE_S + 1)
+    assert (late.k, late.source) == (3, "default")
+    assert "31 s" in late.reason
+    assert found.settle(drafting, 5.0).source == "default"  # the clock went back
+
+
+def test_another_head_starts_from_nothing() -> None:
+    found = control()
+    found.observe([observation()], 0.0)
+    before = found.book.survival("chat").mean[0]
+    found.observe([observation(head="better", num_steps=0)], 1.0)
+    assert before < 0.25 < found.book.survival("chat").mean[0]
+    assert found.document(2.0)["head"] == "better"
+
+
+def test_what_was_learned_survives_a_restart() -> None:
+    first, second = control(), control()
+    first.observe([observation()], 0.0)
+    second.restore(json.loads(json.dumps(first.snapshot())))
+    assert second.book.survival("code") == first.book.survival("code")
+    second.observe([observation()], 0.0)  # the same target, still counting: nothing counts twice
+    assert second.book.survival("code").num_steps == pytest.approx(first.book.survival("code").num_steps)
+    with pytest.raises(ValueError, match="snapshot|format|max_draft_tokens|field"):
+        second.restore({"nonsense": 1})
+
+
+def test_the_document_is_json_and_the_view_shows_it() -> None:
+    found = control()
+    found.observe([observation()], 0.0)
+    k = k_of(found, "code", 1.0)
+    document = {"model": "m", **json.loads(json.dumps(found.document(2.0)))}
+    by_name = {one["workload"]: one for one in document["workloads"]}
+    assert set(by_name) == {"code", "chat", "pinned"}
+    assert (by_name["code"]["k"], by_name["code"]["source"]) == (k, "learned")
+    assert (by_name["pinned"]["k"], by_name["pinned"]["source"]) == (2, "workload")
+    low, mean, high = (by_name["code"]["survival"][end][0] for end in ("low", "mean", "high"))
+    assert low < mean < high
+    text = table(document)
+    (line,) = [line for line in text.splitlines() if line.startswith("code ")]
+    assert "learned" in line
+    assert f"{100 * mean:.0f} (" in line
+    assert "step times measured on a test" in text
+
+
+def test_the_view_of_a_fixed_policy() -> None:
+    text = table(fixed_document(POLICY, "m"))
+    assert "policy fixed" in text
+    assert [line.split()[3] for line in text.splitlines() if line.startswith(("default", "pinned"))] == ["3", "2"]

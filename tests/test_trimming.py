@@ -1,0 +1,64 @@
+"""The scheduler's trimming by load: never deeper than K, least where least is lost, and not for those that keep K."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.step_time import StepPoint, StepShape, StepTimes
+from peagle.vllm.channel import SURVIVAL_KEY
+from peagle.vllm.trimming import Trimmer
+
+K_MAX = 5
+SURE = [0.99, 0.98, 0.97, 0.96, 0.95]
+DOUBTFUL = [0.3, 0.1, 0.03, 0.01, 0.0]
+
+
+def times(base_s: float = 0.010, per_token_s: float = 0.001) -> StepTimes:
+    points = []
+    for num_requests in (1, 4, 16):
+        for k in range(K_MAX + 1):
+            shape = StepShape(num_requests, num_requests * (1 + k), k)
+            seconds = base_s + per_token_s * shape.num_tokens
+            points.append(StepPoint(shape, seconds, seconds, 100))
+    return StepTimes(points, max_draft_tokens=K_MAX)
+
+
+def request(survival: Any = None, name: str = "r") -> Any:
+    extra = {} if survival is None else {SURVIVAL_KEY: survival}
+    return SimpleNamespace(request_id=name, num_computed_tokens=100, sampling_params=SimpleNamespace(extra_args=extra))
+
+
+def test_a_deep_draft_of_a_sure_request_outranks_the_first_of_a_doubtful_one() -> None:
+    sure, doubtful = Trimmer(times(), K_MAX).depths([request(SURE), request(DOUBTFUL)], [5, 5])
+    assert sure == 5
+    assert doubtful <= 1
+
+
+def test_load_trims_and_never_deepens() -> None:
+    trimmer = Trimmer(times(), K_MAX)
+    usual = [0.7, 0.5, 0.35, 0.25, 0.18]
+    alone, many = (trimmer.depths([request(usual)] * n, [3] * n) for n in (1, 16))
+    assert alone == [3]
+    assert max(many) < 3
+    assert Trimmer(times(per_token_s=0.0), K_MAX).depths([request(usual)] * 4, [3, 0, 2, 1]) == [3, 0, 2, 1]
+
+
+def test_requests_without_a_survival_keep_their_k() -> None:
+    trimmer = Trimmer(times(), K_MAX)
+    assert trimmer.depths([request()] * 16, [4] * 16) == [4] * 16
+    found = trimmer.depths([request(), *[request(DOUBTFUL)] * 15], [5] * 16)
+    assert found[0] == 5
+    assert max(found[1:]) <= 1
+
+
+@pytest.mark.parametrize("survival", [[0.5, 0.9], [float("nan")], "no numbers", [2.0], 7])
+def test_an_unusable_survival_is_logged_and_k_obeyed(survival: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert Trimmer(times(), K_MAX).depths([request(survival, "odd")], [2]) == [2]
+    assert "request odd" in caplog.text
+
+
+def test_a_survival_shorter_than_k_is_not_used() -> None:
+    assert Trimmer(times(), K_MAX).depths([request([0.01])] * 16, [3] * 16) == [3] * 16
