@@ -11,8 +11,8 @@ grows with i they are always a prefix of each request's drafts. So one sort and 
 
 This is the budget rule of vLLM's adaptive verification (PR 52228), and the same as admitting a draft while
 S_i >= lambda * dt with lambda the rate at the optimum (policy-and-apis.md, D2): the pass tries every threshold, so on
-a staircase no iteration is needed. A batch where every request has the same K can be faster than its number of tokens
-says, because it runs on a full CUDA graph: each such depth is compared as a whole.
+a staircase no iteration is needed. A batch where every request has the same K, or nearly so if the engine pads it, can
+be faster than its number of tokens says, because it runs on a full CUDA graph: each such depth is compared as a whole.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,13 +38,13 @@ class Allocation:
         depths: K of each request for this step.
         num_tokens: expected tokens of the step, one for each request and the drafts expected to be accepted.
         step_s: seconds of the step.
-        uniform_depth: the depth at which all run on a full CUDA graph, None where they do not.
+        graph_depth: the depth of the full CUDA graph that runs the step, None where none does.
     """
 
     depths: list[int]
     num_tokens: float
     step_s: float
-    uniform_depth: int | None
+    graph_depth: int | None
 
     @property
     def tokens_per_s(self) -> float:
@@ -57,8 +57,8 @@ class Allocation:
         rate = f"{self.tokens_per_s:.0f} tokens/s expected"
         if not any(self.depths):
             return f"no draft pays at {len(self.depths)} requests: {rate}"
-        if self.uniform_depth is not None:
-            return f"all at K={self.uniform_depth} on the full CUDA graph: {rate}"
+        if self.graph_depth is not None:
+            return f"all on the full CUDA graph of K={self.graph_depth}: {rate}"
         return f"the {sum(self.depths)} likeliest drafts pay at {len(self.depths)} requests: {rate}"
 
 
@@ -80,8 +80,8 @@ def plan_step(
 ) -> Allocation:
     """Drafts of each request that give the most tokens per second in the next step.
 
-    Exact for any step times in which a uniform batch costs no more than a ragged one of as many tokens. At a tie the
-    step with fewer drafts wins, and the request that comes first gets the draft.
+    Exact for any step times in which a batch on a full graph costs no more than one of as many tokens off it. At a tie
+    the step with fewer drafts wins, and the request that comes first gets the draft.
 
     Args:
         survivals: S_1, S_2, ... of each request. Requests that share one tuple (a workload's) are decided together,
@@ -109,14 +109,16 @@ def plan_step(
     num_tokens += len(survivals)
     ragged_s = curve.ragged[: num_tokens.size]
     best = int((num_tokens / ragged_s).argmax())
-    trimmed = Allocation([], float(num_tokens[best]), float(ragged_s[best]), None)
-
-    uniform = batch.best_uniform(curve, curves.full_graph_depths)
-    if uniform is not None and uniform.tokens_per_s > trimmed.tokens_per_s:
-        return uniform
+    depth = batch.best_graph(curve, curves.full_graph_depths)
+    if depth is not None:
+        graph_tokens = batch.tokens_at(depth)
+        if graph_tokens / curve.uniform[depth] > num_tokens[best] / ragged_s[best]:
+            return Allocation(batch.capped(depth), graph_tokens, curve.uniform[depth], depth)
     depths = batch.cut(order, best)
-    graph = depths[0] if depths[0] in curves.full_graph_depths and len(set(depths)) == 1 else None
-    return Allocation(depths, trimmed.num_tokens, trimmed.step_s, graph)
+    deepest = max(depths)
+    if best >= curve.graph_from[deepest]:
+        return Allocation(depths, float(num_tokens[best]), curve.uniform[deepest], deepest)
+    return Allocation(depths, float(num_tokens[best]), float(ragged_s[best]), None)
 
 
 class _Batch:
@@ -143,7 +145,7 @@ class _Batch:
         flat: list[float] = []
         for survival, max_depth in groups:
             flat += survival[:max_depth]
-        self._shallowest = min(lengths)
+        self._lengths = lengths
         self.num_drafts = sum(length * len(members) for length, members in zip(lengths, self.members, strict=True))
         if len(flat) != sum(lengths):
             _refuse(groups)
@@ -152,24 +154,30 @@ class _Batch:
         self.counts = np.array([len(members) for members in self.members])[self.owners]
         starts = np.cumsum(lengths) - lengths
         self._depths = np.arange(len(flat)) - starts[self.owners]
+        self._slots = np.bincount(self._depths, weights=self.counts).tolist()
+        self._worths = np.bincount(self._depths, weights=self.values * self.counts).tolist()
         if flat:
             grows = self.values[1:] > self.values[:-1]
             # A NaN makes both comparisons false.
             if (grows & (self._depths[1:] > 0)).any() or not (self.values.min() >= 0.0 and self.values.max() <= 1.0):
                 _refuse(groups)
 
-    def best_uniform(self, curve: Curve, depths: frozenset[int]) -> Allocation | None:
-        """The best full-graph depth that every request may have; None where there is none."""
-        by_depth = np.bincount(self._depths, weights=self.values * self.counts).tolist()
-        best: Allocation | None = None
-        for depth in sorted(depths):
-            if depth > self._shallowest:
-                break
-            num_tokens = self.num_requests + sum(by_depth[:depth])
-            found = Allocation([depth] * self.num_requests, num_tokens, curve.uniform[depth], depth)
-            if best is None or found.tokens_per_s > best.tokens_per_s:
-                best = found
-        return best
+    def best_graph(self, curve: Curve, depths: frozenset[int]) -> int | None:
+        """The depth of the best full graph that can run the batch; None where none can."""
+        found = [depth for depth in sorted(depths) if sum(self._slots[:depth]) >= curve.graph_from[depth]]
+        return max(found, key=lambda depth: self.tokens_at(depth) / curve.uniform[depth], default=None)
+
+    def tokens_at(self, depth: int) -> float:
+        """Expected tokens with every request at `depth`, or at what it may have where that is less."""
+        return self.num_requests + sum(self._worths[:depth])
+
+    def capped(self, depth: int) -> list[int]:
+        """Every request at `depth`, or at what it may have."""
+        depths = [0] * self.num_requests
+        for members, length in zip(self.members, self._lengths, strict=True):
+            for index in members:
+                depths[index] = min(length, depth)
+        return depths
 
     def cut(self, order: NDArray[np.int64], num_drafts: int) -> list[int]:
         """Depths when the first `num_drafts` drafts in the order of slots are taken; of the last slot perhaps only

@@ -83,7 +83,7 @@ class Plan:
         tpot_s: expected time per output token by workload, seconds: step_s / L(K).
         worth_per_s: lambda, what the plan makes of a second (tokens per second times weights). A further draft pays
             where weight * S_i is above lambda times the time it adds.
-        uniform_depth: the depth at which all run on a full CUDA graph, None where they do not.
+        graph_depth: the depth of the full CUDA graph that runs the steps, None where none does.
         meets_limits: every `max_tpot_s` is met.
         reason: why, in words.
     """
@@ -93,6 +93,6 @@ class Plan:
     step_s: float
     tpot_s: Mapping[str, float]
     worth_per_s: float
-    uniform_depth: int | None
+    graph_depth: int | None
     meets_limits: bool
     reason: str = field(compare=False)

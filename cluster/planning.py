@@ -6,6 +6,7 @@ no clock. Never knows: requests, posteriors, HTTP.
 Formulas: `cluster.depth`.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations, product
 
@@ -14,6 +15,12 @@ import numpy as np
 from cluster.demand import Demand, Plan
 from cluster.sharing import Assignment, Depths, Sharing
 from cluster.step_costs import CostCurves, StepCosts
+
+MAX_ENUMERATED = 4096
+"""Assignments up to which all are compared; beyond, there is a search. 4 workloads at K_max = 7 have 4096."""
+
+MAX_STEP_TIMES = 24
+"""Lengths of a step for which the search asks what limits of TPOT need."""
 
 MAX_PAIRED = 12
 """Workloads of which two may change together in one improvement: those with the most requests."""
@@ -58,7 +65,7 @@ def best_depths(
         step_s=sum(share * plan.step_s for share, plan in alone),
         tpot_s={name: tpot_s for plan in plans for name, tpot_s in plan.tpot_s.items()},
         worth_per_s=sum(share * plan.worth_per_s for share, plan in alone),
-        uniform_depth=None,
+        graph_depth=None,
         meets_limits=all(plan.meets_limits for plan in plans),
         reason="; ".join(f"{name} alone: {plan.reason}" for name, plan in zip(names, plans, strict=True)),
     )
@@ -70,9 +77,15 @@ def sharing_groups(demands: Sequence[Demand]) -> list[Sequence[Demand]]:
     return [demands] if total > 1.0 else [[demand] for demand in demands]
 
 
-def best_assignment(sharing: Sharing) -> Assignment:
-    """The best assignment found: the best of all thresholds and uniform depths, improved while a change of one
-    workload, or of two by one level each, improves it."""
+def best_assignment(sharing: Sharing, max_enumerated: int = MAX_ENUMERATED) -> Assignment:
+    """The best assignment where there are at most `max_enumerated`, all of which are then compared; else the best that
+    a search finds.
+
+    The search takes the best of all thresholds and uniform depths and improves it while a change of one workload, or
+    of two by one level each, improves it.
+    """
+    if math.prod(len(levels) for levels in sharing.levels) <= max_enumerated:
+        return _best_of(sharing, np.array(list(product(*sharing.levels))))[0]
     found, rank = _best_of(sharing, _candidates(sharing))
     while len(neighbours := _neighbours(sharing, found)):
         better, better_rank = _best_of(sharing, neighbours)
@@ -102,10 +115,18 @@ def _best_of(sharing: Sharing, depths: Depths) -> tuple[Assignment, tuple[float,
 
 
 def _candidates(sharing: Sharing) -> Depths:
-    """Every depth that all workloads can have, and every threshold on the worth of a draft: the path on which the
-    draft that is worth most comes next."""
+    """Every depth that all workloads can have, and every threshold on the worth of a draft; these also with every
+    workload at least as deep as its limit asks, for steps of various lengths."""
     common = set.intersection(*(set(levels) for levels in sharing.levels))
-    found = [np.full(len(sharing.names), k) for k in sorted(common)]
+    uniform = [np.full(len(sharing.names), k) for k in sorted(common)]
+    path = _path(sharing)
+    limited = np.maximum(path[:, None], sharing.least_depths(MAX_STEP_TIMES)[None]).reshape(-1, len(sharing.names))
+    return np.concatenate([np.array(uniform), path, limited])
+
+
+def _path(sharing: Sharing) -> Depths:
+    """From no drafts to all, the draft that is worth most coming next."""
+    found = []
     depths: Depths = np.zeros(len(sharing.names), np.int64)
     places = [0] * len(sharing.names)
     deeper: Depths = np.array([levels[1] if len(levels) > 1 else 0 for levels in sharing.levels])

@@ -48,7 +48,6 @@ class Sharing:
         total = sum(demand.num_requests for demand in demands)
         self.num_requests = max(1.0, total)
         self.shares: Floats = np.array([demand.num_requests / total for demand in demands])
-        self._graphs = curves.full_graph_depths
         self._places = np.arange(len(demands))
         self._deepest = [demand.deepest for demand in demands]
         self._lengths: Floats = np.ones((len(demands), curves.max_draft_tokens + 1))
@@ -105,6 +104,21 @@ class Sharing:
         np.divide(added, num_drafts, out=gains, where=num_drafts > 0)
         return gains
 
+    def least_depths(self, max_rows: int) -> Depths:
+        """The least depths with which every limit is met if a step takes a given time, for at most `max_rows` times
+        among those where these depths change; no rows without limits."""
+        limited = [index for index, limit_s in enumerate(self._limits_s) if math.isfinite(limit_s)]
+        rates = {index: self._lengths[index, self.levels[index]] * self._limits_s[index] for index in limited}
+        if not limited:
+            return np.empty((0, len(self.names)), np.int64)
+        steps_s = np.unique(np.concatenate(list(rates.values())))
+        steps_s = steps_s[np.linspace(0, len(steps_s) - 1, min(max_rows, len(steps_s))).astype(np.int64)]
+        found: Depths = np.zeros((len(steps_s), len(self.names)), np.int64)
+        for index, reached_s in rates.items():
+            places = np.searchsorted(reached_s, steps_s * (1 - 1e-12))
+            found[:, index] = np.array(self.levels[index])[np.minimum(places, len(reached_s) - 1)]
+        return found
+
     def step_s(self, depths: Assignment) -> float:
         """Expected seconds of a step."""
         return float(self._step_s(np.array([depths]))[0])
@@ -114,13 +128,14 @@ class Sharing:
         if self.num_requests <= 1.0:
             return float(self._uniform_s[depth])
         mean = float(self.shares @ depths) + (depth - depths[index]) / self.num_requests
-        return float(self._ragged_s(np.array([min(mean, len(self._uniform_s) - 1.0)]))[0])
+        mean_depths, deepest = np.array([min(mean, len(self._uniform_s) - 1.0)]), np.array([max(depth, *depths)])
+        return float(self._mixed_s(mean_depths, deepest)[0])
 
     def plan(self, depths: Assignment) -> Plan:
         """An assignment as a plan."""
         lengths = self._lengths[self._places, depths]
         step_s = self.step_s(depths)
-        graph = depths[0] if len(set(depths)) == 1 and depths[0] in self._graphs else None
+        graph = self._graph_of(depths)
         rate = self.num_requests * float(self.shares @ lengths) / step_s
         tpots_s = step_s / lengths
         excess = self.excess(depths)
@@ -130,7 +145,7 @@ class Sharing:
             step_s=step_s,
             tpot_s=dict(zip(self.names, tpots_s.tolist(), strict=True)),
             worth_per_s=self.worth_per_s(depths),
-            uniform_depth=graph,
+            graph_depth=graph,
             meets_limits=excess == 1.0,
             reason=self._reason(depths, graph, rate) + self._limit_reason(tpots_s, excess),
         )
@@ -139,7 +154,7 @@ class Sharing:
         undrafted = self.num_requests / float(self._uniform_s[0])
         if not any(depths):
             return f"no draft pays at {self.num_requests:.3g} requests: {rate:.0f} tokens/s"
-        how = "each draft worth its time" if graph is None else f"all at K={graph} on the full CUDA graph"
+        how = "each draft worth its time" if graph is None else f"all on the full CUDA graph of K={graph}"
         return f"{how} at {self.num_requests:.3g} requests: {rate:.0f} tokens/s, {undrafted:.0f} without drafts"
 
     def _limit_reason(self, tpots_s: Floats, excess: float) -> str:
@@ -164,14 +179,25 @@ class Sharing:
     def _step_s(self, depths: Depths) -> Floats:
         """Expected seconds of a step of each assignment."""
         is_uniform = (depths == depths[:, :1]).all(axis=1)
-        return np.where(is_uniform, self._uniform_s[depths[:, 0]], self._ragged_s(depths @ self.shares))
+        mixed_s = self._mixed_s(depths @ self.shares, depths.max(axis=1))
+        return np.where(is_uniform, self._uniform_s[depths[:, 0]], mixed_s)
 
-    def _ragged_s(self, mean_depths: Floats) -> Floats:
-        """Seconds of a step by drafts per request; between two whole numbers of drafts, those of the greater."""
+    def _mixed_s(self, mean_depths: Floats, deepest: NDArray[np.int64]) -> Floats:
+        """Seconds of a step of several depths, by drafts per request and the deepest of them; between two whole numbers
+        of drafts, those of the greater."""
         seconds: Floats = np.zeros(len(mean_depths))
         for num_requests, part, curve in self._curves:
-            seconds += part * curve.ragged[np.ceil(num_requests * mean_depths - 1e-9).astype(np.int64)]
+            num_drafts = np.ceil(num_requests * mean_depths - 1e-9).astype(np.int64)
+            is_on_graph = num_drafts >= np.array(curve.graph_from)[deepest]
+            seconds += part * np.where(is_on_graph, np.array(curve.uniform)[deepest], curve.ragged[num_drafts])
         return seconds
+
+    def _graph_of(self, depths: Assignment) -> int | None:
+        """The depth of the full graph on which the assignment runs."""
+        deepest = max(depths)
+        num_requests, _, curve = self._curves[0]
+        num_drafts = math.ceil(num_requests * float(self.shares @ depths) - 1e-9)
+        return deepest if num_drafts >= curve.graph_from[deepest] else None
 
 
 def _levels(demand: Demand, max_draft_tokens: int, tiers: Collection[int] | None) -> list[int]:

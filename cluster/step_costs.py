@@ -6,13 +6,14 @@ the scheduler asks for the same few at every engine step. Never knows: survival,
 
 import math
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.step_time import StepShape
+from cluster.step_fit import StepShape, padded
 
 
 class StepCosts(Protocol):
@@ -38,11 +39,14 @@ class Curve:
     """Seconds of a step of one number of requests.
 
     `ragged[m]`: with m drafts in all, requests at different K (at the same K only where nothing else is possible: one
-    request, m = 0, m = requests * K_max). `uniform[k]`: every request at k.
+    request, m = 0, m = requests * K_max). `uniform[k]`: every request at k. `graph_from[k]`: with so many drafts or
+    more, and K = k the deepest among them, a batch runs on the full graph of k and takes `uniform[k]`: requests * k
+    where the engine pads no batches, fewer where it does, more than can be where k has no full graph.
     """
 
     ragged: NDArray[np.float64]
     uniform: tuple[float, ...]
+    graph_from: tuple[int, ...]
 
 
 class CostCurves:
@@ -59,6 +63,9 @@ class CostCurves:
         self._curves: OrderedDict[tuple[int, int], Curve] = OrderedDict()
         self.max_draft_tokens = times.max_draft_tokens
         self.full_graph_depths = frozenset(k for k in times.full_graph_depths if 0 <= k <= self.max_draft_tokens)
+        # A model of a step that knows nothing of padding stands for an engine that does not pad.
+        self._padding_tokens: int = getattr(times, "padding_tokens", 0)
+        self._capture_sizes: Mapping[int | None, Sequence[float]] = getattr(times, "capture_sizes", {})
 
     @classmethod
     def of(cls, times: "StepCosts | CostCurves") -> "CostCurves":
@@ -102,7 +109,15 @@ class CostCurves:
             between = (seconds(num_drafts, None) for num_drafts in range(1, max_drafts))
             ragged = np.array([uniform[0], *between, *uniform[1:][-1:]])
         ragged.setflags(write=False)
-        return Curve(ragged, uniform)
+        graph_from = tuple(self._graph_from(num_requests, k) for k in range(self.max_draft_tokens + 1))
+        return Curve(ragged, uniform, graph_from)
+
+    def _graph_from(self, num_requests: int, depth: int) -> int:
+        num_drafts = num_requests * depth
+        if depth not in self.full_graph_depths:
+            return num_drafts + 1
+        graph_tokens = padded(num_requests + num_drafts, self._capture_sizes.get(depth, ()))
+        return max(0, min(num_drafts, math.ceil(graph_tokens) - self._padding_tokens - num_requests))
 
 
 def rounded_context(context_tokens: float) -> int:

@@ -67,3 +67,10 @@ def jagged_table(rng: random.Random, max_draft_tokens: int) -> Table:
         full_graph_depths=frozenset(depths),
         off_graph=rng.uniform(1.0, 1.6),
     )
+
+
+def step_s(table: Table, numbers: Sequence[int], depths: Sequence[int]) -> float:
+    """Seconds of a step with `numbers[i]` requests at K = `depths[i]`."""
+    num_requests, num_drafts = sum(numbers), sum(num * k for num, k in zip(numbers, depths, strict=True))
+    uniform = depths[0] if len(set(depths)) == 1 else None
+    return table.seconds(StepShape(num_requests, num_requests + num_drafts, uniform))
