@@ -154,8 +154,8 @@ class _Batch:
         self.counts = np.array([len(members) for members in self.members])[self.owners]
         starts = np.cumsum(lengths) - lengths
         self._depths = np.arange(len(flat)) - starts[self.owners]
-        self._slots = np.bincount(self._depths, weights=self.counts).tolist()
-        self._worths = np.bincount(self._depths, weights=self.values * self.counts).tolist()
+        self._slots: list[float] = np.bincount(self._depths, weights=self.counts).tolist()
+        self._worths: list[float] = np.bincount(self._depths, weights=self.values * self.counts).tolist()
         if flat:
             grows = self.values[1:] > self.values[:-1]
             # A NaN makes both comparisons false.

@@ -111,7 +111,8 @@ class DepthChooser:
     limits that are missed. A workload without a K gets the best beside the others at once.
 
     While less than `min_steps` independent steps have been measured of any traffic, K rests on the low end of the
-    prior's interval instead of its mean. A workload without steps of its own is judged like all traffic together.
+    prior's interval instead of its mean, and is at least 1, because at 0 nothing would be measured. A workload without
+    steps of its own is judged like all traffic together.
 
     Args:
         times: step times of the engines.
@@ -147,7 +148,12 @@ class DepthChooser:
         check_tiers(tiers, times.max_draft_tokens)
         if not 0 <= probe_share <= 1 / FREE_PROBE_FACTOR:
             raise ValueError(f"probe_share is {probe_share}, outside 0..{1 / FREE_PROBE_FACTOR}")
-        for name, value in {"min_gain": min_gain, "min_dwell_s": min_dwell_s, "replan_s": replan_s}.items():
+        for name, value in {
+            "min_gain": min_gain,
+            "min_dwell_s": min_dwell_s,
+            "replan_s": replan_s,
+            "min_steps": min_steps,
+        }.items():
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}: it is a finite number, 0 or more")
         self._curves = CostCurves.of(times)
@@ -215,10 +221,12 @@ class DepthChooser:
         standing = {}
         for group in sharing_groups(demands):
             sharing = Sharing(group, self._curves, load.context_tokens, self._tiers)
-            assignment, note = self._settled(sharing, group, book, now_s, random)
-            plan = sharing.plan(assignment)
+            assignment, kept = self._settled(sharing, group, book, now_s, random)
+            if is_cold:
+                assignment = tuple(k or levels[:2][-1] for k, levels in zip(assignment, sharing.levels, strict=True))
+            plan = sharing.plan(assignment, kept)
             for index, (demand, k) in enumerate(zip(group, assignment, strict=True)):
-                reason = ", ".join(filter(None, [NOTHING_MEASURED if is_cold else "", plan.reason, note]))
+                reason = f"{NOTHING_MEASURED}; {plan.reason}" if is_cold else plan.reason
                 choice = Choice(
                     k, "default" if is_cold else "learned", reason, tuple(demand.survival), plan.tpot_s[demand.workload]
                 )
@@ -243,7 +251,7 @@ class DepthChooser:
     def _settled(
         self, sharing: Sharing, group: Sequence[Demand], book: Book, now_s: float, random: random.Random
     ) -> tuple[Assignment, str]:
-        """The assignment in force from here on, and why it is not the best one, if so."""
+        """The assignment in force from here on, and why it is kept, where it is not the best one."""
         best = best_assignment(sharing)
         now = best_beside(sharing, self._depths, best)
         elapsed_s = now_s - self._changed_s
@@ -252,12 +260,12 @@ class DepthChooser:
         gain = sharing.worth_per_s(best) / sharing.worth_per_s(now) - 1.0
         relief = sharing.excess(now) / sharing.excess(best) - 1.0
         if elapsed_s < self._min_dwell_s:
-            return now, f"K last changed {elapsed_s:.1f} s ago"
+            return now, f"kept, for K changed {elapsed_s:.1f} s ago"
         needed = self._min_gain / (1.0 if elapsed_s < PATIENCE * self._min_dwell_s else 3.0)
         if relief > needed:
             return best, ""
         if relief < 0 or gain <= needed:
-            return now, f"kept: a change would gain {gain:.1%}"
+            return now, f"kept, for a change would gain only {max(gain, 0.0):.1%}"
         changed = [demand for demand, k, other in zip(group, best, now, strict=True) if k != other]
         changed = sorted(changed, key=lambda demand: -demand.num_requests)[:MAX_DRAWN]
         num_better = 0
@@ -265,7 +273,7 @@ class DepthChooser:
             drawn = sharing.with_survivals({one.workload: book.sample(one.workload, random) for one in changed})
             num_better += drawn.worth_per_s(best) > drawn.worth_per_s(now)
         if num_better < MIN_PROBABILITY * NUM_DRAWS:
-            return now, f"kept: a change would gain {gain:.1%}, but not for certain"
+            return now, f"kept, for a gain of {gain:.1%} is not certain"
         return best, ""
 
     def _with_probe(self, choice: Choice, sharing: Sharing, assignment: Assignment, index: int) -> _Standing:

@@ -131,8 +131,8 @@ class Sharing:
         mean_depths, deepest = np.array([min(mean, len(self._uniform_s) - 1.0)]), np.array([max(depth, *depths)])
         return float(self._mixed_s(mean_depths, deepest)[0])
 
-    def plan(self, depths: Assignment) -> Plan:
-        """An assignment as a plan."""
+    def plan(self, depths: Assignment, kept: str = "") -> Plan:
+        """An assignment as a plan. `kept`: why it is this one, where it is not the best."""
         lengths = self._lengths[self._places, depths]
         step_s = self.step_s(depths)
         graph = self._graph_of(depths)
@@ -147,15 +147,15 @@ class Sharing:
             worth_per_s=self.worth_per_s(depths),
             graph_depth=graph,
             meets_limits=excess == 1.0,
-            reason=self._reason(depths, graph, rate) + self._limit_reason(tpots_s, excess),
+            reason=self._reason(depths, graph, rate, kept) + self._limit_reason(tpots_s, excess),
         )
 
-    def _reason(self, depths: Assignment, graph: int | None, rate: float) -> str:
+    def _reason(self, depths: Assignment, graph: int | None, rate: float, kept: str) -> str:
         undrafted = self.num_requests / float(self._uniform_s[0])
         if not any(depths):
-            return f"no draft pays at {self.num_requests:.3g} requests: {rate:.0f} tokens/s"
+            return f"{kept or 'no draft pays'} at {self.num_requests:.3g} requests: {rate:.0f} tokens/s"
         how = "each draft worth its time" if graph is None else f"all on the full CUDA graph of K={graph}"
-        return f"{how} at {self.num_requests:.3g} requests: {rate:.0f} tokens/s, {undrafted:.0f} without drafts"
+        return f"{kept or how} at {self.num_requests:.3g} requests: {rate:.0f} tokens/s, {undrafted:.0f} without drafts"
 
     def _limit_reason(self, tpots_s: Floats, excess: float) -> str:
         if not np.isfinite(self._limits_s).any():

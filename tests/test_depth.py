@@ -64,7 +64,7 @@ def test_graph_of_a_depth_between():
     tiered = Table(5, 4 * MS, 1 * MS, full_graph_depths=frozenset({2}), off_graph=2.0)
     found = plan_step([CODE, CODE], [5, 5], tiered)
     assert (found.depths, found.graph_depth) == ([2, 2], 2)
-    assert allocate([CODE, CODE], [5, 5], Table(5, 4 * MS, 1 * MS)) == [5, 5]
+    assert allocate([CODE, CODE], [5, 5], Table(5, 4 * MS, 1 * MS)) == [4, 4]
 
 
 def test_engine_that_pads_runs_shallow_requests_on_the_tier():
