@@ -146,12 +146,12 @@ class _Batch:
         for survival, max_depth in groups:
             flat += survival[:max_depth]
         self._lengths = lengths
-        self.num_drafts = sum(length * len(members) for length, members in zip(lengths, self.members, strict=True))
         if len(flat) != sum(lengths):
             _refuse(groups)
         self.values = np.array(flat, dtype=np.float64)
         self.owners = np.repeat(np.arange(len(lengths)), lengths)
         self.counts = np.array([len(members) for members in self.members])[self.owners]
+        self.num_drafts = int(self.counts.sum())
         starts = np.cumsum(lengths) - lengths
         self._depths = np.arange(len(flat)) - starts[self.owners]
         self._slots: list[float] = np.bincount(self._depths, weights=self.counts).tolist()
@@ -187,8 +187,9 @@ class _Batch:
         taken = np.bincount(self.owners[order[:num_whole]], minlength=len(self.members)).tolist()
         depths = [0] * self.num_requests
         for members, depth in zip(self.members, taken, strict=True):
-            for index in members:
-                depths[index] = depth
+            if depth:
+                for index in members:
+                    depths[index] = depth
         if num_whole < len(order):
             left = num_drafts - (int(ends[num_whole - 1]) if num_whole else 0)
             for index in self.members[int(self.owners[order[num_whole]])][:left]:

@@ -85,7 +85,8 @@ def best_assignment(sharing: Sharing, max_enumerated: int = MAX_ENUMERATED) -> A
     of two by one level each, improves it.
     """
     if math.prod(len(levels) for levels in sharing.levels) <= max_enumerated:
-        return _best_of(sharing, np.array(list(product(*sharing.levels))))[0]
+        grid = np.meshgrid(*sharing.levels, indexing="ij")
+        return _best_of(sharing, np.stack(grid, axis=-1).reshape(-1, len(sharing.levels)))[0]
     found, rank = _best_of(sharing, _candidates(sharing))
     while len(neighbours := _neighbours(sharing, found)):
         better, better_rank = _best_of(sharing, neighbours)
@@ -110,8 +111,10 @@ def best_beside(sharing: Sharing, fixed: Mapping[str, int], start: Assignment) -
 def _best_of(sharing: Sharing, depths: Depths) -> tuple[Assignment, tuple[float, ...]]:
     """The best of some assignments, and its rank."""
     ranks = sharing.ranks(depths)
-    best = int(np.lexsort(ranks.T[::-1])[0])
-    return tuple(depths[best].tolist()), tuple(ranks[best].tolist())
+    rows = np.arange(len(ranks))
+    for column in ranks.T:
+        rows = rows[column[rows] == column[rows].min()]
+    return tuple(depths[rows[0]].tolist()), tuple(ranks[rows[0]].tolist())
 
 
 def _candidates(sharing: Sharing) -> Depths:
