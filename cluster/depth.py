@@ -17,8 +17,8 @@ is tried instead: the drafts in the order of their worth per token are a path, a
 (the global ranking of vLLM's adaptive verification, PR 52228, with workloads in place of single drafts). A K that all
 workloads share may run on a full CUDA graph at another price, and is compared as a whole: K = 0, K_max and what lies
 between. Across the requests of one step (`allocate`) this is the exact optimum. Across workloads one depth is a lump of
-b_c tokens, and R is improved from the best point by changes of one or two workloads; tests/test_depth.py holds the
-distance from the true optimum.
+b_c tokens: up to `cluster.planning.MAX_ENUMERATED` assignments are all compared, and beyond, the best point of the path
+is improved by changes of one or two workloads; tests/test_planning.py holds its distance from the optimum.
 
 **Several workloads.** Weights w_c count tokens. A workload whose objective is `latency` enters by the harmonic mean of
 L, the others by the sum:

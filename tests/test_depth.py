@@ -78,6 +78,9 @@ def test_engine_that_pads_runs_shallow_requests_on_the_tier():
     # Too far from full: 8 - 5 tokens.
     assert plan_step([CODE, CODE], [5, 0], table).graph_depth is None
     assert plan_step([CODE, CODE], [5, 2], Table(5, 10 * MS, 0.5 * MS, **shape)).graph_depth is None
+    # The smallest graph of depth 3 has 16 tokens: too many to fill up.
+    large = {**shape, "capture_sizes": {3: [16]}}
+    assert plan_step([CODE, CODE], [5, 2], Table(5, 10 * MS, 0.5 * MS, padding_tokens=2, **large)).graph_depth is None
 
 
 def test_deep_position_of_a_sure_request_outranks_the_first_of_a_doubtful_one():
