@@ -127,8 +127,8 @@ class Ledger:
     """Remembers each source's last report, so that every step is counted once.
 
     A source that vanishes and comes back goes on from where it was. The least recently heard of more than
-    `MAX_NUM_SOURCES` is forgotten. Of one source, `max_workloads` names are told apart, in the order they come; the
-    rest are counted as `default`.
+    `MAX_NUM_SOURCES` is forgotten. Of one source, `max_workloads` names are told apart, those it reports first and of
+    these the busiest; the rest are counted as `default`.
     """
 
     def __init__(self, max_workloads: int) -> None:
@@ -187,7 +187,7 @@ class Ledger:
         one report to the next: one that changed sides would have its past counted twice."""
         names = set(last.totals)
         bounded: dict[str, Counts] = {}
-        for name, counts in totals.items():
+        for name, counts in sorted(totals.items(), key=lambda item: item[1].num_steps, reverse=True):
             if name not in names and len(names) >= self._max_workloads:
                 name = DEFAULT_WORKLOAD
             names.add(name)
