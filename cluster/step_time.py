@@ -38,8 +38,11 @@ FIT_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """A measured point against what the table predicts without it. `is_inside`: some other points of its family have
-    at most, and some at least, its requests, and likewise its tokens; outside, the prediction is an extrapolation."""
+    """A measured point against what the table predicts without its batch.
+
+    `is_inside`: some other batches of its family have at most, and some at least, its requests, and likewise its
+    tokens; outside, the prediction is an extrapolation.
+    """
 
     point: StepPoint
     predicted_s: float
@@ -134,22 +137,19 @@ class StepTimes:
             )
 
     def held_out(self) -> list[HeldOut]:
-        """Every point against a fit of all the others (leave one out); not those that are alone in their family."""
+        """Every point against a fit without its batch, at whatever context that was measured; not the points of a
+        batch that is alone in its family."""
         found = []
-        for index, point in enumerate(self.points):
-            rest = self.points[:index] + self.points[index + 1 :]
-            family, _ = self._fit.place(point.shape)
+        for point in self.points:
+            shape = point.shape
+            rest = [one for one in self.points if _batch(one.shape) != _batch(shape)]
+            family, _ = self._fit.place(shape)
             peers = [one.shape for one in rest if self._fit.place(one.shape)[0] == family]
             if not peers:
                 continue
-            shape = point.shape
-            inside = all(
-                min(values) <= own <= max(values)
-                for own, values in (
-                    (shape.num_requests, [one.num_requests for one in peers]),
-                    (shape.num_tokens, [one.num_tokens for one in peers]),
-                )
-            )
+            requests, tokens = ([one.num_requests for one in peers], [one.num_tokens for one in peers])
+            inside = min(requests) <= shape.num_requests <= max(requests)
+            inside = inside and min(tokens) <= shape.num_tokens <= max(tokens)
             found.append(HeldOut(point, self._fit_of(rest).seconds(shape), inside))
         return found
 
@@ -194,6 +194,10 @@ class StepTimes:
                 f"step times {path}: cannot be read as JSON ({error}); write it with peagle.vllm.calibrate"
             ) from error
         return cls.from_document(raw, f"step times {path}")
+
+
+def _batch(shape: StepShape) -> tuple[float, float, int | None]:
+    return shape.num_requests, shape.num_tokens, shape.uniform_depth
 
 
 def _comparable(field: str, value: Any) -> Any:

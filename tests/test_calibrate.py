@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 from vllm.config import CompilationConfig
+from vllm.engine.arg_utils import EngineArgs
 
 from cluster.step_time import StepPoint, StepShape, StepTimes
-from peagle.vllm import calibrate
+from peagle.vllm import calibrate, step_bench
 from peagle.vllm.calibrate import Source, read_config, report, source_of
 from peagle.vllm.cpu_environment import cpu_environment
 from peagle.vllm.engine import GRAPHS_KEY
@@ -200,18 +202,33 @@ def test_report_shows_the_fit_and_what_it_says_of_points_left_out():
     assert "left out, inside: " in text
 
 
+class AsyncArgs(EngineArgs):
+    """Asynchronous scheduling, which vLLM turns off on a CPU as not worth it. It works there all the same."""
+
+    def create_engine_config(self, *args: Any, **kwargs: Any) -> Any:
+        config = super().create_engine_config(*args, **kwargs)
+        config.scheduler_config.async_scheduling = True
+        config.scheduler_config.scheduler_cls = step_bench.TIMED_ASYNC_SCHEDULER
+        return config
+
+
 @pytest.mark.engine
-def test_a_real_engine_is_measured_and_its_table_fits_it_and_no_other(tmp_path: Path, monkeypatch: Any):
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_real_engine_is_measured_and_its_table_fits_it_and_no_other(tmp_path: Path, monkeypatch: Any, is_async: bool):
     out = tmp_path / "made" / "table.json"
     words = ["--batch-sizes", "1", "2", "--depths", "0", "3", "--contexts", "16", "--steps", "6", "--warmup", "2"]
     monkeypatch.setattr(sys, "argv", ["calibrate", str(ROOT / "configs/local.yaml"), *words, "--out", str(out)])
+    if is_async:
+        monkeypatch.setattr(step_bench, "EngineArgs", AsyncArgs)
+    for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "LD_PRELOAD"):
+        monkeypatch.setenv(name, os.environ.get(name, cpu_environment({}).get(name, "")))  # main() sets them: undone
     calibrate.main()
     times = StepTimes.load(out)
     shapes = {(p.shape.num_requests, p.shape.num_tokens, p.shape.uniform_depth) for p in times.points}
     assert shapes == {(1, 1, 0), (1, 4, 3), (1, 8, 7), (2, 2, 0), (2, 8, 3), (2, 16, 7), (2, 9, None), (2, 15, None)}
     assert all(point.num_steps == 12 and point.shape.context_tokens >= 16 for point in times.points)
     conditions = json.loads(out.read_text())["conditions"]
-    assert conditions["gpu"] == "cpu"
+    assert (conditions["gpu"], conditions["async_scheduling"]) == ("cpu", is_async)
     assert "hidden_size=576" in conditions["model"]
     assert "in one pass" in conditions["head"]
     times.check_fits(conditions)
