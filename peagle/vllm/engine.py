@@ -5,7 +5,7 @@ Enters: directories and numbers. Leaves: keyword arguments for `LLM`, `AsyncEngi
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,12 @@ from peagle.config import LLAMA_NAMES, QWEN_NAMES
 SYNC_SCHEDULER = "peagle.vllm.scheduler.PerRequestDepthScheduler"
 ASYNC_SCHEDULER = "peagle.vllm.scheduler.PerRequestDepthAsyncScheduler"
 CPU_WORKER = "peagle.vllm.cpu_worker.CPUWorker"
+GRAPH_WORKER = "peagle.vllm.graph_worker.GraphWorker"
+
+GRAPHS_KEY = "peagle_graphs"
+"""Key of vLLM's `additional_config` under which `GRAPH_WORKER` finds its settings."""
+
+MAX_GRAPH_PADDING_TOKENS = 8
 
 OWNED_ENGINE_KEYS: Mapping[str, str] = {
     "model": "give the target directory",
@@ -21,7 +27,7 @@ OWNED_ENGINE_KEYS: Mapping[str, str] = {
     "speculative_config": "give the head and max_draft_tokens",
     "scheduler_cls": "per-request depth needs its own scheduler",
     "async_scheduling": "give async_scheduling, which also picks the scheduler",
-    "worker_cls": "give on_cpu, which picks the worker",
+    "worker_cls": "give on_cpu and full_graph_depths, which pick the worker",
 }
 """Engine settings that `engine_kwargs` decides, with what to use instead."""
 
@@ -35,6 +41,8 @@ def engine_kwargs(
     dtype: str = "auto",
     async_scheduling: bool,
     on_cpu: bool,
+    full_graph_depths: Sequence[int] | None = None,
+    max_graph_padding_tokens: int | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments for vLLM's `LLM` or `AsyncEngineArgs`.
@@ -49,18 +57,23 @@ def engine_kwargs(
         async_scheduling: whether vLLM plans a step ahead. False on a CPU, where vLLM does not support it.
         on_cpu: whether the engine runs on a CPU. It then gets our worker, which repairs sampling there, also without a
             head.
+        full_graph_depths: K's in 0..K_max with full CUDA graphs of their own; K_max is added. None: vLLM's, K_max only.
+        max_graph_padding_tokens: tokens added at most to a batch of unequal K, or of a K without graphs, to run it on a
+            full graph. None: `MAX_GRAPH_PADDING_TOKENS`, with full_graph_depths.
         extra: further engine settings, passed on unchanged.
 
     Raises:
         ValueError: names the setting and what to do: a key in `extra` that is decided here, a head directory without a
             readable config.json of a P-EAGLE or EAGLE-3 head, a way of drafting that is not the head's, a K_max outside
-            1..`num_depths`, asynchronous scheduling on a CPU.
+            1..`num_depths`, asynchronous scheduling or graphs on a CPU, graphs without a head, for no K at all or for
+            one outside 0..K_max, padding without graphs.
     """
     extra = dict(extra or {})
     for key, hint in OWNED_ENGINE_KEYS.items():
         if key in extra:
             raise ValueError(f"engine setting {key!r} is not free: {hint}")
     kwargs: dict[str, Any] = {"dtype": dtype, "async_scheduling": async_scheduling, **extra}
+    _check_graphs_apply(full_graph_depths, max_graph_padding_tokens, head_dir, on_cpu)
     if on_cpu:
         if async_scheduling:
             raise ValueError("async_scheduling must be off on a CPU: vLLM runs it on GPUs only")
@@ -71,19 +84,57 @@ def engine_kwargs(
         if max_draft_tokens is not None:
             raise ValueError("max_draft_tokens is set but there is no head: give the head, or leave it out")
         return kwargs
-    config = _head_config(Path(head_dir))
+    kwargs["speculative_config"] = _speculative_config(Path(head_dir), max_draft_tokens, parallel_drafting)
+    kwargs["scheduler_cls"] = ASYNC_SCHEDULER if async_scheduling else SYNC_SCHEDULER
+    if full_graph_depths is not None:
+        kwargs |= _graph_settings(kwargs, full_graph_depths, max_graph_padding_tokens)
+    return kwargs
+
+
+def _speculative_config(head_dir: Path, max_draft_tokens: int | None, parallel_drafting: bool | None) -> dict[str, Any]:
+    """vLLM's setting of the same name for this head."""
+    config = _head_config(head_dir)
     parallel = config.get("pard_token", config.get("ptd_token_id")) is not None
     if parallel_drafting is not None and parallel_drafting != parallel:
         kind = "has a mask token (P-EAGLE)" if parallel else "has no mask token (EAGLE-3)"
         raise ValueError(f"parallel_drafting is {parallel_drafting}, but head {head_dir} {kind}: write {parallel}")
-    kwargs["speculative_config"] = {
+    return {
         "method": "eagle3",
         "model": str(head_dir),
         "num_speculative_tokens": _max_draft_tokens(head_dir, config.get("num_depths"), max_draft_tokens),
         "parallel_drafting": parallel,
     }
-    kwargs["scheduler_cls"] = ASYNC_SCHEDULER if async_scheduling else SYNC_SCHEDULER
-    return kwargs
+
+
+def _check_graphs_apply(
+    depths: Sequence[int] | None, max_padding_tokens: int | None, head_dir: str | Path | None, on_cpu: bool
+) -> None:
+    if depths is None:
+        if max_padding_tokens is not None:
+            raise ValueError("max_graph_padding_tokens is set without full_graph_depths: set that too, or neither")
+        return
+    if on_cpu:
+        raise ValueError("full_graph_depths is set, but a CPU has no CUDA graphs: leave it out")
+    if head_dir is None:
+        raise ValueError("full_graph_depths is set but there is no head: vLLM has full graphs for steps without drafts")
+
+
+def _graph_settings(kwargs: Mapping[str, Any], depths: Sequence[int], max_padding_tokens: int | None) -> dict[str, Any]:
+    """`worker_cls` and `additional_config` of an engine with these other settings."""
+    additional_config = kwargs.get("additional_config") or {}
+    k_max = kwargs["speculative_config"]["num_speculative_tokens"]
+    max_padding_tokens = MAX_GRAPH_PADDING_TOKENS if max_padding_tokens is None else max_padding_tokens
+    if GRAPHS_KEY in additional_config:
+        raise ValueError(f"additional_config[{GRAPHS_KEY!r}] is not free: give full_graph_depths")
+    if isinstance(depths, str) or not depths:
+        raise ValueError(f"full_graph_depths must list at least one K, such as [3], not {depths!r}")
+    for depth in depths:
+        if type(depth) is not int or not 0 <= depth <= k_max:
+            raise ValueError(f"full_graph_depths: {depth!r} is not an integer in 0..{k_max} (K_max)")
+    if type(max_padding_tokens) is not int or max_padding_tokens < 0:
+        raise ValueError(f"max_graph_padding_tokens must be an integer of at least 0, not {max_padding_tokens!r}")
+    graphs = {"depths": sorted({*depths, k_max}), "max_padding_tokens": max_padding_tokens}
+    return {"worker_cls": GRAPH_WORKER, "additional_config": {**additional_config, GRAPHS_KEY: graphs}}
 
 
 def _head_config(head_dir: Path) -> dict[str, Any]:
