@@ -108,8 +108,8 @@ class Report:
 
 @dataclass(slots=True)
 class SourceState:
-    """The head a source reported last, and the last reading of each of its workloads, also of one that the report
-    left out."""
+    """The head a source reported last, and the last reading of each of its workloads. A source that leaves one out has
+    ended its counts; if it comes back they begin anew."""
 
     head: str
     totals: dict[str, Counts]
@@ -154,7 +154,7 @@ class Ledger:
             # Counters that went on over a swap of the head: whose the steps since the last report are is not known.
             is_mixed = report.head != last.head and not has_restarted
             before = {} if has_restarted else last.totals
-            self.sources[report.source] = SourceState(report.head, before | totals)
+            self.sources[report.source] = SourceState(report.head, totals)
             if report.head == self.head and not is_mixed:
                 for workload, counts in totals.items():
                     _add(new.counts, workload, _since(counts, before.get(workload)))

@@ -68,7 +68,9 @@ class ReplicaTelemetry:
     def report(self, num_running: int) -> ReplicaReport:
         """The counts so far. `num_running`: requests that the engine works on or keeps waiting."""
         workloads = {}
-        for workload, stats in self.recorder.totals().items():
+        totals = self.recorder.totals()
+        self._ended = {workload: ended for workload, ended in self._ended.items() if workload in totals}
+        for workload, stats in totals.items():
             ended = self._ended.get(workload, WorkloadReport())
             workloads[workload] = WorkloadReport(stats, ended.num_finished, ended.num_aborted, ended.num_output_tokens)
         running, context_tokens = self.recorder.running()

@@ -79,7 +79,7 @@ def _serve(
     try:
         deploy(serve, config)
         wait_until_ready(serve, config, time.monotonic() + options.timeout, say)
-        print(usage(base_url(config), settings.model.id), flush=True)
+        print(usage(base_url(config), settings.model.id, needs_key=settings.callers is not None), flush=True)
         if options.detach:
             print(f"Stop it with: {_tool('ray')} stop", flush=True)
             return
@@ -255,19 +255,22 @@ def _tool(name: str) -> str:
     return str(Path(sys.executable).with_name(name))
 
 
-def usage(url: str, model: str) -> str:
-    """What to type to talk to the service: the URL, a curl line and a Python line that work as they stand."""
+def usage(url: str, model: str, *, needs_key: bool = False) -> str:
+    """What to type to talk to the service: the URL, a curl line and a Python line that work as they stand, or once
+    API_KEY holds a caller's key where the service `needs_key`."""
     question = "Write a factorial in Python."
     # Temperature 0: a small model answers best so, and its drafts are accepted most.
     body = json.dumps({"model": model, "temperature": 0, "messages": [{"role": "user", "content": question}]})
+    key_header = ' -H "Authorization: Bearer $API_KEY"' if needs_key else ""
+    openai, key = ("import os, openai", "os.environ['API_KEY']") if needs_key else ("import openai", "'-'")
     client = (
-        f"from openai import OpenAI; print(OpenAI(base_url='{url}/v1', api_key='-').chat.completions.create("
+        f"{openai}; print(openai.OpenAI(base_url='{url}/v1', api_key={key}).chat.completions.create("
         f"model='{model}', temperature=0, messages=[dict(role='user', content='{question}')])"
         ".choices[0].message.content)"
     )
     return (
-        f"\nReady: {url}/v1   (model {model})\n\n"
-        f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
+        f"\nReady: {url}/v1   (model {model}{', API_KEY stands for the key of a caller' if needs_key else ''})\n\n"
+        f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'{key_header} -d '{body}'\n\n"
         f'{sys.executable} -c "{client}"\n\n'
         # Ray's command-line tools send the cluster's token only when they are told that there is one.
         f"{'RAY_AUTH_MODE=token ' * (os.environ.get('RAY_AUTH_MODE') == 'token')}{_tool('serve')} status\n"

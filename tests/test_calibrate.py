@@ -140,6 +140,12 @@ def test_flags_that_name_no_engine_are_refused(words, said):
         source_of(flags(*words))
 
 
+def test_synthetic_acceptance_on_a_cpu_is_refused_before_an_engine_starts():
+    source = source_of(flags("--target", "t", "--head", "h", "--synthetic-acceptance", "0.8", "0.6"))
+    with pytest.raises(ValueError, match="--synthetic-acceptance: vLLM has it on GPUs only"):
+        calibrate.start(source, on_cpu=True)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -83,12 +83,12 @@ def test_one_workload_that_begins_anew_does_not_repeat_the_others() -> None:
     assert taken(ledger, "r1", "h", {"code": 1100, "rare": 2}) == {"code": 100, "rare": 2}
 
 
-def test_source_or_workload_that_vanishes_and_comes_back_goes_on() -> None:
+def test_a_source_that_comes_back_goes_on_and_a_workload_begins_anew() -> None:
     ledger = Ledger(64)
     taken(ledger, "r1", "h", {"code": 100, "chat": 50})
     taken(ledger, "r2", "h", {"code": 7})
     assert taken(ledger, "r1", "h", {"chat": 51}) == {"chat": 1}
-    assert taken(ledger, "r1", "h", {"code": 104, "chat": 51}) == {"code": 4}
+    assert taken(ledger, "r1", "h", {"code": 104, "chat": 51}) == {"code": 104}
 
 
 def test_a_forgotten_source_is_the_least_recent() -> None:

@@ -35,11 +35,13 @@ def test_k_is_learned_shown_and_lossless(service) -> None:
         messages = [{"role": "user", "content": prompt}]
         return service.ask(messages=messages, max_tokens=32, drafting={"workload": "mixed"}).json()
 
-    for _ in range(5):  # enough steps for a verdict
+    for _ in range(20):  # until there are steps enough for a verdict
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             answers = list(pool.map(ask, PROMPTS))
         assert [one["choices"][0]["message"]["content"] for one in answers] == plain
-    drafting = answers[0]["drafting"]
+        drafting = answers[0]["drafting"]
+        if drafting["source"] != "default":
+            break
     assert drafting["source"] in ("learned", "probe")
     assert drafting["reason"]
     assert drafting["num_draft_tokens"] <= drafting["k"] * drafting["num_steps"]

@@ -227,7 +227,20 @@ def test_bounds_of_the_recorder(processor: OutputProcessor) -> None:
         processor.add_request(make_request(str(index), str(index), **{WORKLOAD_KEY: f"w{index}"}), None)
         processor.process_outputs([last_output(str(index), [(1, 1)])])
     assert [recorder.pop(str(index)) is not None for index in range(4)] == [False, False, True, True]
-    assert {name: stats.num_steps for name, stats in recorder.totals().items()} == {"w0": 1, "w1": 1, "default": 2}
+    assert {name: stats.num_steps for name, stats in recorder.totals().items()} == {"w2": 1, "w3": 1}
+
+
+def test_a_workload_with_live_sequences_keeps_its_counts(processor: OutputProcessor) -> None:
+    recorder = DraftingRecorder(max_workloads=1)
+    recorder.attach(SimpleNamespace(output_processor=processor))
+    for index, workload in enumerate(("busy", "other", "default")):
+        processor.add_request(make_request(str(index), str(index), **{WORKLOAD_KEY: workload}), None)
+    for index in range(3):
+        processor.process_outputs([last_output(str(index), [(1, 1)])])
+    assert {name: stats.num_steps for name, stats in recorder.totals().items()} == {"busy": 1, "default": 2}
+    processor.add_request(make_request("3", "3", **{WORKLOAD_KEY: "other"}), None)
+    processor.process_outputs([last_output("3", [(1, 1)])])
+    assert {name: stats.num_steps for name, stats in recorder.totals().items()} == {"other": 1, "default": 2}
 
 
 def test_recorder_wants_a_vllm_engine(processor: OutputProcessor) -> None:

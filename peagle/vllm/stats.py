@@ -147,7 +147,8 @@ class DraftingRecorder:
         on_finish: called with each sequence's record as it ends, aborted ones included. It must return quickly and not
             raise: it runs between two outputs of the engine.
         max_records: finished sequences kept for `pop`; the oldest go first.
-        max_workloads: names counted apart; what comes later under further names is counted under `default`.
+        max_workloads: names counted apart, `default` not included. A further name takes the place, and ends the counts,
+            of the one without a new sequence for longest; while all have live sequences it is counted under `default`.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class DraftingRecorder:
         self._max_records = max_records
         self._max_workloads = max_workloads
         self._live: dict[str, _Tracked] = {}
-        self._totals: dict[str, _Counter] = {}
+        self._totals: OrderedDict[str, _Counter] = OrderedDict()  # least recently used first
         self._finished: OrderedDict[str, list[RequestDrafting]] = OrderedDict()
 
     def attach(self, engine: Any) -> None:
@@ -247,9 +248,10 @@ class DraftingRecorder:
     def _track(self, request: Any) -> None:
         extra_args = getattr(request.sampling_params, "extra_args", None) or {}
         workload = str(extra_args.get(WORKLOAD_KEY) or DEFAULT_WORKLOAD)
-        if workload not in self._totals and len(self._totals) >= self._max_workloads:
+        if workload not in self._totals and workload != DEFAULT_WORKLOAD and not self._make_room():
             workload = DEFAULT_WORKLOAD
         self._totals.setdefault(workload, _Counter())
+        self._totals.move_to_end(workload)
         # A later part of a streamed prompt comes under the same id and continues its counts.
         self._live.setdefault(
             request.request_id,
@@ -260,6 +262,17 @@ class DraftingRecorder:
                 num_prompt_tokens=len(request.prompt_token_ids or ()),
             ),
         )
+
+    def _make_room(self) -> bool:
+        """Whether there is room for one more workload, after the least recently used without sequences has made it."""
+        names = self._totals.keys() - {DEFAULT_WORKLOAD}
+        if len(names) < self._max_workloads:
+            return True
+        idle = names - {tracked.workload for tracked in self._live.values()}
+        oldest = next((name for name in self._totals if name in idle), None)
+        if oldest is not None:
+            del self._totals[oldest]
+        return oldest is not None
 
     def _record(self, engine_core_outputs: Iterable[Any]) -> None:
         for output in engine_core_outputs:
