@@ -9,7 +9,7 @@ time is: the interval between its result and the one before in the engine's own 
 scheduling included, with asynchronous scheduling as without (`peagle.vllm.step_clock`). Steps before are thrown away as
 warm-up, and the whole grid is gone through `--rounds` times in random order, so that a slow minute of the machine does
 not fall on one batch. Acceptance hardly matters to it, a step verifies K drafts whether they are right or not;
-`--synthetic-acceptance` fixes it (on a GPU). `--engine load_format=dummy` needs only the config.json of target and head.
+`--synthetic-acceptance` fixes it (on a GPU). `--engine load_format=dummy` needs only the two config.json.
 
 Writes a table for `cluster.step_time.StepTimes` with its conditions, and says how well it predicts points left out.
 """
