@@ -1,7 +1,7 @@
 """A CPU worker whose batches are padded to graph sizes as on a GPU, so that an engine test can see what padding does.
 
-Everything of `peagle.vllm.graphs` and `graph_worker` that decides runs here; only capture and replay are missing: a step
-"on a full graph" runs the same padded tensors through the model directly.
+Everything of `peagle.vllm.graphs` and `graph_worker` that decides runs here. Only capture and replay are missing: a
+step "on a full graph" runs the same padded tensors through the model directly.
 """
 
 from typing import Any
