@@ -39,10 +39,10 @@ def test_k_is_learned_shown_and_lossless(service) -> None:
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             answers = list(pool.map(ask, PROMPTS))
         assert [one["choices"][0]["message"]["content"] for one in answers] == plain
-        drafting = answers[0]["drafting"]
-        if drafting["source"] != "default":
+        learned = [one["drafting"] for one in answers if one["drafting"]["source"] == "learned"]
+        if learned:
             break
-    assert drafting["source"] in ("learned", "probe")
+    drafting = learned[0]
     assert drafting["reason"]
     assert drafting["num_draft_tokens"] <= drafting["k"] * drafting["num_steps"]
 
