@@ -3,8 +3,8 @@
     python -m cluster.simulate --traces FILE.npz --step-times FILE.json --out FILE.json
     python -m cluster.simulate --traces FILE.npz --validate RESULTS.json
 
-Against ours (`cluster.learned`) run: no speculation (with --plain-step-times, the table of an engine without a
-drafter), every fixed K, a batch-size table, a moving average, two bandits, the best fixed K of each workload in
+Against ours (`cluster.simulation.learned`) run: no speculation (with --plain-step-times, the table of an engine without
+a drafter), every fixed K, a batch-size table, a moving average, two bandits, the best fixed K of each workload in
 hindsight, and an oracle of each step. Ours also runs with one workload for all, and with either half of it left out.
 Controls: with shuffled labels the gain by workload must vanish, with flat costs K must be K_max.
 
@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.arms import (
+from cluster.simulation.arms import (
     BY_WORKLOAD,
     PLAIN,
     PlainTimes,
@@ -40,14 +40,14 @@ from cluster.arms import (
     rivals,
     tuned_depth,
 )
-from cluster.baselines import NoSpeculation
-from cluster.comparison import Bench, Load, Remembered, figures, over_range, ratio, scores
-from cluster.engine_model import Engine, Run, Times
+from cluster.simulation.baselines import NoSpeculation
+from cluster.simulation.comparison import Bench, Load, Remembered, figures, over_range, ratio, scores
+from cluster.simulation.engine_model import Engine, Run, Times
+from cluster.simulation.traces import Traces, mixes
+from cluster.simulation.validation import compare_lengths
+from cluster.simulation.validation import table as validation_table
 from cluster.step_costs import StepCosts
 from cluster.step_time import StepTimes
-from cluster.traces import Traces, mixes
-from cluster.validation import compare_lengths
-from cluster.validation import table as validation_table
 
 LOADS = ("closed:1", "closed:2", "closed:4", "closed:8", "closed:16", "closed:32", "closed:64", "closed:128")
 

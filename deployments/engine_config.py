@@ -1,6 +1,5 @@
 """How a target replica is built from the settings: checkpoints, environment, and `ray.serve.llm`'s LLMConfig."""
 
-import importlib.metadata
 import os
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
@@ -9,13 +8,12 @@ from typing import Any
 from ray.serve.llm import LLMConfig
 
 from cluster.settings import ClusterSettings
-from cluster.step_time import StepTimes
+from cluster.step_time import FIT_FIELDS, StepTimes
 from peagle.embedded import embedded_targets, prepare_target
 from peagle.heads import prepare_head
 from peagle.vllm.channel import STEP_TIMES_KEY
+from peagle.vllm.cpu_environment import MAX_SMALL_MACHINE_CORES, intel_openmp
 from peagle.vllm.engine import engine_kwargs
-
-MAX_SMALL_MACHINE_CORES = 4
 
 
 def on_cpu(settings: ClusterSettings) -> bool:
@@ -58,7 +56,7 @@ def replica_env(settings: ClusterSettings, inherited: Mapping[str, str] = os.env
     """
     env: dict[str, str] = {}
     if on_cpu(settings):
-        library = _intel_openmp()
+        library = intel_openmp()
         preload = inherited.get("LD_PRELOAD", "")
         if library is not None and "libiomp5" not in preload:
             env["LD_PRELOAD"] = f"{library}:{preload}".rstrip(":")
@@ -76,16 +74,6 @@ def use_all_cores_of_a_small_machine(environ: MutableMapping[str, str] = os.envi
         environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(str(core) for core in cores))
 
 
-def _intel_openmp() -> Path | None:
-    try:
-        files = importlib.metadata.files("intel-openmp") or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    library = next((file for file in files if file.name == "libiomp5.so"), None)
-    path = None if library is None else Path(str(library.locate())).resolve()
-    return path if path is not None and path.is_file() else None
-
-
 def engine_config(
     settings: ClusterSettings,
     target: str | None = None,
@@ -99,7 +87,10 @@ def engine_config(
     """
     extra = dict(settings.engine)
     if times is not None and times.measured:
-        extra["additional_config"] = {**extra.get("additional_config", {}), STEP_TIMES_KEY: times.to_document()}
+        document = times.to_document()
+        # vLLM's compile cache hashes this: what does not matter to the engine stays out.
+        document["conditions"] = {name: times.conditions.get(name) for name in FIT_FIELDS}
+        extra["additional_config"] = {**extra.get("additional_config", {}), STEP_TIMES_KEY: document}
     dtype = extra.pop("dtype", "auto")
     drafter = settings.drafter if head_dir is not None else None
     kwargs = engine_kwargs(

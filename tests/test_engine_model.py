@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.baselines import BatchWide, NoSpeculation
-from cluster.engine_model import Active, Engine, Run, Simulation, Times, Traffic
+from cluster.simulation.baselines import BatchWide, NoSpeculation
+from cluster.simulation.engine_model import Active, Engine, Run, Simulation, Times, Traffic
+from cluster.simulation.traces import Answer, Traces, acceptance_length, num_steps
 from cluster.step_time import StepShape
-from cluster.traces import Answer, Traces, acceptance_length, num_steps
 
 REAL = Path(__file__).resolve().parents[1] / "results" / "2026-11-21-traces-smollm2-135m.npz"
 STILL = Engine(jitter=0.0, prompt_tokens=10)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from cluster.acceptance import Counts
-from cluster.arms import FlatCosts, PlainTimes
-from cluster.baselines import BatchWide
-from cluster.comparison import Bench, Load, Remembered, interval, over_range, ratio, shuffled
-from cluster.engine_model import Engine
-from cluster.learned import Learned, counts_of
+from cluster.simulation.arms import FlatCosts, PlainTimes
+from cluster.simulation.baselines import BatchWide
+from cluster.simulation.comparison import Bench, Load, Remembered, interval, over_range, ratio, shuffled
+from cluster.simulation.engine_model import Engine
+from cluster.simulation.learned import Learned, counts_of
+from cluster.simulation.traces import Traces, mixes
 from cluster.step_time import StepShape
-from cluster.traces import Traces, mixes
 from tests.measured_times import measured_plain_times, measured_times
 
 ROOT = Path(__file__).resolve().parents[1]

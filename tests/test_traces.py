@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.traces import Answer, Kind, Mix, Traces, acceptance_length, even, mixes, num_steps, survival
-from cluster.validation import compare_lengths, table
+from cluster.simulation.traces import Answer, Kind, Mix, Traces, acceptance_length, even, mixes, num_steps, survival
+from cluster.simulation.validation import compare_lengths, table
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 REAL = RESULTS / "2026-11-21-traces-smollm2-135m.npz"

@@ -8,7 +8,8 @@ import pytest
 
 from cluster.step_time import StepPoint, StepShape, StepTimes
 from peagle.vllm.channel import SURVIVAL_KEY
-from peagle.vllm.trimming import Trimmer
+from peagle.vllm.step_clock import TimedStep
+from peagle.vllm.trimming import NUM_STEPS_BETWEEN_CORRECTIONS, CorrectedTimes, Trimmer
 
 K_MAX = 5
 SURE = [0.99, 0.98, 0.97, 0.96, 0.95]
@@ -58,6 +59,25 @@ def test_an_unusable_survival_is_logged_and_k_obeyed(survival: Any, caplog: pyte
     with caplog.at_level(logging.WARNING):
         assert Trimmer(times(), K_MAX).depths([request(survival, "odd")], [2]) == [2]
     assert "request odd" in caplog.text
+
+
+def test_what_steps_really_take_corrects_the_table(caplog: pytest.LogCaptureFixture) -> None:
+    """A table of a machine that is four times slower, for 16 requests only."""
+    table = times()
+    trimmer = Trimmer(table, K_MAX)
+    shapes = [StepShape(16, 96, 5), StepShape(1, 1, 0)]
+    with caplog.at_level(logging.WARNING):
+        for n in range(2 * NUM_STEPS_BETWEEN_CORRECTIONS):
+            shape = shapes[n % 2]
+            seconds = table.seconds(shape) / (4 if shape.num_requests == 16 else 1)
+            trimmer.observe(TimedStep(seconds, shape.num_requests, shape.num_tokens, shape.uniform_depth, 0.0))
+    corrected = CorrectedTimes(table, trimmer._residuals)
+    assert corrected.seconds(shapes[0]) == pytest.approx(table.seconds(shapes[0]) / 4, rel=0.25)
+    assert corrected.seconds(shapes[1]) == pytest.approx(table.seconds(shapes[1]), rel=0.25)
+    assert trimmer._curves.curve(16, 0.0).uniform[5] < 0.4 * table.seconds(shapes[0])
+    before = corrected.seconds(shapes[0])
+    trimmer.observe(TimedStep(9.0, 16, 96, 5, 0.0))
+    assert corrected.seconds(shapes[0]) == before
 
 
 def test_a_survival_shorter_than_k_is_not_used() -> None:

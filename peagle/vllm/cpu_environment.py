@@ -23,13 +23,14 @@ def cpu_environment(inherited: Mapping[str, str] = os.environ) -> dict[str, str]
     if len(cores) <= MAX_SMALL_MACHINE_CORES:
         found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(core) for core in cores)
     added = {name: value for name, value in found.items() if name not in inherited}
-    library, preload = _intel_openmp(), inherited.get("LD_PRELOAD", "")
+    library, preload = intel_openmp(), inherited.get("LD_PRELOAD", "")
     if library is not None and "libiomp5" not in preload:
         added["LD_PRELOAD"] = f"{library}:{preload}".rstrip(":")
     return added
 
 
-def _intel_openmp() -> Path | None:
+def intel_openmp() -> Path | None:
+    """Its library, where the package `intel-openmp` is installed."""
     try:
         files = importlib.metadata.files("intel-openmp") or []
     except importlib.metadata.PackageNotFoundError:

@@ -2,18 +2,21 @@
 
 Enters: the requests of the next step, each with its K and perhaps its survival (`SURVIVAL_KEY`), and the engine's step
 times (`STEP_TIMES_KEY` in vLLM's `additional_config`). Leaves: depths, never above K. A request without a survival
-(pinned, asked for by the client, a probe) keeps its K; the others make room around it.
+(pinned, asked for by the client, a probe) keeps its K; the others make room around it. The table is corrected by what
+the steps turn out to take (`cluster.residuals`).
 """
 
+import copy
 import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from cluster.allocation import SurvivalError, allocate
 from cluster.step_costs import CostCurves
-from cluster.step_time import StepTimes
+from cluster.step_time import Residuals, StepShape, StepTimes
 from peagle.vllm.channel import STEP_TIMES_KEY, SURVIVAL_KEY
 from peagle.vllm.engine_facts import engine_conditions
+from peagle.vllm.step_clock import TimedStep
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -22,6 +25,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_KNOWN_SURVIVALS = 4096
+
+NUM_STEPS_BETWEEN_CORRECTIONS = 500
+MAX_MAPE = 0.1
+"""Above this mean error of the corrected prediction the table is worth measuring again."""
 
 Survival = tuple[float, ...]
 
@@ -41,10 +48,27 @@ def make_trimmer(config: "VllmConfig", max_draft_tokens: int) -> "Trimmer | None
     return Trimmer(times, max_draft_tokens)
 
 
+class CorrectedTimes:
+    """A table with the correction of one moment, which does not move on with the `Residuals` it was taken from."""
+
+    def __init__(self, times: StepTimes, residuals: Residuals) -> None:
+        self._times, self._residuals = times, copy.deepcopy(residuals)
+        self.max_draft_tokens = times.max_draft_tokens
+        self.full_graph_depths = times.full_graph_depths
+        self.padding_tokens = times.padding_tokens
+        self.capture_sizes = times.capture_sizes
+
+    def seconds(self, shape: StepShape) -> float:
+        """As `StepTimes.seconds`, corrected."""
+        return self._residuals.correct(self._times.seconds(shape), shape)
+
+
 class Trimmer:
     """Depths of the requests of one step after another."""
 
     def __init__(self, times: StepTimes, max_draft_tokens: int) -> None:
+        self._times = times
+        self._residuals = Residuals(times.full_graph_depths)
         self._curves = CostCurves(times)
         self._max_draft_tokens = max_draft_tokens
         # One tuple for equal survivals: requests that share one are decided together.
@@ -62,6 +86,19 @@ class Trimmer:
         limits = [min(depth, len(survival)) for depth, survival in zip(wanted, valued, strict=True)]
         found = allocate(valued, limits, self._curves, context_tokens)
         return [k if survival is None else depth for k, survival, depth in zip(wanted, survivals, found, strict=True)]
+
+    def observe(self, step: TimedStep) -> None:
+        """Take in what a step took."""
+        shape = StepShape(step.num_requests, step.num_tokens, step.uniform_depth, step.context_tokens)
+        self._residuals.observe(step.seconds, self._times.seconds(shape), shape)
+        if self._residuals.num_steps % NUM_STEPS_BETWEEN_CORRECTIONS == 0:
+            self._curves = CostCurves(CorrectedTimes(self._times, self._residuals))
+            if self._residuals.mape > MAX_MAPE:
+                logger.warning(
+                    "step times are off by %.0f%% on average, corrected as they are: measure this engine again with "
+                    "python -m peagle.vllm.calibrate",
+                    100 * self._residuals.mape,
+                )
 
     def _survival(self, request: "Request", depth: int) -> Survival | None:
         """The request's survival; None where it has none, or one that is not usable (it is logged, and K obeyed)."""

@@ -1,7 +1,7 @@
 """Rules for K to compare ours with: none, fixed, by batch size, by a moving average, bandits, and oracles.
 
-Each is a `cluster.engine_model.Policy`. The batch-wide ones give every request the same K; like ours they draft K_max
-and trim, for a P-EAGLE pass costs the same whatever K is.
+Each is a `cluster.simulation.engine_model.Policy`. The batch-wide ones give every request the same K; like ours they
+draft K_max and trim, for a P-EAGLE pass costs the same whatever K is.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from cluster.depth import allocate
-from cluster.engine_model import Active, Times
+from cluster.simulation.engine_model import Active, Times
 from cluster.step_costs import CostCurves, StepCosts
 from cluster.step_time import StepShape
 

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cluster.engine_model import Engine, Policy, Run, Simulation, Times, Traffic
+from cluster.simulation.engine_model import Engine, Policy, Run, Simulation, Times, Traffic
+from cluster.simulation.traces import Mix, Traces
 from cluster.step_costs import rounded_context
 from cluster.step_time import StepShape
-from cluster.traces import Mix, Traces
 
 NUM_RESAMPLES = 2000
 BURST_SHARE, BURST_FACTOR, BURST_S = 0.2, 4.0, 5.0

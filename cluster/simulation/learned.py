@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from cluster.acceptance import AcceptanceBook, Counts
 from cluster.depth import DepthChooser, Load, allocate
-from cluster.engine_model import Active
+from cluster.simulation.engine_model import Active
 from cluster.step_costs import CostCurves, StepCosts
 
 SOURCE, HEAD, ALL = "engine", "head", "default"

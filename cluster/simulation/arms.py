@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from cluster.baselines import (
+from cluster.depth import Demand, best_depths
+from cluster.simulation.baselines import (
     Bandit,
     BatchTable,
     BatchWide,
@@ -20,13 +21,12 @@ from cluster.baselines import (
     best_table,
     climb,
 )
-from cluster.comparison import Bench, Load, MakePolicy, figures, ratio, scores, shuffled
-from cluster.depth import Demand, best_depths
-from cluster.engine_model import Run
-from cluster.learned import Learned
+from cluster.simulation.comparison import Bench, Load, MakePolicy, figures, ratio, scores, shuffled
+from cluster.simulation.engine_model import Run
+from cluster.simulation.learned import Learned
+from cluster.simulation.traces import acceptance_length, survival
 from cluster.step_costs import StepCosts
 from cluster.step_time import StepShape, StepTimes
-from cluster.traces import acceptance_length, survival
 
 OURS, ONE = "ours", "ours, one workload"
 PLAIN, BY_WORKLOAD, BY_STEP = "no speculation", "best K by workload (oracle)", "each step (oracle)"

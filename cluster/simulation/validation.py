@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.traces import Answer, Traces, num_steps
+from cluster.simulation.traces import Answer, Traces, num_steps
 
 ALL = "all"
 

@@ -17,8 +17,8 @@ from typing import Protocol
 
 import numpy as np
 
+from cluster.simulation.traces import Answer
 from cluster.step_time import StepShape
-from cluster.traces import Answer
 
 
 class Times(Protocol):

@@ -1,0 +1,1 @@
+"""What `cluster.simulate` runs: recorded acceptance, one simulated engine, the policies, and their comparison."""
