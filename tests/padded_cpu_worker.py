@@ -4,12 +4,10 @@ Everything of `peagle.vllm.graphs` and `graph_worker` that decides runs here. On
 step "on a full graph" runs the same padded tensors through the model directly.
 """
 
-from typing import Any
-
 from vllm.config import CUDAGraphMode
 
 from peagle.vllm.cpu_worker import CPUWorker, SeedSafeModelRunner
-from peagle.vllm.graph_worker import GraphTiers
+from peagle.vllm.graph_worker import GraphReports, GraphTiers
 from peagle.vllm.graphs import GraphSettings, TieredDispatcher
 
 CAPTURE_SIZES = [8, 16, 24, 32, 48, 64, 96, 128, 192]
@@ -28,7 +26,7 @@ class PaddedRunner(GraphTiers, SeedSafeModelRunner):
     graph_backends = frozenset({"CPU_ATTN"})
 
 
-class PaddedCPUWorker(CPUWorker):
+class PaddedCPUWorker(GraphReports, CPUWorker):
     """Takes the settings of `GRAPH_WORKER`."""
 
     def init_device(self) -> None:
@@ -40,6 +38,3 @@ class PaddedCPUWorker(CPUWorker):
         PaddedRunner.install(runner, GraphSettings((), 0))  # tiers themselves refuse a CPU's enforce_eager
         runner.graph_settings = settings
         runner.cudagraph_dispatcher = PaddedDispatcher(config, settings)
-
-    def graph_report(self) -> Any:
-        return self.model_runner.graph_report()

@@ -221,7 +221,22 @@ class GraphModelRunner(GraphTiers, gpu_model_runner.GPUModelRunner):
     """vLLM's model runner for GPUs with tiers."""
 
 
-class GraphWorker(gpu_worker.Worker):
+class GraphReports:
+    """What `collective_rpc` can ask of a worker whose model runner has `GraphTiers`."""
+
+    model_runner: Any
+
+    def graph_report(self) -> dict[str, Any]:
+        """`collective_rpc("graph_report")`: graphs and steps of this worker."""
+        report: dict[str, Any] = self.model_runner.graph_report()
+        return report
+
+    def graph_steps(self) -> list[list[Any]]:
+        """`collective_rpc("graph_steps")`: each step since the last call, as `RecordedStep`; the first call starts."""
+        return [list(step) for step in self.model_runner.graph_monitor.record()]
+
+
+class GraphWorker(GraphReports, gpu_worker.Worker):
     """Drop-in for vLLM's GPU worker."""
 
     def init_device(self) -> None:
@@ -233,15 +248,3 @@ class GraphWorker(gpu_worker.Worker):
             self.vllm_config.additional_config, self.vllm_config.num_speculative_tokens
         )
         GraphModelRunner.install(self.model_runner, settings)
-
-    def _tiers(self) -> GraphModelRunner:
-        assert isinstance(self.model_runner, GraphModelRunner)
-        return self.model_runner
-
-    def graph_report(self) -> dict[str, Any]:
-        """`collective_rpc("graph_report")`: graphs and steps of this worker."""
-        return self._tiers().graph_report()
-
-    def graph_steps(self) -> list[list[Any]]:
-        """`collective_rpc("graph_steps")`: each step since the last call, as `RecordedStep`; the first call starts."""
-        return [list(step) for step in self._tiers().graph_monitor.record()]
