@@ -22,6 +22,7 @@ from cluster.settings import (
     ClusterSettings,
     DrafterSettings,
     ModelSettings,
+    TargetSettings,
 )
 from cluster.sources import SourceError, drafts_in_parallel, read_head_config, resolve_source
 
@@ -81,6 +82,7 @@ def load_settings(raw: Any, catalog: Catalog, env: Mapping[str, str] | None = No
         reader.check_depth(depth, parsed["drafter"])
     if drafter_known:
         reader.check_callers(parsed.get("callers") or {}, parsed.get("depth"), parsed["drafter"])
+    reader.check_graphs(parsed.get("target"), parsed["drafter"])
     if reader.problems:
         raise SettingsError(reader.problems)
     return ClusterSettings(**parsed)
@@ -235,6 +237,20 @@ class _Reader:
         deepest = drafter.max_draft_tokens
         if deepest is not None:
             self.problems.extend(check_depth(depth, deepest))
+
+    def check_graphs(self, target: TargetSettings | None, drafter: DrafterSettings | None) -> None:
+        depths = None if target is None else target.full_graph_depths
+        if target is None or depths is None:
+            return
+        deepest = 0 if drafter is None else drafter.max_draft_tokens or 0
+        if deepest == 0:
+            self.problems.append("target.full_graph_depths has no meaning without a drafter: leave it out")
+        elif not target.bundle.get("GPU"):
+            self.problems.append("target.full_graph_depths needs a GPU in target.bundle: a CPU has no CUDA graphs")
+        elif wrong := [k for k in depths if not 0 <= k <= deepest]:
+            self.problems.append(f"target.full_graph_depths has {wrong[0]}, outside 0..{deepest} (K_max)")
+        elif not depths:
+            self.problems.append("target.full_graph_depths is empty: name at least one K, or leave it out")
 
     def check_callers(
         self, callers: Mapping[str, CallerSettings], depth: DepthSettings | None, drafter: DrafterSettings | None

@@ -58,7 +58,8 @@ class DrafterSettings(Section):
 
 class TargetSettings(Section):
     """Replicas of the target. `bundle`: Ray resources of each engine worker, e.g. {GPU: 1} or {CPU: 1}; `num_cpus`:
-    of the replica's own process; `env`: environment variables of the replica and its engine."""
+    of the replica's own process; `env`: environment variables of the replica and its engine; `full_graph_depths`: K's
+    with full CUDA graphs of their own, K_max always being one (`peagle.vllm.graphs`)."""
 
     num_replicas: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=1.0, ge=0)
@@ -66,6 +67,7 @@ class TargetSettings(Section):
     accelerator_type: str | None = None
     max_ongoing_requests: int = Field(default=256, ge=1)
     env: dict[str, str] = Field(default_factory=dict)
+    full_graph_depths: list[int] | None = None
 
 
 class IngressSettings(Section):

@@ -101,6 +101,7 @@ def engine_config(
         dtype=dtype,
         async_scheduling=not on_cpu(settings),
         on_cpu=on_cpu(settings),
+        full_graph_depths=None if drafter is None else settings.target.full_graph_depths,
         extra=extra,
     )
     if drafter is not None:
