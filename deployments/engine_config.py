@@ -12,7 +12,7 @@ from cluster.step_time import FIT_FIELDS, StepTimes
 from peagle.embedded import embedded_targets, prepare_target
 from peagle.heads import prepare_head
 from peagle.vllm.channel import STEP_TIMES_KEY
-from peagle.vllm.cpu_environment import MAX_SMALL_MACHINE_CORES, intel_openmp
+from peagle.vllm.cpu_environment import MAX_SMALL_MACHINE_CORES, openmp_preload
 from peagle.vllm.engine import engine_kwargs
 
 
@@ -56,10 +56,8 @@ def replica_env(settings: ClusterSettings, inherited: Mapping[str, str] = os.env
     """
     env: dict[str, str] = {}
     if on_cpu(settings):
-        library = intel_openmp()
-        preload = inherited.get("LD_PRELOAD", "")
-        if library is not None and "libiomp5" not in preload:
-            env["LD_PRELOAD"] = f"{library}:{preload}".rstrip(":")
+        if preload := openmp_preload(inherited.get("LD_PRELOAD", "")):
+            env["LD_PRELOAD"] = preload
         env["VLLM_CPU_KVCACHE_SPACE"] = inherited.get("VLLM_CPU_KVCACHE_SPACE", "1")
     return {**env, **settings.target.env}
 

@@ -15,7 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 from cluster.step_time import StepPoint, StepShape, StepTimes
 from peagle.vllm import calibrate, step_bench
 from peagle.vllm.calibrate import Source, read_config, report, source_of
-from peagle.vllm.cpu_environment import cpu_environment
+from peagle.vllm.cpu_environment import cpu_environment, intel_openmp, openmp_preload
 from peagle.vllm.engine import GRAPHS_KEY
 from peagle.vllm.engine_facts import capture_sizes
 from peagle.vllm.step_bench import Cell, grid, to_point
@@ -168,6 +168,15 @@ def test_cpu_environment_keeps_what_is_set():
     assert cpu_environment({})["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     kept = {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_CPU_OMP_THREADS_BIND": "0", "LD_PRELOAD": "/x/libiomp5.so"}
     assert cpu_environment(kept) == {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+
+
+@pytest.mark.skipif(intel_openmp() is None, reason="intel-openmp is not installed")
+def test_one_openmp_runtime_alone_is_loaded():
+    library = str(intel_openmp())
+    assert openmp_preload("") == library
+    assert openmp_preload("/x/torch.libs/libgomp-947d5fa1.so.1.0.0:/x/libtcmalloc.so") == f"{library}:/x/libtcmalloc.so"
+    assert openmp_preload("/x/libiomp5.so /x/libgomp.so.1") == "/x/libiomp5.so"
+    assert cpu_environment({"LD_PRELOAD": "/x/libgomp.so.1"})["LD_PRELOAD"] == library
 
 
 def engine_config(max_num_seqs: int, max_draft_tokens: int, tiers: tuple[int, ...] = ()) -> Any:

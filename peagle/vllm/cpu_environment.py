@@ -5,6 +5,7 @@ The engine's process must be started with them: they are read while libraries lo
 
 import importlib.metadata
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,10 +24,23 @@ def cpu_environment(inherited: Mapping[str, str] = os.environ) -> dict[str, str]
     if len(cores) <= MAX_SMALL_MACHINE_CORES:
         found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(core) for core in cores)
     added = {name: value for name, value in found.items() if name not in inherited}
-    library, preload = intel_openmp(), inherited.get("LD_PRELOAD", "")
-    if library is not None and "libiomp5" not in preload:
-        added["LD_PRELOAD"] = f"{library}:{preload}".rstrip(":")
+    preload = openmp_preload(inherited.get("LD_PRELOAD", ""))
+    if preload != inherited.get("LD_PRELOAD", ""):
+        added["LD_PRELOAD"] = preload
     return added
+
+
+def openmp_preload(preload: str) -> str:
+    """The value of LD_PRELOAD with Intel's OpenMP runtime first, where it is installed, and no other beside it.
+
+    vLLM ends its start when GNU's is there too, and itself adds that one to the environment of a process that makes an
+    engine's configuration without Intel's.
+    """
+    library = intel_openmp()
+    if library is None:
+        return preload
+    others = [one for one in re.split("[: ]+", preload) if one and "libgomp" not in one]
+    return ":".join(others if any("libiomp5" in one for one in others) else [str(library), *others])
 
 
 def intel_openmp() -> Path | None:
