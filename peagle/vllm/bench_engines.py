@@ -182,7 +182,7 @@ def time_batches(
     """One row a label and batch size: median over repeats of the mean step time, in seconds."""
     random_ids = random.Random(0)
     for num_requests in batch_sizes:
-        prompts = [[random_ids.randrange(1000, 100_000) for _ in range(PROMPT_TOKENS)] for _ in range(num_requests)]
+        prompts = [[random_ids.randrange(1000, 40_000) for _ in range(PROMPT_TOKENS)] for _ in range(num_requests)]
         for label in spec.labels:
             depths = depths_of(label, num_requests)
             # Long enough at the expected acceptance, with a margin; steps after the first end do not count.
