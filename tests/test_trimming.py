@@ -1,6 +1,7 @@
 """The scheduler's trimming by load: never deeper than K, least where least is lost, and not for those that keep K."""
 
 import logging
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,8 +27,12 @@ def times(base_s: float = 0.010, per_token_s: float = 0.001) -> StepTimes:
     return StepTimes(points, max_draft_tokens=K_MAX)
 
 
-def request(survival: Any = None, name: str = "r") -> Any:
+NUMBERS = count()
+
+
+def request(survival: Any = None, name: str = "") -> Any:
     extra = {} if survival is None else {SURVIVAL_KEY: survival}
+    name = name or str(next(NUMBERS))
     return SimpleNamespace(request_id=name, num_computed_tokens=100, sampling_params=SimpleNamespace(extra_args=extra))
 
 
@@ -57,8 +62,10 @@ def test_requests_without_a_survival_keep_their_k() -> None:
 @pytest.mark.parametrize("survival", [[0.5, 0.9], [float("nan")], "no numbers", [2.0], 7])
 def test_an_unusable_survival_is_logged_and_k_obeyed(survival: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert Trimmer(times(), K_MAX).depths([request(survival, "odd")], [2]) == [2]
+        trimmer, odd = Trimmer(times(), K_MAX), request(survival, "odd")
+        assert [trimmer.depths([odd], [2]) for _ in range(3)] == [[2]] * 3
     assert "request odd" in caplog.text
+    assert len(caplog.records) == 1, "once a request, not once a step"
 
 
 def test_what_steps_really_take_corrects_the_table(caplog: pytest.LogCaptureFixture) -> None:

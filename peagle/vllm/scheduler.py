@@ -20,7 +20,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from peagle.vllm import compat
 from peagle.vllm.channel import DEPTH_KEY, VerifiedStep, with_steps
-from peagle.vllm.step_clock import StepClock
 from peagle.vllm.trimming import make_trimmer
 
 if TYPE_CHECKING:
@@ -59,7 +58,6 @@ class _PerRequestDepth(_Base):
         if self.use_v2_model_runner:
             raise ValueError("VLLM_USE_V2_MODEL_RUNNER must not be 1: vLLM's V2 model runner has no parallel drafting")
         self._trimmer = make_trimmer(self.vllm_config, self.num_spec_tokens)
-        self._clock = StepClock()
         self._steps: dict[str, list[VerifiedStep]] = {}
         self._last_warning_s = float("-inf")
         self._num_unlogged = 0
@@ -129,12 +127,11 @@ class _PerRequestDepth(_Base):
         self, scheduler_output: "SchedulerOutput", model_runner_output: "ModelRunnerOutput"
     ) -> "dict[int, EngineCoreOutputs]":
         """vLLM's own update, then each request's unreported steps onto its output of this step."""
-        step = self._clock.arrived(time.perf_counter(), scheduler_output)
-        if self._trimmer is not None and step is not None:
-            self._trimmer.observe(step)
+        if self._trimmer is not None:
+            self._trimmer.arrived(time.perf_counter(), scheduler_output)
         outputs_by_client = super().update_from_output(scheduler_output, model_runner_output)
-        if not self.has_requests():
-            self._clock.pause()
+        if self._trimmer is not None and not self.has_requests():
+            self._trimmer.pause()
         if not self._steps:
             return outputs_by_client
         for core_outputs in outputs_by_client.values():

@@ -11,12 +11,12 @@ import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
-from cluster.allocation import SurvivalError, allocate
+from cluster.allocation import allocate, check_survival
 from cluster.step_costs import CostCurves
 from cluster.step_time import Residuals, StepShape, StepTimes
 from peagle.vllm.channel import STEP_TIMES_KEY, SURVIVAL_KEY
 from peagle.vllm.engine_facts import engine_conditions
-from peagle.vllm.step_clock import TimedStep
+from peagle.vllm.step_clock import Scheduled, StepClock, TimedStep
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -71,12 +71,20 @@ class Trimmer:
         self._residuals = Residuals(times.full_graph_depths)
         self._curves = CostCurves(times)
         self._max_draft_tokens = max_draft_tokens
-        # One tuple for equal survivals: requests that share one are decided together.
+        self._clock = StepClock()
+        self._has_warned = False
+        # Read once a request, not once a step; one tuple for equal survivals, whose requests are decided together.
+        self._by_request: OrderedDict[str, Survival | None] = OrderedDict()
         self._known: OrderedDict[Survival, Survival] = OrderedDict()
 
     def depths(self, requests: "list[Request]", wanted: list[int]) -> list[int]:
         """Depth of each request, at most its `wanted` K."""
-        survivals = [self._survival(request, depth) for request, depth in zip(requests, wanted, strict=True)]
+        found = [self._survival(request) for request in requests]
+        # One that is too short for its K says nothing of the rest: the K is obeyed.
+        survivals = [
+            None if survival is None or len(survival) < depth else survival
+            for survival, depth in zip(found, wanted, strict=True)
+        ]
         typical = next((survival for survival in survivals if survival is not None), None)
         if typical is None:
             return wanted
@@ -84,8 +92,17 @@ class Trimmer:
         # Those that keep their K load the step like the rest; they are valued like one of them.
         valued = [typical if survival is None else survival for survival in survivals]
         limits = [min(depth, len(survival)) for depth, survival in zip(wanted, valued, strict=True)]
-        found = allocate(valued, limits, self._curves, context_tokens)
-        return [k if survival is None else depth for k, survival, depth in zip(wanted, survivals, found, strict=True)]
+        depths = allocate(valued, limits, self._curves, context_tokens)
+        return [k if survival is None else depth for k, survival, depth in zip(wanted, survivals, depths, strict=True)]
+
+    def arrived(self, now_s: float, scheduled: Scheduled) -> None:
+        """The result of `scheduled` is there at `now_s`, monotonic seconds."""
+        if (step := self._clock.arrived(now_s, scheduled)) is not None:
+            self.observe(step)
+
+    def pause(self) -> None:
+        """The engine has nothing to do."""
+        self._clock.pause()
 
     def observe(self, step: TimedStep) -> None:
         """Take in what a step took."""
@@ -93,31 +110,36 @@ class Trimmer:
         self._residuals.observe(step.seconds, self._times.seconds(shape), shape)
         if self._residuals.num_steps % NUM_STEPS_BETWEEN_CORRECTIONS == 0:
             self._curves = CostCurves(CorrectedTimes(self._times, self._residuals))
-            if self._residuals.mape > MAX_MAPE:
+            if self._residuals.mape > MAX_MAPE and not self._has_warned:
+                self._has_warned = True
                 logger.warning(
                     "step times are off by %.0f%% on average, corrected as they are: measure this engine again with "
                     "python -m peagle.vllm.calibrate",
                     100 * self._residuals.mape,
                 )
 
-    def _survival(self, request: "Request", depth: int) -> Survival | None:
-        """The request's survival; None where it has none, or one that is not usable (it is logged, and K obeyed)."""
+    def _survival(self, request: "Request") -> Survival | None:
+        """The request's survival; None where it has none, or one that is not usable (it is logged once)."""
+        request_id = request.request_id
+        if request_id not in self._by_request:
+            self._by_request[request_id] = self._read(request)
+            if len(self._by_request) > MAX_KNOWN_SURVIVALS:
+                self._by_request.popitem(last=False)
+        return self._by_request[request_id]
+
+    def _read(self, request: "Request") -> Survival | None:
         params = request.sampling_params
         raw: Any = params.extra_args.get(SURVIVAL_KEY) if params is not None and params.extra_args else None
         if raw is None:
             return None
         try:
             survival = tuple(map(float, raw))
-            known = self._known.get(survival)
-            if known is None:
-                allocate([survival], [min(len(survival), self._max_draft_tokens)], self._curves)
-        except (TypeError, ValueError, SurvivalError) as error:
+            if survival not in self._known:
+                check_survival(survival, f"request {request.request_id}")
+        except (TypeError, ValueError) as error:
             logger.warning("request %s: %s=%.80r is not used: %s", request.request_id, SURVIVAL_KEY, raw, error)
             return None
-        if len(survival) < depth:
-            return None
-        if known is None:
-            known = self._known[survival] = survival
-            if len(self._known) > MAX_KNOWN_SURVIVALS:
-                self._known.popitem(last=False)
+        known = self._known.setdefault(survival, survival)
+        if len(self._known) > MAX_KNOWN_SURVIVALS:
+            self._known.popitem(last=False)
         return known
