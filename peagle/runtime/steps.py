@@ -1,0 +1,158 @@
+"""What a target hands to a drafter after one of its steps, and the sizes that both sides agree on when they connect.
+
+Dimensions: B requests of the step, R rows of the payload, H hidden size, K the most drafts that a request may ask for.
+Request b has `num_valid_B[b]` rows at the positions from `start_B[b]`; they lie in the payload from row `row_offset_B[b]`
+on. Rows of the payload that belong to no request (rejected drafts, padding) are left alone. Row i holds the token
+*after* its position and the target's reduced hidden state at its position.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Int32Array = npt.NDArray[np.int32]
+NO_DRAFT = -1  # fills the draft ids of a request from its number of drafts on
+DTYPES: Mapping[str, torch.dtype] = types.MappingProxyType(
+    {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+)
+_PER_REQUEST = ("slots_B", "heads_B", "start_B", "num_valid_B", "row_offset_B", "depth_B")
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetShape:
+    """Sizes of one target engine, fixed for the life of a connection.
+
+    hidden_size: width of a reduced hidden row (the drafter's H).
+    dtype: of those rows, a key of `DTYPES`.
+    max_depth: K, the most drafts a request may ask for.
+    max_num_requests: B of the largest step; slots are numbered 0 .. max_num_requests - 1.
+    max_num_rows: R of the largest step.
+    vocab_size: of the target; draft ids are below it.
+    """
+
+    hidden_size: int
+    dtype: str
+    max_depth: int
+    max_num_requests: int
+    max_num_rows: int
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype = {self.dtype!r} is none of {', '.join(sorted(DTYPES))}")
+        for name in ("hidden_size", "max_depth", "max_num_requests", "max_num_rows", "vocab_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+                raise ValueError(f"{name} = {value!r} must be a whole number from 1 to 2**31 - 1")
+        if self.max_num_rows < self.max_num_requests:
+            raise ValueError(
+                f"max_num_rows = {self.max_num_rows} is below max_num_requests = {self.max_num_requests}: every "
+                "request of a step has a row"
+            )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden_size * self.torch_dtype.itemsize
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of one step's hidden rows at most; a mailbox has two such areas."""
+        return self.max_num_rows * self.row_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetStep:
+    """One step of one target, as the drafter's engine reads it.
+
+    The arrays and `hidden_RH` may be views of shared memory: they are valid until the step is answered.
+
+    session: one connection of one target; slots of different sessions are different requests.
+    step: counts up within a session, gaps allowed (steps that were given up).
+    slots_B: the target's row for the request, 0 .. max_num_requests - 1; no slot twice in a step.
+    heads_B: index of the head that drafts for the request.
+    start_B, num_valid_B, row_offset_B: see the module. num_valid_B may be 0: nothing new, nothing to draft from.
+    depth_B: drafts wanted, 0 .. max_depth.
+    next_tokens_R: int32, by payload row.
+    hidden_RH: on the host, pinned where it comes from a mailbox of a GPU.
+    finished_slots: requests that ended before this step; their cache may be dropped. They are released first: a slot
+        may be finished and, for a new request, used in the same step.
+    prompts: slot -> int32 token ids of positions 0 .. start of a request that this drafter has not seen, so that it
+        can look for cached rows of the same tokens. An entry says "a new request has this slot".
+    """
+
+    session: int
+    step: int
+    slots_B: Int32Array
+    heads_B: Int32Array
+    start_B: Int32Array
+    num_valid_B: Int32Array
+    row_offset_B: Int32Array
+    depth_B: Int32Array
+    next_tokens_R: Int32Array
+    hidden_RH: torch.Tensor
+    finished_slots: Sequence[int] = ()
+    prompts: Mapping[int, Int32Array] = dataclasses.field(default_factory=dict)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.slots_B)
+
+    def check(self, shape: TargetShape) -> None:
+        """Raise ValueError, naming the field, unless everything fits `shape`: what comes from a peer is checked here."""
+        num_requests, num_rows = len(self.slots_B), len(self.next_tokens_R)
+        for name in _PER_REQUEST:
+            if (array := getattr(self, name)).shape != (num_requests,) or array.dtype != np.int32:
+                raise ValueError(f"{name} is {array.dtype} {list(array.shape)}, not int32 [{num_requests}]")
+        if num_requests > shape.max_num_requests or num_rows > shape.max_num_rows:
+            raise ValueError(
+                f"{num_requests} requests with {num_rows} rows are more than the agreed {shape.max_num_requests} "
+                f"and {shape.max_num_rows}"
+            )
+        if tuple(self.hidden_RH.shape) != (num_rows, shape.hidden_size) or self.hidden_RH.dtype != shape.torch_dtype:
+            raise ValueError(
+                f"hidden_RH is {self.hidden_RH.dtype} {list(self.hidden_RH.shape)}, not {shape.dtype} "
+                f"[{num_rows}, {shape.hidden_size}]"
+            )
+        _in_range("slots_B", self.slots_B, shape.max_num_requests - 1)
+        if len(np.unique(self.slots_B)) != num_requests:
+            raise ValueError(f"slots_B {self.slots_B.tolist()} names a slot twice")
+        _in_range("depth_B", self.depth_B, shape.max_depth)
+        _in_range("start_B", self.start_B, 2**31 - 1 - shape.max_num_rows - shape.max_depth)
+        _in_range("num_valid_B", self.num_valid_B, num_rows)
+        _in_range("row_offset_B", self.row_offset_B, num_rows)
+        if np.any(self.row_offset_B + self.num_valid_B > num_rows):
+            raise ValueError(f"row_offset_B + num_valid_B reaches beyond the {num_rows} rows of the step")
+        for b in range(num_requests):
+            first = int(self.row_offset_B[b])
+            _in_range(
+                "next_tokens_R", self.next_tokens_R[first : first + int(self.num_valid_B[b])], shape.vocab_size - 1
+            )
+        _in_range("finished_slots", np.asarray(self.finished_slots, np.int64), shape.max_num_requests - 1)
+        for slot, token_ids in self.prompts.items():
+            self._check_prompt(slot, token_ids, shape)
+
+    def _check_prompt(self, slot: int, token_ids: Int32Array, shape: TargetShape) -> None:
+        at = np.flatnonzero(self.slots_B == slot)
+        if len(at) != 1:
+            raise ValueError(f"prompts has slot {slot}, which has no rows in this step")
+        num_expected = int(self.start_B[at[0]]) + 1
+        if token_ids.dtype != np.int32 or token_ids.shape != (num_expected,):
+            raise ValueError(
+                f"prompts[{slot}] is {token_ids.dtype} {list(token_ids.shape)}, not int32 [{num_expected}], start + 1"
+            )
+        _in_range(f"prompts[{slot}]", token_ids, shape.vocab_size - 1)
+
+
+def _in_range(name: str, values: npt.NDArray[np.integer], high: int) -> None:
+    if values.size and (values.min() < 0 or values.max() > high):
+        raise ValueError(f"{name} holds {values.min()} .. {values.max()}, outside 0 .. {high}")
