@@ -15,16 +15,16 @@ from pydantic import BaseModel, ValidationError
 from cluster import messages
 from cluster.caller_settings import check_depths, read_callers
 from cluster.depth_settings import DepthSettings, check_depth
+from cluster.drafter_settings import DrafterSettings, check_placement, fill_replicas, read_drafter
 from cluster.drafting import is_workload_tag
 from cluster.settings import (
     OWNED_ENGINE_KEYS,
     CallerSettings,
     ClusterSettings,
-    DrafterSettings,
     ModelSettings,
     TargetSettings,
 )
-from cluster.sources import SourceError, drafts_in_parallel, read_head_config, resolve_source
+from cluster.sources import SourceError, resolve_source
 
 SPECULATIVE_CONFIG_ENV = "SM_VLLM_SPECULATIVE_CONFIG"
 
@@ -83,6 +83,8 @@ def load_settings(raw: Any, catalog: Catalog, env: Mapping[str, str] | None = No
     if drafter_known:
         reader.check_callers(parsed.get("callers") or {}, parsed.get("depth"), parsed["drafter"])
     reader.check_graphs(parsed.get("target"), parsed["drafter"])
+    target = parsed.get("target") or TargetSettings()
+    parsed["drafter"] = reader.check_placement(parsed["drafter"], target, sections.get("engine"))
     if reader.problems:
         raise SettingsError(reader.problems)
     return ClusterSettings(**parsed)
@@ -203,32 +205,20 @@ class _Reader:
     def check_drafter(self, drafter: DrafterSettings | None) -> DrafterSettings | None:
         if drafter is None:
             return None
-        if drafter.placement == "remote":
-            self.problems.append(
-                "drafter.placement: remote is not available yet: the drafter runs in the target's engine, "
-                "write colocated (or leave it out)"
-            )
-        try:
-            head, config = read_head_config(drafter.head, self.catalog.heads_dir)
-        except SourceError as error:
-            self.problems.append(str(error))
+        drafter, problems = read_drafter(drafter, self.catalog.heads_dir)
+        self.problems += problems
+        return drafter
+
+    def check_placement(
+        self, drafter: DrafterSettings | None, target: TargetSettings, engine: Any
+    ) -> DrafterSettings | None:
+        """The drafter with its replicas' defaults, which follow the target's."""
+        if drafter is None:
+            return None
+        self.problems += check_placement(drafter, engine if isinstance(engine, Mapping) else {})
+        if not drafter.is_remote:
             return drafter
-        parallel = drafter.parallel_drafting
-        if config and parallel is not None and parallel != drafts_in_parallel(config):
-            self.problems.append(
-                f"drafter.parallel_drafting is {str(parallel).lower()}, but the head {drafter.head} is "
-                + ("an EAGLE-3 head, without a mask token: write false" if parallel else "a P-EAGLE head: write true")
-            )
-        num_depths = config.get("num_depths")
-        deepest = drafter.max_draft_tokens
-        if deepest is None and num_depths is None:
-            self.problems.append("missing key drafter.max_draft_tokens: the head does not say how deep it was trained")
-        elif deepest is not None and num_depths is not None and deepest > num_depths:
-            self.problems.append(
-                f"drafter.max_draft_tokens is {deepest}, but the head {drafter.head} was trained for {num_depths} "
-                f"depths (its num_depths): write {num_depths} or less"
-            )
-        return drafter.model_copy(update={"head": head, "max_draft_tokens": deepest or num_depths})
+        return fill_replicas(drafter, target_has_gpu=bool(target.bundle.get("GPU")))
 
     def check_depth(self, depth: DepthSettings, drafter: DrafterSettings | None) -> None:
         if drafter is None:

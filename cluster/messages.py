@@ -67,7 +67,7 @@ def problem(detail: Mapping[str, Any], section: str, record: type[BaseModel]) ->
     path = ".".join([section, *steps])
     kind, value, context = detail["type"], detail.get("input"), detail.get("ctx", {})
     if kind == "extra_forbidden":
-        return unknown_key(steps[-1], ".".join([section, *steps[:-1]]), record)
+        return unknown_key(steps[-1], ".".join([section, *steps[:-1]]), _record_at(steps[:-1], record))
     if kind == "missing":
         return f"missing key {path}"
     if kind in _EXPECTED:
@@ -78,6 +78,15 @@ def problem(detail: Mapping[str, Any], section: str, record: type[BaseModel]) ->
     if kind == "literal_error":
         return f"{path} must be {context['expected']}, not {value!r:.80}"
     return f"{path}: {detail['msg']}, not {value!r:.80}"
+
+
+def _record_at(steps: list[str], record: type[BaseModel]) -> type[BaseModel]:
+    """The record that a path of keys leads to; a mapping's own keys lead to its records."""
+    annotation: Any = record
+    for step in steps:
+        inner = record_of(annotation)
+        annotation = inner.model_fields[step].annotation if inner is not None else typing.get_args(annotation)[1]
+    return record_of(annotation) or record
 
 
 def described(value: Any) -> str:

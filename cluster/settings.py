@@ -6,12 +6,13 @@ the machine (which models and heads exist) live there too. Counts are `num_*`, l
 CPUs.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
 from cluster.callers import Caller, Callers, TagRight
 from cluster.depth_settings import DepthSettings
+from cluster.drafter_settings import DrafterSettings
 from cluster.drafting import DepthPolicy
 from cluster.section import Section
 
@@ -42,18 +43,6 @@ class ModelSettings(Section):
     source: str = Field(min_length=1)
     id: str = Field(default="", pattern=r"^[^\s]*$")
     aliases: dict[str, str] = Field(default_factory=dict)
-
-
-class DrafterSettings(Section):
-    """The drafter. `head`: a shipped head's name, a directory, or a Hugging Face id; `max_draft_tokens`: K_max, and
-    `parallel_drafting`: all drafts in one pass (P-EAGLE) or one after another (EAGLE-3), both by default what the head
-    was trained for; `engine_options`: further keys of vLLM's speculative_config."""
-
-    head: str = Field(min_length=1)
-    placement: Literal["colocated", "remote"] = "colocated"
-    max_draft_tokens: int | None = Field(default=None, ge=1, le=64)
-    parallel_drafting: bool | None = None
-    engine_options: dict[str, Any] = Field(default_factory=dict)
 
 
 class TargetSettings(Section):
@@ -130,4 +119,5 @@ class ClusterSettings(Section):
     def named_workloads(self) -> frozenset[str]:
         """The workloads that the operator names: these are told apart from the start and always."""
         fixed = {one.workload for one in (self.callers or {}).values() if one.workload is not None}
-        return frozenset({*self.depth.by_workload, *self.model.aliases.values(), *fixed})
+        drafted = () if self.drafter is None else self.drafter.heads_by_workload
+        return frozenset({*self.depth.by_workload, *self.model.aliases.values(), *fixed, *drafted})

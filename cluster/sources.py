@@ -38,27 +38,27 @@ def resolve_source(source: str, shipped: Collection[str], key: str, what: str) -
     )
 
 
-def read_head_config(head: str, heads_dir: Path) -> tuple[str, dict[str, Any]]:
+def read_head_config(head: str, heads_dir: Path, key: str = "drafter.head") -> tuple[str, dict[str, Any]]:
     """A head's resolved name (see `resolve_source`) and its config.json; empty for a Hugging Face id, whose
-    files are not here yet.
+    files are not here yet. `key`: the setting that names the head.
 
     Raises:
         SourceError: no such head, an unreadable config.json, or a config.json that is no P-EAGLE or EAGLE-3 head's.
     """
     shipped = sorted(path.parent.name for path in heads_dir.glob("*/config.json"))
-    resolved = resolve_source(head, shipped, "drafter.head", "shipped head")
+    resolved = resolve_source(head, shipped, key, "shipped head")
     folder = heads_dir / resolved if resolved in shipped else Path(resolved)
     if not folder.is_dir():
         return resolved, {}
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise SourceError(f"drafter.head: {folder / 'config.json'} cannot be read: {error}") from error
+        raise SourceError(f"{key}: {folder / 'config.json'} cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise SourceError(f"drafter.head: {folder / 'config.json'} holds no JSON object")
+        raise SourceError(f"{key}: {folder / 'config.json'} holds no JSON object")
     if config.get("architectures") != [HEAD_ARCHITECTURE]:
         raise SourceError(
-            f"drafter.head: {folder} is no EAGLE-3 head: its architectures are {config.get('architectures')!r:.80}, "
+            f"{key}: {folder} is no EAGLE-3 head: its architectures are {config.get('architectures')!r:.80}, "
             f"not [{HEAD_ARCHITECTURE!r}]"
         )
     return resolved, config

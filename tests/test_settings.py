@@ -125,7 +125,6 @@ BAD_INPUTS = {
     "bad bundle": (changed(target__bundle={"CPU": "one"}), ["target.bundle.CPU", "expected a number"]),
     "missing head": (changed(drafter__head="no-such-head"), ["drafter.head", "no-such-head", "shipped-head"]),
     "no head": (changed(drafter__head=...), ["missing key drafter.head"]),
-    "remote drafter": (changed(drafter__placement="remote"), ["drafter.placement", "not available yet"]),
     "unknown placement": (changed(drafter__placement="far"), ["drafter.placement", "'colocated' or 'remote'"]),
     "K_max above the head's": (changed(drafter__max_draft_tokens=8), ["drafter.max_draft_tokens is 8", "7 depths"]),
     "K_max of nothing": (changed(drafter__max_draft_tokens=0), ["drafter.max_draft_tokens", "at least 1"]),
