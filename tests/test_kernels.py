@@ -1,0 +1,26 @@
+"""Runs the kernels' tests through Triton's interpreter, which must be chosen before Triton is imported."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+FILES = ("test_kernels_rows.py",)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_kernels_equal_their_twins_under_the_interpreter(name: str) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / name)]
+    done = subprocess.run(
+        command, env=environment, cwd=TESTS.parent, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\d+ passed", done.stdout), done.stdout
+    assert "needs a kernel" not in done.stdout, "the interpreter was not on:\n" + done.stdout

@@ -1,0 +1,172 @@
+"""Rows and hidden states of a pass: kernels against twins, twins against the rows of `peagle.draft` written out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from peagle.kernels.batch_rows import Rows, build_rows, build_rows_torch
+from peagle.kernels.hidden_rows import place_hidden, place_hidden_torch
+from tests.kernel_device import DEVICE, needs_kernel
+
+MASK = 999
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One request of a batch; `payload` rows were computed by the target, the first `num_valid` of them count."""
+
+    start: int
+    num_valid: int
+    depth: int
+    payload: int | None = None
+
+
+DECODE = [Request(7, 3, 4, 5), Request(31, 1, 4, 5), Request(16, 5, 4, 5)]
+CASES: dict[str, list[Request]] = {
+    "no request": [],
+    "one row": [Request(0, 1, 1)],
+    "decode": DECODE,
+    "all rejected but one": [Request(40, 1, 7, 8), Request(0, 1, 7, 8)],
+    "all accepted": [Request(40, 8, 7, 8)],
+    "depth 0": [Request(12, 20, 0), Request(3, 1, 0)],
+    "chunk beside decode": [Request(64, 70, 0), *DECODE, Request(0, 33, 7)],
+    "padding requests": [Request(0, 0, 0), DECODE[0], Request(0, 0, 5), DECODE[1], Request(0, 0, 0)],
+    "beyond the block table": [Request(190, 3, 6)],
+    "deeper than asked for": [Request(5, 2, 30)],
+}
+
+
+def tensors(requests: list[Request], block_size: int, dtype: torch.dtype = torch.int32) -> list[Tensor]:
+    """Arguments of `build_rows`; requests lie in the payload last first, with a gap; 12 columns of 16 positions."""
+    generator = torch.Generator().manual_seed(1)
+    offsets, end = [0] * len(requests), 3
+    for index in reversed(range(len(requests))):
+        offsets[index] = end
+        end += requests[index].payload or requests[index].num_valid
+    next_tokens_R = torch.randint(0, 900, (end,), generator=generator, dtype=dtype)
+    num_blocks = 192 // block_size
+    table_BN = torch.randperm(len(requests) * num_blocks, generator=generator).view(-1, num_blocks).to(dtype)
+    columns = [[getattr(request, name) for request in requests] for name in ("start", "num_valid", "depth")]
+    start_B, num_valid_B, depth_B = (torch.tensor(column, dtype=dtype) for column in columns)
+    made = [start_B, num_valid_B, torch.tensor(offsets, dtype=dtype), depth_B, next_tokens_R, table_BN]
+    return [tensor.to(DEVICE) for tensor in made]
+
+
+def by_loop(requests: list[Request], arguments: list[Tensor], block_size: int, max_depth: int, num_rows: int) -> Rows:
+    """The definition, request by request and row by row."""
+    offsets, next_tokens, table = (arguments[index].tolist() for index in (2, 4, 5))
+    found: list[tuple[int, int, int, int]] = []
+    first, samples, context = [0], [], []
+    for index, request in enumerate(requests):
+        depth = min(request.depth, max_depth) if request.num_valid else 0
+        positions = range(request.start, request.start + request.num_valid + max(depth - 1, 0))
+        base = len(found)
+        for number, position in enumerate(positions):
+            source = offsets[index] + number if number < request.num_valid else -1
+            column = position // block_size
+            block = table[index][column] if column < len(table[index]) else -1
+            slot = block * block_size + position % block_size if block >= 0 else -1
+            found.append((next_tokens[source] if source >= 0 else MASK, position, slot, source))
+        first.append(len(found))
+        context.append(positions.stop)
+        sampled = [base + request.num_valid - 1 + number for number in range(depth)]
+        samples.append(sampled + [-1] * (max_depth - depth))
+    found += [(0, 0, -1, -1)] * (num_rows - len(found))
+    columns = torch.tensor(found, dtype=torch.int64).view(-1, 4).unbind(1)
+    return Rows(
+        *columns,
+        torch.tensor(samples, dtype=torch.int64).view(-1, max_depth),
+        torch.tensor(first),
+        torch.tensor(context),
+    )
+
+
+def assert_same(found: Rows, expected: Rows) -> None:
+    for field in dataclasses.fields(Rows):
+        have, want = getattr(found, field.name), getattr(expected, field.name)
+        assert have.tolist() == want.tolist(), field.name
+
+
+@needs_kernel
+@pytest.mark.parametrize("padding", [0, 1, 37])
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_lays_rows_out_as_the_definition(name: str, block_size: int, padding: int) -> None:
+    requests = CASES[name]
+    arguments = tensors(requests, block_size)
+    num_rows = len(by_loop(requests, arguments, block_size, 7, 0).token_ids_N) + padding
+    found = build_rows(*arguments, block_size=block_size, mask_token_id=MASK, max_depth=7, num_rows=num_rows)
+    assert_same(found, by_loop(requests, arguments, block_size, 7, num_rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", CASES)
+def test_twin_lays_rows_out_as_the_definition(name: str, dtype: torch.dtype) -> None:
+    requests = CASES[name]
+    arguments = tensors(requests, 16, dtype)
+    num_rows = len(by_loop(requests, arguments, 16, 7, 0).token_ids_N) + 5
+    found = Rows.empty(len(requests), num_rows, 7, DEVICE)
+    build_rows_torch(*arguments, found, block_size=16, mask_token_id=MASK)
+    assert_same(found, by_loop(requests, arguments, 16, 7, num_rows))
+
+
+@needs_kernel
+@pytest.mark.parametrize("num_requests", [1, 2, 63, 130])
+def test_kernel_equals_twin_on_random_batches(num_requests: int) -> None:
+    generator = torch.Generator().manual_seed(num_requests)
+    drawn = torch.randint(0, 9, (num_requests, 3), generator=generator).tolist()
+    requests = [Request(start * 17, num_valid, depth, 10) for start, num_valid, depth in drawn]
+    arguments = tensors(requests, 16)
+    arguments[5][:, 7:] = -1  # blocks that nobody has given out
+    options = dict(block_size=16, mask_token_id=MASK)
+    # The last size is too small for all rows: those beyond it are left out of everything.
+    for num_rows in (16 * num_requests, 3 * num_requests):
+        found = build_rows(*arguments, max_depth=5, num_rows=num_rows, **options)
+        expected = Rows.empty(num_requests, num_rows, 5, DEVICE)
+        build_rows_torch(*arguments, expected, **options)
+        assert_same(found, expected)
+
+
+def test_outputs_are_written_in_place() -> None:
+    arguments = tensors(DECODE, 16)
+    out = Rows.empty(3, 24, 4, DEVICE)
+    kept = build_rows(*arguments, block_size=16, mask_token_id=MASK, max_depth=4, num_rows=24, out=out)
+    assert kept is out
+    assert_same(out, by_loop(DECODE, arguments, 16, 4, 24))
+
+
+@pytest.mark.parametrize(
+    ("position", "name"), [(1, "num_valid_B"), (2, "row_offset_B"), (3, "depth_B"), (5, "block_table_BN")]
+)
+def test_shapes_that_do_not_fit_are_named(position: int, name: str) -> None:
+    arguments = tensors(DECODE, 16)
+    arguments[position] = arguments[position][:2]
+    with pytest.raises(ValueError, match=name):
+        build_rows(*arguments, block_size=16, mask_token_id=MASK, max_depth=4, num_rows=24)
+
+
+@needs_kernel
+@pytest.mark.parametrize(("hidden_size", "num_rows"), [(1, 3), (100, 7), (2048, 1), (4096, 5), (576, 0)])
+@pytest.mark.parametrize("types", [(torch.float32, torch.float32), (torch.float32, torch.float16)])
+def test_hidden_rows_equal_their_twin(hidden_size: int, num_rows: int, types: tuple[torch.dtype, torch.dtype]) -> None:
+    generator = torch.Generator().manual_seed(hidden_size)
+    payload_RH = torch.randn(6, hidden_size + 3, generator=generator).to(DEVICE, types[0])[:, :hidden_size]
+    mask_H = torch.randn(hidden_size, generator=generator).to(DEVICE, types[0])
+    sources_N = torch.randint(-1, 6, (num_rows,), generator=generator, dtype=torch.int32).to(DEVICE)
+    out, expected = (torch.full((num_rows, hidden_size), float("nan"), dtype=types[1], device=DEVICE) for _ in "ab")
+    assert place_hidden(payload_RH, sources_N, mask_H, out) is out
+    place_hidden_torch(payload_RH, sources_N, mask_H, expected)
+    assert torch.equal(out, expected)
+    assert num_rows == 0 or out.isfinite().all()
+
+
+def test_hidden_rows_of_another_size_are_refused() -> None:
+    payload_RH, sources_N, out_NH = torch.zeros(2, 8), torch.zeros(3, dtype=torch.int32), torch.zeros(3, 8)
+    with pytest.raises(ValueError, match=r"payload_RH has shape \[2, 8\]"):
+        place_hidden(payload_RH, sources_N, torch.zeros(9), out_NH)
+    with pytest.raises(ValueError, match="out_NH has stride 3"):
+        place_hidden(payload_RH, sources_N, torch.zeros(8), torch.zeros(8, 3).t())
