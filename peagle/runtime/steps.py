@@ -1,9 +1,9 @@
 """What a target hands to a drafter after one of its steps, and the sizes that both sides agree on when they connect.
 
 Dimensions: B requests of the step, R rows of the payload, H hidden size, K the most drafts that a request may ask for.
-Request b has `num_valid_B[b]` rows at the positions from `start_B[b]`; they lie in the payload from row `row_offset_B[b]`
-on. Rows of the payload that belong to no request (rejected drafts, padding) are left alone. Row i holds the token
-*after* its position and the target's reduced hidden state at its position.
+Request b has `num_valid_B[b]` rows at the positions from `start_B[b]`; they lie in the payload from row
+`row_offset_B[b]` on. Rows of the payload that belong to no request (rejected drafts, padding) are left alone. Row i
+holds the token *after* its position and the target's reduced hidden state at its position.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class TargetStep:
     finished_slots: requests that ended before this step; their cache may be dropped. They are released first: a slot
         may be finished and, for a new request, used in the same step.
     prompts: slot -> int32 token ids of positions 0 .. start of a request that this drafter has not seen, so that it
-        can look for cached rows of the same tokens. An entry says "a new request has this slot".
+        can look for cached rows of the same tokens. An entry says "a new request has this slot". It is empty where
+        the tokens are not known: of a request that another drafter served before.
     """
 
     session: int
@@ -108,7 +109,7 @@ class TargetStep:
         return len(self.slots_B)
 
     def check(self, shape: TargetShape) -> None:
-        """Raise ValueError, naming the field, unless everything fits `shape`: what comes from a peer is checked here."""
+        """Raise ValueError, naming the field, unless all of it fits `shape`: what comes from a peer is checked here."""
         num_requests, num_rows = len(self.slots_B), len(self.next_tokens_R)
         for name in _PER_REQUEST:
             if (array := getattr(self, name)).shape != (num_requests,) or array.dtype != np.int32:
@@ -146,9 +147,10 @@ class TargetStep:
         if len(at) != 1:
             raise ValueError(f"prompts has slot {slot}, which has no rows in this step")
         num_expected = int(self.start_B[at[0]]) + 1
-        if token_ids.dtype != np.int32 or token_ids.shape != (num_expected,):
+        if token_ids.dtype != np.int32 or token_ids.shape not in {(0,), (num_expected,)}:
             raise ValueError(
-                f"prompts[{slot}] is {token_ids.dtype} {list(token_ids.shape)}, not int32 [{num_expected}], start + 1"
+                f"prompts[{slot}] is {token_ids.dtype} {list(token_ids.shape)}, not int32 [0] or [{num_expected}], "
+                "start + 1"
             )
         _in_range(f"prompts[{slot}]", token_ids, shape.vocab_size - 1)
 
