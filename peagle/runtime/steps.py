@@ -108,6 +108,12 @@ class TargetStep:
     def num_requests(self) -> int:
         return len(self.slots_B)
 
+    def valid_rows(self) -> npt.NDArray[np.int64]:
+        """Payload rows that belong to a request, request by request."""
+        before_B = np.cumsum(self.num_valid_B) - self.num_valid_B
+        shift = np.repeat(self.row_offset_B - before_B, self.num_valid_B)
+        return np.arange(len(shift)) + shift
+
     def check(self, shape: TargetShape) -> None:
         """Raise ValueError, naming the field, unless all of it fits `shape`: what comes from a peer is checked here."""
         num_requests, num_rows = len(self.slots_B), len(self.next_tokens_R)
@@ -133,11 +139,7 @@ class TargetStep:
         _in_range("row_offset_B", self.row_offset_B, num_rows)
         if np.any(self.row_offset_B + self.num_valid_B > num_rows):
             raise ValueError(f"row_offset_B + num_valid_B reaches beyond the {num_rows} rows of the step")
-        for b in range(num_requests):
-            first = int(self.row_offset_B[b])
-            _in_range(
-                "next_tokens_R", self.next_tokens_R[first : first + int(self.num_valid_B[b])], shape.vocab_size - 1
-            )
+        _in_range("next_tokens_R", self.next_tokens_R[self.valid_rows()], shape.vocab_size - 1)
         _in_range("finished_slots", np.asarray(self.finished_slots, np.int64), shape.max_num_requests - 1)
         for slot, token_ids in self.prompts.items():
             self._check_prompt(slot, token_ids, shape)

@@ -1,0 +1,245 @@
+"""The memory through which a target hands its steps to a drafter and takes drafts back, without a call between them.
+
+Three areas in turn (step s uses area s % 3), each with a request and its reply:
+
+    host part      the target's host writes it    counts, slots, heads, row offsets, depths, finished slots, prompts
+    device part    the target's GPU, or its host  starts, valid rows, next tokens; payload (reduced hidden rows)
+    ready          the same, last                 the step's number: all of the request is there
+    drafts         the drafter                    ids, time of service
+    done           the drafter, last              the step's number: all of the reply is there
+
+Three, not two: with asynchronous scheduling the target's host writes step s + 2 while the drafter still reads step s.
+A sender that finds step s - 3 unanswered does not send (`is_free`), so nothing is overwritten while it is read.
+
+Words beside the areas: `abort`, non-zero once the target must not wait any more (its host or its waiting kernel sets
+it); `gave_up`, the last step that the waiting kernel gave up; `heartbeat`, the drafter's monotonic clock in ns, shared
+by all processes of a host. Memory order: see `peagle.runtime.shared_memory.host_identity`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from peagle.runtime.shared_memory import SharedMemory
+from peagle.runtime.steps import Int32Array, TargetShape, TargetStep
+
+NUM_AREAS = 3
+MAX_PROMPT_TOKENS = 262_144  # of all new requests of one step; beyond, prompts travel empty
+_LINE_BYTES, _PAGE_BYTES = 64, 4096
+_HOST_ROWS = 4  # slots, heads, row offsets, depths
+_STEP, _NUM_REQUESTS, _NUM_ROWS, _NUM_FINISHED, _NUM_PROMPTS = range(5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Area:
+    """Views of one area's memory; what each holds is said in the module. B, R, K are the largest of the shape."""
+
+    counts: Tensor  # int64 [8]
+    host_4B: Tensor  # int32
+    finished_B: Tensor  # int32
+    prompt_slots_B: Tensor  # int32
+    prompt_lengths_B: Tensor  # int32
+    prompt_tokens_P: Tensor  # int32
+    device_part: Tensor  # int32 [2 B + R]: of a step's own B, starts, valid rows, next tokens, without gaps
+    ready: Tensor  # int64 [1]
+    payload_RH: Tensor
+    drafts_BK: Tensor  # int32
+    service_ns: Tensor  # int64 [1]
+    done: Tensor  # int64 [1]
+
+
+class _Carver:
+    """Cuts views out of a buffer one after another; with no buffer it only counts the bytes."""
+
+    def __init__(self, buffer: object | None) -> None:
+        self._buffer = buffer
+        self.num_bytes = 0
+
+    def take(self, dtype: torch.dtype, *sizes: int, align_bytes: int = _LINE_BYTES) -> Tensor:
+        offset = -(-self.num_bytes // align_bytes) * align_bytes
+        count = math.prod(sizes)
+        self.num_bytes = offset + count * dtype.itemsize
+        if self._buffer is None:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._buffer, dtype=dtype, count=count, offset=offset).view(sizes)
+
+
+def _carve(carver: _Carver, shape: TargetShape) -> tuple[Tensor, tuple[Area, ...]]:
+    num_requests, num_rows, int32, int64 = shape.max_num_requests, shape.max_num_rows, torch.int32, torch.int64
+    words = carver.take(int64, 3 * _LINE_BYTES // 8)
+    areas = tuple(
+        Area(
+            counts=carver.take(int64, 8),
+            host_4B=carver.take(int32, _HOST_ROWS, num_requests),
+            finished_B=carver.take(int32, num_requests),
+            prompt_slots_B=carver.take(int32, num_requests),
+            prompt_lengths_B=carver.take(int32, num_requests),
+            prompt_tokens_P=carver.take(int32, MAX_PROMPT_TOKENS),
+            device_part=carver.take(int32, 2 * num_requests + num_rows),
+            ready=carver.take(int64, 1),
+            payload_RH=carver.take(shape.torch_dtype, num_rows, shape.hidden_size, align_bytes=_PAGE_BYTES),
+            drafts_BK=carver.take(int32, num_requests, shape.max_depth),
+            service_ns=carver.take(int64, 1),
+            done=carver.take(int64, 1),
+        )
+        for _ in range(NUM_AREAS)
+    )
+    return words, areas
+
+
+def mailbox_bytes(shape: TargetShape) -> int:
+    """Size of a mailbox, in whole pages: three payloads and little else."""
+    carver = _Carver(None)
+    _carve(carver, shape)
+    return -(-carver.num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+
+
+class Mailbox:
+    """One side's view of a mailbox. Steps count up from 1, without gaps."""
+
+    def __init__(self, memory: SharedMemory, shape: TargetShape) -> None:
+        self.memory, self.shape = memory, shape
+        words, self.areas = _carve(_Carver(memory.mapping), shape)
+        self.abort, self.gave_up, self.heartbeat = (words[i * 8 : i * 8 + 1] for i in range(3))
+        # Reading a word through numpy costs a tenth of reading it through torch, and waiting is reading words.
+        self._ready = [area.ready.numpy() for area in self.areas]
+        self._done = [area.done.numpy() for area in self.areas]
+        self._abort, self._heartbeat = self.abort.numpy(), self.heartbeat.numpy()
+
+    @classmethod
+    def create(cls, shape: TargetShape) -> Mailbox:
+        """In shared memory. Raises OSError where there is no room."""
+        return cls(SharedMemory.create(mailbox_bytes(shape)), shape)
+
+    @classmethod
+    def attach(cls, name: str, shape: TargetShape) -> Mailbox:
+        """Another process's; its name is gone afterwards. Raises OSError or ValueError where it cannot be had."""
+        return cls(SharedMemory.attach(name, mailbox_bytes(shape)), shape)
+
+    @classmethod
+    def private(cls, shape: TargetShape) -> Mailbox:
+        """Between threads of this process."""
+        return cls(SharedMemory.private(mailbox_bytes(shape)), shape)
+
+    def area(self, step: int) -> Area:
+        return self.areas[step % NUM_AREAS]
+
+    # The target's side.
+
+    def is_free(self, step: int) -> bool:
+        """Whether the area of `step` may be written: the step that had it before is answered."""
+        return int(self._done[step % NUM_AREAS][0]) >= step - NUM_AREAS
+
+    def write_host_part(
+        self,
+        step: int,
+        host_4B: Int32Array,
+        num_rows: int,
+        finished_slots: Sequence[int] = (),
+        prompts: Mapping[int, Int32Array] | None = None,
+    ) -> int:
+        """What the target's host knows of a step: rows of host_4B are slots, heads, row offsets, depths.
+
+        Returns how many prompts did not fit and travel empty. Sizes are the sender's to keep: within the shape.
+        """
+        area, num_requests = self.area(step), host_4B.shape[1]
+        area.host_4B.numpy()[:, :num_requests] = host_4B
+        area.finished_B.numpy()[: len(finished_slots)] = finished_slots
+        used, num_cut = 0, 0
+        for i, (slot, token_ids) in enumerate((prompts or {}).items()):
+            if used + len(token_ids) > MAX_PROMPT_TOKENS:
+                token_ids, num_cut = token_ids[:0], num_cut + 1
+            area.prompt_slots_B[i], area.prompt_lengths_B[i] = slot, len(token_ids)
+            area.prompt_tokens_P.numpy()[used : used + len(token_ids)] = token_ids
+            used += len(token_ids)
+        area.counts.numpy()[:5] = (step, num_requests, num_rows, len(finished_slots), len(prompts or {}))
+        return num_cut
+
+    def write_device_part(
+        self, step: int, start_B: Tensor, num_valid_B: Tensor, next_tokens_R: Tensor, hidden_RH: Tensor
+    ) -> None:
+        """The rest of a step, from tensors on the host; then `ready`. Of a GPU: `peagle.runtime.device_mailbox`."""
+        area, num_rows = self.area(step), len(next_tokens_R)
+        area.device_part[: 2 * len(start_B) + num_rows] = torch.cat([start_B, num_valid_B, next_tokens_R])
+        area.payload_RH[:num_rows].copy_(hidden_RH)
+        self._ready[step % NUM_AREAS][0] = step
+
+    def is_done(self, step: int) -> bool:
+        return int(self._done[step % NUM_AREAS][0]) >= step
+
+    def is_aborted(self) -> bool:
+        return bool(self._abort[0])
+
+    def read_drafts(self, step: int, num_requests: int) -> Int32Array:
+        """[B, K], once `is_done`; a copy."""
+        return self.area(step).drafts_BK[:num_requests].numpy().copy()
+
+    def service_s(self, step: int) -> float:
+        """Seconds from when the drafter saw the step to its answer, once `is_done`."""
+        return float(self.area(step).service_ns[0]) * 1e-9
+
+    def silence_s(self) -> float:
+        """Seconds since the drafter's last heartbeat."""
+        return (time.monotonic_ns() - int(self._heartbeat[0])) * 1e-9
+
+    # The drafter's side.
+
+    def beat(self) -> None:
+        self._heartbeat[0] = time.monotonic_ns()
+
+    def is_ready(self, step: int) -> bool:
+        return int(self._ready[step % NUM_AREAS][0]) == step
+
+    def read_step(self, step: int, session: int) -> TargetStep:
+        """A step that is ready. `hidden_RH` is a view, the rest copies. Raises ValueError for what does not fit."""
+        area, shape = self.area(step), self.shape
+        counts = area.counts.tolist()
+        num_requests, num_rows, num_finished, num_prompts = counts[_NUM_REQUESTS : _NUM_PROMPTS + 1]
+        limits = (shape.max_num_requests, shape.max_num_rows, shape.max_num_requests, shape.max_num_requests)
+        sizes = (num_requests, num_rows, num_finished, num_prompts)
+        if counts[_STEP] != step or any(not 0 <= n <= limit for n, limit in zip(sizes, limits, strict=True)):
+            raise ValueError(f"the host part of step {step} says step {counts[_STEP]} with sizes {sizes}")
+        slots_B, heads_B, row_offset_B, depth_B = area.host_4B.numpy()[:, :num_requests].copy()
+        device_part: npt.NDArray[np.int32] = area.device_part.numpy()[: 2 * num_requests + num_rows].copy()
+        start_B, num_valid_B, next_tokens_R = np.split(device_part, [num_requests, 2 * num_requests])
+        found = TargetStep(
+            session=session,
+            step=step,
+            slots_B=slots_B,
+            heads_B=heads_B,
+            start_B=start_B,
+            num_valid_B=num_valid_B,
+            row_offset_B=row_offset_B,
+            depth_B=depth_B,
+            next_tokens_R=next_tokens_R,
+            hidden_RH=area.payload_RH[:num_rows],
+            finished_slots=area.finished_B[:num_finished].tolist(),
+            prompts=_read_prompts(area, num_prompts),
+        )
+        found.check(shape)
+        return found
+
+    def answer(self, step: int, drafts_BK: Int32Array, service_ns: int) -> None:
+        """Drafts of a step, [B, max_depth]; then `done`."""
+        area = self.area(step)
+        area.drafts_BK.numpy()[: len(drafts_BK)] = drafts_BK
+        area.service_ns[0] = service_ns
+        self._done[step % NUM_AREAS][0] = step
+
+
+def _read_prompts(area: Area, num_prompts: int) -> dict[int, Int32Array]:
+    lengths = area.prompt_lengths_B[:num_prompts].tolist()
+    if any(length < 0 for length in lengths) or sum(lengths) > MAX_PROMPT_TOKENS:
+        raise ValueError(f"prompts of {lengths} tokens, at most {MAX_PROMPT_TOKENS} together")
+    ends = np.cumsum([0, *lengths])
+    tokens = area.prompt_tokens_P.numpy()[: ends[-1]].copy()
+    slots = area.prompt_slots_B[:num_prompts].tolist()
+    return {slot: tokens[ends[i] : ends[i + 1]] for i, slot in enumerate(slots)}
