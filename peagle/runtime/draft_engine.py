@@ -1,0 +1,234 @@
+"""Drafts for the requests of several targets and heads: one step of each target in, draft ids out.
+
+Enters: what targets hand over (`peagle.runtime.steps`). Leaves: draft ids. In between: the requests' blocks are looked
+up or given (`request_table`), and each head runs one pass over all its requests of the call, more where they do not fit
+in one. It knows nothing of connections: a `session` is a number, and whoever opened it drops it.
+
+A request is a slot of a session. Its first step should come with a prompt; without one it still drafts, but its blocks
+answer for no prefix. Whatever a target sends, the cache follows: a start before the cached rows truncates, a start
+after them begins cold, a step that is repeated gives the same drafts again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from peagle.runtime.cache import BlockPool, Int32Array
+from peagle.runtime.parallel_pass import ParallelPass
+from peagle.runtime.pass_batch import PassLimits
+from peagle.runtime.pass_plan import Requests, pass_batch, split, tokens_of
+from peagle.runtime.pending import PendingDrafts
+from peagle.runtime.request_table import NO_ROW, Counters, RequestTable
+from peagle.runtime.steps import NO_DRAFT, TargetStep
+
+MIN_IDLE_CALLS = 32
+
+
+class StepError(ValueError):
+    """A target's step that this engine cannot take; `session` says whose. Nothing of any step of the call was done."""
+
+    def __init__(self, session: int, message: str) -> None:
+        super().__init__(f"session {session}: {message}")
+        self.session = session
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadRuntime:
+    """One head, ready to draft.
+
+    digest: `peagle.heads.head_digest`, which keeps apart the cached prefixes of different heads.
+    parallel_pass: owns the KV cache, whose blocks the engine hands out; its size is the memory limit.
+    """
+
+    digest: str
+    parallel_pass: ParallelPass
+
+    @property
+    def limits(self) -> PassLimits:
+        return self.parallel_pass.limits
+
+
+class DraftEngine:
+    """Not safe for threads: one thread calls it."""
+
+    def __init__(
+        self, heads: Mapping[int, HeadRuntime], *, max_num_requests: int = 1024, min_idle_calls: int = MIN_IDLE_CALLS
+    ) -> None:
+        """heads: by the index that targets name them with.
+
+        max_num_requests: requests with rows in the cache, for each head.
+        min_idle_calls: a request is evicted for others only after so many calls of `step` without it. Targets take
+            turns, so requests in use miss some calls; with a full cache it is better to refuse new requests than to
+            evict those in use back and forth.
+        """
+        if max_num_requests < 1 or min_idle_calls < 1:
+            raise ValueError(
+                f"max_num_requests = {max_num_requests} and min_idle_calls = {min_idle_calls} must be at least 1"
+            )
+        if not heads:
+            raise ValueError("heads is empty: a drafter needs at least one head")
+        self.counters = Counters()
+        self._max_num_requests, self._min_idle_calls = max_num_requests, min_idle_calls
+        self._heads: dict[int, HeadRuntime] = {}
+        self._tables: dict[int, RequestTable] = {}
+        self._last_step: dict[int, int] = {}
+        for index, head in heads.items():
+            self.swap(index, head)
+
+    @property
+    def heads(self) -> Mapping[int, HeadRuntime]:
+        return dict(self._heads)
+
+    @property
+    def max_depth(self) -> int:
+        """K_max: the most drafts that any of the heads gives."""
+        return max(head.limits.max_depth for head in self._heads.values())
+
+    @property
+    def num_requests(self) -> int:
+        """Requests with rows in a cache."""
+        return sum(table.num_requests for table in self._tables.values())
+
+    @property
+    def num_free_blocks(self) -> Mapping[int, int]:
+        """By head: blocks that requests do not hold."""
+        return {index: table.pool.num_available for index, table in self._tables.items()}
+
+    def swap(self, index: int, head: HeadRuntime) -> None:
+        """Put a head in the place of another, or in a new place. All rows of the old one are void and dropped."""
+        limits = head.limits
+        if limits.max_num_rows < limits.max_depth:
+            raise ValueError(
+                f"head {index}: max_num_rows = {limits.max_num_rows} holds no request that wants "
+                f"max_depth = {limits.max_depth} drafts: raise it"
+            )
+        self._tables[index] = RequestTable(
+            BlockPool(limits.num_blocks, limits.block_size),
+            head.digest,
+            self.counters,
+            max_num_requests=min(self._max_num_requests, limits.num_blocks),
+            max_num_positions=limits.max_blocks * limits.block_size,
+            min_idle_calls=self._min_idle_calls,
+        )
+        self._heads[index] = head
+
+    def release(self, session: int, slots: Iterable[int]) -> None:
+        """These requests of a session ended."""
+        ended = list(slots)
+        for table in self._tables.values():
+            table.release(session, ended)
+
+    def drop_session(self, session: int) -> None:
+        """A target went away. Its prefixes stay for others as long as there is room."""
+        self._last_step.pop(session, None)
+        for table in self._tables.values():
+            table.drop_session(session)
+
+    def check(self, step: TargetStep) -> None:
+        """Raise `StepError` unless these heads can take the step, which `TargetStep.check` found well formed."""
+        width = step.hidden_RH.shape[1]
+        for index in np.unique(step.heads_B).tolist():
+            if (head := self._heads.get(index)) is None:
+                raise StepError(step.session, f"heads_B names head {index}; there are {sorted(self._heads)}")
+            if width != head.limits.hidden_size:
+                raise StepError(
+                    step.session, f"hidden_RH has {width} columns, head {index} needs {head.limits.hidden_size}"
+                )
+            if (deepest := int(step.depth_B[step.heads_B == index].max())) > head.limits.max_depth:
+                raise StepError(
+                    step.session, f"depth_B asks for {deepest} drafts, head {index} gives {head.limits.max_depth}"
+                )
+
+    def step(self, steps: Sequence[TargetStep]) -> list[Int32Array]:
+        """Draft ids of each step's requests, [B, K_max] each, `NO_DRAFT` from a request's depth on.
+
+        A request that is refused for lack of cache has none. So have all requests of a step that is older than one its
+        session was already answered for; such a step changes nothing.
+
+        Raises:
+            StepError: see `check`.
+        """
+        for step in steps:
+            self.check(step)
+        if len({step.session for step in steps}) < len(
+            steps
+        ):  # one after the other: the later needs the earlier's rows
+            return [self.step([step])[0] for step in steps]
+        answers = [np.full((step.num_requests, self.max_depth), NO_DRAFT, np.int32) for step in steps]
+        live = [i for i, step in enumerate(steps) if self._is_new(step)]
+        steps = [steps[i] for i in live]
+        if not steps:
+            return answers
+        for step in steps:
+            self.release(step.session, [*step.finished_slots, *step.prompts])
+        heads_F = _joined([step.heads_B for step in steps])
+        launched = [part for index in np.unique(heads_F).tolist() for part in self._launch(index, steps, heads_F)]
+        drafts_FK = np.full((len(heads_F), self.max_depth), NO_DRAFT, np.int32)
+        for part, pending in launched:
+            wanting = part.depth_G > 0  # a piece that does not draft must not undo one that does
+            drafts_GK = pending.wait().numpy()
+            drafts_FK[part.flat_G[wanting], : drafts_GK.shape[1]] = drafts_GK[wanting]
+        self.counters.drafts += int((drafts_FK != NO_DRAFT).sum())
+        ends = np.cumsum([step.num_requests for step in steps])
+        for i, drafts_BK in zip(live, np.split(drafts_FK, ends[:-1]), strict=True):
+            answers[i] = drafts_BK
+        return answers
+
+    def _is_new(self, step: TargetStep) -> bool:
+        if step.step < self._last_step.get(step.session, step.step):
+            self.counters.stale_steps += 1
+            return False
+        self._last_step[step.session] = step.step
+        return True
+
+    def _admit(self, index: int, steps: Sequence[TargetStep], heads_F: Int32Array) -> Requests:
+        """The requests of one head that have a table row and blocks now, and new rows to write."""
+        table = self._tables[index]
+        table.begin_call()
+        mine = [np.flatnonzero(step.heads_B == index) for step in steps]
+        rows = [table.find(step.session, step.slots_B[mine_G]) for step, mine_G in zip(steps, mine, strict=True)]
+        for step, mine_G, rows_G in zip(steps, mine, rows, strict=True):
+            for i in np.flatnonzero(rows_G == NO_ROW).tolist():
+                slot = int(step.slots_B[mine_G[i]])
+                self.release(step.session, [slot])  # it may have rows of another head
+                rows_G[i] = table.open(step.session, slot, step.prompts.get(slot))
+        requests = Requests(
+            np.flatnonzero(heads_F == index),
+            np.repeat(np.arange(len(steps)), [len(mine_G) for mine_G in mine]),
+            _joined(rows),
+            *(
+                _joined([getattr(step, name)[mine_G] for step, mine_G in zip(steps, mine, strict=True)]).astype(
+                    np.int64
+                )
+                for name in ("start_B", "num_valid_B", "row_offset_B", "depth_B")
+            ),
+        )
+        self.counters.refused += int((requests.rows_G == NO_ROW).sum())
+        requests = requests[requests.rows_G != NO_ROW]
+        granted_G = table.place(requests.rows_G, requests.start_G, requests.num_valid_G, requests.depth_G)
+        return requests[granted_G & (requests.num_valid_G > 0)]
+
+    def _launch(
+        self, index: int, steps: Sequence[TargetStep], heads_F: Int32Array
+    ) -> list[tuple[Requests, PendingDrafts]]:
+        """Start the passes of one head and take their rows into its cache."""
+        requests, table, head = self._admit(index, steps, heads_F), self._tables[index], self._heads[index]
+        if not len(requests):
+            return []
+        launched = []
+        for part in split(requests, head.limits.max_num_rows, head.limits.max_num_requests):
+            batch = pass_batch(part, steps, table, head.limits)
+            launched.append((part, head.parallel_pass.launch(batch)))
+            self.counters.passes += 1
+            self.counters.rows += int((part.end_G - part.start_G).sum())
+        # Passes run in the order of their launch, so whoever finds these rows from now on reads them written.
+        table.commit(requests.rows_G, requests.start_G, requests.num_valid_G, tokens_of(requests, steps))
+        return launched
+
+
+def _joined(arrays: Sequence[Any]) -> Any:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
