@@ -25,7 +25,7 @@ from torch import Tensor
 from peagle.kernels.dispatch import check_shape, uses_kernel
 
 #: Elements of the table (row of the block, request) that one program searches.
-SEARCHED_ELEMENTS = 8192
+SEARCHED_ELEMENTS = 2048
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,113 @@
+"""Waiting for a word: outcomes, what is looked at first, and that a word written meanwhile ends the wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from peagle.kernels.dispatch import INTERPRETED
+from peagle.kernels.wait import ABORTED, REACHED, TIMED_OUT, wait_for_word, wait_for_word_torch, wait_for_word_triton
+from tests.kernel_device import DEVICE, needs_kernel
+
+Wait = Callable[[Tensor, Tensor | int, Tensor, Tensor, Tensor | int], None]
+WAITS = [
+    pytest.param(wait_for_word_torch, id="twin"),
+    pytest.param(wait_for_word_triton, id="kernel", marks=needs_kernel),
+]
+ENOUGH_NS = 20_000_000_000
+
+
+def words(*values: int) -> list[Tensor]:
+    """Words of host memory, each int64 [1]; pinned where a GPU reads them."""
+    made = [torch.tensor([value], dtype=torch.int64) for value in values]
+    return [word.pin_memory() for word in made] if DEVICE == "cuda" else made
+
+
+def status_of(wait: Wait) -> Tensor:
+    return torch.zeros(2, dtype=torch.int64, device="cpu" if wait is wait_for_word_torch else DEVICE)
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize(
+    ("word", "abort", "timeout_ns", "expected"),
+    [
+        (7, 0, ENOUGH_NS, REACHED),
+        (8, 0, ENOUGH_NS, REACHED),
+        (7, 1, 0, REACHED),
+        (6, 1, ENOUGH_NS, ABORTED),
+        (6, 1, 0, ABORTED),
+        (6, 0, 500, TIMED_OUT),
+        (6, 0, 0, TIMED_OUT),
+        (-1, 0, 100, TIMED_OUT),
+    ],
+)
+@pytest.mark.parametrize("as_tensors", [False, True])
+def test_outcome(wait: Wait, word: int, abort: int, timeout_ns: int, expected: int, as_tensors: bool) -> None:
+    word_1, abort_1, wanted_1, timeout_1 = words(word, abort, 7, timeout_ns)
+    status_2 = status_of(wait)
+    wait(word_1, wanted_1 if as_tensors else 7, abort_1, status_2, timeout_1 if as_tensors else timeout_ns)
+    assert status_2[0].item() == expected
+    assert (status_2[1].item() >= timeout_ns) == (expected == TIMED_OUT or timeout_ns == 0)
+
+
+def test_sequence_numbers_beyond_32_bits_are_compared_whole() -> None:
+    (word_1, abort_1), status_2 = words(1 << 40, 0), status_of(wait_for_word_triton)
+    wait_for_word(word_1, (1 << 40) + 1, abort_1, status_2, 10)
+    assert status_2[0].item() == TIMED_OUT
+    wait_for_word(word_1, 1 << 40, abort_1, status_2, 10)
+    assert status_2[0].item() == REACHED
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("which", ["word", "abort"])
+def test_a_word_written_meanwhile_ends_the_wait(wait: Wait, which: str) -> None:
+    if wait is wait_for_word_triton and DEVICE == "cuda":
+        wait(*words(1), 1, *words(0), status_of(wait), ENOUGH_NS)  # compiled before the clock runs
+    (word_1, abort_1), status_2 = words(0, 0), status_of(wait)
+    written = word_1 if which == "word" else abort_1
+    timer = threading.Timer(0.05, lambda: written.fill_(3))
+    timer.start()
+    wait(word_1, 3, abort_1, status_2, ENOUGH_NS)
+    assert status_2[0].item() == (REACHED if which == "word" else ABORTED)
+    assert wait is not wait_for_word_torch or status_2[1].item() >= 10_000_000
+    timer.join()
+
+
+@pytest.mark.gpu
+def test_the_host_goes_on_while_a_captured_wait_holds_the_stream() -> None:
+    (word_1, abort_1, wanted_1, timeout_1), status_2 = words(1, 0, 1, ENOUGH_NS), status_of(wait_for_word_triton)
+    wait_for_word(word_1, wanted_1, abort_1, status_2, timeout_1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        wait_for_word(word_1, wanted_1, abort_1, status_2, timeout_1)
+    done = torch.cuda.Event()
+    wanted_1.fill_(2)
+    graph.replay()
+    done.record()
+    time.sleep(0.02)
+    assert not done.query(), "the stream did not wait"
+    word_1.fill_(2)
+    done.synchronize()
+    assert status_2[0].item() == REACHED
+    assert 10_000_000 < status_2[1].item() < ENOUGH_NS
+
+
+def test_words_of_another_type_or_size_are_refused() -> None:
+    word_1, abort_1 = words(0, 0)
+    with pytest.raises(ValueError, match="abort_1 is torch.int32"):
+        wait_for_word(word_1, 1, abort_1.int(), status_of(wait_for_word_torch), 1)
+    with pytest.raises(ValueError, match="status_2 has shape"):
+        wait_for_word(word_1, 1, abort_1, word_1, 1)
+
+
+@needs_kernel
+def test_dispatch_follows_the_status() -> None:
+    (word_1, abort_1), status_2 = words(0, 0), torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    wait_for_word(word_1, 1, abort_1, status_2, 30)
+    # The interpreter's clock counts reads, so 30 of them show that the kernel ran.
+    assert not INTERPRETED or status_2.tolist() == [TIMED_OUT, 30]
