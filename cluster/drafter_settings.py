@@ -8,14 +8,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from cluster.drafting import is_workload_tag
+from cluster.messages import nearest, problem
 from cluster.section import Section
 from cluster.sources import SourceError, drafts_in_parallel, read_head_config
 
 SHARED_SHAPE = ("hidden_size", "target_hidden_size", "vocab_size", "aux_layer_ids")
 """What the heads of one drafter have in common: the target sends every request's rows in one form."""
+
+ROW_DTYPES = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
+"""vLLM's names of data types, each with the one by which target and drafter agree."""
+
+MAX_NUM_HEADS = 32
+"""Of one drafter; each has weights and a share of the cache."""
+
+SWAPPED_KEYS = ("head", "heads_by_workload")
 
 
 class DrafterReplicas(Section):
@@ -35,12 +44,21 @@ class DrafterReplicas(Section):
     env: dict[str, str] = Field(default_factory=dict)
 
 
+class LinkSettings(Section):
+    """How long a target waits for the drafts of a step: three times what a pass takes on average, within these limits;
+    then it goes on without drafts. With `max_deadline_ms` also for the first passes, whose time is not known yet."""
+
+    min_deadline_ms: float = Field(default=50.0, gt=0, allow_inf_nan=False)
+    max_deadline_ms: float = Field(default=1000.0, gt=0, allow_inf_nan=False)
+
+
 class DrafterSettings(Section):
     """The drafter. `head`: a shipped head's name, a directory, or a Hugging Face id; `max_draft_tokens`: K_max, and
     `parallel_drafting`: all drafts in one pass (P-EAGLE) or one after another (EAGLE-3), both by default what the head
     was trained for; `engine_options`: further keys of vLLM's speculative_config.
 
-    With `placement: remote`, `replicas` run the drafter, and `heads_by_workload` gives workloads heads of their own."""
+    With `placement: remote`, `replicas` run the drafter, targets reach them over `links`, and `heads_by_workload` gives
+    workloads heads of their own."""
 
     head: str = Field(min_length=1)
     placement: Literal["colocated", "remote"] = "colocated"
@@ -48,6 +66,7 @@ class DrafterSettings(Section):
     parallel_drafting: bool | None = None
     engine_options: dict[str, Any] = Field(default_factory=dict)
     replicas: DrafterReplicas | None = None
+    links: LinkSettings | None = None
     heads_by_workload: dict[str, str] = Field(default_factory=dict)
 
     @property
@@ -96,10 +115,23 @@ def check_placement(drafter: DrafterSettings, engine: Mapping[str, Any]) -> list
         return [
             f"drafter.{key} has no meaning with placement: colocated, where the drafter runs in the target's engine: "
             "write placement: remote, or leave it out"
-            for key in ("replicas", "heads_by_workload")
+            for key in ("replicas", "links", "heads_by_workload")
             if getattr(drafter, key)
         ]
     problems = []
+    if (dtype := engine.get("dtype", "auto")) not in ROW_DTYPES:
+        problems.append(
+            f"engine.dtype is {dtype!r:.80}, but placement: remote needs its name, {', '.join(sorted(ROW_DTYPES))}: "
+            "target and drafter compute in one type"
+        )
+    links = drafter.links or LinkSettings()
+    if links.min_deadline_ms > links.max_deadline_ms:
+        problems.append(
+            f"drafter.links.min_deadline_ms is {links.min_deadline_ms:g}, above max_deadline_ms, "
+            f"{links.max_deadline_ms:g}"
+        )
+    if len(drafter.heads) > MAX_NUM_HEADS:
+        problems.append(f"drafter.heads_by_workload: {len(drafter.heads)} heads, at most {MAX_NUM_HEADS}")
     if drafter.engine_options:
         names = ", ".join(drafter.engine_options)
         problems.append(
@@ -114,12 +146,46 @@ def check_placement(drafter: DrafterSettings, engine: Mapping[str, Any]) -> list
     return problems
 
 
-def fill_replicas(drafter: DrafterSettings, *, target_has_gpu: bool) -> DrafterSettings:
-    """The section of a remote drafter with the replicas' defaults filled in."""
+def fill_remote(drafter: DrafterSettings, *, target_has_gpu: bool) -> DrafterSettings:
+    """The section of a remote drafter with the defaults of `replicas` and `links` filled in."""
     replicas = drafter.replicas or DrafterReplicas()
     if replicas.num_gpus is None:
         replicas = replicas.model_copy(update={"num_gpus": 1.0 if target_has_gpu else 0.0})
-    return drafter.model_copy(update={"replicas": replicas})
+    return drafter.model_copy(update={"replicas": replicas, "links": drafter.links or LinkSettings()})
+
+
+def swapped(drafter: DrafterSettings, user_config: Any, heads_dir: Path) -> DrafterSettings:
+    """The section with the heads that a deployment's `user_config` names, `{head: ..., heads_by_workload: {...}}`; what
+    it leaves out stays.
+
+    Raises:
+        ValueError: every problem: an unknown key, no such head, one that does not fit the others, or workloads that
+            would share a head which the running targets tell apart, or the other way round.
+    """
+    if not isinstance(user_config, Mapping):
+        raise ValueError(f"user_config must be a mapping with {' and '.join(SWAPPED_KEYS)}, not {user_config!r:.80}")
+    if unknown := [str(key) for key in user_config if key not in SWAPPED_KEYS]:
+        raise ValueError(f"unknown key {unknown[0]} in user_config{nearest(unknown[0], SWAPPED_KEYS)}; it swaps heads")
+    try:
+        asked = DrafterSettings.model_validate({**drafter.model_dump(), **user_config})
+    except ValidationError as error:
+        raise ValueError("; ".join(problem(one, "user_config", DrafterSettings) for one in error.errors())) from error
+    if asked.heads_by_workload.keys() != drafter.heads_by_workload.keys():
+        raise ValueError(
+            f"user_config names heads of the workloads {sorted(asked.heads_by_workload)}, the running service tells "
+            f"{sorted(drafter.heads_by_workload)} apart: change drafter.heads_by_workload in args and deploy anew"
+        )
+    filled, problems = read_drafter(asked, heads_dir)
+    if problems:
+        raise ValueError("; ".join(problems))
+    if [filled.head_index(one) for one in drafter.heads_by_workload] != [
+        drafter.head_index(one) for one in drafter.heads_by_workload
+    ] or len(filled.heads) != len(drafter.heads):
+        raise ValueError(
+            "user_config gives workloads one head that have two in the running service, or the other way round: "
+            "change drafter.heads_by_workload in args and deploy anew"
+        )
+    return filled
 
 
 def _kind_problems(drafter: DrafterSettings, config: dict[str, Any]) -> list[str]:

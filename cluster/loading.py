@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from cluster import messages
 from cluster.caller_settings import check_depths, read_callers
 from cluster.depth_settings import DepthSettings, check_depth
-from cluster.drafter_settings import DrafterSettings, check_placement, fill_replicas, read_drafter
+from cluster.drafter_settings import DrafterSettings, check_placement, fill_remote, read_drafter
 from cluster.drafting import is_workload_tag
 from cluster.settings import (
     OWNED_ENGINE_KEYS,
@@ -212,13 +212,13 @@ class _Reader:
     def check_placement(
         self, drafter: DrafterSettings | None, target: TargetSettings, engine: Any
     ) -> DrafterSettings | None:
-        """The drafter with its replicas' defaults, which follow the target's."""
+        """The drafter with the defaults of its placement."""
         if drafter is None:
             return None
         self.problems += check_placement(drafter, engine if isinstance(engine, Mapping) else {})
         if not drafter.is_remote:
             return drafter
-        return fill_replicas(drafter, target_has_gpu=bool(target.bundle.get("GPU")))
+        return fill_remote(drafter, target_has_gpu=bool(target.bundle.get("GPU")))
 
     def check_depth(self, depth: DepthSettings, drafter: DrafterSettings | None) -> None:
         if drafter is None:

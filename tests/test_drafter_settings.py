@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cluster.drafter_settings import DrafterSettings, swapped
 from cluster.loading import Catalog, SettingsError, load_settings
 from cluster.settings import ClusterSettings
 
@@ -32,6 +33,7 @@ HEADS = {
 GOOD: dict[str, Any] = {
     "model": {"id": "tiny", "source": "embedded-model"},
     "drafter": {"head": "shipped-head", "placement": "remote", "max_draft_tokens": 7},
+    "engine": {"dtype": "float32"},
     "target": {"num_replicas": 2, "bundle": {"CPU": 1}},
 }
 
@@ -111,6 +113,16 @@ BAD_INPUTS = {
         changed(placement="colocated", replicas={"num_replicas": 1}),
         ["drafter.replicas", "placement: colocated", "write placement: remote"],
     ),
+    "links of a colocated drafter": (
+        changed(placement="colocated", links={}),
+        ["drafter.links", "placement: colocated"],
+    ),
+    "deadline of no time": (changed(links={"min_deadline_ms": 0}), ["drafter.links.min_deadline_ms"]),
+    "deadline of ever": (changed(links={"max_deadline_ms": float("inf")}), ["drafter.links.max_deadline_ms"]),
+    "deadlines the wrong way round": (
+        changed(links={"min_deadline_ms": 2000}),
+        ["drafter.links.min_deadline_ms is 2000, above max_deadline_ms, 1000"],
+    ),
     "heads of a colocated drafter": (
         changed(placement="colocated", heads_by_workload={"code": "same-shape"}),
         ["drafter.heads_by_workload", "placement: colocated"],
@@ -122,9 +134,11 @@ BAD_INPUTS = {
         ["drafter.engine_options", "draft_tensor_parallel_size", "leave them out"],
     ),
     "pipeline of stages": (
-        changed({"engine": {"pipeline_parallel_size": 2}}),
+        changed({"engine": {"dtype": "half", "pipeline_parallel_size": 2}}),
         ["engine.pipeline_parallel_size is 2", "tensor_parallel_size"],
     ),
+    "type that is left to vLLM": (changed({"engine": {}}), ["engine.dtype is 'auto'", "bfloat16"]),
+    "unknown type": (changed({"engine": {"dtype": "fp8"}}), ["engine.dtype is 'fp8'", "bfloat16"]),
     "graphs on a CPU": (
         changed({"target": {"bundle": {"CPU": 1}, "full_graph_depths": [3]}}),
         ["target.full_graph_depths", "a CPU has no CUDA graphs"],
@@ -164,5 +178,43 @@ def test_bad_input_is_named_with_its_path_and_remedy(name: str, catalog: Catalog
 
 
 def test_tensor_parallel_targets_may_have_a_remote_drafter(catalog: Catalog) -> None:
-    args = changed({"engine": {"tensor_parallel_size": 2}, "target": {"bundle": {"GPU": 1}}})
-    assert loaded(args, catalog).engine == {"tensor_parallel_size": 2}
+    engine = {"dtype": "bfloat16", "tensor_parallel_size": 2}
+    assert loaded(changed({"engine": engine, "target": {"bundle": {"GPU": 1}}}), catalog).engine == engine
+
+
+def drafter_of(args: dict[str, Any], catalog: Catalog) -> DrafterSettings:
+    drafter = load_settings(args, catalog).drafter
+    assert drafter is not None
+    return drafter
+
+
+def test_a_user_config_swaps_heads_and_leaves_the_rest(catalog: Catalog) -> None:
+    one = drafter_of(GOOD, catalog)
+    assert swapped(one, {}, catalog.heads_dir) == one
+    after = swapped(one, {"head": "same-shape"}, catalog.heads_dir)
+    assert after == one.model_copy(update={"head": "same-shape"})
+    two = drafter_of(changed(heads_by_workload={"code": "same-shape"}), catalog)
+    exchanged = swapped(two, {"head": "same-shape", "heads_by_workload": {"code": "shipped-head"}}, catalog.heads_dir)
+    assert exchanged.heads == ("same-shape", "shipped-head")
+
+
+@pytest.mark.parametrize(
+    ("user_config", "words"),
+    [
+        ("same-shape", ["user_config must be a mapping"]),
+        ({"haed": "same-shape"}, ["unknown key haed in user_config", "did you mean head"]),
+        ({"max_draft_tokens": 3}, ["unknown key max_draft_tokens"]),
+        ({"head": 3}, ["user_config.head", "expected a string"]),
+        ({"head": "no-head"}, ["drafter.head", "no-head"]),
+        ({"head": "shallow"}, ["drafter.max_draft_tokens is 7", "3 depths"]),
+        ({"head": "eagle3"}, ["EAGLE-3 head"]),
+        ({"head": "other-layers"}, ["aux_layer_ids"]),
+        ({"heads_by_workload": {"chat": "same-shape"}}, ["['chat']", "['code']", "deploy anew"]),
+        ({"heads_by_workload": {"code": "shipped-head"}}, ["one head that have two"]),
+    ],
+)
+def test_a_user_config_that_cannot_be_is_refused(user_config: Any, words: list[str], catalog: Catalog) -> None:
+    drafter = drafter_of(changed(heads_by_workload={"code": "same-shape"}), catalog)
+    with pytest.raises(ValueError, match=".") as raised:
+        swapped(drafter, user_config, catalog.heads_dir)
+    assert all(word in str(raised.value) for word in words), raised.value
