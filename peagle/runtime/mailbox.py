@@ -11,9 +11,9 @@ Three areas in turn (step s uses area s % 3), each with a request and its reply:
 Three, not two: with asynchronous scheduling the target's host writes step s + 2 while the drafter still reads step s.
 A sender that finds step s - 3 unanswered does not send (`is_free`), so nothing is overwritten while it is read.
 
-Words beside the areas: `abort`, non-zero once the target must not wait any more (its host or its waiting kernel sets
-it); `gave_up`, the last step that the waiting kernel gave up; `heartbeat`, the drafter's monotonic clock in ns, shared
-by all processes of a host. Memory order: see `peagle.runtime.shared_memory.host_identity`.
+Words beside the areas: `abort`, non-zero while the target must not wait (its host sets it); `heartbeat`, the drafter's
+monotonic clock in ns, which all processes of a host share. `outcome` is the target's own: what its GPU's wait came to.
+Memory order: see `peagle.runtime.shared_memory.host_identity`.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Area:
     drafts_BK: Tensor  # int32
     service_ns: Tensor  # int64 [1]
     done: Tensor  # int64 [1]
+    outcome: Tensor  # int64 [2]: status of `peagle.kernels.wait`, nanoseconds waited
 
 
 class _Carver:
@@ -74,7 +75,7 @@ class _Carver:
 
 def _carve(carver: _Carver, shape: TargetShape) -> tuple[Tensor, tuple[Area, ...]]:
     num_requests, num_rows, int32, int64 = shape.max_num_requests, shape.max_num_rows, torch.int32, torch.int64
-    words = carver.take(int64, 3 * _LINE_BYTES // 8)
+    words = carver.take(int64, 2 * _LINE_BYTES // 8)
     areas = tuple(
         Area(
             counts=carver.take(int64, 8),
@@ -89,6 +90,7 @@ def _carve(carver: _Carver, shape: TargetShape) -> tuple[Tensor, tuple[Area, ...
             drafts_BK=carver.take(int32, num_requests, shape.max_depth),
             service_ns=carver.take(int64, 1),
             done=carver.take(int64, 1),
+            outcome=carver.take(int64, 2),
         )
         for _ in range(NUM_AREAS)
     )
@@ -108,7 +110,7 @@ class Mailbox:
     def __init__(self, memory: SharedMemory, shape: TargetShape) -> None:
         self.memory, self.shape = memory, shape
         words, self.areas = _carve(_Carver(memory.mapping), shape)
-        self.abort, self.gave_up, self.heartbeat = (words[i * 8 : i * 8 + 1] for i in range(3))
+        self.abort, self.heartbeat = words[:1], words[_LINE_BYTES // 8 :][:1]
         # Reading a word through numpy costs a tenth of reading it through torch, and waiting is reading words.
         self._ready = [area.ready.numpy() for area in self.areas]
         self._done = [area.done.numpy() for area in self.areas]
@@ -151,6 +153,7 @@ class Mailbox:
         Returns how many prompts did not fit and travel empty. Sizes are the sender's to keep: within the shape.
         """
         area, num_requests = self.area(step), host_4B.shape[1]
+        area.outcome[0] = 0
         area.host_4B.numpy()[:, :num_requests] = host_4B
         area.finished_B.numpy()[: len(finished_slots)] = finished_slots
         used, num_cut = 0, 0
@@ -174,6 +177,10 @@ class Mailbox:
 
     def is_done(self, step: int) -> bool:
         return int(self._done[step % NUM_AREAS][0]) >= step
+
+    def set_abort(self, aborted: bool) -> None:
+        """Let go, or not, of whoever waits for drafts: also a GPU that waits already."""
+        self._abort[0] = aborted
 
     def is_aborted(self) -> bool:
         return bool(self._abort[0])

@@ -63,10 +63,11 @@ class MessageReader:
     """Puts messages together from whatever the socket has, for one connection."""
 
     def __init__(self, connection: socket.socket, max_raw_bytes: int, peer: str) -> None:
-        """max_raw_bytes: of one message; that much is kept. peer: what errors call the other side."""
+        """max_raw_bytes: of one message; that of the largest seen is kept. peer: what errors call the other side."""
         self._connection, self._max_raw_bytes, self._peer = connection, max_raw_bytes, peer
-        self._buffer = bytearray(_HEAD.size)
-        self._wanted, self._num_read = _HEAD.size, 0
+        # Head and JSON in one, raw bytes in the other, so that these are aligned for whatever they hold.
+        self._text, self._raw = bytearray(_HEAD.size), bytearray()
+        self._num_read = 0
         self._sizes: tuple[int, int] | None = None  # JSON and raw bytes of the message under way
 
     def read(self) -> Message | None:
@@ -74,25 +75,19 @@ class MessageReader:
 
         Raises WireError for a peer that ends or sends something else, OSError for a broken connection.
         """
-        while True:
-            while self._num_read < self._wanted:
-                try:
-                    view = memoryview(self._buffer)[self._num_read : self._wanted]
-                    num_new = self._connection.recv_into(view)
-                except (BlockingIOError, TimeoutError):
-                    return None
-                if num_new == 0:
-                    raise WireError(self._ended())
-                self._num_read += num_new
-                if self._sizes is None:
-                    self._check_magic()
+        try:
             if self._sizes is None:
+                self._fill(self._text, 0, _HEAD.size)
                 self._sizes = self._read_head()
-                self._wanted = _HEAD.size + sum(self._sizes)
-                if len(self._buffer) < self._wanted:
-                    self._buffer = self._buffer + bytearray(self._wanted - len(self._buffer))
-                continue
-            return self._take()
+                self._text = _at_least(self._text, _HEAD.size + self._sizes[0])
+                self._raw = _at_least(self._raw, self._sizes[1])
+            num_text, num_raw = _HEAD.size + self._sizes[0], self._sizes[1]
+            self._fill(self._text, 0, num_text)
+            self._fill(self._raw, num_text, num_raw)
+        except (BlockingIOError, TimeoutError):
+            return None
+        self._num_read, self._sizes = 0, None
+        return self._message(bytes(self._text[_HEAD.size : num_text]), memoryview(self._raw)[:num_raw])
 
     def read_within(self, timeout_s: float) -> Message:
         """The next message of a blocking socket. Raises WireError when it is not there in time, and as `read`."""
@@ -103,27 +98,32 @@ class MessageReader:
                 return message
         raise WireError(f"{self._peer} sent no whole message within {timeout_s:g} s ({self._num_read} bytes)")
 
-    def _take(self) -> Message:
-        assert self._sizes is not None
-        num_text = self._sizes[0]
-        text = bytes(self._buffer[_HEAD.size : _HEAD.size + num_text])
-        raw = memoryview(self._buffer)[_HEAD.size + num_text : self._wanted]
-        self._wanted, self._num_read, self._sizes = _HEAD.size, 0, None
+    def _fill(self, buffer: bytearray, num_before: int, num_bytes: int) -> None:
+        """Receive until `buffer` has num_bytes; num_before of the message are in front of it."""
+        while (begin := self._num_read - num_before) < num_bytes:
+            num_new = self._connection.recv_into(memoryview(buffer)[begin:num_bytes])
+            if num_new == 0:
+                raise WireError(self._ended())
+            self._num_read += num_new
+            if self._sizes is None:
+                self._check_magic()
+
+    def _message(self, text: bytes, raw: memoryview) -> Message:
         try:
             fields = json.loads(text)
-            kind = fields.pop("kind")
-        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            return Message(str(fields.pop("kind")), fields, raw)
+        except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
             raise WireError(f"{self._peer} sent a message without a JSON object that has a kind") from error
-        return Message(str(kind), fields, raw)
 
     def _check_magic(self) -> None:
-        got = bytes(self._buffer[: min(self._num_read, len(MAGIC))])
-        if not MAGIC.startswith(got):
-            begin = bytes(self._buffer[: self._num_read])
-            raise WireError(f"{self._peer} does not speak this protocol: it sent {begin!r}")
+        begin = bytes(self._text[: min(self._num_read, len(MAGIC))])
+        if not MAGIC.startswith(begin):
+            raise WireError(
+                f"{self._peer} does not speak this protocol: it sent {bytes(self._text[: self._num_read])!r}"
+            )
 
     def _read_head(self) -> tuple[int, int]:
-        _, version, _, num_text, num_raw = _HEAD.unpack_from(self._buffer)
+        _, version, _, num_text, num_raw = _HEAD.unpack_from(self._text)
         if version != PROTOCOL_VERSION:
             raise WireError(
                 f"{self._peer} speaks protocol version {version}, this side {PROTOCOL_VERSION}: run the same release "
@@ -139,6 +139,10 @@ class MessageReader:
     def _ended(self) -> str:
         if self._num_read == 0:
             return f"{self._peer} closed the connection"
-        return (
-            f"{self._peer} closed the connection in the middle of a message: {self._num_read} of {self._wanted} bytes"
-        )
+        num_all = _HEAD.size + sum(self._sizes) if self._sizes else _HEAD.size
+        return f"{self._peer} closed the connection in the middle of a message: {self._num_read} of {num_all} bytes"
+
+
+def _at_least(buffer: bytearray, num_bytes: int) -> bytearray:
+    """The buffer, or a longer one that begins the same; an old one may still be looked at through a message."""
+    return buffer if len(buffer) >= num_bytes else buffer + bytearray(num_bytes - len(buffer))

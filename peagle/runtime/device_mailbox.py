@@ -1,0 +1,55 @@
+"""A mailbox used by a GPU: its memory registered with CUDA, a step sent and drafts awaited in stream order.
+
+The host enqueues and goes on; it learns later, from the area's `outcome`, what a wait came to. Everything here runs on
+the current stream of the current device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from peagle.kernels.wait import REACHED, wait_for_word
+from peagle.runtime.mailbox import Mailbox
+from peagle.runtime.steps import NO_DRAFT
+
+_PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
+
+
+def pin(mailbox: Mailbox, device: torch.device) -> None:
+    """Let `device` reach the mailbox: needed before anything else here. Raises RuntimeError where CUDA refuses."""
+    base = torch.frombuffer(mailbox.memory.mapping, dtype=torch.uint8)
+    with torch.cuda.device(device):
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(base.data_ptr(), base.nbytes, _PORTABLE_AND_MAPPED))
+
+
+def unpin(mailbox: Mailbox, device: torch.device) -> None:
+    """Undo `pin`, before the memory goes and after the last work that uses it."""
+    base = torch.frombuffer(mailbox.memory.mapping, dtype=torch.uint8)
+    with torch.cuda.device(device):
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(base.data_ptr()))
+
+
+def enqueue_send(
+    mailbox: Mailbox, step: int, start_B: Tensor, num_valid_B: Tensor, next_tokens_R: Tensor, hidden_RH: Tensor
+) -> None:
+    """Copy the device part of a step from device tensors, then its `ready` word: three copies."""
+    area, num_rows = mailbox.area(step), len(next_tokens_R)
+    packed = torch.cat([start_B, num_valid_B, next_tokens_R])
+    area.device_part[: len(packed)].copy_(packed, non_blocking=True)
+    area.payload_RH[:num_rows].copy_(hidden_RH, non_blocking=True)
+    ready = torch.full((1,), step, dtype=torch.int64, device=hidden_RH.device)
+    area.ready.copy_(ready, non_blocking=True)
+
+
+def enqueue_wait(mailbox: Mailbox, step: int, timeout_s: float, out_BK: Tensor) -> None:
+    """Wait for the drafts of a step, at most this long, and put them into out_BK (int32 on the device).
+
+    Without an answer in time out_BK is `NO_DRAFT` all over. A reply that comes later is not seen.
+    """
+    area = mailbox.area(step)
+    status_2 = torch.empty(2, dtype=torch.int64, device=out_BK.device)
+    wait_for_word(area.done, step, mailbox.abort, status_2, int(timeout_s * 1e9))
+    out_BK.copy_(area.drafts_BK[: len(out_BK)], non_blocking=True)
+    out_BK.masked_fill_(status_2[:1, None] != REACHED, NO_DRAFT)
+    area.outcome.copy_(status_2, non_blocking=True)
