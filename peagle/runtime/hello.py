@@ -98,3 +98,23 @@ def refusal(hello: Hello, heads: Mapping[int, ServedHead]) -> str | None:
                 f"{head.max_depth}: start it with a larger --max-depth"
             )
     return None
+
+
+def check_swap(heads: Mapping[int, ServedHead], index: int, served: ServedHead) -> ServedHead:
+    """The head that `served` may replace.
+
+    Raises ValueError for an index without a head, a head that is served under another already, or one that targets of
+    the old one cannot feed.
+    """
+    old = heads.get(index)
+    if old is None:
+        raise ValueError(f"there is no head {index} to swap, only {sorted(heads)}")
+    if served.digest in {other.digest for i, other in heads.items() if i != index}:
+        raise ValueError(f"head {served.digest} is served under another number already")
+    for name in ("hidden_size", "dtype", "vocab_size", "aux_layer_ids"):
+        if getattr(served, name) != getattr(old, name):
+            raise ValueError(
+                f"head {served.digest} does not fit the targets: its {name} is {getattr(served, name)}, that of head "
+                f"{old.digest} {getattr(old, name)}"
+            )
+    return old

@@ -27,6 +27,10 @@ class WireError(Exception):
     """The peer is no drafter or target of this protocol version, or its message is damaged."""
 
 
+class PeerClosed(WireError):
+    """The peer closed the connection between two messages."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Message:
     """kind: what it is; fields: the rest of its JSON; raw: its bytes, valid until the next message is read."""
@@ -103,7 +107,7 @@ class MessageReader:
         while (begin := self._num_read - num_before) < num_bytes:
             num_new = self._connection.recv_into(memoryview(buffer)[begin:num_bytes])
             if num_new == 0:
-                raise WireError(self._ended())
+                raise self._ended()
             self._num_read += num_new
             if self._sizes is None:
                 self._check_magic()
@@ -136,11 +140,13 @@ class MessageReader:
             )
         return num_text, num_raw
 
-    def _ended(self) -> str:
+    def _ended(self) -> WireError:
         if self._num_read == 0:
-            return f"{self._peer} closed the connection"
+            return PeerClosed(f"{self._peer} closed the connection")
         num_all = _HEAD.size + sum(self._sizes) if self._sizes else _HEAD.size
-        return f"{self._peer} closed the connection in the middle of a message: {self._num_read} of {num_all} bytes"
+        return WireError(
+            f"{self._peer} closed the connection in the middle of a message: {self._num_read} of {num_all} bytes"
+        )
 
 
 def _at_least(buffer: bytearray, num_bytes: int) -> bytearray:

@@ -1,0 +1,305 @@
+"""A drafter's server: targets connect, one thread takes every step that is ready, drafts for all of them, answers.
+
+Enters: an engine, which that thread owns from here on, and the heads as they are offered. Other threads only say hello
+to newcomers and sleep; a newcomer that is no target costs nobody else anything. What a target does wrong ends its
+connection, what the engine does wrong those of the steps in hand; the server goes on.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import logging
+import queue
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from peagle.runtime.hello import ServedHead, check_swap
+from peagle.runtime.peer import Peer, greet
+from peagle.runtime.session import Waker
+from peagle.runtime.shared_memory import sweep
+from peagle.runtime.steps import Int32Array, TargetStep
+from peagle.runtime.wire import PeerClosed, WireError
+
+logger = logging.getLogger(__name__)
+
+_MAX_GREETINGS = 16  # newcomers at a time
+_CHECK_S = 0.01  # between looks at the control sockets of targets with a mailbox
+_SLEEP_S, _IDLE_SLEEP_S, _IDLE_AFTER_S = 50e-6, 1e-3, 1.0
+_BLOCK_S = 0.2  # without mailboxes: the sockets wake the thread
+_SWITCH_INTERVAL_S = 1e-4
+_MAX_FAILURES = 3  # passes in a row, after which the drafter counts as broken
+
+
+class Engine(Protocol):
+    """`peagle.runtime.draft_engine.DraftEngine`, as the server uses it."""
+
+    def check(self, step: TargetStep) -> None: ...
+    def step(self, steps: Sequence[TargetStep]) -> list[Int32Array]: ...
+    def drop_session(self, session: int) -> None: ...
+    def swap(self, index: int, head: Any) -> None: ...
+
+
+@dataclasses.dataclass
+class ServerStats:
+    """num_batches: calls of the engine; num_steps: targets' steps in them; num_refused: newcomers that were no targets
+    or did not fit; num_dropped: targets dropped for what they sent; num_failures: calls of the engine that raised."""
+
+    num_batches: int = 0
+    num_steps: int = 0
+    num_connections: int = 0
+    num_refused: int = 0
+    num_dropped: int = 0
+    num_failures: int = 0
+    busy_s: float = 0.0
+
+
+class DrafterServer:
+    """`start` it, give `address` to targets, `stop` it. `swap` and `report` may be called from any thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        heads: Mapping[int, ServedHead],
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        device: torch.device | str = "cpu",
+        spin_s: float = 100e-6,
+    ) -> None:
+        """Listens at once, with port 0 on a free one. heads: by the engine's indices.
+
+        device: of the engine; mailboxes are registered with it. spin_s: how long after its last step the serving
+        thread looks for the next without sleeping; it lets other threads of the process run all the same.
+
+        Raises ValueError without a head or with one twice, OSError when the port is taken.
+        """
+        digests = [head.digest for head in heads.values()]
+        if not digests or len(set(digests)) < len(digests):
+            raise ValueError(f"heads = {digests} must be one or more, each once")
+        self._engine, self._heads, self._device, self._spin_s = engine, dict(heads), torch.device(device), spin_s
+        self._listener = socket.create_server((host, port), backlog=64)
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self.stats, self.last_error = ServerStats(), ""
+        self._peers: list[Peer] = []
+        self._joining: queue.SimpleQueue[Peer] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waker, self._stopped = Waker(), threading.Event()
+        self._greeting = threading.Semaphore(_MAX_GREETINGS)
+        self._failures_in_a_row, self._beat_s = 0, time.monotonic()
+        self._threads = [
+            threading.Thread(target=run, name=f"drafter {run.__name__}", daemon=True) for run in self._runs
+        ]
+
+    @property
+    def _runs(self) -> list[Callable[[], None]]:
+        return [self._accept, self._serve]
+
+    @property
+    def heads(self) -> Mapping[int, ServedHead]:
+        return dict(self._heads)
+
+    def start(self) -> None:
+        """Begin to serve.
+
+        Threads of this process take turns every 0.1 ms from here on, not every 5: a busy thread elsewhere in it must
+        not hold up drafts.
+        """
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
+        sweep()
+        self._accepting.start()
+        self._serving.start()
+
+    def stop(self) -> None:
+        """Say good-bye to all targets and end. Again is no error."""
+        self._stopped.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._waker.wake()
+        for thread in (self._accepting, self._serving):
+            if thread.ident is not None:
+                thread.join(timeout=10.0)
+
+    def swap(self, index: int, head: Any, served: ServedHead, timeout_s: float = 60.0) -> None:
+        """Put another head (the engine's runtime of it, and how it is offered) into the place `index`.
+
+        Happens between two passes. Targets that use the old head are told and connect again.
+
+        Raises ValueError as `check_swap`, and keeps the old head; TimeoutError when the serving thread does not come to
+        it.
+        """
+        old = check_swap(self._heads, index, served)
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def job() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    self._swap(index, head, old, served)
+                    done.set_result(None)
+                except Exception as error:  # noqa: BLE001 - raised again in the thread that asked
+                    done.set_exception(error)
+
+        self._jobs.put(job)
+        self._waker.wake()
+        try:
+            done.result(timeout_s)
+        except TimeoutError:
+            done.cancel()
+            raise
+
+    def is_healthy(self, max_silence_s: float = 30.0) -> bool:
+        """Whether the serving thread runs and its passes do not all fail."""
+        alive = self._serving.is_alive() and time.monotonic() - self._beat_s < max_silence_s
+        return alive and self._failures_in_a_row < _MAX_FAILURES
+
+    def report(self) -> dict[str, Any]:
+        """Plain values for a metrics page."""
+        targets = [
+            {
+                "name": peer.hello.name,
+                "path": "tcp" if peer.mailbox is None else "shared memory",
+                "heads": {str(index): digest for index, digest in peer.hello.heads.items()},
+                "num_steps": peer.num_steps,
+            }
+            for peer in list(self._peers)
+        ]
+        return {
+            "address": self.address,
+            "heads": {str(index): head.digest for index, head in self._heads.items()},
+            "targets": targets,
+            "last_error": self.last_error,
+            **dataclasses.asdict(self.stats),
+        }
+
+    # Threads that greet.
+
+    def _accept(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                connection, peer = self._listener.accept()
+            except OSError:
+                time.sleep(0 if self._stopped.is_set() else 0.05)  # no descriptors left, or the end
+                continue
+            if not self._greeting.acquire(blocking=False):
+                connection.close()
+                continue
+            name = f"target {peer[0]}:{peer[1]}"
+            threading.Thread(target=self._greet, args=(connection, name), name=f"greet {name}", daemon=True).start()
+
+    def _greet(self, connection: socket.socket, name: str) -> None:
+        try:
+            self._joining.put(greet(connection, name, dict(self._heads), self._device))
+            self._waker.wake()
+        except (WireError, OSError, ValueError) as error:
+            self.stats.num_refused += 1
+            logger.warning("refused %s: %s", name, error)
+        finally:
+            self._greeting.release()
+
+    # The serving thread.
+
+    def _serve(self) -> None:
+        last_s = checked_s = time.monotonic()
+        while not self._stopped.is_set():
+            self._beat_s = now_s = time.monotonic()
+            if now_s - checked_s > _CHECK_S or not (self._joining.empty() and self._jobs.empty()):
+                self._look_around()
+                checked_s = now_s
+            if steps := self._collect():
+                self._draft(steps)
+                self.stats.busy_s += time.monotonic() - now_s
+                last_s = time.monotonic()
+            else:
+                self._pause(now_s - last_s)
+        for peer in list(self._peers):
+            self._drop(peer, "bye", reason="the drafter ends")
+
+    def _pause(self, idle_s: float) -> None:
+        if any(peer.mailbox is not None for peer in self._peers):
+            time.sleep(0 if idle_s < self._spin_s else _SLEEP_S if idle_s < _IDLE_AFTER_S else _IDLE_SLEEP_S)
+            return
+        poll = select.poll()
+        for fd in (self._waker.fileno(), *(peer.connection.fileno() for peer in self._peers)):
+            poll.register(fd, select.POLLIN)
+        poll.poll(_BLOCK_S * 1e3)
+
+    def _look_around(self) -> None:
+        """Newcomers, jobs of other threads, and targets that went away."""
+        self._waker.clear()
+        while not self._jobs.empty():
+            self._jobs.get()()
+        while not self._joining.empty():
+            self._join(self._joining.get())
+        for peer in list(self._peers):
+            try:
+                peer.check()
+            except (WireError, OSError) as error:
+                self._lost(peer, error)
+
+    def _join(self, peer: Peer) -> None:
+        index_of = {head.digest: index for index, head in self._heads.items()}
+        if not set(peer.hello.heads.values()) <= set(index_of):
+            peer.close("bye", reason="its head was swapped while it connected")
+            return
+        self.stats.num_connections += 1
+        peer.session = self.stats.num_connections
+        peer.engine_heads = {index: index_of[digest] for index, digest in peer.hello.heads.items()}
+        self._peers.append(peer)
+
+    def _collect(self) -> list[tuple[Peer, TargetStep]]:
+        steps = []
+        for peer in list(self._peers):
+            try:
+                if (step := peer.poll()) is not None:
+                    self._engine.check(step)
+                    steps.append((peer, step))
+            except (PeerClosed, OSError) as error:
+                self._lost(peer, error)
+            except (WireError, ValueError) as error:
+                self.stats.num_dropped += 1
+                logger.warning("dropped %s: %s", peer.hello.name, error)
+                self._drop(peer, "bye", reason=str(error))
+        return steps
+
+    def _draft(self, steps: Sequence[tuple[Peer, TargetStep]]) -> None:
+        self.stats.num_batches += 1
+        self.stats.num_steps += len(steps)
+        try:
+            answers = self._engine.step([step for _, step in steps])
+        except Exception as error:  # its caches may be in any state: the targets begin anew
+            logger.exception("the engine failed")
+            self.last_error, self._failures_in_a_row = repr(error), self._failures_in_a_row + 1
+            self.stats.num_failures += 1
+            for peer, _ in steps:
+                self._drop(peer, "bye", reason=f"the drafter failed: {error!r:.200}")
+            return
+        self._failures_in_a_row = 0
+        for (peer, step), drafts_BK in zip(steps, answers, strict=True):
+            try:
+                peer.answer(step, drafts_BK)
+            except OSError as error:
+                self._lost(peer, error)
+
+    def _lost(self, peer: Peer, error: Exception) -> None:
+        logger.info("lost %s: %s", peer.hello.name, error)
+        self._drop(peer, "bye", reason=str(error))
+
+    def _drop(self, peer: Peer, kind: str, **fields: str) -> None:
+        self._peers.remove(peer)
+        peer.close(kind, **fields)
+        self._engine.drop_session(peer.session)
+
+    def _swap(self, index: int, head: Any, old: ServedHead, served: ServedHead) -> None:
+        self._engine.swap(index, head)
+        self._heads[index] = served
+        for peer in [peer for peer in self._peers if old.digest in peer.hello.heads.values()]:
+            self._drop(peer, "swapped", old=old.digest, new=served.digest)
