@@ -95,13 +95,8 @@ class DrafterServer:
         self._waker, self._stopped = Waker(), threading.Event()
         self._greeting = threading.Semaphore(_MAX_GREETINGS)
         self._failures_in_a_row, self._beat_s = 0, time.monotonic()
-        self._threads = [
-            threading.Thread(target=run, name=f"drafter {run.__name__}", daemon=True) for run in self._runs
-        ]
-
-    @property
-    def _runs(self) -> list[Callable[[], None]]:
-        return [self._accept, self._serve]
+        self._accepting = threading.Thread(target=self._accept, name="drafter accept", daemon=True)
+        self._serving = threading.Thread(target=self._serve, name="drafter serve", daemon=True)
 
     @property
     def heads(self) -> Mapping[int, ServedHead]:
@@ -172,13 +167,9 @@ class DrafterServer:
             }
             for peer in list(self._peers)
         ]
-        return {
-            "address": self.address,
-            "heads": {str(index): head.digest for index, head in self._heads.items()},
-            "targets": targets,
-            "last_error": self.last_error,
-            **dataclasses.asdict(self.stats),
-        }
+        heads = {str(index): head.digest for index, head in self._heads.items()}
+        counts = {**dataclasses.asdict(self.stats), "last_error": self.last_error}
+        return {"address": self.address, "heads": heads, "targets": targets, **counts}
 
     # Threads that greet.
 
