@@ -19,7 +19,7 @@ import torch
 Int32Array = npt.NDArray[np.int32]
 NO_DRAFT = -1  # fills the draft ids of a request from its number of drafts on
 DTYPES: Mapping[str, torch.dtype] = types.MappingProxyType(
-    {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 )
 _PER_REQUEST = ("slots_B", "heads_B", "start_B", "num_valid_B", "row_offset_B", "depth_B")
 
