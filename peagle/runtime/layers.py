@@ -1,0 +1,174 @@
+"""The drafter's layers over the rows of one pass and a paged cache, with matrices joined where one product serves.
+
+Enters: a `Drafter`, rows as `peagle.kernels.batch_rows` lays them out, and their reduced hidden states. Leaves: the
+draft ids of the rows that are sampled, and keys and values in the cache. The same function as `Drafter.forward` with a
+cache: of the last layer, what nobody samples is computed no further than its keys and values.
+
+N rows, M sampled rows, H hidden size, A query heads and G key heads of D, I width of the MLP.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from peagle.kernels.batch_rows import Rows
+from peagle.kernels.paged_attention import paged_attention, write_kv
+from peagle.model import Attention, Drafter, Layer, rotary_tables
+from peagle.runtime.row_ops import add_norm, first_rows, rotate_heads, silu_mul
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerWeights:
+    """One layer; `qkv` and `gate_up` are its own matrices one below the other."""
+
+    input_norm_H: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm_D: Tensor | None
+    k_norm_D: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    mlp_norm_H: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedCache:
+    """Keys and values of every layer, [num_blocks, block_size, G, D] each, and where requests have theirs.
+
+    block_table_BN: as `build_rows` takes it. start_B: first position of this pass; cache_start_B: first position that
+    has keys at all, later than 0 after a cold start.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    block_size: int
+    block_table_BN: Tensor
+    start_B: Tensor
+    cache_start_B: Tensor
+
+
+class PassLayers:
+    """The drafter's weights as the pass uses them, and the pass itself.
+
+    The joined matrices take the place of the drafter's own where these have the pass's type and device already, so that
+    weights are not held twice: the drafter's become views of them.
+    """
+
+    def __init__(self, drafter: Drafter, device: torch.device, dtype: torch.dtype) -> None:
+        assert drafter.embed_tokens is not None
+        assert drafter.lm_head is not None
+        config = self.config = drafter.config
+        assert config.ptd_token_id is not None
+        self.mask_token_id = config.ptd_token_id
+        self.eps = config.rms_norm_eps
+
+        def placed(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(device=device, dtype=dtype)
+
+        self.layers = [_layer_weights(layer, device, dtype) for layer in drafter.layers if isinstance(layer, Layer)]
+        first = drafter.layers[0]
+        assert isinstance(first, Layer)
+        self.hidden_norm_H = placed(first.hidden_norm.weight)
+        self.norm_H = placed(drafter.norm.weight)
+        self.embed_VH = placed(drafter.embed_tokens.weight)
+        # An embedding of the head's own has the mask token's in its row.
+        self.mask_embedding_H = placed(drafter.mask_token())
+        self.lm_head_VH = placed(drafter.lm_head.weight)
+        self.target_ids_V = drafter.target_ids.to(device=device, dtype=torch.int32)
+        with torch.no_grad():
+            self.mask_hidden_H = placed(drafter.reduce(drafter.mask_hidden.view(1, -1))[0])
+
+    @torch.no_grad()
+    def __call__(self, rows: Rows, hidden_NH: Tensor, cache: PagedCache) -> Tensor:
+        """Draft ids [B, depth] int32 in the target's vocabulary, -1 where none is wanted; keys and values are stored.
+
+        hidden_NH: of each row, the shared one in mask rows.
+        """
+        sampled_M = rows.sample_rows_BK.flatten()
+        x, stream_NH = first_rows(
+            rows.token_ids_N, hidden_NH, self.embed_VH, self.mask_token_id, self.mask_embedding_H,
+            self.layers[0].input_norm_H, self.hidden_norm_H, self.eps, self.config.norm_before_residual,
+        )  # fmt: skip
+        cos_ND, sin_ND = self._rotary(rows.positions_N)
+        for index, layer in enumerate(self.layers):
+            is_last = index == len(self.layers) - 1
+            q_NAD = self._store_keys(index, x, cos_ND, sin_ND, rows, cache)
+            if is_last and not sampled_M.numel():
+                return rows.sample_rows_BK.to(torch.int32)
+            out_NX = self._attend(index, q_NAD, rows, cache).flatten(1)
+            if is_last:
+                # Rows that are padded samples read the last row, whose draft is dropped below.
+                out_NX, stream_NH = out_NX[sampled_M], stream_NH[sampled_M]
+            stream_NH, x = add_norm(stream_NH, F.linear(out_NX, layer.out, layer.out_bias), layer.mlp_norm_H, self.eps)
+            mlp_NH = F.linear(silu_mul(F.linear(x, layer.gate_up)), layer.down)
+            norm_H = self.norm_H if is_last else self.layers[index + 1].input_norm_H
+            stream_NH, x = add_norm(stream_NH, mlp_NH, norm_H, self.eps)
+        best_M = F.linear(x, self.lm_head_VH).argmax(dim=-1)
+        drafts_M = torch.where(sampled_M >= 0, self.target_ids_V[best_M], -1)
+        return drafts_M.view(rows.sample_rows_BK.shape)
+
+    def _rotary(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        config = self.config
+        cos, sin = rotary_tables(positions_N[None], config.head_dim, config.rope_theta, config.rope_scaling)
+        return cos[0, 0], sin[0, 0]
+
+    def _store_keys(
+        self, index: int, x: Tensor, cos_ND: Tensor, sin_ND: Tensor, rows: Rows, cache: PagedCache
+    ) -> Tensor:
+        """Queries [N, A, D] of a layer, rotated; its keys and values enter the cache."""
+        config, layer = self.config, self.layers[index]
+        sizes = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        heads_NHD = F.linear(x, layer.qkv, layer.qkv_bias).unflatten(1, (sum(sizes), config.head_dim))
+        q_NAD, k_NGD, v_NGD = heads_NHD.split(sizes, dim=1)
+        q_NAD = rotate_heads(q_NAD, cos_ND, sin_ND, layer.q_norm_D, self.eps)
+        k_NGD = rotate_heads(k_NGD, cos_ND, sin_ND, layer.k_norm_D, self.eps)
+        write_kv(k_NGD, v_NGD, cache.keys[index], cache.values[index], rows.slots_N)
+        return q_NAD
+
+    def _attend(self, index: int, q_NAD: Tensor, rows: Rows, cache: PagedCache) -> Tensor:
+        return paged_attention(
+            q_NAD, cache.keys[index], cache.values[index], cache.block_table_BN, rows.first_row_B1, cache.start_B,
+            rows.context_B, cache.cache_start_B, block_size=cache.block_size, scale=self.config.head_dim**-0.5,
+            sliding_window=self.config.sliding_window,
+        )  # fmt: skip
+
+
+def _layer_weights(layer: Layer, device: torch.device, dtype: torch.dtype) -> LayerWeights:
+    def placed(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.detach().to(device=device, dtype=dtype)
+
+    def needed(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(device=device, dtype=dtype)
+
+    attention: Attention = layer.self_attn
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    has_bias = attention.q_proj.bias is not None
+    return LayerWeights(
+        input_norm_H=needed(layer.input_layernorm.weight),
+        qkv=_joined([one.weight for one in projections], device, dtype),
+        qkv_bias=_joined([one.bias for one in projections], device, dtype) if has_bias else None,
+        q_norm_D=needed(attention.q_norm.weight) if attention.qk_norm else None,
+        k_norm_D=needed(attention.k_norm.weight) if attention.qk_norm else None,
+        out=needed(attention.o_proj.weight),
+        out_bias=placed(attention.o_proj.bias),
+        mlp_norm_H=needed(layer.post_attention_layernorm.weight),
+        gate_up=_joined([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight], device, dtype),
+        down=needed(layer.mlp.down_proj.weight),
+    )
+
+
+def _joined(parts: list[torch.nn.Parameter], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The parts one below the other; parts of the same type and device become views of it."""
+    whole = torch.cat([part.detach().to(device=device, dtype=dtype) for part in parts])
+    if all(part.device == whole.device and part.dtype == dtype for part in parts):
+        first = 0
+        for part in parts:
+            part.data = whole[first : first + len(part)]
+            first += len(part)
+    return whole

@@ -1,0 +1,216 @@
+"""One pass over a batch and a paged cache, against one `DraftSession` for each request."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from peagle.config import DrafterConfig, HeadError
+from peagle.model import Drafter
+from peagle.runtime.graphs import GraphSizes
+from peagle.runtime.parallel_pass import PassBatch, PassLimits, cache_bytes_per_block
+from tests.head_factory import random_drafter
+from tests.pass_requests import BLOCK_SIZE, MAX_DEPTH, STEPS, SWITCHES, Requests, Step
+from tests.test_draft import CONFIG, EAGLE3
+
+LIMITS = PassLimits(
+    max_num_requests=128, max_num_rows=4096, max_payload_rows=8192, max_blocks=64, num_blocks=512, block_size=16,
+    max_depth=7, hidden_size=32, vocab_size=100,
+)  # fmt: skip
+
+
+def reduced(config: DrafterConfig) -> Drafter:
+    """A random drafter with a draft vocabulary of every third token."""
+    drafter = random_drafter(dataclasses.replace(config, draft_vocab_size=33))
+    drafter.target_ids = torch.arange(33) * 3 + 1
+    return drafter
+
+
+def owning(config: DrafterConfig) -> Drafter:
+    """A random drafter with an embedding table of its own."""
+    drafter = random_drafter(config)
+    drafter.own_embedding()
+    return drafter.double()
+
+
+@pytest.mark.parametrize("name", [*SWITCHES, "reduced", "owned"])
+def test_drafts_equal_the_sessions(name: str) -> None:
+    special = {"reduced": reduced, "owned": owning}
+    drafter = special[name](CONFIG) if name in special else random_drafter(SWITCHES[name])
+    requests = Requests(drafter, 3)
+    parallel_pass = requests.new_pass()
+    for number, steps in enumerate(STEPS):
+        found = parallel_pass.run(requests.batch(steps, num_pieces=1 + number % 3))
+        assert found.dtype == torch.int32
+        assert found.tolist() == [requests.expected(step) for step in steps]
+
+
+def test_the_prompt_reaches_the_drafts() -> None:
+    """Without this, a pass that ignored its cache would pass the test above."""
+    drafter = random_drafter(CONFIG)
+    drafts = []
+    for seed in (0, 1):
+        requests = Requests(drafter, 1, seed=0)
+        requests.aux[0, :4] *= 1 + seed
+        parallel_pass = requests.new_pass()
+        parallel_pass.run(requests.batch([Step(0, 0, 8, 0)]))
+        drafts.append(parallel_pass.run(requests.batch([Step(0, 8, 2, 5)])).tolist())
+    assert drafts[0] != drafts[1]
+
+
+@pytest.mark.parametrize("name", ["plain", "sliding window"])
+def test_a_cold_start_begins_late(name: str) -> None:
+    """Positions are the true ones; nothing before the first row given is seen, not even what the blocks held before."""
+    drafter = random_drafter(SWITCHES[name])
+    requests = Requests(drafter, 1)
+    parallel_pass = requests.new_pass()
+    parallel_pass.run(requests.batch([Step(0, 0, 14, 5)]))
+    requests.cache_start[0] = 14
+    first = parallel_pass.run(requests.batch([Step(0, 14, 5, 4)]))
+    second = parallel_pass.run(requests.batch([Step(0, 18, 1, 4)]))
+
+    # Rotations are relative: a session whose row 0 stands at position 14 proposes the same.
+    requests.tokens, requests.aux = requests.tokens[:, 14:], requests.aux[:, 14:]
+    requests.cache_start[0] = 0
+    assert first.tolist() == [requests.expected(Step(0, 0, 5, 4))]
+    assert second.tolist() == [requests.expected(Step(0, 4, 1, 4))]
+
+
+def test_a_request_without_rows_gets_no_drafts() -> None:
+    requests = Requests(random_drafter(CONFIG), 2)
+    steps = [Step(0, 0, 0, 5), Step(1, 0, 6, 2)]
+    found = requests.new_pass().run(requests.batch(steps))
+    assert found.tolist() == [[-1] * MAX_DEPTH, requests.expected(steps[1])]
+
+
+def test_a_batch_need_not_be_drafted_from_at_all() -> None:
+    """Chunks of prompts leave rows in the cache and compute no logits."""
+    requests = Requests(random_drafter(CONFIG), 2)
+    parallel_pass = requests.new_pass()
+    chunks = [Step(0, 0, 12, 0), Step(1, 0, 7, 0)]
+    assert (parallel_pass.run(requests.batch(chunks)) == -1).all()
+    after = [Step(0, 12, 1, 5), Step(1, 7, 3, 5)]
+    expected = [[requests.expected(step) for step in steps] for steps in (chunks, after)]
+    assert parallel_pass.run(requests.batch(after)).tolist() == expected[1]
+
+
+def test_in_bfloat16_and_float32_the_drafter_stays_as_it_is() -> None:
+    """Joined matrices replace the drafter's where they have its type, and leave it alone elsewhere."""
+    drafter = random_drafter(CONFIG).float()
+    before = {name: value.clone() for name, value in drafter.named_parameters()}
+    requests = Requests(drafter, 1)
+    step = Step(0, 0, 9, 5)
+    assert requests.new_pass(dtype=torch.float32).run(requests.batch([step])).tolist() == [requests.expected(step)]
+    low = requests.new_pass(dtype=torch.bfloat16).run(requests.batch([step]))
+    assert ((low >= 0) & (low < CONFIG.vocab_size)).all()
+    for name, value in drafter.named_parameters():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, before[name]), name
+    layer: Any = drafter.layers[0]
+    assert layer.mlp.gate_proj.weight.untyped_storage().data_ptr() == (
+        layer.mlp.up_proj.weight.untyped_storage().data_ptr()
+    ), "the matrices are held twice"
+
+
+def test_an_eagle3_head_is_refused() -> None:
+    drafter = random_drafter(CONFIG)
+    requests = Requests(drafter, 1)
+    requests.drafter = random_drafter(EAGLE3)
+    with pytest.raises(HeadError, match="EAGLE-3 head: a remote drafter runs P-EAGLE heads only"):
+        requests.new_pass()
+
+
+def changed(batch: PassBatch, **values: Any) -> PassBatch:
+    return dataclasses.replace(batch, **{name: np.asarray(value, np.int32) for name, value in values.items()})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"start_B": [-1]}, "start_B holds -1"),
+        ({"start_B": [80]}, "start_B holds 80"),
+        ({"start_B": [60]}, "block_table_BN has 3 columns; the batch needs 18"),
+        ({"num_valid_B": [20]}, r"row_offset_B \+ num_valid_B reaches beyond the 8 payload rows"),
+        ({"depth_B": [6]}, "depth_B holds 6 .. 6, outside 0 .. 5"),
+        ({"cache_start_B": [1]}, "cache_start_B must be in 0 .. start_B"),
+        ({"row_offset_B": [3]}, "reaches beyond the 8 payload rows"),
+        ({"next_tokens_R": [1, 2, 3, 4, 5, 100, -7, -7]}, "next_tokens_R of request 0 holds 1 .. 100, outside 0 .. 99"),
+        ({"block_table_BN": [[0, 23, 1]]}, r"block_table_BN\[0, 1\] = 23 is in use and no block of 0 .. 22"),
+        ({"block_table_BN": [[0, -1, 1]]}, r"block_table_BN\[0, 1\] = -1 is in use"),
+        ({"num_valid_B": [6, 1]}, r"num_valid_B is int32 \[2\] and must be int32 \[1\]"),
+        ({"next_tokens_R": [1, 2]}, "hidden_RH has 8 rows, next_tokens_R has 2"),
+    ],
+)
+def test_a_wrong_batch_is_named(values: dict[str, Any], message: str) -> None:
+    requests = Requests(random_drafter(CONFIG), 1)
+    parallel_pass, batch = requests.new_pass(), requests.batch([Step(0, 0, 6, 4)])
+    with pytest.raises(ValueError, match=message):
+        parallel_pass.launch(changed(batch, **values))
+
+
+def test_limits_are_named() -> None:
+    requests = Requests(random_drafter(CONFIG), 2)
+    steps = [Step(0, 0, 6, 4), Step(1, 0, 6, 4)]
+    for settings, message in (
+        ({"max_num_rows": 17}, "the batch has 18 rows, more than max_num_rows = 17: split it"),
+        ({"max_num_requests": 1}, r"2 requests, outside 1 .. max_num_requests = 1"),
+        ({"max_payload_rows": 15}, "the payload has 16 rows, more than max_payload_rows = 15"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            requests.new_pass(**settings).run(requests.batch(steps))
+    wide = dataclasses.replace(requests.batch(steps), hidden_RH=torch.zeros(16, 31))
+    with pytest.raises(ValueError, match=r"hidden_RH is torch.float32 \[16, 31\] and must be floating, \[R, 32\]"):
+        requests.new_pass().run(wide)
+    with pytest.raises(ValueError, match="max_depth = 0 must be at least 1"):
+        requests.new_pass(max_depth=0)
+
+
+def test_unused_blocks_may_be_missing() -> None:
+    """Columns before a cold start and after the last row hold -1 in a free-list's table."""
+    requests = Requests(random_drafter(CONFIG), 1)
+    requests.cache_start[0] = 9
+    requests.blocks[0, [0, 1]] = -1
+    requests.blocks[0, 5:] = -1
+    batch = requests.batch([Step(0, 9, 6, 5)])
+    requests.new_pass().run(batch)
+    assert batch.block_table_BN.shape == (1, 5)
+
+
+def test_bytes_of_a_block() -> None:
+    parallel_pass = Requests(random_drafter(CONFIG), 1).new_pass()
+    assert parallel_pass.cache_bytes_per_block == parallel_pass._cache[:, :, 0].nbytes
+    # Keys and values of 3 layers, 16 positions and 2 heads of 8 numbers, 2 bytes each.
+    assert cache_bytes_per_block(CONFIG, 16, torch.bfloat16) == 2 * 3 * 16 * 2 * 8 * 2
+
+
+def test_graph_sizes_hold_every_batch() -> None:
+    sizes = GraphSizes.of(LIMITS)
+    assert sizes.depths == (0, 1, 2, 4, 7)
+    assert sizes.requests[-1] == 128
+    assert sizes.rows[-1] == 1024
+    for num_rows, num_requests, depth in itertools.product((1, 8, 9, 63, 1000, 1024), (1, 3, 65, 128), range(8)):
+        key = sizes.key(num_rows, num_requests, depth)
+        assert key is not None
+        assert all(have >= want for have, want in zip(key, (num_rows, num_requests, depth), strict=True))
+        assert key[0] - num_rows <= max(8, num_rows / 4)
+    assert sizes.key(1025, 1, 7) is None
+    assert sizes.key(8, 129, 7) is None
+
+
+def test_full_batches_cover_what_drafting_needs() -> None:
+    sizes = GraphSizes.of(LIMITS)
+    graphs = set(sizes.full_batches())
+    for num_requests, num_valid, depth in itertools.product((1, 5, 64), (1, 3, 8), (7,)):
+        assert sizes.key(num_requests * (num_valid + depth - 1), num_requests, depth) in graphs
+    assert sizes.key(64, 64, 0) in graphs, "requests that draft nothing still hand over a row each"
+
+
+def test_graph_sizes_of_small_limits() -> None:
+    sizes = GraphSizes.of(dataclasses.replace(LIMITS, max_num_rows=20, max_num_requests=3, max_depth=1))
+    assert (sizes.rows, sizes.requests, sizes.depths) == ((8, 16, 20), (1, 2, 3), (0, 1))
+    assert LIMITS.block_size > BLOCK_SIZE
