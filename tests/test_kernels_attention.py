@@ -209,7 +209,7 @@ def test_writes_equal_their_twin_and_leave_other_places_alone(groups: int, head_
 
 
 def test_plans_split_small_batches_and_not_large_ones() -> None:
-    sizes = dict(num_heads=32, num_groups=8, head_bytes=256, max_context=32768, num_sms=132)
+    sizes = dict(num_heads=32, num_groups=8, head_size=128, element_bytes=2, max_context=32768, num_sms=132)
     assert plan_for(14, 1, **sizes).num_splits == 32
     assert plan_for(8 * 14, 8, **sizes).num_splits == 8
     assert plan_for(128 * 14, 128, **sizes).num_splits == 1

@@ -52,27 +52,38 @@ class Plan:
 
 
 def plan_for(
-    num_rows: int, num_requests: int, num_heads: int, num_groups: int, head_bytes: int, max_context: int, num_sms: int
+    num_rows: int,
+    num_requests: int,
+    num_heads: int,
+    num_groups: int,
+    head_size: int,
+    *,
+    element_bytes: int,
+    max_context: int,
+    num_sms: int,
 ) -> Plan:
     """Sizes for a batch of about equal requests.
 
-    head_bytes: D times the bytes of an element. max_context: positions that the block table has room for. num_sms:
+    element_bytes: of queries and keys. max_context: positions that the block table has room for. num_sms:
     multiprocessors of the GPU.
     """
     ratio = num_heads // num_groups
     rows_each = triton.cdiv(num_rows, max(num_requests, 1))
-    block_m = min(128, max(16, triton.next_power_of_2(rows_each * ratio)))
+    # What a tile keeps in registers is bounded: larger tiles would spill. float32 has no tensor cores here.
+    most = 32 if element_bytes > 2 else (128 if head_size <= 128 else 64)
+    block_m = min(most, max(16, triton.next_power_of_2(rows_each * ratio)))
     block_m = max(block_m, triton.next_power_of_2(ratio))
     num_tiles = max(num_requests, 1) * triton.cdiv(rows_each, block_m // ratio)
     # Two programs fit a multiprocessor; twice as many even out contexts of different lengths.
     num_splits = min(4 * num_sms // (num_tiles * num_groups), triton.cdiv(max_context, MIN_KEYS_PER_SPLIT), MAX_SPLITS)
+    small = head_size * element_bytes <= 256
     return Plan(
         block_m=block_m,
-        block_n=64 if head_bytes <= 256 else 32,
+        block_n=64 if small else 32,
         num_splits=max(1, num_splits),
         phased=block_m == 128 and num_splits <= 1,
         num_warps=8 if block_m >= 128 else 4,
-        num_stages=3 if head_bytes <= 256 else 2,
+        num_stages=3 if small else 2,
     )
 
 
@@ -204,9 +215,11 @@ def paged_attention_triton(
     if num_rows == 0:
         return
     if plan is None:
-        head_bytes, max_context = head_size * q_NAD.element_size(), num_columns * k_cache.shape[1]
         num_sms = torch.cuda.get_device_properties(q_NAD.device).multi_processor_count if q_NAD.is_cuda else 1
-        plan = plan_for(num_rows, num_requests, num_heads, num_groups, head_bytes, max_context, num_sms)
+        plan = plan_for(
+            num_rows, num_requests, num_heads, num_groups, head_size,
+            element_bytes=q_NAD.element_size(), max_context=num_columns * k_cache.shape[1], num_sms=num_sms,
+        )  # fmt: skip
     ratio, splits, block_d = num_heads // num_groups, plan.num_splits, max(16, triton.next_power_of_2(head_size))
     partial, lse = out, out  # not touched without splits
     if splits > 1:
