@@ -51,7 +51,8 @@ class BlockPool:
         """num_blocks: the memory limit, see `blocks_within`. block_size: rows of a block.
 
         A prefix that a target found in its own cache is a whole number of the target's blocks, so `block_size` must
-        divide the target's for the drafter to find the same prefix.
+        divide the target's for the drafter to find the same prefix. That the drafter's keys ask for one token more
+        costs nothing: for EAGLE heads, vLLM computes the last block that it found once more.
         """
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks = {num_blocks} and block_size = {block_size} must be at least 1")

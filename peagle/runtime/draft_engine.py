@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from peagle.runtime.cache import BlockPool, Int32Array
 from peagle.runtime.parallel_pass import ParallelPass
@@ -98,6 +99,13 @@ class DraftEngine:
         """By head: blocks that requests do not hold."""
         return {index: table.pool.num_available for index, table in self._tables.items()}
 
+    def cached_range(self, session: int, slot: int) -> tuple[int, int] | None:
+        """First position that is in the cache of a request, and the one after the last; None without a cache."""
+        for table in self._tables.values():
+            if (found := table.range_of(session, slot)) is not None:
+                return found
+        return None
+
     def swap(self, index: int, head: HeadRuntime) -> None:
         """Put a head in the place of another, or in a new place. All rows of the old one are void and dropped."""
         limits = head.limits
@@ -131,7 +139,7 @@ class DraftEngine:
     def check(self, step: TargetStep) -> None:
         """Raise `StepError` unless these heads can take the step, which `TargetStep.check` found well formed."""
         width = step.hidden_RH.shape[1]
-        for index in np.unique(step.heads_B).tolist():
+        for index in _distinct(step.heads_B):
             if (head := self._heads.get(index)) is None:
                 raise StepError(step.session, f"heads_B names head {index}; there are {sorted(self._heads)}")
             if width != head.limits.hidden_size:
@@ -166,16 +174,17 @@ class DraftEngine:
         for step in steps:
             self.release(step.session, [*step.finished_slots, *step.prompts])
         heads_F = _joined([step.heads_B for step in steps])
-        launched = [part for index in np.unique(heads_F).tolist() for part in self._launch(index, steps, heads_F)]
+        launched = [part for index in _distinct(heads_F) for part in self._launch(index, steps, heads_F)]
         drafts_FK = np.full((len(heads_F), self.max_depth), NO_DRAFT, np.int32)
         for part, pending in launched:
             wanting = part.depth_G > 0  # a piece that does not draft must not undo one that does
             drafts_GK = pending.wait().numpy()
             drafts_FK[part.flat_G[wanting], : drafts_GK.shape[1]] = drafts_GK[wanting]
         self.counters.drafts += int((drafts_FK != NO_DRAFT).sum())
-        ends = np.cumsum([step.num_requests for step in steps])
-        for i, drafts_BK in zip(live, np.split(drafts_FK, ends[:-1]), strict=True):
-            answers[i] = drafts_BK
+        first = 0
+        for i, step in zip(live, steps, strict=True):
+            answers[i] = drafts_FK[first : first + step.num_requests]
+            first += step.num_requests
         return answers
 
     def _is_new(self, step: TargetStep) -> bool:
@@ -187,30 +196,30 @@ class DraftEngine:
 
     def _admit(self, index: int, steps: Sequence[TargetStep], heads_F: Int32Array) -> Requests:
         """The requests of one head that have a table row and blocks now, and new rows to write."""
-        table = self._tables[index]
+        table, flat_G = self._tables[index], np.flatnonzero(heads_F == index)
         table.begin_call()
-        mine = [np.flatnonzero(step.heads_B == index) for step in steps]
-        rows = [table.find(step.session, step.slots_B[mine_G]) for step, mine_G in zip(steps, mine, strict=True)]
-        for step, mine_G, rows_G in zip(steps, mine, rows, strict=True):
+        # A slice where all requests are this head's: then nothing is copied.
+        all_mine = len(flat_G) == len(heads_F)
+        mine = [slice(None) if all_mine else np.flatnonzero(step.heads_B == index) for step in steps]
+        slots = [step.slots_B[which] for step, which in zip(steps, mine, strict=True)]
+        rows = [table.find(step.session, slots_G) for step, slots_G in zip(steps, slots, strict=True)]
+        for step, slots_G, rows_G in zip(steps, slots, rows, strict=True):
             for i in np.flatnonzero(rows_G == NO_ROW).tolist():
-                slot = int(step.slots_B[mine_G[i]])
+                slot = int(slots_G[i])
                 self.release(step.session, [slot])  # it may have rows of another head
                 rows_G[i] = table.open(step.session, slot, step.prompts.get(slot))
-        requests = Requests(
-            np.flatnonzero(heads_F == index),
-            np.repeat(np.arange(len(steps)), [len(mine_G) for mine_G in mine]),
-            _joined(rows),
-            *(
-                _joined([getattr(step, name)[mine_G] for step, mine_G in zip(steps, mine, strict=True)]).astype(
-                    np.int64
-                )
-                for name in ("start_B", "num_valid_B", "row_offset_B", "depth_B")
-            ),
-        )
-        self.counters.refused += int((requests.rows_G == NO_ROW).sum())
-        requests = requests[requests.rows_G != NO_ROW]
+        fields = [
+            np.array([step.start_B, step.num_valid_B, step.row_offset_B, step.depth_B], np.int64)[:, which]
+            for step, which in zip(steps, mine, strict=True)
+        ]
+        step_G = np.repeat(np.arange(len(steps)), [len(slots_G) for slots_G in slots])
+        requests = Requests(flat_G, step_G, _joined(rows), *_joined(fields, axis=1))
+        if not (opened_G := requests.rows_G != NO_ROW).all():
+            self.counters.refused += int((~opened_G).sum())
+            requests = requests[opened_G]
         granted_G = table.place(requests.rows_G, requests.start_G, requests.num_valid_G, requests.depth_G)
-        return requests[granted_G & (requests.num_valid_G > 0)]
+        granted_G &= requests.num_valid_G > 0
+        return requests if granted_G.all() else requests[granted_G]
 
     def _launch(
         self, index: int, steps: Sequence[TargetStep], heads_F: Int32Array
@@ -230,5 +239,12 @@ class DraftEngine:
         return launched
 
 
-def _joined(arrays: Sequence[Any]) -> Any:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+def _distinct(values: Int32Array) -> list[int]:
+    """The values, each once, ascending. Mostly there is one head, and then this is much faster than `np.unique`."""
+    if len(values) and (values == values[0]).all():
+        return [int(values[0])]
+    return [int(value) for value in np.unique(values)]
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]], axis: int = 0) -> npt.NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=axis)

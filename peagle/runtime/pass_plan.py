@@ -6,7 +6,7 @@ G requests; R rows of a payload or of several joined, H hidden size.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,11 +53,20 @@ class Requests:
         """Position after the last row in the pass, those of the mask token included."""
         return self.start_G + self.num_valid_G + np.maximum(self.depth_G - 1, 0)
 
+    def by_step(self) -> Iterator[tuple[int, slice]]:
+        """Each step's index and where its requests are."""
+        first = 0
+        while first < len(self):
+            index = int(self.step_G[first])
+            end = int(np.searchsorted(self.step_G, index, side="right"))
+            yield index, slice(first, end)
+            first = end
+
     def payload_rows(self) -> Int64Array:
         """Rows of the payloads that the requests have, one request after another."""
-        before_G = np.cumsum(self.num_valid_G) - self.num_valid_G
-        shift_G = self.row_offset_G - before_G
-        return np.arange(int(self.num_valid_G.sum())) + np.repeat(shift_G, self.num_valid_G)
+        ends_G = np.cumsum(self.num_valid_G)
+        shift_G = self.row_offset_G - ends_G + self.num_valid_G
+        return np.arange(ends_G[-1]) + np.repeat(shift_G, self.num_valid_G)
 
 
 def split(requests: Requests, max_num_rows: int, max_num_requests: int) -> list[Requests]:
@@ -109,13 +118,11 @@ def pass_batch(part: Requests, steps: Sequence[TargetStep], table: RequestTable,
     Only where those are more than the pass takes, because rows of other requests lie between, are the used ones
     gathered.
     """
-    offset_G = np.empty_like(part.row_offset_G)
+    offset_G, last_G = part.row_offset_G.copy(), part.row_offset_G + part.num_valid_G
     tokens, hidden, num_before = [], [], 0
-    for index in np.unique(part.step_G).tolist():
-        mine = part.step_G == index
-        first = int(part.row_offset_G[mine].min())
-        end = int((part.row_offset_G + part.num_valid_G)[mine].max())
-        offset_G[mine] = part.row_offset_G[mine] - first + num_before
+    for index, mine in part.by_step():
+        first, end = int(part.row_offset_G[mine].min()), int(last_G[mine].max())
+        offset_G[mine] += num_before - first
         tokens.append(steps[index].next_tokens_R[first:end])
         hidden.append(steps[index].hidden_RH[first:end])
         num_before += end - first
@@ -137,8 +144,8 @@ def pass_batch(part: Requests, steps: Sequence[TargetStep], table: RequestTable,
 def _gathered(part: Requests, steps: Sequence[TargetStep]) -> tuple[list[npt.NDArray[np.int32]], list[torch.Tensor]]:
     """Tokens and hidden rows of the requests alone, step after step."""
     tokens, hidden = [], []
-    for index in np.unique(part.step_G).tolist():
-        rows_R = part[part.step_G == index].payload_rows()
+    for index, mine in part.by_step():
+        rows_R = part[mine].payload_rows()
         tokens.append(steps[index].next_tokens_R[rows_R])
         hidden.append(steps[index].hidden_RH[torch.from_numpy(rows_R)])
     return tokens, hidden
@@ -146,6 +153,5 @@ def _gathered(part: Requests, steps: Sequence[TargetStep]) -> tuple[list[npt.NDA
 
 def tokens_of(requests: Requests, steps: Sequence[TargetStep]) -> npt.NDArray[np.int32]:
     """[R] tokens of the requests' rows, one request after another."""
-    present = np.unique(requests.step_G).tolist()
-    parts = [steps[i].next_tokens_R[requests[requests.step_G == i].payload_rows()] for i in present]
+    parts = [steps[index].next_tokens_R[requests[mine].payload_rows()] for index, mine in requests.by_step()]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)

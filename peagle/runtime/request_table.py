@@ -82,6 +82,13 @@ class RequestTable:
         """What is looked up from here on is not evicted before the next call."""
         self._call += 1
 
+    def range_of(self, session: int, slot: int) -> tuple[int, int] | None:
+        """`cache_start` and `num_rows` of a session's slot; None where it has no table row."""
+        row_of_slot = self._row_of_slot.get(session, ())
+        if slot >= len(row_of_slot) or (row := int(row_of_slot[slot])) < 0:
+            return None
+        return int(self.cache_start_C[row]), int(self.num_rows_C[row])
+
     def find(self, session: int, slots_B: npt.NDArray[np.integer]) -> Int64Array:
         """Table rows of a session's slots, `NO_ROW` where there is none; those found count as used now."""
         row_of_slot = self._row_of_slot.get(session)
@@ -189,8 +196,6 @@ class RequestTable:
         """Make `start` the number of a request's rows. True if it begins cold there."""
         size = self.pool.block_size
         if start == 0:
-            # It may be another request in the same slot, whose token 0 is not known: nothing more is published.
-            self._root_of[row] = None
             self._reset(row, 0)
             return False
         if not self.cache_start_C[row] <= start < self.num_rows_C[row]:

@@ -1,0 +1,306 @@
+"""The drafter's blocks and requests against a plain model: a dictionary of token lists, and what each row was made of.
+
+The model's "KV" of a row is the tuple of all that a real row's KV depends on. If a block is ever written while others
+read it, given to two requests, found under a wrong key or left stale, some request reads a wrong tuple.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+
+from peagle.runtime.cache import BlockPool, Int32Array, blocks_within, chain_key, root_key
+from peagle.runtime.request_table import NO_ROW, Counters, RequestTable
+
+BLOCK = 4
+DEPTH = 3
+
+
+def ids(*values: int) -> Int32Array:
+    return np.array(values, np.int32)
+
+
+def make_table(num_blocks: int, *, max_num_requests: int = 32, min_idle_calls: int = 1) -> RequestTable:
+    return RequestTable(
+        BlockPool(num_blocks, BLOCK),
+        "head",
+        Counters(),
+        max_num_requests=max_num_requests,
+        max_num_positions=40 * BLOCK,
+        min_idle_calls=min_idle_calls,
+    )
+
+
+@dataclasses.dataclass
+class Request:
+    """What the model knows of one slot: tokens 0 .. num_rows of which the rows were given to the table."""
+
+    tokens: list[int]
+    num_rows: int
+
+
+class Model:
+    """Runs steps on a table and keeps what every row of every block was made of."""
+
+    def __init__(self, table: RequestTable) -> None:
+        self.table, self.pool = table, table.pool
+        self.contents: dict[tuple[int, int], object] = {}  # (block, row in it) -> what its KV depends on
+        self.cold_reads = 0
+
+    def step(self, session: int, work: dict[int, tuple[Request, int, int, int]], prompts: dict[int, Int32Array]) -> int:
+        """work: slot -> (request, start, number of rows, depth). Returns how many requests got blocks."""
+        table = self.table
+        table.begin_call()
+        table.release(session, prompts)
+        slots = ids(*work)
+        rows = table.find(session, slots)
+        for i in np.flatnonzero(rows == NO_ROW).tolist():
+            rows[i] = table.open(session, int(slots[i]), prompts.get(int(slots[i])))
+        plan = [work[slot] for slot in slots.tolist()]
+        opened = rows != NO_ROW
+        rows, plan = rows[opened], [item for item, has_row in zip(plan, opened, strict=True) if has_row]
+        start, num_valid, depth = (np.array([item[i] for item in plan], np.int64) for i in (1, 2, 3))
+        granted = table.place(rows, start, num_valid, depth)
+        rows, start, num_valid, depth = (values[granted] for values in (rows, start, num_valid, depth))
+        plan = [item for item, has_blocks in zip(plan, granted, strict=True) if has_blocks]
+        if not plan:
+            return 0
+        for row, (request, first, count, masks) in zip(rows.tolist(), plan, strict=True):
+            self.write(row, request, first, count, masks)
+        tokens = [token for request, first, count, _ in plan for token in request.tokens[first + 1 : first + count + 1]]
+        table.commit(rows, start, num_valid, np.array(tokens, np.int32))
+        for row, (request, first, count, _) in zip(rows.tolist(), plan, strict=True):
+            request.num_rows = first + count
+            self.read(row, request)
+        return len(plan)
+
+    def write(self, row: int, request: Request, start: int, num_valid: int, depth: int) -> None:
+        num_masks = max(depth - 1, 0) if num_valid else 0
+        for position in range(start, start + num_valid + num_masks):
+            block = int(self.table.blocks_CN[row, position // BLOCK])
+            assert self.pool.may_write(ids(block)).all(), f"position {position} is in a block that others read"
+            real = position < start + num_valid
+            content = (self.table.cache_start_C[row], *request.tokens[: position + 2]) if real else ("mask", row)
+            self.contents[block, position % BLOCK] = content
+
+    def read(self, row: int, request: Request) -> None:
+        first = int(self.table.cache_start_C[row])
+        assert self.table.num_rows_C[row] == request.num_rows
+        self.cold_reads += first > 0
+        for position in range(first, request.num_rows):
+            block = int(self.table.blocks_CN[row, position // BLOCK])
+            assert self.contents[block, position % BLOCK] == (first, *request.tokens[: position + 2])
+
+    def check_counts(self) -> None:
+        """Every block is used as often as tables name it, and is free, kept or used."""
+        table, users = self.table, np.zeros(self.pool.num_blocks, int)
+        for row in np.flatnonzero(table._last_call_C >= 0):
+            np.add.at(users, table.blocks_CN[row, table._first_block_C[row] : table._end_block_C[row]], 1)
+        assert (users == self.pool._num_users_P).all()
+        assert self.pool.num_available == (users == 0).sum()
+
+
+def random_tokens(rng: random.Random, stems: list[list[int]]) -> list[int]:
+    """Tokens that begin like others' and then go on by chance."""
+    stem = rng.choice(stems)
+    return [*stem[: rng.randint(1, len(stem))], *(rng.randint(0, 2) for _ in range(120))]
+
+
+def random_schedule(table: RequestTable, seed: int, num_steps: int) -> Model:
+    rng, model = random.Random(seed), Model(table)
+    stems = [[rng.randint(0, 2) for _ in range(60)] for _ in range(3)]
+    live: dict[int, dict[int, Request]] = {0: {}, 1: {}}
+    for _ in range(num_steps):
+        session = rng.choice([0, 1])
+        requests = live[session]
+        work, prompts = {}, {}
+        for slot in rng.sample(range(6), rng.randint(1, 6)):
+            request, kind = requests.get(slot), rng.random()
+            if request is None or kind < 0.1 or request.num_rows > 100:  # a new request, also where one was
+                request = requests[slot] = Request(random_tokens(rng, stems), 0)
+                start = rng.choice([0, rng.randint(0, 10) * BLOCK, rng.randint(0, 40)])
+                prompts[slot] = np.array(request.tokens[: start + 1], np.int32)
+            elif kind < 0.2:  # preempted, or a step repeated, or rows taken back
+                start = rng.choice([0, request.num_rows // 2 // BLOCK * BLOCK, rng.randint(0, request.num_rows)])
+                if start and rng.random() < 0.5:  # what follows is another text
+                    request.tokens[start + 1 :] = random_tokens(rng, stems)
+            elif kind < 0.25:
+                start = request.num_rows + rng.randint(1, 5)  # a step was lost
+            else:
+                start = request.num_rows
+            work[slot] = (request, start, rng.choice([0, 1, 2, 3, 9]), rng.randint(0, DEPTH))
+        model.step(session, work, prompts)
+        if rng.random() < 0.1:
+            ended = rng.sample(sorted(requests), rng.randint(0, len(requests)))
+            table.release(session, [*ended, 77])
+            for slot in ended:
+                del requests[slot]
+        if rng.random() < 0.02:
+            table.drop_session(session)
+            requests.clear()
+        model.check_counts()
+    return model
+
+
+@pytest.mark.parametrize("num_blocks", [3, 12, 40, 400])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_request_reads_its_own_rows(num_blocks: int, seed: int) -> None:
+    table = make_table(num_blocks, max_num_requests=8 if num_blocks < 100 else 32)
+    model = random_schedule(table, seed, num_steps=500)
+    counters = table.counters
+    assert counters.cold_starts > 0
+    assert model.cold_reads > 0
+    if num_blocks >= 40:
+        assert counters.prefix_hit_tokens > 0
+    if num_blocks <= 40:
+        assert counters.evicted_blocks > 0
+        assert counters.evicted_requests > 0
+    assert (counters.refused > 0) == (num_blocks <= 12)
+
+
+def filled(table: RequestTable, session: int, slot: int, tokens: list[int], num_rows: int) -> tuple[Model, Request]:
+    model, request = Model(table), Request(tokens, 0)
+    model.step(session, {slot: (request, 0, num_rows, DEPTH)}, {slot: ids(tokens[0])})
+    return model, request
+
+
+def test_a_prefix_is_found_by_its_tokens_up_to_whole_blocks() -> None:
+    table, tokens = make_table(50), list(range(30))
+    filled(table, 0, 0, tokens, 4 * BLOCK + 1)
+    for start, hit in [(4 * BLOCK, True), (BLOCK, True), (5 * BLOCK, False), (BLOCK + 1, False)]:
+        before = dataclasses.replace(table.counters)
+        row = table.open(1, 0, np.array(tokens[: start + 1], np.int32))
+        assert table.num_rows_C[row] == (start if hit else 0)
+        assert table.counters.prefix_hit_tokens - before.prefix_hit_tokens == (start if hit else 0)
+        table.release(1, [0])
+
+
+@pytest.mark.parametrize("changed", [0, 1, BLOCK, 2 * BLOCK])
+def test_a_block_depends_on_every_token_up_to_the_one_after_it(changed: int) -> None:
+    table, tokens = make_table(50), list(range(30))
+    filled(table, 0, 0, tokens, 2 * BLOCK)
+    other = [100 if i == changed else token for i, token in enumerate(tokens)]
+    row = table.open(1, 0, np.array(other[: 2 * BLOCK + 1], np.int32))
+    assert table.num_rows_C[row] == 0
+    row = table.open(1, 1, np.array([*tokens[: 2 * BLOCK + 1]], np.int32))
+    assert table.num_rows_C[row] == 2 * BLOCK
+
+
+def test_truncating_into_a_shared_block_leaves_it_to_the_others() -> None:
+    table, tokens = make_table(50), list(range(30))
+    model, first = filled(table, 0, 0, tokens, 2 * BLOCK)
+    second = Request(tokens, 2 * BLOCK)
+    model.step(1, {0: (second, 2 * BLOCK, 1, DEPTH)}, {0: np.array(tokens[: 2 * BLOCK + 1], np.int32)})
+    assert table.counters.prefix_hit_tokens == 2 * BLOCK
+
+    changed = Request([*tokens[: BLOCK + 3], 99, 98, 97], 2 * BLOCK + 1)
+    model.step(1, {0: (changed, BLOCK + 2, 1, DEPTH)}, {})  # in the middle of the second block, which slot 0 reads too
+
+    assert table.counters.cold_starts == 1
+    model.step(0, {0: (first, 2 * BLOCK, 1, DEPTH)}, {})  # reads all its rows again
+
+
+def test_truncating_into_a_block_of_its_own_withdraws_it() -> None:
+    table, tokens = make_table(50), list(range(30))
+    model, request = filled(table, 0, 0, tokens, 2 * BLOCK)
+    assert table.pool.num_published == 2
+    model.step(0, {0: (request, BLOCK + 2, 1, DEPTH)}, {})
+    assert table.pool.num_published == 1
+    assert table.counters.cold_starts == 0
+
+
+def test_rows_of_a_cold_request_answer_for_no_prefix() -> None:
+    table, tokens = make_table(50), list(range(30))
+    model, request = Model(table), Request(tokens, 0)
+    model.step(0, {0: (request, BLOCK, 3 * BLOCK, 1)}, {0: np.array(tokens[: BLOCK + 1], np.int32)})
+    assert (table.counters.cold_starts, table.pool.num_published) == (1, 0)
+
+
+def test_a_request_whose_tokens_are_not_known_publishes_nothing() -> None:
+    table, tokens = make_table(50), list(range(30))
+    model, _ = filled(table, 0, 0, tokens, BLOCK)
+    model.step(0, {0: (Request([9, *tokens[1:]], 0), 0, 2 * BLOCK, 1)}, {0: ids()})
+    assert table.pool.num_published == 1
+
+
+def test_a_preempted_request_still_publishes() -> None:
+    table, tokens = make_table(50), list(range(30))
+    model, request = filled(table, 0, 0, tokens, BLOCK)
+    model.step(0, {0: (request, 0, 2 * BLOCK, 1)}, {})
+    assert table.pool.num_published == 2
+
+
+def test_blocks_for_mask_rows_are_part_of_what_a_step_needs() -> None:
+    table = make_table(2)
+    model = Model(table)
+    assert model.step(0, {0: (Request(list(range(30)), 0), 0, 2 * BLOCK, 1)}, {}) == 1
+    table.release(0, [0])
+    assert model.step(0, {0: (Request(list(range(30)), 0), 0, 2 * BLOCK, 2)}, {}) == 0  # one mask row too many
+    assert table.counters.refused == 1
+    assert table.num_requests == 0
+
+
+def test_requests_in_use_are_not_evicted_for_new_ones() -> None:
+    table = make_table(4, min_idle_calls=3)
+    model, old = filled(table, 0, 0, list(range(30)), 3 * BLOCK - 2)  # with two mask rows: three blocks
+    new = {0: (Request(list(range(50, 80)), 0), 0, 2 * BLOCK, 0)}
+    for refused in (1, 2):
+        assert model.step(1, new, {}) == 0
+        assert (table.counters.refused, table.counters.evicted_requests) == (refused, 0)
+    assert model.step(1, new, {}) == 1  # the old one was idle for three calls
+    assert table.counters.evicted_requests == 1
+    assert old.num_rows == 3 * BLOCK - 2
+
+
+def test_the_requests_that_need_least_get_the_last_blocks() -> None:
+    table = make_table(3)
+    big, small = (Request(list(range(i, i + 60)), 0) for i in (0, 100))
+    model = Model(table)
+    assert model.step(0, {0: (big, 0, 3 * BLOCK, 0), 1: (small, 0, 2 * BLOCK, 0)}, {}) == 1
+    assert table.find(0, ids(0, 1)).tolist()[0] == NO_ROW
+    assert small.num_rows == 2 * BLOCK
+
+
+def test_ends_are_evicted_before_beginnings() -> None:
+    table, tokens = make_table(6), list(range(30))
+    filled(table, 0, 0, tokens, 4 * BLOCK)
+    table.release(0, [0])
+    Model(table).step(0, {1: (Request(list(range(50, 90)), 0), 0, 4 * BLOCK, 0)}, {})  # two more than were free
+    row = table.open(1, 0, np.array(tokens[: 2 * BLOCK + 1], np.int32))
+    assert table.num_rows_C[row] == 2 * BLOCK
+    assert table.counters.evicted_blocks == 2
+
+
+def test_a_context_longer_than_allowed_is_refused() -> None:
+    table = make_table(50)
+    request = Request([1] * 200, 0)
+    assert Model(table).step(0, {0: (request, 40 * BLOCK - 1, 1, 1)}, {}) == 1
+    assert Model(table).step(0, {1: (request, 40 * BLOCK - 1, 1, 2)}, {}) == 0
+    assert Model(table).step(0, {1: (request, 2**31 - 100, 1, 2)}, {}) == 0
+    assert table.counters.refused == 2
+
+
+def test_keys_differ_by_head_token_and_order() -> None:
+    a, b = ids(1, 2).tobytes(), ids(3, 4).tobytes()
+    root = root_key("head", 1)
+    assert len({root, root_key("other", 1), root_key("head", 2), chain_key(root, a), chain_key(root, b)}) == 5
+    assert chain_key(chain_key(root, a), b) != chain_key(chain_key(root, b), a)
+
+
+def test_a_memory_limit_in_blocks() -> None:
+    assert blocks_within(1000, 300) == 3
+    with pytest.raises(ValueError, match="a cache of 100 bytes holds no block of 300 bytes"):
+        blocks_within(100, 300)
+    with pytest.raises(ValueError, match="bytes_per_block"):
+        blocks_within(100, 0)
+
+
+def test_bad_pools_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_blocks = 0"):
+        BlockPool(0, 4)
+    pool = BlockPool(2, 4)
+    with pytest.raises(ValueError, match="3 blocks asked for, 2 available"):
+        pool.take(3)
