@@ -13,6 +13,9 @@ from collections.abc import Iterable, Mapping
 DEPTH_KEY = "peagle_k"
 """`extra_args` key: int 0..K_max, drafts verified per step of this request. Absent: K_max."""
 
+HEAD_KEY = "peagle_head"
+"""`extra_args` key: int 0.., index of the head that a remote drafter proposes with. Absent: 0."""
+
 SURVIVAL_KEY = "peagle_survival"
 """`extra_args` key: list of S_1, S_2, ..., at least K long: chances by which the scheduler may trim the request further
 under load. Absent: K is obeyed as it is."""
@@ -29,6 +32,19 @@ STEPS_HEADER = "x-peagle-steps"
 
 VerifiedStep = tuple[int, int]
 """(drafts verified, drafts accepted) of one request in one engine step; verified in 1..K, accepted in 0..verified."""
+
+
+def drafts_wanted(wanted: object, k_max: int) -> int:
+    """K that the value `wanted` of `DEPTH_KEY` stands for: an integer is brought into 0..k_max, the rest is absent."""
+    if isinstance(wanted, int) and not isinstance(wanted, bool):
+        return min(max(wanted, 0), k_max)
+    return k_max
+
+
+def head_of(extra_args: Mapping[str, object] | None) -> int:
+    """Index of a request's head; what is no integer counts as absent."""
+    head = (extra_args or {}).get(HEAD_KEY)
+    return head if type(head) is int else 0
 
 
 def encode_steps(steps: Iterable[VerifiedStep]) -> str:

@@ -27,6 +27,33 @@ SCHEDULER_SEAMS: Mapping[str, Sequence[str]] = {
 }
 """Methods that `peagle.vllm.scheduler` overrides, with the parameters it relies on."""
 
+PROPOSE_SEAMS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "runner": {
+        "propose_draft_token_ids": (
+            "scheduler_output",
+            "sampled_token_ids",
+            "aux_hidden_states",
+            "spec_decode_metadata",
+        ),
+        "take_draft_token_ids": (),
+        "_input_fits_in_drafter": ("common_attn_metadata",),
+        "_copy_valid_sampled_token_count": ("next_token_ids", "valid_sampled_tokens_count"),
+    },
+    "proposer": {
+        "prepare_next_token_ids_padded": (
+            "sampled_token_ids",
+            "requests",
+            "gpu_input_batch",
+            "discard_request_mask",
+        ),
+        "load_model": ("target_model",),
+        "initialize_attn_backend": ("kv_cache_config",),
+        "initialize_cudagraph_keys": ("cudagraph_mode",),
+        "dummy_run": ("num_tokens",),
+    },
+}
+"""What `peagle.vllm.drafting` and `peagle.vllm.remote` override or call of vLLM's model runner and of its drafter."""
+
 
 class UnsupportedVLLMError(RuntimeError):
     """The installed vLLM lacks a seam that per-request depth needs."""

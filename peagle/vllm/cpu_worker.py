@@ -18,11 +18,12 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import cpu_model_runner, cpu_worker
 
 from peagle.vllm.compat import check_seams
+from peagle.vllm.drafting import DraftReports, PassSkipper
 
 logger = logging.getLogger(__name__)
 
 
-class CPUWorker(cpu_worker.CPUWorker):
+class CPUWorker(DraftReports, cpu_worker.CPUWorker):
     """Drop-in for vLLM's class of the same name."""
 
     def init_device(self) -> None:
@@ -32,7 +33,11 @@ class CPUWorker(cpu_worker.CPUWorker):
             logger.info("this vLLM loses temperature, top-k and top-p of drafts on a CPU: using a plain expansion")
             rejection_sampler.expand_kernel = PlainExpansion()
         check_seams(cpu_model_runner.CPUModelRunner, {"_sample": ("logits",), "_bookkeeping_sync": ()})
-        self.model_runner.__class__ = SeedSafeModelRunner
+        if self.vllm_config.speculative_config is None:
+            self.model_runner.__class__ = SeedSafeModelRunner
+        else:
+            self.model_runner.__class__ = DraftingCPURunner
+            self.model_runner.prepare_drafting()
 
 
 class PlainExpansion:
@@ -97,3 +102,7 @@ class SeedSafeModelRunner(cpu_model_runner.CPUModelRunner):
             return super()._bookkeeping_sync(*args, **kwargs)
         finally:
             self.input_batch.generators.update(hidden)
+
+
+class DraftingCPURunner(PassSkipper, SeedSafeModelRunner):
+    """The same with a colocated drafter, whose pass is skipped where nobody wants drafts."""

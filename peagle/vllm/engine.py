@@ -4,17 +4,25 @@ Enters: directories and numbers. Leaves: keyword arguments for `LLM`, `AsyncEngi
 `ray.serve.llm`. Pure: reads the head's config.json, imports no vLLM, starts nothing.
 """
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from peagle.config import LLAMA_NAMES, QWEN_NAMES
+from peagle.config import LLAMA_NAMES, QWEN_NAMES, DrafterConfig
 
 SYNC_SCHEDULER = "peagle.vllm.scheduler.PerRequestDepthScheduler"
 ASYNC_SCHEDULER = "peagle.vllm.scheduler.PerRequestDepthAsyncScheduler"
 CPU_WORKER = "peagle.vllm.cpu_worker.CPUWorker"
 GRAPH_WORKER = "peagle.vllm.graph_worker.GraphWorker"
+
+REMOTE_CPU_WORKER = "peagle.vllm.remote_worker.RemoteCPUWorker"
+REMOTE_GPU_WORKER = "peagle.vllm.remote_worker.RemoteGPUWorker"
+
+REMOTE_KEY = "peagle_remote"
+"""Key of vLLM's `additional_config` under which the remote workers find sizes, layers and settings. It is part of the
+key of vLLM's compile cache, so no address of a drafter is in it."""
 
 GRAPHS_KEY = "peagle_graphs"
 """Key of vLLM's `additional_config` under which `GRAPH_WORKER` finds its settings."""
@@ -32,6 +40,29 @@ OWNED_ENGINE_KEYS: Mapping[str, str] = {
 """Engine settings that `engine_kwargs` decides, with what to use instead."""
 
 
+@dataclasses.dataclass(frozen=True)
+class RemoteSettings:
+    """How long an engine waits for drafts of another process. Addresses come later, by `set_drafters` of its worker.
+
+    A step is given up after three times what a pass takes on average, but not before `min_deadline_s` and no later
+    than `max_deadline_s`; it then goes on without drafts.
+
+    Raises:
+        ValueError: a deadline that is not above 0, or the two the wrong way round.
+    """
+
+    min_deadline_s: float = 0.05
+    max_deadline_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("min_deadline_s", "max_deadline_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{name} must be a number of seconds above 0, not {value!r}")
+        if self.min_deadline_s > self.max_deadline_s:
+            raise ValueError(f"min_deadline_s = {self.min_deadline_s} is above max_deadline_s = {self.max_deadline_s}")
+
+
 def engine_kwargs(
     target_dir: str | Path | None,
     head_dir: str | Path | None,
@@ -43,6 +74,7 @@ def engine_kwargs(
     on_cpu: bool,
     full_graph_depths: Sequence[int] | None = None,
     max_graph_padding_tokens: int | None = None,
+    remote: RemoteSettings | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments for vLLM's `LLM` or `AsyncEngineArgs`.
@@ -60,13 +92,15 @@ def engine_kwargs(
         full_graph_depths: K's in 0..K_max with full CUDA graphs of their own; K_max is added. None: vLLM's, K_max only.
         max_graph_padding_tokens: tokens added at most to a batch of unequal K, or of a K without graphs, to run it on a
             full graph. None: `MAX_GRAPH_PADDING_TOKENS`, with full_graph_depths.
+        remote: the drafter runs in another process, with this head: of head_dir only config.json is read. None: it
+            runs in the engine.
         extra: further engine settings, passed on unchanged.
 
     Raises:
         ValueError: names the setting and what to do: a key in `extra` that is decided here, a head directory without a
             readable config.json of a P-EAGLE or EAGLE-3 head, a way of drafting that is not the head's, a K_max outside
             1..`num_depths`, asynchronous scheduling or graphs on a CPU, graphs without a head, for no K at all or for
-            one outside 0..K_max, padding without graphs.
+            one outside 0..K_max, padding without graphs, a remote drafter without a P-EAGLE head.
     """
     extra = dict(extra or {})
     for key, hint in OWNED_ENGINE_KEYS.items():
@@ -83,12 +117,32 @@ def engine_kwargs(
     if head_dir is None:
         if max_draft_tokens is not None:
             raise ValueError("max_draft_tokens is set but there is no head: give the head, or leave it out")
+        if remote is not None:
+            raise ValueError("remote is set but there is no head: give the head that the drafter runs")
         return kwargs
     kwargs["speculative_config"] = _speculative_config(Path(head_dir), max_draft_tokens, parallel_drafting)
     kwargs["scheduler_cls"] = ASYNC_SCHEDULER if async_scheduling else SYNC_SCHEDULER
     if full_graph_depths is not None:
         kwargs |= _graph_settings(kwargs, full_graph_depths, max_graph_padding_tokens)
+    if remote is not None:
+        kwargs |= _remote_settings(kwargs, Path(head_dir), remote, on_cpu)
     return kwargs
+
+
+def _remote_settings(kwargs: Mapping[str, Any], head_dir: Path, remote: RemoteSettings, on_cpu: bool) -> dict[str, Any]:
+    """`worker_cls` and `additional_config` of an engine with these other settings and a remote drafter."""
+    if not kwargs["speculative_config"]["parallel_drafting"]:
+        raise ValueError(f"remote is set, but head {head_dir} is an EAGLE-3 head: a remote drafter runs P-EAGLE heads")
+    additional_config = dict(kwargs.get("additional_config") or {})
+    if REMOTE_KEY in additional_config:
+        raise ValueError(f"additional_config[{REMOTE_KEY!r}] is not free: give remote")
+    config = DrafterConfig.from_dict(_head_config(head_dir), str(head_dir))
+    about = {"hidden_size": config.hidden_size, "aux_layer_ids": list(config.aux_layer_ids)}
+    additional_config[REMOTE_KEY] = {**about, **dataclasses.asdict(remote)}
+    if not on_cpu:
+        additional_config.setdefault(GRAPHS_KEY, {"depths": [], "max_padding_tokens": 0})
+    worker = REMOTE_CPU_WORKER if on_cpu else REMOTE_GPU_WORKER
+    return {"worker_cls": worker, "additional_config": additional_config}
 
 
 def _speculative_config(head_dir: Path, max_draft_tokens: int | None, parallel_drafting: bool | None) -> dict[str, Any]:

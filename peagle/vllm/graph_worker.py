@@ -15,6 +15,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.worker import gpu_model_runner, gpu_worker
 
 from peagle.vllm.compat import check_seams
+from peagle.vllm.drafting import DraftReports, PassSkipper
 from peagle.vllm.graphs import GraphSettings, StepShape, TieredDispatcher
 
 if TYPE_CHECKING:
@@ -217,8 +218,8 @@ def _check_settings(config: Any) -> None:
         raise ValueError(f"full_graph_depths does not go with {', '.join(found)}: leave one of them out")
 
 
-class GraphModelRunner(GraphTiers, gpu_model_runner.GPUModelRunner):
-    """vLLM's model runner for GPUs with tiers."""
+class GraphModelRunner(PassSkipper, GraphTiers, gpu_model_runner.GPUModelRunner):
+    """vLLM's model runner for GPUs with tiers; the pass of its drafter is skipped where nobody wants drafts."""
 
 
 class GraphReports:
@@ -236,7 +237,7 @@ class GraphReports:
         return [list(step) for step in self.model_runner.graph_monitor.record()]
 
 
-class GraphWorker(GraphReports, gpu_worker.Worker):
+class GraphWorker(DraftReports, GraphReports, gpu_worker.Worker):
     """Drop-in for vLLM's GPU worker."""
 
     def init_device(self) -> None:
@@ -248,3 +249,5 @@ class GraphWorker(GraphReports, gpu_worker.Worker):
             self.vllm_config.additional_config, self.vllm_config.num_speculative_tokens
         )
         GraphModelRunner.install(self.model_runner, settings)
+        if self.vllm_config.speculative_config is not None:
+            GraphModelRunner.prepare_drafting(self.model_runner)  # type: ignore[arg-type]

@@ -19,7 +19,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from peagle.vllm import compat
-from peagle.vllm.channel import DEPTH_KEY, VerifiedStep, with_steps
+from peagle.vllm.channel import DEPTH_KEY, VerifiedStep, drafts_wanted, head_of, with_steps
+from peagle.vllm.engine import REMOTE_KEY
+from peagle.vllm.remote_health import Health
 from peagle.vllm.trimming import make_trimmer
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ class _PerRequestDepth(_Base):
         if self.use_v2_model_runner:
             raise ValueError("VLLM_USE_V2_MODEL_RUNNER must not be 1: vLLM's V2 model runner has no parallel drafting")
         self._trimmer = make_trimmer(self.vllm_config, self.num_spec_tokens)
+        self._health: Health | None = None
         self._steps: dict[str, list[VerifiedStep]] = {}
         self._last_warning_s = float("-inf")
         self._num_unlogged = 0
@@ -66,22 +69,25 @@ class _PerRequestDepth(_Base):
         """K of `request`: drafts to verify per step, 0..`num_spec_tokens`."""
         params = request.sampling_params
         wanted = params.extra_args.get(DEPTH_KEY) if params is not None and params.extra_args else None
-        if wanted is None:
-            return self.num_spec_tokens
-        if type(wanted) is int and 0 <= wanted <= self.num_spec_tokens:
-            return wanted
-        is_number = isinstance(wanted, int) and not isinstance(wanted, bool)
-        depth = min(max(wanted, 0), self.num_spec_tokens) if is_number else self.num_spec_tokens
-        self._warn_about_depth(request.request_id, wanted, depth)
+        depth = drafts_wanted(wanted, self.num_spec_tokens)
+        if wanted is not None and not (type(wanted) is int and wanted == depth):
+            self._warn_about_depth(request.request_id, wanted, depth)
         return depth
 
     def _trim(self, requests: "list[Request]") -> None:
         """Keep of each request's drafts the first K, and under load the ones that pay in this step."""
-        depths = [self.depth_of(request) for request in requests]
+        depths = [self.depth_of(request) if self._has_drafter(request) else 0 for request in requests]
         if self._trimmer is not None:
             depths = self._trimmer.depths(requests, depths)
         for request, depth in zip(requests, depths, strict=True):
             request.spec_token_ids = request.spec_token_ids[:depth]
+
+    def _has_drafter(self, request: "Request") -> bool:
+        """False for a request whose drafts nobody would propose: its drafter is remote and not there."""
+        if self._health is None:
+            return True
+        params = request.sampling_params
+        return self._health.is_live(head_of(params.extra_args if params is not None else None))
 
     def _warn_about_depth(self, request_id: str, wanted: object, depth: int) -> None:
         now_s = time.monotonic()
@@ -170,6 +176,8 @@ class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
             raise ValueError(
                 "async_scheduling is off (on a CPU vLLM forces it off): scheduler_cls must be PerRequestDepthScheduler"
             )
+        if REMOTE_KEY in (self.vllm_config.additional_config or {}):
+            self._health = Health.open(self.vllm_config.instance_id)
 
     def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:
         super()._update_after_schedule(scheduler_output)

@@ -1,0 +1,171 @@
+"""A colocated engine runs no drafter pass in decode steps that verify nothing; its text is the target's own.
+
+In a real CPU engine, with vLLM's synchronous and asynchronous scheduler. A worker of the tests counts the passes where
+the drafter runs them.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+from vllm.platforms import current_platform
+
+from peagle.vllm.channel import DEPTH_KEY
+from peagle.vllm.drafting import PassSkipper, depth_in_batch
+from peagle.vllm.engine import engine_kwargs
+from tests.engine_cases import K_MAX, TEXT, check_counts, engine_settings
+from tests.engine_harness import Job, Result, RunningEngine, preload_environment
+
+NUM_TOKENS = 20
+NUM_PROMPTS = 4
+
+
+class CountingEngine(RunningEngine):
+    """An engine that says what its drafter did."""
+
+    def passes(self) -> list[int]:
+        (passes,) = self._run(self._client.collective_rpc("passes"))
+        return list(passes)
+
+    def report(self) -> dict[str, int]:
+        (report,) = self._run(self._client.collective_rpc("draft_report"))
+        return dict(report)
+
+
+@pytest.fixture(scope="module")
+def prompts(target_dir: Path) -> list[list[int]]:
+    tokens = AutoTokenizer.from_pretrained(target_dir)(TEXT)["input_ids"]
+    return [tokens[9 * place : 9 * place + 6 + 3 * place] for place in range(NUM_PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in preload_environment().items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def reference(prompts: list[list[int]], target_dir: Path, environment: None) -> list[Result]:
+    """Output of the target without a head."""
+    kwargs = engine_kwargs(
+        target_dir, None, dtype="float32", async_scheduling=False, on_cpu=True, extra=engine_settings(90)
+    )
+    engine = RunningEngine(kwargs)
+    try:
+        return engine.run([Job(prompt, NUM_TOKENS) for prompt in prompts])
+    finally:
+        engine.shutdown()
+
+
+@pytest.fixture(scope="module", params=["sync", "async"])
+def engine(
+    request: pytest.FixtureRequest, reference: list[Result], target_dir: Path, head_dir: Path, environment: None
+) -> Iterator[CountingEngine]:
+    kwargs = engine_kwargs(
+        target_dir,
+        head_dir,
+        max_draft_tokens=K_MAX,
+        dtype="float32",
+        async_scheduling=False,
+        on_cpu=True,
+        extra=engine_settings(90),
+    )
+    kwargs["worker_cls"] = "tests.counting_cpu_worker.CountingCPUWorker"
+    running = CountingEngine(kwargs, is_async=request.param == "async")
+    yield running
+    running.shutdown()
+
+
+only_cpu = pytest.mark.skipif(not current_platform.is_cpu(), reason="the counting worker is a CPU worker")
+
+
+def check_text(results: list[Result], reference: list[Result], ks: list[int]) -> None:
+    for result, expected, k in zip(results, reference, ks, strict=True):
+        assert result.tokens == expected.tokens
+        check_counts(result, k)
+
+
+@pytest.mark.engine
+@only_cpu
+def test_without_drafts_only_prompts_go_through_the_pass(
+    engine: CountingEngine, prompts: list[list[int]], reference: list[Result]
+) -> None:
+    before, report_before = engine.passes(), engine.report()
+    results = engine.run([Job(prompt, NUM_TOKENS, k=0) for prompt in prompts])
+    check_text(results, reference, [0] * NUM_PROMPTS)
+    passes, report = engine.passes()[len(before) :], engine.report()
+    assert 1 <= len(passes) <= NUM_PROMPTS  # steps that hold a prompt; the four may come in one or in several
+    assert report["num_passes"] - report_before["num_passes"] == len(passes)
+    # One token a step: as many steps as the last prompt's tokens, and a few around it in asynchronous scheduling.
+    num_skipped = report["num_skipped"] - report_before["num_skipped"]
+    assert NUM_TOKENS - 1 <= num_skipped <= NUM_TOKENS + NUM_PROMPTS + 1
+
+
+@pytest.mark.engine
+@only_cpu
+def test_one_request_with_drafts_brings_the_pass_back_for_all(
+    engine: CountingEngine, prompts: list[list[int]], reference: list[Result]
+) -> None:
+    before = engine.passes()
+    ks = [0, 3, 0, K_MAX]
+    results = engine.run([Job(prompt, NUM_TOKENS, k=k) for prompt, k in zip(prompts, ks, strict=True)])
+    check_text(results, reference, ks)
+    drafting = [result.drafting for result in results]
+    num_steps = max(one.stats.num_steps for one in drafting if one is not None)
+    passes = engine.passes()[len(before) :]
+    assert len(passes) >= num_steps
+    assert max(passes) == NUM_PROMPTS
+
+
+def step(ks: list[Any], num_computed: list[int], **changes: Any) -> Any:
+    """What deciding reads of a model runner, four prompt tokens a request."""
+    from vllm.v1.spec_decode.eagle import EagleProposer
+
+    ids = [f"r{i}" for i in range(len(ks))]
+    params = [SimpleNamespace(extra_args=None if k is None else {DEPTH_KEY: k}) for k in ks]
+    return SimpleNamespace(
+        **{
+            "drafter": object.__new__(EagleProposer),
+            "num_spec_tokens": 5,
+            "speculative_config": SimpleNamespace(disable_padded_drafter_batch=False),
+            "parallel_config": SimpleNamespace(data_parallel_size=1),
+            "requests": {name: SimpleNamespace(sampling_params=one) for name, one in zip(ids, params, strict=True)},
+            "input_batch": SimpleNamespace(
+                req_ids=ids,
+                num_reqs=len(ids),
+                num_computed_tokens_cpu=np.array([*num_computed, 0]),
+                num_prompt_tokens=np.array([4] * len(ids) + [9]),
+            ),
+            **changes,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "skips"),
+    [
+        (step([0, 0], [4, 9]), True),
+        (step([0, -2], [4, 9]), True),  # out of range: the scheduler takes it for 0 too
+        (step([0, 0], [3, 9]), False),  # a prompt is not done
+        (step([0, 1], [4, 9]), False),
+        (step([0, None], [4, 9]), False),  # no K is K_max
+        (step([0, "0"], [4, 9]), False),
+        (step([0], [4], parallel_config=SimpleNamespace(data_parallel_size=2)), False),
+        (step([0], [4], drafter=object()), False),
+    ],
+)
+def test_which_steps_are_skipped(made: Any, skips: bool) -> None:
+    assert PassSkipper._nobody_drafts(made) is skips
+
+
+@pytest.mark.parametrize(("k", "depth"), [(None, 5), (0, 0), (3, 3), (9, 5), (-1, 0), ("2", 5), (True, 5), (2.5, 5)])
+def test_the_worker_reads_k_as_the_scheduler_does(k: Any, depth: int) -> None:
+    extra_args = None if k is None else {DEPTH_KEY: k}
+    assert depth_in_batch(SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra_args)), 5) == depth
+    assert depth_in_batch(SimpleNamespace(sampling_params=None), 5) == 5
