@@ -28,8 +28,7 @@ class LayerWeights:
     input_norm_H: Tensor
     qkv: Tensor
     qkv_bias: Tensor | None
-    q_norm_D: Tensor | None
-    k_norm_D: Tensor | None
+    qk_norms: tuple[Tensor, Tensor] | None
     out: Tensor
     out_bias: Tensor | None
     mlp_norm_H: Tensor
@@ -60,7 +59,8 @@ class PassLayers:
     weights are not held twice: the drafter's become views of them.
     """
 
-    def __init__(self, drafter: Drafter, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, drafter: Drafter, num_positions: int, device: torch.device, dtype: torch.dtype) -> None:
+        """num_positions: P, rotations are held for positions 0 .. P - 1."""
         assert drafter.embed_tokens is not None
         assert drafter.lm_head is not None
         config = self.config = drafter.config
@@ -81,6 +81,10 @@ class PassLayers:
         self.mask_embedding_H = placed(drafter.mask_token())
         self.lm_head_VH = placed(drafter.lm_head.weight)
         self.target_ids_V = drafter.target_ids.to(device=device, dtype=torch.int32)
+        positions_1P = torch.arange(num_positions, device=device)[None]
+        cos, sin = rotary_tables(positions_1P, config.head_dim, config.rope_theta, config.rope_scaling)
+        # Both halves of a head turn alike.
+        self.cos_PF, self.sin_PF = (table[0, 0, :, : config.head_dim // 2].contiguous() for table in (cos, sin))
         with torch.no_grad():
             self.mask_hidden_H = placed(drafter.reduce(drafter.mask_hidden.view(1, -1))[0])
 
@@ -95,10 +99,9 @@ class PassLayers:
             rows.token_ids_N, hidden_NH, self.embed_VH, self.mask_token_id, self.mask_embedding_H,
             self.layers[0].input_norm_H, self.hidden_norm_H, self.eps, self.config.norm_before_residual,
         )  # fmt: skip
-        cos_ND, sin_ND = self._rotary(rows.positions_N)
         for index, layer in enumerate(self.layers):
             is_last = index == len(self.layers) - 1
-            q_NAD = self._store_keys(index, x, cos_ND, sin_ND, rows, cache)
+            q_NAD = self._store_keys(index, x, rows, cache)
             if is_last and not sampled_M.numel():
                 return rows.sample_rows_BK.to(torch.int32)
             out_NX = self._attend(index, q_NAD, rows, cache).flatten(1)
@@ -113,21 +116,15 @@ class PassLayers:
         drafts_M = torch.where(sampled_M >= 0, self.target_ids_V[best_M], -1)
         return drafts_M.view(rows.sample_rows_BK.shape)
 
-    def _rotary(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        config = self.config
-        cos, sin = rotary_tables(positions_N[None], config.head_dim, config.rope_theta, config.rope_scaling)
-        return cos[0, 0], sin[0, 0]
-
-    def _store_keys(
-        self, index: int, x: Tensor, cos_ND: Tensor, sin_ND: Tensor, rows: Rows, cache: PagedCache
-    ) -> Tensor:
+    def _store_keys(self, index: int, x: Tensor, rows: Rows, cache: PagedCache) -> Tensor:
         """Queries [N, A, D] of a layer, rotated; its keys and values enter the cache."""
         config, layer = self.config, self.layers[index]
-        sizes = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-        heads_NHD = F.linear(x, layer.qkv, layer.qkv_bias).unflatten(1, (sum(sizes), config.head_dim))
-        q_NAD, k_NGD, v_NGD = heads_NHD.split(sizes, dim=1)
-        q_NAD = rotate_heads(q_NAD, cos_ND, sin_ND, layer.q_norm_D, self.eps)
-        k_NGD = rotate_heads(k_NGD, cos_ND, sin_ND, layer.k_norm_D, self.eps)
+        num_queries, num_groups = config.num_attention_heads, config.num_key_value_heads
+        heads_NHD = F.linear(x, layer.qkv, layer.qkv_bias).unflatten(1, (-1, config.head_dim))
+        q_NAD, k_NGD = rotate_heads(
+            heads_NHD, num_queries, num_groups, rows.positions_N, self.cos_PF, self.sin_PF, layer.qk_norms, self.eps
+        )
+        v_NGD = heads_NHD[:, num_queries + num_groups :]
         write_kv(k_NGD, v_NGD, cache.keys[index], cache.values[index], rows.slots_N)
         return q_NAD
 
@@ -153,8 +150,7 @@ def _layer_weights(layer: Layer, device: torch.device, dtype: torch.dtype) -> La
         input_norm_H=needed(layer.input_layernorm.weight),
         qkv=_joined([one.weight for one in projections], device, dtype),
         qkv_bias=_joined([one.bias for one in projections], device, dtype) if has_bias else None,
-        q_norm_D=needed(attention.q_norm.weight) if attention.qk_norm else None,
-        k_norm_D=needed(attention.k_norm.weight) if attention.qk_norm else None,
+        qk_norms=(needed(attention.q_norm.weight), needed(attention.k_norm.weight)) if attention.qk_norm else None,
         out=needed(attention.o_proj.weight),
         out_bias=placed(attention.o_proj.bias),
         mlp_norm_H=needed(layer.post_attention_layernorm.weight),

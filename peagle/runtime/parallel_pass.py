@@ -67,7 +67,8 @@ class ParallelPass:
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
         )
-        self.layers = PassLayers(drafter, self.device, dtype)
+        num_positions = self.limits.max_blocks * block_size
+        self.layers = PassLayers(drafter, num_positions, self.device, dtype)
         shape = (config.num_hidden_layers, 2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
         # Zeros, not whatever the memory held: a NaN under a mask is a NaN in the sum.
         self._cache = torch.zeros(shape, dtype=dtype, device=self.device)

@@ -1,0 +1,105 @@
+"""The pass on a GPU: graphs against eager launches and against the sessions; padding, areas and the way back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from peagle.runtime.graphs import NUM_AREAS, GraphRunner, GraphSizes
+from peagle.runtime.parallel_pass import ParallelPass
+from tests.head_factory import random_drafter
+from tests.pass_requests import MAX_DEPTH, STEPS, SWITCHES, Requests, Step
+
+pytestmark = pytest.mark.gpu
+
+SIZES = GraphSizes(rows=(8, 16, 32), requests=(2, 3), depths=(1, MAX_DEPTH))
+NO_GRAPHS = GraphSizes(rows=(), requests=(), depths=())
+
+
+def on_gpu(name: str = "plain", num_requests: int = 3) -> Requests:
+    return Requests(random_drafter(SWITCHES[name]).float().cuda(), num_requests)
+
+
+def runner_of(parallel_pass: ParallelPass) -> GraphRunner:
+    assert parallel_pass._runner is not None
+    return parallel_pass._runner
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("sizes", [NO_GRAPHS, SIZES, None], ids=["eager", "few sizes", "all sizes"])
+def test_drafts_equal_the_sessions(name: str, sizes: GraphSizes | None) -> None:
+    requests = on_gpu(name)
+    parallel_pass = requests.new_pass("cuda", graph_sizes=sizes)
+    for number, steps in enumerate(STEPS):
+        expected = [requests.expected(step) for step in steps]
+        assert parallel_pass.run(requests.batch(steps, num_pieces=1 + number % 3)).tolist() == expected
+    assert (runner_of(parallel_pass).num_graphs > 0) == (sizes is not NO_GRAPHS)
+
+
+def test_padded_requests_and_rows_touch_nothing() -> None:
+    """Graphs for three requests and 32 rows, replayed with one request of few rows, between steps of the others."""
+    requests = on_gpu()
+    sizes = GraphSizes(rows=(64,), requests=(3,), depths=(MAX_DEPTH,))
+    parallel_pass = requests.new_pass("cuda", graph_sizes=sizes)
+    for steps in STEPS:
+        for step in steps:
+            assert parallel_pass.run(requests.batch([step])).tolist() == [requests.expected(step)]
+    assert runner_of(parallel_pass).num_graphs == 1
+
+
+def test_launches_may_overtake_their_answers() -> None:
+    """More passes under way than there are areas; each answer is the one of its own pass, whenever it is asked for."""
+    requests = on_gpu()
+    parallel_pass = requests.new_pass("cuda")
+    steps = [Step(0, position, 1, 1 + position % MAX_DEPTH) for position in range(3 * NUM_AREAS)]
+    pinned = [requests.batch([step], num_rejected=0) for step in steps]
+    pending = [parallel_pass.launch(batch) for batch in pinned]
+    expected = [[requests.expected(step)] for step in steps]
+    assert [one.wait().tolist() for one in reversed(pending)] == expected[::-1]
+    assert all(one.ready() for one in pending)
+
+
+def test_hidden_rows_in_pinned_memory_and_on_the_gpu() -> None:
+    requests = on_gpu()
+    parallel_pass = requests.new_pass("cuda")
+    steps = STEPS[0]
+    expected = [requests.expected(step) for step in steps]
+    batch = requests.batch(steps)
+    assert isinstance(batch.hidden_RH, torch.Tensor)
+    for hidden_RH in (batch.hidden_RH.cpu().pin_memory(), batch.hidden_RH.cpu(), batch.hidden_RH.cuda()):
+        object.__setattr__(batch, "hidden_RH", hidden_RH)
+        assert parallel_pass.run(batch).tolist() == expected
+
+
+def test_a_payload_of_another_type_is_converted() -> None:
+    requests = on_gpu()
+    batch = requests.batch(STEPS[0])
+    assert isinstance(batch.hidden_RH, torch.Tensor)
+    object.__setattr__(batch, "hidden_RH", batch.hidden_RH.double().cpu())
+    assert requests.new_pass("cuda").run(batch).tolist() == [requests.expected(step) for step in STEPS[0]]
+
+
+def test_warming_up_leaves_nothing_to_capture_and_changes_no_draft() -> None:
+    requests = on_gpu()
+    parallel_pass = requests.new_pass("cuda")
+    num_graphs = parallel_pass.warm_up()
+    assert num_graphs == len(GraphSizes.of(parallel_pass.limits).full_batches())
+    for steps in ([Step(0, 0, 3, 5), Step(1, 0, 1, 5), Step(2, 0, 6, 5)], [Step(0, 3, 1, 5), Step(1, 1, 2, 5)]):
+        assert parallel_pass.run(requests.batch(steps)).tolist() == [requests.expected(step) for step in steps]
+    assert runner_of(parallel_pass).num_graphs == num_graphs
+    assert parallel_pass.warm_up() == num_graphs
+
+
+def test_in_bfloat16_most_drafts_are_those_of_float32() -> None:
+    """Rounding may change some; a wrong row or position changes nearly all, whose chance of being right is 0.01."""
+    requests = on_gpu()
+    requests.drafter.bfloat16()
+    requests = Requests(requests.drafter, 3)
+    parallel_pass = requests.new_pass("cuda")
+    found, expected = [], []
+    for steps in STEPS:
+        expected += [requests.expected(step) for step in steps]
+        found += parallel_pass.run(requests.batch(steps)).tolist()
+    same = np.array(found) == np.array(expected)
+    assert same[np.array(expected) >= 0].mean() > 0.7
