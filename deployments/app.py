@@ -19,16 +19,21 @@ import peagle.heads
 from cluster.loading import Catalog, SettingsError, load_settings
 from cluster.settings import ClusterSettings
 from deployments.depth import step_times
+from deployments.drafter import MAX_DRAIN_S, DrafterReplica
 from deployments.engine_config import engine_config
 from deployments.ingress import ENDPOINTS, Ingress, make_api
-from deployments.names import INGRESS_NAME, TARGET_NAME
+from deployments.names import DRAFTER_NAME, INGRESS_NAME, TARGET_NAME
 from deployments.target import TargetServer
 from peagle.embedded import embedded_targets
 from peagle.head_files import check_head
 
+HEALTH_CHECK_PERIOD_S = 2.0
+"""A drafter that died is noticed and replaced soon: until then its targets decode without drafts."""
+
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """The application that `serve run` deploys: an ingress and the target's replicas.
+    """The application that `serve run` deploys: an ingress, the target's replicas, and with `placement: remote` the
+    drafter's.
 
     Raises:
         SettingsError: lists every problem of `args`.
@@ -37,9 +42,10 @@ def build(args: dict[str, Any]) -> serve.Application:
     check_files(settings)
     times = step_times(settings)
     sizing = engine_config(settings)
+    drafter = bind_drafter(settings)
     target = build_llm_deployment(
         sizing,
-        bind_kwargs={"settings": settings, "times": times},
+        bind_kwargs={"settings": settings, "times": times, "drafter": drafter},
         deployment_cls=TargetServer,
         # The ingress logs every HTTP request; the target would log its own once-a-second health question.
         override_serve_options={"name": TARGET_NAME, "logging_config": {"enable_access_log": False}},
@@ -57,8 +63,32 @@ def build(args: dict[str, Any]) -> serve.Application:
         model_cards={model_id: to_model_metadata(model_id, sizing)},
         settings=settings,
         times=times,
+        drafter=drafter,
     )
     return application
+
+
+def bind_drafter(settings: ClusterSettings) -> serve.Application | None:
+    """The deployment of remote drafters; None where drafters run in the targets' engines."""
+    if settings.drafter is None or not settings.drafter.is_remote:
+        return None
+    replicas = settings.drafter.replicas
+    assert replicas is not None
+    deployment: Any = serve.deployment(
+        DrafterReplica,
+        name=DRAFTER_NAME,
+        num_replicas=replicas.num_replicas,
+        ray_actor_options={
+            "num_cpus": replicas.num_cpus,
+            "num_gpus": replicas.num_gpus,
+            "runtime_env": {"env_vars": dict(replicas.env)},
+        },
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        graceful_shutdown_timeout_s=MAX_DRAIN_S + 10,
+        logging_config={"enable_access_log": False},  # one line a second and target otherwise
+    )
+    bound: serve.Application = deployment.bind(settings)
+    return bound
 
 
 def catalog() -> Catalog:
@@ -71,20 +101,26 @@ def catalog() -> Catalog:
 
 
 def check_files(settings: ClusterSettings) -> None:
-    """Check a head's files without loading them, and that it fits the target where that one's config is at hand.
+    """Check the heads' files without loading them, and that they fit the target where that one's config is at hand.
 
     Raises:
         SettingsError: a damaged or missing file, wrong tensors, or a head for another target.
     """
     if settings.drafter is None:
         return
-    head = settings.drafter.head
-    folder = peagle.heads.shipped_heads().get(head, Path(head))
-    if not folder.is_dir():
-        return
     target_config = Path(settings.model.source) / "config.json"
-    try:
-        target = json.loads(target_config.read_text()) if target_config.is_file() else None
-        check_head(folder, target)
-    except ValueError as error:
-        raise SettingsError([f"drafter.head: {error}"]) from error
+    named = {"drafter.head": settings.drafter.head} | {
+        f"drafter.heads_by_workload.{workload}": head for workload, head in settings.drafter.heads_by_workload.items()
+    }
+    problems = []
+    for key, head in named.items():
+        folder = peagle.heads.shipped_heads().get(head, Path(head))
+        if not folder.is_dir():
+            continue
+        try:
+            target = json.loads(target_config.read_text()) if target_config.is_file() else None
+            check_head(folder, target)
+        except ValueError as error:
+            problems.append(f"{key}: {error}")
+    if problems:
+        raise SettingsError(problems)

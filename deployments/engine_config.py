@@ -9,11 +9,10 @@ from ray.serve.llm import LLMConfig
 
 from cluster.settings import ClusterSettings
 from cluster.step_time import FIT_FIELDS, StepTimes
-from peagle.embedded import embedded_targets, prepare_target
-from peagle.heads import prepare_head
+from deployments.checkpoints import head_directory, target_source
 from peagle.vllm.channel import STEP_TIMES_KEY
 from peagle.vllm.cpu_environment import MAX_SMALL_MACHINE_CORES, openmp_preload
-from peagle.vllm.engine import engine_kwargs
+from peagle.vllm.engine import RemoteSettings, engine_kwargs
 
 
 def on_cpu(settings: ClusterSettings) -> bool:
@@ -29,23 +28,8 @@ def prepare(settings: ClusterSettings) -> tuple[str, Path | None]:
     Raises:
         ValueError: a damaged file, or a head for another target.
     """
-    source = settings.model.source
-    target = str(prepare_target(source)) if source in embedded_targets() else source
-    if settings.drafter is None:
-        return target, None
-    head = settings.drafter.head
-    return target, prepare_head(_directory(head) or head, _directory(target) or Path(target))
-
-
-def _directory(source: str) -> Path | None:
-    """The local directory of a Hugging Face id, downloaded when need be; None for a shipped name."""
-    if Path(source).is_dir():
-        return Path(source)
-    if "/" not in source:
-        return None
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(source))
+    target = target_source(settings.model.source)
+    return target, None if settings.drafter is None else head_directory(settings.drafter.head, target)
 
 
 def replica_env(settings: ClusterSettings, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -91,6 +75,7 @@ def engine_config(
         extra["additional_config"] = {**extra.get("additional_config", {}), STEP_TIMES_KEY: document}
     dtype = extra.pop("dtype", "auto")
     drafter = settings.drafter if head_dir is not None else None
+    links = None if drafter is None or not drafter.is_remote else drafter.links
     kwargs = engine_kwargs(
         None,
         head_dir,
@@ -100,6 +85,7 @@ def engine_config(
         async_scheduling=not on_cpu(settings),
         on_cpu=on_cpu(settings),
         full_graph_depths=None if drafter is None else settings.target.full_graph_depths,
+        remote=None if links is None else RemoteSettings(links.min_deadline_ms / 1000, links.max_deadline_ms / 1000),
         extra=extra,
     )
     if drafter is not None:

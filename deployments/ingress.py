@@ -25,6 +25,7 @@ from cluster.step_time import StepTimes
 from cluster.workloads import Workloads
 from deployments.auth import CallerMiddleware, caller_of
 from deployments.depth import StateFile, depth_metrics, make_control, observe
+from deployments.drafter_telemetry import DrafterReport, drafter_metrics, drafting_document
 from deployments.errors import REPLICA_LOST, ApiError, add_error_handlers, from_engine, not_ready
 from deployments.readiness import ReplicaMonitor
 from deployments.requests import Body, ChatBody, CompletionBody, check_body, prompt_of_application
@@ -55,8 +56,10 @@ class Ingress(OpenAiIngress):
         *,
         settings: ClusterSettings,
         times: StepTimes | None = None,
+        drafter: DeploymentHandle[Any] | None = None,
         lora_paths: dict[str, str] | None = None,
     ) -> None:
+        """`drafter`: the deployment of remote drafters, where there is one."""
         super().__init__(llm_deployments, model_cards, lora_paths=lora_paths)
         ((self._model_id, handle),) = llm_deployments.items()
         self._aliases = settings.model.aliases
@@ -73,8 +76,11 @@ class Ingress(OpenAiIngress):
         self._state = StateFile(settings.depth.state)
         if self._control is not None:
             self._state.restore(self._control)
-        self._monitor = ReplicaMonitor(handle, self._observe)
+        self._monitor = ReplicaMonitor(handle, ReplicaReport, self._observe)
         self._monitor.start()
+        self._drafters = None if drafter is None else ReplicaMonitor(drafter, DrafterReport)
+        if self._drafters is not None:
+            self._drafters.start()
 
     async def health(self) -> Response:
         """200 when a request would be served now, else 503 with Retry-After."""
@@ -87,16 +93,28 @@ class Ingress(OpenAiIngress):
         """Prometheus text over all target replicas: whichever ingress replica answers, it says the same."""
         reports = await self._monitor.refresh()
         more = depth_metrics(self._document(), self._model_id)
+        if self._drafters is not None:
+            more += drafter_metrics(await self._drafters.refresh(), {one.replica: one.links for one in reports})
         return Response(prometheus_text(reports, more), media_type=METRICS_CONTENT_TYPE)
 
     async def drafting(self) -> Response:
-        """What is known of each workload's acceptance, and the K it gets (`python -m cluster.view` shows it)."""
-        return JSONResponse(self._document())
+        """What is known of each workload's acceptance, and the K it gets (`python -m cluster.view` shows it); the heads
+        that draft, with what was accepted of theirs, and remote drafters with the links to them."""
+        return JSONResponse({**self._document(), **self._drafting()})
 
     def _document(self) -> dict[str, Any]:
         if self._control is None:
             return fixed_document(self._policy, self._model_id)
         return {"model": self._model_id, **self._control.document(time.monotonic())}
+
+    def _drafting(self) -> dict[str, Any]:
+        reports = self._monitor.reports
+        return drafting_document(
+            [one.by_head for one in reports],
+            [head for one in reports for head in one.head.split("+") if head],
+            () if self._drafters is None else self._drafters.reports,
+            {one.replica: one.links for one in reports},
+        )
 
     def _observe(self, reports: Sequence[ReplicaReport]) -> None:
         if self._control is not None and reports:

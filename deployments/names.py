@@ -5,3 +5,4 @@ APP_NAME = "peagle"
 
 TARGET_NAME = "target"
 INGRESS_NAME = "ingress"
+DRAFTER_NAME = "drafter"

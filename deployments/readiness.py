@@ -1,14 +1,15 @@
-"""Which target replicas answer right now, as one ingress replica sees them."""
+"""Which replicas of a deployment answer right now, as one ingress replica sees them, and what they report."""
 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ray.serve.handle import DeploymentHandle
 
 from deployments.errors import REPLICA_LOST
-from deployments.telemetry import ReplicaReport
+
+ReportT = TypeVar("ReportT")
 
 logger = logging.getLogger(__name__)
 
@@ -16,20 +17,24 @@ POLL_INTERVAL_S = 1.0
 POLL_TIMEOUT_S = 5.0
 
 
-class ReplicaMonitor:
-    """Asks every running replica of the target for its report, once a second.
+class ReplicaMonitor(Generic[ReportT]):
+    """Asks every running replica of a deployment for its report, once a second.
 
-    A replica runs when its engine has loaded, and leaves when it dies or its engine does. A replica that is only slow
-    to answer stays what it was: being busy is no reason to turn requests away.
+    A target replica runs when its engine has loaded, and leaves when it dies or its engine does. A replica that is
+    only slow to answer stays what it was: being busy is no reason to turn requests away.
     """
 
     def __init__(
-        self, handle: DeploymentHandle[Any], on_reports: Callable[[Sequence[ReplicaReport]], None] | None = None
+        self,
+        handle: DeploymentHandle[Any],
+        kind: type[ReportT],
+        on_reports: Callable[[Sequence[ReportT]], None] | None = None,
     ) -> None:
-        """`on_reports` gets the reports each time they have come; it must not raise."""
+        """`kind`: what a report is. `on_reports` gets the reports each time they have come; it must not raise."""
         self._handle = handle
+        self._kind = kind
         self._on_reports = on_reports
-        self._reports: list[ReplicaReport] = []
+        self._reports: list[ReportT] = []
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -42,7 +47,12 @@ class ReplicaMonitor:
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._poll_forever())
 
-    async def refresh(self) -> Sequence[ReplicaReport]:
+    @property
+    def reports(self) -> Sequence[ReportT]:
+        """What the replicas said last."""
+        return self._reports
+
+    async def refresh(self) -> Sequence[ReportT]:
         """The replicas' reports, asked for now; the last known ones when they are slow to answer."""
         try:
             answers = await self._handle.broadcast("report").results_async(
@@ -52,7 +62,7 @@ class ReplicaMonitor:
             return self._reports
         except REPLICA_LOST:
             answers = []
-        self._reports = [answer for answer in answers if isinstance(answer, ReplicaReport)]
+        self._reports = [answer for answer in answers if isinstance(answer, self._kind)]
         if self._on_reports is not None:
             self._on_reports(self._reports)
         return self._reports

@@ -11,7 +11,7 @@ from ray.llm._internal.serve.core.configs.openai_api_models import ChatCompletio
 
 from cluster.drafting import DraftingError
 from cluster.workloads import system_prompt
-from peagle.vllm.channel import DEPTH_KEY, WORKLOAD_KEY
+from peagle.vllm.channel import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
 
 class ChatBody(ChatCompletionRequest):
@@ -69,7 +69,7 @@ def check_body(body: Body) -> None:
     if isinstance(body, ChatCompletionRequest) and not body.messages:
         raise DraftingError("messages", "messages must hold at least one message")
     for key in body.vllm_xargs or {}:
-        if key in (DEPTH_KEY, WORKLOAD_KEY):
+        if key in (DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY):
             raise DraftingError(f"vllm_xargs.{key}", f"vllm_xargs.{key} is set by the server: send the field drafting")
 
 

@@ -21,6 +21,7 @@ from ray.llm._internal.serve.core.configs.openai_api_models import (
     CompletionResponse,
     ErrorResponse,
 )
+from ray.serve.handle import DeploymentHandle
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 from vllm.exceptions import VLLMClientError
@@ -31,6 +32,7 @@ from cluster.step_time import StepTimes
 from cluster.workloads import MAX_NUM_WORKLOADS, Workloads
 from deployments.depth import make_control, observe
 from deployments.engine_config import engine_config, on_cpu, prepare, use_all_cores_of_a_small_machine
+from deployments.links import DrafterLinks
 from deployments.requests import (
     Body,
     ChatBody,
@@ -42,8 +44,8 @@ from deployments.requests import (
 )
 from deployments.telemetry import ReplicaReport, ReplicaTelemetry
 from peagle.heads import head_digest
-from peagle.vllm.channel import DEPTH_KEY, SURVIVAL_KEY, WORKLOAD_KEY
-from peagle.vllm.stats import DraftingRecorder, DraftingStats
+from peagle.vllm.channel import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.stats import DraftingStats
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +54,16 @@ class TargetServer(LLMServer):
     """One replica. Its constructor returns when the engine answers, so a running replica is a ready one."""
 
     async def __init__(  # type: ignore[misc]
-        self, llm_config: LLMConfig, *, settings: ClusterSettings, times: StepTimes | None = None
+        self,
+        llm_config: LLMConfig,
+        *,
+        settings: ClusterSettings,
+        times: StepTimes | None = None,
+        drafter: DeploymentHandle[Any] | None = None,
     ) -> None:
         """`llm_config` sized the placement group when the application was built; the engine's own configuration is
-        made here, where the checkpoints are prepared: each node has its own cache. `times`: what K is chosen by."""
+        made here, where the checkpoints are prepared: each node has its own cache. `times`: what K is chosen by;
+        `drafter`: the deployment of remote drafters, where there is one."""
         self._policy = settings.depth_policy()
         self._model_id = settings.model.id
         self._aliases = settings.model.aliases
@@ -66,10 +74,15 @@ class TargetServer(LLMServer):
         target_dir, head_dir = await asyncio.to_thread(prepare, settings)
         await super().__init__(engine_config(settings, target_dir, head_dir, times))
         replica = serve.get_replica_context().replica_id.unique_id
-        head = "" if head_dir is None else await asyncio.to_thread(head_digest, head_dir)
+        self._remote = settings.drafter if drafter is not None else None
+        head = "" if head_dir is None or drafter is not None else await asyncio.to_thread(head_digest, head_dir)
         self._telemetry = ReplicaTelemetry(replica, self._model_id, MAX_NUM_WORKLOADS + len(named), head)
         self._control = make_control(settings, times)
         self._telemetry.recorder.attach(self._engine_client)
+        self._links: DrafterLinks | None = None
+        if drafter is not None and self._remote is not None:
+            self._links = DrafterLinks(drafter, self._engine_client.collective_rpc, self._remote)
+            self._links.start(self._telemetry.set_heads)
 
     @property
     def _engine_client(self) -> Any:
@@ -79,7 +92,8 @@ class TargetServer(LLMServer):
     async def report(self) -> ReplicaReport:
         """What this replica has counted. Raises what the engine died of, if it did."""
         await self.check_health()
-        report = self._telemetry.report(self._engine_client.output_processor.get_num_unfinished_requests())
+        links = () if self._links is None else self._links.links
+        report = self._telemetry.report(self._engine_client.output_processor.get_num_unfinished_requests(), links)
         if self._control is not None:
             observe(self._control, [report])
         return report
@@ -140,6 +154,7 @@ class TargetServer(LLMServer):
             **(request.vllm_xargs or {}),
             DEPTH_KEY: drafting.k,
             WORKLOAD_KEY: drafting.workload,
+            **({HEAD_KEY: self._remote.head_index(drafting.workload)} if self._remote is not None else {}),
             **({SURVIVAL_KEY: list(drafting.survival)} if drafting.survival else {}),
         }
         return drafting
@@ -148,29 +163,30 @@ class TargetServer(LLMServer):
         self, answer: AsyncGenerator[Any, None], request: Body, drafting: Drafting
     ) -> AsyncGenerator[Any, None]:
         """`answer` with the `drafting` field in its response object, or in the last chunk that finishes a choice."""
-        recorder = self._telemetry.recorder
         num_unfinished = (request.n or 1) * num_prompts(request)
         async for item in answer:
             if isinstance(item, ChatCompletionResponse | CompletionResponse):
-                item.drafting = response_field(drafting, recorder, item.id)  # type: ignore[union-attr]
+                item.drafting = response_field(drafting, self._telemetry, item.id)  # type: ignore[union-attr]
             elif isinstance(item, list):
                 for index, event in enumerate(item):
                     if isinstance(event, str) and (num_finished := _num_finished_choices(event)):
                         num_unfinished -= num_finished
                         if num_unfinished <= 0:
-                            item[index] = _with_drafting(event, drafting, recorder)
+                            item[index] = _with_drafting(event, drafting, self._telemetry)
             yield item
 
 
-def response_field(drafting: Drafting, recorder: DraftingRecorder, response_id: str) -> dict[str, Any]:
+def response_field(drafting: Drafting, telemetry: ReplicaTelemetry, response_id: str) -> dict[str, Any]:
     """The response's `drafting` field: the decision, and what came of it summed over the request's sequences.
 
-    `num_steps` counts steps that verified drafts; `acceptance_length` is 1 + accepted / steps, 1.0 without steps.
+    `head` is the digest of the head that drafts for the workload now, "" where none does. `num_steps` counts steps that
+    verified drafts; `acceptance_length` is 1 + accepted / steps, 1.0 without steps.
     """
-    record = recorder.pop(response_id)
+    record = telemetry.recorder.pop(response_id)
     stats = DraftingStats() if record is None else record.stats
     return {
         **drafting.to_wire(),
+        "head": telemetry.head_of(drafting.workload),
         "num_steps": stats.num_steps,
         "num_draft_tokens": stats.num_draft_tokens,
         "num_accepted_tokens": stats.num_accepted_tokens,
@@ -198,7 +214,7 @@ def _num_finished_choices(event: str) -> int:
     return sum(choice.get("finish_reason") is not None for choice in _payload(event).get("choices", ()))
 
 
-def _with_drafting(event: str, drafting: Drafting, recorder: DraftingRecorder) -> str:
+def _with_drafting(event: str, drafting: Drafting, telemetry: ReplicaTelemetry) -> str:
     payload = _payload(event)
-    payload["drafting"] = response_field(drafting, recorder, payload["id"])
+    payload["drafting"] = response_field(drafting, telemetry, payload["id"])
     return f"data: {json.dumps(payload, separators=(',', ':'), ensure_ascii=False)}\n\n"

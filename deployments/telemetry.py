@@ -11,13 +11,14 @@ accepted_tokens{depth=i-1} is not, where some steps end at K = i - 1. Series car
 over `replica`, and a replica that is gone takes its series along instead of making a sum go down.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from ray.util.metrics import Counter
 
+from deployments.drafter_telemetry import HeadCounts, LinkReport, head_metrics
 from peagle.vllm.stats import DraftingRecorder, DraftingStats, RequestDrafting
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -36,10 +37,11 @@ class WorkloadReport:
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """What one target replica has counted since it started, drafting with `head` (a digest; "" without a drafter).
+    """What one target replica has counted since it started, drafting with `head` (a digest, or several joined by +
+    where workloads have heads of their own; "" without a drafter).
 
     `num_running`: requests that the engine works on or keeps waiting; `running`: their sequences by workload, with a
-    mean context of `context_tokens`."""
+    mean context of `context_tokens`. `by_head`: its steps by the head that drafted them; `links`: to drafters."""
 
     replica: str
     model: str
@@ -48,6 +50,8 @@ class ReplicaReport:
     head: str = ""
     running: Mapping[str, int] = field(default_factory=dict)
     context_tokens: float = 0.0
+    by_head: Mapping[str, DraftingStats] = field(default_factory=dict)
+    links: tuple[LinkReport, ...] = ()
 
 
 class ReplicaTelemetry:
@@ -58,6 +62,8 @@ class ReplicaTelemetry:
         self._replica = replica
         self._model = model
         self._head = head
+        self._heads: dict[str, str] = {}
+        self._by_head = HeadCounts()
         self._ended: dict[str, WorkloadReport] = {}
         keys = ("model", "workload")
         self._steps = Counter("peagle_verification_steps", "Steps that verified drafts.", keys)
@@ -65,16 +71,37 @@ class ReplicaTelemetry:
         self._reached = Counter("peagle_reached_draft_tokens", "Verified, all before accepted.", (*keys, "depth"))
         self._accepted = Counter("peagle_accepted_tokens", "Draft tokens accepted.", (*keys, "depth"))
 
-    def report(self, num_running: int) -> ReplicaReport:
+    def set_heads(self, default: str, by_workload: Mapping[str, str]) -> None:
+        """Say which heads draft from now on: `default`, and those of workloads that have their own."""
+        if (default, dict(by_workload)) != (self._head, self._heads):
+            self._by_head.add(self.recorder.totals(), self._heads, self._head)
+            self._head, self._heads = default, dict(by_workload)
+
+    def head_of(self, workload: str) -> str:
+        """Digest of the head that drafts for a workload, "" without a drafter."""
+        return self._heads.get(workload, self._head)
+
+    def report(self, num_running: int, links: Sequence[LinkReport] = ()) -> ReplicaReport:
         """The counts so far. `num_running`: requests that the engine works on or keeps waiting."""
         workloads = {}
         totals = self.recorder.totals()
+        self._by_head.add(totals, self._heads, self._head)
         self._ended = {workload: ended for workload, ended in self._ended.items() if workload in totals}
         for workload, stats in totals.items():
             ended = self._ended.get(workload, WorkloadReport())
             workloads[workload] = WorkloadReport(stats, ended.num_finished, ended.num_aborted, ended.num_output_tokens)
         running, context_tokens = self.recorder.running()
-        return ReplicaReport(self._replica, self._model, num_running, workloads, self._head, running, context_tokens)
+        return ReplicaReport(
+            self._replica,
+            self._model,
+            num_running,
+            workloads,
+            "+".join(dict.fromkeys((self._head, *self._heads.values()))),
+            running,
+            context_tokens,
+            self._by_head.by_head(),
+            tuple(links),
+        )
 
     def _finished(self, record: RequestDrafting) -> None:
         old = self._ended.get(record.workload, WorkloadReport())
@@ -148,4 +175,7 @@ class _Reports:
                 ):
                     for depth, count in enumerate(by_depth, start=1):
                         family.add_metric([*values, str(depth)], count)
-        return [ready, running, requests, tokens, steps, drafted, reached, accepted, *self._more]
+        by_head = {report.replica: report.by_head for report in self._reports}
+        model = self._reports[0].model if self._reports else ""
+        heads = head_metrics(by_head, model)
+        return [ready, running, requests, tokens, steps, drafted, reached, accepted, *heads, *self._more]

@@ -130,6 +130,8 @@ def num_logical_cpus(settings: ClusterSettings) -> int:
     needed = (
         target.num_replicas * (target.num_cpus + target.bundle.get("CPU", 0)) + ingress.num_replicas * ingress.num_cpus
     )
+    if settings.drafter is not None and (drafters := settings.drafter.replicas) is not None:
+        needed += drafters.num_replicas * drafters.num_cpus
     return max(MIN_LOGICAL_CPUS, int(needed) + 3, os.cpu_count() or 1)
 
 

@@ -1,4 +1,4 @@
-"""The real application of configs/local.yaml for the tests of the service, and how they talk to it."""
+"""The real application of a file in configs/ for the tests of the service, and how they talk to it."""
 
 import socket
 import time
@@ -15,11 +15,14 @@ import ray
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
 
 from deployments.app import build
 from deployments.names import APP_NAME
 
-CONFIG = Path(__file__).parents[1] / "configs" / "local.yaml"
+CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIG = CONFIGS / "local.yaml"
 READY_TIMEOUT_S = 300.0
 QUESTION = [{"role": "user", "content": "Write a Python function that returns the sum of a list."}]
 PROMPTS = [
@@ -32,10 +35,12 @@ PROMPTS = [
 
 @dataclass
 class Service:
-    """The running application, and what answered while it was not ready yet."""
+    """The running application, and what answered while it was not ready yet. `document`: the Serve config that it was
+    made of."""
 
     url: str
     model: str
+    document: dict[str, Any]
     early: list[httpx.Response] = field(default_factory=list)
     statuses: list[str] = field(default_factory=list)
 
@@ -51,6 +56,15 @@ class Service:
         answer = self.ask(messages=messages, max_tokens=max_tokens, drafting={"k": k}).json()
         assert answer["drafting"]["k"] == k
         return answer["choices"][0]["message"]["content"]
+
+    def deploy(self) -> None:
+        """Hand `document` to Serve, changed or not."""
+        schema = {"applications": self.document["applications"]}
+        _get_global_client().deploy_apps(ServeDeploySchema.model_validate(schema))
+
+    def drafting(self) -> dict[str, Any]:
+        """The document of GET /drafting."""
+        return httpx.get(f"{self.url}/drafting", timeout=30).json()
 
     def metrics(self) -> dict[str, dict[tuple[str, ...], float]]:
         """Samples by name, keyed by (workload, depth or outcome), summed over replicas."""
@@ -86,10 +100,13 @@ BAD_REQUESTS = {
 
 
 @contextmanager
-def running_service(**sections: dict[str, Any]) -> Iterator[Service]:
-    """The application in a Ray of its own, on free ports, ready; both are stopped afterwards. `sections`: keys to add
-    to sections of its settings."""
-    document = yaml.safe_load(CONFIG.read_text())
+def running_service(
+    config: Path = CONFIG, *, from_document: bool = False, **sections: dict[str, Any]
+) -> Iterator[Service]:
+    """The application of a config in a Ray of its own, on free ports, ready; both are stopped afterwards. `sections`:
+    keys to add to sections of its settings. `from_document`: deployed as Serve's REST API and KubeRay do, so that
+    another `user_config` can be deployed over it."""
+    document = yaml.safe_load(config.read_text())
     (application,) = document["applications"]
     for name, keys in sections.items():
         application["args"][name] = {**application["args"].get(name, {}), **keys}
@@ -100,9 +117,12 @@ def running_service(**sections: dict[str, Any]) -> Iterator[Service]:
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="test-service")
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        running = Service(f"http://127.0.0.1:{port}", application["args"]["model"]["id"])
-        target = serve.RunTarget(build(application["args"]), name=APP_NAME)
-        serve.run_many([target], wait_for_applications_running=False)
+        running = Service(f"http://127.0.0.1:{port}", application["args"]["model"]["id"], document)
+        if from_document:
+            running.deploy()
+        else:
+            target = serve.RunTarget(build(application["args"]), name=APP_NAME)
+            serve.run_many([target], wait_for_applications_running=False)
         wait_until_ready(running)
         yield running
     finally:

@@ -52,7 +52,7 @@ def test_chat_and_completions_with_the_openai_client(service):
     assert chat.usage.completion_tokens == 24
     drafting = chat.drafting
     assert set(drafting) == {
-        "workload", "k", "source", "num_steps", "num_draft_tokens", "num_accepted_tokens", "acceptance_length",
+        "workload", "k", "source", "head", "num_steps", "num_draft_tokens", "num_accepted_tokens", "acceptance_length",
     }  # fmt: skip
     assert drafting["num_draft_tokens"] <= drafting["k"] * drafting["num_steps"]
     # The first token comes from the prompt; each step then gives its accepted drafts and one more.

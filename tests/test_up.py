@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from cluster.drafter_settings import DrafterReplicas, DrafterSettings
 from cluster.settings import ClusterSettings, IngressSettings, ModelSettings, TargetSettings
 from deployments.up import base_url, main, num_logical_cpus, progress, read_config, usage
 
@@ -72,6 +73,9 @@ def test_logical_cpus_cover_every_process() -> None:
         ingress=IngressSettings(num_replicas=2, num_cpus=1.0),
     )
     assert num_logical_cpus(settings) >= 16
+    replicas = DrafterReplicas(num_replicas=4, num_cpus=2.0)
+    remote = settings.model_copy(update={"drafter": DrafterSettings(head="h", placement="remote", replicas=replicas)})
+    assert num_logical_cpus(remote) >= 24
 
 
 def test_url_as_seen_from_this_machine() -> None:

@@ -1,0 +1,117 @@
+"""The drafter: replicas that hold P-EAGLE heads and their KV cache, and draft for all targets (`placement: remote`).
+
+Enters: hidden states and tokens of the targets' steps, over connections that do not pass through Ray
+(`peagle.runtime.server`). Leaves: drafts, over the same. Ray Serve starts, watches, restarts and replaces the replicas,
+hands their addresses to the targets, and brings new heads as `user_config`.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray import serve
+
+import peagle.heads
+from cluster.drafter_settings import DrafterSettings, swapped
+from cluster.settings import ClusterSettings
+from deployments.drafter_heads import HeadLoader, LoadedHead
+from deployments.drafter_telemetry import DrafterReport, LiveHead
+from peagle.heads import head_digest
+from peagle.runtime.draft_engine import DraftEngine
+from peagle.runtime.server import DrafterServer
+from peagle.vllm.cpu_environment import MAX_SMALL_MACHINE_CORES
+
+logger = logging.getLogger(__name__)
+
+MAX_DRAIN_S = 60.0
+"""A replica that Serve retires drafts on so long for the requests that it has."""
+
+
+class DrafterReplica:
+    """One replica. Its constructor returns when the server listens, so a running replica is a ready one."""
+
+    def __init__(self, settings: ClusterSettings) -> None:
+        """Raises ValueError for heads that cannot be used: Serve shows it and tries again."""
+        assert settings.drafter is not None
+        assert settings.drafter.replicas is not None
+        self._replica = serve.get_replica_context().replica_id.unique_id
+        self._settings: DrafterSettings = settings.drafter
+        self._refused = ""
+        self._swapping = asyncio.Lock()
+        if not settings.drafter.replicas.num_gpus:
+            torch.set_num_threads(num_threads())
+        self._loader = HeadLoader(settings)
+        self._heads: dict[int, LoadedHead] = {}
+        for index, name in enumerate(self._settings.heads):
+            like = self._heads[0].config if self._heads else None
+            self._heads[index] = self._loader.load(name, like)
+        self._engine = DraftEngine(
+            {index: head.runtime for index, head in self._heads.items()}, max_num_requests=self._loader.max_num_requests
+        )
+        host = settings.drafter.replicas.host or str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        served = {index: head.served for index, head in self._heads.items()}
+        self._server = DrafterServer(self._engine, served, host=host, port=0, device=self._loader.device)
+        self._server.start()
+        logger.info("drafting at %s on %s", self._server.address, self._loader.device)
+
+    async def address(self) -> str:
+        """host:port that targets connect to."""
+        return self._server.address
+
+    async def report(self) -> DrafterReport:
+        """Who this replica is, and what it has counted."""
+        heads = tuple(LiveHead(index, head.name, head.digest) for index, head in sorted(self._heads.items()))
+        served = {name.removeprefix("num_"): value for name, value in dataclasses.asdict(self._server.stats).items()}
+        counters = {**dataclasses.asdict(self._engine.counters), **served}
+        return DrafterReport(self._replica, self._server.address, heads, self._refused, counters)
+
+    async def check_health(self) -> None:
+        """Raise where the serving thread is dead or hangs, or its passes all fail: Serve then replaces the replica."""
+        if not self._server.is_healthy():
+            raise RuntimeError(f"the drafter does not draft; its last error: {self._server.last_error or 'none'}")
+
+    async def reconfigure(self, user_config: Any) -> None:
+        """Put the heads that `user_config` names in the place of those that differ, while targets draft.
+
+        Never raises for a head that does not fit: Serve would end the replica. The heads that are live stay, and the
+        reason stands in the log, in /drafting and in /metrics.
+        """
+        async with self._swapping:
+            try:
+                asked = swapped(self._settings, user_config or {}, Path(peagle.heads.__file__).parent)
+                for index, head in (await asyncio.to_thread(self._load_changed, asked)).items():
+                    await asyncio.to_thread(self._server.swap, index, head.runtime, head.served)
+                    before, self._heads[index] = self._heads[index], head
+                    logger.info("head %d is %s (%s), it was %s", index, head.name, head.digest, before.digest)
+            except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: no memory for a second head
+                self._refused = str(error)
+                logger.error("user_config is refused, and the heads stay as they are: %s", error)
+            else:
+                self._settings, self._refused = asked, ""
+
+    def _load_changed(self, asked: DrafterSettings) -> dict[int, LoadedHead]:
+        """The heads of `asked` whose files are not those of the live ones."""
+        changed = {}
+        for index, name in enumerate(asked.heads):
+            if head_digest(self._loader.directory(name)) != self._heads[index].digest:
+                changed[index] = self._loader.load(name, self._heads[index].config)
+        return changed
+
+    async def __del__(self) -> None:
+        """Serve retires this replica: targets know already, and leave it as their requests end."""
+        end_s = time.monotonic() + MAX_DRAIN_S
+        while self._server.report()["targets"] and time.monotonic() < end_s:
+            await asyncio.sleep(0.2)
+        self._server.stop()
+
+
+def num_threads() -> int:
+    """Threads of a pass on a CPU: all cores of a small machine, which the target leaves idle meanwhile; else half."""
+    num_cores = len(os.sched_getaffinity(0))
+    return num_cores if num_cores <= MAX_SMALL_MACHINE_CORES else num_cores // 2

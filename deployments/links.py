@@ -1,0 +1,104 @@
+"""A target replica's links to the drafter replicas: who is there, handed on to the engine, and what the links say.
+
+Enters: the reports of the drafter replicas, once a second, through Ray Serve. Leaves: their addresses and heads, given
+to the engine's workers, which connect by themselves (`peagle.runtime.link`); and `LinkReport`s. No draft passes here.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from cluster.drafter_settings import DrafterSettings
+from deployments.drafter_telemetry import DrafterReport, LinkReport
+from deployments.readiness import POLL_INTERVAL_S, ReplicaMonitor
+
+logger = logging.getLogger(__name__)
+
+Rpc = Callable[..., Awaitable[list[Any]]]
+"""vLLM's `collective_rpc`: a method of every worker, by name."""
+
+
+class DrafterLinks:
+    """Keeps one engine connected. `heads`: digests by index of the heads that draft, () before any drafter answers."""
+
+    def __init__(self, drafter: DeploymentHandle[Any], rpc: Rpc, settings: DrafterSettings) -> None:
+        self._monitor = ReplicaMonitor(drafter, DrafterReport)
+        self._rpc = rpc
+        self._settings = settings
+        self._told: list[dict[str, Any]] | None = None
+        self._problem = ""
+        self._task: asyncio.Task[None] | None = None
+        self.heads: tuple[str, ...] = ()
+        self.links: tuple[LinkReport, ...] = ()
+
+    def start(self, on_change: Callable[[str, Mapping[str, str]], None]) -> None:
+        """Begin on the running event loop. `on_change` gets the digests of the default head and of workloads' heads
+        each time they change."""
+        self._task = asyncio.get_running_loop().create_task(self._keep(on_change))
+
+    async def _keep(self, on_change: Callable[[str, Mapping[str, str]], None]) -> None:
+        while True:
+            try:
+                before = self.heads
+                await self.poll()
+                if self.heads != before:
+                    on_change(*self.by_workload())
+                self._problem = ""
+            except Exception as error:  # without drafters the engine serves on, and this goes on trying
+                if repr(error) != self._problem:
+                    self._problem = repr(error)
+                    logger.exception("the drafters cannot be handed to the engine; it serves without them meanwhile")
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    async def poll(self) -> None:
+        """Ask the drafters who they are, tell the engine what changed, and ask it for its links."""
+        reports = await self._monitor.refresh()
+        drafters = drafters_of(reports)
+        if drafters != self._told:
+            await self._rpc("set_drafters", args=(drafters,))
+            self._told = drafters
+            logger.info("drafters: %s", ", ".join(one["address"] for one in drafters) or "none")
+        self.heads = agreed_heads(reports) or self.heads
+        self.links = link_reports(await self._rpc("remote_report"))
+
+    def by_workload(self) -> tuple[str, dict[str, str]]:
+        """The default head's digest, and those of the workloads that have heads of their own."""
+        settings = self._settings
+        own = {workload: self.heads[settings.head_index(workload)] for workload in settings.heads_by_workload}
+        return self.heads[0], own
+
+
+def drafters_of(reports: Iterable[DrafterReport]) -> list[dict[str, Any]]:
+    """What the engine's `set_drafters` takes: each drafter's address, and the digests of its heads by index."""
+    found = [{"address": one.address, "heads": {head.index: head.digest for head in one.heads}} for one in reports]
+    return sorted(found, key=lambda one: str(one["address"]))
+
+
+def agreed_heads(reports: Iterable[DrafterReport]) -> tuple[str, ...]:
+    """Digests by index that most drafters have; () without drafters, or while as many have others: in a swap they
+    change one after another, and a head is new once."""
+    votes = Counter(tuple(head.digest for head in one.heads) for one in reports).most_common(2)
+    if not votes or (len(votes) == 2 and votes[0][1] == votes[1][1]):
+        return ()
+    return votes[0][0]
+
+
+def link_reports(answers: Iterable[Any]) -> tuple[LinkReport, ...]:
+    """The links of the one worker of an engine that has them; the others answer with nothing."""
+    return tuple(
+        LinkReport(
+            link["address"],
+            link["state"],
+            link["path"],
+            link["problem"],
+            link["average_pass_s"],
+            {name[4:]: float(value) for name, value in link.items() if name[:4] == "num_" and name != "num_requests"},
+        )
+        for answer in answers
+        if answer
+        for link in answer["pool"]["links"]
+    )

@@ -1,0 +1,233 @@
+"""The real service with `placement: remote`: drafts come from another process, which may die, and swap its heads.
+
+One service serves the whole module, on one target and one drafter replica, with two heads: the one that ships, and a
+copy that is never right.
+"""
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray.serve.context import _get_global_client
+from safetensors.torch import load_file, save_file
+
+import peagle.heads
+from deployments.names import APP_NAME, DRAFTER_NAME
+from tests.service_harness import CONFIGS, PROMPTS, Service, running_service
+
+pytestmark = pytest.mark.service
+
+SHIPPED = "smollm2-135m-instruct"
+REMOTE = {
+    "placement": "remote",
+    "replicas": {"num_replicas": 1, "num_cpus": 0.1, "cache_gib": 0.25, "host": "127.0.0.1"},
+}
+BACK_S = 90.0
+
+
+def changed_head(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> str:
+    """A copy of the shipped head, changed."""
+    shutil.copytree(Path(peagle.heads.__file__).parent / SHIPPED, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def wrong_head(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """All its logits are zero, so it always drafts token 0."""
+    folder = tmp_path_factory.mktemp("heads") / "always-wrong"
+    return changed_head(folder, lambda tensors: tensors["norm.weight"].zero_())
+
+
+@pytest.fixture(scope="module")
+def service(wrong_head: str) -> Iterator[Service]:
+    drafter = {**REMOTE, "heads_by_workload": {"wrong": wrong_head}}
+    with running_service(CONFIGS / "local-colocated.yaml", from_document=True, drafter=drafter) as running:
+        wait_for(lambda: links(running) == ["up"], "a link to the drafter")
+        yield running
+
+
+def wait_for(is_so: Callable[[], bool], what: str, timeout_s: float = BACK_S) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < end_s, f"no {what} after {timeout_s:.0f} s"
+        time.sleep(0.5)
+
+
+def links(service: Service) -> list[str]:
+    return [link["state"] for link in service.drafting()["links"]]
+
+
+def heads(service: Service) -> list[str]:
+    """Digests of the one drafter's heads, by index."""
+    drafters = service.drafting()["drafters"]
+    return [head["head"] for one in drafters for head in one["heads"]]
+
+
+def answers(service: Service, workload: str, max_tokens: int = 32, **drafting: Any) -> list[dict[str, Any]]:
+    """The answers to all prompts, asked at once."""
+
+    def ask(prompt: str) -> dict[str, Any]:
+        messages = [{"role": "user", "content": prompt}]
+        sent = {"workload": workload, **drafting}
+        response = service.ask(messages=messages, max_tokens=max_tokens, drafting=sent)
+        assert response.status_code == 200, response.text
+        return dict(response.json())
+
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        return list(pool.map(ask, PROMPTS))
+
+
+def texts(found: list[dict[str, Any]]) -> list[str]:
+    return [one["choices"][0]["message"]["content"] for one in found]
+
+
+def acceptance_length(found: list[dict[str, Any]]) -> float:
+    """AL of all answers together; 1.0 where nothing was drafted."""
+    num_steps = sum(one["drafting"]["num_steps"] for one in found)
+    return 1 + sum(one["drafting"]["num_accepted_tokens"] for one in found) / max(1, num_steps)
+
+
+@pytest.fixture(scope="module")
+def plain(service: Service) -> list[str]:
+    """The texts without speculation."""
+    found = answers(service, "plain", k=0)
+    assert all(one["drafting"]["num_steps"] == 0 for one in found)
+    return texts(found)
+
+
+@contextmanager
+def load(service: Service, plain: list[str]) -> Iterator[list[float]]:
+    """Requests all the time; each must be answered, with the right text. Gives the AL of each round."""
+    lengths: list[float] = []
+    wrong: list[str] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            found = answers(service, "load")
+            wrong.extend(text for text in texts(found) if text not in plain)
+            lengths.append(acceptance_length(found))
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(ask)
+        try:
+            yield lengths
+        finally:
+            stop.set()
+            running.result(timeout=120)
+    assert wrong == []
+
+
+def test_drafts_of_another_process_are_accepted_and_change_no_answer(service: Service, plain: list[str]) -> None:
+    found = answers(service, "remote")
+    assert texts(found) == plain
+    assert acceptance_length(found) > 1.5
+    num_verified = sum(one["drafting"]["num_draft_tokens"] for one in found)
+    wait_for(lambda: service.drafting()["drafters"][0]["counters"]["drafts"] >= num_verified, "report of drafts", 10)
+    document = service.drafting()
+    (link,) = document["links"]
+    assert (link["state"], link["path"]) == ("up", "shared memory")
+    assert link["counters"]["answered"] > 0
+    (drafter,) = document["drafters"]
+    assert link["drafter"] == drafter["address"]
+    assert {one["drafting"]["head"] for one in found} == {drafter["heads"][0]["head"]}
+
+
+def test_a_workload_has_its_own_head(service: Service, plain: list[str]) -> None:
+    found = answers(service, "wrong", k=3)
+    assert texts(found) == plain
+    assert acceptance_length(found) == 1
+    assert sum(one["drafting"]["num_draft_tokens"] for one in found) > 0
+    right, wrong = heads(service)
+    assert {one["drafting"]["head"] for one in found} == {wrong}
+    assert acceptance_length(answers(service, "remote")) > 1.5
+    by_head = {one["head"]: one for one in service.drafting()["heads"]}
+    assert by_head[wrong]["acceptance_length"] == 1
+    assert by_head[right]["acceptance_length"] > 1.5
+    assert by_head[right]["is_live"]
+    metrics = service.metrics()
+    assert metrics["peagle_drafter_replicas"] == {(): 1}
+    assert metrics["peagle_link_up"] == {(): 1}
+    assert metrics["peagle_drafter_head"] == {(): 2}
+    assert sum(metrics["peagle_head_accepted_tokens_total"].values()) > 0
+
+
+def pid_of_drafter() -> int:
+    details = ray.get(_get_global_client()._controller.get_serve_instance_details.remote())
+    (replica,) = details["applications"][APP_NAME]["deployments"][DRAFTER_NAME]["replicas"]
+    return int(replica["pid"])
+
+
+def test_a_killed_drafter_costs_drafts_and_no_request(service: Service, plain: list[str]) -> None:
+    (before,) = service.drafting()["drafters"]
+    with load(service, plain) as lengths:
+        wait_for(lambda: len(lengths) > 0, "answer")
+        os.kill(pid_of_drafter(), signal.SIGKILL)
+        num_before = len(lengths)
+        wait_for(lambda: min(lengths[num_before:], default=9.0) == 1, "round without drafts")
+        wait_for(lambda: links(service) == ["up"], "new link")
+        num_before = len(lengths)
+        wait_for(lambda: len(lengths) > num_before + 2, "answer")
+    (after,) = service.drafting()["drafters"]
+    assert after["replica"] != before["replica"]
+    assert lengths[-1] > 1.5
+
+
+def swap(service: Service, **user_config: Any) -> None:
+    (application,) = service.document["applications"]
+    application["deployments"] = [{"name": DRAFTER_NAME, "user_config": user_config}]
+    service.deploy()
+
+
+def test_a_head_that_does_not_fit_is_refused_and_the_old_one_stays(
+    service: Service, plain: list[str], tmp_path: Path
+) -> None:
+    before, pid = heads(service), pid_of_drafter()
+    cut = changed_head(tmp_path / "cut", lambda tensors: tensors.pop("fc.weight"))
+    for head, words in ((cut, "missing fc.weight"), ("no-such-head", "no-such-head"), (f"{SHIPPED}-eagle3", "EAGLE-3")):
+        swap(service, head=head)
+        wait_for(lambda words=words: words in service.drafting()["drafters"][0]["refused"], f"refusal: {words}", 30)
+    assert sum(service.metrics()["peagle_drafter_head_refused"].values()) == 1
+    assert (heads(service), pid_of_drafter()) == (before, pid)
+    found = answers(service, "remote")
+    assert texts(found) == plain
+    assert acceptance_length(found) > 1.5
+
+
+def test_a_new_head_goes_live_under_load_and_its_acceptance_is_seen(
+    service: Service, plain: list[str], wrong_head: str, tmp_path: Path
+) -> None:
+    right, _ = heads(service)
+    worse = changed_head(tmp_path / "worse", lambda tensors: tensors["mask_hidden"].zero_())
+    with load(service, plain) as lengths:
+        swap(service, head=worse)
+        wait_for(lambda: heads(service)[0] != right, "new head", 30)
+        new = heads(service)[0]
+        wait_for(lambda: links(service) == ["up"], "link for the new head")
+        num_before = len(lengths)
+        wait_for(lambda: len(lengths) > num_before + 3, "answer")
+        by_head = {one["head"]: one for one in service.drafting()["heads"]}
+        assert by_head[new]["is_live"]
+        assert not by_head[right]["is_live"]
+        assert 1 < by_head[new]["acceptance_length"] < by_head[right]["acceptance_length"]
+        assert service.drafting()["drafters"][0]["refused"] == ""
+        swap(service, head=SHIPPED)
+        wait_for(lambda: heads(service)[0] == right, "old head", 30)
+        wait_for(lambda: links(service) == ["up"], "link for the old head")
+    found = answers(service, "remote")
+    assert texts(found) == plain
+    assert {one["drafting"]["head"] for one in found} == {right}
+    assert acceptance_length(found) > 1.5
