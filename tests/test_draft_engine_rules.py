@@ -1,0 +1,225 @@
+"""What the engine does with steps that are late, repeated, too big, wrong or of a target that is gone."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from peagle.runtime.draft_engine import DraftEngine, StepError
+from peagle.runtime.steps import TargetStep
+from tests.draft_engine_harness import (
+    BLOCK,
+    CONFIG,
+    MAX_DEPTH,
+    VOCABULARY,
+    Request,
+    Rows,
+    check_answer,
+    expected_drafts,
+    head_runtime,
+    target_step,
+)
+
+
+def make_request(seed: int, head: int = 0) -> Request:
+    rng = random.Random(seed)
+    return Request([rng.randrange(VOCABULARY) for _ in range(160)], head, 10, MAX_DEPTH)
+
+
+def run(engine: DraftEngine, session: int, step: int, work: dict[int, Rows], **more: Any) -> list[list[int]]:
+    """One step, whose answer is compared with what the engine says it holds."""
+    [answer_BK] = engine.step([target_step(session, step, work, **more)])
+    check_answer(engine, session, work, answer_BK)
+    return answer_BK.tolist()
+
+
+def prompt(request: Request, start: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.array(request.tokens[: start + 1], np.int32)
+
+
+def test_a_repeated_step_gives_the_same_drafts() -> None:
+    engine, request = DraftEngine({0: head_runtime(0)}), make_request(0)
+    first = run(engine, 1, 0, {0: Rows(request, 0, 2 * BLOCK, 4)}, prompts={0: prompt(request, 0)})
+    second = run(engine, 1, 1, {0: Rows(request, 2 * BLOCK, 3, 4)})
+    assert run(engine, 1, 1, {0: Rows(request, 2 * BLOCK, 3, 4)}) == second
+    assert run(engine, 1, 1, {0: Rows(request, 0, 2 * BLOCK, 4)}) == first
+    assert engine.counters.cold_starts == 0
+
+
+def test_a_step_older_than_one_answered_changes_nothing() -> None:
+    engine, request = DraftEngine({0: head_runtime(0)}), make_request(0)
+    run(engine, 1, 5, {0: Rows(request, 0, 9, 4)})
+    [late] = engine.step([target_step(1, 4, {0: Rows(request, 0, 3, 4)}, finished=[0])])
+    assert (late == -1).all()
+    assert engine.cached_range(1, 0) == (0, 9)
+    assert engine.counters.stale_steps == 1
+    run(engine, 1, 6, {0: Rows(request, 9, 2, 4)})
+    assert engine.counters.cold_starts == 0
+
+
+def test_two_steps_of_one_target_in_one_call_follow_each_other() -> None:
+    engine, request, other = DraftEngine({0: head_runtime(0)}), make_request(0), make_request(1)
+    sent = [{0: Rows(request, 0, 9, 4)}, {3: Rows(other, 0, 5, 2)}, {0: Rows(request, 9, 2, 3)}]
+    steps = [target_step(session, i, work) for i, (session, work) in enumerate(zip([1, 2, 1], sent, strict=True))]
+    answers = engine.step(steps)
+    assert answers[0][0].tolist() == expected_drafts(0, request.tokens, 0, 9, 4)
+    assert answers[1][0, :2].tolist() == expected_drafts(0, other.tokens, 0, 5, 2)
+    assert answers[2][0, :3].tolist() == expected_drafts(0, request.tokens, 0, 11, 3)
+
+
+def test_the_same_slot_of_two_targets_is_two_requests() -> None:
+    engine, mine, yours = DraftEngine({0: head_runtime(0)}), make_request(0), make_request(1)
+    engine.step([target_step(1, 0, {0: Rows(mine, 0, 9, 4)}), target_step(2, 0, {0: Rows(yours, 0, 6, 4)})])
+    run(engine, 1, 1, {0: Rows(mine, 9, 1, 4)})
+    run(engine, 2, 1, {0: Rows(yours, 6, 1, 4)})
+    assert (engine.num_requests, engine.counters.cold_starts, engine.counters.passes) == (2, 0, 3)
+
+
+def test_a_gap_starts_cold_and_is_counted() -> None:
+    engine, request = DraftEngine({0: head_runtime(0)}), make_request(0)
+    run(engine, 1, 0, {0: Rows(request, 0, 9, 4)})
+    run(engine, 1, 2, {0: Rows(request, 11, 2, 4)})
+    assert engine.cached_range(1, 0) == (11, 13)
+    assert engine.counters.cold_starts == 1
+    run(engine, 1, 3, {0: Rows(request, 0, 14, 4)})  # preempted: all of it comes again
+    assert engine.cached_range(1, 0) == (0, 14)
+
+
+def test_a_target_that_vanished_leaves_its_prefixes_and_its_room() -> None:
+    engine, request = DraftEngine({0: head_runtime(0)}), make_request(0)
+    free = engine.num_free_blocks[0]
+    run(engine, 1, 7, {slot: Rows(request, 0, 4 * BLOCK + 1, 4) for slot in range(3)}, prompts={0: prompt(request, 0)})
+    assert engine.num_free_blocks[0] < free
+    engine.drop_session(1)
+    engine.drop_session(1)
+    assert (engine.num_requests, engine.num_free_blocks[0]) == (0, free)
+    run(engine, 2, 0, {5: Rows(request, 4 * BLOCK, 2, 4)}, prompts={5: prompt(request, 4 * BLOCK)})
+    assert engine.counters.prefix_hit_tokens == 4 * BLOCK
+    run(engine, 1, 0, {0: Rows(request, 0, 3, 4)})  # the number is free again, and so are its steps
+    assert engine.counters.stale_steps == 0
+
+
+def test_a_session_that_is_never_dropped_is_evicted_when_others_need_room() -> None:
+    engine = DraftEngine({0: head_runtime(0, num_blocks=16)}, min_idle_calls=2)
+    gone, request = make_request(0), make_request(1)
+    run(engine, 1, 0, {0: Rows(gone, 0, 7 * BLOCK, 1)})
+    for step in range(12):
+        run(engine, 2, step, {0: Rows(request, step * BLOCK, BLOCK, 1)})
+    assert engine.cached_range(1, 0) is None
+    assert engine.cached_range(2, 0) == (0, 12 * BLOCK)
+    assert (engine.counters.evicted_requests, engine.counters.refused) == (1, 0)
+
+
+def test_more_requests_than_the_cache_holds_get_no_drafts_and_no_error() -> None:
+    engine = DraftEngine({0: head_runtime(0, num_blocks=20)})
+    requests = {slot: make_request(slot) for slot in range(12)}
+    run(engine, 1, 0, {slot: Rows(request, 0, 10, 3) for slot, request in requests.items()})
+    assert (engine.num_requests, engine.counters.refused) == (6, 6)  # 12 rows are three blocks
+    more = DraftEngine({0: head_runtime(0)}, max_num_requests=4)
+    run(more, 1, 0, {slot: Rows(request, 0, 10, 3) for slot, request in requests.items()})
+    assert (more.num_requests, more.counters.refused) == (4, 8)
+
+
+def test_a_swapped_head_drafts_without_the_old_heads_rows() -> None:
+    engine, request = DraftEngine({0: head_runtime(0)}), make_request(0)
+    run(engine, 1, 0, {0: Rows(request, 0, 2 * BLOCK + 1, 4)}, prompts={0: prompt(request, 0)})
+    engine.swap(0, head_runtime(1))
+    assert engine.cached_range(1, 0) is None
+    new = dataclasses.replace(request, head=1)
+    start = 2 * BLOCK + 1
+    [answer_BK] = engine.step([_as_head_zero(target_step(1, 1, {0: Rows(new, start, 2, 4)}))])
+    assert answer_BK[0].tolist() == expected_drafts(1, request.tokens, start, start + 2, 4)
+    assert engine.counters.cold_starts == 1
+    other = _as_head_zero(target_step(2, 0, {0: Rows(new, BLOCK, 2, 4)}, prompts={0: prompt(request, BLOCK)}))
+    engine.step([other])
+    assert engine.counters.prefix_hit_tokens == 0
+
+
+def _as_head_zero(step: TargetStep) -> TargetStep:
+    return dataclasses.replace(step, heads_B=np.zeros_like(step.heads_B))
+
+
+def test_a_request_that_goes_to_another_head_leaves_nothing_behind() -> None:
+    engine, request = DraftEngine({head: head_runtime(head) for head in (0, 1)}), make_request(0)
+    free = dict(engine.num_free_blocks)
+    run(engine, 1, 0, {0: Rows(request, 0, 9, 4)})
+    run(engine, 1, 1, {0: Rows(dataclasses.replace(request, head=1), 9, 2, 4)})
+    assert engine.num_requests == 1
+    assert engine.num_free_blocks[0] == free[0]
+    run(engine, 1, 2, {0: Rows(request, 11, 2, 4)})
+    assert engine.counters.cold_starts == 2
+
+
+def test_requests_without_new_rows_keep_their_cache() -> None:
+    engine, request = DraftEngine({0: head_runtime(0)}), make_request(0)
+    run(engine, 1, 0, {0: Rows(request, 0, 9, 4)})
+    assert run(engine, 1, 1, {0: Rows(request, 9, 0, 4)}) == [[-1] * MAX_DEPTH]
+    run(engine, 1, 2, {0: Rows(request, 9, 2, 4)})
+    assert engine.counters.cold_starts == 0
+    assert engine.step([target_step(1, 3, {}, finished=[0])])[0].shape == (0, MAX_DEPTH)
+    assert engine.num_requests == 0
+
+
+def test_long_prompts_run_in_pieces_and_after_those_that_wait_for_drafts() -> None:
+    engine, chunk, waiting = DraftEngine({0: head_runtime(0, max_num_rows=8)}), make_request(0), make_request(1)
+    run(engine, 1, 0, {0: Rows(chunk, 0, 21, 0), 1: Rows(waiting, 0, 5, 4)})
+    assert (engine.counters.passes, engine.counters.rows) == (4, 21 + 5 + 3)
+    run(engine, 1, 1, {0: Rows(chunk, 21, 18, 4), 1: Rows(waiting, 5, 1, 4)})
+    assert engine.cached_range(1, 0) == (0, 39)
+
+
+def test_rows_are_gathered_where_too_many_of_others_lie_between() -> None:
+    engine, first, last = DraftEngine({0: head_runtime(0, max_payload_rows=12)}), make_request(0), make_request(1)
+    step = target_step(1, 0, {0: Rows(first, 0, 4, 4), 1: Rows(last, 0, 5, 4)})
+    hidden = torch.cat([step.hidden_RH, torch.full((30, CONFIG.hidden_size), float("nan")), step.hidden_RH])
+    tokens = np.concatenate([step.next_tokens_R, np.full(30, -7, np.int32), step.next_tokens_R])
+    offset_B = step.row_offset_B + np.array([0, len(step.next_tokens_R) + 30], np.int32)
+    [answer] = engine.step(
+        [dataclasses.replace(step, hidden_RH=hidden, next_tokens_R=tokens, row_offset_B=offset_B.astype(np.int32))]
+    )
+    check_answer(engine, 1, {0: Rows(first, 0, 4, 4), 1: Rows(last, 0, 5, 4)}, answer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads_B": np.array([3], np.int32)}, r"session 2: heads_B names head 3; there are \[0\]"),
+        ({"depth_B": np.array([5], np.int32)}, "session 2: depth_B asks for 5 drafts, head 0 gives 4"),
+        ({"hidden_RH": torch.zeros(9, 7)}, "session 2: hidden_RH has 7 columns, head 0 needs 32"),
+    ],
+)
+def test_a_step_that_does_not_fit_stops_the_call_before_it_begins(changes: dict[str, Any], message: str) -> None:
+    engine, request = DraftEngine({0: head_runtime(0)}), make_request(0)
+    good = target_step(1, 0, {0: Rows(request, 0, 9, 4)})
+    bad = dataclasses.replace(target_step(2, 0, {0: Rows(request, 0, 9, 4)}), **changes)
+    with pytest.raises(StepError, match=message) as caught:
+        engine.step([good, bad])
+    assert caught.value.session == 2
+    assert engine.num_requests == 0
+    [answer_BK] = engine.step([good])
+    check_answer(engine, 1, {0: Rows(request, 0, 9, 4)}, answer_BK)
+
+
+def test_a_pass_that_fails_leaves_no_rows_behind() -> None:
+    engine, request = DraftEngine({0: head_runtime(0)}), make_request(0)
+    run(engine, 1, 0, {0: Rows(request, 0, 9, 4)}, prompts={0: prompt(request, 0)})
+    step = target_step(1, 1, {0: Rows(request, 9, 7, 4)})
+    with pytest.raises(ValueError, match="next_tokens_R"):
+        engine.step([dataclasses.replace(step, next_tokens_R=np.full_like(step.next_tokens_R, -5))])
+    assert engine.cached_range(1, 0) == (0, 9)
+    run(engine, 1, 2, {0: Rows(request, 9, 7, 4)})
+    assert engine.counters.cold_starts == 0
+
+
+def test_engines_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match="heads is empty"):
+        DraftEngine({})
+    with pytest.raises(ValueError, match="min_idle_calls = 0"):
+        DraftEngine({0: head_runtime(0)}, min_idle_calls=0)
+    with pytest.raises(ValueError, match="max_num_rows = 3 holds no request that wants max_depth = 4 drafts"):
+        DraftEngine({0: head_runtime(0, max_num_rows=3)})
