@@ -27,6 +27,8 @@ def table(document: Mapping[str, Any]) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += ["", f"{document['model']}: K_max {deepest}, policy {document['policy']}, {document['step_times']}"]
     lines += [f"{one['workload']}: {one['reason']}" for one in document["workloads"] if one["reason"]]
+    lines += [_head_line(one) for one in document.get("heads", ())]
+    lines += [_drafter_line(one, document.get("links", ())) for one in document.get("drafters", ())]
     return "\n".join(lines)
 
 
@@ -38,6 +40,18 @@ def _row(one: Mapping[str, Any], deepest: int) -> list[str]:
     length = "-" if one["acceptance_length"] is None else f"{one['acceptance_length']:.2f}"
     counts = [f"{one['num_requests']:g}", f"{one['num_steps']:.0f}", str(one["k"])]
     return [one["workload"], *counts, one["source"], length, *depths]
+
+
+def _head_line(one: Mapping[str, Any]) -> str:
+    length = "nothing drafted yet" if one["acceptance_length"] is None else f"AL {one['acceptance_length']:.2f}"
+    return f"head {one['head']} ({'live' if one['is_live'] else 'no longer live'}): {length}, {one['num_steps']} steps"
+
+
+def _drafter_line(one: Mapping[str, Any], links: Sequence[Mapping[str, Any]]) -> str:
+    found = [f"{link['state']} by {link['path']}" for link in links if link["drafter"] == one["address"]]
+    states = ", ".join(found) or "none"
+    refused = f"; refused: {one['refused']}" if one["refused"] else ""
+    return f"drafter {one['address']}: {', '.join(head['head'] for head in one['heads'])}; links: {states}{refused}"
 
 
 def fetch(url: str, api_key: str | None = None) -> dict[str, Any]:
