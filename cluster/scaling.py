@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.acceptance import AcceptanceBook
+from cluster.acceptance import AcceptanceBook, Survival
 from cluster.scaling_capacity import CapacityModel, PassTimes
 from cluster.scaling_counters import CounterBook, CounterExport, Limits, Reading, WorkloadTotals
 from cluster.scaling_decision import decide
@@ -38,8 +38,9 @@ __all__ = [
 
 LOG_FORMAT = "peagle scaling 1"
 
-HALF_LIFE_STEPS = 20_000.0
-"""Of acceptance, per workload: longer than for the choice of K, because replicas take minutes and K a step."""
+SLOW_HALF_LIFE_STEPS, FAST_HALF_LIFE_STEPS = 20_000.0, 1_500.0
+"""Of acceptance, per workload. The slow one is longer than for the choice of K, because replicas take minutes and K a
+step; the fast one counts where its interval and the slow one's no longer meet, as after a collapse."""
 
 BACKWARD_STEP_S = 1.0
 """A clock that goes back by more was set."""
@@ -111,7 +112,9 @@ class ScalingPolicy:
             "pinned_default": pinned_default,
         }
         self.model = None if times is None else capacity_model(settings, times, self._limits)
-        self.book = AcceptanceBook(times.max_draft_tokens if times else 0, half_life_steps=HALF_LIFE_STEPS)
+        deepest = times.max_draft_tokens if times else 0
+        self.book = AcceptanceBook(deepest, half_life_steps=SLOW_HALF_LIFE_STEPS)
+        self._fast_book = AcceptanceBook(deepest, half_life_steps=FAST_HALF_LIFE_STEPS)
         max_steps_per_s = self.model.max_steps_per_s if self.model else float("inf")
         self._counters = CounterBook(Limits(max_ongoing_requests, max_steps_per_s))
         self._traffic = TrafficHistory()
@@ -142,6 +145,12 @@ class ScalingPolicy:
         self._log.append(record(inputs, decision))
         return decision
 
+    def survival(self, workload: str) -> Survival:
+        """What is believed of a workload: the slow book's word, or the fast one's where the two exclude each other."""
+        slow, fast = self.book.survival(workload), self._fast_book.survival(workload)
+        is_other = sum(fast.high) < sum(slow.low) or sum(fast.low) > sum(slow.high)
+        return fast if is_other else slow
+
     def take_log(self) -> list[str]:
         """The lines since the last call, JSON; the first of all has settings and tables."""
         lines = [json.dumps(one, separators=(",", ":"), allow_nan=False) for one in self._log]
@@ -164,7 +173,8 @@ class ScalingPolicy:
 
     def _absorb(self, observation: Observation, now_s: float) -> None:
         new = self._counters.absorb(observation.readings, now_s)
-        self.book.absorb_all(new.reports)
+        for book in (self.book, self._fast_book):
+            book.absorb_all(new.reports)
         if new.num_new:
             self._traffic.add(new.totals, observation.target.queued_requests, now_s)
         for replica in new.restarted:
@@ -179,7 +189,7 @@ class ScalingPolicy:
         for name, rate in self._traffic.rates(now_s).items():
             if rate.output_tokens is None or rate.prompt_tokens is None:
                 continue
-            survival = self.book.survival(name)
+            survival = self.survival(name)
             workloads.append(
                 WorkloadDemand(
                     name, rate.requests_per_s, rate.output_tokens, rate.prompt_tokens, survival.mean, survival.num_steps

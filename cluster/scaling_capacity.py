@@ -33,11 +33,11 @@ from cluster.sharing import Sharing
 from cluster.step_costs import CostCurves, StepCosts
 from cluster.step_fit import StepShape
 
-MAX_WORKLOADS = 4
+MAX_WORKLOADS = 3
 """Workloads planned apart, those with the most tokens; the rest are averaged. All plans of so few are compared."""
 
 MAX_REMEMBERED = 256
-SURVIVAL_GRAIN, SHARE_GRAIN = 0.01, 0.02
+SURVIVAL_GRAIN, SHARE_GRAIN = 0.02, 0.02
 """Inputs are rounded to these before capacity is computed: some tenths of a percent of capacity."""
 
 
@@ -183,20 +183,14 @@ class CapacityModel:
 
     def _best(self, traffic: Sequence[Traffic]) -> Capacity:
         alone = self._at(traffic, 1, {}, ())
-        best = found = replace(alone, meets_limit=True)
-        too_many = self.max_num_seqs + 1
-        for b in _batches(self.max_num_seqs)[1:]:
-            found = self._at(traffic, b, found.depths, alone.hopeless)
-            if not found.meets_limit:
-                too_many = b
-                break
-            best = max(best, found, key=lambda one: one.tokens_per_s)
-        low = max((b for b in _batches(self.max_num_seqs) if b < too_many), default=1)
-        while too_many <= self.max_num_seqs and too_many - low > 1:
-            middle = (low + too_many) // 2
-            found = self._at(traffic, middle, best.depths, alone.hopeless)
+        best = near = replace(alone, meets_limit=True)
+        low, too_many = 1, self.max_num_seqs + 1
+        while too_many - low > 1:
+            # From the largest batch down by halves, on a logarithmic scale: TPOT grows with the batch.
+            middle = too_many - 1 if too_many > self.max_num_seqs else max(low + 1, int(math.sqrt(low * too_many)))
+            found = self._at(traffic, middle, near.depths, alone.hopeless)
             if found.meets_limit:
-                low = middle
+                low, near = middle, found
                 best = max(best, found, key=lambda one: one.tokens_per_s)
             else:
                 too_many = middle

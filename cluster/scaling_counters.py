@@ -10,10 +10,11 @@ means that its replica restarted: everything it shows is then new. A replica see
 from its next reading on, since its past may be hours long.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cluster.acceptance import Report
 from cluster.counts import Counts
@@ -120,16 +121,13 @@ def parse(values: Mapping[str, float]) -> tuple[str, dict[str, WorkloadTotals]]:
     numbers: dict[str, dict[str, int]] = {}
     depths: dict[str, dict[str, dict[int, int]]] = {}
     for name, value in values.items():
-        kind, *parts = name.split(SEPARATOR)
-        if kind != "peagle" or name == HEAD:
+        what, workload, depth = _place(name)
+        if not what:
             continue
-        number = _count(name, value)
-        if len(parts) == 2 and parts[0] in _BY_WORKLOAD:
-            numbers.setdefault(parts[1], {})[parts[0]] = number
-        elif len(parts) == 3 and parts[0] in _BY_DEPTH and parts[2].isdigit():
-            depths.setdefault(parts[1], {}).setdefault(parts[0], {})[int(parts[2])] = number
+        if depth:
+            depths.setdefault(workload, {}).setdefault(what, {})[depth] = _count(name, value)
         else:
-            raise ReadingError(f"{name} is no counter that a replica exports")
+            numbers.setdefault(workload, {})[what] = _count(name, value)
     if HEAD not in values:
         raise ReadingError(f"{HEAD} is missing")
     if missing := [name for name, of in numbers.items() if len(of) < len(_BY_WORKLOAD)]:
@@ -139,6 +137,19 @@ def parse(values: Mapping[str, float]) -> tuple[str, dict[str, WorkloadTotals]]:
         arrived, ended, output, prompt = (of[what] for what in _BY_WORKLOAD)
         totals[name] = WorkloadTotals(arrived, ended, output, prompt, _counts(name, depths.get(name, {})))
     return str(_count(HEAD, values[HEAD])), totals
+
+
+@functools.lru_cache(maxsize=4096)
+def _place(name: str) -> tuple[str, str, int]:
+    """Counter, workload and depth (0: not by depth) of a name; three blanks for a name that is no counter of ours."""
+    kind, *parts = name.split(SEPARATOR)
+    if kind != "peagle" or name == HEAD:
+        return "", "", 0
+    if len(parts) == 2 and parts[0] in _BY_WORKLOAD:
+        return parts[0], parts[1], 0
+    if len(parts) == 3 and parts[0] in _BY_DEPTH and parts[2].isdigit() and int(parts[2]) > 0:
+        return parts[0], parts[1], int(parts[2])
+    raise ReadingError(f"{name} is no counter that a replica exports")
 
 
 def _count(name: str, value: float) -> int:
@@ -271,5 +282,5 @@ def _since(total: WorkloadTotals, earlier: WorkloadTotals | None) -> WorkloadTot
         return total
     try:
         return total.plus(earlier, -1)
-    except ValueError:
-        return total
+    except ValueError:  # the steps began anew, as with another head
+        return replace(replace(total, counts=Counts()).plus(replace(earlier, counts=Counts()), -1), counts=total.counts)

@@ -9,8 +9,9 @@ it and its reason in words. Pure: the same inputs give the same decision, which 
 
 (policy-and-apis, D4; s: drafted steps per token). The backlog is what no wanted replica will have in its best batch.
 Up when D needs more; down only when D fits in fewer at `dead_band` of the utilisation, every replica reports, none is
-starting and the last one to start is warm. A change of capacity or of s enters by at most `max_change` a decision. On
-missing data: as many as the queue length asks for, and never fewer than there are.
+starting and the last one to start is warm. A change of capacity or of s enters by at most `max_change` a decision,
+except a fall that a backlog bears out. On missing data: as many as the queue length asks for, and never fewer than
+there are.
 """
 
 import math
@@ -19,7 +20,7 @@ from cluster.scaling_capacity import Capacity, CapacityModel, PassTimes, Traffic
 from cluster.scaling_records import Decision, Inputs, Pool, WorkloadDemand
 from cluster.scaling_settings import AutoscalingSettings, ReplicaRange
 
-MIN_STEPS = 200.0
+MIN_STEPS = 100.0
 """Independent verification steps of all workloads together below which acceptance is not known."""
 
 SILENT_SHARE = 0.5
@@ -96,12 +97,15 @@ def _by_acceptance(
         for one in workloads
     )
     num_steps = sum(one.num_steps for one in inputs.workloads)
-    used, clamped = _clamped(capacity.tokens_per_s, inputs.capacity_before, settings.max_change, num_steps)
-    steps, _ = _clamped(capacity.drafted_steps_per_token, inputs.steps_before, settings.max_change, num_steps)
+    backlog = _backlog_tokens(inputs, capacity) / settings.drain_s
+    # Requests that pile up say the same as a capacity that falls: two witnesses need no caution.
+    is_borne_out = backlog > 0 and capacity.tokens_per_s < (inputs.capacity_before or 0.0)
+    max_change = 0.99 if is_borne_out else settings.max_change
+    used, clamped = _clamped(capacity.tokens_per_s, inputs.capacity_before, max_change, num_steps)
+    steps, _ = _clamped(capacity.drafted_steps_per_token, inputs.steps_before, max_change, num_steps)
     arriving = sum(one.requests_per_s * one.output_tokens for one in workloads)
     known = inputs.num_reporting + inputs.num_unusable
     arriving *= known / inputs.num_reporting
-    backlog = _backlog_tokens(inputs, capacity) / settings.drain_s
     demand = arriving * (1.0 + inputs.growth) + backlog
     needed = demand / (settings.utilisation * used) + settings.spare_replicas
     sparse = demand / (settings.utilisation * settings.dead_band * used) + settings.spare_replicas

@@ -28,7 +28,8 @@ class AutoscalingSettings(Section):
 
     `utilisation`: the share of a replica's capacity that is planned for. `dead_band`: a replica goes only when the
     demand fits in the others at this share of the utilisation. `max_change`: the most that a change of acceptance or
-    mix moves a count in one decision, as a share. `decision_interval_s`: between decisions. `start_time_s`: from the
+    mix moves a count in one decision, as a share,
+    unless waiting requests bear it out. `decision_interval_s`: between decisions. `start_time_s`: from the
     decision to a replica that serves, `warmup_s` from there to one that is as fast as the others. `drain_s`: within
     what time a backlog is to be gone. `stale_after_s`: reports older than this are missing. `max_tpot_ms`: capacity
     counts batches only that keep it. `spare_replicas`: on top of what the demand needs. `scale_to_zero`: the target
@@ -43,10 +44,10 @@ class AutoscalingSettings(Section):
     drafter_utilisation: float = Field(default=0.6, gt=0, le=1)
     dead_band: float = Field(default=0.85, gt=0, le=1)
     max_change: float = Field(default=0.2, gt=0, lt=1)
-    decision_interval_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    decision_interval_s: float = Field(default=5.0, gt=0, allow_inf_nan=False)
     start_time_s: float = Field(default=180.0, ge=0, allow_inf_nan=False)
     warmup_s: float = Field(default=30.0, ge=0, allow_inf_nan=False)
-    drain_s: float = Field(default=120.0, gt=0, allow_inf_nan=False)
+    drain_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
     stale_after_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
     max_tpot_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     spare_replicas: int = Field(default=0, ge=0)

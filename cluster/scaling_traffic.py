@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from cluster.scaling_counters import MAX_GAP_S, WorkloadTotals
 
 WINDOWS_S = (30.0, 60.0, 120.0, 300.0, 600.0)
+BIN_S = 8.0
+"""Readings that come within this are counted together. They come every 10 s from each replica."""
+
 MAX_DEVIATION = 3.0
 """Standard errors that a rate may lie from an older one and count as the same. Arrivals are taken as Poisson."""
 
@@ -43,8 +46,11 @@ class Rate:
 
 @dataclass(slots=True)
 class _Bin:
+    """Arrivals counted from `begun_s` to `time_s`, and how many requests were queued then."""
+
+    begun_s: float
     time_s: float
-    arrived: Mapping[str, int]
+    arrived: dict[str, int]
     queued: float
 
 
@@ -77,7 +83,14 @@ class TrafficHistory:
             self._started_s = None
         if self._started_s is None:
             self._started_s = self._busy_s = now_s
-        self._bins.append(_Bin(now_s, {name: one.num_arrived for name, one in new.items()}, queued_requests))
+        arrived = {name: one.num_arrived for name, one in new.items()}
+        if self._bins and now_s - self._bins[-1].begun_s < BIN_S:
+            last = self._bins[-1]
+            last.time_s, last.queued = now_s, queued_requests
+            for name, num in arrived.items():
+                last.arrived[name] = last.arrived.get(name, 0) + num
+        else:
+            self._bins.append(_Bin(now_s, now_s, arrived, queued_requests))
         for name, one in new.items():
             if one.num_ended:
                 self._lengths.setdefault(name, _Lengths()).add(one)
@@ -124,6 +137,7 @@ class TrafficHistory:
     def shift_clock(self, by_s: float) -> None:
         """The caller's clock was set: every time remembered moves along."""
         for one in self._bins:
+            one.begun_s += by_s
             one.time_s += by_s
         self._started_s = None if self._started_s is None else self._started_s + by_s
         self._busy_s = None if self._busy_s is None else self._busy_s + by_s

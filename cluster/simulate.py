@@ -144,8 +144,8 @@ def range_table(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def made() -> dict[str, Any]:
-    """Command, commit, date and machine of a run."""
+def made(program: str = "cluster.simulate") -> dict[str, Any]:
+    """Command, commit, date and machine of a run of `program`."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"],
         cwd=Path(__file__).parent,
@@ -154,7 +154,7 @@ def made() -> dict[str, Any]:
         check=False,
     )
     return {
-        "command": " ".join(["python -m cluster.simulate", *sys.argv[1:]]),
+        "command": " ".join([f"python -m {program}", *sys.argv[1:]]),
         "commit": commit.stdout.strip() or "unknown",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), "numpy": np.__version__},

@@ -1,0 +1,282 @@
+"""Autoscaling compared in a model of a fleet: real acceptance traces, measured step times, Serve's rules, no GPU.
+
+    python -m cluster.simulate_scaling --traces FILE.npz --step-times FILE.json --out FILE.json
+
+Arms: our policy at several utilisations, Serve's queue length at several `target_ongoing_requests` (each also with a
+downscaling factor of 0.3), a fixed number of replicas. All get the same requests, bounds, delays and starts
+(`cluster.simulation.fleet`). Compared are GPU hours at equal attainment: the share of requests whose TTFT and TPOT keep
+their limits. For each arm one setting is also chosen on traffic whose acceptance stands still, and followed where it
+moves. The mean rate is such that `--replicas` replicas at 75 % of the predicted capacity would serve it.
+
+--scenario, repeatable, picks some; --merge FILE, repeatable, takes those of earlier outputs in.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cluster.scaling_capacity import CapacityModel, Traffic
+from cluster.simulate import file_conditions, made
+from cluster.simulation.fleet import Fleet, remembered_paths
+from cluster.simulation.fleet_arms import AcceptanceArm, QueueArm, StaticArm, settings
+from cluster.simulation.fleet_engine import StepSeconds
+from cluster.simulation.fleet_records import Arm, Conditions, FleetRun
+from cluster.simulation.fleet_report import Runs, at_equal_attainment, cheapest, figures, ratio
+from cluster.simulation.fleet_traffic import DURATION_S, POOLS, SCENARIOS, STEADY, USUAL, WARM_S, draw, pools
+from cluster.simulation.traces import Traces, survival
+from cluster.step_time import StepTimes
+
+OURS, QUEUE, GENTLE, STATIC = "acceptance", "queue length", "queue length, factor 0.3", "static"
+UTILISATIONS = (0.9, 0.75, 0.65, 0.55)
+TARGET_SHARES = {1.0: (0.375, 0.25, 0.125, 0.0625), 0.3: (0.75, 0.5, 0.375, 0.25, 0.125)}
+"""`target_ongoing_requests` as shares of the requests that an engine runs at a time, by downscaling factor. With a
+factor of 1 greater ones swing so much that they keep fewer limits and take more hours."""
+
+USUAL_UTILISATION = 0.75
+TUNED_LEVEL = 0.95
+
+MakeArm = Callable[[], Arm]
+
+
+class Bench:
+    """Everything that all runs share."""
+
+    def __init__(self, args: argparse.Namespace, times: StepTimes, traces: Traces) -> None:
+        self.times, self.answers = times, pools(traces)
+        self.seconds, self.paths = StepSeconds(times), remembered_paths()
+        self.conditions = Conditions(
+            max_num_seqs=args.max_num_seqs,
+            min_replicas=1,
+            max_replicas=args.max_replicas,
+            max_tpot_s=args.max_tpot_ms / 1000,
+            max_ttft_s=args.max_ttft_s,
+            duration_s=DURATION_S,
+            measured_from_s=WARM_S,
+            start_time_s=args.start_time_s,
+            upscale_delay_s=args.upscale_delay_s,
+            downscale_delay_s=args.downscale_delay_s,
+            prompt_tokens=args.prompt_tokens,
+        )
+        model = CapacityModel(times, max_num_seqs=args.max_num_seqs, max_tpot_s=self.conditions.max_tpot_s)
+        deepest = traces.max_draft_tokens
+        lengths = {name: float(np.mean([len(one) + 1 for one in of])) for name, of in self.answers.items()}
+        survivals = {name: survival(traces.select(kind), deepest) for name, kind in POOLS.items()}
+        self.capacities = {
+            name: model.capacity([Traffic(name, 1.0, survivals[name], lengths[name], args.prompt_tokens)])
+            for name in POOLS
+        }
+        usual = model.capacity(
+            Traffic(name, share * lengths[name], survivals[name], lengths[name], args.prompt_tokens)
+            for name, share in USUAL.items()
+        )
+        self.capacities["usual mix"] = usual
+        mean_tokens = sum(share * lengths[name] for name, share in USUAL.items())
+        self.requests_per_s = args.replicas * USUAL_UTILISATION * usual.tokens_per_s / mean_tokens
+        self.initial = args.replicas
+
+    def arms(self) -> dict[str, dict[str, MakeArm]]:
+        """Arms by name and setting."""
+        seqs, first = self.conditions.max_num_seqs, max(1, self.initial - 1)
+        targets = {factor: [round(share * seqs, 1) for share in of] for factor, of in TARGET_SHARES.items()}
+        most = self.conditions.max_replicas
+        static = sorted({min(most, n) for n in (*range(first, first + 4), 2 * self.initial, 3 * self.initial)})
+        return {
+            OURS: {f"utilisation {one:g}": self._ours(one) for one in UTILISATIONS},
+            QUEUE: {f"target {one:g}": _queue(one, 1.0) for one in targets[1.0]},
+            GENTLE: {f"target {one:g}": _queue(one, 0.3) for one in targets[0.3]},
+            STATIC: {f"{one} replicas": _static(one) for one in static},
+        }
+
+    def run(self, scenario: str, make: MakeArm, seed: int) -> tuple[FleetRun, Arm]:
+        drawn = draw(scenario, self.requests_per_s, self.answers, seed)
+        arm = make()
+        initial = arm.num_replicas if isinstance(arm, StaticArm) else self.initial
+        fleet = Fleet(
+            self.conditions, self.times, self.seconds, arm, drawn.arrivals, drawn.swaps, initial, seed, self.paths
+        )
+        return fleet.finish(), arm
+
+    def _ours(self, utilisation: float) -> MakeArm:
+        return lambda: AcceptanceArm(self.conditions, self.times, utilisation)
+
+
+def _queue(target: float, factor: float) -> MakeArm:
+    return lambda: QueueArm(target, factor)
+
+
+def _static(number: int) -> MakeArm:
+    return lambda: StaticArm(number)
+
+
+def simulate(bench: Bench, names: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
+    """The figures of each scenario, and what our policy's calls took."""
+    found: dict[str, Any] = {}
+    calls: list[tuple[float, bool]] = []
+    for name in names:
+        low_s = draw(name, bench.requests_per_s, bench.answers, seeds[0]).low_s
+        runs: dict[str, dict[str, list[FleetRun]]] = {}
+        for arm_name, by_setting in bench.arms().items():
+            for setting, make in by_setting.items():
+                for seed in seeds:
+                    run, arm = bench.run(name, make, seed)
+                    runs.setdefault(arm_name, {}).setdefault(setting, []).append(run)
+                    calls += arm.seconds if isinstance(arm, AcceptanceArm) else []
+        found[name] = {
+            "arms": {arm: {setting: figures(of, low_s) for setting, of in by.items()} for arm, by in runs.items()},
+            "gpu_hours_at_equal_attainment": {
+                rival: at_equal_attainment(runs[OURS], runs[rival]) for rival in (QUEUE, GENTLE, STATIC)
+            },
+        }
+        print(table(name, found[name]), flush=True)
+    return {"scenarios": found, "call_us": call_times(calls)}
+
+
+def call_times(calls: Sequence[tuple[float, bool]]) -> dict[str, Any]:
+    """Microseconds of the policy's calls, all of them and those that decided anew."""
+    found = {}
+    for name, chosen in (("all", [s for s, _ in calls]), ("decided anew", [s for s, is_new in calls if is_new])):
+        if len(chosen) > 1:
+            cuts = statistics.quantiles(chosen, n=100)
+            found[name] = {"median": round(1e6 * cuts[49], 1), "p99": round(1e6 * cuts[98], 1), "num": len(chosen)}
+    return found
+
+
+def one_setting(scenarios: Mapping[str, Any]) -> dict[str, Any]:
+    """Each arm at the setting that is cheapest on the scenarios where acceptance stands still, in all scenarios."""
+    tuned_on = [scenarios[name]["arms"] for name in STEADY if name in scenarios]
+    if len(tuned_on) < len(STEADY):
+        return {}
+    chosen = {arm: cheapest([_means(one[arm]) for one in tuned_on], TUNED_LEVEL) for arm in tuned_on[0]}
+    found: dict[str, Any] = {"level": TUNED_LEVEL, "settings": chosen, "scenarios": {}}
+    for name, one in scenarios.items():
+        rows = {arm: one["arms"][arm][setting] for arm, setting in chosen.items() if setting is not None}
+        found["scenarios"][name] = {
+            arm: {
+                "attainment": row["attainment"]["mean"],
+                "gpu_hours": row["gpu_hours"]["mean"],
+                "changes_per_hour": row["changes_per_hour"]["mean"],
+                "recovery_s": row.get("recovery_s", {}).get("mean"),
+                "our_gpu_hours": _against(rows, arm, "gpu_hours_by_seed"),
+                "our_recovery": _against(rows, arm, "recovery_s_by_seed"),
+            }
+            for arm, row in rows.items()
+        }
+    return found
+
+
+def _against(rows: Mapping[str, Any], arm: str, key: str) -> dict[str, Any] | None:
+    """Ours over this arm's."""
+    if OURS not in rows or arm == OURS or key not in rows[arm]:
+        return None
+    return ratio(rows[OURS][key], rows[arm][key])
+
+
+def _means(by_setting: Mapping[str, Any]) -> Runs:
+    """Figures as runs again, as far as `cheapest` reads them."""
+    return {
+        setting: [
+            FleetRun(num_requests=10_000, num_kept=round(10_000 * kept), gpu_hours=hours)
+            for kept, hours in zip(one["attainment_by_seed"], one["gpu_hours_by_seed"], strict=True)
+        ]
+        for setting, one in by_setting.items()
+    }
+
+
+def table(name: str, found: Mapping[str, Any]) -> str:
+    lines = [f"{name}", f"  {'arm':26s} {'setting':16s} {'kept':>7s} {'GPU h':>7s} {'changes/h':>9s} {'recovery':>9s}"]
+    for arm, by_setting in found["arms"].items():
+        for setting, one in by_setting.items():
+            recovery = f"{one['recovery_s']['mean']:7.0f} s" if "recovery_s" in one else ""
+            lines.append(
+                f"  {arm:26s} {setting:16s} {one['attainment']['mean']:7.4f} {one['gpu_hours']['mean']:7.2f} "
+                f"{one['changes_per_hour']['mean']:9.1f} {recovery:>9s}"
+            )
+    for rival, levels in found["gpu_hours_at_equal_attainment"].items():
+        shown = [f"{one['attainment']:.2f}: {one['ratio']} {one.get('ratio_95', 'out of reach')}" for one in levels]
+        lines.append(f"  GPU hours over {rival}: " + "; ".join(shown))
+    return "\n".join(lines)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, required=True, help="of peagle.evaluate --traces")
+    parser.add_argument("--step-times", type=Path, required=True, help="table of peagle.vllm.calibrate")
+    parser.add_argument("--scenario", action="append", choices=SCENARIOS, help="default: all")
+    parser.add_argument("--merge", action="append", type=Path, default=[], help="scenarios of an earlier output")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
+    parser.add_argument("--replicas", type=int, default=4, help="that the usual traffic needs")
+    parser.add_argument("--max-replicas", type=int, default=16)
+    parser.add_argument("--max-num-seqs", type=int, default=16)
+    parser.add_argument("--max-tpot-ms", type=float, default=100.0)
+    parser.add_argument("--max-ttft-s", type=float, default=5.0)
+    parser.add_argument("--start-time-s", type=float, default=180.0)
+    parser.add_argument("--upscale-delay-s", type=float, default=15.0)
+    parser.add_argument("--downscale-delay-s", type=float, default=300.0)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(argv)
+    for name in ("seeds", "replicas", "max_replicas", "max_num_seqs", "prompt_tokens"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if args.replicas > args.max_replicas:
+        parser.error("--replicas must be at most --max-replicas")
+    return args
+
+
+def report(args: argparse.Namespace) -> dict[str, Any]:
+    """The document. Raises ValueError naming a file that cannot be used."""
+    times, traces = StepTimes.load(args.step_times), Traces.load(args.traces)
+    if times.max_draft_tokens < traces.max_draft_tokens:
+        traces = traces.up_to(times.max_draft_tokens)
+    elif times.max_draft_tokens > traces.max_draft_tokens:
+        raise ValueError(f"{args.step_times} has K_max {times.max_draft_tokens}, the traces {traces.max_draft_tokens}")
+    bench = Bench(args, times, traces)
+    earlier = [json.loads(path.read_text(encoding="utf-8")) for path in args.merge]
+    names = args.scenario or ([] if earlier else list(SCENARIOS))
+    simulated = simulate(bench, names, range(args.seeds))
+    conditions = {
+        "traces": file_conditions(args.traces),
+        "step_times": {**file_conditions(args.step_times), "measured": times.measured, "conditions": times.conditions},
+        "num_seeds": args.seeds,
+        "fleet": dataclasses.asdict(bench.conditions),
+        "policy": settings(bench.conditions, USUAL_UTILISATION).model_dump(),
+        "requests_per_s": round(bench.requests_per_s, 4),
+        "capacities": {name: dataclasses.asdict(one) for name, one in bench.capacities.items()},
+    }
+    scenarios: dict[str, Any] = {}
+    call_us = [simulated["call_us"]] if names else []
+    for path, one in zip(args.merge, earlier, strict=True):
+        if differs := [key for key, value in conditions.items() if one["conditions"].get(key) != _plain(value)]:
+            raise ValueError(f"{path}: other conditions than here: {', '.join(differs)}")
+        scenarios |= one["scenarios"]
+        call_us += one["call_us"]
+    scenarios |= simulated["scenarios"]
+    scenarios = {name: scenarios[name] for name in SCENARIOS if name in scenarios}
+    document = {"made": made("cluster.simulate_scaling"), "conditions": conditions, "call_us": call_us}
+    return {**document, "scenarios": scenarios, "one_setting": one_setting(scenarios)}
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def main() -> None:
+    args = parse_args()
+    try:
+        document = report(args)
+    except ValueError as error:
+        sys.exit(f"cluster.simulate_scaling: {error}")
+    print(json.dumps(document["one_setting"], indent=1))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
