@@ -104,6 +104,8 @@ class ScalingPolicy:
             raise ValueError(
                 "autoscaling.policy is acceptance, which needs step times that were measured on this engine"
             )
+        # The log's header rounds times, and a replay must see the very numbers that were decided on.
+        times = None if times is None else StepTimes.from_document(times.to_document())
         self.settings, self._times, self._passes = settings, times, passes
         self._limits = {
             "max_num_seqs": max_num_seqs,
