@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from peagle.kernels.dispatch import INTERPRETED
 from peagle.kernels.paged_attention import (
     Plan,
     paged_attention,
@@ -180,11 +181,33 @@ def test_a_long_context_is_split() -> None:
 
 
 @needs_kernel
-def test_half_precision() -> None:
-    for plan in (SPLIT, LARGE):
-        problem = Problem.random(Shape(((300, 40, 0), (5, 3, 2)), num_groups=2, dtype=torch.float16))
-        # Weights are rounded to the values' type before they meet them: 2^-11 of values near 1.
-        torch.testing.assert_close(problem.kernel(plan), problem.twin(), rtol=2e-3, atol=2e-3)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    if INTERPRETED and dtype == torch.bfloat16:
+        pytest.skip("the interpreter multiplies the bits of bfloat16 as integers: tested on a GPU")
+    for plan in (SPLIT, LARGE, None):
+        problem = Problem.random(Shape(((300, 40, 0), (5, 3, 2)), num_groups=2, dtype=dtype))
+        # Weights are rounded to the values' type before they meet them: half a step of values up to 4.
+        tolerance = 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(problem.kernel(plan), problem.twin(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", [None, dataclasses.replace(SPLIT, num_splits=8), LARGE])
+def test_a_captured_launch_follows_lengths_that_change_on_the_device(plan: Plan | None) -> None:
+    first = Shape(((900, 3, 0), (20, 9, 0), (0, 0, 0)), num_padding_rows=8, dtype=torch.bfloat16, num_columns=70)
+    problem = Problem.random(first)
+    problem.kernel(plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = problem.kernel(plan)
+    for requests in (first.requests, ((3, 1, 0), (1080, 15, 500), (64, 4, 64)), ((0, 0, 0),) * 3):
+        num_padding_rows = 20 - sum(rows for _, rows, _ in requests)
+        other = Problem.random(dataclasses.replace(first, requests=requests, num_padding_rows=num_padding_rows))
+        for tensor, value in zip(problem.tensors, other.tensors, strict=True):
+            tensor.copy_(value)
+        graph.replay()
+        torch.testing.assert_close(captured, other.twin(), rtol=0.03, atol=0.03)
 
 
 @needs_kernel

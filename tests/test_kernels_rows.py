@@ -170,3 +170,29 @@ def test_hidden_rows_of_another_size_are_refused() -> None:
         place_hidden(payload_RH, sources_N, torch.zeros(9), out_NH)
     with pytest.raises(ValueError, match="out_NH has stride 3"):
         place_hidden(payload_RH, sources_N, torch.zeros(8), torch.zeros(8, 3).t())
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_follows_batches_that_change_on_the_device() -> None:
+    options = dict(block_size=16, mask_token_id=MASK)
+    batches = [DECODE, [Request(0, 0, 0), Request(100, 8, 7, 9), Request(5, 1, 0, 6)], [Request(3, 5, 5)] * 3]
+    given = tensors(DECODE, 16)
+    rows, hidden = Rows.empty(3, 64, 7, DEVICE), torch.empty(64, 576, device=DEVICE)
+    payload_RH, mask_H = torch.randn(len(given[4]), 576, device=DEVICE), torch.randn(576, device=DEVICE)
+
+    def run() -> None:
+        build_rows(*given, max_depth=7, num_rows=64, out=rows, **options)
+        place_hidden(payload_RH, rows.sources_N, mask_H, hidden)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for batch in batches:
+        for tensor, value in zip(given, tensors(batch, 16), strict=True):
+            tensor.copy_(value)
+        graph.replay()
+        assert_same(rows, by_loop(batch, given, 16, 7, 64))
+        expected = torch.empty_like(hidden)
+        place_hidden_torch(payload_RH, rows.sources_N, mask_H, expected)
+        assert torch.equal(hidden, expected)

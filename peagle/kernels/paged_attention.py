@@ -82,7 +82,7 @@ def plan_for(
         block_n=64 if small else 32,
         num_splits=max(1, num_splits),
         phased=block_m == 128 and num_splits <= 1,
-        num_warps=8 if block_m >= 128 else 4,
+        num_warps=8 if block_m >= 128 or not small else 4,
         num_stages=3 if small else 2,
     )
 
