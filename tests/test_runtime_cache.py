@@ -1,4 +1,4 @@
-"""The drafter's blocks and requests against a plain model: a dictionary of token lists, and what each row was made of."""
+"""The blocks and requests of the drafter's cache against a plain model, which knows what each row was made of."""
 
 from __future__ import annotations
 
