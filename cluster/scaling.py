@@ -11,6 +11,8 @@ several times a second; a decision is made every `decision_interval_s` and stand
 
 import dataclasses
 import json
+import math
+from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +43,9 @@ LOG_FORMAT = "peagle scaling 1"
 SLOW_HALF_LIFE_STEPS, FAST_HALF_LIFE_STEPS = 20_000.0, 1_500.0
 """Of acceptance, per workload. The slow one is longer than for the choice of K, because replicas take minutes and K a
 step; the fast one counts where its interval and the slow one's no longer meet, as after a collapse."""
+
+MAX_LOG = 1000
+"""Decisions kept for `take_log`; the oldest go first."""
 
 BACKWARD_STEP_S = 1.0
 """A clock that goes back by more was set."""
@@ -121,14 +126,16 @@ class ScalingPolicy:
         self._counters = CounterBook(Limits(max_ongoing_requests, max_steps_per_s))
         self._traffic = TrafficHistory()
         self._memory = _Memory()
-        self._log: list[dict[str, Any]] = [self._header()]
+        self._head_line: dict[str, Any] | None = self._header()
+        self._log: deque[dict[str, Any]] = deque(maxlen=MAX_LOG)
 
     def decide(self, observation: Observation) -> Decision:
         """The wanted counts now. Between decisions the last one stands, except that a target at zero replicas with
         requests is decided at once."""
         now_s = self._clock(observation.now_s)
         memory = self._memory
-        pool = observation.target
+        pool = self._sound(observation.target)
+        observation = dataclasses.replace(observation, target=pool)
         if pool.num_running < pool.num_wanted or memory.unsettled_s is None:
             memory.unsettled_s = now_s
         self._absorb(observation, now_s)
@@ -155,8 +162,10 @@ class ScalingPolicy:
 
     def take_log(self) -> list[str]:
         """The lines since the last call, JSON; the first of all has settings and tables."""
-        lines = [json.dumps(one, separators=(",", ":"), allow_nan=False) for one in self._log]
-        self._log = []
+        head = [] if self._head_line is None else [self._head_line]
+        lines = [json.dumps(one, separators=(",", ":"), allow_nan=False) for one in (*head, *self._log)]
+        self._head_line = None
+        self._log.clear()
         return lines
 
     def _clock(self, now_s: float) -> float:
@@ -172,6 +181,15 @@ class ScalingPolicy:
                 memory.notes[f"the clock went back by {-by_s:.0f} s"] = now_s
         memory.last_s = now_s
         return now_s
+
+    def _sound(self, pool: Pool) -> Pool:
+        """The pool with numbers of requests that can be: what is no number counts as none."""
+        numbers = pool.ongoing_requests, pool.queued_requests
+        if all(math.isfinite(number) and number >= 0 for number in numbers):
+            return pool
+        self._memory.notes[f"requests are said to be {numbers[0]}, {numbers[1]} of them queued"] = 0.0
+        sound = (number if math.isfinite(number) and number >= 0 else 0.0 for number in numbers)
+        return Pool(pool.num_running, pool.num_wanted, *sound)
 
     def _absorb(self, observation: Observation, now_s: float) -> None:
         new = self._counters.absorb(observation.readings, now_s)

@@ -31,6 +31,9 @@ MAX_GROWTH = 1.0
 LENGTH_HALF_LIFE = 400
 """Ended requests of a workload after which one counts half in its mean lengths."""
 
+MAX_LENGTHS = 64
+"""Workloads whose lengths are remembered after their last arrival left the windows."""
+
 POOLED_REQUESTS = 10
 """Requests that the mean of all workloads is worth to one of them."""
 
@@ -94,6 +97,9 @@ class TrafficHistory:
         for name, one in new.items():
             if one.num_ended:
                 self._lengths.setdefault(name, _Lengths()).add(one)
+        if len(self._lengths) > MAX_LENGTHS:
+            present = self._names()
+            self._lengths = {name: one for name, one in self._lengths.items() if name in present}
         if queued_requests > 0 or any(one.num_arrived for one in new.values()):
             self._busy_s = now_s
         while self._bins and now_s - self._bins[0].time_s > max(WINDOWS_S[-1], 2 * GROWTH_WINDOW_S):

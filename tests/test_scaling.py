@@ -270,6 +270,23 @@ def test_unmeasured_step_times_are_refused() -> None:
             ScalingPolicy(settings(), times, max_num_seqs=8, max_ongoing_requests=8)
 
 
+def test_a_number_of_requests_that_is_none_breaks_nothing() -> None:
+    service = Service(3)
+    before = service.run(60, rate=2.0)
+    service.ongoing = math.nan
+    decision = service.run(2, rate=2.0)
+    assert decision.target == before.target
+    assert "requests are said to be nan" in decision.reason
+
+
+def test_a_log_that_nobody_takes_stays_bounded_and_keeps_its_head() -> None:
+    service = Service(1)
+    service.run(1100)
+    lines = service.policy.take_log()
+    assert len(lines) == 1001
+    assert "format" in json.loads(lines[0])
+
+
 def test_a_decision_survives_json() -> None:
     decision = Service().run(30)
     assert json.loads(json.dumps(dataclasses.asdict(decision)))["target"] == decision.target
