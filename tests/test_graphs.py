@@ -33,7 +33,7 @@ def settings(*depths: int, max_padding_tokens: int = 8) -> GraphSettings:
 
 
 def table(*depths: int, **values: int) -> GraphTable:
-    return GraphTable(settings(*depths, **values), CAPTURE_SIZES, MAX_REQUESTS, MAX_TOKENS)
+    return GraphTable(settings(*depths, **values), MAX_REQUESTS, MAX_TOKENS)
 
 
 def shape_of(tokens: Sequence[int]) -> StepShape:
@@ -56,7 +56,7 @@ def test_a_uniform_batch_gets_a_graph_no_larger_than_in_an_engine_built_for_its_
 
 @pytest.mark.parametrize("query_len", [1, 2, 4, 6, 8])
 def test_small_batches_have_graphs_of_exactly_their_size(query_len: int) -> None:
-    counts = request_counts(query_len, CAPTURE_SIZES, MAX_REQUESTS, MAX_TOKENS)
+    counts = request_counts(query_len, MAX_REQUESTS, MAX_TOKENS)
     assert counts[:8] == tuple(range(1, 9))
     assert counts[-1] == min(MAX_REQUESTS, MAX_TOKENS // query_len)
     assert list(counts) == sorted(set(counts))

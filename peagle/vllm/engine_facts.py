@@ -80,8 +80,7 @@ def capture_sizes(config: "VllmConfig", raw: Sequence[int], mode_name: str) -> d
 
     Args:
         config: of an engine that is up.
-        raw: its `cudagraph_capture_sizes` before it was: vLLM's worker rounds the list to whole requests of 1 + K_max,
-            and the tiers start from the list before that.
+        raw: its `cudagraph_capture_sizes` before it was: vLLM's worker rounds the list to whole requests of 1 + K_max.
         mode_name: the graph mode that vLLM settled on, `engine_conditions(...)["cudagraph_mode"]`.
     """
     mode = CUDAGraphMode[mode_name]
@@ -108,7 +107,7 @@ def capture_sizes(config: "VllmConfig", raw: Sequence[int], mode_name: str) -> d
         if tiers:
             from peagle.vllm.graphs import request_counts
 
-            counts = request_counts(1 + depth, raw, max_requests, largest)
+            counts = request_counts(1 + depth, max_requests, largest)
             sizes[depth] = [count * (1 + depth) for count in counts]
         else:
             sizes[depth] = [size for size in rounded if query_len <= size <= max_requests * query_len]

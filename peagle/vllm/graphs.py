@@ -9,7 +9,7 @@ Enters: shapes. Leaves: graph keys (vLLM's `BatchDescriptor`), one choice per st
 `peagle.vllm.graph_worker` puts it into vLLM's model runner.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,9 @@ from peagle.vllm.engine import GRAPHS_KEY
 
 ALL_COUNTS_UP_TO = 8
 """Every batch of up to so many requests gets graphs of exactly its size: there a row of padding costs most."""
+
+COUNTS_PER_DOUBLING = 4
+"""Graphs between n and 2 n requests: a batch is padded by at most a quarter, and by an eighth on average."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +70,19 @@ class StepShape:
     num_tokens: int
 
 
-def request_counts(query_len: int, capture_sizes: Iterable[int], max_requests: int, max_tokens: int) -> tuple[int, ...]:
+def request_counts(query_len: int, max_requests: int, max_tokens: int) -> tuple[int, ...]:
     """Batch sizes, in requests, for which a tier of `query_len` tokens a request gets a graph; ascending.
 
-    The sizes that vLLM would capture in an engine built for this depth (its token counts rounded up to whole requests),
-    and every size up to `ALL_COUNTS_UP_TO`.
+    Every size up to `ALL_COUNTS_UP_TO`, then `COUNTS_PER_DOUBLING` for each doubling, and the largest that fits. vLLM's
+    own list has a graph for each 8 or 16 tokens, which for several tiers is a minute of capturing.
     """
-    counts = {-(-size // query_len) for size in capture_sizes} | set(range(1, ALL_COUNTS_UP_TO + 1))
-    return tuple(sorted(n for n in counts if n <= max_requests and n * query_len <= max_tokens))
+    largest = min(max_requests, max_tokens // query_len)
+    counts, start = list(range(1, ALL_COUNTS_UP_TO + 1)), ALL_COUNTS_UP_TO
+    while start < largest:
+        counts.extend(start + start * part // COUNTS_PER_DOUBLING for part in range(1, COUNTS_PER_DOUBLING + 1))
+        start *= 2
+    fitting = [count for count in counts if count < largest]
+    return (*fitting, largest) if largest > 0 else ()
 
 
 class GraphTable:
@@ -83,7 +91,6 @@ class GraphTable:
     def __init__(
         self,
         settings: GraphSettings,
-        capture_sizes: Sequence[int],
         max_requests: int,
         max_tokens: int,
     ) -> None:
@@ -92,7 +99,7 @@ class GraphTable:
         # By tier: the captured batch size for 0, 1, 2, ... requests.
         self._rounded: dict[int, list[int]] = {}
         for query_len in (1 + depth for depth in settings.depths):
-            counts = request_counts(query_len, capture_sizes, max_requests, max_tokens)
+            counts = request_counts(query_len, max_requests, max_tokens)
             rounded = [0]
             for count in counts:
                 rounded.extend([count] * (count + 1 - len(rounded)))
@@ -136,8 +143,6 @@ class TieredDispatcher(CudagraphDispatcher):
     def __init__(self, vllm_config: VllmConfig, settings: GraphSettings) -> None:
         super().__init__(vllm_config)
         self._settings = settings
-        # vLLM rounds its list to multiples of 1 + K_max later, which would lose the small sizes of shallow tiers.
-        self._capture_sizes = tuple(self.compilation_config.cudagraph_capture_sizes or ())
         self._table: GraphTable | None = None
         self._shape: StepShape | None = None
 
@@ -164,7 +169,10 @@ class TieredDispatcher(CudagraphDispatcher):
             )
         max_tokens = self.compilation_config.max_cudagraph_capture_size
         max_requests = self.vllm_config.scheduler_config.max_num_seqs
-        self._table = GraphTable(self._settings, self._capture_sizes, max_requests, max_tokens or 0)
+        self._table = GraphTable(self._settings, max_requests, max_tokens or 0)
+        # vLLM's keys for K_max are finer than a tier's; a batch would never be sent there.
+        full = self.cudagraph_keys[CUDAGraphMode.FULL]
+        full.difference_update([key for key in full if key.uniform])
         for descriptor in self._table.descriptors():
             self.add_cudagraph_key(CUDAGraphMode.FULL, descriptor)
 
