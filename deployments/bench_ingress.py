@@ -83,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("config", type=Path, nargs="?", default=CONFIG, help="settings (default: %(default)s)")
     parser.add_argument("--num-requests", type=int, default=200, help="of each kind to each service (default: 200)")
     parser.add_argument("--num-starts", type=int, default=2, help="of both services (default: 2)")
+    parser.add_argument("--max-minutes", type=float, default=60.0, help="of the rounds after one start (default: 60)")
     parser.add_argument("--max-tokens", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--small-engine", action="store_true", help="2 layers of random weights, no drafter")
     parser.add_argument("--out", type=Path, required=True)
@@ -104,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for start in range(options.num_starts):
         num_rounds = options.num_requests * (start + 1) // options.num_starts - len(rounds[str(cases[0])])
         with running(args) as url:
-            found = measure(url, args, cases, num_rounds, random.Random(start))
+            found = measure(url, args, cases, num_rounds, 60 * options.max_minutes, random.Random(start))
         for case, one in found.items():
             rounds[case] += one
         by_start.append(summary(found))
@@ -155,12 +156,16 @@ def running(args: dict[str, Any]) -> Iterator[str]:
 
 
 def measure(
-    url: str, args: Mapping[str, Any], cases: Sequence[Case], num_rounds: int, rng: random.Random
+    url: str, args: Mapping[str, Any], cases: Sequence[Case], num_rounds: int, max_s: float, rng: random.Random
 ) -> dict[str, list[Round]]:
-    """`num_rounds` rounds of every case, the cases in turn, after some that are not counted."""
+    """`num_rounds` rounds of every case, the cases in turn, after some that are not counted; fewer when `max_s` seconds
+    are over, but one."""
     found: dict[str, list[Round]] = {str(case): [] for case in cases}
+    end = time.monotonic() + max_s
     with httpx.Client(base_url=url, timeout=600) as client:
         for index in range(-NUM_WARMUP_ROUNDS, num_rounds):
+            if index > 0 and time.monotonic() > end:
+                break
             for case in cases:
                 timings = {}
                 prompt = f"Greet visitor {rng.randrange(10**9)} in one sentence."
