@@ -81,9 +81,11 @@ class Requests:
 
     def batch(self, steps: list[Step], *, num_rejected: int = 2, num_pieces: int = 1) -> PassBatch:
         """The steps in one batch, each followed in the payload by rejected rows that must not matter."""
-        tokens, hidden, offsets = [], [], []
+        tokens: list[Tensor] = []
+        hidden: list[Tensor] = []
+        offsets: list[int] = []
         for step in steps:
-            offsets.append(sum(map(len, tokens)))
+            offsets.append(sum(len(part) for part in tokens))
             next_tokens, aux = self.rows(step)
             tokens += [next_tokens, torch.full((num_rejected,), -7)]
             hidden += [self.reducer.reduce(aux), torch.full((num_rejected, self.reducer.hidden_size), 1e4)]

@@ -128,6 +128,8 @@ class GraphRunner:
             self._integers = torch.zeros(num_integers + table_size, dtype=torch.int32, device=device)
             self._table_BN = torch.zeros(limits.max_num_requests, limits.max_blocks, dtype=torch.int32, device=device)
             self._payload_RH = torch.zeros(limits.max_payload_rows, limits.hidden_size, dtype=dtype, device=device)
+        # Weights and cache were made on the caller's stream.
+        torch.cuda.synchronize(device)
 
     @property
     def num_graphs(self) -> int:
@@ -174,6 +176,8 @@ class GraphRunner:
         num_given, width = batch.block_table_BN.shape
         table = self._integers[used - num_given * width : used]
         self._table_BN[:num_given, :width].copy_(table.view(num_given, width))
+        if any(piece.is_cuda for piece in batch.pieces):
+            self._stream.wait_stream(torch.cuda.default_stream(self._device))
         first = 0
         for piece in batch.pieces:
             place = self._payload_RH[first : first + len(piece)]
