@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -68,15 +70,26 @@ def test_hidden_rows_in_pinned_memory_and_on_the_gpu() -> None:
     batch = requests.batch(steps)
     assert isinstance(batch.hidden_RH, torch.Tensor)
     for hidden_RH in (batch.hidden_RH.cpu().pin_memory(), batch.hidden_RH.cpu(), batch.hidden_RH.cuda()):
-        object.__setattr__(batch, "hidden_RH", hidden_RH)
-        assert parallel_pass.run(batch).tolist() == expected
+        assert parallel_pass.run(dataclasses.replace(batch, hidden_RH=hidden_RH)).tolist() == expected
+
+
+@pytest.mark.parametrize("num_pieces", [1, 3])
+def test_rejected_rows_stay_in_pinned_memory(num_pieces: int) -> None:
+    requests = on_gpu()
+    parallel_pass = requests.new_pass("cuda")
+    runner_of(parallel_pass).min_saved_bytes = 0
+    for steps in STEPS:
+        expected = [requests.expected(step) for step in steps]
+        batch = requests.batch(steps, num_pieces=num_pieces)
+        pinned = [piece.cpu().pin_memory() for piece in batch.pieces]
+        assert parallel_pass.run(dataclasses.replace(batch, hidden_RH=pinned)).tolist() == expected
 
 
 def test_a_payload_of_another_type_is_converted() -> None:
     requests = on_gpu()
     batch = requests.batch(STEPS[0])
     assert isinstance(batch.hidden_RH, torch.Tensor)
-    object.__setattr__(batch, "hidden_RH", batch.hidden_RH.double().cpu())
+    batch = dataclasses.replace(batch, hidden_RH=batch.hidden_RH.double().cpu())
     assert requests.new_pass("cuda").run(batch).tolist() == [requests.expected(step) for step in STEPS[0]]
 
 

@@ -2,8 +2,9 @@
 
 One launch of a pass is: an asynchronous copy of all integers, one of each part of the payload, one small copy within
 the GPU (block tables, which have a fixed place there), the graph, and the copy of the drafts to pinned memory with an
-event behind it. The host waits for none of them: pinned areas are used in turn, and one is used again only after its
-event.
+event behind it. Where many rows of the payload were rejected, a kernel reads the others in place, from pinned memory,
+instead of a copy of them all. The host waits for none of these: pinned areas are used in turn, and one is used again
+only after its event.
 
 A graph is made for (rows, requests, depth), each rounded up to one of few sizes. The requests that pad a batch have no
 rows; the rows that pad it are written nowhere. Batches of more rows than the largest size, long prompts mostly, run
@@ -19,10 +20,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from peagle.kernels.hidden_rows import place_hidden
 from peagle.runtime.pass_batch import Int32Array, PassBatch, PassInputs, PassLimits
 from peagle.runtime.pending import PendingDrafts, widened
 
 NUM_AREAS = 4  # passes that may be under way before the host waits for the oldest
+#: Copying rejected rows of so many bytes, at some 25 to 50 GB/s, takes longer than launching the kernel that skips them.
+MIN_SAVED_BYTES = 1 << 20
 _PER_REQUEST = ("start_B", "num_valid_B", "row_offset_B", "depth_B", "cache_start_B")
 
 #: compute(inputs, num_rows, depth) -> drafts [B, depth] on the device, waiting for nothing.
@@ -120,7 +124,8 @@ class GraphRunner:
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
-        num_integers = len(_PER_REQUEST) * _aligned(limits.max_num_requests) + limits.max_payload_rows
+        self.min_saved_bytes = MIN_SAVED_BYTES
+        num_integers = len(_PER_REQUEST) * _aligned(limits.max_num_requests) + 2 * _aligned(limits.max_payload_rows)
         table_size = limits.max_num_requests * limits.max_blocks
         self._areas = [_Area(num_integers + table_size, limits) for _ in range(NUM_AREAS)]
         self._num_launches = 0
@@ -163,6 +168,9 @@ class GraphRunner:
         with torch.cuda.stream(self._stream):
             # Requests without rows: what runs before a capture then writes nothing to the cache.
             self._integers.zero_()
+            # Compiles the gather from pinned memory.
+            pinned_RH = torch.zeros(1, self.limits.hidden_size, dtype=self._payload_RH.dtype, pin_memory=True)
+            self._gather_payload([pinned_RH], [1], 0)
             for key in self.sizes.full_batches():
                 if key not in self._graphs:
                     self._graphs[key] = self._capture(key)
@@ -171,33 +179,60 @@ class GraphRunner:
 
     def _send(self, batch: PassBatch, area: _Area, num_requests: int) -> None:
         """Moves a batch to the GPU, its requests padded to num_requests by such without rows."""
-        used = self._pack(batch, area.array, num_requests)
-        self._integers[:used].copy_(area.integers[:used], non_blocking=True)
+        kept: list[Int32Array] | None = None
+        if self._saves(batch):
+            batch, kept = batch.compacted()
+        kept_at, table_at = self._pack(batch, kept or [], area.array, num_requests)
         num_given, width = batch.block_table_BN.shape
-        table = self._integers[used - num_given * width : used]
-        self._table_BN[:num_given, :width].copy_(table.view(num_given, width))
-        if any(piece.is_cuda for piece in batch.pieces):
+        used = table_at + num_given * width
+        self._integers[:used].copy_(area.integers[:used], non_blocking=True)
+        self._table_BN[:num_given, :width].copy_(self._integers[table_at:used].view(num_given, width))
+        if kept is None:
+            self._copy_payload(batch.pieces)
+        else:
+            self._gather_payload(batch.pieces, [len(rows) for rows in kept], kept_at)
+
+    def _saves(self, batch: PassBatch) -> bool:
+        """Whether a kernel had better take the rows that stay, which it can from pinned memory."""
+        num_rejected = len(batch.next_tokens_R) - int(batch.num_valid_B.sum())
+        num_bytes = num_rejected * self._payload_RH.stride(0) * self._payload_RH.itemsize
+        return num_bytes >= max(self.min_saved_bytes, 1) and all(piece.is_pinned() for piece in batch.pieces)
+
+    def _copy_payload(self, pieces: list[Tensor]) -> None:
+        if any(piece.is_cuda for piece in pieces):
             self._stream.wait_stream(torch.cuda.default_stream(self._device))
         first = 0
-        for piece in batch.pieces:
+        for piece in pieces:
             place = self._payload_RH[first : first + len(piece)]
             # A copy that also converts would wait: between devices only bytes move without the host.
             place.copy_(piece if piece.dtype == place.dtype else piece.to(self._device, non_blocking=True), True)
             first += len(piece)
 
+    def _gather_payload(self, pieces: list[Tensor], num_kept: list[int], kept_at: int) -> None:
+        """Rows of pinned pieces; those of each piece are listed in the integers, one piece after another."""
+        first = 0
+        for piece, num_rows in zip(pieces, num_kept, strict=True):
+            sources = self._integers[kept_at + first : kept_at + first + num_rows]
+            # No source is -1, so what stands for the shared hidden state is not read.
+            place_hidden(piece, sources, self._payload_RH[0], self._payload_RH[first : first + num_rows])
+            first += num_rows
+
     @staticmethod
-    def _pack(batch: PassBatch, into: Int32Array, num_requests: int) -> int:
-        """Per-request integers, padded, then next tokens, then block tables; returns how many integers that is."""
-        first, width = 0, _aligned(num_requests)
+    def _pack(batch: PassBatch, kept: list[Int32Array], into: Int32Array, num_requests: int) -> tuple[int, int]:
+        """Per-request integers, padded, then next tokens, rows that stay, block tables; where the last two begin."""
+        first, width, begins = 0, _aligned(num_requests), []
         for name in _PER_REQUEST:
             array = getattr(batch, name)
             into[first : first + len(array)] = array
             into[first + len(array) : first + width] = 0
             first += width
-        for array in (batch.next_tokens_R, batch.block_table_BN.reshape(-1)):
-            into[first : first + len(array)] = array
-            first += len(array)
-        return first
+        for parts in ([batch.next_tokens_R], kept, [batch.block_table_BN.reshape(-1)]):
+            begins.append(first)
+            for array in parts:
+                into[first : first + len(array)] = array
+                first += len(array)
+            first = _aligned(first)
+        return begins[1], begins[2]
 
     def _inputs(self, num_requests: int) -> PassInputs:
         """Views of the places that `_send` fills."""

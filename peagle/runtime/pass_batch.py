@@ -84,6 +84,24 @@ class PassBatch:
         """Rows that each request takes in the pass: n, and one of the mask token for each draft after the first."""
         return (self.num_valid_B + np.maximum(self.drafts_B() - 1, 0)).astype(np.int32)
 
+    def compacted(self) -> tuple[PassBatch, list[Int32Array]]:
+        """The batch over a payload without its rejected rows, and which rows stay of each piece, ascending.
+
+        `hidden_RH` is left as it is: whoever moves it takes those rows and no others.
+        """
+        first_B = np.cumsum(self.num_valid_B) - self.num_valid_B
+        index = np.arange(int(self.num_valid_B.sum()), dtype=np.int32)
+        rows = np.sort(index + np.repeat(self.row_offset_B - first_B, self.num_valid_B).astype(np.int32))
+        lengths = [len(piece) for piece in self.pieces]
+        begins = np.cumsum([0, *lengths], dtype=np.int32)
+        parts = np.split(rows, np.searchsorted(rows, begins[1:-1]))
+        compacted = dataclasses.replace(
+            self,
+            row_offset_B=np.searchsorted(rows, self.row_offset_B).astype(np.int32),
+            next_tokens_R=self.next_tokens_R[rows],
+        )
+        return compacted, [part - begin for part, begin in zip(parts, begins[: len(lengths)], strict=False)]
+
     def check(self, limits: PassLimits) -> None:
         """Raise ValueError, naming the field, for a batch that the pass cannot take."""
         self._check_shapes(limits)
