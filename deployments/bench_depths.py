@@ -16,21 +16,16 @@ does; it starts from nothing with a run that is not counted. Writes its conditio
 
 import argparse
 import json
-import random
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cluster.acceptance import Counts, Report
-from cluster.control import DepthControl, Observation
-from cluster.drafting import DepthPolicy, Drafting
 from cluster.step_time import FIT_FIELDS, StepTimes
+from deployments.bench_load import LEARNED, Rig
 from peagle.provenance import conditions
 from peagle.vllm.bench_models import write_head, write_target
-from peagle.vllm.channel import DEPTH_KEY, STEP_TIMES_KEY, STEPS_HEADER, SURVIVAL_KEY, decode_steps
+from peagle.vllm.channel import STEP_TIMES_KEY
 from peagle.vllm.engine import GRAPHS_KEY, engine_kwargs
 
 K_MAX = 7
@@ -42,10 +37,6 @@ SURVIVALS: dict[str, tuple[float, ...]] = {
 """P(first i drafts accepted): AL 5.09 and 2.55 at K = 7; coding accepts about twice what chat does."""
 MIXES = {"mixed": ("code", "chat"), "code": ("code",), "chat": ("chat",)}
 ENGINES = {"tiers": K_MAX, "stock": K_MAX, "k3": 3, "k5": 5, "none": 0}
-LEARNED = "learned"
-PROMPT_TOKENS = 128
-OBSERVE_INTERVAL_S = 0.5
-DEFAULT_DEPTH = 5
 
 
 def settings_of(name: str, folder: Path, max_num_seqs: int, times: StepTimes | None) -> dict[str, Any]:
@@ -84,146 +75,10 @@ def settings_of(name: str, folder: Path, max_num_seqs: int, times: StepTimes | N
     return kwargs
 
 
-@dataclass
-class Window:
-    """What came out while it was open, by workload."""
-
-    tokens: dict[str, int] = field(default_factory=dict)
-    steps: dict[str, list[int]] = field(default_factory=dict)
-    num_outputs: int = 0
-
-    def add(self, workload: str, num_tokens: int, steps: Sequence[tuple[int, int]]) -> None:
-        self.tokens[workload] = self.tokens.get(workload, 0) + num_tokens
-        sums = self.steps.setdefault(workload, [0, 0, 0])  # steps, drafts verified, drafts accepted
-        for verified, accepted in steps:
-            sums[0], sums[1], sums[2] = sums[0] + 1, sums[1] + verified, sums[2] + accepted
-
-    def document(self, seconds: float) -> dict[str, Any]:
-        by_workload = {
-            name: {
-                "otps": round(num / seconds, 2),
-                "mean_k": round(sums[1] / sums[0], 3) if sums[0] else 0.0,
-                "acceptance_length": round(1 + sums[2] / sums[0], 3) if sums[0] else 1.0,
-            }
-            for name, num in sorted(self.tokens.items())
-            for sums in [self.steps[name]]
-        }
-        return {"otps": round(sum(self.tokens.values()) / seconds, 2), "by_workload": by_workload}
-
-
-class Rig:
-    """One running engine, and the loop that keeps it loaded. Reads its outputs as they leave the engine's process."""
-
-    def __init__(self, kwargs: dict[str, Any], max_tokens: int, times: StepTimes | None) -> None:
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.llm_engine import LLMEngine
-
-        start_s = time.perf_counter()
-        config = EngineArgs(**kwargs).create_engine_config(UsageContext.OPENAI_API_SERVER)
-        self._engine = LLMEngine.from_vllm_config(config, UsageContext.OPENAI_API_SERVER, disable_log_stats=True)
-        self.start_s = round(time.perf_counter() - start_s, 1)
-        self._max_tokens = max_tokens
-        self._max_depth = config.num_speculative_tokens
-        self._control = None
-        if times is not None:
-            policy = DepthPolicy(self._max_depth, self._max_depth, min(DEFAULT_DEPTH, self._max_depth))
-            self._control = DepthControl(policy, times, seed=0)
-        self._totals: dict[str, Counts] = {}
-        self._untold: dict[str, list[tuple[int, int]]] = {}
-        self._workload_of: dict[str, str] = {}
-        self._num_requests = 0
-
-    def _add(self, arm: str, workload: str, chance: random.Random) -> None:
-        from vllm import SamplingParams, TokensPrompt
-
-        from peagle.vllm.synthetic_worker import SYNTHETIC_KEY
-
-        self._num_requests += 1
-        request_id = f"{arm}-{self._num_requests}"
-        extra: dict[str, Any] = {SYNTHETIC_KEY: list(SURVIVALS[workload])}
-        if arm == LEARNED:
-            assert self._control is not None
-            drafting = self._control.settle(Drafting(workload, DEFAULT_DEPTH, "default"), time.monotonic())
-            extra[DEPTH_KEY] = drafting.k
-            if drafting.survival:
-                extra[SURVIVAL_KEY] = list(drafting.survival)
-        else:
-            extra[DEPTH_KEY] = int(arm)
-        params = SamplingParams(
-            temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=self._max_tokens, extra_args=extra
-        )
-        prompt = TokensPrompt(prompt_token_ids=[chance.randrange(1000, 40_000) for _ in range(PROMPT_TOKENS)])
-        self._engine.add_request(request_id, prompt, params)
-        self._workload_of[request_id] = workload
-
-    def run(self, arm: str, workloads: Sequence[str], num_requests: int, warmup_s: float, window_s: float) -> Any:
-        """Keep `num_requests` running for `warmup_s` + `window_s`, then end them. What came out of the window."""
-        chance = random.Random(f"{num_requests} {'+'.join(workloads)}")
-        order = _endless(workloads, chance)
-        for _ in range(num_requests):
-            self._add(arm, next(order), chance)
-        window, begin_s, opened_s = Window(), time.perf_counter(), 0.0
-        observed_s = begin_s
-        while True:
-            outputs = self._engine.engine_core.get_output().outputs
-            now_s = time.perf_counter()
-            is_open = now_s - begin_s >= warmup_s
-            for output in outputs:
-                # vLLM adds a suffix of its own.
-                request_id = "-".join(output.request_id.split("-")[:2])
-                workload = self._workload_of.get(request_id)
-                if workload is None:
-                    continue  # of an arm before, under way when that was ended
-                steps = decode_steps((output.trace_headers or {}).get(STEPS_HEADER, ""))
-                if arm == LEARNED:
-                    self._untold.setdefault(workload, []).extend(steps)
-                if opened_s:
-                    window.add(workload, len(output.new_token_ids), steps)
-                if output.finish_reason is not None:
-                    del self._workload_of[request_id]
-                    self._add(arm, next(order), chance)
-            if not opened_s and is_open:
-                opened_s = now_s
-            if arm == LEARNED and now_s - observed_s >= OBSERVE_INTERVAL_S:
-                observed_s = now_s
-                self._observe()
-            if opened_s and now_s - opened_s >= window_s:
-                break
-        self._engine.abort_request(list(self._workload_of))
-        self._workload_of.clear()
-        return {"window_s": round(now_s - opened_s, 3), **window.document(now_s - opened_s)}
-
-    def _observe(self) -> None:
-        assert self._control is not None
-        for workload, steps in self._untold.items():
-            self._totals[workload] = self._totals.get(workload, Counts()) + Counts.from_steps(steps)
-        self._untold.clear()
-        running: dict[str, float] = {}
-        for workload in self._workload_of.values():
-            running[workload] = running.get(workload, 0.0) + 1
-        context = PROMPT_TOKENS + self._max_tokens / 2
-        report = Report("engine", "head", dict(self._totals))
-        self._control.observe([Observation(report, running, context)], time.monotonic())
-
-    def drafting(self) -> Any:
-        """What the learned arm believes and chooses, as the service shows it."""
-        return None if self._control is None else self._control.document(time.monotonic())
-
-    def close(self) -> None:
-        """Stop the engine's process."""
-        self._engine.engine_core.shutdown()
-
-
-def _endless(workloads: Sequence[str], chance: random.Random) -> Iterator[str]:
-    while True:
-        yield from chance.sample(workloads, len(workloads))
-
-
 def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """One row for each mix, load and arm."""
     times = StepTimes.load(args.step_times) if args.step_times else None
-    rig = Rig(settings_of(args.engine, folder, args.max_num_seqs, times), args.max_tokens, times)
+    rig = Rig(settings_of(args.engine, folder, args.max_num_seqs, times), args.max_tokens, SURVIVALS, times)
     try:
         for arm in args.arms:  # kernels compile at first use, and the learned arm starts from nothing
             for num_requests in (max(args.num_requests), 8):

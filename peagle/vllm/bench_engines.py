@@ -144,6 +144,10 @@ class RunningEngine:
         self._llm = LLM(**kwargs)
         self.start_s = round(time.perf_counter() - start_s, 1)
 
+    def collective_rpc(self, method: str, *args: Any) -> Any:
+        """What the first worker answers."""
+        return self._llm.collective_rpc(method, args=args)[0]
+
     def report(self) -> dict[str, Any]:
         """`GraphTiers.graph_report` of the first worker."""
         report: dict[str, Any] = self._llm.collective_rpc("graph_report")[0]

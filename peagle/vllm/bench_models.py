@@ -48,6 +48,31 @@ QWEN3_CODER_30B: dict[str, Any] = {
 }
 """Shape of Qwen3-Coder-30B-A3B-Instruct: 30.5 billion parameters, 3.3 billion active per token, 61 GB in bf16."""
 
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128009,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+"""Shape of Llama-3.1-8B-Instruct: 8.0 billion parameters, 16 GB in bf16."""
+
 HEAD_MLP_SIZE = 6144
 DRAFT_VOCAB_SIZE = 32_000
 
@@ -57,6 +82,16 @@ def write_target(directory: Path, config: dict[str, Any] | None = None) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config or QWEN3_CODER_30B, indent=2))
     return directory
+
+
+def write_embedding(directory: Path, config: dict[str, Any]) -> None:
+    """The target's embedding table alone, random: what a drafter reads of a target's checkpoint."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(1)
+    table = torch.randn(config["vocab_size"], config["hidden_size"], generator=generator).mul_(0.02).to(torch.bfloat16)
+    save_file({"model.embed_tokens.weight": table}, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_head(

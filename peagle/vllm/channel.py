@@ -23,6 +23,9 @@ under load. Absent: K is obeyed as it is."""
 STEP_TIMES_KEY = "peagle_step_times"
 """Key of vLLM's `additional_config`: the document of a `cluster.step_time.StepTimes`, by which the scheduler trims."""
 
+SYNTHETIC_KEY = "peagle_synthetic_survival"
+"""`extra_args` key for measurements: S_1, S_2, ... of one request, by which `peagle.vllm.synthetic_worker` accepts."""
+
 WORKLOAD_KEY = "peagle_workload"
 """`extra_args` key: str, the workload under which this request's acceptance is counted. Absent: `DEFAULT_WORKLOAD`."""
 

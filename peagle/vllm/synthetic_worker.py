@@ -13,6 +13,7 @@ import torch
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
+from peagle.vllm.channel import SYNTHETIC_KEY
 from peagle.vllm.compat import check_seams
 from peagle.vllm.graph_worker import GraphModelRunner, GraphWorker
 
@@ -22,9 +23,6 @@ else:
     _Runner = object
 
 SYNTHETIC_WORKER = "peagle.vllm.synthetic_worker.SyntheticWorker"
-
-SYNTHETIC_KEY = "peagle_synthetic_survival"
-"""`extra_args` key: S_1, S_2, ... of one request, at least K_max long. Every request must have it."""
 
 
 def conditional(survival: Sequence[float]) -> tuple[float, ...]:
