@@ -31,6 +31,7 @@ from cluster.beta import Array, product_interval
 from cluster.counts import Counts, Ledger, Report
 from cluster.saved_acceptance import SavedBook, load_book, save_sources
 from cluster.tally import Tally
+from cluster.transfer import gains, lengths
 
 __all__ = ["AcceptanceBook", "Counts", "Report", "Survival"]
 
@@ -47,19 +48,26 @@ class Survival:
     """S_1 .. S_K_max of a workload: posterior mean, and the ends of the central 90 % interval of each.
 
     `num_steps`: how many independent steps the evidence of the workload itself is worth, after forgetting and divided
-    by the design effect. 0 where only the prior speaks.
+    by the design effect. 0 where only the prior speaks. `depth`: mean K at which the evidence was verified, the
+    workload's own where it has any, else that of all traffic; 0 without any. S_i is the survival at that K: at another,
+    drafts start elsewhere (`cluster.transfer`).
     """
 
     mean: tuple[float, ...]
     low: tuple[float, ...]
     high: tuple[float, ...]
     num_steps: float
+    depth: float = 0.0
 
     def acceptance_length(self, k: int) -> float:
-        """Expected AL at K = `k`: 1 + S_1 + ... + S_k. Raises ValueError outside 0..K_max."""
+        """Expected AL at K = `k`. Raises ValueError outside 0..K_max."""
         if not 0 <= k <= len(self.mean):
             raise ValueError(f"k must be from 0 to {len(self.mean)}, not {k}")
-        return 1.0 + sum(self.mean[:k])
+        return lengths(self.mean, round(self.depth))[k]
+
+    def gains(self) -> tuple[float, ...]:
+        """What each further draft is expected to add to AL, by which to choose K."""
+        return gains(self.mean, round(self.depth))
 
 
 class AcceptanceBook:
@@ -146,7 +154,7 @@ class AcceptanceBook:
         """All workloads together."""
         everything = self._everything()
         alpha_D, beta_D = self._updated(self._prior_D, everything)
-        return self._described(alpha_D, beta_D, everything.steps)
+        return self._described(alpha_D, beta_D, everything.steps, everything.depth)
 
     def sample(self, workload: str, random: random.Random) -> tuple[float, ...]:
         """S_1 .. S_K_max drawn from the posterior, for Thompson sampling."""
@@ -237,14 +245,15 @@ class AcceptanceBook:
 
     def _survival(self, workload: str | None) -> Survival:
         if workload not in self._survivals:
-            steps = 0.0 if workload is None else self._tallies[workload].steps
-            self._survivals[workload] = self._described(*self._posterior(workload), steps)
+            own = Tally.zeros(self._max_draft_tokens) if workload is None else self._tallies[workload]
+            depth = (own if own.steps > 0 else self._everything()).depth
+            self._survivals[workload] = self._described(*self._posterior(workload), own.steps, depth)
         return self._survivals[workload]
 
-    def _described(self, alpha_D: Array, beta_D: Array, steps: float) -> Survival:
+    def _described(self, alpha_D: Array, beta_D: Array, steps: float, depth: float) -> Survival:
         mean_D, low_D, high_D = product_interval(alpha_D, beta_D, INTERVAL_LEVEL)
         ends = tuple(mean_D.tolist()), tuple(low_D.tolist()), tuple(high_D.tolist())
-        return Survival(*ends, steps / self._design_effect)
+        return Survival(*ends, steps / self._design_effect, depth)
 
 
 def _conditionals(prior: Sequence[float] | None, max_draft_tokens: int) -> Array:

@@ -15,10 +15,12 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Literal, Protocol
 
+from cluster.allocation import check_survival
 from cluster.demand import THROUGHPUT, Demand, Objective
 from cluster.planning import best_assignment, best_beside, sharing_groups
 from cluster.sharing import Assignment, Sharing, check_tiers
 from cluster.step_costs import CostCurves, StepCosts
+from cluster.transfer import as_drawn
 
 MIN_PROBABILITY = 0.8
 """A change must be an improvement in this share of draws from the posteriors."""
@@ -36,6 +38,8 @@ NOTHING_MEASURED = "nothing measured yet, so K rests on the low end of the prior
 FREE_PROBE_FACTOR = 4.0
 """How much more often a request probes where that adds no time to a step."""
 
+Known = Mapping[str, tuple[float, ...]]  # survivals by workload
+
 MAX_PROBE_LOSS = 0.005
 """The share of a replica's tokens that probes may cost, at the most."""
 
@@ -49,6 +53,7 @@ class Posterior(Protocol):
     def low(self) -> tuple[float, ...]: ...
     @property
     def num_steps(self) -> float: ...
+    def gains(self) -> tuple[float, ...]: ...
 
 
 class Book(Protocol):
@@ -216,40 +221,40 @@ class DepthChooser:
             any(posterior.num_steps < self._min_steps for posterior in posteriors.values())
             and book.overall().num_steps < self._min_steps
         )
-        demands = [self._demand(name, num, posteriors[name], is_cold) for name, num in numbers.items()]
-        depths = {}
-        standing = {}
+        demands, believed = [], {}
+        for name, num in numbers.items():
+            # The ends of intervals are taken depth by depth, and may cross by a rounding.
+            survival = tuple(accumulate(posteriors[name].low, min)) if is_cold else posteriors[name].mean
+            believed[name] = survival[: self._max_depth]
+            check_survival(believed[name], f"workload {name!r}")
+            worth = believed[name] if is_cold else posteriors[name].gains()[: self._max_depth]
+            demands.append(Demand(name, num, worth, self._objectives.get(name, THROUGHPUT), self._max_depth))
+        depths, standing = {}, {}
         for group in sharing_groups(demands):
             sharing = Sharing(group, self._curves, load.context_tokens, self._tiers)
-            assignment, kept = self._settled(sharing, group, book, now_s, random)
+            assignment, kept = self._settled(sharing, group, believed, book, now_s, random)
             if is_cold:
                 assignment = tuple(k or levels[:2][-1] for k, levels in zip(assignment, sharing.levels, strict=True))
             plan = sharing.plan(assignment, kept)
             for index, (demand, k) in enumerate(zip(group, assignment, strict=True)):
                 reason = f"{NOTHING_MEASURED}; {plan.reason}" if is_cold else plan.reason
-                choice = Choice(
-                    k, "default" if is_cold else "learned", reason, tuple(demand.survival), plan.tpot_s[demand.workload]
-                )
-                standing[demand.workload] = self._with_probe(choice, sharing, assignment, index)
-                depths[demand.workload] = k
+                name, tpot_s = demand.workload, plan.tpot_s[demand.workload]
+                choice = Choice(k, "default" if is_cold else "learned", reason, believed[name], tpot_s)
+                standing[name] = self._with_probe(choice, demand, sharing, assignment, index)
+                depths[name] = k
         if not self._depths or any(self._depths.get(name, k) != k for name, k in depths.items()):
             self._changed_s = now_s
         known = {name: self._depths[name] for name in book.workloads() if name in self._depths}
         self._depths, self._standing, self._planned_s = known | depths, standing, now_s
 
-    def _demand(self, workload: str, num_requests: float, posterior: Posterior, is_cold: bool) -> Demand:
-        # The ends of intervals are taken depth by depth, and may cross by a rounding.
-        survival = tuple(accumulate(posterior.low, min)) if is_cold else posterior.mean
-        return Demand(
-            workload,
-            num_requests,
-            survival[: self._max_depth],
-            self._objectives.get(workload, THROUGHPUT),
-            self._max_depth,
-        )
-
     def _settled(
-        self, sharing: Sharing, group: Sequence[Demand], book: Book, now_s: float, random: random.Random
+        self,
+        sharing: Sharing,
+        group: Sequence[Demand],
+        believed: Known,
+        book: Book,
+        now_s: float,
+        random: random.Random,
     ) -> tuple[Assignment, str]:
         """The assignment in force from here on, and why it is kept, where it is not the best one."""
         best = best_assignment(sharing)
@@ -268,23 +273,27 @@ class DepthChooser:
             return now, f"kept, for a change would gain only {max(gain, 0.0):.1%}"
         changed = [demand for demand, k, other in zip(group, best, now, strict=True) if k != other]
         changed = sorted(changed, key=lambda demand: -demand.num_requests)[:MAX_DRAWN]
+        expected = {one.workload: one.survival for one in changed}
         num_better = 0
         for _ in range(NUM_DRAWS):
-            drawn = sharing.with_survivals({one.workload: book.sample(one.workload, random) for one in changed})
+            draws = {name: as_drawn(book.sample(name, random), believed[name], one) for name, one in expected.items()}
+            drawn = sharing.with_survivals(draws)
             num_better += drawn.worth_per_s(best) > drawn.worth_per_s(now)
         if num_better < MIN_PROBABILITY * NUM_DRAWS:
             return now, f"kept, for a gain of {gain:.1%} is not certain"
         return best, ""
 
-    def _with_probe(self, choice: Choice, sharing: Sharing, assignment: Assignment, index: int) -> _Standing:
+    def _with_probe(
+        self, choice: Choice, demand: Demand, sharing: Sharing, depths: Assignment, index: int
+    ) -> _Standing:
         k, deepest = choice.k, self._max_depth
         if k >= deepest or self._probe_share == 0:
             return _Standing(choice, choice, 0.0)
-        step_s = sharing.step_s_with_probe(assignment, index, deepest)
-        loss = step_s / sharing.step_s(assignment) - 1.0
+        step_s = sharing.step_s_with_probe(depths, index, deepest)
+        loss = step_s / sharing.step_s(depths) - 1.0
         share = FREE_PROBE_FACTOR * self._probe_share
         if loss > 1e-9:
             share = min(self._probe_share, MAX_PROBE_LOSS / (loss * sharing.num_requests))
         reason = f"probe: {share:.2g} of requests go to K={deepest} to see what lies beyond K={k}"
-        tpot_s = step_s / (1.0 + sum(choice.survival))
+        tpot_s = step_s / (1.0 + sum(demand.survival))
         return _Standing(choice, Choice(deepest, "probe", reason, choice.survival, tpot_s), share)

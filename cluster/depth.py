@@ -7,6 +7,9 @@ K per workload for a replica, `DepthChooser` holds K steady over time and probes
 (policy-and-apis.md, D1). P-EAGLE drafts K_max in one pass whatever K is, so drafting does not depend on K and only
 verification does; t(requests, tokens) covers both, and K = 0 still pays the drafter.
 
+That sum holds at the K at which S was measured. To compare one K with another, what each further draft adds to L is
+taken from `cluster.transfer`, and stands for S_i in what follows; trimming within one step rests on S_i itself.
+
 **Throughput** (D2; goodput in SmartSpec, arXiv 2406.14066). With b_c requests of workload c at K = k_c in a step,
 
     R = sum_c b_c L_c(k_c) / t(b, n),   b = sum_c b_c,   n = sum_c b_c (1 + k_c)

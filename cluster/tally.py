@@ -47,6 +47,21 @@ class Tally:
             np.sum([one.accepted_D for one in tallies], axis=0),
         )
 
+    @property
+    def depth(self) -> float:
+        """Mean K at which these steps were verified, 0 without any.
+
+        A depth is reached where the one before was accepted and K goes that far, so reached / accepted before is the
+        share of K that goes on. K is taken not to depend on what is accepted.
+        """
+        share = found = 1.0 if self.reached_D.size and self.reached_D[0] > 0 else 0.0
+        for reached, accepted_before in zip(self.reached_D[1:], self.accepted_D, strict=False):
+            if accepted_before <= 0:
+                break
+            share *= min(1.0, float(reached / accepted_before))
+            found += share
+        return found
+
     @classmethod
     def restored(cls, saved: SavedTally) -> "Tally":
         """Inverse of `saved`."""

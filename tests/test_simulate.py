@@ -39,6 +39,17 @@ def test_ours_is_near_the_best_fixed_depth_or_better() -> None:
     assert ours.num_changes / ours.seconds < 1, "K flaps"
 
 
+def test_traffic_that_cannot_be_told_apart_gets_the_depth_of_its_load() -> None:
+    """128 requests under one name, measured at K_max first: survivals measured there do not say what K = 3 would give.
+    Taken as if they did, they keep K at 7 and give 0.88 of the best fixed K."""
+    one = bench(num_requests=600)
+    traffic = one.traffic(Load.parse("closed:128"), 0)
+    fixed = {k: one.run(BatchWide(k), traffic, 0).tokens_per_s for k in (2, 3, 4, 7)}
+    ours = one.run(Learned(measured_times(), 7, 0, by_workload=False), traffic, 0)
+    assert ours.tokens_per_s > 0.96 * max(fixed.values())
+    assert fixed[7] < 0.92 * max(fixed.values())
+
+
 def test_knowing_workloads_pays_and_shuffled_labels_do_not() -> None:
     one = bench("code-chat")
     gains = {"true": [], "shuffled": []}
