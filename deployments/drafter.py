@@ -44,6 +44,7 @@ class DrafterReplica:
         self._settings: DrafterSettings = settings.drafter
         self._refused = ""
         self._swapping = asyncio.Lock()
+        self._swaps: set[asyncio.Task[None]] = set()
         if not settings.drafter.replicas.num_gpus:
             torch.set_num_threads(num_threads())
         self._loader = HeadLoader(settings)
@@ -77,11 +78,16 @@ class DrafterReplica:
             raise RuntimeError(f"the drafter does not draft; its last error: {self._server.last_error or 'none'}")
 
     async def reconfigure(self, user_config: Any) -> None:
-        """Put the heads that `user_config` names in the place of those that differ, while targets draft.
+        """Begin to put the heads that `user_config` names in the place of those that differ, while targets draft.
 
-        Never raises for a head that does not fit: Serve would end the replica. The heads that are live stay, and the
-        reason stands in the log, in /drafting and in /metrics.
+        Returns at once: Serve counts a replica out until then. Never raises for a head that does not fit: Serve would
+        end the replica. The heads that are live stay, and the reason stands in the log, in /drafting and in /metrics.
         """
+        task = asyncio.get_running_loop().create_task(self._swap(user_config))
+        self._swaps.add(task)
+        task.add_done_callback(self._swaps.discard)
+
+    async def _swap(self, user_config: Any) -> None:
         async with self._swapping:
             try:
                 asked = swapped(self._settings, user_config or {}, Path(peagle.heads.__file__).parent)

@@ -22,6 +22,29 @@ Rpc = Callable[..., Awaitable[list[Any]]]
 """vLLM's `collective_rpc`: a method of every worker, by name."""
 
 
+MAX_MISSED_POLLS = 3
+
+
+class Roster:
+    """The drafters that are there, or were a moment ago: Serve leaves a replica out while it hands it a `user_config`,
+    and a target that dropped it then would leave its new requests without drafts."""
+
+    def __init__(self) -> None:
+        self._reports: dict[str, DrafterReport] = {}
+        self._num_missed: dict[str, int] = {}
+
+    def update(self, reports: Iterable[DrafterReport]) -> list[DrafterReport]:
+        """The newest report of each drafter that was missed no more than `MAX_MISSED_POLLS` times in a row."""
+        present = {one.address: one for one in reports}
+        self._num_missed = {
+            address: 0 if address in present else self._num_missed.get(address, 0) + 1
+            for address in {**self._reports, **present}
+        }
+        known = {**self._reports, **present}
+        self._reports = {address: known[address] for address, n in self._num_missed.items() if n <= MAX_MISSED_POLLS}
+        return list(self._reports.values())
+
+
 class DrafterLinks:
     """Keeps one engine connected. `heads`: digests by index of the heads that draft, () before any drafter answers."""
 
@@ -29,6 +52,7 @@ class DrafterLinks:
         self._monitor = ReplicaMonitor(drafter, DrafterReport)
         self._rpc = rpc
         self._settings = settings
+        self._roster = Roster()
         self._told: list[dict[str, Any]] | None = None
         self._problem = ""
         self._task: asyncio.Task[None] | None = None
@@ -56,7 +80,7 @@ class DrafterLinks:
 
     async def poll(self) -> None:
         """Ask the drafters who they are, tell the engine what changed, and ask it for its links."""
-        reports = await self._monitor.refresh()
+        reports = self._roster.update(await self._monitor.refresh())
         drafters = drafters_of(reports)
         if drafters != self._told:
             await self._rpc("set_drafters", args=(drafters,))

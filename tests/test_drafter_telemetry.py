@@ -16,7 +16,7 @@ from deployments.drafter_telemetry import (
     drafting_document,
     head_metrics,
 )
-from deployments.links import agreed_heads, drafters_of, link_reports
+from deployments.links import MAX_MISSED_POLLS, Roster, agreed_heads, drafters_of, link_reports
 from peagle.vllm.stats import DraftingStats
 
 GOOD = DraftingStats.from_steps([(3, 3), (3, 1)])
@@ -61,6 +61,21 @@ def test_the_engine_is_told_addresses_and_digests() -> None:
     assert [one["address"] for one in told] == ["h:1", "h:2"]
     assert told[0]["heads"] == {0: "a", 1: "b"}
     assert drafters_of(reversed(reports)) == told
+
+
+def test_a_drafter_is_dropped_when_it_is_missed_for_some_time() -> None:
+    roster, stays, goes = Roster(), drafter("r1", "a", address="h:1"), drafter("r2", "a", address="h:2")
+    assert roster.update([stays, goes]) == [stays, goes]
+    swapped = drafter("r1", "b", address="h:1")
+    for _ in range(MAX_MISSED_POLLS):
+        assert roster.update([swapped]) == [swapped, goes]
+    assert roster.update([swapped]) == [swapped]
+    for _ in range(MAX_MISSED_POLLS):
+        assert roster.update([]) == [swapped]
+    assert roster.update([swapped]) == [swapped]
+    for _ in range(MAX_MISSED_POLLS):
+        assert roster.update([]) == [swapped]
+    assert roster.update([]) == []
 
 
 def test_heads_change_when_most_drafters_have_changed() -> None:
