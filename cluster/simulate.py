@@ -12,7 +12,8 @@ Regret is the share of the score lost to the best single fixed K, chosen on othe
 fixed K of each workload, chosen on the very requests that are measured. The score is tokens/s in a closed loop, and one
 over the mean TPOT where requests arrive by themselves, for there all that keep up give out what arrives.
 
---validate compares AL at fixed K with real runs (`peagle.vllm.acceptance`, or `peagle.evaluate`'s figures).
+--validate compares AL at fixed K with real runs (`peagle.vllm.acceptance`, or `peagle.evaluate`'s figures): by replay
+of the traces, and carried from the run's own survival at its greatest K.
 """
 
 import argparse
@@ -44,7 +45,7 @@ from cluster.simulation.baselines import NoSpeculation
 from cluster.simulation.comparison import Bench, Load, Remembered, figures, over_range, ratio, scores
 from cluster.simulation.engine_model import Engine, Run, Times
 from cluster.simulation.traces import Traces, mixes
-from cluster.simulation.validation import compare_lengths
+from cluster.simulation.validation import carried_lengths, carried_table, compare_lengths
 from cluster.simulation.validation import table as validation_table
 from cluster.step_costs import StepCosts
 from cluster.step_time import StepTimes
@@ -256,6 +257,9 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         compared = compare_lengths(traces, args.validate)
         print(validation_table(compared))
         document["validation"] = [{**dataclasses.asdict(one), "difference": one.difference} for one in compared]
+        carried = carried_lengths(args.validate)
+        print(carried_table(carried))
+        document["carried"] = [{**dataclasses.asdict(one), "difference": one.difference} for one in carried]
     if args.step_times:
         document |= simulate(args, traces.without_repetition(args.min_distinct_share))
     return document

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cluster.simulation.traces import Answer, Kind, Mix, Traces, acceptance_length, even, mixes, num_steps, survival
-from cluster.simulation.validation import compare_lengths, table
+from cluster.simulation.validation import carried_lengths, carried_table, compare_lengths, table
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 REAL = RESULTS / "2026-11-21-traces-smollm2-135m.npz"
@@ -107,6 +107,22 @@ def test_engine_results_are_compared_by_group_and_weighted_as_they_were(tmp_path
     assert found["all"].same_answers
     some = engine_results(tmp_path / "some.json", [("qa", 2, qa), ("all", 2, qa)])
     assert not compare_lengths(traces, some)[0].same_answers
+
+
+def test_the_survival_of_a_real_run_is_carried_to_its_lesser_depths(tmp_path: Path) -> None:
+    """At 2, half the steps accept nothing and half accept both. Were tokens either hard or easy, those 2 tokens a step
+    would take 1/2 + 1/2 * 3/2 steps at 1; the plain sum is 1.5 tokens a step."""
+    at_two = {"num_answers": 2, "tokens_per_step": 1.9, "acceptance_length": 2.0, "survival": [0.5, 0.5]}
+    at_one = {"num_answers": 2, "tokens_per_step": 1.5, "acceptance_length": 1.6, "survival": [0.6]}
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"engine": {"1": {"qa": at_one, "none": {}}, "2": {"qa": at_two}}}))
+    (one,) = carried_lengths(path)
+    assert (one.group, one.from_k, one.k, one.real, one.plain) == ("qa", 2, 1, 1.6, 1.5)
+    assert one.predicted == pytest.approx(1 / 3 * 1.5 + 2 / 3 * 2 / (0.5 + 0.5 * 1.5))
+    assert "qa" in carried_table([one])
+    of_evaluation = [one for one in carried_lengths(EVALUATION) if one.group == "all"]
+    assert {(one.temperature, one.k) for one in of_evaluation} == {(t, k) for t in (0.0, 1.0) for k in range(1, 8)}
+    assert max(abs(one.difference) for one in of_evaluation) < 0.03
 
 
 @pytest.mark.parametrize(
