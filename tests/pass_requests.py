@@ -50,9 +50,9 @@ class Requests:
         weight = drafter.fc.weight
         num_positions = BLOCK_SIZE * BLOCKS_PER_REQUEST
         # Row p's token is the one after position p.
-        self.tokens = torch.randint(0, 99, (num_requests, num_positions), generator=generator)
+        self.tokens = torch.randint(0, 99, (num_requests, num_positions), generator=generator).to(weight.device)
         shape = (num_requests, num_positions, drafter.config.fc_input_size)
-        self.aux = torch.randn(shape, generator=generator).to(weight.dtype)
+        self.aux = torch.randn(shape, generator=generator).to(weight)
         self.num_blocks = num_requests * BLOCKS_PER_REQUEST + 3
         self.blocks = torch.randperm(self.num_blocks, generator=generator)[:-3].view(num_requests, -1).int().numpy()
         self.cache_start = np.zeros(num_requests, np.int32)
@@ -87,8 +87,8 @@ class Requests:
         for step in steps:
             offsets.append(sum(len(part) for part in tokens))
             next_tokens, aux = self.rows(step)
-            tokens += [next_tokens, torch.full((num_rejected,), -7)]
-            hidden += [self.reducer.reduce(aux), torch.full((num_rejected, self.reducer.hidden_size), 1e4)]
+            tokens += [next_tokens.cpu(), torch.full((num_rejected,), -7)]
+            hidden += [self.reducer.reduce(aux).cpu(), torch.full((num_rejected, self.reducer.hidden_size), 1e4)]
         hidden_RH = torch.cat([part.to(self.reducer.dtype) for part in hidden])
         requests = [step.request for step in steps]
         used = max(-(-(step.start + step.num_valid + MAX_DEPTH) // BLOCK_SIZE) for step in steps)
