@@ -25,7 +25,7 @@ from peagle.runtime.pass_batch import Int32Array, PassBatch, PassInputs, PassLim
 from peagle.runtime.pending import PendingDrafts, widened
 
 NUM_AREAS = 4  # passes that may be under way before the host waits for the oldest
-#: To copy rejected rows of so many bytes, at some 25 to 50 GB/s, takes longer than to launch the kernel that skips them.
+#: To copy rejected rows of so many bytes, at 25 to 50 GB/s, takes longer than to launch the kernel that skips them.
 MIN_SAVED_BYTES = 1 << 20
 _PER_REQUEST = ("start_B", "num_valid_B", "row_offset_B", "depth_B", "cache_start_B")
 
