@@ -172,20 +172,23 @@ class Target:
         starts = [self.ends[slot] for slot in slots]
         rows, next_tokens = [], []
         for slot, start in zip(slots, starts, strict=True):
-            rows.append(link.reducers[head].reduce(aux_rows(self.tokens[slot], start, start + num_rows)))
+            rows.append(
+                link.reducers[head].reduce(aux_rows(self.tokens[slot], start, start + num_rows).to(self.pool.device))
+            )
             next_tokens += self.tokens[slot][start + 1 : start + 1 + num_rows]
 
         def ints(values: Any) -> Int32Array:
             return np.asarray(values, np.int32)
 
+        device = self.pool.device
         return link.send(
             ints(slots),
             ints([head] * len(slots)),
             ints([depth] * len(slots)),
             ints(range(0, num_rows * len(slots), num_rows)),
-            torch.tensor(starts, dtype=torch.int32),
-            torch.full((len(slots),), num_rows, dtype=torch.int32),
-            torch.tensor(next_tokens, dtype=torch.int32),
+            torch.tensor(starts, dtype=torch.int32, device=device),
+            torch.full((len(slots),), num_rows, dtype=torch.int32, device=device),
+            torch.tensor(next_tokens, dtype=torch.int32, device=device),
             torch.cat(rows),
             prompts={slot: ints(self.tokens[slot][: self.ends[slot] + 1]) for slot in new if slot in slots},
         )

@@ -217,14 +217,12 @@ class Link:
             with contextlib.suppress(OSError):
                 session.connection.shutdown(socket.SHUT_RDWR)
 
-    def close(self) -> None:
-        """End the connection and the thread. Again is no error."""
-        if self._stopped.is_set():
-            return
+    def close(self, timeout_s: float = 0.0) -> None:
+        """End the connection and the thread, and wait for it this long. Again is no error."""
+        self._current = None
         self._stopped.set()
         self._waker.wake()
-        self._thread.join(timeout=MAX_BACKOFF_S)
-        self._current = None
+        self._thread.join(timeout_s)
 
     def report(self) -> dict[str, Any]:
         """Plain values for a metrics page."""

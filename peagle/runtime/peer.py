@@ -21,6 +21,7 @@ from peagle.runtime.wire import MessageReader, WireError, send_message
 
 HELLO_TIMEOUT_S = 10.0
 _REPLY_TIMEOUT_S = 0.1  # a target that does not read its replies is dropped: others wait behind it
+_MAX_DRAINED_READS = 20
 
 
 @dataclasses.dataclass(eq=False)
@@ -148,6 +149,11 @@ def _read_hello(connection: socket.socket, reader: MessageReader, heads: Mapping
         with contextlib.suppress(OSError):
             connection.settimeout(_REPLY_TIMEOUT_S)
             send_message(connection, "refused", {"reason": str(error)})
+            connection.shutdown(socket.SHUT_WR)
+            # What lies unread when a socket closes resets it, and the words would be lost.
+            for _ in range(_MAX_DRAINED_READS):
+                if not connection.recv(1 << 16):
+                    break
         raise
     return hello
 

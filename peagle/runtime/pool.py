@@ -23,6 +23,7 @@ from peagle.runtime.pass_times import PassTimes
 from peagle.runtime.shared_memory import host_identity
 from peagle.runtime.steps import Int32Array, TargetShape
 
+_CLOSE_S = 2.0
 DEFAULT_MIN_DEADLINE_S, DEFAULT_MAX_DEADLINE_S = 0.05, 1.0
 
 
@@ -72,7 +73,7 @@ class LinkPool:
 
         Raises ValueError for deadlines out of order.
         """
-        self._device = torch.device(device)
+        self.device = torch.device(device)
         self._times = PassTimes(min_deadline_s, max_deadline_s)
         self._hello = Hello(name, shape, tuple(aux_layer_ids), {}, host_identity() if use_shared_memory else "")
         self._reducers: dict[str, Reducer] = {}
@@ -95,7 +96,7 @@ class LinkPool:
                 self._draining.discard(number)
                 continue
             hello, times = dataclasses.replace(self._hello, heads=heads), dataclasses.replace(self._times)
-            self._links[self._num_made] = Link(address, hello, times, self._device, self._reducers)
+            self._links[self._num_made] = Link(address, hello, times, self.device, self._reducers)
             self._num_made += 1
         self._draining |= {number for address, number in number_of.items() if address not in wanted}
         self._close_drained()
@@ -124,7 +125,6 @@ class LinkPool:
             if len(members_M := np.flatnonzero((links_B == number) & served_B)):
                 groups.append((link, members_M))
             self._link_of[slots_B[(links_B == number) & ~served_B]] = -1  # its heads changed: another one's, next time
-        self._close_drained()
         return groups
 
     def finish(self, slots: Iterable[int]) -> None:
@@ -134,6 +134,7 @@ class LinkPool:
                 link.finish([slot])
             self._link_of[slot] = -1
             self._key_of.pop(slot, None)
+        self._close_drained()
 
     @property
     def num_up(self) -> int:
@@ -152,7 +153,7 @@ class LinkPool:
 
     def close(self) -> None:
         for link in self._links.values():
-            link.close()
+            link.close(_CLOSE_S)
         self._links.clear()
 
     def _choose(self, key: str, head: int, usable: Mapping[int, Link]) -> int:

@@ -49,7 +49,8 @@ class Message:
 
 def send_message(connection: socket.socket, kind: str, fields: dict[str, Any], parts: Sequence[memoryview] = ()) -> int:
     """Send one message on a blocking socket; its timeout holds for each piece. Returns its bytes. Raises OSError."""
-    text = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode()
+    # Servers of line protocols answer at a line's end, and can be told apart from silence.
+    text = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode() + b"\r\n"
     raw = [part.cast("B") for part in parts if part.nbytes]
     head = _HEAD.pack(MAGIC, PROTOCOL_VERSION, 0, len(text), sum(map(len, raw)))
     pending = [memoryview(head + text), *raw]
