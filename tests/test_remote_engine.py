@@ -1,0 +1,182 @@
+"""A real engine with its drafter in another process: the text is the target's own whatever happens to the drafter.
+
+Each test runs on vLLM's synchronous and asynchronous scheduler, unless it says why not. The same target without drafts
+writes the reference, in float32.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from vllm.platforms import current_platform
+
+from peagle.vllm.engine import RemoteSettings, engine_kwargs
+from tests.drafter_process import DrafterProcess
+from tests.engine_cases import (
+    K_MAX,
+    MIXED,
+    NUM_BLOCKS,
+    NUM_LONG,
+    NUM_SHORT,
+    PROMPT_LENGTHS,
+    TEXT,
+    check_counts,
+    engine_settings,
+)
+from tests.engine_harness import Job, Result, RunningEngine, preload_environment
+from tests.remote_harness import RemoteEngine
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not current_platform.is_cpu(), reason="the drafter process of the tests is a CPU process"),
+]
+
+PATIENT = RemoteSettings(min_deadline_s=30.0, max_deadline_s=60.0)  # two cores, shared with other tests
+SCRIPTED = "tests.scripted_drafts.ScriptedDraftScheduler"
+
+
+@pytest.fixture(scope="module")
+def prompts(target_dir: Path) -> list[list[int]]:
+    """17 different prompts of 1 to 600 tokens; the longest need several prefill chunks."""
+    tokens = AutoTokenizer.from_pretrained(target_dir)(TEXT * 6)["input_ids"]
+    return [tokens[7 * place : 7 * place + length] for place, length in enumerate(PROMPT_LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in preload_environment().items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def reference(prompts: list[list[int]], target_dir: Path, environment: None) -> list[Result]:
+    """Output of the target without speculation."""
+    kwargs = engine_kwargs(
+        target_dir, None, dtype="float32", async_scheduling=False, on_cpu=True, extra=engine_settings(200)
+    )
+    engine = RunningEngine(kwargs)
+    try:
+        return engine.run([Job(prompt, NUM_LONG + K_MAX) for prompt in prompts])
+    finally:
+        engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def drafter(target_dir: Path, head_dir: Path, environment: None) -> Iterator[DrafterProcess]:
+    process = DrafterProcess([head_dir], target_dir)
+    yield process
+    process.kill()
+
+
+@pytest.fixture(scope="module", params=["sync", "async"])
+def engine(
+    request: pytest.FixtureRequest,
+    reference: list[Result],
+    drafter: DrafterProcess,
+    target_dir: Path,
+    head_dir: Path,
+) -> Iterator[RemoteEngine]:
+    is_async = request.param == "async"
+    running = RemoteEngine.start(
+        target_dir,
+        head_dir,
+        PATIENT,
+        k_max=K_MAX,
+        is_async=is_async,
+        scheduler=None if is_async else SCRIPTED,
+        extra=engine_settings(NUM_BLOCKS),
+    )
+    running.connect(drafter)
+    yield running
+    running.shutdown()
+
+
+def check(results: list[Result], reference: list[Result], num_tokens: int) -> None:
+    for result, expected in zip(results, reference, strict=True):
+        assert result.tokens[0] == expected.tokens[0][:num_tokens]
+
+
+def num_steps(results: list[Result]) -> int:
+    """Steps that verified drafts."""
+    return sum(result.drafting.stats.num_steps for result in results if result.drafting is not None)
+
+
+def only_link(engine: RemoteEngine) -> dict[str, Any]:
+    (link,) = engine.links().values()
+    return link
+
+
+@pytest.mark.parametrize("ks", [(K_MAX,), MIXED, (0,)], ids=["K_max", "mixed", "none"])
+def test_each_request_verifies_its_own_k(
+    engine: RemoteEngine, prompts: list[list[int]], reference: list[Result], ks: tuple[int | None, ...]
+) -> None:
+    """Prompts in chunks beside decodes; each step of a request verifies exactly its K drafts."""
+    depths = [ks[place % len(ks)] for place in range(len(prompts))]
+    before = only_link(engine)
+    results = engine.run([Job(prompt, NUM_SHORT, k=k) for prompt, k in zip(prompts, depths, strict=True)])
+    check(results, reference, NUM_SHORT)
+    for result, k in zip(results, depths, strict=True):
+        check_counts(result, K_MAX if k is None else k)
+    link = only_link(engine)
+    assert link["num_steps"] > before["num_steps"]  # with K = 0 too: prompts fill the drafter's cache
+    assert link["num_timeouts"] == 0
+    if ks == (0,):
+        num_rows = sum(PROMPT_LENGTHS)
+        assert link["num_steps"] - before["num_steps"] < NUM_SHORT
+        assert num_rows > 0
+
+
+def test_right_drafts_are_accepted(engine: RemoteEngine, prompts: list[list[int]], reference: list[Result]) -> None:
+    """All acceptance lengths 0..K, by scripted drafts where the scheduler can replace them; else the head's own."""
+    jobs = [
+        Job(prompt, NUM_SHORT, k=MIXED[place % len(MIXED)], continuation=expected.tokens[0])
+        for place, (prompt, expected) in enumerate(zip(prompts, reference, strict=True))
+    ]
+    results = engine.run(jobs)
+    check(results, reference, NUM_SHORT)
+    assert sum(one.drafting.stats.num_accepted_tokens for one in results if one.drafting is not None) > 20
+
+
+def test_preemption_changes_nothing(engine: RemoteEngine, prompts: list[list[int]], reference: list[Result]) -> None:
+    preempted_before = engine.num_preempted
+    jobs = [
+        Job(prompt, NUM_LONG, k=2 + place % 2, continuation=expected.tokens[0])
+        for place, (prompt, expected) in enumerate(zip(prompts, reference, strict=True))
+    ]
+    results = engine.run(jobs)
+    assert engine.num_preempted > preempted_before
+    check(results, reference, NUM_LONG)
+    for job, result in zip(jobs, results, strict=True):
+        check_counts(result, job.k)
+
+
+def test_aborted_requests_leave_the_drafter(
+    engine: RemoteEngine, prompts: list[list[int]], reference: list[Result]
+) -> None:
+    gone = [Job(prompts[place], NUM_LONG, k=3, abort_after=8) for place in (6, 7, 8)]
+    stays = Job(prompts[5], NUM_LONG, k=3)
+    results = engine.run([*gone, stays])
+    check(results[3:], reference[5:6], NUM_LONG)
+    assert only_link(engine)["num_requests"] <= 1
+    (again,) = engine.run([Job(prompts[6], NUM_SHORT, k=3)])
+    check([again], reference[6:7], NUM_SHORT)
+    assert only_link(engine)["num_requests"] == 1
+
+
+def test_without_a_drafter_nothing_is_verified(
+    engine: RemoteEngine, drafter: DrafterProcess, prompts: list[list[int]], reference: list[Result]
+) -> None:
+    """None is named: no drafts, and in asynchronous scheduling no placeholders for them either."""
+    engine.set_drafters([])
+    engine.run([Job(prompts[0], 2)])  # a step in which the worker notices
+    results = engine.run([Job(prompt, NUM_SHORT) for prompt in prompts[:6]])
+    check(results, reference[:6], NUM_SHORT)
+    assert num_steps(results) == 0
+    engine.connect(drafter)
+    results = engine.run([Job(prompt, NUM_SHORT) for prompt in prompts[:6]])
+    check(results, reference[:6], NUM_SHORT)
+    assert num_steps(results) > 0

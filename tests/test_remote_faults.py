@@ -1,0 +1,143 @@
+"""Drafters die, hang and come back while a real engine serves: no request fails and the text is the target's own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+from vllm.platforms import current_platform
+
+from peagle.vllm.engine import RemoteSettings, engine_kwargs
+from tests.drafter_process import DrafterProcess
+from tests.engine_cases import K_MAX, TEXT, engine_settings
+from tests.engine_harness import Job, Result, RunningEngine, preload_environment
+from tests.remote_harness import RemoteEngine
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not current_platform.is_cpu(), reason="the drafter process of the tests is a CPU process"),
+]
+
+IMPATIENT = RemoteSettings(min_deadline_s=0.5, max_deadline_s=3.0)
+NUM_TOKENS, AFTER_TOKENS = 72, 8
+NUM_PROMPTS = 6
+
+
+@pytest.fixture(scope="module")
+def prompts(target_dir: Path) -> list[list[int]]:
+    tokens = AutoTokenizer.from_pretrained(target_dir)(TEXT)["input_ids"]
+    return [tokens[11 * place : 11 * place + 12 + 8 * place] for place in range(NUM_PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in preload_environment().items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def reference(prompts: list[list[int]], target_dir: Path, environment: None) -> list[Result]:
+    kwargs = engine_kwargs(
+        target_dir, None, dtype="float32", async_scheduling=False, on_cpu=True, extra=engine_settings(90)
+    )
+    engine = RunningEngine(kwargs)
+    try:
+        return engine.run([Job(prompt, NUM_TOKENS) for prompt in prompts])
+    finally:
+        engine.shutdown()
+
+
+@pytest.fixture(scope="module", params=["sync", "async"])
+def engine(
+    request: pytest.FixtureRequest, reference: list[Result], target_dir: Path, head_dir: Path
+) -> Iterator[RemoteEngine]:
+    running = RemoteEngine.start(
+        target_dir, head_dir, IMPATIENT, k_max=K_MAX, is_async=request.param == "async", extra=engine_settings(90)
+    )
+    yield running
+    running.shutdown()
+
+
+@pytest.fixture
+def drafters(target_dir: Path, head_dir: Path, environment: None) -> Iterator[list[DrafterProcess]]:
+    """Two, the second of which a test may leave alone; and those that a test adds."""
+    started = [DrafterProcess([head_dir], target_dir) for _ in range(2)]
+    yield started
+    for drafter in started:
+        drafter.kill()
+
+
+def check(results: list[Result], reference: list[Result]) -> None:
+    for result, expected in zip(results, reference, strict=True):
+        assert result.tokens == expected.tokens
+        assert result.finish_reasons == ["length"]
+
+
+def num_verified(results: list[Result]) -> int:
+    """Drafts that were verified."""
+    return sum(one.drafting.stats.num_draft_tokens for one in results if one.drafting is not None)
+
+
+def test_killed_and_restarted(
+    engine: RemoteEngine,
+    drafters: list[DrafterProcess],
+    prompts: list[list[int]],
+    reference: list[Result],
+    target_dir: Path,
+    head_dir: Path,
+) -> None:
+    first = drafters[0]
+    engine.connect(first)
+    jobs = [Job(prompt, NUM_TOKENS) for prompt in prompts]
+    check(results := engine.run_while(jobs, AFTER_TOKENS, first.kill), reference)
+    assert num_verified(results) > 0
+    engine.wait_for(lambda links: links[first.entry["address"]]["state"] == "connecting")
+    engine.run(jobs[:1])  # a step in which the worker notices
+    check(results := engine.run(jobs), reference)
+    assert num_verified(results) == 0
+    drafters.append(DrafterProcess([head_dir], target_dir, port=first.port))
+    engine.wait_for(lambda links: links[first.entry["address"]]["state"] == "up")
+    check(results := engine.run(jobs), reference)
+    assert num_verified(results) > 0
+    assert engine.links()[first.entry["address"]]["num_connections"] == 2
+
+
+def test_restarted_under_load(
+    engine: RemoteEngine,
+    drafters: list[DrafterProcess],
+    prompts: list[list[int]],
+    reference: list[Result],
+) -> None:
+    """Killed in mid generation; requests under way go on with the other drafter, from a cold start."""
+    engine.connect(*drafters)
+    jobs = [Job(prompt, NUM_TOKENS) for prompt in prompts]
+    answered = {address: link["num_answered"] for address, link in engine.links().items()}
+    check(engine.run_while(jobs, AFTER_TOKENS, drafters[0].kill), reference)
+    links = engine.links()
+    other = drafters[1].entry["address"]
+    assert links[other]["num_answered"] > answered[other]
+    assert links[other]["state"] == "up"
+    assert links[drafters[0].entry["address"]]["state"] == "connecting"
+
+
+def test_hung_and_resumed(
+    engine: RemoteEngine, drafters: list[DrafterProcess], prompts: list[list[int]], reference: list[Result]
+) -> None:
+    drafter = drafters[0]
+    address = drafter.entry["address"]
+    engine.connect(drafter)
+    jobs = [Job(prompt, NUM_TOKENS) for prompt in prompts]
+    num_timeouts = engine.links()[address]["num_timeouts"]
+    try:
+        check(results := engine.run_while(jobs, AFTER_TOKENS, drafter.freeze), reference)
+        assert engine.links()[address]["num_timeouts"] == num_timeouts + 1  # one step waited, the others did not
+        check(silent := engine.run(jobs), reference)
+        assert num_verified(silent) == 0
+        assert num_verified(results) > 0
+    finally:
+        drafter.thaw()
+    engine.run(jobs[:1])  # its answers are looked for at the start of a step
+    check(results := engine.run(jobs), reference)
+    assert num_verified(results) > 0
