@@ -141,6 +141,10 @@ class LinkPool:
         """Links that take steps now."""
         return sum(link.state == "up" for link in self._links.values())
 
+    def live_heads(self) -> set[int]:
+        """Heads with a link that takes steps now, if only of requests that it has already."""
+        return {head for link in self._links.values() if link.state == "up" for head in link.heads}
+
     def report(self) -> dict[str, Any]:
         """Plain values: the links and how many requests each has."""
         numbers, counts = np.unique(self._link_of, return_counts=True)
