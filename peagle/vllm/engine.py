@@ -17,7 +17,7 @@ ASYNC_SCHEDULER = "peagle.vllm.scheduler.PerRequestDepthAsyncScheduler"
 CPU_WORKER = "peagle.vllm.cpu_worker.CPUWorker"
 GRAPH_WORKER = "peagle.vllm.graph_worker.GraphWorker"
 
-REMOTE_CPU_WORKER = "peagle.vllm.remote_worker.RemoteCPUWorker"
+REMOTE_CPU_WORKER = "peagle.vllm.remote_cpu_worker.RemoteCPUWorker"
 REMOTE_GPU_WORKER = "peagle.vllm.remote_worker.RemoteGPUWorker"
 
 REMOTE_KEY = "peagle_remote"

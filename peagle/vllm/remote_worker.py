@@ -1,7 +1,7 @@
-"""vLLM's workers for a target whose drafter is another process, on CPUs and on GPUs.
+"""vLLM's GPU worker for a target whose drafter is another process, and what it has in common with the CPU's.
 
-Given to vLLM as import strings, `REMOTE_CPU_WORKER` and `REMOTE_GPU_WORKER` of `peagle.vllm.engine`. Without drafters,
-which come by `set_drafters`, a target serves as without speculation.
+Given to vLLM as an import string, `REMOTE_GPU_WORKER` of `peagle.vllm.engine`. Without drafters, which come by
+`set_drafters`, a target serves as without speculation.
 """
 
 from collections.abc import Sequence
@@ -9,13 +9,8 @@ from typing import Any
 
 from vllm.v1.worker import gpu_model_runner
 
-from peagle.vllm.cpu_worker import CPUWorker, SeedSafeModelRunner
 from peagle.vllm.graph_worker import GraphTiers, GraphWorker
 from peagle.vllm.remote import RemoteDrafts
-
-
-class RemoteCPURunner(RemoteDrafts, SeedSafeModelRunner):
-    """vLLM's model runner for CPUs, with a remote drafter."""
 
 
 class RemoteGPURunner(RemoteDrafts, GraphTiers, gpu_model_runner.GPUModelRunner):
@@ -49,15 +44,6 @@ class RemoteControl:
         if (remote := getattr(getattr(self, "model_runner", None), "remote", None)) is not None:
             remote.close()
         super().shutdown()  # type: ignore[misc]
-
-
-class RemoteCPUWorker(RemoteControl, CPUWorker):
-    """Drop-in for vLLM's CPU worker."""
-
-    def init_device(self) -> None:
-        """vLLM's set-up and the repairs of `CPUWorker`, then the remote drafter."""
-        super().init_device()
-        RemoteCPURunner.install(self.model_runner)
 
 
 class RemoteGPUWorker(RemoteControl, GraphWorker):
