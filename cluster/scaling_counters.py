@@ -218,22 +218,20 @@ class CounterBook:
         head, totals = parse(reading.values)
         has_restarted = source is not None and _fell(totals, source.totals)
         before = {} if source is None or has_restarted else source.totals
-        added = {name: _since(total, before.get(name)) for name, total in totals.items()}
-        self._check(totals, added, None if source is None else now_s - source.taken_s)
+        added = {name: _added(total, before.get(name)) for name, total in totals.items()}
+        num_steps = sum(steps for _, steps in added.values())
+        self._check(totals, num_steps, None if source is None else now_s - source.taken_s)
         if has_restarted:
             new.restarted.append(reading.replica)
         if source is not None and now_s - source.taken_s <= MAX_GAP_S:
-            for name, one in added.items():
-                without_steps = WorkloadTotals(*one.numbers())
-                new.totals[name] = new.totals.get(name, WorkloadTotals()).plus(without_steps)
+            for name, (one, _) in added.items():
+                new.totals[name] = new.totals[name].plus(one) if name in new.totals else one
         new.reports.append(Report(reading.replica, head, {name: total.counts for name, total in totals.items()}))
         new.num_new += 1
         self._sources[reading.replica] = _Source(reading.time_s, totals, now_s)
         self._nonsense.pop(reading.replica, None)
 
-    def _check(
-        self, totals: Mapping[str, WorkloadTotals], added: Mapping[str, WorkloadTotals], elapsed_s: float | None
-    ) -> None:
+    def _check(self, totals: Mapping[str, WorkloadTotals], num_steps: int, elapsed_s: float | None) -> None:
         """Raises ReadingError for what no replica can have done."""
         ongoing = sum(total.num_arrived - total.num_ended for total in totals.values())
         most = 2 * self._limits.max_ongoing_requests
@@ -241,7 +239,6 @@ class CounterBook:
             raise ReadingError(f"{ongoing} requests at a time: a replica holds at most {most // 2}")
         if elapsed_s is None:
             return
-        num_steps = sum(one.counts.num_steps for one in added.values())
         # A minute more than between the readings: what was counted may have waited to be sent.
         possible = SPEED_MARGIN * self._limits.max_steps_per_s * (max(0.0, elapsed_s) + 60.0)
         if num_steps > possible:
@@ -272,6 +269,17 @@ def _fell(totals: Mapping[str, WorkloadTotals], earlier: Mapping[str, WorkloadTo
         if now.counts.num_steps < before.counts.num_steps:
             return True
     return False
+
+
+def _added(total: WorkloadTotals, earlier: WorkloadTotals | None) -> tuple[WorkloadTotals, int]:
+    """What came on top of `earlier`, without steps by depth, and how many steps; all of it where a counter fell."""
+    numbers, num_steps = total.numbers(), total.counts.num_steps
+    if earlier is not None and all(a >= b for a, b in zip(numbers, earlier.numbers(), strict=True)):
+        arrived, ended, output, prompt = (a - b for a, b in zip(numbers, earlier.numbers(), strict=True))
+        numbers = arrived, ended, output, prompt
+        if num_steps >= earlier.counts.num_steps:
+            num_steps -= earlier.counts.num_steps
+    return WorkloadTotals(*numbers), num_steps
 
 
 def _since(total: WorkloadTotals, earlier: WorkloadTotals | None) -> WorkloadTotals:
