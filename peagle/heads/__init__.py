@@ -109,13 +109,13 @@ def _needed_tables(target_dir: Path, config: DrafterConfig, names: Collection[st
     """The target's tables [V, H] that a shipped head with these tensors lacks, by their names in a head."""
     tables = {}
     if "mask_embedding" in names:
-        tables["embed_tokens.weight"] = _target_table(target_dir, "embed_tokens.weight")
+        tables["embed_tokens.weight"] = target_table(target_dir, "embed_tokens.weight")
     if config.draft_vocab_size < config.vocab_size and "lm_head.weight" not in names:
-        tables["lm_head.weight"] = _target_table(target_dir, "lm_head.weight")
+        tables["lm_head.weight"] = target_table(target_dir, "lm_head.weight")
     return tables
 
 
-def _target_table(target_dir: Path, name: str) -> "torch.Tensor":
+def target_table(target_dir: Path, name: str) -> "torch.Tensor":
     """A table of the target [V, H], in its stored type; a tied output matrix is the embedding table."""
     from safetensors import SafetensorError, safe_open
 
@@ -128,7 +128,7 @@ def _target_table(target_dir: Path, name: str) -> "torch.Tensor":
         except SafetensorError as error:
             raise ValueError(f"target {target_dir}: {path} cannot be read: {error}") from error
     if not found and name == "lm_head.weight" and _target_config(target_dir).get("tie_word_embeddings", True):
-        return _target_table(target_dir, "embed_tokens.weight")
+        return target_table(target_dir, "embed_tokens.weight")
     if len(found) != 1:
         where = ", ".join(f"{one} in {path.name}" for path, one, _ in found) or "none"
         raise ValueError(f"target {target_dir}: one {name} is needed in its safetensors, found {where}")

@@ -76,11 +76,13 @@ def plan_for(
     num_tiles = max(num_requests, 1) * triton.cdiv(rows_each, block_m // ratio)
     # Two programs fit a multiprocessor; twice as many even out contexts of different lengths.
     num_splits = min(4 * num_sms // (num_tiles * num_groups), triton.cdiv(max_context, MIN_KEYS_PER_SPLIT), MAX_SPLITS)
+    # A power of two: every number of splits is a kernel of its own to compile.
+    num_splits = 1 << max(num_splits, 1).bit_length() - 1
     small = head_size * element_bytes <= 256
     return Plan(
         block_m=block_m,
         block_n=64 if small else 32,
-        num_splits=max(1, num_splits),
+        num_splits=num_splits,
         phased=block_m == 128 and num_splits <= 1,
         num_warps=8 if block_m >= 128 or not small else 4,
         num_stages=3 if small else 2,

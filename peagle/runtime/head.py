@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from peagle.checkpoint import build_drafter, check_head_fits, load_head
 from peagle.config import DrafterConfig, HeadError
-from peagle.heads import _target_table
+from peagle.heads import target_table
 from peagle.model import Drafter, RMSNorm
 from peagle.target_config import read_target_config
 
@@ -47,8 +47,8 @@ def load_runtime_head(
     config, tensors = load_head(head_dir)
     check_parallel(config, f"head {head_dir}")
     check_head_fits(config, read_target_config(target_dir))
-    embed_VH = None if _EMBEDDING in tensors else _target_table(Path(target_dir), _EMBEDDING)
-    lm_head_VH = None if _OUTPUT in tensors else _target_table(Path(target_dir), _OUTPUT)
+    embed_VH = None if _EMBEDDING in tensors else target_table(Path(target_dir), _EMBEDDING)
+    lm_head_VH = None if _OUTPUT in tensors else target_table(Path(target_dir), _OUTPUT)
     drafter = build_drafter(config, tensors, embed_VH=embed_VH, lm_head_VH=lm_head_VH, dtype=dtype, device=device)
     return drafter.requires_grad_(False)
 

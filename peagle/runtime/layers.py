@@ -159,7 +159,7 @@ def _layer_weights(layer: Layer, device: torch.device, dtype: torch.dtype) -> La
     )
 
 
-def _joined(parts: list[torch.nn.Parameter], device: torch.device, dtype: torch.dtype) -> Tensor:
+def _joined(parts: list[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
     """The parts one below the other; parts of the same type and device become views of it."""
     whole = torch.cat([part.detach().to(device=device, dtype=dtype) for part in parts])
     if all(part.device == whole.device and part.dtype == dtype for part in parts):

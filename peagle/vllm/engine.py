@@ -93,20 +93,16 @@ def engine_kwargs(
             trained for, one pass if it has a mask token.
         dtype: of target and drafter. On a CPU without bf16 arithmetic: "float32".
         async_scheduling: whether vLLM plans a step ahead. False on a CPU, where vLLM does not support it.
-        on_cpu: whether the engine runs on a CPU. It then gets our worker, which repairs sampling there, also without a
-            head.
+        on_cpu: whether the engine runs on a CPU, with our worker, which repairs sampling there also without a head.
         full_graph_depths: K's in 0..K_max with full CUDA graphs of their own; K_max is added. None: vLLM's, K_max only.
         max_graph_padding_tokens: tokens added at most to a batch of unequal K, or of a K without graphs, to run it on a
             full graph. None: `MAX_GRAPH_PADDING_TOKENS`, with full_graph_depths.
-        remote: the drafter runs in another process, with this head: of head_dir only config.json is read. None: it
-            runs in the engine.
+        remote: the drafter runs in another process: of head_dir only config.json is read. None: in the engine.
         extra: further engine settings, passed on unchanged.
 
     Raises:
-        ValueError: names the setting and what to do: a key in `extra` that is decided here, a head directory without a
-            readable config.json of a P-EAGLE or EAGLE-3 head, a way of drafting that is not the head's, a K_max outside
-            1..`num_depths`, asynchronous scheduling or graphs on a CPU, graphs without a head, for no K at all or for
-            one outside 0..K_max, padding without graphs, a remote drafter without a P-EAGLE head.
+        ValueError: names the setting and what to do: a key in `extra` that is decided here, a head or K_max that does
+            not go with the others, asynchronous scheduling or graphs on a CPU, graphs for no K or a wrong one.
     """
     extra = dict(extra or {})
     for key, hint in OWNED_ENGINE_KEYS.items():
