@@ -94,6 +94,8 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
                         sys.stdout.write(json.dumps({**row, "drafting": None}) + "\n")
                         sys.stdout.flush()
                         yield row
+        if args.engine in ("tiers", "stock"):
+            yield {"engine": args.engine, "graphs": rig.collective_rpc("graph_report")}
     finally:
         rig.close()
 
@@ -123,7 +125,7 @@ def main() -> None:
     result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"runs": [], "rows": []}
     result["runs"].append({"engine": args.engine, "survivals": SURVIVALS, "conditions": conditions()})
     for row in measure(args, args.folder):
-        result["rows"].append(row)
+        result["rows" if "arm" in row else "runs"].append(row)
         args.out.write_text(json.dumps(result, indent=1))
 
 

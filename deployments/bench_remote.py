@@ -107,9 +107,9 @@ def connect(engine: Rig | RunningEngine, found: dict[str, Any]) -> None:
     """Give the engine its drafter, and wait until its link is up. Raises RuntimeError when it does not come up."""
     engine.collective_rpc("set_drafters", [found])
     begin_s = time.monotonic()
-    while engine.collective_rpc("remote_report")["num_up"] == 0:
+    while (report := engine.collective_rpc("remote_report")["pool"])["num_up"] == 0:
         if time.monotonic() - begin_s > START_S:
-            raise RuntimeError(f"no link: {engine.collective_rpc('remote_report')}")
+            raise RuntimeError(f"no link: {report}")
         time.sleep(0.2)
 
 
