@@ -167,6 +167,7 @@ def test_a_hello_that_fits_is_not_refused() -> None:
     ("changes", "reason"),
     [
         ({"heads": {}}, "names no head"),
+        ({"shape": dataclasses.replace(SERVED_SHAPE, max_num_rows=2**30)}, "max_num_rows = 1073741824 has"),
         ({"heads": {0: "digest0", 1: "other"}}, "head 1 of the target is other, this drafter has digest0"),
         ({"aux_layer_ids": (1, 2)}, "aux_layer_ids is"),
         ({"shape": dataclasses.replace(SERVED_SHAPE, hidden_size=8)}, "hidden_size is"),
@@ -187,6 +188,7 @@ def test_a_target_that_does_not_fit_is_refused_by_field(changes: dict[str, objec
         ({"shape": {"hidden_size": 1}}, "hello: .*missing"),
         ({"shape": {**dataclasses.asdict(SERVED_SHAPE), "dtype": "int4"}}, "dtype = 'int4'"),
         ({"heads": {"x": "y"}}, "hello: "),
+        ({"heads": {"1000000000": "y"}}, r"heads = \[1000000000\] must be numbered"),
         ({"aux_layer_ids": None}, "field 'aux_layer_ids'"),
     ],
 )

@@ -190,7 +190,7 @@ class Target:
             torch.full((len(slots),), num_rows, dtype=torch.int32, device=device),
             torch.tensor(next_tokens, dtype=torch.int32, device=device),
             torch.cat(rows),
-            prompts={slot: ints(self.tokens[slot][: self.ends[slot] + 1]) for slot in new if slot in slots},
+            prompts={slot: ints(self.tokens[slot][: self.ends[slot] + 1]) for slot in new},
         )
 
     def expected(self, slot: int, depth: int = MAX_DEPTH, head: int = 0) -> list[int]:

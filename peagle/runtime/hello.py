@@ -18,6 +18,8 @@ from peagle.runtime.steps import TargetShape
 from peagle.runtime.wire import Message, WireError
 
 MAX_REDUCER_BYTES = 1 << 30
+MAX_PAYLOAD_BYTES = 1 << 32
+MAX_NUM_HEADS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Hello:
         if message.kind != "hello":
             raise WireError(f"the first message is {message.kind!r:.40}, not a hello")
         try:
-            return cls(
+            found = cls(
                 name=message.field("name", str),
                 shape=TargetShape(**message.field("shape", dict)),
                 aux_layer_ids=tuple(int(layer) for layer in message.field("aux_layer_ids", list)),
@@ -56,8 +58,11 @@ class Hello:
                 host=message.field("host", str),
                 known_reducers=tuple(str(digest) for digest in message.field("known_reducers", list)),
             )
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise WireError(f"hello: {error}") from error
+        if any(not 0 <= index < MAX_NUM_HEADS for index in found.heads):
+            raise WireError(f"hello: heads = {sorted(found.heads)} must be numbered 0 .. {MAX_NUM_HEADS - 1}")
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +86,8 @@ def refusal(hello: Hello, heads: Mapping[int, ServedHead]) -> str | None:
     by_digest = {head.digest: head for head in heads.values()}
     if not hello.heads:
         return "the target names no head"
+    if (num_bytes := hello.shape.payload_bytes) > MAX_PAYLOAD_BYTES:
+        return f"a step of max_num_rows = {hello.shape.max_num_rows} has {num_bytes} bytes, at most {MAX_PAYLOAD_BYTES}"
     for index, digest in hello.heads.items():
         head = by_digest.get(digest)
         if head is None:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from peagle.kernels.wait import REACHED, TIMED_OUT
 from peagle.runtime import device_mailbox
 from peagle.runtime.head import Reducer
 from peagle.runtime.hello import Hello
@@ -38,8 +39,6 @@ MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 _NUM_QUICK_READS, _SLEEP_S = 50, 50e-6
 _NO_TOKENS = np.zeros(0, np.int32)
 logger = logging.getLogger(__name__)
-
-_REACHED, _TIMED_OUT = 1, 3  # of peagle.kernels.wait, which needs triton
 
 
 class Link:
@@ -122,7 +121,8 @@ class Link:
         """Hand a step's M requests to the drafter; False where it does not get them (no drafts, then).
 
         Fields as in `TargetStep`; numpy is what the host knows, tensors are int32 and the shape's dtype, on the device.
-        On a GPU everything is enqueued on the current stream. prompts: of requests that are new to the target.
+        On a GPU everything is enqueued on the current stream. prompts: of requests that are new to the target, those of
+        other drafters may be among them.
 
         Raises:
             ValueError: more requests or rows than the shape that was agreed on, which is the caller's mistake.
@@ -137,8 +137,9 @@ class Link:
                 f"a step of {len(slots_M)} requests and {num_rows} rows, agreed were {shape.max_num_requests} and "
                 f"{shape.max_num_rows}"
             )
-        finished, told = sorted(self._finished), prompts or {}
-        new = slots_M[~session.known[slots_M] | np.isin(slots_M, list(told))]
+        finished, slots = sorted(self._finished), slots_M.tolist()
+        told = {slot: tokens for slot, tokens in (prompts or {}).items() if slot in slots}
+        new = [*told, *slots_M[~session.known[slots_M]].tolist()]
         step = session.sent + 1
         with session.lock:
             if session.closed:
@@ -148,7 +149,7 @@ class Link:
                 np.stack([slots_M, heads_M, row_offset_M, depth_M]),
                 num_rows,
                 finished,
-                {slot: told.get(slot, _NO_TOKENS) for slot in new.tolist()},
+                {slot: told.get(slot, _NO_TOKENS) for slot in new},
             )
             if self._device.type == "cuda":
                 device_mailbox.enqueue_send(session.mailbox, step, start_M, num_valid_M, next_tokens_R, hidden_RH)
@@ -243,9 +244,9 @@ class Link:
         """Learn what became of the waits that a GPU did meanwhile."""
         while session.waited and (outcome := int(session.mailbox.area(session.waited[0]).outcome[0])):
             step = session.waited.popleft()
-            if outcome == _REACHED:
+            if outcome == REACHED:
                 self._answered(session, step)
-            elif outcome == _TIMED_OUT:
+            elif outcome == TIMED_OUT:
                 self._give_up(session)
 
     def _deadline_s(self, session: Session) -> float:

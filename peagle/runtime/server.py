@@ -255,7 +255,7 @@ class DrafterServer:
                     steps.append((peer, step))
             except (PeerClosed, OSError) as error:
                 self._lost(peer, error)
-            except (WireError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever a target sends, others are served
                 self.stats.num_dropped += 1
                 logger.warning("dropped %s: %s", peer.hello.name, error)
                 self._drop(peer, "bye", reason=str(error))
