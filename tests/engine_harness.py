@@ -13,7 +13,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from peagle.vllm.channel import DEPTH_KEY, WORKLOAD_KEY
+from peagle.vllm.channel import DEPTH_KEY, HEAD_KEY, WORKLOAD_KEY
 from peagle.vllm.engine import ASYNC_SCHEDULER
 from peagle.vllm.stats import DraftingRecorder, RequestDrafting
 from tests.scripted_drafts import CONTINUATION_KEY
@@ -38,10 +38,16 @@ class Job:
     workload: str | None = None
     continuation: Sequence[int] | None = None
     abort_after: int | None = None
+    head: int | None = None
     sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def params(self) -> SamplingParams:
-        channel = {DEPTH_KEY: self.k, WORKLOAD_KEY: self.workload, CONTINUATION_KEY: self.continuation}
+        channel = {
+            DEPTH_KEY: self.k,
+            WORKLOAD_KEY: self.workload,
+            CONTINUATION_KEY: self.continuation,
+            HEAD_KEY: self.head,
+        }
         return SamplingParams(
             **{
                 "temperature": 0.0,

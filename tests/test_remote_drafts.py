@@ -54,7 +54,7 @@ ENGINE: dict[str, Any] = {
     "enable_prefix_caching": False,
 }
 CHUNKS = {"max_num_batched_tokens": 64}
-FEW_BLOCKS = {"num_gpu_blocks_override": 13}
+FEW_BLOCKS = {"num_gpu_blocks_override": 10, "max_model_len": 256}
 CACHED = {"enable_prefix_caching": True}
 
 

@@ -68,13 +68,13 @@ class RemoteProposer(ChunkedProposer):
 
 
 class RemoteDrafts(_Runner):
-    """Mixin over vLLM's model runner; `install` turns a finished runner into one."""
+    """Mixin over vLLM's model runner; `install_remote` turns a finished runner into one."""
 
     remote: StepSender | None  # None on ranks that do not send
     _sent: list[Sent] | None
 
     @classmethod
-    def install(cls, runner: Any) -> None:
+    def install_remote(cls, runner: Any) -> None:
         """Make `runner`, whose `__init__` has run and whose model is not loaded, one of this class.
 
         Raises:
@@ -162,7 +162,8 @@ class RemoteDrafts(_Runner):
         last_B = start_of_B1[:-1] + (num_valid_B - 1).clamp(min=0)
         next_tokens_R[last_B.long()] = next_tokens_B.to(next_tokens_R.dtype)
         requests = [self.requests[request_id] for request_id in batch.req_ids]
-        heads = [head_of(request.sampling_params.extra_args) for request in requests]
+        params = [request.sampling_params for request in requests]
+        heads = [head_of(one.extra_args if one is not None else None) for one in params]
         k_B = np.array([depth_in_batch(request, self.num_spec_tokens) for request in requests], dtype=np.int32)
         is_prompt_B = batch.num_computed_tokens_cpu[:num_requests] < batch.num_prompt_tokens[:num_requests]
         offset_B1 = self.query_start_loc.np[: num_requests + 1].astype(np.int32)

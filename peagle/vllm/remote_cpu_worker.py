@@ -19,4 +19,4 @@ class RemoteCPUWorker(RemoteControl, CPUWorker):
     def init_device(self) -> None:
         """vLLM's set-up and the repairs of `CPUWorker`, then the remote drafter."""
         super().init_device()
-        RemoteCPURunner.install(self.model_runner)
+        RemoteCPURunner.install_remote(self.model_runner)

@@ -52,4 +52,4 @@ class RemoteGPUWorker(RemoteControl, GraphWorker):
     def init_device(self) -> None:
         """vLLM's set-up and the tiers of `GraphWorker`, then the remote drafter."""
         super().init_device()
-        RemoteGPURunner.install(self.model_runner)
+        RemoteGPURunner.install_remote(self.model_runner)

@@ -13,6 +13,7 @@ Knows nothing of workloads or of how K is chosen.
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -176,7 +177,8 @@ class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
             raise ValueError(
                 "async_scheduling is off (on a CPU vLLM forces it off): scheduler_cls must be PerRequestDepthScheduler"
             )
-        if REMOTE_KEY in (self.vllm_config.additional_config or {}):
+        additional_config = self.vllm_config.additional_config
+        if isinstance(additional_config, Mapping) and REMOTE_KEY in additional_config:
             self._health = Health.open(self.vllm_config.instance_id)
 
     def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:
