@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from peagle.runtime.draft_engine import DraftEngine, StepError
+from peagle.runtime.pass_plan import Requests, split
 from peagle.runtime.steps import TargetStep
 from tests.draft_engine_harness import (
     BLOCK,
@@ -78,6 +79,16 @@ def test_the_same_slot_of_two_targets_is_two_requests() -> None:
     run(engine, 1, 1, {0: Rows(mine, 9, 1, 4)})
     run(engine, 2, 1, {0: Rows(yours, 6, 1, 4)})
     assert (engine.num_requests, engine.counters.cold_starts, engine.counters.passes) == (2, 0, 3)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_prompt_says_that_another_request_has_the_slot(known: bool) -> None:
+    engine, old, new = DraftEngine({0: head_runtime(0)}), make_request(0), make_request(1)
+    run(engine, 1, 0, {0: Rows(old, 0, 2 * BLOCK, 4)}, prompts={0: prompt(old, 0)})
+    tokens = prompt(new, 2 * BLOCK) if known else np.empty(0, np.int32)
+    run(engine, 1, 1, {0: Rows(new, 2 * BLOCK, 3, 4)}, prompts={0: tokens})  # where the old one would have gone on
+    assert engine.cached_range(1, 0) == (2 * BLOCK, 2 * BLOCK + 3)
+    assert (engine.num_requests, engine.counters.cold_starts) == (1, 1)
 
 
 def test_a_gap_starts_cold_and_is_counted() -> None:
@@ -165,7 +176,20 @@ def test_requests_without_new_rows_keep_their_cache() -> None:
     assert engine.num_requests == 0
 
 
-def test_long_prompts_run_in_pieces_and_after_those_that_wait_for_drafts() -> None:
+def test_split_takes_those_that_wait_for_drafts_first() -> None:
+    zeros = np.zeros(2, np.int64)
+    num_valid, offset, depth = np.array([21, 5]), np.array([0, 21]), np.array([0, 4])
+    requests = Requests(np.arange(2), zeros, np.arange(2), zeros, num_valid, offset, depth)
+    passes = split(requests, max_num_rows=8, max_num_requests=16)
+    assert [part.flat_G.tolist() for part in passes] == [[1], [0], [0], [0]]
+    assert [part.start_G.tolist() for part in passes] == [[0], [0], [8], [16]]
+    assert [part.row_offset_G.tolist() for part in passes] == [[21], [0], [8], [16]]
+    passes = split(requests[np.array([1])], max_num_rows=6, max_num_requests=16)  # five rows and three masks
+    assert [part.num_valid_G.tolist() for part in passes] == [[3], [2]]
+    assert [part.depth_G.tolist() for part in passes] == [[0], [4]]
+
+
+def test_long_prompts_run_in_pieces() -> None:
     engine, chunk, waiting = DraftEngine({0: head_runtime(0, max_num_rows=8)}), make_request(0), make_request(1)
     run(engine, 1, 0, {0: Rows(chunk, 0, 21, 0), 1: Rows(waiting, 0, 5, 4)})
     assert (engine.counters.passes, engine.counters.rows) == (4, 21 + 5 + 3)

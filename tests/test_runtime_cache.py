@@ -136,6 +136,18 @@ def test_a_request_whose_tokens_are_not_known_publishes_nothing() -> None:
     assert table.pool.num_published == 1
 
 
+def test_keys_of_freed_blocks_are_forgotten() -> None:
+    """Else a request of unknown tokens would go on from the key of the request that had its block before."""
+    table, tokens = make_table(50), list(range(30))
+    model, request = Model(table), Request([9, *tokens[1:]], 0)
+    for slot in (0, 1):  # the same key twice, so the block of slot 1 is not published
+        model.step(0, {slot: (Request(tokens, 0), 0, BLOCK, 1)}, {slot: ids(tokens[0])})
+    table.release(0, [1])
+    model.step(0, {1: (request, 0, BLOCK, 1)}, {1: ids()})
+    model.step(0, {1: (request, BLOCK, BLOCK, 1)}, {})
+    assert table.pool.num_published == 1
+
+
 def test_a_preempted_request_still_publishes() -> None:
     table, tokens = make_table(50), list(range(30))
     model, request = filled(table, 0, 0, tokens, BLOCK)
