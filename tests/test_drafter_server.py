@@ -184,9 +184,11 @@ def test_a_killed_target_is_forgotten_and_its_memory_freed(path: str) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as victim:
             assert victim.stdout is not None
-            assert victim.stdout.readline() == "five steps\n"
-            assert mapped_mailboxes(drafter.process.pid) == (path == "shared")
-            victim.send_signal(signal.SIGKILL)
+            try:
+                assert victim.stdout.readline() == "five steps\n"
+                assert mapped_mailboxes(drafter.process.pid) == (path == "shared")
+            finally:
+                victim.send_signal(signal.SIGKILL)
             victim.wait()
         eventually(lambda: mapped_mailboxes(drafter.process.pid) == 0)
         pool = make_pool()

@@ -118,6 +118,24 @@ def test_a_drafter_gets_only_requests_of_heads_that_it_serves() -> None:
         pool.close()
 
 
+def test_a_drafter_may_be_asked_for_other_heads_while_steps_go_on() -> None:
+    with running(make_server((0, 1))) as server:
+        pool = make_pool()
+        pool.set_drafters([entry(server.address)])
+        eventually(lambda: pool.num_up)
+        target = Target(pool)
+        target.check_step()
+        pool.set_drafters([entry(server.address, {1: "digest1"})])
+        assert target.step(head=1) == [None] * 3
+        eventually(lambda: pool.report()["links"][0]["num_connections"] == 2 and pool.num_up)
+        target.begin_cold()
+        target.check_step(head=1)
+        pool.set_drafters([entry(server.address, {1: "digest1"})])
+        target.check_step(head=1)
+        assert pool.report()["links"][0]["num_connections"] == 2
+        pool.close()
+
+
 def test_nobody_there_is_no_error_and_requests_find_a_drafter_that_comes() -> None:
     pool = make_pool()
     target = Target(pool)

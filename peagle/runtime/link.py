@@ -11,13 +11,11 @@ never a request.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -76,8 +74,13 @@ class Link:
 
     @property
     def heads(self) -> Mapping[int, str]:
-        """index -> digest, as agreed or wanted."""
+        """index -> digest, as wanted."""
         return self._hello.heads
+
+    @property
+    def served(self) -> Collection[int]:
+        """Heads for which this step can be sent."""
+        return () if self._current is None else self._current.heads.keys()
 
     def begin_step(self) -> bool:
         """Take up the connection as it is now; whether steps can be sent."""
@@ -189,8 +192,7 @@ class Link:
 
         `NO_DRAFT` all over when they do not come in time, or when the link went down since.
         """
-        session = self._current
-        if session is not None and session.sent:
+        if (session := self._current) is not None and session.sent:
             with session.lock:
                 if not session.closed:
                     assert session.enqueued is not None
@@ -215,8 +217,7 @@ class Link:
                 return
             self._hello = dataclasses.replace(self._hello, heads=dict(heads))
         if (session := self._session) is not None:
-            with contextlib.suppress(OSError):
-                session.connection.shutdown(socket.SHUT_RDWR)
+            session.hang_up()
 
     def close(self, timeout_s: float = 0.0) -> None:
         """End the connection and the thread, and wait for it this long. Again is no error."""
@@ -237,7 +238,6 @@ class Link:
             "heads": {str(index): digest for index, digest in self.heads.items()},
             "average_pass_s": self._times.average_s,
             **dataclasses.asdict(self.stats),
-            "num_bytes": self.stats.num_bytes + (0 if session is None else session.num_bytes),
         }
 
     def _harvest(self, session: Session) -> None:
@@ -271,14 +271,16 @@ class Link:
         while not self._stopped.is_set():
             try:
                 hello = dataclasses.replace(self._hello, known_reducers=tuple(self._reducers))
-                session = connect(self.address, hello, self._device, self._waker)
+                session = connect(self.address, hello, self._device, self._waker, self.stats)
+                if session.heads != self._hello.heads:  # others are wanted meanwhile
+                    session.close()
+                    continue
                 self._session, backoff_s = session, MIN_BACKOFF_S
                 self.stats.num_connections += 1
                 try:
                     session.serve(self._stopped)
                 finally:
                     self._session = None
-                    self.stats.num_bytes += session.num_bytes
                     session.close()
             except Swapped as swap:
                 self.problem = str(swap)

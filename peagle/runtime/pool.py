@@ -123,7 +123,7 @@ class LinkPool:
             links_B[i] = self._link_of[slot] = self._choose(key, head, usable)
         groups = []
         for number, link in usable.items():
-            served_B = _is_one_of(heads_B, link.heads)
+            served_B = _is_one_of(heads_B, link.served)
             if len(members_M := np.flatnonzero((links_B == number) & served_B)):
                 groups.append((link, members_M))
             self._link_of[slots_B[(links_B == number) & ~served_B]] = -1  # its heads changed: another one's, next time
@@ -164,7 +164,7 @@ class LinkPool:
 
     def _choose(self, key: str, head: int, usable: Mapping[int, Link]) -> int:
         """Number of the link with the highest hash, of those that serve the head and stay; -1 without one."""
-        serving = [n for n, link in usable.items() if n not in self._draining and head in link.heads]
+        serving = [n for n, link in usable.items() if n not in self._draining and head in link.served]
         return max(serving, key=lambda number: _rank(key, self._links[number].address), default=-1)
 
     def _close_drained(self) -> None:

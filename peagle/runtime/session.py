@@ -24,6 +24,7 @@ import torch
 from peagle.runtime import device_mailbox
 from peagle.runtime.head import Reducer
 from peagle.runtime.hello import MAX_REDUCER_BYTES, Hello
+from peagle.runtime.link_stats import LinkStats
 from peagle.runtime.mailbox import NUM_AREAS, Mailbox
 from peagle.runtime.step_message import drafts_of, send_step
 from peagle.runtime.wire import Message, MessageReader, WireError, send_message
@@ -85,10 +86,10 @@ class Session:
     device: torch.device
     waker: Waker
     peer: str
+    stats: LinkStats
     no_mailbox_reason: str = ""
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     closed: bool = False
-    num_bytes: int = 0
     sent: int = 0
     late: bool = False
     known: npt.NDArray[np.bool_] = dataclasses.field(init=False)
@@ -112,6 +113,11 @@ class Session:
         if self.enqueued is not None:
             self.enqueued.synchronize()
             device_mailbox.unpin(self.mailbox, self.device)
+
+    def hang_up(self) -> None:
+        """Let the connection end: the thread that serves it will see that. From any thread."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def serve(self, stopped: threading.Event) -> None:
         """Watch the connection, and carry steps where the mailbox is not shared, until `stopped`.
@@ -150,7 +156,7 @@ class Session:
         begin_ns = time.monotonic_ns()
         found = self.mailbox.read_step(step, 0)
         self.connection.settimeout(MAX_SILENCE_S)
-        self.num_bytes += send_step(self.connection, found)
+        self.stats.num_bytes += send_step(self.connection, found)
         while (message := self.take_messages()) is None:
             self._wait(self.connection)
             if stopped.is_set():
@@ -158,7 +164,7 @@ class Session:
             if time.monotonic_ns() - begin_ns > MAX_SILENCE_S * 1e9:
                 raise WireError(f"{self.peer} did not answer for {MAX_SILENCE_S:g} s")
         drafts_BK = drafts_of(message, step, found.num_requests, self.mailbox.shape)
-        self.num_bytes += drafts_BK.nbytes
+        self.stats.num_bytes += drafts_BK.nbytes
         self.mailbox.answer(step, drafts_BK, time.monotonic_ns() - begin_ns)
 
     def _wait(self, *sources: socket.socket | Waker) -> None:
@@ -169,7 +175,7 @@ class Session:
             self.waker.clear()
 
 
-def connect(address: str, hello: Hello, device: torch.device, waker: Waker) -> Session:
+def connect(address: str, hello: Hello, device: torch.device, waker: Waker, stats: LinkStats) -> Session:
     """Introduce a target to the drafter at "host:port".
 
     Raises Refused with the drafter's words, WireError or ValueError for a peer that is no drafter, OSError where nobody
@@ -203,6 +209,7 @@ def connect(address: str, hello: Hello, device: torch.device, waker: Waker) -> S
             device=device,
             waker=waker,
             peer=peer,
+            stats=stats,
             no_mailbox_reason=problem or str(welcome.fields.get("no_mailbox", "")),
         )
     except BaseException:
