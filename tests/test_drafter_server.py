@@ -296,7 +296,5 @@ def test_bad_settings_are_refused_by_name() -> None:
         DrafterServer(engine, {})
     with pytest.raises(ValueError, match="heads = "):
         DrafterServer(engine, {0: served_head(0), 1: served_head(0)})
-    taken = make_server()
-    with pytest.raises(OSError, match="in use"):
+    with running(make_server()) as taken, pytest.raises(OSError, match="in use"):
         make_server(port=int(taken.address.rpartition(":")[2]))
-    taken.stop()
