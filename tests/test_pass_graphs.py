@@ -101,6 +101,9 @@ def test_warming_up_leaves_nothing_to_capture_and_changes_no_draft() -> None:
     for steps in ([Step(0, 0, 3, 5), Step(1, 0, 1, 5), Step(2, 0, 6, 5)], [Step(0, 3, 1, 5), Step(1, 1, 2, 5)]):
         assert parallel_pass.run(requests.batch(steps)).tolist() == [requests.expected(step) for step in steps]
     assert runner_of(parallel_pass).num_graphs == num_graphs
+    # A prompt beside drafts is no full batch: it runs without a graph rather than wait for a capture.
+    steps = [Step(2, 6, 17, 0), Step(0, 4, 2, 5)]
+    assert parallel_pass.run(requests.batch(steps)).tolist() == [requests.expected(step) for step in steps]
     assert parallel_pass.warm_up() == num_graphs
 
 

@@ -82,6 +82,11 @@ class GraphSizes:
         return sorted(found, reverse=True)
 
 
+def _powers_of_two(most: int) -> list[int]:
+    """1, 2, 4, ... below `most`, and `most`."""
+    return [*(1 << n for n in range((most - 1).bit_length())), most]
+
+
 class _Area:
     """Pinned memory of one launch, and the drafts that its pass writes there."""
 
@@ -129,6 +134,7 @@ class GraphRunner:
         table_size = limits.max_num_requests * limits.max_blocks
         self._areas = [_Area(num_integers + table_size, limits) for _ in range(NUM_AREAS)]
         self._num_launches = 0
+        self._is_warm = False
         with torch.cuda.stream(self._stream):
             self._integers = torch.zeros(num_integers + table_size, dtype=torch.int32, device=device)
             self._table_BN = torch.zeros(limits.max_num_requests, limits.max_blocks, dtype=torch.int32, device=device)
@@ -150,6 +156,8 @@ class GraphRunner:
         num_requests, depth = batch.num_requests, int(batch.drafts_B().max())
         num_rows = int(batch.rows_B().sum())
         key = self.sizes.key(num_rows, num_requests, depth)
+        if self._is_warm and key not in self._graphs:
+            key = None
         with torch.cuda.stream(self._stream):
             self._send(batch, area, num_requests if key is None else key[1])
             if key is None:
@@ -164,18 +172,31 @@ class GraphRunner:
         return area.pending
 
     def warm_up(self) -> int:
-        """Captures the graphs of full batches that do not exist yet; returns how many graphs there are."""
+        """Captures the graphs of full batches that do not exist yet; returns how many graphs there are.
+
+        From then on none is captured: that, and the compilation before it, takes longer than a target waits. Batches
+        of other sizes (prompts beside drafts, fewer drafts than rows allow) run without a graph.
+        """
         with torch.cuda.stream(self._stream):
             # Requests without rows: what runs before a capture then writes nothing to the cache.
             self._integers.zero_()
             # Compiles the gather from pinned memory.
             pinned_RH = torch.zeros(1, self.limits.hidden_size, dtype=self._payload_RH.dtype, pin_memory=True)
             self._gather_payload([pinned_RH], [1], 0)
+            self._compile_sizes()
             for key in self.sizes.full_batches():
                 if key not in self._graphs:
                     self._graphs[key] = self._capture(key)
         self._stream.synchronize()
+        self._is_warm = True
         return len(self._graphs)
+
+    def _compile_sizes(self) -> None:
+        """Runs passes without rows at powers of two up to the limits: the plans of attention follow from the sizes."""
+        for requests in _powers_of_two(self.limits.max_num_requests):
+            for rows in _powers_of_two(self.limits.max_num_rows):
+                if rows >= requests:
+                    self._compute(self._inputs(requests), rows, self.limits.max_depth)
 
     def _send(self, batch: PassBatch, area: _Area, num_requests: int) -> None:
         """Moves a batch to the GPU, its requests padded to num_requests by such without rows."""

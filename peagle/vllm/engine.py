@@ -29,9 +29,10 @@ GRAPHS_KEY = "peagle_graphs"
 
 MAX_GRAPH_PADDING_TOKENS = 8
 
-MAX_GRAPH_TOKENS = 1024
-"""Largest CUDA graph with `full_graph_depths`, in tokens. vLLM's own limit is 512, which 128 requests reach at K = 3;
-beyond it a step of Qwen3-Coder-30B-A3B's shape on an H200 took 58 ms instead of 24 (measured, vLLM 0.26)."""
+VLLM_GRAPH_TOKENS, MAX_GRAPH_TOKENS = 512, 2048
+"""Largest CUDA graph in tokens: vLLM's own limit, and the most with `full_graph_depths`. 128 requests reach vLLM's at
+K = 3; beyond it a step of Qwen3-Coder-30B-A3B's shape at K = 7 took 60 ms, on a graph 30 (H200, vLLM 0.26). Twice the
+largest decode batch is covered, because under load a step often has a prompt beside it, which no full graph takes."""
 
 CAPTURE_KEYS = frozenset({"max_cudagraph_capture_size", "cudagraph_capture_sizes"})
 
@@ -193,9 +194,19 @@ def _graph_settings(kwargs: Mapping[str, Any], depths: Sequence[int], max_paddin
     found: dict[str, Any] = {"worker_cls": GRAPH_WORKER}
     found["additional_config"] = {**additional_config, GRAPHS_KEY: graphs}
     if not CAPTURE_KEYS & {*kwargs, *(kwargs.get("compilation_config") or {})}:
-        num_tokens = kwargs.get("max_num_seqs", MAX_GRAPH_TOKENS) * (1 + k_max)
-        found["max_cudagraph_capture_size"] = min(num_tokens, MAX_GRAPH_TOKENS)
+        found["cudagraph_capture_sizes"] = capture_sizes(2 * kwargs.get("max_num_seqs", MAX_GRAPH_TOKENS) * (1 + k_max))
     return found
+
+
+def capture_sizes(num_tokens: int) -> list[int]:
+    """Sizes of graphs for batches of up to `num_tokens`: vLLM's list up to its limit, then eight to a doubling."""
+    most = min(max(num_tokens, VLLM_GRAPH_TOKENS), MAX_GRAPH_TOKENS)
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, VLLM_GRAPH_TOKENS, 16)]
+    start = VLLM_GRAPH_TOKENS
+    while start <= most:
+        sizes += range(start, 2 * start, start // 8)
+        start *= 2
+    return [size for size in sizes if size <= most]
 
 
 def _head_config(head_dir: Path) -> dict[str, Any]:
