@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.step_time import StepPoint, StepShape, StepTimes
-from peagle.vllm.channel import SURVIVAL_KEY
+from peagle.vllm.channel import SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.step_clock import TimedStep
 from peagle.vllm.trimming import NUM_STEPS_BETWEEN_CORRECTIONS, CorrectedTimes, Trimmer
 
@@ -30,8 +30,9 @@ def times(base_s: float = 0.010, per_token_s: float = 0.001) -> StepTimes:
 NUMBERS = count()
 
 
-def request(survival: Any = None, name: str = "") -> Any:
-    extra = {} if survival is None else {SURVIVAL_KEY: survival}
+def request(survival: Any = None, name: str = "", workload: str = "") -> Any:
+    """Of a workload for each survival, unless it is named."""
+    extra = {} if survival is None else {SURVIVAL_KEY: survival, WORKLOAD_KEY: workload or str(survival)}
     name = name or str(next(NUMBERS))
     return SimpleNamespace(request_id=name, num_computed_tokens=100, sampling_params=SimpleNamespace(extra_args=extra))
 
@@ -40,6 +41,15 @@ def test_a_deep_draft_of_a_sure_request_outranks_the_first_of_a_doubtful_one() -
     sure, doubtful = Trimmer(times(), K_MAX).depths([request(SURE), request(DOUBTFUL)], [5, 5])
     assert sure == 5
     assert doubtful <= 1
+
+
+def test_what_was_said_last_of_a_workload_counts_for_all_its_requests() -> None:
+    trimmer = Trimmer(times(), K_MAX)
+    early = [request(SURE, workload="chat") for _ in range(15)]
+    assert min(trimmer.depths(early, [5] * 15)) == 5
+    late = request(DOUBTFUL, workload="chat")
+    assert max(trimmer.depths([*early, late], [5] * 16)) <= 1
+    assert trimmer.depths([*early, late, request(workload="chat")], [5] * 17)[-1] == 5, "a probe keeps its K"
 
 
 def test_load_trims_and_never_deepens() -> None:

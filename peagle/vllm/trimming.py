@@ -2,8 +2,8 @@
 
 Enters: the requests of the next step, each with its K and perhaps its survival (`SURVIVAL_KEY`), and the engine's step
 times (`STEP_TIMES_KEY` in vLLM's `additional_config`). Leaves: depths, never above K. A request without a survival
-(pinned, asked for by the client, a probe) keeps its K; the others make room around it. The table is corrected by what
-the steps turn out to take (`cluster.residuals`).
+(pinned, asked for by the client, a probe) keeps its K; the others make room around it, each by what was last said of
+its workload. The table is corrected by what the steps turn out to take (`cluster.residuals`).
 """
 
 import copy
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.allocation import allocate, check_survival
 from cluster.step_costs import CostCurves
 from cluster.step_time import Residuals, StepShape, StepTimes
-from peagle.vllm.channel import STEP_TIMES_KEY, SURVIVAL_KEY
+from peagle.vllm.channel import DEFAULT_WORKLOAD, STEP_TIMES_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.engine_facts import engine_conditions
 from peagle.vllm.step_clock import Scheduled, StepClock, TimedStep
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_KNOWN_SURVIVALS = 4096
+MAX_KNOWN = 4096
+"""Requests and workloads that are remembered."""
 
 NUM_STEPS_BETWEEN_CORRECTIONS = 500
 MAX_MAPE = 0.1
@@ -73,13 +74,15 @@ class Trimmer:
         self._max_draft_tokens = max_draft_tokens
         self._clock = StepClock()
         self._has_warned = False
-        # Read once a request, not once a step; one tuple for equal survivals, whose requests are decided together.
-        self._by_request: OrderedDict[str, Survival | None] = OrderedDict()
-        self._known: OrderedDict[Survival, Survival] = OrderedDict()
+        # Read once a request, not once a step. Requests of a workload share the survival of the one that came last: it
+        # is the best known, and requests with the same survival are decided together.
+        self._workload_of: OrderedDict[str, str | None] = OrderedDict()
+        self._newest: OrderedDict[str, Survival] = OrderedDict()
 
     def depths(self, requests: "list[Request]", wanted: list[int]) -> list[int]:
         """Depth of each request, at most its `wanted` K."""
-        found = [self._survival(request) for request in requests]
+        workloads = [self._workload(request) for request in requests]
+        found = [None if workload is None else self._newest.get(workload) for workload in workloads]
         # One that is too short for its K says nothing of the rest: the K is obeyed.
         survivals = [
             None if survival is None or len(survival) < depth else survival
@@ -118,28 +121,31 @@ class Trimmer:
                     100 * self._residuals.mape,
                 )
 
-    def _survival(self, request: "Request") -> Survival | None:
-        """The request's survival; None where it has none, or one that is not usable (it is logged once)."""
+    def _workload(self, request: "Request") -> str | None:
+        """The request's workload; None where it brought no survival, or none that is usable."""
         request_id = request.request_id
-        if request_id not in self._by_request:
-            self._by_request[request_id] = self._read(request)
-            if len(self._by_request) > MAX_KNOWN_SURVIVALS:
-                self._by_request.popitem(last=False)
-        return self._by_request[request_id]
+        if request_id not in self._workload_of:
+            self._workload_of[request_id] = self._read(request)
+            if len(self._workload_of) > MAX_KNOWN:
+                self._workload_of.popitem(last=False)
+        return self._workload_of[request_id]
 
-    def _read(self, request: "Request") -> Survival | None:
+    def _read(self, request: "Request") -> str | None:
+        """Take in the survival that a request brings. Its workload; None where it brings none or a bad one (logged)."""
         params = request.sampling_params
-        raw: Any = params.extra_args.get(SURVIVAL_KEY) if params is not None and params.extra_args else None
+        extra_args: dict[str, Any] = (params.extra_args if params is not None else None) or {}
+        raw = extra_args.get(SURVIVAL_KEY)
         if raw is None:
             return None
         try:
             survival = tuple(map(float, raw))
-            if survival not in self._known:
-                check_survival(survival, f"request {request.request_id}")
+            check_survival(survival, f"request {request.request_id}")
         except (TypeError, ValueError) as error:
             logger.warning("request %s: %s=%.80r is not used: %s", request.request_id, SURVIVAL_KEY, raw, error)
             return None
-        known = self._known.setdefault(survival, survival)
-        if len(self._known) > MAX_KNOWN_SURVIVALS:
-            self._known.popitem(last=False)
-        return known
+        workload = str(extra_args.get(WORKLOAD_KEY, DEFAULT_WORKLOAD))
+        self._newest[workload] = survival
+        self._newest.move_to_end(workload)
+        if len(self._newest) > MAX_KNOWN:
+            self._newest.popitem(last=False)
+        return workload
