@@ -10,7 +10,7 @@ speculation. Acceptance is synthetic, by workload (`SURVIVALS`), in one batch (`
 An arm is a rule for K: `learned` is the service's own (`cluster.control.DepthControl`, fed twice a second with what the
 engine reports, and the trimming scheduler), a number pins K. The load is closed: c requests are always running, each of
 128 prompt and `--max-tokens` output tokens, workloads in random order in equal numbers. Tokens are counted over
-`--window-s` after `--warmup-s`; arms take turns at each load. The learned arm keeps what it has learned, as a service
+`--window-s` after `--warmup-s`; arms take turns at each load, after a run of each that is not counted. The learned arm keeps what it has learned, as a service
 does; it starts from nothing with a run that is not counted. Writes its conditions beside the figures.
 """
 
@@ -36,6 +36,7 @@ SURVIVALS: dict[str, tuple[float, ...]] = {
 }
 """P(first i drafts accepted): AL 5.09 and 2.55 at K = 7; coding accepts about twice what chat does."""
 MIXES = {"mixed": ("code", "chat"), "code": ("code",), "chat": ("chat",)}
+WARM_S = 1.0
 ENGINES = {"tiers": K_MAX, "stock": K_MAX, "k3": 3, "k5": 5, "none": 0}
 
 
@@ -84,9 +85,13 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
             for num_requests in (max(args.num_requests), 8):
                 rig.run(arm, MIXES["mixed"], num_requests, 1.0, 3.0 if arm == LEARNED else 0.5)
         for mix in args.mixes:
-            for num_requests in args.num_requests:
+            for place, num_requests in enumerate(args.num_requests):
+                # Kernels of a batch's size compile at its first use, which must not fall on one arm.
+                for arm in args.arms:
+                    rig.run(arm, MIXES[mix], num_requests, 0.0, WARM_S)
                 for turn in range(args.repeats):
-                    for arm in args.arms if turn % 2 == 0 else args.arms[::-1]:
+                    first = (place + turn) % len(args.arms)
+                    for arm in args.arms[first:] + args.arms[:first]:
                         row = {"engine": args.engine, "mix": mix, "num_requests": num_requests, "arm": arm}
                         row |= rig.run(arm, MIXES[mix], num_requests, args.warmup_s, args.window_s)
                         if arm == LEARNED:
