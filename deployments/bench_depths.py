@@ -10,8 +10,8 @@ speculation. Acceptance is synthetic, by workload (`SURVIVALS`), in one batch (`
 An arm is a rule for K: `learned` is the service's own (`cluster.control.DepthControl`, fed twice a second with what the
 engine reports, and the trimming scheduler), a number pins K. The load is closed: c requests are always running, each of
 128 prompt and `--max-tokens` output tokens, workloads in random order in equal numbers. Tokens are counted over
-`--window-s` after `--warmup-s`; arms take turns at each load, after a run of each that is not counted. The learned arm keeps what it has learned, as a service
-does; it starts from nothing with a run that is not counted. Writes its conditions beside the figures.
+`--window-s` after `--warmup-s`; arms take turns at each load, after a run of each that is not counted. The learned arm
+starts from nothing and keeps what it has learned, as a service does. Writes its conditions beside the figures.
 """
 
 import argparse
