@@ -57,8 +57,8 @@ class DepthSettings(Section):
         return times
 
 
-def check_depth(depth: DepthSettings, deepest: int) -> list[str]:
-    """A line for each problem; `deepest` is K_max."""
+def check_depth(depth: DepthSettings, deepest: int, *, is_scaled: bool = False) -> list[str]:
+    """A line for each problem; `deepest` is K_max. `is_scaled`: autoscaling reads the step times too."""
     problems: list[str] = []
     limit, because = deepest, f"drafter.max_draft_tokens, {deepest}"
     if depth.max is not None and depth.max > deepest:
@@ -76,13 +76,13 @@ def check_depth(depth: DepthSettings, deepest: int) -> list[str]:
             problems.append(f"depth.by_workload.{tag} is {k}, outside 0..{limit} ({because})")
     if depth.policy == "fixed":
         for key in ("step_times", "state", "objectives"):
-            if getattr(depth, key):
+            if getattr(depth, key) and not (key == "step_times" and is_scaled):
                 problems.append(f"depth.{key} is read by the adaptive policy only: write depth.policy: adaptive")
     elif both := sorted(depth.by_workload.keys() & depth.objectives.keys()):
         problems.append(f"depth.by_workload pins K of {both[0]}, so depth.objectives.{both[0]} decides nothing")
     if depth.step_times is not None and not Path(depth.step_times).is_file():
         problems.append(f"depth.step_times: {depth.step_times} is no file")
-    elif depth.policy == "adaptive":
+    elif depth.policy == "adaptive" or depth.step_times is not None:
         try:
             depth.times(deepest)
         except ValueError as error:

@@ -17,6 +17,7 @@ from cluster.caller_settings import check_depths, read_callers
 from cluster.depth_settings import DepthSettings, check_depth
 from cluster.drafter_settings import DrafterSettings, check_placement, fill_remote, read_drafter
 from cluster.drafting import is_workload_tag
+from cluster.scaling_settings import AutoscalingSettings, check_autoscaling, check_sources
 from cluster.settings import (
     OWNED_ENGINE_KEYS,
     CallerSettings,
@@ -79,11 +80,13 @@ def load_settings(raw: Any, catalog: Catalog, env: Mapping[str, str] | None = No
     drafter_known = "drafter" not in sections or sections["drafter"] is None or parsed["drafter"] is not None
     parsed["drafter"] = reader.check_drafter(parsed.get("drafter"))
     if drafter_known and (depth := parsed.get("depth")) is not None:
-        reader.check_depth(depth, parsed["drafter"])
+        reader.check_depth(depth, parsed["drafter"], parsed.get("autoscaling"))
     if drafter_known:
         reader.check_callers(parsed.get("callers") or {}, parsed.get("depth"), parsed["drafter"])
     reader.check_graphs(parsed.get("target"), parsed["drafter"])
     target = parsed.get("target") or TargetSettings()
+    if drafter_known and (scaling := parsed.get("autoscaling")) is not None:
+        reader.check_autoscaling(scaling, parsed)
     parsed["drafter"] = reader.check_placement(parsed["drafter"], target, sections.get("engine"))
     if reader.problems:
         raise SettingsError(reader.problems)
@@ -220,13 +223,33 @@ class _Reader:
             return drafter
         return fill_remote(drafter, target_has_gpu=bool(target.bundle.get("GPU")))
 
-    def check_depth(self, depth: DepthSettings, drafter: DrafterSettings | None) -> None:
+    def check_depth(
+        self, depth: DepthSettings, drafter: DrafterSettings | None, scaling: AutoscalingSettings | None
+    ) -> None:
         if drafter is None:
             self.problems.append("depth has no meaning without a drafter: remove depth, or give drafter.head")
             return
         deepest = drafter.max_draft_tokens
         if deepest is not None:
-            self.problems.extend(check_depth(depth, deepest))
+            is_scaled = scaling is not None and scaling.policy == "acceptance"
+            self.problems.extend(check_depth(depth, deepest, is_scaled=is_scaled))
+
+    def check_autoscaling(self, scaling: AutoscalingSettings, parsed: Mapping[str, Any]) -> None:
+        drafter, depth, target = parsed.get("drafter"), parsed.get("depth"), parsed.get("target")
+        engine = parsed.get("engine")
+        replicas = None if drafter is None else drafter.replicas
+        fixed = {"target.num_replicas": target, "drafter.replicas.num_replicas": replicas}
+        has_remote = drafter is not None and drafter.is_remote
+        self.problems += check_autoscaling(scaling, has_remote_drafter=has_remote)
+        self.problems += check_sources(
+            scaling,
+            max_draft_tokens=0 if drafter is None else drafter.max_draft_tokens or 0,
+            has_step_times=depth is not None and depth.step_times is not None,
+            engine=engine if isinstance(engine, Mapping) else {},
+            fixed_counts=[
+                key for key, section in fixed.items() if section and "num_replicas" in section.model_fields_set
+            ],
+        )
 
     def check_graphs(self, target: TargetSettings | None, drafter: DrafterSettings | None) -> None:
         depths = None if target is None else target.full_graph_depths

@@ -1,6 +1,7 @@
 """The `autoscaling` section: how many replicas of target and drafter, who decides, and what can be wrong with it."""
 
-from typing import Literal
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -34,7 +35,9 @@ class AutoscalingSettings(Section):
     what time a backlog is to be gone. `stale_after_s`: reports older than this are missing. `max_tpot_ms`: capacity
     counts batches only that keep it. `spare_replicas`: on top of what the demand needs. `scale_to_zero`: the target
     goes to 0 after `idle_s` without a request. `upscale_delay_s`, `downscale_delay_s`: Serve's own, how long a wish
-    must last. `log`: a file that every decision is written to (`python -m cluster.scaling_replay FILE`)."""
+    must last. `pass_times`: a file with the times of a remote drafter's passes; without it the number of drafters goes
+    with that of targets. `log`: the file that every decision is written to, on the head node (`python -m
+    cluster.scaling_replay FILE`); by default peagle_autoscaling.jsonl among Serve's logs."""
 
     policy: Literal["acceptance", "queue_length"]
     target: ReplicaRange
@@ -55,6 +58,7 @@ class AutoscalingSettings(Section):
     idle_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     upscale_delay_s: float = Field(default=15.0, ge=0, allow_inf_nan=False)
     downscale_delay_s: float = Field(default=300.0, ge=0, allow_inf_nan=False)
+    pass_times: str | None = Field(default=None, min_length=1)
     log: str | None = Field(default=None, min_length=1)
 
 
@@ -75,7 +79,33 @@ def check_autoscaling(settings: AutoscalingSettings, *, has_remote_drafter: bool
     if settings.drafter is None and has_remote_drafter:
         problems.append("autoscaling.drafter is missing: a remote drafter scales too, e.g. {min: 1, max: 2}")
     if settings.policy == "queue_length":
-        for key in ("max_tpot_ms", "log"):
+        for key in ("max_tpot_ms", "pass_times"):
             if getattr(settings, key) is not None:
                 problems.append(f"autoscaling.{key} is read by the acceptance policy only: write policy: acceptance")
+    return problems
+
+
+def check_sources(
+    settings: AutoscalingSettings,
+    *,
+    max_draft_tokens: int,
+    has_step_times: bool,
+    engine: Mapping[str, Any],
+    fixed_counts: Collection[str],
+) -> list[str]:
+    """A line for each thing that the policy lacks, or that contradicts it. `has_step_times`: depth.step_times is given;
+    `fixed_counts`: keys of the settings that fix a number of replicas."""
+    problems = [f"{key} fixes what autoscaling decides: remove one of them" for key in fixed_counts]
+    if settings.policy != "acceptance":
+        return problems
+    if max_draft_tokens == 0:
+        problems.append("autoscaling.policy is acceptance, which needs a drafter: write policy: queue_length")
+    elif not has_step_times:
+        problems.append(
+            "autoscaling.policy is acceptance, which needs step times of this engine: set depth.step_times "
+            "(python -m peagle.vllm.calibrate), or write policy: queue_length"
+        )
+    most = engine.get("max_num_seqs")
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        problems.append("autoscaling.policy is acceptance, which needs engine.max_num_seqs, the largest batch, from 1")
     return problems

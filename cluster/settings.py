@@ -14,6 +14,7 @@ from cluster.callers import Caller, Callers, TagRight
 from cluster.depth_settings import DepthSettings
 from cluster.drafter_settings import DrafterSettings
 from cluster.drafting import DepthPolicy
+from cluster.scaling_settings import AutoscalingSettings
 from cluster.section import Section
 
 OWNED_ENGINE_KEYS = {
@@ -91,6 +92,7 @@ class ClusterSettings(Section):
     target: TargetSettings = Field(default_factory=TargetSettings)
     ingress: IngressSettings = Field(default_factory=IngressSettings)
     callers: dict[str, CallerSettings] | None = None
+    autoscaling: AutoscalingSettings | None = None
 
     @property
     def max_draft_tokens(self) -> int:

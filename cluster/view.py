@@ -29,7 +29,24 @@ def table(document: Mapping[str, Any]) -> str:
     lines += [f"{one['workload']}: {one['reason']}" for one in document["workloads"] if one["reason"]]
     lines += [_head_line(one) for one in document.get("heads", ())]
     lines += [_drafter_line(one, document.get("links", ())) for one in document.get("drafters", ())]
+    lines += _scaling_lines(document.get("autoscaling"))
     return "\n".join(lines)
+
+
+def _scaling_lines(document: Mapping[str, Any] | None) -> list[str]:
+    """Replicas that run and are wanted, demand and capacity, and why."""
+    if document is None:
+        return []
+    counts = [
+        f"{name} {'?' if one['num_running'] is None else one['num_running']} running, {one['num_wanted']} wanted "
+        f"({one['min']}..{one['max']})"
+        for name in ("target", "drafter")
+        if (one := document[name]) is not None
+    ]
+    demand, capacity = document["demand_tokens_per_s"], document["capacity_tokens_per_s"]
+    known = [] if demand is None else [f"demand {demand:.0f} tokens/s"]
+    known += [] if capacity is None else [f"capacity {capacity:.0f} tokens/s a replica"]
+    return [f"replicas: {'; '.join([*counts, *known])}", f"autoscaling ({document['source']}): {document['reason']}"]
 
 
 def _row(one: Mapping[str, Any], deepest: int) -> list[str]:

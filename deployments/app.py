@@ -23,6 +23,7 @@ from deployments.drafter import MAX_DRAIN_S, DrafterReplica
 from deployments.engine_config import engine_config
 from deployments.ingress import ENDPOINTS, Ingress, make_api
 from deployments.names import DRAFTER_NAME, INGRESS_NAME, TARGET_NAME
+from deployments.scaling_config import drafter_autoscaling
 from deployments.target import TargetServer
 from peagle.embedded import embedded_targets
 from peagle.head_files import check_head
@@ -74,10 +75,11 @@ def bind_drafter(settings: ClusterSettings) -> serve.Application | None:
         return None
     replicas = settings.drafter.replicas
     assert replicas is not None
+    scaling = drafter_autoscaling(settings)
     deployment: Any = serve.deployment(
         DrafterReplica,
         name=DRAFTER_NAME,
-        num_replicas=replicas.num_replicas,
+        **({"num_replicas": replicas.num_replicas} if scaling is None else {"autoscaling_config": scaling}),
         ray_actor_options={
             "num_cpus": replicas.num_cpus,
             "num_gpus": replicas.num_gpus,

@@ -10,6 +10,7 @@ from ray.serve.llm import LLMConfig
 from cluster.settings import ClusterSettings
 from cluster.step_time import FIT_FIELDS, StepTimes
 from deployments.checkpoints import head_directory, target_source
+from deployments.scaling_config import MAX_STREAM_S, target_autoscaling
 from peagle.vllm.channel import STEP_TIMES_KEY
 from peagle.vllm.cpu_environment import MAX_SMALL_MACHINE_CORES, openmp_preload
 from peagle.vllm.engine import RemoteSettings, engine_kwargs
@@ -102,8 +103,12 @@ def engine_config(
 
 
 def _deployment_options(settings: ClusterSettings) -> dict[str, Any]:
+    scaling = target_autoscaling(settings)
+    replicas: dict[str, Any] = {"num_replicas": settings.target.num_replicas}
+    if scaling is not None:
+        replicas = {"autoscaling_config": scaling, "graceful_shutdown_timeout_s": MAX_STREAM_S}
     return {
-        "num_replicas": settings.target.num_replicas,
+        **replicas,
         "max_ongoing_requests": settings.target.max_ongoing_requests,
         "ray_actor_options": {"num_cpus": settings.target.num_cpus},
     }

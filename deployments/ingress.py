@@ -13,6 +13,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
+from ray import serve
 from ray.llm._internal.serve.core.configs.openai_api_models import ErrorResponse
 from ray.serve.handle import DeploymentHandle
 from ray.serve.llm.ingress import OpenAiIngress
@@ -29,6 +30,8 @@ from deployments.drafter_telemetry import DrafterReport, drafter_metrics, drafti
 from deployments.errors import REPLICA_LOST, ApiError, add_error_handlers, from_engine, not_ready
 from deployments.readiness import ReplicaMonitor
 from deployments.requests import Body, ChatBody, CompletionBody, check_body, prompt_of_application
+from deployments.scaling_board import ClusterBoard
+from deployments.scaling_view import ScalingView, scaling_metrics
 from deployments.telemetry import METRICS_CONTENT_TYPE, ReplicaReport, prometheus_text
 
 logger = logging.getLogger(__name__)
@@ -81,6 +84,9 @@ class Ingress(OpenAiIngress):
         self._drafters = None if drafter is None else ReplicaMonitor(drafter, DrafterReport)
         if self._drafters is not None:
             self._drafters.start()
+        self._scaling: ScalingView | None = None
+        if settings.autoscaling is not None:
+            self._scaling = ScalingView(ClusterBoard(serve.get_replica_context().app_name))
 
     async def health(self) -> Response:
         """200 when a request would be served now, else 503 with Retry-After."""
@@ -92,15 +98,19 @@ class Ingress(OpenAiIngress):
     async def metrics(self) -> Response:
         """Prometheus text over all target replicas: whichever ingress replica answers, it says the same."""
         reports = await self._monitor.refresh()
-        more = depth_metrics(self._document(), self._model_id)
+        more = depth_metrics(self._document(), self._model_id) + scaling_metrics(await self._scaled())
         if self._drafters is not None:
             more += drafter_metrics(await self._drafters.refresh(), {one.replica: one.links for one in reports})
         return Response(prometheus_text(reports, more), media_type=METRICS_CONTENT_TYPE)
 
     async def drafting(self) -> Response:
         """What is known of each workload's acceptance, and the K it gets (`python -m cluster.view` shows it); the heads
-        that draft, with what was accepted of theirs, and remote drafters with the links to them."""
-        return JSONResponse({**self._document(), **self._drafting()})
+        that draft, with what was accepted of theirs, remote drafters with the links to them, and how many replicas
+        autoscaling wants and why."""
+        return JSONResponse({**self._document(), **self._drafting(), "autoscaling": await self._scaled()})
+
+    async def _scaled(self) -> dict[str, Any] | None:
+        return None if self._scaling is None else await self._scaling.document()
 
     def _document(self) -> dict[str, Any]:
         if self._control is None:
@@ -141,6 +151,8 @@ class Ingress(OpenAiIngress):
         body.model = self._model_id if asked_model in self._aliases else asked_model
         self._decide(body, asked_model, raw_request)
         if self._monitor.num_ready == 0:
+            if self._scaling is not None:
+                await self._scaling.ask()
             raise not_ready(self._model_id)
         answer = super()._get_response(body=body, call_method=call_method, raw_request=raw_request)
         try:

@@ -98,6 +98,10 @@ class TargetServer(LLMServer):
             observe(self._control, [report])
         return report
 
+    async def record_autoscaling_stats(self) -> dict[str, int]:
+        """What Serve hands to the policy of autoscaling (`deployments.autoscaling`), every few seconds."""
+        return self._telemetry.scaling_counters()
+
     async def chat(self, request: ChatCompletionRequest, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         """Answer a chat request: its response object, or lists of server-sent events when it streams."""
         try:

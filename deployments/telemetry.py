@@ -12,12 +12,14 @@ over `replica`, and a replica that is gone takes its series along instead of mak
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from ray.util.metrics import Counter
 
+from cluster.counts import Counts
+from cluster.scaling_counters import CounterExport, WorkloadTotals
 from deployments.drafter_telemetry import HeadCounts, LinkReport, head_metrics
 from peagle.vllm.stats import DraftingRecorder, DraftingStats, RequestDrafting
 
@@ -26,13 +28,14 @@ METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @dataclass(frozen=True)
 class WorkloadReport:
-    """One workload on one replica since it started. Requests and output tokens count what has ended, `stats` also the
+    """One workload on one replica since it started. Requests and tokens count what has ended, `stats` also the
     steps of requests that still run."""
 
     stats: DraftingStats = field(default_factory=DraftingStats)
     num_finished: int = 0
     num_aborted: int = 0
     num_output_tokens: int = 0
+    num_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class ReplicaTelemetry:
         self._head = head
         self._heads: dict[str, str] = {}
         self._by_head = HeadCounts()
+        self._export = CounterExport()
         self._ended: dict[str, WorkloadReport] = {}
         keys = ("model", "workload")
         self._steps = Counter("peagle_verification_steps", "Steps that verified drafts.", keys)
@@ -89,19 +93,38 @@ class ReplicaTelemetry:
         self._ended = {workload: ended for workload, ended in self._ended.items() if workload in totals}
         for workload, stats in totals.items():
             ended = self._ended.get(workload, WorkloadReport())
-            workloads[workload] = WorkloadReport(stats, ended.num_finished, ended.num_aborted, ended.num_output_tokens)
+            workloads[workload] = replace(ended, stats=stats)
         running, context_tokens = self.recorder.running()
         return ReplicaReport(
             self._replica,
             self._model,
             num_running,
             workloads,
-            "+".join(dict.fromkeys((self._head, *self._heads.values()))),
+            self._all_heads(),
             running,
             context_tokens,
             self._by_head.by_head(),
             tuple(links),
         )
+
+    def scaling_counters(self) -> dict[str, int]:
+        """Counters that only grow, as the policy of autoscaling reads them (`cluster.scaling_counters`)."""
+        totals, (running, _) = self.recorder.totals(), self.recorder.running()
+        counted = {}
+        for workload, stats in totals.items():
+            ended = self._ended.get(workload, WorkloadReport())
+            num_ended = ended.num_finished + ended.num_aborted
+            counted[workload] = WorkloadTotals(
+                num_ended + running.get(workload, 0),
+                num_ended,
+                ended.num_output_tokens,
+                ended.num_prompt_tokens,
+                Counts(stats.drafted_by_depth, stats.reached_by_depth, stats.accepted_by_depth),
+            )
+        return self._export.flat(self._all_heads(), counted)
+
+    def _all_heads(self) -> str:
+        return "+".join(dict.fromkeys((self._head, *self._heads.values())))
 
     def _finished(self, record: RequestDrafting) -> None:
         old = self._ended.get(record.workload, WorkloadReport())
@@ -109,6 +132,7 @@ class ReplicaTelemetry:
             num_finished=old.num_finished + (not record.is_aborted),
             num_aborted=old.num_aborted + record.is_aborted,
             num_output_tokens=old.num_output_tokens + record.num_output_tokens,
+            num_prompt_tokens=old.num_prompt_tokens + record.num_prompt_tokens,
         )
         tags = {"model": self._model, "workload": record.workload}
         if record.stats.num_steps:

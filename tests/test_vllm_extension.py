@@ -216,7 +216,7 @@ def test_prompts_of_one_completion_are_summed(processor: OutputProcessor) -> Non
         )
         processor.process_outputs([last_output(f"cmpl-x-{index}-ab", [(2, index)])])
     stats = DraftingStats.from_steps([(2, 0), (2, 1)])
-    assert recorder.pop("cmpl-x") == RequestDrafting("cmpl-x", "code", 2, stats, 6, False)
+    assert recorder.pop("cmpl-x") == RequestDrafting("cmpl-x", "code", 2, stats, 6, False, 2)
     assert recorder.pop("cmpl-x") is None
 
 

@@ -110,7 +110,7 @@ class RequestDrafting:
         workload: `extra_args["peagle_workload"]`, or `default`.
         k: `extra_args["peagle_k"]` as sent, None where it was not.
         stats: counts by depth.
-        num_output_tokens: tokens that the engine returned for it.
+        num_output_tokens, num_prompt_tokens: tokens that the engine returned for it, and those of its prompt.
         is_aborted: the caller left, or cancelled it, before it was complete.
     """
 
@@ -120,6 +120,7 @@ class RequestDrafting:
     stats: DraftingStats
     num_output_tokens: int
     is_aborted: bool
+    num_prompt_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -132,8 +133,8 @@ class _Tracked:
     num_output_tokens: int = 0
 
     def finished(self, is_aborted: bool) -> RequestDrafting:
-        stats = self.counter.stats()
-        return RequestDrafting(self.request_id, self.workload, self.k, stats, self.num_output_tokens, is_aborted)
+        numbers = self.num_output_tokens, is_aborted, self.num_prompt_tokens
+        return RequestDrafting(self.request_id, self.workload, self.k, self.counter.stats(), *numbers)
 
 
 class DraftingRecorder:
@@ -227,6 +228,7 @@ class DraftingRecorder:
             stats=sum((record.stats for record in records), DraftingStats()),
             num_output_tokens=sum(record.num_output_tokens for record in records),
             is_aborted=any(record.is_aborted for record in records),
+            num_prompt_tokens=sum(record.num_prompt_tokens for record in records),
         )
 
     def totals(self) -> Mapping[str, DraftingStats]:
