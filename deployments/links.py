@@ -23,6 +23,9 @@ Rpc = Callable[..., Awaitable[list[Any]]]
 
 
 MAX_MISSED_POLLS = 3
+IDLE_POLLS = 10
+"""An engine without requests is asked for its links once in so many polls: each call keeps a core of every worker of it
+spinning for about a second."""
 
 
 class Roster:
@@ -48,13 +51,18 @@ class Roster:
 class DrafterLinks:
     """Keeps one engine connected. `heads`: digests by index of the heads that draft, () before any drafter answers."""
 
-    def __init__(self, drafter: DeploymentHandle[Any], rpc: Rpc, settings: DrafterSettings) -> None:
+    def __init__(
+        self, drafter: DeploymentHandle[Any], rpc: Rpc, settings: DrafterSettings, is_busy: Callable[[], bool]
+    ) -> None:
+        """`is_busy`: whether the engine has requests."""
         self._monitor = ReplicaMonitor(drafter, DrafterReport)
         self._rpc = rpc
         self._settings = settings
         self._roster = Roster()
         self._told: list[dict[str, Any]] | None = None
         self._problem = ""
+        self._is_busy = is_busy
+        self._num_polls, self._awake_until = 0, 0
         self._task: asyncio.Task[None] | None = None
         self.heads: tuple[str, ...] = ()
         self.links: tuple[LinkReport, ...] = ()
@@ -84,10 +92,14 @@ class DrafterLinks:
         drafters = drafters_of(reports)
         if drafters != self._told:
             await self._rpc("set_drafters", args=(drafters,))
-            self._told = drafters
+            self._told, self._awake_until = drafters, self._num_polls + IDLE_POLLS
             logger.info("drafters: %s", ", ".join(one["address"] for one in drafters) or "none")
         self.heads = agreed_heads(reports) or self.heads
-        self.links = link_reports(await self._rpc("remote_report"))
+        if self._is_busy():
+            self._awake_until = max(self._awake_until, self._num_polls + 2)  # the last counts of a burst
+        if self._num_polls < self._awake_until or self._num_polls % IDLE_POLLS == 0:
+            self.links = link_reports(await self._rpc("remote_report"))
+        self._num_polls += 1
 
     def by_workload(self) -> tuple[str, dict[str, str]]:
         """The default head's digest, and those of the workloads that have heads of their own."""

@@ -5,6 +5,7 @@ pods are sized from its settings, so nothing is written twice. Only configs with
 """
 
 import argparse
+import copy
 import importlib.metadata
 import math
 import sys
@@ -19,7 +20,8 @@ from deployments.up import UpError, read_config
 IMAGE = "peagle-serve:0.1.0-cpu"
 
 # One replica on CPUs was seen to need about 6.5 GB with the embedded target (engine 4.1 GB; replica, ingress and proxy
-# 0.7 GB to 0.9 GB each; the object store apart). The limit leaves room for longer contexts.
+# 0.7 GB to 0.9 GB each; the object store apart), and a drafter beside it 1.1 GB. The limit leaves room for longer
+# contexts.
 WORKER_MEMORY = "10Gi"
 HEAD_MEMORY = "4Gi"
 SHARED_MEMORY = "1Gi"
@@ -75,9 +77,14 @@ def rayservice(name: str, config: dict[str, Any], settings: ClusterSettings) -> 
 
 
 def serve_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The Serve config as it runs in a cluster: the proxy on every node, reachable from outside its pod."""
+    """The Serve config as it runs in a cluster: the proxy on every node, reachable from outside its pod, and drafters
+    reachable from every node."""
     http_options = {**config.get("http_options", {}), "host": "0.0.0.0"}
-    return {**config, "proxy_location": "EveryNode", "http_options": http_options}
+    made = copy.deepcopy({**config, "proxy_location": "EveryNode", "http_options": http_options})
+    for application in made["applications"]:
+        drafter = (application.get("args") or {}).get("drafter") or {}
+        (drafter.get("replicas") or {}).pop("host", None)
+    return made
 
 
 def _port(config: dict[str, Any]) -> int:
@@ -94,9 +101,12 @@ def _head() -> dict[str, Any]:
 
 
 def _workers(settings: ClusterSettings, port: int) -> dict[str, Any]:
-    """One pod a target replica. KubeRay adds probes: a worker is ready when Serve's proxy on it answers."""
+    """One pod a target replica, with room for the drafters, so that Ray can place one beside each target. KubeRay adds
+    probes: a worker is ready when Serve's proxy on it answers."""
     target, ingress = settings.target, settings.ingress
     num_cpus = target.num_cpus + target.bundle.get("CPU", 0) + ingress.num_cpus * ingress.num_replicas
+    if settings.drafter is not None and (drafters := settings.drafter.replicas) is not None:
+        num_cpus += drafters.num_cpus * math.ceil(drafters.num_replicas / target.num_replicas)
     pod = _pod("ray-worker", {"serve": port}, cpu=str(max(2, math.ceil(num_cpus))), memory=WORKER_MEMORY)
     return {
         "groupName": "target",

@@ -81,7 +81,9 @@ class TargetServer(LLMServer):
         self._telemetry.recorder.attach(self._engine_client)
         self._links: DrafterLinks | None = None
         if drafter is not None and self._remote is not None:
-            self._links = DrafterLinks(drafter, self._engine_client.collective_rpc, self._remote)
+            self._links = DrafterLinks(
+                drafter, self._engine_client.collective_rpc, self._remote, lambda: self._num_unfinished > 0
+            )
             self._links.start(self._telemetry.set_heads)
 
     @property
@@ -89,11 +91,16 @@ class TargetServer(LLMServer):
         """vLLM's `AsyncLLM` in this process. `ray.serve.llm` gives no public way to it."""
         return getattr(self.engine, "_engine_client")  # noqa: B009
 
+    @property
+    def _num_unfinished(self) -> int:
+        """Requests that the engine works on or keeps waiting."""
+        return int(self._engine_client.output_processor.get_num_unfinished_requests())
+
     async def report(self) -> ReplicaReport:
         """What this replica has counted. Raises what the engine died of, if it did."""
         await self.check_health()
         links = () if self._links is None else self._links.links
-        report = self._telemetry.report(self._engine_client.output_processor.get_num_unfinished_requests(), links)
+        report = self._telemetry.report(self._num_unfinished, links)
         if self._control is not None:
             observe(self._control, [report])
         return report

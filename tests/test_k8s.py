@@ -91,6 +91,7 @@ def test_a_wrong_field_is_caught(validator: Any, manifest: dict[str, Any], mutat
 
 def test_serve_config_in_the_manifest_is_the_local_one_reachable_from_outside(manifest: dict[str, Any]) -> None:
     inside, local = yaml.safe_load(manifest["spec"]["serveConfigV2"]), yaml.safe_load(CONFIG.read_text())
+    assert local["applications"][0]["args"]["drafter"]["replicas"].pop("host") == "127.0.0.1"
     assert inside["applications"] == local["applications"]
     assert inside["http_options"]["host"] == "0.0.0.0"
     assert inside["http_options"]["port"] == local["http_options"]["port"]
@@ -99,8 +100,12 @@ def test_serve_config_in_the_manifest_is_the_local_one_reachable_from_outside(ma
 def test_pods_follow_the_settings() -> None:
     config, settings = read_config(CONFIG)
     bigger = settings.model_copy(
-        update={"target": settings.target.model_copy(update={"num_replicas": 3, "bundle": {"CPU": 6.0}})}
+        update={"target": settings.target.model_copy(update={"num_replicas": 3, "bundle": {"CPU": 5.0}})}
     )
+    assert bigger.drafter is not None
+    assert bigger.drafter.replicas is not None
+    replicas = bigger.drafter.replicas.model_copy(update={"num_replicas": 4, "num_cpus": 0.8})
+    bigger = bigger.model_copy(update={"drafter": bigger.drafter.model_copy(update={"replicas": replicas})})
     workers = _workers(rayservice("local", config, bigger))
     assert (workers["replicas"], workers["minReplicas"], workers["maxReplicas"]) == (3, 3, 3)
     assert workers["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"] == "7"

@@ -8,7 +8,7 @@ import pytest
 
 from cluster import view
 from deployments.client import TargetClient
-from tests.service_harness import PROMPTS, QUESTION, running_service
+from tests.service_harness import CONFIGS, PROMPTS, QUESTION, running_service
 
 pytestmark = pytest.mark.service
 
@@ -19,7 +19,7 @@ CODE = [{"role": "user", "content": "Write a Python function that returns the su
 @pytest.fixture(scope="module")
 def service():
     depth = {"policy": "adaptive", "default": 5, "step_times": str(STEP_TIMES), "by_workload": {"pinned": 2}}
-    with running_service(depth=depth) as running:
+    with running_service(CONFIGS / "local-colocated.yaml", depth=depth) as running:
         yield running
 
 
