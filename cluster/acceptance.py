@@ -31,7 +31,7 @@ from cluster.beta import Array, product_interval
 from cluster.counts import Counts, Ledger, Report
 from cluster.saved_acceptance import SavedBook, load_book, save_sources
 from cluster.tally import Tally
-from cluster.transfer import gains, lengths
+from cluster.transfer import SPLIT_SHARE, gains, lengths
 
 __all__ = ["AcceptanceBook", "Counts", "Report", "Survival"]
 
@@ -50,7 +50,7 @@ class Survival:
     `num_steps`: how many independent steps the evidence of the workload itself is worth, after forgetting and divided
     by the design effect. 0 where only the prior speaks. `depth`: mean K at which the evidence was verified, the
     workload's own where it has any, else that of all traffic; 0 without any. S_i is the survival at that K: at another,
-    drafts start elsewhere (`cluster.transfer`).
+    drafts start elsewhere (`cluster.transfer`, whose `split_share` it is taken with).
     """
 
     mean: tuple[float, ...]
@@ -58,16 +58,17 @@ class Survival:
     high: tuple[float, ...]
     num_steps: float
     depth: float = 0.0
+    split_share: float = SPLIT_SHARE
 
     def acceptance_length(self, k: int) -> float:
         """Expected AL at K = `k`. Raises ValueError outside 0..K_max."""
         if not 0 <= k <= len(self.mean):
             raise ValueError(f"k must be from 0 to {len(self.mean)}, not {k}")
-        return lengths(self.mean, round(self.depth))[k]
+        return lengths(self.mean, round(self.depth), self.split_share)[k]
 
     def gains(self) -> tuple[float, ...]:
         """What each further draft is expected to add to AL, by which to choose K."""
-        return gains(self.mean, round(self.depth))
+        return gains(self.mean, round(self.depth), self.split_share)
 
 
 class AcceptanceBook:
@@ -84,6 +85,7 @@ class AcceptanceBook:
             trials, the prior's included. In results/2026-11-21-traces-smollm2-135m.npz the variance of a_i between
             requests is 3.6 times the binomial one (median over tasks and depths, quartiles 2.4 and 4.8). There a
             request that accepts more at one depth also does at the next, so intervals of deep S_i are still too narrow.
+        split_share: of `cluster.transfer`, 0..1; 0 for an engine with synthetic acceptance.
 
     Raises:
         ValueError: naming the argument.
@@ -98,6 +100,7 @@ class AcceptanceBook:
         max_workloads: int = 64,
         prior: Sequence[float] | None = None,
         design_effect: float = 4.0,
+        split_share: float = SPLIT_SHARE,
     ) -> None:
         if max_draft_tokens < 0 or max_workloads < 1:
             raise ValueError(
@@ -111,6 +114,9 @@ class AcceptanceBook:
         ):
             if not (math.isfinite(value) and value >= least):
                 raise ValueError(f"{name} must be a number of at least {least}, not {value}")
+        if not 0 <= split_share <= 1:
+            raise ValueError(f"split_share must be from 0 to 1, not {split_share}")
+        self._split_share = split_share
         self._max_draft_tokens, self._max_workloads = max_draft_tokens, max_workloads
         self._half_life_steps, self._prior_steps = half_life_steps, prior_steps
         self._design_effect = design_effect
@@ -253,7 +259,7 @@ class AcceptanceBook:
     def _described(self, alpha_D: Array, beta_D: Array, steps: float, depth: float) -> Survival:
         mean_D, low_D, high_D = product_interval(alpha_D, beta_D, INTERVAL_LEVEL)
         ends = tuple(mean_D.tolist()), tuple(low_D.tolist()), tuple(high_D.tolist())
-        return Survival(*ends, steps / self._design_effect, depth)
+        return Survival(*ends, steps / self._design_effect, depth, self._split_share)
 
 
 def _conditionals(prior: Sequence[float] | None, max_draft_tokens: int) -> Array:

@@ -17,6 +17,7 @@ from cluster.acceptance import AcceptanceBook, Report
 from cluster.depth import Choice, DepthChooser, Load, Objective
 from cluster.drafting import DEFAULT_WORKLOAD, DepthPolicy, Drafting
 from cluster.step_time import StepTimes
+from cluster.transfer import SPLIT_SHARE
 
 MAX_REPORT_AGE_S = 30.0
 """Reports older than this decide nothing: K is then the operator's default."""
@@ -76,6 +77,7 @@ class DepthControl:
         times: step times of the targets' engines.
         objectives: by workload; `default_objective` for the others.
         seed: of the draws for probes.
+        split_share: as of `AcceptanceBook`.
     """
 
     def __init__(
@@ -85,10 +87,11 @@ class DepthControl:
         *,
         objectives: Mapping[str, Objective] | None = None,
         seed: int | None = None,
+        split_share: float = SPLIT_SHARE,
     ) -> None:
         self.policy = policy
         self.times = times
-        self.book = AcceptanceBook(policy.max_draft_tokens)
+        self.book = AcceptanceBook(policy.max_draft_tokens, split_share=split_share)
         self._chooser = DepthChooser(times, policy.max_depth, objectives=objectives or {})
         self._random = random.Random(seed)
         self._load: dict[str, float] = {}

@@ -107,7 +107,8 @@ class Rig:
         self._control = None
         if times is not None:
             policy = DepthPolicy(self._max_depth, self._max_depth, min(DEFAULT_DEPTH, self._max_depth))
-            self._control = DepthControl(policy, times, seed=0)
+            # Synthetic acceptance is the same wherever a draft starts.
+            self._control = DepthControl(policy, times, seed=0, split_share=0.0)
         self._totals: dict[str, Counts] = {}
         self._untold: dict[str, list[tuple[int, int]]] = {}
         self._workload_of: dict[str, str] = {}

@@ -89,6 +89,19 @@ def test_what_was_measured_stays_what_it_is() -> None:
     assert lengths((), 0) == (1.0,)
 
 
+def test_steps_that_are_alike_need_no_carrying() -> None:
+    curve = (0.8, 0.6, 0.4, 0.2)
+    for k in range(5):
+        assert lengths(curve, k, 0.0) == pytest.approx((1.0, 1.8, 2.4, 2.8, 3.0))
+        assert gains(curve, k, 0.0) == pytest.approx(curve)
+    book = AcceptanceBook(4, split_share=0.0)
+    book.add("w", Counts((1000,) * 4, (1000, 800, 600, 400), (800, 600, 400, 200)))
+    found = book.survival("w")
+    assert found.gains() == pytest.approx(found.mean)
+    with pytest.raises(ValueError, match="split_share must be from 0 to 1, not 2"):
+        AcceptanceBook(4, split_share=2)
+
+
 def test_up_is_the_inverse_of_down() -> None:
     """A curve at 5, carried down to 3, is found again from there where its shape is known."""
     at_five = np.cumprod([0.85, 0.8, 0.75, 0.7, 0.7])
