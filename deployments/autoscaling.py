@@ -14,6 +14,7 @@ logged, and the count stays. Serve pickles this module by value, so that its imp
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -144,6 +145,7 @@ class TargetAutoscaler:
     def _document(self, ctx: AutoscalingContext, decision: Decision) -> dict[str, Any]:
         """What the ingress shows."""
         assert self._settings is not None
+        ongoing = ctx.total_num_requests
         drafters = None if self._exchange is None else self._exchange.heard(DRAFTERS)
         document: dict[str, Any] = {
             "policy": self._settings.policy,
@@ -156,7 +158,7 @@ class TargetAutoscaler:
                 "max": self._settings.target.max,
             },
             "drafter": None,
-            "ongoing_requests": round(ctx.total_num_requests, 3),
+            "ongoing_requests": ongoing if math.isfinite(ongoing) else None,
             "source": decision.source,
             "reason": decision.reason,
         }
