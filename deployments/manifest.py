@@ -69,6 +69,8 @@ def rayservice(name: str, config: dict[str, Any], settings: ClusterSettings) -> 
                 "rayVersion": importlib.metadata.version("ray"),
                 # Whoever reaches the dashboard can run code: KubeRay makes a token and hands it to every pod.
                 "authOptions": {"mode": "token"},
+                # KubeRay then adds and removes pods as Serve asks for replicas.
+                **({} if settings.autoscaling is None else {"enableInTreeAutoscaling": True}),
                 "headGroupSpec": _head(),
                 "workerGroupSpecs": [_workers(settings, _port(config))],
             },
@@ -107,12 +109,15 @@ def _workers(settings: ClusterSettings, port: int) -> dict[str, Any]:
     num_cpus = target.num_cpus + target.bundle.get("CPU", 0) + ingress.num_cpus * ingress.num_replicas
     if settings.drafter is not None and (drafters := settings.drafter.replicas) is not None:
         num_cpus += drafters.num_cpus * math.ceil(drafters.num_replicas / target.num_replicas)
+    fewest = most = target.num_replicas
+    if settings.autoscaling is not None:
+        fewest, most = settings.autoscaling.target.min, settings.autoscaling.target.max
     pod = _pod("ray-worker", {"serve": port}, cpu=str(max(2, math.ceil(num_cpus))), memory=WORKER_MEMORY)
     return {
         "groupName": "target",
-        "replicas": target.num_replicas,
-        "minReplicas": target.num_replicas,
-        "maxReplicas": target.num_replicas,
+        "replicas": fewest,
+        "minReplicas": fewest,
+        "maxReplicas": most,
         "rayStartParams": {},
         "template": {"spec": pod},
     }

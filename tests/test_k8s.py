@@ -129,6 +129,15 @@ def test_wrong_settings_make_no_manifest(tmp_path: Path) -> None:
         render(path)
 
 
+def test_pods_come_and_go_with_replicas(manifest: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    scaled = yaml.safe_load(render(ROOT / "configs" / "local-autoscale.yaml"))
+    workers = _workers(scaled)
+    assert (workers["replicas"], workers["minReplicas"], workers["maxReplicas"]) == (1, 1, 2)
+    assert scaled["spec"]["rayClusterConfig"]["enableInTreeAutoscaling"] is True
+    assert "enableInTreeAutoscaling" not in manifest["spec"]["rayClusterConfig"]
+
+
 def test_image_file_builds_what_the_manifest_runs(manifest: dict[str, Any]) -> None:
     text = (ROOT / "k8s" / "Dockerfile").read_text(encoding="utf-8")
     assert f"-t {IMAGE} " in text
