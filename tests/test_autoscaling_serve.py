@@ -1,0 +1,108 @@
+"""The policies in Serve's own controller, with replicas that count instead of serving: from `record_autoscaling_stats`
+to new replicas, the board and the log. The engine's part is in tests/test_service_autoscaling.py."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+
+from cluster import scaling_replay
+from deployments.scaling_board import DECISION, ClusterBoard
+from deployments.scaling_config import DRAFTER_POLICY, TARGET_POLICY
+from tests.autoscaling_harness import arguments
+from tests.scaling_cases import BAD, GOOD, FakeReplica
+
+pytestmark = pytest.mark.service
+
+WAIT_S = 60.0
+REQUESTS_PER_S = 2.0
+FLAG = "survival-is-bad"
+
+
+class Counting:
+    """A replica that answers nothing and counts `REQUESTS_PER_S`, with an acceptance that a file decides."""
+
+    def __init__(self, flag: str) -> None:
+        name = serve.get_replica_context().replica_id.unique_id
+        self._fake, self._flag, self._served_s = FakeReplica(name), Path(flag), time.time()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        num = int((time.time() - self._served_s) * REQUESTS_PER_S)
+        if num:
+            self._served_s = time.time()
+            self._fake.serve("chat", num, BAD if self._flag.exists() else GOOD)
+        return dict(self._fake.reading(0.0).values)
+
+
+class Idle:
+    """In the drafter's place."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="test-scaling")
+    try:
+        serve.start(proxy_location="Disabled")
+        common = {"min_replicas": 1, "max_replicas": 3, "upscale_delay_s": 1.0, "downscale_delay_s": 600.0}
+        changes: dict[str, Any] = {
+            "target": {"min": 1, "max": 3},
+            "drafter": {"min": 1, "max": 3},
+            "log": str(tmp_path / "log"),
+            "utilisation": 0.8,
+            "decision_interval_s": 2.0,
+        }
+        by_target = {"policy_function": TARGET_POLICY, "policy_kwargs": arguments(**changes)}
+        target = scaled(Counting, "target", {**common, "policy": by_target})
+        drafter = scaled(Idle, "drafter", {**common, "policy": {"policy_function": DRAFTER_POLICY}})
+        serve.run(both(target.bind(str(tmp_path / FLAG)), drafter.bind()), name="scaled", route_prefix=None)
+        yield tmp_path
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def scaled(kind: type, name: str, config: dict[str, Any]) -> Any:
+    return serve.deployment(kind, name=name, autoscaling_config=config, ray_actor_options={"num_cpus": 0.1})
+
+
+def both(target: serve.Application, drafter: serve.Application) -> serve.Application:
+    class Front:
+        def __init__(self, *handles: Any) -> None:
+            self._handles = handles
+
+    bound: serve.Application = serve.deployment(Front, ray_actor_options={"num_cpus": 0.1}).bind(target, drafter)
+    return bound
+
+
+def running(name: str) -> int:
+    states = serve.status().applications["scaled"].deployments[name].replica_states
+    return sum(count for state, count in states.items() if str(getattr(state, "value", state)) == "RUNNING")
+
+
+def wait_for(is_so: Callable[[], bool], what: str) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < end_s, f"no {what} after {WAIT_S:.0f} s: {ClusterBoard('scaled').get(DECISION)}"
+        time.sleep(0.5)
+
+
+def test_counters_of_replicas_become_replicas_a_document_and_a_log(folder: Path) -> None:
+    board = ClusterBoard("scaled")
+    wait_for(lambda: (board.get(DECISION) or {"source": ""})["source"] == "acceptance", "decision from acceptance")
+    good = board.get(DECISION)
+    assert good is not None
+    assert good["target"] == {"num_running": 1, "num_wanted": 1, "min": 1, "max": 3}
+    (folder / FLAG).touch()
+    wait_for(lambda: running("target") > 1 and running("drafter") > 1, "second replicas of both")
+    bad = board.get(DECISION)
+    assert bad is not None
+    assert bad["capacity_tokens_per_s"] < good["capacity_tokens_per_s"]
+    assert bad["ongoing_requests"] == 0  # by queue length, one replica is enough
+    wait_for(lambda: (board.get(DECISION) or {})["drafter"]["num_running"] > 1, "word of the drafters")
+    again = list(scaling_replay.replay((folder / "log").read_text().splitlines()))
+    assert [one.line for one in again if one.differs] == []
+    assert again[-1].inputs.drafter is not None
