@@ -78,6 +78,11 @@ def check_autoscaling(settings: AutoscalingSettings, *, has_remote_drafter: bool
         problems.append("autoscaling.drafter bounds a remote drafter: write drafter.placement: remote, or remove it")
     if settings.drafter is None and has_remote_drafter:
         problems.append("autoscaling.drafter is missing: a remote drafter scales too, e.g. {min: 1, max: 2}")
+    if settings.downscale_delay_s <= settings.stale_after_s:
+        problems.append(
+            f"autoscaling.downscale_delay_s is {settings.downscale_delay_s:g}: it must be more than stale_after_s "
+            f"({settings.stale_after_s:g}), or replicas that fall silent look like traffic that went away"
+        )
     if settings.policy == "queue_length":
         for key in ("max_tpot_ms", "pass_times"):
             if getattr(settings, key) is not None:

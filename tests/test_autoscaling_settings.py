@@ -27,6 +27,7 @@ ACCEPTANCE = {"policy": "acceptance", "target": {"min": 1, "max": 3}}
         ({**QUEUE, "policy": "fast"}, "autoscaling.policy"),
         ({**QUEUE, "utilisation": 1.5}, "autoscaling.utilisation"),
         ({**QUEUE, "drafter": {"min": 1, "max": 2}}, "autoscaling.drafter bounds a remote drafter"),
+        ({**QUEUE, "downscale_delay_s": 20}, "autoscaling.downscale_delay_s is 20: it must be more than stale_after_s"),
         (ACCEPTANCE, "set depth.step_times"),
         (ACCEPTANCE, "needs engine.max_num_seqs"),
         (QUEUE, "target.num_replicas fixes what autoscaling decides"),

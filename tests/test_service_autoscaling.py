@@ -38,7 +38,8 @@ SCALING = {
     "start_time_s": 0.0,
     "warmup_s": 0.0,
     "upscale_delay_s": 2.0,
-    "downscale_delay_s": 4.0,
+    "stale_after_s": 20.0,
+    "downscale_delay_s": 21.0,
 }
 
 
