@@ -8,7 +8,7 @@ downscaling factor of 0.3), a fixed number of replicas. All get the same request
 their limits. For each arm one setting is also chosen on traffic whose acceptance stands still, and followed where it
 moves. The mean rate is such that `--replicas` replicas at 75 % of the predicted capacity would serve it.
 
---scenario, repeatable, picks some; --merge FILE, repeatable, takes those of earlier outputs in.
+--scenario, --arm and --utilisation, repeatable, pick some; --merge FILE, repeatable, takes earlier outputs in.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from cluster.simulation.fleet import Fleet, remembered_paths
 from cluster.simulation.fleet_arms import AcceptanceArm, QueueArm, StaticArm, settings
 from cluster.simulation.fleet_engine import StepSeconds
 from cluster.simulation.fleet_records import Arm, Conditions, FleetRun
-from cluster.simulation.fleet_report import Runs, at_equal_attainment, cheapest, figures, ratio
+from cluster.simulation.fleet_report import as_runs, at_equal_attainment, cheapest, figures, number_in, ratio
 from cluster.simulation.fleet_traffic import DURATION_S, POOLS, SCENARIOS, STEADY, USUAL, WARM_S, draw, pools
 from cluster.simulation.traces import Traces, survival
 from cluster.step_time import StepTimes
@@ -38,6 +38,8 @@ UTILISATIONS = (0.9, 0.75, 0.65, 0.55)
 TARGET_SHARES = {1.0: (0.375, 0.25, 0.125, 0.0625), 0.3: (0.75, 0.5, 0.375, 0.25, 0.125)}
 """`target_ongoing_requests` as shares of the requests that an engine runs at a time, by downscaling factor. With a
 factor of 1 greater ones swing so much that they keep fewer limits and take more hours."""
+
+ARMS = (OURS, QUEUE, GENTLE, STATIC)
 
 USUAL_UTILISATION = 0.75
 TUNED_LEVEL = 0.95
@@ -80,6 +82,7 @@ class Bench:
         mean_tokens = sum(share * lengths[name] for name, share in USUAL.items())
         self.requests_per_s = args.replicas * USUAL_UTILISATION * usual.tokens_per_s / mean_tokens
         self.initial = args.replicas
+        self.utilisations: Sequence[float] = args.utilisation or UTILISATIONS
 
     def arms(self) -> dict[str, dict[str, MakeArm]]:
         """Arms by name and setting."""
@@ -88,7 +91,7 @@ class Bench:
         most = self.conditions.max_replicas
         static = sorted({min(most, n) for n in (*range(first, first + 4), 2 * self.initial, 3 * self.initial)})
         return {
-            OURS: {f"utilisation {one:g}": self._ours(one) for one in UTILISATIONS},
+            OURS: {f"utilisation {one:g}": self._ours(one) for one in self.utilisations},
             QUEUE: {f"target {one:g}": _queue(one, 1.0) for one in targets[1.0]},
             GENTLE: {f"target {one:g}": _queue(one, 0.3) for one in targets[0.3]},
             STATIC: {f"{one} replicas": _static(one) for one in static},
@@ -115,26 +118,23 @@ def _static(number: int) -> MakeArm:
     return lambda: StaticArm(number)
 
 
-def simulate(bench: Bench, names: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-    """The figures of each scenario, and what our policy's calls took."""
+def simulate(bench: Bench, names: Sequence[str], arms: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
+    """The figures of each scenario and arm, and what our policy's calls took."""
     found: dict[str, Any] = {}
     calls: list[tuple[float, bool]] = []
     for name in names:
         low_s = draw(name, bench.requests_per_s, bench.answers, seeds[0]).low_s
         runs: dict[str, dict[str, list[FleetRun]]] = {}
-        for arm_name, by_setting in bench.arms().items():
+        for arm_name in arms:
+            by_setting = bench.arms()[arm_name]
             for setting, make in by_setting.items():
                 for seed in seeds:
                     run, arm = bench.run(name, make, seed)
                     runs.setdefault(arm_name, {}).setdefault(setting, []).append(run)
                     calls += arm.seconds if isinstance(arm, AcceptanceArm) else []
         found[name] = {
-            "arms": {arm: {setting: figures(of, low_s) for setting, of in by.items()} for arm, by in runs.items()},
-            "gpu_hours_at_equal_attainment": {
-                rival: at_equal_attainment(runs[OURS], runs[rival]) for rival in (QUEUE, GENTLE, STATIC)
-            },
+            "arms": {arm: {setting: figures(of, low_s) for setting, of in by.items()} for arm, by in runs.items()}
         }
-        print(table(name, found[name]), flush=True)
     return {"scenarios": found, "call_us": call_times(calls)}
 
 
@@ -153,7 +153,7 @@ def one_setting(scenarios: Mapping[str, Any]) -> dict[str, Any]:
     tuned_on = [scenarios[name]["arms"] for name in STEADY if name in scenarios]
     if len(tuned_on) < len(STEADY):
         return {}
-    chosen = {arm: cheapest([_means(one[arm]) for one in tuned_on], TUNED_LEVEL) for arm in tuned_on[0]}
+    chosen = {arm: cheapest([as_runs(one[arm]) for one in tuned_on], TUNED_LEVEL) for arm in tuned_on[0]}
     found: dict[str, Any] = {"level": TUNED_LEVEL, "settings": chosen, "scenarios": {}}
     for name, one in scenarios.items():
         rows = {arm: one["arms"][arm][setting] for arm, setting in chosen.items() if setting is not None}
@@ -178,17 +178,6 @@ def _against(rows: Mapping[str, Any], arm: str, key: str) -> dict[str, Any] | No
     return ratio(rows[OURS][key], rows[arm][key])
 
 
-def _means(by_setting: Mapping[str, Any]) -> Runs:
-    """Figures as runs again, as far as `cheapest` reads them."""
-    return {
-        setting: [
-            FleetRun(num_requests=10_000, num_kept=round(10_000 * kept), gpu_hours=hours)
-            for kept, hours in zip(one["attainment_by_seed"], one["gpu_hours_by_seed"], strict=True)
-        ]
-        for setting, one in by_setting.items()
-    }
-
-
 def table(name: str, found: Mapping[str, Any]) -> str:
     lines = [f"{name}", f"  {'arm':26s} {'setting':16s} {'kept':>7s} {'GPU h':>7s} {'changes/h':>9s} {'recovery':>9s}"]
     for arm, by_setting in found["arms"].items():
@@ -209,7 +198,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--traces", type=Path, required=True, help="of peagle.evaluate --traces")
     parser.add_argument("--step-times", type=Path, required=True, help="table of peagle.vllm.calibrate")
     parser.add_argument("--scenario", action="append", choices=SCENARIOS, help="default: all")
-    parser.add_argument("--merge", action="append", type=Path, default=[], help="scenarios of an earlier output")
+    parser.add_argument("--arm", action="append", choices=ARMS, help="default: all")
+    parser.add_argument("--utilisation", action="append", type=float, help=f"of our arm, default {UTILISATIONS}")
+    parser.add_argument("--merge", action="append", type=Path, default=[], help="an earlier output")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
     parser.add_argument("--replicas", type=int, default=4, help="that the usual traffic needs")
     parser.add_argument("--max-replicas", type=int, default=16)
@@ -225,6 +216,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("seeds", "replicas", "max_replicas", "max_num_seqs", "prompt_tokens"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if not all(0 < one <= 1 for one in args.utilisation or ()):
+        parser.error("--utilisation must be above 0 and at most 1")
     if args.replicas > args.max_replicas:
         parser.error("--replicas must be at most --max-replicas")
     return args
@@ -240,7 +233,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     bench = Bench(args, times, traces)
     earlier = [json.loads(path.read_text(encoding="utf-8")) for path in args.merge]
     names = args.scenario or ([] if earlier else list(SCENARIOS))
-    simulated = simulate(bench, names, range(args.seeds))
+    simulated = simulate(bench, names, args.arm or ARMS, range(args.seeds))
     conditions = {
         "traces": file_conditions(args.traces),
         "step_times": {**file_conditions(args.step_times), "measured": times.measured, "conditions": times.conditions},
@@ -250,20 +243,46 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         "requests_per_s": round(bench.requests_per_s, 4),
         "capacities": {name: dataclasses.asdict(one) for name, one in bench.capacities.items()},
     }
-    scenarios: dict[str, Any] = {}
-    call_us = [simulated["call_us"]] if names else []
     for path, one in zip(args.merge, earlier, strict=True):
-        if differs := [key for key, value in conditions.items() if one["conditions"].get(key) != _plain(value)]:
+        if differs := [key for key, value in conditions.items() if _plain(one["conditions"].get(key)) != _plain(value)]:
             raise ValueError(f"{path}: other conditions than here: {', '.join(differs)}")
-        scenarios |= one["scenarios"]
-        call_us += one["call_us"]
-    scenarios |= simulated["scenarios"]
-    scenarios = {name: scenarios[name] for name in SCENARIOS if name in scenarios}
-    document = {"made": made("cluster.simulate_scaling"), "conditions": conditions, "call_us": call_us}
-    return {**document, "scenarios": scenarios, "one_setting": one_setting(scenarios)}
+    scenarios = merged([one["scenarios"] for one in (*earlier, simulated)])
+    return {
+        "made": [made("cluster.simulate_scaling"), *(one["made"] for one in earlier)],
+        "conditions": conditions,
+        "call_us": [call for one in earlier for call in one["call_us"]] + ([simulated["call_us"]] if names else []),
+        "scenarios": scenarios,
+        "one_setting": one_setting(scenarios),
+    }
+
+
+def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings of all parts by scenario and arm, and the arms compared."""
+    found: dict[str, Any] = {}
+    for name in SCENARIOS:
+        arms: dict[str, dict[str, Any]] = {}
+        for part in parts:
+            for arm, by_setting in part.get(name, {"arms": {}})["arms"].items():
+                arms.setdefault(arm, {}).update(by_setting)
+        if not arms:
+            continue
+        arms = {
+            arm: dict(sorted(arms[arm].items(), key=lambda item: number_in(item[0]))) for arm in ARMS if arm in arms
+        }
+        rivals = [arm for arm in arms if arm != OURS and OURS in arms]
+        compared = {arm: at_equal_attainment(as_runs(arms[OURS]), as_runs(arms[arm])) for arm in rivals}
+        found[name] = {"arms": arms, "gpu_hours_at_equal_attainment": compared}
+    return found
+
+
+def _sorted(by_setting: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(sorted(by_setting.items(), key=lambda item: number_in(item[0])))
 
 
 def _plain(value: Any) -> Any:
+    """As JSON has it, less what is not set: a setting that came later says nothing of an earlier run."""
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items() if one is not None}
     return json.loads(json.dumps(value))
 
 
@@ -273,6 +292,8 @@ def main() -> None:
         document = report(args)
     except ValueError as error:
         sys.exit(f"cluster.simulate_scaling: {error}")
+    for name, one in document["scenarios"].items():
+        print(table(name, one), end="\n\n")
     print(json.dumps(document["one_setting"], indent=1))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

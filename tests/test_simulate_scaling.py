@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cluster.counts import Counts
-from cluster.simulate_scaling import parse_args
+from cluster.simulate_scaling import merged, parse_args
 from cluster.simulation.baselines import BatchWide
 from cluster.simulation.engine_model import Engine, Simulation, Traffic
 from cluster.simulation.fleet import Fleet, remembered_paths
@@ -233,3 +233,23 @@ def test_a_queue_is_served_first_come_first_served() -> None:
     replica.advance(1e9)
     firsts = [one.first_token_s for one, _ in sorted(replica.ended, key=lambda pair: pair[0].index)]
     assert firsts == sorted(firsts)
+
+
+def test_parts_are_merged_setting_by_setting_and_compared_again() -> None:
+    def part(arm: str, **points: tuple[float, float]) -> dict[str, object]:
+        rows = {
+            name.replace("_", " "): {"attainment_by_seed": [kept] * 3, "gpu_hours_by_seed": [hours] * 3}
+            for name, (kept, hours) in points.items()
+        }
+        return {"steady": {"arms": {arm: rows}}}
+
+    found = merged(
+        [
+            part("acceptance", utilisation_0=(0.99, 3.0)),
+            part("queue length", target_2=(1.0, 4.0), target_8=(0.8, 2.0)),
+            part("acceptance", utilisation_1=(0.85, 1.0)),
+        ]
+    )["steady"]
+    assert list(found["arms"]["acceptance"]) == ["utilisation 0", "utilisation 1"]
+    at_90 = found["gpu_hours_at_equal_attainment"]["queue length"][0]
+    assert (at_90["gpu_hours"], at_90["rival_gpu_hours"]) == (pytest.approx(1.714, abs=1e-3), 3.0)

@@ -96,6 +96,22 @@ def at_equal_attainment(ours: Runs, rival: Runs) -> list[dict[str, Any]]:
     return found
 
 
+def as_runs(by_setting: Mapping[str, Any]) -> Runs:
+    """Figures of one arm as runs again, with what is compared by seed; settings in the order of their numbers."""
+    return {
+        setting: [
+            FleetRun(num_requests=10_000, num_kept=round(10_000 * kept), gpu_hours=hours)
+            for kept, hours in zip(one["attainment_by_seed"], one["gpu_hours_by_seed"], strict=True)
+        ]
+        for setting, one in sorted(by_setting.items(), key=lambda item: number_in(item[0]))
+    }
+
+
+def number_in(setting: str) -> float:
+    """The number of a setting's name."""
+    return next(float(word) for word in setting.split() if word[0].isdigit())
+
+
 def cheapest(by_scenario: Sequence[Runs], level: float) -> str | None:
     """The setting with the fewest GPU hours among those that keep the level in each of these scenarios."""
     best, best_hours = None, float("inf")
