@@ -14,7 +14,6 @@ moves. The mean rate is such that `--replicas` replicas at 75 % of the predicted
 import argparse
 import dataclasses
 import json
-import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +27,15 @@ from cluster.simulation.fleet import Fleet, remembered_paths
 from cluster.simulation.fleet_arms import AcceptanceArm, QueueArm, StaticArm, settings
 from cluster.simulation.fleet_engine import StepSeconds
 from cluster.simulation.fleet_records import Arm, Conditions, FleetRun
-from cluster.simulation.fleet_report import as_runs, at_equal_attainment, cheapest, figures, number_in, ratio
+from cluster.simulation.fleet_report import (
+    as_runs,
+    at_equal_attainment,
+    call_times,
+    cheapest,
+    figures,
+    number_in,
+    ratio,
+)
 from cluster.simulation.fleet_traffic import DURATION_S, POOLS, SCENARIOS, STEADY, USUAL, WARM_S, draw, pools
 from cluster.simulation.traces import Traces, survival
 from cluster.step_time import StepTimes
@@ -136,16 +143,6 @@ def simulate(bench: Bench, names: Sequence[str], arms: Sequence[str], seeds: Seq
             "arms": {arm: {setting: figures(of, low_s) for setting, of in by.items()} for arm, by in runs.items()}
         }
     return {"scenarios": found, "call_us": call_times(calls)}
-
-
-def call_times(calls: Sequence[tuple[float, bool]]) -> dict[str, Any]:
-    """Microseconds of the policy's calls, all of them and those that decided anew."""
-    found = {}
-    for name, chosen in (("all", [s for s, _ in calls]), ("decided anew", [s for s, is_new in calls if is_new])):
-        if len(chosen) > 1:
-            cuts = statistics.quantiles(chosen, n=100)
-            found[name] = {"median": round(1e6 * cuts[49], 1), "p99": round(1e6 * cuts[98], 1), "num": len(chosen)}
-    return found
 
 
 def one_setting(scenarios: Mapping[str, Any]) -> dict[str, Any]:

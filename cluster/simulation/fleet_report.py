@@ -7,6 +7,7 @@ A frontier: an arm's settings in order are a curve of mean attainment and mean G
 attainment are the fewest on the straight lines between neighbours. What no setting reaches has none.
 """
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -121,6 +122,16 @@ def cheapest(by_scenario: Sequence[Runs], level: float) -> str | None:
         if min(means) >= level and hours < best_hours:
             best, best_hours = name, hours
     return best
+
+
+def call_times(calls: Sequence[tuple[float, bool]]) -> dict[str, Any]:
+    """Microseconds of the policy's calls, all of them and those that decided anew."""
+    found = {}
+    for name, chosen in (("all", [s for s, _ in calls]), ("decided anew", [s for s, is_new in calls if is_new])):
+        if len(chosen) > 1:
+            cuts = statistics.quantiles(chosen, n=100)
+            found[name] = {"median": round(1e6 * cuts[49], 1), "p99": round(1e6 * cuts[98], 1), "num": len(chosen)}
+    return found
 
 
 def ratio(values: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
