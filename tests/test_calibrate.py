@@ -110,13 +110,13 @@ def flags(*words: str) -> argparse.Namespace:
 
 
 def test_an_engine_comes_from_a_services_yaml_and_flags_win():
-    source = source_of(flags(str(ROOT / "configs/local.yaml")))
+    source = source_of(flags(str(ROOT / "configs/local-colocated.yaml")))
     assert (source.target, source.head) == ("smollm2-135m-instruct", "smollm2-135m-instruct")
     assert source.max_draft_tokens == 7
     assert source.engine["dtype"] == "float32"
     assert source.env["VLLM_CPU_KVCACHE_SPACE"] == "2"
     words = ["--head", "/other", "--engine", "max_num_seqs=4", "load_format=dummy", "--synthetic-acceptance", "0.8"]
-    other = source_of(flags(str(ROOT / "configs/local.yaml"), *words))
+    other = source_of(flags(str(ROOT / "configs/local-colocated.yaml"), *words))
     assert (other.head, other.engine["max_num_seqs"], other.engine["load_format"]) == ("/other", 4, "dummy")
     assert other.speculative == {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.8]}
 
@@ -133,6 +133,7 @@ def test_an_engine_without_speculation():
         (["--target", "t"], "give a config, or --target and --head"),
         (["--target", "t", "--head", "h", "--engine", "max_num_seqs"], "--engine 'max_num_seqs': write KEY=VALUE"),
         (["/nowhere.yaml"], "config /nowhere.yaml: cannot be read"),
+        ([str(ROOT / "configs/local.yaml")], "drafter.placement is remote"),
     ],
 )
 def test_flags_that_name_no_engine_are_refused(words, said):
@@ -232,7 +233,8 @@ class AsyncArgs(EngineArgs):
 def test_a_real_engine_is_measured_and_its_table_fits_it_and_no_other(tmp_path: Path, monkeypatch: Any, is_async: bool):
     out = tmp_path / "made" / "table.json"
     words = ["--batch-sizes", "1", "2", "--depths", "0", "3", "--contexts", "16", "--steps", "6", "--warmup", "2"]
-    monkeypatch.setattr(sys, "argv", ["calibrate", str(ROOT / "configs/local.yaml"), *words, "--out", str(out)])
+    config = str(ROOT / "configs/local-colocated.yaml")
+    monkeypatch.setattr(sys, "argv", ["calibrate", config, *words, "--out", str(out)])
     if is_async:
         monkeypatch.setattr(step_bench, "EngineArgs", AsyncArgs)
     for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "LD_PRELOAD"):

@@ -1,6 +1,6 @@
 """Measures an engine's step times, for the choice of K: median seconds of a decoding step by batch, K and context.
 
-    python -m peagle.vllm.calibrate configs/local.yaml --out configs/step_times/NAME.json
+    python -m peagle.vllm.calibrate configs/local-colocated.yaml --out configs/step_times/NAME.json
     python -m peagle.vllm.calibrate --target DIR --head DIR --engine load_format=dummy max_num_seqs=128 --out FILE.json
 
 Takes target, head and engine settings from a service's YAML (its `model`, `drafter`, `engine` and `target.env`; flags
@@ -79,7 +79,12 @@ def read_config(path: Path) -> dict[str, Any]:
     for name, section, key in (("model", sections["model"], "source"), ("drafter", drafter, "head")):
         if (name == "model" or drafter) and not isinstance(section.get(key), str):
             raise ValueError(f"config {path}: {name}.{key} is missing")
-    depths = drafter.get("full_graph_depths")
+    if drafter.get("placement") == "remote":
+        raise ValueError(
+            f"config {path}: drafter.placement is remote, but steps are timed with the drafter in the engine: give a "
+            "config with placement: colocated"
+        )
+    depths = sections["target"].get("full_graph_depths")
     return {
         "target": sections["model"]["source"],
         "head": drafter.get("head"),
@@ -244,7 +249,7 @@ def _say(text: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path, nargs="?", help="a service's YAML, such as configs/local.yaml")
+    parser.add_argument("config", type=Path, nargs="?", help="a service's YAML, such as configs/local-colocated.yaml")
     parser.add_argument("--target", help="an embedded target's name, a directory or a Hugging Face id")
     parser.add_argument("--head", help=f"a shipped head's name, a directory or a Hugging Face id; {NO_HEAD}: no drafts")
     parser.add_argument("--max-draft-tokens", type=int, metavar="K_MAX")
