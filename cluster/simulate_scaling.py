@@ -36,7 +36,7 @@ from cluster.simulation.fleet_report import (
     number_in,
     ratio,
 )
-from cluster.simulation.fleet_traffic import DURATION_S, POOLS, SCENARIOS, STEADY, USUAL, WARM_S, draw, pools
+from cluster.simulation.fleet_traffic import DURATION_S, POOLS, SCENARIOS, TUNED_ON, USUAL, WARM_S, draw, pools
 from cluster.simulation.traces import Traces, survival
 from cluster.step_time import StepTimes
 
@@ -146,9 +146,9 @@ def simulate(bench: Bench, names: Sequence[str], arms: Sequence[str], seeds: Seq
 
 
 def one_setting(scenarios: Mapping[str, Any]) -> dict[str, Any]:
-    """Each arm at the setting that is cheapest on the scenarios where acceptance stands still, in all scenarios."""
-    tuned_on = [scenarios[name]["arms"] for name in STEADY if name in scenarios]
-    if len(tuned_on) < len(STEADY):
+    """Each arm at the setting that is cheapest on traffic whose acceptance and rate do not jump, in all scenarios."""
+    tuned_on = [scenarios[name]["arms"] for name in TUNED_ON if name in scenarios]
+    if len(tuned_on) < len(TUNED_ON):
         return {}
     chosen = {arm: cheapest([as_runs(one[arm]) for one in tuned_on], TUNED_LEVEL) for arm in tuned_on[0]}
     found: dict[str, Any] = {"level": TUNED_LEVEL, "settings": chosen, "scenarios": {}}
@@ -245,7 +245,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"{path}: other conditions than here: {', '.join(differs)}")
     scenarios = merged([one["scenarios"] for one in (*earlier, simulated)])
     return {
-        "made": [made("cluster.simulate_scaling"), *(one["made"] for one in earlier)],
+        "made": [made("cluster.simulate_scaling"), *(by for one in earlier for by in np.atleast_1d(one["made"]))],
         "conditions": conditions,
         "call_us": [call for one in earlier for call in one["call_us"]] + ([simulated["call_us"]] if names else []),
         "scenarios": scenarios,

@@ -35,8 +35,8 @@ USUAL = {"code": 0.6, "chat": 0.4}
 SHIFT_FROM, SHIFT_TO = {"code": 0.9, "sampled": 0.1}, {"code": 0.1, "sampled": 0.9}
 
 SCENARIOS = ("steady", "diurnal", "burst", "collapse of traffic", "collapse of head", "mix shift")
-STEADY = ("steady", "diurnal", "burst")
-"""Those in which acceptance does not move."""
+TUNED_ON = ("steady", "diurnal")
+"""Those in which acceptance stands still and the rate does not jump."""
 
 
 @dataclass(frozen=True)
