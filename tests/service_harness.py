@@ -1,10 +1,11 @@
 """The real application of a file in configs/ for the tests of the service, and how they talk to it."""
 
+import random
 import socket
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,12 +111,10 @@ def running_service(
     (application,) = document["applications"]
     for name, keys in sections.items():
         application["args"][name] = {**application["args"].get(name, {}), **keys}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     # Two logical CPUs, whatever the machine has: what the file asks for must fit the smallest.
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="test-service")
     try:
+        port = free_port()
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         running = Service(f"http://127.0.0.1:{port}", application["args"]["model"]["id"], document)
         if from_document:
@@ -128,6 +127,15 @@ def running_service(
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+def free_port() -> int:
+    """A port below those that the system gives to whoever asks for any: Ray's processes would take it meanwhile."""
+    for port in random.sample(range(20_000, 30_000), 50):
+        with suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port among 50 between 20000 and 30000")
 
 
 def wait_until_ready(running: Service) -> None:
