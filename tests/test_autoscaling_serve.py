@@ -1,5 +1,5 @@
 """The policies in Serve's own controller, with replicas that count instead of serving: from `record_autoscaling_stats`
-to new replicas, the board and the log. The engine's part is in tests/test_service_autoscaling.py."""
+to new replicas, the board and the log. No engine runs here."""
 
 import time
 from collections.abc import Callable, Iterator
