@@ -5,6 +5,7 @@ GPU runs in test_graphs_engine.py.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.forward_context import BatchDescriptor
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-from peagle.vllm.engine import GRAPHS_KEY
+from peagle.vllm.engine import GRAPHS_KEY, MAX_GRAPH_TOKENS, capture_sizes
 from peagle.vllm.graphs import GraphSettings, GraphTable, StepShape, TieredDispatcher, request_counts
 
 K_MAX = 7
@@ -208,3 +209,12 @@ def test_a_mode_without_decode_graphs_is_refused(mode: CUDAGraphMode) -> None:
     dispatcher = TieredDispatcher(gpu_config(mode), settings(3))
     with pytest.raises(ValueError, match=f"cudagraph_mode {mode.name}: set"):
         dispatcher.initialize_cudagraph_keys(mode, 1 + K_MAX)
+
+
+def test_captured_sizes_are_vllms_up_to_its_limit_and_reach_twice_the_decodes() -> None:
+    assert capture_sizes(16) == list(CAPTURE_SIZES)
+    most = capture_sizes(1 << 20)
+    assert most[: len(CAPTURE_SIZES)] == list(CAPTURE_SIZES)
+    assert most == sorted(set(most))
+    assert most[-1] == MAX_GRAPH_TOKENS
+    assert max(after / before for before, after in pairwise(most[len(CAPTURE_SIZES) - 1 :])) <= 1.125
