@@ -279,11 +279,13 @@ class Link:
                 self.stats.num_connections += 1
                 try:
                     session.serve(self._stopped)
+                except Exception as error:
+                    self.problem = str(error) or type(error).__name__  # told before the link is seen to be down
+                    raise
                 finally:
                     self._session = None
                     session.close()
             except Swapped as swap:
-                self.problem = str(swap)
                 self._swap(swap)
                 continue
             except (Refused, WireError, OSError, ValueError) as error:
