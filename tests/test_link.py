@@ -199,8 +199,6 @@ def test_a_peer_that_is_no_drafter_is_named_and_tried_again(what: str, monkeypat
 def test_a_step_beyond_the_agreed_sizes_is_the_callers_mistake() -> None:
     with running(make_server()) as server:
         pool = connected(server.address)
-        with pytest.raises(
-            ValueError, match=f"a step of 3 requests and .* rows, agreed were 4 and {SHAPE.max_num_rows}"
-        ):
+        with pytest.raises(ValueError, match=f"3 requests, .* rows; agreed were 4, {SHAPE.max_num_rows}"):
             Target(pool).step(num_rows=30)
         pool.close()

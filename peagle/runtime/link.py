@@ -137,8 +137,7 @@ class Link:
         shape, num_rows = self._hello.shape, len(next_tokens_R)
         if len(slots_M) > shape.max_num_requests or num_rows > shape.max_num_rows:
             raise ValueError(
-                f"a step of {len(slots_M)} requests and {num_rows} rows, agreed were {shape.max_num_requests} and "
-                f"{shape.max_num_rows}"
+                f"{len(slots_M)} requests, {num_rows} rows; agreed were {shape.max_num_requests}, {shape.max_num_rows}"
             )
         finished, slots = sorted(self._finished), slots_M.tolist()
         told = {slot: tokens for slot, tokens in (prompts or {}).items() if slot in slots}
@@ -279,13 +278,10 @@ class Link:
                 self.stats.num_connections += 1
                 try:
                     session.serve(self._stopped)
-                except Exception as error:
-                    self.problem = str(error) or type(error).__name__  # told before the link is seen to be down
-                    raise
                 finally:
-                    self._session = None
                     session.close()
             except Swapped as swap:
+                self.problem = str(swap)
                 self._swap(swap)
                 continue
             except (Refused, WireError, OSError, ValueError) as error:
@@ -293,6 +289,8 @@ class Link:
             except Exception as error:  # a thread that died would leave the link down for good
                 logger.exception("drafter link %s", self.address)
                 self.problem = repr(error)
+            finally:
+                self._session = None  # after `problem`: whoever sees the link down can read why
             self._stopped.wait(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
