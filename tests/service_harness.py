@@ -1,11 +1,9 @@
 """The real application of a file in configs/ for the tests of the service, and how they talk to it."""
 
-import random
-import socket
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
 from deployments.app import build
+from deployments.bench_service import free_port
 from deployments.names import APP_NAME
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -127,15 +126,6 @@ def running_service(
     finally:
         serve.shutdown()
         ray.shutdown()
-
-
-def free_port() -> int:
-    """A port below those that the system gives to whoever asks for any: Ray's processes would take it meanwhile."""
-    for port in random.sample(range(20_000, 30_000), 50):
-        with suppress(OSError), socket.socket() as free:
-            free.bind(("127.0.0.1", port))
-            return port
-    raise OSError("no free port among 50 between 20000 and 30000")
 
 
 def wait_until_ready(running: Service) -> None:

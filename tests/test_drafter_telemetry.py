@@ -25,7 +25,7 @@ BAD = DraftingStats.from_steps([(3, 0)])
 
 def drafter(replica: str, *digests: str, address: str = "h:1", refused: str = "") -> DrafterReport:
     heads = tuple(LiveHead(index, f"head-{digest}", digest) for index, digest in enumerate(digests))
-    return DrafterReport(replica, address, heads, refused, {"passes": 5.0})
+    return DrafterReport(replica, address, heads, refused, {"passes": 5.0}, f"of {address}")
 
 
 def test_steps_count_for_the_head_that_was_live() -> None:
@@ -60,6 +60,7 @@ def test_the_engine_is_told_addresses_and_digests() -> None:
     told = drafters_of(reports)
     assert [one["address"] for one in told] == ["h:1", "h:2"]
     assert told[0]["heads"] == {0: "a", 1: "b"}
+    assert told[0]["key"] == "of h:1"
     assert drafters_of(reversed(reports)) == told
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from peagle.runtime.pass_times import PassTimes
-from peagle.runtime.pool import _rank, read_drafters
+from peagle.runtime.pool import KnownDrafter, _rank, read_drafters
 from tests.transport_harness import DrafterProcess, Target, eventually, make_pool, make_server, running
 
 HEADS = {0: "digest0"}
@@ -22,7 +22,8 @@ def entry(address: str, heads: dict[int, str] | None = None) -> dict[str, object
     ("drafters", "problem"),
     [
         ("127.0.0.1:1", "drafters is a str, not a list"),
-        ([{"address": "h:1"}], r"drafters\[0\] = .* must have the fields address and heads"),
+        ([{"address": "h:1"}], r"drafters\[0\] must have the fields address, heads"),
+        ([{"address": "h:1", "heads": HEADS, "key": 3}], r"drafters\[0\].key is a int, not text"),
         ([{"address": "h:1", "heads": HEADS, "weight": 2}], r"drafters\[0\]"),
         ([entry("h")], r"drafters\[0\].address = 'h' must be host:port"),
         ([entry("h:0")], r"must be host:port"),
@@ -40,7 +41,7 @@ def test_a_bad_list_of_drafters_is_refused_by_entry_and_changes_nothing(drafters
 
 
 def test_numbers_of_heads_may_come_as_text_as_json_has_them() -> None:
-    assert read_drafters([{"address": "[::1]:80", "heads": {"1": "d"}}]) == {"[::1]:80": {1: "d"}}
+    assert read_drafters([{"address": "[::1]:80", "heads": {"1": "d"}}]) == {"[::1]:80": KnownDrafter({1: "d"})}
 
 
 def test_losing_one_of_three_moves_only_its_own_requests() -> None:
@@ -168,3 +169,15 @@ def test_the_deadline_is_three_expected_passes_within_its_bounds() -> None:
     for bounds in ((0.0, 1.0), (2.0, 1.0), (0.1, np.inf)):
         with pytest.raises(ValueError, match="min_deadline_s"):
             PassTimes(*bounds)
+
+
+def test_a_drafter_that_asks_for_a_key_drafts_once_it_is_named() -> None:
+    with running(make_server(key="of today")) as server:
+        pool = make_pool()
+        pool.set_drafters([entry(server.address) | {"key": "of yesterday"}])
+        eventually(lambda: "key is missing or another one" in pool.report()["links"][0]["problem"])
+        assert pool.num_up == 0
+        pool.set_drafters([entry(server.address) | {"key": "of today"}])
+        eventually(lambda: pool.num_up)
+        Target(pool).check_step()
+        pool.close()

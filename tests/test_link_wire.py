@@ -163,6 +163,17 @@ def test_a_hello_that_fits_is_not_refused() -> None:
     assert refusal(HELLO, {4: served_head(0), 1: served_head(1)}) is None
 
 
+def test_a_drafter_with_a_key_lets_in_who_names_it_and_nobody_else() -> None:
+    heads = {0: served_head(0)}
+    assert refusal(dataclasses.replace(HELLO, key="secret"), heads, "secret") is None
+    assert refusal(dataclasses.replace(HELLO, key="secret"), heads) is None
+    for wrong in ("", "secret2", "Schlüssel"):
+        reason = refusal(dataclasses.replace(HELLO, key=wrong), heads, "secret")
+        assert reason is not None
+        assert "key is missing or another one" in reason
+    assert "secret" not in repr(dataclasses.replace(HELLO, key="secret"))
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -190,6 +201,7 @@ def test_a_target_that_does_not_fit_is_refused_by_field(changes: dict[str, objec
         ({"heads": {"x": "y"}}, "hello: "),
         ({"heads": {"1000000000": "y"}}, r"heads = \[1000000000\] must be numbered"),
         ({"aux_layer_ids": None}, "field 'aux_layer_ids'"),
+        ({"key": 7}, "field 'key'"),
     ],
 )
 def test_a_hello_with_a_bad_field_is_refused_by_name(fields: dict[str, object], problem: str) -> None:

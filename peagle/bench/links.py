@@ -66,8 +66,7 @@ def serve(pipe: Connection, shape: TargetShape, device: str) -> None:
     """The drafter's process, until the pipe closes."""
     reducer = Reducer(torch.zeros(shape.hidden_size, 1, dtype=shape.torch_dtype)).to_bytes()
     head = ServedHead(DIGEST, reducer, shape.hidden_size, shape.dtype, shape.vocab_size, LAYERS, shape.max_depth)
-    spin_s = 5e-3 if device.startswith("cuda") else 100e-6
-    server = DrafterServer(CopyingEngine(shape.max_depth, device), {0: head}, device=device, spin_s=spin_s)
+    server = DrafterServer(CopyingEngine(shape.max_depth, device), {0: head}, device=device)
     server.start()
     pipe.send(server.address)
     threading.Event().wait()

@@ -1,7 +1,8 @@
 """`python -m peagle.runtime --head DIR --target DIR --port N`: a drafter by itself, without Ray.
 
 Serves until it is interrupted. Its address and the digests of its heads, which targets name, are printed as one line
-of JSON as soon as targets may connect.
+of JSON as soon as targets may connect. With `PEAGLE_DRAFTER_KEY` in its environment only targets that name this key
+beside the address are let in.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import signal
 import sys
 import threading
@@ -64,9 +66,9 @@ def _build(args: argparse.Namespace) -> DrafterServer:
     )
     loaded = [load_served_head(head_dir, args.target, limits, args.device, dtype) for head_dir in args.head]
     engine = DraftEngine({i: runtime for i, (runtime, _) in enumerate(loaded)}, max_num_requests=args.max_num_requests)
-    spin_s = 5e-3 if args.device.startswith("cuda") else 100e-6
     served = {i: served for i, (_, served) in enumerate(loaded)}
-    return DrafterServer(engine, served, args.host, args.port, device=args.device, spin_s=spin_s)
+    key = os.environ.get("PEAGLE_DRAFTER_KEY", "")
+    return DrafterServer(engine, served, args.host, args.port, device=args.device, key=key)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ Heads are named by digest; the numbers of a target's heads are its own, the draf
 from __future__ import annotations
 
 import dataclasses
+import hmac
 from collections.abc import Mapping
 
 from peagle.runtime.steps import TargetShape
@@ -25,7 +26,8 @@ MAX_NUM_HEADS = 1024
 @dataclasses.dataclass(frozen=True)
 class Hello:
     """name: of the target, for people. aux_layer_ids: the tapped layers. heads: index -> digest. host: of
-    `host_identity`. known_reducers: digests of heads whose reducer the target has already."""
+    `host_identity`. known_reducers: digests of heads whose reducer the target has already. key: of the drafter, ""
+    where it asks for none."""
 
     name: str
     shape: TargetShape
@@ -33,6 +35,7 @@ class Hello:
     heads: Mapping[int, str]
     host: str
     known_reducers: tuple[str, ...] = ()
+    key: str = dataclasses.field(default="", repr=False)
 
     def fields(self) -> dict[str, object]:
         return {
@@ -42,6 +45,7 @@ class Hello:
             "heads": {str(index): digest for index, digest in self.heads.items()},
             "host": self.host,
             "known_reducers": list(self.known_reducers),
+            "key": self.key,
         }
 
     @classmethod
@@ -57,6 +61,7 @@ class Hello:
                 heads={int(index): str(digest) for index, digest in message.field("heads", dict).items()},
                 host=message.field("host", str),
                 known_reducers=tuple(str(digest) for digest in message.field("known_reducers", list)),
+                key=message.field("key", str),
             )
         except (TypeError, ValueError, OverflowError) as error:
             raise WireError(f"hello: {error}") from error
@@ -81,8 +86,10 @@ class ServedHead:
     max_depth: int
 
 
-def refusal(hello: Hello, heads: Mapping[int, ServedHead]) -> str | None:
-    """Why these heads cannot draft for this target; None where they can."""
+def refusal(hello: Hello, heads: Mapping[int, ServedHead], key: str = "") -> str | None:
+    """Why these heads cannot draft for this target; None where they can. key: the drafter's secret, "" for none."""
+    if key and not hmac.compare_digest(hello.key.encode(), key.encode()):
+        return "the drafter's key is missing or another one: name it beside the drafter's address"
     by_digest = {head.digest: head for head in heads.values()}
     if not hello.heads:
         return "the target names no head"

@@ -209,12 +209,12 @@ class Link:
             session.known[ended] = False
             self._finished.update(ended)
 
-    def want(self, heads: Mapping[int, str]) -> None:
-        """Ask for other heads: the connection is made anew, unless they are the ones it has."""
+    def want(self, heads: Mapping[int, str], key: str = "") -> None:
+        """Ask for other heads, or with another key: the connection is made anew, unless it has these."""
         with self._hello_lock:
-            if dict(heads) == dict(self._hello.heads):
+            if (before := self._hello) == (wanted := dataclasses.replace(before, heads=dict(heads), key=key)):
                 return
-            self._hello = dataclasses.replace(self._hello, heads=dict(heads))
+            self._hello = wanted
         if (session := self._session) is not None:
             session.hang_up()
 

@@ -94,7 +94,9 @@ class Peer:
         return table[heads_B]
 
 
-def greet(connection: socket.socket, name: str, heads: Mapping[int, ServedHead], device: torch.device) -> Peer:
+def greet(
+    connection: socket.socket, name: str, heads: Mapping[int, ServedHead], device: torch.device, key: str = ""
+) -> Peer:
     """Answer the hello of whoever connected; the connection belongs to the peer afterwards, or is closed.
 
     Raises WireError or OSError for somebody who is no target or does not fit; who can hear it is told.
@@ -104,7 +106,7 @@ def greet(connection: socket.socket, name: str, heads: Mapping[int, ServedHead],
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _keep_alive(connection)
         reader = MessageReader(connection, 0, name)
-        hello = _read_hello(connection, reader, heads)
+        hello = _read_hello(connection, reader, heads, key)
         problem = "it runs on another host, or one of the two has no shared memory"
         if hello.host and hello.host == host_identity():
             try:
@@ -139,11 +141,11 @@ def greet(connection: socket.socket, name: str, heads: Mapping[int, ServedHead],
         raise
 
 
-def _read_hello(connection: socket.socket, reader: MessageReader, heads: Mapping[int, ServedHead]) -> Hello:
+def _read_hello(connection: socket.socket, reader: MessageReader, heads: Mapping[int, ServedHead], key: str) -> Hello:
     """The hello of a target that fits. Raises WireError otherwise, after telling the other side."""
     try:
         hello = Hello.read(reader.read_within(HELLO_TIMEOUT_S))
-        if (reason := refusal(hello, heads)) is not None:
+        if (reason := refusal(hello, heads, key)) is not None:
             raise WireError(reason)
     except WireError as error:
         with contextlib.suppress(OSError):

@@ -27,18 +27,28 @@ _CLOSE_S = 2.0
 DEFAULT_MIN_DEADLINE_S, DEFAULT_MAX_DEADLINE_S = 0.05, 1.0
 
 
-def read_drafters(drafters: object) -> dict[str, dict[int, str]]:
-    """address -> head index -> digest, of `[{"address": "host:port", "heads": {index: digest}}]`.
+@dataclasses.dataclass(frozen=True)
+class KnownDrafter:
+    """heads: index -> digest. key: what it lets targets in with, "" for nothing."""
+
+    heads: dict[int, str]
+    key: str = dataclasses.field(default="", repr=False)
+
+
+def read_drafters(drafters: object) -> dict[str, KnownDrafter]:
+    """By address, of `[{"address": "host:port", "heads": {index: digest}, "key": text}]`; the key may be left out.
 
     Raises ValueError, naming the entry and the field, for anything else.
     """
     if not isinstance(drafters, Sequence) or isinstance(drafters, str | bytes):
         raise ValueError(f"drafters is a {type(drafters).__name__}, not a list")
-    found: dict[str, dict[int, str]] = {}
+    found: dict[str, KnownDrafter] = {}
     for i, entry in enumerate(drafters):
-        if not isinstance(entry, Mapping) or set(entry) != {"address", "heads"}:
-            raise ValueError(f"drafters[{i}] = {entry!r:.80} must have the fields address and heads, no others")
-        address, heads = entry["address"], entry["heads"]
+        if not isinstance(entry, Mapping) or set(entry) - {"key"} != {"address", "heads"}:
+            raise ValueError(f"drafters[{i}] must have the fields address, heads and, if it has one, key; no others")
+        address, heads, key = entry["address"], entry["heads"], entry.get("key", "")
+        if not isinstance(key, str):
+            raise ValueError(f"drafters[{i}].key is a {type(key).__name__}, not text")
         host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
         if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
             raise ValueError(f"drafters[{i}].address = {address!r:.80} must be host:port")
@@ -51,7 +61,7 @@ def read_drafters(drafters: object) -> dict[str, dict[int, str]]:
                 raise ValueError(
                     f"drafters[{i}].heads: {index!r}: {digest!r:.40} must be a head's number and its digest"
                 )
-        found[address] = {int(index): digest for index, digest in heads.items()}
+        found[address] = KnownDrafter({int(index): digest for index, digest in heads.items()}, key)
     return found
 
 
@@ -91,12 +101,13 @@ class LinkPool:
         """
         wanted = read_drafters(drafters)
         number_of = {link.address: number for number, link in self._links.items()}
-        for address, heads in wanted.items():
+        for address, one in wanted.items():
             if (number := number_of.get(address)) is not None:
-                self._links[number].want(heads)
+                self._links[number].want(one.heads, one.key)
                 self._draining.discard(number)
                 continue
-            hello, times = dataclasses.replace(self._hello, heads=heads), dataclasses.replace(self._times)
+            hello = dataclasses.replace(self._hello, heads=one.heads, key=one.key)
+            times = dataclasses.replace(self._times)
             self._links[self._num_made] = Link(address, hello, times, self.device, self._reducers)
             self._num_made += 1
         self._draining |= {number for address, number in number_of.items() if address not in wanted}

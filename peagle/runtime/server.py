@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_GREETINGS = 16  # newcomers at a time
 _CHECK_S = 0.01  # between looks at the control sockets of targets with a mailbox
+# How long after its last step the serving thread looks for the next without sleeping, letting other threads run.
+_GPU_SPIN_S, _SPIN_S = 5e-3, 100e-6
 _SLEEP_S, _IDLE_SLEEP_S, _IDLE_AFTER_S = 50e-6, 1e-3, 1.0
 _BLOCK_S = 0.2  # without mailboxes: the sockets wake the thread
 _SWITCH_INTERVAL_S = 1e-4
@@ -73,19 +75,20 @@ class DrafterServer:
         port: int = 0,
         *,
         device: torch.device | str = "cpu",
-        spin_s: float = 100e-6,
+        key: str = "",
     ) -> None:
         """Listens at once, with port 0 on a free one. heads: by the engine's indices.
 
-        device: of the engine; mailboxes are registered with it. spin_s: how long after its last step the serving
-        thread looks for the next without sleeping; it lets other threads of the process run all the same.
+        device: of the engine; mailboxes are registered with it. key: what targets must name to be let in, "" for
+        nothing; it keeps out who does not know it, and hides nothing on the wire.
 
         Raises ValueError without a head or with one twice, OSError when the port is taken.
         """
         digests = [head.digest for head in heads.values()]
         if not digests or len(set(digests)) < len(digests):
             raise ValueError(f"heads = {digests} must be one or more, each once")
-        self._engine, self._heads, self._device, self._spin_s = engine, dict(heads), torch.device(device), spin_s
+        self._engine, self._heads, self._device, self._key = engine, dict(heads), torch.device(device), key
+        self._spin_s = _GPU_SPIN_S if self._device.type == "cuda" else _SPIN_S
         self._listener = socket.create_server((host, port), backlog=64)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self.stats, self.last_error = ServerStats(), ""
@@ -188,7 +191,7 @@ class DrafterServer:
 
     def _greet(self, connection: socket.socket, name: str) -> None:
         try:
-            self._joining.put(greet(connection, name, dict(self._heads), self._device))
+            self._joining.put(greet(connection, name, dict(self._heads), self._device, self._key))
             self._waker.wake()
         except (WireError, OSError, ValueError) as error:
             self.stats.num_refused += 1
@@ -211,6 +214,7 @@ class DrafterServer:
                 last_s = time.monotonic()
             else:
                 self._pause(now_s - last_s)
+        self._look_around()  # who has just been welcomed hears it too
         for peer in list(self._peers):
             self._drop(peer, "bye", reason="the drafter ends")
 
@@ -285,9 +289,9 @@ class DrafterServer:
         self._drop(peer, "bye", reason=str(error))
 
     def _drop(self, peer: Peer, kind: str, **fields: str) -> None:
+        self._engine.drop_session(peer.session)
         self._peers.remove(peer)
         peer.close(kind, **fields)
-        self._engine.drop_session(peer.session)
 
     def _swap(self, index: int, head: Any, old: ServedHead, served: ServedHead) -> None:
         self._engine.swap(index, head)

@@ -1,0 +1,51 @@
+"""Serve applications for a benchmark: in a Ray of their own, on a free port of this machine, stopped afterwards."""
+
+import random
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+import httpx
+import ray
+from ray import serve
+from ray.serve import Application
+
+READY_TIMEOUT_S = 600.0
+
+
+def free_port() -> int:
+    """A port below those that the system gives to whoever asks for any: Ray's own processes would take one of those
+    before the proxy does. Raises OSError where fifty are taken."""
+    for port in random.sample(range(20_000, 30_000), 50):
+        with suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port among 50 between 20000 and 30000")
+
+
+@contextmanager
+def running_applications(applications: Mapping[str, Application], ready: str) -> Iterator[str]:
+    """Yields the URL of the proxy once `ready` ("/health" of ours, with its prefix) answers 200.
+
+    applications: by name; each is found below `/name`, a single one at the root.
+
+    Raises:
+        RuntimeError: not ready after `READY_TIMEOUT_S`, with Serve's own words.
+    """
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    prefix = "/{}" if len(applications) > 1 else "/"
+    targets = [serve.RunTarget(app, name=name, route_prefix=prefix.format(name)) for name, app in applications.items()]
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        end_s = time.monotonic() + READY_TIMEOUT_S
+        serve.run_many(targets, wait_for_applications_running=len(targets) > 1)
+        while httpx.get(f"{url}{ready}", timeout=120).status_code != 200:
+            if time.monotonic() > end_s:
+                raise RuntimeError(f"the service is not ready after {READY_TIMEOUT_S:.0f} s: {serve.status()}")
+            time.sleep(1)
+        yield url
+    finally:
+        serve.shutdown()  # type: ignore[no-untyped-call]
+        ray.shutdown()
