@@ -67,9 +67,10 @@ def allocate(
     max_depths: Sequence[int],
     times: StepCosts | CostCurves,
     context_tokens: float = 0.0,
+    prompt_tokens: int = 0,
 ) -> list[int]:
     """Depth of each request in the next step: the `depths` of `plan_step`."""
-    return plan_step(survivals, max_depths, times, context_tokens).depths
+    return plan_step(survivals, max_depths, times, context_tokens, prompt_tokens).depths
 
 
 def plan_step(
@@ -77,6 +78,7 @@ def plan_step(
     max_depths: Sequence[int],
     times: StepCosts | CostCurves,
     context_tokens: float = 0.0,
+    prompt_tokens: int = 0,
 ) -> Allocation:
     """Drafts of each request that give the most tokens per second in the next step.
 
@@ -89,6 +91,7 @@ def plan_step(
         max_depths: the most drafts a request may get, 0..K_max; its survival has at least as many entries.
         times: step times. A caller that decides at every step keeps one `CostCurves`.
         context_tokens: mean context of the requests.
+        prompt_tokens: tokens of other requests' prompts that run in the same step; no full graph holds them.
 
     Raises:
         SurvivalError: a survival is not usable; the message names the request.
@@ -100,7 +103,7 @@ def plan_step(
         return Allocation([], 0.0, 0.0, None)
     curves = CostCurves.of(times)
     batch = _Batch(survivals, max_depths, curves.max_draft_tokens)
-    curve = curves.curve(len(survivals), context_tokens)
+    curve = curves.curve(len(survivals), context_tokens, prompt_tokens)
 
     order = np.argsort(-batch.values, kind="stable")  # stable: a request's own drafts keep their order at equal worth
     num_tokens = np.empty(batch.num_drafts + 1)

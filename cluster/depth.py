@@ -35,7 +35,11 @@ project's own.
 **Limits.** TPOT_c = t / L_c(k_c) <= limit_c comes before worth. Where nothing meets every limit, the greatest
 TPOT_c / limit_c is made as small as it can be.
 
-**At most one request in a step**: workloads then do not meet in a step, and each is decided alone.
+**Hardly more than one request in a step**: workloads then do not meet in a step, and each is decided alone.
+
+**Prompts.** A step that takes in prompts runs off the full graphs, so K pays differently there. K is chosen for steps
+that only decode, and `allocate` trims the others. What a prompt itself takes is left out: each request has one,
+whatever its K, and tokens / (decoding + a constant for each token) is greatest where tokens / decoding is.
 """
 
 from cluster.allocation import Allocation, SurvivalError, allocate, plan_step

@@ -22,6 +22,10 @@ MAX_ENUMERATED = 4096
 MAX_STEP_TIMES = 24
 """Lengths of a step for which the search asks what limits of TPOT need."""
 
+MIN_SHARED = 1.5
+"""Requests in a step from which workloads are taken to meet there. A mean of readings that each say 1 comes near 1 from
+above, and one request at a time must not be planned as two."""
+
 MAX_PAIRED = 12
 """Workloads of which two may change together in one improvement: those with the most requests."""
 
@@ -35,8 +39,8 @@ def best_depths(
     """K of each workload that makes the most of a replica's time within the limits of TPOT.
 
     Where no K meets every limit, the plan has the least excess (the greatest TPOT / limit of any workload is as small
-    as can be) and its reason says so. At a tie the plan with fewer drafts wins. With at most one request in a step,
-    workloads do not share steps, and each is decided alone.
+    as can be) and its reason says so. At a tie the plan with fewer drafts wins. With fewer than `MIN_SHARED` requests
+    in a step, workloads do not share steps, and each is decided alone.
 
     Args:
         demands: the workloads that share the replica, each name once.
@@ -72,9 +76,9 @@ def best_depths(
 
 
 def sharing_groups(demands: Sequence[Demand]) -> list[Sequence[Demand]]:
-    """Which workloads share steps: all of them, or none where there is at most one request in a step."""
+    """Which workloads share steps: all of them, or none where most steps have a single request."""
     total = sum(demand.num_requests for demand in demands)
-    return [demands] if total > 1.0 else [[demand] for demand in demands]
+    return [demands] if total >= MIN_SHARED else [[demand] for demand in demands]
 
 
 def best_assignment(sharing: Sharing, max_enumerated: int = MAX_ENUMERATED) -> Assignment:

@@ -34,7 +34,9 @@ class StepShape:
 
     `num_requests` and `num_tokens` (drafts to verify and one token more for each request) may be fractions, means over
     time. `uniform_depth`: k where every request has that k, else None. `context_tokens`: mean length of what a request
-    attends to; 0 means unknown, and the time is that at the context of most measurements.
+    attends to; 0 means unknown, and the time is that at the context of most measurements. `longest_tokens`: tokens of
+    the request that has the most, which says what graph can hold the batch: 1 + its K, or a chunk of a prompt; None
+    means 1 + K_max, or 1 + the uniform depth.
 
     Raises:
         ValueError: names the field that cannot be.
@@ -44,6 +46,7 @@ class StepShape:
     num_tokens: float
     uniform_depth: int | None
     context_tokens: float = 0.0
+    longest_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not (isfinite(self.num_requests) and self.num_requests > 0):
@@ -54,6 +57,8 @@ class StepShape:
             )
         if not (isfinite(self.context_tokens) and self.context_tokens >= 0):
             raise ValueError(f"StepShape.context_tokens must be 0 or more, not {self.context_tokens!r}")
+        if self.longest_tokens is not None and self.longest_tokens < 1:
+            raise ValueError(f"StepShape.longest_tokens must be at least 1, not {self.longest_tokens!r}")
         depth = self.uniform_depth
         if depth is not None and abs(self.num_tokens - self.num_requests * (1 + depth)) > 1e-6 * self.num_tokens:
             raise ValueError(
@@ -173,15 +178,17 @@ class StepFit:
     def place(self, shape: StepShape) -> tuple[int | None, float]:
         """The depth on whose full graph `shape` runs, or None (ragged), and the tokens of the graph that runs it.
 
-        A batch of unequal depths counts as one whose deepest request has K_max: no more is known of it.
+        A batch of unequal depths whose `longest_tokens` is not known counts as one whose deepest request has K_max.
         """
         full, depth = self._full, shape.uniform_depth
         if full and depth not in full and self._padding_tokens:
-            for tier in full if depth is not None else full[-1:]:
-                if depth is None or tier > depth:
-                    num_tokens = padded(shape.num_requests * (1 + tier), self._sizes.get(tier, ()))
-                    if num_tokens - shape.num_tokens <= self._padding_tokens:
-                        return tier, num_tokens
+            longest_tokens = shape.longest_tokens
+            if longest_tokens is None:
+                longest_tokens = 1 + (full[-1] if depth is None else depth)
+            for tier in full[bisect_left(full, longest_tokens - 1) :]:
+                num_tokens = padded(shape.num_requests * (1 + tier), self._sizes.get(tier, ()))
+                if 0 <= num_tokens - shape.num_tokens <= self._padding_tokens:
+                    return tier, num_tokens
         family = depth if depth in full else None
         return family, padded(shape.num_tokens, self._sizes.get(family, ()))
 

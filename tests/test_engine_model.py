@@ -135,6 +135,21 @@ def test_throughput_is_tokens_over_the_steady_time() -> None:
     assert run.acceptance_length == 2.0
 
 
+def test_a_policy_is_told_of_prompts_and_no_graph_holds_them() -> None:
+    told: list[int] = []
+
+    class Told(BatchWide):
+        def depths(self, requests: Sequence[Active], context_tokens: float, prompt_tokens: int = 0) -> list[int]:
+            told.append(prompt_tokens)
+            return super().depths(requests, context_tokens, prompt_tokens)
+
+    times = Clock()
+    traffic = Traffic([answer(*[0] * 6)] * 3, ["all"] * 3, arrivals_s=[0.0, 0.015, 0.035])
+    simulate(Told(3), traffic, times)
+    assert told[:5] == [0, 10, 0, 10, 0]
+    assert [shape.longest_tokens for shape in times.shapes[:6]] == [10, 4, 10, 4, 10, 4]
+
+
 def test_an_engine_without_a_drafter_asks_for_no_drafts() -> None:
     times = Clock()
     run = simulate(NoSpeculation(), Traffic([answer(3, 2, 1, 0)] * 4, ["all"] * 4, concurrency=1), times)

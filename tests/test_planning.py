@@ -126,6 +126,9 @@ def test_thin_traffic_is_decided_alone():
     plan = best_depths([Demand("code", 0.5, CODE), Demand("none", 0.5, (0.0,) * 5)], table)
     assert plan.depths == {"code": 5, "none": 0}
     assert "code alone: all on the full CUDA graph of K=5" in plan.reason
+    # A mean of readings that each say 1, coming down from 8.
+    nearly = best_depths([Demand("code", 0.52, CODE), Demand("none", 0.5, (0.0,) * 5)], table)
+    assert nearly.depths == plan.depths
     # Two whole requests do share, and then the useless drafts cost less than leaving the graph.
     together = best_depths([Demand("code", 1, CODE), Demand("none", 1, (0.0,) * 5)], table)
     assert together.depths["code"] == together.depths["none"]

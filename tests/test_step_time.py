@@ -121,6 +121,10 @@ def test_a_batch_that_the_engine_pads_to_a_full_graph_costs_what_that_graph_cost
     assert uniform_seconds(times, 5, 1) > 1.0, "10 tokens of padding are too many"
     assert times.seconds(StepShape(4, 24, None)) == pytest.approx(0.032)
     assert times.seconds(StepShape(4, 23, None)) > 1.0
+    assert times.seconds(StepShape(4, 12, None, longest_tokens=4)) == pytest.approx(0.016), "none is deeper than 3"
+    assert times.seconds(StepShape(4, 12, None, longest_tokens=5)) > 1.0, "one is: 20 tokens of padding to depth 7"
+    assert times.seconds(StepShape(4, 30, None, longest_tokens=9)) > 1.0, "a prompt's 9 tokens fit no graph"
+    assert times.seconds(StepShape(4, 33, None)) > 1.0, "more tokens than the graph has"
     assert uniform_seconds(times, 16, 3) == pytest.approx(0.064), "its own graph"
 
 

@@ -26,7 +26,7 @@ class NoSpeculation:
     def admit(self, label: str, num_running: Mapping[str, int], context_tokens: float, now_s: float) -> int:
         return 0
 
-    def depths(self, requests: Sequence[Active], context_tokens: float) -> list[int]:
+    def depths(self, requests: Sequence[Active], context_tokens: float, prompt_tokens: int = 0) -> list[int]:
         return [0] * len(requests)
 
     def observe(
@@ -49,7 +49,7 @@ class BatchWide(NoSpeculation):
     def admit(self, label: str, num_running: Mapping[str, int], context_tokens: float, now_s: float) -> int:
         return self.k
 
-    def depths(self, requests: Sequence[Active], context_tokens: float) -> list[int]:
+    def depths(self, requests: Sequence[Active], context_tokens: float, prompt_tokens: int = 0) -> list[int]:
         return [self.k] * len(requests)
 
     def standing(self) -> Mapping[str, int]:
@@ -66,12 +66,12 @@ class BatchTable(BatchWide):
         super().__init__(table[0][2])
         self._table = sorted(table)
 
-    def depths(self, requests: Sequence[Active], context_tokens: float) -> list[int]:
+    def depths(self, requests: Sequence[Active], context_tokens: float, prompt_tokens: int = 0) -> list[int]:
         for first, _, k in self._table:
             if first > len(requests):
                 break
             self.k = k
-        return super().depths(requests, context_tokens)
+        return super().depths(requests, context_tokens, prompt_tokens)
 
 
 def best_table(
@@ -207,7 +207,7 @@ class ByWorkload(NoSpeculation):
     def admit(self, label: str, num_running: Mapping[str, int], context_tokens: float, now_s: float) -> int:
         return self._by_label[label]
 
-    def depths(self, requests: Sequence[Active], context_tokens: float) -> list[int]:
+    def depths(self, requests: Sequence[Active], context_tokens: float, prompt_tokens: int = 0) -> list[int]:
         return [one.cap for one in requests]
 
 
@@ -227,9 +227,10 @@ class StepOracle(NoSpeculation):
     def admit(self, label: str, num_running: Mapping[str, int], context_tokens: float, now_s: float) -> int:
         return self._max_draft_tokens
 
-    def depths(self, requests: Sequence[Active], context_tokens: float) -> list[int]:
+    def depths(self, requests: Sequence[Active], context_tokens: float, prompt_tokens: int = 0) -> list[int]:
         known = [self._known[min(one.answer.accepted[one.anchor], self._max_draft_tokens)] for one in requests]
-        return allocate(known, [self._max_draft_tokens] * len(requests), self._costs, context_tokens)
+        deepest = [self._max_draft_tokens] * len(requests)
+        return allocate(known, deepest, self._costs, context_tokens, prompt_tokens)
 
 
 def climb(

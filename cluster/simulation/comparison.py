@@ -71,11 +71,11 @@ class Remembered:
 
     def __init__(self, times: Times) -> None:
         self._times = times
-        self._known: dict[tuple[float, float, int | None, int], float] = {}
+        self._known: dict[tuple[float, float, int | None, int, int | None], float] = {}
 
     def seconds(self, shape: StepShape) -> float:
         context_tokens = rounded_context(shape.context_tokens)
-        key = shape.num_requests, shape.num_tokens, shape.uniform_depth, context_tokens
+        key = shape.num_requests, shape.num_tokens, shape.uniform_depth, context_tokens, shape.longest_tokens
         if key not in self._known:
             self._known[key] = self._times.seconds(replace(shape, context_tokens=float(context_tokens)))
         return self._known[key]

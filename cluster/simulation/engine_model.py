@@ -64,8 +64,8 @@ class Policy(Protocol):
         """The K that a request of this workload is admitted with."""
         ...
 
-    def depths(self, requests: Sequence[Active], context_tokens: float) -> list[int]:
-        """The K of every decoding request in the coming step."""
+    def depths(self, requests: Sequence[Active], context_tokens: float, prompt_tokens: int = 0) -> list[int]:
+        """The K of every decoding request in the coming step, which also takes in so many tokens of prompts."""
         ...
 
     def observe(
@@ -205,9 +205,11 @@ class Simulation:
 
     def _step(self) -> None:
         requests, context_tokens = self._running, self._context()
-        depths = (
-            self._policy.depths(requests, context_tokens) if self._policy.drafts and requests else [0] * len(requests)
-        )
+        depths = [0] * len(requests)
+        if self._policy.drafts and requests:
+            waiting = sum(one.prompt_left for one in self._prefilling)
+            prompt_tokens = min(waiting, max(0, self._engine.max_step_tokens - len(requests)))
+            depths = self._policy.depths(requests, context_tokens, prompt_tokens)
         num_decoding = len(requests) + sum(depths)
         chunks = self._take_chunks(self._engine.max_step_tokens - num_decoding)
         shape = StepShape(
@@ -215,6 +217,7 @@ class Simulation:
             num_tokens=num_decoding + sum(chunk for _, chunk in chunks),
             uniform_depth=depths[0] if depths and not chunks and min(depths) == max(depths) else None,
             context_tokens=context_tokens,
+            longest_tokens=max(1 + max(depths, default=0), *(chunk for _, chunk in chunks), 1),
         )
         seconds = self._times.seconds(shape)
         if self._engine.jitter:

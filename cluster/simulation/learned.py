@@ -55,12 +55,12 @@ class Learned:
             load = Load(numbers, context_tokens)
         return self._chooser.decide(self._name(label), self.book, load, now_s, self._random).k
 
-    def depths(self, requests: Sequence[Active], context_tokens: float) -> list[int]:
+    def depths(self, requests: Sequence[Active], context_tokens: float, prompt_tokens: int = 0) -> list[int]:
         caps = [one.cap for one in requests]
         if not self._per_step:
             return caps
         survivals = [self._known(self._name(one.label)) for one in requests]
-        return allocate(survivals, caps, self._costs, context_tokens)
+        return allocate(survivals, caps, self._costs, context_tokens, prompt_tokens)
 
     def observe(
         self, requests: Sequence[Active], depths: Sequence[int], accepted: Sequence[int], seconds: float, now_s: float

@@ -79,8 +79,8 @@ class Trimmer:
         self._workload_of: OrderedDict[str, str | None] = OrderedDict()
         self._newest: OrderedDict[str, Survival] = OrderedDict()
 
-    def depths(self, requests: "list[Request]", wanted: list[int]) -> list[int]:
-        """Depth of each request, at most its `wanted` K."""
+    def depths(self, requests: "list[Request]", wanted: list[int], prompt_tokens: int = 0) -> list[int]:
+        """Depth of each request, at most its `wanted` K. `prompt_tokens`: of prompts that run in the same step."""
         workloads = [self._workload(request) for request in requests]
         found = [None if workload is None else self._newest.get(workload) for workload in workloads]
         # One that is too short for its K says nothing of the rest: the K is obeyed.
@@ -95,7 +95,7 @@ class Trimmer:
         # Those that keep their K load the step like the rest; they are valued like one of them.
         valued = [typical if survival is None else survival for survival in survivals]
         limits = [min(depth, len(survival)) for depth, survival in zip(wanted, valued, strict=True)]
-        depths = allocate(valued, limits, self._curves, context_tokens)
+        depths = allocate(valued, limits, self._curves, context_tokens, prompt_tokens)
         return [k if survival is None else depth for k, survival, depth in zip(wanted, survivals, depths, strict=True)]
 
     def arrived(self, now_s: float, scheduled: Scheduled) -> None:
