@@ -1,12 +1,14 @@
 """Fixtures that several test modules share: the prepared target and head, as a user gets them."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from peagle.embedded import DEFAULT_TARGET, prepare_target
 from peagle.heads import prepare_head
+from tests.cpu_engine_environment import preload_environment
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,3 +37,12 @@ def target_dir() -> Path:
 def head_dir(target_dir: Path) -> Path:
     """Plain head for the embedded target, made from the shipped one."""
     return prepare_head(DEFAULT_TARGET, target_dir)
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterator[None]:
+    """Environment for the engines of a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in preload_environment().items():
+            patch.setenv(name, value)
+        yield

@@ -2,30 +2,24 @@
 
 import asyncio
 import dataclasses
-import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from vllm import SamplingParams, TokensPrompt
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from peagle.vllm.channel import DEPTH_KEY, HEAD_KEY, WORKLOAD_KEY
-from peagle.vllm.engine import ASYNC_SCHEDULER
+from peagle.vllm.engine import ASYNC_SCHEDULER, engine_kwargs
 from peagle.vllm.stats import DraftingRecorder, RequestDrafting
 from tests.scripted_drafts import CONTINUATION_KEY
 
 T = TypeVar("T")
-
-HEAVY_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "VLLM_NO_USAGE_STATS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +82,8 @@ class _Preemptions(StatLoggerBase):
 class RunningEngine:
     """An `AsyncLLM` with a `DraftingRecorder`, driven from synchronous tests on its own event loop."""
 
-    def __init__(self, engine_kwargs: dict[str, Any], is_async: bool = False) -> None:
-        arguments = dict(engine_kwargs)
+    def __init__(self, kwargs: dict[str, Any], is_async: bool = False) -> None:
+        arguments = dict(kwargs)
         known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
         if "per_request_spec_decode_metrics" in known and "speculative_config" in arguments:
             arguments["per_request_spec_decode_metrics"] = "detailed"
@@ -178,7 +172,37 @@ class RunningEngine:
         self._loop.close()
 
 
-def preload_environment() -> dict[str, str]:
-    """Environment for a CPU engine: Intel's OpenMP where it is installed (speculation is slow without it)."""
-    library = Path(sys.prefix) / "lib" / "libiomp5.so"
-    return {**HEAVY_ENVIRONMENT, **({"LD_PRELOAD": str(library)} if library.exists() else {})}
+def target_kwargs(target_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The target without speculation, in float32."""
+    return engine_kwargs(
+        target_dir, None, dtype="float32", async_scheduling=False, on_cpu=current_platform.is_cpu(), extra=settings
+    )
+
+
+def drafted_kwargs(target_dir: Path, head_dir: Path, k_max: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """The target with a head in its own process, in float32."""
+    return engine_kwargs(
+        target_dir,
+        head_dir,
+        max_draft_tokens=k_max,
+        dtype="float32",
+        async_scheduling=False,
+        on_cpu=current_platform.is_cpu(),
+        extra=settings,
+    )
+
+
+@contextmanager
+def engine_of(kwargs: dict[str, Any]) -> Iterator[RunningEngine]:
+    """An engine that is gone afterwards, so that the next one has the machine to itself."""
+    engine = RunningEngine(kwargs)
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+def reference_results(target_dir: Path, settings: dict[str, Any], jobs: Sequence[Job]) -> list[Result]:
+    """What the target says without speculation."""
+    with engine_of(target_kwargs(target_dir, settings)) as engine:
+        return engine.run(jobs)

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
-from vllm.platforms import current_platform
 
 from peagle.vllm.channel import DEFAULT_WORKLOAD
-from peagle.vllm.engine import engine_kwargs
 from peagle.vllm.stats import DraftingStats
 from tests.engine_cases import (
     K_MAX,
@@ -33,7 +31,7 @@ from tests.engine_cases import (
     nearly_full_job,
     sampling_jobs,
 )
-from tests.engine_harness import Job, Result, RunningEngine, preload_environment
+from tests.engine_harness import Job, Result, RunningEngine, drafted_kwargs, engine_of, target_kwargs
 from tests.scripted_drafts import scripted_steps
 
 pytestmark = pytest.mark.engine
@@ -68,35 +66,18 @@ def sampled_prompt(tokenizer: Any) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def environment() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in preload_environment().items():
-            patch.setenv(name, value)
-        yield
-
-
-@pytest.fixture(scope="module")
 def reference(
     prompts: Prompts, text_tokens: list[int], sampled_prompt: list[int], target_dir: Path, environment: None
 ) -> Reference:
     """Output of the target without speculation."""
-    settings = engine_settings(num_blocks=200)
-    engine = RunningEngine(
-        engine_kwargs(
-            target_dir, None, dtype="float32", async_scheduling=False, on_cpu=current_platform.is_cpu(), extra=settings
-        )
-    )
-    try:
-        outputs = {
+    with engine_of(target_kwargs(target_dir, engine_settings(200))) as engine:
+        return {
             "greedy": engine.run([Job(prompt, NUM_LONG + K_MAX) for prompt in prompts]),
             "nearly full": engine.run([nearly_full_job(text_tokens, None)]),
             "grammar": engine.run([grammar_job(prompts[9], None)]),
             "sampled": engine.run(sampling_jobs(sampled_prompt, first_seed=0)),
             "likely": engine.run([Job(sampled_prompt, 3 + K_MAX)]),
         }
-    finally:
-        engine.shutdown()
-    return outputs
 
 
 @pytest.fixture(scope="module", params=["sync", "async"])
@@ -104,15 +85,7 @@ def engine(
     request: pytest.FixtureRequest, reference: Reference, target_dir: Path, head_dir: Path, environment: None
 ) -> Iterator[RunningEngine]:
     """The target with the head. It starts after the reference is written, so one engine runs at a time."""
-    kwargs = engine_kwargs(
-        target_dir,
-        head_dir,
-        max_draft_tokens=K_MAX,
-        dtype="float32",
-        async_scheduling=False,
-        on_cpu=current_platform.is_cpu(),
-        extra=engine_settings(NUM_BLOCKS),
-    )
+    kwargs = drafted_kwargs(target_dir, head_dir, K_MAX, engine_settings(NUM_BLOCKS))
     if request.param == "sync":
         kwargs["scheduler_cls"] = "tests.scripted_drafts.ScriptedDraftScheduler"
     running = RunningEngine(kwargs, is_async=request.param == "async")

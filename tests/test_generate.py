@@ -102,7 +102,7 @@ def test_totals_are_those_of_the_parts_that_exist(tmp_path) -> None:
 @pytest.mark.engine
 def test_a_killed_run_goes_on_where_it_was(tmp_path) -> None:
     """Two rounds of own user turns and given prompts; killed after the first, a second start makes only the other."""
-    from tests.engine_harness import preload_environment
+    from tests.cpu_engine_environment import preload_environment
 
     environment = {**os.environ, **preload_environment(), "CI": "1"}
     file = tmp_path / "prompts.jsonl"

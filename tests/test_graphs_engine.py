@@ -5,15 +5,14 @@ Padding is the part of the graphs that can change tokens: rows that belong to no
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 from vllm.platforms import current_platform
 
-from peagle.vllm.engine import GRAPHS_KEY, engine_kwargs
+from peagle.vllm.engine import GRAPHS_KEY
 from tests.engine_cases import K_MAX, NUM_SHORT, PROMPT_LENGTHS, TEXT, check_counts, engine_settings
-from tests.engine_harness import Job, Result, RunningEngine, preload_environment
+from tests.engine_harness import Job, Result, RunningEngine, drafted_kwargs, reference_results
 
 pytestmark = [
     pytest.mark.engine,
@@ -42,39 +41,16 @@ def prompts(target_dir: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def environment() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in preload_environment().items():
-            patch.setenv(name, value)
-        yield
-
-
-@pytest.fixture(scope="module")
 def reference(prompts: list[list[int]], target_dir: Path, environment: None) -> list[Result]:
     """Output of the target without drafts and without padding."""
-    settings = engine_settings(num_blocks=90)
-    engine = RunningEngine(
-        engine_kwargs(target_dir, None, dtype="float32", async_scheduling=False, on_cpu=True, extra=settings)
-    )
-    try:
-        return engine.run([Job(prompt, NUM_SHORT) for prompt in prompts])
-    finally:
-        engine.shutdown()
+    return reference_results(target_dir, engine_settings(90), [Job(prompt, NUM_SHORT) for prompt in prompts])
 
 
 @pytest.fixture(scope="module", params=["sync", "async"])
 def engine(
     request: pytest.FixtureRequest, reference: list[Result], target_dir: Path, head_dir: Path, environment: None
 ) -> Iterator[ReportingEngine]:
-    kwargs: dict[str, Any] = engine_kwargs(
-        target_dir,
-        head_dir,
-        max_draft_tokens=K_MAX,
-        dtype="float32",
-        async_scheduling=False,
-        on_cpu=True,
-        extra=engine_settings(num_blocks=90),
-    )
+    kwargs = drafted_kwargs(target_dir, head_dir, K_MAX, engine_settings(90))
     graphs = {"depths": list(TIERS), "max_padding_tokens": MAX_PADDING_TOKENS}
     kwargs |= {"worker_cls": "tests.padded_cpu_worker.PaddedCPUWorker", "additional_config": {GRAPHS_KEY: graphs}}
     running = ReportingEngine(kwargs, is_async=request.param == "async")

@@ -16,9 +16,8 @@ from vllm.platforms import current_platform
 
 from peagle.vllm.channel import DEPTH_KEY
 from peagle.vllm.drafting import PassSkipper, depth_in_batch
-from peagle.vllm.engine import engine_kwargs
 from tests.engine_cases import K_MAX, TEXT, check_counts, engine_settings
-from tests.engine_harness import Job, Result, RunningEngine, preload_environment
+from tests.engine_harness import Job, Result, RunningEngine, drafted_kwargs, reference_results
 
 NUM_TOKENS = 20
 NUM_PROMPTS = 4
@@ -43,39 +42,16 @@ def prompts(target_dir: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def environment() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in preload_environment().items():
-            patch.setenv(name, value)
-        yield
-
-
-@pytest.fixture(scope="module")
 def reference(prompts: list[list[int]], target_dir: Path, environment: None) -> list[Result]:
     """Output of the target without a head."""
-    kwargs = engine_kwargs(
-        target_dir, None, dtype="float32", async_scheduling=False, on_cpu=True, extra=engine_settings(90)
-    )
-    engine = RunningEngine(kwargs)
-    try:
-        return engine.run([Job(prompt, NUM_TOKENS) for prompt in prompts])
-    finally:
-        engine.shutdown()
+    return reference_results(target_dir, engine_settings(90), [Job(prompt, NUM_TOKENS) for prompt in prompts])
 
 
 @pytest.fixture(scope="module", params=["sync", "async"])
 def engine(
     request: pytest.FixtureRequest, reference: list[Result], target_dir: Path, head_dir: Path, environment: None
 ) -> Iterator[CountingEngine]:
-    kwargs = engine_kwargs(
-        target_dir,
-        head_dir,
-        max_draft_tokens=K_MAX,
-        dtype="float32",
-        async_scheduling=False,
-        on_cpu=True,
-        extra=engine_settings(90),
-    )
+    kwargs = drafted_kwargs(target_dir, head_dir, K_MAX, engine_settings(90))
     kwargs["worker_cls"] = "tests.counting_cpu_worker.CountingCPUWorker"
     running = CountingEngine(kwargs, is_async=request.param == "async")
     yield running

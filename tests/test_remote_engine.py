@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 
 from peagle.checkpoint import load_head, save_head
 from peagle.heads import prepare_head
-from peagle.vllm.engine import RemoteSettings, engine_kwargs
+from peagle.vllm.engine import RemoteSettings
 from tests.drafter_process import DrafterProcess
 from tests.engine_cases import (
     K_MAX,
@@ -28,7 +28,7 @@ from tests.engine_cases import (
     check_counts,
     engine_settings,
 )
-from tests.engine_harness import Job, Result, RunningEngine, preload_environment
+from tests.engine_harness import Job, Result, reference_results
 from tests.remote_harness import RemoteEngine
 from tests.test_draft_engine import strong_head
 
@@ -49,24 +49,9 @@ def prompts(target_dir: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def environment() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in preload_environment().items():
-            patch.setenv(name, value)
-        yield
-
-
-@pytest.fixture(scope="module")
 def reference(prompts: list[list[int]], target_dir: Path, environment: None) -> list[Result]:
     """Output of the target without speculation."""
-    kwargs = engine_kwargs(
-        target_dir, None, dtype="float32", async_scheduling=False, on_cpu=True, extra=engine_settings(200)
-    )
-    engine = RunningEngine(kwargs)
-    try:
-        return engine.run([Job(prompt, NUM_LONG + K_MAX) for prompt in prompts])
-    finally:
-        engine.shutdown()
+    return reference_results(target_dir, engine_settings(200), [Job(prompt, NUM_LONG + K_MAX) for prompt in prompts])
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ import pytest
 from transformers import AutoTokenizer
 from vllm.platforms import current_platform
 
-from peagle.vllm.engine import RemoteSettings, engine_kwargs
+from peagle.vllm.engine import RemoteSettings
 from tests.drafter_process import DrafterProcess
 from tests.engine_cases import K_MAX, TEXT, engine_settings
-from tests.engine_harness import Job, Result, RunningEngine, preload_environment
+from tests.engine_harness import Job, Result, reference_results
 from tests.remote_harness import RemoteEngine
 
 pytestmark = [
@@ -30,23 +30,8 @@ def prompts(target_dir: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def environment() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in preload_environment().items():
-            patch.setenv(name, value)
-        yield
-
-
-@pytest.fixture(scope="module")
 def reference(prompts: list[list[int]], target_dir: Path, environment: None) -> list[Result]:
-    kwargs = engine_kwargs(
-        target_dir, None, dtype="float32", async_scheduling=False, on_cpu=True, extra=engine_settings(90)
-    )
-    engine = RunningEngine(kwargs)
-    try:
-        return engine.run([Job(prompt, NUM_TOKENS) for prompt in prompts])
-    finally:
-        engine.shutdown()
+    return reference_results(target_dir, engine_settings(90), [Job(prompt, NUM_TOKENS) for prompt in prompts])
 
 
 @pytest.fixture(scope="module", params=["sync", "async"])

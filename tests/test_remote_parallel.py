@@ -18,9 +18,9 @@ from vllm.platforms import current_platform
 from peagle.checkpoint import save_head
 from peagle.config import DrafterConfig
 from peagle.heads import prepare_head
-from peagle.vllm.engine import RemoteSettings, engine_kwargs
+from peagle.vllm.engine import RemoteSettings
 from tests.drafter_process import DrafterProcess
-from tests.engine_harness import Job, Result, RunningEngine, preload_environment
+from tests.engine_harness import Job, Result, reference_results
 from tests.remote_harness import RemoteEngine
 from tests.test_draft_engine import strong_head
 
@@ -84,11 +84,9 @@ def head(small_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def environment() -> Iterator[None]:
+def two_ranks(environment: None) -> Iterator[None]:
+    """One memory node: vLLM then wants to be told which cores a rank gets."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in preload_environment().items():
-            patch.setenv(name, value)
-        # One memory node: vLLM then wants to be told which cores a rank gets.
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
         yield
 
@@ -100,13 +98,9 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def reference(prompts: list[list[int]], small_target: Path, environment: None) -> list[Result]:
-    kwargs = engine_kwargs(small_target, None, dtype="float32", async_scheduling=False, on_cpu=True, extra=SETTINGS)
-    engine = RunningEngine(kwargs)
-    try:
-        return engine.run([Job(prompt, NUM_TOKENS, sampling={"detokenize": False}) for prompt in prompts])
-    finally:
-        engine.shutdown()
+def reference(prompts: list[list[int]], small_target: Path, two_ranks: None) -> list[Result]:
+    jobs = [Job(prompt, NUM_TOKENS, sampling={"detokenize": False}) for prompt in prompts]
+    return reference_results(small_target, SETTINGS, jobs)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
