@@ -186,6 +186,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--max-answer-tokens", type=int, help="cut answers, as the real run of --validate did")
     parser.add_argument("--no-controls", action="store_true")
+    parser.add_argument("--note", help="kept with the figures, e.g. what table and traces do not share")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if not args.validate and not args.step_times:
@@ -250,6 +251,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         traces = traces.cut(args.max_answer_tokens)
     document: dict[str, Any] = {
         "made": made(),
+        "note": args.note,
         "traces": file_conditions(args.traces),
         "max_answer_tokens": args.max_answer_tokens,
     }
