@@ -1,0 +1,92 @@
+"""The arithmetic of hiding the drafter against figures worked out by hand; its times against the measured steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peagle.bench import hiding
+from peagle.bench.hiding import Acceptance, Times
+
+TIMES = Times("t", 1, verify_s=0.004, draft_s=0.002, half_verify_s=None, half_draft_s=None, source="")
+PAIR = dataclasses.replace(TIMES, num_requests=2, half_verify_s=0.0025, half_draft_s=0.001)
+FOUND = Acceptance(after=3.0, waiting=2.5, hit_share=0.5, without=2.0)
+REPOSITORY = Path(__file__).parents[1]
+
+
+def test_tokens_per_second_by_hand() -> None:
+    assert hiding.as_it_is(TIMES, FOUND) == pytest.approx(3 / 0.006)
+    assert hiding.ahead_waiting(TIMES, FOUND) == pytest.approx(2.5 / 0.005)  # half of the steps wait
+    assert hiding.ahead_without(TIMES, FOUND) == pytest.approx(2 / 0.004)
+    assert hiding.half_batches(TIMES, FOUND) is None
+    # Of two requests both hit in a quarter of the steps: half as often as one does, so half of the loss remains.
+    assert hiding.ahead_waiting(PAIR, FOUND) == pytest.approx(2 * 2.75 / 0.0055)
+    assert hiding.half_batches(PAIR, FOUND) == pytest.approx(2 * 3 / 0.005)
+    slow = dataclasses.replace(PAIR, half_draft_s=0.006)
+    assert hiding.half_batches(slow, FOUND) == pytest.approx(2 * 3 / 0.012)
+    assert hiding.row_of(TIMES, FOUND)["over_as_it_is"]["hidden_for_nothing"] == 1.5
+    with pytest.raises(ValueError, match="above 0"):
+        dataclasses.replace(TIMES, draft_s=0.0)
+
+
+@pytest.mark.parametrize("hit_share", [0.1, 0.9])
+def test_at_break_even_both_are_the_same_whatever_the_hit_rate(hit_share: float) -> None:
+    """AL 3 after a step and 2.4 ahead of it: t_d of a quarter of t_v."""
+    assert hiding.break_even(3.0, 2.4) == pytest.approx(0.25)
+    times = dataclasses.replace(TIMES, draft_s=0.25 * TIMES.verify_s)
+    found = dataclasses.replace(FOUND, hit_share=hit_share, waiting=3 - 0.6 * hit_share, without=2.4)
+    for instead in (hiding.ahead_waiting, hiding.ahead_without):
+        assert instead(times, found) == pytest.approx(hiding.as_it_is(times, found))
+        longer = dataclasses.replace(times, draft_s=1.1 * times.draft_s)
+        assert instead(longer, found) > hiding.as_it_is(longer, found)
+
+
+def test_times_follow_from_the_measured_steps() -> None:
+    remote = json.loads((REPOSITORY / "results/2026-11-21-remote-8b-h200x2.json").read_text())
+    one, eight, thirty_two, sixty_four = hiding.dense_times(remote, draft_is_one_requests=True)
+    assert (one.verify_s, one.draft_s) == pytest.approx((0.004929, 0.007048 - 0.004929))
+    assert (eight.verify_s, eight.half_verify_s) == pytest.approx((0.006113, 0.005409))
+    assert thirty_two.verify_s + thirty_two.draft_s == pytest.approx(0.013071)
+    assert sixty_four.half_verify_s == thirty_two.verify_s
+    grown = hiding.dense_times(remote, draft_is_one_requests=False)
+    assert grown[0] == dataclasses.replace(one, source=grown[0].source)
+    assert all(more.draft_s > less.draft_s for less, more in itertools.pairwise(grown))
+    points = [(1, 0, 4), (2, 0, 5), (1, 1, 6), (1, 7, 8)]
+    fixed = {"points": [{"num_requests": b, "uniform_depth": k, "median_s": s} for b, k, s in points]}
+    with pytest.raises(ValueError, match="calibrate"):
+        hiding.moe_times(fixed)
+    table = json.loads((REPOSITORY / "configs/step_times/qwen3-30b-a3b-shape-h200.json").read_text())
+    moe = {times.num_requests: times for times in hiding.moe_times(table)}
+    assert moe[1].draft_s == pytest.approx(0.0053133 - 0.0046325)
+    assert moe[64].verify_s + moe[64].draft_s == pytest.approx(0.0226235)
+    assert moe[64].half_verify_s == moe[32].verify_s
+
+
+def test_the_file_names_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def share(value: float) -> dict[str, Any]:
+        return {"value": value}
+
+    plays = [
+        {"budget": 4, "on_miss": how, "tokens_per_step": tokens, "share_of_steps": {"ahead": 0.5}}
+        for how, tokens in (("wait", 2.5), ("without", 2.0))
+    ]
+    pair = {"budget": 4, "after": share(3.0), "ahead_shared": share(2.4)}
+    measured = {"all": {"normal": {"tokens_per_step": 3.0}, "played": plays, "paired": [pair]}}
+    ahead, out = tmp_path / "ahead.json", tmp_path / "hiding.json"
+    ahead.write_text(json.dumps({"made": {"hardware": {"num_cpus": 2}}, "by_k": {"7": measured}}))
+    command = f"hiding {ahead} --remote {REPOSITORY}/results/2026-11-21-remote-8b-h200x2.json --budget 4 --step-times "
+    command += f"{REPOSITORY}/configs/step_times/qwen3-30b-a3b-shape-h200.json --out {out}"
+    monkeypatch.setattr(sys, "argv", command.split())
+    hiding.main()
+    written = json.loads(out.read_text())
+    assert [one["measured_on"].get("gpu") for one in written["inputs"]] == [None, "NVIDIA H200", "NVIDIA H200"]
+    assert len(written["rows"]) == 12
+    assert written["break_even"][0] | {"hit_share": 0.5, "waiting": 0.25, "without": 0.5} == written["break_even"][0]
+    with pytest.raises(ValueError, match="budget 16"):
+        hiding.acceptance_of(json.loads(ahead.read_text()), 7, 16, "all")
