@@ -123,6 +123,8 @@ def test_hung_and_resumed(
         assert num_verified(results) > 0
     finally:
         drafter.thaw()
-    engine.run(jobs[:1])  # its answers are looked for at the start of a step
-    check(results := engine.run(jobs), reference)
-    assert num_verified(results) > 0
+    for _ in range(5):  # its answers are looked for at the start of a step; a busy machine may make it late again
+        check(results := engine.run(jobs), reference)
+        if num_verified(results):
+            return
+    raise AssertionError("a drafter that goes on never drafts again")
