@@ -42,7 +42,7 @@ from peagle.walk import interval, members, resamples
 
 NUM_DRAFTS = (3, 5, 7)
 BUDGETS = (1, 2, 4, 8, 16, 32, 64)
-PLAYED_BUDGETS = (1, 4, 16)
+PLAYED_BUDGETS = (1, 4, 16, 64)
 ORDERS = ("own", "learned")
 ON_MISS: tuple[OnMiss, ...] = ("wait", "without")
 
