@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,10 +37,12 @@ def test_tokens_per_second_by_hand() -> None:
 
 @pytest.mark.parametrize("hit_share", [0.1, 0.9])
 def test_at_break_even_both_are_the_same_whatever_the_hit_rate(hit_share: float) -> None:
-    """AL 3 after a step and 2.4 ahead of it: t_d of a quarter of t_v."""
-    assert hiding.break_even(3.0, 2.4) == pytest.approx(0.25)
+    """3 tokens in a step with drafts made after, 2.4 with drafts made ahead: t_d of a quarter of t_v."""
     times = dataclasses.replace(TIMES, draft_s=0.25 * TIMES.verify_s)
     found = dataclasses.replace(FOUND, hit_share=hit_share, waiting=3 - 0.6 * hit_share, without=2.4)
+    assert hiding.break_even_waiting(found) == pytest.approx(0.25)
+    assert hiding.break_even_without(found) == pytest.approx(0.25)
+    assert hiding.break_even_waiting(dataclasses.replace(found, waiting=3 * (1 - hit_share))) == math.inf
     for instead in (hiding.ahead_waiting, hiding.ahead_without):
         assert instead(times, found) == pytest.approx(hiding.as_it_is(times, found))
         longer = dataclasses.replace(times, draft_s=1.1 * times.draft_s)
@@ -69,15 +71,11 @@ def test_times_follow_from_the_measured_steps() -> None:
 
 
 def test_the_file_names_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def share(value: float) -> dict[str, Any]:
-        return {"value": value}
-
     plays = [
         {"budget": 4, "on_miss": how, "tokens_per_step": tokens, "share_of_steps": {"ahead": 0.5}}
         for how, tokens in (("wait", 2.5), ("without", 2.0))
     ]
-    pair = {"budget": 4, "after": share(3.0), "ahead_shared": share(2.4)}
-    measured = {"all": {"normal": {"tokens_per_step": 3.0}, "played": plays, "paired": [pair]}}
+    measured = {"all": {"normal": {"tokens_per_step": 3.0}, "played": plays}}
     ahead, out = tmp_path / "ahead.json", tmp_path / "hiding.json"
     ahead.write_text(json.dumps({"made": {"hardware": {"num_cpus": 2}}, "by_k": {"7": measured}}))
     command = f"hiding {ahead} --remote {REPOSITORY}/results/2026-11-21-remote-8b-h200x2.json --budget 4 --step-times "
@@ -87,6 +85,6 @@ def test_the_file_names_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     written = json.loads(out.read_text())
     assert [one["measured_on"].get("gpu") for one in written["inputs"]] == [None, "NVIDIA H200", "NVIDIA H200"]
     assert len(written["rows"]) == 12
-    assert written["break_even"][0] | {"hit_share": 0.5, "waiting": 0.25, "without": 0.5} == written["break_even"][0]
+    assert written["break_even"][0] | {"break_even_waiting": 0.5, "break_even_without": 0.5} == written["break_even"][0]
     with pytest.raises(ValueError, match="budget 16"):
         hiding.acceptance_of(json.loads(ahead.read_text()), 7, 16, "all")

@@ -12,8 +12,8 @@ made after verification, h the share of steps that a request begins with drafts 
     ahead, without on a miss  b T / t_v
     two half-batches in turn  b A / (2 max(t_v(b / 2), t_d(b / 2)))
 
-and so, whatever h is, waiting pays for one request from t_d / t_v = A_after / A_ahead - 1 on, where the two AL are of
-the same steps. That drafting ahead for m outcomes (m b requests of the drafter) fits into t_v is taken for granted.
+so for one request waiting pays from t_d / t_v = (A - T) / (T - (1 - h) A) on, and going without, at any number, from
+A / T - 1 on. That drafting ahead for m outcomes (m b requests of the drafter) fits into t_v is taken for granted.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,15 @@ def half_batches(times: Times, acceptance: Acceptance) -> float | None:
     return times.num_requests * acceptance.after / (2 * max(times.half_verify_s, times.half_draft_s))
 
 
-def break_even(after: float, instead: float) -> float:
-    """Least t_d / t_v from which `instead` tokens a step without waiting beat `after` with waiting; below 0: always."""
-    return after / instead - 1
+def break_even_waiting(acceptance: Acceptance) -> float:
+    """Least t_d / t_v from which waiting on a miss pays for one request; infinite where it never does."""
+    gained = acceptance.waiting - (1 - acceptance.hit_share) * acceptance.after
+    return (acceptance.after - acceptance.waiting) / gained if gained > 0 else math.inf
+
+
+def break_even_without(acceptance: Acceptance) -> float:
+    """Least t_d / t_v from which going without on a miss pays, at any number of requests."""
+    return acceptance.after / acceptance.without - 1
 
 
 def dense_times(remote: dict[str, Any], *, draft_is_one_requests: bool) -> list[Times]:
@@ -111,7 +118,8 @@ def dense_times(remote: dict[str, Any], *, draft_is_one_requests: bool) -> list[
         b: step_s["none", 8 * b] if ("none", 8 * b) in step_s else step_s["colocated", b] - draft_s[b]
         for b in NUM_REQUESTS
     }
-    # Of half the batch: 4 requests verify 32 tokens; 16 stand between 8 and 32; 32 are 32.
+    # Half of 8 requests verify 32 tokens. Those of 16 stand on the line between 8 and 32, which is at most too high:
+    # a step's time bends upwards with its tokens.
     half_verify_s = {8: step_s["none", 32], 32: verify_s[8] + (verify_s[32] - verify_s[8]) / 3, 64: verify_s[32]}
     half_draft_s = {8: draft_s[1], 32: draft_s[8], 64: draft_s[32]}
     return [
@@ -185,15 +193,15 @@ def row_of(times: Times, acceptance: Acceptance) -> dict[str, Any]:
 
 
 def break_evens(ahead: dict[str, Any], group: str) -> list[dict[str, Any]]:
-    """Least t_d / t_v, by K and budget, from which drafting ahead pays for one request."""
+    """By K and budget: what was played, and from which t_d / t_v on it pays (None: never)."""
     rows = []
     for num_drafts, by_group in ahead["by_k"].items():
-        for pair in by_group[group]["paired"]:
-            found = acceptance_of(ahead, int(num_drafts), pair["budget"], group)
-            waiting = break_even(pair["after"]["value"], pair["ahead_shared"]["value"])
-            row = {"num_drafts": int(num_drafts), "budget": pair["budget"], "hit_share": found.hit_share}
-            row |= {"waiting": round(waiting, 4), "without": round(break_even(found.after, found.without), 4)}
-            rows.append(row)
+        for budget in sorted({one["budget"] for one in by_group[group]["played"]}):
+            found = acceptance_of(ahead, int(num_drafts), budget, group)
+            waiting, without = break_even_waiting(found), break_even_without(found)
+            row = {"num_drafts": int(num_drafts), "budget": budget} | dataclasses.asdict(found)
+            row["break_even_waiting"] = round(waiting, 4) if math.isfinite(waiting) else None
+            rows.append(row | {"break_even_without": round(without, 4)})
     return rows
 
 
