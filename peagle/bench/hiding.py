@@ -171,11 +171,13 @@ def acceptance_of(ahead: dict[str, Any], num_drafts: int, budget: int, group: st
 
 
 def row_of(times: Times, acceptance: Acceptance) -> dict[str, Any]:
-    """Tokens/s, and each way over how it is."""
+    """Tokens/s, and each way over how it is. Two are bounds: `hidden_for_nothing` with every step hit and A tokens in
+    each, `ahead_waiting_lossless` with the hits there were and drafts as good as those made after verification."""
     plain = as_it_is(times, acceptance)
     ways = {
         "hidden_for_nothing": times.num_requests * acceptance.after / times.verify_s,
         "ahead_waiting": ahead_waiting(times, acceptance),
+        "ahead_waiting_lossless": ahead_waiting(times, dataclasses.replace(acceptance, waiting=acceptance.after)),
         "ahead_without": ahead_without(times, acceptance),
         "half_batches": half_batches(times, acceptance),
     }
