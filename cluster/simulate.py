@@ -1,6 +1,7 @@
 """Policies of K compared in a model of one engine: real acceptance traces, measured step times, no GPU.
 
     python -m cluster.simulate --traces FILE.npz --step-times FILE.json --out FILE.json
+    python -m cluster.simulate --survival code=0.88,0.77 --survival chat=0.64,0.39 --step-times FILE.json
     python -m cluster.simulate --traces FILE.npz --validate RESULTS.json
 
 Against ours (`cluster.simulation.learned`) run: no speculation (with --plain-step-times, the table of an engine without
@@ -42,13 +43,14 @@ from cluster.simulation.arms import (
     tuned_depth,
 )
 from cluster.simulation.baselines import NoSpeculation
-from cluster.simulation.comparison import Bench, Load, Remembered, figures, over_range, ratio, scores
+from cluster.simulation.comparison import Bench, Load, Remembered, figures, mistaken, over_range, ratio, scores
 from cluster.simulation.engine_model import Engine, Run, Times
-from cluster.simulation.traces import Traces, mixes
+from cluster.simulation.traces import Kind, Traces, even, mixes, synthetic
 from cluster.simulation.validation import carried_lengths, carried_table, compare_lengths
 from cluster.simulation.validation import table as validation_table
 from cluster.step_costs import StepCosts
 from cluster.step_time import StepTimes
+from cluster.transfer import SPLIT_SHARE
 
 LOADS = ("closed:1", "closed:2", "closed:4", "closed:8", "closed:16", "closed:32", "closed:64", "closed:128")
 
@@ -166,10 +168,26 @@ def file_conditions(path: Path) -> dict[str, str]:
     return {"path": str(path), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
+def named_survival(text: str) -> tuple[str, tuple[float, ...]]:
+    """Reads `code=0.88,0.77`."""
+    name, _, values = text.partition("=")
+    return name, tuple(float(value) for value in values.split(","))
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=Path, required=True, help="of peagle.evaluate --traces")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--traces", type=Path, help="of peagle.evaluate --traces")
+    source.add_argument(
+        "--survival", action="append", type=named_survival, metavar="NAME=S1,S2,...", help="synthetic acceptance"
+    )
     parser.add_argument("--step-times", type=Path, help="table of `calibrate`, of the engine with its drafter")
+    parser.add_argument(
+        "--table-error",
+        type=float,
+        default=0.0,
+        help="policies know each step time with a chance error up to this share",
+    )
     parser.add_argument("--plain-step-times", type=Path, help="table of the same engine without a drafter")
     parser.add_argument("--validate", type=Path, metavar="RESULTS", help="compare AL with real runs")
     parser.add_argument("--mix", default="apps", choices=sorted(mixes()), help="workloads (default: apps)")
@@ -191,6 +209,10 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if not args.validate and not args.step_times:
         parser.error("give --step-times FILE to simulate, or --validate RESULTS, or both")
+    if args.validate and not args.traces:
+        parser.error("--validate needs --traces")
+    if not 0 <= args.table_error < 1:
+        parser.error("--table-error must be at least 0 and below 1")
     if args.seeds < 1:
         parser.error("--seeds must be at least 1")
     return args
@@ -203,12 +225,17 @@ def simulate(args: argparse.Namespace, traces: Traces) -> dict[str, Any]:
     if times.max_draft_tokens < traces.max_draft_tokens:
         traces = traces.up_to(times.max_draft_tokens)
     engine = Engine(max_num_seqs=args.max_num_seqs, prompt_tokens=args.prompt_tokens, jitter=args.jitter)
-    mix = mixes()[args.mix]
-    tuning, bench = (Bench(half, Remembered(times), mix, engine, args.num_requests) for half in traces.halves())
+    mix = even({name: Kind((name,)) for name, _ in args.survival}) if args.survival else mixes()[args.mix]
+    split_share = 0.0 if args.survival else SPLIT_SHARE  # synthetic acceptance is the same wherever a draft starts
+    tuning, bench = (
+        Bench(half, Remembered(times), mix, engine, args.num_requests, split_share=split_share)
+        for half in traces.halves()
+    )
+    known = mistaken(times, args.table_error, 0) if args.table_error else times
     seeds = range(args.seeds)
     loads, by_load = [], []
     for load in args.load or [Load.parse(text) for text in LOADS]:
-        found, by_seed = compare(tuning, bench, times, plain, load, seeds, not args.no_controls)
+        found, by_seed = compare(tuning, bench, known, plain, load, seeds, not args.no_controls)
         print(table(found), end="\n\n", flush=True)
         loads.append(found)
         by_load.append(by_seed)
@@ -220,8 +247,9 @@ def simulate(args: argparse.Namespace, traces: Traces) -> dict[str, Any]:
             "measured": times.measured,
             "conditions": times.conditions,
         },
+        "table_error": args.table_error,
         "plain_step_times": file_conditions(args.plain_step_times) if args.plain_step_times else None,
-        "mix": {"name": args.mix, **dataclasses.asdict(mix)},
+        "mix": {"name": "synthetic" if args.survival else args.mix, **dataclasses.asdict(mix)},
         "max_draft_tokens": traces.max_draft_tokens,
         "min_distinct_share": args.min_distinct_share,
         "engine": dataclasses.asdict(engine),
@@ -246,13 +274,13 @@ def main() -> None:
 
 def report(args: argparse.Namespace) -> dict[str, Any]:
     """Everything asked for; printed and returned."""
-    traces = Traces.load(args.traces)
+    traces = synthetic(dict(args.survival), 0) if args.survival else Traces.load(args.traces)
     if args.max_answer_tokens is not None:
         traces = traces.cut(args.max_answer_tokens)
     document: dict[str, Any] = {
         "made": made(),
         "note": args.note,
-        "traces": file_conditions(args.traces),
+        "traces": file_conditions(args.traces) if args.traces else {"synthetic": dict(args.survival)},
         "max_answer_tokens": args.max_answer_tokens,
     }
     if args.validate:

@@ -11,15 +11,17 @@ import pytest
 from cluster.acceptance import Counts
 from cluster.simulation.arms import FlatCosts, PlainTimes
 from cluster.simulation.baselines import BatchWide
-from cluster.simulation.comparison import Bench, Load, Remembered, interval, over_range, ratio, shuffled
+from cluster.simulation.comparison import Bench, Load, Remembered, interval, mistaken, over_range, ratio, shuffled
 from cluster.simulation.engine_model import Engine
 from cluster.simulation.learned import Learned, counts_of
-from cluster.simulation.traces import Traces, mixes
-from cluster.step_time import StepShape
+from cluster.simulation.traces import Kind, Traces, even, mixes, synthetic
+from cluster.step_time import StepShape, StepTimes
 from tests.measured_times import measured_plain_times, measured_times
 
 ROOT = Path(__file__).resolve().parents[1]
 REAL = ROOT / "results" / "2026-11-21-traces-smollm2-135m.npz"
+CODE = (0.88, 0.77, 0.66, 0.56, 0.48, 0.40, 0.34)
+CHAT = (0.64, 0.39, 0.23, 0.13, 0.08, 0.05, 0.03)
 CLOSED = Load.parse("closed:32")
 
 
@@ -183,6 +185,41 @@ def test_the_command_prints_a_table_and_writes_its_conditions(tmp_path: Path) ->
     best = found["best_fixed"]
     assert found["policies"][best]["regret_to_best_fixed"] == 0
     assert set(document["all_loads"]["policies"]) == set(found["policies"])
+
+
+H200 = ROOT / "configs" / "step_times" / "qwen3-30b-a3b-shape-h200.json"
+
+
+@pytest.mark.parametrize(("mix", "num", "error"), [("chat", 8, 0.0), ("chat", 64, 0.0), ("both", 64, 0.1)])
+def test_ours_on_the_table_of_an_h200_is_not_below_the_best_fixed_depth(mix: str, num: int, error: float) -> None:
+    """Measured 1.00, 1.01 and 1.04. Where trimming fell below a graph, for the fit is faster between its few ragged
+    batches, chat at 8 requests had 0.90; where prompts in the step were not seen, chat at 64 had 0.93."""
+    survivals = {"code": CODE, "chat": CHAT} if mix == "both" else {"chat": CHAT}
+    times = StepTimes.load(H200)
+    known = mistaken(times, error, 0) if error else times
+    workloads = even({name: Kind((name,)) for name in survivals})
+    one = Bench(synthetic(survivals, 0), Remembered(times), workloads, Engine(), 14 * num)
+    traffic = one.traffic(Load("closed", num), 0)
+    fixed = max(one.run(BatchWide(k), traffic, 0).tokens_per_s for k in (3, 5, 7))
+    assert one.run(Learned(known, 7, 0, split_share=0.0), traffic, 0).tokens_per_s > 0.98 * fixed
+
+
+def test_a_mistaken_table_is_off_by_no_more_than_said() -> None:
+    times = StepTimes.load(H200)
+    pairs = zip(times.points, mistaken(times, 0.1, 0).points, strict=True)
+    factors = [mine.median_s / true.median_s for true, mine in pairs]
+    assert 0.9 <= min(factors) < 0.92
+    assert 1.08 < max(factors) <= 1.1
+
+
+def test_the_command_simulates_synthetic_acceptance(tmp_path: Path) -> None:
+    options = ["--load", "closed:4", "--seeds", 1, "--num-requests", 24, "--no-controls", "--table-error", 0.1]
+    done = command("--survival", "a=0.9,0.8", "--survival", "b=0.5,0.2", "--step-times", H200, *options, "--note", "n")
+    assert done.returncode == 0, done.stderr
+    assert "closed:4: best fixed K = 2" in done.stdout
+    refused = command("--survival", "a=0.9,0.8", "--survival", "b=0.5,0.6", "--step-times", H200)
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("cluster.simulate: survival of 'b' must be")
 
 
 def test_the_command_compares_with_real_runs(tmp_path: Path) -> None:

@@ -7,7 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.simulation.traces import Answer, Kind, Mix, Traces, acceptance_length, even, mixes, num_steps, survival
+from cluster.simulation.traces import (
+    Answer,
+    Kind,
+    Mix,
+    Traces,
+    acceptance_length,
+    even,
+    mixes,
+    num_steps,
+    survival,
+    synthetic,
+)
 from cluster.simulation.validation import carried_lengths, carried_table, compare_lengths, table
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -195,3 +206,23 @@ def test_shares_that_make_no_mix_are_refused(shares: dict[str, float]) -> None:
         Mix(kinds, shares)
     with pytest.raises(ValueError, match="late_shares"):
         Mix(kinds, {"a": 1.0, "b": 1.0}, shares)
+
+
+def test_synthetic_answers_are_accepted_as_said_at_any_depth() -> None:
+    said = {"code": (0.88, 0.77, 0.66), "chat": (0.64, 0.39, 0.23)}
+    traces = synthetic(said, seed=0)
+    assert traces.max_draft_tokens == 3
+    for name, of in said.items():
+        answers = traces.select(Kind((name,)))
+        assert survival(answers, 3) == pytest.approx(of, abs=0.012)
+        # Acceptance does not depend on where a draft starts, so the plain sum is AL at every K.
+        assert [acceptance_length(answers, k) for k in (1, 2)] == pytest.approx([1 + of[0], 1 + sum(of[:2])], rel=0.012)
+        lengths = {len(one.accepted) for one in answers}
+        assert (min(lengths) < 135, max(lengths) > 375, len(lengths) > 150) == (True, True, True)
+    assert synthetic(said, seed=0).answers == traces.answers != synthetic(said, seed=1).answers
+
+
+@pytest.mark.parametrize("of", [(0.5, 0.6), (1.2, 0.5), (0.5,), (0.5, float("nan")), (0.5, -0.1)])
+def test_synthetic_survivals_that_cannot_be_are_refused(of: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="survival of 'odd' must be 2 falling probabilities"):
+        synthetic({"code": (0.9, 0.8), "odd": of}, seed=0)

@@ -61,6 +61,15 @@ def test_load_trims_and_never_deepens() -> None:
     assert Trimmer(times(per_token_s=0.0), K_MAX).depths([request(usual)] * 4, [3, 0, 2, 1]) == [3, 0, 2, 1]
 
 
+def test_prompts_in_the_step_are_seen() -> None:
+    """A full graph makes all drafts worth their time; no graph holds a prompt."""
+    points = [StepPoint(StepShape.uniform(4, k), *[0.010 + (0.005 * k if k < K_MAX else 0.0)] * 2, 9) for k in range(6)]
+    trimmer = Trimmer(StepTimes(points, max_draft_tokens=K_MAX, full_graph_depths=[K_MAX]), K_MAX)
+    batch = [request([0.5, 0.25, 0.1, 0.05, 0.02]) for _ in range(4)]
+    assert trimmer.depths(batch, [5] * 4) == [5] * 4
+    assert max(trimmer.depths(batch, [5] * 4, prompt_tokens=100)) <= 1
+
+
 def test_requests_without_a_survival_keep_their_k() -> None:
     trimmer = Trimmer(times(), K_MAX)
     assert trimmer.depths([request()] * 16, [4] * 16) == [4] * 16

@@ -84,7 +84,7 @@ def rivals(tuning: Bench, times: StepCosts) -> dict[str, MakePolicy]:
     context_tokens = tuning.engine.prompt_tokens + num_tokens / 2
     table = best_table(lengths(tuning), times, tuning.engine.max_num_seqs, context_tokens)
     tiers = [*(k for k in (1, 3, 7) if k < deepest), deepest]
-    ours: Callable[..., Learned] = functools.partial(Learned, times, deepest)
+    ours: Callable[..., Learned] = functools.partial(Learned, times, deepest, split_share=tuning.split_share)
     return {
         **fixed_depths(deepest),
         "batch-size table": lambda seed: BatchTable(table),
@@ -145,11 +145,10 @@ def controls(
 ) -> dict[str, Any]:
     """Gain of knowing workloads, with true and with shuffled labels, and the K under flat costs."""
     deepest = bench.max_draft_tokens
-    mixed = [
-        bench.run(Learned(times, deepest, seed), shuffled(bench.traffic(load, seed), seed), seed) for seed in seeds
-    ]
+    ours: Callable[..., Learned] = functools.partial(Learned, split_share=bench.split_share)
+    mixed = [bench.run(ours(times, deepest, seed), shuffled(bench.traffic(load, seed), seed), seed) for seed in seeds]
     level = FlatCosts(times.seconds(StepShape(1, 1, 0)), deepest)
-    flat = bench.runs(functools.partial(Learned, level, deepest), load, seeds, level)
+    flat = bench.runs(functools.partial(ours, level, deepest), load, seeds, level)
     deep = bench.runs(lambda seed: BatchWide(deepest), load, seeds, level)
     return {
         "gain_by_workload": ratio(scores(found[OURS], load), scores(found[ONE], load)),

@@ -16,7 +16,8 @@ import numpy as np
 from cluster.simulation.engine_model import Engine, Policy, Run, Simulation, Times, Traffic
 from cluster.simulation.traces import Mix, Traces
 from cluster.step_costs import rounded_context
-from cluster.step_time import StepShape
+from cluster.step_time import StepPoint, StepShape, StepTimes
+from cluster.transfer import SPLIT_SHARE
 
 NUM_RESAMPLES = 2000
 BURST_SHARE, BURST_FACTOR, BURST_S = 0.2, 4.0, 5.0
@@ -81,10 +82,28 @@ class Remembered:
         return self._known[key]
 
 
+def mistaken(times: StepTimes, share: float, seed: int) -> StepTimes:
+    """The table with each measurement off by a chance factor between 1 - share and 1 + share."""
+    rng = np.random.default_rng([seed, 4])
+    factors = rng.uniform(1 - share, 1 + share, len(times.points)).tolist()
+    points = [
+        StepPoint(one.shape, one.median_s * factor, one.p95_s * factor, one.num_steps)
+        for one, factor in zip(times.points, factors, strict=True)
+    ]
+    return StepTimes(
+        points,
+        max_draft_tokens=times.max_draft_tokens,
+        full_graph_depths=times.full_graph_depths,
+        capture_sizes=times.capture_sizes,
+        padding_tokens=times.padding_tokens,
+        measured=False,
+    )
+
+
 @dataclass(frozen=True)
 class Bench:
     """Conditions shared by all runs. `num_requests` None: enough for the load. `warmup`: share of the requests that
-    start before measuring does."""
+    start before measuring does. `split_share`: of `cluster.transfer`, what ours takes acceptance for."""
 
     traces: Traces
     times: Times
@@ -92,6 +111,7 @@ class Bench:
     engine: Engine
     num_requests: int | None = None
     warmup: float = 0.25
+    split_share: float = SPLIT_SHARE
 
     @property
     def max_draft_tokens(self) -> int:

@@ -12,6 +12,7 @@ from cluster.acceptance import AcceptanceBook, Counts
 from cluster.depth import DepthChooser, Load, allocate
 from cluster.simulation.engine_model import Active
 from cluster.step_costs import CostCurves, StepCosts
+from cluster.transfer import SPLIT_SHARE
 
 SOURCE, HEAD, ALL = "engine", "head", "default"
 
@@ -32,10 +33,11 @@ class Learned:
         per_step: bool = True,
         chooses: bool = True,
         report_s: float = 1.0,
+        split_share: float = SPLIT_SHARE,
     ) -> None:
         self._costs, self._max_draft_tokens = CostCurves(times), max_draft_tokens
         self._chooser = DepthChooser(self._costs, max_draft_tokens)
-        self.book = AcceptanceBook(max_draft_tokens)
+        self.book = AcceptanceBook(max_draft_tokens, split_share=split_share)
         self._random = random.Random(seed)
         self._by_workload, self._per_step, self._chooses, self._report_s = by_workload, per_step, chooses, report_s
         self._reported_s = 0.0

@@ -187,6 +187,32 @@ class Traces:
         return drawn
 
 
+def synthetic(
+    survivals: Mapping[str, Sequence[float]], seed: int, num_answers: int = 400, num_tokens: int = 256
+) -> Traces:
+    """Answers whose drafts are accepted by chance alone: at each anchor the first i with probability S_i of the
+    workload, wherever the draft starts, as in an engine with synthetic acceptance. The workload is the category.
+
+    `num_tokens` is the mean: answers of one length run in lockstep where K is 0, and their prompts then meet in a few
+    steps. Lengths are drawn evenly from half of it to one and a half.
+
+    Raises ValueError naming the workload whose survivals are none, or not as many as the others'.
+    """
+    deepest = max(map(len, survivals.values()))
+    answers = []
+    for number, (name, of) in enumerate(survivals.items()):
+        falling = np.array([1.0, *of])
+        if len(of) != deepest or not ((np.diff(falling) <= 0).all() and falling[-1] >= 0):
+            raise ValueError(f"survival of {name!r} must be {deepest} falling probabilities, not {list(of)}")
+        rng = np.random.default_rng([seed, number])
+        for _ in range(num_answers):
+            num_anchors = int(rng.integers(num_tokens // 2, num_tokens * 3 // 2)) - 1
+            accepted = (rng.random((num_anchors, 1)) < falling[1:]).sum(axis=1)
+            left = np.arange(num_anchors, 0, -1)  # the last step emits no token past the answer's end
+            answers.append(Answer(name, 0.0, 1.0, np.minimum(accepted, left).astype(np.uint8).tobytes()))
+    return Traces(answers, deepest, "synthetic acceptance")
+
+
 def _check(arrays: Mapping[str, Any], path: str) -> None:
     num_anchors, accepted = arrays["num_anchors"], arrays["accepted"]
     for name in ("category", "temperature", "distinct_share"):
