@@ -4,8 +4,8 @@
         --out FILE.json
 
 Traces come from `peagle.bench.draft_confidence`. For each seed the answers of each workload are halved: survivals are
-fitted on one half (on the steps of decoding at K_max, then again on those that the fitted rule visits) and everything
-is measured on the other. At each number of requests in a step `allocate` is told
+fitted on one half (on the steps of decoding at K_max, and on those that the rule fitted so visits: what plays better
+there is taken) and everything is measured on the other. At each number of requests in a step `allocate` is told
 
     workload              what it is told today: survival by workload
     confidence            survival by step, from the drafter's log-odds
@@ -15,14 +15,16 @@ is measured on the other. At each number of requests in a step `allocate` is tol
     shuffled              confidence, workload, with log-odds of other steps: a control, which must gain nothing
     oracle                what the step will accept; `oracle, long run` likewise
 
-beside every fixed K, of which the best is picked in hindsight, on the very requests measured. "Graph prices" stands for
-the first table as if ragged batches cost what uniform ones on full graphs do: a bound, which nobody measured.
+`break_even_ms` is what each step may take longer before the gain over `workload` is gone. All stand
+beside every fixed K, of which the best is picked in hindsight, on the very requests measured. The first
+table is also taken as if ragged batches cost what uniform ones on full graphs do ("graph prices": a bound, which nobody
+measured), and as if only uniform steps on full graphs could be chosen ("graphs only": nothing interpolated).
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,7 @@ from cluster.simulation.confidence_play import (
     Costs,
     Decide,
     GraphPriced,
+    GraphsOnly,
     Played,
     draws,
     fixed,
@@ -55,6 +58,7 @@ from cluster.simulation.confidence_play import (
     play,
     ranked,
 )
+from cluster.step_costs import StepCosts
 from cluster.step_time import StepTimes
 
 LOADS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -62,7 +66,7 @@ REQUEST_STEPS, MIN_STEPS = 3000, 60
 """Steps of requests in a run, and steps of the engine, whichever is more."""
 WORKLOAD, CONFIDENCE, BOTH, SHUFFLED, ORACLE = "workload", "confidence", "confidence, workload", "shuffled", "oracle"
 LONG_RUN, RANK_ONLY = ", long run", ", rank only"
-GRAPH_PRICES = "graph prices"
+AS_IF: dict[str, Callable[[StepCosts], StepCosts]] = {"graph prices": GraphPriced.of, "graphs only": GraphsOnly.of}
 
 
 def fit(name: str, steps: Steps, num_workloads: int) -> Estimate:
@@ -104,13 +108,25 @@ class Bench:
             now = tables(self._estimates[name], pool)
         return informed(before, ByTable(now, self._costs), self._costs, rate)
 
+    def _candidates(self, name: str) -> list[Estimate]:
+        """Fitted on the steps of decoding at K_max; by workload also as `cluster.transfer` carries it to a lesser K."""
+        first = fit(name, self._train.walked(), len(self._train.names))
+        return [first, first.carried()] if isinstance(first, ByWorkload) else [first]
+
     def learn(self) -> None:
-        """Estimates, each fitted on the steps that it leads to, and the rates at which it then plays."""
-        train, num_workloads = self._train, len(self._train.names)
+        """Of each arm the estimate that plays best on this half, and the rates at which two of them play."""
+        train = self._train
         for name in (WORKLOAD, CONFIDENCE, BOTH):
-            self._estimates[name] = fit(name, train.walked(), num_workloads)
-            visited = self._play(train, self._decide(name, train)).visited
-            self._estimates[name] = fit(name, train.steps(visited), num_workloads)
+            played: list[tuple[float, Estimate]] = []
+            for candidate in self._candidates(name):
+                self._estimates[name] = candidate
+                run = self._play(train, self._decide(name, train))
+                played += [(run.tokens_per_s, candidate)]
+                if len(played) == 1:
+                    again = fit(name, train.steps(run.visited), len(train.names))
+            self._estimates[name] = again
+            played += [(self._play(train, self._decide(name, train)).tokens_per_s, again)]
+            self._estimates[name] = max(played, key=lambda one: one[0])[1]
         for name in (BOTH, ORACLE):
             self._rates[name] = self._play(train, self._decide(name, train)).tokens_per_s
 
@@ -137,13 +153,18 @@ def value(pools: Sequence[tuple[Pool, Pool]], costs: Costs, num_requests: int) -
     for name in rates:
         played = [one[name] for one in runs]
         request_steps = sum(len(one.visited) for one in played)
+        num_steps = request_steps / num_requests
+        seconds = sum(one.seconds for one in played)
+        spare_s = sum(one.num_tokens / rate - one.seconds for one, rate in zip(played, rates[WORKLOAD], strict=True))
         arms[name] = {
             "tokens_per_s": round(float(np.mean(rates[name])), 2),
             "tokens_per_s_95": interval(rates[name]),
             "to_best_fixed": ratio(rates[name], rates[best]),
             "to_workload": ratio(rates[name], rates[WORKLOAD]),
             "mean_depth": round(sum(one.num_drafts for one in played) / request_steps, 3),
-            "empty_steps": round(sum(one.num_empty_steps for one in played) * num_requests / request_steps, 4),
+            "empty_steps": round(sum(one.num_empty_steps for one in played) / num_steps, 4),
+            "step_ms": round(1000 * seconds / num_steps, 3),
+            "break_even_ms": round(1000 * spare_s / num_steps, 3),
         }
         if not name.startswith("K = "):
             expected = sum(one.expected_tokens for one in played) / sum(one.num_tokens for one in played)
@@ -209,13 +230,13 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         "step_times": [],
     }
     print(json.dumps(document["calibration"], indent=1), flush=True)
-    engines = [(path, StepTimes.load(path), False) for path in args.step_times]
-    for path, times, as_graphs in [*engines, *((path, times, True) for path, times, _ in engines[:1])]:
-        if as_graphs and not times.full_graph_depths:
+    for path, as_if in [*((path, None) for path in args.step_times), *((args.step_times[0], name) for name in AS_IF)]:
+        times = StepTimes.load(path)
+        if as_if and not times.full_graph_depths:
             continue
-        costs = Costs.of(GraphPriced.of(times) if as_graphs else times, times.context_tokens)
+        costs = Costs.of(AS_IF[as_if](times) if as_if else times, times.context_tokens)
         deepest = max(point.shape.num_requests for point in times.points)
-        one: dict[str, Any] = {**file_conditions(path), "as_if": GRAPH_PRICES if as_graphs else None, "loads": []}
+        one: dict[str, Any] = {**file_conditions(path), "as_if": as_if, "loads": []}
         print(path, one["as_if"] or "", flush=True)
         for num_requests in args.requests:
             if num_requests <= deepest:  # beyond, the table would be extrapolated

@@ -9,7 +9,7 @@ import pytest
 from cluster.allocation import plan_step
 from cluster.simulate_confidence import BOTH, CONFIDENCE, ORACLE, SHUFFLED, WORKLOAD, Bench, calibration
 from cluster.simulation.confidence import ByWorkload, Calibrated, Pool, Scored, auc, load, quality, workloads
-from cluster.simulation.confidence_play import Costs, Drafting, GraphPriced, at_rate, draws, fixed, play
+from cluster.simulation.confidence_play import Costs, Drafting, GraphPriced, GraphsOnly, at_rate, draws, fixed, play
 from cluster.simulation.traces import Kind
 from cluster.step_costs import CostCurves
 from cluster.step_time import StepShape
@@ -149,6 +149,12 @@ def test_step_times_of_an_engine_that_always_drafts_and_of_one_on_graphs_only() 
     assert on_graphs.seconds(uniform) == table.seconds(uniform)
     assert table.seconds(uniform) < on_graphs.seconds(ragged) == pytest.approx(0.010 + 0.001 * 11)
     assert on_graphs.seconds(ragged) < table.seconds(ragged)
+    only = CostCurves(GraphsOnly.of(table))
+    rng = np.random.default_rng(4)
+    for _ in range(10):
+        told = [tuple(row) for row in rng.random((5, K_MAX)).cumprod(axis=1).tolist()]
+        assert plan_step(told, [K_MAX] * 5, only).depths[0] in (0, 2, K_MAX)
+        assert len(set(plan_step(told, [K_MAX] * 5, only).depths)) == 1
 
 
 def test_workloads_and_answers_are_drawn_alike() -> None:

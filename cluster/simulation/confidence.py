@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.simulation.traces import Kind, Traces
+from cluster.transfer import gains
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -179,6 +180,12 @@ class ByWorkload:
 
     def conditional(self, workload_N: Ints, log_odds_NK: Floats) -> Floats:
         return self.acceptance_WK[workload_N]
+
+    def carried(self) -> "ByWorkload":
+        """What a further draft adds at each K (`cluster.transfer.gains`), where this was counted at K_max."""
+        worth_WK = np.array([gains(row, len(row)) for row in self.acceptance_WK.cumprod(axis=1).tolist()])
+        before_WK = np.column_stack([np.ones(len(worth_WK)), worth_WK[:, :-1]])
+        return ByWorkload(np.divide(worth_WK, before_WK, out=np.zeros_like(worth_WK), where=before_WK > 0))
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ from cluster.step_time import StepShape
 NUM_DRAWS = 512
 """Requests that are drawn for each place in the engine; then they come again."""
 WARM_STEPS = 10
+FORBIDDEN_S = 1.0
+"""A step that no plan takes."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,24 @@ class GraphPriced:
             for count, depth in zip(tokens, depths, strict=True)
         ]
         return float(np.interp(shape.num_tokens, tokens, uniform))
+
+
+@dataclass(frozen=True)
+class GraphsOnly:
+    """As if a step off the full graphs were never worth it: what rests on uniform steps alone, all of them measured."""
+
+    times: StepCosts
+    max_draft_tokens: int
+    full_graph_depths: frozenset[int]
+
+    @classmethod
+    def of(cls, times: StepCosts) -> "GraphsOnly":
+        return cls(times, times.max_draft_tokens, times.full_graph_depths)
+
+    def seconds(self, shape: StepShape) -> float:
+        if shape.uniform_depth in self.full_graph_depths:
+            return self.times.seconds(shape)
+        return FORBIDDEN_S
 
 
 @dataclass(frozen=True)
