@@ -9,7 +9,6 @@ from cluster.depth import CostCurves, allocate
 from cluster.step_costs import Curve
 from cluster.step_time import StepTimes
 
-
 H200 = StepTimes.load(Path(__file__).resolve().parents[1] / "configs/step_times/qwen3-30b-a3b-shape-h200.json")
 CODE = (0.88, 0.77, 0.66, 0.56, 0.48, 0.40, 0.34)
 CHAT = (0.64, 0.39, 0.23, 0.13, 0.08, 0.05, 0.03)
