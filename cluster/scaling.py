@@ -3,7 +3,8 @@
 Enters: what Serve says of the deployments, and the replicas' counters (`Observation`). Leaves: a `Decision`, and for
 every decision made anew a line for the log, from which `cluster.scaling_replay` makes the same decision again. Never
 knows: Ray, files, the time of day. The parts: `scaling_counters` (what is new in the counters), `scaling_traffic`
-(rates and lengths), `acceptance` (survivals), `scaling_capacity` (what a replica gives), `scaling_decision` (the rule).
+(rates and lengths), `scaling_memory` (survivals), `scaling_capacity` (what a replica gives), `scaling_decision` (the
+rule).
 
 `decide` raises nothing but programming errors: bad readings are left out and named in the reason. Serve calls a policy
 several times a second; a decision is made every `decision_interval_s` and stands in between.
@@ -17,14 +18,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.acceptance import AcceptanceBook, Survival
 from cluster.scaling_capacity import CapacityModel, PassTimes
 from cluster.scaling_counters import CounterBook, CounterExport, Limits, Reading, WorkloadTotals
 from cluster.scaling_decision import decide
+from cluster.scaling_memory import AcceptanceMemory
 from cluster.scaling_records import Decision, Inputs, Pool, WorkloadDemand
 from cluster.scaling_settings import AutoscalingSettings
-from cluster.scaling_traffic import TrafficHistory
+from cluster.scaling_traffic import Rate, TrafficHistory
 from cluster.step_time import StepTimes
+from cluster.transfer import as_drawn
 
 __all__ = [
     "CapacityModel",
@@ -40,12 +42,11 @@ __all__ = [
 
 LOG_FORMAT = "peagle scaling 1"
 
-SLOW_HALF_LIFE_STEPS, FAST_HALF_LIFE_STEPS = 20_000.0, 1_500.0
-"""Of acceptance, per workload. The slow one is longer than for the choice of K, because replicas take minutes and K a
-step; the fast one counts where its interval and the slow one's no longer meet, as after a collapse."""
-
 MAX_LOG = 1000
 """Decisions kept for `take_log`; the oldest go first."""
+
+MAX_DECLINE = 0.5
+"""Of the measured arrivals, by which a falling trend makes the present ones fewer."""
 
 BACKWARD_STEP_S = 1.0
 """A clock that goes back by more was set."""
@@ -120,8 +121,7 @@ class ScalingPolicy:
         }
         self.model = None if times is None else capacity_model(settings, times, self._limits)
         deepest = times.max_draft_tokens if times else 0
-        self.book = AcceptanceBook(deepest, half_life_steps=SLOW_HALF_LIFE_STEPS)
-        self._fast_book = AcceptanceBook(deepest, half_life_steps=FAST_HALF_LIFE_STEPS)
+        self.memory = AcceptanceMemory(deepest)
         max_steps_per_s = self.model.max_steps_per_s if self.model else float("inf")
         self._counters = CounterBook(Limits(max_ongoing_requests, max_steps_per_s))
         self._traffic = TrafficHistory()
@@ -153,12 +153,6 @@ class ScalingPolicy:
         memory.notes = {}
         self._log.append(record(inputs, decision))
         return decision
-
-    def survival(self, workload: str) -> Survival:
-        """What is believed of a workload: the slow book's word, or the fast one's where the two exclude each other."""
-        slow, fast = self.book.survival(workload), self._fast_book.survival(workload)
-        is_other = sum(fast.high) < sum(slow.low) or sum(fast.low) > sum(slow.high)
-        return fast if is_other else slow
 
     def take_log(self) -> list[str]:
         """The lines since the last call, JSON; the first of all has settings and tables."""
@@ -192,9 +186,9 @@ class ScalingPolicy:
         return Pool(pool.num_running, pool.num_wanted, *sound)
 
     def _absorb(self, observation: Observation, now_s: float) -> None:
+        self._counters.note_running(observation.running, now_s)
         new = self._counters.absorb(observation.readings, now_s)
-        for book in (self.book, self._fast_book):
-            book.absorb_all(new.reports)
+        self.memory.absorb_all(new.reports)
         if new.num_new:
             self._traffic.add(new.totals, observation.target.queued_requests, now_s)
         for replica in new.restarted:
@@ -206,21 +200,21 @@ class ScalingPolicy:
         settings, memory = self.settings, self._memory
         reporting, unusable, _ = self._counters.usable(now_s, settings.stale_after_s, observation.running)
         workloads = []
-        for name, rate in self._traffic.rates(now_s).items():
+        rates = self._traffic.rates(now_s)
+        for name, rate in rates.items():
             if rate.output_tokens is None or rate.prompt_tokens is None:
                 continue
-            survival = self.survival(name)
-            workloads.append(
-                WorkloadDemand(
-                    name, rate.requests_per_s, rate.output_tokens, rate.prompt_tokens, survival.mean, survival.num_steps
-                )
-            )
+            one = self.memory.survival(name)
+            worth = one.gains()
+            low, high = (as_drawn(end, one.mean, worth) for end in (one.low, one.high))
+            lengths = rate.output_tokens, rate.prompt_tokens
+            workloads.append(WorkloadDemand(name, rate.requests_per_s, *lengths, worth, one.num_steps, low, high))
         return Inputs(
             now_s=now_s,
             target=observation.target,
             drafter=observation.drafter,
             workloads=tuple(workloads),
-            growth=self._traffic.growth(now_s) * settings.start_time_s,
+            growth=_growth(self._traffic.trend(now_s), rates.values(), settings.start_time_s),
             history_s=self._traffic.history_s(now_s),
             num_reporting=reporting,
             num_unusable=unusable,
@@ -239,6 +233,14 @@ class ScalingPolicy:
             "pass_times": None if self._passes is None else self._passes.model_dump(),
             "limits": self._limits,
         }
+
+
+def _growth(trend: float, rates: Collection[Rate], start_time_s: float) -> float:
+    """Relative growth from the middle of the windows that the rates are of, to now; where it is a rise, to when a
+    replica ordered now serves."""
+    total = sum(one.requests_per_s for one in rates)
+    age_s = sum(one.requests_per_s * one.window_s for one in rates) / (2 * total) if total else 0.0
+    return max(-MAX_DECLINE, trend * (age_s + (start_time_s if trend > 0 else 0.0)))
 
 
 def capacity_model(settings: AutoscalingSettings, times: StepTimes, limits: Mapping[str, Any]) -> CapacityModel:

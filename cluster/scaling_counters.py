@@ -6,8 +6,8 @@ tokens since the last reading, the acceptance reports, and a line for each repli
 knows: rates, capacity, Ray.
 
 Counters are exported and never ratios, because Serve averages over time what a replica exports. A counter that falls
-means that its replica restarted: everything it shows is then new. A replica seen for the first time gives its arrivals
-from its next reading on, since its past may be hours long.
+means that its replica restarted: everything it shows is then new, as with a replica that began to serve within the last
+minute. One that was there before the policy gives its arrivals from its second reading on: its past may be hours long.
 """
 
 import functools
@@ -27,7 +27,6 @@ MAX_GAP_S = 60.0
 """Arrivals since a reading longer ago are left out: when in between they came is not known."""
 
 SPEED_MARGIN = 10.0
-
 LARGEST_COUNT = 2**53  # the largest that a float, in which Serve carries metrics, holds exactly
 SEPARATOR = "|"
 HEAD = f"peagle{SEPARATOR}head"
@@ -122,11 +121,9 @@ def parse(values: Mapping[str, float]) -> tuple[str, dict[str, WorkloadTotals]]:
     depths: dict[str, dict[str, dict[int, int]]] = {}
     for name, value in values.items():
         what, workload, depth = _place(name)
-        if not what:
-            continue
-        if depth:
+        if what and depth:
             depths.setdefault(workload, {}).setdefault(what, {})[depth] = _count(name, value)
-        else:
+        elif what:
             numbers.setdefault(workload, {})[what] = _count(name, value)
     if HEAD not in values:
         raise ReadingError(f"{HEAD} is missing")
@@ -198,6 +195,12 @@ class CounterBook:
         self._limits = limits
         self._sources: dict[str, _Source] = {}
         self._nonsense: dict[str, tuple[float, str]] = {}
+        self._begun_s: dict[str, float] | None = None
+
+    def note_running(self, running: Iterable[str], now_s: float) -> None:
+        """The replicas that serve now, told at every tick: those not among the first have begun since."""
+        first_s = -math.inf if self._begun_s is None else now_s
+        self._begun_s = {name: (self._begun_s or {}).get(name, first_s) for name in running}
 
     def absorb(self, readings: Iterable[Reading], now_s: float) -> NewCounts:
         """What is new; a reading seen before brings nothing, and a nonsensical one only its complaint."""
@@ -223,7 +226,8 @@ class CounterBook:
         self._check(totals, num_steps, None if source is None else now_s - source.taken_s)
         if has_restarted:
             new.restarted.append(reading.replica)
-        if source is not None and now_s - source.taken_s <= MAX_GAP_S:
+        since_s = source.taken_s if source is not None else (self._begun_s or {}).get(reading.replica, -math.inf)
+        if now_s - since_s <= MAX_GAP_S:
             for name, (one, _) in added.items():
                 new.totals[name] = new.totals[name].plus(one) if name in new.totals else one
         new.reports.append(Report(reading.replica, head, {name: total.counts for name, total in totals.items()}))
@@ -258,6 +262,7 @@ class CounterBook:
         """The caller's clock was set: every time remembered moves along."""
         for source in self._sources.values():
             source.taken_s += by_s
+        self._begun_s = None if self._begun_s is None else {name: at_s + by_s for name, at_s in self._begun_s.items()}
 
 
 def _fell(totals: Mapping[str, WorkloadTotals], earlier: Mapping[str, WorkloadTotals]) -> bool:

@@ -4,17 +4,20 @@ Enters: `Inputs`, everything known at one moment, and the capacity model. Leaves
 it and its reason in words. Pure: the same inputs give the same decision, which is how a log is replayed
 (`cluster.scaling_replay`). Never knows: how the inputs were measured, Ray.
 
-    D = (1 + growth) sum_c rate_c length_c + backlog / drain_s
-    N_target = ceil(D / (utilisation mu)),   N_drafter = ceil(D s / (drafter_utilisation passes_per_s))
+    D = (1 + growth) sum_c rate_c length_c
+    N_target = ceil(max(D / (utilisation mu), (D + backlog / drain_s) / mu))
+    N_drafter = ceil((D + backlog / drain_s) s / (drafter_utilisation passes_per_s))
 
-(policy-and-apis, D4; s: drafted steps per token). The backlog is what no wanted replica will have in its best batch.
-Up when D needs more; down only when D fits in fewer at `dead_band` of the utilisation, every replica reports, none is
-starting and the last one to start is warm. A change of capacity or of s enters by at most `max_change` a decision,
-except a fall that a backlog bears out. On missing data: as many as the queue length asks for, and never fewer than
-there are.
+(policy-and-apis, D4; s: drafted steps per token). The backlog is what will wait when a replica ordered now serves: what
+no wanted replica has in its best batch, and what comes until then beyond what is planned for. Up when the need is
+beyond the wanted number by more than `UP_TOLERANCE`; down only when D fits in fewer at `dead_band` of the utilisation,
+every replica reports, none is starting and the last one to start is warm. A change of capacity enters as far as the
+interval of acceptance or a backlog bears it out, and beyond that by at most `max_change` a decision. On missing data:
+as many as the queue length asks for, and never fewer than there are.
 """
 
 import math
+from collections.abc import Sequence
 
 from cluster.scaling_capacity import Capacity, CapacityModel, PassTimes, Traffic
 from cluster.scaling_records import Decision, Inputs, Pool, WorkloadDemand
@@ -22,6 +25,10 @@ from cluster.scaling_settings import AutoscalingSettings, ReplicaRange
 
 MIN_STEPS = 100.0
 """Independent verification steps of all workloads together below which acceptance is not known."""
+
+UP_TOLERANCE = 0.05
+"""Share of the wanted replicas by which the need must exceed them. What is measured varies by about 3 % around what
+stands still."""
 
 SILENT_SHARE = 0.5
 """Share of the known replicas that must report; the others are then taken to be like them."""
@@ -90,31 +97,25 @@ def _by_acceptance(
         drafter = _in_proportion(target, inputs, settings, may_shrink=True)
         said = _joined(f"no arrivals for {inputs.idle_s:.0f} s{why}", "", inputs)
         return Decision(target, drafter, "acceptance", said, 0.0, inputs.capacity_before, needed=0.0)
-    capacity = model.capacity(
-        Traffic(
-            one.workload, one.requests_per_s * one.output_tokens, one.survival, one.output_tokens, one.prompt_tokens
-        )
-        for one in workloads
-    )
-    num_steps = sum(one.num_steps for one in inputs.workloads)
-    backlog = _backlog_tokens(inputs, capacity) / settings.drain_s
-    # Requests that pile up say the same as a capacity that falls: two witnesses need no caution.
-    is_borne_out = backlog > 0 and capacity.tokens_per_s < (inputs.capacity_before or 0.0)
-    max_change = 0.99 if is_borne_out else settings.max_change
-    used, clamped = _clamped(capacity.tokens_per_s, inputs.capacity_before, max_change, num_steps)
-    steps, _ = _clamped(capacity.drafted_steps_per_token, inputs.steps_before, max_change, num_steps)
+    capacity = model.capacity(_traffic(one, one.gains) for one in workloads)
+    used, steps, clamped = _used(capacity, model, inputs, workloads, settings)
     arriving = sum(one.requests_per_s * one.output_tokens for one in workloads)
     known = inputs.num_reporting + inputs.num_unusable
-    arriving *= known / inputs.num_reporting
-    demand = arriving * (1.0 + inputs.growth) + backlog
-    needed = demand / (settings.utilisation * used) + settings.spare_replicas
-    sparse = demand / (settings.utilisation * settings.dead_band * used) + settings.spare_replicas
+    arriving *= known / inputs.num_reporting * (1.0 + inputs.growth)
+    backlog = _backlog_tokens(inputs, capacity, arriving, used, settings) / settings.drain_s
+    # A backlog is worked off by full replicas: `utilisation` is for traffic that lasts.
+    drained = (arriving + backlog) / used if backlog else 0.0
+    planned = arriving / (settings.utilisation * used)
+    needed = max(planned, drained) + settings.spare_replicas
+    sparse = max(planned / settings.dead_band, drained) + settings.spare_replicas
+    demand = arriving + backlog
     may_shrink = _may_shrink(inputs, settings)
     target, why = _with_dead_band(needed, sparse, pool, settings.target, settings, may_shrink)
+    full = f"{100 * settings.utilisation:.0f} %" if planned >= drained else "the full, until the backlog is gone"
     said = (
         f"{demand:.0f} tokens/s wanted{_parts(arriving, backlog, inputs.growth)}, a replica gives {used:.0f} at AL "
-        f"{capacity.acceptance_length:.2f} and batch {capacity.num_requests}{clamped}, planned to "
-        f"{100 * settings.utilisation:.0f} %: {needed:.2f} replicas{why}"
+        f"{capacity.acceptance_length:.2f} and batch {capacity.num_requests}{clamped}, planned to {full}: "
+        f"{needed:.2f} replicas{why}"
     )
     if capacity.hopeless:
         said += f"; {', '.join(capacity.hopeless)} cannot keep max_tpot_ms on any number of replicas"
@@ -135,30 +136,64 @@ def _by_acceptance(
     )
 
 
-def _traffic(one: WorkloadDemand) -> Traffic:
+def _traffic(one: WorkloadDemand, gains: tuple[float, ...]) -> Traffic:
     share = one.requests_per_s * one.output_tokens
-    return Traffic(one.workload, share, one.survival, one.output_tokens, one.prompt_tokens)
+    return Traffic(one.workload, share, gains, one.output_tokens, one.prompt_tokens)
 
 
-def _clamped(value: float, before: float | None, max_change: float, num_steps: float) -> tuple[float, str]:
-    """What a capacity counts as, and why it is not what was computed. The count of replicas goes as its inverse."""
+def _used(
+    capacity: Capacity,
+    model: CapacityModel,
+    inputs: Inputs,
+    workloads: Sequence[WorkloadDemand],
+    settings: AutoscalingSettings,
+) -> tuple[float, float, str]:
+    """What capacity and drafted steps per token count as, and why that is not what was computed.
+
+    A change enters at once as far as the interval of acceptance bears it out. Of the rest, at most `max_change` a
+    decision, and none on few steps; the count of replicas goes as the inverse.
+    """
+    value, before = capacity.tokens_per_s, inputs.capacity_before
+    num_steps = sum(one.num_steps for one in inputs.workloads)
+    max_change = settings.max_change if num_steps >= MIN_STEPS else 0.0
+    steps = _within(capacity.drafted_steps_per_token, inputs.steps_before, max_change)
+    # Requests that pile up say the same as a capacity that falls: two witnesses need no caution.
+    is_borne_out = value < (before or 0.0) and _excess(inputs, capacity) > 0
+    if before is None or before <= 0 or is_borne_out or _within(value, before, max_change) == value:
+        return value, capacity.drafted_steps_per_token if is_borne_out else steps, ""
+    is_fall = value < before
+    doubtful = model.capacity(_traffic(one, (one.high if is_fall else one.low) or one.gains) for one in workloads)
+    near = _within(value, before, max_change)
+    used = max(value, min(near, doubtful.tokens_per_s)) if is_fall else min(value, max(near, doubtful.tokens_per_s))
+    if used == value:
+        return value, steps, ""
+    if not max_change:
+        return used, steps, f" (not {value:.0f} yet: {num_steps:.0f} steps tell too little)"
+    return used, steps, f" (on the way to {value:.0f}, at most {100 * max_change:.0f} % a decision)"
+
+
+def _within(value: float, before: float | None, max_change: float) -> float:
     if before is None or before <= 0:
-        return value, ""
-    if num_steps < MIN_STEPS:
-        return before, f" (as before: {num_steps:.0f} steps tell too little)"
-    low, high = before / (1 + max_change), before / (1 - max_change)
-    if low <= value <= high:
-        return value, ""
-    used = low if value < low else high
-    return used, f" (on the way to {value:.0f}, at most {100 * max_change:.0f} % a decision)"
+        return value
+    return min(max(value, before / (1 + max_change)), before / (1 - max_change))
 
 
-def _backlog_tokens(inputs: Inputs, capacity: Capacity) -> float:
-    """Output tokens of the requests that the wanted replicas will not have in their best batches."""
-    excess = inputs.target.ongoing_requests - inputs.target.num_wanted * capacity.num_requests
+def _excess(inputs: Inputs, capacity: Capacity) -> float:
+    """Requests that the wanted replicas will not have in their best batches."""
+    return max(0.0, inputs.target.ongoing_requests - inputs.target.num_wanted * capacity.num_requests)
+
+
+def _backlog_tokens(
+    inputs: Inputs, capacity: Capacity, arriving: float, used: float, settings: AutoscalingSettings
+) -> float:
+    """Output tokens that will wait when a replica ordered now serves: those of the requests that the wanted replicas
+    will not have in their best batches, and what comes until then beyond what replicas are planned to give. Of those
+    that are starting half is taken to serve: when they were ordered is not known."""
     rate = sum(one.requests_per_s for one in inputs.workloads)
     tokens = sum(one.requests_per_s * one.output_tokens for one in inputs.workloads) / rate
-    return max(0.0, excess) * tokens
+    serving = (inputs.target.num_running + inputs.target.num_wanted) / 2
+    waiting = _excess(inputs, capacity) * tokens
+    return max(0.0, waiting + (arriving - serving * settings.utilisation * used) * settings.start_time_s)
 
 
 def _may_shrink(inputs: Inputs, settings: AutoscalingSettings) -> str:
@@ -178,7 +213,7 @@ def _with_dead_band(
 ) -> tuple[int, str]:
     """From a need to a number. `sparse`: the need when replicas are filled to the dead band only, `kept`: why the
     number must not go down."""
-    up, down = math.ceil(needed - 1e-9), math.ceil(sparse - 1e-9)
+    up, down = math.ceil(needed - max(UP_TOLERANCE * pool.num_wanted, 1e-9)), math.ceil(sparse - 1e-9)
     if up > pool.num_wanted:
         asked, why = up, ""
     elif down < pool.num_wanted and kept:
@@ -215,7 +250,7 @@ def _drafters(
 def _parts(arriving: float, backlog: float, growth: float) -> str:
     parts = [f"{arriving:.0f} arriving"]
     if growth:
-        parts.append(f"{100 * growth:.0f} % growth")
+        parts.append(f"{100 * growth:+.0f} % of it by the trend")
     if backlog >= 0.5:
         parts.append(f"{backlog:.0f} of backlog")
     return f" ({', '.join(parts)})" if len(parts) > 1 else ""

@@ -26,15 +26,18 @@ class Pool:
 
 @dataclass(frozen=True)
 class WorkloadDemand:
-    """One workload: arrivals, mean lengths in tokens, and what is believed of its acceptance: S_1 .. S_K_max, from
-    `num_steps` independent steps."""
+    """One workload: arrivals, mean lengths in tokens, and what is believed of its acceptance, from `num_steps`
+    independent steps: what each draft adds to AL (`cluster.acceptance.Survival.gains`), by which K is chosen too, with
+    the ends of its interval; without them `gains` is taken for certain."""
 
     workload: str
     requests_per_s: float
     output_tokens: float
     prompt_tokens: float
-    survival: tuple[float, ...]
+    gains: tuple[float, ...]
     num_steps: float
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class Inputs:
         now_s: for the record only.
         target, drafter: the deployments; drafter None: colocated.
         workloads: those with arrivals; empty where none are known.
-        growth: expected relative growth of the arrivals until a replica decided now serves, at least 0.
+        growth: expected relative growth of the arrivals since they were measured, and where they rise, until a replica
+            decided now serves.
         history_s: for how long arrivals have been counted.
         num_reporting, num_unusable: replicas that report, and those that report nonsense or fell silent.
         idle_s: for how long nothing arrived.

@@ -45,7 +45,7 @@ class AutoscalingSettings(Section):
     target_ongoing_requests: float = Field(default=16.0, gt=0, allow_inf_nan=False)
     utilisation: float = Field(default=0.75, gt=0, le=1)
     drafter_utilisation: float = Field(default=0.6, gt=0, le=1)
-    dead_band: float = Field(default=0.85, gt=0, le=1)
+    dead_band: float = Field(default=0.9, gt=0, le=1)
     max_change: float = Field(default=0.2, gt=0, lt=1)
     decision_interval_s: float = Field(default=5.0, gt=0, allow_inf_nan=False)
     start_time_s: float = Field(default=180.0, ge=0, allow_inf_nan=False)

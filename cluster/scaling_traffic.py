@@ -5,8 +5,9 @@ rate and mean lengths of each workload, expected growth, and how long nothing ca
 No clock of its own.
 
 Demand is arrivals times expected length, because output tokens are seen only once they are served, and an overloaded
-service gives out what it can. The rate of a workload is that of the longest window whose past agrees with the last
-half minute, so that a rate that stands still is known well and one that moves is known at once.
+service gives out what it can; what waits in front of the replicas has arrived too, though none of them has counted it.
+The rate of a workload is that of the longest window whose older part agrees with the newer one, and that with a newer
+one still: a rate that stands still is known well, and one that moves is known at once.
 """
 
 import math
@@ -16,19 +17,18 @@ from dataclasses import dataclass, field
 
 from cluster.scaling_counters import MAX_GAP_S, WorkloadTotals
 
-WINDOWS_S = (30.0, 60.0, 120.0, 300.0, 600.0)
+WINDOWS_S = (30.0, 60.0, 120.0, 300.0, 600.0, 1200.0)
 BIN_S = 8.0
 """Readings that come within this are counted together. They come every 10 s from each replica."""
 
 MAX_DEVIATION = 3.0
 """Standard errors that a rate may lie from an older one and count as the same. Arrivals are taken as Poisson."""
 
-GROWTH_WINDOW_S = 300.0
-GROWTH_EVIDENCE = 4.0
-"""Standard errors between two windows from which on the rate counts as growing."""
+TREND_WINDOW_S = 300.0
+TREND_EVIDENCE = 3.0
+"""Standard errors between two windows from which on the rate counts as rising or falling."""
 
-MAX_GROWTH = 1.0
-LENGTH_HALF_LIFE = 400
+LENGTH_HALF_LIFE = 200
 """Ended requests of a workload after which one counts half in its mean lengths."""
 
 MAX_LENGTHS = 64
@@ -40,9 +40,11 @@ POOLED_REQUESTS = 10
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """One workload. Lengths are means in tokens, None while no request of any workload has ended."""
+    """One workload. Lengths are means in tokens, None while no request of any workload has ended; `window_s`: the last
+    seconds that the rate is the mean of."""
 
     requests_per_s: float
+    window_s: float
     output_tokens: float | None
     prompt_tokens: float | None
 
@@ -102,7 +104,7 @@ class TrafficHistory:
             self._lengths = {name: one for name, one in self._lengths.items() if name in present}
         if queued_requests > 0 or any(one.num_arrived for one in new.values()):
             self._busy_s = now_s
-        while self._bins and now_s - self._bins[0].time_s > max(WINDOWS_S[-1], 2 * GROWTH_WINDOW_S):
+        while self._bins and now_s - self._bins[0].time_s > WINDOWS_S[-1] + 2 * BIN_S:
             self._bins.popleft()
 
     def history_s(self, now_s: float) -> float:
@@ -121,24 +123,22 @@ class TrafficHistory:
             pooled.output_tokens += one.output_tokens
             pooled.prompt_tokens += one.prompt_tokens
         names = {name for one in self._bins for name, num in one.arrived.items() if num}
-        found = {name: self._rate(name, now_s) for name in names}
-        total = sum(found.values())
-        # What waits in front of the replicas has arrived too, though none of them has counted it.
-        factor = 1.0 + self._queued_per_s(now_s) / total if total else 1.0
         return {
-            name: Rate(max(0.0, rate * factor), *_means(self._lengths.get(name, _Lengths()), pooled))
-            for name, rate in sorted(found.items())
+            name: Rate(*self._rate(name, now_s), *_means(self._lengths.get(name, _Lengths()), pooled))
+            for name in sorted(names)
         }
 
-    def growth(self, now_s: float) -> float:
-        """Expected growth of the rate per second of time, as a share of it; 0 unless it grows beyond doubt."""
-        if self.history_s(now_s) < 2 * GROWTH_WINDOW_S:
+    def trend(self, now_s: float) -> float:
+        """Growth of the rate per second of time, as a share of it; 0 unless it moves beyond doubt."""
+        if self.history_s(now_s) < 2 * TREND_WINDOW_S:
             return 0.0
-        late = sum(self._arrived(name, now_s, 0.0, GROWTH_WINDOW_S) for name in self._names())
-        early = sum(self._arrived(name, now_s, GROWTH_WINDOW_S, 2 * GROWTH_WINDOW_S) for name in self._names())
-        if late - early < GROWTH_EVIDENCE * math.sqrt(late + early) or not late:
+        late, early = (
+            sum(self._arrived(name, now_s, start_s, start_s + TREND_WINDOW_S) for name in self._names())
+            for start_s in (0.0, TREND_WINDOW_S)
+        )
+        if abs(late - early) < TREND_EVIDENCE * math.sqrt(late + early) or not late:
             return 0.0
-        return min((late - early) / late, MAX_GROWTH) / GROWTH_WINDOW_S
+        return (late - early) / max(late, early) / TREND_WINDOW_S
 
     def shift_clock(self, by_s: float) -> None:
         """The caller's clock was set: every time remembered moves along."""
@@ -151,34 +151,35 @@ class TrafficHistory:
     def _names(self) -> set[str]:
         return {name for one in self._bins for name in one.arrived}
 
-    def _rate(self, name: str, now_s: float) -> float:
-        shortest = WINDOWS_S[0]
-        recent = self._arrived(name, now_s, 0.0, shortest)
-        rate = recent / max(1.0, min(shortest, self.history_s(now_s)))
-        for window in WINDOWS_S[1:]:
-            past_s = min(window, self.history_s(now_s)) - shortest
+    def _rate(self, name: str, now_s: float) -> tuple[float, float]:
+        """The rate, and the window that it is the mean of."""
+        window_s = WINDOWS_S[0]
+        recent = self._arrived(name, now_s, 0.0, window_s)
+        for longer_s in WINDOWS_S[1:]:
+            past_s = min(longer_s, self.history_s(now_s)) - window_s
             if past_s <= 0:
                 break
-            past = self._arrived(name, now_s, shortest, window)
+            past = self._arrived(name, now_s, window_s, longer_s)
             # Under equal rates a count of n has variance n; the past says what n to expect, with one more so that
             # an empty past is no certainty.
-            expected = (past + recent + 1.0) / (past_s + shortest)
-            error = math.sqrt(expected / shortest + expected / past_s)
-            if abs(recent / shortest - past / past_s) > MAX_DEVIATION * error:
+            expected = (past + recent + 1.0) / (past_s + window_s)
+            error = math.sqrt(expected / window_s + expected / past_s)
+            if abs(recent / window_s - past / past_s) > MAX_DEVIATION * error:
                 break
-            rate = (past + recent) / (past_s + shortest)
-        return rate
+            recent, window_s = recent + past, window_s + past_s
+        known_s = max(1.0, min(window_s, self.history_s(now_s)))
+        return recent / known_s, known_s
 
-    def _arrived(self, name: str, now_s: float, newest_s: float, oldest_s: float) -> int:
-        """Arrivals counted between `oldest_s` and `newest_s` ago."""
-        return sum(one.arrived.get(name, 0) for one in self._bins if newest_s <= now_s - one.time_s < oldest_s)
-
-    def _queued_per_s(self, now_s: float) -> float:
-        window = WINDOWS_S[1]
-        inside = [one for one in self._bins if now_s - one.time_s < window]
-        if len(inside) < 2:
-            return 0.0
-        return (inside[-1].queued - inside[0].queued) / window
+    def _arrived(self, name: str, now_s: float, newest_s: float, oldest_s: float) -> float:
+        """Arrivals between `newest_s` and `oldest_s` ago: those that replicas counted, and a share of what the queue in
+        front of them grew by."""
+        inside = [one for one in self._bins if newest_s <= now_s - one.time_s < oldest_s]
+        counted = sum(one.arrived.get(name, 0) for one in inside)
+        total = sum(sum(one.arrived.values()) for one in inside)
+        if not total:
+            return float(counted)
+        before = next((one for one in reversed(self._bins) if now_s - one.time_s >= oldest_s), inside[0])
+        return counted * max(0.0, 1.0 + (inside[-1].queued - before.queued) / total)
 
 
 def _means(own: _Lengths, pooled: _Lengths) -> tuple[float | None, float | None]:

@@ -34,11 +34,9 @@ def test_serve_itself_makes_and_calls_the_policies() -> None:
 
 
 def test_acceptance_that_collapses_wants_replicas_before_queue_length_would(controller: Controller) -> None:
+    controller.wanted, controller.replicas = 3, [FakeReplica(name) for name in "abc"]
     before = controller.serve(300, 6.0, GOOD)
-    assert controller.decision()["source"] == "acceptance"
-    controller.wanted = before
-    controller.replicas = [FakeReplica(name) for name in "abcdefgh"[:before]]
-    controller.serve(60, 6.0, GOOD)
+    assert (before, controller.decision()["source"]) == (3, "acceptance")
     after = controller.serve(120, 6.0, BAD)
     assert after > before
     shown = controller.decision()

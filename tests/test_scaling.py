@@ -40,12 +40,12 @@ class Service:
 
 
 def test_the_number_is_demand_over_planned_capacity() -> None:
-    decision = Service().run(30, rate=3.0)
-    assert decision.demand_tokens_per_s == pytest.approx(2 * 3.0 * 200, rel=0.01)
+    decision = Service(4).run(30, rate=1.5)
+    assert decision.demand_tokens_per_s == pytest.approx(4 * 1.5 * 200, rel=0.01)
     assert decision.capacity_tokens_per_s is not None
     assert decision.needed is not None
     assert decision.needed == pytest.approx(1200 / (0.75 * decision.capacity_tokens_per_s), rel=0.01)
-    assert decision.target == max(2, math.ceil(decision.needed))
+    assert decision.target == max(4, math.ceil(decision.needed))
     assert decision.source == "acceptance"
     assert "1200 tokens/s wanted" in decision.reason
 
@@ -61,14 +61,13 @@ def test_falling_acceptance_asks_for_more_before_any_queue() -> None:
     assert service.ongoing == 8.0  # never moved
 
 
-def test_a_change_of_acceptance_enters_by_a_fifth_a_decision() -> None:
+def test_a_fall_of_acceptance_that_many_steps_show_enters_at_once() -> None:
     service = Service(3)
     before = service.run(30, rate=2.0).capacity_tokens_per_s
-    decision = service.run(3, rate=2.0, survival=BAD)
+    decision = service.run(2, rate=2.0, survival=BAD)
     assert before is not None
     assert decision.capacity_tokens_per_s is not None
-    assert decision.capacity_tokens_per_s >= before / 1.2**3 - 1e-6
-    assert "at most 20 % a decision" in decision.reason
+    assert decision.capacity_tokens_per_s < 0.7 * before
 
 
 def test_a_backlog_that_bears_the_fall_out_lifts_the_clamp() -> None:

@@ -107,12 +107,13 @@ def test_requests_that_queue_up_have_arrived_too() -> None:
     assert history.rates(290.0)["chat"].requests_per_s == pytest.approx(3.0, rel=0.2)
 
 
-def test_growth_is_claimed_beyond_doubt_only() -> None:
-    for rise, claims in ((0.0, False), (0.3, True)):
+def test_a_trend_is_claimed_beyond_doubt_only() -> None:
+    for rise, sign in ((0.0, 0), (0.3, 1), (-0.2, -1)):
         history = TrafficHistory()
         for index in range(90):
             history.add(arrivals(round(20 + rise * index)), 0.0, 10.0 * index)
-        assert (history.growth(890.0) > 0) is claims
+        trend = history.trend(890.0)
+        assert (trend > 0) - (trend < 0) == sign
 
 
 def test_capacity_is_what_the_step_times_say() -> None:
