@@ -4,9 +4,11 @@
 
 Arms: our policy at several utilisations, Serve's queue length at several `target_ongoing_requests` (each also with a
 downscaling factor of 0.3), a fixed number of replicas. All get the same requests, bounds, delays and starts
-(`cluster.simulation.fleet`). Compared are GPU hours at equal attainment: the share of requests whose TTFT and TPOT keep
-their limits. For each arm one setting is also chosen on traffic whose acceptance stands still, and followed where it
-moves. The mean rate is such that `--replicas` replicas at 75 % of the predicted capacity would serve it.
+(`cluster.simulation.fleet`). In a collapse one more arm knows it all beforehand and orders the right number at its very
+moment: a bound for whoever must notice first. Compared are GPU hours at equal attainment: the share of requests whose
+TTFT and TPOT keep their limits. For each arm one setting is also chosen on traffic whose acceptance stands still, and
+followed where it moves. The mean rate is such that `--replicas` replicas at 75 % of the predicted capacity would serve
+it.
 
 --scenario, --arm and --utilisation, repeatable, pick some; --merge FILE, repeatable, takes earlier outputs in.
 """
@@ -15,18 +17,16 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cluster.scaling_capacity import CapacityModel, Traffic
 from cluster.simulate import file_conditions, made
-from cluster.simulation.fleet import Fleet, remembered_paths
-from cluster.simulation.fleet_arms import AcceptanceArm, QueueArm, StaticArm, settings
-from cluster.simulation.fleet_engine import StepSeconds
-from cluster.simulation.fleet_records import Arm, Conditions, FleetRun
+from cluster.simulation.fleet_arms import AcceptanceArm, settings
+from cluster.simulation.fleet_bench import ARMS, OURS, USUAL_UTILISATION, UTILISATIONS, Bench
+from cluster.simulation.fleet_records import Conditions, FleetRun
 from cluster.simulation.fleet_report import (
     as_runs,
     at_equal_attainment,
@@ -36,96 +36,16 @@ from cluster.simulation.fleet_report import (
     number_in,
     ratio,
 )
-from cluster.simulation.fleet_traffic import DURATION_S, POOLS, SCENARIOS, TUNED_ON, USUAL, WARM_S, draw, pools
-from cluster.simulation.traces import Traces, survival
+from cluster.simulation.fleet_traffic import DURATION_S, SCENARIOS, TUNED_ON, WARM_S, draw
+from cluster.simulation.traces import Traces
 from cluster.step_time import StepTimes
 
-OURS, QUEUE, GENTLE, STATIC = "acceptance", "queue length", "queue length, factor 0.3", "static"
-UTILISATIONS = (0.9, 0.75, 0.65, 0.55)
-TARGET_SHARES = {1.0: (0.375, 0.25, 0.125, 0.0625), 0.3: (0.75, 0.5, 0.375, 0.25, 0.125)}
-"""`target_ongoing_requests` as shares of the requests that an engine runs at a time, by downscaling factor. With a
-factor of 1 greater ones swing so much that they keep fewer limits and take more hours."""
-
-ARMS = (OURS, QUEUE, GENTLE, STATIC)
-
-USUAL_UTILISATION = 0.75
 TUNED_LEVEL = 0.95
 
-MakeArm = Callable[[], Arm]
 
-
-class Bench:
-    """Everything that all runs share."""
-
-    def __init__(self, args: argparse.Namespace, times: StepTimes, traces: Traces) -> None:
-        self.times, self.answers = times, pools(traces)
-        self.seconds, self.paths = StepSeconds(times), remembered_paths()
-        self.conditions = Conditions(
-            max_num_seqs=args.max_num_seqs,
-            min_replicas=1,
-            max_replicas=args.max_replicas,
-            max_tpot_s=args.max_tpot_ms / 1000,
-            max_ttft_s=args.max_ttft_s,
-            duration_s=DURATION_S,
-            measured_from_s=WARM_S,
-            start_time_s=args.start_time_s,
-            upscale_delay_s=args.upscale_delay_s,
-            downscale_delay_s=args.downscale_delay_s,
-            prompt_tokens=args.prompt_tokens,
-        )
-        model = CapacityModel(times, max_num_seqs=args.max_num_seqs, max_tpot_s=self.conditions.max_tpot_s)
-        deepest = traces.max_draft_tokens
-        lengths = {name: float(np.mean([len(one) + 1 for one in of])) for name, of in self.answers.items()}
-        survivals = {name: survival(traces.select(kind), deepest) for name, kind in POOLS.items()}
-        self.capacities = {
-            name: model.capacity([Traffic(name, 1.0, survivals[name], lengths[name], args.prompt_tokens)])
-            for name in POOLS
-        }
-        usual = model.capacity(
-            Traffic(name, share * lengths[name], survivals[name], lengths[name], args.prompt_tokens)
-            for name, share in USUAL.items()
-        )
-        self.capacities["usual mix"] = usual
-        mean_tokens = sum(share * lengths[name] for name, share in USUAL.items())
-        self.requests_per_s = args.replicas * USUAL_UTILISATION * usual.tokens_per_s / mean_tokens
-        self.initial = args.replicas
-        self.utilisations: Sequence[float] = args.utilisation or UTILISATIONS
-
-    def arms(self) -> dict[str, dict[str, MakeArm]]:
-        """Arms by name and setting."""
-        seqs, first = self.conditions.max_num_seqs, max(1, self.initial - 1)
-        targets = {factor: [round(share * seqs, 1) for share in of] for factor, of in TARGET_SHARES.items()}
-        most = self.conditions.max_replicas
-        static = sorted({min(most, n) for n in (*range(first, first + 4), 2 * self.initial, 3 * self.initial)})
-        return {
-            OURS: {f"utilisation {one:g}": self._ours(one) for one in self.utilisations},
-            QUEUE: {f"target {one:g}": _queue(one, 1.0) for one in targets[1.0]},
-            GENTLE: {f"target {one:g}": _queue(one, 0.3) for one in targets[0.3]},
-            STATIC: {f"{one} replicas": _static(one) for one in static},
-        }
-
-    def run(self, scenario: str, make: MakeArm, seed: int) -> tuple[FleetRun, Arm]:
-        drawn = draw(scenario, self.requests_per_s, self.answers, seed)
-        arm = make()
-        initial = arm.num_replicas if isinstance(arm, StaticArm) else self.initial
-        fleet = Fleet(
-            self.conditions, self.times, self.seconds, arm, drawn.arrivals, drawn.swaps, initial, seed, self.paths
-        )
-        return fleet.finish(), arm
-
-    def _ours(self, utilisation: float) -> MakeArm:
-        return lambda: AcceptanceArm(self.conditions, self.times, utilisation)
-
-
-def _queue(target: float, factor: float) -> MakeArm:
-    return lambda: QueueArm(target, factor)
-
-
-def _static(number: int) -> MakeArm:
-    return lambda: StaticArm(number)
-
-
-def simulate(bench: Bench, names: Sequence[str], arms: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
+def simulate(
+    bench: Bench, names: Sequence[str], arms: Sequence[str], seeds: Sequence[int], utilisations: Sequence[float]
+) -> dict[str, Any]:
     """The figures of each scenario and arm, and what our policy's calls took."""
     found: dict[str, Any] = {}
     calls: list[tuple[float, bool]] = []
@@ -133,7 +53,7 @@ def simulate(bench: Bench, names: Sequence[str], arms: Sequence[str], seeds: Seq
         low_s = draw(name, bench.requests_per_s, bench.answers, seeds[0]).low_s
         runs: dict[str, dict[str, list[FleetRun]]] = {}
         for arm_name in arms:
-            by_setting = bench.arms()[arm_name]
+            by_setting = bench.arms(name, utilisations)[arm_name]
             for setting, make in by_setting.items():
                 for seed in seeds:
                     run, arm = bench.run(name, make, seed)
@@ -208,9 +128,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--upscale-delay-s", type=float, default=15.0)
     parser.add_argument("--downscale-delay-s", type=float, default=300.0)
     parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--answers-joined", type=int, default=1, help="traced answers that make one; the rate falls")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
-    for name in ("seeds", "replicas", "max_replicas", "max_num_seqs", "prompt_tokens"):
+    for name in ("seeds", "replicas", "max_replicas", "max_num_seqs", "prompt_tokens", "answers_joined"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if not all(0 < one <= 1 for one in args.utilisation or ()):
@@ -220,6 +141,22 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def _conditions(args: argparse.Namespace) -> Conditions:
+    return Conditions(
+        max_num_seqs=args.max_num_seqs,
+        min_replicas=1,
+        max_replicas=args.max_replicas,
+        max_tpot_s=args.max_tpot_ms / 1000,
+        max_ttft_s=args.max_ttft_s,
+        duration_s=DURATION_S,
+        measured_from_s=WARM_S,
+        start_time_s=args.start_time_s,
+        upscale_delay_s=args.upscale_delay_s,
+        downscale_delay_s=args.downscale_delay_s,
+        prompt_tokens=args.prompt_tokens,
+    )
+
+
 def report(args: argparse.Namespace) -> dict[str, Any]:
     """The document. Raises ValueError naming a file that cannot be used."""
     times, traces = StepTimes.load(args.step_times), Traces.load(args.traces)
@@ -227,21 +164,25 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         traces = traces.up_to(times.max_draft_tokens)
     elif times.max_draft_tokens > traces.max_draft_tokens:
         raise ValueError(f"{args.step_times} has K_max {times.max_draft_tokens}, the traces {traces.max_draft_tokens}")
-    bench = Bench(args, times, traces)
+    bench = Bench(_conditions(args), times, traces, args.replicas, args.answers_joined)
     earlier = [json.loads(path.read_text(encoding="utf-8")) for path in args.merge]
     names = args.scenario or ([] if earlier else list(SCENARIOS))
-    simulated = simulate(bench, names, args.arm or ARMS, range(args.seeds))
+    simulated = simulate(bench, names, args.arm or ARMS, range(args.seeds), args.utilisation or UTILISATIONS)
     conditions = {
         "traces": file_conditions(args.traces),
         "step_times": {**file_conditions(args.step_times), "measured": times.measured, "conditions": times.conditions},
         "num_seeds": args.seeds,
+        "answers_joined": args.answers_joined,
         "fleet": dataclasses.asdict(bench.conditions),
         "policy": settings(bench.conditions, USUAL_UTILISATION).model_dump(),
         "requests_per_s": round(bench.requests_per_s, 4),
         "capacities": {name: dataclasses.asdict(one) for name, one in bench.capacities.items()},
     }
     for path, one in zip(args.merge, earlier, strict=True):
-        if differs := [key for key, value in conditions.items() if _plain(one["conditions"].get(key)) != _plain(value)]:
+        # The policy's settings are a condition of the runs of our arm only.
+        has_ours = any(OURS in scenario["arms"] for scenario in one["scenarios"].values())
+        shared = {key: value for key, value in conditions.items() if has_ours or key != "policy"}
+        if differs := [key for key, value in shared.items() if _plain(one["conditions"].get(key)) != _plain(value)]:
             raise ValueError(f"{path}: other conditions than here: {', '.join(differs)}")
     scenarios = merged([one["scenarios"] for one in (*earlier, simulated)])
     return {
@@ -270,10 +211,6 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         compared = {arm: at_equal_attainment(as_runs(arms[OURS]), as_runs(arms[arm])) for arm in rivals}
         found[name] = {"arms": arms, "gpu_hours_at_equal_attainment": compared}
     return found
-
-
-def _sorted(by_setting: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(sorted(by_setting.items(), key=lambda item: number_in(item[0])))
 
 
 def _plain(value: Any) -> Any:

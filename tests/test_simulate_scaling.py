@@ -12,13 +12,14 @@ from cluster.simulate_scaling import merged, parse_args
 from cluster.simulation.baselines import BatchWide
 from cluster.simulation.engine_model import Engine, Simulation, Traffic
 from cluster.simulation.fleet import Fleet, remembered_paths
-from cluster.simulation.fleet_arms import AcceptanceArm, QueueArm, StaticArm
+from cluster.simulation.fleet_arms import AcceptanceArm, KnowingArm, QueueArm, StaticArm
+from cluster.simulation.fleet_bench import Bench
 from cluster.simulation.fleet_engine import Replica, Request, StepSeconds, Trajectory
 from cluster.simulation.fleet_records import Arm, Arrival, Conditions, FleetRun, Swap
 from cluster.simulation.fleet_report import at_equal_attainment, cheapest, hours_at, recovery_s
 from cluster.simulation.fleet_traffic import SCENARIOS, draw, nothing_confirmed
 from cluster.simulation.serve_rules import DelayedTarget, LookBack
-from cluster.simulation.traces import Answer, num_steps
+from cluster.simulation.traces import Answer, Traces, num_steps
 from tests.scaling_cases import step_times
 
 K_MAX = 3
@@ -154,13 +155,38 @@ def test_our_arm_stands_still_on_steady_traffic_and_moves_when_the_head_fails(sw
     times = step_times()
     swaps = (Swap(600.0, "bad", nothing_confirmed),) if swapped else ()
     arm = AcceptanceArm(conditions(), times, 0.7)
-    found = run(arm, 6.0, swaps, initial=4)
+    found = run(arm, 6.0, swaps, initial=3)
     if not swapped:
         assert found.num_changes == 0
         return
     before = [number for at_s, number in found.targets if at_s < 600]
     after = [number for at_s, number in found.targets if 600 <= at_s < 700]
-    assert max(after) > (before or [4])[-1]
+    assert max(after) > (before or [3])[-1]
+
+
+def test_who_knows_the_collapse_orders_at_its_very_moment() -> None:
+    arm = KnowingArm(1.2, 4.0, (600.0, 900.0), conditions().upscale_delay_s)
+    found = run(arm, 2.0, initial=2)
+    assert [(number, at_s) for at_s, number in found.targets] == [
+        (4, pytest.approx(600.0, abs=2.0)),
+        (2, pytest.approx(1200.0, abs=2.0)),
+    ]
+
+
+def test_the_right_number_follows_from_the_rate_and_both_capacities() -> None:
+    rng = np.random.default_rng(0)
+    good, bad = ([Answer(name, at, 1.0, answer(rng, share)) for name in ("coding", "writing")] * 3
+                 for share, at in ((0.8, 0.0), (0.2, 1.0)))  # fmt: skip
+    bench = Bench(conditions(), step_times(), Traces([*good, *bad], K_MAX), initial=4)
+    usual, low = bench.phases("collapse of traffic")
+    assert usual.tokens_per_s / usual.capacity.tokens_per_s == pytest.approx(4 * 0.75)
+    assert low.capacity.tokens_per_s < usual.capacity.tokens_per_s
+    headless = bench.phases("collapse of head")[1]
+    assert (headless.tokens_per_s, headless.capacity.acceptance_length) == (usual.tokens_per_s, 1.0)
+    assert list(bench.arms("steady")["foreknowledge"]) == []
+    joined = Bench(conditions(), step_times(), Traces([*good, *bad], K_MAX), initial=4, num_joined=3)
+    assert joined.requests_per_s == pytest.approx(bench.requests_per_s / 3, rel=0.1)
+    assert {len(one) for one in joined.answers["code"]} == {360}
 
 
 def test_a_queue_length_arm_follows_the_load() -> None:

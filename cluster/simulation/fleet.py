@@ -210,11 +210,9 @@ class Fleet:
         for node in serving:
             for label, num in node.replica.num_running_by_label().items():
                 load[label] = load.get(label, 0.0) + num / len(serving)
-        demands = [
-            Demand(label, num, self._book.survival(label).mean, self._objective) for label, num in sorted(load.items())
-        ]
+        demands = [Demand(name, num, self._book.survival(name).gains(), self._objective) for name, num in load.items()]
         if demands:
-            self._depths = best_depths(demands, self._curves).depths
+            self._depths = best_depths(sorted(demands, key=lambda one: one.workload), self._curves).depths
 
     def _scale(self, serving: Sequence[_Node], now_s: float) -> None:
         for node in serving:

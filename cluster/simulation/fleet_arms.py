@@ -1,5 +1,6 @@
-"""Who decides the number of replicas of a simulated fleet: our policy, Serve's queue length, nobody."""
+"""Who decides the number of replicas of a simulated fleet: our policy, Serve's queue length, nobody, a prophet."""
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -72,3 +73,20 @@ class StaticArm:
 
     def wish(self, view: View) -> float:
         return float(self.num_replicas)
+
+
+@dataclass(frozen=True)
+class KnowingArm:
+    """Knows when acceptance collapses and comes back, and how many replicas (a fraction) each phase needs; wishes so
+    early that Serve's delay has passed at the very moment of the collapse. A bound for policies that must notice."""
+
+    usual: float
+    low: float
+    low_s: tuple[float, float]
+    upscale_delay_s: float
+    downscaling_factor: float = 1.0
+    reads_counters: bool = False
+
+    def wish(self, view: View) -> float:
+        is_low = self.low_s[0] - self.upscale_delay_s <= view.now_s < self.low_s[1]
+        return float(math.ceil(self.low if is_low else self.usual))

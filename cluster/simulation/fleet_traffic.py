@@ -49,13 +49,19 @@ class Scenario:
     low_s: tuple[float, float] | None
 
 
-def pools(traces: Traces) -> dict[str, list[bytes]]:
-    """Answers by pool. Raises ValueError naming a pool without any."""
-    found = {name: [answer.accepted for answer in traces.select(kind)] for name, kind in POOLS.items()}
+def pools(traces: Traces, num_joined: int = 1) -> dict[str, list[bytes]]:
+    """Answers by pool, each made of `num_joined` traced ones. Raises ValueError naming a pool without any."""
+    traced = {name: [answer.accepted for answer in traces.select(kind)] for name, kind in POOLS.items()}
+    found = {name: [b"".join(part) for part in _parts(of, num_joined)] for name, of in traced.items()}
     for name, answers in found.items():
         if not answers:
             raise ValueError(f"{traces.source}: no answer for the pool {name!r}")
     return found
+
+
+def _parts(answers: Sequence[bytes], size: int) -> list[Sequence[bytes]]:
+    """Each answer once, in parts of `size`; what is left over is left out, unless it is all there is."""
+    return [answers[at : at + size] for at in range(0, max(1, len(answers) - size + 1), size)] if answers else []
 
 
 def nothing_confirmed(answer: bytes) -> bytes:
