@@ -29,15 +29,16 @@ class AutoscalingSettings(Section):
 
     `utilisation`: the share of a replica's capacity that is planned for. `dead_band`: a replica goes only when the
     demand fits in the others at this share of the utilisation. `max_change`: the most that a change of acceptance or
-    mix moves a count in one decision, as a share,
-    unless waiting requests bear it out. `decision_interval_s`: between decisions. `start_time_s`: from the
-    decision to a replica that serves, `warmup_s` from there to one that is as fast as the others. `drain_s`: within
-    what time a backlog is to be gone. `stale_after_s`: reports older than this are missing. `max_tpot_ms`: capacity
-    counts batches only that keep it. `spare_replicas`: on top of what the demand needs. `scale_to_zero`: the target
-    goes to 0 after `idle_s` without a request. `upscale_delay_s`, `downscale_delay_s`: Serve's own, how long a wish
-    must last. `pass_times`: a file with the times of a remote drafter's passes; without it the number of drafters goes
-    with that of targets. `log`: the file that every decision is written to, on the head node (`python -m
-    cluster.scaling_replay FILE`); by default peagle_autoscaling.jsonl among Serve's logs."""
+    mix moves a count in one decision, as a share, beyond what the interval of acceptance or waiting requests bear out.
+    `decision_interval_s`: between decisions. `start_time_s`: from the decision to a replica that serves, `warmup_s`
+    from there to one that is as fast as the others. `drain_s`: within what time a backlog is to be gone, by replicas
+    that run full. `stale_after_s`: reports older than this are missing. `max_tpot_ms`: capacity counts batches only
+    that keep it. `spare_replicas`: on top of what the demand needs. `scale_to_zero`: the target goes to 0 after
+    `idle_s` without a request. `upscale_delay_s`, `downscale_delay_s`: Serve's own, how long a wish must last.
+    `pass_times`: a file with the times of a remote drafter's passes (`python -m peagle.bench.parallel_pass --out FILE
+    --head HEAD --pass-times-out FILE2`: FILE2); without it the number of drafters goes with that of targets. `log`: the
+    file that every decision is written to, on the head node (`python -m cluster.scaling_replay FILE`); by default
+    peagle_autoscaling.jsonl among Serve's logs."""
 
     policy: Literal["acceptance", "queue_length"]
     target: ReplicaRange
