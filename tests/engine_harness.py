@@ -14,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from peagle.vllm.channel import DEPTH_KEY, HEAD_KEY, WORKLOAD_KEY
+from peagle.vllm.channel import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.engine import ASYNC_SCHEDULER, engine_kwargs
 from peagle.vllm.stats import DraftingRecorder, RequestDrafting
 from tests.scripted_drafts import CONTINUATION_KEY
@@ -33,6 +33,7 @@ class Job:
     continuation: Sequence[int] | None = None
     abort_after: int | None = None
     head: int | None = None
+    survival: Sequence[float] | None = None
     sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def params(self) -> SamplingParams:
@@ -41,6 +42,7 @@ class Job:
             WORKLOAD_KEY: self.workload,
             CONTINUATION_KEY: self.continuation,
             HEAD_KEY: self.head,
+            SURVIVAL_KEY: self.survival,
         }
         return SamplingParams(
             **{
@@ -82,7 +84,7 @@ class _Preemptions(StatLoggerBase):
 class RunningEngine:
     """An `AsyncLLM` with a `DraftingRecorder`, driven from synchronous tests on its own event loop."""
 
-    def __init__(self, kwargs: dict[str, Any], is_async: bool = False) -> None:
+    def __init__(self, kwargs: dict[str, Any], is_async: bool = False, async_scheduler: str = ASYNC_SCHEDULER) -> None:
         arguments = dict(kwargs)
         known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
         if "per_request_spec_decode_metrics" in known and "speculative_config" in arguments:
@@ -91,7 +93,7 @@ class RunningEngine:
         # On a CPU vLLM turns asynchronous scheduling off as not worth it. It works there all the same.
         if is_async:
             config.scheduler_config.async_scheduling = True
-            config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER
+            config.scheduler_config.scheduler_cls = async_scheduler
         self._loop = asyncio.new_event_loop()
         self._num_requests = 0
         self._preemptions: list[_Preemptions] = []

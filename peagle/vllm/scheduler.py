@@ -14,6 +14,7 @@ Knows nothing of workloads or of how K is chosen.
 import logging
 import time
 from collections.abc import Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -62,6 +63,8 @@ class _PerRequestDepth(_Base):
             raise ValueError("VLLM_USE_V2_MODEL_RUNNER must not be 1: vLLM's V2 model runner has no parallel drafting")
         self._trimmer = make_trimmer(self.vllm_config, self.num_spec_tokens)
         self._health: Health | None = None
+        # Prompts that wait for room in the KV cache run in no step, and must not trim all of them.
+        self._is_stuck = False
         self._steps: dict[str, list[VerifiedStep]] = {}
         self._last_warning_s = float("-inf")
         self._num_unlogged = 0
@@ -75,11 +78,29 @@ class _PerRequestDepth(_Base):
             self._warn_about_depth(request.request_id, wanted, depth)
         return depth
 
-    def _trim(self, requests: "list[Request]") -> None:
+    def schedule(self, *args: Any, **kwargs: Any) -> "SchedulerOutput":
+        """vLLM's own, after the drafts were trimmed once more where prompts are about to run in the same step."""
+        prompt_tokens = 0 if self._trimmer is None else self._prompt_tokens_ahead()
+        if prompt_tokens and not self._is_stuck:
+            self._trim([request for request in self.running if request.spec_token_ids], prompt_tokens)
+        output: SchedulerOutput = super().schedule(*args, **kwargs)
+        num_decoding = sum(1 + len(drafts) for drafts in output.scheduled_spec_decode_tokens.values())
+        num_plain = len(output.num_scheduled_tokens) - len(output.scheduled_spec_decode_tokens)
+        self._is_stuck = prompt_tokens > 0 and output.total_num_scheduled_tokens == num_decoding + num_plain
+        return output
+
+    def _prompt_tokens_ahead(self) -> int:
+        """Tokens of prompts that the next step can take in, as far as places and tokens a step allow."""
+        left = [request.num_prompt_tokens - request.num_computed_tokens for request in self.running]
+        num_places = max(0, self.max_num_running_reqs - len(self.running))
+        left += [one.num_tokens - one.num_computed_tokens for one in islice(self.waiting, num_places)]
+        return min(sum(tokens for tokens in left if tokens > 0), self.max_num_scheduled_tokens)
+
+    def _trim(self, requests: "list[Request]", prompt_tokens: int = 0) -> None:
         """Keep of each request's drafts the first K, and under load the ones that pay in this step."""
         depths = [self.depth_of(request) if self._has_drafter(request) else 0 for request in requests]
         if self._trimmer is not None:
-            depths = self._trimmer.depths(requests, depths)
+            depths = self._trimmer.depths(requests, depths, prompt_tokens)
         for request, depth in zip(requests, depths, strict=True):
             request.spec_token_ids = request.spec_token_ids[:depth]
 

@@ -1,0 +1,85 @@
+"""A real engine that knows its step times trims drafts by the step at hand, prompts beside them included; its text is
+the target's own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from cluster.step_time import StepPoint, StepShape, StepTimes
+from peagle.vllm.channel import STEP_TIMES_KEY
+from tests.engine_cases import K_MAX, TEXT, engine_settings
+from tests.engine_harness import Job, Result, RunningEngine, drafted_kwargs, reference_results
+from tests.noted_schedulers import NOTES
+
+pytestmark = pytest.mark.engine
+
+NUM_RUNNING = 3
+SETTINGS: dict[str, Any] = {**engine_settings(90), "max_num_seqs": NUM_RUNNING}
+SURVIVAL = tuple(0.7**depth for depth in range(1, K_MAX + 1))
+"""Worth verifying to the end on the full graph, and hardly at all where a draft costs what a third of a step costs."""
+
+
+def step_times() -> dict[str, Any]:
+    """K_max everywhere has a full graph, whose steps take 10 ms; off it every token beyond one a request takes 5 ms."""
+    points = []
+    for num_requests in (1, 2, NUM_RUNNING, 8):
+        for depth in range(K_MAX + 1):
+            for uniform in (depth, None):
+                seconds = 0.010 if uniform == K_MAX else 0.012 + 0.005 * num_requests * depth
+                shape = StepShape(num_requests, num_requests * (1 + depth), uniform)
+                points.append(StepPoint(shape, seconds, seconds, 1))
+    return StepTimes(points, max_draft_tokens=K_MAX, full_graph_depths=(K_MAX,), measured=False).to_document()
+
+
+@pytest.fixture(scope="module")
+def jobs(target_dir: Path) -> list[Job]:
+    """More than run at a time, of unlike lengths: prompts come beside decodes."""
+    tokens = AutoTokenizer.from_pretrained(target_dir)(TEXT)["input_ids"]
+    return [
+        Job(tokens[9 * place : 9 * place + 12 + 4 * place], 14 + 5 * (place % 4), survival=SURVIVAL)
+        for place in range(9)
+    ]
+
+
+@pytest.fixture(scope="module")
+def reference(target_dir: Path, jobs: list[Job], environment: None) -> list[Result]:
+    return reference_results(target_dir, SETTINGS, jobs)
+
+
+@pytest.fixture(scope="module", params=["sync", "async"])
+def steps(
+    request: pytest.FixtureRequest,
+    reference: list[Result],
+    jobs: list[Job],
+    target_dir: Path,
+    head_dir: Path,
+    environment: None,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[dict[str, Any]]:
+    """What each step was made of, while the jobs ran and said what the target says."""
+    notes = tmp_path_factory.mktemp("notes") / "steps.jsonl"
+    kwargs = drafted_kwargs(target_dir, head_dir, K_MAX, SETTINGS)
+    kwargs["additional_config"] = {**kwargs.get("additional_config", {}), STEP_TIMES_KEY: step_times()}
+    kwargs["scheduler_cls"] = "tests.noted_schedulers.NotedScheduler"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(NOTES, str(notes))
+        engine = RunningEngine(
+            kwargs, is_async=request.param == "async", async_scheduler="tests.noted_schedulers.NotedAsyncScheduler"
+        )
+        try:
+            for found, expected in zip(engine.run(jobs), reference, strict=True):
+                assert found.tokens == expected.tokens
+        finally:
+            engine.shutdown()
+    return [json.loads(line) for line in notes.read_text().splitlines()]
+
+
+def test_drafts_beside_a_prompt_are_trimmed_and_the_others_are_not(steps: list[dict[str, Any]]) -> None:
+    beside = [one["drafts"] for one in steps if one["prompt_tokens"] and one["drafts"]]
+    alone = [one["drafts"] for one in steps if not one["prompt_tokens"] and len(one["drafts"]) == NUM_RUNNING]
+    assert len(beside) >= 4
+    assert max(max(drafts) for drafts in beside) <= 1
+    assert sum(drafts == [K_MAX] * NUM_RUNNING for drafts in alone) >= 4
