@@ -17,8 +17,8 @@ there is taken) and everything is measured on the other. At each number of reque
 
 `break_even_ms` is what each step may take longer before the gain over `workload` is gone. All stand beside every fixed
 K, of which the best is picked in hindsight, on the very requests measured. The first table is also taken as if ragged
-batches cost what uniform ones on full graphs do ("graph prices": a bound, which nobody measured), and as if only uniform
-steps on full graphs could be chosen ("graphs only": nothing interpolated).
+batches cost what uniform ones on full graphs do ("graph prices": a bound, which nobody measured), and as if only
+uniform steps on full graphs could be chosen ("graphs only": nothing interpolated).
 """
 
 import argparse
