@@ -9,9 +9,10 @@ speculation. Acceptance is synthetic, by workload (`SURVIVALS`), in one batch (`
 
 An arm is a rule for K: `learned` is the service's own (`cluster.control.DepthControl`, fed twice a second with what the
 engine reports, and the trimming scheduler), a number pins K. The load is closed: c requests are always running, each of
-128 prompt and `--max-tokens` output tokens, workloads in random order in equal numbers. Tokens are counted over
-`--window-s` after `--warmup-s`; arms take turns at each load, after a run of each that is not counted. The learned arm
-starts from nothing and keeps what it has learned, as a service does. Writes its conditions beside the figures.
+128 prompt tokens and an answer of a length drawn from `--output-tokens`, workloads in random order in equal numbers.
+Tokens are counted over `--window-s` after `--warmup-s`, which at many requests should last longer than an answer takes;
+arms take turns at each load, after a run of each that is not counted. The learned arm starts from nothing and keeps
+what it has learned, as a service does. Writes its conditions beside the figures.
 """
 
 import argparse
@@ -79,7 +80,7 @@ def settings_of(name: str, folder: Path, max_num_seqs: int, times: StepTimes | N
 def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """One row for each mix, load and arm."""
     times = StepTimes.load(args.step_times) if args.step_times else None
-    rig = Rig(settings_of(args.engine, folder, args.max_num_seqs, times), args.max_tokens, SURVIVALS, times)
+    rig = Rig(settings_of(args.engine, folder, args.max_num_seqs, times), tuple(args.output_tokens), SURVIVALS, times)
     try:
         for arm in args.arms:  # kernels compile at first use, and the learned arm starts from nothing
             for num_requests in (max(args.num_requests), 8):
@@ -113,7 +114,7 @@ def main() -> None:
     parser.add_argument("--mixes", nargs="+", choices=list(MIXES), default=["mixed"])
     parser.add_argument("--num-requests", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--max-num-seqs", type=int, default=128)
-    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--output-tokens", type=int, nargs=2, default=[128, 384], metavar=("LEAST", "MOST"))
     parser.add_argument("--window-s", type=float, default=3.0)
     parser.add_argument("--warmup-s", type=float, default=1.5)
     parser.add_argument("--repeats", type=int, default=1)
@@ -125,6 +126,8 @@ def main() -> None:
             parser.error(f"--arms {LEARNED} needs --step-times")
         if arm != LEARNED and not (arm.isdecimal() and int(arm) <= ENGINES[args.engine]):
             parser.error(f"--arms: {arm!r} is neither {LEARNED} nor a K in 0..{ENGINES[args.engine]}")
+    if not 2 <= args.output_tokens[0] <= args.output_tokens[1]:
+        parser.error("--output-tokens: two numbers from 2 on, the least first")
     if args.max_num_seqs < max(args.num_requests):
         parser.error("--max-num-seqs is below the largest of --num-requests: requests would wait")
     result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"runs": [], "rows": []}

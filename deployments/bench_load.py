@@ -1,7 +1,8 @@
 """A closed load on one engine, and what came out of it. For benchmarks without Ray.
 
-Enters: an engine's settings, and requests to keep running: each of `PROMPT_TOKENS` random tokens, with the acceptance
-of its workload (`peagle.vllm.synthetic_worker`) and a K that an arm decides. Leaves: output tokens/s, step times, AL.
+Enters: an engine's settings, and requests to keep running: each of `PROMPT_TOKENS` random tokens, with an answer of a
+length drawn from a range (equal ones would end, and bring their prompts, in one step), the acceptance of its workload
+(`peagle.vllm.synthetic_worker`) and a K that an arm decides. Leaves: output tokens/s, step times, AL.
 Outputs are read as they leave the engine's process, so that the client's own speed does not enter.
 """
 
@@ -45,9 +46,10 @@ class Window:
     load divided by the mean time a token of a whole request, its first one included.
     """
 
-    def __init__(self, max_tokens: int, survivals: Mapping[str, Sequence[float]]) -> None:
+    def __init__(self, mean_tokens: float, survivals: Mapping[str, Sequence[float]]) -> None:
+        """mean_tokens: of an answer."""
         self.by_workload: dict[str, Workload] = {}
-        self._max_tokens, self._survivals = max_tokens, survivals
+        self._mean_tokens, self._survivals = mean_tokens, survivals
 
     def add(
         self, workload: str, num_tokens: int, steps: Sequence[tuple[int, int]], seconds: float, first: bool
@@ -76,8 +78,8 @@ class Window:
                 "step_ms": round(1e3 * one.steps_s / steps, 3),
                 "ttft_ms": round(1e3 * one.first_s / firsts, 2),
             }
-            decode_s = one.steps_s / max(one.num_expected, 1.0) * (self._max_tokens - 1)
-            token_s.append((one.first_s / firsts + decode_s) / self._max_tokens)
+            decode_s = one.steps_s / max(one.num_expected, 1.0) * (self._mean_tokens - 1)
+            token_s.append((one.first_s / firsts + decode_s) / self._mean_tokens)
         total = sum(one.num_tokens for one in self.by_workload.values())
         expected = num_requests * len(token_s) / sum(token_s) if token_s and sum(token_s) > 0 else 0.0
         return {"otps": round(total / seconds, 2), "expected_otps": round(expected, 2), "by_workload": found}
@@ -89,11 +91,12 @@ class Rig:
     def __init__(
         self,
         kwargs: dict[str, Any],
-        max_tokens: int,
+        output_tokens: tuple[int, int],
         survivals: Mapping[str, Sequence[float]],
         times: StepTimes | None = None,
     ) -> None:
-        """`survivals` by workload, what drafts are accepted with; `times`: for the learned arm."""
+        """`output_tokens`: least and most of an answer; `survivals`, by workload: what drafts are accepted with;
+        `times`: for the learned arm."""
         from vllm.engine.arg_utils import EngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -102,7 +105,8 @@ class Rig:
         config = EngineArgs(**kwargs).create_engine_config(UsageContext.OPENAI_API_SERVER)
         self._engine = LLMEngine.from_vllm_config(config, UsageContext.OPENAI_API_SERVER, disable_log_stats=True)
         self.start_s = round(time.perf_counter() - start_s, 1)
-        self._max_tokens, self._survivals = max_tokens, survivals
+        self._output_tokens, self._survivals = output_tokens, survivals
+        self._mean_tokens = sum(output_tokens) / 2
         self._max_depth = config.num_speculative_tokens
         self._control = None
         if times is not None:
@@ -129,8 +133,9 @@ class Rig:
                 extra[SURVIVAL_KEY] = list(drafting.survival)
         else:
             extra[DEPTH_KEY] = int(arm)
+        num_tokens = chance.randint(*self._output_tokens)
         params = SamplingParams(
-            temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=self._max_tokens, extra_args=extra
+            temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=num_tokens, extra_args=extra
         )
         prompt = TokensPrompt(prompt_token_ids=[chance.randrange(1000, 40_000) for _ in range(PROMPT_TOKENS)])
         self._engine.add_request(request_id, prompt, params)
@@ -147,7 +152,7 @@ class Rig:
         order = _endless(workloads, chance)
         for _ in range(num_requests):
             self._add(arm, next(order), chance)
-        window, begin_s, opened_s = Window(self._max_tokens, self._survivals), time.perf_counter(), 0.0
+        window, begin_s, opened_s = Window(self._mean_tokens, self._survivals), time.perf_counter(), 0.0
         observed_s = begin_s
         while True:
             outputs = self._engine.engine_core.get_output().outputs
@@ -188,7 +193,7 @@ class Rig:
         running: dict[str, float] = {}
         for workload in self._workload_of.values():
             running[workload] = running.get(workload, 0.0) + 1
-        context = PROMPT_TOKENS + self._max_tokens / 2
+        context = PROMPT_TOKENS + self._mean_tokens / 2
         report = Report("engine", "head", dict(self._totals))
         self._control.observe([Observation(report, running, context)], time.monotonic())
 

@@ -128,7 +128,7 @@ def measure(placement: str, args: argparse.Namespace, found: dict[str, Any] | No
             row["report"] = engine.collective_rpc("remote_report")
         yield row
         return
-    rig = Rig(kwargs, args.max_tokens, {"all": SURVIVAL})
+    rig = Rig(kwargs, tuple(args.output_tokens), {"all": SURVIVAL})
     try:
         if found:
             connect(rig, found)
@@ -171,7 +171,7 @@ def main() -> int:
     parser.add_argument("--gpu-memory", type=float, default=0.8)
     parser.add_argument("--num-requests", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--max-num-seqs", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--output-tokens", type=int, nargs=2, default=[128, 384], metavar=("LEAST", "MOST"))
     parser.add_argument("--window-s", type=float, default=4.0)
     parser.add_argument("--warmup-s", type=float, default=1.5)
     parser.add_argument("--timeout-s", type=float, default=300.0, help="of one placement")

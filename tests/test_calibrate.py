@@ -85,7 +85,9 @@ def test_grid_has_every_batch_and_depth_some_mixed_and_a_few_contexts():
         (depth,) * size for depth in (0, 7) for size in (1, 2, 4)
     }
     assert len(cells) == len(set(cells)) == 9 + 4 + 6
-    assert len(grid([1, 2], [0, 7], [64], mixed=False)) == 4
+    assert len(grid([1, 2], [0, 7], [64], mixed="none")) == 4
+    halves = {cell.depths for cell in grid([4], [0, 3, 7], [64], mixed="many")}
+    assert {(7, 7, 0, 0), (7, 7, 3, 3), (3, 3, 0, 0), (7, 7, 7, 6)} <= halves
     assert grid([1, 2], [0], [64]) == [Cell((0,), 64), Cell((0, 0), 64)], "an engine without drafts"
 
 

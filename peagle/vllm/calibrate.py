@@ -205,7 +205,7 @@ def calibrate(source: Source, args: argparse.Namespace) -> StepTimes:
             raise ValueError(f"--depths: {max(args.depths)} is more than the engine's K_max, {deepest}")
         sizes = args.batch_sizes or [2**power for power in range(9) if 2**power <= bench.max_num_seqs]
         contexts = args.contexts or [one for one in CONTEXTS if one <= bench.max_model_len // 2]
-        cells = grid(sizes, [depth for depth in depths if depth <= deepest], contexts, not args.no_mixed)
+        cells = grid(sizes, [depth for depth in depths if depth <= deepest], contexts, args.mixed)
         steps = time_cells(bench, cells, args)
         named = {"model_name": Path(source.target).name, "head_name": source.head and Path(source.head).name}
         measured = {"steps": args.steps, "warmup": args.warmup, "rounds": args.rounds}
@@ -261,7 +261,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--depths", type=int, nargs="+", metavar="K", help=f"default: {DEPTHS} and K_max")
     parser.add_argument("--contexts", type=int, nargs="+", help=f"default: of {CONTEXTS} what fits; the first for all")
-    parser.add_argument("--no-mixed", action="store_true", help="leave out batches of unequal K")
+    parser.add_argument(
+        "--mixed", choices=("none", "few", "many"), default="few", help="batches of unequal K; many: with graph tiers"
+    )
     parser.add_argument("--steps", type=int, default=60, help="timed steps of a batch and round")
     parser.add_argument("--warmup", type=int, default=8, help="steps thrown away before them")
     parser.add_argument("--rounds", type=int, default=2)

@@ -10,7 +10,8 @@ import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal
 
 import numpy as np
 from vllm import SamplingParams, TokensPrompt
@@ -32,6 +33,10 @@ PATIENCE = 10
 """Steps that a batch may take in all, for each that it is to be timed; prompts come on top."""
 
 
+Mixed = Literal["none", "few", "many"]
+"""Which batches of unequal depths to time."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """A batch to time: the K of each request, and how long their prompts are."""
@@ -49,20 +54,24 @@ class Cell:
         return (step.num_requests, step.num_tokens, step.uniform_depth) == (len(self.depths), num_tokens, uniform)
 
 
-def grid(batch_sizes: Iterable[int], depths: Sequence[int], contexts: Sequence[int], mixed: bool = True) -> list[Cell]:
-    """Every batch size at every depth at the first context, and with `mixed` two batches of unequal depths a size.
+def grid(
+    batch_sizes: Iterable[int], depths: Sequence[int], contexts: Sequence[int], mixed: Mixed = "few"
+) -> list[Cell]:
+    """Every batch size at every depth at the first context, and batches of unequal depths.
 
-    The two are one request at no drafts beside deepest ones, the ragged batch with the most tokens that is certain not
-    to be uniform, and halves at the deepest and none. At each further context: smallest, middle and largest batch,
-    each at no drafts and at the deepest K.
+    `few` of these are two a size: one request at a draft less than the others, which have the deepest K (the ragged
+    batch with the most tokens), and halves at the deepest and none. With full graphs for several depths the first is
+    padded onto one, and all that is known of ragged batches is the second: `many` adds halves at neighbouring depths.
+    At each further context: smallest, middle and largest batch, each at no drafts and at the deepest K.
     """
-    sizes, deepest = sorted(set(batch_sizes)), max(depths)
-    cells = [Cell((depth,) * size, contexts[0]) for size in sizes for depth in sorted(set(depths))]
-    if mixed and deepest > 0:
-        for size in sizes:
-            halves = (deepest,) * (size - size // 2) + (0,) * (size // 2)
-            cells += [Cell(halves, contexts[0])] if size > 1 else []
-            cells += [Cell((deepest,) * (size - 1) + (deepest - 1,), contexts[0])] if size > 1 else []
+    sizes, levels = sorted(set(batch_sizes)), sorted(set(depths))
+    deepest = levels[-1]
+    cells = [Cell((depth,) * size, contexts[0]) for size in sizes for depth in levels]
+    pairs = [] if mixed == "none" or deepest == 0 else [(0, deepest)]
+    pairs += pairwise(levels) if mixed == "many" else []
+    for size in (size for size in sizes if size > 1):
+        cells += [Cell((high,) * (size - size // 2) + (low,) * (size // 2), contexts[0]) for low, high in pairs]
+        cells += [Cell((deepest,) * (size - 1) + (deepest - 1,), contexts[0])] if pairs else []
     for context in contexts[1:]:
         for size in sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]}):
             cells += [Cell((depth,) * size, context) for depth in sorted({min(depths), deepest})]
