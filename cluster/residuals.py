@@ -18,6 +18,8 @@ MAX_LOG_ERROR = 0.5
 MAX_LOG_FACTOR = math.log(8.0)
 NUM_STEPS_OF_PRIOR = 10.0
 """At the start the factor 1 weighs like so many steps, so that a pause among the first does not set the factor."""
+NO_GRAPH = -1
+"""In the place of a full graph's depth."""
 NUM_STEPS_TO_TRUST = 100.0
 """Steps after which a kind of shape speaks as much for itself as all shapes together do for it."""
 
@@ -37,8 +39,9 @@ class _Mean:
 
 
 class Residuals:
-    """Factors by (batch bucket, full graph or not); a bucket is 1, 2, 3-4, 5-8, ... requests.
+    """Factors by (batch bucket, depth of the full graph or none); a bucket is 1, 2, 3-4, 5-8, ... requests.
 
+    Depths apart, because the best K is often one of two that are close, and a table's points err each by themselves.
     The correction of a kind is a weighted mean, in logarithms, of its own factor and that of all kinds together: what
     no step has visited yet is corrected like the rest, so that a table measured on a faster machine does not make
     unvisited depths look cheap.
@@ -54,7 +57,7 @@ class Residuals:
         self._full = frozenset(full_graph_depths)
         self._weight = 1.0 - 0.5 ** (1.0 / half_life_steps)
         self._all = _Mean()
-        self._kinds: dict[tuple[int, bool], _Mean] = {}
+        self._kinds: dict[tuple[int, int], _Mean] = {}
         self._error = 0.0
         self._num_errors = 0.0
         self.num_refused = 0
@@ -96,7 +99,9 @@ class Residuals:
         """Everything, for JSON."""
         return {
             "all": [self._all.log_factor, self._all.num_steps],
-            "kinds": [[size, full, one.log_factor, one.num_steps] for (size, full), one in sorted(self._kinds.items())],
+            "kinds": [
+                [size, depth, one.log_factor, one.num_steps] for (size, depth), one in sorted(self._kinds.items())
+            ],
             "mape": [self._error, self._num_errors],
             "num_refused": self.num_refused,
         }
@@ -108,19 +113,20 @@ class Residuals:
             raise ValueError(f"residuals: field {sorted(found)[0]!r} is missing or unknown")
         overall = _Mean(*_numbers(snapshot["all"], 2, "all"))
         error, num_errors = _numbers(snapshot["mape"], 2, "mape")
-        kinds: dict[tuple[int, bool], _Mean] = {}
+        kinds: dict[tuple[int, int], _Mean] = {}
         if not isinstance(snapshot["kinds"], list):
             raise ValueError(f"residuals: field 'kinds' must be a list, not {snapshot['kinds']!r:.80}")
         for row in snapshot["kinds"]:
-            size, full, log_factor, num_steps = _numbers(row, 4, "kinds")
-            kinds[int(size), bool(full)] = _Mean(log_factor, num_steps)
+            size, depth, log_factor, num_steps = _numbers(row, 4, "kinds")
+            kinds[int(size), int(depth)] = _Mean(log_factor, num_steps)
         (num_refused,) = _numbers([snapshot["num_refused"]], 1, "num_refused")
         self._all, self._kinds, self._error, self._num_errors = overall, kinds, error, num_errors
         self.num_refused = int(num_refused)
 
-    def _kind(self, shape: StepShape) -> tuple[int, bool]:
+    def _kind(self, shape: StepShape) -> tuple[int, int]:
         bucket = 0 if shape.num_requests <= 1 else math.ceil(math.log2(shape.num_requests) - 1e-9)
-        return bucket, shape.uniform_depth in self._full
+        depth = shape.uniform_depth
+        return bucket, depth if depth is not None and depth in self._full else NO_GRAPH
 
 
 def _numbers(value: Any, length: int, field: str) -> list[float]:

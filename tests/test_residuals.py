@@ -35,6 +35,15 @@ def test_kinds_learn_apart_and_an_unvisited_kind_takes_the_common_factor():
     assert residuals.correct(1.0, StepShape.uniform(3, 1)) == residuals.correct(1.0, StepShape.uniform(4, 1))
 
 
+def test_depths_on_full_graphs_learn_apart():
+    residuals = Residuals({3, 7})
+    for _ in range(3000):
+        residuals.observe(0.011, 0.01, FULL)
+        residuals.observe(0.009, 0.01, StepShape.uniform(1, 3))
+    assert residuals.correct(1.0, FULL) == pytest.approx(1.1, rel=0.01)
+    assert residuals.correct(1.0, StepShape.uniform(1, 3)) == pytest.approx(0.9, rel=0.01)
+
+
 def test_a_pause_of_a_minute_moves_nothing_that_matters():
     residuals = settled(1.0, SMALL)
     residuals.observe(60.0, 0.01, SMALL)
