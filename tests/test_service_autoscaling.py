@@ -1,0 +1,158 @@
+"""The real service with autoscaling from acceptance: traffic whose drafts are rejected brings a second engine while
+nothing queues; traffic that drafts well takes it away again; every request is answered, streams included.
+
+Two engines share two cores here, so the second adds no speed. The share of a replica's capacity that is planned for is
+set so low that the machine bears the traffic either way: what is shown is that the number follows acceptance.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster import scaling_replay, view
+from tests.service_harness import CONFIGS, PROMPTS, Service, running_service
+
+pytestmark = pytest.mark.service
+
+MAX_TOKENS = 16
+EVERY_S = 2.2
+"""7.3 tokens/s wanted: by the table of step times 0.6 of 15 % of what a replica gives at AL 2.4 (80), and 1.15 of that
+at AL 1.1 (42). Arrivals are so many that traffic that went away is noticed within a minute."""
+
+PROMPT = PROMPTS[3]
+WAIT_S = 200.0
+SCALING = {
+    "policy": "acceptance",
+    "target": {"min": 1, "max": 2},
+    "utilisation": 0.15,
+    "decision_interval_s": 2.0,
+    "start_time_s": 0.0,
+    "warmup_s": 0.0,
+    "upscale_delay_s": 2.0,
+    "stale_after_s": 20.0,
+    "downscale_delay_s": 21.0,
+}
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("log") / "decisions.jsonl"
+
+
+@pytest.fixture(scope="module")
+def service(log: Path) -> Iterator[Service]:
+    with running_service(CONFIGS / "local-autoscale.yaml", autoscaling={**SCALING, "log": str(log)}) as running:
+        yield running
+
+
+def decision(service: Service) -> dict[str, Any]:
+    return service.drafting()["autoscaling"] or {"source": None, "target": {"num_wanted": 0}}
+
+
+def wait_for(is_so: Callable[[], bool], service: Service, what: str) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < end_s, f"no {what} after {WAIT_S:.0f} s: {decision(service)}"
+        time.sleep(0.5)
+
+
+def num_ready(service: Service) -> int:
+    return int(httpx.get(f"{service.url}/health", timeout=30).json()["num_target_replicas"])
+
+
+@contextmanager
+def traffic(service: Service) -> Iterator[dict[str, float]]:
+    """A request every `EVERY_S`, whatever becomes of those before it; each must be answered in full. What it yields
+    says at what temperature to ask: at 0 the head drafts well, at 2 the target takes almost any token."""
+    kind = {"temperature": 0.0}
+    stop = threading.Event()
+    sent: list[Future[tuple[int, str]]] = []
+
+    def ask(temperature: float) -> tuple[int, str]:
+        messages = [{"role": "user", "content": PROMPT}]
+        tag = {"workload": "greedy" if temperature == 0 else "hot"}
+        answer = service.ask(messages=messages, max_tokens=MAX_TOKENS, temperature=temperature, drafting=tag)
+        return answer.status_code, answer.json()["choices"][0]["finish_reason"] if answer.is_success else answer.text
+
+    def send(pool: ThreadPoolExecutor) -> None:
+        while not stop.wait(EVERY_S):
+            sent.append(pool.submit(ask, kind["temperature"]))
+
+    with ThreadPoolExecutor(32) as pool:
+        sender = threading.Thread(target=send, args=(pool,))
+        sender.start()
+        try:
+            yield kind
+        finally:
+            stop.set()
+            sender.join()
+    answers = [one.result() for one in sent]
+    assert [one for one in answers if one not in ((200, "length"), (200, "stop"))] == []
+
+
+def stream(service: Service) -> list[str | None]:
+    """The finish reasons of a long stream, and the words that end it."""
+    body = {
+        "model": service.model,
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": 400,
+        "stream": True,
+    }
+    body |= {"temperature": 0, "ignore_eos": True}
+    with httpx.stream("POST", f"{service.url}/v1/chat/completions", json=body, timeout=200) as answer:
+        assert answer.status_code == 200
+        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+    choices = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
+    return [*(choice["finish_reason"] for choice in choices if choice["finish_reason"]), events[-1]]
+
+
+def test_the_number_of_replicas_follows_acceptance_and_no_request_fails(
+    service: Service, log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with traffic(service) as kind, ThreadPoolExecutor(2) as streams:
+        wait_for(lambda: decision(service)["source"] == "acceptance", service, "decision from acceptance")
+        good = decision(service)
+        assert good["target"]["num_wanted"] == 1
+        assert good["acceptance_length"] > 1.8
+        assert num_ready(service) == 1
+
+        kind["temperature"] = 2.0
+
+        def is_for_acceptance() -> bool:
+            now = decision(service)
+            has_less = now["source"] == "acceptance" and now["capacity_tokens_per_s"] < good["capacity_tokens_per_s"]
+            return has_less and now["target"]["num_wanted"] == 2
+
+        wait_for(is_for_acceptance, service, "second replica wanted for want of acceptance")
+        bad = decision(service)
+        assert bad["acceptance_length"] < good["acceptance_length"]
+        assert bad["ongoing_requests"] < 16  # target_ongoing_requests: by queue length, one replica is enough
+        wait_for(lambda: num_ready(service) == 2, service, "second replica")
+
+        kind["temperature"] = 0.0
+        wait_for(lambda: decision(service)["target"]["num_wanted"] == 1, service, "second replica given up")
+        longest = [streams.submit(stream, service) for _ in range(2)]  # they outlast the delay of `downscale_delay_s`
+        metrics = httpx.get(f"{service.url}/metrics", timeout=30).text
+        assert 'peagle_autoscaling_replicas{count="wanted",deployment="target"}' in metrics
+        assert view.main([service.url]) == 0
+        assert "autoscaling (acceptance): " in capsys.readouterr().out
+        wait_for(lambda: num_ready(service) == 1, service, "second replica gone")
+        assert [one.result(timeout=200) for one in longest] == [["length", "[DONE]"]] * 2
+
+    lines = log.read_text().splitlines()
+    again = list(scaling_replay.replay(lines))
+    assert [one.line for one in again if one.differs] == []
+    assert {1, 2} == {one.again.target for one in again}
+    counts = [line["inputs"]["target"]["num_running"] for line in map(json.loads, lines) if "inputs" in line]
+    changes = [after for before, after in pairwise(filter(None, counts)) if after != before]
+    assert changes[:1] == [2]
+    assert changes in ([2], [2, 1]), "replicas that come and go"  # the last decision may be from before the end
