@@ -86,16 +86,23 @@ def evaluate(drafter: Drafter, target: Target, data: Conversations, categories: 
 
 def load_answers(folder: str | Path, max_per_category: int | None = None) -> tuple[Conversations, list[str]]:
     """Answers written by `peagle.vllm.generate --prompts`, and their categories."""
-    answers = load_folder(folder)
+    answers = first_of_each(load_folder(folder), max_per_category)
+    return answers.data, answers.categories
+
+
+def first_of_each(answers: Answers, max_per_category: int | None) -> Answers:
+    """The first so many answers of each category; all where None. Raises ValueError below 1."""
     if max_per_category is None:
-        return answers.data, answers.categories
+        return answers
+    if max_per_category < 1:
+        raise ValueError(f"max_per_category is {max_per_category}: give at least 1")
     seen: dict[str, int] = {}
     chosen = []
     for index, category in enumerate(answers.categories):
         seen[category] = seen.get(category, 0) + 1
         if seen[category] <= max_per_category:
             chosen.append(index)
-    return answers.data.select(chosen), [answers.categories[index] for index in chosen]
+    return Answers(answers.data.select(chosen), [answers.categories[index] for index in chosen], answers.temperature)
 
 
 def load_folder(folder: str | Path) -> Answers:

@@ -16,7 +16,7 @@ from peagle.checkpoint import save_drafter
 from peagle.config import DrafterConfig
 from peagle.data import Conversations, write_manifest
 from peagle.draft import DraftSession
-from peagle.evaluate import Answers
+from peagle.evaluate import Answers, first_of_each
 from peagle.model import Drafter
 from peagle.replay import replay
 from peagle.target import Target
@@ -80,13 +80,13 @@ def test_every_draft_has_the_log_probability_that_drafting_there_gives(target: T
 
 def test_the_first_answers_of_each_category_are_kept() -> None:
     answers = Answers(random_data(5), ["a", "b", "a", "a", "b"], 1.0)
-    some = draft_confidence.first_of_each(answers, 2)
+    some = first_of_each(answers, 2)
     assert (some.categories, some.temperature) == (["a", "b", "a", "b"], 1.0)
     kept = [ids.tolist() for ids, _ in answers.data.documents()]
     assert [ids.tolist() for ids, _ in some.data.documents()] == [kept[i] for i in (0, 1, 2, 4)]
-    assert draft_confidence.first_of_each(answers, None) is answers
+    assert first_of_each(answers, None) is answers
     with pytest.raises(ValueError, match="max_per_category is 0"):
-        draft_confidence.first_of_each(answers, 0)
+        first_of_each(answers, 0)
 
 
 def test_the_program_writes_traces_that_can_be_calibrated(

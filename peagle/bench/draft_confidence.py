@@ -18,26 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from peagle.evaluate import Answers, load_drafter, load_folder, load_target, traces
+from peagle.evaluate import Answers, first_of_each, load_drafter, load_folder, load_target, traces
 from peagle.heads import head_digest
 from peagle.provenance import conditions
 from peagle.replay import replay
 from peagle.walk import save_traces
-
-
-def first_of_each(answers: Answers, max_per_category: int | None) -> Answers:
-    """The first so many answers of each category; all where None. Raises ValueError below 1."""
-    if max_per_category is None:
-        return answers
-    if max_per_category < 1:
-        raise ValueError(f"max_per_category is {max_per_category}: give at least 1")
-    seen: dict[str, int] = {}
-    chosen = []
-    for index, category in enumerate(answers.categories):
-        seen[category] = seen.get(category, 0) + 1
-        if seen[category] <= max_per_category:
-            chosen.append(index)
-    return Answers(answers.data.select(chosen), [answers.categories[index] for index in chosen], answers.temperature)
 
 
 def main() -> None:
