@@ -224,7 +224,10 @@ def measure(args: argparse.Namespace, arms: dict[str, tuple[str, int]], target_d
             answers: dict[str, dict[int, list[int]]] = {}
             for name in names[place % len(names) :] + names[: place % len(names)]:
                 pipe = running[name][1]
-                for number in (2 * num_requests, num_prompts):  # kernels compile at a size's first use
+                for number in (
+                    min(2 * num_requests, num_prompts),
+                    num_prompts,
+                ):  # kernels compile at a size's first use
                     pipe.send((num_requests, number))
                     found = _answer(name, pipe, START_S)
                 answers[name] = found.pop("answers")
