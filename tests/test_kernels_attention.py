@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from peagle.kernels.attention_plan import Plan, block_requests, distinct_batches, plan_for
 from peagle.kernels.dispatch import INTERPRETED
 from peagle.kernels.paged_attention import (
-    Plan,
     paged_attention,
     paged_attention_torch,
     paged_attention_triton,
-    plan_for,
     write_kv,
     write_kv_torch,
 )
@@ -241,6 +240,21 @@ def test_plans_split_small_batches_and_not_large_ones() -> None:
     assert chunk.num_splits == 1
     assert chunk.phased
     assert plan_for(14, 1, **{**sizes, "num_groups": 1, "num_heads": 71}).block_m >= 71
+
+
+@pytest.mark.parametrize(("max_num_rows", "max_num_requests"), [(300, 9), (130, 70), (5, 8)])
+def test_every_batch_within_the_limits_has_its_kernel_among_the_distinct_ones(
+    max_num_rows: int, max_num_requests: int
+) -> None:
+    heads = dict(num_heads=32, num_groups=8, head_size=128)
+    sizes = dict(element_bytes=2, max_context=2048, num_sms=132)
+    batches = distinct_batches(max_num_rows, max_num_requests, **heads, **sizes)
+    kernels = [(plan_for(*batch, **heads, **sizes), block_requests(batch[1])) for batch in batches]
+    assert len(set(kernels)) == len(kernels) < 40
+    assert all(rows <= max_num_rows and requests <= max_num_requests for rows, requests in batches)
+    for requests in range(1, max_num_requests + 1):
+        for rows in range(1, max_num_rows + 1):
+            assert (plan_for(rows, requests, **heads, **sizes), block_requests(requests)) in kernels, (rows, requests)
 
 
 def test_arguments_that_do_not_fit_are_named() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from peagle.kernels.compilations import compiled_kernels
 from peagle.runtime.graphs import NUM_AREAS, GraphRunner, GraphSizes
 from peagle.runtime.parallel_pass import ParallelPass
 from tests.head_factory import random_drafter
@@ -105,6 +106,23 @@ def test_warming_up_leaves_nothing_to_capture_and_changes_no_draft() -> None:
     steps = [Step(2, 6, 17, 0), Step(0, 4, 2, 5)]
     assert parallel_pass.run(requests.batch(steps)).tolist() == [requests.expected(step) for step in steps]
     assert parallel_pass.warm_up() == num_graphs
+
+
+def test_after_warm_up_no_batch_compiles_a_kernel() -> None:
+    """Triton makes kernels of their own for sizes of 1 and multiples of 16, which a prompt may or may not have."""
+    requests = on_gpu()
+    parallel_pass = requests.new_pass("cuda")
+    parallel_pass.warm_up()
+    batches = [[Step(0, 0, length, depth)] for length in (1, 12, 15, 16, 17, 31) for depth in (0, 1, 3, MAX_DEPTH)]
+    batches += [[Step(0, 31, 1, 1), Step(1, 0, length, 5), Step(2, 0, 2, 0)] for length in (1, 9, 16, 40)]
+    with compiled_kernels() as names:
+        for steps in batches:
+            batch = requests.batch(steps, num_pieces=1 + len(steps) // 2)
+            pinned = [piece.cpu().pin_memory() for piece in batch.pieces]
+            for min_saved_bytes in (0, 1 << 30):
+                runner_of(parallel_pass).min_saved_bytes = min_saved_bytes
+                parallel_pass.run(dataclasses.replace(batch, hidden_RH=pinned))
+    assert not names
 
 
 def test_in_bfloat16_most_drafts_are_those_of_float32() -> None:

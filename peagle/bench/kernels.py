@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from peagle.bench.table import markdown
+from peagle.kernels import attention_plan as plans_of
 from peagle.kernels import paged_attention as paged
 from peagle.kernels.batch_rows import Rows, build_rows, build_rows_torch
 from peagle.kernels.hidden_rows import place_hidden, place_hidden_torch
@@ -195,7 +196,7 @@ def attend(case: Attention, device: str, sweep: bool) -> dict[str, Any]:
         found["twin"] = timed([lambda: paged.paged_attention_torch(*[*turns[0], twin_out], scale=SCALE)], device)
     if device != "cuda":
         return found
-    plans: dict[str, paged.Plan | None] = {"kernel": None}
+    plans: dict[str, plans_of.Plan | None] = {"kernel": None}
     if sweep and case.context == SWEPT_CONTEXT:
         plans |= {json.dumps(dataclasses.asdict(plan)): plan for plan in plans_beside(case)}
     for name, plan in plans.items():
@@ -215,10 +216,10 @@ def attend(case: Attention, device: str, sweep: bool) -> dict[str, Any]:
     return found
 
 
-def plans_beside(case: Attention) -> list[paged.Plan]:
+def plans_beside(case: Attention) -> list[plans_of.Plan]:
     """Plans that differ from the chosen one in one thing: tile, keys read at a time and stages, splits, or phases."""
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    chosen = paged.plan_for(
+    chosen = plans_of.plan_for(
         case.batch * case.rows, case.batch, HEADS, GROUPS, HEAD,
         element_bytes=2, max_context=case.context, num_sms=num_sms,
     )  # fmt: skip
@@ -230,7 +231,7 @@ def plans_beside(case: Attention) -> list[paged.Plan]:
     changes += [dict(num_splits=splits, phased=False) for splits in (1, chosen.num_splits // 2, chosen.num_splits * 2)]
     changes += [dict(phased=not chosen.phased)]
     plans = [dataclasses.replace(chosen, **change) for change in changes]
-    return [plan for plan in dict.fromkeys(plans) if plan != chosen and 1 <= plan.num_splits <= paged.MAX_SPLITS]
+    return [plan for plan in dict.fromkeys(plans) if plan != chosen and 1 <= plan.num_splits <= plans_of.MAX_SPLITS]
 
 
 def cases(quick: bool) -> tuple[list[Preparation], list[Attention]]:

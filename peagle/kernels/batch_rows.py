@@ -26,6 +26,8 @@ from peagle.kernels.dispatch import check_shape, uses_kernel
 
 #: Elements of the table (row of the block, request) that one program searches.
 SEARCHED_ELEMENTS = 2048
+#: Fewer requests take as many lanes: each width is a kernel to compile, for longer than a target waits for drafts.
+MIN_BLOCK_REQUESTS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +183,7 @@ def build_rows_triton(
     """One launch: programs of some rows each, and a last one for what is kept per request."""
     num_requests, max_depth = out.sample_rows_BK.shape
     num_rows = len(out.token_ids_N)
-    block_requests = triton.next_power_of_2(num_requests)
+    block_requests = max(MIN_BLOCK_REQUESTS, triton.next_power_of_2(num_requests))
     block_rows = max(1, min(128, SEARCHED_ELEMENTS // block_requests))
     _build_rows_kernel[(triton.cdiv(num_rows, block_rows) + 1,)](
         start_B, num_valid_B, row_offset_B, depth_B, next_tokens_R, block_table_BN,
@@ -193,7 +195,7 @@ def build_rows_triton(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "num_rows", "max_depth"])  # each special value is a kernel to compile
 def _build_rows_kernel(
     start_B, num_valid_B, row_offset_B, depth_B, next_tokens_R, block_table_BN,
     token_ids_N, positions_N, slots_N, sources_N, sample_rows_BK, first_row_B1, context_B,

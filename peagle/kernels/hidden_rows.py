@@ -53,7 +53,7 @@ def place_hidden_triton(payload_RH: Tensor, sources_N: Tensor, mask_hidden_H: Te
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["sources_N"])  # parts of a list begin anywhere
 def _place_hidden_kernel(
     payload_RH, sources_N, mask_hidden_H, out_NH, payload_stride, out_stride, hidden_size, BLOCK_H: tl.constexpr
 ):  # fmt: skip

@@ -15,7 +15,6 @@ N rows, A query heads, G key and value heads, D head size, B requests.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 
@@ -24,69 +23,13 @@ import triton
 from torch import Tensor
 from torch.nn import functional as F
 
+from peagle.kernels.attention_plan import MIN_KEYS_PER_SPLIT, Plan, block_requests, plan_for
 from peagle.kernels.dispatch import check_shape, uses_kernel
 from peagle.kernels.paged_kernels import attention_kernel, combine_kernel, write_kv_kernel
 
-#: Splitting below this many keys costs more in partial results than it saves.
-MIN_KEYS_PER_SPLIT = 256
-MAX_SPLITS = 32
 #: Elements of partial results that one program of the second kernel weights together.
 COMBINED_ELEMENTS = 4096
 LOG2_E = math.log2(math.e)
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Sizes of one launch; all follow from sizes that the host knows.
-
-    block_m: rows times query heads of a tile. block_n: keys read at a time. num_splits: parts of the context at most.
-    phased: keys that all rows of a tile see are taken without masks; pays where tiles see many keys.
-    """
-
-    block_m: int
-    block_n: int
-    num_splits: int
-    phased: bool
-    num_warps: int
-    num_stages: int
-
-
-def plan_for(
-    num_rows: int,
-    num_requests: int,
-    num_heads: int,
-    num_groups: int,
-    head_size: int,
-    *,
-    element_bytes: int,
-    max_context: int,
-    num_sms: int,
-) -> Plan:
-    """Sizes for a batch of about equal requests.
-
-    element_bytes: of queries and keys. max_context: positions that the block table has room for. num_sms:
-    multiprocessors of the GPU.
-    """
-    ratio = num_heads // num_groups
-    rows_each = triton.cdiv(num_rows, max(num_requests, 1))
-    # What a tile keeps in registers is bounded: larger tiles would spill. float32 has no tensor cores here.
-    most = 32 if element_bytes > 2 else (128 if head_size <= 128 else 64)
-    block_m = min(most, max(16, triton.next_power_of_2(rows_each * ratio)))
-    block_m = max(block_m, triton.next_power_of_2(ratio))
-    num_tiles = max(num_requests, 1) * triton.cdiv(rows_each, block_m // ratio)
-    # Two programs fit a multiprocessor; twice as many even out contexts of different lengths.
-    num_splits = min(4 * num_sms // (num_tiles * num_groups), triton.cdiv(max_context, MIN_KEYS_PER_SPLIT), MAX_SPLITS)
-    # A power of two: every number of splits is a kernel of its own to compile.
-    num_splits = 1 << max(num_splits, 1).bit_length() - 1
-    small = head_size * element_bytes <= 256
-    return Plan(
-        block_m=block_m,
-        block_n=64 if small else 32,
-        num_splits=num_splits,
-        phased=block_m == 128 and num_splits <= 1,
-        num_warps=8 if block_m >= 128 or not small else 4,
-        num_stages=3 if small else 2,
-    )
 
 
 def paged_attention(
@@ -229,7 +172,7 @@ def paged_attention_triton(
         lse = torch.empty(splits, num_rows, num_heads, dtype=torch.float32, device=out.device)
     common = dict(
         BLOCK_SIZE=k_cache.shape[1], BLOCK_Q=plan.block_m // ratio, HEAD=head_size, BLOCK_D=block_d,
-        BLOCK_N=plan.block_n, BLOCK_B=triton.next_power_of_2(num_requests + 1), NUM_SPLITS=splits,
+        BLOCK_N=plan.block_n, BLOCK_B=block_requests(num_requests), NUM_SPLITS=splits,
         MIN_TILES=MIN_KEYS_PER_SPLIT // plan.block_n, HAS_WINDOW=sliding_window is not None,
     )  # fmt: skip
     # A request begins a tile of its own; so does the padding, which is written as zeros.

@@ -74,7 +74,7 @@ def _read_keys(
     return total, weight, top
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "num_rows"])  # each special value is a kernel to compile
 def attention_kernel(
     q_NAD, k_cache, v_cache, block_table, first_row, start_B, context_B, cache_start_B, out, partial, lse,
     num_requests, num_rows, num_columns, window, scale,
@@ -162,7 +162,7 @@ def _read_span(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "num_rows"])
 def combine_kernel(
     partial, lse, out, first_row, start_B, context_B, cache_start_B,
     num_requests, num_rows, num_columns, window, num_heads, out_stride_n, out_stride_a,

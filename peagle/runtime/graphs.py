@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -82,11 +82,6 @@ class GraphSizes:
         return sorted(found, reverse=True)
 
 
-def _powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, ... below `most`, and `most`."""
-    return [*(1 << n for n in range((most - 1).bit_length())), most]
-
-
 class _Area:
     """Pinned memory of one launch, and the drafts that its pass writes there."""
 
@@ -122,8 +117,16 @@ class GraphRunner:
     """Launches passes on a GPU, on a stream of its own. Used by one thread at a time."""
 
     def __init__(
-        self, compute: Compute, limits: PassLimits, sizes: GraphSizes | None, device: torch.device, dtype: torch.dtype
+        self,
+        compute: Compute,
+        limits: PassLimits,
+        sizes: GraphSizes | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        batches: Sequence[tuple[int, int]] = (),
     ) -> None:
+        """batches: rows and requests of one batch for each kernel that a pass may need."""
+        self._batches = batches
         self.limits, self.sizes = limits, sizes or GraphSizes.of(limits)
         self._compute, self._device = compute, device
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -183,20 +186,14 @@ class GraphRunner:
             # Compiles the gather from pinned memory.
             pinned_RH = torch.zeros(1, self.limits.hidden_size, dtype=self._payload_RH.dtype, pin_memory=True)
             self._gather_payload([pinned_RH], [1], 0)
-            self._compile_sizes()
+            for num_rows, num_requests in self._batches:  # passes without rows, to compile
+                self._compute(self._inputs(num_requests), num_rows, self.limits.max_depth)
             for key in self.sizes.full_batches():
                 if key not in self._graphs:
                     self._graphs[key] = self._capture(key)
         self._stream.synchronize()
         self._is_warm = True
         return len(self._graphs)
-
-    def _compile_sizes(self) -> None:
-        """Runs passes without rows at powers of two up to the limits: the plans of attention follow from the sizes."""
-        for requests in _powers_of_two(self.limits.max_num_requests):
-            for rows in _powers_of_two(self.limits.max_num_rows):
-                if rows >= requests:
-                    self._compute(self._inputs(requests), rows, self.limits.max_depth)
 
     def _send(self, batch: PassBatch, area: _Area, num_requests: int) -> None:
         """Moves a batch to the GPU, its requests padded to num_requests by such without rows."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from peagle.config import DrafterConfig
+from peagle.kernels.attention_plan import distinct_batches
 from peagle.kernels.batch_rows import build_rows
 from peagle.kernels.hidden_rows import place_hidden
 from peagle.model import Drafter
@@ -76,7 +77,8 @@ class ParallelPass:
 
         self._runner = None
         if self.device.type == "cuda":
-            self._runner = GraphRunner(self._compute, self.limits, graph_sizes, self.device, dtype)
+            batches = self._distinct_batches(config)
+            self._runner = GraphRunner(self._compute, self.limits, graph_sizes, self.device, dtype, batches)
 
     @property
     def max_num_requests(self) -> int:
@@ -135,6 +137,18 @@ class ParallelPass:
         self._cache.normal_(generator=generator)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def _distinct_batches(self, config: DrafterConfig) -> list[tuple[int, int]]:
+        return distinct_batches(
+            self.limits.max_num_rows,
+            self.limits.max_num_requests,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            element_bytes=self.dtype.itemsize,
+            max_context=self.limits.max_blocks * self.limits.block_size,
+            num_sms=torch.cuda.get_device_properties(self.device).multi_processor_count,
+        )
 
     def _compute(self, inputs: PassInputs, num_rows: int, depth: int) -> Tensor:
         """Drafts [B, depth] on the device; num_rows may be more than the batch has. Waits for nothing."""

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from pathlib import Path
 
 import torch
 
 from peagle.config import UNNAMED_LAYERS, default_aux_layer_ids
 from peagle.heads import head_digest
+from peagle.kernels.compilations import tell_compilations
 from peagle.runtime.draft_engine import HeadRuntime
 from peagle.runtime.head import load_runtime_head, reducer_of
 from peagle.runtime.hello import ServedHead
 from peagle.runtime.parallel_pass import ParallelPass, cache_bytes_per_block
 from peagle.target_config import read_target_config
+
+logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 
@@ -82,6 +87,8 @@ def load_served_head(
         max_context=max_context + max_depth,
     )
     parallel_pass.warm_up()
+    if parallel_pass.device.type == "cuda":
+        _warn_of_compilations()
     digest, layer_ids = head_digest(Path(head_dir)), config.aux_layer_ids
     if layer_ids == UNNAMED_LAYERS:
         layer_ids = default_aux_layer_ids(read_target_config(target_dir)["num_hidden_layers"])
@@ -95,3 +102,10 @@ def load_served_head(
         max_depth=max_depth,
     )
     return HeadRuntime(digest, parallel_pass), served
+
+
+@functools.cache
+def _warn_of_compilations() -> None:
+    tell_compilations(
+        lambda name: logger.warning("kernel %s was compiled after warm-up: targets may have waited", name)
+    )
