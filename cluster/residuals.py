@@ -11,17 +11,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.corrections import MAX_LOG_FACTOR, CorrectedTimes, Corrections, Factor, Kind, kind_of, shrunk
+from cluster.step_costs import StepCosts
 from cluster.step_fit import StepShape
 
 MAX_LOG_ERROR = 0.5
 """Further from the present estimate than a factor e^0.5 = 1.65, an observation counts as that far."""
-MAX_LOG_FACTOR = math.log(8.0)
 NUM_STEPS_OF_PRIOR = 10.0
 """At the start the factor 1 weighs like so many steps, so that a pause among the first does not set the factor."""
-NO_GRAPH = -1
-"""In the place of a full graph's depth."""
-NUM_STEPS_TO_TRUST = 100.0
-"""Steps after which a kind of shape speaks as much for itself as all shapes together do for it."""
 
 
 @dataclass(slots=True)
@@ -36,6 +33,9 @@ class _Mean:
         step = max(weight, 1.0 / (self.num_steps + NUM_STEPS_OF_PRIOR))
         deviation = min(max(log_error - self.log_factor, -MAX_LOG_ERROR), MAX_LOG_ERROR)
         self.log_factor = min(max(self.log_factor + step * deviation, -MAX_LOG_FACTOR), MAX_LOG_FACTOR)
+
+    def factor(self) -> Factor:
+        return Factor(self.log_factor, self.num_steps)
 
 
 class Residuals:
@@ -57,7 +57,7 @@ class Residuals:
         self._full = frozenset(full_graph_depths)
         self._weight = 1.0 - 0.5 ** (1.0 / half_life_steps)
         self._all = _Mean()
-        self._kinds: dict[tuple[int, int], _Mean] = {}
+        self._kinds: dict[Kind, _Mean] = {}
         self._error = 0.0
         self._num_errors = 0.0
         self.num_refused = 0
@@ -73,16 +73,21 @@ class Residuals:
         self._error += max(self._weight, 1.0 / self._num_errors) * (error - self._error)
         log_error = math.log(measured_s / predicted_s)
         self._all.add(log_error, self._weight)
-        self._kinds.setdefault(self._kind(shape), _Mean()).add(log_error, self._weight)
+        self._kinds.setdefault(kind_of(shape, self._full), _Mean()).add(log_error, self._weight)
         return True
 
     def correct(self, seconds: float, shape: StepShape) -> float:
         """`seconds`, the table's prediction for `shape`, times the factor of its kind."""
-        kind = self._kinds.get(self._kind(shape))
-        if kind is None:
-            return seconds * math.exp(self._all.log_factor)
-        share = kind.num_steps / (kind.num_steps + NUM_STEPS_TO_TRUST)
-        return seconds * math.exp(share * kind.log_factor + (1.0 - share) * self._all.log_factor)
+        own = self._kinds.get(kind_of(shape, self._full))
+        return seconds * math.exp(self._all.log_factor if own is None else shrunk(own.factor(), self._all.factor()))
+
+    def corrections(self) -> Corrections:
+        """All factors as they are now."""
+        return Corrections(self._all.factor(), {kind: one.factor() for kind, one in self._kinds.items()})
+
+    def corrected(self, times: StepCosts) -> CorrectedTimes:
+        """`times`, the table that predicted, under the factors as they are now."""
+        return CorrectedTimes(times, self.corrections())
 
     @property
     def mape(self) -> float:
@@ -113,7 +118,7 @@ class Residuals:
             raise ValueError(f"residuals: field {sorted(found)[0]!r} is missing or unknown")
         overall = _Mean(*_numbers(snapshot["all"], 2, "all"))
         error, num_errors = _numbers(snapshot["mape"], 2, "mape")
-        kinds: dict[tuple[int, int], _Mean] = {}
+        kinds: dict[Kind, _Mean] = {}
         if not isinstance(snapshot["kinds"], list):
             raise ValueError(f"residuals: field 'kinds' must be a list, not {snapshot['kinds']!r:.80}")
         for row in snapshot["kinds"]:
@@ -122,11 +127,6 @@ class Residuals:
         (num_refused,) = _numbers([snapshot["num_refused"]], 1, "num_refused")
         self._all, self._kinds, self._error, self._num_errors = overall, kinds, error, num_errors
         self.num_refused = int(num_refused)
-
-    def _kind(self, shape: StepShape) -> tuple[int, int]:
-        bucket = 0 if shape.num_requests <= 1 else math.ceil(math.log2(shape.num_requests) - 1e-9)
-        depth = shape.uniform_depth
-        return bucket, depth if depth is not None and depth in self._full else NO_GRAPH
 
 
 def _numbers(value: Any, length: int, field: str) -> list[float]:
