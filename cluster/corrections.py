@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from cluster.step_costs import CostCurves, StepCosts
@@ -19,8 +20,11 @@ from cluster.step_fit import StepShape
 MAX_LOG_FACTOR = math.log(8.0)
 NO_GRAPH = -1
 """In the place of a full graph's depth."""
-NUM_STEPS_TO_TRUST = 100.0
-"""Steps after which a kind of step speaks as much for itself as all steps together do for it."""
+NUM_STEPS_TO_TRUST = 50.0
+"""Steps after which a kind of step speaks as much for itself as the common factor does for it."""
+MAX_POINT_ERROR = 0.1
+"""By about so much, in logarithms, the points of a table that was measured on this kind of engine err each by itself.
+What all kinds have in common is told from that by being seen in several of them, or by being greater."""
 MAX_EVIDENCE_STEPS = 300.0
 """Against other engines more steps of one count as so many: its mean forgets by steps (`Residuals`), so it rests on
 about as many however long the engine has run, and a new engine is heard beside an old one."""
@@ -47,29 +51,62 @@ def kind_of(shape: StepShape, full_graph_depths: Collection[int]) -> Kind:
     return bucket, depth if depth is not None and depth in full_graph_depths else NO_GRAPH
 
 
-def shrunk(own: Factor, common: Factor) -> float:
-    """The log factor of a kind: a weighted mean of its own and that of all kinds together."""
-    share = own.num_steps / (own.num_steps + NUM_STEPS_TO_TRUST)
-    return share * own.log_factor + (1.0 - share) * common.log_factor
+def share_of(num_steps: float) -> float:
+    """How much of a kind's factor is its own after so many steps, 0 to 1; the rest is the common one."""
+    return num_steps / (num_steps + NUM_STEPS_TO_TRUST)
+
+
+def common_factor(total: float, shares: float) -> float:
+    """Log of the factor that no kind has for itself, by which unvisited kinds are corrected.
+
+    A mean over kinds, not over steps, as if one more kind had been seen without an error: engines run mostly at one
+    depth, and if its error were taken for everybody's, a depth that the table makes too cheap would never be found out.
+    That kind without an error counts less as the mean is beyond what single points err: the engine then is another.
+
+    Args:
+        total: sum over kinds of share * log factor.
+        shares: sum of the shares.
+    """
+    if not shares:
+        return 0.0
+    mean = total / shares
+    return total / (shares + MAX_POINT_ERROR**2 / (MAX_POINT_ERROR**2 + mean * mean))
 
 
 @dataclass(frozen=True)
 class Corrections:
-    """What steps turned out to take, over what the table says: `common` of all kinds together, `kinds` by kind."""
+    """What steps turned out to take over what the table says, by kind of step."""
 
-    common: Factor = Factor()
     kinds: Mapping[Kind, Factor] = field(default_factory=dict)
+
+    @cached_property
+    def common(self) -> float:
+        """Log of the factor that all kinds have in common."""
+        shares = [share_of(one.num_steps) for one in self.kinds.values()]
+        total = sum(share * one.log_factor for share, one in zip(shares, self.kinds.values(), strict=True))
+        return common_factor(total, sum(shares))
+
+    @property
+    def num_steps(self) -> float:
+        """Steps of all kinds."""
+        return sum(one.num_steps for one in self.kinds.values())
 
     def log_factor(self, kind: Kind) -> float:
         """Log of the factor by which the table's time of this kind of step is multiplied."""
         own = self.kinds.get(kind)
-        return self.common.log_factor if own is None else shrunk(own, self.common)
+        if own is None:
+            return self.common
+        share = share_of(own.num_steps)
+        return share * own.log_factor + (1.0 - share) * self.common
 
     def encode(self) -> str:
-        """One header value, JSON: `[[0.0123,812],[3,7,0.031,640]]`, first all kinds together, then
-        [bucket, depth, log factor, steps] of each; depth -1 stands for no full graph."""
-        rows = [[bucket, depth, *_rounded(one)] for (bucket, depth), one in sorted(self.kinds.items())]
-        return json.dumps([_rounded(self.common), *rows], separators=(",", ":"))
+        """One header value, JSON: `[[3,7,0.031,640]]`, [bucket, depth, log factor, steps] of each kind; depth -1 stands
+        for no full graph."""
+        rows = [
+            [bucket, depth, round(one.log_factor, 4), round(one.num_steps)]
+            for (bucket, depth), one in sorted(self.kinds.items())
+        ]
+        return json.dumps(rows, separators=(",", ":"))
 
     @classmethod
     def decode(cls, text: str) -> "Corrections":
@@ -82,32 +119,27 @@ class Corrections:
             rows = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"corrections: {text!r:.80} cannot be read as JSON") from error
-        if not isinstance(rows, list) or not 1 <= len(rows) <= 1 + MAX_KINDS:
-            raise ValueError(f"corrections: a list of 1 to {1 + MAX_KINDS} rows is expected, not {text!r:.80}")
+        if not isinstance(rows, list) or len(rows) > MAX_KINDS:
+            raise ValueError(f"corrections: a list of at most {MAX_KINDS} rows is expected, not {text!r:.80}")
         kinds: dict[Kind, Factor] = {}
-        for row in rows[1:]:
+        for row in rows:
             if not isinstance(row, list) or len(row) != 4 or not all(type(one) is int for one in row[:2]):
                 raise ValueError(f"corrections: a row is [bucket, depth, log factor, steps], not {row!r:.80}")
             bucket, depth = row[:2]
             if not (0 <= bucket <= MAX_BUCKET and NO_GRAPH <= depth <= MAX_DEPTH):
                 raise ValueError(f"corrections: there is no bucket {bucket} with depth {depth}")
             kinds[bucket, depth] = _factor(row[2:])
-        return cls(_factor(rows[0]), kinds)
+        return cls(kinds)
 
 
-def _rounded(one: Factor) -> list[float]:
-    return [round(one.log_factor, 4), round(one.num_steps)]
-
-
-def _factor(row: Any) -> Factor:
-    good = isinstance(row, list) and len(row) == 2
-    good = good and all(isinstance(one, int | float) and not isinstance(one, bool) for one in row)
+def _factor(row: list[Any]) -> Factor:
+    good = all(isinstance(one, int | float) and not isinstance(one, bool) for one in row)
     # Comparisons are false for what is not a number; a whole number too long for a float is refused by them too.
-    if not (good and -MAX_LOG_FACTOR - 1e-4 <= row[0] <= MAX_LOG_FACTOR + 1e-4 and 0 <= row[1] <= 1e15):
+    if not (good and -MAX_LOG_FACTOR <= row[0] <= MAX_LOG_FACTOR and 0 <= row[1] <= 1e15):
         raise ValueError(
             f"corrections: a factor is [log factor within +-{MAX_LOG_FACTOR:.2f}, steps from 0], not {row!r:.80}"
         )
-    return Factor(min(max(float(row[0]), -MAX_LOG_FACTOR), MAX_LOG_FACTOR), float(row[1]))
+    return Factor(float(row[0]), float(row[1]))
 
 
 def combined(found: Iterable[Corrections]) -> Corrections:
@@ -116,21 +148,22 @@ def combined(found: Iterable[Corrections]) -> Corrections:
     Engines may differ as a whole, so what counts of a kind is how far it is off its own engine's common factor: a kind
     that only a slow engine has run does not look slow because of that.
     """
-    engines = list(found)
-    common = _mean([one.common for one in engines])
+    engines = [one for one in found if one.num_steps]
+    common = _mean([Factor(one.common, one.num_steps) for one in engines]).log_factor
     apart: dict[Kind, list[Factor]] = {}
     for engine in engines:
         for kind, own in engine.kinds.items():
-            apart.setdefault(kind, []).append(Factor(own.log_factor - engine.common.log_factor, own.num_steps))
+            apart.setdefault(kind, []).append(Factor(own.log_factor - engine.common, own.num_steps))
     kinds = {}
     for kind, factors in apart.items():
         mean = _mean(factors)
-        log_factor = min(max(common.log_factor + mean.log_factor, -MAX_LOG_FACTOR), MAX_LOG_FACTOR)
+        log_factor = min(max(common + mean.log_factor, -MAX_LOG_FACTOR), MAX_LOG_FACTOR)
         kinds[kind] = Factor(log_factor, mean.num_steps)
-    return Corrections(common, kinds)
+    return Corrections(kinds)
 
 
 def _mean(factors: Collection[Factor]) -> Factor:
+    """Their mean by steps, and all their steps."""
     weights = [min(one.num_steps, MAX_EVIDENCE_STEPS) for one in factors]
     total = sum(weights)
     if not total:
@@ -149,7 +182,7 @@ class CorrectedTimes:
         self.padding_tokens: int = getattr(times, "padding_tokens", 0)
         self.capture_sizes: Mapping[int | None, Collection[float]] = getattr(times, "capture_sizes", {})
         self._factors = {kind: math.exp(corrections.log_factor(kind)) for kind in corrections.kinds}
-        self._common = math.exp(corrections.common.log_factor)
+        self._common = math.exp(corrections.common)
 
     def seconds(self, shape: StepShape) -> float:
         """As that of the table, corrected."""
@@ -176,7 +209,7 @@ class LiveCosts:
         self._said = {source: said for source, said in self._said.items() if 0 <= now_s - said[0] <= self._max_age_s}
         newest = combined(one for _, one in self._said.values())
         kinds = {*newest.kinds, *self.corrections.kinds}
-        moved = [newest.common.log_factor - self.corrections.common.log_factor]
+        moved = [newest.common - self.corrections.common]
         moved += [newest.log_factor(kind) - self.corrections.log_factor(kind) for kind in kinds]
         if max(map(abs, moved)) < MIN_CHANGE:
             return False
@@ -197,4 +230,4 @@ class LiveCosts:
             }
             for (bucket, depth), own in sorted(used.kinds.items(), key=lambda item: (item[0][1], item[0][0]))
         ]
-        return {"num_engines": len(self._said), "others": round(math.exp(used.common.log_factor), 3), "steps": rows}
+        return {"num_engines": len(self._said), "others": round(math.exp(used.common), 3), "steps": rows}

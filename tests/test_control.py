@@ -177,7 +177,7 @@ def graph_times(measured: bool = True) -> StepTimes:
 
 
 def slower_at_7(factor: float = 1.5) -> Corrections:
-    return Corrections(Factor(0.0, 5000), {(0, 3): Factor(0.0, 5000), (0, 7): Factor(math.log(factor), 5000)})
+    return Corrections({(0, 3): Factor(0.0, 5000), (0, 7): Factor(math.log(factor), 5000)})
 
 
 def alone(source: str = "a", corrections: Corrections | None = None) -> Observation:
@@ -195,11 +195,11 @@ def test_k_is_chosen_by_what_steps_turn_out_to_take() -> None:
         found.observe([alone(corrections=slower_at_7())], float(now_s))
         k = k_of(found, "code", now_s + 0.1)
     assert k == 3
-    faster = Corrections(Factor(math.log(0.5), 5000))
+    faster = Corrections({(0, k): Factor(math.log(0.5), 1e6) for k in (0, 3, 7)})
     other = DepthControl(POLICY, graph_times(), seed=0)
     other.observe([alone(corrections=faster)], 0.0)
     assert k_of(other, "code", 0.1) == 7
-    assert other.settle(Drafting("code", 3, "default"), 0.2).expected_tpot_s == pytest.approx(expected_s / 2)
+    assert other.settle(Drafting("code", 3, "default"), 0.2).expected_tpot_s == pytest.approx(expected_s / 2, rel=1e-3)
 
 
 def test_corrections_of_replicas_that_are_gone_or_silent_end() -> None:
@@ -227,7 +227,7 @@ def test_the_view_shows_the_corrections_in_use() -> None:
     found = DepthControl(POLICY, graph_times(), seed=0)
     found.observe([alone("a", slower_at_7(1.2)), alone("b", slower_at_7(1.2))], 0.0)
     text = table({"model": "m", **json.loads(json.dumps(found.document(1.0)))})
-    assert "step times corrected by 2 engines: x1.000" in text
+    assert "step times corrected by 2 engines: x1.0" in text
     assert "full graph of K=7: x1.1" in text
 
 

@@ -6,7 +6,6 @@ import math
 import pytest
 
 from cluster.corrections import (
-    MAX_EVIDENCE_STEPS,
     MAX_KINDS,
     MAX_LOG_FACTOR,
     NO_GRAPH,
@@ -25,10 +24,9 @@ AT_3, AT_7, RAGGED = StepShape.uniform(1, 3), StepShape.uniform(1, 7), StepShape
 MANY = 5000.0
 
 
-def engine(common: float, **kinds: tuple[float, float]) -> Corrections:
+def engine(**kinds: tuple[float, float]) -> Corrections:
     """`k7=(1.1, 500)`: one request on the full graph of 7 takes 1.1 times the table's seconds, in 500 steps."""
-    found = {(0, int(name[1:])): Factor(math.log(factor), num) for name, (factor, num) in kinds.items()}
-    return Corrections(Factor(math.log(common), MANY), found)
+    return Corrections({(0, int(name[1:])): Factor(math.log(one), num) for name, (one, num) in kinds.items()})
 
 
 def factor(corrections: Corrections, shape: StepShape) -> float:
@@ -57,7 +55,7 @@ def test_a_value_does_not_move_on_with_the_residuals() -> None:
 def test_the_text_is_small() -> None:
     """All that an engine of 256 requests and 8 full graphs can say, at most twice a second."""
     kinds = {(bucket, depth): Factor(-0.123456, 1e6) for bucket in range(9) for depth in range(NO_GRAPH, 8)}
-    assert len(Corrections(Factor(0.1, 1e6), kinds).encode()) < 2000
+    assert len(Corrections(kinds).encode()) < 2000
 
 
 @pytest.mark.parametrize(
@@ -68,25 +66,24 @@ def test_the_text_is_small() -> None:
         ("[" * 100_000, "cannot be read"),
         (None, "cannot be read"),
         ("{}", "rows is expected"),
-        ("[]", "rows is expected"),
-        (json.dumps([[0, 1]] + [[0, 1, 0, 1]] * (MAX_KINDS + 1)), "rows is expected"),
-        ("[0.1]", "a factor is"),
-        ('[["a",5]]', "a factor is"),
-        ("[[NaN,5]]", "a factor is"),
-        ("[[0.1,Infinity]]", "a factor is"),
-        ("[[0.1,-1]]", "a factor is"),
-        ("[[true,1]]", "a factor is"),
-        ("[[2.2,5]]", "a factor is"),
-        (f"[[{'9' * 400},5]]", "a factor is"),
-        ("[[0.1]]", "a factor is"),
-        ("[[0,1],[0,7,-2.2,5]]", "a factor is"),
-        ("[[0,1],[0,7,0.1]]", "a row is"),
-        ("[[0,1],[0,true,0.1,5]]", "a row is"),
-        ("[[0,1],[0,7.5,0.1,5]]", "a row is"),
-        ("[[0,1],7]", "a row is"),
-        ("[[0,1],[-1,7,0.1,5]]", "no bucket -1"),
-        ("[[0,1],[0,-2,0.1,5]]", "depth -2"),
-        ("[[0,1],[0,65,0.1,5]]", "depth 65"),
+        ("7", "rows is expected"),
+        (json.dumps([[0, 1, 0, 1]] * (MAX_KINDS + 1)), "rows is expected"),
+        ("[7]", "a row is"),
+        ("[[0,7,0.1]]", "a row is"),
+        ("[[0,true,0.1,5]]", "a row is"),
+        ("[[0,7.5,0.1,5]]", "a row is"),
+        ('[[0,7,"a",5]]', "a factor is"),
+        ("[[0,7,null,5]]", "a factor is"),
+        ("[[0,7,true,5]]", "a factor is"),
+        ("[[0,7,NaN,5]]", "a factor is"),
+        ("[[0,7,0.1,Infinity]]", "a factor is"),
+        ("[[0,7,0.1,-1]]", "a factor is"),
+        ("[[0,7,2.2,5]]", "a factor is"),
+        ("[[0,7,-2.2,5]]", "a factor is"),
+        (f"[[0,7,{'9' * 400},5]]", "a factor is"),
+        ("[[-1,7,0.1,5]]", "no bucket -1"),
+        ("[[0,-2,0.1,5]]", "depth -2"),
+        ("[[0,65,0.1,5]]", "depth 65"),
     ],
 )
 def test_what_no_engine_writes_is_refused(text: str, said: str) -> None:
@@ -95,39 +92,58 @@ def test_what_no_engine_writes_is_refused(text: str, said: str) -> None:
 
 
 def test_the_greatest_factor_survives_its_rounding() -> None:
-    extreme = Corrections(Factor(MAX_LOG_FACTOR, 5), {(0, 7): Factor(-MAX_LOG_FACTOR, 5)})
-    assert Corrections.decode(extreme.encode()).common.log_factor <= MAX_LOG_FACTOR
-    assert Corrections.decode(extreme.encode()).kinds[0, 7].log_factor >= -MAX_LOG_FACTOR
+    extreme = Corrections({(0, 3): Factor(MAX_LOG_FACTOR, 5), (0, 7): Factor(-MAX_LOG_FACTOR, 5)})
+    found = Corrections.decode(extreme.encode()).kinds
+    assert [found[0, k].log_factor for k in (3, 7)] == pytest.approx([MAX_LOG_FACTOR, -MAX_LOG_FACTOR], abs=1e-4)
+
+
+def test_what_no_step_has_visited_takes_the_common_factor() -> None:
+    """One kind that is off by what single points err says little of the others; several, or one far off, say it."""
+    assert Corrections().common == 0.0
+    once = engine(k7=(1.08, MANY))
+    assert 1.03 < factor(once, AT_3) < 1.06
+    often = Corrections({(bucket, 7): Factor(math.log(1.08), MANY) for bucket in range(6)})
+    assert factor(often, AT_3) == pytest.approx(1.08, abs=0.01)
+    far = engine(k7=(2.0, MANY))
+    assert factor(far, AT_3) == pytest.approx(2.0, rel=0.02)
+    assert factor(engine(k7=(1.08, 1)), AT_3) < 1.01
 
 
 def test_one_engine_is_itself_and_none_is_no_correction() -> None:
     for num_steps in (40, MANY):
-        alone = engine(1.2, k7=(1.3, num_steps))
-        assert factor(combined([alone]), AT_7) == pytest.approx(factor(alone, AT_7))
-    assert factor(combined([alone]), AT_3) == pytest.approx(1.2)
+        alone = engine(k3=(1.1, MANY), k7=(1.3, num_steps))
+        for shape in (AT_3, AT_7, RAGGED):
+            assert factor(combined([alone]), shape) == pytest.approx(factor(alone, shape))
+        assert combined([alone, Corrections(), engine(k7=(1.0, 0))]) == combined([alone])
     assert combined([]) == combined([Corrections()]) == Corrections()
 
 
 def test_engines_count_by_their_steps_and_none_drowns_the_others() -> None:
-    sure, doubtful = engine(1.0, k7=(1.1, 200)), engine(1.0, k7=(1.4, 20))
-    (kind,) = combined([sure, doubtful]).kinds.values()
-    assert math.exp(kind.log_factor) == pytest.approx(1.1 ** (200 / 220) * 1.4 ** (20 / 220))
-    old, new = engine(1.0, k7=(1.1, 1e9)), engine(1.0, k7=(1.3, MAX_EVIDENCE_STEPS))
-    (kind,) = combined([old, new]).kinds.values()
-    assert math.exp(kind.log_factor) == pytest.approx(math.sqrt(1.1 * 1.3))
+    def at_7(*engines: Corrections) -> float:
+        common = [math.exp(one.common) for one in engines]
+        assert min(common) < math.exp(combined(engines).common) < max(common)
+        return factor(combined(engines), AT_7)
+
+    fair = at_7(engine(k7=(1.1, 200)), engine(k7=(1.4, 200)))
+    assert fair == pytest.approx(math.sqrt(1.1 * 1.4), rel=0.03)
+    assert at_7(engine(k7=(1.1, 200)), engine(k7=(1.4, 20))) < fair - 0.05
+    assert at_7(engine(k7=(1.1, 1e9)), engine(k7=(1.4, MANY))) == pytest.approx(math.sqrt(1.1 * 1.4), rel=0.01)
 
 
 def test_a_slow_engine_does_not_make_its_depths_look_slow() -> None:
     """The slow one alone runs K = 7, and is as slow at all else; the other alone K = 3."""
-    both = combined([engine(1.2, k7=(1.2, MANY)), engine(1.0, k3=(1.0, MANY))])
-    assert factor(both, AT_7) == pytest.approx(factor(both, AT_3)) == pytest.approx(math.sqrt(1.2))
-    apart = combined([engine(1.2, k7=(1.2, MANY), k3=(1.32, MANY)), engine(1.0, k3=(1.1, MANY))])
-    assert factor(apart, AT_3) / factor(apart, AT_7) == pytest.approx(1.1, rel=0.03)
+    everywhere = {(bucket, 7): Factor(math.log(1.3), MANY) for bucket in range(5)}
+    usual = {(bucket, 3): Factor(0.0, MANY) for bucket in range(5)}
+    both = combined([Corrections(everywhere), Corrections(usual)])
+    assert factor(both, AT_7) / factor(both, AT_3) == pytest.approx(1.0, abs=0.015)
+    assert factor(both, AT_7) == pytest.approx(math.sqrt(1.3), rel=0.02)
+    one_is_slow = combined([engine(k7=(1.2, MANY), k3=(1.32, MANY)), engine(k7=(1.0, MANY), k3=(1.1, MANY))])
+    assert factor(one_is_slow, AT_3) / factor(one_is_slow, AT_7) == pytest.approx(1.1, rel=0.01)
 
 
 def test_no_factor_of_several_is_beyond_eight() -> None:
-    ends = [Corrections(Factor(0.0, 300), {(0, 7): Factor(MAX_LOG_FACTOR, MANY)})]
-    ends.append(Corrections(Factor(MAX_LOG_FACTOR, 300), {(0, 7): Factor(MAX_LOG_FACTOR, 1)}))
+    ends = [Corrections({(0, 7): Factor(MAX_LOG_FACTOR, MANY), (0, 3): Factor(-MAX_LOG_FACTOR, MANY)})]
+    ends.append(Corrections({(bucket, 3): Factor(MAX_LOG_FACTOR, MANY) for bucket in range(1, 9)}))
     assert combined(ends).kinds[0, 7].log_factor == MAX_LOG_FACTOR
     assert factor(combined(ends), AT_7) <= 8.0 + 1e-9
 
@@ -135,11 +151,11 @@ def test_no_factor_of_several_is_beyond_eight() -> None:
 def test_the_last_word_of_an_engine_ends_with_its_age() -> None:
     live = LiveCosts(TABLE, max_age_s=30.0)
     plain = live.curves
-    assert live.take({"a": engine(1.0, k7=(1.2, MANY)), "b": engine(1.0, k7=(1.4, MANY))}, 100.0)
+    assert live.take({"a": engine(k7=(1.2, MANY)), "b": engine(k7=(1.4, MANY))}, 100.0)
     both_s = live.curves.curve(1, 0.0).uniform[7]
     assert both_s == pytest.approx(TABLE.seconds(AT_7) * math.sqrt(1.2 * 1.4), rel=0.02)
-    assert not live.take({"a": engine(1.0, k7=(1.2, MANY))}, 129.0)  # b is gone, and still remembered
-    assert live.take({"a": engine(1.0, k7=(1.2, MANY))}, 131.0)
+    assert not live.take({"a": engine(k7=(1.2, MANY))}, 129.0)  # b is gone, and still remembered
+    assert live.take({"a": engine(k7=(1.2, MANY))}, 131.0)
     assert live.curves.curve(1, 0.0).uniform[7] == pytest.approx(TABLE.seconds(AT_7) * 1.2, rel=0.02)
     assert live.document()["num_engines"] == 1
     assert live.take({}, 200.0)
@@ -149,28 +165,32 @@ def test_the_last_word_of_an_engine_ends_with_its_age() -> None:
 
 def test_a_clock_that_goes_back_forgets_what_it_has_not_heard_since() -> None:
     live = LiveCosts(TABLE, max_age_s=30.0)
-    live.take({"a": engine(1.3)}, 1000.0)
-    assert live.take({"b": engine(1.0)}, 10.0)
-    assert live.document() == {"num_engines": 1, "others": 1.0, "steps": []}
+    live.take({"a": engine(k7=(1.3, MANY))}, 1000.0)
+    assert live.take({"b": engine(k3=(1.0, MANY))}, 10.0)
+    assert live.document()["num_engines"] == 1
+    assert [(one["depth"], one["factor"]) for one in live.document()["steps"]] == [(3, 1.0)]
 
 
 def test_costs_stay_the_same_object_until_they_move() -> None:
     """Curves are remembered, and cost a millisecond each to make."""
     live = LiveCosts(TABLE, max_age_s=30.0)
-    assert live.take({"a": engine(1.1, k7=(1.2, 400))}, 0.0)
+    assert live.take({"a": engine(k7=(1.2, 400))}, 0.0)
     curves = live.curves
     for now_s in range(1, 20):
-        assert not live.take({"a": engine(1.1 + 1e-4 * now_s, k7=(1.2, 400 + now_s))}, float(now_s))
+        assert not live.take({"a": engine(k7=(1.2 + 1e-4 * now_s, 400 + now_s))}, float(now_s))
     assert live.curves is curves
-    assert live.take({"a": engine(1.1, k7=(1.25, 400))}, 20.0)
+    assert live.take({"a": engine(k7=(1.25, 400))}, 20.0)
     assert live.curves is not curves
 
 
 def test_the_document_says_each_factor_in_use() -> None:
     live = LiveCosts(TABLE, max_age_s=30.0)
     found = {(2, NO_GRAPH): Factor(math.log(0.9), 200), (0, 7): Factor(math.log(1.2), 100)}
-    live.take({"a": Corrections(Factor(0.0, 300), found)}, 0.0)
+    corrections = Corrections(found)
+    live.take({"a": corrections}, 0.0)
     ragged, full = json.loads(json.dumps(live.document()))["steps"]
     assert (ragged["depth"], ragged["requests"], ragged["num_steps"]) == (None, 4, 200)
     assert (full["depth"], full["requests"]) == (7, 1)
-    assert full["factor"] == pytest.approx(math.sqrt(1.2), abs=1e-3), "as trusted after 100 steps"
+    assert full["factor"] == pytest.approx(factor(corrections, AT_7), abs=1e-3)
+    assert 1.1 < full["factor"] < 1.2, "as far as 100 steps are trusted"
+    assert live.document()["others"] == pytest.approx(math.exp(corrections.common), abs=1e-3)

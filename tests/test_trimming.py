@@ -118,8 +118,8 @@ def test_corrections_are_told_when_new_and_not_more_often_than_they_are_read() -
     assert trimmer.untold(100.0) is None, "no step, nothing to tell"
     timed(0.032)
     first = Corrections.decode(trimmer.untold(100.0) or "")
-    assert first.common.num_steps == 1
-    assert first.common.log_factor > 0
+    assert first.num_steps == 1
+    assert first.common > 0
     told = 0
     for n in range(1, 1001):  # ten seconds of steps of 10 ms
         timed(0.032)
@@ -142,7 +142,7 @@ def test_the_scheduler_tells_each_client_on_its_first_output() -> None:
     PerRequestDepthScheduler._tell_corrections(trimmer, {0: EngineCoreOutputs(outputs=outputs)})
     assert outputs[0].trace_headers is not None
     assert outputs[0].trace_headers["traceparent"] == "00-1"
-    assert Corrections.decode(outputs[0].trace_headers[CORRECTIONS_HEADER]).common.num_steps == 1
+    assert Corrections.decode(outputs[0].trace_headers[CORRECTIONS_HEADER]).num_steps == 1
     assert outputs[1].trace_headers is None
 
 
