@@ -41,7 +41,9 @@ def _correction_lines(document: Mapping[str, Any] | None) -> list[str]:
     by_depth: dict[int | None, list[str]] = {}
     for one in document["steps"]:
         by_depth.setdefault(one["depth"], []).append(f"x{one['factor']:.3f} to {one['requests']} requests")
-    lines = [f"step times corrected by {document['num_engines']} engines: x{document['others']:.3f} where no step says"]
+    num = document["num_engines"]
+    who = "1 engine" if num == 1 else f"{num} engines"
+    lines = [f"step times corrected by {who}: x{document['others']:.3f} where no step says"]
     for depth, found in by_depth.items():
         lines.append(f"  {'no full graph' if depth is None else f'full graph of K={depth}'}: {', '.join(found)}")
     return lines
