@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.acceptance import AcceptanceBook, Report
+from cluster.corrections import Corrections, LiveCosts
 from cluster.depth import Choice, DepthChooser, Load, Objective
 from cluster.drafting import DEFAULT_WORKLOAD, DepthPolicy, Drafting
 from cluster.step_time import StepTimes
@@ -34,11 +35,13 @@ class Observation:
         report: its cumulative counts by workload since it started, and the head that made them.
         num_running: its running requests by workload.
         context_tokens: mean context of its running requests, 0 where unknown.
+        corrections: what its engine's steps turn out to take over the table; None where it has not said.
     """
 
     report: Report
     num_running: Mapping[str, float] = field(default_factory=dict)
     context_tokens: float = 0.0
+    corrections: Corrections | None = None
 
 
 def _described(times: StepTimes) -> str:
@@ -74,7 +77,9 @@ class DepthControl:
 
     Args:
         policy: the operator's limits, defaults and pinned workloads.
-        times: step times of the targets' engines.
+        times: step times of the targets' engines. Measured ones are corrected by what the engines report, each engine's
+            word for `MAX_REPORT_AGE_S` after its last report. The cautious model is not: its seconds mean nothing, and
+            engines that trim by no table report no corrections.
         objectives: by workload; `default_objective` for the others.
         seed: of the draws for probes.
         split_share: as of `AcceptanceBook`.
@@ -92,6 +97,7 @@ class DepthControl:
         self.policy = policy
         self.times = times
         self.book = AcceptanceBook(policy.max_draft_tokens, split_share=split_share)
+        self._costs = LiveCosts(times, MAX_REPORT_AGE_S) if times.measured else None
         self._chooser = DepthChooser(times, policy.max_depth, objectives=objectives or {})
         self._random = random.Random(seed)
         self._load: dict[str, float] = {}
@@ -116,6 +122,10 @@ class DepthControl:
         contexts = [one.context_tokens for one in observed if one.context_tokens > 0]
         self._context_tokens = sum(contexts) / len(contexts) if contexts else 0.0
         self._observed_s = now_s
+        if self._costs is not None:
+            said = {one.report.source: one.corrections for one in observed if one.corrections is not None}
+            if self._costs.take(said, now_s):
+                self._chooser.use(self._costs.curves)
 
     def settle(self, drafting: Drafting, now_s: float) -> Drafting:
         """`drafting` as it is where the request or the operator fixed K; else with the K that is best.
@@ -169,6 +179,7 @@ class DepthControl:
             "max_draft_tokens": self.policy.max_draft_tokens,
             "policy": "adaptive",
             "step_times": _described(self.times),
+            "corrections": None if self._costs is None else self._costs.document(),
             "head": self.book.head,
             "seconds_since_report": None if math.isinf(silent_s) else round(silent_s, 1),
             "context_tokens": round(self._context_tokens, 1),

@@ -11,17 +11,23 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.corrections import (
+    MAX_LOG_FACTOR,
+    CorrectedTimes,
+    Corrections,
+    Factor,
+    Kind,
+    common_factor,
+    kind_of,
+    share_of,
+)
+from cluster.step_costs import StepCosts
 from cluster.step_fit import StepShape
 
 MAX_LOG_ERROR = 0.5
 """Further from the present estimate than a factor e^0.5 = 1.65, an observation counts as that far."""
-MAX_LOG_FACTOR = math.log(8.0)
 NUM_STEPS_OF_PRIOR = 10.0
 """At the start the factor 1 weighs like so many steps, so that a pause among the first does not set the factor."""
-NO_GRAPH = -1
-"""In the place of a full graph's depth."""
-NUM_STEPS_TO_TRUST = 100.0
-"""Steps after which a kind of shape speaks as much for itself as all shapes together do for it."""
 
 
 @dataclass(slots=True)
@@ -37,14 +43,18 @@ class _Mean:
         deviation = min(max(log_error - self.log_factor, -MAX_LOG_ERROR), MAX_LOG_ERROR)
         self.log_factor = min(max(self.log_factor + step * deviation, -MAX_LOG_FACTOR), MAX_LOG_FACTOR)
 
+    @property
+    def share(self) -> float:
+        return share_of(self.num_steps)
+
 
 class Residuals:
     """Factors by (batch bucket, depth of the full graph or none); a bucket is 1, 2, 3-4, 5-8, ... requests.
 
     Depths apart, because the best K is often one of two that are close, and a table's points err each by themselves.
-    The correction of a kind is a weighted mean, in logarithms, of its own factor and that of all kinds together: what
-    no step has visited yet is corrected like the rest, so that a table measured on a faster machine does not make
-    unvisited depths look cheap.
+    The correction of a kind is a weighted mean, in logarithms, of its own factor and the one that all kinds have in
+    common (`cluster.corrections.common_factor`): what no step has visited yet is corrected like the rest, so that a
+    table measured on a faster machine does not make unvisited depths look cheap.
 
     Args:
         full_graph_depths: as `StepTimes.full_graph_depths`.
@@ -56,8 +66,8 @@ class Residuals:
             raise ValueError(f"Residuals: half_life_steps must be above 0, not {half_life_steps!r}")
         self._full = frozenset(full_graph_depths)
         self._weight = 1.0 - 0.5 ** (1.0 / half_life_steps)
-        self._all = _Mean()
-        self._kinds: dict[tuple[int, int], _Mean] = {}
+        self._kinds: dict[Kind, _Mean] = {}
+        self._total = self._shares = 0.0  # as `common_factor` takes them, kept up step by step
         self._error = 0.0
         self._num_errors = 0.0
         self.num_refused = 0
@@ -72,17 +82,28 @@ class Residuals:
         self._num_errors += 1.0
         self._error += max(self._weight, 1.0 / self._num_errors) * (error - self._error)
         log_error = math.log(measured_s / predicted_s)
-        self._all.add(log_error, self._weight)
-        self._kinds.setdefault(self._kind(shape), _Mean()).add(log_error, self._weight)
+        own = self._kinds.setdefault(kind_of(shape, self._full), _Mean())
+        share, total = own.share, own.share * own.log_factor
+        own.add(log_error, self._weight)
+        self._shares += own.share - share
+        self._total += own.share * own.log_factor - total
         return True
 
     def correct(self, seconds: float, shape: StepShape) -> float:
         """`seconds`, the table's prediction for `shape`, times the factor of its kind."""
-        kind = self._kinds.get(self._kind(shape))
-        if kind is None:
-            return seconds * math.exp(self._all.log_factor)
-        share = kind.num_steps / (kind.num_steps + NUM_STEPS_TO_TRUST)
-        return seconds * math.exp(share * kind.log_factor + (1.0 - share) * self._all.log_factor)
+        own = self._kinds.get(kind_of(shape, self._full))
+        common = common_factor(self._total, self._shares)
+        if own is None:
+            return seconds * math.exp(common)
+        return seconds * math.exp(own.share * own.log_factor + (1.0 - own.share) * common)
+
+    def corrections(self) -> Corrections:
+        """All factors as they are now."""
+        return Corrections({kind: Factor(one.log_factor, one.num_steps) for kind, one in self._kinds.items()})
+
+    def corrected(self, times: StepCosts) -> CorrectedTimes:
+        """`times`, the table that predicted, under the factors as they are now."""
+        return CorrectedTimes(times, self.corrections())
 
     @property
     def mape(self) -> float:
@@ -93,12 +114,11 @@ class Residuals:
     @property
     def num_steps(self) -> float:
         """Steps taken in."""
-        return self._all.num_steps
+        return self._num_errors
 
     def snapshot(self) -> dict[str, Any]:
         """Everything, for JSON."""
         return {
-            "all": [self._all.log_factor, self._all.num_steps],
             "kinds": [
                 [size, depth, one.log_factor, one.num_steps] for (size, depth), one in sorted(self._kinds.items())
             ],
@@ -108,25 +128,21 @@ class Residuals:
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Continue from a `snapshot`. Raises ValueError naming the field; then nothing has changed."""
-        found = {"all", "kinds", "mape", "num_refused"} ^ set(snapshot)
+        found = {"kinds", "mape", "num_refused"} ^ set(snapshot)
         if found:
             raise ValueError(f"residuals: field {sorted(found)[0]!r} is missing or unknown")
-        overall = _Mean(*_numbers(snapshot["all"], 2, "all"))
         error, num_errors = _numbers(snapshot["mape"], 2, "mape")
-        kinds: dict[tuple[int, int], _Mean] = {}
+        kinds: dict[Kind, _Mean] = {}
         if not isinstance(snapshot["kinds"], list):
             raise ValueError(f"residuals: field 'kinds' must be a list, not {snapshot['kinds']!r:.80}")
         for row in snapshot["kinds"]:
             size, depth, log_factor, num_steps = _numbers(row, 4, "kinds")
             kinds[int(size), int(depth)] = _Mean(log_factor, num_steps)
         (num_refused,) = _numbers([snapshot["num_refused"]], 1, "num_refused")
-        self._all, self._kinds, self._error, self._num_errors = overall, kinds, error, num_errors
+        self._kinds, self._error, self._num_errors = kinds, error, num_errors
+        self._shares = sum(one.share for one in kinds.values())
+        self._total = sum(one.share * one.log_factor for one in kinds.values())
         self.num_refused = int(num_refused)
-
-    def _kind(self, shape: StepShape) -> tuple[int, int]:
-        bucket = 0 if shape.num_requests <= 1 else math.ceil(math.log2(shape.num_requests) - 1e-9)
-        depth = shape.uniform_depth
-        return bucket, depth if depth is not None and depth in self._full else NO_GRAPH
 
 
 def _numbers(value: Any, length: int, field: str) -> list[float]:

@@ -14,9 +14,17 @@ from typing import Any
 
 from cluster.acceptance import Counts, Report
 from cluster.control import DepthControl, Observation
+from cluster.corrections import Corrections
 from cluster.drafting import DepthPolicy, Drafting
 from cluster.step_time import StepTimes
-from peagle.vllm.channel import DEPTH_KEY, STEPS_HEADER, SURVIVAL_KEY, SYNTHETIC_KEY, decode_steps
+from peagle.vllm.channel import (
+    CORRECTIONS_HEADER,
+    DEPTH_KEY,
+    STEPS_HEADER,
+    SURVIVAL_KEY,
+    SYNTHETIC_KEY,
+    decode_steps,
+)
 
 LEARNED = "learned"
 PROMPT_TOKENS = 128
@@ -115,6 +123,7 @@ class Rig:
             self._control = DepthControl(policy, times, seed=0, split_share=0.0)
         self._totals: dict[str, Counts] = {}
         self._untold: dict[str, list[tuple[int, int]]] = {}
+        self._corrections: Corrections | None = None
         self._workload_of: dict[str, str] = {}
         self._last_s: dict[str, float] = {}
         self._num_requests = 0
@@ -159,12 +168,15 @@ class Rig:
             now_s = time.perf_counter()
             is_open = now_s - begin_s >= warmup_s
             for output in outputs:
+                headers = output.trace_headers or {}
+                if (corrections := headers.get(CORRECTIONS_HEADER)) is not None:
+                    self._corrections = Corrections.decode(corrections)
                 # vLLM adds a suffix of its own.
                 request_id = "-".join(output.request_id.split("-")[:2])
                 workload = self._workload_of.get(request_id)
                 if workload is None:
                     continue  # of an arm before, under way when that was ended
-                steps = decode_steps((output.trace_headers or {}).get(STEPS_HEADER, ""))
+                steps = decode_steps(headers.get(STEPS_HEADER, ""))
                 if arm == LEARNED:
                     self._untold.setdefault(workload, []).extend(steps)
                 last_s, self._last_s[request_id] = self._last_s[request_id], now_s
@@ -195,7 +207,7 @@ class Rig:
             running[workload] = running.get(workload, 0.0) + 1
         context = PROMPT_TOKENS + self._mean_tokens / 2
         report = Report("engine", "head", dict(self._totals))
-        self._control.observe([Observation(report, running, context)], time.monotonic())
+        self._control.observe([Observation(report, running, context, self._corrections)], time.monotonic())
 
     def drafting(self) -> Any:
         """What the learned arm believes and chooses, as the service shows it."""

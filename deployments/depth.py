@@ -16,6 +16,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from cluster.acceptance import Counts, Report
 from cluster.control import DepthControl, Observation
+from cluster.corrections import Corrections
 from cluster.settings import ClusterSettings
 from cluster.step_time import StepTimes
 from deployments.telemetry import ReplicaReport
@@ -42,9 +43,16 @@ def step_times(settings: ClusterSettings) -> StepTimes | None:
 
 
 def observation(report: ReplicaReport) -> Observation:
-    """A replica's report as the control reads it."""
+    """A replica's report as the control reads it. Corrections that cannot be read are logged and left out."""
     totals = {workload: counts_of(one.stats) for workload, one in report.workloads.items()}
-    return Observation(Report(report.replica, report.head, totals), dict(report.running), report.context_tokens)
+    corrections = None
+    if report.corrections:
+        try:
+            corrections = Corrections.decode(report.corrections)
+        except ValueError as error:
+            logger.warning("the step times of target replica %s stay uncorrected: %s", report.replica, error)
+    counted = Report(report.replica, report.head, totals)
+    return Observation(counted, dict(report.running), report.context_tokens, corrections)
 
 
 def counts_of(stats: DraftingStats) -> Counts:

@@ -21,7 +21,8 @@ from ray.util.metrics import Counter
 from cluster.counts import Counts
 from cluster.scaling_counters import CounterExport, WorkloadTotals
 from deployments.drafter_telemetry import HeadCounts, LinkReport, head_metrics
-from peagle.vllm.stats import DraftingRecorder, DraftingStats, RequestDrafting
+from peagle.vllm.recorder import DraftingRecorder
+from peagle.vllm.stats import DraftingStats, RequestDrafting
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -44,7 +45,8 @@ class ReplicaReport:
     where workloads have heads of their own; "" without a drafter).
 
     `num_running`: requests that the engine works on or keeps waiting; `running`: their sequences by workload, with a
-    mean context of `context_tokens`. `by_head`: its steps by the head that drafted them; `links`: to drafters."""
+    mean context of `context_tokens`. `by_head`: its steps by the head that drafted them; `links`: to drafters;
+    `corrections`: its scheduler's corrections of the step times, as they travelled (`cluster.corrections`)."""
 
     replica: str
     model: str
@@ -55,6 +57,7 @@ class ReplicaReport:
     context_tokens: float = 0.0
     by_head: Mapping[str, DraftingStats] = field(default_factory=dict)
     links: tuple[LinkReport, ...] = ()
+    corrections: str = ""
 
 
 class ReplicaTelemetry:
@@ -105,6 +108,7 @@ class ReplicaTelemetry:
             context_tokens,
             self._by_head.by_head(),
             tuple(links),
+            self.recorder.corrections,
         )
 
     def scaling_counters(self) -> dict[str, int]:

@@ -16,7 +16,8 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from peagle.vllm.channel import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.engine import ASYNC_SCHEDULER, engine_kwargs
-from peagle.vllm.stats import DraftingRecorder, RequestDrafting
+from peagle.vllm.recorder import DraftingRecorder
+from peagle.vllm.stats import RequestDrafting
 from tests.scripted_drafts import CONTINUATION_KEY
 
 T = TypeVar("T")

@@ -1,15 +1,21 @@
 """What the control makes of the targets' reports: K where nobody fixed one, a document, and a state to restore."""
 
 import json
+import logging
+import math
+from dataclasses import replace
 
 import pytest
 
 from cluster.acceptance import Report
 from cluster.control import MAX_REPORT_AGE_S, DepthControl, Observation, fixed_document
+from cluster.corrections import Corrections, Factor
 from cluster.counts import Counts
 from cluster.drafting import DepthPolicy, Drafting, DraftingError, from_wire, resolve
 from cluster.step_time import StepPoint, StepShape, StepTimes
 from cluster.view import table
+from deployments.depth import observe
+from deployments.telemetry import ReplicaReport
 
 K_MAX = 7
 POLICY = DepthPolicy(K_MAX, K_MAX, 3, {"pinned": 2})
@@ -155,3 +161,90 @@ def test_the_view_of_a_fixed_policy() -> None:
     text = table(fixed_document(POLICY, "m"))
     assert "policy fixed" in text
     assert [line.split()[3] for line in text.splitlines() if line.startswith(("default", "pinned"))] == ["3", "2"]
+
+
+def graph_times(measured: bool = True) -> StepTimes:
+    """One request: full graphs of K = 3 and K = 7 that take 10 and 10.5 ms."""
+    points = []
+    for k in range(K_MAX + 1):
+        for uniform in (k, None):
+            seconds = {3: 0.010, 7: 0.0105}.get(-1 if uniform is None else k, 0.020)
+            points.append(StepPoint(StepShape(1, 1 + k, uniform), seconds, seconds, 100))
+    conditions = {"gpu": "a test"}
+    return StepTimes(
+        points, max_draft_tokens=K_MAX, full_graph_depths=(0, 3, 7), conditions=conditions, measured=measured
+    )
+
+
+def slower_at_7(factor: float = 1.5) -> Corrections:
+    return Corrections({(0, 3): Factor(0.0, 5000), (0, 7): Factor(math.log(factor), 5000)})
+
+
+def alone(source: str = "a", corrections: Corrections | None = None) -> Observation:
+    """A replica with hardly more than one request, whose drafts are accepted 8 times in 10."""
+    report = Report(source, "h", {"code": counts(0.8, 5000)})
+    return Observation(report, {"code": 1.0}, 500.0, corrections)
+
+
+def test_k_is_chosen_by_what_steps_turn_out_to_take() -> None:
+    found = DepthControl(POLICY, graph_times(), seed=0)
+    found.observe([alone()], 0.0)
+    assert k_of(found, "code", 0.1) == 7
+    expected_s = found.settle(Drafting("code", 3, "default"), 0.2).expected_tpot_s
+    for now_s in range(1, 20):
+        found.observe([alone(corrections=slower_at_7())], float(now_s))
+        k = k_of(found, "code", now_s + 0.1)
+    assert k == 3
+    faster = Corrections({(0, k): Factor(math.log(0.5), 1e6) for k in (0, 3, 7)})
+    other = DepthControl(POLICY, graph_times(), seed=0)
+    other.observe([alone(corrections=faster)], 0.0)
+    assert k_of(other, "code", 0.1) == 7
+    assert other.settle(Drafting("code", 3, "default"), 0.2).expected_tpot_s == pytest.approx(expected_s / 2, rel=1e-3)
+
+
+def test_corrections_of_replicas_that_are_gone_or_silent_end() -> None:
+    found = DepthControl(POLICY, graph_times(), seed=0)
+    found.observe([alone("a", slower_at_7()), alone("b")], 0.0)
+    assert k_of(found, "code", 0.1) == 3
+    for now_s in range(1, int(MAX_REPORT_AGE_S) + 20):
+        found.observe([alone("b")], float(now_s))  # a is gone; b has measured no step
+        k = k_of(found, "code", now_s + 0.1)
+        assert k == (3 if now_s <= MAX_REPORT_AGE_S else k)
+    assert k == 7
+    assert found.document(60.0)["corrections"]["num_engines"] == 0
+
+
+def test_the_cautious_model_is_not_corrected() -> None:
+    found = DepthControl(POLICY, graph_times(measured=False), seed=0)
+    found.observe([alone(corrections=slower_at_7())], 0.0)
+    assert k_of(found, "code", 0.1) == 7
+    document = {"model": "m", **found.document(1.0)}
+    assert document["corrections"] is None
+    assert "corrected" not in table(document)
+
+
+def test_the_view_shows_the_corrections_in_use() -> None:
+    found = DepthControl(POLICY, graph_times(), seed=0)
+    found.observe([alone("a", slower_at_7(1.2)), alone("b", slower_at_7(1.2))], 0.0)
+    text = table({"model": "m", **json.loads(json.dumps(found.document(1.0)))})
+    assert "step times corrected by 2 engines: x1.0" in text
+    assert "full graph of K=7: x1.1" in text
+
+
+def replica(corrections: object) -> ReplicaReport:
+    return ReplicaReport("r1", "m", 1, {}, "h", {"code": 1}, 500.0, corrections=corrections)  # type: ignore[arg-type]
+
+
+def test_a_report_brings_corrections_and_bad_ones_cost_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    found = DepthControl(POLICY, graph_times(), seed=0)
+    observe(found, [replica(slower_at_7().encode())])
+    assert found._costs is not None
+    assert found._costs.corrections.kinds[0, 7].log_factor == pytest.approx(math.log(1.5), abs=1e-4)
+    for bad in ("", "[[9e9,1]]", "nonsense", 7):
+        other = DepthControl(POLICY, graph_times(), seed=0)
+        with caplog.at_level(logging.WARNING):
+            caplog.clear()
+            observe(other, [replace(replica(bad), context_tokens=300.0)])
+        assert other.document(0.0)["context_tokens"] == 300.0, "the rest of the report counts"
+        assert ("the step times of target replica r1 stay uncorrected: corrections: " in caplog.text) == bool(bad)
+        assert other.document(0.0)["corrections"]["num_engines"] == 0

@@ -26,7 +26,7 @@ def test_a_lasting_difference_is_learned(factor):
 
 def test_kinds_learn_apart_and_an_unvisited_kind_takes_the_common_factor():
     residuals = settled(1.5, SMALL)
-    assert residuals.correct(1.0, LARGE) == residuals.correct(1.0, FULL) == pytest.approx(1.5, rel=1e-3)
+    assert residuals.correct(1.0, LARGE) == residuals.correct(1.0, FULL) == pytest.approx(1.5, rel=0.03)
     for _ in range(3000):
         residuals.observe(0.01, 0.01, FULL)
         residuals.observe(0.015, 0.01, SMALL)
@@ -42,6 +42,19 @@ def test_depths_on_full_graphs_learn_apart():
         residuals.observe(0.009, 0.01, StepShape.uniform(1, 3))
     assert residuals.correct(1.0, FULL) == pytest.approx(1.1, rel=0.01)
     assert residuals.correct(1.0, StepShape.uniform(1, 3)) == pytest.approx(0.9, rel=0.01)
+
+
+def test_the_error_of_the_depth_that_runs_is_not_taken_for_that_of_all():
+    """A table makes K = 3 look 8 % too cheap, and the engine runs hardly anything else: K = 7 must look better for it,
+    or its own few steps would never become more."""
+    residuals = Residuals({3, 7})
+    for step in range(2000):
+        residuals.observe(0.0108, 0.010, SMALL)
+        if step % 100 == 0:
+            residuals.observe(0.0097, 0.010, FULL)
+    assert residuals.correct(1.0, SMALL) == pytest.approx(1.08, rel=0.01)
+    assert residuals.correct(1.0, FULL) < 1.03
+    assert residuals.correct(1.0, LARGE) < 1.05
 
 
 def test_a_pause_of_a_minute_moves_nothing_that_matters():
@@ -77,7 +90,7 @@ def test_mape_says_what_the_correction_cannot_remove():
 
 def test_no_factor_beyond_eight():
     residuals = settled(1e6, SMALL, 20_000)
-    assert residuals.correct(1.0, SMALL) == pytest.approx(8.0)
+    assert 7.99 < residuals.correct(1.0, SMALL) <= 8.0
 
 
 def test_a_snapshot_continues_where_it_was_taken():
@@ -92,8 +105,8 @@ def test_a_snapshot_continues_where_it_was_taken():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"all": None}, "field 'all'"),
-        ({"all": [0.0, -1.0]}, "field 'all'"),
+        ({"mape": None}, "field 'mape'"),
+        ({"mape": [0.0, -1.0]}, "field 'mape'"),
         ({"mape": [0.1]}, "field 'mape'"),
         ({"kinds": 3}, "field 'kinds'"),
         ({"kinds": [[1, True, math.nan, 4]]}, "field 'kinds'"),

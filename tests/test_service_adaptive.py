@@ -50,6 +50,9 @@ def test_k_is_learned_shown_and_lossless(service) -> None:
     (mixed,) = [one for one in document["workloads"] if one["workload"] == "mixed"]
     assert mixed["source"] == "learned"
     assert mixed["num_steps"] > 0
+    corrections = document["corrections"]
+    assert corrections["num_engines"] == 1, "the engine's scheduler has told what its steps take"
+    assert sum(one["num_steps"] for one in corrections["steps"]) > 0
     survival = mixed["survival"]
     for low, mean, high in zip(*(survival[end] for end in ("low", "mean", "high")), strict=True):
         assert low < mean < high
@@ -78,5 +81,6 @@ def test_the_view_shows_the_running_service(service, capsys: pytest.CaptureFixtu
     assert view.main([service.url]) == 0
     text = capsys.readouterr().out
     assert [line.split()[3:5] for line in text.splitlines() if line.startswith("pinned ")] == [["2", "workload"]]
+    assert "step times corrected by 1 engine:" in text
     assert view.main(["http://127.0.0.1:9"]) == 1
     assert "does not answer" in capsys.readouterr().err

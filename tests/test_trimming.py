@@ -6,11 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
+from cluster.corrections import Corrections
 from cluster.step_time import StepPoint, StepShape, StepTimes
-from peagle.vllm.channel import SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.channel import CORRECTIONS_HEADER, SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.scheduler import PerRequestDepthScheduler
 from peagle.vllm.step_clock import TimedStep
-from peagle.vllm.trimming import NUM_STEPS_BETWEEN_CORRECTIONS, CorrectedTimes, Trimmer
+from peagle.vllm.trimming import NUM_STEPS_BETWEEN_CORRECTIONS, TELL_INTERVAL_S, Trimmer
 
 K_MAX = 5
 SURE = [0.99, 0.98, 0.97, 0.96, 0.95]
@@ -97,13 +100,51 @@ def test_what_steps_really_take_corrects_the_table(caplog: pytest.LogCaptureFixt
             shape = shapes[n % 2]
             seconds = table.seconds(shape) / (4 if shape.num_requests == 16 else 1)
             trimmer.observe(TimedStep(seconds, shape.num_requests, shape.num_tokens, shape.uniform_depth, 0.0))
-    corrected = CorrectedTimes(table, trimmer._residuals)
+    corrected = trimmer._residuals.corrected(table)
     assert corrected.seconds(shapes[0]) == pytest.approx(table.seconds(shapes[0]) / 4, rel=0.25)
     assert corrected.seconds(shapes[1]) == pytest.approx(table.seconds(shapes[1]), rel=0.25)
     assert trimmer._curves.curve(16, 0.0).uniform[5] < 0.4 * table.seconds(shapes[0])
     before = corrected.seconds(shapes[0])
     trimmer.observe(TimedStep(9.0, 16, 96, 5, 0.0))
     assert corrected.seconds(shapes[0]) == before
+
+
+def test_corrections_are_told_when_new_and_not_more_often_than_they_are_read() -> None:
+    trimmer = Trimmer(times(), K_MAX)
+
+    def timed(seconds: float) -> None:
+        trimmer.observe(TimedStep(seconds, 1, 6, K_MAX, 100.0))
+
+    assert trimmer.untold(100.0) is None, "no step, nothing to tell"
+    timed(0.032)
+    first = Corrections.decode(trimmer.untold(100.0) or "")
+    assert first.num_steps == 1
+    assert first.common > 0
+    told = 0
+    for n in range(1, 1001):  # ten seconds of steps of 10 ms
+        timed(0.032)
+        told += trimmer.untold(100.0 + n / 100) is not None
+    assert 0.8 * 10 / TELL_INTERVAL_S < told <= 10 / TELL_INTERVAL_S
+    timed(0.032)
+    assert trimmer.untold(200.0) is not None
+    assert trimmer.untold(300.0) is None, "an engine without work has nothing new"
+    timed(0.032)
+    assert trimmer.untold(150.0) is not None, "the clock went back"
+    timed(0.032)
+    assert trimmer.untold(150.1) is None
+
+
+def test_the_scheduler_tells_each_client_on_its_first_output() -> None:
+    trimmer = Trimmer(times(), K_MAX)
+    trimmer.observe(TimedStep(0.032, 1, 6, K_MAX, 100.0))
+    nobody = {0: EngineCoreOutputs()}
+    PerRequestDepthScheduler._tell_corrections(trimmer, nobody)  # waits for an output to travel on
+    outputs = [EngineCoreOutput(str(n), [5], trace_headers={"traceparent": "00-1"} if n == 0 else None) for n in (0, 1)]
+    PerRequestDepthScheduler._tell_corrections(trimmer, {0: EngineCoreOutputs(outputs=outputs)})
+    assert outputs[0].trace_headers is not None
+    assert outputs[0].trace_headers["traceparent"] == "00-1"
+    assert Corrections.decode(outputs[0].trace_headers[CORRECTIONS_HEADER]).num_steps == 1
+    assert outputs[1].trace_headers is None
 
 
 def test_a_survival_shorter_than_k_is_not_used() -> None:

@@ -1,13 +1,15 @@
-"""A real engine that knows its step times trims drafts by the step at hand, prompts beside them included; its text is
-the target's own."""
+"""A real engine that knows its step times trims drafts by the step at hand, prompts beside them included, and tells its
+client what its steps turn out to take; its text is the target's own."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
+from cluster.corrections import Corrections
 from cluster.step_time import StepPoint, StepShape, StepTimes
 from peagle.vllm.channel import STEP_TIMES_KEY
 from tests.engine_cases import K_MAX, TEXT, engine_settings
@@ -50,8 +52,16 @@ def reference(target_dir: Path, jobs: list[Job], environment: None) -> list[Resu
     return reference_results(target_dir, SETTINGS, jobs)
 
 
+@dataclass(frozen=True)
+class Seen:
+    """`steps`: what each step was made of; `corrections`: what the client was told of their times at last."""
+
+    steps: list[dict[str, Any]]
+    corrections: str
+
+
 @pytest.fixture(scope="module", params=["sync", "async"])
-def steps(
+def seen(
     request: pytest.FixtureRequest,
     reference: list[Result],
     jobs: list[Job],
@@ -59,8 +69,8 @@ def steps(
     head_dir: Path,
     environment: None,
     tmp_path_factory: pytest.TempPathFactory,
-) -> list[dict[str, Any]]:
-    """What each step was made of, while the jobs ran and said what the target says."""
+) -> Seen:
+    """What was seen while the jobs ran and said what the target says."""
     notes = tmp_path_factory.mktemp("notes") / "steps.jsonl"
     kwargs = drafted_kwargs(target_dir, head_dir, K_MAX, SETTINGS)
     kwargs["additional_config"] = {**kwargs.get("additional_config", {}), STEP_TIMES_KEY: step_times()}
@@ -73,14 +83,24 @@ def steps(
         try:
             for found, expected in zip(engine.run(jobs), reference, strict=True):
                 assert found.tokens == expected.tokens
+            corrections = engine.recorder.corrections
         finally:
             engine.shutdown()
-    return [json.loads(line) for line in notes.read_text().splitlines()]
+    return Seen([json.loads(line) for line in notes.read_text().splitlines()], corrections)
 
 
-def test_drafts_beside_a_prompt_are_trimmed_and_the_others_are_not(steps: list[dict[str, Any]]) -> None:
+def test_drafts_beside_a_prompt_are_trimmed_and_the_others_are_not(seen: Seen) -> None:
+    steps = seen.steps
     beside = [one["drafts"] for one in steps if one["prompt_tokens"] and one["drafts"]]
     alone = [one["drafts"] for one in steps if not one["prompt_tokens"] and len(one["drafts"]) == NUM_RUNNING]
     assert len(beside) >= 4
     assert max(max(drafts) for drafts in beside) <= 1
     assert sum(drafts == [K_MAX] * NUM_RUNNING for drafts in alone) >= 4
+
+
+def test_the_client_hears_what_steps_take(seen: Seen) -> None:
+    """The table is of no engine, so only that something was measured is known, and where."""
+    found = Corrections.decode(seen.corrections)
+    assert 0 < found.num_steps <= len(seen.steps)
+    assert any(depth == K_MAX for _, depth in found.kinds)
+    assert all(1 << bucket <= 4 for bucket, _ in found.kinds)

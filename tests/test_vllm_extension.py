@@ -15,10 +15,20 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from peagle.vllm.channel import DEPTH_KEY, STEPS_HEADER, WORKLOAD_KEY, decode_steps, encode_steps, with_steps
+from peagle.vllm.channel import (
+    CORRECTIONS_HEADER,
+    DEPTH_KEY,
+    STEPS_HEADER,
+    WORKLOAD_KEY,
+    decode_steps,
+    encode_steps,
+    with_header,
+    with_steps,
+)
 from peagle.vllm.compat import SCHEDULER_SEAMS, UnsupportedVLLMError, check_seams
 from peagle.vllm.engine import ASYNC_SCHEDULER, CPU_WORKER, OWNED_ENGINE_KEYS, SYNC_SCHEDULER, engine_kwargs
-from peagle.vllm.stats import DraftingRecorder, DraftingStats, RequestDrafting
+from peagle.vllm.recorder import DraftingRecorder
+from peagle.vllm.stats import DraftingStats, RequestDrafting
 
 
 @pytest.fixture
@@ -269,3 +279,18 @@ def test_plain_expansion(values: torch.Tensor) -> None:
     PlainExpansion()[(3,)](output, values, ends, 0, 1, MAX_NUM_TOKENS=8)
     first, _, last = values.tolist()
     assert output.tolist() == [first, first, 1, last, last, last]
+
+
+def test_the_newest_corrections_stay_whoever_carried_them(processor: OutputProcessor) -> None:
+    recorder = DraftingRecorder()
+    recorder.attach(SimpleNamespace(output_processor=processor))
+    assert recorder.corrections == ""
+    processor.add_request(make_request("a", "a"), None)
+    for carrier, text in (("a", "first"), ("gone", "second")):
+        output = last_output(carrier, [(2, 1)])
+        output.trace_headers = with_header(output.trace_headers, CORRECTIONS_HEADER, text)
+        processor.process_outputs([output])
+        assert recorder.corrections == text
+    processor.process_outputs([last_output("gone", [(2, 1)])])
+    assert recorder.corrections == "second"
+    assert recorder.totals()["default"].num_steps == 1

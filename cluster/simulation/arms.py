@@ -95,6 +95,7 @@ def rivals(tuning: Bench, times: StepCosts) -> dict[str, MakePolicy]:
         ONE: functools.partial(ours, by_workload=False),
         "ours, at admission only": functools.partial(ours, per_step=False),
         "ours, in the step only": functools.partial(ours, chooses=False),
+        "ours, K not corrected": functools.partial(ours, corrects=False),
         BY_STEP: lambda seed: StepOracle(times, deepest),
     }
 

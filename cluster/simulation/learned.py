@@ -2,24 +2,33 @@
 
 Acceptance goes into an `AcceptanceBook` as the cumulative counts of one replica, once every `report_s`, as telemetry
 brings it, with the mean load since then; a `DepthChooser` gives each request its K at admission; `allocate` trims every
-step. So the rule knows no more and no sooner than in production, but that there is one replica and one ingress.
+step. What steps turn out to take corrects the table for the trimming, as in the engine's scheduler, and by the reports
+for the choice of K. So the rule knows no more and no sooner than in production, but that there is one replica and one
+ingress.
 """
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 
 from cluster.acceptance import AcceptanceBook, Counts
+from cluster.corrections import LiveCosts
 from cluster.depth import DepthChooser, Load, allocate
+from cluster.residuals import Residuals
 from cluster.simulation.engine_model import Active
 from cluster.step_costs import CostCurves, StepCosts
+from cluster.step_fit import StepShape
 from cluster.transfer import SPLIT_SHARE
 
 SOURCE, HEAD, ALL = "engine", "head", "default"
+NUM_STEPS_BETWEEN_CORRECTIONS = 500
+"""As `peagle.vllm.trimming`."""
 
 
 class Learned:
     """`by_workload` False: all requests count as one workload. `per_step` False: the K of admission stands, no step
-    trims it. `chooses` False: every request is admitted at K_max and only the steps trim."""
+    trims it. `chooses` False: every request is admitted at K_max and only the steps trim. `corrects` False: K is chosen
+    by the table as it is, and only the trimming is corrected."""
 
     drafts = True
 
@@ -32,11 +41,15 @@ class Learned:
         by_workload: bool = True,
         per_step: bool = True,
         chooses: bool = True,
+        corrects: bool = True,
         report_s: float = 1.0,
         split_share: float = SPLIT_SHARE,
     ) -> None:
-        self._costs, self._max_draft_tokens = CostCurves(times), max_draft_tokens
-        self._chooser = DepthChooser(self._costs, max_draft_tokens)
+        self._times, self._max_draft_tokens = times, max_draft_tokens
+        self._trim_costs = CostCurves(times)
+        self._residuals = Residuals(times.full_graph_depths)
+        self._live = LiveCosts(times, math.inf) if corrects else None
+        self._chooser = DepthChooser(self._trim_costs, max_draft_tokens)
         self.book = AcceptanceBook(max_draft_tokens, split_share=split_share)
         self._random = random.Random(seed)
         self._by_workload, self._per_step, self._chooses, self._report_s = by_workload, per_step, chooses, report_s
@@ -45,6 +58,7 @@ class Learned:
         self._load: Load | None = None
         self._ended: dict[str, list[list[int]]] = {}
         self._survival: dict[str, Sequence[float]] = {}
+        self._planned = (0.0, 0)  # context and prompt tokens of the step under way
 
     def admit(self, label: str, num_running: Mapping[str, int], context_tokens: float, now_s: float) -> int:
         if not self._chooses:
@@ -58,15 +72,17 @@ class Learned:
         return self._chooser.decide(self._name(label), self.book, load, now_s, self._random).k
 
     def depths(self, requests: Sequence[Active], context_tokens: float, prompt_tokens: int = 0) -> list[int]:
+        self._planned = context_tokens, prompt_tokens
         caps = [one.cap for one in requests]
         if not self._per_step:
             return caps
         survivals = [self._known(self._name(one.label)) for one in requests]
-        return allocate(survivals, caps, self._costs, context_tokens, prompt_tokens)
+        return allocate(survivals, caps, self._trim_costs, context_tokens, prompt_tokens)
 
     def observe(
         self, requests: Sequence[Active], depths: Sequence[int], accepted: Sequence[int], seconds: float, now_s: float
     ) -> None:
+        self._time(depths, seconds)
         for request, k, j in zip(requests, depths, accepted, strict=True):
             name = self._name(request.label)
             if name not in self._ended:
@@ -78,11 +94,23 @@ class Learned:
             self._report(since_s, sum(one.context_tokens for one in requests) / len(requests))
             self._reported_s = now_s
 
+    def _time(self, depths: Sequence[int], seconds: float) -> None:
+        """What the scheduler makes of a step's time; one with a prompt in it has none (`peagle.vllm.step_clock`)."""
+        context_tokens, prompt_tokens = self._planned
+        if prompt_tokens:
+            return
+        shape = StepShape.of_depths(depths, context_tokens)
+        self._residuals.observe(seconds, self._times.seconds(shape), shape)
+        if self._residuals.num_steps % NUM_STEPS_BETWEEN_CORRECTIONS == 0:
+            self._trim_costs = CostCurves(self._residuals.corrected(self._times))
+
     def _report(self, since_s: float, context_tokens: float) -> None:
         self.book.absorb(SOURCE, HEAD, {name: counts_of(ended) for name, ended in self._ended.items()})
         self._load = Load({name: total / since_s for name, total in self._request_s.items()}, context_tokens)
         self._request_s.clear()
         self._survival.clear()
+        if self._live is not None and self._live.take({SOURCE: self._residuals.corrections()}, self._reported_s):
+            self._chooser.use(self._live.curves)
 
     def standing(self) -> Mapping[str, int]:
         return self._chooser.depths if self._chooses else {}

@@ -1,7 +1,8 @@
 """What travels with a request between the process that owns the engine client and vLLM's engine process.
 
 In: two keys of `SamplingParams.extra_args` (HTTP: `vllm_xargs`) name the K and the workload of a request.
-Out: the scheduler reports each verified step on the request's next output, as one header among its trace headers.
+Out: the scheduler reports each verified step on the request's next output, as one header among its trace headers, and
+on any output now and then what its steps turn out to take.
 
 Trace headers are the one free-form field of `EngineCoreOutput` that vLLM 0.26 and 0.29 both have, that is made per
 output, and that no HTTP response repeats. OpenTelemetry reads only the header names it knows.
@@ -32,6 +33,9 @@ WORKLOAD_KEY = "peagle_workload"
 DEFAULT_WORKLOAD = "default"
 
 STEPS_HEADER = "x-peagle-steps"
+
+CORRECTIONS_HEADER = "x-peagle-corrections"
+"""The scheduler's corrections of its step times, on some output now and then (`cluster.corrections.Corrections`)."""
 
 VerifiedStep = tuple[int, int]
 """(drafts verified, drafts accepted) of one request in one engine step; verified in 1..K, accepted in 0..verified."""
@@ -70,4 +74,9 @@ def decode_steps(value: str) -> list[VerifiedStep]:
 
 def with_steps(headers: Mapping[str, str] | None, steps: Iterable[VerifiedStep]) -> dict[str, str]:
     """`headers` (None: empty) plus the report of `steps`; the argument is not changed."""
-    return {**(headers or {}), STEPS_HEADER: encode_steps(steps)}
+    return with_header(headers, STEPS_HEADER, encode_steps(steps))
+
+
+def with_header(headers: Mapping[str, str] | None, name: str, value: str) -> dict[str, str]:
+    """`headers` (None: empty) plus one; the argument is not changed."""
+    return {**(headers or {}), name: value}

@@ -21,10 +21,18 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from peagle.vllm import compat
-from peagle.vllm.channel import DEPTH_KEY, VerifiedStep, drafts_wanted, head_of, with_steps
+from peagle.vllm.channel import (
+    CORRECTIONS_HEADER,
+    DEPTH_KEY,
+    VerifiedStep,
+    drafts_wanted,
+    head_of,
+    with_header,
+    with_steps,
+)
 from peagle.vllm.engine import REMOTE_KEY
 from peagle.vllm.remote_health import Health
-from peagle.vllm.trimming import make_trimmer
+from peagle.vllm.trimming import Trimmer, make_trimmer
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -154,12 +162,15 @@ class _PerRequestDepth(_Base):
     def update_from_output(
         self, scheduler_output: "SchedulerOutput", model_runner_output: "ModelRunnerOutput"
     ) -> "dict[int, EngineCoreOutputs]":
-        """vLLM's own update, then each request's unreported steps onto its output of this step."""
+        """vLLM's own update, then each request's unreported steps onto its output of this step; about twice a second
+        the corrections of the step times onto the first output of each client."""
         if self._trimmer is not None:
             self._trimmer.arrived(time.perf_counter(), scheduler_output)
         outputs_by_client = super().update_from_output(scheduler_output, model_runner_output)
-        if self._trimmer is not None and not self.has_requests():
-            self._trimmer.pause()
+        if self._trimmer is not None:
+            self._tell_corrections(self._trimmer, outputs_by_client)
+            if not self.has_requests():
+                self._trimmer.pause()
         if not self._steps:
             return outputs_by_client
         for core_outputs in outputs_by_client.values():
@@ -169,6 +180,14 @@ class _PerRequestDepth(_Base):
         # A step without an output waits for the request's next one; a request that is gone has none.
         self._steps = {request_id: steps for request_id, steps in self._steps.items() if request_id in self.requests}
         return outputs_by_client
+
+    @staticmethod
+    def _tell_corrections(trimmer: "Trimmer", outputs_by_client: "dict[int, EngineCoreOutputs]") -> None:
+        """A step without an output leaves them for the next one."""
+        firsts = [of.outputs[0] for of in outputs_by_client.values() if of.outputs]
+        if firsts and (corrections := trimmer.untold(time.perf_counter())) is not None:
+            for first in firsts:
+                first.trace_headers = with_header(first.trace_headers, CORRECTIONS_HEADER, corrections)
 
 
 class PerRequestDepthScheduler(_PerRequestDepth, Scheduler):

@@ -12,7 +12,6 @@ Knows nothing of vLLM but the fields it reads; never decides anything.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -97,8 +96,3 @@ def _decoded(seconds: float, scheduled: Scheduled) -> TimedStep | None:
     mean_context = sum(context) / len(context) if context else 0.0
     uniform = depths.pop() if len(depths) == 1 else None
     return TimedStep(seconds, len(tokens), scheduled.total_num_scheduled_tokens, uniform, mean_context)
-
-
-def with_header(headers: Mapping[str, str] | None, name: str, value: str) -> dict[str, str]:
-    """`headers` (None: empty) plus one; the argument is not changed."""
-    return {**(headers or {}), name: value}

@@ -9,9 +9,10 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
+from peagle.vllm.channel import with_header
 from peagle.vllm.engine_facts import engine_conditions
 from peagle.vllm.scheduler import PerRequestDepthAsyncScheduler, PerRequestDepthScheduler
-from peagle.vllm.step_clock import STEP_TIME_HEADER, StepClock, with_header
+from peagle.vllm.step_clock import STEP_TIME_HEADER, StepClock
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -3,11 +3,12 @@
 Enters: the requests of the next step, each with its K and perhaps its survival (`SURVIVAL_KEY`), and the engine's step
 times (`STEP_TIMES_KEY` in vLLM's `additional_config`). Leaves: depths, never above K. A request without a survival
 (pinned, asked for by the client, a probe) keeps its K; the others make room around it, each by what was last said of
-its workload. The table is corrected by what the steps turn out to take (`cluster.residuals`).
+its workload. The table is corrected by what the steps turn out to take (`cluster.residuals`), and the corrections are
+told, so that the K of later requests is chosen by them too.
 """
 
-import copy
 import logging
+import math
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ MAX_KNOWN = 4096
 """Requests and workloads that are remembered."""
 
 NUM_STEPS_BETWEEN_CORRECTIONS = 500
+TELL_INTERVAL_S = 0.5
+"""Corrections are told at most so often; reports are read about once a second."""
 MAX_MAPE = 0.1
 """Above this mean error of the corrected prediction the table is worth measuring again."""
 
@@ -49,21 +52,6 @@ def make_trimmer(config: "VllmConfig", max_draft_tokens: int) -> "Trimmer | None
     return Trimmer(times, max_draft_tokens)
 
 
-class CorrectedTimes:
-    """A table with the correction of one moment, which does not move on with the `Residuals` it was taken from."""
-
-    def __init__(self, times: StepTimes, residuals: Residuals) -> None:
-        self._times, self._residuals = times, copy.deepcopy(residuals)
-        self.max_draft_tokens = times.max_draft_tokens
-        self.full_graph_depths = times.full_graph_depths
-        self.padding_tokens = times.padding_tokens
-        self.capture_sizes = times.capture_sizes
-
-    def seconds(self, shape: StepShape) -> float:
-        """As `StepTimes.seconds`, corrected."""
-        return self._residuals.correct(self._times.seconds(shape), shape)
-
-
 class Trimmer:
     """Depths of the requests of one step after another."""
 
@@ -74,6 +62,7 @@ class Trimmer:
         self._max_draft_tokens = max_draft_tokens
         self._clock = StepClock()
         self._has_warned = False
+        self._told_s, self._told_steps = -math.inf, 0.0
         # Read once a request, not once a step. Requests of a workload share the survival of the one that came last: it
         # is the best known, and requests with the same survival are decided together.
         self._workload_of: OrderedDict[str, str | None] = OrderedDict()
@@ -103,6 +92,15 @@ class Trimmer:
         if (step := self._clock.arrived(now_s, scheduled)) is not None:
             self.observe(step)
 
+    def untold(self, now_s: float) -> str | None:
+        """The corrections as text (`cluster.corrections.Corrections`) where they are to be told at `now_s`, monotonic
+        seconds: new steps have been timed, and the last word is `TELL_INTERVAL_S` old or the clock has gone back."""
+        num_steps = self._residuals.num_steps
+        if num_steps == self._told_steps or 0 <= now_s - self._told_s < TELL_INTERVAL_S:
+            return None
+        self._told_s, self._told_steps = now_s, num_steps
+        return self._residuals.corrections().encode()
+
     def pause(self) -> None:
         """The engine has nothing to do."""
         self._clock.pause()
@@ -112,7 +110,7 @@ class Trimmer:
         shape = StepShape(step.num_requests, step.num_tokens, step.uniform_depth, step.context_tokens)
         self._residuals.observe(step.seconds, self._times.seconds(shape), shape)
         if self._residuals.num_steps % NUM_STEPS_BETWEEN_CORRECTIONS == 0:
-            self._curves = CostCurves(CorrectedTimes(self._times, self._residuals))
+            self._curves = CostCurves(self._residuals.corrected(self._times))
             if self._residuals.mape > MAX_MAPE and not self._has_warned:
                 self._has_warned = True
                 logger.warning(
