@@ -101,10 +101,20 @@ def test_a_cell_takes_only_steps_of_its_shape():
 
 def test_a_point_is_median_p95_and_mean_context():
     steps = [TimedStep(0.01 * number, 2, 8, 3, 100.0 + number) for number in range(1, 102)]
-    point = to_point(Cell((3, 3), 100), steps)
+    point = to_point(Cell((3, 3), 100), [steps])
     assert point == StepPoint(StepShape(2, 8, 3, 151.0), pytest.approx(0.51), pytest.approx(0.96), 101)
     with pytest.raises(ValueError, match="2 requests at K = 3, context 100: 4 timed steps"):
-        to_point(Cell((3, 3), 100), steps[:4])
+        to_point(Cell((3, 3), 100), [steps[:2], steps[2:4]])
+
+
+def test_a_slow_round_does_not_count():
+    """Together the rounds would have a median of 0.03, which no step took."""
+    fast = [TimedStep(0.02, 2, 8, 3, 100.0)] * 8
+    slow = [TimedStep(0.04, 2, 8, 3, 300.0)] * 8
+    point = to_point(Cell((3, 3), 100), [slow, fast, slow[:4]])
+    assert point == StepPoint(StepShape(2, 8, 3, 100.0), 0.02, 0.04, 20)
+    # Steps that are too few in every round count together.
+    assert to_point(Cell((3, 3), 100), [fast[:3], slow[:4]]).median_s == 0.04
 
 
 def flags(*words: str) -> argparse.Namespace:

@@ -7,9 +7,9 @@ Takes target, head and engine settings from a service's YAML (its `model`, `draf
 win), starts that engine, and times batches of equal K, a few of unequal K, and some at longer contexts. What a step's
 time is: the interval between its result and the one before in the engine's own process, drafting, verification and
 scheduling included, with asynchronous scheduling as without (`peagle.vllm.step_clock`). Steps before are thrown away as
-warm-up, and the whole grid is gone through `--rounds` times in random order, so that a slow minute of the machine does
-not fall on one batch. Acceptance hardly matters to it, a step verifies K drafts whether they are right or not;
-`--synthetic-acceptance` fixes it (on a GPU). `--engine load_format=dummy` needs only the two config.json.
+warm-up, and the whole grid is gone through `--rounds` times in random order; the least of the rounds' medians counts, so
+that a slow minute of the machine does not. Acceptance hardly matters to it, a step verifies K drafts whether they are
+right or not; `--synthetic-acceptance` fixes it (on a GPU). `--engine load_format=dummy` needs only the two config.json.
 
 Writes a table for `cluster.step_time.StepTimes` with its conditions, and says how well it predicts points left out.
 """
@@ -173,18 +173,20 @@ def start(source: Source, on_cpu: bool) -> "StepBench":
     return StepBench(kwargs)
 
 
-def time_cells(bench: "StepBench", cells: Sequence["Cell"], args: argparse.Namespace) -> "dict[Cell, list[TimedStep]]":
-    """Steps of every cell that fits the engine, all rounds together; says on stderr what does not fit."""
+def time_cells(
+    bench: "StepBench", cells: Sequence["Cell"], args: argparse.Namespace
+) -> "dict[Cell, list[list[TimedStep]]]":
+    """Steps of every cell that fits the engine, by round; says on stderr what does not fit."""
     for cell in cells:
         if reason := bench.why_not(cell, args.steps + args.warmup):
             _say(f"left out: {cell}: {reason}")
     fitting = [cell for cell in cells if bench.why_not(cell, args.steps + args.warmup) is None]
-    steps: dict[Cell, list[TimedStep]] = {cell: [] for cell in fitting}
+    steps: dict[Cell, list[list[TimedStep]]] = {cell: [] for cell in fitting}
     chance = random.Random(args.seed)
     for turn in range(args.rounds):
         for number, cell in enumerate(chance.sample(fitting, len(fitting)), 1):
             # Shapes of the first round may still compile: its warm-up is longer.
-            steps[cell] += bench.measure(cell, args.steps, args.warmup * (2 if turn == 0 else 1))
+            steps[cell].append(bench.measure(cell, args.steps, args.warmup * (2 if turn == 0 else 1)))
             if number % 20 == 0 or number == len(fitting):
                 _say(f"round {turn + 1} of {args.rounds}: {number} of {len(fitting)} batches timed")
     return steps
