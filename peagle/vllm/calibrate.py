@@ -7,9 +7,9 @@ Takes target, head and engine settings from a service's YAML (its `model`, `draf
 win), starts that engine, and times batches of equal K, a few of unequal K, and some at longer contexts. What a step's
 time is: the interval between its result and the one before in the engine's own process, drafting, verification and
 scheduling included, with asynchronous scheduling as without (`peagle.vllm.step_clock`). Steps before are thrown away as
-warm-up, and the whole grid is gone through `--rounds` times in random order; the least of the rounds' medians counts, so
-that a slow minute of the machine does not. Acceptance hardly matters to it, a step verifies K drafts whether they are
-right or not; `--synthetic-acceptance` fixes it (on a GPU). `--engine load_format=dummy` needs only the two config.json.
+warm-up, and the whole grid is gone through `--rounds` times in random order; the least of the rounds' medians counts,
+so that a slow minute of the machine does not. Acceptance hardly matters to it, a step verifies K drafts whether they
+are right or not; `--synthetic-acceptance` fixes it (on a GPU). `--engine load_format=dummy` needs only config.json.
 
 Writes a table for `cluster.step_time.StepTimes` with its conditions, and says how well it predicts points left out.
 """
