@@ -7,7 +7,7 @@ scheduler and graphs; all are started first and stay, so that the arms take turn
 requests are always running, the same prompts in the same random order in every arm, answers greedy, up to the end token
 or `--max-tokens`. Tokens are counted as they leave the engine's process, until no prompt is left to begin.
 
-otps: output tokens/s. tokens_per_step: of a request, in steps after its prompt. step_ms: the mean time of such a step.
+otps: output tokens/s. tokens_per_step: of a request, in steps after its prompt. step_ms, median_step_ms: such a step.
 num_identical: of num_answers, those with the tokens of the first arm's (in bfloat16 ties go either way).
 """
 
@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import os
 import random
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -40,6 +41,8 @@ MEMORY_SHARE = 0.08
 START_S = 600.0
 LEAST_PROMPTS, WAVES = 32, 4
 """Prompts of a load: so many, and so many for each of its requests, as far as there are."""
+WARM_TOKENS = 8
+"""Of each prompt's answer before anything is measured: vLLM compiles kernels for a prompt's length at its first use."""
 
 
 def parse_arm(text: str) -> tuple[str, int]:
@@ -109,18 +112,18 @@ class Load:
         self._engine.add_request(request_id, prompt, SamplingParams(**self._params))
         return request_id
 
-    def run(self, num_requests: int, num_prompts: int) -> dict[str, Any]:
+    def run(self, num_requests: int, num_prompts: int, max_tokens: int) -> dict[str, Any]:
         """Answer the first prompts, so many at a time; what came out until no prompt was left to begin.
 
-        Returns otps, tokens_per_step, step_ms, and answers: token ids by the prompt's place, of those that ended.
+        Returns the fields of a row, and answers: token ids by the prompt's place, of those that ended.
         """
+        self._params["max_tokens"] = max_tokens
         waiting = iter(range(num_prompts))
         running: dict[str, _Running] = {}
         answers: dict[int, list[int]] = {}
         self._begin(running, waiting, num_requests)
         begin_s = time.perf_counter()
-        num_tokens = num_steps = num_step_tokens = 0
-        steps_s = 0.0
+        num_tokens, steps = 0, [(0, 0.0)]
         while len(running) == num_requests:
             outputs = self._engine.engine_core.get_output().outputs
             now_s = time.perf_counter()
@@ -130,9 +133,7 @@ class Load:
                     continue  # of a run before, under way when that was ended
                 num_tokens += len(output.new_token_ids)
                 if one.tokens:
-                    num_steps += 1
-                    num_step_tokens += len(output.new_token_ids)
-                    steps_s += now_s - one.last_s
+                    steps.append((len(output.new_token_ids), now_s - one.last_s))
                 one.tokens += output.new_token_ids
                 one.last_s = now_s
                 if output.finish_reason is not None:
@@ -140,10 +141,12 @@ class Load:
                     del running[request_id]
             self._begin(running, waiting, num_requests)
         self._engine.abort_request(list(running))
+        tokens, seconds = zip(*(steps[1:] or steps), strict=True)
         return {
             "otps": round(num_tokens / (now_s - begin_s), 2),
-            "tokens_per_step": round(num_step_tokens / max(num_steps, 1), 4),
-            "step_ms": round(1e3 * steps_s / max(num_steps, 1), 4),
+            "tokens_per_step": round(statistics.mean(tokens), 4),
+            "step_ms": round(1e3 * statistics.mean(seconds), 4),
+            "median_step_ms": round(1e3 * statistics.median(seconds), 4),
             "num_tokens": num_tokens,
             "answers": answers,
         }
@@ -200,8 +203,7 @@ def measure(args: argparse.Namespace, arms: dict[str, tuple[str, int]], target_d
     prompts, num_left_out = read_prompts(args.prompts, target_dir, args.max_tokens)
     if len(prompts) <= max(args.num_requests):
         raise ValueError(f"--prompts: {len(prompts)} fit, --num-requests up to {max(args.num_requests)} need more")
-    params = {"temperature": 0.0, "max_tokens": args.max_tokens, "stop_token_ids": eos_ids(target_dir)}
-    params |= {"detokenize": False}
+    params = {"temperature": 0.0, "stop_token_ids": eos_ids(target_dir), "detokenize": False}
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         os.environ.update(cpu_environment())
@@ -224,11 +226,8 @@ def measure(args: argparse.Namespace, arms: dict[str, tuple[str, int]], target_d
             answers: dict[str, dict[int, list[int]]] = {}
             for name in names[place % len(names) :] + names[: place % len(names)]:
                 pipe = running[name][1]
-                for number in (
-                    min(2 * num_requests, num_prompts),
-                    num_prompts,
-                ):  # kernels compile at a size's first use
-                    pipe.send((num_requests, number))
+                for max_tokens in (WARM_TOKENS, args.max_tokens):
+                    pipe.send((num_requests, num_prompts, max_tokens))
                     found = _answer(name, pipe, START_S)
                 answers[name] = found.pop("answers")
                 rows.append({"arm": name, "num_requests": num_requests, **found})
