@@ -13,7 +13,7 @@ import triton
 #: Splitting below this many keys costs more in partial results than it saves.
 MIN_KEYS_PER_SPLIT = 256
 MAX_SPLITS = 32
-#: Lanes for requests: each width is a kernel to compile.
+#: Lanes for requests, here and in `peagle.kernels.batch_rows`: each width is a kernel to compile.
 MIN_BLOCK_REQUESTS = 64
 
 

@@ -22,12 +22,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from peagle.kernels.attention_plan import MIN_BLOCK_REQUESTS
 from peagle.kernels.dispatch import check_shape, uses_kernel
 
 #: Elements of the table (row of the block, request) that one program searches.
 SEARCHED_ELEMENTS = 2048
-#: Fewer requests take as many lanes: each width is a kernel to compile, for longer than a target waits for drafts.
-MIN_BLOCK_REQUESTS = 64
 
 
 @dataclasses.dataclass(frozen=True)
