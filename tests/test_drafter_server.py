@@ -209,7 +209,7 @@ def test_a_swapped_head_drafts_after_the_targets_have_its_reducer(shared: bool) 
         target.check_step()
         server.swap(0, head_runtime(2), served_head(2))
         assert server.report()["heads"] == {"0": "digest2", "1": "digest1"}
-        eventually(lambda: pool.num_up and only_link(pool)["heads"] == {"0": "digest2"})
+        eventually(lambda: only_link(pool)["heads"] == {"0": "digest2"} and pool.num_up)
         target.begin_cold()
         assert target.step() == [target.expected(slot, head=2) for slot in range(3)]
         assert untouched.step() == [untouched.expected(slot, head=1) for slot in range(3)]

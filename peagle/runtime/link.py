@@ -84,8 +84,7 @@ class Link:
 
     def begin_step(self) -> bool:
         """Take up the connection as it is now; whether steps can be sent."""
-        session = self._session
-        if session is not self._current:
+        if (session := self._session) is not self._current:
             self._current = session
             self._finished.clear()
         if session is None:
@@ -230,11 +229,11 @@ class Link:
         session = self._session
         return {
             "address": self.address,
+            "heads": {str(index): digest for index, digest in self.heads.items()},  # read before the state: see `_swap`
             "state": self.state,
             "path": None if session is None else "shared memory" if session.shared else "tcp",
             "no_mailbox_reason": "" if session is None else session.no_mailbox_reason,
             "problem": self.problem,
-            "heads": {str(index): digest for index, digest in self.heads.items()},
             "average_pass_s": self._times.average_s,
             **dataclasses.asdict(self.stats),
         }
@@ -295,6 +294,7 @@ class Link:
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     def _swap(self, swap: Swapped) -> None:
+        self._session = None  # before the new heads show: with them, a link that is up has a session that knows them
         with self._hello_lock:
             heads = {i: swap.new if digest == swap.old else digest for i, digest in self._hello.heads.items()}
             self._hello = dataclasses.replace(self._hello, heads=heads)
