@@ -59,9 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = measuring_conditions(options, args, prompts)
 
     answers: dict[str, list[Answer]] = {}
-    with running_applications({APP_NAME: build(stock)}, "/health") as url:
+    with running_applications(lambda: {APP_NAME: build(stock)}, "/health") as url:
         answers["stock"] = measure(url, prompts, [None], options.max_tokens)[None]
-    with running_applications({APP_NAME: build(args)}, "/health") as url:
+    with running_applications(lambda: {APP_NAME: build(args)}, "/health") as url:
         by_k = measure(url, prompts, options.k, options.max_tokens)
         learned = httpx.get(f"{url}/drafting").json()
     answers |= {str(k) if k == "learned" else f"K={k}": by_k[k] for k in options.k}

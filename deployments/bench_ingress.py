@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     by_start = []
     for start in range(options.num_starts):
         num_rounds = options.num_requests * (start + 1) // options.num_starts - len(rounds[str(cases[0])])
-        with running_applications(services(args), f"/{OURS}/health") as url:
+        with running_applications(lambda: services(args), f"/{OURS}/health") as url:
             found = measure(url, args, cases, num_rounds, 60 * options.max_minutes, random.Random(start))
         for case, one in found.items():
             rounds[case] += one

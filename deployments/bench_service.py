@@ -3,7 +3,7 @@
 import random
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 import httpx
@@ -25,19 +25,22 @@ def free_port() -> int:
 
 
 @contextmanager
-def running_applications(applications: Mapping[str, Application], ready: str) -> Iterator[str]:
+def running_applications(make: Callable[[], Mapping[str, Application]], ready: str) -> Iterator[str]:
     """Yields the URL of the proxy once `ready` ("/health" of ours, with its prefix) answers 200.
 
-    applications: by name; each is found below `/name`, a single one at the root.
+    make: applications by name; each is found below `/name`, a single one at the root. Called once Ray runs: making one
+    of `ray.serve.llm` asks Ray for its runtime environment, which would start another Ray.
 
     Raises:
         RuntimeError: not ready after `READY_TIMEOUT_S`, with Serve's own words.
     """
     url = f"http://127.0.0.1:{(port := free_port())}"
-    prefix = "/{}" if len(applications) > 1 else "/"
-    targets = [serve.RunTarget(app, name=name, route_prefix=prefix.format(name)) for name, app in applications.items()]
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     try:
+        prefix = "/{}" if len(applications := make()) > 1 else "/"
+        targets = [
+            serve.RunTarget(app, name=name, route_prefix=prefix.format(name)) for name, app in applications.items()
+        ]
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         end_s = time.monotonic() + READY_TIMEOUT_S
         serve.run_many(targets, wait_for_applications_running=len(targets) > 1)
