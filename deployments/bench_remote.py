@@ -4,8 +4,8 @@
     python -m deployments.bench_remote --check --placements colocated remote none --out FILE.json
 
 The first form has the shape of Llama-3.1-8B with random weights and a P-EAGLE head of four layers, and synthetic
-acceptance (`SURVIVAL`): output tokens/s of a closed load of 128 prompt and `--max-tokens` output tokens, and what the
-links say of a remote step. The second has the embedded small model and its head: greedy output of a few texts, which
+acceptance (`SURVIVAL`): output tokens/s of a closed load of 128 prompt tokens and `--output-tokens`, and where the time
+of a remote step goes. The second has the embedded small model and its head: greedy output of a few texts, which
 must be the same in each placement, and tokens a step. Each placement runs in a process of its own. The target runs on
 GPU `--target-gpu`, the remote drafter (`python -m peagle.runtime`) on `--drafter-gpu`; both may be the same.
 """
@@ -141,9 +141,21 @@ def measure(placement: str, args: argparse.Namespace, found: dict[str, Any] | No
             row |= rig.run(arm, ("all",), num_requests, args.warmup_s, args.window_s)
             if found:
                 row["remote"] = {"before": before, "after": rig.collective_rpc("remote_report")}
+                row["step_parts_ms"] = step_parts_ms(**row["remote"], step_ms=row["by_workload"]["all"]["step_ms"])
             yield row
     finally:
         rig.close()
+
+
+def step_parts_ms(before: dict[str, Any], after: dict[str, Any], step_ms: float) -> dict[str, float]:
+    """Where a remote step's time went between two reports of its one link, on average: what the target's stream waited
+    for drafts, of which the drafter's service and the transfer (what is left), and the target's own work.
+    """
+    (old,), (new,) = (report["pool"]["links"] for report in (before, after))
+    num_answers = max(new["num_answered"] - old["num_answered"], 1)
+    wait_ms, service_ms = (1e3 * (new[name] - old[name]) / num_answers for name in ("sum_wait_s", "sum_service_s"))
+    parts = {"target": step_ms - wait_ms, "wait": wait_ms, "service": service_ms, "transfer": wait_ms - service_ms}
+    return {name: round(part, 4) for name, part in parts.items()}
 
 
 def run_one(placement: str, args: argparse.Namespace) -> None:

@@ -135,7 +135,11 @@ def link_reports(answers: Iterable[Any]) -> tuple[LinkReport, ...]:
             link["path"],
             link["problem"],
             link["average_pass_s"],
-            {name[4:]: float(value) for name, value in link.items() if name[:4] == "num_" and name != "num_requests"},
+            {
+                name[4:]: float(value)
+                for name, value in link.items()
+                if name[:4] in ("num_", "sum_") and name != "num_requests"
+            },
         )
         for answer in answers
         if answer

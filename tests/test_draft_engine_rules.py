@@ -229,12 +229,17 @@ def test_a_step_that_does_not_fit_stops_the_call_before_it_begins(changes: dict[
     check_answer(engine, 1, {0: Rows(request, 0, 9, 4)}, answer_BK)
 
 
-def test_a_pass_that_fails_leaves_no_rows_behind() -> None:
-    engine, request = DraftEngine({0: head_runtime(0)}), make_request(0)
+def test_a_pass_that_fails_leaves_no_rows_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, request = DraftEngine({0: (runtime := head_runtime(0))}), make_request(0)
     run(engine, 1, 0, {0: Rows(request, 0, 9, 4)}, prompts={0: prompt(request, 0)})
-    step = target_step(1, 1, {0: Rows(request, 9, 7, 4)})
-    with pytest.raises(ValueError, match="next_tokens_R"):
-        engine.step([dataclasses.replace(step, next_tokens_R=np.full_like(step.next_tokens_R, -5))])
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime.parallel_pass, "_compute", fail)
+        with pytest.raises(RuntimeError, match="illegal memory"):
+            engine.step([target_step(1, 1, {0: Rows(request, 9, 7, 4)})])
     assert engine.cached_range(1, 0) == (0, 9)
     run(engine, 1, 2, {0: Rows(request, 9, 7, 4)})
     assert engine.counters.cold_starts == 0

@@ -90,10 +90,10 @@ def test_heads_change_when_most_drafters_have_changed() -> None:
 def test_links_are_those_of_the_worker_that_sends() -> None:
     link = {
         "address": "h:1", "state": "late", "path": "tcp", "problem": "late", "average_pass_s": 0.1, "num_steps": 7,
-        "num_requests": 2, "heads": {"0": "a"},
+        "num_requests": 2, "sum_wait_s": 0.5, "heads": {"0": "a"},
     }  # fmt: skip
     found = link_reports([{}, {"counts": {}, "pool": {"num_up": 0, "links": [link]}}])
-    assert found == (LinkReport("h:1", "late", "tcp", "late", 0.1, {"steps": 7.0}),)
+    assert found == (LinkReport("h:1", "late", "tcp", "late", 0.1, {"steps": 7.0, "wait_s": 0.5}),)
     assert link_reports([{}, {}]) == ()
 
 

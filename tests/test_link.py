@@ -60,6 +60,23 @@ def test_drafts_are_those_of_the_drafter_at_every_step(shared: bool) -> None:
 
 
 @PATHS
+def test_service_and_wait_are_summed_over_the_answers(shared: bool) -> None:
+    """Lower bounds from a drafter that sleeps; the wait holds the service, since the target has nothing else to do."""
+    delay_s, num_steps = 0.05, 3
+    with running(make_server(delay_s=delay_s)) as server:
+        pool = connected(server.address, use_shared_memory=shared)
+        target = Target(pool)
+        for _ in range(num_steps):
+            target.check_step()
+        link = pool.report()["links"][0]
+        assert link["num_answered"] == num_steps
+        assert link["sum_service_s"] >= num_steps * delay_s
+        assert link["sum_wait_s"] >= num_steps * delay_s * 0.9  # `send` returns before the wait begins
+        assert delay_s <= link["last_service_s"] <= link["sum_service_s"]
+        pool.close()
+
+
+@PATHS
 def test_a_killed_drafter_costs_drafts_only_and_one_on_the_same_port_is_found(shared: bool) -> None:
     with DrafterProcess() as first:
         pool = connected(first.address, use_shared_memory=shared)

@@ -99,9 +99,9 @@ def test_the_size_is_three_payloads_and_little_else() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "problem"),
     [
-        ("counts", [2], "says step 2"),
-        ("counts", [1, 5], "sizes"),
-        ("counts", [1, 2, 7, 2, -1], "sizes"),
+        ("counts", [9], "says step 9"),
+        ("counts", [None, 5], "sizes"),
+        ("counts", [None, 2, 7, 2, -1], "sizes"),
         ("host_4B", [3, 3], "names a slot twice"),
         ("host_4B", [4, 1], "slots_B holds 1 .. 4"),
         ("device_part", [-1], "start_B holds -1"),
@@ -113,12 +113,18 @@ def test_the_size_is_three_payloads_and_little_else() -> None:
         ("prompt_slots_B", [2], "slot 2, which has no rows"),
     ],
 )
-def test_a_damaged_step_is_refused_by_name(field: str, value: list[int], problem: str) -> None:
-    mailbox = Mailbox.private(SHAPE)
-    write(mailbox, 1)
-    getattr(mailbox.area(1), field).view(-1)[: len(value)] = torch.tensor(value)
-    with pytest.raises(ValueError, match=problem):
-        mailbox.read_step(1, 0)
+@pytest.mark.parametrize("num_good", [0, 2], ids=["first", "after good ones"])
+def test_a_damaged_step_is_refused_by_name(field: str, value: list[int | None], problem: str, num_good: int) -> None:
+    """Also where its host part is otherwise that of the steps before, which is not checked again."""
+    mailbox, step = Mailbox.private(SHAPE), num_good + 1
+    for good in range(1, step):
+        write(mailbox, good)
+        mailbox.read_step(good, 0)
+    write(mailbox, step)
+    getattr(mailbox.area(step), field).view(-1)[: len(value)] = torch.tensor([step if v is None else v for v in value])
+    for _ in range(2):
+        with pytest.raises(ValueError, match=problem):
+            mailbox.read_step(step, 0)
 
 
 def test_values_of_rejected_rows_are_not_looked_at() -> None:

@@ -87,7 +87,7 @@ class DraftEngine:
     @property
     def max_depth(self) -> int:
         """K_max: the most drafts that any of the heads gives."""
-        return max(head.limits.max_depth for head in self._heads.values())
+        return self._max_depth
 
     @property
     def num_requests(self) -> int:
@@ -123,6 +123,7 @@ class DraftEngine:
             min_idle_calls=self._min_idle_calls,
         )
         self._heads[index] = head
+        self._max_depth = max(head.limits.max_depth for head in self._heads.values())
 
     def release(self, session: int, slots: Iterable[int]) -> None:
         """These requests of a session ended."""
@@ -138,15 +139,16 @@ class DraftEngine:
 
     def check(self, step: TargetStep) -> None:
         """Raise `StepError` unless these heads can take the step, which `TargetStep.check` found well formed."""
-        width = step.hidden_RH.shape[1]
-        for index in _distinct(step.heads_B):
+        width, heads = step.hidden_RH.shape[1], _distinct(step.heads_B)
+        for index in heads:
             if (head := self._heads.get(index)) is None:
                 raise StepError(step.session, f"heads_B names head {index}; there are {sorted(self._heads)}")
             if width != head.limits.hidden_size:
                 raise StepError(
                     step.session, f"hidden_RH has {width} columns, head {index} needs {head.limits.hidden_size}"
                 )
-            if (deepest := int(step.depth_B[step.heads_B == index].max())) > head.limits.max_depth:
+            depth_G = step.depth_B if len(heads) == 1 else step.depth_B[step.heads_B == index]
+            if (deepest := int(depth_G.max())) > head.limits.max_depth:
                 raise StepError(
                     step.session, f"depth_B asks for {deepest} drafts, head {index} gives {head.limits.max_depth}"
                 )
@@ -162,29 +164,27 @@ class DraftEngine:
         """
         for step in steps:
             self.check(step)
-        if len({step.session for step in steps}) < len(
-            steps
-        ):  # one after the other: the later needs the earlier's rows
-            return [self.step([step])[0] for step in steps]
-        answers = [np.full((step.num_requests, self.max_depth), NO_DRAFT, np.int32) for step in steps]
-        live = [i for i, step in enumerate(steps) if self._is_new(step)]
-        steps = [steps[i] for i in live]
-        if not steps:
-            return answers
-        for step in steps:
-            self.release(step.session, [*step.finished_slots, *step.prompts])
-        heads_F = _joined([step.heads_B for step in steps])
-        launched = [part for index in _distinct(heads_F) for part in self._launch(index, steps, heads_F)]
-        drafts_FK = np.full((len(heads_F), self.max_depth), NO_DRAFT, np.int32)
+        if len(steps) > 1 and len({step.session for step in steps}) < len(steps):
+            return [self.step([step])[0] for step in steps]  # a later step needs an earlier one's rows
+        is_live = [self._is_new(step) for step in steps]
+        live = [step for step, is_new in zip(steps, is_live, strict=True) if is_new]
+        for step in live:
+            if ended := [*step.finished_slots, *step.prompts]:
+                self.release(step.session, ended)
+        heads_F = _joined([step.heads_B for step in live]) if live else np.zeros(0, np.int32)
+        launched = [part for index in _distinct(heads_F) for part in self._launch(index, live, heads_F)]
+        drafts_FK = np.full((len(heads_F), self._max_depth), NO_DRAFT, np.int32)
         for part, pending in launched:
             wanting = part.depth_G > 0  # a piece that does not draft must not undo one that does
             drafts_GK = pending.wait().numpy()
             drafts_FK[part.flat_G[wanting], : drafts_GK.shape[1]] = drafts_GK[wanting]
         self.counters.drafts += int((drafts_FK != NO_DRAFT).sum())
-        first = 0
-        for i, step in zip(live, steps, strict=True):
-            answers[i] = drafts_FK[first : first + step.num_requests]
-            first += step.num_requests
+        answers, first = [], 0
+        for step, is_new in zip(steps, is_live, strict=True):
+            end = first + (step.num_requests if is_new else 0)
+            nothing = (step.num_requests, self._max_depth)
+            answers.append(drafts_FK[first:end] if is_new else np.full(nothing, NO_DRAFT, np.int32))
+            first = end
         return answers
 
     def _is_new(self, step: TargetStep) -> bool:
@@ -231,7 +231,7 @@ class DraftEngine:
         launched = []
         for part in split(requests, head.limits.max_num_rows, head.limits.max_num_requests):
             batch = pass_batch(part, steps, table, head.limits)
-            launched.append((part, head.parallel_pass.launch(batch)))
+            launched.append((part, head.parallel_pass.launch(batch, is_checked=True)))
             self.counters.passes += 1
             self.counters.rows += int((part.end_G - part.start_G).sum())
         # Passes run in the order of their launch, so whoever finds these rows from now on reads them written.

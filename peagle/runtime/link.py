@@ -26,10 +26,10 @@ from peagle.kernels.wait import REACHED, TIMED_OUT
 from peagle.runtime import device_mailbox
 from peagle.runtime.head import Reducer
 from peagle.runtime.hello import Hello
-from peagle.runtime.link_stats import LinkStats
 from peagle.runtime.mailbox import NUM_AREAS
 from peagle.runtime.pass_times import PassTimes
 from peagle.runtime.session import Refused, Session, Swapped, Waker, connect
+from peagle.runtime.stats import LinkStats
 from peagle.runtime.steps import NO_DRAFT, Int32Array
 from peagle.runtime.wire import WireError
 
@@ -172,7 +172,7 @@ class Link:
         session = self._current
         if session is None or session.late or session.sent == 0:
             return None
-        mailbox, step = session.mailbox, session.sent
+        mailbox, step, begin_s = session.mailbox, session.sent, time.monotonic()
         end_s, num_reads = self._sent_s + self._deadline_s(session), 0
         while not mailbox.is_done(step):
             if mailbox.is_aborted():
@@ -182,7 +182,7 @@ class Link:
                 return None
             if (num_reads := num_reads + 1) > _NUM_QUICK_READS:
                 time.sleep(_SLEEP_S)
-        self._answered(session, step)
+        self._answered(session, step, time.monotonic() - begin_s)
         return mailbox.read_drafts(step, self._last_requests)
 
     def enqueue_wait(self, out_MK: Tensor) -> None:
@@ -243,17 +243,16 @@ class Link:
         while session.waited and (outcome := int(session.mailbox.area(session.waited[0]).outcome[0])):
             step = session.waited.popleft()
             if outcome == REACHED:
-                self._answered(session, step)
+                self._answered(session, step, 1e-9 * int(session.mailbox.area(step).outcome[1]))
             elif outcome == TIMED_OUT:
                 self._give_up(session)
 
     def _deadline_s(self, session: Session) -> float:
         return self._times.deadline_s(session.num_rows[session.sent % NUM_AREAS])
 
-    def _answered(self, session: Session, step: int) -> None:
+    def _answered(self, session: Session, step: int, wait_s: float) -> None:
         service_s = session.mailbox.service_s(step)
-        self.stats.last_service_s = service_s
-        self.stats.num_answered += 1
+        self.stats.answered(service_s, wait_s)
         self._times.add(service_s, session.num_rows[step % NUM_AREAS])
 
     def _give_up(self, session: Session) -> None:

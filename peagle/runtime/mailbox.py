@@ -24,7 +24,6 @@ import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -35,7 +34,6 @@ NUM_AREAS = 3
 MAX_PROMPT_TOKENS = 262_144  # of all new requests of one step; beyond, prompts travel empty
 _LINE_BYTES, _PAGE_BYTES = 64, 4096
 _HOST_ROWS = 4  # slots, heads, row offsets, depths
-_STEP, _NUM_REQUESTS, _NUM_ROWS, _NUM_FINISHED, _NUM_PROMPTS = range(5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +113,11 @@ class Mailbox:
         self._ready = [area.ready.numpy() for area in self.areas]
         self._done = [area.done.numpy() for area in self.areas]
         self._abort, self._heartbeat = self.abort.numpy(), self.heartbeat.numpy()
+        self._parts = [
+            (area.counts.numpy(), area.host_4B.numpy(), area.device_part.numpy(), area.service_ns.numpy())
+            for area in self.areas
+        ]
+        self._known_host_part = b""
 
     @classmethod
     def create(cls, shape: TargetShape) -> Mailbox:
@@ -208,37 +211,37 @@ class Mailbox:
     def read_step(self, step: int, session: int) -> TargetStep:
         """A step that is ready. `hidden_RH` is a view, the rest copies. Raises ValueError for what does not fit."""
         area, shape = self.area(step), self.shape
-        counts = area.counts.tolist()
-        num_requests, num_rows, num_finished, num_prompts = counts[_NUM_REQUESTS : _NUM_PROMPTS + 1]
-        limits = (shape.max_num_requests, shape.max_num_rows, shape.max_num_requests, shape.max_num_requests)
-        sizes = (num_requests, num_rows, num_finished, num_prompts)
-        if counts[_STEP] != step or any(not 0 <= n <= limit for n, limit in zip(sizes, limits, strict=True)):
-            raise ValueError(f"the host part of step {step} says step {counts[_STEP]} with sizes {sizes}")
-        slots_B, heads_B, row_offset_B, depth_B = area.host_4B.numpy()[:, :num_requests].copy()
-        device_part: npt.NDArray[np.int32] = area.device_part.numpy()[: 2 * num_requests + num_rows].copy()
-        start_B, num_valid_B, next_tokens_R = np.split(device_part, [num_requests, 2 * num_requests])
+        counts, all_4B, all_device_part, _ = self._parts[step % NUM_AREAS]
+        counted_step, num_requests, num_rows, num_finished, num_prompts = sizes = counts[:5].tolist()
+        limits = (step, shape.max_num_requests, shape.max_num_rows, shape.max_num_requests, shape.max_num_requests)
+        if counted_step != step or any(not 0 <= n <= limit for n, limit in zip(sizes, limits, strict=True)):
+            raise ValueError(f"the host part of step {step} says step {counted_step} with sizes {sizes[1:]}")
+        host_part: bytes = all_4B[:, :num_requests].tobytes()
+        host_4B = np.frombuffer(host_part, np.int32).reshape(_HOST_ROWS, num_requests)
+        device_part: Int32Array = all_device_part[: 2 * num_requests + num_rows].copy()
         found = TargetStep(
             session=session,
             step=step,
-            slots_B=slots_B,
-            heads_B=heads_B,
-            start_B=start_B,
-            num_valid_B=num_valid_B,
-            row_offset_B=row_offset_B,
-            depth_B=depth_B,
-            next_tokens_R=next_tokens_R,
+            slots_B=host_4B[0],
+            heads_B=host_4B[1],
+            start_B=device_part[:num_requests],
+            num_valid_B=device_part[num_requests : 2 * num_requests],
+            row_offset_B=host_4B[2],
+            depth_B=host_4B[3],
+            next_tokens_R=device_part[2 * num_requests :],
             hidden_RH=area.payload_RH[:num_rows],
-            finished_slots=area.finished_B[:num_finished].tolist(),
-            prompts=_read_prompts(area, num_prompts),
+            finished_slots=area.finished_B[:num_finished].tolist() if num_finished else (),
+            prompts=_read_prompts(area, num_prompts) if num_prompts else {},
         )
-        found.check(shape)
+        # While the same requests decode, step after step has the same host part.
+        found.check(shape, knows_host_part=host_part == self._known_host_part)
+        self._known_host_part = host_part
         return found
 
     def answer(self, step: int, drafts_BK: Int32Array, service_ns: int) -> None:
         """Drafts of a step, [B, max_depth]; then `done`."""
-        area = self.area(step)
-        area.drafts_BK.numpy()[: len(drafts_BK)] = drafts_BK
-        area.service_ns[0] = service_ns
+        self.area(step).drafts_BK.numpy()[: len(drafts_BK)] = drafts_BK
+        self._parts[step % NUM_AREAS][3][0] = service_ns
         self._done[step % NUM_AREAS][0] = step
 
 

@@ -55,6 +55,9 @@ class Requests:
 
     def by_step(self) -> Iterator[tuple[int, slice]]:
         """Each step's index and where its requests are."""
+        if len(self) and self.step_G[0] == self.step_G[-1]:  # ascending: all of one step
+            yield int(self.step_G[0]), slice(None)
+            return
         first = 0
         while first < len(self):
             index = int(self.step_G[first])

@@ -41,19 +41,21 @@ class Peer:
     engine_heads: Mapping[int, int] = dataclasses.field(default_factory=dict)
     num_steps: int = 0
     seen_ns: int = 0
+    _known_heads: tuple[bytes, Int32Array | None] = (b"", None)
 
     def poll(self) -> TargetStep | None:
         """The next step, if it is there. Raises WireError, ValueError or OSError for a peer to be dropped."""
         if self.mailbox is None:
-            message = self.reader.read()
-            step = None if message is None else read_step(message, self.session, self.hello.shape)
+            if (message := self.reader.read()) is None:
+                return None
+            step = read_step(message, self.session, self.hello.shape)
         else:
-            ready = self.mailbox.is_ready(self.num_steps + 1)
-            step = self.mailbox.read_step(self.num_steps + 1, self.session) if ready else None
-        if step is None:
-            return None
-        self.seen_ns = time.monotonic_ns()
-        return dataclasses.replace(step, heads_B=self._translated(step.heads_B))
+            if not self.mailbox.is_ready(self.num_steps + 1):
+                return None
+            self.seen_ns = time.monotonic_ns()
+            step = self.mailbox.read_step(self.num_steps + 1, self.session)
+        translated_B = self._translated(step.heads_B)
+        return step if translated_B is None else dataclasses.replace(step, heads_B=translated_B)
 
     def check(self) -> None:
         """Show that the drafter lives, and see whether the target does. Raises as `poll`."""
@@ -85,13 +87,15 @@ class Peer:
             device_mailbox.unpin(self.mailbox, self.device)
         self.mailbox = None
 
-    def _translated(self, heads_B: Int32Array) -> Int32Array:
-        unknown = set(np.unique(heads_B).tolist()) - set(self.engine_heads)
-        if unknown:
-            raise ValueError(f"heads_B names head {min(unknown)}, agreed were {sorted(self.engine_heads)}")
-        table = np.full(max(self.engine_heads) + 1, -1, np.int32)
-        table[list(self.engine_heads)] = list(self.engine_heads.values())
-        return table[heads_B]
+    def _translated(self, heads_B: Int32Array) -> Int32Array | None:
+        """The engine's heads; None where they have the same numbers. Mostly those of the step before: looked up."""
+        named = heads_B.tobytes()
+        if named != self._known_heads[0]:
+            if unknown := set(np.unique(heads_B).tolist()) - set(self.engine_heads):
+                raise ValueError(f"heads_B names head {min(unknown)}, agreed were {sorted(self.engine_heads)}")
+            translated_B = np.array([self.engine_heads[head] for head in heads_B.tolist()], np.int32)
+            self._known_heads = (named, None if np.array_equal(translated_B, heads_B) else translated_B)
+        return self._known_heads[1]
 
 
 def greet(

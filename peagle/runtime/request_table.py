@@ -97,7 +97,7 @@ class RequestTable:
         if (highest := int(slots_B.max())) >= len(row_of_slot):
             row_of_slot = self._widen(session, highest + 1)
         rows_B = row_of_slot[slots_B]
-        self._last_call_C[rows_B[rows_B >= 0]] = self._call
+        self._last_call_C[rows_B if rows_B.min() >= 0 else rows_B[rows_B >= 0]] = self._call
         return rows_B
 
     def open(self, session: int, slot: int, prompt: Int32Array | None) -> int:
@@ -125,8 +125,8 @@ class RequestTable:
 
         Requests that get no blocks lose their rows: with a gap they would be of no use.
         """
-        jumps = np.flatnonzero(self.num_rows_C[rows_B] != start_B)
-        cold = [i for i in jumps.tolist() if self._move(int(rows_B[i]), int(start_B[i]))]
+        jumps = np.flatnonzero(self.num_rows_C[rows_B] != start_B).tolist()
+        cold = [i for i in jumps if self._move(int(rows_B[i]), int(start_B[i]))]
         end_B = start_B + num_valid_B + np.where(num_valid_B > 0, np.maximum(depth_B - 1, 0), 0)
         need_B = np.maximum(-(-end_B // self.pool.block_size) - self._end_block_C[rows_B], 0)
         granted_B = end_B <= self.max_num_positions
@@ -138,7 +138,8 @@ class RequestTable:
         if not granted_B.all():
             self._refuse(rows_B[~granted_B])
             need_B = np.where(granted_B, need_B, 0)
-        self.counters.cold_starts += int(granted_B[cold].sum())
+        if cold:
+            self.counters.cold_starts += int(granted_B[cold].sum())
         self._extend(rows_B, need_B)
         return granted_B
 

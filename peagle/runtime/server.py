@@ -22,10 +22,12 @@ from typing import Any, Protocol
 
 import torch
 
+from peagle.runtime.draft_engine import StepError
 from peagle.runtime.hello import ServedHead, check_swap
 from peagle.runtime.peer import Peer, greet
 from peagle.runtime.session import Waker
 from peagle.runtime.shared_memory import sweep
+from peagle.runtime.stats import ServerStats
 from peagle.runtime.steps import Int32Array, TargetStep
 from peagle.runtime.wire import PeerClosed, WireError
 
@@ -44,24 +46,9 @@ _MAX_FAILURES = 3  # passes in a row, after which the drafter counts as broken
 class Engine(Protocol):
     """`peagle.runtime.draft_engine.DraftEngine`, as the server uses it."""
 
-    def check(self, step: TargetStep) -> None: ...
     def step(self, steps: Sequence[TargetStep]) -> list[Int32Array]: ...
     def drop_session(self, session: int) -> None: ...
     def swap(self, index: int, head: Any) -> None: ...
-
-
-@dataclasses.dataclass
-class ServerStats:
-    """num_batches: calls of the engine; num_steps: targets' steps in them; num_refused: newcomers that were no targets
-    or did not fit; num_dropped: targets dropped for what they sent; num_failures: calls of the engine that raised."""
-
-    num_batches: int = 0
-    num_steps: int = 0
-    num_connections: int = 0
-    num_refused: int = 0
-    num_dropped: int = 0
-    num_failures: int = 0
-    busy_s: float = 0.0
 
 
 class DrafterServer:
@@ -255,34 +242,44 @@ class DrafterServer:
         for peer in list(self._peers):
             try:
                 if (step := peer.poll()) is not None:
-                    self._engine.check(step)
                     steps.append((peer, step))
             except (PeerClosed, OSError) as error:
                 self._lost(peer, error)
             except Exception as error:  # noqa: BLE001 - whatever a target sends, others are served
-                self.stats.num_dropped += 1
-                logger.warning("dropped %s: %s", peer.hello.name, error)
-                self._drop(peer, "bye", reason=str(error))
+                self._reject(peer, error)
         return steps
 
     def _draft(self, steps: Sequence[tuple[Peer, TargetStep]]) -> None:
-        self.stats.num_batches += 1
-        self.stats.num_steps += len(steps)
-        try:
-            answers = self._engine.step([step for _, step in steps])
-        except Exception as error:  # its caches may be in any state: the targets begin anew
-            logger.exception("the engine failed")
-            self.last_error, self._failures_in_a_row = repr(error), self._failures_in_a_row + 1
-            self.stats.num_failures += 1
-            for peer, _ in steps:
-                self._drop(peer, "bye", reason=f"the drafter failed: {error!r:.200}")
+        answers: list[Int32Array] | None = None
+        while steps and answers is None:
+            try:
+                answers = self._engine.step([step for _, step in steps])
+            except StepError as error:  # nothing was done for the others either
+                (bad,) = [peer for peer, step in steps if step.session == error.session]
+                self._reject(bad, error)
+                steps = [one for one in steps if one[0] is not bad]
+            except Exception as error:  # its caches may be in any state: the targets begin anew
+                logger.exception("the engine failed")
+                self.last_error, self._failures_in_a_row = repr(error), self._failures_in_a_row + 1
+                self.stats.num_failures += 1
+                for peer, _ in steps:
+                    self._drop(peer, "bye", reason=f"the drafter failed: {error!r:.200}")
+                return
+        if answers is None:
             return
         self._failures_in_a_row = 0
+        self.stats.num_batches += 1
+        self.stats.num_steps += len(steps)
         for (peer, step), drafts_BK in zip(steps, answers, strict=True):
             try:
                 peer.answer(step, drafts_BK)
             except OSError as error:
                 self._lost(peer, error)
+
+    def _reject(self, peer: Peer, error: Exception) -> None:
+        self.stats.num_dropped += 1
+        logger.warning("dropped %s: %s", peer.hello.name, error)
+        self._drop(peer, "bye", reason=str(error))
 
     def _lost(self, peer: Peer, error: Exception) -> None:
         logger.info("lost %s: %s", peer.hello.name, error)

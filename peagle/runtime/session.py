@@ -24,8 +24,8 @@ import torch
 from peagle.runtime import device_mailbox
 from peagle.runtime.head import Reducer
 from peagle.runtime.hello import MAX_REDUCER_BYTES, Hello
-from peagle.runtime.link_stats import LinkStats
 from peagle.runtime.mailbox import NUM_AREAS, Mailbox
+from peagle.runtime.stats import LinkStats
 from peagle.runtime.step_message import drafts_of, send_step
 from peagle.runtime.wire import Message, MessageReader, WireError, send_message
 

@@ -114,8 +114,11 @@ class TargetStep:
         shift = np.repeat(self.row_offset_B - before_B, self.num_valid_B)
         return np.arange(len(shift)) + shift
 
-    def check(self, shape: TargetShape) -> None:
-        """Raise ValueError, naming the field, unless all of it fits `shape`: what comes from a peer is checked here."""
+    def check(self, shape: TargetShape, *, knows_host_part: bool = False) -> None:
+        """Raise ValueError, naming the field, unless all of it fits `shape`: what comes from a peer is checked here.
+
+        knows_host_part: slots, heads, row offsets and depths are those of a step that was checked.
+        """
         num_requests, num_rows = len(self.slots_B), len(self.next_tokens_R)
         for name in _PER_REQUEST:
             if (array := getattr(self, name)).shape != (num_requests,) or array.dtype != np.int32:
@@ -130,17 +133,20 @@ class TargetStep:
                 f"hidden_RH is {self.hidden_RH.dtype} {list(self.hidden_RH.shape)}, not {shape.dtype} "
                 f"[{num_rows}, {shape.hidden_size}]"
             )
-        _in_range("slots_B", self.slots_B, shape.max_num_requests - 1)
-        if len(np.unique(self.slots_B)) != num_requests:
-            raise ValueError(f"slots_B {self.slots_B.tolist()} names a slot twice")
-        _in_range("depth_B", self.depth_B, shape.max_depth)
+        if not knows_host_part:
+            _in_range("slots_B", self.slots_B, shape.max_num_requests - 1)
+            if num_requests and np.bincount(self.slots_B).max() > 1:
+                raise ValueError(f"slots_B {self.slots_B.tolist()} names a slot twice")
+            _in_range("depth_B", self.depth_B, shape.max_depth)
         _in_range("start_B", self.start_B, 2**31 - 1 - shape.max_num_rows - shape.max_depth)
         _in_range("num_valid_B", self.num_valid_B, num_rows)
         _in_range("row_offset_B", self.row_offset_B, num_rows)
         if np.any(self.row_offset_B + self.num_valid_B > num_rows):
             raise ValueError(f"row_offset_B + num_valid_B reaches beyond the {num_rows} rows of the step")
-        _in_range("next_tokens_R", self.next_tokens_R[self.valid_rows()], shape.vocab_size - 1)
-        _in_range("finished_slots", np.asarray(self.finished_slots, np.int64), shape.max_num_requests - 1)
+        if not _are_in_range(self.next_tokens_R, shape.vocab_size - 1):  # those of rejected rows may be
+            _in_range("next_tokens_R", self.next_tokens_R[self.valid_rows()], shape.vocab_size - 1)
+        if self.finished_slots:
+            _in_range("finished_slots", np.asarray(self.finished_slots), shape.max_num_requests - 1)
         for slot, token_ids in self.prompts.items():
             self._check_prompt(slot, token_ids, shape)
 
@@ -157,6 +163,13 @@ class TargetStep:
         _in_range(f"prompts[{slot}]", token_ids, shape.vocab_size - 1)
 
 
+def _are_in_range(values: npt.NDArray[np.integer], high: int) -> bool:
+    """Whether all are in 0 .. high; a negative int32, read without its sign, is above every `high`."""
+    if values.dtype == np.int32:
+        return not values.size or int(values.view(np.uint32).max()) <= high
+    return not values.size or (int(values.min()) >= 0 and int(values.max()) <= high)
+
+
 def _in_range(name: str, values: npt.NDArray[np.integer], high: int) -> None:
-    if values.size and (values.min() < 0 or values.max() > high):
+    if not _are_in_range(values, high):
         raise ValueError(f"{name} holds {values.min()} .. {values.max()}, outside 0 .. {high}")

@@ -1,0 +1,31 @@
+"""Where a remote step's time went, from reports of a real link to a drafter that takes its time."""
+
+from __future__ import annotations
+
+import pytest
+
+from deployments.bench_remote import step_parts_ms
+from tests.transport_harness import Target, eventually, make_pool, make_server, running
+
+DELAY_S = 0.05
+
+
+def test_a_step_is_its_targets_work_and_the_wait_for_service_and_transfer() -> None:
+    with running(make_server(delay_s=DELAY_S)) as server:
+        pool = make_pool()
+        pool.set_drafters([{"address": server.address, "heads": {0: "digest0"}}])
+        eventually(lambda: pool.num_up)
+        target, reports = Target(pool), []
+        for num_steps in (1, 3):
+            for _ in range(num_steps):
+                target.check_step()
+            reports.append({"counts": {}, "pool": pool.report()})
+        pool.close()
+    links = [report["pool"]["links"][0] for report in reports]
+    parts = step_parts_ms(*reports, step_ms=1000.0)
+    assert parts["service"] == pytest.approx(
+        1e3 * (links[1]["sum_service_s"] - links[0]["sum_service_s"]) / 3, abs=1e-3
+    )
+    assert parts["service"] >= 1e3 * DELAY_S
+    assert parts["target"] + parts["wait"] == pytest.approx(1000.0, abs=1e-3)
+    assert parts["service"] + parts["transfer"] == pytest.approx(parts["wait"], abs=1e-3)
