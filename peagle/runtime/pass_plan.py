@@ -6,6 +6,7 @@ G requests; R rows of a payload or of several joined, H hidden size.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ class Requests:
             self.depth_G[index],
         )
 
-    @property
+    @functools.cached_property
     def end_G(self) -> Int64Array:
         """Position after the last row in the pass, those of the mask token included."""
         return self.start_G + self.num_valid_G + np.maximum(self.depth_G - 1, 0)
