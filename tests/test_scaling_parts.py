@@ -28,8 +28,10 @@ def test_export_and_parse_are_inverse() -> None:
     replica = FakeReplica("a")
     replica.serve("chat", 3)
     replica.serve("code:v1.2", 5, BAD)
-    _, totals = parse(replica.reading(0.0).values)
+    head, totals = parse(replica.reading(0.0).values)
+    assert head
     assert totals == replica.totals
+    assert parse(replica.reading(0.0, head="").values)[0] == "", "not known yet, which ends no head's counts"
 
 
 def test_an_export_never_falls_when_the_replica_forgets_a_workload() -> None:
