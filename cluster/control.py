@@ -119,6 +119,8 @@ class DepthControl:
             before = self._load.get(workload, 0.0)
             self._load[workload] = before + LOAD_WEIGHT * (mean.get(workload, 0.0) - before)
         self._load = {workload: num for workload, num in self._load.items() if num > 0.01}
+        known = {*self.book.workloads(), *self._load}  # names come and go, and only these are shown
+        self._choices = {workload: chosen for workload, chosen in self._choices.items() if workload in known}
         contexts = [one.context_tokens for one in observed if one.context_tokens > 0]
         self._context_tokens = sum(contexts) / len(contexts) if contexts else 0.0
         self._observed_s = now_s
