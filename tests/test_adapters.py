@@ -1,14 +1,118 @@
 """The adapters of Ray Serve without Serve: what they do when a report fails, is late, or never comes."""
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from cluster.callers import Caller
 from cluster.drafting import resolve
 from cluster.workloads import Workloads
+from deployments.drafter_telemetry import DrafterReport, LiveHead
+from deployments.links import DrafterLinks
+from deployments.readiness import ReplicaMonitor
 from deployments.requests import ChatBody
 from deployments.target import TargetServer
 from tests.test_control import POLICY, control, observation
+
+
+class Handle:
+    """In the place of a deployment handle: `answers` gives what all replicas say to one broadcast."""
+
+    deployment_name = "target"
+
+    def __init__(self, answers: Callable[[], Awaitable[list[Any]]]) -> None:
+        self._answers = answers
+
+    def broadcast(self, method: str) -> "Handle":
+        return self
+
+    async def results_async(self, timeout_s: float, return_exceptions: bool) -> list[Any]:
+        return await self._answers()
+
+
+async def until(is_so: Callable[[], Any]) -> None:
+    async with asyncio.timeout(10):
+        while not is_so():
+            await asyncio.sleep(0)
+
+
+@pytest.fixture(autouse=True)
+def _polls_follow_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("links", "readiness"):
+        monkeypatch.setattr(f"deployments.{module}.POLL_INTERVAL_S", 0.0)
+
+
+def test_a_monitor_goes_on_after_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    num_asked = 0
+
+    async def answers() -> list[int]:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked in (2, 3):
+            raise RuntimeError("the controller is gone")
+        return [num_asked]
+
+    async def run() -> None:
+        monitor: Any = ReplicaMonitor(Handle(answers), int)  # type: ignore[arg-type]
+        monitor.start()
+        await until(lambda: num_asked > 3 or monitor._task.done())
+        await until(lambda: monitor.reports[0] > 3 or monitor._task.done())
+        assert not monitor._task.done()
+        monitor._task.cancel()
+
+    asyncio.run(run())
+    assert caplog.text.count("its replicas cannot be asked") == 1
+
+
+def test_reports_that_were_asked_for_earlier_do_not_replace_later_ones() -> None:
+    """A scrape of /metrics asks too. Counters that seem to go back look like a restart, and would count twice."""
+
+    async def run() -> None:
+        asked: list[asyncio.Future[list[Any]]] = []
+        seen: list[Any] = []
+
+        def answers() -> Awaitable[list[Any]]:
+            asked.append(asyncio.get_running_loop().create_future())
+            return asked[-1]
+
+        monitor: Any = ReplicaMonitor(Handle(answers), int, seen.append)  # type: ignore[arg-type]
+        first, second = (asyncio.ensure_future(monitor.refresh()) for _ in range(2))
+        await until(lambda: len(asked) == 2)
+        asked[1].set_result([2])
+        assert await second == [2]
+        asked[0].set_result([1])
+        assert await first == [2]
+        assert (monitor.reports, seen) == ([2], [[2]])
+
+    asyncio.run(run())
+
+
+def test_heads_that_changed_in_a_poll_that_failed_are_told_later() -> None:
+    async def answers() -> list[Any]:
+        return [DrafterReport("r", "h:1", (LiveHead(0, "name", "digest"),))]
+
+    num_failures = 0
+
+    async def rpc(method: str, args: Any = ()) -> list[Any]:
+        nonlocal num_failures
+        if method == "remote_report" and not num_failures:
+            num_failures += 1
+            raise RuntimeError("the engine did not answer")
+        return []
+
+    async def run() -> None:
+        told: list[Any] = []
+        settings: Any = SimpleNamespace(heads_by_workload={})
+        links: Any = DrafterLinks(Handle(answers), rpc, settings, lambda: True)  # type: ignore[arg-type]
+        links.start(lambda default, by_workload: told.append((default, by_workload)))
+        await until(lambda: told)
+        links._task.cancel()
+        assert (told, num_failures) == ([("digest", {})], 1)
+
+    asyncio.run(run())
 
 
 def admitted(control: Any, drafting: Any) -> Any:
