@@ -6,11 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 
 from cluster.callers import Caller
-from cluster.drafting import resolve
+from cluster.drafting import DraftingError, resolve
 from cluster.workloads import Workloads
 from deployments.drafter_telemetry import DrafterReport, LiveHead
+from deployments.errors import ApiError, add_error_handlers
 from deployments.links import DrafterLinks
 from deployments.readiness import ReplicaMonitor
 from deployments.requests import ChatBody
@@ -136,3 +139,20 @@ def test_a_target_leaves_the_decision_of_the_ingress_and_so_the_limit_of_a_calle
     for decided in (unknown, cold):
         assert (decided.k, decided.source) == (1, "default")
         assert admitted(target, decided.to_wire()).k == 1
+
+
+def test_an_error_can_be_told_whatever_characters_the_client_sent() -> None:
+    app = FastAPI()
+    add_error_handlers(app)
+
+    @app.post("/")
+    async def ask(body: dict[str, Any]) -> None:
+        try:
+            resolve(POLICY, body)
+        except DraftingError as error:
+            raise ApiError(400, error.message, param=error.field) from error
+
+    client = TestClient(app, raise_server_exceptions=False, headers={"content-type": "application/json"})
+    answer = client.post("/", content='{"\\ud800": 3}')
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "drafting.\\ud800"
