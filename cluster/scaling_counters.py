@@ -113,7 +113,8 @@ class CounterExport:
 
 
 def parse(values: Mapping[str, float]) -> tuple[str, dict[str, WorkloadTotals]]:
-    """The head's number, as text ("" where it is not known yet), and totals by workload of an export. Names of others are left alone.
+    """The head's number, as text ("" where it is not known yet), and totals by workload of an export. Names of others
+    are left alone.
 
     Raises ReadingError naming the entry.
     """

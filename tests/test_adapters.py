@@ -1,7 +1,9 @@
 """The adapters of Ray Serve without Serve: what they do when a report fails, is late, or never comes."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +12,10 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from cluster.callers import Caller
+from cluster.drafter_settings import DrafterSettings
 from cluster.drafting import DraftingError, resolve
 from cluster.workloads import Workloads
+from deployments.drafter import DrafterReplica
 from deployments.drafter_telemetry import DrafterReport, LiveHead
 from deployments.errors import ApiError, add_error_handlers
 from deployments.links import DrafterLinks
@@ -116,6 +120,69 @@ def test_heads_that_changed_in_a_poll_that_failed_are_told_later() -> None:
         assert (told, num_failures) == ([("digest", {})], 1)
 
     asyncio.run(run())
+
+
+class Heads:
+    """Heads by their folders, without weights; a broken one raises what nobody foresaw."""
+
+    def directory(self, name: str) -> Path:
+        return Path(name)
+
+    def load(self, name: str, like: Any = None) -> Any:
+        if Path(name).name == "broken":
+            raise KeyError("fc.weight")
+        return SimpleNamespace(name=name, digest=Path(name).name, config=None, runtime=None, served=None)
+
+
+@pytest.fixture
+def drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A drafter replica that was built with the heads a, and b for code; what it may have instead is there too."""
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 9, "num_depths": 7}
+    for name in ("a", "b", "c", "d", "broken"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "d" / "config.json").write_text(json.dumps({**config, "num_depths": "7"}))
+    monkeypatch.setattr("deployments.drafter.head_digest", lambda folder: folder.name)
+    a, b = (str(tmp_path / name) for name in "ab")
+    replica: Any = SimpleNamespace(
+        _settings=DrafterSettings(head=a, placement="remote", max_draft_tokens=7, heads_by_workload={"code": b}),
+        _loader=Heads(),
+        _refused="",
+        _swapping=asyncio.Lock(),
+        _heads={0: Heads().load(a), 1: Heads().load(b)},
+        _server=SimpleNamespace(swap=lambda *args: None),
+    )
+    replica._load_changed = lambda asked: DrafterReplica._load_changed(replica, asked)
+    return replica
+
+
+def live(replica: Any, *user_configs: Any) -> list[str]:
+    """Its heads after these, one after the other."""
+
+    async def run() -> None:
+        for user_config in user_configs:
+            await DrafterReplica._swap(replica, user_config)
+
+    asyncio.run(run())
+    return [head.digest for _, head in sorted(replica._heads.items())]
+
+
+def test_the_live_heads_are_those_of_the_last_user_config_whatever_came_before(drafter: Any, tmp_path: Path) -> None:
+    """A replica that starts later gets the last one only, and must have the same heads."""
+    code = {"heads_by_workload": {"code": str(tmp_path / "c")}}
+    assert live(drafter, code) == ["a", "c"]
+    assert live(drafter, {"head": str(tmp_path / "c")}) == ["c", "b"]
+    assert live(drafter, {}) == ["a", "b"]
+
+
+@pytest.mark.parametrize(("name", "words"), [("broken", "KeyError('fc.weight')"), ("d", "num_depths")])
+def test_a_head_that_fails_in_an_unforeseen_way_is_refused_with_the_reason(
+    drafter: Any, tmp_path: Path, name: str, words: str
+) -> None:
+    assert live(drafter, {"head": str(tmp_path / name)}) == ["a", "b"]
+    assert words in drafter._refused
+    assert live(drafter, {}) == ["a", "b"]
+    assert drafter._refused == ""
 
 
 def admitted(control: Any, drafting: Any) -> Any:

@@ -236,14 +236,6 @@ def test_queue_length_is_serves_rule_in_both_directions() -> None:
     assert policy.decide(Observation(20.0, Pool(3, 3, 4.0), ["a"])).target == 1
 
 
-def test_queue_length_goes_to_zero_after_idle_s_too() -> None:
-    changes = {"policy": "queue_length", "target": {"min": 0, "max": 4}, "scale_to_zero": True, "idle_s": 60.0}
-    service = Service(1, **changes)
-    service.run(3, rate=1.0)
-    service.ongoing = 0.0
-    assert [service.run(1, rate=0.0).target for _ in range(7)] == [1] * 5 + [0] * 2
-
-
 def test_the_log_replays_to_the_same_decisions_and_a_changed_one_shows() -> None:
     service = Service(2)
     service.run(40, rate=2.0)

@@ -187,6 +187,13 @@ def test_drafters_follow_the_steps_that_draft() -> None:
     assert idle.target > decision.target
 
 
+def test_queue_length_goes_to_zero_after_idle_s_too() -> None:
+    by_queue = settings(policy="queue_length", target={"min": 0, "max": 4}, scale_to_zero=True, idle_s=60.0)
+    for num_wanted, idle_s, target in ((1, 59.0, 1), (3, 59.0, 1), (1, 60.0, 0), (0, 5.0, 0)):
+        asked = inputs(target=Pool(num_wanted, num_wanted), idle_s=idle_s)
+        assert decide(asked, None, by_queue).target == target
+
+
 def test_bounds_hold_and_are_named() -> None:
     decision = decide(inputs(), model(), settings(target={"min": 1, "max": 2}))
     assert decision.target == 2
