@@ -80,6 +80,8 @@ def test_what_the_operator_names_is_known_from_the_start(catalog):
     settings = load_settings(args, catalog)
     assert settings.named_workloads() == {"code", "chat", "docs", "pages"}
     assert load_settings(GOOD, catalog).named_workloads() == {"code", "chat"}
+    wanted = changed(depth__policy="adaptive", depth__objectives={"agents": {"kind": "latency"}})
+    assert load_settings(wanted, catalog).named_workloads() == {"code", "chat", "agents"}
     assert load_settings(GOOD, catalog).caller_table() is None
 
 
