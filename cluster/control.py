@@ -146,7 +146,8 @@ class DepthControl:
         if choice.source != "probe":
             self._choices[drafting.workload] = settled
         if drafting.limit is not None and settled.k > drafting.limit:
-            return dataclasses.replace(settled, k=drafting.limit, reason=f"{settled.reason}; the caller's limit")
+            reason = f"{settled.reason}; the caller's limit"  # the time per token that was expected is of another K
+            return dataclasses.replace(settled, k=drafting.limit, reason=reason, expected_tpot_s=None)
         return settled
 
     def _drafting(self, workload: str, choice: Choice) -> Drafting:

@@ -92,7 +92,7 @@ def test_the_limit_of_a_caller_holds_for_a_learned_k_too() -> None:
     found = control(per_token_s=0.0)
     found.observe([observation()], 0.0)
     settled = found.settle(Drafting("code", 2, "default", limit=2), 1.0)
-    assert settled.k == 2
+    assert (settled.k, settled.expected_tpot_s) == (2, None)
 
 
 def test_probes_go_to_the_end_and_carry_no_survival_to_trim_them_by() -> None:
