@@ -119,6 +119,8 @@ class DepthControl:
             before = self._load.get(workload, 0.0)
             self._load[workload] = before + LOAD_WEIGHT * (mean.get(workload, 0.0) - before)
         self._load = {workload: num for workload, num in self._load.items() if num > 0.01}
+        known = {*self.book.workloads(), *self._load}  # names come and go, and only these are shown
+        self._choices = {workload: chosen for workload, chosen in self._choices.items() if workload in known}
         contexts = [one.context_tokens for one in observed if one.context_tokens > 0]
         self._context_tokens = sum(contexts) / len(contexts) if contexts else 0.0
         self._observed_s = now_s
@@ -144,7 +146,8 @@ class DepthControl:
         if choice.source != "probe":
             self._choices[drafting.workload] = settled
         if drafting.limit is not None and settled.k > drafting.limit:
-            return dataclasses.replace(settled, k=drafting.limit, reason=f"{settled.reason}; the caller's limit")
+            reason = f"{settled.reason}; the caller's limit"  # the time per token that was expected is of another K
+            return dataclasses.replace(settled, k=drafting.limit, reason=reason, expected_tpot_s=None)
         return settled
 
     def _drafting(self, workload: str, choice: Choice) -> Drafting:

@@ -98,7 +98,8 @@ class Counts:
 class Report:
     """What one target replica (`source`) has counted for each workload since it started, drafting with `head`.
 
-    A replica that swaps its head starts its counts anew. Both names are compared for equality only.
+    A replica that swaps its head starts its counts anew. Both names are compared for equality only. A `head` of "" is
+    not known yet: the replica has just started and has not heard of its drafters.
     """
 
     source: str
@@ -139,9 +140,10 @@ class Ledger:
         self._num_strays: dict[str, int] = {}
 
     def take(self, reports: Iterable[Report]) -> New:
-        """What is new in `reports`, in their order. Reports of an earlier head than the current bring nothing."""
+        """What is new in `reports`, in their order. Reports of an earlier head than the current bring nothing, nor do
+        those of an unknown one: a target that starts must not end what the others have learned."""
         new = New()
-        for report in reports:
+        for report in filter(lambda one: one.head, reports):
             last = self.sources.pop(report.source, SourceState(report.head, {}))
             totals = self._bounded(report.totals, last)
             if report.head == self.head:

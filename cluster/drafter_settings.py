@@ -156,7 +156,7 @@ def fill_remote(drafter: DrafterSettings, *, target_has_gpu: bool) -> DrafterSet
 
 def swapped(drafter: DrafterSettings, user_config: Any, heads_dir: Path) -> DrafterSettings:
     """The section with the heads that a deployment's `user_config` names, `{head: ..., heads_by_workload: {...}}`; what
-    it leaves out stays.
+    it leaves out is as in `drafter`, the section that the application was built from.
 
     Raises:
         ValueError: every problem: an unknown key, no such head, one that does not fit the others, or workloads that

@@ -162,6 +162,11 @@ def resolve(
     return Drafting(workload, depth if limit is None else min(depth, limit), source, limit=limit)
 
 
+def is_decided(requested: Any) -> bool:
+    """Whether a request's `drafting` value is a decision of the ingress. Clients cannot send one over HTTP."""
+    return isinstance(requested, Mapping) and "source" in requested
+
+
 def from_wire(policy: DepthPolicy, requested: Any, workload_of: WorkloadOf = _tag_or_default) -> Drafting:
     """Read what reaches the target: a decision of the ingress (it has a `source`), or a request that came by a
     deployment handle past the ingress, which gets the same defaults.
@@ -169,7 +174,7 @@ def from_wire(policy: DepthPolicy, requested: Any, workload_of: WorkloadOf = _ta
     Raises:
         DraftingError: as `resolve`.
     """
-    if not (isinstance(requested, Mapping) and "source" in requested):
+    if not is_decided(requested):
         return resolve(policy, requested, workload_of=workload_of)
     source = requested["source"]
     if source not in SOURCES:

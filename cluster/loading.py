@@ -93,6 +93,9 @@ def load_settings(raw: Any, catalog: Catalog, env: Mapping[str, str] | None = No
     return ClusterSettings(**parsed)
 
 
+_COUNTED = {"max_model_len": "tokens", "max_num_seqs": "requests"}
+"""Engine arguments that a remote drafter is sized by, too."""
+
 _SECTIONS = tuple(ClusterSettings.model_fields)
 _RECORDS: dict[str, type[BaseModel]] = {
     name: record
@@ -180,8 +183,8 @@ class _Reader:
             elif known is not None and key not in known:
                 hint = messages.nearest(key, known)
                 self.problems.append(f"unknown key engine.{key}: vLLM has no such argument{hint}")
-            elif key == "max_model_len" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                self.problems.append(f"engine.max_model_len must be a number of tokens from 1, not {value!r:.80}")
+            elif key in _COUNTED and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                self.problems.append(f"engine.{key} must be a number of {_COUNTED[key]} from 1, not {value!r:.80}")
 
     def check_model(self, model: ModelSettings | None) -> ModelSettings | None:
         if model is None:

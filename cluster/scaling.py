@@ -140,6 +140,8 @@ class ScalingPolicy:
             memory.unsettled_s = now_s
         self._absorb(observation, now_s)
         is_woken = pool.num_wanted == 0 and pool.ongoing_requests + pool.queued_requests > 0
+        if is_woken or (pool.num_running == 0 and pool.num_wanted > 0):
+            self._traffic.note_busy(now_s)
         due = memory.decided_s is None or now_s - memory.decided_s >= self.settings.decision_interval_s
         if memory.decision is not None and not due and not is_woken:
             return memory.decision

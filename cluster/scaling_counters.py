@@ -79,8 +79,8 @@ class Limits:
 
 
 def head_number(head: str) -> int:
-    """A head's digest as a number that survives a float."""
-    return int.from_bytes(hashlib.sha256(head.encode()).digest()[:6], "big")
+    """A head's digest as a number that survives a float; 0 where it is not known yet."""
+    return 0 if not head else int.from_bytes(hashlib.sha256(head.encode()).digest()[:6], "big")
 
 
 class CounterExport:
@@ -113,7 +113,8 @@ class CounterExport:
 
 
 def parse(values: Mapping[str, float]) -> tuple[str, dict[str, WorkloadTotals]]:
-    """The head's number, as text, and totals by workload of an export. Names of others are left alone.
+    """The head's number, as text ("" where it is not known yet), and totals by workload of an export. Names of others
+    are left alone.
 
     Raises ReadingError naming the entry.
     """
@@ -133,7 +134,7 @@ def parse(values: Mapping[str, float]) -> tuple[str, dict[str, WorkloadTotals]]:
     for name, of in numbers.items():
         arrived, ended, output, prompt = (of[what] for what in _BY_WORKLOAD)
         totals[name] = WorkloadTotals(arrived, ended, output, prompt, _counts(name, depths.get(name, {})))
-    return str(_count(HEAD, values[HEAD])), totals
+    return str(_count(HEAD, values[HEAD]) or ""), totals
 
 
 @functools.lru_cache(maxsize=4096)

@@ -68,8 +68,8 @@ def _by_queue(inputs: Inputs, settings: AutoscalingSettings, because: str, *, ma
     """Serve's rule: ongoing requests over the number that a replica should have."""
     pool = inputs.target
     asked = math.ceil(pool.ongoing_requests / settings.target_ongoing_requests - 1e-9)
-    if pool.ongoing_requests > 0:
-        asked = max(1, asked)
+    if pool.ongoing_requests > 0 or (pool.num_wanted and inputs.idle_s < settings.idle_s):
+        asked = max(1, asked)  # only `idle_s` without a request takes the target to zero
     wanted = settings.target.clamp(asked if may_shrink else max(asked, pool.num_wanted))
     per_replica = settings.target_ongoing_requests
     said = f"{pool.ongoing_requests:.1f} ongoing requests at {per_replica:g} a replica ask for {asked}"

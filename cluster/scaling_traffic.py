@@ -107,6 +107,10 @@ class TrafficHistory:
         while self._bins and now_s - self._bins[0].time_s > WINDOWS_S[-1] + 2 * BIN_S:
             self._bins.popleft()
 
+    def note_busy(self, now_s: float) -> None:
+        """A request waits for the first replica: none has counted it, and until one serves nothing can."""
+        self._busy_s = now_s
+
     def history_s(self, now_s: float) -> float:
         """For how long arrivals have been counted."""
         return 0.0 if self._started_s is None else now_s - self._started_s

@@ -99,6 +99,19 @@ class ClusterSettings(Section):
         """K_max, 0 without a drafter."""
         return 0 if self.drafter is None else self.drafter.max_draft_tokens or 0
 
+    @property
+    def max_num_targets(self) -> int:
+        """Replicas of the target, at the most."""
+        return self.target.num_replicas if self.autoscaling is None else self.autoscaling.target.max
+
+    @property
+    def max_num_drafters(self) -> int:
+        """Replicas of a remote drafter, at the most; 0 without one."""
+        if self.drafter is None or self.drafter.replicas is None:
+            return 0
+        scaled = None if self.autoscaling is None else self.autoscaling.drafter
+        return self.drafter.replicas.num_replicas if scaled is None else scaled.max
+
     def depth_policy(self) -> DepthPolicy:
         """The operator's choice of K, with its defaults filled in."""
         deepest = self.max_draft_tokens
@@ -122,4 +135,5 @@ class ClusterSettings(Section):
         """The workloads that the operator names: these are told apart from the start and always."""
         fixed = {one.workload for one in (self.callers or {}).values() if one.workload is not None}
         drafted = () if self.drafter is None else self.drafter.heads_by_workload
-        return frozenset({*self.depth.by_workload, *self.model.aliases.values(), *fixed, *drafted})
+        by_operator = {*self.depth.by_workload, *self.depth.objectives, *self.model.aliases.values()}
+        return frozenset({*by_operator, *fixed, *drafted})

@@ -61,6 +61,8 @@ def read_head_config(head: str, heads_dir: Path, key: str = "drafter.head") -> t
             f"{key}: {folder} is no EAGLE-3 head: its architectures are {config.get('architectures')!r:.80}, "
             f"not [{HEAD_ARCHITECTURE!r}]"
         )
+    if (num_depths := config.get("num_depths")) is not None and type(num_depths) is not int:
+        raise SourceError(f"{key}: num_depths of {folder / 'config.json'} is {num_depths!r:.80}, no whole number")
     return resolved, config
 
 

@@ -122,7 +122,7 @@ class TargetAutoscaler:
         path = Path(settings.log) if settings.log else Path(str(get_serve_logs_dir())) / LOG_NAME
         exchange = Exchange(board, (DRAFTERS, ASKED), DecisionLog(path))
         if self._board is None:
-            exchange.start()
+            exchange.start(self)
         return exchange
 
     def _observation(self, ctx: AutoscalingContext, now_s: float) -> Observation:
@@ -131,7 +131,8 @@ class TargetAutoscaler:
         if 0 <= ongoing < POLLS:
             ongoing = queued = 0.0
         asked = self._exchange.heard(ASKED)
-        if ctx.target_num_replicas == 0 and asked is not None and 0 <= time.time() - asked["time_s"] < ASKED_S:
+        # The ingress may run on another node, whose clock may be ahead.
+        if ctx.target_num_replicas == 0 and asked is not None and abs(time.time() - asked["time_s"]) < ASKED_S:
             ongoing, queued = ongoing + 1, queued + 1
         drafters = self._exchange.heard(DRAFTERS)
         return Observation(
@@ -208,7 +209,7 @@ class DrafterAutoscaler:
         if self._exchange is None:
             self._exchange = Exchange(self._board or ClusterBoard(ctx.app_name or ""), (DECISION,))
             if self._board is None:
-                self._exchange.start()
+                self._exchange.start(self)
         pool = ctx.current_num_replicas, ctx.target_num_replicas
         if pool != self._pool:
             self._pool = pool

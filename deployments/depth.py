@@ -4,6 +4,7 @@ Enters: `ReplicaReport`s and the settings. Leaves: `DepthControl`s for ingress a
 `cluster.control`'s; here are only the clock, the file and Prometheus.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -89,7 +90,8 @@ class StateFile:
         except (OSError, ValueError) as error:
             aside = self._path.with_suffix(".unusable")
             logger.warning("depth.state: %s cannot be used (%s); it is kept as %s", self._path, error, aside)
-            self._path.replace(aside)
+            with contextlib.suppress(OSError):  # another replica of the ingress was first, or the folder is read-only
+                self._path.replace(aside)
 
     def save(self, control: DepthControl, *, at_once: bool = False) -> None:
         if self._path is None or (not at_once and time.monotonic() - self._saved_s < SAVE_INTERVAL_S):

@@ -93,16 +93,19 @@ class DrafterReplica:
     async def _swap(self, user_config: Any) -> None:
         async with self._swapping:
             try:
+                # Over the settings, not over the heads that are live: a replica that starts now has never had those.
                 asked = swapped(self._settings, user_config or {}, Path(peagle.heads.__file__).parent)
                 for index, head in (await asyncio.to_thread(self._load_changed, asked)).items():
                     await asyncio.to_thread(self._server.swap, index, head.runtime, head.served)
                     before, self._heads[index] = self._heads[index], head
                     logger.info("head %d is %s (%s), it was %s", index, head.name, head.digest, before.digest)
-            except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: no memory for a second head
-                self._refused = str(error)
-                logger.error("user_config is refused, and the heads stay as they are: %s", error)
+            except Exception as error:  # whatever a head's files make of it, the reason must show
+                foreseen = isinstance(error, ValueError | OSError | RuntimeError)  # the last: no memory for two heads
+                self._refused = str(error) if foreseen else repr(error)
+                said = "user_config is refused, and the heads stay as they are: %s"
+                logger.error(said, self._refused, exc_info=not foreseen)
             else:
-                self._settings, self._refused = asked, ""
+                self._refused = ""
 
     def _load_changed(self, asked: DrafterSettings) -> dict[int, LoadedHead]:
         """The heads of `asked` whose files are not those of the live ones."""

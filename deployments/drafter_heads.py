@@ -54,7 +54,7 @@ class HeadLoader:
         self._dtype_name = ROW_DTYPES[settings.engine["dtype"]]
         self._max_model_len: int | None = settings.engine.get("max_model_len")
         self.device = torch.device("cuda" if self._replicas.num_gpus else "cpu")
-        num_at_targets = settings.target.num_replicas * settings.engine.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS)
+        num_at_targets = settings.max_num_targets * settings.engine.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS)
         self.max_num_requests: int = self._replicas.max_num_requests or num_at_targets
 
     @property

@@ -45,7 +45,12 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The JSON object of the response."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        # What a client sent may stand in it, and a lone surrogate, which JSON can hold, has no UTF-8 form.
+        message, param = (
+            None if one is None else one.encode("utf-8", "backslashreplace").decode()
+            for one in (self.message, self.param)
+        )
+        return {"error": {"message": message, "type": self.kind, "param": param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
         """Extra headers of the response: when to come back, for a service that is not ready."""

@@ -73,12 +73,13 @@ class DrafterLinks:
         self._task = asyncio.get_running_loop().create_task(self._keep(on_change))
 
     async def _keep(self, on_change: Callable[[str, Mapping[str, str]], None]) -> None:
+        told = self.heads  # a poll may fail after the heads changed: the next one tells it then
         while True:
             try:
-                before = self.heads
                 await self.poll()
-                if self.heads != before:
+                if self.heads != told:
                     on_change(*self.by_workload())
+                    told = self.heads
                 self._problem = ""
             except Exception as error:  # without drafters the engine serves on, and this goes on trying
                 if repr(error) != self._problem:

@@ -35,6 +35,8 @@ class ReplicaMonitor(Generic[ReportT]):
         self._kind = kind
         self._on_reports = on_reports
         self._reports: list[ReportT] = []
+        self._num_asked, self._newest = 0, 0
+        self._problem = ""
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -53,7 +55,10 @@ class ReplicaMonitor(Generic[ReportT]):
         return self._reports
 
     async def refresh(self) -> Sequence[ReportT]:
-        """The replicas' reports, asked for now; the last known ones when they are slow to answer."""
+        """The replicas' reports, asked for now; the last known ones when they are slow to answer. Of two calls at a
+        time, the one that asked first counts for nothing once the other has its answers: counters would go back."""
+        self._num_asked += 1
+        asked = self._num_asked
         try:
             answers = await self._handle.broadcast("report").results_async(
                 timeout_s=POLL_TIMEOUT_S, return_exceptions=True
@@ -62,6 +67,9 @@ class ReplicaMonitor(Generic[ReportT]):
             return self._reports
         except REPLICA_LOST:
             answers = []
+        if asked < self._newest:
+            return self._reports
+        self._newest = asked
         self._reports = [answer for answer in answers if isinstance(answer, self._kind)]
         if self._on_reports is not None:
             self._on_reports(self._reports)
@@ -70,7 +78,13 @@ class ReplicaMonitor(Generic[ReportT]):
     async def _poll_forever(self) -> None:
         while True:
             num_before = self.num_ready
-            await self.refresh()
+            try:
+                await self.refresh()
+                self._problem = ""
+            except Exception as error:  # what is known grows old meanwhile, and this goes on asking
+                if repr(error) != self._problem:
+                    self._problem = repr(error)
+                    logger.exception("%s: its replicas cannot be asked", self._handle.deployment_name)
             if self.num_ready != num_before:
                 logger.info("%s: %d replicas ready", self._handle.deployment_name, self.num_ready)
             await asyncio.sleep(POLL_INTERVAL_S)

@@ -8,6 +8,7 @@ node. An `Exchange` reads and writes in a thread, because a policy's call must w
 import json
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -89,11 +90,10 @@ class Exchange:
         self._stopped = threading.Event()
         self._lock = threading.Lock()
 
-    def start(self) -> None:
+    def start(self, policy: object) -> None:
+        """Begin, and end with `policy`: Serve makes a new one each time that it takes a config."""
+        weakref.finalize(policy, self._stopped.set)
         threading.Thread(target=self._run, name="peagle-autoscaling", daemon=True).start()
-
-    def stop(self) -> None:
-        self._stopped.set()
 
     def say(self, name: str, document: Mapping[str, Any]) -> None:
         with self._lock:

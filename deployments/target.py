@@ -26,7 +26,7 @@ from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 from vllm.exceptions import VLLMClientError
 
-from cluster.drafting import Drafting, DraftingError, from_wire
+from cluster.drafting import Drafting, DraftingError, from_wire, is_decided
 from cluster.settings import ClusterSettings
 from cluster.step_time import StepTimes
 from cluster.workloads import MAX_NUM_WORKLOADS, Workloads
@@ -154,12 +154,14 @@ class TargetServer(LLMServer):
         asked_model = request.model
         if asked_model in self._aliases:
             request.model = self._model_id
+        asked = (request.model_extra or {}).pop("drafting", None)
         drafting = from_wire(
             self._policy,
-            (request.model_extra or {}).pop("drafting", None),
+            asked,
             lambda tag: self._workloads.of(tag, asked_model, prompt_of_application(request)),
         )
-        if self._control is not None:  # a request that came past the ingress; what that decided stays
+        # What the ingress decided stays, a default K too: only the ingress knows the limit of the request's caller.
+        if self._control is not None and not is_decided(asked):
             drafting = self._control.settle(drafting, time.monotonic())
         request.vllm_xargs = {
             **(request.vllm_xargs or {}),

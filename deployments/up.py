@@ -128,10 +128,11 @@ def num_logical_cpus(settings: ClusterSettings) -> int:
     each take some, and on a small machine nothing would ever be scheduled with the number of cores."""
     target, ingress = settings.target, settings.ingress
     needed = (
-        target.num_replicas * (target.num_cpus + target.bundle.get("CPU", 0)) + ingress.num_replicas * ingress.num_cpus
+        settings.max_num_targets * (target.num_cpus + target.bundle.get("CPU", 0))
+        + ingress.num_replicas * ingress.num_cpus
     )
     if settings.drafter is not None and (drafters := settings.drafter.replicas) is not None:
-        needed += drafters.num_replicas * drafters.num_cpus
+        needed += settings.max_num_drafters * drafters.num_cpus
     return max(MIN_LOGICAL_CPUS, int(needed) + 3, os.cpu_count() or 1)
 
 

@@ -1,5 +1,7 @@
 """The policies that Serve calls, with Serve's own contexts, configs and wrapper: good data, and all kinds of bad."""
 
+import gc
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -156,7 +158,9 @@ def test_series_of_others_and_empty_ones_are_left_alone() -> None:
     assert (one.replica, one.time_s, one.values) == ("a", 7.0, {"peagle|head": 3.0})
 
 
-def test_a_target_at_zero_wakes_for_a_request_that_found_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead_s", [0.0, 5.0])
+def test_a_target_at_zero_wakes_for_a_request_that_found_none(tmp_path: Path, ahead_s: float) -> None:
+    """Also where the clock of the ingress' node is ahead."""
     controller = Controller(tmp_path, target={"min": 0, "max": 3}, scale_to_zero=True, idle_s=60.0)
     controller.serve(120, 3.0, GOOD)
     quiet = {"total_num_requests": 0.02, "total_queued_requests": 0.0}  # the monitors' questions
@@ -164,7 +168,7 @@ def test_a_target_at_zero_wakes_for_a_request_that_found_none(tmp_path: Path) ->
     controller.wanted, controller.replicas = 0, []
     controller.now_s += 10
     assert controller.tick(**quiet) == 0
-    controller.board.put(ASKED, {"time_s": time.time()})
+    controller.board.put(ASKED, {"time_s": time.time() + ahead_s})
     controller.carry()
     assert controller.tick(**quiet) == 1
 
@@ -210,6 +214,21 @@ def test_what_was_said_is_kept_until_it_could_be_carried(tmp_path: Path) -> None
     exchange.carry()
     assert board.get(DECISION) == {"a": 1}
     assert (tmp_path / "log").read_text() == "line\n"
+
+
+def test_a_policy_that_serve_replaced_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.autoscaling.ClusterBoard", lambda app_name: DictBoard())
+    before = set(threading.enumerate())
+    target, drafter = TargetAutoscaler(**arguments(log=str(tmp_path / "log"))), DrafterAutoscaler()
+    target(context(TARGET, [ReplicaID("a", TARGET)], 1))
+    drafter(context(DRAFTER, [ReplicaID("d", DRAFTER)], 1))
+    started = set(threading.enumerate()) - before
+    assert len(started) == 2
+    del target, drafter
+    gc.collect()
+    for thread in started:
+        thread.join(timeout=10)
+    assert not any(thread.is_alive() for thread in started)
 
 
 def test_most_ticks_touch_no_metrics(controller: Controller) -> None:

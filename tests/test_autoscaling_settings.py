@@ -8,6 +8,7 @@ from ray.serve.config import AutoscalingConfig
 
 from cluster.loading import Catalog, load_settings
 from cluster.step_time import default_step_times
+from deployments.drafter_heads import HeadLoader
 from deployments.scaling_config import drafter_autoscaling, policy_kwargs, target_autoscaling
 from tests.test_settings import catalog, changed, problems_of  # noqa: F401 - a fixture
 
@@ -45,6 +46,18 @@ def test_a_remote_drafter_scales_too(catalog: Catalog) -> None:  # noqa: F811
     config = AutoscalingConfig(**(drafter_autoscaling(settings) or {}))
     assert (config.min_replicas, config.max_replicas) == (1, 2)
     assert config.policy.policy_function == "deployments.autoscaling:DrafterAutoscaler"
+
+
+def test_a_drafter_has_room_for_the_requests_of_all_targets_that_may_come(
+    catalog: Catalog,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("deployments.drafter_heads.target_source", lambda source: "nowhere")
+    args = changed(
+        target__num_replicas=..., drafter__placement="remote", engine__dtype="float32", engine__max_num_seqs=8
+    )
+    settings = load_settings({**args, "autoscaling": {**QUEUE, "drafter": {"min": 1, "max": 2}}}, catalog)
+    assert HeadLoader(settings).max_num_requests == 3 * 8
 
 
 def test_step_times_that_nobody_measured_decide_nothing(tmp_path: Path, catalog: Catalog) -> None:  # noqa: F811

@@ -92,7 +92,7 @@ def test_the_limit_of_a_caller_holds_for_a_learned_k_too() -> None:
     found = control(per_token_s=0.0)
     found.observe([observation()], 0.0)
     settled = found.settle(Drafting("code", 2, "default", limit=2), 1.0)
-    assert settled.k == 2
+    assert (settled.k, settled.expected_tpot_s) == (2, None)
 
 
 def test_probes_go_to_the_end_and_carry_no_survival_to_trim_them_by() -> None:
@@ -103,6 +103,18 @@ def test_probes_go_to_the_end_and_carry_no_survival_to_trim_them_by() -> None:
     ]
     assert 1 <= len(probes) < 150
     assert {(one.k, one.survival) for one in probes} == {(K_MAX, ())}
+
+
+def test_workloads_that_are_gone_leave_nothing_behind() -> None:
+    found = control()
+    found.observe([observation()], 0.0)
+    for index in range(100):
+        found.settle(Drafting(f"once-{index}", 3, "default"), 1.0)
+    found.settle(Drafting("code", 3, "default"), 1.0)
+    found.observe([observation()], 2.0)
+    assert found._choices.keys() <= {"code", "chat"}
+    (code,) = [one for one in found.document(2.0)["workloads"] if one["workload"] == "code"]
+    assert code["source"] == "learned"
 
 
 def test_silent_targets_mean_the_default_k() -> None:

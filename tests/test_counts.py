@@ -115,6 +115,17 @@ def test_head_that_takes_over_resets_once() -> None:
     assert ledger.take([Report("r2", "new", {"code": full(5)})]).reset is False
 
 
+def test_a_replica_that_does_not_know_its_head_yet_ends_nothing() -> None:
+    """With a remote drafter, a target that has just started reports before it has heard of the drafters."""
+    ledger = Ledger(64)
+    taken(ledger, "r1", "h", {"code": 10})
+    for _ in range(HEAD_PATIENCE_REPORTS + 1):
+        new = ledger.take([Report("r2", "", {"code": full(2)})])
+        assert (new.reset, new.counts, ledger.head) == (False, {}, "h")
+    new = ledger.take([Report("r2", "h", {"code": full(3)})])
+    assert (new.reset, new.counts) == (False, {"code": full(3)})
+
+
 def test_replicas_of_both_heads_do_not_reset_each_other() -> None:
     """Replicas are replaced one by one: the earlier head's reports bring nothing, whatever the order."""
     ledger = Ledger(64)

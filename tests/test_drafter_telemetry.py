@@ -37,6 +37,15 @@ def test_steps_count_for_the_head_that_was_live() -> None:
     assert counts.by_head() == {"a": GOOD, "c": GOOD, "b": BAD}
 
 
+def test_a_head_that_was_only_verified_less_deep_than_the_one_before_has_a_document() -> None:
+    counts, shallow = HeadCounts(), DraftingStats.from_steps([(1, 1)])
+    counts.add({"code": GOOD}, {}, "deep")
+    counts.add({"code": GOOD + shallow}, {}, "shallow")
+    assert counts.by_head() == {"deep": GOOD, "shallow": shallow}
+    document = drafting_document([counts.by_head()], ["shallow"], [], {})
+    assert [one["survival"] for one in document["heads"]] == [[1.0, 0.5, 0.5], [1.0]]
+
+
 def test_counters_that_began_anew_count_from_zero() -> None:
     counts = HeadCounts()
     counts.add({"code": GOOD}, {}, "a")

@@ -208,6 +208,10 @@ def test_scaled_to_zero_and_back() -> None:
     assert asleep.target == 0
     woken = service.policy.decide(Observation(service.now_s + 6, Pool(0, 0, 3.0), []))
     assert woken.target == 1
+    for later_s in (16, 26, 36):  # it starts, and its client, told to come again, has no request here meanwhile
+        assert service.policy.decide(Observation(service.now_s + later_s, Pool(0, 1, 0.0), [])).target == 1
+    for later_s, target in ((46, 1), (90, 1), (110, 0)):
+        assert service.policy.decide(Observation(service.now_s + later_s, Pool(1, 1, 0.0), ["r0"])).target == target
 
 
 def test_without_scale_to_zero_idleness_leaves_a_replica() -> None:

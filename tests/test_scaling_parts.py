@@ -28,8 +28,10 @@ def test_export_and_parse_are_inverse() -> None:
     replica = FakeReplica("a")
     replica.serve("chat", 3)
     replica.serve("code:v1.2", 5, BAD)
-    _, totals = parse(replica.reading(0.0).values)
+    head, totals = parse(replica.reading(0.0).values)
+    assert head
     assert totals == replica.totals
+    assert parse(replica.reading(0.0, head="").values)[0] == "", "not known yet, which ends no head's counts"
 
 
 def test_an_export_never_falls_when_the_replica_forgets_a_workload() -> None:
@@ -183,6 +185,13 @@ def test_drafters_follow_the_steps_that_draft() -> None:
     idle = decide(inputs(**pools, workloads=(useless,)), model(), both, PASSES)
     assert (idle.drafter, idle.drafted_steps_per_token) == (1, 0.0)
     assert idle.target > decision.target
+
+
+def test_queue_length_goes_to_zero_after_idle_s_too() -> None:
+    by_queue = settings(policy="queue_length", target={"min": 0, "max": 4}, scale_to_zero=True, idle_s=60.0)
+    for num_wanted, idle_s, target in ((1, 59.0, 1), (3, 59.0, 1), (1, 60.0, 0), (0, 5.0, 0)):
+        asked = inputs(target=Pool(num_wanted, num_wanted), idle_s=idle_s)
+        assert decide(asked, None, by_queue).target == target
 
 
 def test_bounds_hold_and_are_named() -> None:

@@ -80,6 +80,8 @@ def test_what_the_operator_names_is_known_from_the_start(catalog):
     settings = load_settings(args, catalog)
     assert settings.named_workloads() == {"code", "chat", "docs", "pages"}
     assert load_settings(GOOD, catalog).named_workloads() == {"code", "chat"}
+    wanted = changed(depth__policy="adaptive", depth__objectives={"agents": {"kind": "latency"}})
+    assert load_settings(wanted, catalog).named_workloads() == {"code", "chat", "agents"}
     assert load_settings(GOOD, catalog).caller_table() is None
 
 
@@ -109,6 +111,8 @@ BAD_INPUTS = {
     "engine scheduler": (changed(engine__scheduler_cls="x.Y"), ["engine.scheduler_cls", "cannot be replaced"]),
     "engine model": (changed(engine__model="x"), ["engine.model", "model.source"]),
     "context of no tokens": (changed(engine__max_model_len=0), ["engine.max_model_len", "from 1"]),
+    "no number of requests": (changed(engine__max_num_seqs=None), ["engine.max_num_seqs", "from 1", "None"]),
+    "requests as text": (changed(engine__max_num_seqs="8"), ["engine.max_num_seqs", "number of requests", "'8'"]),
     "context as text": (changed(engine__max_model_len="2k"), ["engine.max_model_len", "'2k'"]),
     "engine as a list": (changed(engine=[1]), ["engine must be a mapping"]),
     "string for a number": (changed(depth__default="5"), ["depth.default", "expected an integer", "the string '5'"]),

@@ -5,8 +5,9 @@ import logging
 
 import pytest
 
+from cluster.control import DepthControl
 from deployments.depth import StateFile
-from tests.test_control import control, observation
+from tests.test_control import POLICY, control, linear_times, observation
 
 
 def test_state_is_saved_and_found_again(tmp_path) -> None:
@@ -32,6 +33,19 @@ def test_a_damaged_file_is_put_aside(tmp_path, text: str, caplog: pytest.LogCapt
     assert found.book.workloads() == ()
     assert (tmp_path / "state.unusable").read_text() == text
     assert "depth.state" in caplog.text
+
+
+def test_a_damaged_file_that_another_replica_puts_aside_first_stops_nothing(tmp_path) -> None:
+    path = tmp_path / "state.json"
+    path.write_text("[]")
+
+    class Slow(DepthControl):
+        def restore(self, snapshot: object) -> None:
+            StateFile(str(path)).restore(control())  # the other replica, meanwhile
+            super().restore(snapshot)
+
+    StateFile(str(path)).restore(Slow(POLICY, linear_times(0.001)))
+    assert [one.name for one in tmp_path.iterdir()] == ["state.unusable"]
 
 
 def test_without_a_file_nothing_is_written(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from cluster.drafter_settings import DrafterReplicas, DrafterSettings
+from cluster.scaling_settings import AutoscalingSettings
 from cluster.settings import ClusterSettings, IngressSettings, ModelSettings, TargetSettings
 from deployments.up import base_url, main, num_logical_cpus, progress, read_config, usage
 
@@ -76,6 +77,9 @@ def test_logical_cpus_cover_every_process() -> None:
     replicas = DrafterReplicas(num_replicas=4, num_cpus=2.0)
     remote = settings.model_copy(update={"drafter": DrafterSettings(head="h", placement="remote", replicas=replicas)})
     assert num_logical_cpus(remote) >= 24
+    scaled = {"policy": "queue_length", "target": {"max": 6}, "drafter": {"max": 8}}
+    most = remote.model_copy(update={"autoscaling": AutoscalingSettings.model_validate(scaled)})
+    assert num_logical_cpus(most) >= 6 * 4.5 + 2 + 8 * 2
 
 
 def test_url_as_seen_from_this_machine() -> None:

@@ -54,10 +54,15 @@ class DraftingStats:
 
     def __sub__(self, earlier: "DraftingStats") -> "DraftingStats":
         """What came on top of `earlier`, a previous reading of the same counts."""
-        return self + DraftingStats(
+        added = self + DraftingStats(
             tuple(-count for count in earlier.drafted_by_depth),
             tuple(-count for count in earlier.reached_by_depth),
             tuple(-count for count in earlier.accepted_by_depth),
+        )
+        # As long as the deepest of these steps, which the ones before may have been deeper than.
+        deepest = max((depth for depth, count in enumerate(added.drafted_by_depth, start=1) if count), default=0)
+        return DraftingStats(
+            added.drafted_by_depth[:deepest], added.reached_by_depth[:deepest], added.accepted_by_depth[:deepest]
         )
 
     @classmethod
