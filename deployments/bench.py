@@ -1,7 +1,7 @@
 """What speculation brings in the service: OTPS and AL without a drafter, and with P-EAGLE at several K.
 
     python -m deployments.bench configs/local.yaml --questions ../shared/data/spec_bench_dev.jsonl --out bench.json
-    python -m deployments.bench configs/local.yaml --k 0 3 5 7 learned --out bench.json
+    python -m deployments.bench configs/local-adaptive.yaml --k 0 3 5 7 learned --out bench.json
 
 Starts the service of the configuration twice on this machine, each time in a Ray of its own: first without its
 `drafter` and `depth` (vLLM as it is; K = 0 in an engine with a drafter would still pay for drafting), then as it
@@ -43,7 +43,9 @@ Depth = int | Literal["learned"] | None
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 0; the JSON is written and the table shown."""
-    parser = argparse.ArgumentParser(prog="python -m deployments.bench", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m deployments.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config", type=Path)
     parser.add_argument("--questions", type=Path, help="JSONL with category and turns; HumanEval alone without it")
     parser.add_argument("--num-prompts", type=int, default=44)

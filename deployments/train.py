@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--num-workers", type=int, required=True)
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     use_gpu = torch.cuda.is_available()
     print(f"head written to {train(args.recipe, args.overrides, args.num_workers, use_gpu=use_gpu)}")
 

@@ -53,7 +53,6 @@ def main(arguments: list[str] | None = None) -> int:
     def say(message: str) -> None:
         print(f"[{time.monotonic() - start:5.1f} s] {message}", flush=True)
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         config, settings = read_config(options.config)
         if settings.callers is None:
@@ -78,6 +77,8 @@ def _serve(
     say: Say,
 ) -> None:
     """Deploy, wait, tell, and (unless detached) hold on until Ctrl-C and stop the service."""
+    # `ray.init` sets a handler that ends this process at once, so this comes after it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         deploy(serve, config)
         wait_until_ready(serve, config, time.monotonic() + options.timeout, say)

@@ -1,6 +1,7 @@
 """The tokenizer of a GGUF file as a `tokenizers.Tokenizer`: byte-level BPE, or SentencePiece's BPE with byte fallback.
 
-Both are checked against llama.cpp's own tokenizer (`tests/test_prepare.py`, `tests/test_gemma.py`).
+The one is checked against llama.cpp's tokenizer (`tests/test_prepare.py`), the other against SentencePiece's own
+(`tests/test_gguf.py`).
 """
 
 from typing import Any

@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--max-batches", type=int, help="store the first so many batches of an epoch only")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     folder = write_states(Recipe.load(args.recipe, args.overrides), max_batches=args.max_batches)
     print(f"states written to {folder}")
 

@@ -107,7 +107,8 @@ class Trainer:
         compiled_from = self.step + WARMUP_STEPS
         batches = self.batches(self.step * num_passes * workers.size, workers.rank, workers.size)
         with bar, ThreadPoolExecutor(1) as ahead:
-            pending, over, last = ahead.submit(next, batches), False, time.monotonic()
+            pending, last = ahead.submit(next, batches), time.monotonic()
+            _, over = schedule_scale(schedule, self.step, self.elapsed_s)  # a finished run is only evaluated anew
             while not over:
                 for _ in range(num_passes):
                     batch, pending = pending.result().to(self.device), ahead.submit(next, batches)

@@ -54,6 +54,7 @@ def test_learns_saves_and_resumes_exactly(small) -> None:
         torch.testing.assert_close(
             resumed.drafter.trainable()[name], value, msg=lambda text, name=name: f"{name}: {text}"
         )
+    assert run("broken").step == 60, "a finished run goes on"
     with pytest.raises(ValueError, match="drafter"):
         run("broken", "drafter.num_layers=1")
 

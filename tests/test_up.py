@@ -1,5 +1,7 @@
 """`python -m deployments.up`: what it refuses before Ray starts, and what it tells."""
 
+import os
+import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import yaml
 from cluster.drafter_settings import DrafterReplicas, DrafterSettings
 from cluster.scaling_settings import AutoscalingSettings
 from cluster.settings import ClusterSettings, IngressSettings, ModelSettings, TargetSettings
+from deployments import up
 from deployments.up import base_url, main, num_logical_cpus, progress, read_config, usage
 
 
@@ -64,6 +67,26 @@ def test_port_in_use_is_named(
         port = server.getsockname()[1]
         assert main([write(tmp_path / "right.yaml", config(port=port))]) == 1
     assert f"127.0.0.1:{port} cannot be used (Address already in use)" in capsys.readouterr().err
+
+
+def test_a_terminated_service_is_stopped_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray.init` replaces the handler of SIGTERM by its own."""
+    before, stopped = signal.getsignal(signal.SIGTERM), []
+
+    def start_ray(*_: Any) -> str:
+        signal.signal(signal.SIGTERM, lambda *_: pytest.fail("ended by Ray"))
+        return "http://none"
+
+    monkeypatch.setattr(up, "join_or_start_ray", start_ray)
+    for step in ("connect", "deploy", "wait_until_ready"):
+        monkeypatch.setattr(up, step, lambda *_: None)
+    monkeypatch.setattr(signal, "pause", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(up.ray.serve, "shutdown", lambda: stopped.append(True))
+    try:
+        assert main([write(tmp_path / "right.yaml", config())]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stopped == [True]
 
 
 def test_logical_cpus_cover_every_process() -> None:

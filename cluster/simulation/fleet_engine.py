@@ -7,7 +7,7 @@ All running requests make their steps together, so the replica counts steps (a r
 of them ends when the count has grown by s: no loop over steps, and an hour of a fleet takes a second. A request's
 number of steps is that of the real engine on that answer at its K (`Trajectory`). The time of a step follows the
 batch, its tokens and its mean context; a prompt delays it by what its tokens add to a step. `engine_model` has every
-step; tests/test_fleet_engine.py compares the two.
+step; tests/test_simulate_scaling.py compares the two.
 """
 
 import heapq

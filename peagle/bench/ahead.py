@@ -1,6 +1,6 @@
 """Drafting ahead of verification (SSD, arXiv 2603.03251), measured on real text: hit rate, and AL of drafts made ahead.
 
-    python -m peagle.bench.ahead HEAD --target DIR --answers DIR --out FILE [--max-answers 45]
+    python -m peagle.bench.ahead HEAD --target DIR --answers DIR --out FILE [--max-per-category N]
 
 The answers are the target's own, greedy (`peagle.vllm.generate --prompts`), so one pass of the target over an answer
 gives all hidden states that decoding would see, and the drafter's passes are the only ones to repeat. What is measured

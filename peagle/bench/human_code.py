@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--num", type=int, default=30_000, help="functions at most")
     parser.add_argument("--max-chars", type=int, default=2000, help="longest function, in characters")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     own = [
         f"generate.prompts={args.out / 'pairs.jsonl'}",
         "generate.num_conversations=0",

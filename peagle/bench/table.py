@@ -1,6 +1,6 @@
 """Markdown tables from result files.
 
-    python -m peagle.bench.table results/*.json
+    python -m peagle.bench.table FILE.json [FILE2.json ...]
 
 Reads what `peagle.bench.ablation table`, `peagle.evaluate` and `peagle.vllm.acceptance` wrote, each known by its keys.
 """

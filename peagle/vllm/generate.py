@@ -195,7 +195,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for the answers to --prompts")
     parser.add_argument("--max-tokens", type=int, default=512, help="longest answer to --prompts, in tokens")
     parser.add_argument("--temperature", type=float, default=0.0, help="of the answers to --prompts; 0: greedy")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     # As an interrupt from the keyboard: `finally` ends the workers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     recipe = Recipe.load(args.recipe, args.overrides)
