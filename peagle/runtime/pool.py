@@ -128,6 +128,7 @@ class LinkPool:
         usable = {number: link for number, link in self._links.items() if link.begin_step()}
         links_B = self._link_of[slots_B]
         connected = [number for number, link in self._links.items() if link.is_connected]
+        self._forget_reducers()
         for i in np.flatnonzero(~_is_one_of(links_B, connected)).tolist():
             slot, head = int(slots_B[i]), int(heads_B[i])
             key = self._key_of.setdefault(slot, f"{slot}")
@@ -177,6 +178,12 @@ class LinkPool:
         """Number of the link with the highest hash, of those that serve the head and stay; -1 without one."""
         serving = [n for n, link in usable.items() if n not in self._draining and head in link.served]
         return max(serving, key=lambda number: _rank(key, self._links[number].address), default=-1)
+
+    def _forget_reducers(self) -> None:
+        """Of heads that were swapped for others, or that nobody serves any more."""
+        used = {digest for link in self._links.values() for of in (link.heads, link.served) for digest in of.values()}
+        for digest in self._reducers.keys() - used:
+            del self._reducers[digest]
 
     def _close_drained(self) -> None:
         for number in [number for number in self._draining if not np.any(self._link_of == number)]:
