@@ -43,6 +43,8 @@ def entry(address: str, heads: dict[int, str] | None = None) -> dict[str, object
         ([entry("h:1"), entry("h:1")], r"drafters\[1\].address = h:1 is there twice"),
         ([{"address": "h:1", "heads": {}}], r"drafters\[0\].heads = \{\}"),
         ([entry("h:1", {0: ""})], r"drafters\[0\].heads: 0: ''"),
+        ([entry("h:1", {63: "d"})], r"drafters\[0\].heads: 63: 'd' must be a head's number, 0 .. 62, and its digest"),
+        ([entry("h:1", {"²": "d"})], r"drafters\[0\].heads: '²': 'd' must be a head's number"),  # type: ignore[dict-item]
     ],
 )
 def test_a_bad_list_of_drafters_is_refused_by_entry_and_changes_nothing(drafters: object, problem: str) -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from peagle.runtime.head import Reducer
-from peagle.runtime.hello import Hello
+from peagle.runtime.hello import MAX_NUM_HEADS, Hello
 from peagle.runtime.link import Link
 from peagle.runtime.pass_times import PassTimes
 from peagle.runtime.shared_memory import host_identity
@@ -57,9 +57,12 @@ def read_drafters(drafters: object) -> dict[str, KnownDrafter]:
         if not isinstance(heads, Mapping) or not heads:
             raise ValueError(f"drafters[{i}].heads = {heads!r:.80} must give the digest of one head or more by index")
         for index, digest in heads.items():
-            if not str(index).isdigit() or not isinstance(digest, str) or not digest:
+            number = str(index)
+            is_number = number.isascii() and number.isdigit() and int(number) < MAX_NUM_HEADS
+            if not is_number or not isinstance(digest, str) or not digest:
                 raise ValueError(
-                    f"drafters[{i}].heads: {index!r}: {digest!r:.40} must be a head's number and its digest"
+                    f"drafters[{i}].heads: {index!r}: {digest!r:.40} must be a head's number, "
+                    f"0 .. {MAX_NUM_HEADS - 1}, and its digest"
                 )
         found[address] = KnownDrafter({int(index): digest for index, digest in heads.items()}, key)
     return found
