@@ -53,8 +53,13 @@ class Optimizer:
         return [part.state_dict() for part, _ in self._parts]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Takes over moments and counts; the recipe's settings stay, as `step` has its rates too."""
         for (part, _), state in zip(self._parts, states, strict=True):
             part.load_state_dict(state)
+            for group in part.param_groups:
+                group["weight_decay"] = self.recipe.weight_decay
+                if "betas" in group:  # Muon has none
+                    group["betas"] = self.recipe.betas
 
 
 def schedule_scale(recipe: ScheduleRecipe, step: int, elapsed_s: float) -> tuple[float, bool]:

@@ -55,6 +55,7 @@ class Trainer:
         dtype = torch.bfloat16 if on_gpu else torch.float32
         self.target = Target(recipe.target_dir(), device=str(self.device), dtype=dtype, compiled=self.compiled)
         self.batches = new_batches(recipe, dtype)
+        self.data_digest = self.batches.data.digest()
         if recipe.evaluate.data:  # found at the start, not after the training
             check_data_fits(recipe.evaluate.data, recipe.target_dir())
         self.random = torch.Generator(self.device).manual_seed(recipe.seed)
@@ -107,8 +108,9 @@ class Trainer:
         compiled_from = self.step + WARMUP_STEPS
         batches = self.batches(self.step * num_passes * workers.size, workers.rank, workers.size)
         with bar, ThreadPoolExecutor(1) as ahead:
+            # A run that ended may have been cut short before its head was written: no step comes on top.
+            _, over = schedule_scale(schedule, self.step, workers.agree(self.elapsed_s, self.device))
             pending, last = ahead.submit(next, batches), time.monotonic()
-            _, over = schedule_scale(schedule, self.step, self.elapsed_s)  # a finished run is only evaluated anew
             while not over:
                 for _ in range(num_passes):
                     batch, pending = pending.result().to(self.device), ahead.submit(next, batches)
@@ -189,6 +191,7 @@ class Trainer:
             "drafter": {name: p.detach() for name, p in self.drafter.trainable().items()},
             "average": self.average.values,
             "target_ids": self.drafter.target_ids,
+            "data": self.data_digest,
             "optimizer": self.optimizer.state_dict(),
             "random": self.random.get_state(),
             "step": self.step,
@@ -209,16 +212,23 @@ class Trainer:
             state = torch.load(path, map_location=self.device, weights_only=True)
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(f"{path} is damaged ({error}): remove it to start again") from error
-        for section in ("target", "seed", "drafter", "batch"):
-            ours, theirs = self.recipe.model_dump()[section], state["recipe"][section]
+        asked, made = self.recipe.model_dump(), state["recipe"]
+        compared = {section: (asked[section], made[section]) for section in ("target", "seed", "drafter", "batch")}
+        compared["optimizer.name"] = asked["optimizer"]["name"], made["optimizer"]["name"]
+        for key, (ours, theirs) in compared.items():
             if ours != theirs:
                 raise ValueError(
-                    f"{path} was made with {section} = {theirs}, the recipe says {ours}: use another output folder"
+                    f"{path} was made with {key} = {theirs}, the recipe says {ours}: use another output folder"
                 )
         if not torch.equal(self.drafter.target_ids, state["target_ids"]):
             raise ValueError(
                 f"{path} was made with another draft vocabulary: the answers in {self.recipe.data} have changed, and "
                 "with them their most frequent tokens. Use another output folder"
+            )
+        if state.get("data", self.data_digest) != self.data_digest:
+            raise ValueError(
+                f"{path} was made with other data: the conversations in {self.recipe.data} have changed, and with them "
+                "all batches. Use another output folder"
             )
         with torch.no_grad():
             for name, parameter in self.drafter.trainable().items():

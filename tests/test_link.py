@@ -165,6 +165,35 @@ def test_a_drafter_that_is_silent_for_long_is_left_and_its_requests_move(monkeyp
         pool.close()
 
 
+def test_a_step_that_begins_while_the_connection_ends_is_let_go_at_once() -> None:
+    """The engine's thread takes up a drafter that has caught up, and sends, just as the link's thread finds it gone."""
+    with running(make_server()) as server:
+        pool = connected(server.address)
+        eventually(lambda: server.report()["targets"])  # a link is up before the drafter has taken up the target
+        (link,) = pool._links.values()
+        session = link._session
+        assert session is not None
+        link.begin_step()
+        session.late, lock = True, session.lock
+
+        class Ending:
+            """The session's lock; before the link's thread gets it, a step begins."""
+
+            def __enter__(self) -> None:
+                session.lock = lock
+                assert link.begin_step(), "it is late no more, so a step may go out now"
+                lock.acquire()
+
+            def __exit__(self, *_: object) -> None:
+                lock.release()
+
+        session.lock = Ending()  # type: ignore[assignment]
+        server.stop()
+        eventually(lambda: session.closed)
+        assert session.mailbox.is_aborted(), "whoever waits would wait until the deadline"
+        pool.close()
+
+
 class _Web(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass

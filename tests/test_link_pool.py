@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import collections
+import threading
+from typing import Any
 
 import numpy as np
 import pytest
 
 from peagle.runtime.pass_times import PassTimes
 from peagle.runtime.pool import KnownDrafter, _rank, read_drafters
-from tests.transport_harness import DrafterProcess, Target, eventually, make_pool, make_server, running
+from peagle.runtime.session import Session, connect
+from tests.draft_engine_harness import head_runtime
+from tests.transport_harness import (
+    DrafterProcess,
+    Target,
+    eventually,
+    make_pool,
+    make_server,
+    running,
+    served_head,
+)
 
 HEADS = {0: "digest0"}
 
@@ -31,6 +43,8 @@ def entry(address: str, heads: dict[int, str] | None = None) -> dict[str, object
         ([entry("h:1"), entry("h:1")], r"drafters\[1\].address = h:1 is there twice"),
         ([{"address": "h:1", "heads": {}}], r"drafters\[0\].heads = \{\}"),
         ([entry("h:1", {0: ""})], r"drafters\[0\].heads: 0: ''"),
+        ([entry("h:1", {63: "d"})], r"drafters\[0\].heads: 63: 'd' must be a head's number, 0 .. 62, and its digest"),
+        ([entry("h:1", {"²": "d"})], r"drafters\[0\].heads: '²': 'd' must be a head's number"),  # type: ignore[dict-item]
     ],
 )
 def test_a_bad_list_of_drafters_is_refused_by_entry_and_changes_nothing(drafters: object, problem: str) -> None:
@@ -119,21 +133,79 @@ def test_a_drafter_gets_only_requests_of_heads_that_it_serves() -> None:
         pool.close()
 
 
-def test_a_drafter_may_be_asked_for_other_heads_while_steps_go_on() -> None:
+def test_a_drafter_may_be_asked_for_other_heads_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_connect = threading.Event()
+    may_connect.set()
+
+    def connected(*args: Any) -> Session:
+        assert may_connect.wait(60)
+        return connect(*args)
+
+    monkeypatch.setattr("peagle.runtime.link.connect", connected)
     with running(make_server((0, 1))) as server:
         pool = make_pool()
         pool.set_drafters([entry(server.address)])
         eventually(lambda: pool.num_up)
         target = Target(pool)
         target.check_step()
+        may_connect.clear()
         pool.set_drafters([entry(server.address, {1: "digest1"})])
         assert target.step(head=1) == [None] * 3
+        may_connect.set()
         eventually(lambda: pool.report()["links"][0]["num_connections"] == 2 and pool.num_up)
         target.begin_cold()
         target.check_step(head=1)
         pool.set_drafters([entry(server.address, {1: "digest1"})])
         target.check_step(head=1)
         assert pool.report()["links"][0]["num_connections"] == 2
+        pool.close()
+
+
+def test_heads_asked_for_in_the_moment_of_connecting_are_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at a new connection's heads and its being taken up, other heads are asked for."""
+    with running(make_server((0, 1))) as server:
+        pool = make_pool()
+        heads = {1: "digest1"}
+        asking = threading.Thread(target=pool.set_drafters, args=([entry(server.address, heads)],))
+
+        class Looked(dict[int, str]):
+            def __eq__(self, other: object) -> bool:
+                if asking.ident is None:
+                    asking.start()
+                    asking.join(0.2)  # who asks may have to wait until the connection is taken up
+                return dict.__eq__(self, other)
+
+            def __ne__(self, other: object) -> bool:
+                return not self == other
+
+        def connected(*args: Any) -> Session:
+            made = connect(*args)
+            made.heads = Looked(made.heads)
+            return made
+
+        monkeypatch.setattr("peagle.runtime.link.connect", connected)
+        pool.set_drafters([entry(server.address)])
+        eventually(lambda: pool.num_up and asking.ident)
+        asking.join()
+        eventually(lambda: Target(pool).step(head=1) != [None] * 3)
+        pool.close()
+
+
+def test_a_target_keeps_no_reducer_of_heads_that_were_swapped_for_others() -> None:
+    """They are large, on a GPU, and a head may be swapped every hour. One that comes back is drafted with again."""
+    with running(make_server((0, 1))) as server:
+        pool = make_pool()
+        pool.set_drafters([entry(server.address)])
+        eventually(lambda: pool.num_up)
+        target = Target(pool)
+        target.check_step()
+        for head in (2, 3, 0):
+            server.swap(0, head_runtime(head), served_head(head))
+            eventually(lambda head=head: pool.report()["links"][0]["heads"] == {"0": f"digest{head}"} and pool.num_up)
+            target.begin_cold()
+            assert target.step() == [target.expected(slot, head=head) for slot in range(3)]
+            assert target.step() == [target.expected(slot, head=head) for slot in range(3)]
+            assert set(pool._reducers) == {f"digest{head}"}
         pool.close()
 
 

@@ -1,5 +1,6 @@
 """Which rows of a batch travel to a drafter, and by whose head they are reduced."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,9 @@ import pytest
 import torch
 
 from peagle.runtime.head import Reducer
-from peagle.vllm.remote_steps import EngineStep, _place, _reduce, _rows_of
+from peagle.runtime.steps import TargetShape
+from peagle.vllm.channel import HEAD_KEY, head_of
+from peagle.vllm.remote_steps import EngineStep, StepSender, _place, _reduce, _rows_of
 
 CPU = torch.device("cpu")
 NUM_ROWS = [3, 1, 4, 2]
@@ -86,3 +89,53 @@ def test_all_requests_in_order_need_no_index() -> None:
         place = _place(np.array(members), 3, CPU)
         assert isinstance(place, torch.Tensor)
         assert place.tolist() == members
+
+
+class OneLink:
+    """A pool with one drafter, which takes a step or not."""
+
+    def __init__(self, takes_steps: bool = True) -> None:
+        self.state, self.takes_steps, self.reducers = "up", takes_steps, {0: Reducer(torch.randn(5, 6))}
+        self.num_waits = 0
+
+    def finish(self, slots: list[int]) -> None:
+        """Nobody to tell."""
+
+    def assign(self, slots_B: Any, *_: Any) -> list[tuple[Any, Any]]:
+        return [(self, np.arange(len(slots_B)))] if self.state == "up" else []
+
+    def send(self, *_: Any, **__: Any) -> bool:
+        return self.takes_steps
+
+    def wait_host(self) -> None:
+        self.num_waits += 1
+
+
+def send(pool: OneLink, num_steps: int = 1, sender: StepSender | None = None) -> StepSender:
+    """Steps without drafts."""
+    sender = sender or StepSender(pool, TargetShape(5, "float32", 3, 8, 16, 100), CPU, on_stream=False)
+    names = {name: object() for name in "abcd"}
+    for _ in range(num_steps):
+        assert sender.send(dataclasses.replace(step(), requests=names)) == []
+    return sender
+
+
+def test_a_drafter_that_is_gone_is_not_kept_for_the_answer_that_it_owes() -> None:
+    """Of drafters that come and go, each would leave its link and that one's descriptor behind."""
+    pool = OneLink()
+    sender = send(pool, 2)
+    assert pool.num_waits == 1, "a step without drafts is waited for before the next"
+    pool.state = "closed"
+    send(pool, 1, sender)
+    assert not sender._unanswered
+
+
+def test_rows_count_as_sent_when_the_drafter_gets_them() -> None:
+    for takes_steps in (True, False):
+        counts = send(OneLink(takes_steps))._counts
+        assert (counts["rows_sent"], counts["requests_sent"]) == ((8, 4) if takes_steps else (0, 0))
+
+
+@pytest.mark.parametrize("head", [2**31, 2**62, -(2**40)])
+def test_a_head_that_no_engine_can_have_stops_nobody(head: int) -> None:
+    assert np.array([head_of({HEAD_KEY: head})], dtype=np.int32)[0] in (-1, 2**31 - 1)

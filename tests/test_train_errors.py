@@ -1,11 +1,12 @@
 """Runs that go wrong stop with a message that names the step, the file or the setting, and keep what was good."""
 
 import json
+import shutil
 
 import pytest
 import torch
 
-from peagle.data import Batch
+from peagle.data import Batch, Conversations
 from peagle.passes import Report
 from peagle.recipe import Recipe
 from peagle.train import Trainer
@@ -57,8 +58,40 @@ def test_a_damaged_checkpoint_is_named(small) -> None:
 
 def test_a_checkpoint_of_another_run_is_refused(small) -> None:
     Trainer(load(small, "first", "schedule.max_steps=2")).run()
-    with pytest.raises(ValueError, match=r"seed = 0, the recipe says 1"):
-        Trainer(load(small, "first", "seed=1")).run()
+    for override, message in (
+        ("seed=1", r"seed = 0, the recipe says 1"),
+        ("optimizer.name=adamw", r"optimizer\.name = muon, the recipe says adamw"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Trainer(load(small, "first", override)).run()
+
+
+def test_a_checkpoint_of_other_data_is_refused(small, tmp_path) -> None:
+    """Other conversations make other batches, of which a resumed run would pass over the first."""
+    shutil.copytree(small / "data", tmp_path / "data")
+    changed = ["schedule.max_steps=2", f"data={tmp_path / 'data'}"]
+    Trainer(load(small, "data-run", *changed)).run()
+    Conversations.from_lists([[2, 3]], [[4, 5, 6]]).save_part(tmp_path / "data", "01")
+    with pytest.raises(ValueError, match=r"other data: the conversations in .*data have changed"):
+        Trainer(load(small, "data-run", *changed)).run()
+
+
+def test_a_run_that_is_over_takes_no_further_step(small) -> None:
+    """Such as one whose last evaluation was cut short: started again it writes the head that it would have written."""
+    head = Trainer(load(small, "over", "schedule.max_steps=4")).run()
+    written = (head / "model.safetensors").read_bytes()
+    again = Trainer(load(small, "over", "schedule.max_steps=4"))
+    again.run()
+    assert again.step == 4
+    assert (head / "model.safetensors").read_bytes() == written
+
+
+def test_a_resumed_run_has_the_settings_of_its_recipe(small) -> None:
+    Trainer(load(small, "settings", "schedule.max_steps=2")).run()
+    resumed = Trainer(load(small, "settings", "optimizer.weight_decay=0.5", "optimizer.betas=[0.5, 0.6]"))
+    resumed.resume()
+    adamw, muon = (part.param_groups[0] for part, _ in resumed.optimizer._parts)
+    assert (resumed.step, adamw["weight_decay"], adamw["betas"], muon["weight_decay"]) == (2, 0.5, (0.5, 0.6), 0.5)
 
 
 def test_layers_that_the_target_lacks_are_refused(small) -> None:

@@ -20,7 +20,7 @@ from peagle.runtime.wire import Message, WireError
 
 MAX_REDUCER_BYTES = 1 << 30
 MAX_PAYLOAD_BYTES = 1 << 32
-MAX_NUM_HEADS = 1024
+MAX_NUM_HEADS = 63  # a bit each in a word of 64, the sign left out: `peagle.vllm.remote_health`
 
 
 @dataclasses.dataclass(frozen=True)

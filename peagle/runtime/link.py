@@ -15,7 +15,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -53,8 +53,7 @@ class Link:
         self._current: Session | None = None  # of the engine's step
         self._finished: set[int] = set()
         self._last_requests, self._sent_s = 0, 0.0
-        self._stopped = threading.Event()
-        self._hello_lock = threading.Lock()
+        self._stopped, self._hello_lock = threading.Event(), threading.Lock()
         self._waker = Waker()
         self._thread = threading.Thread(target=self._run, name=f"drafter link {address}", daemon=True)
         self._thread.start()
@@ -78,9 +77,9 @@ class Link:
         return self._hello.heads
 
     @property
-    def served(self) -> Collection[int]:
-        """Heads for which this step can be sent."""
-        return () if self._current is None else self._current.heads.keys()
+    def served(self) -> Mapping[int, str]:
+        """Heads for which this step can be sent: index -> digest."""
+        return {} if self._current is None else self._current.heads
 
     def begin_step(self) -> bool:
         """Take up the connection as it is now; whether steps can be sent."""
@@ -140,18 +139,12 @@ class Link:
             )
         finished, slots = sorted(self._finished), slots_M.tolist()
         told = {slot: tokens for slot, tokens in (prompts or {}).items() if slot in slots}
-        new = [*told, *slots_M[~session.known[slots_M]].tolist()]
-        step = session.sent + 1
+        new = told | {slot: told.get(slot, _NO_TOKENS) for slot in slots_M[~session.known[slots_M]].tolist()}
+        step, host_4B = session.sent + 1, np.stack([slots_M, heads_M, row_offset_M, depth_M])
         with session.lock:
             if session.closed:
                 return False
-            self.stats.num_cut_prompts += session.mailbox.write_host_part(
-                step,
-                np.stack([slots_M, heads_M, row_offset_M, depth_M]),
-                num_rows,
-                finished,
-                {slot: told.get(slot, _NO_TOKENS) for slot in new},
-            )
+            self.stats.num_cut_prompts += session.mailbox.write_host_part(step, host_4B, num_rows, finished, new)
             if self._device.type == "cuda":
                 device_mailbox.enqueue_send(session.mailbox, step, start_M, num_valid_M, next_tokens_R, hidden_RH)
                 assert session.enqueued is not None
@@ -267,14 +260,12 @@ class Link:
         backoff_s = MIN_BACKOFF_S
         while not self._stopped.is_set():
             try:
-                hello = dataclasses.replace(self._hello, known_reducers=tuple(self._reducers))
-                session = connect(self.address, hello, self._device, self._waker, self.stats)
-                if session.heads != self._hello.heads:  # others are wanted meanwhile
-                    session.close()
-                    continue
-                self._session, backoff_s = session, MIN_BACKOFF_S
-                self.stats.num_connections += 1
+                known = dict(self._reducers)
+                session = connect(self.address, self._hello, known, self._device, self._waker, self.stats)
                 try:
+                    if not self._take_up(session):
+                        continue
+                    backoff_s = MIN_BACKOFF_S
                     session.serve(self._stopped)
                 finally:
                     session.close()
@@ -291,6 +282,15 @@ class Link:
                 self._session = None  # after `problem`: whoever sees the link down can read why
             self._stopped.wait(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def _take_up(self, session: Session) -> bool:
+        """False where other heads are wanted meanwhile."""
+        with self._hello_lock:  # who wants others from here on finds the session, and hangs it up
+            if session.heads != self._hello.heads:
+                return False
+            self.stats.num_connections += 1  # before the link shows as up
+            self._session = session
+        return True
 
     def _swap(self, swap: Swapped) -> None:
         self._session = None  # before the new heads show: with them, a link that is up has a session that knows them

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from peagle.runtime.head import Reducer
-from peagle.runtime.hello import Hello
+from peagle.runtime.hello import MAX_NUM_HEADS, Hello
 from peagle.runtime.link import Link
 from peagle.runtime.pass_times import PassTimes
 from peagle.runtime.shared_memory import host_identity
@@ -57,9 +57,12 @@ def read_drafters(drafters: object) -> dict[str, KnownDrafter]:
         if not isinstance(heads, Mapping) or not heads:
             raise ValueError(f"drafters[{i}].heads = {heads!r:.80} must give the digest of one head or more by index")
         for index, digest in heads.items():
-            if not str(index).isdigit() or not isinstance(digest, str) or not digest:
+            number = str(index)
+            is_number = number.isascii() and number.isdigit() and int(number) < MAX_NUM_HEADS
+            if not is_number or not isinstance(digest, str) or not digest:
                 raise ValueError(
-                    f"drafters[{i}].heads: {index!r}: {digest!r:.40} must be a head's number and its digest"
+                    f"drafters[{i}].heads: {index!r}: {digest!r:.40} must be a head's number, "
+                    f"0 .. {MAX_NUM_HEADS - 1}, and its digest"
                 )
         found[address] = KnownDrafter({int(index): digest for index, digest in heads.items()}, key)
     return found
@@ -128,6 +131,7 @@ class LinkPool:
         usable = {number: link for number, link in self._links.items() if link.begin_step()}
         links_B = self._link_of[slots_B]
         connected = [number for number, link in self._links.items() if link.is_connected]
+        self._forget_reducers()
         for i in np.flatnonzero(~_is_one_of(links_B, connected)).tolist():
             slot, head = int(slots_B[i]), int(heads_B[i])
             key = self._key_of.setdefault(slot, f"{slot}")
@@ -177,6 +181,12 @@ class LinkPool:
         """Number of the link with the highest hash, of those that serve the head and stay; -1 without one."""
         serving = [n for n, link in usable.items() if n not in self._draining and head in link.served]
         return max(serving, key=lambda number: _rank(key, self._links[number].address), default=-1)
+
+    def _forget_reducers(self) -> None:
+        """Of heads that were swapped for others, or that nobody serves any more."""
+        used = {digest for link in self._links.values() for of in (link.heads, link.served) for digest in of.values()}
+        for digest in self._reducers.keys() - used:
+            del self._reducers[digest]
 
     def _close_drained(self) -> None:
         for number in [number for number in self._draining if not np.any(self._link_of == number)]:

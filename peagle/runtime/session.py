@@ -71,8 +71,8 @@ class Waker:
 class Session:
     """An agreed connection. From `sent` on, fields belong to the thread that sends; `lock` to whoever uses `mailbox`.
 
-    heads: index -> digest. reducers: by digest, on the host, those that came with the welcome. shared: one host, so
-    that the drafter reads the mailbox. waker: woken when a step is sent over TCP and when the link closes.
+    heads: index -> digest. reducers: of these, by digest, on the host where they came with the welcome. shared: one
+    host, so that the drafter reads the mailbox. waker: woken when a step is sent over TCP and when the link closes.
     sent: number of the step sent last. known: by slot, whether the drafter has the request. num_rows: of the last
     steps, by area. waited: steps whose drafts a GPU waits for. enqueued: after its last work on the mailbox.
     """
@@ -108,6 +108,7 @@ class Session:
         """Release whoever waits and let the memory go. Nothing may be sent afterwards."""
         self.mailbox.set_abort(True)
         with self.lock:
+            self.mailbox.set_abort(True)  # again: a step that began meanwhile may have taken it back
             self.closed = True
         self.connection.close()
         if self.enqueued is not None:
@@ -175,8 +176,10 @@ class Session:
             self.waker.clear()
 
 
-def connect(address: str, hello: Hello, device: torch.device, waker: Waker, stats: LinkStats) -> Session:
-    """Introduce a target to the drafter at "host:port".
+def connect(
+    address: str, hello: Hello, known: Mapping[str, Reducer], device: torch.device, waker: Waker, stats: LinkStats
+) -> Session:
+    """Introduce a target to the drafter at "host:port". known: reducers that the target has already, by digest.
 
     Raises Refused with the drafter's words, WireError or ValueError for a peer that is no drafter, OSError where nobody
     is, RuntimeError where CUDA refuses the mailbox.
@@ -188,13 +191,16 @@ def connect(address: str, hello: Hello, device: torch.device, waker: Waker, stat
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         reader = MessageReader(connection, MAX_REDUCER_BYTES, peer)
+        hello = dataclasses.replace(hello, known_reducers=tuple(known))
         send_message(connection, "hello", hello.fields())
         welcome = reader.read_within(HELLO_TIMEOUT_S)
         if welcome.kind == "refused":
             raise Refused(f"{peer} refused: {welcome.field('reason', str)}")
         if welcome.kind != "welcome":
             raise WireError(f"{peer} answered the hello with {welcome.kind!r:.40}")
-        reducers = _reducers(welcome, hello)
+        # The known ones too: the target may forget them before it has a use for these.
+        found = _reducers(welcome, hello)
+        reducers = {digest: known.get(digest) or found[digest] for digest in hello.heads.values()}
         name = welcome.field("mailbox", str)
         mailbox, problem = _attach(name, hello)
         if name:

@@ -17,6 +17,8 @@ DEPTH_KEY = "peagle_k"
 HEAD_KEY = "peagle_head"
 """`extra_args` key: int 0.., index of the head that a remote drafter proposes with. Absent: 0."""
 
+MAX_HEAD_INDEX = 2**31 - 1
+
 SURVIVAL_KEY = "peagle_survival"
 """`extra_args` key: list of S_1, S_2, ..., at least K long: chances by which the scheduler may trim the request further
 under load. Absent: K is obeyed as it is."""
@@ -49,9 +51,10 @@ def drafts_wanted(wanted: object, k_max: int) -> int:
 
 
 def head_of(extra_args: Mapping[str, object] | None) -> int:
-    """Index of a request's head; what is no integer counts as absent."""
+    """Index of a request's head, an int32; what is no integer counts as absent. Whatever is further out becomes -1 or
+    `MAX_HEAD_INDEX`, which no drafter has."""
     head = (extra_args or {}).get(HEAD_KEY)
-    return head if type(head) is int else 0
+    return min(max(head, -1), MAX_HEAD_INDEX) if type(head) is int else 0
 
 
 def encode_steps(steps: Iterable[VerifiedStep]) -> str:

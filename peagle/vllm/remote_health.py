@@ -15,9 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
+from peagle.runtime.hello import MAX_NUM_HEADS
+
 logger = logging.getLogger(__name__)
 
-MAX_HEADS = 63  # bits of the word
+MAX_HEADS = MAX_NUM_HEADS  # bits of the word
 _SHARED_DIR = Path("/dev/shm")
 _ALL = 2**MAX_HEADS - 1
 

@@ -81,6 +81,8 @@ class StepSender:
         self._counts["steps"] += 1
         self._counts["requests"] += len(wanted)
         sent = []
+        # A drafter that was let go owes nothing.
+        self._unanswered = {link: one for link, one in self._unanswered.items() if link.state != "closed"}
         groups = self.pool.assign(change.slots_B[wanted], step.heads_B[wanted], new) if len(wanted) else ()
         for link, places in groups:
             members_M = wanted[np.asarray(places, dtype=np.int64)]
@@ -112,22 +114,21 @@ class StepSender:
         rows = _rows_of(step, members_M, self.device)
         heads_M = step.heads_B[members_M]
         hidden_RH = _reduce(link.reducers, heads_M, rows, step.aux)
-        self._counts["rows_sent"] += len(hidden_RH)
         places = _place(members_M, len(step.request_ids), self.device)
         next_tokens_R = step.next_tokens_R if rows.index is None else step.next_tokens_R[rows.index]
-        return bool(
-            link.send(
-                slots_B[members_M],
-                heads_M,
-                step.depth_B[members_M],
-                rows.offset_M,
-                step.start_B[places],
-                step.num_valid_B[places],
-                next_tokens_R[: len(hidden_RH)],
-                hidden_RH,
-                prompts=prompts,
-            )
+        is_sent: bool = link.send(
+            slots_B[members_M],
+            heads_M,
+            step.depth_B[members_M],
+            rows.offset_M,
+            step.start_B[places],
+            step.num_valid_B[places],
+            next_tokens_R[: len(hidden_RH)],
+            hidden_RH,
+            prompts=prompts,
         )
+        self._counts["rows_sent"] += len(hidden_RH) if is_sent else 0
+        return is_sent
 
     def wait_host(self, sent: Sequence[Sent], num_requests: int) -> Int32Array:
         """Drafts [B, K] of the host, -1 where there are none; waits no longer than the links' deadlines."""
