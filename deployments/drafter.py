@@ -72,6 +72,7 @@ class DrafterReplica:
         """Who this replica is, and what it has counted."""
         heads = tuple(LiveHead(index, head.name, head.digest) for index, head in sorted(self._heads.items()))
         served = {name.removeprefix("num_"): value for name, value in dataclasses.asdict(self._server.stats).items()}
+        served["refused_connections"] = served.pop("refused")  # `refused` is the engine's: requests without drafts
         counters = {**dataclasses.asdict(self._engine.counters), **served}
         return DrafterReport(self._replica, self._server.address, heads, self._refused, counters, self._key)
 

@@ -1,6 +1,7 @@
 """The adapters of Ray Serve without Serve: what they do when a report fails, is late, or never comes."""
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -22,6 +23,8 @@ from deployments.links import DrafterLinks
 from deployments.readiness import ReplicaMonitor
 from deployments.requests import ChatBody
 from deployments.target import TargetServer
+from peagle.runtime.request_table import Counters
+from peagle.runtime.server import ServerStats
 from tests.test_control import POLICY, control, observation
 
 
@@ -173,6 +176,15 @@ def test_the_live_heads_are_those_of_the_last_user_config_whatever_came_before(d
     assert live(drafter, code) == ["a", "c"]
     assert live(drafter, {"head": str(tmp_path / "c")}) == ["c", "b"]
     assert live(drafter, {}) == ["a", "b"]
+
+
+def test_a_drafter_counts_refused_requests_apart_from_refused_connections(drafter: Any) -> None:
+    drafter._replica, drafter._key, drafter._heads = "r", "", {}
+    drafter._engine = SimpleNamespace(counters=Counters(refused=3))
+    drafter._server = SimpleNamespace(stats=ServerStats(num_refused=2), address="h:1")
+    counters = asyncio.run(DrafterReplica.report(drafter)).counters
+    assert (counters["refused"], counters["refused_connections"]) == (3, 2)
+    assert len(counters) == len(dataclasses.fields(Counters)) + len(dataclasses.fields(ServerStats))
 
 
 @pytest.mark.parametrize(("name", "words"), [("broken", "KeyError('fc.weight')"), ("d", "num_depths")])
