@@ -200,6 +200,8 @@ class Recipe(_Strict):
             at = raw
             for section in sections:
                 at = at.setdefault(section, {})
+                if not isinstance(at, dict):
+                    raise ValueError(f"{path}: override {override!r}: {section} is no section, but {at!r:.40}")
             at[key] = yaml.safe_load(value)
         try:
             return cls.model_validate(raw)

@@ -147,7 +147,9 @@ def write_states(recipe: Recipe, *, max_batches: int | None = None, device: str 
     if num_bytes > free:
         raise OSError(errno.ENOSPC, f"stored_states: no room: {room}. Use another disk, or fewer with --max-batches")
     manifest = description | {"num_batches": num_batches, "made": conditions()}
-    write_bytes(folder / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+    partial = folder / f".{MANIFEST}.partial"
+    write_bytes(partial, (json.dumps(manifest, indent=2) + "\n").encode())
+    partial.replace(folder / MANIFEST)
     target = Target(recipe.target_dir(), device=device, dtype=dtype, compiled=recipe.compile and device != "cpu")
     layers = tuple(description["aux_layer_ids"])
     wanted = set(missing)

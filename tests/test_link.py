@@ -17,6 +17,7 @@ from tests.draft_engine_harness import MAX_DEPTH
 from tests.transport_harness import (
     SHAPE,
     DrafterProcess,
+    SlowEngine,
     Target,
     eventually,
     make_pool,
@@ -144,6 +145,29 @@ def test_a_slow_drafter_gives_no_drafts_and_its_late_ones_are_never_taken_for_ne
         assert answers == [NO_DRAFTS] * 8
         link = pool.report()["links"][0]
         assert 4 <= link["num_timeouts"] == link["num_steps"]
+        pool.close()
+
+
+@PATHS
+def test_a_drafter_that_has_become_slower_is_waited_for_longer(shared: bool) -> None:
+    """More targets share it, say. If only answers in time counted, none would ever be in time again."""
+    with running(make_server()) as server:
+        pool = connected(server.address, use_shared_memory=shared, min_deadline_s=0.05, max_deadline_s=5.0)
+        target = Target(pool)
+        target.step(1)
+        assert isinstance(server._engine, SlowEngine)
+        server._engine.delay_s = 0.15
+        (link,) = pool._links.values()
+        link._times.average_s = 0.001  # so it was so far, however slow this machine is
+        deadline_s = time.monotonic() + 15
+        while target.step(1) == NO_DRAFTS:
+            target.restart(0)  # positions do not run out
+            target.restart(1)
+            target.restart(2)
+            eventually(lambda: pool.assign(*_nobody()) or pool.num_up)
+            assert time.monotonic() < deadline_s, "it is given up at every step"
+        assert link.stats.num_timeouts >= 1
+        assert (link.report()["average_pass_s"] or 0.0) > 0.05
         pool.close()
 
 

@@ -1,5 +1,6 @@
 """Stored states: training on them is training on recomputed ones, bit for bit, and what does not fit is refused."""
 
+import errno
 import itertools
 import json
 import resource
@@ -146,6 +147,19 @@ def test_a_disk_without_room(stored, tmp_path, monkeypatch) -> None:
         int((batch.position_BN[batch.document_BN >= 0] == 0).sum()) for batch in itertools.islice(batches(), 2)
     )
     assert batches.counts["num_conversations"] == num_stored == len(batches.data) - batches.num_left_out
+
+
+def test_a_manifest_cut_short_leaves_none(stored, tmp_path, monkeypatch) -> None:
+    """Half of one could neither be read nor gone on from."""
+
+    def write_half(path: Path, data: bytes) -> None:
+        path.write_bytes(data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("peagle.stored.write_bytes", write_half)
+    with pytest.raises(OSError, match="No space"):
+        write_states(recipe(stored, f"stored_states={tmp_path / 'states'}"))
+    assert not (tmp_path / "states" / "states.json").exists()
 
 
 def test_the_recipe_says_where(stored) -> None:

@@ -81,6 +81,7 @@ def test_head_loads_and_beats_chance(small) -> None:
         ("cod.ratio=1.5", "cod.ratio"),
         ("schedule.max_steps=many", "schedule.max_steps"),
         ("drafter.ptd_token_id", "section.key=value"),
+        ("drafter.num_layers.x=1", r"override 'drafter.num_layers.x=1': num_layers is no section, but 2"),
     ],
 )
 def test_wrong_recipes_name_the_key(small, override: str, message: str) -> None:

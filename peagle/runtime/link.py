@@ -92,6 +92,9 @@ class Link:
         if session.late and session.mailbox.is_done(session.sent):
             session.mailbox.set_abort(False)
             session.late = False
+            # As far as it was waited for: who is slower for good gets more time by and by, one hang changes little.
+            late_s = min(session.mailbox.service_s(session.sent), self._deadline_s(session))
+            self._times.add(late_s, session.num_rows[session.sent % NUM_AREAS])
         if not session.late and not session.mailbox.is_free(session.sent + 1):
             self._give_up(session)
         return not session.late
@@ -101,9 +104,8 @@ class Link:
         """Head index -> what reduces hidden states for it, on the device: put there at first use, by this thread."""
         if (session := self._current) is None:
             return {}
-        for digest, reducer in session.reducers.items():
-            if digest not in self._reducers:
-                self._reducers[digest] = reducer.to(self._device)
+        for digest in session.reducers.keys() - self._reducers.keys():
+            self._reducers[digest] = session.reducers[digest].to(self._device)
         return {index: self._reducers[digest] for index, digest in session.heads.items()}
 
     def send(
@@ -187,8 +189,7 @@ class Link:
             with session.lock:
                 if not session.closed:
                     assert session.enqueued is not None
-                    timeout_s = self._deadline_s(session)
-                    device_mailbox.enqueue_wait(session.mailbox, session.sent, timeout_s, out_MK)
+                    device_mailbox.enqueue_wait(session.mailbox, session.sent, self._deadline_s(session), out_MK)
                     session.enqueued.record()
                     session.waited.append(session.sent)
                     return
@@ -270,7 +271,6 @@ class Link:
                 finally:
                     session.close()
             except Swapped as swap:
-                self.problem = str(swap)
                 self._swap(swap)
                 continue
             except (Refused, WireError, OSError, ValueError) as error:
@@ -293,7 +293,8 @@ class Link:
         return True
 
     def _swap(self, swap: Swapped) -> None:
-        self._session = None  # before the new heads show: with them, a link that is up has a session that knows them
+        # Before the new heads show: with them, a link that is up has a session that knows them.
+        self.problem, self._session = str(swap), None
         with self._hello_lock:
             heads = {i: swap.new if digest == swap.old else digest for i, digest in self._hello.heads.items()}
             self._hello = dataclasses.replace(self._hello, heads=heads)
