@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from peagle.runtime.draft_engine import DraftEngine
+from peagle.runtime.peer import greet
 from peagle.runtime.server import DrafterServer
 from peagle.runtime.wire import MessageReader
 from tests.draft_engine_harness import CONFIG, head_runtime
@@ -25,11 +26,13 @@ from tests.transport_harness import (
     SHAPE,
     DrafterProcess,
     Target,
+    entry,
     eventually,
     make_pool,
     make_server,
     mapped_mailboxes,
     named_mailboxes,
+    only_link,
     running,
     served_head,
 )
@@ -40,15 +43,6 @@ def _nothing_left_in_shared_memory() -> Iterator[None]:
     before = set(named_mailboxes())
     yield
     assert set(named_mailboxes()) == before
-
-
-def entry(address: str, heads: dict[int, str]) -> dict[str, object]:
-    return {"address": address, "heads": heads}
-
-
-def only_link(pool: Any) -> dict[str, Any]:
-    (link,) = pool.report()["links"]
-    return link
 
 
 @pytest.mark.parametrize(
@@ -198,49 +192,6 @@ def test_a_killed_target_is_forgotten_and_its_memory_freed(path: str) -> None:
         pool.close()
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "tcp"])
-def test_a_swapped_head_drafts_after_the_targets_have_its_reducer(shared: bool) -> None:
-    with running(make_server((0, 1))) as server:
-        pool, other = make_pool(use_shared_memory=shared), make_pool(use_shared_memory=shared)
-        pool.set_drafters([entry(server.address, {0: "digest0"})])
-        other.set_drafters([entry(server.address, {0: "digest1"})])
-        eventually(lambda: pool.num_up and other.num_up)
-        target, untouched = Target(pool), Target(other)
-        target.check_step()
-        server.swap(0, head_runtime(2), served_head(2))
-        assert server.report()["heads"] == {"0": "digest2", "1": "digest1"}
-        eventually(lambda: only_link(pool)["heads"] == {"0": "digest2"} and pool.num_up)
-        target.begin_cold()
-        assert target.step() == [target.expected(slot, head=2) for slot in range(3)]
-        assert untouched.step() == [untouched.expected(slot, head=1) for slot in range(3)]
-        assert only_link(other)["num_connections"] == 1
-        for each in (pool, other):
-            each.close()
-
-
-@pytest.mark.parametrize(
-    ("index", "served", "problem"),
-    [
-        (5, served_head(2), "there is no head 5 to swap, only"),
-        (0, served_head(1), "head digest1 is served under another number already"),
-        (0, served_head(2, hidden_size=8), "head digest2 does not fit the targets: its hidden_size is 8, that of"),
-        (0, served_head(2, aux_layer_ids=(0,)), "its aux_layer_ids is"),
-    ],
-)
-def test_a_head_that_does_not_fit_is_refused_and_the_old_one_goes_on(index: int, served: Any, problem: str) -> None:
-    with running(make_server((0, 1))) as server:
-        pool = make_pool()
-        pool.set_drafters([entry(server.address, {0: "digest0"})])
-        eventually(lambda: pool.num_up)
-        target = Target(pool)
-        target.check_step()
-        with pytest.raises(ValueError, match=problem):
-            server.swap(index, head_runtime(2), served)
-        target.check_step()
-        assert only_link(pool)["num_connections"] == 1
-        pool.close()
-
-
 class FailingEngine(DraftEngine):
     def step(self, steps: Any) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access")
@@ -287,6 +238,26 @@ def test_a_drafter_that_ends_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         eventually(lambda: server.report()["targets"])  # a link is up before the drafter has taken up the target
     assert "says good-bye: the drafter ends" in eventually(lambda: only_link(pool)["problem"])
     server.stop()
+    pool.close()
+
+
+def test_a_drafter_that_ends_says_so_to_whoever_is_just_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    greeted, is_over = threading.Event(), threading.Event()
+
+    def greet_late(*args: Any) -> Any:
+        peer = greet(*args)
+        greeted.set()
+        is_over.wait(10)
+        return peer
+
+    monkeypatch.setattr("peagle.runtime.server.greet", greet_late)
+    with running(make_server()) as server:
+        pool = make_pool()
+        pool.set_drafters([entry(server.address, {0: "digest0"})])
+        assert greeted.wait(10)
+    is_over.set()
+    eventually(lambda: "says good-bye: the drafter ends" in only_link(pool)["problem"])
+    eventually(lambda: pool.num_up == 0)
     pool.close()
 
 

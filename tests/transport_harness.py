@@ -127,6 +127,15 @@ def eventually(condition: Callable[[], Any], timeout_s: float = 15.0) -> Any:
     return value
 
 
+def entry(address: str, heads: dict[int, str]) -> dict[str, object]:
+    return {"address": address, "heads": heads}
+
+
+def only_link(pool: Any) -> dict[str, Any]:
+    (link,) = pool.report()["links"]
+    return link
+
+
 def make_pool(**settings: Any) -> LinkPool:
     settings = {"min_deadline_s": 5.0, "max_deadline_s": 5.0, "aux_layer_ids": CONFIG.aux_layer_ids} | settings
     return LinkPool(settings.pop("shape", SHAPE), **settings)

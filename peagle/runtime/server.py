@@ -18,11 +18,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from peagle.runtime.draft_engine import StepError
+from peagle.runtime.draft_engine import DraftEngine, StepError
 from peagle.runtime.hello import ServedHead, check_swap
 from peagle.runtime.peer import Peer, greet
 from peagle.runtime.session import Waker
@@ -43,20 +43,12 @@ _SWITCH_INTERVAL_S = 1e-4
 _MAX_FAILURES = 3  # passes in a row, after which the drafter counts as broken
 
 
-class Engine(Protocol):
-    """`peagle.runtime.draft_engine.DraftEngine`, as the server uses it."""
-
-    def step(self, steps: Sequence[TargetStep]) -> list[Int32Array]: ...
-    def drop_session(self, session: int) -> None: ...
-    def swap(self, index: int, head: Any) -> None: ...
-
-
 class DrafterServer:
     """`start` it, give `address` to targets, `stop` it. `swap` and `report` may be called from any thread."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: DraftEngine,
         heads: Mapping[int, ServedHead],
         host: str = "127.0.0.1",
         port: int = 0,
@@ -113,6 +105,7 @@ class DrafterServer:
         for thread in (self._accepting, self._serving):
             if thread.ident is not None:
                 thread.join(timeout=10.0)
+        self._turn_away()
 
     def swap(self, index: int, head: Any, served: ServedHead, timeout_s: float = 60.0) -> None:
         """Put another head (the engine's runtime of it, and how it is offered) into the place `index`.
@@ -180,11 +173,20 @@ class DrafterServer:
         try:
             self._joining.put(greet(connection, name, dict(self._heads), self._device, self._key))
             self._waker.wake()
-        except (WireError, OSError, ValueError) as error:
+            if self._stopped.is_set():
+                self._serving.join(timeout=10.0)
+                self._turn_away()
+        except (WireError, OSError, ValueError, RuntimeError) as error:  # the last: CUDA does not take the mailbox
             self.stats.num_refused += 1
             logger.warning("refused %s: %s", name, error)
         finally:
             self._greeting.release()
+
+    def _turn_away(self) -> None:
+        """Say good-bye to newcomers that the serving thread, which has ended, did not see."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._joining.get_nowait().close("bye", reason="the drafter ends")
 
     # The serving thread.
 
