@@ -153,6 +153,16 @@ def test_flags_that_name_no_engine_are_refused(words, said):
         source_of(flags(*words))
 
 
+def test_too_few_steps_for_a_point_are_refused_before_an_engine_starts(monkeypatch, capsys):
+    monkeypatch.setattr(calibrate, "calibrate", lambda *_: pytest.fail("an engine was started"))
+    few = ["--steps", "2", "--rounds", "2"]
+    monkeypatch.setattr(sys, "argv", ["calibrate", "--target", "t", "--head", "h", *few, "--out", "x.json"])
+    monkeypatch.setattr(calibrate, "cpu_environment", dict)
+    with pytest.raises(SystemExit):
+        calibrate.main()
+    assert "--steps 2 in --rounds 2: a batch needs 5 timed steps or more" in capsys.readouterr().err
+
+
 def test_synthetic_acceptance_on_a_cpu_is_refused_before_an_engine_starts():
     source = source_of(flags("--target", "t", "--head", "h", "--synthetic-acceptance", "0.8", "0.6"))
     with pytest.raises(ValueError, match="--synthetic-acceptance: vLLM has it on GPUs only"):

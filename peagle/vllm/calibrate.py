@@ -275,13 +275,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = _parser().parse_args()
+    parser = _parser()
+    args = parser.parse_args()
     source = source_of(args)
     os.environ.update(source.env)
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         os.environ.update(cpu_environment())
+    from peagle.vllm.step_bench import MIN_STEPS
+
+    if args.steps * args.rounds < MIN_STEPS:
+        parser.error(f"--steps {args.steps} in --rounds {args.rounds}: a batch needs {MIN_STEPS} timed steps or more")
     times = calibrate(source, args)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     times.save(args.out)
