@@ -34,19 +34,27 @@ def train(recipe: Path, overrides: list[str], num_workers: int, *, use_gpu: bool
     starts, and Ray's TrainingFailedError, with a worker's error in it, when one fails.
     """
     loaded = Recipe.load(recipe, overrides)
-    anchored = [f"{key}={Path(getattr(loaded, key)).resolve()}" for key in ("data", "output")]
-    if loaded.evaluate.data:
-        anchored.append(f"evaluate.data={Path(loaded.evaluate.data).resolve()}")
-    if Path(loaded.target).is_dir():
-        anchored.append(f"target={Path(loaded.target).resolve()}")
     output = Path(loaded.output).resolve()
     TorchTrainer(
         train_worker,
-        train_loop_config={"recipe": str(recipe.resolve()), "overrides": [*overrides, *anchored]},
+        train_loop_config={"recipe": str(recipe.resolve()), "overrides": [*overrides, *absolute_paths(loaded)]},
         scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=use_gpu),
         run_config=RunConfig(name="ray-train", storage_path=str(output)),
     ).fit()
     return output / "head"
+
+
+def absolute_paths(recipe: Recipe) -> list[str]:
+    """Overrides that name the recipe's folders from the root: a worker runs in a directory of its own."""
+    folders = {
+        "data": recipe.data,
+        "output": recipe.output,
+        "evaluate.data": recipe.evaluate.data,
+        "stored_states": recipe.stored_states,
+        "drafter.start_from": recipe.drafter.start_from,
+        "target": recipe.target if Path(recipe.target).is_dir() else None,
+    }
+    return [f"{key}={Path(folder).resolve()}" for key, folder in folders.items() if folder]
 
 
 def main() -> None:

@@ -47,3 +47,20 @@ def test_a_wrong_recipe_starts_no_worker(tmp_path) -> None:
     small = write_small_run(tmp_path)
     with pytest.raises(ValueError, match=r"drafter\.num_layers"):
         train(small / "recipe.yaml", ["drafter.num_layers=0"], 2, use_gpu=False)
+
+
+def test_folders_of_the_recipe_mean_the_same_in_every_workers_directory(tmp_path, monkeypatch) -> None:
+    from deployments.train import absolute_paths
+
+    recipe = write_small_run(tmp_path) / "recipe.yaml"
+    names = ("data", "output", "evaluate.data", "stored_states", "drafter.start_from", "target")
+    relative = [f"{name}=here/{name}" for name in names]
+    for name in names:
+        (tmp_path / "here" / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    overrides = absolute_paths(Recipe.load(recipe, relative))
+    monkeypatch.chdir("/")
+    loaded = Recipe.load(recipe, [*relative, *overrides])
+    found = {"evaluate.data": loaded.evaluate.data, "drafter.start_from": loaded.drafter.start_from}
+    found |= {name: getattr(loaded, name) for name in names if "." not in name}
+    assert found == {name: str(tmp_path / "here" / name) for name in names}
