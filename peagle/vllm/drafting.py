@@ -2,9 +2,9 @@
 
 1. A decode step whose requests all have K = 0 skips the pass of a colocated drafter. K is fixed for a request's life,
    so nothing that such a step leaves out of the drafter's cache is read by its own requests. Prompts still go through
-   the pass: their blocks may serve a later request with another K. Blocks of a K = 0 answer, which the next turn of the
-   chat may take from the prefix cache, lack the drafter's part: with K > 0 that turn drafts worse, as long as it attends
-   to them, and its output is the target's all the same.
+   the pass: their blocks may serve a later request with another K. Blocks of an answer at K = 0, which the chat's next
+   turn may take from the prefix cache, lack the drafter's part: with K > 0 that turn drafts worse, and its output is
+   the target's all the same.
 2. At the end of an unfinished prompt chunk vLLM hands the drafter the prompt's last token as the token that follows.
    The right one is the prompt's token after the chunk.
 
