@@ -7,15 +7,17 @@ from deployments.bench_load import Window
 
 def test_rates_come_from_steps_as_measured_and_tokens_as_expected() -> None:
     window = Window(11, {"code": (0.5, 0.25), "chat": (0.1, 0.0)})
-    window.add("code", 1, [], 0.1, first=True)
+    for ttft_s in (0.1, 0.1, 1.0):  # the host stands still once
+        window.add("code", 1, [], ttft_s, first=True)
     for accepted in (2, 0):  # luck: it must not enter the expected rate
         window.add("code", 1 + accepted, [(2, accepted)], 0.02, first=False)
     window.add("chat", 1, [], 0.1, first=True)
     window.add("chat", 1, [], 0.01, first=False)  # a step without drafts
     found = window.document(num_requests=4, seconds=2.0)
-    assert found["otps"] == (1 + 3 + 1 + 1 + 1) / 2
+    assert found["otps"] == (3 + 3 + 1 + 1 + 1) / 2
     code, chat = found["by_workload"]["code"], found["by_workload"]["chat"]
-    assert (code["mean_k"], code["acceptance_length"], code["step_ms"], code["ttft_ms"]) == (2.0, 2.0, 20.0, 100.0)
+    assert (code["mean_k"], code["acceptance_length"], code["step_ms"]) == (2.0, 2.0, 20.0)
+    assert (code["ttft_ms"], code["median_ttft_ms"]) == (400.0, 100.0)
     assert (chat["mean_k"], chat["acceptance_length"], chat["step_ms"]) == (0.0, 1.0, 10.0)
     # A code request: 0.1 s to its first token, then 10 tokens at 1.75 a step of 20 ms; chat: 10 steps of 10 ms.
     token_s = [(0.1 + 10 / 1.75 * 0.02) / 11, (0.1 + 10 * 0.01) / 11]
