@@ -261,6 +261,25 @@ def test_a_drafter_that_ends_says_so_to_whoever_is_just_let_in(monkeypatch: pyte
     pool.close()
 
 
+def test_a_newcomer_whose_mailbox_is_not_taken_is_counted_and_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = iter([True])
+
+    def greet_or_fail(connection: socket.socket, *args: Any) -> Any:
+        if next(failing, False):
+            connection.close()
+            raise RuntimeError("CUDA error: out of memory")
+        return greet(connection, *args)
+
+    monkeypatch.setattr("peagle.runtime.server.greet", greet_or_fail)
+    with running(make_server()) as server:
+        pool = make_pool()
+        pool.set_drafters([entry(server.address, {0: "digest0"})])
+        eventually(lambda: pool.num_up)
+        assert server.report()["num_refused"] == 1
+        Target(pool).check_step()
+        pool.close()
+
+
 def test_bad_settings_are_refused_by_name() -> None:
     engine = DraftEngine({0: head_runtime(0)})
     with pytest.raises(ValueError, match="heads = "):

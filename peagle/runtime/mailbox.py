@@ -113,10 +113,7 @@ class Mailbox:
         self._ready = [area.ready.numpy() for area in self.areas]
         self._done = [area.done.numpy() for area in self.areas]
         self._abort, self._heartbeat = self.abort.numpy(), self.heartbeat.numpy()
-        self._parts = [
-            (area.counts.numpy(), area.host_4B.numpy(), area.device_part.numpy(), area.service_ns.numpy())
-            for area in self.areas
-        ]
+        self._parts = [(area.counts.numpy(), area.host_4B.numpy(), area.device_part.numpy()) for area in self.areas]
         self._known_host_part = b""
 
     @classmethod
@@ -211,7 +208,7 @@ class Mailbox:
     def read_step(self, step: int, session: int) -> TargetStep:
         """A step that is ready. `hidden_RH` is a view, the rest copies. Raises ValueError for what does not fit."""
         area, shape = self.area(step), self.shape
-        counts, all_4B, all_device_part, _ = self._parts[step % NUM_AREAS]
+        counts, all_4B, all_device_part = self._parts[step % NUM_AREAS]
         counted_step, num_requests, num_rows, num_finished, num_prompts = sizes = counts[:5].tolist()
         limits = (step, shape.max_num_requests, shape.max_num_rows, shape.max_num_requests, shape.max_num_requests)
         if counted_step != step or any(not 0 <= n <= limit for n, limit in zip(sizes, limits, strict=True)):
@@ -240,8 +237,9 @@ class Mailbox:
 
     def answer(self, step: int, drafts_BK: Int32Array, service_ns: int) -> None:
         """Drafts of a step, [B, max_depth]; then `done`."""
-        self.area(step).drafts_BK.numpy()[: len(drafts_BK)] = drafts_BK
-        self._parts[step % NUM_AREAS][3][0] = service_ns
+        area = self.area(step)
+        area.drafts_BK.numpy()[: len(drafts_BK)] = drafts_BK
+        area.service_ns[0] = service_ns
         self._done[step % NUM_AREAS][0] = step
 
 

@@ -39,8 +39,9 @@ class LinkStats:
 
 @dataclasses.dataclass
 class ServerStats:
-    """num_batches: calls of the engine; num_steps: targets' steps in them; num_refused: newcomers that were no targets
-    or did not fit; num_dropped: targets dropped for what they sent; num_failures: calls of the engine that raised."""
+    """num_batches: calls of the engine that were answered; num_steps: targets' steps in them; num_refused: newcomers
+    that were no targets, did not fit, or whose mailbox CUDA did not take; num_dropped: targets dropped for what they
+    sent; num_failures: calls of the engine that raised. busy_s: seconds with steps in hand."""
 
     num_batches: int = 0
     num_steps: int = 0
