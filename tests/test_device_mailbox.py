@@ -24,7 +24,7 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 def pinned_mailbox(device: str) -> Iterator[Mailbox]:
     mailbox = Mailbox.private(SHAPE)
     if device == "cuda":
-        device_mailbox.pin(mailbox, torch.device(device))
+        device_mailbox.pin(mailbox, torch.device(device), will_wait=True)
     yield mailbox
     if device == "cuda":
         device_mailbox.unpin(mailbox, torch.device(device))

@@ -19,7 +19,7 @@ import pytest
 from peagle.runtime.draft_engine import DraftEngine
 from peagle.runtime.peer import greet
 from peagle.runtime.server import DrafterServer
-from peagle.runtime.wire import MessageReader
+from peagle.runtime.wire import PROTOCOL_VERSION, MessageReader
 from tests.draft_engine_harness import CONFIG, head_runtime
 from tests.transport_harness import (
     ROOT,
@@ -72,9 +72,9 @@ def test_a_target_that_does_not_fit_learns_why(settings: dict[str, Any], digest:
         b"GET / HTTP/1.1\r\n\r\n",
         b"\x00" * 100,
         b"PEGL",
-        struct.pack("<4sHHIQ", b"PEGL", 2, 0, 2, 0) + b"{}",
-        struct.pack("<4sHHIQ", b"PEGL", 1, 0, 2, 1 << 50) + b"{}",
-        struct.pack("<4sHHIQ", b"PEGL", 1, 0, 16, 0) + b'{"kind":"hello"}',
+        struct.pack("<4sHHIQ", b"PEGL", PROTOCOL_VERSION + 1, 0, 2, 0) + b"{}",
+        struct.pack("<4sHHIQ", b"PEGL", PROTOCOL_VERSION, 0, 2, 1 << 50) + b"{}",
+        struct.pack("<4sHHIQ", b"PEGL", PROTOCOL_VERSION, 0, 16, 0) + b'{"kind":"hello"}',
         b"",
     ],
     ids=["web", "zeros", "cut short", "another version", "too large", "hello without fields", "nothing"],
@@ -102,10 +102,10 @@ def test_a_target_of_another_version_learns_it() -> None:
     with running(make_server()) as server:
         host, _, port = server.address.rpartition(":")
         with socket.create_connection((host, int(port))) as other:
-            other.sendall(struct.pack("<4sHHIQ", b"PEGL", 2, 0, 2, 10_000) + b"{}" + bytes(10_000))
+            other.sendall(struct.pack("<4sHHIQ", b"PEGL", 7, 0, 2, 10_000) + b"{}" + bytes(10_000))
             answer = MessageReader(other, 0, "drafter").read_within(5)
         assert answer.kind == "refused"
-        assert "protocol version 2, this side 1" in answer.field("reason", str)
+        assert f"protocol version 7, this side {PROTOCOL_VERSION}" in answer.field("reason", str)
 
 
 def test_strangers_that_say_nothing_do_not_keep_targets_out(monkeypatch: pytest.MonkeyPatch) -> None:

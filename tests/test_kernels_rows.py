@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.batch_rows import Rows, build_rows, build_rows_torch
-from peagle.kernels.hidden_rows import place_hidden, place_hidden_torch
+from peagle.kernels.hidden_rows import place_hidden, place_hidden_at, place_hidden_at_torch, place_hidden_torch
 from tests.kernel_device import DEVICE, needs_kernel
 
 MASK = 999
@@ -162,6 +162,43 @@ def test_hidden_rows_equal_their_twin(hidden_size: int, num_rows: int, types: tu
     place_hidden_torch(payload_RH, sources_N, mask_H, expected)
     assert torch.equal(out, expected)
     assert num_rows == 0 or out.isfinite().all()
+
+
+@needs_kernel
+@pytest.mark.parametrize(("hidden_size", "num_rows"), [(3, 3), (104, 7), (4096, 5), (576, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_hidden_rows_by_address_equal_their_twin(hidden_size: int, num_rows: int, dtype: torch.dtype) -> None:
+    """Rows of two payloads in turn; the address of a row that no source names leads nowhere."""
+    generator = torch.Generator().manual_seed(hidden_size)
+    payloads = [torch.randn(3, hidden_size, generator=generator).to(dtype) for _ in range(2)]
+    payloads = [one.pin_memory() if DEVICE == "cuda" else one for one in payloads]
+    addresses = [one[row].data_ptr() for row in range(3) for one in payloads]
+    records_R2 = torch.tensor([[address, 0] for address in [*addresses, 8]], device=DEVICE)
+    mask_H = torch.randn(hidden_size, generator=generator).to(DEVICE, dtype)
+    sources_N = torch.randint(-1, 6, (num_rows,), generator=generator, dtype=torch.int32).to(DEVICE)
+    out = torch.full((num_rows, hidden_size), float("nan"), dtype=dtype, device=DEVICE)
+    expected = torch.full((num_rows, hidden_size), float("nan"), dtype=dtype)
+    assert place_hidden_at(records_R2[:, 0], sources_N, mask_H, out) is out
+    place_hidden_at_torch(records_R2[:, 0].cpu(), sources_N.cpu(), mask_H.cpu(), expected)
+    assert torch.equal(out.cpu(), expected)
+    for row, source in zip(expected, sources_N.tolist(), strict=True):
+        assert torch.equal(row, mask_H.cpu() if source < 0 else payloads[source % 2][source // 2])
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"addresses_R": torch.zeros(2, dtype=torch.int32)}, {"out_NH": torch.zeros(8, 3).t()}]
+)
+def test_hidden_rows_by_address_refuse_what_does_not_fit(wrong: dict[str, Tensor]) -> None:
+    fitting = {
+        "addresses_R": torch.zeros(2, dtype=torch.int64),
+        "sources_N": torch.full((3,), -1, dtype=torch.int32),
+        "mask_hidden_H": torch.zeros(8),
+        "out_NH": torch.zeros(3, 8),
+    }
+    with pytest.raises(ValueError, match="addresses_R must be int64"):
+        place_hidden_at(**{**fitting, **wrong})
+    with pytest.raises(ValueError, match=r"out_NH has shape \[3, 8\]"):
+        place_hidden_at(**{**fitting, "mask_hidden_H": torch.zeros(9)})
 
 
 def test_hidden_rows_of_another_size_are_refused() -> None:

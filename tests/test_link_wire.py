@@ -15,7 +15,7 @@ import torch
 from peagle.runtime.hello import Hello, refusal
 from peagle.runtime.step_message import drafts_of, max_step_bytes, read_step, send_drafts, send_step
 from peagle.runtime.steps import TargetShape, TargetStep
-from peagle.runtime.wire import Message, MessageReader, PeerClosed, WireError, send_message
+from peagle.runtime.wire import PROTOCOL_VERSION, Message, MessageReader, PeerClosed, WireError, send_message
 from tests.transport_harness import SHAPE as SERVED_SHAPE
 from tests.transport_harness import served_head
 
@@ -59,18 +59,25 @@ def test_a_large_message_of_many_parts_passes_a_small_socket_buffer(pair: Pair) 
     assert bytes(message.raw) == b"".join(parts)
 
 
+def _head(num_text_bytes: int, num_raw_bytes: int) -> bytes:
+    return struct.pack("<4sHHIQ", b"PEGL", PROTOCOL_VERSION, 0, num_text_bytes, num_raw_bytes)
+
+
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n", "does not speak this protocol: it sent b'HTTP/1.1 400"),
         (b"\x00\x01", "does not speak this protocol"),
-        (struct.pack("<4sHHIQ", b"PEGL", 7, 0, 2, 0), "protocol version 7, this side 1: run the same release"),
-        (struct.pack("<4sHHIQ", b"PEGL", 1, 0, 2, 1 << 40), "announces a message of 2 [+] 1099511627776 bytes"),
-        (struct.pack("<4sHHIQ", b"PEGL", 1, 0, 1 << 30, 0), "announces a message of"),
-        (struct.pack("<4sHHIQ", b"PEGL", 1, 0, 2, 0) + b"[]", "without a JSON object that has a kind"),
-        (struct.pack("<4sHHIQ", b"PEGL", 1, 0, 2, 0) + b"{}", "without a JSON object that has a kind"),
-        (struct.pack("<4sHHIQ", b"PEGL", 1, 0, 2, 0) + b"\xff\xff", "without a JSON object that has a kind"),
-        (struct.pack("<4sHHIQ", b"PEGL", 1, 0, 9, 0) + b"{", "in the middle of a message: 21 of 29 bytes"),
+        (
+            struct.pack("<4sHHIQ", b"PEGL", 7, 0, 2, 0),
+            f"version 7, this side {PROTOCOL_VERSION}: run",
+        ),
+        (_head(2, 1 << 40), "announces a message of 2 [+] 1099511627776 bytes"),
+        (_head(1 << 30, 0), "announces a message of"),
+        (_head(2, 0) + b"[]", "without a JSON object that has a kind"),
+        (_head(2, 0) + b"{}", "without a JSON object that has a kind"),
+        (_head(2, 0) + b"\xff\xff", "without a JSON object that has a kind"),
+        (_head(9, 0) + b"{", "in the middle of a message: 21 of 29 bytes"),
         (b"PEG", "in the middle of a message: 3 of 20 bytes"),
     ],
 )

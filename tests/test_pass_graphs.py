@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from peagle.kernels.compilations import compiled_kernels
+from peagle.runtime import pass_layout
 from peagle.runtime.graphs import NUM_AREAS, GraphRunner, GraphSizes
 from peagle.runtime.parallel_pass import ParallelPass
 from tests.head_factory import random_drafter
@@ -75,15 +76,26 @@ def test_hidden_rows_in_pinned_memory_and_on_the_gpu() -> None:
 
 
 @pytest.mark.parametrize("num_pieces", [1, 3])
-def test_rejected_rows_stay_in_pinned_memory(num_pieces: int) -> None:
+@pytest.mark.parametrize("max_blocks_in_place", [0, pass_layout.MAX_BLOCKS_IN_PLACE])
+def test_rows_are_read_where_they_lie_in_pinned_memory(
+    num_pieces: int, max_blocks_in_place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step's batches are padded to three requests, and some pieces are not pinned, or lie unaligned."""
+    monkeypatch.setattr(pass_layout, "MAX_BLOCKS_IN_PLACE", max_blocks_in_place)
     requests = on_gpu()
-    parallel_pass = requests.new_pass("cuda")
-    runner_of(parallel_pass).min_saved_bytes = 0
-    for steps in STEPS:
+    sizes = GraphSizes(rows=(64,), requests=(3,), depths=(MAX_DEPTH,))
+    parallel_pass = requests.new_pass("cuda", graph_sizes=sizes)
+    for number, steps in enumerate(STEPS):
         expected = [requests.expected(step) for step in steps]
         batch = requests.batch(steps, num_pieces=num_pieces)
-        pinned = [piece.cpu().pin_memory() for piece in batch.pieces]
-        assert parallel_pass.run(dataclasses.replace(batch, hidden_RH=pinned)).tolist() == expected
+        pieces = [piece.cpu().pin_memory() for piece in batch.pieces]
+        if number % 3 == 1:
+            pieces[0] = pieces[0].clone()
+        if number % 3 == 2:
+            room = torch.empty(pieces[0].numel() + 1).pin_memory()[1:].view(pieces[0].shape)
+            pieces[0] = room.copy_(pieces[0])
+        assert parallel_pass.run(dataclasses.replace(batch, hidden_RH=pieces)).tolist() == expected
+    assert runner_of(parallel_pass).num_graphs == 1
 
 
 def test_a_payload_of_another_type_is_converted() -> None:
@@ -102,8 +114,11 @@ def test_warming_up_leaves_nothing_to_capture_and_changes_no_draft() -> None:
     for steps in ([Step(0, 0, 3, 5), Step(1, 0, 1, 5), Step(2, 0, 6, 5)], [Step(0, 3, 1, 5), Step(1, 1, 2, 5)]):
         assert parallel_pass.run(requests.batch(steps)).tolist() == [requests.expected(step) for step in steps]
     assert runner_of(parallel_pass).num_graphs == num_graphs
-    # A prompt beside drafts is no full batch: it runs without a graph rather than wait for a capture.
+    # A prompt beside drafts is no full batch: it runs on a graph that holds it, rather than wait for a capture.
     steps = [Step(2, 6, 17, 0), Step(0, 4, 2, 5)]
+    runner = runner_of(parallel_pass)
+    assert runner.sizes.key(17 + 2 + 4, 2, 5) not in runner._graphs
+    assert runner._key_for(17 + 2 + 4, 2, 5) in runner._graphs
     assert parallel_pass.run(requests.batch(steps)).tolist() == [requests.expected(step) for step in steps]
     assert parallel_pass.warm_up() == num_graphs
 
@@ -119,9 +134,7 @@ def test_after_warm_up_no_batch_compiles_a_kernel() -> None:
         for steps in batches:
             batch = requests.batch(steps, num_pieces=1 + len(steps) // 2)
             pinned = [piece.cpu().pin_memory() for piece in batch.pieces]
-            for min_saved_bytes in (0, 1 << 30):
-                runner_of(parallel_pass).min_saved_bytes = min_saved_bytes
-                parallel_pass.run(dataclasses.replace(batch, hidden_RH=pinned))
+            parallel_pass.run(dataclasses.replace(batch, hidden_RH=pinned))
     assert not names
 
 

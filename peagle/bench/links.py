@@ -77,7 +77,7 @@ class IdlePass:
         )  # fmt: skip
 
     def launch(self, batch: PassBatch, *, is_checked: bool) -> KnownDrafts:
-        drafts_BK = torch.zeros(batch.num_requests, self.limits.max_depth, dtype=torch.int32)
+        drafts_BK = np.zeros((batch.num_requests, self.limits.max_depth), np.int32)
         return KnownDrafts(drafts_BK, self.limits.max_depth)
 
 

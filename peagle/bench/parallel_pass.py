@@ -35,12 +35,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from peagle.config import DrafterConfig
 from peagle.model import Drafter
 from peagle.provenance import conditions
 from peagle.runtime.parallel_pass import GraphSizes, ParallelPass, PassBatch
+from peagle.runtime.steps import Int32Array
 
 BLOCK_SIZE = 16
 NUM_LAYERS = 4
@@ -171,13 +172,13 @@ def measure(
     drafts_BK = _measure_graphs(new_pass(drafter, load, num_requests, device, dtype, None), batch, row, num_calls)
     if device != "cpu":
         eager = new_pass(drafter, load, num_requests, device, dtype, GraphSizes((), (), ()))
-        row["share_of_drafts_as_eager"] = round(float((eager.run(batch) == drafts_BK).float().mean()), 4)
+        row["share_of_drafts_as_eager"] = round(float((eager.run(batch) == drafts_BK).mean()), 4)
         median_ms(lambda: eager.run(batch), 10)
         row["eager_ms"] = median_ms(lambda: eager.run(batch), num_calls)
     return row
 
 
-def _measure_graphs(parallel_pass: ParallelPass, batch: PassBatch, row: dict[str, Any], num_calls: int) -> Tensor:
+def _measure_graphs(parallel_pass: ParallelPass, batch: PassBatch, row: dict[str, Any], num_calls: int) -> Int32Array:
     """Adds the times of a pass to `row`; returns its drafts."""
     is_cpu = parallel_pass.device.type == "cpu"
     drafts_BK = parallel_pass.run(batch)

@@ -85,7 +85,7 @@ def build_rows(
         num_valid_B: int, n: rows given for it; with none (padding of the batch) it has no mask rows either.
         row_offset_B: int, its first row in the payload.
         depth_B: int, K: drafts wanted; 0: the rows only enter the cache. Taken as max_depth where it is greater.
-        next_tokens_R: int, the token after each payload row.
+        next_tokens_R: int, the token after each payload row; any stride.
         block_table_BN: int, cache block of positions [j * block_size, (j + 1) * block_size) in column j; -1: none.
         block_size: positions a cache block.
         mask_token_id: token of the mask rows.
@@ -188,8 +188,8 @@ def build_rows_triton(
         start_B, num_valid_B, row_offset_B, depth_B, next_tokens_R, block_table_BN,
         out.token_ids_N, out.positions_N, out.slots_N, out.sources_N,
         out.sample_rows_BK, out.first_row_B1, out.context_B,
-        num_requests, len(next_tokens_R), num_rows, block_table_BN.stride(0), block_table_BN.shape[1],
-        block_size, mask_token_id, max_depth,
+        num_requests, len(next_tokens_R), next_tokens_R.stride(0), num_rows, block_table_BN.stride(0),
+        block_table_BN.shape[1], block_size, mask_token_id, max_depth,
         BLOCK_B=block_requests, BLOCK_N=block_rows, num_warps=4,
     )  # fmt: skip
 
@@ -198,7 +198,7 @@ def build_rows_triton(
 def _build_rows_kernel(
     start_B, num_valid_B, row_offset_B, depth_B, next_tokens_R, block_table_BN,
     token_ids_N, positions_N, slots_N, sources_N, sample_rows_BK, first_row_B1, context_B,
-    num_requests, num_payload_rows, num_rows, table_stride, num_columns,
+    num_requests, num_payload_rows, tokens_stride, num_rows, table_stride, num_columns,
     block_size, mask_token_id, max_depth,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -228,7 +228,7 @@ def _build_rows_kernel(
         is_valid = is_row & (offset < tl.load(num_valid_B + owner, mask=is_row, other=0).to(tl.int32))
         source = tl.load(row_offset_B + owner, mask=is_row, other=0).to(tl.int32) + offset
         in_payload = is_valid & (source >= 0) & (source < num_payload_rows)
-        token = tl.load(next_tokens_R + source, mask=in_payload, other=0).to(tl.int64)
+        token = tl.load(next_tokens_R + source * tokens_stride, mask=in_payload, other=0).to(tl.int64)
         token = tl.where(is_row & ~is_valid, mask_token_id, token)
         position = tl.where(is_row, tl.load(start_B + owner, mask=is_row, other=0).to(tl.int32) + offset, 0)
         column = position // block_size

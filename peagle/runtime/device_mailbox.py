@@ -16,16 +16,16 @@ from peagle.runtime.steps import NO_DRAFT
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 
 
-def pin(mailbox: Mailbox, device: torch.device) -> None:
+def pin(mailbox: Mailbox, device: torch.device, *, will_wait: bool) -> None:
     """Let `device` reach the mailbox: needed before anything else here. Raises RuntimeError where CUDA refuses.
 
-    Compiles the kernel that waits, for timeouts of 32 and of 64 bits: at the first step it would be too late.
+    will_wait: compiles the kernel that waits, for timeouts of 32 and of 64 bits: at the first step it is too late.
     """
     base = torch.frombuffer(mailbox.memory.mapping, dtype=torch.uint8)
     with torch.cuda.device(device):
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(base.data_ptr(), base.nbytes, _PORTABLE_AND_MAPPED))
         status_2 = torch.empty(2, dtype=torch.int64, device=device)
-        for timeout_ns in (1 << 20, 1 << 40):
+        for timeout_ns in (1 << 20, 1 << 40) if will_wait else ():
             wait_for_word(mailbox.area(0).done, 0, mailbox.abort, status_2, timeout_ns)
 
 

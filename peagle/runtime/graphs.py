@@ -1,14 +1,14 @@
-"""The pass on a GPU: inputs packed and moved by few copies, CUDA graphs by padded size, drafts written back.
+"""The pass on a GPU: its integers moved by one copy, CUDA graphs by padded size, drafts written back.
 
-One launch of a pass is: an asynchronous copy of all integers, one of each part of the payload, one small copy within
-the GPU (block tables, which have a fixed place there), the graph, and the copy of the drafts to pinned memory with an
-event behind it. Where many rows of the payload were rejected, a kernel reads the others in place, from pinned memory,
-instead of a copy of them all. The host waits for none of these: pinned areas are used in turn, and one is used again
-only after its event.
+One launch of a pass is: an asynchronous copy of all integers (`peagle.runtime.pass_layout`), the graph, and the copy of
+the drafts to pinned memory with an event behind it. Hidden states are not copied: the graph reads those rows that it
+needs where they lie, in pinned memory mostly, which others must be copied to the GPU for. The host waits for none of
+these: pinned areas are used in turn, and one is used again only after its event.
 
 A graph is made for (rows, requests, depth), each rounded up to one of few sizes. The requests that pad a batch have no
-rows; the rows that pad it are written nowhere. Batches of more rows than the largest size, long prompts mostly, run
-without a graph: there a launch costs little beside the work.
+rows; the rows that pad it are written nowhere. After warm-up a batch without a graph of its size runs on a larger one:
+a batch of prompts beside drafts, mostly, for which launching kernel by kernel takes the host many times longer. Batches
+of more rows than the largest size run without a graph: there a launch costs little beside the work.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ import bisect
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from peagle.kernels.hidden_rows import place_hidden
-from peagle.runtime.pass_batch import Int32Array, PassBatch, PassInputs, PassLimits
+from peagle.kernels.hidden_rows import ALIGNMENT_BYTES
+from peagle.runtime.pass_batch import PassBatch, PassInputs, PassLimits
+from peagle.runtime.pass_layout import PassLayout
 from peagle.runtime.pending import PendingDrafts, widened
+from peagle.runtime.steps import Int32Array
 
 NUM_AREAS = 4  # passes that may be under way before the host waits for the oldest
-#: To copy rejected rows of so many bytes, at 25 to 50 GB/s, takes longer than to launch the kernel that skips them.
-MIN_SAVED_BYTES = 1 << 20
-_PER_REQUEST = ("start_B", "num_valid_B", "row_offset_B", "depth_B", "cache_start_B")
 
 #: compute(inputs, num_rows, depth) -> drafts [B, depth] on the device, waiting for nothing.
 Compute = Callable[[PassInputs, int, int], Tensor]
@@ -66,11 +67,12 @@ class GraphSizes:
         return self.rows[found[0]], self.requests[found[1]], self.depths[found[2]]
 
     def full_batches(self) -> list[Key]:
-        """Graphs of batches that draft at one of `depths` throughout: each request has 1 .. depth + 1 rows of its own.
+        """Graphs of batches that draft at one of `depths` throughout, where each request has 1 .. depth + 1 rows of its
+        own; and for the most requests and drafts all numbers of rows, so that every batch has a graph that holds it.
 
         The largest come first: later ones then find their memory in what the pool has already.
         """
-        found: set[Key] = set()
+        found: set[Key] = {(rows, self.requests[-1], self.depths[-1]) for rows in self.rows}
         for depth in self.depths:
             before = 0
             for requests in self.requests:
@@ -89,6 +91,7 @@ class _Area:
         self.integers = torch.empty(num_integers, dtype=torch.int32, pin_memory=True)
         self.array = self.integers.numpy()
         self.drafts = torch.empty(limits.max_num_requests * limits.max_depth, dtype=torch.int32, pin_memory=True)
+        self.drafts_array = self.drafts.numpy()
         self.event = torch.cuda.Event()
         self.pending: _Enqueued | None = None
 
@@ -98,18 +101,17 @@ class _Enqueued(PendingDrafts):
 
     def __init__(self, area: _Area, num_requests: int, depth: int, max_depth: int) -> None:
         self._area, self._shape, self._max_depth = area, (num_requests, depth), max_depth
-        self._drafts_BK: Tensor | None = None
+        self._drafts_BK: Int32Array | None = None
 
     def ready(self) -> bool:
         return self._drafts_BK is not None or self._area.event.query()
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Int32Array:
         if self._drafts_BK is None:
             self._area.event.synchronize()
             num_requests, depth = self._shape
-            self._drafts_BK = widened(
-                self._area.drafts[: num_requests * depth].view(num_requests, depth), self._max_depth
-            )
+            found_BK = self._area.drafts_array[: num_requests * depth].reshape(num_requests, depth)
+            self._drafts_BK = widened(found_BK, self._max_depth)
         return self._drafts_BK
 
 
@@ -130,17 +132,18 @@ class GraphRunner:
         self.limits, self.sizes = limits, sizes or GraphSizes.of(limits)
         self._compute, self._device = compute, device
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graph_for: dict[Key, Key | None] = {}  # after warm-up
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
-        self.min_saved_bytes = MIN_SAVED_BYTES
-        num_integers = len(_PER_REQUEST) * _aligned(limits.max_num_requests) + 2 * _aligned(limits.max_payload_rows)
-        table_size = limits.max_num_requests * limits.max_blocks
-        self._areas = [_Area(num_integers + table_size, limits) for _ in range(NUM_AREAS)]
+        self._layout = PassLayout(limits)
+        self._areas = [_Area(self._layout.num_integers, limits) for _ in range(NUM_AREAS)]
+        self._row_bytes = limits.hidden_size * dtype.itemsize
+        self._row_begin_R = np.arange(limits.max_payload_rows, dtype=np.int64) * self._row_bytes
         self._num_launches = 0
         self._is_warm = False
         with torch.cuda.stream(self._stream):
-            self._integers = torch.zeros(num_integers + table_size, dtype=torch.int32, device=device)
-            self._table_BN = torch.zeros(limits.max_num_requests, limits.max_blocks, dtype=torch.int32, device=device)
+            self._integers = torch.zeros(self._layout.num_integers, dtype=torch.int32, device=device)
+            self._blocks_BN = torch.zeros(limits.max_num_requests, limits.max_blocks, dtype=torch.int32, device=device)
             self._payload_RH = torch.zeros(limits.max_payload_rows, limits.hidden_size, dtype=dtype, device=device)
         # Weights and cache were made on the caller's stream.
         torch.cuda.synchronize(device)
@@ -156,11 +159,8 @@ class GraphRunner:
         self._num_launches += 1
         if area.pending is not None:
             area.pending.wait()
-        num_requests, depth = batch.num_requests, int(batch.drafts_B().max())
-        num_rows = int(batch.rows_B().sum())
-        key = self.sizes.key(num_rows, num_requests, depth)
-        if self._is_warm and key not in self._graphs:
-            key = None
+        num_requests, num_rows, depth = batch.num_requests, batch.num_rows(), int(batch.drafts_B().max())
+        key = self._key_for(num_rows, num_requests, depth)
         with torch.cuda.stream(self._stream):
             self._send(batch, area, num_requests if key is None else key[1])
             if key is None:
@@ -178,14 +178,11 @@ class GraphRunner:
         """Captures the graphs of full batches that do not exist yet; returns how many graphs there are.
 
         From then on none is captured: that, and the compilation before it, takes longer than a target waits. Batches
-        of other sizes (prompts beside drafts, fewer drafts than rows allow) run without a graph.
+        of other sizes (prompts beside drafts, fewer drafts than rows allow) run on a graph that holds them.
         """
         with torch.cuda.stream(self._stream):
-            # Requests without rows: what runs before a capture then writes nothing to the cache.
+            # Requests without rows: what runs before a capture then reads no payload and writes nothing to the cache.
             self._integers.zero_()
-            # Compiles the gather from pinned memory.
-            pinned_RH = torch.zeros(1, self.limits.hidden_size, dtype=self._payload_RH.dtype, pin_memory=True)
-            self._gather_payload([pinned_RH], [1], 0)
             for num_rows, num_requests in self._batches:  # passes without rows, to compile
                 self._compute(self._inputs(num_requests), num_rows, self.limits.max_depth)
             for key in self.sizes.full_batches():
@@ -193,76 +190,53 @@ class GraphRunner:
                     self._graphs[key] = self._capture(key)
         self._stream.synchronize()
         self._is_warm = True
+        self._graph_for.clear()
         return len(self._graphs)
+
+    def _key_for(self, num_rows: int, num_requests: int, depth: int) -> Key | None:
+        """The graph to run, None for no graph: of the batch's own size, or after warm-up the cheapest that holds it."""
+        key = self.sizes.key(num_rows, num_requests, depth)
+        if key is None or not self._is_warm or key in self._graphs:
+            return key
+        if key not in self._graph_for:
+            larger = [one for one in self._graphs if all(have >= want for have, want in zip(one, key, strict=True))]
+            # Every row passes the layers, and every draft that a request may have the output matrix.
+            self._graph_for[key] = min(larger, key=lambda one: (one[0] + one[1] * one[2], one), default=None)
+        return self._graph_for[key]
 
     def _send(self, batch: PassBatch, area: _Area, num_requests: int) -> None:
         """Moves a batch to the GPU, its requests padded to num_requests by such without rows."""
-        kept: list[Int32Array] | None = None
-        if self._saves(batch):
-            batch, kept = batch.compacted()
-        kept_at, table_at = self._pack(batch, kept or [], area.array, num_requests)
-        num_given, width = batch.block_table_BN.shape
-        used = table_at + num_given * width
+        used = self._layout.pack(batch, self._addresses(batch.pieces), area.array, num_requests)
         self._integers[:used].copy_(area.integers[:used], non_blocking=True)
-        self._table_BN[:num_given, :width].copy_(self._integers[table_at:used].view(num_given, width))
-        if kept is None:
-            self._copy_payload(batch.pieces)
-        else:
-            self._gather_payload(batch.pieces, [len(rows) for rows in kept], kept_at)
+        if self._layout.blocks_apart(num_requests):
+            given, width = batch.block_table_BN.shape
+            self._blocks_BN[:given, :width].copy_(
+                self._layout.narrow_blocks(self._integers, num_requests, given, width)
+            )
 
-    def _saves(self, batch: PassBatch) -> bool:
-        """Whether a kernel had better take the rows that stay, which it can from pinned memory."""
-        num_rejected = len(batch.next_tokens_R) - int(batch.num_valid_B.sum())
-        num_bytes = num_rejected * self._payload_RH.stride(0) * self._payload_RH.itemsize
-        return num_bytes >= max(self.min_saved_bytes, 1) and all(piece.is_pinned() for piece in batch.pieces)
-
-    def _copy_payload(self, pieces: list[Tensor]) -> None:
+    def _addresses(self, pieces: Sequence[Tensor]) -> npt.NDArray[np.int64]:
+        """Of every row of the payload, where the GPU can read it."""
         if any(piece.is_cuda for piece in pieces):
             self._stream.wait_stream(torch.cuda.default_stream(self._device))
-        first = 0
+        found, first = [], 0
         for piece in pieces:
-            place = self._payload_RH[first : first + len(piece)]
-            # A copy that also converts would wait: between devices only bytes move without the host.
-            place.copy_(piece if piece.dtype == place.dtype else piece.to(self._device, non_blocking=True), True)
+            found.append(self._row_begin_R[: len(piece)] + self._reachable(piece, first).data_ptr())
             first += len(piece)
+        return found[0] if len(found) == 1 else np.concatenate([self._row_begin_R[:0], *found])
 
-    def _gather_payload(self, pieces: list[Tensor], num_kept: list[int], kept_at: int) -> None:
-        """Rows of pinned pieces; those of each piece are listed in the integers, one piece after another."""
-        first = 0
-        for piece, num_rows in zip(pieces, num_kept, strict=True):
-            sources = self._integers[kept_at + first : kept_at + first + num_rows]
-            # No source is -1, so what stands for the shared hidden state is not read.
-            place_hidden(piece, sources, self._payload_RH[0], self._payload_RH[first : first + num_rows])
-            first += num_rows
-
-    @staticmethod
-    def _pack(batch: PassBatch, kept: list[Int32Array], into: Int32Array, num_requests: int) -> tuple[int, int]:
-        """Per-request integers, padded, then next tokens, rows that stay, block tables; where the last two begin."""
-        first, width, begins = 0, _aligned(num_requests), []
-        for name in _PER_REQUEST:
-            array = getattr(batch, name)
-            into[first : first + len(array)] = array
-            into[first + len(array) : first + width] = 0
-            first += width
-        for parts in ([batch.next_tokens_R], kept, [batch.block_table_BN.reshape(-1)]):
-            begins.append(first)
-            for array in parts:
-                into[first : first + len(array)] = array
-                first += len(array)
-            first = _aligned(first)
-        return begins[1], begins[2]
+    def _reachable(self, piece: Tensor, first: int) -> Tensor:
+        """The piece itself, or a copy on the GPU, in the payload's rows from `first` on."""
+        place = self._payload_RH[first : first + len(piece)]
+        is_placed = piece.dtype == place.dtype and piece.is_contiguous() and not piece.data_ptr() % ALIGNMENT_BYTES
+        if is_placed and (piece.device == place.device or piece.is_pinned()):
+            return piece
+        # A copy that also converts would wait: between devices only bytes move without the host.
+        place.copy_(piece if piece.dtype == place.dtype else piece.to(self._device, non_blocking=True), True)
+        return place
 
     def _inputs(self, num_requests: int) -> PassInputs:
         """Views of the places that `_send` fills."""
-        width = _aligned(num_requests)
-        first = len(_PER_REQUEST) * width
-        columns = self._integers[:first].view(len(_PER_REQUEST), width)[:, :num_requests]
-        return PassInputs(
-            **dict(zip(_PER_REQUEST, columns, strict=True)),
-            next_tokens_R=self._integers[first : first + self.limits.max_payload_rows],
-            block_table_BN=self._table_BN[:num_requests],
-            payload_RH=self._payload_RH,
-        )
+        return self._layout.inputs(self._integers, num_requests, self._blocks_BN)
 
     def _replay(self, key: Key) -> Tensor:
         if key not in self._graphs:
@@ -287,8 +261,3 @@ class GraphRunner:
         drafts_BK = self._compute(inputs, num_rows, depth)
         graph.capture_end()
         return graph, drafts_BK
-
-
-def _aligned(num_integers: int) -> int:
-    """Rounded up to 16 bytes: Triton compiles a kernel again for a pointer that is not aligned so."""
-    return -(-num_integers // 4) * 4

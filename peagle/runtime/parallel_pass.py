@@ -14,12 +14,12 @@ from torch import Tensor
 from peagle.config import DrafterConfig
 from peagle.kernels.attention_plan import distinct_batches
 from peagle.kernels.batch_rows import build_rows
-from peagle.kernels.hidden_rows import place_hidden
+from peagle.kernels.hidden_rows import place_hidden, place_hidden_at
 from peagle.model import Drafter
 from peagle.runtime.graphs import GraphRunner, GraphSizes
 from peagle.runtime.head import check_parallel
 from peagle.runtime.layers import PagedCache, PassLayers
-from peagle.runtime.pass_batch import PassBatch, PassInputs, PassLimits
+from peagle.runtime.pass_batch import Int32Array, PassBatch, PassInputs, PassLimits
 from peagle.runtime.pending import KnownDrafts, PendingDrafts
 
 __all__ = ["GraphSizes", "ParallelPass", "PassBatch", "PassLimits", "PendingDrafts", "cache_bytes_per_block"]
@@ -108,8 +108,8 @@ class ParallelPass:
         """Bytes of one block: keys and values of `block_size` positions in every layer."""
         return cache_bytes_per_block(self.drafter.config, self.limits.block_size, self.dtype)
 
-    def run(self, batch: PassBatch) -> Tensor:
-        """Drafts [B, K] int32 in host memory, -1 where none is wanted; waits for them. Raises as `launch`."""
+    def run(self, batch: PassBatch) -> Int32Array:
+        """Drafts [B, K] in host memory, -1 where none is wanted; waits for them. Raises as `launch`."""
         return self.launch(batch).wait()
 
     @torch.no_grad()
@@ -127,8 +127,8 @@ class ParallelPass:
         if self._runner is not None:
             return self._runner.launch(batch)
         inputs = PassInputs.on_cpu(batch, self.limits.hidden_size, self.dtype)
-        drafts_BK = self._compute(inputs, int(batch.rows_B().sum()), int(batch.drafts_B().max()))
-        return KnownDrafts(drafts_BK, self.limits.max_depth)
+        drafts_BK = self._compute(inputs, batch.num_rows(), int(batch.drafts_B().max()))
+        return KnownDrafts(drafts_BK.numpy(), self.limits.max_depth)
 
     def warm_up(self) -> int:
         """Captures the CUDA graphs of full batches, so that serving does not begin with them; returns how many there
@@ -161,7 +161,11 @@ class ParallelPass:
             max_depth=depth, num_rows=num_rows,
         )  # fmt: skip
         hidden_NH = torch.empty(num_rows, self.limits.hidden_size, dtype=self.dtype, device=self.device)
-        place_hidden(inputs.payload_RH, rows.sources_N, self.layers.mask_hidden_H, hidden_NH)
+        if inputs.addresses_R is not None:
+            place_hidden_at(inputs.addresses_R, rows.sources_N, self.layers.mask_hidden_H, hidden_NH)
+        else:
+            assert inputs.payload_RH is not None
+            place_hidden(inputs.payload_RH, rows.sources_N, self.layers.mask_hidden_H, hidden_NH)
         cache = PagedCache(
             self._keys, self._values, self.limits.block_size, inputs.block_table_BN, inputs.start_B,
             inputs.cache_start_B,

@@ -78,29 +78,17 @@ class PassBatch:
 
     def drafts_B(self) -> Int32Array:
         """Drafts that each request gets: `depth_B`, but 0 without rows."""
+        if self.num_valid_B.all():
+            return self.depth_B
         return np.where(self.num_valid_B > 0, self.depth_B, 0).astype(np.int32)
 
     def rows_B(self) -> Int32Array:
         """Rows that each request takes in the pass: n, and one of the mask token for each draft after the first."""
         return (self.num_valid_B + np.maximum(self.drafts_B() - 1, 0)).astype(np.int32)
 
-    def compacted(self) -> tuple[PassBatch, list[Int32Array]]:
-        """The batch over a payload without its rejected rows, and which rows stay of each piece, ascending.
-
-        `hidden_RH` is left as it is: whoever moves it takes those rows and no others.
-        """
-        first_B = np.cumsum(self.num_valid_B) - self.num_valid_B
-        index = np.arange(int(self.num_valid_B.sum()), dtype=np.int32)
-        rows = np.sort(index + np.repeat(self.row_offset_B - first_B, self.num_valid_B).astype(np.int32))
-        lengths = [len(piece) for piece in self.pieces]
-        begins = np.cumsum([0, *lengths], dtype=np.int32)
-        parts = np.split(rows, np.searchsorted(rows, begins[1:-1]))
-        compacted = dataclasses.replace(
-            self,
-            row_offset_B=np.searchsorted(rows, self.row_offset_B).astype(np.int32),
-            next_tokens_R=self.next_tokens_R[rows],
-        )
-        return compacted, [part - begin for part, begin in zip(parts, begins[: len(lengths)], strict=False)]
+    def num_rows(self) -> int:
+        """Rows that the pass has for them together."""
+        return int(self.num_valid_B.sum() + np.maximum(self.drafts_B() - 1, 0).sum())
 
     def check(self, limits: PassLimits) -> None:
         """Raise ValueError, naming the field, for a batch that the pass cannot take."""
@@ -173,7 +161,10 @@ class PassBatch:
 @dataclasses.dataclass(frozen=True)
 class PassInputs:
     """A batch on the pass's device. Tensors of the payload may be longer than the batch's, and requests without rows
-    may pad it."""
+    may pad it.
+
+    payload_RH: the rows of the payload, or addresses_R: where each of them lies (`place_hidden_at`); the other is None.
+    """
 
     start_B: Tensor
     num_valid_B: Tensor
@@ -182,7 +173,8 @@ class PassInputs:
     cache_start_B: Tensor
     next_tokens_R: Tensor
     block_table_BN: Tensor
-    payload_RH: Tensor
+    payload_RH: Tensor | None = None
+    addresses_R: Tensor | None = None
 
     @classmethod
     def on_cpu(cls, batch: PassBatch, hidden_size: int, dtype: torch.dtype) -> PassInputs:

@@ -49,6 +49,11 @@ class Requests:
             self.depth_G[index],
         )
 
+    def moved(self, step: TargetStep) -> Requests:
+        """The same requests, all of one step, with the device part of a later one."""
+        start_G, num_valid_G = step.start_B.astype(np.int64), step.num_valid_B.astype(np.int64)
+        return Requests(self.flat_G, self.step_G, self.rows_G, start_G, num_valid_G, self.row_offset_G, self.depth_G)
+
     @functools.cached_property
     def end_G(self) -> Int64Array:
         """Position after the last row in the pass, those of the mask token included."""

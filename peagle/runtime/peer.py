@@ -51,6 +51,7 @@ class Peer:
             step = read_step(message, self.session, self.hello.shape)
         else:
             if not self.mailbox.is_ready(self.num_steps + 1):
+                self.mailbox.read_ahead(self.num_steps + 1)
                 return None
             self.seen_ns = time.monotonic_ns()
             step = self.mailbox.read_step(self.num_steps + 1, self.session)
@@ -134,7 +135,7 @@ def greet(
         if mailbox is not None:
             mailbox.memory.unlink()
             if device.type == "cuda":
-                device_mailbox.pin(mailbox, device)
+                device_mailbox.pin(mailbox, device, will_wait=False)
         connection.setblocking(False)
         max_raw_bytes = 0 if mailbox is not None else max_step_bytes(hello.shape, MAX_PROMPT_TOKENS)
         return Peer(connection, MessageReader(connection, max_raw_bytes, name), hello, mailbox, device)

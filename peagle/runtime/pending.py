@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import abc
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from peagle.runtime.steps import NO_DRAFT
+from peagle.runtime.steps import NO_DRAFT, Int32Array
 
 
 class PendingDrafts(abc.ABC):
@@ -16,13 +15,13 @@ class PendingDrafts(abc.ABC):
         """Whether `wait` returns at once."""
 
     @abc.abstractmethod
-    def wait(self) -> Tensor:
-        """[B, K] int32 in host memory, -1 where no draft is wanted; a tensor of the caller's own."""
+    def wait(self) -> Int32Array:
+        """[B, K], -1 where no draft is wanted; an array of the caller's own."""
 
 
-def widened(drafts_BK: Tensor, max_depth: int) -> Tensor:
-    """[B, depth] -> [B, max_depth], with -1 in the new columns; always a new tensor."""
-    wide_BK = torch.full((len(drafts_BK), max_depth), NO_DRAFT, dtype=torch.int32)
+def widened(drafts_BK: Int32Array, max_depth: int) -> Int32Array:
+    """[B, depth] -> [B, max_depth], with -1 in the new columns; always a new array."""
+    wide_BK = np.full((len(drafts_BK), max_depth), NO_DRAFT, np.int32)
     wide_BK[:, : drafts_BK.shape[1]] = drafts_BK
     return wide_BK
 
@@ -30,11 +29,11 @@ def widened(drafts_BK: Tensor, max_depth: int) -> Tensor:
 class KnownDrafts(PendingDrafts):
     """Drafts of a pass that is over."""
 
-    def __init__(self, drafts_BK: Tensor, max_depth: int) -> None:
+    def __init__(self, drafts_BK: Int32Array, max_depth: int) -> None:
         self._drafts_BK = widened(drafts_BK, max_depth)
 
     def ready(self) -> bool:
         return True
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Int32Array:
         return self._drafts_BK

@@ -73,6 +73,8 @@ class RequestTable:
         self._free_rows = list(range(max_num_requests - 1, -1, -1))
         self._row_of_slot: dict[int, Int64Array] = {}  # by session
         self._call = 0
+        self.version = 0
+        """Counts changes of who has which table row: while it stays, so does what `find` found."""
 
     @property
     def num_requests(self) -> int:
@@ -100,6 +102,10 @@ class RequestTable:
         self._last_call_C[rows_B if rows_B.min() >= 0 else rows_B[rows_B >= 0]] = self._call
         return rows_B
 
+    def touch(self, rows_B: Int64Array) -> None:
+        """These rows are used now, as if `find` had found them."""
+        self._last_call_C[rows_B] = self._call
+
     def open(self, session: int, slot: int, prompt: Int32Array | None) -> int:
         """A table row for a slot that has none; `NO_ROW` if all are in use.
 
@@ -111,6 +117,7 @@ class RequestTable:
         if not self._free_rows:
             return NO_ROW
         row = self._free_rows.pop()
+        self.version += 1
         if slot >= len(self._row_of_slot.get(session, ())):
             self._widen(session, slot + 1)
         self._row_of_slot[session][slot] = row
@@ -126,6 +133,8 @@ class RequestTable:
         Requests that get no blocks lose their rows: with a gap they would be of no use.
         """
         jumps = np.flatnonzero(self.num_rows_C[rows_B] != start_B).tolist()
+        if not jumps and (start_B + num_valid_B + depth_B <= self._end_block_C[rows_B] * self.pool.block_size).all():
+            return np.ones(len(rows_B), np.bool_)  # as most of the time while drafting: there is room
         cold = [i for i in jumps if self._move(int(rows_B[i]), int(start_B[i]))]
         end_B = start_B + num_valid_B + np.where(num_valid_B > 0, np.maximum(depth_B - 1, 0), 0)
         need_B = np.maximum(-(-end_B // self.pool.block_size) - self._end_block_C[rows_B], 0)
@@ -262,6 +271,7 @@ class RequestTable:
 
     def _close(self, row: int) -> None:
         self._reset(row, 0)
+        self.version += 1
         session, slot = self._owner_of[row]
         self._row_of_slot[session][slot] = NO_ROW
         self._owner_of[row], self._root_of[row], self._last_call_C[row] = (-1, -1), None, -1

@@ -102,7 +102,7 @@ class Session:
         self.mailbox.beat()
         if self.device.type == "cuda":
             self.enqueued = torch.cuda.Event()
-            device_mailbox.pin(self.mailbox, self.device)
+            device_mailbox.pin(self.mailbox, self.device, will_wait=True)
 
     def close(self) -> None:
         """Release whoever waits and let the memory go. Nothing may be sent afterwards."""

@@ -89,6 +89,8 @@ class TargetStep:
     prompts: slot -> int32 token ids of positions 0 .. start of a request that this drafter has not seen, so that it
         can look for cached rows of the same tokens. An entry says "a new request has this slot". It is empty where
         the tokens are not known: of a request that another drafter served before.
+    host_part: the same object in steps of a session whose slots, heads, row offsets and depths are all equal, so that
+        what was found out about them holds again; None where nobody compared.
     """
 
     session: int
@@ -103,6 +105,7 @@ class TargetStep:
     hidden_RH: torch.Tensor
     finished_slots: Sequence[int] = ()
     prompts: Mapping[int, Int32Array] = dataclasses.field(default_factory=dict)
+    host_part: bytes | None = None
 
     @property
     def num_requests(self) -> int:
@@ -117,8 +120,10 @@ class TargetStep:
     def check(self, shape: TargetShape, *, knows_host_part: bool = False) -> None:
         """Raise ValueError, naming the field, unless all of it fits `shape`: what comes from a peer is checked here.
 
-        knows_host_part: slots, heads, row offsets and depths are those of a step that was checked.
+        knows_host_part: slots, heads, row offsets and depths are those of a step that was checked, of as many rows.
         """
+        if knows_host_part and not (self.finished_slots or self.prompts) and self._device_part_fits(shape):
+            return
         num_requests, num_rows = len(self.slots_B), len(self.next_tokens_R)
         for name in _PER_REQUEST:
             if (array := getattr(self, name)).shape != (num_requests,) or array.dtype != np.int32:
@@ -149,6 +154,15 @@ class TargetStep:
             _in_range("finished_slots", np.asarray(self.finished_slots), shape.max_num_requests - 1)
         for slot, token_ids in self.prompts.items():
             self._check_prompt(slot, token_ids, shape)
+
+    def _device_part_fits(self, shape: TargetShape) -> bool:
+        """`check` of the device part in few operations; a rejected row's token may make it False."""
+        room_B = (len(self.next_tokens_R) - self.row_offset_B).astype(np.uint32)
+        return (
+            bool((self.num_valid_B.view(np.uint32) <= room_B).all())
+            and _are_in_range(self.start_B, 2**31 - 1 - shape.max_num_rows - shape.max_depth)
+            and _are_in_range(self.next_tokens_R, shape.vocab_size - 1)
+        )
 
     def _check_prompt(self, slot: int, token_ids: Int32Array, shape: TargetShape) -> None:
         at = np.flatnonzero(self.slots_B == slot)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 MAGIC = b"PEGL"
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_JSON_BYTES = 1 << 20
 _HEAD = struct.Struct("<4sHHIQ")
 _MAX_PARTS = 512  # of one sendmsg; Linux takes 1,024
