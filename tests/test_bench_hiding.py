@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import sys
@@ -18,6 +17,7 @@ TIMES = Times("t", 1, verify_s=0.004, draft_s=0.002, half_verify_s=None, half_dr
 PAIR = dataclasses.replace(TIMES, num_requests=2, half_verify_s=0.0025, half_draft_s=0.001)
 FOUND = Acceptance(after=3.0, waiting=2.5, hit_share=0.5, without=2.0)
 REPOSITORY = Path(__file__).parents[1]
+REMOTE = REPOSITORY / "results/2026-11-22-remote-8b-one-host-h200x2.json"
 
 
 def test_tokens_per_second_by_hand() -> None:
@@ -51,15 +51,17 @@ def test_at_break_even_both_are_the_same_whatever_the_hit_rate(hit_share: float)
 
 
 def test_times_follow_from_the_measured_steps() -> None:
-    remote = json.loads((REPOSITORY / "results/2026-11-21-remote-8b-h200x2.json").read_text())
-    one, eight, thirty_two, sixty_four = hiding.dense_times(remote, draft_is_one_requests=True)
-    assert (one.verify_s, one.draft_s) == pytest.approx((0.004929, 0.007048 - 0.004929))
-    assert (eight.verify_s, eight.half_verify_s) == pytest.approx((0.006113, 0.005409))
-    assert thirty_two.verify_s + thirty_two.draft_s == pytest.approx(0.013071)
+    remote = json.loads(REMOTE.read_text())
+    one, eight, thirty_two, sixty_four = hiding.dense_times(remote)
+    assert (one.verify_s, one.draft_s, one.half_verify_s) == (0.0051769, 0.0010961, None)
+    assert eight.verify_s + eight.draft_s == pytest.approx(0.007006)
+    assert eight.half_draft_s == pytest.approx(0.0010961 + 3 / 7 * (0.0012819 - 0.0010961))
+    assert eight.draft_s < thirty_two.half_draft_s < thirty_two.draft_s  # type: ignore[operator]
     assert sixty_four.half_verify_s == thirty_two.verify_s
-    grown = hiding.dense_times(remote, draft_is_one_requests=False)
-    assert grown[0] == dataclasses.replace(one, source=grown[0].source)
-    assert all(more.draft_s > less.draft_s for less, more in itertools.pairwise(grown))
+    for row in remote["rows"]:
+        row.pop("step_parts_ms", None)
+    with pytest.raises(ValueError, match=r"no step_parts_ms for \[1, 8, 32, 64\]"):
+        hiding.dense_times(remote)
     points = [(1, 0, 4), (2, 0, 5), (1, 1, 6), (1, 7, 8)]
     fixed = {"points": [{"num_requests": b, "uniform_depth": k, "median_s": s} for b, k, s in points]}
     with pytest.raises(ValueError, match="calibrate"):
@@ -79,13 +81,13 @@ def test_the_file_names_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     measured = {"all": {"normal": {"tokens_per_step": 3.0}, "played": plays}}
     ahead, out = tmp_path / "ahead.json", tmp_path / "hiding.json"
     ahead.write_text(json.dumps({"made": {"hardware": {"num_cpus": 2}}, "by_k": {"7": measured}}))
-    command = f"hiding {ahead} --remote {REPOSITORY}/results/2026-11-21-remote-8b-h200x2.json --budget 4 --step-times "
+    command = f"hiding {ahead} --remote {REMOTE} --budget 4 --step-times "
     command += f"{REPOSITORY}/configs/step_times/qwen3-30b-a3b-shape-h200.json --out {out}"
     monkeypatch.setattr(sys, "argv", command.split())
     hiding.main()
     written = json.loads(out.read_text())
     assert [one["measured_on"].get("gpu") for one in written["inputs"]] == [None, "NVIDIA H200", "NVIDIA H200"]
-    assert len(written["rows"]) == 12
+    assert len(written["rows"]) == 8
     assert written["break_even"][0] | {"break_even_waiting": 0.5, "break_even_without": 0.5} == written["break_even"][0]
     with pytest.raises(ValueError, match="budget 16"):
         hiding.acceptance_of(json.loads(ahead.read_text()), 7, 16, "all")

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-FILES = ("test_kernels_attention.py", "test_kernels_draft.py", "test_kernels_rows.py", "test_kernels_wait.py")
+FILES = (
+    "test_kernels_accepted.py",
+    "test_kernels_attention.py",
+    "test_kernels_draft.py",
+    "test_kernels_rows.py",
+    "test_kernels_wait.py",
+)
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.dispatch import INTERPRETED
-from peagle.kernels.wait import ABORTED, REACHED, TIMED_OUT, wait_for_word, wait_for_word_torch, wait_for_word_triton
+from peagle.kernels.wait import (
+    ABORTED,
+    REACHED,
+    TIMED_OUT,
+    take_answer,
+    take_answer_torch,
+    wait_for_word,
+    wait_for_word_torch,
+    wait_for_word_triton,
+)
 from tests.kernel_device import DEVICE, needs_kernel
 
 Wait = Callable[[Tensor, Tensor | int, Tensor, Tensor, Tensor | int], None]
@@ -111,3 +120,31 @@ def test_dispatch_follows_the_status() -> None:
     wait_for_word(word_1, 1, abort_1, status_2, 30)
     # The interpreter's clock counts reads, so 30 of them show that the kernel ran.
     assert not INTERPRETED or status_2.tolist() == [TIMED_OUT, 30]
+
+
+@needs_kernel
+@pytest.mark.parametrize(("status", "num_requests"), [(REACHED, 1), (REACHED, 600), (ABORTED, 3), (TIMED_OUT, 3)])
+def test_an_answer_is_taken_if_it_came(status: int, num_requests: int) -> None:
+    """From words that begin anywhere: a step of few requests fills the beginning of its area."""
+    answer_BK = torch.arange(num_requests * 3, dtype=torch.int32).view(num_requests, 3)
+    outcome_2 = torch.zeros(3, dtype=torch.int64)
+    if DEVICE == "cuda":
+        answer_BK, outcome_2 = answer_BK.pin_memory(), outcome_2.pin_memory()
+    status_2 = torch.tensor([status, 12_345], dtype=torch.int64, device=DEVICE)
+    out_BK = torch.full((num_requests, 3), 77, dtype=torch.int32, device=DEVICE)
+    take_answer(answer_BK, status_2, out_BK, outcome_2[1:], -1)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    assert outcome_2.tolist() == [0, status, 12_345]
+    expected_BK, expected_2 = torch.full((num_requests, 3), 77, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    take_answer_torch(answer_BK, status_2.cpu(), expected_BK, expected_2, -1)
+    assert out_BK.tolist() == expected_BK.tolist()
+    assert expected_BK.tolist() == (answer_BK.tolist() if status == REACHED else [[-1] * 3] * num_requests)
+
+
+def test_answers_of_another_type_or_size_are_refused() -> None:
+    status_2, answer_BK = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int32)
+    with pytest.raises(ValueError, match="must be int32"):
+        take_answer(answer_BK.long(), status_2, answer_BK, status_2, -1)
+    with pytest.raises(ValueError, match="out_BK has shape"):
+        take_answer(answer_BK, status_2, answer_BK[:1], status_2, -1)

@@ -115,10 +115,10 @@ def test_warming_up_leaves_nothing_to_capture_and_changes_no_draft() -> None:
         assert parallel_pass.run(requests.batch(steps)).tolist() == [requests.expected(step) for step in steps]
     assert runner_of(parallel_pass).num_graphs == num_graphs
     # A prompt beside drafts is no full batch: it runs on a graph that holds it, rather than wait for a capture.
-    steps = [Step(2, 6, 17, 0), Step(0, 4, 2, 5)]
+    steps = [Step(2, 6, 33, 0), Step(0, 4, 2, 5)]
     runner = runner_of(parallel_pass)
-    assert runner.sizes.key(17 + 2 + 4, 2, 5) not in runner._graphs
-    assert runner._key_for(17 + 2 + 4, 2, 5) in runner._graphs
+    assert runner.sizes.key(33 + 2 + 4, 2, 5) not in runner._graphs
+    assert runner._key_for(33 + 2 + 4, 2, 5) in runner._graphs
     assert parallel_pass.run(requests.batch(steps)).tolist() == [requests.expected(step) for step in steps]
     assert parallel_pass.warm_up() == num_graphs
 

@@ -97,39 +97,26 @@ def break_even_without(acceptance: Acceptance) -> float:
     return acceptance.after / acceptance.without - 1
 
 
-def dense_times(remote: dict[str, Any], *, draft_is_one_requests: bool) -> list[Times]:
-    """Of the 8B shape, K = 7: 8 tokens are verified a request, and a step without drafts of 8 b requests verifies 8 b.
+def dense_times(remote: dict[str, Any]) -> list[Times]:
+    """Of the 8B shape, K = 7: a remote step's time for drafts is what the target waited, t_v all the rest of it.
 
-    t_d(1) is the remote step less that. For more requests the remote run lost drafts, so no step of it counts: t_d is
-    taken for that of one request (a floor), or grows by the average pass that the link saw, in which kernels were still
-    compiled (a ceiling). Where no step without drafts has as many tokens, t_v is the colocated step less t_d.
+    Raises ValueError for a file without steps' parts.
     """
-    step_s = {
-        (row["placement"], row["num_requests"]): row["by_workload"]["all"]["step_ms"] / 1e3 for row in remote["rows"]
-    }
-    pass_s = {
-        row["num_requests"]: row["remote"]["after"]["pool"]["links"][0]["average_pass_s"]
-        for row in remote["rows"]
-        if row["placement"] == "remote"
-    }
-    alone_s = step_s["remote", 1] - step_s["none", 8]
-    draft_s = {b: alone_s + (0 if draft_is_one_requests else pass_s[b] - pass_s[1]) for b in NUM_REQUESTS}
-    verify_s = {
-        b: step_s["none", 8 * b] if ("none", 8 * b) in step_s else step_s["colocated", b] - draft_s[b]
-        for b in NUM_REQUESTS
-    }
-    # Half of 8 requests verify 32 tokens. Those of 16 stand on the line between 8 and 32, which is at most too high:
-    # a step's time bends upwards with its tokens.
-    half_verify_s = {8: step_s["none", 32], 32: verify_s[8] + (verify_s[32] - verify_s[8]) / 3, 64: verify_s[32]}
-    half_draft_s = {8: draft_s[1], 32: draft_s[8], 64: draft_s[32]}
-    return [
-        Times(
-            "8b", b, verify_s[b], draft_s[b], half_verify_s.get(b), half_draft_s.get(b),
-            f"t_d {'of one request' if draft_is_one_requests else 'grown by average passes'}; t_v "
-            + (f"a step of {8 * b} requests without drafts" if ("none", 8 * b) in step_s else "colocated step - t_d"),
-        )
-        for b in NUM_REQUESTS
-    ]  # fmt: skip
+    parts_ms = {row["num_requests"]: row.get("step_parts_ms") for row in remote["rows"] if row["placement"] == "remote"}
+    if missing := [b for b in NUM_REQUESTS if not parts_ms.get(b)]:
+        raise ValueError(f"no step_parts_ms for {missing} requests: the file is of an older deployments.bench_remote")
+    verify_s, draft_s = ({b: parts_ms[b][part] / 1e3 for b in NUM_REQUESTS} for part in ("target", "wait"))
+
+    def half(times_s: dict[int, float], num_requests: int) -> float | None:
+        """Of half a batch; not measured itself, it stands on the line between the batches around it."""
+        wanted = num_requests // 2
+        if num_requests == 1 or wanted in times_s:
+            return times_s.get(wanted)
+        low, high = max(b for b in NUM_REQUESTS if b < wanted), min(b for b in NUM_REQUESTS if b > wanted)
+        return times_s[low] + (times_s[high] - times_s[low]) * (wanted - low) / (high - low)
+
+    source = "t_d what the target waited for drafts, t_v the rest of the step"
+    return [Times("8b", b, verify_s[b], draft_s[b], half(verify_s, b), half(draft_s, b), source) for b in NUM_REQUESTS]
 
 
 def moe_times(table: dict[str, Any]) -> list[Times]:
@@ -224,10 +211,7 @@ def main() -> None:
         table["conditions"]["made"]["hardware"],
     ]
     acceptance = acceptance_of(ahead, NUM_DRAFTS, args.budget, args.group)
-    rows = []
-    for floor in (True, False):
-        rows += [row_of(times, acceptance) for times in dense_times(remote, draft_is_one_requests=floor)]
-    rows += [row_of(times, acceptance) for times in moe_times(table)]
+    rows = [row_of(times, acceptance) for times in (*dense_times(remote), *moe_times(table))]
     document = {
         "made": conditions(),
         "computed": "nothing here was run: acceptance and times are of different targets and machines, see inputs",

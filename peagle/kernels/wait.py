@@ -28,6 +28,8 @@ REACHED, ABORTED, TIMED_OUT = 1, 2, 3
 NUM_QUICK_READS = 200
 SLEEP_S = 50e-6
 
+ANSWER_BLOCK = 512
+
 
 def wait_for_word(
     word_1: Tensor, wanted_1: Tensor | int, abort_1: Tensor, status_2: Tensor, timeout_ns: Tensor | int
@@ -53,6 +55,36 @@ def wait_for_word(
         check_shape(name, tensor, 2 if name == "status_2" else 1)
     (wait_for_word_triton if uses_kernel(status_2) else wait_for_word_torch)(
         word_1, wanted_1, abort_1, status_2, timeout_ns
+    )
+
+
+def take_answer(answer_BK: Tensor, status_2: Tensor, out_BK: Tensor, outcome_2: Tensor, missing: int) -> None:
+    """After a wait: out_BK becomes answer_BK if the word was reached, `missing` all over if not; outcome_2 the status.
+
+    answer_BK (int32, contiguous) and outcome_2 (int64 [2]) may lie in pinned host memory, which the kernel reads and
+    writes in place: one launch for what would be two copies over the bus and two kernels. On a CPU it is done at once.
+
+    Raises ValueError for tensors of another type or size.
+    """
+    check_shape("out_BK", out_BK, *answer_BK.shape)
+    check_shape("outcome_2", outcome_2, 2)
+    if {answer_BK.dtype, out_BK.dtype} != {torch.int32} or not (answer_BK.is_contiguous() and out_BK.is_contiguous()):
+        raise ValueError("answer_BK and out_BK must be int32 and contiguous")
+    (take_answer_triton if uses_kernel(out_BK) else take_answer_torch)(answer_BK, status_2, out_BK, outcome_2, missing)
+
+
+def take_answer_torch(answer_BK: Tensor, status_2: Tensor, out_BK: Tensor, outcome_2: Tensor, missing: int) -> None:
+    """The twin, on one device."""
+    out_BK.copy_(answer_BK)
+    out_BK.masked_fill_(status_2[:1, None] != REACHED, missing)
+    outcome_2.copy_(status_2)
+
+
+def take_answer_triton(answer_BK: Tensor, status_2: Tensor, out_BK: Tensor, outcome_2: Tensor, missing: int) -> None:
+    """One launch, a program for some numbers each."""
+    num_numbers = out_BK.numel()
+    _take_answer_kernel[(max(1, triton.cdiv(num_numbers, ANSWER_BLOCK)),)](
+        answer_BK, status_2, out_BK, outcome_2, num_numbers, missing, BLOCK=ANSWER_BLOCK, num_warps=4
     )
 
 
@@ -122,3 +154,16 @@ def _status(word_1, wanted, abort_1, waited, timeout):
     status = tl.where(waited >= timeout, 3, 0).to(tl.int64)
     status = tl.where(tl.load(abort_1, volatile=True) != 0, 2, status).to(tl.int64)
     return tl.where(tl.load(word_1, volatile=True) >= wanted, 1, status).to(tl.int64)
+
+
+@triton.jit(
+    do_not_specialize=["num_numbers", "missing"], do_not_specialize_on_alignment=["answer_BK", "out_BK", "outcome_2"]
+)
+def _take_answer_kernel(answer_BK, status_2, out_BK, outcome_2, num_numbers, missing, BLOCK: tl.constexpr):
+    status = tl.load(status_2)
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    answer = tl.load(answer_BK + number, mask=number < num_numbers, other=0, volatile=True)
+    tl.store(out_BK + number, tl.where(status == 1, answer, missing), mask=number < num_numbers)
+    if tl.program_id(0) == 0:
+        both = tl.arange(0, 2)  # in one store: who sees the status reads the time
+        tl.store(outcome_2 + both, tl.load(status_2 + both))

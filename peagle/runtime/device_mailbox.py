@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from peagle.kernels.wait import REACHED, wait_for_word
+from peagle.kernels.wait import take_answer, wait_for_word
 from peagle.runtime.mailbox import Mailbox
 from peagle.runtime.steps import NO_DRAFT
 
@@ -19,7 +19,7 @@ _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 def pin(mailbox: Mailbox, device: torch.device, *, will_wait: bool) -> None:
     """Let `device` reach the mailbox: needed before anything else here. Raises RuntimeError where CUDA refuses.
 
-    will_wait: compiles the kernel that waits, for timeouts of 32 and of 64 bits: at the first step it is too late.
+    will_wait: compiles the kernels of a wait, for timeouts of 32 and of 64 bits: at the first step it is too late.
     """
     base = torch.frombuffer(mailbox.memory.mapping, dtype=torch.uint8)
     with torch.cuda.device(device):
@@ -27,6 +27,10 @@ def pin(mailbox: Mailbox, device: torch.device, *, will_wait: bool) -> None:
         status_2 = torch.empty(2, dtype=torch.int64, device=device)
         for timeout_ns in (1 << 20, 1 << 40) if will_wait else ():
             wait_for_word(mailbox.area(0).done, 0, mailbox.abort, status_2, timeout_ns)
+        if will_wait:
+            drafts_BK = torch.empty(1, mailbox.shape.max_depth, dtype=torch.int32, device=device)
+            area = mailbox.area(0)
+            take_answer(area.drafts_BK[:1], status_2, drafts_BK, torch.empty_like(status_2), NO_DRAFT)
 
 
 def unpin(mailbox: Mailbox, device: torch.device) -> None:
@@ -56,6 +60,4 @@ def enqueue_wait(mailbox: Mailbox, step: int, timeout_s: float, out_BK: Tensor) 
     area = mailbox.area(step)
     status_2 = torch.empty(2, dtype=torch.int64, device=out_BK.device)
     wait_for_word(area.done, step, mailbox.abort, status_2, int(timeout_s * 1e9))
-    out_BK.copy_(area.drafts_BK[: len(out_BK)], non_blocking=True)
-    out_BK.masked_fill_(status_2[:1, None] != REACHED, NO_DRAFT)
-    area.outcome.copy_(status_2, non_blocking=True)
+    take_answer(area.drafts_BK[: len(out_BK)], status_2, out_BK, area.outcome, NO_DRAFT)

@@ -35,8 +35,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_GREETINGS = 16  # newcomers at a time
 _CHECK_S = 0.01  # between looks at the control sockets of targets with a mailbox
-# How long after its last step the serving thread looks for the next without sleeping, letting other threads run.
-_GPU_SPIN_S, _SPIN_S = 5e-3, 100e-6
+# How long after its last step the serving thread looks for the next without sleeping, letting other threads run: on a
+# GPU longer than a target's step takes.
+_GPU_SPIN_S, _SPIN_S = 50e-3, 100e-6
 _SLEEP_S, _IDLE_SLEEP_S, _IDLE_AFTER_S = 50e-6, 1e-3, 1.0
 _BLOCK_S = 0.2  # without mailboxes: the sockets wake the thread
 _SWITCH_INTERVAL_S = 1e-4

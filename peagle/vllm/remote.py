@@ -22,6 +22,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from peagle.config import UNNAMED_LAYERS, default_aux_layer_ids
+from peagle.kernels.accepted_rows import accepted_rows
 from peagle.runtime.pool import LinkPool
 from peagle.runtime.steps import NO_DRAFT, Int32Array, TargetShape
 from peagle.vllm.channel import head_of
@@ -61,7 +62,10 @@ class RemoteProposer(ChunkedProposer):
         """No pass, no graphs."""
 
     def dummy_run(self, *args: Any, **kwargs: Any) -> None:
-        """No pass to warm up."""
+        """No pass to warm up; compiles what a step runs on a GPU beside the target."""
+        ones = torch.ones(2, dtype=torch.int32, device=self.device)
+        for num_drafts_up_to_B in (None, ones):
+            accepted_rows(ones.new_tensor([0, 1, 2]), num_drafts_up_to_B, ones, ones, ones)
 
     def propose(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("a remote drafter's proposer was asked to run a pass: RemoteDrafts is not installed")
@@ -151,16 +155,13 @@ class RemoteDrafts(_Runner):
         """The step as `StepSender` takes it. On a GPU all tensors are computed in the order of the stream."""
         batch = self.input_batch
         num_requests = batch.num_reqs
-        start_of_B1 = self.query_start_loc.gpu[: num_requests + 1]
-        num_valid_B = start_of_B1.diff()
-        if spec_decode_metadata is not None:
-            num_drafts_B = spec_decode_metadata.cu_num_draft_tokens.diff(prepend=start_of_B1[:1])
-            num_rejected_B = (num_drafts_B + 1 - num_sampled_B).masked_fill(num_drafts_B == 0, 0)
-            num_valid_B = num_valid_B - num_rejected_B
-        # The token after a row is the batch's next one; after a request's last valid row it is the sampled one.
-        next_tokens_R = self.input_ids.gpu[:num_rows].roll(-1)
-        last_B = start_of_B1[:-1] + (num_valid_B - 1).clamp(min=0)
-        next_tokens_R[last_B.long()] = next_tokens_B.to(next_tokens_R.dtype)
+        num_valid_B, next_tokens_R = accepted_rows(
+            self.query_start_loc.gpu[: num_requests + 1],
+            None if spec_decode_metadata is None else spec_decode_metadata.cu_num_draft_tokens,
+            num_sampled_B,
+            next_tokens_B,
+            self.input_ids.gpu[:num_rows],
+        )
         requests = [self.requests[request_id] for request_id in batch.req_ids]
         params = [request.sampling_params for request in requests]
         heads = [head_of(one.extra_args if one is not None else None) for one in params]
@@ -177,7 +178,7 @@ class RemoteDrafts(_Runner):
             row_offset_B=offset_B1[:-1],
             num_rows_B=np.diff(offset_B1),
             start_B=self.num_computed_tokens[:num_requests],
-            num_valid_B=num_valid_B.to(torch.int32),
+            num_valid_B=num_valid_B,
             next_tokens_R=next_tokens_R,
             aux=aux,
             prompt_of=self._prompt_of,
