@@ -24,6 +24,7 @@ from peagle.vllm.channel import (
     STEPS_HEADER,
     SURVIVAL_KEY,
     SYNTHETIC_KEY,
+    WORKLOAD_KEY,
     decode_steps,
 )
 
@@ -135,15 +136,11 @@ class Rig:
 
         self._num_requests += 1
         request_id = f"{arm}-{self._num_requests}"
-        extra: dict[str, Any] = {SYNTHETIC_KEY: list(self._survivals[workload])}
+        drafting = Drafting(workload, DEFAULT_DEPTH if arm == LEARNED else int(arm), "default")
         if arm == LEARNED:
             assert self._control is not None
-            drafting = self._control.settle(Drafting(workload, DEFAULT_DEPTH, "default"), time.monotonic())
-            extra[DEPTH_KEY] = drafting.k
-            if drafting.survival:
-                extra[SURVIVAL_KEY] = list(drafting.survival)
-        else:
-            extra[DEPTH_KEY] = int(arm)
+            drafting = self._control.settle(drafting, time.monotonic())
+        extra = extra_args(drafting, self._survivals[workload])
         num_tokens = chance.randint(*self._output_tokens)
         params = SamplingParams(
             temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=num_tokens, extra_args=extra
@@ -218,6 +215,12 @@ class Rig:
     def close(self) -> None:
         """Stop the engine's process."""
         self._engine.engine_core.shutdown()
+
+
+def extra_args(drafting: Drafting, survival: Sequence[float]) -> dict[str, Any]:
+    """What a request tells the engine, as `deployments.target` does, and the acceptance that its drafts get."""
+    told = {SYNTHETIC_KEY: list(survival), DEPTH_KEY: drafting.k, WORKLOAD_KEY: drafting.workload}
+    return told | ({SURVIVAL_KEY: list(drafting.survival)} if drafting.survival else {})
 
 
 def _endless(workloads: Sequence[str], chance: random.Random) -> Iterator[str]:

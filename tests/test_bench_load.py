@@ -2,7 +2,9 @@
 
 import pytest
 
-from deployments.bench_load import Window
+from cluster.drafting import Drafting
+from deployments.bench_load import Window, extra_args
+from peagle.vllm.channel import DEPTH_KEY, SURVIVAL_KEY, SYNTHETIC_KEY, WORKLOAD_KEY
 
 
 def test_rates_come_from_steps_as_measured_and_tokens_as_expected() -> None:
@@ -30,3 +32,11 @@ def test_a_window_in_which_nothing_came_says_zero() -> None:
         "expected_otps": 0.0,
         "by_workload": {},
     }
+
+
+def test_a_request_of_the_load_tells_the_engine_its_workload() -> None:
+    """Without it the scheduler trims all workloads by the survival of whichever request came last."""
+    learned = Drafting("code", 5, "learned", survival=(0.9, 0.8))
+    told = {DEPTH_KEY: 5, WORKLOAD_KEY: "code", SYNTHETIC_KEY: [0.9, 0.7]}
+    assert extra_args(learned, [0.9, 0.7]) == {**told, SURVIVAL_KEY: [0.9, 0.8]}
+    assert extra_args(Drafting("code", 5, "default"), [0.9, 0.7]) == told

@@ -55,6 +55,17 @@ def test_what_was_said_last_of_a_workload_counts_for_all_its_requests() -> None:
     assert trimmer.depths([*early, late, request(workload="chat")], [5] * 17)[-1] == 5, "a probe keeps its K"
 
 
+def test_requests_that_name_no_workload_speak_for_themselves() -> None:
+    """Whichever came last."""
+    sure, doubtful = request(SURE), request(DOUBTFUL)
+    for one in (sure, doubtful):
+        del one.sampling_params.extra_args[WORKLOAD_KEY]
+    for batch in ([sure, doubtful], [doubtful, sure]):
+        depths = dict(zip(map(id, batch), Trimmer(times(), K_MAX).depths(batch, [5, 5]), strict=True))
+        assert depths[id(sure)] == 5
+        assert depths[id(doubtful)] <= 1
+
+
 def test_load_trims_and_never_deepens() -> None:
     trimmer = Trimmer(times(), K_MAX)
     usual = [0.7, 0.5, 0.35, 0.25, 0.18]

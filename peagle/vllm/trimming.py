@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.allocation import allocate, check_survival
 from cluster.step_costs import CostCurves
 from cluster.step_time import Residuals, StepShape, StepTimes
-from peagle.vllm.channel import DEFAULT_WORKLOAD, STEP_TIMES_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.channel import STEP_TIMES_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.engine_facts import engine_conditions
 from peagle.vllm.step_clock import Scheduled, StepClock, TimedStep
 
@@ -141,7 +141,8 @@ class Trimmer:
         except (TypeError, ValueError) as error:
             logger.warning("request %s: %s=%.80r is not used: %s", request.request_id, SURVIVAL_KEY, raw, error)
             return None
-        workload = str(extra_args.get(WORKLOAD_KEY, DEFAULT_WORKLOAD))
+        # One that names no workload speaks for itself alone.
+        workload = str(extra_args.get(WORKLOAD_KEY) or survival)
         self._newest[workload] = survival
         self._newest.move_to_end(workload)
         if len(self._newest) > MAX_KNOWN:
