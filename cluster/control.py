@@ -99,6 +99,9 @@ class DepthControl:
         self.book = AcceptanceBook(policy.max_draft_tokens, split_share=split_share)
         self._costs = LiveCosts(times, MAX_REPORT_AGE_S) if times.measured else None
         self._chooser = DepthChooser(times, policy.max_depth, objectives=objectives or {})
+        # An engine with measured times weighs every draft at every step, by the load of that step, and does it for
+        # throughput alone: for that a K of arrival could only hold it back, for other objectives it is what counts.
+        self._lets_steps_decide = times.measured and not objectives
         self._random = random.Random(seed)
         self._load: dict[str, float] = {}
         self._context_tokens = 0.0
@@ -132,7 +135,9 @@ class DepthControl:
     def settle(self, drafting: Drafting, now_s: float) -> Drafting:
         """`drafting` as it is where the request or the operator fixed K; else with the K that is best.
 
-        The limit that the caller has (the K of `drafting`, where it is below the default) is kept.
+        Where the engines trim every step and throughput is all that is asked for, a learned K is what the load of the
+        moment calls for, and the request may be verified deeper later (`Drafting.max_k`). The limit that the caller
+        has is kept.
         """
         if drafting.source != "default":
             return drafting
@@ -145,6 +150,8 @@ class DepthControl:
         settled = self._drafting(drafting.workload, choice)
         if choice.source != "probe":
             self._choices[drafting.workload] = settled
+        if drafting.limit is not None and settled.max_k is not None:
+            settled = dataclasses.replace(settled, max_k=min(settled.max_k, drafting.limit))
         if drafting.limit is not None and settled.k > drafting.limit:
             reason = f"{settled.reason}; the caller's limit"  # the time per token that was expected is of another K
             return dataclasses.replace(settled, k=drafting.limit, reason=reason, expected_tpot_s=None)
@@ -153,7 +160,10 @@ class DepthControl:
     def _drafting(self, workload: str, choice: Choice) -> Drafting:
         # A probe must be verified to its end, so the engine gets no survival by which it could trim it.
         survival = () if choice.source == "probe" else tuple(round(value, 4) for value in choice.survival)
-        return Drafting(workload, choice.k, choice.source, choice.reason, survival, choice.expected_tpot_s)
+        # With K = 0 the drafter's pass is left out, which steps that may draft could not do.
+        is_weighed = self._lets_steps_decide and choice.source == "learned" and choice.k > 0
+        max_k = self.policy.max_depth if is_weighed else None
+        return Drafting(workload, choice.k, choice.source, choice.reason, survival, choice.expected_tpot_s, max_k)
 
     def document(self, now_s: float) -> dict[str, Any]:
         """What is believed and chosen, as JSON: see `cluster.view`."""

@@ -91,6 +91,8 @@ class Drafting:
         reason: why, in words; "" where the source says all.
         survival: S_1, S_2, ... on which a learned K rests, by which the engine may trim it under load; () otherwise.
         expected_tpot_s: seconds per output token that a learned K was expected to give.
+        max_k: the most drafts of a step, where the engine weighs at every step which of them pay, by `survival`; k then
+            says what is planned at the load of its arrival. None: no step has more than k.
         limit: the largest K that its caller may have, where it has a limit of its own.
     """
 
@@ -100,7 +102,13 @@ class Drafting:
     reason: str = ""
     survival: tuple[float, ...] = ()
     expected_tpot_s: float | None = None
+    max_k: int | None = None
     limit: int | None = field(default=None, compare=False)
+
+    @property
+    def most(self) -> int:
+        """Drafts that a step of the request may verify."""
+        return self.k if self.max_k is None else self.max_k
 
     def to_wire(self) -> dict[str, Any]:
         """The form in which the ingress hands its decision to the target, inside the request's `drafting` field."""
@@ -111,6 +119,8 @@ class Drafting:
             wire["survival"] = list(self.survival)
         if self.expected_tpot_s is not None:
             wire["expected_tpot_ms"] = round(1000 * self.expected_tpot_s, 3)
+        if self.max_k is not None:
+            wire["max_k"] = self.max_k
         return wire
 
 
@@ -181,7 +191,7 @@ def from_wire(policy: DepthPolicy, requested: Any, workload_of: WorkloadOf = _ta
         raise DraftingError("drafting.source", f"drafting.source is {source!r}; only the ingress sets it")
     k = _checked_k("drafting.k", requested.get("k"), policy)
     tag = _checked_tag("drafting.workload", requested.get("workload"))
-    tpot_ms = requested.get("expected_tpot_ms")
+    tpot_ms, max_k = requested.get("expected_tpot_ms"), requested.get("max_k")
     return Drafting(
         workload_of(tag),
         min(k, policy.max_depth),
@@ -189,6 +199,7 @@ def from_wire(policy: DepthPolicy, requested: Any, workload_of: WorkloadOf = _ta
         str(requested.get("reason", "")),
         _checked_survival(requested.get("survival", ()), policy),
         None if tpot_ms is None else float(tpot_ms) / 1000,
+        None if max_k is None else min(_checked_k("drafting.max_k", max_k, policy), policy.max_depth),
     )
 
 

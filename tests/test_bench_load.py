@@ -1,5 +1,7 @@
 """What a closed load reports, against figures worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from cluster.drafting import Drafting
@@ -40,3 +42,4 @@ def test_a_request_of_the_load_tells_the_engine_its_workload() -> None:
     told = {DEPTH_KEY: 5, WORKLOAD_KEY: "code", SYNTHETIC_KEY: [0.9, 0.7]}
     assert extra_args(learned, [0.9, 0.7]) == {**told, SURVIVAL_KEY: [0.9, 0.8]}
     assert extra_args(Drafting("code", 5, "default"), [0.9, 0.7]) == told
+    assert extra_args(replace(learned, max_k=7), [0.9, 0.7])[DEPTH_KEY] == 7, "steps decide within max_k"

@@ -11,6 +11,7 @@ from cluster.acceptance import Report
 from cluster.control import MAX_REPORT_AGE_S, DepthControl, Observation, fixed_document
 from cluster.corrections import Corrections, Factor
 from cluster.counts import Counts
+from cluster.depth import Objective
 from cluster.drafting import DepthPolicy, Drafting, DraftingError, from_wire, resolve
 from cluster.step_time import StepPoint, StepShape, StepTimes
 from cluster.view import table
@@ -92,7 +93,36 @@ def test_the_limit_of_a_caller_holds_for_a_learned_k_too() -> None:
     found = control(per_token_s=0.0)
     found.observe([observation()], 0.0)
     settled = found.settle(Drafting("code", 2, "default", limit=2), 1.0)
-    assert (settled.k, settled.expected_tpot_s) == (2, None)
+    assert (settled.k, settled.most, settled.expected_tpot_s) == (2, 2, None)
+
+
+def test_where_steps_decide_a_learned_k_is_no_limit() -> None:
+    """An engine with a table weighs the drafts of each step; without one, or for other objectives, K stands."""
+    found = control(per_token_s=0.0002)
+    found.observe([observation()], 0.0)
+    settled = found.settle(Drafting("chat", 3, "default"), 1.0)
+    assert 0 < settled.k < settled.most == settled.max_k == K_MAX
+    assert len(settled.survival) == K_MAX, "the engine can only weigh what has a survival"
+    assert from_wire(POLICY, settled.to_wire()).most == K_MAX
+    assert from_wire(replace(POLICY, max_depth=5), settled.to_wire()).most == 5
+    with pytest.raises(DraftingError, match=r"drafting\.max_k"):
+        from_wire(POLICY, settled.to_wire() | {"max_k": K_MAX + 1})
+    limited = found.settle(Drafting("code", 3, "default", limit=K_MAX - 1), 1.0)
+    assert limited.k <= limited.most == K_MAX - 1
+    for other in (
+        DepthControl(POLICY, graph_times(measured=False), seed=0),
+        DepthControl(POLICY, linear_times(0.001), objectives={"chat": Objective(max_tpot_s=1.0)}, seed=0),
+    ):
+        other.observe([observation()], 0.0)
+        settled = other.settle(Drafting("code", 3, "default"), 1.0)
+        assert (settled.source, settled.max_k, settled.most) == ("learned", None, settled.k)
+
+
+def test_where_no_draft_pays_the_drafter_rests() -> None:
+    found = control(per_token_s=1.0)
+    found.observe([observation()], 0.0)
+    settled = found.settle(Drafting("chat", 3, "default"), 1.0)
+    assert (settled.k, settled.most) == (0, 0)
 
 
 def test_probes_go_to_the_end_and_carry_no_survival_to_trim_them_by() -> None:

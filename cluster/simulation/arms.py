@@ -93,6 +93,7 @@ def rivals(tuning: Bench, times: StepCosts) -> dict[str, MakePolicy]:
         "bandit (EXP3)": lambda seed: Bandit(deepest, "exp3", np.random.default_rng([seed, 3])),
         OURS: ours,
         ONE: functools.partial(ours, by_workload=False),
+        "ours, K of admission as limit": functools.partial(ours, limits=True),
         "ours, at admission only": functools.partial(ours, per_step=False),
         "ours, in the step only": functools.partial(ours, chooses=False),
         "ours, K not corrected": functools.partial(ours, corrects=False),

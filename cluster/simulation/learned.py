@@ -1,8 +1,8 @@
 """Our own rule for K inside the engine model: the same objects that the cluster runs, driven by the model's clock.
 
 Acceptance goes into an `AcceptanceBook` as the cumulative counts of one replica, once every `report_s`, as telemetry
-brings it, with the mean load since then; a `DepthChooser` gives each request its K at admission; `allocate` trims every
-step. What steps turn out to take corrects the table for the trimming, as in the engine's scheduler, and by the reports
+brings it, with the mean load since then; a `DepthChooser` gives each request its K at admission; `allocate` weighs the drafts of
+every step, up to K_max where a learned K is above 0 (`cluster.drafting.Drafting.max_k`). What steps turn out to take corrects the table for the trimming, as in the engine's scheduler, and by the reports
 for the choice of K. So the rule knows no more and no sooner than in production, but that there is one replica and one
 ingress.
 """
@@ -26,8 +26,8 @@ NUM_STEPS_BETWEEN_CORRECTIONS = 500
 
 
 class Learned:
-    """`by_workload` False: all requests count as one workload. `per_step` False: the K of admission stands, no step
-    trims it. `chooses` False: every request is admitted at K_max and only the steps trim. `corrects` False: K is chosen
+    """`by_workload` False: all requests count as one workload. `limits` True: no step of a request has more drafts than
+    its K of admission. `per_step` False: that K stands, no step trims it. `chooses` False: every request is admitted at K_max and only the steps trim. `corrects` False: K is chosen
     by the table as it is, and only the trimming is corrected."""
 
     drafts = True
@@ -39,6 +39,7 @@ class Learned:
         seed: int,
         *,
         by_workload: bool = True,
+        limits: bool = False,
         per_step: bool = True,
         chooses: bool = True,
         corrects: bool = True,
@@ -52,6 +53,7 @@ class Learned:
         self._chooser = DepthChooser(self._trim_costs, max_draft_tokens)
         self.book = AcceptanceBook(max_draft_tokens, split_share=split_share)
         self._random = random.Random(seed)
+        self._limits = limits or not per_step
         self._by_workload, self._per_step, self._chooses, self._report_s = by_workload, per_step, chooses, report_s
         self._reported_s = 0.0
         self._request_s: dict[str, float] = {}
@@ -69,7 +71,9 @@ class Learned:
             for other, num in num_running.items():
                 numbers[self._name(other)] = numbers.get(self._name(other), 0.0) + num
             load = Load(numbers, context_tokens)
-        return self._chooser.decide(self._name(label), self.book, load, now_s, self._random).k
+        choice = self._chooser.decide(self._name(label), self.book, load, now_s, self._random)
+        is_limit = self._limits or choice.source != "learned" or choice.k == 0
+        return choice.k if is_limit else self._max_draft_tokens
 
     def depths(self, requests: Sequence[Active], context_tokens: float, prompt_tokens: int = 0) -> list[int]:
         self._planned = context_tokens, prompt_tokens
