@@ -1,10 +1,10 @@
 """Our own rule for K inside the engine model: the same objects that the cluster runs, driven by the model's clock.
 
 Acceptance goes into an `AcceptanceBook` as the cumulative counts of one replica, once every `report_s`, as telemetry
-brings it, with the mean load since then; a `DepthChooser` gives each request its K at admission; `allocate` weighs the drafts of
-every step, up to K_max where a learned K is above 0 (`cluster.drafting.Drafting.max_k`). What steps turn out to take corrects the table for the trimming, as in the engine's scheduler, and by the reports
-for the choice of K. So the rule knows no more and no sooner than in production, but that there is one replica and one
-ingress.
+brings it, with the mean load since then; a `DepthChooser` gives each request its K at admission; `allocate` weighs the
+drafts of every step, up to K_max where a learned K is above 0 (`cluster.drafting.Drafting.max_k`). What steps turn out
+to take corrects the table for the trimming, as in the engine's scheduler, and by the reports for the choice of K. So
+the rule knows no more and no sooner than in production, but that there is one replica and one ingress.
 """
 
 import math
@@ -27,8 +27,9 @@ NUM_STEPS_BETWEEN_CORRECTIONS = 500
 
 class Learned:
     """`by_workload` False: all requests count as one workload. `limits` True: no step of a request has more drafts than
-    its K of admission. `per_step` False: that K stands, no step trims it. `chooses` False: every request is admitted at K_max and only the steps trim. `corrects` False: K is chosen
-    by the table as it is, and only the trimming is corrected."""
+    its K of admission. `per_step` False: that K stands, no step trims it. `chooses` False: every request is admitted at
+    K_max and only the steps trim. `corrects` False: K is chosen by the table as it is, and only the trimming is
+    corrected."""
 
     drafts = True
 
