@@ -41,7 +41,7 @@ from peagle.bench.table import markdown
 from peagle.kernels import attention_plan as plans_of
 from peagle.kernels import paged_attention as paged
 from peagle.kernels.batch_rows import Rows, build_rows, build_rows_torch
-from peagle.kernels.hidden_rows import place_hidden, place_hidden_torch
+from peagle.kernels.hidden_rows import place_hidden, place_hidden_at
 from peagle.provenance import conditions
 
 HIDDEN, HEADS, GROUPS, HEAD, BLOCK_SIZE, MAX_DEPTH, MASK_TOKEN = 4096, 32, 8, 128, 16, 7, 5
@@ -168,15 +168,17 @@ def prepare(case: Preparation, device: str) -> dict[str, Any]:
     payload_RH, mask_H = given.pop("payload_RH"), given.pop("mask_hidden_H")
     rows, twin_rows = (Rows.empty(len(case.start), case.num_rows, MAX_DEPTH, device) for _ in range(2))
     hidden, twin_hidden = (torch.empty(case.num_rows, HIDDEN, device=device, dtype=payload_RH.dtype) for _ in range(2))
+    addresses_R = payload_RH.data_ptr() + payload_RH.stride(0) * payload_RH.itemsize * torch.arange(len(payload_RH))
+    addresses_R = addresses_R.to(device)
     options: dict[str, Any] = dict(block_size=BLOCK_SIZE, mask_token_id=MASK_TOKEN)
 
     def kernel() -> None:
         build_rows(**given, out=rows, max_depth=MAX_DEPTH, num_rows=case.num_rows, **options)
-        place_hidden(payload_RH, rows.sources_N, mask_H, hidden)
+        place_hidden_at(addresses_R, rows.sources_N, mask_H, hidden)
 
     def twin() -> None:
         build_rows_torch(**given, out=twin_rows, **options)
-        place_hidden_torch(payload_RH, twin_rows.sources_N, mask_H, twin_hidden)
+        place_hidden(payload_RH, twin_rows.sources_N, mask_H, twin_hidden)
 
     found: dict[str, Any] = {"case": case.name, "num_rows": case.num_rows, "twin": timed([twin], device)}
     if device == "cuda":

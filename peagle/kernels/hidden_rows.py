@@ -1,4 +1,4 @@
-"""Hidden states of a pass's rows: gathered from the payload, the shared one for mask rows.
+"""Hidden states of a pass's rows: those of the payload, the shared one for mask rows.
 
 R payload rows, N rows of the pass, H hidden size.
 """
@@ -21,55 +21,18 @@ ALIGNMENT_BYTES = 16  # of addresses, where a row's size is a multiple of it: ro
 def place_hidden(payload_RH: Tensor, sources_N: Tensor, mask_hidden_H: Tensor, out_NH: Tensor) -> Tensor:
     """Writes and returns out_NH: row i is payload_RH[sources_N[i]], or mask_hidden_H where the source is -1.
 
-    sources_N: int, as `peagle.kernels.batch_rows` makes them. Values are converted to the type of out_NH. On a GPU the
-    payload may also lie in pinned host memory, which the kernel then reads in place.
+    sources_N: int, as `peagle.kernels.batch_rows` makes them. Values are converted to the type of out_NH. Plain torch,
+    for a payload that is one tensor on the device of the others; a GPU's pass has `place_hidden_at`.
 
-    Raises ValueError when shapes do not fit together, or rows of the payload or of the output are not contiguous.
+    Raises ValueError when shapes do not fit together.
     """
     hidden_size = mask_hidden_H.shape[-1]
     check_shape("mask_hidden_H", mask_hidden_H, None)
     check_shape("payload_RH", payload_RH, None, hidden_size)
     check_shape("out_NH", out_NH, len(sources_N), hidden_size)
-    for name, tensor in (("payload_RH", payload_RH), ("out_NH", out_NH), ("mask_hidden_H", mask_hidden_H)):
-        if hidden_size > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension and must have 1")
-    if len(sources_N):
-        (place_hidden_triton if uses_kernel(out_NH) else place_hidden_torch)(
-            payload_RH, sources_N, mask_hidden_H, out_NH
-        )
-    return out_NH
-
-
-def place_hidden_torch(payload_RH: Tensor, sources_N: Tensor, mask_hidden_H: Tensor, out_NH: Tensor) -> None:
-    """The twin: one gather from the payload with the shared hidden state as its last row, where -1 points."""
     mask_1H = mask_hidden_H.to(out_NH.dtype)[None]
-    out_NH.copy_(torch.cat([payload_RH.to(out_NH.dtype), mask_1H])[sources_N.long()])
-
-
-def place_hidden_triton(payload_RH: Tensor, sources_N: Tensor, mask_hidden_H: Tensor, out_NH: Tensor) -> None:
-    """One launch, a program for each part of a row."""
-    num_rows, hidden_size = out_NH.shape
-    block = min(MAX_BLOCK_H, triton.next_power_of_2(hidden_size))
-    _place_hidden_kernel[(num_rows, triton.cdiv(hidden_size, block))](
-        payload_RH, sources_N, mask_hidden_H, out_NH, payload_RH.stride(0), out_NH.stride(0), hidden_size,
-        BLOCK_H=block, num_warps=4,
-    )  # fmt: skip
-
-
-@triton.jit
-def _place_hidden_kernel(
-    payload_RH, sources_N, mask_hidden_H, out_NH, payload_stride, out_stride, hidden_size, BLOCK_H: tl.constexpr
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    is_column = column < hidden_size
-    source = tl.load(sources_N + row).to(tl.int64)
-    if source >= 0:
-        value = tl.load(payload_RH + source * payload_stride + column, mask=is_column)
-        tl.store(out_NH + row * out_stride + column, value.to(out_NH.dtype.element_ty), mask=is_column)
-    else:
-        shared = tl.load(mask_hidden_H + column, mask=is_column)
-        tl.store(out_NH + row * out_stride + column, shared.to(out_NH.dtype.element_ty), mask=is_column)
+    # The shared hidden state is the last row, where -1 points.
+    return out_NH.copy_(torch.cat([payload_RH.to(out_NH.dtype), mask_1H])[sources_N.long()])
 
 
 def place_hidden_at(addresses_R: Tensor, sources_N: Tensor, mask_hidden_H: Tensor, out_NH: Tensor) -> Tensor:
