@@ -28,6 +28,7 @@ CONFIG = DrafterConfig.for_target(TARGET, num_layers=2, ptd_token_id=99, num_dep
 BLOCK = 4
 MAX_DEPTH = 4
 VOCABULARY = 99
+_HOST_PARTS: dict[bytes, bytes] = {}
 
 
 @functools.cache
@@ -127,13 +128,15 @@ def target_step(
     def column(values: list[int]) -> Int32Array:
         return np.array(values, np.int32)
 
+    slots_B, heads_B = column(list(work)), column([rows.request.head for rows in work.values()])
+    offset_B, depth_B = column(offsets), column([rows.depth for rows in work.values()])
+    content = b"".join(array.tobytes() for array in (slots_B, heads_B, offset_B, depth_B))
     return TargetStep(
-        session, step, column(list(work)),
-        heads_B=column([rows.request.head for rows in work.values()]),
+        session, step, slots_B, heads_B=heads_B, row_offset_B=offset_B, depth_B=depth_B,
+        # As a mailbox gives it: the same object while the host part stays equal.
+        host_part=_HOST_PARTS.setdefault(content, content),
         start_B=column([rows.start for rows in work.values()]),
         num_valid_B=column([rows.num_valid for rows in work.values()]),
-        row_offset_B=column(offsets),
-        depth_B=column([rows.depth for rows in work.values()]),
         next_tokens_R=tokens_R, hidden_RH=hidden_RH, finished_slots=finished or [], prompts=prompts or {},
     )  # fmt: skip
 

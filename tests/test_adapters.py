@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 
 from cluster.callers import Caller
 from cluster.drafter_settings import DrafterSettings
-from cluster.drafting import DraftingError, resolve
+from cluster.drafting import Drafting, DraftingError, resolve
 from cluster.workloads import Workloads
 from deployments.drafter import DrafterReplica
 from deployments.drafter_telemetry import DrafterReport, LiveHead
@@ -25,6 +25,7 @@ from deployments.requests import ChatBody
 from deployments.target import TargetServer
 from peagle.runtime.request_table import Counters
 from peagle.runtime.server import ServerStats
+from peagle.vllm.channel import DEPTH_KEY
 from tests.test_control import POLICY, control, observation
 
 
@@ -203,7 +204,9 @@ def admitted(control: Any, drafting: Any) -> Any:
     replica: Any = SimpleNamespace(
         _policy=POLICY, _aliases={}, _workloads=Workloads(), _control=control, _remote=None, _model_id="m"
     )
-    return TargetServer._admit(replica, body)
+    decided = TargetServer._admit(replica, body)
+    assert body.vllm_xargs[DEPTH_KEY] == decided.most, "what the engine's scheduler reads"
+    return decided
 
 
 def test_a_target_leaves_the_decision_of_the_ingress_and_so_the_limit_of_a_caller() -> None:
@@ -218,6 +221,7 @@ def test_a_target_leaves_the_decision_of_the_ingress_and_so_the_limit_of_a_calle
     for decided in (unknown, cold):
         assert (decided.k, decided.source) == (1, "default")
         assert admitted(target, decided.to_wire()).k == 1
+    assert admitted(target, Drafting("web", 1, "learned", survival=(0.5,) * 5, max_k=5).to_wire()).most == 5
 
 
 def test_an_error_can_be_told_whatever_characters_the_client_sent() -> None:

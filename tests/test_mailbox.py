@@ -71,6 +71,34 @@ def test_an_area_is_written_again_only_after_its_answer() -> None:
     assert not mailbox.is_free(NUM_AREAS + 2)
 
 
+def test_a_host_part_is_read_ahead_and_known_again_while_it_stays_equal() -> None:
+    mailbox = Mailbox.private(SHAPE)
+    host_4B, start_B = np.stack([ints(3, 1), ints(0, 0), ints(0, 5), ints(3, 2)]), torch.tensor([8, 2]).int()
+    num_valid_B, host_parts = torch.tensor([4, 2]).int(), []
+
+    def write_device_part(step: int, num_rows: int) -> None:
+        tokens_R, hidden_RH = torch.arange(num_rows).int(), torch.zeros(num_rows, SHAPE.hidden_size)
+        mailbox.write_device_part(step, start_B, num_valid_B, tokens_R, hidden_RH)
+
+    for step, num_rows in ((1, 7), (2, 7), (3, 8)):
+        mailbox.read_ahead(step)  # too early: nothing is there
+        mailbox.write_host_part(step, host_4B, num_rows)
+        mailbox.read_ahead(step)
+        mailbox.area(step).host_4B.fill_(-1)
+        write_device_part(step, num_rows)
+        found = mailbox.read_step(step, 1)
+        assert (found.step, found.slots_B.tolist(), found.depth_B.tolist()) == (step, [3, 1], [3, 2])
+        host_parts.append(found.host_part)
+        mailbox.answer(step, np.zeros((2, 3), np.int32), 0)
+    assert host_parts[0] is host_parts[1]
+    assert host_parts[2] is not host_parts[1], "of another number of rows it would have to be checked anew"
+    mailbox.write_host_part(4, host_4B, 8)
+    num_valid_B[1] = 4
+    write_device_part(4, 8)
+    with pytest.raises(ValueError, match="reaches beyond the 8 rows"):
+        mailbox.read_step(4, 1)
+
+
 def test_a_step_without_requests_only_tells_who_ended() -> None:
     mailbox = Mailbox.private(SHAPE)
     mailbox.write_host_part(1, np.zeros((4, 0), np.int32), 0, [0, 3])

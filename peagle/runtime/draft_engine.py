@@ -226,10 +226,9 @@ class DraftEngine:
 
     def _admit(self, index: int, steps: Sequence[TargetStep], heads_F: Int32Array) -> Requests:
         """The requests of one head that have a table row and blocks now, and new rows to write."""
-        table, found = self._tables[index], self._found.get(steps[0].session)
+        table, found = self._tables[index], self._found.get(steps[0].session) if len(steps) == 1 else None
         table.begin_call()
-        is_found = found is not None and found.host_part is steps[0].host_part and found.version == table.version
-        if found is not None and is_found and len(steps) == 1:
+        if found is not None and found.host_part is steps[0].host_part and found.version == table.version:
             requests = found.requests.moved(steps[0])
             table.touch(requests.rows_G)
         else:

@@ -52,7 +52,11 @@ class RemoteProposer(ChunkedProposer):
         drafter.hidden_states = drafter.inputs_embeds = torch.empty(0, dtype=drafter.dtype, device=drafter.device)
 
     def load_model(self, target_model: Any) -> None:
+        """No drafter; compiles what a step runs on a GPU beside the target."""
         logger.info("drafts come from another process: no drafter is loaded here")
+        ones = torch.ones(2, dtype=torch.int32, device=self.device)
+        for num_drafts_up_to_B in (None, ones):
+            accepted_rows(ones.new_tensor([0, 1, 2]), num_drafts_up_to_B, ones, ones, ones)
 
     def initialize_attn_backend(self, kv_cache_config: Any, kernel_block_sizes: Any = None) -> None:
         # vLLM asks for drafts only in steps for which this cache group has metadata.
@@ -62,10 +66,7 @@ class RemoteProposer(ChunkedProposer):
         """No pass, no graphs."""
 
     def dummy_run(self, *args: Any, **kwargs: Any) -> None:
-        """No pass to warm up; compiles what a step runs on a GPU beside the target."""
-        ones = torch.ones(2, dtype=torch.int32, device=self.device)
-        for num_drafts_up_to_B in (None, ones):
-            accepted_rows(ones.new_tensor([0, 1, 2]), num_drafts_up_to_B, ones, ones, ones)
+        """No pass to warm up."""
 
     def propose(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("a remote drafter's proposer was asked to run a pass: RemoteDrafts is not installed")
