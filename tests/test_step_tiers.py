@@ -1,4 +1,7 @@
-"""Ragged steps of an engine with full graphs for several depths: told by those, held against a run on a GPU."""
+"""Ragged steps of an engine with full graphs for several depths: told by those, held against a run on a GPU.
+
+The table was calibrated before that run and on the same GPU.
+"""
 
 import json
 import math
@@ -11,7 +14,7 @@ from cluster.step_time import StepPoint, StepShape, StepTimes
 from deployments.bench_depths import SURVIVALS
 from deployments.bench_load import PROMPT_TOKENS
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+REPOSITORY = Path(__file__).resolve().parents[1]
 TIERS = (0, 1, 2, 3, 5, 7)
 MEAN_ANSWER_TOKENS = 256
 
@@ -61,12 +64,12 @@ def test_one_wrong_point_changes_no_step_beyond_it() -> None:
 @pytest.mark.parametrize("k", [1, 3, 5, 7])
 def test_mean_steps_of_a_run_on_a_gpu_are_told_by_its_table(num_requests: int, k: int) -> None:
     """A closed load on an H200, K pinned: some steps take in the prompts of requests that begin, by chance."""
-    times = StepTimes.load(RESULTS / "2026-11-22-step-times-mixed-h200.json")
-    rows = json.loads((RESULTS / "2026-11-22-depths-h200.json").read_text())["rows"]
+    times = StepTimes.load(REPOSITORY / "configs/step_times/qwen3-30b-a3b-shape-h200.json")
+    rows = json.loads((REPOSITORY / "results/2026-11-22-depths-h200x2.json").read_text())["rows"]
     found_ms = mean(
         one["step_ms"]
         for row in rows
-        if (row["arm"], row["num_requests"]) == (str(k), num_requests)
+        if (row["engine"], row["arm"], row["num_requests"]) == ("tiers", str(k), num_requests)
         for one in row["by_workload"].values()
     )
     # Each workload has as many answers, so its requests run the longer the less it accepts.
@@ -77,4 +80,4 @@ def test_mean_steps_of_a_run_on_a_gpu_are_told_by_its_table(num_requests: int, k
         share = math.exp(-prompts_a_step) * prompts_a_step**number / math.factorial(number)
         num_tokens = num_requests * (1 + k) + number * PROMPT_TOKENS
         told_s += share * times.seconds(StepShape(num_requests, num_tokens, None, 256.0, PROMPT_TOKENS))
-    assert 1e3 * told_s == pytest.approx(found_ms, rel=0.08)
+    assert 1e3 * told_s == pytest.approx(found_ms, rel=0.05)

@@ -23,6 +23,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from peagle.provenance import conditions
@@ -98,14 +99,20 @@ def break_even_without(acceptance: Acceptance) -> float:
 
 
 def dense_times(remote: dict[str, Any]) -> list[Times]:
-    """Of the 8B shape, K = 7: a remote step's time for drafts is what the target waited, t_v all the rest of it.
+    """Of the 8B shape, K = 7: a remote step's time for drafts is what the target waited, t_v all the rest of it. A load
+    that was run more than once counts with its mean.
 
     Raises ValueError for a file without steps' parts.
     """
-    parts_ms = {row["num_requests"]: row.get("step_parts_ms") for row in remote["rows"] if row["placement"] == "remote"}
-    if missing := [b for b in NUM_REQUESTS if not parts_ms.get(b)]:
+    parts_ms: dict[int, list[dict[str, float]]] = {}
+    for row in remote["rows"]:
+        if row["placement"] == "remote" and row.get("step_parts_ms"):
+            parts_ms.setdefault(row["num_requests"], []).append(row["step_parts_ms"])
+    if missing := [b for b in NUM_REQUESTS if b not in parts_ms]:
         raise ValueError(f"no step_parts_ms for {missing} requests: the file is of an older deployments.bench_remote")
-    verify_s, draft_s = ({b: parts_ms[b][part] / 1e3 for b in NUM_REQUESTS} for part in ("target", "wait"))
+    verify_s, draft_s = (
+        {b: mean(parts[name] for parts in parts_ms[b]) / 1e3 for b in NUM_REQUESTS} for name in ("target", "wait")
+    )
 
     def half(times_s: dict[int, float], num_requests: int) -> float | None:
         """Of half a batch; not measured itself, it stands on the line between the batches around it."""
