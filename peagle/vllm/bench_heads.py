@@ -5,7 +5,8 @@
 An arm is `none`, or a head and its K. Every arm has an engine of its own, in a process of its own, with vLLM's own
 scheduler and graphs; all are started first and stay, so that the arms take turns at each load. The load is closed: c
 requests are always running, the same prompts in the same random order in every arm, answers greedy, up to the end token
-or `--max-tokens`. Tokens are counted as they leave the engine's process, until no prompt is left to begin.
+or `--max-tokens`. Tokens are counted as they leave the engine's process, until no prompt is left to begin. vLLM drafts
+in parallel only on its V1 model runner (PR #43010), and may give other arms V2: `--same-runner` gives V1 to all.
 
 otps: output tokens/s. tokens_per_step: of a request, in steps after its prompt. step_ms, median_step_ms: such a step.
 num_identical: of num_answers, those with the tokens of the first arm's (in bfloat16 ties go either way).
@@ -99,6 +100,7 @@ class Load:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         config = EngineArgs(**settings).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        self.runner = "V2" if config.use_v2_model_runner else "V1"
         self._engine = LLMEngine.from_vllm_config(config, UsageContext.OPENAI_API_SERVER, disable_log_stats=True)
         self._prompts, self._params = prompts, params
         self._num_requests = 0
@@ -180,11 +182,11 @@ def read_prompts(file: Path, target_dir: Path, max_tokens: int) -> tuple[list[li
 
 
 def serve_arm(settings: dict[str, Any], prompts: list[list[int]], params: dict[str, Any], pipe: Connection) -> None:
-    """A process: starts the engine, says so, runs the loads that it is told until its pipe is closed."""
+    """A process: starts the engine, says its model runner, runs the loads that it is told until its pipe is closed."""
     load = Load(settings, prompts, params)
     try:
         with suppress(EOFError):
-            pipe.send("ready")
+            pipe.send(load.runner)
             while True:
                 pipe.send(load.run(*pipe.recv()))
     finally:
@@ -205,8 +207,8 @@ def measure(args: argparse.Namespace, arms: dict[str, tuple[str, int]], target_d
         raise ValueError(f"--prompts: {len(prompts)} fit, --num-requests up to {max(args.num_requests)} need more")
     params = {"temperature": 0.0, "stop_token_ids": eos_ids(target_dir), "detokenize": False}
     on_gpu = torch.cuda.is_available()
-    if not on_gpu:
-        os.environ.update(cpu_environment())
+    os.environ.update({} if on_gpu else cpu_environment())
+    os.environ.update({"VLLM_USE_V2_MODEL_RUNNER": "0"} if args.same_runner else {})
     context = multiprocessing.get_context("spawn")
     running = {}
     for name, arm in arms.items():
@@ -218,8 +220,7 @@ def measure(args: argparse.Namespace, arms: dict[str, tuple[str, int]], target_d
         running[name] = (process, ours)
     rows: list[dict[str, Any]] = []
     try:
-        for name, (_, pipe) in running.items():
-            _answer(name, pipe, START_S)
+        runners = {name: _answer(name, pipe, START_S) for name, (_, pipe) in running.items()}
         for place, num_requests in enumerate(args.num_requests):
             num_prompts = min(max(LEAST_PROMPTS, WAVES * num_requests), len(prompts))
             names = list(running)
@@ -241,7 +242,7 @@ def measure(args: argparse.Namespace, arms: dict[str, tuple[str, int]], target_d
         for process, _ in running.values():
             process.join(30.0)
             process.kill()
-    return {"num_prompts": len(prompts), "num_left_out": num_left_out, "rows": rows}
+    return {"num_prompts": len(prompts), "num_left_out": num_left_out, "runners": runners, "rows": rows}
 
 
 def _answer(name: str, pipe: Connection, timeout_s: float) -> Any:
@@ -278,6 +279,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", required=True, help=f"{NO_HEAD}, or HEAD:K; ratios are to the first")
     parser.add_argument("--num-requests", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--max-tokens", type=int, default=256, help="of an answer")
+    parser.add_argument("--same-runner", action="store_true", help="vLLM's V1 model runner in every arm")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     try:
