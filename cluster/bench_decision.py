@@ -24,7 +24,8 @@ from pathlib import Path
 
 from cluster.acceptance import AcceptanceBook, Counts
 from cluster.depth import CostCurves, DepthChooser, Load, allocate
-from cluster.step_time import StepTimes, default_step_times
+from cluster.step_time import StepTimes
+from cluster.unmeasured import default_step_times
 
 BATCHES = (1, 8, 64, 256)
 NUM_WORKLOADS = (1, 4, 16, 64)

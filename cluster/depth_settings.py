@@ -1,5 +1,6 @@
 """The `depth` section: how K is chosen, and what can be wrong with it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -8,7 +9,8 @@ from pydantic import Field
 from cluster.demand import Objective
 from cluster.drafting import is_workload_tag
 from cluster.section import Section
-from cluster.step_time import StepTimes, default_step_times
+from cluster.step_time import StepTimes
+from cluster.unmeasured import default_step_times
 
 
 class ObjectiveSettings(Section):
@@ -40,14 +42,17 @@ class DepthSettings(Section):
     state: str | None = None
     objectives: dict[str, ObjectiveSettings] = Field(default_factory=dict)
 
-    def times(self, max_draft_tokens: int) -> StepTimes:
-        """Step times of the targets' engines: the measured table, or the model that stands in for one.
+    def times(
+        self, max_draft_tokens: int, *, on_gpu: bool = False, full_graph_depths: Sequence[int] | None = None
+    ) -> StepTimes:
+        """Step times of the targets' engines: the measured table, or the model that stands in for one, of an engine on
+        a GPU (with full CUDA graphs at these depths) or a CPU.
 
         Raises:
             ValueError: the file cannot be read, or is of another K_max.
         """
         if self.step_times is None:
-            return default_step_times(max_draft_tokens)
+            return default_step_times(max_draft_tokens, on_gpu=on_gpu, full_graph_depths=full_graph_depths)
         times = StepTimes.load(self.step_times)
         if times.max_draft_tokens != max_draft_tokens:
             raise ValueError(

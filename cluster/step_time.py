@@ -2,7 +2,7 @@
 
 Enters: a JSON file that `python -m peagle.vllm.calibrate` wrote, with the conditions of its measurement. Leaves:
 `StepTimes.seconds(shape)` for every batch shape (the fit: `cluster.step_fit`), a refusal where the file is of another
-engine, and what the fit is worth on points held out of it. `default_step_times` stands in where nothing was measured.
+engine, and what the fit is worth on points held out of it. Where nothing was measured `cluster.unmeasured` stands in.
 Corrections by what happens live are `cluster.residuals`. Knows nothing of workloads or acceptance.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from cluster.residuals import Residuals
 from cluster.step_fit import StepFit, StepPoint, StepShape
 
-__all__ = ["FIT_FIELDS", "HeldOut", "Residuals", "StepPoint", "StepShape", "StepTimes", "default_step_times"]
+__all__ = ["FIT_FIELDS", "HeldOut", "Residuals", "StepPoint", "StepShape", "StepTimes"]
 
 FORMAT = "peagle step times 1"
 RAGGED = "ragged"
@@ -267,31 +267,3 @@ def _whole(value: Any, field: str) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{field} must be a whole number from 0, not {value!r}")
     return value
-
-
-def default_step_times(max_draft_tokens: int) -> StepTimes:
-    """Step times for an engine that nobody has measured. In units of a step of one request (absolute seconds mean
-    nothing: `measured` is False), for vLLM's usual graphs, where only K_max everywhere has a full graph:
-
-    - up to 32 tokens a step costs 1; each token more costs 1/32, as on a target that is compute-bound from there;
-    - each request beyond 4 costs half a token (drafter and host);
-    - a batch off the full graph costs 0.3 more (measured at one request on an H200: 8.8 ms for 6.7 ms).
-
-    So K_max at up to 4 requests whatever the acceptance; for usual survivals and K_max = 7, K = 3 at 8 requests, 2 at
-    16 and 1 from 32 on; and far above that 0 where the first draft is accepted less than two times in three. Real GPUs
-    have room for more: a measured table is worth having.
-
-    Raises ValueError for a K_max below 0.
-    """
-    if max_draft_tokens < 0:
-        raise ValueError(f"max_draft_tokens must be 0 or more, not {max_draft_tokens}")
-    points = []
-    for num_requests in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-        for depth in range(max_draft_tokens + 1):
-            for uniform in (depth, None):
-                num_tokens = num_requests * (1 + depth)
-                full = uniform == max_draft_tokens
-                units = 1.0 + max(0, num_tokens - 32) / 32 + max(0, num_requests - 4) / 64 + (0.0 if full else 0.3)
-                shape = StepShape(num_requests, num_tokens, uniform)
-                points.append(StepPoint(shape, 0.01 * units, 0.01 * units, 1))
-    return StepTimes(points, max_draft_tokens=max_draft_tokens, full_graph_depths=(max_draft_tokens,), measured=False)

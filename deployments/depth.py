@@ -40,7 +40,12 @@ def step_times(settings: ClusterSettings) -> StepTimes | None:
     """What K is chosen by; None where it is fixed. Raises ValueError for an unusable file."""
     if settings.depth.policy == "fixed" or settings.max_draft_tokens == 0:
         return None
-    return settings.depth.times(settings.max_draft_tokens)
+    eager = bool(settings.engine.get("enforce_eager"))
+    return settings.depth.times(
+        settings.max_draft_tokens,
+        on_gpu=bool(settings.target.bundle.get("GPU")),
+        full_graph_depths=() if eager else settings.target.full_graph_depths,
+    )
 
 
 def observation(report: ReplicaReport) -> Observation:

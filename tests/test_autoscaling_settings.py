@@ -7,7 +7,7 @@ import yaml
 from ray.serve.config import AutoscalingConfig
 
 from cluster.loading import Catalog, load_settings
-from cluster.step_time import default_step_times
+from cluster.unmeasured import default_step_times
 from deployments.drafter_heads import HeadLoader
 from deployments.scaling_config import drafter_autoscaling, policy_kwargs, target_autoscaling
 from tests.test_settings import catalog, changed, problems_of  # noqa: F401 - a fixture

@@ -11,7 +11,8 @@ import pytest
 from cluster.acceptance import AcceptanceBook, Counts, Survival
 from cluster.chooser import FREE_PROBE_FACTOR, MAX_PROBE_LOSS, Book
 from cluster.depth import Demand, DepthChooser, Load, Objective, SurvivalError, best_depths
-from cluster.step_time import StepShape, StepTimes, default_step_times
+from cluster.step_time import StepShape, StepTimes
+from cluster.unmeasured import default_step_times
 from tests.step_tables import MS, Table
 
 GOOD = (0.95, 0.9, 0.85, 0.8, 0.75)
@@ -62,8 +63,8 @@ def test_cold_start_rests_on_the_low_end_of_the_prior():
         assert choice.reason.startswith("nothing measured yet, so K rests on the low end of the prior")
         assert choice.survival == book.survival("new").low
         by_load[num] = choice.k
-    assert by_load == {1: 7, 4: 7, 8: 3, 64: 1}
-    assert steady(times, 7).decide("new", book, Load(), 0.0, rng).k == 7  # no load known: this request alone
+    assert by_load == {1: 6, 4: 4, 8: 3, 64: 2}
+    assert steady(times, 7).decide("new", book, Load(), 0.0, rng).k == 6  # no load known: this request alone
     # At K = 0 nothing would ever be measured.
     costly = steady(Table(7, base_s=0.0, per_token_s=1 * MS), 7)
     assert [costly.decide("new", book, Load(), now_s, rng).k for now_s in (0.0, 60.0)] == [1, 1]

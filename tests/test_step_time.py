@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.step_time import HeldOut, StepPoint, StepShape, StepTimes, default_step_times
+from cluster.step_time import HeldOut, StepPoint, StepShape, StepTimes
 
 K_MAX = 7
 SIZES = (8, 16, 24, 32, 64, 128)
@@ -265,25 +265,3 @@ def test_only_what_was_measured_has_a_time():
     assert only_full.seconds(StepShape.uniform(4, 7)) == pytest.approx(0.02), "one point: proportional beyond it"
     with pytest.raises(ValueError, match="no point was measured of the kind of StepShape"):
         only_full.seconds(StepShape.uniform(2, 3))
-
-
-SURVIVAL = (0.80, 0.64, 0.50, 0.39, 0.30, 0.22, 0.17)
-
-
-def best_uniform(times: StepTimes, num: int, survival: tuple[float, ...] = SURVIVAL) -> int:
-    rates = [num * (1 + sum(survival[:k])) / uniform_seconds(times, num, k) for k in range(len(survival) + 1)]
-    return rates.index(max(rates))
-
-
-def test_the_default_is_deep_at_low_load_and_shallow_above_and_says_that_nobody_measured_it():
-    times = default_step_times(K_MAX)
-    assert (times.measured, times.full_graph_depths) == (False, {K_MAX})
-    assert [best_uniform(times, num) for num in (1, 2, 4, 8, 16, 32, 128)] == [7, 7, 7, 3, 2, 1, 1]
-    assert best_uniform(times, 4, (0.1,) * 7) == 7
-    assert best_uniform(times, 256, (0.6, *SURVIVAL[1:])) == 0
-    times.check_fits({"max_draft_tokens": K_MAX, "gpu": "any"})
-    with pytest.raises(ValueError, match="max_draft_tokens is 5"):
-        times.check_fits({"max_draft_tokens": 5})
-    assert default_step_times(0).seconds(StepShape.uniform(8, 0)) > 0
-    with pytest.raises(ValueError, match="max_draft_tokens must be 0 or more"):
-        default_step_times(-1)
