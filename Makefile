@@ -86,6 +86,7 @@ format: $(VENV)/.installed
 
 k8s: $(VENV)/.installed
 	@$(PY) -m deployments.manifest configs/local.yaml --output k8s/rayservice-cpu.yaml
+	@$(PY) -m deployments.manifest configs/gpu.yaml --output k8s/rayservice-gpu.yaml
 
 # The closure is resolved in an environment of its own, without the four parts that have no CPU build on PyPI.
 ENGINE_REQUIREMENTS = import importlib.metadata as m, re; \

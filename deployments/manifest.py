@@ -1,7 +1,8 @@
 """``python -m deployments.manifest configs/local.yaml``: the KubeRay RayService of a config, as YAML.
 
 What enters: a Serve config file of `configs/`. What leaves: a manifest whose `serveConfigV2` is that file and whose
-pods are sized from its settings, so nothing is written twice. Only configs without GPUs are supported so far.
+pods are sized from its settings, so nothing is written twice. Memory and CPUs of pods with GPUs are room to start with,
+not measured: set them for your nodes.
 """
 
 import argparse
@@ -9,6 +10,7 @@ import copy
 import importlib.metadata
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,28 @@ import yaml
 from cluster.settings import ClusterSettings
 from deployments.up import UpError, read_config
 
-IMAGE = "peagle-serve:0.1.0-cpu"
+HEAD_MEMORY = "4Gi"
+CPUS_PER_GPU = 8
+MODELS = {"name": "models", "mountPath": "/home/ray/.cache"}
+"""Where a pod with GPUs keeps the checkpoints that it downloads."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a pod runs, and its memory."""
+
+    image: str
+    dockerfile: str
+    worker_memory: str
+    shared_memory: str
+    """/dev/shm: Ray's object store, the engine's own segments and the mailboxes of remote drafters."""
+
 
 # One replica on CPUs was seen to need about 6.5 GB with the embedded target (engine 4.1 GB; replica, ingress and proxy
 # 0.7 GB to 0.9 GB each; the object store apart), and a drafter beside it 1.1 GB. The limit leaves room for longer
 # contexts.
-WORKER_MEMORY = "10Gi"
-HEAD_MEMORY = "4Gi"
-SHARED_MEMORY = "1Gi"
+CPU = Machine("peagle-serve:0.1.0-cpu", "k8s/Dockerfile", "10Gi", "1Gi")
+GPU = Machine("peagle-serve:0.1.0-gpu", "k8s/Dockerfile.gpu", "64Gi", "8Gi")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -46,14 +62,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def render(path: Path) -> str:
-    """The manifest's text. Raises UpError or ValueError for a config that is wrong or needs a GPU."""
+    """The manifest's text. Raises UpError or ValueError for a config that is wrong."""
     config, settings = read_config(path)
-    if settings.target.bundle.get("GPU"):
-        raise ValueError(f"{path}: target.bundle asks for a GPU; manifests exist for CPU configs only so far")
+    machine = _machine(settings)
     header = (
         f"# Made from configs/{path.name} by `make k8s`; do not edit by hand.\n"
-        "# Needs KubeRay 1.5.1 or later and the image that k8s/Dockerfile builds.\n"
+        f"# Needs KubeRay 1.5.1 or later and the image that {machine.dockerfile} builds.\n"
     )
+    if machine is GPU:
+        header += (
+            "# Needs NVIDIA's device plugin on the nodes; for gated models a secret hf-token with the key token.\n"
+            "# With a persistentVolumeClaim as volume `models` a checkpoint is downloaded once, not by each pod.\n"
+        )
     return header + yaml.dump(rayservice(path.stem, config, settings), Dumper=_Dumper, sort_keys=False, width=120)
 
 
@@ -71,7 +91,7 @@ def rayservice(name: str, config: dict[str, Any], settings: ClusterSettings) -> 
                 "authOptions": {"mode": "token"},
                 # KubeRay then adds and removes pods as Serve asks for replicas.
                 **({} if settings.autoscaling is None else {"enableInTreeAutoscaling": True}),
-                "headGroupSpec": _head(),
+                "headGroupSpec": _head(_machine(settings)),
                 "workerGroupSpecs": [_workers(settings, _port(config))],
             },
         },
@@ -93,26 +113,40 @@ def _port(config: dict[str, Any]) -> int:
     return int(config.get("http_options", {}).get("port", 8000))
 
 
-def _head() -> dict[str, Any]:
+def _machine(settings: ClusterSettings) -> Machine:
+    return GPU if settings.target.bundle.get("GPU") else CPU
+
+
+def _head(machine: Machine) -> dict[str, Any]:
     """The head pod keeps the cluster's books and runs no replica: losing a replica must not take the cluster along."""
     ports = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
     return {
         "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
-        "template": {"spec": _pod("ray-head", ports, cpu="1", memory=HEAD_MEMORY)},
+        "template": {"spec": _pod("ray-head", ports, machine, {"cpu": "1", "memory": HEAD_MEMORY})},
     }
 
 
 def _workers(settings: ClusterSettings, port: int) -> dict[str, Any]:
-    """One pod a target replica, with room for the drafters, so that Ray can place one beside each target. KubeRay adds
-    probes: a worker is ready when Serve's proxy on it answers."""
-    target, ingress = settings.target, settings.ingress
-    num_cpus = target.num_cpus + target.bundle.get("CPU", 0) + ingress.num_cpus * ingress.num_replicas
+    """One pod a target replica, all its engine's workers in it, with room for the drafters, so that Ray can place one
+    beside each target. KubeRay adds probes: a worker is ready when Serve's proxy on it answers."""
+    target, ingress, machine = settings.target, settings.ingress, _machine(settings)
+    num_workers = math.prod(settings.engine.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
+    num_cpus = target.num_cpus + num_workers * target.bundle.get("CPU", 0) + ingress.num_cpus * ingress.num_replicas
+    num_gpus = num_workers * target.bundle.get("GPU", 0)
     if settings.drafter is not None and (drafters := settings.drafter.replicas) is not None:
-        num_cpus += drafters.num_cpus * math.ceil(drafters.num_replicas / target.num_replicas)
+        num_drafters = math.ceil(drafters.num_replicas / target.num_replicas)
+        num_cpus += drafters.num_cpus * num_drafters
+        num_gpus += (drafters.num_gpus or 0) * num_drafters
+    resources = {"cpu": str(max(2, math.ceil(num_cpus))), "memory": machine.worker_memory}
+    if num_gpus:
+        resources["cpu"] = str(max(CPUS_PER_GPU * math.ceil(num_gpus), math.ceil(num_cpus)))
+        resources["nvidia.com/gpu"] = str(math.ceil(num_gpus))
     fewest = most = target.num_replicas
     if settings.autoscaling is not None:
         fewest, most = settings.autoscaling.target.min, settings.autoscaling.target.max
-    pod = _pod("ray-worker", {"serve": port}, cpu=str(max(2, math.ceil(num_cpus))), memory=WORKER_MEMORY)
+    pod = _pod("ray-worker", {"serve": port}, machine, resources)
+    if num_gpus:
+        pod["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
     return {
         "groupName": "target",
         "replicas": fewest,
@@ -123,20 +157,26 @@ def _workers(settings: ClusterSettings, port: int) -> dict[str, Any]:
     }
 
 
-def _pod(name: str, ports: dict[str, int], *, cpu: str, memory: str) -> dict[str, Any]:
+def _pod(name: str, ports: dict[str, int], machine: Machine, resources: dict[str, str]) -> dict[str, Any]:
     container = {
         "name": name,
-        "image": IMAGE,
+        "image": machine.image,
         "ports": [{"name": port, "containerPort": number} for port, number in ports.items()],
         "env": [{"name": "RAY_USAGE_STATS_ENABLED", "value": "0"}],
         # Requests equal limits: an engine that is squeezed for CPU or memory drags every request of its replica.
-        "resources": {"requests": {"cpu": cpu, "memory": memory}, "limits": {"cpu": cpu, "memory": memory}},
+        "resources": {"requests": dict(resources), "limits": dict(resources)},
         "securityContext": {"runAsNonRoot": True, "allowPrivilegeEscalation": False},
         "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
     }
-    # Ray's object store lives in /dev/shm, of which a container has 64 MB by default.
-    shared_memory = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": SHARED_MEMORY}}
-    return {"containers": [container], "volumes": [shared_memory]}
+    # A container has 64 MB of /dev/shm by default.
+    shared_memory = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": machine.shared_memory}}
+    volumes: list[dict[str, Any]] = [shared_memory]
+    if machine is GPU:
+        token = {"secretKeyRef": {"name": "hf-token", "key": "token", "optional": True}}
+        container["env"] = [*container["env"], {"name": "HF_TOKEN", "valueFrom": token}]
+        container["volumeMounts"] = [*container["volumeMounts"], MODELS]
+        volumes.append({"name": MODELS["name"], "emptyDir": {}})
+    return {"containers": [container], "volumes": volumes}
 
 
 class _Dumper(yaml.SafeDumper):

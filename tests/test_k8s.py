@@ -1,4 +1,4 @@
-"""The RayService in `k8s/` is what the generator makes of `configs/local.yaml`, and satisfies KubeRay's own schema.
+"""The RayServices in `k8s/` are what the generator makes of their configs, and satisfy KubeRay's own schema.
 
 The API server silently drops fields that the schema does not know, so a misspelt field would be lost without a word.
 The schema is therefore made strict first: where it lists properties, others are errors.
@@ -16,12 +16,14 @@ import pytest
 import yaml
 
 from cluster.loading import SettingsError
-from deployments.manifest import IMAGE, main, rayservice, render
+from deployments.manifest import CPU, GPU, Machine, main, rayservice, render
 from deployments.up import read_config
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "local.yaml"
 MANIFEST = ROOT / "k8s" / "rayservice-cpu.yaml"
+GPU_CONFIG = ROOT / "configs" / "gpu.yaml"
+GPU_MANIFEST = ROOT / "k8s" / "rayservice-gpu.yaml"
 
 
 def strict(schema: Any) -> Any:
@@ -54,13 +56,16 @@ def manifest() -> dict[str, Any]:
     return loaded
 
 
-def test_committed_manifest_is_the_generated_one() -> None:
-    assert render(CONFIG) == MANIFEST.read_text(encoding="utf-8"), "run `make k8s` and commit the result"
+@pytest.mark.parametrize(("config", "manifest"), [(CONFIG, MANIFEST), (GPU_CONFIG, GPU_MANIFEST)])
+def test_committed_manifest_is_the_generated_one(config: Path, manifest: Path) -> None:
+    assert render(config) == manifest.read_text(encoding="utf-8"), "run `make k8s` and commit the result"
 
 
-def test_manifest_satisfies_kuberays_schema(validator: Any, manifest: dict[str, Any]) -> None:
+@pytest.mark.parametrize("path", [MANIFEST, GPU_MANIFEST])
+def test_manifest_satisfies_kuberays_schema(validator: Any, path: Path) -> None:
     errors = [
-        f"{'.'.join(map(str, error.absolute_path))}: {error.message}" for error in validator.iter_errors(manifest)
+        f"{'.'.join(map(str, error.absolute_path))}: {error.message}"
+        for error in validator.iter_errors(yaml.safe_load(path.read_text(encoding="utf-8")))
     ]
     assert errors == []
 
@@ -111,22 +116,56 @@ def test_pods_follow_the_settings() -> None:
     assert workers["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"] == "7"
 
 
-def test_config_for_a_gpu_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    raw = yaml.safe_load(CONFIG.read_text())
-    raw["applications"][0]["args"]["target"]["bundle"] = {"GPU": 1}
+def limits(manifest: dict[str, Any]) -> dict[str, str]:
+    found = _workers(manifest)["template"]["spec"]["containers"][0]["resources"]
+    assert found["limits"] == found["requests"]
+    return dict(found["limits"])
+
+
+def test_a_pod_has_the_gpus_of_its_engine_and_of_the_drafters_beside_it(tmp_path: Path) -> None:
+    raw = yaml.safe_load(GPU_CONFIG.read_text())
+    args = raw["applications"][0]["args"]
     path = tmp_path / "gpu.yaml"
-    path.write_text(yaml.dump(raw))
-    assert main([str(path)]) == 1
-    assert "target.bundle asks for a GPU" in capsys.readouterr().err
+
+    def made() -> dict[str, Any]:
+        path.write_text(yaml.dump(raw))
+        loaded = yaml.safe_load(render(path))
+        assert isinstance(loaded, dict)
+        return loaded
+
+    assert limits(made()) == {"cpu": "8", "memory": GPU.worker_memory, "nvidia.com/gpu": "1"}
+    args["engine"]["tensor_parallel_size"] = 2
+    assert limits(made())["nvidia.com/gpu"] == "2"
+    args["target"]["num_replicas"] = 2
+    args["drafter"] |= {"placement": "remote", "replicas": {"num_replicas": 3}}
+    found = limits(made())  # three drafters for two targets: room for two beside each
+    assert (found["nvidia.com/gpu"], found["cpu"]) == ("4", "32")
 
 
-def test_wrong_settings_make_no_manifest(tmp_path: Path) -> None:
+def test_pods_for_gpus_can_run_on_their_nodes_and_keep_what_they_download(manifest: dict[str, Any]) -> None:
+    workers, plain = (_workers(one)["template"]["spec"] for one in (yaml.safe_load(GPU_MANIFEST.read_text()), manifest))
+    assert workers["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    mounts = {mount["name"]: mount["mountPath"] for mount in workers["containers"][0]["volumeMounts"]}
+    assert mounts.keys() == {volume["name"] for volume in workers["volumes"]}
+    image_file = (ROOT / GPU.dockerfile).read_text(encoding="utf-8")
+    assert f"PEAGLE_CACHE={mounts['models']}/peagle" in image_file
+    assert "HF_HUB_OFFLINE" not in image_file
+    assert "tolerations" not in plain
+    assert "nvidia.com/gpu" not in limits(manifest)
+
+
+def test_wrong_settings_make_no_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     raw = yaml.safe_load(CONFIG.read_text())
     raw["applications"][0]["args"]["depth"]["default"] = 99
-    path = tmp_path / "wrong.yaml"
+    path, output = tmp_path / "wrong.yaml", tmp_path / "manifest.yaml"
     path.write_text(yaml.dump(raw))
     with pytest.raises(SettingsError, match=r"depth\.default is 99"):
         render(path)
+    assert main([str(path), "--output", str(output)]) == 1
+    assert "depth.default is 99" in capsys.readouterr().err
+    assert not output.exists()
+    assert main([str(CONFIG), "--output", str(output)]) == 0
+    assert output.read_text(encoding="utf-8") == MANIFEST.read_text(encoding="utf-8")
 
 
 def test_pods_come_and_go_with_replicas(manifest: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,10 +177,13 @@ def test_pods_come_and_go_with_replicas(manifest: dict[str, Any], monkeypatch: p
     assert "enableInTreeAutoscaling" not in manifest["spec"]["rayClusterConfig"]
 
 
-def test_image_file_builds_what_the_manifest_runs(manifest: dict[str, Any]) -> None:
-    text = (ROOT / "k8s" / "Dockerfile").read_text(encoding="utf-8")
-    assert f"-t {IMAGE} " in text
-    assert _workers(manifest)["template"]["spec"]["containers"][0]["image"] == IMAGE
+@pytest.mark.parametrize(("machine", "path"), [(CPU, MANIFEST), (GPU, GPU_MANIFEST)])
+def test_image_file_builds_what_the_manifest_runs(machine: Machine, path: Path) -> None:
+    text = (ROOT / machine.dockerfile).read_text(encoding="utf-8")
+    assert f"-f {machine.dockerfile} -t {machine.image} " in text
+    cluster = yaml.safe_load(path.read_text(encoding="utf-8"))["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], cluster["workerGroupSpecs"][0]):
+        assert group["template"]["spec"]["containers"][0]["image"] == machine.image
     for sources in re.findall(r"^COPY (.+) \S+$", text, flags=re.MULTILINE):
         missing = [name for name in sources.split() if not (ROOT / name).exists()]
-        assert not missing, f"k8s/Dockerfile copies what is not there: {missing}"
+        assert not missing, f"{machine.dockerfile} copies what is not there: {missing}"
