@@ -21,7 +21,7 @@ def default_step_times(
 
     full_graph_depths: of a GPU, K at which batches run on full CUDA graphs; None as in vLLM by itself, K_max alone.
 
-    With c for the step of one request without drafts:
+    With c for the fixed part of a step:
 
     - a CPU is compute-bound at once: c / 32 for each token, c / 16 for each request, c / 10 for the drafter's pass. It
       says the steps of SmolLM2-135M on two cores within 16 %. For usual survivals and K_max = 7: K = 7 at one
