@@ -40,11 +40,13 @@ def step_times(settings: ClusterSettings) -> StepTimes | None:
     """What K is chosen by; None where it is fixed. Raises ValueError for an unusable file."""
     if settings.depth.policy == "fixed" or settings.max_draft_tokens == 0:
         return None
-    eager = bool(settings.engine.get("enforce_eager"))
+    depths = settings.target.full_graph_depths
+    if depths is not None:
+        depths = [*depths, settings.max_draft_tokens]  # which always has full graphs
+    if settings.engine.get("enforce_eager"):
+        depths = []
     return settings.depth.times(
-        settings.max_draft_tokens,
-        on_gpu=bool(settings.target.bundle.get("GPU")),
-        full_graph_depths=() if eager else settings.target.full_graph_depths,
+        settings.max_draft_tokens, on_gpu=bool(settings.target.bundle.get("GPU")), full_graph_depths=depths
     )
 
 
