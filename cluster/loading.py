@@ -224,7 +224,7 @@ class _Reader:
         self.problems += check_placement(drafter, engine if isinstance(engine, Mapping) else {})
         if not drafter.is_remote:
             return drafter
-        return fill_remote(drafter, target_has_gpu=bool(target.bundle.get("GPU")))
+        return fill_remote(drafter, target_has_gpu=target.has_gpu)
 
     def check_depth(
         self, depth: DepthSettings, drafter: DrafterSettings | None, scaling: AutoscalingSettings | None
@@ -261,7 +261,7 @@ class _Reader:
         deepest = 0 if drafter is None else drafter.max_draft_tokens or 0
         if deepest == 0:
             self.problems.append("target.full_graph_depths has no meaning without a drafter: leave it out")
-        elif not target.bundle.get("GPU"):
+        elif not target.has_gpu:
             self.problems.append("target.full_graph_depths needs a GPU in target.bundle: a CPU has no CUDA graphs")
         elif wrong := [k for k in depths if not 0 <= k <= deepest]:
             self.problems.append(f"target.full_graph_depths has {wrong[0]}, outside 0..{deepest} (K_max)")

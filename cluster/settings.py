@@ -59,6 +59,11 @@ class TargetSettings(Section):
     env: dict[str, str] = Field(default_factory=dict)
     full_graph_depths: list[int] | None = None
 
+    @property
+    def has_gpu(self) -> bool:
+        """Whether its engines run on GPUs."""
+        return bool(self.bundle.get("GPU"))
+
 
 class IngressSettings(Section):
     """Replicas of the ingress. `allow_origins`: web pages that a browser may call from (CORS), none by default."""

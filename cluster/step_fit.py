@@ -10,9 +10,9 @@ Enters: points, each the time of one shape. Leaves: `StepFit.seconds(shape)`, de
 
 Where several depths have full graphs, these are most of what was measured, and the few ragged points are the noisiest,
 being launched piece by piece. Then V and D are those of the full graphs, and a ragged step takes r(b) times as long, r
-being a median of what was measured. Mean steps with prompts among them, on an H200 at 8 to 128 requests and K = 1 to 7,
-were within 4 % of what this said beforehand, 2 % on average (tests/test_step_tiers.py); a fit to the ragged points
-alone, one of them off by a quarter, had said up to 1.36 times as much of an earlier run.
+being a median of what was measured: a fit to the ragged points alone follows each one that is off. Mean steps with
+prompts among them, on an H200 at 8 to 128 requests and K = 1 to 7, are within 4 % of what this says, 2 % on average
+(tests/test_step_tiers.py).
 
 n is first rounded up to the size of the graph that runs it, so V and F are staircases up to the largest captured size
 (a measurement between two sizes counts at the upper one), straight lines between measured sizes beyond it, and go on

@@ -27,9 +27,9 @@ def default_step_times(
       says the steps of SmolLM2-135M on two cores within 16 %. For usual survivals and K_max = 7: K = 7 at one
       request, 6 at 2 and 4, 4 at 8 and 16, 3 from 32 on.
     - a GPU has room for a few hundred tokens: c up to 64, c / 150 for each token more, c / 200 for each request,
-      c / 5 for the drafter's pass, 0.15 c off the full graphs (on an H200 half of c at one request and nothing from
-      eight on, where the step hides its launches). K = 7 up to 16 requests, 4 at 32, 3 at 64, 2 from 128 on. This says
-      the steps of an H200 with the shape of Llama-3.1-8B within 10 %; with that of Qwen3-30B-A3B there is room for
+      c / 5 for the drafter's pass, 0.15 c off the full graphs (on an H200, K = 3 of 7: 0.8 c at one request and nothing
+      from eight on, where the step hides its launches). K = 7 up to 16 requests, 4 at 32, 3 at 64, 2 from 128 on. It
+      says the steps of an H200 with the shape of Llama-3.1-8B within 10 %; with that of Qwen3-30B-A3B there is room for
       more, so K is rather too small.
 
     tests/test_unmeasured.py holds both against what was measured.
@@ -39,8 +39,9 @@ def default_step_times(
     """
     if max_draft_tokens < 0:
         raise ValueError(f"max_draft_tokens must be 0 or more, not {max_draft_tokens}")
-    full_depths = {max_draft_tokens} if full_graph_depths is None else set(full_graph_depths)
-    full_depths = full_depths if on_gpu else set()
+    full_depths: set[int] = set()
+    if on_gpu:
+        full_depths = {max_draft_tokens} if full_graph_depths is None else set(full_graph_depths)
     points = []
     for num_requests in _NUM_REQUESTS:
         for depth in range(max_draft_tokens + 1):

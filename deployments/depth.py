@@ -45,9 +45,7 @@ def step_times(settings: ClusterSettings) -> StepTimes | None:
         depths = [*depths, settings.max_draft_tokens]  # which always has full graphs
     if settings.engine.get("enforce_eager"):
         depths = []
-    return settings.depth.times(
-        settings.max_draft_tokens, on_gpu=bool(settings.target.bundle.get("GPU")), full_graph_depths=depths
-    )
+    return settings.depth.times(settings.max_draft_tokens, on_gpu=settings.target.has_gpu, full_graph_depths=depths)
 
 
 def observation(report: ReplicaReport) -> Observation:

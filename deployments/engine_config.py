@@ -18,7 +18,7 @@ from peagle.vllm.engine import RemoteSettings, engine_kwargs
 
 def on_cpu(settings: ClusterSettings) -> bool:
     """Whether the target runs without a GPU."""
-    return not settings.target.bundle.get("GPU")
+    return not settings.target.has_gpu
 
 
 def prepare(settings: ClusterSettings) -> tuple[str, Path | None]:

@@ -114,7 +114,7 @@ def _port(config: dict[str, Any]) -> int:
 
 
 def _machine(settings: ClusterSettings) -> Machine:
-    return GPU if settings.target.bundle.get("GPU") else CPU
+    return GPU if settings.target.has_gpu else CPU
 
 
 def _head(machine: Machine) -> dict[str, Any]:
@@ -174,6 +174,7 @@ def _pod(name: str, ports: dict[str, int], machine: Machine, resources: dict[str
     if machine is GPU:
         token = {"secretKeyRef": {"name": "hf-token", "key": "token", "optional": True}}
         container["env"] = [*container["env"], {"name": "HF_TOKEN", "valueFrom": token}]
+    if "nvidia.com/gpu" in resources:
         container["volumeMounts"] = [*container["volumeMounts"], MODELS]
         volumes.append({"name": MODELS["name"], "emptyDir": {}})
     return {"containers": [container], "volumes": volumes}

@@ -147,6 +147,9 @@ def test_pods_for_gpus_can_run_on_their_nodes_and_keep_what_they_download(manife
     assert workers["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
     mounts = {mount["name"]: mount["mountPath"] for mount in workers["containers"][0]["volumeMounts"]}
     assert mounts.keys() == {volume["name"] for volume in workers["volumes"]}
+    # The head runs no replica: it must not hold a claim that only one node can mount.
+    head = yaml.safe_load(GPU_MANIFEST.read_text())["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
+    assert [volume["name"] for volume in head["volumes"]] == ["shared-memory"]
     image_file = (ROOT / GPU.dockerfile).read_text(encoding="utf-8")
     assert f"PEAGLE_CACHE={mounts['models']}/peagle" in image_file
     assert "HF_HUB_OFFLINE" not in image_file

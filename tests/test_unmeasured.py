@@ -1,4 +1,6 @@
-"""The step times that stand in for a table: what K they lead to, held against what was measured on an H200."""
+"""The step times that stand in for a table: what K they lead to, held against what was measured on an H200 and
+on two CPU cores.
+"""
 
 import json
 from pathlib import Path
@@ -67,7 +69,7 @@ def test_steps_of_a_dense_model_on_an_h200_are_in_this_proportion() -> None:
         assert told == pytest.approx(step_ms["colocated", num] / step_ms["none", 1], rel=0.1)
 
 
-@pytest.mark.parametrize(("full_graph_depths", "least"), [(None, 0.75), (TIERS, 0.8)])
+@pytest.mark.parametrize(("full_graph_depths", "least"), [(None, 0.77), (TIERS, 0.83)])
 def test_what_it_chooses_for_a_model_with_more_room_is_no_disaster(full_graph_depths, least) -> None:
     """Qwen3-30B-A3B's shape on an H200, half code and half chat: tokens/s of the K's chosen over the best single K's,
     and over K = 0, by the table measured there."""
