@@ -20,18 +20,516 @@ some half-lives.
 
 import math
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, ValidationError
 
-from cluster.beta import Array, product_interval
-from cluster.counts import Counts, Ledger, Report
-from cluster.saved_acceptance import SavedBook, load_book, save_sources
-from cluster.tally import Tally
+from cluster.request import DEFAULT_WORKLOAD
+from cluster.settings import Section
 from cluster.transfer import SPLIT_SHARE, gains, lengths
+
+# ====================================================================================================
+# Quantiles of Beta variables and of products of independent ones, with numpy alone.
+#
+# Enters: arrays of Beta parameters by depth. Leaves: means and quantiles by depth. Never knows what the variables are.
+
+Array = NDArray[np.float64]
+
+NUM_GRID_POINTS = 513
+GRID_HALF_WIDTH = 8.0  # standard deviations
+_GRID_G = np.linspace(-GRID_HALF_WIDTH, GRID_HALF_WIDTH, NUM_GRID_POINTS)
+_GRID_G.setflags(write=False)
+
+
+def quantiles(alpha_D: Array, beta_D: Array, probabilities: Sequence[float]) -> list[Array]:
+    """For each probability, the values that the Beta(alpha, beta) stay below with it. Parameters > 0.
+
+    Integrates the density of y = logit(x), x^alpha (1 - x)^beta, which is smooth with exponential tails whatever the
+    parameters are; its mode is log(alpha / beta), and its variance trigamma(alpha) + trigamma(beta) is less than the
+    sum of 1/p + 1/p^2 over both parameters p. The error is below 1e-3, and below 1e-2 for parameters under 0.5.
+    """
+    scale_D = np.sqrt(1 / alpha_D + 1 / alpha_D**2 + 1 / beta_D + 1 / beta_D**2)
+    mode_D = np.log(alpha_D / beta_D)
+    logit_DG = mode_D[:, None] + scale_D[:, None] * _GRID_G
+    # log(1 + e^y), written so that a large |y| cannot overflow.
+    softplus_DG = np.maximum(logit_DG, 0) + np.log1p(np.exp(-np.abs(logit_DG)))
+    density_DG = alpha_D[:, None] * logit_DG - (alpha_D + beta_D)[:, None] * softplus_DG
+    density_DG = np.exp(density_DG - density_DG.max(axis=1, keepdims=True))
+    # Trapezoids: half of each interval's two ends.
+    mass_DG = np.zeros_like(density_DG)
+    np.cumsum(density_DG[:, 1:] + density_DG[:, :-1], axis=1, out=mass_DG[:, 1:])
+    rows = [np.interp(np.multiply(probabilities, mass_G[-1]), mass_G, _GRID_G) for mass_G in mass_DG]
+    position_PD = np.array(rows, float).reshape(len(alpha_D), len(probabilities)).T
+    return list(1 / (1 + np.exp(-(mode_D + scale_D * position_PD))))
+
+
+def product_interval(alpha_D: Array, beta_D: Array, level: float) -> tuple[Array, Array, Array]:
+    """Mean, low and high end of x_1 x_2 ... x_d for each d, with independent x_i ~ Beta(alpha_i, beta_i).
+
+    Mean and variance are exact; the interval of probability `level`, as much left out on either side, is that of the
+    Beta with the same mean and variance. That is the product's own distribution when alpha_i + beta_i = alpha_{i-1},
+    which is how trials thin out with depth when every step plays the same K.
+    """
+    total_D = alpha_D + beta_D
+    mean_D = np.asarray(np.cumprod(alpha_D / total_D), np.float64)
+    # 1 + variance / mean^2 of a product is the product of the factors' own, and beta / (alpha (total + 1)) is a Beta's.
+    relative_variance_D = np.expm1(np.cumsum(np.log1p(beta_D / (alpha_D * (total_D + 1)))))
+    matched_total_D = np.maximum((1 - mean_D) / (mean_D * relative_variance_D) - 1, 1e-3)
+    ends = [(1 - level) / 2, (1 + level) / 2]
+    low_D, high_D = quantiles(mean_D * matched_total_D, (1 - mean_D) * matched_total_D, ends)
+    return mean_D, low_D, high_D
+
+
+# ====================================================================================================
+# From the cumulative counts of many target replicas to what is new in each report.
+#
+# Enters: `Report`s, each what one replica (a source) has counted since its start, with the head it drafts with. Leaves:
+# new `Counts` by workload, each step once, and word of a head that takes over. Never knows: estimates, clocks, Ray.
+
+MAX_NUM_SOURCES = 256
+MAX_NUM_RETIRED_HEADS = 16
+HEAD_PATIENCE_REPORTS = 3
+"""Reports of one source with an earlier head, none with the current one between, until the earlier head is current."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Verification steps by depth; index i - 1 holds depth i, and missing depths count as 0.
+
+    Attributes:
+        drafted: steps that verified at least i drafts.
+        reached: of those, steps whose first i - 1 drafts were accepted: the trials of the conditional acceptance a_i.
+        accepted: of those, steps whose first i drafts were accepted.
+
+    Raises:
+        ValueError: not integers, or no steps can have such counts.
+    """
+
+    drafted: tuple[int, ...] = ()
+    reached: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("drafted", "reached", "accepted"):
+            counts = getattr(self, name)
+            if not isinstance(counts, tuple) or any(type(count) is not int for count in counts):
+                raise ValueError(f"{name} must be a tuple of integers, not {counts!r:.80}")
+            if len(counts) != len(self.drafted):
+                raise ValueError(f"{name} has {len(counts)} depths, but drafted has {len(self.drafted)}")
+        before = None
+        for depth, row in enumerate(zip(self.drafted, self.reached, self.accepted, strict=True), start=1):
+            drafted, reached, accepted = row
+            possible = 0 <= accepted <= reached <= drafted
+            possible &= reached == drafted if before is None else drafted <= before[0] and reached <= before[2]
+            if not possible:
+                raise ValueError(
+                    f"drafted {drafted}, reached {reached}, accepted {accepted} at depth {depth} cannot be: a draft is "
+                    "accepted only if reached, and reached only if drafted with the draft before it accepted"
+                )
+            before = row
+
+    @classmethod
+    def from_steps(cls, steps: Iterable[tuple[int, int]]) -> "Counts":
+        """Counts of `steps`, each (drafts verified, drafts accepted of them)."""
+        steps = list(steps)
+        depths = range(1, max((verified for verified, _ in steps), default=0) + 1)
+        return cls(
+            tuple(sum(verified >= depth for verified, _ in steps) for depth in depths),
+            tuple(sum(verified >= depth and accepted >= depth - 1 for verified, accepted in steps) for depth in depths),
+            tuple(sum(accepted >= depth for _, accepted in steps) for depth in depths),
+        )
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that verified at least one draft."""
+        return self.drafted[0] if self.drafted else 0
+
+    @property
+    def max_depth(self) -> int:
+        """The deepest depth that any step verified, 0 without steps."""
+        return sum(count > 0 for count in self.drafted)
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return self._combined(other, 1)
+
+    def __sub__(self, earlier: "Counts") -> "Counts":
+        """What came on top of `earlier`, a previous reading of the same counts; ValueError when it is none."""
+        return self._combined(earlier, -1)
+
+    def _combined(self, other: "Counts", sign: int) -> "Counts":
+        length = max(len(self.drafted), len(other.drafted))
+
+        def combined(mine: tuple[int, ...], theirs: tuple[int, ...]) -> tuple[int, ...]:
+            mine, theirs = (one + (0,) * (length - len(one)) for one in (mine, theirs))
+            return tuple(a + sign * b for a, b in zip(mine, theirs, strict=True))
+
+        return Counts(
+            combined(self.drafted, other.drafted),
+            combined(self.reached, other.reached),
+            combined(self.accepted, other.accepted),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one target replica (`source`) has counted for each workload since it started, drafting with `head`.
+
+    A replica that swaps its head starts its counts anew. Both names are compared for equality only. A `head` of "" is
+    not known yet: the replica has just started and has not heard of its drafters.
+    """
+
+    source: str
+    head: str
+    totals: Mapping[str, Counts]
+
+
+@dataclass(slots=True)
+class SourceState:
+    """The head a source reported last, and the last reading of each of its workloads. A source that leaves one out has
+    ended its counts; if it comes back they begin anew."""
+
+    head: str
+    totals: dict[str, Counts]
+
+
+@dataclass(slots=True)
+class New:
+    """What some reports bring. `reset`: another head took over, and what was counted before is void."""
+
+    reset: bool = False
+    counts: dict[str, Counts] = field(default_factory=dict)
+
+
+class Ledger:
+    """Remembers each source's last report, so that every step is counted once.
+
+    A source that vanishes and comes back goes on from where it was. The least recently heard of more than
+    `MAX_NUM_SOURCES` is forgotten. Of one source, `max_workloads` names are told apart, those it reports first and of
+    these the busiest; the rest are counted as `default`.
+    """
+
+    def __init__(self, max_workloads: int) -> None:
+        self.head: str | None = None
+        self.retired: deque[str] = deque(maxlen=MAX_NUM_RETIRED_HEADS)
+        self.sources: OrderedDict[str, SourceState] = OrderedDict()
+        self._max_workloads = max_workloads
+        self._num_strays: dict[str, int] = {}
+
+    def take(self, reports: Iterable[Report]) -> New:
+        """What is new in `reports`, in their order. Reports of an earlier head than the current bring nothing, nor do
+        those of an unknown one: a target that starts must not end what the others have learned."""
+        new = New()
+        for report in filter(lambda one: one.head, reports):
+            last = self.sources.pop(report.source, SourceState(report.head, {}))
+            totals = self._bounded(report.totals, last)
+            if report.head == self.head:
+                self._num_strays.clear()
+            elif self._takes_over(report, last):
+                new.reset |= self.head is not None
+                new.counts.clear()
+                self._switch_to(report.head)
+            has_restarted = _num_steps(totals, totals) < _num_steps(last.totals, totals)
+            # Counters that went on over a swap of the head: whose the steps since the last report are is not known.
+            is_mixed = report.head != last.head and not has_restarted
+            before = {} if has_restarted else last.totals
+            self.sources[report.source] = SourceState(report.head, totals)
+            if report.head == self.head and not is_mixed:
+                for workload, counts in totals.items():
+                    _add(new.counts, workload, _since(counts, before.get(workload)))
+            while len(self.sources) > MAX_NUM_SOURCES:
+                self._num_strays.pop(self.sources.popitem(last=False)[0], None)
+        return new
+
+    def _takes_over(self, report: Report, last: SourceState) -> bool:
+        """Whether the report's head, not the current one, becomes it.
+
+        While replicas are replaced one by one, both heads report for a while, and the estimates must not be reset at
+        each report: a head seen for the first time takes over, and an earlier one only when a source goes back to it,
+        or when nobody reports the current head any more.
+        """
+        if report.head not in self.retired or last.head == self.head:
+            return True
+        self._num_strays[report.source] = self._num_strays.get(report.source, 0) + 1
+        return self._num_strays[report.source] >= HEAD_PATIENCE_REPORTS
+
+    def _switch_to(self, head: str) -> None:
+        if head in self.retired:
+            self.retired.remove(head)
+        if self.head is not None:
+            self.retired.append(self.head)
+        self.head = head
+        self._num_strays.clear()
+
+    def _bounded(self, totals: Mapping[str, Counts], last: SourceState) -> dict[str, Counts]:
+        """`totals` with the names past the limit summed under `default`. A name stays on its side of the limit from
+        one report to the next: one that changed sides would have its past counted twice."""
+        names = set(last.totals)
+        bounded: dict[str, Counts] = {}
+        for name, counts in sorted(totals.items(), key=lambda item: item[1].num_steps, reverse=True):
+            if name not in names and len(names) >= self._max_workloads:
+                name = DEFAULT_WORKLOAD
+            names.add(name)
+            _add(bounded, name, counts)
+        return bounded
+
+
+def _num_steps(totals: Mapping[str, Counts], names: Iterable[str]) -> int:
+    return sum(totals[name].num_steps for name in names if name in totals)
+
+
+def _add(sums: dict[str, Counts], name: str, counts: Counts) -> None:
+    sums[name] = sums[name] + counts if name in sums else counts
+
+
+def _since(counts: Counts, earlier: Counts | None) -> Counts:
+    """What came on top of `earlier`; all of `counts` where a counter went down, because it began anew."""
+    if earlier is None:
+        return counts
+    if counts == earlier:
+        return Counts()
+    try:
+        return counts - earlier
+    except ValueError:
+        return counts
+
+
+# ====================================================================================================
+# The form of an acceptance snapshot: plain values that JSON can hold, checked field by field when read.
+#
+# Enters: a ledger, or a snapshot from a file. Leaves: records, or a ValueError that names the field. Never knows: files.
+
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+TOLERANCE = 1e-6  # relative; sums of weighted steps are rounded
+
+
+class SavedTally(Section):
+    """Weighted steps of a workload: in all, and trials and successes of each a_i."""
+
+    workload: str
+    steps: Weight
+    reached: list[Weight]
+    accepted: list[Weight]
+
+
+class SavedCounts(Section):
+    """A replica's last reading of a workload."""
+
+    workload: str
+    drafted: list[int]
+    reached: list[int]
+    accepted: list[int]
+
+
+class SavedSource(Section):
+    """A replica's last report."""
+
+    source: str
+    head: str
+    totals: list[SavedCounts]
+
+
+class SavedBook(Section):
+    """Everything an `AcceptanceBook` has learned. Lists of workloads and sources begin with the least recent."""
+
+    format: Literal[1]
+    max_draft_tokens: int
+    head: str | None
+    retired_heads: list[str]
+    workloads: list[SavedTally]
+    evicted: SavedTally
+    sources: list[SavedSource]
+
+
+def save_sources(ledger: Ledger) -> list[SavedSource]:
+    """The last reports that a ledger remembers."""
+    return [
+        SavedSource(
+            source=source,
+            head=state.head,
+            totals=[
+                SavedCounts(
+                    workload=name,
+                    drafted=list(counts.drafted),
+                    reached=list(counts.reached),
+                    accepted=list(counts.accepted),
+                )
+                for name, counts in state.totals.items()
+            ],
+        )
+        for source, state in ledger.sources.items()
+    ]
+
+
+def load_book(snapshot: Any, max_draft_tokens: int, max_source_workloads: int) -> tuple[SavedBook, Ledger]:
+    """Read a snapshot, and its ledger.
+
+    Raises:
+        ValueError: naming the field, or that the snapshot is of a head with another K_max.
+    """
+    try:
+        saved = SavedBook.model_validate(snapshot)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        raise ValueError(f"{_path(*detail['loc'])}: {detail['msg']}, not {detail.get('input')!r:.80}") from error
+    if saved.max_draft_tokens != max_draft_tokens:
+        raise ValueError(
+            f"snapshot.max_draft_tokens is {saved.max_draft_tokens}, but the head served drafts {max_draft_tokens}: "
+            "the snapshot is of another head, start without it"
+        )
+    _check_tally(saved.evicted, max_draft_tokens, "evicted")
+    for index, tally in enumerate(saved.workloads):
+        _check_tally(tally, max_draft_tokens, "workloads", index)
+    _check_distinct([one.workload for one in saved.workloads], "workloads")
+    return saved, _loaded_ledger(saved, max_source_workloads)
+
+
+def _loaded_ledger(saved: SavedBook, max_source_workloads: int) -> Ledger:
+    ledger = Ledger(max_source_workloads)
+    ledger.head = saved.head
+    ledger.retired.extend(saved.retired_heads)
+    _check_distinct([one.source for one in saved.sources], "sources")
+    for index, source in list(enumerate(saved.sources))[-MAX_NUM_SOURCES:]:
+        _check_distinct([one.workload for one in source.totals], "sources", index, "totals")
+        totals: dict[str, Counts] = {}
+        for place, one in enumerate(source.totals):
+            try:
+                totals[one.workload] = Counts(tuple(one.drafted), tuple(one.reached), tuple(one.accepted))
+            except ValueError as error:
+                raise ValueError(f"{_path('sources', index, 'totals', place)}: {error}") from error
+        ledger.sources[source.source] = SourceState(source.head, totals)
+    return ledger
+
+
+def _check_tally(tally: SavedTally, max_draft_tokens: int, *place: str | int) -> None:
+    limits = [tally.steps] * max_draft_tokens
+    for name in ("reached", "accepted"):
+        weights = getattr(tally, name)
+        if len(weights) != max_draft_tokens:
+            raise ValueError(
+                f"{_path(*place, name)} has {len(weights)} depths, but max_draft_tokens is {max_draft_tokens}"
+            )
+        for index, (weight, limit) in enumerate(zip(weights, limits, strict=True)):
+            if weight > limit * (1 + TOLERANCE):
+                raise ValueError(
+                    f"{_path(*place, name, index)} is {weight}, more than the {limit} trials it is part of"
+                )
+        limits = weights
+
+
+def _check_distinct(names: list[str], *place: str | int) -> None:
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise ValueError(f"{_path(*place, index)}: {name!r} is there twice")
+
+
+def _path(*place: str | int) -> str:
+    return "snapshot" + "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in place)
+
+
+# ====================================================================================================
+# Verification steps of one workload, weighted by age.
+#
+# Enters: `Counts` of later and later steps. Leaves: sums in which a step weighs half as much for every half-life of steps
+# that came after it.
+
+
+@dataclass(slots=True)
+class Tally:
+    """Weighted steps: in all, and trials and successes of each conditional acceptance a_i (index i - 1)."""
+
+    steps: float
+    reached_D: Array
+    accepted_D: Array
+
+    @classmethod
+    def zeros(cls, max_draft_tokens: int) -> "Tally":
+        """No steps."""
+        return cls(0.0, np.zeros(max_draft_tokens), np.zeros(max_draft_tokens))
+
+    @classmethod
+    def of_counts(cls, counts: Counts, max_draft_tokens: int) -> "Tally":
+        """Steps that weigh 1 each. Depths beyond K_max are left out: they tell nothing about the others."""
+        tally = cls.zeros(max_draft_tokens)
+        tally.steps = float(counts.num_steps)
+        depth = min(max_draft_tokens, len(counts.drafted))
+        tally.reached_D[:depth] = counts.reached[:depth]
+        tally.accepted_D[:depth] = counts.accepted[:depth]
+        return tally
+
+    @classmethod
+    def sum(cls, tallies: Sequence["Tally"]) -> "Tally":
+        """Several workloads together, each step with the weight it has."""
+        return cls(
+            sum(one.steps for one in tallies),
+            np.sum([one.reached_D for one in tallies], axis=0),
+            np.sum([one.accepted_D for one in tallies], axis=0),
+        )
+
+    @property
+    def depth(self) -> float:
+        """Mean K at which these steps were verified, 0 without any.
+
+        A depth is reached where the one before was accepted and K goes that far, so reached / accepted before is the
+        share of K that goes on. K is taken not to depend on what is accepted.
+        """
+        share = found = 1.0 if self.reached_D.size and self.reached_D[0] > 0 else 0.0
+        for reached, accepted_before in zip(self.reached_D[1:], self.accepted_D, strict=False):
+            if accepted_before <= 0:
+                break
+            share *= min(1.0, float(reached / accepted_before))
+            found += share
+        return found
+
+    @classmethod
+    def restored(cls, saved: SavedTally) -> "Tally":
+        """Inverse of `saved`."""
+        return cls(saved.steps, np.array(saved.reached, float), np.array(saved.accepted, float))
+
+    def saved(self, workload: str) -> SavedTally:
+        """As a plain record."""
+        reached, accepted = self.reached_D.tolist(), self.accepted_D.tolist()
+        return SavedTally(workload=workload, steps=self.steps, reached=reached, accepted=accepted)
+
+    def add(self, later: "Tally", half_life_steps: float) -> None:
+        """Add later steps, and let each step weigh 2^(-steps since / half-life).
+
+        The n later steps are taken as evenly mixed: each weighs their mean, (1 - 2^(-n/h)) / (n (1 - 2^(-1/h))), so
+        that it does not matter how steps are cut into additions.
+        """
+        if later.steps <= 0:
+            return
+        kept = 0.5 ** (later.steps / half_life_steps)
+        rate = math.log(2) / half_life_steps
+        weight = math.expm1(-rate * later.steps) / (math.expm1(-rate) * later.steps)
+        self.steps = kept * self.steps + weight * later.steps
+        self.reached_D = kept * self.reached_D + weight * later.reached_D
+        self.accepted_D = kept * self.accepted_D + weight * later.accepted_D
+
+
+# ====================================================================================================
+# Acceptance of each workload by depth: what is believed, how surely, and from which steps.
+#
+# Enters: the cumulative counts of every target replica, as often as somebody asks for them. Leaves: the survival S_i of a
+# workload with intervals, or a random draw of it (Thompson sampling), and a snapshot. Never knows: clocks, step times, K.
+#
+# Model (policy-and-apis, D1 and D3). A step that verifies k drafts and accepts j of them is a trial of the conditional
+# acceptances a_1 .. a_min(j + 1, k): k = j censors the next one. With a P-EAGLE head the draft at depth i does not depend
+# on k, so trials at any K inform the same a_i, and each gets a Beta posterior of its own; S_i is the product a_1 .. a_i.
+# Its prior is worth `prior_steps` trials around the parent's mean; the parent of a workload is all other workloads
+# together, and the parent's own prior a published curve. Older steps count less: half after `half_life_steps` further
+# steps of the same workload. A pause forgets nothing, and no clock is read.
+#
+# State is shared by being computed again: counts at the replicas only grow, each ingress replica keeps a book of its own
+# from the same reports, and books that poll at different times agree closely, because a step's weight depends on how many
+# came after it and not on how they were cut into reports. Nobody owns the estimate. A lost ingress replica takes nothing
+# along (its successor reads the same counts, or a snapshot); of a lost target replica everything reported stays. A book
+# that begins late sees each replica's past as one average instead of weighted by age, and agrees with older books after
+# some half-lives.
 
 __all__ = ["AcceptanceBook", "Counts", "Report", "Survival"]
 
@@ -137,7 +635,7 @@ class AcceptanceBook:
         """Take what the target replica `source` has counted since it started, drafting with `head`.
 
         Only steps not seen before count; a replica that restarted begins anew. A head that takes over from another
-        voids everything (`cluster.counts.Ledger` has the rules).
+        voids everything (`cluster.acceptance.Ledger` has the rules).
         """
         self.absorb_all([Report(source, head, totals)])
 

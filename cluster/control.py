@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.acceptance import AcceptanceBook, Report
-from cluster.corrections import Corrections, LiveCosts
 from cluster.depth import Choice, DepthChooser, Load, Objective
-from cluster.drafting import DEFAULT_WORKLOAD, DepthPolicy, Drafting
-from cluster.step_time import StepTimes
+from cluster.request import DEFAULT_WORKLOAD, DepthPolicy, Drafting
+from cluster.step_time import Corrections, LiveCosts, StepTimes
 from cluster.transfer import SPLIT_SHARE
 
 MAX_REPORT_AGE_S = 30.0

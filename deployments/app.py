@@ -16,17 +16,16 @@ from ray.serve.llm import build_llm_deployment
 from ray.serve.llm.ingress import make_fastapi_ingress
 
 import peagle.heads
-from cluster.loading import Catalog, SettingsError, load_settings
-from cluster.settings import ClusterSettings
-from deployments.depth import step_times
+from cluster.settings import Catalog, ClusterSettings, SettingsError, load_settings
+from deployments.autoscaling import drafter_autoscaling
 from deployments.drafter import MAX_DRAIN_S, DrafterReplica
 from deployments.engine_config import engine_config
 from deployments.ingress import ENDPOINTS, Ingress, make_api
 from deployments.names import DRAFTER_NAME, INGRESS_NAME, TARGET_NAME
-from deployments.scaling_config import drafter_autoscaling
 from deployments.target import TargetServer
+from deployments.telemetry import step_times
+from peagle.checkpoint import check_head
 from peagle.embedded import embedded_targets
-from peagle.head_files import check_head
 
 HEALTH_CHECK_PERIOD_S = 2.0
 """A drafter that died is noticed and replaced soon: until then its targets decode without drafts."""

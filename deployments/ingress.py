@@ -20,19 +20,37 @@ from ray.serve.llm.ingress import OpenAiIngress
 from starlette.responses import JSONResponse
 
 from cluster.control import fixed_document
-from cluster.drafting import DraftingError, ForbiddenTagError, resolve
+from cluster.request import DraftingError, ForbiddenTagError, Workloads, resolve
 from cluster.settings import ClusterSettings
 from cluster.step_time import StepTimes
-from cluster.workloads import Workloads
-from deployments.auth import CallerMiddleware, caller_of
-from deployments.depth import StateFile, depth_metrics, make_control, observe
-from deployments.drafter_telemetry import DrafterReport, drafter_metrics, drafting_document
-from deployments.errors import REPLICA_LOST, ApiError, add_error_handlers, from_engine, not_ready
+from deployments.autoscaling import ClusterBoard, ScalingView, scaling_metrics
 from deployments.readiness import ReplicaMonitor
-from deployments.requests import Body, ChatBody, CompletionBody, check_body, prompt_of_application
-from deployments.scaling_board import ClusterBoard
-from deployments.scaling_view import ScalingView, scaling_metrics
-from deployments.telemetry import METRICS_CONTENT_TYPE, ReplicaReport, prometheus_text
+from deployments.requests import (
+    REPLICA_LOST,
+    ApiError,
+    Body,
+    CallerMiddleware,
+    ChatBody,
+    CompletionBody,
+    add_error_handlers,
+    caller_of,
+    check_body,
+    from_engine,
+    not_ready,
+    prompt_of_application,
+)
+from deployments.telemetry import (
+    METRICS_CONTENT_TYPE,
+    DrafterReport,
+    ReplicaReport,
+    StateFile,
+    depth_metrics,
+    drafter_metrics,
+    drafting_document,
+    make_control,
+    observe,
+    prometheus_text,
+)
 
 logger = logging.getLogger(__name__)
 

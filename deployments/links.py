@@ -1,7 +1,7 @@
 """A target replica's links to the drafter replicas: who is there, handed on to the engine, and what the links say.
 
 Enters: the reports of the drafter replicas, once a second, through Ray Serve. Leaves: their addresses and heads, given
-to the engine's workers, which connect by themselves (`peagle.runtime.link`); and `LinkReport`s. No draft passes here.
+to the engine's workers, which connect by themselves (`peagle.drafter.client`); and `LinkReport`s. No draft passes here.
 """
 
 import asyncio
@@ -12,9 +12,9 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from cluster.drafter_settings import DrafterSettings
-from deployments.drafter_telemetry import DrafterReport, LinkReport
+from cluster.settings import DrafterSettings
 from deployments.readiness import POLL_INTERVAL_S, ReplicaMonitor
+from deployments.telemetry import DrafterReport, LinkReport
 
 logger = logging.getLogger(__name__)
 

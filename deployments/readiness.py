@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from ray.serve.handle import DeploymentHandle
 
-from deployments.errors import REPLICA_LOST
+from deployments.requests import REPLICA_LOST
 
 ReportT = TypeVar("ReportT")
 

@@ -2,7 +2,7 @@
 
 Enters: a chat or completion request whose `drafting` field holds the ingress' decision (or, by deployment handle, a
 client's wish). Leaves: the answer with a `drafting` field that says how it was drafted, and counts for telemetry.
-Never decides a K: that is `cluster.drafting`.
+Never decides a K: that is `cluster.request`.
 """
 
 import asyncio
@@ -26,11 +26,9 @@ from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 from vllm.exceptions import VLLMClientError
 
-from cluster.drafting import Drafting, DraftingError, from_wire, is_decided
+from cluster.request import MAX_NUM_WORKLOADS, Drafting, DraftingError, Workloads, from_wire, is_decided
 from cluster.settings import ClusterSettings
 from cluster.step_time import StepTimes
-from cluster.workloads import MAX_NUM_WORKLOADS, Workloads
-from deployments.depth import make_control, observe
 from deployments.engine_config import engine_config, on_cpu, prepare, use_all_cores_of_a_small_machine
 from deployments.links import DrafterLinks
 from deployments.requests import (
@@ -42,10 +40,9 @@ from deployments.requests import (
     prompt_of_application,
     refusal_of,
 )
-from deployments.telemetry import ReplicaReport, ReplicaTelemetry
+from deployments.telemetry import ReplicaReport, ReplicaTelemetry, make_control, observe
 from peagle.heads import head_digest
-from peagle.vllm.channel import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY
-from peagle.vllm.stats import DraftingStats
+from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY, DraftingStats
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +145,7 @@ class TargetServer(LLMServer):
         """Turn the request's `drafting` field into what the engine reads, and take it out of the request.
 
         Raises:
-            DraftingError: as `cluster.drafting.resolve`, or no messages.
+            DraftingError: as `cluster.request.resolve`, or no messages.
         """
         check_body(request)
         asked_model = request.model

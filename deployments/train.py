@@ -1,4 +1,4 @@
-"""Training on several GPUs: Ray Train starts the workers and their process group, `peagle.train` does the rest.
+"""Training on several GPUs: Ray Train starts the workers and their process group, `peagle.train.trainer` does the rest.
 
     python -m deployments.train configs/train/smollm2-135m.yaml --num-workers 4 [section.key=value ...]
 
@@ -14,14 +14,14 @@ from typing import Any
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device
 
-from peagle.recipe import Recipe
+from peagle.train.recipe import Recipe
 
 
 def train_worker(settings: dict[str, Any]) -> None:
     """One worker. settings: "recipe" path and "overrides"."""
     import torch
 
-    from peagle.train import Trainer
+    from peagle.train.trainer import Trainer
 
     torch.set_float32_matmul_precision("high")
     Trainer(Recipe.load(settings["recipe"], settings["overrides"]), device=str(get_device())).run()

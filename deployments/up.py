@@ -26,8 +26,7 @@ from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 from ray.serve.schema import ServeDeploySchema
 
 import peagle.heads
-from cluster.loading import Catalog, load_settings
-from cluster.settings import ClusterSettings
+from cluster.settings import Catalog, ClusterSettings, load_settings
 from peagle.embedded import embedded_targets
 
 POLL_INTERVAL_S = 1.0

@@ -1,7 +1,7 @@
 """Read and write a drafter's head in vLLM's own format (`LlamaForCausalLMEagle3` with `mask_hidden`).
 
 Enters: a head directory, or a configuration and tensors. Leaves: the other of the two, checked in full, so that a plain
-head which loads here also loads in stock vLLM with nothing missing. `peagle.head_files` holds the checks that need no
+head which loads here also loads in stock vLLM with nothing missing. `peagle.checkpoint` holds the checks that need no
 tensor and no torch.
 
 Values that a shape cannot tell are checked here: `d2t` [V_draft] holds *offsets* (target token = i + d2t[i]), `t2d` [V]
@@ -10,20 +10,369 @@ marks the target tokens that the draft vocabulary has.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import struct
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from peagle.config import DrafterConfig, HeadError
+from peagle.config import MIN_DEFAULT_LAYERS, UNNAMED_LAYERS, DrafterConfig, HeadError, is_qwen
 from peagle.draft_vocabulary import marks, offsets, target_ids
-from peagle.head_files import check_head, check_head_fits, check_tensors, read_head_config
 from peagle.model import Drafter
-from peagle.tensor_files import TensorSpec, canonical_name, weight_files
+
+# ====================================================================================================
+# The safetensors files of a head directory: which there are, and what their headers say.
+#
+# Enters: a directory. Leaves: names, types and shapes of its tensors, or a `HeadError` that names a missing or damaged
+# file with its bytes. Tensor values are never read and torch is never imported.
+
+#: A safetensors header longer than this is damage, not a head (the format's own limit).
+MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """Type (safetensors' name, such as "BF16") and shape of a stored tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+def canonical_name(name: str) -> str:
+    """Checkpoint name of a tensor; EAGLE-3 heads of one layer may call it `midlayer`, as vLLM allows."""
+    return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
+
+
+def weight_files(head_dir: str | Path) -> list[Path]:
+    """The head's safetensors files, sorted. Raises HeadError when there is none."""
+    files = sorted(Path(head_dir).glob("*.safetensors"))
+    if not files:
+        found = sorted(path.name for path in Path(head_dir).iterdir()) if Path(head_dir).is_dir() else []
+        raise HeadError(
+            f"{Path(head_dir) / 'model.safetensors'} does not exist (the directory holds: {found or 'nothing'})"
+        )
+    return files
+
+
+def read_tensor_specs(head_dir: str | Path) -> dict[str, TensorSpec]:
+    """Type and shape of every tensor in a head directory, by canonical name, from the files' headers.
+
+    Raises:
+        HeadError: no safetensors file, a file that is cut short or damaged (named with its size in bytes), or one
+            tensor stored twice.
+    """
+    specs: dict[str, TensorSpec] = {}
+    for path in weight_files(head_dir):
+        for name, spec in _read_header(path).items():
+            if canonical_name(name) in specs:
+                raise HeadError(f"{path}: {canonical_name(name)} is stored twice in {head_dir}")
+            specs[canonical_name(name)] = spec
+    return specs
+
+
+def _read_header(path: Path) -> dict[str, TensorSpec]:
+    """Parse the header of one safetensors file: 8 bytes of length, JSON, then the tensors' bytes."""
+    num_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if len(start) < 8:
+            raise HeadError(f"{path} is cut short: {num_bytes} bytes, a safetensors file has more than 8")
+        if header_bytes > MAX_HEADER_BYTES:
+            raise HeadError(f"{path} is no safetensors file: {num_bytes} bytes, its header claims {header_bytes}")
+        if 8 + header_bytes > num_bytes:
+            raise HeadError(f"{path} is cut short: {num_bytes} bytes, its header alone needs {8 + header_bytes}")
+        raw = file.read(header_bytes)
+    try:
+        header = json.loads(raw)
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        specs = {name: TensorSpec(entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
+        expected_bytes = 8 + header_bytes + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise HeadError(f"{path} ({num_bytes} bytes) has a damaged safetensors header: {error!r}") from error
+    if num_bytes != expected_bytes:
+        state = "cut short" if num_bytes < expected_bytes else "longer than its header says"
+        raise HeadError(f"{path} is {state}: {num_bytes} bytes, expected {expected_bytes}")
+    return specs
+
+
+# ====================================================================================================
+# What a head directory must hold, checked from its `config.json` and its safetensors headers alone.
+#
+# Enters: a head directory, a target's `config.json`. Leaves: a `DrafterConfig`, or a `HeadError` that lists everything
+# that is wrong in one message. Tensor values are never read and torch is never imported, so the service can refuse a
+# wrong head in milliseconds, before anything loads. (vLLM itself does not name a missing tensor of such a head: the
+# parameter keeps whatever memory it was given.)
+#
+# Two forms are accepted. The *plain* form is vLLM's own. The *shipped* form leaves out what the target has: instead of
+# `embed_tokens.weight` it holds `mask_embedding` [H], the one row of the target's table that differs, and with a reduced
+# draft vocabulary it has no `lm_head.weight`, whose rows are the target's at `d2t` (`peagle.heads` joins them).
+
+FLOAT_DTYPES = ("F32", "F16", "BF16")
+INTEGER_DTYPES = ("I64", "I32")
+MASK_DTYPES = ("BOOL", "U8")
+
+#: Switches of vLLM's drafter that this package does not implement, with the only value that is accepted. They stand at
+#: the top of `config.json` or in its `eagle_config`.
+UNSUPPORTED_SWITCHES: dict[str, Any] = {
+    "use_aux_hidden_state": True,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "logit_scale": 1.0,
+}
+#: Keys that must hold whole numbers where they are given; a JSON string there would fail far from its cause.
+INTEGER_KEYS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "draft_vocab_size", "target_hidden_size", "ptd_token_id", "num_depths",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """A tensor that a head may or must hold. `one_row` accepts leading dimensions of 1 (mask_hidden)."""
+
+    shape: tuple[int, ...]
+    required: bool = True
+    dtypes: tuple[str, ...] = FLOAT_DTYPES
+    one_row: bool = False
+
+    def fits(self, spec: TensorSpec) -> bool:
+        shape = tuple(size for size in spec.shape if size != 1) if self.one_row else spec.shape
+        return spec.dtype in self.dtypes and shape == self.shape
+
+    def __str__(self) -> str:
+        return f"{'/'.join(self.dtypes)} {list(self.shape)}"
+
+
+def read_head_config(head_dir: str | Path) -> DrafterConfig:
+    """Read and check a head's `config.json`.
+
+    Raises:
+        HeadError: no such directory or file, no JSON, missing keys, a key of the wrong type, or a switch of vLLM's
+            drafter that this package does not implement; every one of them is named.
+    """
+    path = Path(head_dir) / "config.json"
+    raw = read_json(path)
+    if "speculators_model_type" in raw:
+        raise HeadError(
+            f"{path} is of the speculators package: `python -m peagle.formats {head_dir} OUT_DIR` makes it a head"
+        )
+    return config_of(raw, str(path))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A head's `config.json` as it is. Raises HeadError when there is none or it holds no JSON object."""
+    if not path.is_file():
+        raise HeadError(f"no head at {path.parent}: {path} does not exist")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise HeadError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise HeadError(f"{path} must hold a JSON object, found a {type(raw).__name__}")
+    return raw
+
+
+def config_of(raw: dict[str, Any], source: str) -> DrafterConfig:
+    """The drafter that a `config.json` in vLLM's keys describes; raises HeadError as `read_head_config`."""
+    problems = [
+        f"{key} = {raw[key]!r} must be a whole number of at least {0 if key == 'ptd_token_id' else 1}"
+        for key in INTEGER_KEYS
+        if raw.get(key) is not None and not _is_count(raw[key], at_least=0 if key == "ptd_token_id" else 1)
+    ]
+    eagle = raw.get("eagle_config") or {}
+    for key, accepted in UNSUPPORTED_SWITCHES.items():
+        given = eagle.get(key, raw.get(key, accepted))
+        if given != accepted:
+            problems.append(f"{key} = {given!r} is not supported (only {accepted!r})")
+    problems += _tap_problems(raw, eagle)
+    if problems:
+        raise HeadError(f"{source}: " + "; ".join(problems))
+    return DrafterConfig.from_dict(raw, source=source)
+
+
+def _tap_problems(raw: dict[str, Any], eagle: dict[str, Any]) -> list[str]:
+    """Tapped layers as vLLM reads them: from the top of `config.json` or from `eagle_config`, any number of them.
+
+    Of a Llama drafter, vLLM 0.29 takes the layers from the top first, but the width of `fc` from `eagle_config` alone
+    (else three taps), so a head that names other than three at the top only does not load there.
+    """
+    key = "eagle_aux_hidden_state_layer_ids"
+    top, inner = raw.get(key) or [], eagle.get(key) or []
+    problems = [
+        f"{name} = {ids!r} must be a list of whole numbers"
+        for name, ids in ((key, top), (f"eagle_config.{key}", inner))
+        if not isinstance(ids, list) or not all(_is_count(index, at_least=0) for index in ids)
+    ]
+    if problems:
+        return problems
+    if top and inner and top != inner:
+        problems.append(f"{key} = {top} and eagle_config.{key} = {inner} contradict each other")
+    num_taps, num_given = len(top or inner) or len(UNNAMED_LAYERS), raw.get("num_aux_hidden_states")
+    if num_given is not None and num_given != num_taps:
+        problems.append(f"num_aux_hidden_states = {num_given!r}, but {num_taps} layers are tapped")
+    if num_given is None and not inner and num_taps != len(UNNAMED_LAYERS) and not is_qwen(raw):
+        problems.append(f"{key} names {num_taps} layers: more or less than 3 must stand in eagle_config")
+    return problems
+
+
+def _is_count(value: object, at_least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
+def expected_tensors(config: DrafterConfig) -> dict[str, Expected]:
+    """Every tensor that a head of this configuration may hold, by its name in the checkpoint."""
+    hidden, mlp = config.hidden_size, config.intermediate_size
+    query, key_value = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    expected = {
+        "fc.weight": Expected((hidden, config.fc_input_size)),
+        "norm.weight": Expected((hidden,)),
+    }
+    if config.norm_before_fc:
+        expected["input_norm.weight"] = Expected((config.fc_input_size,))
+    if config.fc_norm:
+        for index in range(len(config.aux_layer_ids)):
+            expected[f"fc_norm.{index}.weight"] = Expected((config.target_hidden_size,))
+    for index in range(config.num_hidden_layers):
+        layer = f"layers.{index}"
+        inputs = 2 * hidden if index == 0 else hidden
+        expected[f"{layer}.input_layernorm.weight"] = Expected((hidden,))
+        # vLLM gives a hidden_norm to every layer and uses the first one's only.
+        expected[f"{layer}.hidden_norm.weight"] = Expected((hidden,), required=index == 0)
+        expected[f"{layer}.post_attention_layernorm.weight"] = Expected((hidden,))
+        projections = {"q": (query, inputs), "k": (key_value, inputs), "v": (key_value, inputs), "o": (hidden, query)}
+        for name, shape in projections.items():
+            expected[f"{layer}.self_attn.{name}_proj.weight"] = Expected(shape)
+            if config.attention_bias and not (name == "o" and config.qk_norm):
+                expected[f"{layer}.self_attn.{name}_proj.bias"] = Expected(shape[:1])
+        if config.qk_norm:
+            expected[f"{layer}.self_attn.q_norm.weight"] = Expected((config.head_dim,))
+            expected[f"{layer}.self_attn.k_norm.weight"] = Expected((config.head_dim,))
+        expected[f"{layer}.mlp.gate_proj.weight"] = Expected((mlp, hidden))
+        expected[f"{layer}.mlp.up_proj.weight"] = Expected((mlp, hidden))
+        expected[f"{layer}.mlp.down_proj.weight"] = Expected((hidden, mlp))
+    if config.ptd_token_id is not None:
+        expected["mask_hidden"] = Expected((config.fc_input_size,), one_row=True)
+        expected["mask_embedding"] = Expected((hidden,), required=False)
+    reduced = config.draft_vocab_size < config.vocab_size
+    expected["embed_tokens.weight"] = Expected((config.vocab_size, hidden), required=False)
+    expected["lm_head.weight"] = Expected((config.draft_vocab_size, hidden), required=False)
+    expected["d2t"] = Expected((config.draft_vocab_size,), required=reduced, dtypes=INTEGER_DTYPES)
+    expected["t2d"] = Expected((config.vocab_size,), required=False, dtypes=MASK_DTYPES)
+    return expected
+
+
+def is_plain(config: DrafterConfig, names: Collection[str]) -> bool:
+    """Whether stock vLLM loads a head with these tensors as it is.
+
+    vLLM shares the target's output matrix with a head that has none, which fits the whole vocabulary only.
+    """
+    complete = "lm_head.weight" in names or config.draft_vocab_size == config.vocab_size
+    return complete and "mask_embedding" not in names
+
+
+def check_tensors(config: DrafterConfig, specs: dict[str, TensorSpec], source: str | Path) -> None:
+    """Compare the tensors of a head with its configuration.
+
+    specs: by canonical name. source: what to call the head in the message.
+
+    Raises:
+        HeadError: one line for each missing, spare, or wrong-shaped or wrong-typed tensor.
+    """
+    expected = expected_tensors(config)
+    problems = [
+        f"missing {name}: expected {want}" for name, want in expected.items() if want.required and name not in specs
+    ]
+    problems += [
+        f"wrong {name}: found {spec}, expected {expected[name]}"
+        for name, spec in specs.items()
+        if name in expected and not expected[name].fits(spec)
+    ]
+    problems += [
+        f"spare {name}: found {spec}, not part of this head" for name, spec in specs.items() if name not in expected
+    ]
+    if "mask_embedding" in specs and "embed_tokens.weight" in specs:
+        problems.append(
+            "spare mask_embedding: a head with its own embed_tokens.weight keeps the mask token's embedding in row "
+            f"ptd_token_id = {config.ptd_token_id} of that table"
+        )
+    if problems:
+        raise HeadError(f"head {source} does not match its config.json:\n  " + "\n  ".join(problems))
+
+
+def check_head_fits(config: DrafterConfig, target: dict[str, Any]) -> None:
+    """Compare a head's configuration with the target's.
+
+    target: the target's `config.json` as a dict; for a multimodal target its `text_config` counts.
+
+    Raises:
+        HeadError: names each mismatch (hidden size, vocabulary, tapped layers, mask token) with both values.
+    """
+    text = target if "hidden_size" in target else target.get("text_config") or {}
+    missing = [key for key in ("hidden_size", "vocab_size", "num_hidden_layers") if not isinstance(text.get(key), int)]
+    if missing:
+        raise HeadError(f"the target's config.json lacks {', '.join(missing)}, so no head can be compared with it")
+    problems = []
+    if config.target_hidden_size != text["hidden_size"]:
+        problems.append(
+            f"hidden size: the head reads {config.target_hidden_size}, the target has {text['hidden_size']}"
+        )
+    if config.vocab_size != text["vocab_size"]:
+        problems.append(f"vocabulary: the head has {config.vocab_size} tokens, the target {text['vocab_size']}")
+    if config.ptd_token_id is not None and not config.ptd_token_id < text["vocab_size"]:
+        problems.append(f"ptd_token_id = {config.ptd_token_id} is outside the target's 0..{text['vocab_size'] - 1}")
+    num_layers = text["num_hidden_layers"]
+    outside = [index for index in config.aux_layer_ids if index > num_layers]
+    if outside:
+        problems.append(f"tapped layers: {outside} of {list(config.aux_layer_ids)} are outside 0..{num_layers}")
+    if config.aux_layer_ids == UNNAMED_LAYERS and num_layers < MIN_DEFAULT_LAYERS:
+        problems.append(
+            f"tapped layers: not given, and their default needs {MIN_DEFAULT_LAYERS} target layers, the target has "
+            f"{num_layers}"
+        )
+    if problems:
+        raise HeadError("the head does not fit this target:\n  " + "\n  ".join(problems))
+
+
+def check_head(head_dir: str | Path, target: dict[str, Any] | None = None) -> DrafterConfig:
+    """Check a head directory without loading it, and against a target's `config.json` when one is given.
+
+    Raises:
+        HeadError: missing or damaged file, missing, spare or wrong tensors, or a head for another target.
+    """
+    config = read_head_config(head_dir)
+    if target is not None:
+        check_head_fits(config, target)
+    specs = read_tensor_specs(head_dir)
+    check_tensors(config, specs, head_dir)
+    shared = [name for name in ("embed_tokens.weight", "lm_head.weight") if name not in specs]
+    if shared and config.hidden_size != config.target_hidden_size:
+        raise HeadError(
+            f"head {head_dir} has no {' and no '.join(shared)}, so it must share the target's, but its hidden_size = "
+            f"{config.hidden_size} is not the target's {config.target_hidden_size}"
+        )
+    return config
+
+
+# ====================================================================================================
+# Read and write a drafter's head in vLLM's own format (`LlamaForCausalLMEagle3` with `mask_hidden`).
+#
+# Enters: a head directory, or a configuration and tensors. Leaves: the other of the two, checked in full, so that a plain
+# head which loads here also loads in stock vLLM with nothing missing. `peagle.checkpoint` holds the checks that need no
+# tensor and no torch.
+#
+# Values that a shape cannot tell are checked here: `d2t` [V_draft] holds *offsets* (target token = i + d2t[i]), `t2d` [V]
+# marks the target tokens that the draft vocabulary has.
 
 __all__ = [
     "HeadError",

@@ -1,15 +1,85 @@
-"""The drafter's configuration, in the keys that vLLM reads (`LlamaForCausalLMEagle3`), plus `num_depths`.
+"""Rotary position embedding: its settings in a `config.json`, old and new spelling.
 
-Enters: a head's `config.json` or a target's. Leaves: a frozen `DrafterConfig`. Imports neither torch nor vLLM, so that
-the service can check a head before anything loads.
+Enters: a configuration as a dict. Leaves: base and scaling. The default RoPE and Llama 3's are known; imports no
+torch, like `peagle.config`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
-from peagle.rope import Llama3Rope, read_rope, rope_keys, rope_theta
+# ====================================================================================================
+# Rotary position embedding: its settings in a `config.json`, old and new spelling.
+#
+# Enters: a configuration as a dict. Leaves: base and scaling. The default RoPE and Llama 3's are known; imports no
+# torch, like `peagle.config`.
+
+DEFAULT_THETA = 10000.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3.1's stretching to long contexts: slow frequencies are divided by `factor`, fast ones stay.
+
+    A frequency is slow when fewer than `low_freq_factor` of its turns fit in `original_max_position_embeddings` tokens,
+    fast when more than `high_freq_factor` do; in between the two are blended.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+def rope_theta(raw: dict[str, Any]) -> float:
+    """Base alone, whatever the kind of RoPE."""
+    return float(_settings(raw).get("rope_theta") or raw.get("rope_theta") or DEFAULT_THETA)
+
+
+def _settings(raw: dict[str, Any]) -> dict[str, Any]:
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    # Gemma 3 has one for each kind of layer.
+    return dict(given.get("full_attention") or given)
+
+
+def read_rope(raw: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
+    """Base and scaling, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`.
+
+    Raises ValueError for another kind of RoPE, or for one of Llama 3 with a setting missing.
+    """
+    given = _settings(raw)
+    theta = rope_theta(raw)
+    kind = given.get("rope_type") or given.get("type") or "default"
+    share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if share not in (None, 1):
+        raise ValueError(f"RoPE: partial_rotary_factor = {share}, the drafter rotates whole heads only")
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise ValueError(f"RoPE {given}: rope_type must be default or llama3, the drafter has no other")
+    names = [field.name for field in dataclasses.fields(Llama3Rope)]
+    wrong = [name for name in names if not isinstance(given.get(name), int | float)]
+    if wrong:
+        raise ValueError(f"RoPE {given}: rope_type llama3 needs numbers for {', '.join(wrong)}")
+    return theta, Llama3Rope(**{name: given[name] for name in names})
+
+
+def rope_keys(theta: float, scaling: Llama3Rope | None) -> dict[str, Any]:
+    """The keys of a `config.json`, in the spelling of transformers 5; the base stands in the old place too."""
+    parameters: dict[str, Any] = {"rope_theta": theta, "rope_type": "default"}
+    if scaling is not None:
+        parameters |= {"rope_type": "llama3", **dataclasses.asdict(scaling)}
+    return {"rope_theta": theta, "rope_parameters": parameters}
+
+
+# ====================================================================================================
+# The drafter's configuration, in the keys that vLLM reads (`LlamaForCausalLMEagle3`), plus `num_depths`.
+#
+# Enters: a head's `config.json` or a target's. Leaves: a frozen `DrafterConfig`. Imports neither torch nor vLLM, so that
+# the service can check a head before anything loads.
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 QWEN_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
@@ -50,7 +120,7 @@ class DrafterConfig:
     """Shape of a P-EAGLE (or EAGLE-3) drafter.
 
     `num_depths` is K_max, the draft tokens that the head was trained to propose: all in one pass, or, for an EAGLE-3
-    head, one after another (steps of its unroll, `peagle.unroll`). `ptd_token_id` is the mask token, an id of the
+    head, one after another (steps of its unroll, `peagle.train.passes`). `ptd_token_id` is the mask token, an id of the
     target's vocabulary that text does not use; None for a head without parallel drafting (EAGLE-3). `norm_output`: an
     EAGLE-3 head feeds back its rows after the last norm, not its residual stream (EAGLE-3.1). `sliding_window`: tokens
     that a row sees back, itself counted, by position and in every layer; None for all. `norm_before_fc` normalises the
@@ -238,3 +308,34 @@ def _sliding_window(raw: dict[str, Any]) -> int | None:
             "window has the same window, a whole number, in all its layers"
         )
     return int(raw["sliding_window"])
+
+
+# ====================================================================================================
+# What the trainer needs to know of a target's `config.json`, whichever architecture it is of.
+#
+# Enters: a target's directory. Leaves: the keys of its text model. Imports no torch.
+
+_NUMBERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+def read_target_config(target_dir: str | Path) -> dict[str, Any]:
+    """`config.json` of the target's text model: that of a multimodal target is its `text_config`.
+
+    Raises FileNotFoundError without one, ValueError that names the file and every key that is missing or not a number
+    (some architectures give a list, one number a layer: a drafter has one shape for all its layers).
+    """
+    path = Path(target_dir) / "config.json"
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    text = raw if "hidden_size" in raw else raw.get("text_config") or {}
+    wrong = [f"{name} = {text.get(name)}" for name in _NUMBERS if not _is_count(text.get(name))]
+    if wrong:
+        where = "" if text is raw else " under text_config"
+        raise ValueError(
+            f"{path}: {', '.join(wrong)}{where}: a target needs whole numbers of at least 1 here; targets are "
+            "decoder-only language models"
+        )
+    return text
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

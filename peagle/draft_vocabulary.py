@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from peagle.data import Conversations
+    from peagle.train.data import Conversations
 
 
 def answer_token_counts(data: Conversations, vocab_size: int) -> Tensor:

@@ -38,7 +38,7 @@ class EmbeddedTarget:
     """In order; end to end they are the GGUF."""
     gguf_sha256: str
     weights_sha256: str
-    """What `peagle.gguf_checkpoint.weights_digest` must say of the converted weights."""
+    """What `peagle.gguf.weights_digest` must say of the converted weights."""
     num_bytes: int
     """Bytes of the finished checkpoint directory, and of the GGUF where it must be put together; rounded up."""
 
@@ -141,7 +141,7 @@ def _convert(target: EmbeddedTarget, directory: Path) -> None:
     # Heavy imports wait until there is something to convert: a start with a filled cache does without them.
     from gguf import GGUFReader
 
-    from peagle.gguf_checkpoint import checkpoint_files
+    from peagle.gguf import checkpoint_files
 
     files, digest = checkpoint_files(GGUFReader(source))
     if digest != target.weights_sha256:

@@ -3,7 +3,7 @@
     python -m peagle.formats SOURCE_DIR OUT_DIR
 
 Enters: a directory as `speculators` saves it. Leaves: a plain head, in the form that stock vLLM, `peagle.evaluate` and
-`peagle.train` read. vLLM reads the source too, but not all of it: of a `peagle` checkpoint its translation drops
+`peagle.train.trainer` read. vLLM reads the source too, but not all of it: of a `peagle` checkpoint its translation drops
 `fc_norm` and `norm_output`, and of a drafter with Llama layers it sizes `fc` for three taps whatever their number.
 
 What a setting means is as in speculators 0.9; the layers' settings have the defaults of transformers. Nothing is left
@@ -21,10 +21,16 @@ from typing import Any
 
 from torch import Tensor
 
-from peagle.checkpoint import check_tables, load_tensors, save_head
+from peagle.checkpoint import (
+    check_tables,
+    check_tensors,
+    config_of,
+    load_tensors,
+    read_json,
+    read_tensor_specs,
+    save_head,
+)
 from peagle.config import ARCHITECTURE, QWEN_ARCHITECTURE, DrafterConfig, HeadError
-from peagle.head_files import check_tensors, config_of, read_json
-from peagle.tensor_files import read_tensor_specs
 
 #: Of the layers' settings, what decides the drafter's function. Others are of training, of saving, or of generation.
 LAYER_KEYS = (

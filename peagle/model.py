@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from peagle.config import DrafterConfig
-from peagle.rope import Llama3Rope
+from peagle.config import DrafterConfig, Llama3Rope
 
 #: attend(layer_index, q_BATD, k_BGTD, v_BGTD) -> out_BATD; keys and values are of the rows given, already rotated.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]

@@ -14,8 +14,7 @@ from typing import Any
 from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
-from deployments.autoscaling import TargetAutoscaler
-from deployments.scaling_board import DECISION
+from deployments.autoscaling import DECISION, TargetAutoscaler
 from tests.scaling_cases import GOOD, FakeReplica, changed, settings, step_times
 
 TARGET, DRAFTER = DeploymentID("target", "app"), DeploymentID("drafter", "app")

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from peagle.vllm.cpu_worker import CPUWorker
-from peagle.vllm.drafting import ChunkedProposer
+from peagle.vllm.remote import ChunkedProposer
+from peagle.vllm.workers import CPUWorker
 
 
 class CountingProposer(ChunkedProposer):

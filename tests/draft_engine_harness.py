@@ -18,10 +18,10 @@ from torch import Tensor
 
 from peagle.config import DrafterConfig
 from peagle.draft import DraftSession
+from peagle.drafter.engine import DraftEngine, HeadRuntime
+from peagle.drafter.forward import ParallelPass
+from peagle.drafter.steps import Int32Array, TargetStep
 from peagle.model import Drafter
-from peagle.runtime.draft_engine import DraftEngine, HeadRuntime
-from peagle.runtime.parallel_pass import ParallelPass
-from peagle.runtime.steps import Int32Array, TargetStep
 from tests.head_factory import TARGET, random_drafter
 
 CONFIG = DrafterConfig.for_target(TARGET, num_layers=2, ptd_token_id=99, num_depths=5)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.sampling_params import StructuredOutputsParams
 
-from peagle.vllm.stats import DraftingStats
+from peagle.vllm.acceptance import DraftingStats
 from tests.engine_harness import Job, Result
 
 K_MAX = 7

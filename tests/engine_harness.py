@@ -14,10 +14,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from peagle.vllm.channel import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY, DraftingRecorder, RequestDrafting
 from peagle.vllm.engine import ASYNC_SCHEDULER, engine_kwargs
-from peagle.vllm.recorder import DraftingRecorder
-from peagle.vllm.stats import RequestDrafting
 from tests.scripted_drafts import CONTINUATION_KEY
 
 T = TypeVar("T")

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from peagle.checkpoint import expected_tensors
 from peagle.config import DrafterConfig
-from peagle.head_files import expected_tensors
 from peagle.model import Drafter
 
 TARGET: dict[str, Any] = {

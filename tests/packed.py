@@ -2,9 +2,9 @@
 
 import torch
 
-from peagle.cod import chain_lengths, sample_rows
 from peagle.config import DrafterConfig
-from peagle.partition import PackedSequence
+from peagle.train.cod import chain_lengths, sample_rows
+from peagle.train.partition import PackedSequence
 
 NUM_TOKENS = 45
 #: documents of a packed sequence; the last 6 tokens are padding

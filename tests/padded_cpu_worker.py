@@ -6,9 +6,9 @@ step "on a full graph" runs the same padded tensors through the model directly.
 
 from vllm.config import CUDAGraphMode
 
-from peagle.vllm.cpu_worker import CPUWorker, SeedSafeModelRunner
 from peagle.vllm.graph_worker import GraphReports, GraphTiers
 from peagle.vllm.graphs import GraphSettings, TieredDispatcher
+from peagle.vllm.workers import CPUWorker, SeedSafeModelRunner
 
 CAPTURE_SIZES = [8, 16, 24, 32, 48, 64, 96, 128, 192]
 

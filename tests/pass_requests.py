@@ -8,12 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peagle.config import DrafterConfig
+from peagle.config import DrafterConfig, Llama3Rope
 from peagle.draft import DraftSession
+from peagle.drafter.forward import ParallelPass, PassBatch
+from peagle.drafter.head import reducer_of
 from peagle.model import Drafter
-from peagle.rope import Llama3Rope
-from peagle.runtime.head import reducer_of
-from peagle.runtime.parallel_pass import ParallelPass, PassBatch
 from tests.test_draft import CONFIG
 
 BLOCK_SIZE = 4

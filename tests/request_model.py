@@ -10,8 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from peagle.runtime.cache import BlockPool, Int32Array
-from peagle.runtime.request_table import NO_ROW, Counters, RequestTable
+from peagle.drafter.kvcache import NO_ROW, BlockPool, Counters, Int32Array, RequestTable
 
 BLOCK = 4
 DEPTH = 3

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from cluster.counts import Counts
+from cluster.acceptance import Counts
 from cluster.scaling import CounterExport, Reading, WorkloadTotals
-from cluster.scaling_settings import AutoscalingSettings
+from cluster.settings import AutoscalingSettings
 from cluster.step_time import StepPoint, StepShape, StepTimes
 
 GOOD, BAD = (0.8, 0.64, 0.51), (0.2, 0.04, 0.01)

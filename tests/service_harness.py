@@ -17,8 +17,8 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
+from benchmarks.applications import free_port
 from deployments.app import build
-from deployments.bench_service import free_port
 from deployments.names import APP_NAME
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -7,7 +7,7 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from peagle.data import Conversations, write_manifest
+from peagle.train.data import Conversations, write_manifest
 
 PROMPT_TOKENS = 6
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from peagle.bench import table
-from peagle.bench.ablation import Plan, collect, environment, finished, run_all
-from peagle.data import Conversations
+from benchmarks import table
+from benchmarks.ablation import Plan, collect, environment, finished, run_all
+from peagle.train.data import Conversations
 from tests.small_run import write_small_run
 
 
@@ -81,7 +81,7 @@ def test_wrong_plans_name_the_key(tmp_path: Path, raw: dict, message: str) -> No
 
 
 def test_shipped_plan_is_valid() -> None:
-    from peagle.recipe import Recipe
+    from peagle.train.recipe import Recipe
 
     plan = Plan.load(Path("configs/train/ablation.yaml"))
     recipes = {name: Recipe.load(plan.base, plan.overrides(name)) for name in plan.runs}

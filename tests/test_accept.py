@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle import accept
-from peagle.accept import PADDING_TOKEN_ID, accept_greedy, accept_sampled
+from peagle import evaluate as accept
+from peagle.evaluate import PADDING_TOKEN_ID, accept_greedy, accept_sampled
 
 MIN_P_VALUE = 1e-6
 VOCAB_SIZE = 4

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.acceptance import AcceptanceBook, Counts, Report
-from cluster.counts import MAX_NUM_SOURCES
+from cluster.acceptance import MAX_NUM_SOURCES, AcceptanceBook, Counts, Report
 
 K_MAX = 7
 CODE = (0.9, 0.88, 0.86, 0.85, 0.85, 0.84, 0.84)

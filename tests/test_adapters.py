@@ -12,20 +12,17 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from cluster.callers import Caller
-from cluster.drafter_settings import DrafterSettings
-from cluster.drafting import Drafting, DraftingError, resolve
-from cluster.workloads import Workloads
+from cluster.request import Caller, Drafting, DraftingError, Workloads, resolve
+from cluster.settings import DrafterSettings
 from deployments.drafter import DrafterReplica
-from deployments.drafter_telemetry import DrafterReport, LiveHead
-from deployments.errors import ApiError, add_error_handlers
 from deployments.links import DrafterLinks
 from deployments.readiness import ReplicaMonitor
-from deployments.requests import ChatBody
+from deployments.requests import ApiError, ChatBody, add_error_handlers
 from deployments.target import TargetServer
-from peagle.runtime.request_table import Counters
-from peagle.runtime.server import ServerStats
-from peagle.vllm.channel import DEPTH_KEY
+from deployments.telemetry import DrafterReport, LiveHead
+from peagle.drafter.kvcache import Counters
+from peagle.drafter.server import ServerStats
+from peagle.vllm.acceptance import DEPTH_KEY
 from tests.test_control import POLICY, control, observation
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cluster.depth import CostCurves, allocate
-from cluster.step_costs import Curve
+from cluster.step_time import StepCostsCurve as Curve
 from cluster.step_time import StepTimes
 
 H200 = StepTimes.load(Path(__file__).resolve().parents[1] / "configs/step_times/qwen3-30b-a3b-shape-h200.json")

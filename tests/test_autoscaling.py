@@ -12,10 +12,20 @@ from ray.serve._private.common import ReplicaID, TimeStampedValue
 from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingContext, AutoscalingPolicy
 
-from cluster import scaling_replay, view
-from deployments.autoscaling import SILENT_S, DrafterAutoscaler, TargetAutoscaler, readings
-from deployments.scaling_board import ASKED, DECISION, DRAFTERS, DecisionLog, Exchange
-from deployments.scaling_view import scaling_metrics
+from benchmarks import scaling_replay
+from cluster import view
+from deployments.autoscaling import (
+    ASKED,
+    DECISION,
+    DRAFTERS,
+    SILENT_S,
+    DecisionLog,
+    DrafterAutoscaler,
+    Exchange,
+    TargetAutoscaler,
+    readings,
+    scaling_metrics,
+)
 from tests.autoscaling_harness import DRAFTER, TARGET, Controller, DictBoard, arguments, context
 from tests.scaling_cases import BAD, GOOD, FakeReplica, settings
 

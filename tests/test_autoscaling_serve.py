@@ -10,9 +10,8 @@ import pytest
 import ray
 from ray import serve
 
-from cluster import scaling_replay
-from deployments.scaling_board import DECISION, ClusterBoard
-from deployments.scaling_config import DRAFTER_POLICY, TARGET_POLICY
+from benchmarks import scaling_replay
+from deployments.autoscaling import DECISION, DRAFTER_POLICY, TARGET_POLICY, ClusterBoard
 from tests.autoscaling_harness import arguments
 from tests.scaling_cases import BAD, GOOD, FakeReplica
 

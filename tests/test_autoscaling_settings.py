@@ -6,10 +6,10 @@ import pytest
 import yaml
 from ray.serve.config import AutoscalingConfig
 
-from cluster.loading import Catalog, load_settings
-from cluster.unmeasured import default_step_times
-from deployments.drafter_heads import HeadLoader
-from deployments.scaling_config import drafter_autoscaling, policy_kwargs, target_autoscaling
+from cluster.settings import Catalog, load_settings
+from cluster.step_time import default_step_times
+from deployments.autoscaling import drafter_autoscaling, policy_kwargs, target_autoscaling
+from deployments.drafter import HeadLoader
 from tests.test_settings import catalog, changed, problems_of  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).parents[1]
@@ -52,7 +52,7 @@ def test_a_drafter_has_room_for_the_requests_of_all_targets_that_may_come(
     catalog: Catalog,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("deployments.drafter_heads.target_source", lambda source: "nowhere")
+    monkeypatch.setattr("deployments.drafter.target_source", lambda source: "nowhere")
     args = changed(
         target__num_replicas=..., drafter__placement="remote", engine__dtype="float32", engine__max_num_seqs=8
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.simulation.baselines import (
+from benchmarks.simulation.baselines import (
     Bandit,
     BatchTable,
     BatchWide,
@@ -16,9 +16,9 @@ from cluster.simulation.baselines import (
     best_table,
     climb,
 )
-from cluster.simulation.comparison import Bench, Load, Remembered
-from cluster.simulation.engine_model import Active, Engine
-from cluster.simulation.traces import Answer, Traces, mixes
+from benchmarks.simulation.comparison import Bench, Load, Remembered
+from benchmarks.simulation.engine_model import Active, Engine
+from benchmarks.simulation.traces import Answer, Traces, mixes
 from tests.measured_times import measured_times
 
 REAL = Path(__file__).resolve().parents[1] / "results" / "2026-11-21-traces-smollm2-135m.npz"

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from peagle.head_files import check_head
-from peagle.vllm.bench_engines import ENGINES, K_MAX, SURVIVAL, TIERS, depths_of, settings_of, steady
-from peagle.vllm.bench_graphs import compare_texts, ratios, timing_failures
-from peagle.vllm.bench_models import write_head
+from benchmarks.engines import ENGINES, K_MAX, SURVIVAL, TIERS, depths_of, settings_of, steady
+from benchmarks.graphs import compare_texts, ratios, timing_failures
+from benchmarks.models import write_head
+from peagle.checkpoint import check_head
 from peagle.vllm.engine import GRAPH_WORKER, GRAPHS_KEY
 from peagle.vllm.graph_worker import RecordedStep
 from peagle.vllm.graphs import GraphSettings

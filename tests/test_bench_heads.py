@@ -2,7 +2,7 @@
 
 import pytest
 
-from peagle.vllm.bench_heads import compared, parse_arm, summary, table
+from benchmarks.heads import compared, parse_arm, summary, table
 
 
 def test_an_arm_is_none_or_a_head_and_its_k() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from deployments.bench_ingress import (
+from benchmarks.ingress import (
     CONFIG,
     OURS,
     PLAIN,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from peagle.bench import links
+from benchmarks import links
 
 FEW = ["--requests", "1", "3", "--steps", "6", "--warmup", "2", "--hidden-size", "8", "--device", "cpu"]
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.drafting import Drafting
-from deployments.bench_load import Window, extra_args
-from peagle.vllm.channel import DEPTH_KEY, SURVIVAL_KEY, SYNTHETIC_KEY, WORKLOAD_KEY
+from benchmarks.load import Window, extra_args
+from cluster.request import Drafting
+from peagle.vllm.acceptance import DEPTH_KEY, SURVIVAL_KEY, SYNTHETIC_KEY, WORKLOAD_KEY
 
 
 def test_rates_come_from_steps_as_measured_and_tokens_as_expected() -> None:

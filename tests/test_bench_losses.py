@@ -3,8 +3,8 @@
 import pytest
 from torch import Tensor
 
-from peagle.bench.losses import Inputs, chunked, gradient, measure, reference
-from peagle.losses import KERNELS, ChunkedLoss
+from benchmarks.losses import Inputs, chunked, gradient, measure, reference
+from peagle.train.losses import KERNELS, ChunkedLoss
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from peagle import masks
-from peagle.bench.masks import check, examples, main, pair_loop, row_loop
-from peagle.mask_table import MaskTable
+from benchmarks.masks import check, examples, main, pair_loop, row_loop
+from peagle.train import masks
+from peagle.train.masks import MaskTable
 
 
 def test_loops_equal_the_dense_mask() -> None:

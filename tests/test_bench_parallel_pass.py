@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.scaling_capacity import PassTimes
-from peagle.bench import parallel_pass
-from peagle.bench.parallel_pass import SHAPES, Load, make_batch, random_drafter
+from benchmarks import parallel_pass
+from benchmarks.parallel_pass import SHAPES, Load, make_batch, random_drafter
+from cluster.capacity import PassTimes
 
 LOAD = Load(depth=3, accepted=1.0, context=20)
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from peagle.bench.partition import main, table
-from peagle.partition import Partition
+from benchmarks.partition import main, table
+from peagle.train.partition import Partition
 
 
 def run(monkeypatch: pytest.MonkeyPatch, path, *options: str) -> dict:

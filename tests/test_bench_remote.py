@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deployments.bench_remote import step_parts_ms
+from benchmarks.remote import step_parts_ms
 from tests.transport_harness import Target, eventually, make_pool, make_server, running
 
 DELAY_S = 0.05

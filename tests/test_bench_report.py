@@ -1,7 +1,7 @@
 """The benchmark's arithmetic, on answers small enough to check by hand."""
 
-from deployments.bench import choose_prompts
-from deployments.bench_report import Answer, figures, is_looping, summary, table
+from benchmarks.report import Answer, figures, is_looping, summary, table
+from benchmarks.service import choose_prompts
 
 
 def answer(prompt=0, *, tokens=range(11), ttft_s=1.0, total_s=2.0, steps=0, accepted=0, category="x"):

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from peagle.bench.sides import Case
-from peagle.bench.speculators import CASES, parse_case, ratios, run_group, skipped
+from benchmarks.sides import Case
+from benchmarks.speculators import CASES, parse_case, ratios, run_group, skipped
 
 
 def result(text: str, status: str = "measured", step_ms: float = 1.0, gib: float = 1.0) -> dict:

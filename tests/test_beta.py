@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cluster.beta import product_interval, quantiles
+from cluster.acceptance import product_interval, quantiles
 
 
 @pytest.mark.parametrize("parameter", [0.05, 0.5, 1.0, 8.0, 3000.0])

@@ -13,13 +13,11 @@ from vllm.config import CompilationConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from cluster.step_time import StepPoint, StepShape, StepTimes
-from peagle.vllm import calibrate, step_bench
-from peagle.vllm.calibrate import Source, read_config, report, source_of
-from peagle.vllm.cpu_environment import cpu_environment, intel_openmp, openmp_preload
-from peagle.vllm.engine import GRAPHS_KEY
-from peagle.vllm.engine_facts import capture_sizes
-from peagle.vllm.step_bench import Cell, grid, to_point
-from peagle.vllm.step_clock import StepClock, TimedStep
+from peagle.vllm import calibrate
+from peagle.vllm import calibrate as step_bench
+from peagle.vllm.calibrate import Cell, Source, grid, read_config, report, source_of, to_point
+from peagle.vllm.engine import GRAPHS_KEY, capture_sizes, cpu_environment, intel_openmp, openmp_preload
+from peagle.vllm.trimming import StepClock, TimedStep
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -9,11 +9,10 @@ import httpx
 import pytest
 from fastapi import Request
 
-from cluster.caller_settings import read_callers
-from cluster.callers import ANYONE, Caller, UnknownCallerError
-from cluster.settings import ClusterSettings, IngressSettings, ModelSettings
-from deployments.auth import caller_of
+from cluster.request import ANYONE, Caller, UnknownCallerError
+from cluster.settings import ClusterSettings, IngressSettings, ModelSettings, read_callers
 from deployments.ingress import make_api
+from deployments.requests import caller_of
 
 SECRET = "sk-very-secret"
 DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()

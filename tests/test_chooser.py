@@ -9,10 +9,18 @@ import numpy as np
 import pytest
 
 from cluster.acceptance import AcceptanceBook, Counts, Survival
-from cluster.chooser import FREE_PROBE_FACTOR, MAX_PROBE_LOSS, Book
-from cluster.depth import Demand, DepthChooser, Load, Objective, SurvivalError, best_depths
-from cluster.step_time import StepShape, StepTimes
-from cluster.unmeasured import default_step_times
+from cluster.depth import (
+    FREE_PROBE_FACTOR,
+    MAX_PROBE_LOSS,
+    Book,
+    Demand,
+    DepthChooser,
+    Load,
+    Objective,
+    SurvivalError,
+    best_depths,
+)
+from cluster.step_time import StepShape, StepTimes, default_step_times
 from tests.step_tables import MS, Table
 
 GOOD = (0.95, 0.9, 0.85, 0.8, 0.75)

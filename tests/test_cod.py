@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from peagle.cod import chain_lengths, kept_per_offset, sample_rows
+from peagle.train.cod import chain_lengths, kept_per_offset, sample_rows
 
 
 def test_counts_are_those_of_the_papers_example() -> None:

@@ -77,8 +77,8 @@ def test_documented_commands_exist() -> None:
     ("module", "options"),
     [
         ("deployments.train", ["--num-workers", "4"]),
-        ("peagle.bench.human_code", ["--out", "none", "--num", "3"]),
-        ("peagle.stored", ["--max-batches", "2"]),
+        ("benchmarks.human_code", ["--out", "none", "--num", "3"]),
+        ("peagle.train.stored", ["--max-batches", "2"]),
         ("peagle.vllm.generate", ["--prompts", "none.jsonl", "--out", "none"]),
     ],
 )

@@ -7,16 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.acceptance import Report
+from cluster.acceptance import Counts, Report
 from cluster.control import MAX_REPORT_AGE_S, DepthControl, Observation, fixed_document
-from cluster.corrections import Corrections, Factor
-from cluster.counts import Counts
 from cluster.depth import Objective
-from cluster.drafting import DepthPolicy, Drafting, DraftingError, from_wire, resolve
-from cluster.step_time import StepPoint, StepShape, StepTimes
+from cluster.request import DepthPolicy, Drafting, DraftingError, from_wire, resolve
+from cluster.step_time import Corrections, Factor, StepPoint, StepShape, StepTimes
 from cluster.view import table
-from deployments.depth import observe
-from deployments.telemetry import ReplicaReport
+from deployments.telemetry import ReplicaReport, observe
 
 K_MAX = 7
 POLICY = DepthPolicy(K_MAX, K_MAX, 3, {"pinned": 2})

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from cluster.corrections import (
+from cluster.step_time import (
     MAX_KINDS,
     MAX_LOG_FACTOR,
     NO_GRAPH,
@@ -13,10 +13,10 @@ from cluster.corrections import (
     Corrections,
     Factor,
     LiveCosts,
+    Residuals,
+    StepShape,
     combined,
 )
-from cluster.residuals import Residuals
-from cluster.step_time import StepShape
 from tests.step_tables import Table
 
 TABLE = Table(7, full_graph_depths=frozenset({3, 7}))

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from cluster.counts import HEAD_PATIENCE_REPORTS, MAX_NUM_SOURCES, Counts, Ledger, Report
-from peagle.vllm.stats import DraftingStats
+from cluster.acceptance import HEAD_PATIENCE_REPORTS, MAX_NUM_SOURCES, Counts, Ledger, Report
+from peagle.vllm.acceptance import DraftingStats
 
 
 def full(num_steps: int, depth: int = 2) -> Counts:

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from peagle.cod import Rows, sample_rows
-from peagle.partition import Segment, cut_by_position, cut_by_rows
+from peagle.train.cod import Rows, sample_rows
+from peagle.train.partition import Segment, cut_by_position, cut_by_rows
 from tests.head_factory import CONFIG
 from tests.packed import NUM_TOKENS, packed_sequence
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from peagle.data import Conversations, PackedBatches, pack
+from peagle.train.data import Conversations, PackedBatches, pack
 
 
 def conversations(count: int = 40, seed: int = 0) -> Conversations:

@@ -8,8 +8,7 @@ from itertools import product
 import pytest
 
 from cluster.depth import CostCurves, Demand, Objective, SurvivalError, allocate, best_depths, plan_step
-from cluster.step_time import StepShape
-from cluster.unmeasured import default_step_times
+from cluster.step_time import StepShape, default_step_times
 from tests.step_tables import MS, Table, convex_table, flat, jagged_table, step_s, survival
 
 CODE = (0.9, 0.8, 0.7, 0.6, 0.5)

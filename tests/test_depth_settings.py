@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from cluster.depth_settings import DepthSettings, check_depth
-from cluster.unmeasured import default_step_times
+from cluster.settings import DepthSettings, check_depth
+from cluster.step_time import default_step_times
 from tests.test_settings import catalog, changed, problems_of  # noqa: F401 - a fixture
 
 K_MAX = 7

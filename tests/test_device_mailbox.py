@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from peagle.kernels.wait import ABORTED, REACHED, TIMED_OUT
-from peagle.runtime import device_mailbox
-from peagle.runtime.mailbox import Mailbox
+from peagle.drafter import mailbox as device_mailbox
+from peagle.drafter.mailbox import Mailbox
+from peagle.drafter.wait import ABORTED, REACHED, TIMED_OUT
 from tests.draft_engine_harness import CONFIG
 from tests.transport_harness import SHAPE, DrafterProcess, Target, eventually, make_pool
 
@@ -74,7 +74,7 @@ def test_a_killed_drafter_releases_the_stream() -> None:
 
 @pytest.mark.gpu
 def test_a_mailboxes_payload_counts_as_pinned() -> None:
-    """So that a pass reads its rows where they lie (`peagle.runtime.graphs`)."""
+    """So that a pass reads its rows where they lie (`peagle.drafter.graphs`)."""
     with pinned_mailbox("cuda") as mailbox:
         assert mailbox.area(0).payload_RH[:3].is_pinned()
 

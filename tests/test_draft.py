@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from peagle.accept import PADDING_TOKEN_ID, accept_greedy
 from peagle.config import DrafterConfig
 from peagle.draft import DraftSession
+from peagle.evaluate import PADDING_TOKEN_ID, accept_greedy
 from peagle.model import Drafter
 from tests.head_factory import random_drafter
 

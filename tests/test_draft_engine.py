@@ -26,15 +26,13 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from peagle.checkpoint import build_drafter, load_head, save_head
-from peagle.config import DrafterConfig
+from peagle.checkpoint import build_drafter, expected_tensors, load_head, save_head
+from peagle.config import DrafterConfig, Llama3Rope
 from peagle.draft import DraftSession
 from peagle.draft_vocabulary import marks, offsets
-from peagle.head_files import expected_tensors
 from peagle.heads import prepare_head
 from peagle.model import Drafter
-from peagle.rope import Llama3Rope
-from peagle.target import Target
+from peagle.train.target import Target
 
 pytestmark = pytest.mark.engine
 

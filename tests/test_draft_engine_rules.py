@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from peagle.runtime.draft_engine import DraftEngine, StepError
-from peagle.runtime.pass_plan import Requests, split
-from peagle.runtime.steps import TargetStep
+from peagle.drafter.engine import DraftEngine, Requests, StepError, split
+from peagle.drafter.steps import TargetStep
 from tests.draft_engine_harness import (
     BLOCK,
     CONFIG,

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peagle.runtime.draft_engine import DraftEngine
-from peagle.runtime.steps import TargetStep
+from peagle.drafter.engine import DraftEngine
+from peagle.drafter.steps import TargetStep
 from tests.draft_engine_harness import (
     BLOCK,
     MAX_DEPTH,

@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from peagle.checkpoint import build_drafter, load_head, save_drafter, save_head
 from peagle.config import HeadError
-from peagle.data import Conversations
 from peagle.draft import Drafts, DraftSession
 from peagle.draft_vocabulary import answer_token_counts, frequent_tokens, marks, offsets, target_ids
 from peagle.heads import prepare_head
 from peagle.model import Drafter
-from peagle.recipe import Recipe
-from peagle.target import Target
-from peagle.train import Trainer
+from peagle.train.data import Conversations
+from peagle.train.recipe import Recipe
+from peagle.train.target import Target
+from peagle.train.trainer import Trainer
 from tests.head_factory import REDUCED, TARGET, head_tensors
 from tests.small_run import write_small_run
 

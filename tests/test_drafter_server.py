@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from peagle.runtime.draft_engine import DraftEngine
-from peagle.runtime.peer import greet
-from peagle.runtime.server import DrafterServer
-from peagle.runtime.wire import PROTOCOL_VERSION, MessageReader
+from peagle.drafter.engine import DraftEngine
+from peagle.drafter.protocol import PROTOCOL_VERSION, MessageReader
+from peagle.drafter.server import DrafterServer, greet
 from tests.draft_engine_harness import CONFIG, head_runtime
 from tests.transport_harness import (
     ROOT,
@@ -109,7 +108,7 @@ def test_a_target_of_another_version_learns_it() -> None:
 
 
 def test_strangers_that_say_nothing_do_not_keep_targets_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peagle.runtime.peer.HELLO_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("peagle.drafter.server.HELLO_TIMEOUT_S", 0.5)
     with running(make_server()) as server:
         host, _, port = server.address.rpartition(":")
         strangers = [socket.create_connection((host, int(port))) for _ in range(40)]
@@ -231,7 +230,9 @@ def test_a_step_that_no_engine_can_take_ends_its_connection_and_no_other() -> No
 
 
 def test_a_drafter_that_ends_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peagle.runtime.link.MIN_BACKOFF_S", 60.0)  # that nobody is there any more is the next problem
+    monkeypatch.setattr(
+        "peagle.drafter.client.MIN_BACKOFF_S", 60.0
+    )  # that nobody is there any more is the next problem
     with running(make_server()) as server:
         pool = make_pool()
         pool.set_drafters([entry(server.address, {0: "digest0"})])
@@ -250,7 +251,7 @@ def test_a_drafter_that_ends_says_so_to_whoever_is_just_let_in(monkeypatch: pyte
         is_over.wait(10)
         return peer
 
-    monkeypatch.setattr("peagle.runtime.server.greet", greet_late)
+    monkeypatch.setattr("peagle.drafter.server.greet", greet_late)
     with running(make_server()) as server:
         pool = make_pool()
         pool.set_drafters([entry(server.address, {0: "digest0"})])
@@ -270,7 +271,7 @@ def test_a_newcomer_whose_mailbox_is_not_taken_is_counted_and_tries_again(monkey
             raise RuntimeError("CUDA error: out of memory")
         return greet(connection, *args)
 
-    monkeypatch.setattr("peagle.runtime.server.greet", greet_or_fail)
+    monkeypatch.setattr("peagle.drafter.server.greet", greet_or_fail)
     with running(make_server()) as server:
         pool = make_pool()
         pool.set_drafters([entry(server.address, {0: "digest0"})])

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.drafter_settings import DrafterSettings, swapped
-from cluster.loading import Catalog, SettingsError, load_settings
-from cluster.settings import ClusterSettings
+from cluster.settings import Catalog, ClusterSettings, DrafterSettings, SettingsError, load_settings, swapped
 
 HEAD = {
     "architectures": ["LlamaForCausalLMEagle3"],

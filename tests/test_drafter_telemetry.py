@@ -4,9 +4,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 
 from cluster.control import fixed_document
-from cluster.drafting import DepthPolicy
+from cluster.request import DepthPolicy
 from cluster.view import table
-from deployments.drafter_telemetry import (
+from deployments.links import MAX_MISSED_POLLS, Roster, agreed_heads, drafters_of, link_reports
+from deployments.telemetry import (
     MAX_NUM_HEADS,
     DrafterReport,
     HeadCounts,
@@ -16,8 +17,7 @@ from deployments.drafter_telemetry import (
     drafting_document,
     head_metrics,
 )
-from deployments.links import MAX_MISSED_POLLS, Roster, agreed_heads, drafters_of, link_reports
-from peagle.vllm.stats import DraftingStats
+from peagle.vllm.acceptance import DraftingStats
 
 GOOD = DraftingStats.from_steps([(3, 3), (3, 1)])
 BAD = DraftingStats.from_steps([(3, 0)])

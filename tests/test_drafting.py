@@ -4,8 +4,7 @@ import pickle
 
 import pytest
 
-from cluster.callers import ANYONE, Caller
-from cluster.drafting import DepthPolicy, Drafting, DraftingError, ForbiddenTagError, from_wire, resolve
+from cluster.request import ANYONE, Caller, DepthPolicy, Drafting, DraftingError, ForbiddenTagError, from_wire, resolve
 
 POLICY = DepthPolicy(max_draft_tokens=7, max_depth=6, default_depth=5, by_workload={"code": 6, "chat": 2, "prose": 0})
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from peagle.vllm.channel import DEFAULT_WORKLOAD
-from peagle.vllm.stats import DraftingStats
+from peagle.vllm.acceptance import DEFAULT_WORKLOAD, DraftingStats
 from tests.engine_cases import (
     K_MAX,
     MIXED,

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.simulation.baselines import BatchWide, NoSpeculation
-from cluster.simulation.engine_model import Active, Engine, Run, Simulation, Times, Traffic
-from cluster.simulation.traces import Answer, Traces, acceptance_length, num_steps
+from benchmarks.simulation.baselines import BatchWide, NoSpeculation
+from benchmarks.simulation.engine_model import Active, Engine, Run, Simulation, Times, Traffic
+from benchmarks.simulation.traces import Answer, Traces, acceptance_length, num_steps
 from cluster.step_time import StepShape
 
 REAL = Path(__file__).resolve().parents[1] / "results" / "2026-11-21-traces-smollm2-135m.npz"

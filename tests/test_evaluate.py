@@ -9,22 +9,19 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks import table
 from peagle import evaluate as program
-from peagle import masks
-from peagle.accept import accept_sampled
-from peagle.bench import table
 from peagle.checkpoint import save_drafter
-from peagle.cod import sample_rows
 from peagle.config import DrafterConfig
-from peagle.data import Conversations, write_manifest
 from peagle.draft import DraftSession
+from peagle.evaluate import Counts, accept_sampled, figures, replay, walk
 from peagle.model import Drafter
-from peagle.parallel import draft_rows
-from peagle.recipe import BatchRecipe, DrafterRecipe, OptimizerRecipe, Recipe, ScheduleRecipe
-from peagle.replay import replay
-from peagle.target import Target
-from peagle.train import Trainer
-from peagle.walk import Counts, figures, walk
+from peagle.train import masks
+from peagle.train.cod import draft_rows, sample_rows
+from peagle.train.data import Conversations, write_manifest
+from peagle.train.recipe import BatchRecipe, DrafterRecipe, OptimizerRecipe, Recipe, ScheduleRecipe
+from peagle.train.target import Target
+from peagle.train.trainer import Trainer
 
 VOCABULARY, PROMPT_TOKENS, NUM_DEPTHS = 6, 4, 3
 """So few tokens that an untrained drafter is often right."""
@@ -77,7 +74,7 @@ def accepted_in_session(drafter: Drafter, target: Target, ids: np.ndarray, promp
 )
 def test_every_anchor_accepts_what_drafting_there_gets_right(target: Target, changes: dict, monkeypatch) -> None:
     """Packed together, and one answer longer than a packed sequence."""
-    monkeypatch.setattr("peagle.replay.PACK_TOKENS", 28)
+    monkeypatch.setattr("peagle.evaluate.PACK_TOKENS", 28)
     drafter, data = new_drafter(target, **changes), random_data(30)
     assert data.lengths.max() > 28, "no answer stands alone"
     found = replay(drafter, target, data)

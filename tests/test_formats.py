@@ -13,13 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from peagle.checkpoint import build_drafter, load_head
-from peagle.config import DEFAULT_NUM_DEPTHS, UNNAMED_LAYERS, DrafterConfig, HeadError
+from peagle.checkpoint import build_drafter, check_head, check_head_fits, expected_tensors, load_head
+from peagle.config import DEFAULT_NUM_DEPTHS, UNNAMED_LAYERS, DrafterConfig, HeadError, Llama3Rope
 from peagle.draft import DraftSession
 from peagle.formats import convert, main, plain_config
-from peagle.head_files import check_head, check_head_fits, expected_tensors
-from peagle.parallel import attend_under
-from peagle.rope import Llama3Rope
+from peagle.train.cod import attend_under
 from tests.head_factory import reconfigure, rewrite
 
 SOURCES = Path(__file__).parent / "data" / "speculators"

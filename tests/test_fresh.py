@@ -12,14 +12,14 @@ import torch
 
 from peagle.checkpoint import build_drafter, load_head, read_head_config, save_head
 from peagle.config import DrafterConfig, HeadError
-from peagle.data import Conversations
 from peagle.draft import DraftSession
-from peagle.fresh import start_from
+from peagle.evaluate import replay
 from peagle.model import Drafter
-from peagle.recipe import Recipe
-from peagle.replay import replay
-from peagle.target import Target
-from peagle.train import Trainer
+from peagle.train.data import Conversations
+from peagle.train.passes import start_from
+from peagle.train.recipe import Recipe
+from peagle.train.target import Target
+from peagle.train.trainer import Trainer
 from tests.head_factory import CONFIG, TARGET, head_tensors, random_drafter
 from tests.small_run import write_small_run
 

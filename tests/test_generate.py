@@ -12,13 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from peagle.data import Conversations
 from peagle.embedded import prepare_target
-from peagle.matching import check_data_fits, tokenizer_hash
-from peagle.prompts import read_jsonl
-from peagle.recipe import Recipe
-from peagle.vllm.generate import check_parts, collect, dealt, settings_hash, visible_gpus, worker_environment
-from peagle.vllm.writer import spread
+from peagle.train.data import Conversations, check_data_fits, read_jsonl, tokenizer_hash
+from peagle.train.recipe import Recipe
+from peagle.vllm.generate import check_parts, collect, dealt, settings_hash, spread, visible_gpus, worker_environment
 
 
 @pytest.mark.parametrize(("named", "gpus"), [("2,5", ["2", "5"]), ("GPU-a, GPU-b", ["GPU-a", "GPU-b"]), ("", [])])

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3ForCausalLM,
 
 import peagle.embedded
 from peagle.embedded import EmbeddedTarget, Part, prepare_target
-from peagle.gguf_checkpoint import checkpoint_files
+from peagle.gguf import checkpoint_files
 from peagle.store import sha256_of
 
 ROOT = Path(__file__).parents[1]

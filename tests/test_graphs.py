@@ -15,7 +15,8 @@ from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.forward_context import BatchDescriptor
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-from peagle.vllm.engine import GRAPHS_KEY, MAX_GRAPH_TOKENS, capture_sizes
+from peagle.vllm.engine import GRAPHS_KEY, MAX_GRAPH_TOKENS
+from peagle.vllm.engine import capture_sizes_engine as capture_sizes
 from peagle.vllm.graphs import GraphSettings, GraphTable, StepShape, TieredDispatcher, request_counts
 
 K_MAX = 7

@@ -13,11 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from peagle.checkpoint import load_head, save_head
-from peagle.config import DrafterConfig, HeadError
-from peagle.head_files import check_head, check_head_fits, expected_tensors
-from peagle.rope import Llama3Rope
-from peagle.tensor_files import read_tensor_specs
+from peagle.checkpoint import check_head, check_head_fits, expected_tensors, load_head, read_tensor_specs, save_head
+from peagle.config import DrafterConfig, HeadError, Llama3Rope
 from tests.head_factory import CONFIG, REDUCED, TARGET, head_tensors, reconfigure, rewrite
 
 
@@ -239,7 +236,7 @@ def test_narrow_drafter_needs_its_own_table(tmp_path: Path) -> None:
 
 def test_checks_import_no_torch(head: Path) -> None:
     code = (
-        "import json, sys; from peagle.head_files import check_head; check_head(sys.argv[1], json.loads(sys.argv[2]));"
+        "import json, sys; from peagle.checkpoint import check_head; check_head(sys.argv[1], json.loads(sys.argv[2]));"
         "heavy = {'torch', 'numpy', 'safetensors', 'transformers', 'ray'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run(

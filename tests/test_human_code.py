@@ -1,6 +1,6 @@
 """Pairs of prompt and human answer: whole functions, each once, none of HumanEval or of this project."""
 
-from peagle.bench.human_code import functions, source_files
+from benchmarks.human_code import functions, source_files
 
 SOURCE = '''
 class Table:

@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 import yaml
 
-from cluster.loading import SettingsError
+from cluster.settings import SettingsError
 from deployments.manifest import CPU, GPU, Machine, main, rayservice, render
 from deployments.up import read_config
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.kernels.accepted_rows import BLOCK_ROWS, accepted_rows, accepted_rows_torch
+from peagle.drafter.rows import BLOCK_ROWS, accepted_rows, accepted_rows_torch
 from tests.kernel_device import DEVICE, needs_kernel
 
 

@@ -8,15 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.kernels.attention_plan import Plan, block_requests, distinct_batches, plan_for
-from peagle.kernels.dispatch import INTERPRETED
-from peagle.kernels.paged_attention import (
+from peagle.drafter.attention import (
+    Plan,
+    block_requests,
+    distinct_batches,
     paged_attention,
     paged_attention_torch,
     paged_attention_triton,
+    plan_for,
     write_kv,
     write_kv_torch,
 )
+from peagle.drafter.dispatch import INTERPRETED
 from tests.kernel_device import DEVICE, needs_kernel
 
 SPLIT = Plan(block_m=16, block_n=16, num_splits=3, phased=False, num_warps=4, num_stages=2)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from peagle.bench import kernels
-from peagle.bench.kernels import Attention, Preparation
-from peagle.kernels.batch_rows import build_rows
+from benchmarks import kernels
+from benchmarks.kernels import Attention, Preparation
+from peagle.drafter.rows import build_rows
 
 
 def test_without_a_gpu_only_twins_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from peagle.draft import DraftSession
-from peagle.kernels.batch_rows import build_rows
-from peagle.kernels.dispatch import INTERPRETED
-from peagle.kernels.hidden_rows import place_hidden
-from peagle.kernels.paged_attention import paged_attention, write_kv
+from peagle.drafter.attention import paged_attention, write_kv
+from peagle.drafter.dispatch import INTERPRETED
+from peagle.drafter.rows import build_rows, place_hidden
 from peagle.model import Drafter
 from tests.head_factory import CONFIG, random_drafter
 from tests.kernel_device import DEVICE

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.kernels.batch_rows import Rows, build_rows, build_rows_torch
-from peagle.kernels.hidden_rows import place_hidden, place_hidden_at, place_hidden_at_torch
+from peagle.drafter.rows import Rows, build_rows, build_rows_torch, place_hidden, place_hidden_at, place_hidden_at_torch
 from tests.kernel_device import DEVICE, needs_kernel
 
 MASK = 999

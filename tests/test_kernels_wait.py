@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.kernels.dispatch import INTERPRETED
-from peagle.kernels.wait import (
+from peagle.drafter.dispatch import INTERPRETED
+from peagle.drafter.wait import (
     ABORTED,
     REACHED,
     TIMED_OUT,

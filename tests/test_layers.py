@@ -36,7 +36,7 @@ LAYERS = (
     Layer(
         "peagle/vllm",
         never=frozenset({"ray", "cluster", "deployments", "tests", "benchmarks"}),
-        but=frozenset({"cluster.allocation", "cluster.step_costs", "cluster.step_time"}),
+        but=frozenset({"cluster.depth", "cluster.step_time"}),
     ),
     Layer("peagle", never=frozenset({"ray", "cluster", "deployments", "tests", "benchmarks", "vllm", "peagle.vllm"})),
     Layer("cluster", only=frozenset({*sys.stdlib_module_names, "numpy", "pydantic", "yaml", "cluster"})),
@@ -177,7 +177,7 @@ def test_a_violation_is_named_with_file_and_line(path: str, source: str, reason:
     [
         ("peagle/train.py", "import torch\nimport rayon\nfrom peagle.model import Drafter\nimport clusters"),
         ("peagle/vllm/scheduler.py", "from vllm.v1 import core\nfrom peagle.config import HeadError"),
-        ("peagle/vllm/scheduler.py", "from cluster.allocation import allocate"),
+        ("peagle/vllm/scheduler.py", "from cluster.depth import allocate"),
         ("cluster/depth.py", "import json\nimport numpy as np\nimport yaml\nfrom cluster.settings import Section"),
         ("deployments/target.py", "import ray\nfrom peagle.heads import prepare_head\nfrom cluster import settings"),
         ("deployments/app.py", "app = Target.bind(settings)"),

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from peagle.runtime.pool import LinkPool
+from peagle.drafter.client import LinkPool
 from tests.draft_engine_harness import MAX_DEPTH
 from tests.transport_harness import (
     SHAPE,
@@ -172,7 +172,7 @@ def test_a_drafter_that_has_become_slower_is_waited_for_longer(shared: bool) -> 
 
 
 def test_a_drafter_that_is_silent_for_long_is_left_and_its_requests_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peagle.runtime.session.MAX_SILENCE_S", 1.0)
+    monkeypatch.setattr("peagle.drafter.client.MAX_SILENCE_S", 1.0)
     with DrafterProcess() as stopped, running(make_server()) as other:
         pool = connected(stopped.address, min_deadline_s=0.3, max_deadline_s=2.0)
         target = Target(pool)
@@ -225,7 +225,7 @@ class _Web(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize("what", ["web", "garbage", "cut short", "silence", "nobody"])
 def test_a_peer_that_is_no_drafter_is_named_and_tried_again(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peagle.runtime.session.HELLO_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("peagle.drafter.client.HELLO_TIMEOUT_S", 0.5)
     problems = {
         "web": "does not speak this protocol: it sent b'<!DOCTYPE HTML>",
         "garbage": "does not speak this protocol: it sent b'220 mail'",

@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peagle.runtime.pass_times import PassTimes
-from peagle.runtime.pool import KnownDrafter, _rank, read_drafters
-from peagle.runtime.session import Session, connect
+from peagle.drafter.client import KnownDrafter, PassTimes, Session, _rank, connect, read_drafters
 from tests.draft_engine_harness import head_runtime
 from tests.transport_harness import (
     DrafterProcess,
@@ -141,7 +139,7 @@ def test_a_drafter_may_be_asked_for_other_heads_while_steps_go_on(monkeypatch: p
         assert may_connect.wait(60)
         return connect(*args)
 
-    monkeypatch.setattr("peagle.runtime.link.connect", connected)
+    monkeypatch.setattr("peagle.drafter.client.connect", connected)
     with running(make_server((0, 1))) as server:
         pool = make_pool()
         pool.set_drafters([entry(server.address)])
@@ -183,7 +181,7 @@ def test_heads_asked_for_in_the_moment_of_connecting_are_not_forgotten(monkeypat
             made.heads = Looked(made.heads)
             return made
 
-        monkeypatch.setattr("peagle.runtime.link.connect", connected)
+        monkeypatch.setattr("peagle.drafter.client.connect", connected)
         pool.set_drafters([entry(server.address)])
         eventually(lambda: pool.num_up and asking.ident)
         asking.join()

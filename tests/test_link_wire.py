@@ -12,10 +12,22 @@ import numpy as np
 import pytest
 import torch
 
-from peagle.runtime.hello import Hello, refusal
-from peagle.runtime.step_message import drafts_of, max_step_bytes, read_step, send_drafts, send_step
-from peagle.runtime.steps import TargetShape, TargetStep
-from peagle.runtime.wire import PROTOCOL_VERSION, Message, MessageReader, PeerClosed, WireError, send_message
+from peagle.drafter.protocol import (
+    PROTOCOL_VERSION,
+    Hello,
+    Message,
+    MessageReader,
+    PeerClosed,
+    WireError,
+    drafts_of,
+    max_step_bytes,
+    read_step,
+    refusal,
+    send_drafts,
+    send_message,
+    send_step,
+)
+from peagle.drafter.steps import TargetShape, TargetStep
 from tests.transport_harness import SHAPE as SERVED_SHAPE
 from tests.transport_harness import served_head
 

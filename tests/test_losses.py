@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.cod import chain_lengths, sample_rows
-from peagle.losses import KERNELS, ChainWeights, ChunkedLoss, Scored, plain_losses
-from peagle.parallel import labelled_rows
-from peagle.target_logits import TargetLogits
+from peagle.train.cod import chain_lengths, labelled_rows, sample_rows
+from peagle.train.losses import KERNELS, ChainWeights, ChunkedLoss, Scored, plain_losses
+from peagle.train.target import TargetLogits
 
 WHOLE, IN_CHUNKS = 1 << 30, 0  # max_whole_bytes
 

@@ -14,9 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-from peagle.runtime.mailbox import MAX_PROMPT_TOKENS, NUM_AREAS, Mailbox, mailbox_bytes
-from peagle.runtime.shared_memory import SHARED_DIR, SharedMemory, host_identity, sweep
-from peagle.runtime.steps import DTYPES, Int32Array, TargetShape
+from peagle.drafter.mailbox import (
+    MAX_PROMPT_TOKENS,
+    NUM_AREAS,
+    SHARED_DIR,
+    Mailbox,
+    SharedMemory,
+    host_identity,
+    mailbox_bytes,
+    sweep,
+)
+from peagle.drafter.steps import DTYPES, Int32Array, TargetShape
 
 SHAPE = TargetShape(hidden_size=6, dtype="float32", max_depth=3, max_num_requests=4, max_num_rows=10, vocab_size=100)
 
@@ -208,7 +216,7 @@ def test_memory_without_room_is_refused_and_leaves_no_file() -> None:
 
 MAKER = """
 import sys, time
-from peagle.runtime.shared_memory import SharedMemory
+from peagle.drafter.mailbox import SharedMemory
 memory = SharedMemory.create(4096)
 print(memory.name, flush=True)
 time.sleep(60)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from peagle import masks
-from peagle.cod import Rows, chain_lengths, sample_rows
-from peagle.mask_table import MaskTable
+from peagle.train import masks
+from peagle.train.cod import Rows, chain_lengths, sample_rows
+from peagle.train.masks import MaskTable
 
 MAX_TOKENS = 48
 

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from peagle import masks
-from peagle.cod import Rows, chain_lengths, sample_rows
 from peagle.config import DrafterConfig, HeadError
+from peagle.train import masks
+from peagle.train.cod import Rows, chain_lengths, sample_rows
 from tests.head_factory import CONFIG
 
 
@@ -138,7 +138,7 @@ def test_tiles_inside_a_long_document_are_full() -> None:
 
 
 def test_flex_attention_under_block_mask_equals_dense_attention() -> None:
-    from peagle.parallel import attend_under
+    from peagle.train.cod import attend_under
 
     rows, document_BN = rows_and_documents(48, 4, 0.8, seed=3)
     torch.manual_seed(0)
@@ -152,7 +152,7 @@ def test_flex_attention_under_block_mask_equals_dense_attention() -> None:
 
 def test_rows_of_blank_tiles_are_finite() -> None:
     """Queries that stand for nothing see themselves: a softmax over nothing is no number, and so would be gradients."""
-    from peagle.parallel import attend_under
+    from peagle.train.cod import attend_under
 
     rows, document_BN = rows_and_documents(24, 4, 1.0, seed=2)
     keys, num_queries = segment(rows, 7, 15, num_blanks=32)

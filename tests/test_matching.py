@@ -7,9 +7,16 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from peagle.data import Conversations, PackedBatches, write_manifest
-from peagle.matching import check_data_fits, check_tokenizer, target_hash, tokenizer_hash
-from peagle.tokenize import tokenize_file
+from peagle.train.data import (
+    Conversations,
+    PackedBatches,
+    check_data_fits,
+    check_tokenizer,
+    target_hash,
+    tokenize_file,
+    tokenizer_hash,
+    write_manifest,
+)
 
 
 def data_folder(folder: Path, tokens: list[int], **manifest: object) -> Path:

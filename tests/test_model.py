@@ -15,13 +15,11 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from peagle import masks
-from peagle.cod import Rows, chain_lengths, sample_rows
-from peagle.config import DrafterConfig
+from peagle.config import DrafterConfig, Llama3Rope
 from peagle.draft import DraftSession
 from peagle.model import Drafter, Layer, rotary_tables
-from peagle.parallel import attend_under, draft_rows
-from peagle.rope import Llama3Rope
+from peagle.train import masks
+from peagle.train.cod import Rows, attend_under, chain_lengths, draft_rows, sample_rows
 from tests.head_factory import random_drafter
 
 NUM_DEPTHS = 5

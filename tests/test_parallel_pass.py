@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from peagle.config import DrafterConfig, HeadError
+from peagle.drafter.forward import PassBatch, PassLimits, cache_bytes_per_block
+from peagle.drafter.graphs import GraphSizes
 from peagle.model import Drafter
-from peagle.runtime.graphs import GraphSizes
-from peagle.runtime.parallel_pass import PassBatch, PassLimits, cache_bytes_per_block
 from tests.head_factory import random_drafter
 from tests.pass_requests import BLOCK_SIZE, MAX_DEPTH, STEPS, SWITCHES, Requests, Step
 from tests.test_draft import CONFIG, EAGLE3

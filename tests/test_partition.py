@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle import masks
-from peagle.cod import Rows
 from peagle.draft import DraftSession
 from peagle.model import Drafter
-from peagle.parallel import draft_rows
-from peagle.partition import PackedSequence, Partition, Segment, cut_by_position, cut_by_rows
+from peagle.train import masks
+from peagle.train.cod import Rows, draft_rows
+from peagle.train.partition import PackedSequence, Partition, Segment, cut_by_position, cut_by_rows
 from tests.head_factory import CONFIG, random_drafter
 from tests.packed import DOCUMENTS, NUM_TOKENS, packed_sequence
 
@@ -100,7 +99,7 @@ def test_a_cut_through_a_chain_changes_the_gradient(monkeypatch: pytest.MonkeyPa
         moved = dataclasses.replace(rest[0], chain_start=rest[0].chain_start + 1)
         return [dataclasses.replace(first, chain_stop=first.chain_stop + 1), moved, *rest[1:]]
 
-    monkeypatch.setattr(f"peagle.partition.{cut.__name__}", split)
+    monkeypatch.setattr(f"peagle.train.partition.{cut.__name__}", split)
     Partition(3, method, tile=8).backward(drafter, sequence, SoftLoss(drafter, sequence))
     assert worst_difference(gradients(drafter), wanted) > 1e-3
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from peagle.kernels.compilations import compiled_kernels
-from peagle.runtime import pass_layout
-from peagle.runtime.graphs import NUM_AREAS, GraphRunner, GraphSizes
-from peagle.runtime.parallel_pass import ParallelPass
+from peagle.drafter import pass_batch as pass_layout
+from peagle.drafter.dispatch import compiled_kernels
+from peagle.drafter.forward import ParallelPass
+from peagle.drafter.graphs import NUM_AREAS, GraphRunner, GraphSizes
 from tests.head_factory import random_drafter
 from tests.pass_requests import MAX_DEPTH, STEPS, SWITCHES, Requests, Step
 

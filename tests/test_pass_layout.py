@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from peagle.runtime import pass_layout
-from peagle.runtime.pass_layout import PassLayout
+from peagle.drafter import pass_batch as pass_layout
+from peagle.drafter.pass_batch import PassLayout
 from tests.head_factory import CONFIG, random_drafter
 from tests.pass_requests import MAX_DEPTH, STEPS, Requests
 

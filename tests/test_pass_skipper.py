@@ -14,8 +14,8 @@ import pytest
 from transformers import AutoTokenizer
 from vllm.platforms import current_platform
 
-from peagle.vllm.channel import DEPTH_KEY
-from peagle.vllm.drafting import PassSkipper, depth_in_batch
+from peagle.vllm.acceptance import DEPTH_KEY
+from peagle.vllm.remote import PassSkipper, depth_in_batch
 from tests.engine_cases import K_MAX, TEXT, check_counts, engine_settings
 from tests.engine_harness import Job, Result, RunningEngine, drafted_kwargs, reference_results
 

@@ -6,9 +6,7 @@ from itertools import product
 
 import pytest
 
-from cluster.depth import CostCurves, Demand, Objective, best_depths
-from cluster.planning import best_assignment
-from cluster.sharing import Sharing
+from cluster.depth import CostCurves, Demand, Objective, Sharing, best_assignment, best_depths
 from tests.step_tables import MS, Table, convex_table, flat, jagged_table, step_s, survival
 
 NUM_INSTANCES = 500

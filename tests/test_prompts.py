@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from peagle.prompts import ChatTemplate, Prompt, cut_loop, distinct_share, human_eval, read_jsonl
+from peagle.train.data import ChatTemplate, Prompt, cut_loop, distinct_share, human_eval, read_jsonl
 
 
 @pytest.fixture(scope="module")

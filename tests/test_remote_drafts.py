@@ -25,7 +25,7 @@ from peagle.config import DrafterConfig
 from peagle.draft import DraftSession
 from peagle.heads import prepare_head
 from peagle.model import Drafter
-from peagle.target import Target
+from peagle.train.target import Target
 from peagle.vllm.engine import RemoteSettings, engine_kwargs
 from tests.drafter_process import DrafterProcess
 from tests.test_draft_engine import (

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from peagle.vllm import remote_health
-from peagle.vllm.remote_health import MAX_HEADS, Health
-from peagle.vllm.remote_slots import RequestSlots
+from peagle.vllm import remote as remote_health
+from peagle.vllm.remote import MAX_HEADS, Health, RequestSlots
 
 
 def test_a_request_keeps_its_slot_while_it_waits() -> None:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from peagle.runtime.head import Reducer
-from peagle.runtime.steps import TargetShape
-from peagle.vllm.channel import HEAD_KEY, head_of
-from peagle.vllm.remote_steps import EngineStep, StepSender, _place, _reduce, _rows_of
+from peagle.drafter.head import Reducer
+from peagle.drafter.steps import TargetShape
+from peagle.vllm.acceptance import HEAD_KEY, head_of
+from peagle.vllm.remote import EngineStep, StepSender, _place, _reduce, _rows_of
 
 CPU = torch.device("cpu")
 NUM_ROWS = [3, 1, 4, 2]

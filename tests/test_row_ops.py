@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.kernels.dispatch import INTERPRETED
+from peagle.drafter import rows as row_ops
+from peagle.drafter.dispatch import INTERPRETED
 from peagle.model import RMSNorm, rotary_tables, rotate
-from peagle.runtime import row_ops
 from tests.head_factory import random_drafter
 from tests.kernel_device import DEVICE, needs_kernel
 from tests.pass_requests import STEPS, SWITCHES, Requests

@@ -8,8 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from peagle.runtime.cache import BlockPool, blocks_within, chain_key, root_key
-from peagle.runtime.request_table import NO_ROW, RequestTable
+from peagle.drafter.kvcache import NO_ROW, BlockPool, RequestTable, blocks_within, chain_key, root_key
 from tests.request_model import BLOCK, DEPTH, Model, Request, ids, make_table
 
 

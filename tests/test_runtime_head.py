@@ -13,10 +13,10 @@ from safetensors.torch import save, save_file
 
 from peagle.checkpoint import build_drafter, load_head, save_head
 from peagle.config import HeadError
+from peagle.drafter.head import Reducer, load_runtime_head, reducer_of
 from peagle.heads import prepare_head, shipped_heads
 from peagle.model import Drafter
-from peagle.runtime.head import Reducer, load_runtime_head, reducer_of
-from peagle.target import Target
+from peagle.train.target import Target
 from tests.head_factory import CONFIG, REDUCED, TARGET, head_tensors, random_drafter
 from tests.pass_requests import SWITCHES, Requests, Step
 

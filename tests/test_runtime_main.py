@@ -1,4 +1,4 @@
-"""`python -m peagle.runtime` serves the shipped head to a target, ends when asked, and refuses bad input in words."""
+"""`python -m peagle.drafter` serves the shipped head to a target, ends when asked, and refuses bad input in words."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from peagle.checkpoint import load_head
-from peagle.runtime.pool import LinkPool
-from peagle.runtime.steps import TargetShape
+from peagle.drafter.client import LinkPool
+from peagle.drafter.steps import TargetShape
 from tests.transport_harness import eventually
 
-COMMAND = [sys.executable, "-m", "peagle.runtime"]
+COMMAND = [sys.executable, "-m", "peagle.drafter"]
 
 
 def test_a_drafter_started_by_hand_drafts_for_a_target_and_ends_when_asked(head_dir: Path, target_dir: Path) -> None:

@@ -6,10 +6,9 @@ import math
 
 import pytest
 
-from cluster.scaling import Observation, Pool, ScalingPolicy
-from cluster.scaling_records import Decision
-from cluster.scaling_replay import replay
-from cluster.unmeasured import default_step_times
+from benchmarks.scaling_replay import replay
+from cluster.scaling import Decision, Observation, Pool, ScalingPolicy
+from cluster.step_time import default_step_times
 from tests.scaling_cases import BAD, GOOD, FakeReplica, changed, settings, step_times
 
 

@@ -6,13 +6,11 @@ import random
 import pytest
 from pydantic import ValidationError
 
-from cluster.scaling_capacity import CapacityModel, PassTimes, Traffic
-from cluster.scaling_counters import CounterBook, CounterExport, Limits, ReadingError, WorkloadTotals, parse
-from cluster.scaling_decision import decide
-from cluster.scaling_records import Inputs, Pool, WorkloadDemand
-from cluster.scaling_settings import AutoscalingSettings, check_autoscaling
-from cluster.scaling_traffic import TrafficHistory
-from cluster.step_fit import StepShape
+from cluster.capacity import CapacityModel, PassTimes, Traffic
+from cluster.scaling import Inputs, Pool, WorkloadDemand, decide
+from cluster.settings import AutoscalingSettings, check_autoscaling
+from cluster.step_time import StepShape
+from cluster.traffic import CounterBook, CounterExport, Limits, ReadingError, TrafficHistory, WorkloadTotals, parse
 from tests.scaling_cases import BAD, GOOD, FakeReplica, settings, step_times, steps
 
 

@@ -5,13 +5,19 @@ import json
 import pytest
 
 from cluster.acceptance import AcceptanceBook, Report
-from cluster.scaling import Observation
-from cluster.scaling_capacity import CapacityModel
-from cluster.scaling_counters import CounterBook, Limits, WorkloadTotals
-from cluster.scaling_decision import UP_TOLERANCE, decide
-from cluster.scaling_memory import HALF_LIVES_STEPS, AcceptanceMemory
-from cluster.scaling_records import Decision, Inputs, Pool, WorkloadDemand
-from cluster.scaling_traffic import TrafficHistory
+from cluster.capacity import CapacityModel
+from cluster.scaling import (
+    HALF_LIVES_STEPS,
+    UP_TOLERANCE,
+    AcceptanceMemory,
+    Decision,
+    Inputs,
+    Observation,
+    Pool,
+    WorkloadDemand,
+    decide,
+)
+from cluster.traffic import CounterBook, Limits, TrafficHistory, WorkloadTotals
 from tests.scaling_cases import BAD, GOOD, FakeReplica, settings, step_times, steps
 from tests.test_scaling import Service
 

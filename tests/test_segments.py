@@ -2,8 +2,8 @@
 
 import torch
 
-from peagle.recipe import Recipe
-from peagle.train import Trainer
+from peagle.train.recipe import Recipe
+from peagle.train.trainer import Trainer
 from tests.small_run import write_small_run
 
 

@@ -16,7 +16,7 @@ import pytest
 import ray
 from ray import serve
 
-from deployments.bench import choose_prompts
+from benchmarks.service import choose_prompts
 from deployments.client import TargetClient, TargetError
 from deployments.names import APP_NAME, TARGET_NAME
 from tests.service_harness import BAD_REQUESTS, PROMPTS, QUESTION, running_service

@@ -18,7 +18,8 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster import scaling_replay, view
+from benchmarks import scaling_replay
+from cluster import view
 from tests.service_harness import CONFIGS, PROMPTS, Service, running_service
 
 pytestmark = pytest.mark.service

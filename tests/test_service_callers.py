@@ -6,8 +6,7 @@ import httpx
 import openai
 import pytest
 
-from cluster.callers import digest_of
-from cluster.workloads import fingerprint
+from cluster.request import digest_of, fingerprint
 from deployments.client import TargetClient
 from tests.service_harness import QUESTION, running_service
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.loading import Catalog, SettingsError, load_settings
-from cluster.settings import ClusterSettings
+from cluster.settings import Catalog, ClusterSettings, SettingsError, load_settings
 
 HEAD = {"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 49151, "num_depths": 7}
 GOOD = {

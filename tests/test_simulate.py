@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.simulation.arms import FlatCosts, PlainTimes
+from benchmarks.simulation.baselines import BatchWide
+from benchmarks.simulation.comparison import Bench, Load, Remembered, interval, mistaken, over_range, ratio, shuffled
+from benchmarks.simulation.engine_model import Engine
+from benchmarks.simulation.learned import Learned, counts_of
+from benchmarks.simulation.traces import Kind, Traces, even, mixes, synthetic
 from cluster.acceptance import Counts
-from cluster.simulation.arms import FlatCosts, PlainTimes
-from cluster.simulation.baselines import BatchWide
-from cluster.simulation.comparison import Bench, Load, Remembered, interval, mistaken, over_range, ratio, shuffled
-from cluster.simulation.engine_model import Engine
-from cluster.simulation.learned import Learned, counts_of
-from cluster.simulation.traces import Kind, Traces, even, mixes, synthetic
 from cluster.step_time import StepShape, StepTimes
 from tests.measured_times import measured_plain_times, measured_times
 
@@ -151,7 +151,7 @@ def test_the_range_is_a_mean_over_loads_of_ratios() -> None:
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "cluster.simulate", *map(str, arguments)],
+        [sys.executable, "-m", "benchmarks.simulate", *map(str, arguments)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -168,7 +168,7 @@ def test_the_command_prints_a_table_and_writes_its_conditions(tmp_path: Path) ->
     done = command("--traces", REAL, *files, *options, "--out", tmp_path / "new" / "out.json")
     assert done.returncode == 0, done.stderr
     document = json.loads((tmp_path / "new" / "out.json").read_text())
-    assert document["made"]["command"].startswith("python -m cluster.simulate --traces")
+    assert document["made"]["command"].startswith("python -m benchmarks.simulate --traces")
     assert set(document["traces"]) == {"path", "sha256"}
     assert document["step_times"]["measured"] is True
     assert document["step_times"]["conditions"]["gpu"] == "NVIDIA H200"
@@ -219,7 +219,7 @@ def test_the_command_simulates_synthetic_acceptance(tmp_path: Path) -> None:
     assert "closed:4: best fixed K = 2" in done.stdout
     refused = command("--survival", "a=0.9,0.8", "--survival", "b=0.5,0.6", "--step-times", H200)
     assert refused.returncode == 1
-    assert refused.stderr.startswith("cluster.simulate: survival of 'b' must be")
+    assert refused.stderr.startswith("benchmarks.simulate: survival of 'b' must be")
 
 
 def test_the_command_compares_with_real_runs(tmp_path: Path) -> None:

@@ -7,19 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.counts import Counts
-from cluster.simulate_scaling import merged, parse_args
-from cluster.simulation.baselines import BatchWide
-from cluster.simulation.engine_model import Engine, Simulation, Traffic
-from cluster.simulation.fleet import Fleet, remembered_paths
-from cluster.simulation.fleet_arms import AcceptanceArm, KnowingArm, QueueArm, StaticArm
-from cluster.simulation.fleet_bench import Bench
-from cluster.simulation.fleet_engine import Replica, Request, StepSeconds, Trajectory
-from cluster.simulation.fleet_records import Arm, Arrival, Conditions, FleetRun, Swap
-from cluster.simulation.fleet_report import at_equal_attainment, cheapest, hours_at, recovery_s
-from cluster.simulation.fleet_traffic import SCENARIOS, draw, nothing_confirmed
-from cluster.simulation.serve_rules import DelayedTarget, LookBack
-from cluster.simulation.traces import Answer, Traces, num_steps
+from benchmarks.simulate_scaling import merged, parse_args
+from benchmarks.simulation.baselines import BatchWide
+from benchmarks.simulation.engine_model import Engine, Simulation, Traffic
+from benchmarks.simulation.fleet import Fleet, remembered_paths
+from benchmarks.simulation.fleet_arms import AcceptanceArm, KnowingArm, QueueArm, StaticArm
+from benchmarks.simulation.fleet_bench import Bench
+from benchmarks.simulation.fleet_engine import Replica, Request, StepSeconds, Trajectory
+from benchmarks.simulation.fleet_records import Arm, Arrival, Conditions, FleetRun, Swap
+from benchmarks.simulation.fleet_report import at_equal_attainment, cheapest, hours_at, recovery_s
+from benchmarks.simulation.fleet_traffic import SCENARIOS, draw, nothing_confirmed
+from benchmarks.simulation.serve_rules import DelayedTarget, LookBack
+from benchmarks.simulation.traces import Answer, Traces, num_steps
+from cluster.acceptance import Counts
 from tests.scaling_cases import step_times
 
 K_MAX = 3

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from cluster.control import DepthControl
-from deployments.depth import StateFile
+from deployments.telemetry import StateFile
 from tests.test_control import POLICY, control, linear_times, observation
 
 

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from cluster.step_costs import MAX_POINTS, CostCurves
-from cluster.step_fit import StepShape
+from cluster.step_time import MAX_POINTS, CostCurves, StepShape
 
 
 class Counting:

@@ -10,9 +10,9 @@ from statistics import mean
 
 import pytest
 
+from benchmarks.depths import SURVIVALS
+from benchmarks.load import PROMPT_TOKENS
 from cluster.step_time import StepPoint, StepShape, StepTimes
-from deployments.bench_depths import SURVIVALS
-from deployments.bench_load import PROMPT_TOKENS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TIERS = (0, 1, 2, 3, 5, 7)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from peagle.data import Conversations, PackedBatches
-from peagle.recipe import Recipe
-from peagle.stored import StoredBatches, batch_bytes, describe, packing, write_states
-from peagle.train import Trainer
+from peagle.train.data import Conversations, PackedBatches
+from peagle.train.recipe import Recipe
+from peagle.train.stored import StoredBatches, batch_bytes, describe, packing, write_states
+from peagle.train.trainer import Trainer
 from tests.small_run import write_small_run
 
 SHORT = ("schedule.max_steps=3", "schedule.warmup_steps=1", "evaluate.data=null")
@@ -118,7 +118,7 @@ def test_missing_and_damaged_batches_are_named_and_made_again(stored, tmp_path) 
     assert one.read_bytes() == whole
     assert (folder / "batch-000000.safetensors").stat().st_mtime_ns == kept, "what is there is not written again"
     (folder / "states.json").unlink()
-    with pytest.raises(ValueError, match="python -m peagle.stored"):
+    with pytest.raises(ValueError, match="python -m peagle.train.stored"):
         reader(stored, here)
 
 
@@ -156,7 +156,7 @@ def test_a_manifest_cut_short_leaves_none(stored, tmp_path, monkeypatch) -> None
         path.write_bytes(data[: len(data) // 2])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("peagle.stored.write_bytes", write_half)
+    monkeypatch.setattr("peagle.train.stored.write_bytes", write_half)
     with pytest.raises(OSError, match="No space"):
         write_states(recipe(stored, f"stored_states={tmp_path / 'states'}"))
     assert not (tmp_path / "states" / "states.json").exists()

@@ -14,9 +14,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from peagle.config import DrafterConfig
-from peagle.target import Target
-from peagle.target_config import read_target_config
+from peagle.config import DrafterConfig, read_target_config
+from peagle.train.target import Target
 
 SHAPE = dict(
     vocab_size=96,

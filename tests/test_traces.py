@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.simulation.traces import (
+from benchmarks.simulation.traces import (
     Answer,
     Kind,
     Mix,
@@ -19,7 +19,7 @@ from cluster.simulation.traces import (
     survival,
     synthetic,
 )
-from cluster.simulation.validation import carried_lengths, carried_table, compare_lengths, table
+from benchmarks.simulation.validation import carried_lengths, carried_table, compare_lengths, table
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 REAL = RESULTS / "2026-11-21-traces-smollm2-135m.npz"

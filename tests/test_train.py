@@ -7,9 +7,9 @@ import torch
 
 from peagle.checkpoint import build_drafter, load_head
 from peagle.evaluate import evaluate, load_answers
-from peagle.recipe import Recipe
-from peagle.target import Target
-from peagle.train import Trainer
+from peagle.train.recipe import Recipe
+from peagle.train.target import Target
+from peagle.train.trainer import Trainer
 from tests.small_run import write_small_run
 
 

@@ -6,10 +6,10 @@ import shutil
 import pytest
 import torch
 
-from peagle.data import Batch, Conversations
-from peagle.passes import Report
-from peagle.recipe import Recipe
-from peagle.train import Trainer
+from peagle.train.data import Batch, Conversations
+from peagle.train.passes import Report
+from peagle.train.recipe import Recipe
+from peagle.train.trainer import Trainer
 from tests.small_run import write_small_run
 
 

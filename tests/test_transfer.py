@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.acceptance import AcceptanceBook, Counts, Survival
-from cluster.simulation.traces import Answer, Kind, Traces, acceptance_length, mixes, survival
-from cluster.tally import Tally
+from benchmarks.simulation.traces import Answer, Kind, Traces, acceptance_length, mixes, survival
+from cluster.acceptance import AcceptanceBook, Counts, Survival, Tally
 from cluster.transfer import as_drawn, gains, lengths
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
-from cluster.corrections import Corrections
-from cluster.step_time import StepPoint, StepShape, StepTimes
-from peagle.vllm.channel import CORRECTIONS_HEADER, SURVIVAL_KEY, WORKLOAD_KEY
+from cluster.step_time import Corrections, StepPoint, StepShape, StepTimes
+from peagle.vllm.acceptance import CORRECTIONS_HEADER, SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.scheduler import PerRequestDepthScheduler
-from peagle.vllm.step_clock import TimedStep
-from peagle.vllm.trimming import NUM_STEPS_BETWEEN_CORRECTIONS, TELL_INTERVAL_S, Trimmer
+from peagle.vllm.trimming import NUM_STEPS_BETWEEN_CORRECTIONS, TELL_INTERVAL_S, TimedStep, Trimmer
 
 K_MAX = 5
 SURE = [0.99, 0.98, 0.97, 0.96, 0.95]

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from cluster.corrections import Corrections
-from cluster.step_time import StepPoint, StepShape, StepTimes
-from peagle.vllm.channel import STEP_TIMES_KEY
+from cluster.step_time import Corrections, StepPoint, StepShape, StepTimes
+from peagle.vllm.acceptance import STEP_TIMES_KEY
 from tests.engine_cases import K_MAX, TEXT, engine_settings
 from tests.engine_harness import Job, Result, RunningEngine, drafted_kwargs, reference_results
 from tests.noted_schedulers import NOTES

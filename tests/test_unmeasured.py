@@ -7,14 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.demand import Demand
-from cluster.depth import CostCurves, best_depths
-from cluster.depth_settings import DepthSettings
-from cluster.settings import ClusterSettings
-from cluster.step_time import StepShape, StepTimes
-from cluster.unmeasured import default_step_times
-from deployments.bench_depths import SURVIVALS, TIERS
-from deployments.depth import step_times
+from benchmarks.depths import SURVIVALS, TIERS
+from cluster.depth import CostCurves, Demand, best_depths
+from cluster.settings import ClusterSettings, DepthSettings
+from cluster.step_time import StepShape, StepTimes, default_step_times
+from deployments.telemetry import step_times
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 K_MAX = 7

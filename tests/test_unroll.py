@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.cod import chain_lengths
 from peagle.config import DrafterConfig
-from peagle.data import Batch
 from peagle.draft import KVCache
-from peagle.losses import plain_losses
 from peagle.model import Drafter
-from peagle.passes import States
-from peagle.recipe import Recipe
-from peagle.unroll import UnrolledPass, block_masks, unrolled_rows
+from peagle.train.cod import chain_lengths
+from peagle.train.data import Batch
+from peagle.train.losses import plain_losses
+from peagle.train.passes import States, UnrolledPass, block_masks, unrolled_rows
+from peagle.train.recipe import Recipe
 from tests.head_factory import TARGET, random_drafter
 
 NUM_STEPS = 4

@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.drafter_settings import DrafterReplicas, DrafterSettings
-from cluster.scaling_settings import AutoscalingSettings
-from cluster.settings import ClusterSettings, IngressSettings, ModelSettings, TargetSettings
+from cluster.settings import (
+    AutoscalingSettings,
+    ClusterSettings,
+    DrafterReplicas,
+    DrafterSettings,
+    IngressSettings,
+    ModelSettings,
+    TargetSettings,
+)
 from deployments import up
 from deployments.up import base_url, main, num_logical_cpus, progress, read_config, usage
 

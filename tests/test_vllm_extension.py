@@ -15,11 +15,14 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from peagle.vllm.channel import (
+from peagle.vllm.acceptance import (
     CORRECTIONS_HEADER,
     DEPTH_KEY,
     STEPS_HEADER,
     WORKLOAD_KEY,
+    DraftingRecorder,
+    DraftingStats,
+    RequestDrafting,
     decode_steps,
     encode_steps,
     with_header,
@@ -27,8 +30,6 @@ from peagle.vllm.channel import (
 )
 from peagle.vllm.compat import SCHEDULER_SEAMS, UnsupportedVLLMError, check_seams
 from peagle.vllm.engine import ASYNC_SCHEDULER, CPU_WORKER, OWNED_ENGINE_KEYS, SYNC_SCHEDULER, engine_kwargs
-from peagle.vllm.recorder import DraftingRecorder
-from peagle.vllm.stats import DraftingStats, RequestDrafting
 
 
 @pytest.fixture
@@ -274,7 +275,7 @@ def test_missing_seam_is_named() -> None:
 def test_plain_expansion(values: torch.Tensor) -> None:
     output = torch.full((6,), 9).to(values.dtype)
     ends = torch.tensor([2, 3, 6], dtype=torch.int32)
-    from peagle.vllm.cpu_worker import PlainExpansion  # here: only vLLM's builds for a CPU can import it
+    from peagle.vllm.workers import PlainExpansion
 
     PlainExpansion()[(3,)](output, values, ends, 0, 1, MAX_NUM_TOKENS=8)
     first, _, last = values.tolist()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from peagle.walk import Counts, figures, members, ratios, save_traces, walk
+from peagle.evaluate import Counts, figures, members, ratios, save_traces, walk
 
 
 def random_answers(rng: np.random.Generator, num_answers: int, chance: np.ndarray) -> list[np.ndarray]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from peagle.recipe import Recipe
-from peagle.train import Trainer
+from peagle.train.recipe import Recipe
+from peagle.train.trainer import Trainer
 from tests.small_run import write_small_run
 
 ROOT = Path(__file__).resolve().parents[1]

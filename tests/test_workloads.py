@@ -5,8 +5,7 @@ import tracemalloc
 
 import pytest
 
-from cluster.drafting import is_workload_tag
-from cluster.workloads import Workloads, fingerprint, system_prompt
+from cluster.request import Workloads, fingerprint, is_workload_tag, system_prompt
 
 CODE = "You are a coding assistant. Answer with code only."
 CHAT = "You are a friendly companion."

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from peagle.runtime.draft_engine import DraftEngine
-from peagle.runtime.head import reducer_of
-from peagle.runtime.hello import ServedHead
-from peagle.runtime.pool import LinkPool
-from peagle.runtime.server import DrafterServer
-from peagle.runtime.steps import Int32Array, TargetShape, TargetStep
+from peagle.drafter.client import LinkPool
+from peagle.drafter.engine import DraftEngine
+from peagle.drafter.head import reducer_of
+from peagle.drafter.protocol import ServedHead
+from peagle.drafter.server import DrafterServer
+from peagle.drafter.steps import Int32Array, TargetShape, TargetStep
 from tests.draft_engine_harness import CONFIG, MAX_DEPTH, aux_rows, drafter_of, expected_drafts, head_runtime
 
 SHAPE = TargetShape(

@@ -17,10 +17,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from peagle.checkpoint import check_head, is_plain, read_tensor_specs, weight_files
 from peagle.config import DrafterConfig, HeadError
-from peagle.head_files import check_head, is_plain
 from peagle.store import Report, cache_root, prepare_directory, sha256_of, write_bytes
-from peagle.tensor_files import read_tensor_specs, weight_files
 
 if TYPE_CHECKING:
     import torch

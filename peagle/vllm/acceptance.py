@@ -1,255 +1,411 @@
-"""Acceptance of a head in stock vLLM, beside what `peagle.evaluate` reads off the same texts without decoding.
+"""What travels with a request between the process that owns the engine client and vLLM's engine process.
 
-    python -m peagle.vllm.acceptance HEAD --target DIR --answers DIR --num-draft-tokens 3 5 7 --out FILE.json
+In: two keys of `SamplingParams.extra_args` (HTTP: `vllm_xargs`) name the K and the workload of a request.
+Out: the scheduler reports each verified step on the request's next output, as one header among its trace headers, and
+on any output now and then what its steps turn out to take.
 
-Each K gets an engine of its own, in a process of its own (its memory is only free when the process ends), with vLLM's
-own scheduler: K is the engine's `num_speculative_tokens`. Counts are vLLM's counters, read before and after each
-category. AL = 1 + accepted / drafts also counts drafts accepted past the end of an answer, which vLLM then throws away;
-`tokens_per_step` counts only tokens that came out, as `peagle.evaluate` does. Long answers make the two the same.
-Answers are decoded at the temperature of the stored ones, which the folder's manifest names; above 0 they are other
-answers, so none is compared with its stored one, and on a CPU the engine gets the worker that repairs sampling there.
+Trace headers are the one free-form field of `EngineCoreOutput` that vLLM 0.26 and 0.29 both have, that is made per
+output, and that no HTTP response repeats. OpenTelemetry reads only the header names it knows.
+This module knows nothing of vLLM.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+# ====================================================================================================
+# What travels with a request between the process that owns the engine client and vLLM's engine process.
+#
+# In: two keys of `SamplingParams.extra_args` (HTTP: `vllm_xargs`) name the K and the workload of a request.
+# Out: the scheduler reports each verified step on the request's next output, as one header among its trace headers, and
+# on any output now and then what its steps turn out to take.
+#
+# Trace headers are the one free-form field of `EngineCoreOutput` that vLLM 0.26 and 0.29 both have, that is made per
+# output, and that no HTTP response repeats. OpenTelemetry reads only the header names it knows.
+# This module knows nothing of vLLM.
 
-from peagle.data import Conversations
-from peagle.evaluate import Answers, evaluate, load_folder
-from peagle.head_files import read_head_config
-from peagle.heads import prepare_head
-from peagle.provenance import conditions
-from peagle.vllm.engine import CPU_WORKER
+DEPTH_KEY = "peagle_k"
+"""`extra_args` key: int 0..K_max, drafts verified per step of this request. Absent: K_max."""
 
-MAX_MODEL_LEN = 2048
-KV_CACHE_BYTES = 8 * 2**30
-"""Fixed on a GPU: an engine that sizes its cache from free memory takes its neighbours' growth for its own."""
+HEAD_KEY = "peagle_head"
+"""`extra_args` key: int 0.., index of the head that a remote drafter proposes with. Absent: 0."""
 
+MAX_HEAD_INDEX = 2**31 - 1
 
-def read_counters(metrics: list[Any], num_draft_tokens: int) -> dict[str, Any]:
-    """vLLM's speculation counters so far: num_drafts, num_draft_tokens, num_accepted_tokens and one count per depth."""
-    zeros: dict[str, Any] = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
-    found = zeros | {"accepted_tokens_per_pos": [0] * num_draft_tokens}
-    for metric in metrics:
-        name = metric.name.removeprefix("vllm:spec_decode_num_")
-        if name == "accepted_tokens_per_pos":
-            found[name] = list(metric.values)
-        elif name in found:
-            found[name] += metric.value
-    return found
+SURVIVAL_KEY = "peagle_survival"
+"""`extra_args` key: list of S_1, S_2, ..., at least K long: chances by which the scheduler may trim the request further
+under load. Absent: K is obeyed as it is."""
 
+STEP_TIMES_KEY = "peagle_step_times"
+"""Key of vLLM's `additional_config`: the document of a `cluster.step_time.StepTimes`, by which the scheduler trims."""
 
-def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    per_pos = "accepted_tokens_per_pos"
-    found = {name: value - before[name] for name, value in after.items() if name != per_pos}
-    return found | {per_pos: [a - b for a, b in zip(after[per_pos], before[per_pos], strict=True)]}
+SYNTHETIC_KEY = "peagle_synthetic_survival"
+"""`extra_args` key for measurements: S_1, S_2, ... of one request, by which `peagle.vllm.synthetic` accepts."""
 
+WORKLOAD_KEY = "peagle_workload"
+"""`extra_args` key: str, the workload under which this request's acceptance is counted. Absent: `DEFAULT_WORKLOAD`."""
 
-def figures(counts: dict[str, Any], num_answers: int, num_tokens: int, num_identical: int | None) -> dict[str, Any]:
-    """AL, survival and identity of one group of answers; None where vLLM counted no draft, or texts are sampled."""
-    drafts = counts["drafts"]
-    return {
-        "num_answers": num_answers,
-        "num_tokens": num_tokens,
-        "num_identical": num_identical,
-        "share_identical": None if num_identical is None else round(num_identical / num_answers, 4),
-        "acceptance_length": round(1 + counts["accepted_tokens"] / drafts, 4) if drafts else None,
-        "tokens_per_step": round((num_tokens - num_answers) / drafts, 4) if drafts else None,
-        "survival": [round(count / drafts, 4) for count in counts["accepted_tokens_per_pos"]] if drafts else [],
-        "counts": counts,
-    }
+DEFAULT_WORKLOAD = "default"
+
+STEPS_HEADER = "x-peagle-steps"
+
+CORRECTIONS_HEADER = "x-peagle-corrections"
+"""The scheduler's corrections of its step times, on some output now and then (`cluster.step_time.Corrections`)."""
+
+VerifiedStep = tuple[int, int]
+"""(drafts verified, drafts accepted) of one request in one engine step; verified in 1..K, accepted in 0..verified."""
 
 
-def fitting_answers(folder: Path, max_tokens: int) -> tuple[Answers, int]:
-    """Answers cut at max_tokens, and how many are left out as empty or too long for the engine."""
-    stored = load_folder(folder)
-    prompts, answers, kept = [], [], []
-    for (tokens, prompt), category in zip(stored.data.documents(), stored.categories, strict=True):
-        answer = tokens[prompt:].tolist()[:max_tokens]
-        if len(answer) > 1 and prompt + len(answer) <= MAX_MODEL_LEN:
-            prompts.append(tokens[:prompt].tolist())
-            answers.append(answer)
-            kept.append(category)
-    if not kept:
-        raise ValueError(f"answers: none in {folder} has two tokens and fits {MAX_MODEL_LEN} tokens with its prompt")
-    fitting = Answers(Conversations.from_lists(prompts, answers), kept, stored.temperature)
-    return fitting, len(stored.categories) - len(kept)
+def drafts_wanted(wanted: object, k_max: int) -> int:
+    """K that the value `wanted` of `DEPTH_KEY` stands for: an integer is brought into 0..k_max, the rest is absent."""
+    if isinstance(wanted, int) and not isinstance(wanted, bool):
+        return min(max(wanted, 0), k_max)
+    return k_max
 
 
-def eos_ids(target_dir: Path) -> list[int]:
-    """End tokens by generation_config.json, else config.json."""
-    for name in ("generation_config.json", "config.json"):
-        path = target_dir / name
-        stored = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.exists() else None
-        if stored is not None:
-            return stored if isinstance(stored, list) else [stored]
-    raise ValueError(f"target {target_dir}: neither generation_config.json nor config.json names eos_token_id")
+def head_of(extra_args: Mapping[str, object] | None) -> int:
+    """Index of a request's head, an int32; what is no integer counts as absent. Whatever is further out becomes -1 or
+    `MAX_HEAD_INDEX`, which no drafter has."""
+    head = (extra_args or {}).get(HEAD_KEY)
+    return min(max(head, -1), MAX_HEAD_INDEX) if type(head) is int else 0
 
 
-def run_engine(head_dir: Path, target_dir: Path, answers: Answers, k: int, eager: bool) -> dict[str, Any]:
-    """Answers every prompt at K = k with a stock engine of this process.
+def encode_steps(steps: Iterable[VerifiedStep]) -> str:
+    """Header value of some steps, oldest first: `"7:3 7:0"`."""
+    return " ".join(f"{num_verified}:{num_accepted}" for num_verified, num_accepted in steps)
 
-    Returns {"groups": {group: figures}, "written": token ids of each answer, in the order of `answers`}.
+
+def decode_steps(value: str) -> list[VerifiedStep]:
+    """Inverse of `encode_steps`.
+
+    Raises:
+        ValueError: the text is not what `encode_steps` writes.
     """
-    from vllm import LLM, SamplingParams, TokensPrompt
-
-    on_gpu = torch.cuda.is_available()
-    # On a CPU the share is one of the machine's memory, most of which may be in use.
-    device: dict[str, Any] = {"gpu_memory_utilization": 0.25} | (
-        {"kv_cache_memory_bytes": KV_CACHE_BYTES} if on_gpu else {}
-    )
-    if on_gpu and eager:
-        # vLLM reduces `mask_hidden` as a vector; its CUDA kernel for fc_norm, the default in eager mode, takes matrices
-        # only and ends the start (seen on 0.26).
-        device["kernel_config"] = {"ir_op_priority": {"rms_norm": ["native"]}}
-    parallel = read_head_config(head_dir).ptd_token_id is not None
-    speculative = {
-        "method": "eagle3",
-        "model": str(head_dir),
-        "num_speculative_tokens": k,
-        "parallel_drafting": parallel,
-    }
-    if not on_gpu and answers.temperature:
-        device["worker_cls"] = CPU_WORKER
-    engine = LLM(
-        model=str(target_dir),
-        dtype="bfloat16" if on_gpu else "float32",
-        max_model_len=MAX_MODEL_LEN,
-        disable_log_stats=False,
-        enable_prefix_caching=False,
-        speculative_config=speculative,
-        enforce_eager=eager,
-        **device,
-    )
-    settings: dict[str, Any] = {"stop_token_ids": eos_ids(target_dir), "detokenize": False}
-    settings["temperature"] = answers.temperature
-    stored = [(tokens[:prompt].tolist(), tokens[prompt:].tolist()) for tokens, prompt in answers.data.documents()]
-    groups: dict[str, Any] = {}
-    everything: list[list[int]] = [[] for _ in stored]
-    first = before = read_counters(engine.get_metrics(), k)
-    for category in sorted(set(answers.categories)):
-        indices = [index for index, one in enumerate(answers.categories) if one == category]
-        chosen = [stored[index] for index in indices]
-        # As long as the stored answer and no longer: the two stay comparable.
-        params = [SamplingParams(max_tokens=len(answer), **settings) for _, answer in chosen]
-        requests = [TokensPrompt(prompt_token_ids=prompt) for prompt, _ in chosen]
-        outputs = engine.generate(requests, params, use_tqdm=False)
-        written = [list(output.outputs[0].token_ids) for output in outputs]
-        for index, answer in zip(indices, written, strict=True):
-            everything[index] = answer
-        same = [one == answer for one, (_, answer) in zip(written, chosen, strict=True)]
-        identical = None if answers.temperature else sum(same)
-        after = read_counters(engine.get_metrics(), k)
-        groups[category] = figures(difference(after, before), len(chosen), sum(map(len, written)), identical)
-        before = after
-    num_answers, num_tokens = (sum(one[name] for one in groups.values()) for name in ("num_answers", "num_tokens"))
-    identical = None if answers.temperature else sum(one["num_identical"] for one in groups.values())
-    groups = {"all": figures(difference(before, first), num_answers, num_tokens, identical), **groups}
-    return {"groups": groups, "written": everything}
+    steps = []
+    for pair in value.split():
+        num_verified, _, num_accepted = pair.partition(":")
+        steps.append((int(num_verified), int(num_accepted)))
+    return steps
 
 
-class OfflineWalk:
-    """`peagle.evaluate` in this process, over answers that an engine wrote."""
-
-    def __init__(self, head_dir: Path, target_dir: Path) -> None:
-        from peagle.checkpoint import build_drafter, load_head
-        from peagle.target import Target
-
-        on_gpu = torch.cuda.is_available()
-        device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
-        self.target = Target(target_dir, device=device, dtype=dtype)
-        config, tensors = load_head(head_dir)
-        tables = {"embed_VH": self.target.embed_VS, "lm_head_VH": self.target.lm_head_VS}
-        self.drafter = build_drafter(config, tensors, **tables, dtype=dtype, device=device)
-
-    def __call__(self, answers: Answers, written: list[list[int]]) -> dict[str, Any]:
-        prompts = [tokens[:prompt].tolist() for tokens, prompt in answers.data.documents()]
-        return evaluate(self.drafter, self.target, Conversations.from_lists(prompts, written), answers.categories)
+def with_steps(headers: Mapping[str, str] | None, steps: Iterable[VerifiedStep]) -> dict[str, str]:
+    """`headers` (None: empty) plus the report of `steps`; the argument is not changed."""
+    return with_header(headers, STEPS_HEADER, encode_steps(steps))
 
 
-def measure(args: argparse.Namespace, head_dir: Path, answers: Answers) -> dict[str, Any]:
-    """Runs one process a K, then the offline walk over what each wrote.
+def with_header(headers: Mapping[str, str] | None, name: str, value: str) -> dict[str, str]:
+    """`headers` (None: empty) plus one; the argument is not changed."""
+    return {**(headers or {}), name: value}
 
-    Raises RuntimeError naming the K whose process failed.
+
+# ====================================================================================================
+# Acceptance as counts by depth: the values that `peagle.vllm.acceptance` leaves.
+#
+# Enters: verified steps. Leaves: `DraftingStats` of some steps, `RequestDrafting` of a request. Imports no vLLM, so
+# that a deployment can carry them as values.
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingStats:
+    """Counts over some verification steps, by depth.
+
+    `drafted_by_depth[i - 1]` steps verified at least i drafts; in `reached_by_depth[i - 1]` of those the first i - 1
+    were all accepted, and in `accepted_by_depth[i - 1]` the first i. So accepted / reached estimates the conditional
+    acceptance a_i, and accepted / drafted the survival S_i, also where K differs between requests or steps: a step with
+    fewer than i drafts is in no count of depth i. All three are as long as the deepest step, and empty without steps.
     """
-    command = [sys.executable, "-m", "peagle.vllm.acceptance", str(head_dir), "--target", str(args.target)]
-    command += ["--answers", str(args.answers), "--max-tokens", str(args.max_tokens)]
-    command += ["--eager"] if args.eager else []
-    with tempfile.TemporaryDirectory() as folder:
-        running: dict[int, subprocess.Popen[bytes]] = {}
-        for k in args.num_draft_tokens:
-            out = Path(folder) / f"{k}.json"
-            running[k] = subprocess.Popen([*command, "--out", str(out), "--engine-k", str(k)], stdout=sys.stderr)
-            if not args.parallel:
-                running[k].wait()
-        failed = [k for k, process in running.items() if process.wait()]
-        if failed:
-            raise RuntimeError(f"acceptance: the engine failed at K = {failed}; its log is above")
-        runs = {str(k): json.loads((Path(folder) / f"{k}.json").read_text(encoding="utf-8")) for k in running}
-    engine = {k: run["groups"] for k, run in runs.items()}
-    if args.no_offline:
-        return {"engine": engine, "offline": {}}
-    walk = OfflineWalk(head_dir, args.target)
-    return {"engine": engine, "offline": {k: walk(answers, run["written"]) for k, run in runs.items()}}
+
+    drafted_by_depth: tuple[int, ...] = ()
+    reached_by_depth: tuple[int, ...] = ()
+    accepted_by_depth: tuple[int, ...] = ()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that verified at least one draft. Prefill and steps at K = 0 are none."""
+        return self.drafted_by_depth[0] if self.drafted_by_depth else 0
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafts verified. What the drafter proposed beyond K is not counted."""
+        return sum(self.drafted_by_depth)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Drafts accepted, also those that a stop condition cut from the end of the output afterwards."""
+        return sum(self.accepted_by_depth)
+
+    @property
+    def acceptance_length(self) -> float:
+        """AL, tokens per verification step: 1 + accepted / steps. 1.0 without steps (K = 0)."""
+        return 1.0 + self.num_accepted_tokens / self.num_steps if self.num_steps else 1.0
+
+    def __add__(self, other: "DraftingStats") -> "DraftingStats":
+        return DraftingStats(
+            _sum_by_depth(self.drafted_by_depth, other.drafted_by_depth),
+            _sum_by_depth(self.reached_by_depth, other.reached_by_depth),
+            _sum_by_depth(self.accepted_by_depth, other.accepted_by_depth),
+        )
+
+    def __sub__(self, earlier: "DraftingStats") -> "DraftingStats":
+        """What came on top of `earlier`, a previous reading of the same counts."""
+        added = self + DraftingStats(
+            tuple(-count for count in earlier.drafted_by_depth),
+            tuple(-count for count in earlier.reached_by_depth),
+            tuple(-count for count in earlier.accepted_by_depth),
+        )
+        # As long as the deepest of these steps, which the ones before may have been deeper than.
+        deepest = max((depth for depth, count in enumerate(added.drafted_by_depth, start=1) if count), default=0)
+        return DraftingStats(
+            added.drafted_by_depth[:deepest], added.reached_by_depth[:deepest], added.accepted_by_depth[:deepest]
+        )
+
+    @classmethod
+    def from_steps(cls, steps: Iterable[VerifiedStep]) -> "DraftingStats":
+        """Counts of `steps`, each (drafts verified, drafts accepted)."""
+        counter = StepCounter()
+        for step in steps:
+            counter.add(step)
+        return counter.stats()
 
 
-def compare(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row a K and group; ratio = offline AL / engine AL."""
-    rows = []
-    for k, groups in result["engine"].items():
-        for group, one in groups.items():
-            offline = result["offline"].get(k, {}).get(group, {}).get("acceptance_length", {}).get(k)
-            length = one["acceptance_length"]
-            ratio = round(offline / length, 4) if offline and length else None
-            row = {"group": group, "k": int(k), "engine": length, "offline": offline, "ratio": ratio}
-            rows.append(row | {name: one[name] for name in ("tokens_per_step", "share_identical", "survival")})
-    return rows
+def _sum_by_depth(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    length = max(len(a), len(b))
+    return tuple(x + y for x, y in zip(a + (0,) * (length - len(a)), b + (0,) * (length - len(b)), strict=True))
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    columns = ("engine", "tokens_per_step", "offline", "ratio", "share_identical")
-    lines = [f"{'group':24s}  K" + "".join(f"{name:>16s}" for name in columns) + "  survival by depth (engine)"]
-    for row in rows:
-        cells = "".join("               -" if row[name] is None else f"{row[name]:16.3f}" for name in columns)
-        survival = " ".join(f"{share:.3f}" for share in row["survival"])
-        lines.append(f"{row['group']:24s} {row['k']:2d}{cells}  {survival}")
-    return "\n".join(lines)
+@dataclass(slots=True)
+class StepCounter:
+    """Growing counts; `stats()` is a frozen copy."""
+
+    drafted: list[int] = field(default_factory=list)
+    reached: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def add(self, step: VerifiedStep) -> None:
+        num_verified, num_accepted = step
+        while len(self.drafted) < num_verified:
+            self.drafted.append(0)
+            self.reached.append(0)
+            self.accepted.append(0)
+        for index in range(num_verified):
+            self.drafted[index] += 1
+        for index in range(min(num_verified, num_accepted + 1)):
+            self.reached[index] += 1
+        for index in range(num_accepted):
+            self.accepted[index] += 1
+
+    def stats(self) -> DraftingStats:
+        return DraftingStats(tuple(self.drafted), tuple(self.reached), tuple(self.accepted))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("head", help="a shipped head's name, or a directory")
-    parser.add_argument("--target", type=Path, required=True, help="directory of the target's checkpoint")
-    parser.add_argument("--answers", type=Path, required=True, help="folder made by `peagle.vllm.generate --prompts`")
-    parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[3, 5, 7], metavar="K")
-    parser.add_argument("--max-tokens", type=int, default=512, help="answers are cut here")
-    parser.add_argument("--parallel", action="store_true", help="run the engines of all K at the same time")
-    parser.add_argument("--eager", action="store_true", help="start faster: no compilation, no CUDA graphs")
-    parser.add_argument("--no-offline", action="store_true", help="leave out the walk of peagle.evaluate")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--engine-k", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    head_dir = prepare_head(args.head, args.target)
-    answers, num_left_out = fitting_answers(args.answers, args.max_tokens)
-    if args.engine_k is not None:
-        groups = run_engine(head_dir, args.target, answers, args.engine_k, args.eager)
-        args.out.write_text(json.dumps(groups), encoding="utf-8")
-        return
-    result = measure(args, head_dir, answers)
-    rows = compare(result)
-    sys.stdout.write(table(rows) + f"\n{len(answers.data)} answers, {num_left_out} left out\n")
-    counts = {"num_answers": len(answers.data), "num_left_out": num_left_out, "temperature": answers.temperature}
-    document = {"made": conditions(), **counts, "comparison": rows, **result}
-    args.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+@dataclass(frozen=True, slots=True)
+class RequestDrafting:
+    """How one sequence was drafted, from its first token to its end.
+
+    Attributes:
+        request_id: the id its caller gave to the engine; the n sequences of a request with n > 1 share it.
+        workload: `extra_args["peagle_workload"]`, or `default`.
+        k: `extra_args["peagle_k"]` as sent, None where it was not.
+        stats: counts by depth.
+        num_output_tokens, num_prompt_tokens: tokens that the engine returned for it, and those of its prompt.
+        is_aborted: the caller left, or cancelled it, before it was complete.
+    """
+
+    request_id: str
+    workload: str
+    k: Any
+    stats: DraftingStats
+    num_output_tokens: int
+    is_aborted: bool
+    num_prompt_tokens: int = 0
 
 
-if __name__ == "__main__":
-    main()
+# ====================================================================================================
+# Acceptance of each request and of each workload, in the process that owns the engine client.
+#
+# Enters: the steps that `peagle.vllm.scheduler` reports on the engine's outputs, and now and then its corrections of the
+# step times. Leaves: `DraftingStats` of a request, as soon as its last output is there, running totals of each workload,
+# unfinished and aborted requests included, and the newest corrections. Imports no vLLM.
+
+
+@dataclass(slots=True)
+class _Tracked:
+    request_id: str
+    workload: str
+    k: Any
+    counter: StepCounter = field(default_factory=StepCounter)
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+
+    def finished(self, is_aborted: bool) -> RequestDrafting:
+        numbers = self.num_output_tokens, is_aborted, self.num_prompt_tokens
+        return RequestDrafting(self.request_id, self.workload, self.k, self.counter.stats(), *numbers)
+
+
+class DraftingRecorder:
+    """Reads the step reports of one engine. Make one for each engine client, in the client's process, and `attach` it.
+
+    It hangs on three methods of the client's output processor, so it sees every sequence in every mode: streamed or
+    not, n > 1, ended by a stop string (which only this process notices), cancelled. Not thread-safe: it works, and is
+    to be read, on the event loop (or thread) that runs the client.
+
+    Args:
+        on_finish: called with each sequence's record as it ends, aborted ones included. It must return quickly and not
+            raise: it runs between two outputs of the engine.
+        max_records: finished sequences kept for `pop`; the oldest go first.
+        max_workloads: names counted apart, `default` not included. A further name takes the place, and ends the counts,
+            of the one without a new sequence for longest; while all have live sequences it is counted under `default`.
+    """
+
+    def __init__(
+        self,
+        on_finish: Callable[[RequestDrafting], None] | None = None,
+        *,
+        max_records: int = 4096,
+        max_workloads: int = 256,
+    ) -> None:
+        self._on_finish = on_finish
+        self._max_records = max_records
+        self._max_workloads = max_workloads
+        self._live: dict[str, _Tracked] = {}
+        self._totals: OrderedDict[str, StepCounter] = OrderedDict()  # least recently used first
+        self._finished: OrderedDict[str, list[RequestDrafting]] = OrderedDict()
+        self.corrections = ""
+        """The newest of the scheduler's corrections of its step times, as they travelled; "" where it said none."""
+
+    def attach(self, engine: Any) -> None:
+        """Start recording `engine`: an `AsyncLLM`, an `LLMEngine` or an `LLM`, before its first request.
+
+        Raises:
+            TypeError: `engine` has no output processor with the methods needed (another vLLM, or no vLLM engine).
+            ValueError: a recorder hangs on this engine already.
+        """
+        processor: Any = getattr(getattr(engine, "llm_engine", engine), "output_processor", None)
+        for name in ("add_request", "process_outputs", "abort_requests", "request_states"):
+            if not hasattr(processor, name):
+                raise TypeError(f"{type(engine).__name__} has no output_processor.{name}: not a vLLM engine client")
+        if "process_outputs" in vars(processor):
+            raise ValueError("this engine has a DraftingRecorder already")
+        add_request, process_outputs = processor.add_request, processor.process_outputs
+        abort_requests = processor.abort_requests
+
+        def add_and_track(request: Any, *args: Any, **kwargs: Any) -> Any:
+            result = add_request(request, *args, **kwargs)
+            if request.request_id in processor.request_states:
+                self._track(request)
+            return result
+
+        def process_and_record(engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            self._record(engine_core_outputs)
+            result = process_outputs(engine_core_outputs, *args, **kwargs)
+            self._close((output.request_id for output in engine_core_outputs), processor.request_states, False)
+            return result
+
+        def abort_and_close(*args: Any, **kwargs: Any) -> list[str]:
+            aborted: list[str] = abort_requests(*args, **kwargs)
+            self._close(aborted, processor.request_states, True)
+            return aborted
+
+        processor.add_request = add_and_track
+        processor.process_outputs = process_and_record
+        processor.abort_requests = abort_and_close
+
+    def pop(self, response_id: str) -> RequestDrafting | None:
+        """The record of a finished request, once; its sequences (n > 1, several prompts) summed.
+
+        Args:
+            response_id: the `id` of the OpenAI response (`chatcmpl-...`, `cmpl-...`), or the id given to
+                `AsyncLLM.generate`. The record is there when the last output of the request is.
+
+        Returns:
+            None for an unknown id: not finished, popped before, or older than `max_records` records.
+        """
+        records = self._finished.pop(response_id, [])
+        # The completions API numbers its prompts: the engine knows response "cmpl-x" as "cmpl-x-0", "cmpl-x-1", ...
+        index = 0
+        while numbered := self._finished.pop(f"{response_id}-{index}", None):
+            records += numbered
+            index += 1
+        if not records:
+            return None
+        return RequestDrafting(
+            request_id=response_id,
+            workload=records[0].workload,
+            k=records[0].k,
+            stats=sum((record.stats for record in records), DraftingStats()),
+            num_output_tokens=sum(record.num_output_tokens for record in records),
+            is_aborted=any(record.is_aborted for record in records),
+            num_prompt_tokens=sum(record.num_prompt_tokens for record in records),
+        )
+
+    def totals(self) -> Mapping[str, DraftingStats]:
+        """Counts of each workload since `attach`, step by step, whatever became of the requests.
+
+        Not in it: a step still running in the engine when its request was aborted.
+        """
+        return {workload: counter.stats() for workload, counter in self._totals.items()}
+
+    def running(self) -> tuple[dict[str, int], float]:
+        """Sequences in the engine, waiting ones included, by workload; and their mean context in tokens."""
+        counts: dict[str, int] = {}
+        num_tokens = 0
+        for tracked in self._live.values():
+            counts[tracked.workload] = counts.get(tracked.workload, 0) + 1
+            num_tokens += tracked.num_prompt_tokens + tracked.num_output_tokens
+        return counts, num_tokens / len(self._live) if self._live else 0.0
+
+    def _track(self, request: Any) -> None:
+        extra_args = getattr(request.sampling_params, "extra_args", None) or {}
+        workload = str(extra_args.get(WORKLOAD_KEY) or DEFAULT_WORKLOAD)
+        if workload not in self._totals and workload != DEFAULT_WORKLOAD and not self._make_room():
+            workload = DEFAULT_WORKLOAD
+        self._totals.setdefault(workload, StepCounter())
+        self._totals.move_to_end(workload)
+        # A later part of a streamed prompt comes under the same id and continues its counts.
+        self._live.setdefault(
+            request.request_id,
+            _Tracked(
+                request.external_req_id or request.request_id,
+                workload,
+                extra_args.get(DEPTH_KEY),
+                num_prompt_tokens=len(request.prompt_token_ids or ()),
+            ),
+        )
+
+    def _make_room(self) -> bool:
+        """Whether there is room for one more workload, after the least recently used without sequences has made it."""
+        names = self._totals.keys() - {DEFAULT_WORKLOAD}
+        if len(names) < self._max_workloads:
+            return True
+        idle = names - {tracked.workload for tracked in self._live.values()}
+        oldest = next((name for name in self._totals if name in idle), None)
+        if oldest is not None:
+            del self._totals[oldest]
+        return oldest is not None
+
+    def _record(self, engine_core_outputs: Iterable[Any]) -> None:
+        for output in engine_core_outputs:
+            headers = output.trace_headers or {}
+            # They are of the engine: whose output carries them does not matter, nor whether that is still followed.
+            self.corrections = headers.get(CORRECTIONS_HEADER, self.corrections)
+            tracked = self._live.get(output.request_id)
+            if tracked is None:
+                continue
+            tracked.num_output_tokens += len(output.new_token_ids)
+            if report := headers.get(STEPS_HEADER):
+                total = self._totals[tracked.workload]
+                for step in decode_steps(report):
+                    tracked.counter.add(step)
+                    total.add(step)
+
+    def _close(self, internal_ids: Iterable[str], still_open: Mapping[str, Any], is_aborted: bool) -> None:
+        for internal_id in internal_ids:
+            if internal_id in still_open or (tracked := self._live.pop(internal_id, None)) is None:
+                continue
+            record = tracked.finished(is_aborted)
+            self._finished.setdefault(record.request_id, []).append(record)
+            while len(self._finished) > self._max_records:
+                self._finished.popitem(last=False)
+            if self._on_finish is not None:
+                self._on_finish(record)

@@ -52,7 +52,7 @@ PROPOSE_SEAMS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "dummy_run": ("num_tokens",),
     },
 }
-"""What `peagle.vllm.drafting` and `peagle.vllm.remote` override or call of vLLM's model runner and of its drafter."""
+"""What `peagle.vllm.remote` and `peagle.vllm.remote` override or call of vLLM's model runner and of its drafter."""
 
 
 class UnsupportedVLLMError(RuntimeError):

@@ -15,8 +15,8 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.worker import gpu_model_runner, gpu_worker
 
 from peagle.vllm.compat import check_seams
-from peagle.vllm.drafting import DraftReports, PassSkipper
 from peagle.vllm.graphs import GraphSettings, StepShape, TieredDispatcher
+from peagle.vllm.remote import DraftReports, PassSkipper
 
 if TYPE_CHECKING:
     _Runner = gpu_model_runner.GPUModelRunner

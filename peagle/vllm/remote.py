@@ -2,7 +2,7 @@
 
 The engine keeps vLLM's `eagle3` + `parallel_drafting` configuration, so tapped layers, schedulers, graphs and rejection
 sampling are vLLM's own; what changes is where drafts come from. `RemoteProposer` takes the place of vLLM's proposer: it
-loads no weights and owns no cache. `RemoteDrafts` sends the rows of each step (`peagle.vllm.remote_steps`) and
+loads no weights and owns no cache. `RemoteDrafts` sends the rows of each step (`peagle.vllm.remote`) and
 - in synchronous scheduling waits for the drafts when the engine asks for them, so that bookkeeping runs meanwhile;
 - in asynchronous scheduling on a GPU leaves everything to the device's stream: the host waits for nothing;
 - in asynchronous scheduling on a CPU, which has no streams, waits at once.
@@ -13,24 +13,502 @@ scheduling, by a broadcast.
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+import mmap
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from peagle.config import UNNAMED_LAYERS, default_aux_layer_ids
-from peagle.kernels.accepted_rows import accepted_rows
-from peagle.runtime.pool import LinkPool
-from peagle.runtime.steps import NO_DRAFT, Int32Array, TargetShape
-from peagle.vllm.channel import head_of
+from peagle.drafter.client import LinkPool
+from peagle.drafter.protocol import MAX_NUM_HEADS
+from peagle.drafter.rows import accepted_rows
+from peagle.drafter.steps import NO_DRAFT, Int32Array, TargetShape
+from peagle.vllm.acceptance import DEPTH_KEY, drafts_wanted, head_of
 from peagle.vllm.compat import PROPOSE_SEAMS, check_seams
-from peagle.vllm.drafting import ChunkedProposer, depth_in_batch, prepare_next_tokens
 from peagle.vllm.engine import REMOTE_KEY, RemoteSettings
-from peagle.vllm.remote_health import Health
-from peagle.vllm.remote_steps import EngineStep, Sent, StepSender
+
+# ====================================================================================================
+# Which heads have a live drafter: told by the worker that sends the steps, read by the engine's scheduler.
+#
+# With asynchronous scheduling the scheduler plans K drafts for a request before they exist. With nobody to propose them
+# they would be verified for nothing, so the worker writes a bit mask of the heads with a live link after every step.
+#
+# One word in a file of /dev/shm, named after vLLM's instance id, which both processes know. The scheduler takes the name
+# away when it opens the file. A scheduler on another host finds none, and takes all heads for live.
+
+logger = logging.getLogger(__name__)
+
+MAX_HEADS = MAX_NUM_HEADS  # bits of the word
+_SHARED_DIR = Path("/dev/shm")
+_ALL = 2**MAX_HEADS - 1
+
+
+class Health:
+    """The word; a reader's stays readable when its writer is gone."""
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self._word = np.frombuffer(mapping, dtype=np.int64, count=1)
+
+    @classmethod
+    def create(cls, instance_id: str) -> "Health":
+        """The writer's; no head is live yet. Raises OSError where /dev/shm cannot be written."""
+        return cls(_map(_path(instance_id), os.O_CREAT | os.O_RDWR))
+
+    @classmethod
+    def open(cls, instance_id: str) -> "Health":
+        """The reader's. Where the writer is on another host: a word of its own, in which all heads are live."""
+        path = _path(instance_id)
+        try:
+            health = cls(_map(path, os.O_RDWR))
+        except FileNotFoundError:
+            logger.warning("%s does not exist: drafts are planned whether a drafter is there or not", path)
+            health = cls(mmap.mmap(-1, mmap.PAGESIZE))
+            health._word[0] = _ALL
+            return health
+        path.unlink(missing_ok=True)
+        return health
+
+    def write(self, live_heads: Iterable[int]) -> None:
+        """Say which heads have a live link. Raises ValueError for an index outside 0..MAX_HEADS - 1."""
+        word = 0
+        for head in live_heads:
+            if not 0 <= head < MAX_HEADS:
+                raise ValueError(f"head {head} is outside 0..{MAX_HEADS - 1}")
+            word |= 1 << head
+        self._word[0] = word
+
+    def is_live(self, head: int) -> bool:
+        """Whether `head` has a live link; False for an index that no engine can have."""
+        return 0 <= head < MAX_HEADS and bool(int(self._word[0]) >> head & 1)
+
+
+def _path(instance_id: str) -> Path:
+    return _SHARED_DIR / f"peagle-health-{os.getuid()}-{instance_id}"
+
+
+def _map(path: Path, flags: int) -> mmap.mmap:
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(fd, mmap.PAGESIZE)
+        return mmap.mmap(fd, mmap.PAGESIZE)
+    finally:
+        os.close(fd)
+
+
+# ====================================================================================================
+# The numbers under which a drafter knows a target's requests: slots 0 .. max_num_requests - 1, reused.
+#
+# Enters: the requests of each step. Leaves: their slots, which of them are new, and which slots ended. Pure.
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotChange:
+    """slots_B: of the step's requests. new: their positions 0 .. B - 1 that had no slot before. finished: slots whose
+    request is gone; one of them may be in use again by a new one."""
+
+    slots_B: Int32Array
+    new: tuple[int, ...]
+    finished: tuple[int, ...]
+
+
+@dataclasses.dataclass
+class _Held:
+    slot: int
+    request: object
+    last_step: int
+
+
+class RequestSlots:
+    """Who holds which slot.
+
+    A request keeps its slot while it waits, such as after preemption, so that its cache at the drafter can be used
+    again. When slots run out, the request that has waited longest loses its own and is a new one when it comes back.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._held: dict[str, _Held] = {}
+        self._step = 0
+
+    def update(self, request_ids: Sequence[str], requests: Mapping[str, object]) -> SlotChange:
+        """Slots of a step of `request_ids`; `requests` are all that the engine has, running or waiting.
+
+        A request that is another object than before under the same id is another request.
+        """
+        self._step += 1
+        gone = [key for key, held in self._held.items() if requests.get(key) is not held.request]
+        finished = [self._release(key) for key in gone]
+        for request_id in request_ids:
+            if (held := self._held.get(request_id)) is not None:
+                held.last_step = self._step
+        new = tuple(i for i, request_id in enumerate(request_ids) if request_id not in self._held)
+        for i in new:
+            if not self._free:
+                finished.append(self._release(min(self._held, key=lambda key: self._held[key].last_step)))
+            request_id = request_ids[i]
+            self._held[request_id] = _Held(self._free.pop(), requests[request_id], self._step)
+        slots_B = np.array([self._held[request_id].slot for request_id in request_ids], dtype=np.int32)
+        return SlotChange(slots_B, new, tuple(finished))
+
+    def _release(self, request_id: str) -> int:
+        slot = self._held.pop(request_id).slot
+        self._free.append(slot)
+        return slot
+
+
+# ====================================================================================================
+# What vLLM's model runner does around the drafter's pass, better in two places.
+#
+# 1. A decode step whose requests all have K = 0 skips the pass of a colocated drafter. K is fixed for a request's life,
+#    so nothing that such a step leaves out of the drafter's cache is read by its own requests. Prompts still go through
+#    the pass: their blocks may serve a later request with another K. Blocks of an answer at K = 0, which the chat's next
+#    turn may take from the prefix cache, lack the drafter's part: with K > 0 that turn drafts worse, and its output is
+#    the target's all the same.
+# 2. At the end of an unfinished prompt chunk vLLM hands the drafter the prompt's last token as the token that follows.
+#    The right one is the prompt's token after the chunk.
+#
+# Mixins over vLLM's own classes; the output of the target is the same with and without them.
+
+if TYPE_CHECKING:
+    _Runner = GPUModelRunner
+else:
+    _Runner = object
+
+
+class _AfterStep:
+    """The part of vLLM's input batch from which the next tokens are chosen, each request as long as its chunk ends."""
+
+    def __init__(self, input_batch: Any, seq_lens_B: npt.NDArray[np.int32]) -> None:
+        self.num_reqs, self.req_ids = input_batch.num_reqs, input_batch.req_ids
+        self.vocab_size = input_batch.vocab_size
+        # vLLM takes the last token of so many. The one after the chunk is wanted, at the position `seq_lens_B`.
+        self.num_tokens_no_spec = seq_lens_B[: self.num_reqs] + 1
+
+
+class ChunkedProposer(EagleProposer):
+    """vLLM's proposer with the right next token after an unfinished chunk."""
+
+    chunk_ends_B: npt.NDArray[np.int32]
+    """View of the runner's own array: each request's length after this step, if all its drafts were accepted. Exact for
+    a prompt chunk, which has no drafts."""
+
+    @classmethod
+    def install(cls, runner: Any) -> None:
+        """Make the drafter of `runner` one of this class."""
+        check_seams(EagleProposer, PROPOSE_SEAMS["proposer"])
+        runner.drafter.__class__ = cls
+        runner.drafter.chunk_ends_B = runner.optimistic_seq_lens_cpu.numpy()
+
+    def prepare_next_token_ids_padded(
+        self, sampled_token_ids: Any, requests: Any, gpu_input_batch: Any, discard_request_mask: Any
+    ) -> Any:
+        batch = _AfterStep(gpu_input_batch, self.chunk_ends_B)
+        return super().prepare_next_token_ids_padded(sampled_token_ids, requests, batch, discard_request_mask)  # type: ignore[arg-type]
+
+
+class PassSkipper(_Runner):
+    """Mixin over vLLM's model runner with a colocated drafter; a runner made one calls `prepare_drafting` once."""
+
+    num_draft_passes = 0
+    num_skipped_passes = 0
+
+    def prepare_drafting(self) -> None:
+        """Check what this class builds on, and give the drafter its right next tokens.
+
+        Raises:
+            UnsupportedVLLMError: this vLLM has not the methods that this class builds on.
+        """
+        check_seams(GPUModelRunner, PROPOSE_SEAMS["runner"])
+        if type(getattr(self, "drafter", None)) is EagleProposer:
+            ChunkedProposer.install(self)
+
+    def propose_draft_token_ids(self, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's pass, or zeros that no request will verify."""
+        if not self._nobody_drafts():
+            self.num_draft_passes += 1
+            return super().propose_draft_token_ids(scheduler_output, sampled_token_ids, *args, **kwargs)
+        self.num_skipped_passes += 1
+        self._draft_probs = None
+        self._draft_prob_req_ids = None
+        prepare_next_tokens(self, sampled_token_ids)
+        zero = torch.zeros(1, device=self.device, dtype=torch.int32)
+        return zero.expand(self.input_batch.num_reqs, self.num_spec_tokens)
+
+    def _nobody_drafts(self) -> bool:
+        """Whether all requests of the step decode with K = 0."""
+        config = self.speculative_config
+        if config is None or config.disable_padded_drafter_batch or not isinstance(self.drafter, EagleProposer):
+            return False
+        if self.parallel_config.data_parallel_size > 1:  # Ranks meet in the pass.
+            return False
+        batch, k_max = self.input_batch, self.num_spec_tokens
+        if any(depth_in_batch(self.requests[request_id], k_max) for request_id in batch.req_ids):
+            return False
+        num_computed_B = batch.num_computed_tokens_cpu[: batch.num_reqs]
+        return bool((num_computed_B >= batch.num_prompt_tokens[: batch.num_reqs]).all())
+
+    def draft_report(self) -> dict[str, int]:
+        """Drafter passes since the start: run, and skipped because nobody wanted drafts."""
+        return {"num_passes": self.num_draft_passes, "num_skipped": self.num_skipped_passes}
+
+
+class DraftReports:
+    """What `collective_rpc` can ask of a worker whose model runner is a `PassSkipper`."""
+
+    model_runner: Any
+
+    def draft_report(self) -> dict[str, int]:
+        """`collective_rpc("draft_report")`: drafter passes of this worker."""
+        report: dict[str, int] = self.model_runner.draft_report()
+        return report
+
+
+def depth_in_batch(request: Any, k_max: int) -> int:
+    """K of a request as the worker knows it (vLLM's `CachedRequestState`), 0..k_max."""
+    params = request.sampling_params
+    extra_args = params.extra_args if params is not None else None
+    return drafts_wanted(extra_args.get(DEPTH_KEY) if extra_args else None, k_max)
+
+
+def prepare_next_tokens(runner: Any, sampled_token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What vLLM's own step does with sampled tokens before it drafts; the next step reads it in asynchronous mode.
+
+    Returns:
+        The token after each request's last valid row, and how many tokens each request sampled: 0 after an unfinished
+        prompt chunk. Both int32 [B] on the runner's device.
+    """
+    next_tokens_B, num_sampled_B = runner.drafter.prepare_next_token_ids_padded(
+        sampled_token_ids, runner.requests, runner.input_batch, runner.discard_request_mask.gpu
+    )
+    runner._copy_valid_sampled_token_count(next_tokens_B, num_sampled_B)
+    return next_tokens_B, num_sampled_B
+
+
+# ====================================================================================================
+# From one step of the engine to the messages of its drafters, and from their answers to the drafts of the batch.
+#
+# Enters: an `EngineStep`, what the model runner has after sampling. Leaves: rows on the links of a pool, and drafts
+# [B, K]. Knows vLLM's runner not; on a GPU nothing here waits for the device.
+#
+# Dimensions: B requests of the batch, M of them on one link, R rows, X = C * S tapped hidden states, H, K drafts.
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStep:
+    """A batch after sampling. Arrays are known to the host; tensors may be known to the device only.
+
+    requests: all that the engine has, by id. wanted_B: whether the drafter needs the request's rows. prompt_of: token
+    ids of the positions 0 .. start of a request of the batch that starts or comes back, empty if not known.
+    aux: tapped hidden states of each layer, [>= R, S]; rows of request b are from row_offset_B[b], num_rows_B[b] of
+    them, of which the first num_valid_B[b] stay.
+    """
+
+    request_ids: Sequence[str]
+    requests: Mapping[str, object]
+    heads_B: Int32Array
+    depth_B: Int32Array
+    wanted_B: np.ndarray[Any, np.dtype[np.bool_]]
+    row_offset_B: Int32Array
+    num_rows_B: Int32Array
+    start_B: Tensor
+    num_valid_B: Tensor
+    next_tokens_R: Tensor
+    aux: Sequence[Tensor]
+    prompt_of: Callable[[int], Int32Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """A message under way: its link, and the positions in the batch of its requests."""
+
+    link: Any
+    members_M: Int32Array
+
+
+class StepSender:
+    """Sends every step of one engine to the drafters of `pool` (`peagle.drafter.client.LinkPool`).
+
+    Nobody waits for the answer to a step without drafts, such as a prompt chunk, while the target goes on. It is waited
+    for before the next step is sent there, so that a drafter is at most one step behind.
+    """
+
+    def __init__(
+        self, pool: Any, shape: TargetShape, device: torch.device, *, on_stream: bool, health: Health | None = None
+    ) -> None:
+        """on_stream: a GPU's stream waits for answers, not the host. health: where to say which heads are live."""
+        self.pool, self.shape, self.device = pool, shape, device
+        self._on_stream, self._health = on_stream, health
+        self._unanswered: dict[Any, Sent] = {}  # by link
+        self._slots = RequestSlots(shape.max_num_requests)
+        self._counts: Counter[str] = Counter()
+
+    def send(self, step: EngineStep) -> list[Sent]:
+        """Hand the rows of a step to the drafters of its requests; the messages whose drafts are to be waited for.
+
+        Never raises for a drafter that is gone.
+        """
+        change = self._slots.update(step.request_ids, step.requests)
+        self.pool.finish(list(change.finished))
+        new = {int(change.slots_B[i]): step.request_ids[i] for i in change.new}
+        wanted = np.flatnonzero(step.wanted_B)
+        self._counts["steps"] += 1
+        self._counts["requests"] += len(wanted)
+        sent = []
+        # A drafter that was let go owes nothing.
+        self._unanswered = {link: one for link, one in self._unanswered.items() if link.state != "closed"}
+        groups = self.pool.assign(change.slots_B[wanted], step.heads_B[wanted], new) if len(wanted) else ()
+        for link, places in groups:
+            members_M = wanted[np.asarray(places, dtype=np.int64)]
+            prompts = {int(change.slots_B[i]): step.prompt_of(i) for i in change.new if i in members_M}
+            if (unanswered := self._unanswered.pop(link, None)) is not None:
+                self._settle(unanswered)
+            if self._send_to(link, step, change.slots_B, members_M, prompts):
+                message = Sent(link, members_M.astype(np.int32))
+                if step.depth_B[members_M].any():
+                    sent.append(message)
+                else:
+                    self._unanswered[link] = message
+                self._counts["requests_sent"] += len(members_M)
+        if self._health is not None:
+            self._health.write(self.pool.live_heads())
+        return sent
+
+    def _settle(self, message: Sent) -> None:
+        """Wait for an answer without drafts."""
+        if self._on_stream:
+            size = (len(message.members_M), self.shape.max_depth)
+            message.link.enqueue_wait(torch.empty(size, dtype=torch.int32, device=self.device))
+        else:
+            message.link.wait_host()
+
+    def _send_to(
+        self, link: Any, step: EngineStep, slots_B: Int32Array, members_M: Any, prompts: Mapping[int, Int32Array]
+    ) -> bool:
+        rows = _rows_of(step, members_M, self.device)
+        heads_M = step.heads_B[members_M]
+        hidden_RH = _reduce(link.reducers, heads_M, rows, step.aux)
+        places = _place(members_M, len(step.request_ids), self.device)
+        next_tokens_R = step.next_tokens_R if rows.index is None else step.next_tokens_R[rows.index]
+        is_sent: bool = link.send(
+            slots_B[members_M],
+            heads_M,
+            step.depth_B[members_M],
+            rows.offset_M,
+            step.start_B[places],
+            step.num_valid_B[places],
+            next_tokens_R[: len(hidden_RH)],
+            hidden_RH,
+            prompts=prompts,
+        )
+        self._counts["rows_sent"] += len(hidden_RH) if is_sent else 0
+        return is_sent
+
+    def wait_host(self, sent: Sequence[Sent], num_requests: int) -> Int32Array:
+        """Drafts [B, K] of the host, -1 where there are none; waits no longer than the links' deadlines."""
+        drafts_BK = np.full((num_requests, self.shape.max_depth), NO_DRAFT, dtype=np.int32)
+        for message in sent:
+            if (drafts_MK := message.link.wait_host()) is not None:
+                drafts_BK[message.members_M] = drafts_MK
+        return drafts_BK
+
+    def enqueue_wait(self, sent: Sequence[Sent], num_requests: int) -> Tensor:
+        """Drafts [B, K], int32 on the device, filled in the order of its stream; 0 where there are none."""
+        size = (num_requests, self.shape.max_depth)
+        drafts_BK = torch.zeros(size, dtype=torch.int32, device=self.device)
+        for message in sent:
+            places = _place(message.members_M, num_requests, self.device)
+            drafts_MK = torch.empty(len(message.members_M), size[1], dtype=torch.int32, device=self.device)
+            message.link.enqueue_wait(drafts_MK)
+            drafts_MK.clamp_(min=0)
+            if isinstance(places, slice):
+                return drafts_MK
+            drafts_BK[places] = drafts_MK
+        return drafts_BK
+
+    def report(self) -> dict[str, Any]:
+        """Plain values: steps and rows since the start, and what the pool says of its links."""
+        return {"counts": dict(self._counts), "pool": self.pool.report()}
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Rows of a message: their places in the batch, None for all as they stand, and where each request's begin."""
+
+    index: Tensor | None
+    num_rows: int
+    offset_M: Int32Array
+    num_rows_M: Int32Array
+
+
+def _rows_of(step: EngineStep, members_M: Any, device: torch.device) -> _Rows:
+    """Which rows travel. Where the host knows the rejected ones they stay behind, else they travel as holes."""
+    offset_M, num_rows_M = step.row_offset_B[members_M], step.num_rows_B[members_M]
+    if device.type == "cpu":
+        num_rows_M = step.num_valid_B.numpy()[members_M]
+    num_all = int((step.row_offset_B + step.num_rows_B).max())
+    num_rows = int(num_rows_M.sum())
+    if num_rows == num_all:
+        return _Rows(None, num_all, offset_M, num_rows_M)
+    ends_M = np.cumsum(num_rows_M)
+    packed_M = (ends_M - num_rows_M).astype(np.int32)
+    index_R = np.arange(num_rows) + np.repeat(offset_M - packed_M, num_rows_M)
+    return _Rows(_upload(index_R, device), num_rows, packed_M, num_rows_M)
+
+
+def _reduce(reducers: Mapping[int, Any], heads_M: Int32Array, rows: _Rows, aux: Sequence[Tensor]) -> Tensor:
+    """Hidden rows [R, H], each reduced by the head of its request."""
+    chosen = [layer[: rows.num_rows] if rows.index is None else layer[rows.index] for layer in aux]
+    aux_RX = torch.cat(chosen, dim=-1)
+    heads = np.unique(heads_M).tolist()
+    if len(heads) == 1:
+        reduced: Tensor = reducers[heads[0]].reduce(aux_RX)
+        return reduced
+    of_row_R = np.repeat(heads_M, rows.num_rows_M)
+    parts = {head: _upload(np.flatnonzero(of_row_R == head), aux_RX.device) for head in heads}
+    hidden_RH = aux_RX.new_zeros(rows.num_rows, reducers[heads[0]].hidden_size)
+    for head, index in parts.items():
+        hidden_RH[index] = reducers[head].reduce(aux_RX[index]).to(hidden_RH.dtype)
+    return hidden_RH
+
+
+def _place(members_M: Any, num_requests: int, device: torch.device) -> Tensor | slice:
+    """Index of a message's requests in the batch; a slice, which copies nothing, where it is all of them in order."""
+    if len(members_M) == num_requests and np.array_equal(members_M, np.arange(num_requests)):
+        return slice(None)
+    return _upload(np.asarray(members_M, dtype=np.int64), device)
+
+
+def _upload(index: Any, device: torch.device) -> Tensor:
+    """An int64 index on the device, without waiting for the device."""
+    tensor = torch.from_numpy(np.ascontiguousarray(index, dtype=np.int64))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+# ====================================================================================================
+# vLLM's model runner with its drafter in another process.
+#
+# The engine keeps vLLM's `eagle3` + `parallel_drafting` configuration, so tapped layers, schedulers, graphs and rejection
+# sampling are vLLM's own; what changes is where drafts come from. `RemoteProposer` takes the place of vLLM's proposer: it
+# loads no weights and owns no cache. `RemoteDrafts` sends the rows of each step (`peagle.vllm.remote`) and
+# - in synchronous scheduling waits for the drafts when the engine asks for them, so that bookkeeping runs meanwhile;
+# - in asynchronous scheduling on a GPU leaves everything to the device's stream: the host waits for nothing;
+# - in asynchronous scheduling on a CPU, which has no streams, waits at once.
+#
+# Of the ranks of a tensor-parallel group the first sends. Others get its drafts from the scheduler, or, in asynchronous
+# scheduling, by a broadcast.
 
 if TYPE_CHECKING:
     _Runner = GPUModelRunner

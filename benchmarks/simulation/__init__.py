@@ -1,0 +1,1 @@
+"""What `benchmarks.simulate` runs: recorded acceptance, one simulated engine, the policies, and their comparison."""

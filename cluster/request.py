@@ -1,0 +1,461 @@
+"""Who asks: callers, known by their API keys.
+
+Enters: the Authorization header of a request. Leaves: a `Caller`, or an `UnknownCallerError`. Knows SHA-256 digests
+only, so the keys are in no settings object, no log and no error. Never knows: HTTP beyond this one header.
+"""
+
+import hashlib
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+# ====================================================================================================
+# Who asks: callers, known by their API keys.
+#
+# Enters: the Authorization header of a request. Leaves: a `Caller`, or an `UnknownCallerError`. Knows SHA-256 digests
+# only, so the keys are in no settings object, no log and no error. Never knows: HTTP beyond this one header.
+
+TagRight = Literal["allow", "refuse", "ignore"]
+
+
+class UnknownCallerError(ValueError):
+    """No caller has this key, or the request brings none. The message does not repeat the key."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """One caller and what it may. `tags`: whether it may set the workload tag of a request; `workload`: where its
+    requests belong without a tag (None: found out as `cluster.request` says); `max_depth`: the largest K of its
+    requests (None: the operator's limit for all)."""
+
+    name: str
+    tags: TagRight = "refuse"
+    workload: str | None = None
+    max_depth: int | None = None
+
+
+ANYONE = Caller("anyone", tags="allow")
+"""Every request of a service without a `callers` section, and every call by deployment handle inside the cluster."""
+
+
+class Callers:
+    """The callers of a service by the SHA-256 of their keys, in lower-case hexadecimal."""
+
+    def __init__(self, by_digest: Mapping[str, Caller]) -> None:
+        self._by_digest = dict(by_digest)
+
+    def identify(self, authorization: str | None) -> Caller:
+        """The caller of a request with this Authorization header (None: without one).
+
+        Raises:
+            UnknownCallerError: no header, another scheme than Bearer, or a key that nobody has.
+        """
+        if not authorization:
+            raise UnknownCallerError("this service needs an API key: send the header Authorization: Bearer YOUR_KEY")
+        scheme, _, key = authorization.strip().partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise UnknownCallerError("the Authorization header must read: Bearer YOUR_KEY")
+        # Looked up by digest, so the time that it takes says nothing about a key that is nearly right.
+        caller = self._by_digest.get(digest_of(key.strip()))
+        if caller is None:
+            raise UnknownCallerError("incorrect API key: no caller of this service has it")
+        return caller
+
+
+def digest_of(key: str) -> str:
+    """SHA-256 of a key, in lower-case hexadecimal: what `printf %s KEY | sha256sum` prints."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+# ====================================================================================================
+# Which K and which workload a request gets.
+#
+# Enters: the operator's `DepthPolicy`, the request's `drafting` object and headers, its caller, and how a workload is
+# found. Leaves: a `Drafting`, or a `DraftingError` that names the field and its range. Never knows: HTTP, Ray, the
+# engine.
+#
+# K counts the draft tokens that the target verifies in a step of one request. The head proposes K_max in one pass
+# whatever K is, so K is a verification depth and 0 <= K <= K_max. What a client asks outside that range is an error;
+# what it asks inside the range but above the operator's own limit is lowered to that limit.
+
+DEFAULT_WORKLOAD = "default"
+K_HEADER = "x-drafting-k"
+WORKLOAD_HEADER = "x-drafting-workload"
+
+Source = Literal["request", "workload", "default", "learned", "probe"]
+SOURCES: tuple[Source, ...] = get_args(Source)
+
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,9}")
+_REQUEST_KEYS = ("k", "workload")
+
+
+class DraftingError(ValueError):
+    """A request's drafting cannot be used. `field` is the name the client sent it under."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+        self.message = message
+
+    def __reduce__(self) -> tuple[type["DraftingError"], tuple[str, str]]:
+        return type(self), (self.field, self.message)
+
+
+class ForbiddenTagError(DraftingError):
+    """A workload tag from a caller that may not set one."""
+
+
+WorkloadOf = Callable[[str | None], str]
+"""The workload of a request, given the tag that it may set (None: none)."""
+
+
+def _tag_or_default(tag: str | None) -> str:
+    return DEFAULT_WORKLOAD if tag is None else tag
+
+
+@dataclass(frozen=True)
+class DepthPolicy:
+    """The operator's choice of K. Every depth counts draft tokens; 0 means that nothing is verified.
+
+    `max_draft_tokens` is K_max (0 when the target runs without a drafter), `max_depth` the most a request gets.
+    """
+
+    max_draft_tokens: int
+    max_depth: int
+    default_depth: int
+    by_workload: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_depth <= self.max_draft_tokens:
+            raise ValueError(f"max_depth {self.max_depth} is outside 0..{self.max_draft_tokens}")
+        for name, depth in {"default_depth": self.default_depth, **self.by_workload}.items():
+            if not 0 <= depth <= self.max_depth:
+                raise ValueError(f"the depth of {name!r} is {depth}, outside 0..{self.max_depth}")
+
+    def depth_of(self, workload: str) -> tuple[int, Source]:
+        """K of a workload and where it comes from."""
+        if workload in self.by_workload:
+            return self.by_workload[workload], "workload"
+        return self.default_depth, "default"
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How one request is drafted.
+
+    Attributes:
+        workload: what its acceptance is counted under.
+        k: drafts verified per step.
+        source: what chose K: the `request`, the operator's table by `workload`, the `default`, or what was `learned`;
+            `probe`: learned, but for this request deeper, to see what lies there.
+        reason: why, in words; "" where the source says all.
+        survival: S_1, S_2, ... on which a learned K rests, by which the engine may trim it under load; () otherwise.
+        expected_tpot_s: seconds per output token that a learned K was expected to give.
+        max_k: the most drafts of a step, where the engine weighs at every step which of them pay, by `survival`; k then
+            says what is planned at the load of its arrival. None: no step has more than k.
+        limit: the largest K that its caller may have, where it has a limit of its own.
+    """
+
+    workload: str
+    k: int
+    source: Source
+    reason: str = ""
+    survival: tuple[float, ...] = ()
+    expected_tpot_s: float | None = None
+    max_k: int | None = None
+    limit: int | None = field(default=None, compare=False)
+
+    @property
+    def most(self) -> int:
+        """Drafts that a step of the request may verify."""
+        return self.k if self.max_k is None else self.max_k
+
+    def to_wire(self) -> dict[str, Any]:
+        """The form in which the ingress hands its decision to the target, inside the request's `drafting` field."""
+        wire: dict[str, Any] = {"workload": self.workload, "k": self.k, "source": self.source}
+        if self.reason:
+            wire["reason"] = self.reason
+        if self.survival:
+            wire["survival"] = list(self.survival)
+        if self.expected_tpot_s is not None:
+            wire["expected_tpot_ms"] = round(1000 * self.expected_tpot_s, 3)
+        if self.max_k is not None:
+            wire["max_k"] = self.max_k
+        return wire
+
+
+def is_workload_tag(tag: str) -> bool:
+    """Whether a string may name a workload: 1 to 64 letters, digits and `. _ : -`, starting with a letter or digit."""
+    return _TAG.fullmatch(tag) is not None
+
+
+def resolve(
+    policy: DepthPolicy,
+    requested: Any = None,
+    headers: Mapping[str, str] | None = None,
+    caller: Caller = ANYONE,
+    workload_of: WorkloadOf = _tag_or_default,
+) -> Drafting:
+    """Decide K and workload of a request.
+
+    `requested` is the body's `drafting` value: None or `{"k": int, "workload": str}` with both keys optional. The
+    headers `X-Drafting-K` and `X-Drafting-Workload` say the same; a header that contradicts the body is an error.
+    A tag that `caller` may set comes first, then the caller's own workload, then what `workload_of(None)` finds.
+
+    Raises:
+        DraftingError: unknown key, wrong type, K outside 0..K_max, malformed tag, or header and body disagree.
+        ForbiddenTagError: a tag from a caller that may not set one.
+    """
+    body = _checked_object(requested)
+    by_header = {name.lower(): value for name, value in (headers or {}).items()}
+    body_tag, header_tag = body.get("workload"), by_header.get(WORKLOAD_HEADER)
+    body_k, header_k = body.get("k"), by_header.get(K_HEADER)
+
+    tag = _one_of(
+        ("drafting.workload", None if body_tag is None else _checked_tag("drafting.workload", body_tag)),
+        ("X-Drafting-Workload", None if header_tag is None else _checked_tag("X-Drafting-Workload", header_tag)),
+    )
+    k = _one_of(
+        ("drafting.k", None if body_k is None else _checked_k("drafting.k", body_k, policy)),
+        ("X-Drafting-K", None if header_k is None else _checked_k("X-Drafting-K", _parsed(header_k), policy)),
+    )
+    if tag is not None and caller.tags == "refuse":
+        name = "X-Drafting-Workload" if body_tag is None else "drafting.workload"
+        raise ForbiddenTagError(name, f"the caller {caller.name} may not set {name}: leave it out")
+    if caller.tags == "ignore":
+        tag = None
+    workload = caller.workload if tag is None and caller.workload is not None else workload_of(tag)
+    depth, source = policy.depth_of(workload)
+    if k is not None:
+        depth, source = min(k, policy.max_depth), "request"
+    limit = caller.max_depth
+    return Drafting(workload, depth if limit is None else min(depth, limit), source, limit=limit)
+
+
+def is_decided(requested: Any) -> bool:
+    """Whether a request's `drafting` value is a decision of the ingress. Clients cannot send one over HTTP."""
+    return isinstance(requested, Mapping) and "source" in requested
+
+
+def from_wire(policy: DepthPolicy, requested: Any, workload_of: WorkloadOf = _tag_or_default) -> Drafting:
+    """Read what reaches the target: a decision of the ingress (it has a `source`), or a request that came by a
+    deployment handle past the ingress, which gets the same defaults.
+
+    Raises:
+        DraftingError: as `resolve`.
+    """
+    if not is_decided(requested):
+        return resolve(policy, requested, workload_of=workload_of)
+    source = requested["source"]
+    if source not in SOURCES:
+        raise DraftingError("drafting.source", f"drafting.source is {source!r}; only the ingress sets it")
+    k = _checked_k("drafting.k", requested.get("k"), policy)
+    tag = _checked_tag("drafting.workload", requested.get("workload"))
+    tpot_ms, max_k = requested.get("expected_tpot_ms"), requested.get("max_k")
+    return Drafting(
+        workload_of(tag),
+        min(k, policy.max_depth),
+        source,
+        str(requested.get("reason", "")),
+        _checked_survival(requested.get("survival", ()), policy),
+        None if tpot_ms is None else float(tpot_ms) / 1000,
+        None if max_k is None else min(_checked_k("drafting.max_k", max_k, policy), policy.max_depth),
+    )
+
+
+def _checked_object(requested: Any) -> Mapping[str, Any]:
+    if requested is None:
+        return {}
+    if not isinstance(requested, Mapping):
+        raise DraftingError("drafting", f"drafting must be an object with k and workload, not {requested!r:.80}")
+    for key in requested:
+        if key not in _REQUEST_KEYS:
+            raise DraftingError(
+                f"drafting.{key}", f"unknown field drafting.{key!s:.80}: drafting has the fields k and workload"
+            )
+    return requested
+
+
+def _checked_tag(name: str, tag: Any) -> str:
+    if not isinstance(tag, str) or not is_workload_tag(tag):
+        raise DraftingError(
+            name, f"{name} must be 1 to 64 letters, digits or . _ : - starting with a letter or digit, not {tag!r:.80}"
+        )
+    return tag
+
+
+def _checked_survival(survival: Any, policy: DepthPolicy) -> tuple[float, ...]:
+    values = survival if isinstance(survival, list | tuple) else [None]
+    numbers = all(isinstance(value, int | float) and 0 <= value <= 1 for value in values)
+    if not numbers or len(values) > policy.max_draft_tokens or any(a < b for a, b in pairwise(values)):
+        raise DraftingError("drafting.survival", f"drafting.survival is {survival!r:.80}; only the ingress sets it")
+    return tuple(map(float, values))
+
+
+def _checked_k(name: str, k: Any, policy: DepthPolicy) -> int:
+    allowed = f"an integer from 0 to {policy.max_draft_tokens}"
+    if policy.max_draft_tokens == 0:
+        allowed = "0, because this model is served without a drafter"
+    if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= policy.max_draft_tokens:
+        raise DraftingError(name, f"{name} must be {allowed}, not {k!r:.80}")
+    return k
+
+
+def _parsed(text: str) -> int | str:
+    """A header's integer, or its text as it is, which then fails the check with the text in the message."""
+    return int(text) if _INTEGER.fullmatch(text.strip()) else text
+
+
+def _one_of(body: tuple[str, Any], header: tuple[str, Any]) -> Any:
+    if body[1] is not None and header[1] is not None and body[1] != header[1]:
+        raise DraftingError(
+            body[0], f"{body[0]} is {body[1]!r} but the header {header[0]} says {header[1]!r}: send one, or the same"
+        )
+    return header[1] if body[1] is None else body[1]
+
+
+# ====================================================================================================
+# Which workload a request belongs to.
+#
+# Enters: what a request shows of itself (its tag, the model id it names, its system prompt) and the operator's names.
+# Leaves: the name of a workload. Never knows: HTTP, keys, K.
+#
+# The first of these decides: the tag (the caller's right to set one is checked before, in `cluster.request`), the
+# workload of the model alias that the request names, the fingerprint of the system prompt, else `default`. Acceptance is
+# learned per workload, so their number is bounded: the least recently used one makes room, and only for a name that is
+# asked for more often than it. Frequency is counted in requests, not in seconds, so no clock is needed.
+
+MAX_NUM_WORKLOADS = 64
+FINGERPRINT_PREFIX = "sys-"
+
+_SYSTEM_ROLES = ("system", "developer")
+_NUM_READ_CHARACTERS = 2048
+_NUM_HASHED_CHARACTERS = 1024
+_DIGITS = re.compile(r"[0-9]+")
+
+
+def system_prompt(messages: Iterable[Mapping[str, Any]]) -> str:
+    """The system prompt of a chat: the text of its first run of messages of the role system or developer, else "".
+
+    A message's content is a string or a list of parts, of which those with text count. Later runs are left out: they
+    come and go with the turns of one conversation.
+    """
+    texts: list[str] = []
+    for message in messages:
+        if message.get("role") in _SYSTEM_ROLES:
+            texts += _texts(message.get("content"))
+        elif texts:
+            break
+    return "\n".join(texts)
+
+
+def fingerprint(prompt: str) -> str | None:
+    """`sys-` and 8 hexadecimal digits for a system prompt, None for a blank one.
+
+    Prompts of one application differ in what they fill in: the date, a count, documents at the end. So the beginning
+    alone counts (1024 characters), blanks are one blank, and a number is a number whatever its value.
+    """
+    text = " ".join(_DIGITS.sub("0", prompt[:_NUM_READ_CHARACTERS]).split())[:_NUM_HASHED_CHARACTERS]
+    if not text:
+        return None
+    # A lone surrogate is valid in a JSON string and has no UTF-8 form.
+    return FINGERPRINT_PREFIX + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+
+
+class Workloads:
+    """The workloads that are told apart, at most `max_num` with `default`. State of one replica, for one event loop.
+
+    `known` (the operator's names) and the workloads of `aliases` (model id: workload) always stay, also when they alone
+    are more than `max_num`. Of the others:
+
+    - a fingerprint becomes a workload at its `min_num_requests`-th request among the last `window_requests` to twice
+      as many: a system prompt that is used once is no application. A tag becomes one at once, while there is room;
+    - without room, either replaces the least recently used workload, if it has `min_num_requests` and more requests in
+      that window than this one. So thousands of names that come once or twice cannot displace a busy workload;
+    - until then its requests belong to `default`.
+
+    Raises:
+        ValueError: a bound below 1.
+    """
+
+    def __init__(
+        self,
+        max_num: int = MAX_NUM_WORKLOADS,
+        known: Iterable[str] = (),
+        *,
+        aliases: Mapping[str, str] | None = None,
+        min_num_requests: int = 3,
+        window_requests: int = 4096,
+    ) -> None:
+        for name, value in (("max_num", max_num), ("min_num_requests", min_num_requests)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}: it must be 1 or more")
+        if window_requests < min_num_requests:
+            raise ValueError(f"window_requests is {window_requests}: below min_num_requests, {min_num_requests}")
+        self._aliases = dict(aliases or {})
+        self._kept = frozenset({DEFAULT_WORKLOAD, *known, *self._aliases.values()})
+        self._max_num_others = max(0, max_num - len(self._kept))
+        self._others: OrderedDict[str, None] = OrderedDict()  # least recently used first
+        self._min_num_requests = min_num_requests
+        self._window_requests = window_requests
+        self._num_in_window = 0
+        self._counts: Counter[str] = Counter()
+        self._counts_before: Counter[str] = Counter()
+
+    def of(self, tag: str | None = None, model: str | None = None, prompt: str = "") -> str:
+        """The workload of a request with this tag (None: none), for this model id, with this system prompt."""
+        if tag is not None:
+            return self.label(tag)
+        if model is not None and (workload := self._aliases.get(model)) is not None:
+            return workload
+        name = fingerprint(prompt)
+        return DEFAULT_WORKLOAD if name is None else self._admitted(name, self._min_num_requests)
+
+    def label(self, tag: str) -> str:
+        """The workload under which a request with this tag is counted: the tag's own, or `default`."""
+        return self._admitted(tag, 1)
+
+    def names(self) -> tuple[str, ...]:
+        """The present workloads: those that always stay by name, then the others, least recently used first."""
+        return (*sorted(self._kept), *self._others)
+
+    def _admitted(self, name: str, num_needed: int) -> str:
+        if name in self._kept:
+            return name
+        self._count(name)
+        if name in self._others:
+            self._others.move_to_end(name)
+            return name
+        if self._max_num_others == 0:
+            return DEFAULT_WORKLOAD
+        num = self._num_recent(name)
+        if len(self._others) >= self._max_num_others:
+            oldest = next(iter(self._others))
+            if num < self._min_num_requests or num <= self._num_recent(oldest):
+                return DEFAULT_WORKLOAD
+            del self._others[oldest]
+        elif num < num_needed:
+            return DEFAULT_WORKLOAD
+        self._others[name] = None
+        return name
+
+    def _count(self, name: str) -> None:
+        """Two windows, the one that fills and the full one before it: old counts end, and memory stays bounded."""
+        if self._num_in_window >= self._window_requests:
+            self._counts_before, self._counts, self._num_in_window = self._counts, Counter(), 0
+        self._counts[name] += 1
+        self._num_in_window += 1
+
+    def _num_recent(self, name: str) -> int:
+        return self._counts[name] + self._counts_before[name]
+
+
+def _texts(content: Any) -> list[str]:
+    """The texts of a message's content. vLLM takes a list of parts, of which some may be bare strings."""
+    parts = content if isinstance(content, list | tuple) else [content]
+    found = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+    return [text for text in found if isinstance(text, str) and text]

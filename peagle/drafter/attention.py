@@ -1,0 +1,548 @@
+"""How a launch of `peagle.drafter.attention` is cut: from sizes that the host knows, and from nothing else.
+
+Every distinct plan is a kernel to compile, which takes longer than a target waits for its drafts. So plans are few, and
+`distinct_batches` tells what has to run once before a drafter serves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from peagle.drafter.dispatch import check_shape, uses_kernel
+
+# ====================================================================================================
+# How a launch of `peagle.drafter.attention` is cut: from sizes that the host knows, and from nothing else.
+#
+# Every distinct plan is a kernel to compile, which takes longer than a target waits for its drafts. So plans are few, and
+# `distinct_batches` tells what has to run once before a drafter serves.
+
+#: Splitting below this many keys costs more in partial results than it saves.
+MIN_KEYS_PER_SPLIT = 256
+MAX_SPLITS = 32
+#: Lanes for requests, here and in `peagle.drafter.rows`: each width is a kernel to compile.
+MIN_BLOCK_REQUESTS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Sizes of one launch; all follow from sizes that the host knows.
+
+    block_m: rows times query heads of a tile. block_n: keys read at a time. num_splits: parts of the context at most.
+    phased: keys that all rows of a tile see are taken without masks; pays where tiles see many keys.
+    """
+
+    block_m: int
+    block_n: int
+    num_splits: int
+    phased: bool
+    num_warps: int
+    num_stages: int
+
+
+def plan_for(
+    num_rows: int,
+    num_requests: int,
+    num_heads: int,
+    num_groups: int,
+    head_size: int,
+    *,
+    element_bytes: int,
+    max_context: int,
+    num_sms: int,
+) -> Plan:
+    """Sizes for a batch of about equal requests.
+
+    element_bytes: of queries and keys. max_context: positions that the block table has room for. num_sms:
+    multiprocessors of the GPU.
+    """
+    ratio = num_heads // num_groups
+    rows_each = triton.cdiv(num_rows, max(num_requests, 1))
+    # What a tile keeps in registers is bounded: larger tiles would spill. float32 has no tensor cores here.
+    most = 32 if element_bytes > 2 else (128 if head_size <= 128 else 64)
+    block_m = min(most, max(16, triton.next_power_of_2(rows_each * ratio)))
+    block_m = max(block_m, triton.next_power_of_2(ratio))
+    num_tiles = max(num_requests, 1) * triton.cdiv(rows_each, block_m // ratio)
+    # Two programs fit a multiprocessor; twice as many even out contexts of different lengths.
+    num_splits = min(4 * num_sms // (num_tiles * num_groups), triton.cdiv(max_context, MIN_KEYS_PER_SPLIT), MAX_SPLITS)
+    # A power of two: every number of splits is a kernel of its own to compile.
+    num_splits = 1 << max(num_splits, 1).bit_length() - 1
+    small = head_size * element_bytes <= 256
+    return Plan(
+        block_m=block_m,
+        block_n=64 if small else 32,
+        num_splits=num_splits,
+        phased=block_m == 128 and num_splits <= 1,
+        num_warps=8 if block_m >= 128 or not small else 4,
+        num_stages=3 if small else 2,
+    )
+
+
+def block_requests(num_requests: int) -> int:
+    """Lanes that look for a row's request, of which there is one more than requests."""
+    return max(MIN_BLOCK_REQUESTS, triton.next_power_of_2(num_requests + 1))
+
+
+def distinct_batches(
+    max_num_rows: int, max_num_requests: int, num_heads: int, num_groups: int, head_size: int, **sizes: int
+) -> list[tuple[int, int]]:
+    """Rows and requests of one batch for every kernel that batches within the limits may need.
+
+    sizes: element_bytes, max_context and num_sms of `plan_for`.
+    """
+    found: dict[tuple[Plan, int], tuple[int, int]] = {}
+    for num_requests in range(1, max_num_requests + 1):
+        for rows_each in range(1, triton.cdiv(max_num_rows, num_requests) + 1):
+            num_rows = min(rows_each * num_requests, max_num_rows)
+            plan = plan_for(num_rows, num_requests, num_heads, num_groups, head_size, **sizes)
+            found.setdefault((plan, block_requests(num_requests)), (num_rows, num_requests))
+    return list(found.values())
+
+
+# ====================================================================================================
+# The Triton kernels of `peagle.drafter.attention`, which explains what they compute and launches them.
+#
+# Row tiles: BLOCK_M = BLOCK_Q rows times RATIO query heads of one key head, row by row. Tiles are numbered such that
+# request b begins with tile first_row[b] // BLOCK_Q + b; the padding after the last row counts as request B. Scores are
+# in powers of two: the scale holds log2(e).
+
+
+@triton.jit
+def _key_span(
+    row, rows_end, first, start, context, cache_start, num_columns, window,
+    BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Keys of the tile whose first row is `row`: (first seen, end, keys of a split, splits used).
+
+    Both kernels call this, so they agree on who wrote what. The first key that is read is the first seen, rounded down
+    to whole tiles.
+    """
+    low = cache_start
+    if HAS_WINDOW:
+        low = tl.maximum(low, start + row - first - window + 1)
+    end = start + tl.minimum(row + BLOCK_Q, rows_end) - first
+    end = tl.minimum(tl.minimum(end, context), num_columns * BLOCK_SIZE)
+    num_tiles = tl.cdiv(tl.maximum(end - low // BLOCK_N * BLOCK_N, 0), BLOCK_N)
+    tiles_each = tl.maximum(tl.cdiv(num_tiles, NUM_SPLITS), MIN_TILES)
+    return low, end, tiles_each * BLOCK_N, tl.maximum(tl.cdiv(num_tiles, tiles_each), 1)
+
+
+@triton.jit
+def _read_keys(
+    total, weight, top, q, position, table, k_cache, v_cache, begin, end, low, high, window, scale,
+    block_stride, slot_stride,
+    MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Adds the tiles of keys [begin, end) to the running sums; masked, only keys in [low, high) that a row sees."""
+    column = tl.arange(0, BLOCK_D)
+    for tile in range(begin, end, BLOCK_N):
+        key = tile + tl.arange(0, BLOCK_N)
+        exists = (key >= low) & (key < high)
+        if MASKED:
+            block = tl.load(table + key // BLOCK_SIZE, mask=exists, other=0)
+        else:
+            block = tl.load(table + key // BLOCK_SIZE)
+        at = tl.maximum(block, 0).to(tl.int64) * block_stride + (key % BLOCK_SIZE).to(tl.int64) * slot_stride
+        at = at[:, None] + column[None, :]
+        if MASKED or BLOCK_D != HEAD:
+            read = exists[:, None] & (column < HEAD)[None, :]
+            k = tl.load(k_cache + at, mask=read, other=0.0)
+        else:
+            k = tl.load(k_cache + at)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if MASKED:
+            visible = exists[None, :] & (key[None, :] <= position[:, None])
+            if HAS_WINDOW:
+                visible = visible & (key[None, :] > position[:, None] - window)
+            score = tl.where(visible, score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, axis=1))
+        # A row that has seen no key yet has -inf at the top, from which nothing may be subtracted.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        share = tl.exp2(score - base[:, None])
+        shrink = tl.exp2(top - base)
+        if MASKED or BLOCK_D != HEAD:
+            v = tl.load(v_cache + at, mask=read, other=0.0)
+        else:
+            v = tl.load(v_cache + at)
+        weight = weight * shrink + tl.sum(share, axis=1)
+        total = total * shrink[:, None] + tl.dot(share.to(v.dtype), v, input_precision="ieee")
+        top = new_top
+    return total, weight, top
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_rows"])  # each special value is a kernel to compile
+def attention_kernel(
+    q_NAD, k_cache, v_cache, block_table, first_row, start_B, context_B, cache_start_B, out, partial, lse,
+    num_requests, num_rows, num_columns, window, scale,
+    q_stride_n, q_stride_a, out_stride_n, out_stride_a, block_stride, slot_stride, group_stride, table_stride,
+    RATIO: tl.constexpr, BLOCK_M: tl.constexpr, PHASED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows, one key head, one part of the context. Tiles run last to first: late ones see more keys."""
+    tile, group, split = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    index = tl.arange(0, BLOCK_B)
+    begins = tl.load(first_row + index, mask=index <= num_requests, other=1 << 30) // BLOCK_Q + index
+    request = tl.sum((begins <= tile).to(tl.int32), axis=0) - 1
+    first = tl.load(first_row + request).to(tl.int32)
+    tile_row = first + (tile - first // BLOCK_Q - request) * BLOCK_Q
+    is_padding = request == num_requests
+    rows_end = tl.load(first_row + request + 1, mask=request < num_requests, other=num_rows).to(tl.int32)
+    if (tile_row >= rows_end) | (is_padding & (split > 0)):
+        return
+    part = tl.arange(0, BLOCK_M)
+    row, head = (tile_row + part // RATIO).to(tl.int64), group * RATIO + part % RATIO
+    column = tl.arange(0, BLOCK_D)
+    kept = ((part < BLOCK_Q * RATIO) & (row < rows_end))[:, None] & (column < HEAD)[None, :]
+    out_at = out + (row * out_stride_n + head * out_stride_a)[:, None] + column[None, :]
+    if is_padding:
+        tl.store(out_at, tl.zeros([BLOCK_M, BLOCK_D], out.dtype.element_ty), mask=kept)
+        return
+    start = tl.load(start_B + request).to(tl.int32)
+    low, high, keys_each, used = _key_span(
+        tile_row, rows_end, first, start, tl.load(context_B + request).to(tl.int32),
+        tl.load(cache_start_B + request).to(tl.int32), num_columns, window,
+        BLOCK_SIZE, BLOCK_Q, BLOCK_N, NUM_SPLITS, MIN_TILES, HAS_WINDOW,
+    )  # fmt: skip
+    if split >= used:
+        return
+    q = tl.load(q_NAD + (row * q_stride_n + head * q_stride_a)[:, None] + column[None, :], mask=kept, other=0.0)
+    total, weight, top = _read_span(
+        q, start + (row - first).to(tl.int32), block_table + request.to(tl.int64) * table_stride,
+        k_cache + group * group_stride, v_cache + group * group_stride,
+        low // BLOCK_N * BLOCK_N + split * keys_each, keys_each, low, high, start + tile_row - first,
+        window, scale, block_stride, slot_stride,
+        PHASED, BLOCK_SIZE, BLOCK_Q, HEAD, BLOCK_M, BLOCK_N, BLOCK_D, HAS_WINDOW,
+    )  # fmt: skip
+    mean = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
+    if used == 1:
+        tl.store(out_at, mean.to(out.dtype.element_ty), mask=kept)
+    elif NUM_SPLITS > 1:
+        at = (split.to(tl.int64) * num_rows + row) * (tl.num_programs(1) * RATIO) + head
+        tl.store(partial + at[:, None] * HEAD + column[None, :], mean, mask=kept)
+        tl.store(lse + at, top + tl.log2(weight), mask=(part < BLOCK_Q * RATIO) & (row < rows_end))
+
+
+@triton.jit
+def _read_span(
+    q, position, table, k_cache, v_cache, begin, keys_each, low, high, first_position,
+    window, scale, block_stride, slot_stride,
+    PHASED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, HEAD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Running sums over the keys of one split: (weighted values, weights, greatest score)."""
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    end = tl.minimum(begin + keys_each, high)
+    if PHASED:
+        # Tiles in between hold only keys that every row sees.
+        seen = low
+        if HAS_WINDOW:
+            seen = tl.maximum(seen, first_position + BLOCK_Q - window)
+        body = tl.minimum(tl.maximum(tl.cdiv(seen, BLOCK_N) * BLOCK_N, begin), tl.cdiv(end, BLOCK_N) * BLOCK_N)
+        tail = tl.maximum(tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end // BLOCK_N * BLOCK_N), body)
+        total, weight, top = _read_keys(
+            total, weight, top, q, position, table, k_cache, v_cache, begin, body, low, high, window, scale,
+            block_stride, slot_stride, True, BLOCK_SIZE, HEAD, BLOCK_N, BLOCK_D, HAS_WINDOW,
+        )  # fmt: skip
+        total, weight, top = _read_keys(
+            total, weight, top, q, position, table, k_cache, v_cache, body, tail, low, high, window, scale,
+            block_stride, slot_stride, False, BLOCK_SIZE, HEAD, BLOCK_N, BLOCK_D, HAS_WINDOW,
+        )  # fmt: skip
+        begin = tail
+    return _read_keys(
+        total, weight, top, q, position, table, k_cache, v_cache, begin, end, low, high, window, scale,
+        block_stride, slot_stride, True, BLOCK_SIZE, HEAD, BLOCK_N, BLOCK_D, HAS_WINDOW,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_rows"])
+def combine_kernel(
+    partial, lse, out, first_row, start_B, context_B, cache_start_B,
+    num_requests, num_rows, num_columns, window, num_heads, out_stride_n, out_stride_a,
+    BLOCK_S: tl.constexpr, BLOCK_A: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Weights the parts of one row's context together, for some heads. Rows of one part are finished already."""
+    row = tl.program_id(0)
+    index = tl.arange(0, BLOCK_B)
+    ends = tl.load(first_row + index + 1, mask=index < num_requests, other=1 << 30)
+    request = tl.sum((ends <= row).to(tl.int32), axis=0)
+    if request >= num_requests:
+        return
+    first = tl.load(first_row + request).to(tl.int32)
+    _, _, _, used = _key_span(
+        first + (row - first) // BLOCK_Q * BLOCK_Q, tl.load(first_row + request + 1).to(tl.int32), first,
+        tl.load(start_B + request).to(tl.int32), tl.load(context_B + request).to(tl.int32),
+        tl.load(cache_start_B + request).to(tl.int32), num_columns, window,
+        BLOCK_SIZE, BLOCK_Q, BLOCK_N, NUM_SPLITS, MIN_TILES, HAS_WINDOW,
+    )  # fmt: skip
+    if used == 1:
+        return
+    split, column = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    head = tl.program_id(1) * BLOCK_A + tl.arange(0, BLOCK_A)
+    at = (split.to(tl.int64)[:, None] * num_rows + row) * num_heads + head[None, :]
+    has_part = (split < used)[:, None] & (head < num_heads)[None, :]
+    score = tl.load(lse + at, mask=has_part, other=float("-inf"))
+    top = tl.max(score, axis=0)
+    weight = tl.exp2(score - tl.where(top == float("-inf"), 0.0, top)[None, :])
+    read = has_part[:, :, None] & (column < HEAD)[None, None, :]
+    mean = tl.load(partial + at[:, :, None] * HEAD + column[None, None, :], mask=read, other=0.0)
+    whole = tl.sum(weight, axis=0)
+    value = tl.sum(mean * weight[:, :, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)[:, None]
+    out_at = out + row.to(tl.int64) * out_stride_n + head[:, None] * out_stride_a + column[None, :]
+    tl.store(out_at, value.to(out.dtype.element_ty), mask=(head < num_heads)[:, None] & (column < HEAD)[None, :])
+
+
+@triton.jit
+def write_kv_kernel(
+    k_NGD, v_NGD, k_cache, v_cache, slots, block_size, num_groups,
+    k_stride_n, k_stride_g, v_stride_n, v_stride_g, block_stride, slot_stride, group_stride,
+    HEAD: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    if slot < 0:
+        return
+    group, column = tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    kept = (group < num_groups) & (column < HEAD)
+    at = slot // block_size * block_stride + slot % block_size * slot_stride + group * group_stride + column
+    k = tl.load(k_NGD + row * k_stride_n + group * k_stride_g + column, mask=kept)
+    v = tl.load(v_NGD + row * v_stride_n + group * v_stride_g + column, mask=kept)
+    tl.store(k_cache + at, k.to(k_cache.dtype.element_ty), mask=kept)
+    tl.store(v_cache + at, v.to(v_cache.dtype.element_ty), mask=kept)
+
+
+# ====================================================================================================
+# Attention of a pass's rows over a paged KV cache, and writing rows into it.
+#
+# A request's rows stand at positions start, start + 1, ...; each sees the keys of its request from `cache_start` (0, or
+# where a cold start began) up to its own position, with a sliding window the nearest of them. The cache of a layer is
+# [num_blocks, block_size, G, D]; column j of `block_table_BN` is the block of positions [j * block_size,
+# (j + 1) * block_size), and every block from `cache_start` on must be there. Keys beyond the table do not exist.
+#
+# The kernel works on tiles of rows times the query heads that share a key head, so that keys are read once for a request
+# that decodes. Where tiles and key heads do not fill the GPU, the context is split: parts are weighted together by a
+# second kernel, as in Flash-Decoding (https://pytorch.org/blog/flash-decoding/). How many parts a request really uses
+# follows from its context, on the device; with one, nothing is left for the second kernel.
+#
+# N rows, A query heads, G key and value heads, D head size, B requests.
+
+#: Elements of partial results that one program of the second kernel weights together.
+COMBINED_ELEMENTS = 4096
+LOG2_E = math.log2(math.e)
+
+
+def paged_attention(
+    q_NAD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table_BN: Tensor,
+    first_row_B1: Tensor,
+    start_B: Tensor,
+    context_B: Tensor,
+    cache_start_B: Tensor,
+    *,
+    block_size: int,
+    scale: float,
+    sliding_window: int | None = None,
+    out: Tensor | None = None,
+    plan: Plan | None = None,
+) -> Tensor:
+    """Attention of N rows, of which `first_row_B1` says whose they are; keys and values are in the cache already.
+
+    Args:
+        q_NAD: rotated queries, any strides but 1 in the last dimension.
+        k_cache, v_cache: [num_blocks, block_size, G, D], of the same strides.
+        block_table_BN: int, blocks of each request.
+        first_row_B1, context_B: int, as in `peagle.drafter.rows.Rows`.
+        start_B: int, position of a request's first row.
+        cache_start_B: int, first position that it has in the cache; at most start.
+        scale: factor of the scores, 1 / sqrt(D).
+        sliding_window: keys that a row sees at most, its own included.
+        out: [N, A, D] to write.
+        plan: sizes of the launch, for tests and measurements; of no effect on the twin.
+
+    Returns [N, A, D] of q's type; zeros in rows beyond first_row_B1[-1].
+    Raises ValueError when shapes do not fit together.
+    """
+    num_rows, num_heads, head_size = q_NAD.shape
+    num_groups = k_cache.shape[2] if k_cache.dim() == 4 else 1
+    num_requests = block_table_BN.shape[0]
+    check_shape("k_cache", k_cache, None, block_size, num_groups, head_size)
+    check_shape("v_cache", v_cache, *k_cache.shape)
+    check_shape("first_row_B1", first_row_B1, num_requests + 1)
+    for name, tensor in (("start_B", start_B), ("context_B", context_B), ("cache_start_B", cache_start_B)):
+        check_shape(name, tensor, num_requests)
+    if num_heads % num_groups:
+        raise ValueError(f"q_NAD has {num_heads} heads, which {num_groups} heads of k_cache do not divide")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window = {sliding_window} must be at least 1")
+    if k_cache.stride() != v_cache.stride() or q_NAD.stride(-1) != 1 or k_cache.stride(-1) != 1:
+        raise ValueError("k_cache and v_cache must have the same strides, and heads contiguous as those of q_NAD")
+    if out is None:
+        out = torch.empty(num_rows, num_heads, head_size, dtype=q_NAD.dtype, device=q_NAD.device)
+    check_shape("out", out, num_rows, num_heads, head_size)
+    if uses_kernel(q_NAD):
+        attend = paged_attention_triton
+    else:
+        attend = paged_attention_torch
+    attend(
+        q_NAD, k_cache, v_cache, block_table_BN, first_row_B1, start_B, context_B, cache_start_B, out,
+        scale=scale, sliding_window=sliding_window, plan=plan,
+    )  # fmt: skip
+    return out
+
+
+def paged_attention_torch(
+    q_NAD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table_BN: Tensor,
+    first_row_B1: Tensor,
+    start_B: Tensor,
+    context_B: Tensor,
+    cache_start_B: Tensor,
+    out: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    plan: Plan | None = None,
+) -> None:
+    """The twin: torch's own attention, request by request. Reads lengths on the host: for CPUs and for tests."""
+    block_size, num_columns = k_cache.shape[1], block_table_BN.shape[1]
+    first_row = first_row_B1.tolist()
+    starts, ends, lows = start_B.tolist(), context_B.tolist(), cache_start_B.tolist()
+    out[first_row[-1] :] = 0
+    for request, (begin, end) in enumerate(itertools.pairwise(first_row)):
+        if begin == end:
+            continue
+        low, start = lows[request], starts[request]
+        if sliding_window is not None:
+            low = max(low, start - sliding_window + 1)
+        blocks = block_table_BN[request, low // block_size : math.ceil(ends[request] / block_size)].long().clamp(min=0)
+        first_key = low // block_size * block_size
+        keys, values = (cache[blocks].flatten(0, 1).transpose(0, 1)[None] for cache in (k_cache, v_cache))
+        num_keys = min(ends[request], num_columns * block_size) - first_key
+        keys, values = keys[:, :, :num_keys], values[:, :, :num_keys]
+        if low > first_key:  # never written: a NaN there would pass through a weight of zero
+            keys[:, :, : low - first_key] = 0
+            values[:, :, : low - first_key] = 0
+        key_U = torch.arange(first_key, first_key + num_keys, device=q_NAD.device)
+        row_T1 = torch.arange(start, start + end - begin, device=q_NAD.device)[:, None]
+        visible_TU = (key_U <= row_T1) & (key_U >= low)
+        if sliding_window is not None:
+            visible_TU &= key_U > row_T1 - sliding_window
+        q_1ATD = q_NAD[begin:end].transpose(0, 1)[None]
+        attended_1ATD = F.scaled_dot_product_attention(
+            q_1ATD, keys, values, attn_mask=visible_TU, scale=scale, enable_gqa=True
+        )
+        out[begin:end] = attended_1ATD[0].transpose(0, 1)
+
+
+def paged_attention_triton(
+    q_NAD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table_BN: Tensor,
+    first_row_B1: Tensor,
+    start_B: Tensor,
+    context_B: Tensor,
+    cache_start_B: Tensor,
+    out: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    plan: Plan | None = None,
+) -> None:
+    """One launch, or two where the context is split; the grid follows from shapes alone."""
+    (num_rows, num_heads, head_size), num_groups = q_NAD.shape, k_cache.shape[2]
+    num_requests, num_columns = block_table_BN.shape
+    if num_rows == 0:
+        return
+    if plan is None:
+        num_sms = torch.cuda.get_device_properties(q_NAD.device).multi_processor_count if q_NAD.is_cuda else 1
+        plan = plan_for(
+            num_rows, num_requests, num_heads, num_groups, head_size,
+            element_bytes=q_NAD.element_size(), max_context=num_columns * k_cache.shape[1], num_sms=num_sms,
+        )  # fmt: skip
+    ratio, splits, block_d = num_heads // num_groups, plan.num_splits, max(16, triton.next_power_of_2(head_size))
+    partial, lse = out, out  # not touched without splits
+    if splits > 1:
+        partial = torch.empty(splits, num_rows, num_heads, head_size, dtype=torch.float32, device=out.device)
+        lse = torch.empty(splits, num_rows, num_heads, dtype=torch.float32, device=out.device)
+    common = dict(
+        BLOCK_SIZE=k_cache.shape[1], BLOCK_Q=plan.block_m // ratio, HEAD=head_size, BLOCK_D=block_d,
+        BLOCK_N=plan.block_n, BLOCK_B=block_requests(num_requests), NUM_SPLITS=splits,
+        MIN_TILES=MIN_KEYS_PER_SPLIT // plan.block_n, HAS_WINDOW=sliding_window is not None,
+    )  # fmt: skip
+    # A request begins a tile of its own; so does the padding, which is written as zeros.
+    num_tiles = num_rows // common["BLOCK_Q"] + num_requests + 1
+    attention_kernel[(num_tiles, num_groups, splits)](
+        q_NAD, k_cache, v_cache, block_table_BN, first_row_B1, start_B, context_B, cache_start_B, out, partial, lse,
+        num_requests, num_rows, num_columns, sliding_window or 0, scale * LOG2_E,
+        q_NAD.stride(0), q_NAD.stride(1), out.stride(0), out.stride(1),
+        k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table_BN.stride(0),
+        RATIO=ratio, BLOCK_M=plan.block_m, PHASED=plan.phased, **common,
+        num_warps=plan.num_warps, num_stages=plan.num_stages,
+    )  # fmt: skip
+    if splits > 1:
+        block_s = triton.next_power_of_2(splits)
+        block_a = max(1, min(triton.next_power_of_2(num_heads), COMBINED_ELEMENTS // (block_s * block_d)))
+        combine_kernel[(num_rows, triton.cdiv(num_heads, block_a))](
+            partial, lse, out, first_row_B1, start_B, context_B, cache_start_B,
+            num_requests, num_rows, num_columns, sliding_window or 0, num_heads, out.stride(0), out.stride(1),
+            BLOCK_S=block_s, BLOCK_A=block_a, **common, num_warps=4,
+        )  # fmt: skip
+
+
+def write_kv(k_NGD: Tensor, v_NGD: Tensor, k_cache: Tensor, v_cache: Tensor, slots_N: Tensor) -> None:
+    """Writes rows into the cache of one layer: row i at slot slots_N[i], nowhere where that is negative.
+
+    k_NGD, v_NGD: rotated keys, and values; any strides but 1 in the last dimension. k_cache, v_cache: [num_blocks,
+    block_size, G, D]; slot s is place s % block_size of block s // block_size. Values take the cache's type. Raises
+    ValueError when shapes do not fit together.
+    """
+    num_rows, num_groups, head_size = k_NGD.shape
+    check_shape("v_NGD", v_NGD, num_rows, num_groups, head_size)
+    check_shape("k_cache", k_cache, None, None, num_groups, head_size)
+    check_shape("v_cache", v_cache, *k_cache.shape)
+    check_shape("slots_N", slots_N, num_rows)
+    if k_cache.stride() != v_cache.stride() or any(x.stride(-1) != 1 for x in (k_NGD, v_NGD, k_cache)):
+        raise ValueError("k_cache and v_cache must have the same strides, and all heads must be contiguous")
+    if num_rows:
+        (write_kv_triton if uses_kernel(k_NGD) else write_kv_torch)(k_NGD, v_NGD, k_cache, v_cache, slots_N)
+
+
+def write_kv_torch(k_NGD: Tensor, v_NGD: Tensor, k_cache: Tensor, v_cache: Tensor, slots_N: Tensor) -> None:
+    """The twin: picks the rows that have a slot, whose number the host must know."""
+    kept = slots_N >= 0
+    slot = slots_N[kept].long()
+    block, place = slot // k_cache.shape[1], slot % k_cache.shape[1]
+    k_cache[block, place] = k_NGD[kept].to(k_cache.dtype)
+    v_cache[block, place] = v_NGD[kept].to(v_cache.dtype)
+
+
+def write_kv_triton(k_NGD: Tensor, v_NGD: Tensor, k_cache: Tensor, v_cache: Tensor, slots_N: Tensor) -> None:
+    """One launch, a program a row."""
+    num_rows, num_groups, head_size = k_NGD.shape
+    write_kv_kernel[(num_rows,)](
+        k_NGD, v_NGD, k_cache, v_cache, slots_N, k_cache.shape[1], num_groups,
+        k_NGD.stride(0), k_NGD.stride(1), v_NGD.stride(0), v_NGD.stride(1),
+        k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        HEAD=head_size, BLOCK_D=triton.next_power_of_2(head_size), BLOCK_G=triton.next_power_of_2(num_groups),
+        num_warps=4,
+    )  # fmt: skip

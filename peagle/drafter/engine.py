@@ -1,0 +1,449 @@
+"""Requests of one call cut into passes, and the part of the targets' payloads that each pass needs.
+
+G requests; R rows of a payload or of several joined, H hidden size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from peagle.drafter.forward import ParallelPass
+from peagle.drafter.kvcache import NO_ROW, BlockPool, Counters, Int32Array, Int64Array, RequestTable
+from peagle.drafter.pass_batch import PassBatch, PassLimits
+from peagle.drafter.steps import NO_DRAFT, PendingDrafts, TargetStep
+
+# ====================================================================================================
+# Requests of one call cut into passes, and the part of the targets' payloads that each pass needs.
+#
+# G requests; R rows of a payload or of several joined, H hidden size.
+
+
+@dataclasses.dataclass(frozen=True)
+class Requests:
+    """Requests of one head in one call, or what of them goes into one pass.
+
+    flat_G: place among all requests of the call. step_G: index of the target's step, ascending; its payload has the
+    rows. rows_G: their rows in the request table. The others as in `TargetStep`.
+    """
+
+    flat_G: Int64Array
+    step_G: Int64Array
+    rows_G: Int64Array
+    start_G: Int64Array
+    num_valid_G: Int64Array
+    row_offset_G: Int64Array
+    depth_G: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.flat_G)
+
+    def __getitem__(self, index: npt.NDArray[Any] | slice) -> Requests:
+        return Requests(
+            self.flat_G[index],
+            self.step_G[index],
+            self.rows_G[index],
+            self.start_G[index],
+            self.num_valid_G[index],
+            self.row_offset_G[index],
+            self.depth_G[index],
+        )
+
+    def moved(self, step: TargetStep) -> Requests:
+        """The same requests, all of one step, with the device part of a later one."""
+        start_G, num_valid_G = step.start_B.astype(np.int64), step.num_valid_B.astype(np.int64)
+        return Requests(self.flat_G, self.step_G, self.rows_G, start_G, num_valid_G, self.row_offset_G, self.depth_G)
+
+    @functools.cached_property
+    def end_G(self) -> Int64Array:
+        """Position after the last row in the pass, those of the mask token included."""
+        return self.start_G + self.num_valid_G + np.maximum(self.depth_G - 1, 0)
+
+    def by_step(self) -> Iterator[tuple[int, slice]]:
+        """Each step's index and where its requests are."""
+        if len(self) and self.step_G[0] == self.step_G[-1]:  # ascending: all of one step
+            yield int(self.step_G[0]), slice(None)
+            return
+        first = 0
+        while first < len(self):
+            index = int(self.step_G[first])
+            end = int(np.searchsorted(self.step_G, index, side="right"))
+            yield index, slice(first, end)
+            first = end
+
+    def payload_rows(self) -> Int64Array:
+        """Rows of the payloads that the requests have, one request after another."""
+        ends_G = np.cumsum(self.num_valid_G)
+        shift_G = self.row_offset_G - ends_G + self.num_valid_G
+        return np.arange(ends_G[-1]) + np.repeat(shift_G, self.num_valid_G)
+
+
+def split(requests: Requests, max_num_rows: int, max_num_requests: int) -> list[Requests]:
+    """Passes within the limits, each with its requests by step; one pass if they all fit.
+
+    Otherwise those that want drafts come before those that only enter the cache, and a request with more rows than a
+    pass takes is cut into pieces, of which the last one drafts. Raises ValueError if a pass has no room for a request's
+    last row and its mask rows.
+    """
+    num_rows_G = requests.end_G - requests.start_G
+    if len(requests) <= max_num_requests and int(num_rows_G.sum()) <= max_num_rows:
+        return [requests]
+    pieces = _cut(requests[np.argsort(requests.depth_G == 0, kind="stable")], max_num_rows)
+    ends_G = np.cumsum(pieces.end_G - pieces.start_G)
+    passes, first, before = [], 0, 0
+    while first < len(pieces):
+        end = int(np.searchsorted(ends_G, before + max_num_rows, side="right"))
+        end = min(end, first + max_num_requests)
+        part = pieces[first:end]
+        passes.append(part[np.argsort(part.step_G, kind="stable")])
+        first, before = end, int(ends_G[end - 1])
+    return passes
+
+
+def _cut(requests: Requests, max_num_rows: int) -> Requests:
+    """Requests with more rows than a pass takes in pieces, in order; the others as they are."""
+    num_masks_G = np.maximum(requests.depth_G - 1, 0)
+    if int(num_masks_G.max()) >= max_num_rows:
+        raise ValueError(f"max_num_rows = {max_num_rows} leaves no room for {num_masks_G.max()} mask rows: raise it")
+    # Every piece leaves room for the mask rows, so that the last one, whatever its size, has it.
+    room_G = max_num_rows - num_masks_G
+    num_pieces_G = np.maximum(-(-requests.num_valid_G // room_G), 1)
+    request_P = np.repeat(np.arange(len(requests)), num_pieces_G)
+    piece_P = np.arange(len(request_P)) - (np.cumsum(num_pieces_G) - num_pieces_G)[request_P]
+    pieces, room_P = requests[request_P], room_G[request_P]
+    is_last_P, skipped_P = piece_P == num_pieces_G[request_P] - 1, piece_P * room_P
+    return dataclasses.replace(
+        pieces,
+        start_G=pieces.start_G + skipped_P,
+        row_offset_G=pieces.row_offset_G + skipped_P,
+        num_valid_G=np.minimum(pieces.num_valid_G - skipped_P, room_P),
+        depth_G=np.where(is_last_P, pieces.depth_G, 0),
+    )
+
+
+def pass_batch(part: Requests, steps: Sequence[TargetStep], table: RequestTable, limits: PassLimits) -> PassBatch:
+    """What the pass gets: of each payload the rows from the first to the last that is used, nothing copied.
+
+    Only where those are more than the pass takes, because rows of other requests lie between, are the used ones
+    gathered.
+    """
+    offset_G, last_G = part.row_offset_G.copy(), part.row_offset_G + part.num_valid_G
+    tokens, hidden, num_before = [], [], 0
+    for index, mine in part.by_step():
+        first, end = int(part.row_offset_G[mine].min()), int(last_G[mine].max())
+        offset_G[mine] += num_before - first
+        tokens.append(steps[index].next_tokens_R[first:end])
+        hidden.append(steps[index].hidden_RH[first:end])
+        num_before += end - first
+    if num_before > limits.max_payload_rows:
+        tokens, hidden = _gathered(part, steps)
+        offset_G = np.cumsum(part.num_valid_G) - part.num_valid_G
+    return PassBatch(
+        start_B=part.start_G.astype(np.int32),
+        num_valid_B=part.num_valid_G.astype(np.int32),
+        row_offset_B=offset_G.astype(np.int32),
+        depth_B=part.depth_G.astype(np.int32),
+        cache_start_B=table.cache_start_C[part.rows_G].astype(np.int32),
+        next_tokens_R=tokens[0] if len(tokens) == 1 else np.concatenate(tokens),
+        hidden_RH=hidden,
+        block_table_BN=table.block_table(part.rows_G, part.end_G),
+    )
+
+
+def _gathered(part: Requests, steps: Sequence[TargetStep]) -> tuple[list[npt.NDArray[np.int32]], list[torch.Tensor]]:
+    """Tokens and hidden rows of the requests alone, step after step."""
+    tokens, hidden = [], []
+    for index, mine in part.by_step():
+        rows_R = part[mine].payload_rows()
+        tokens.append(steps[index].next_tokens_R[rows_R])
+        hidden.append(steps[index].hidden_RH[torch.from_numpy(rows_R)])
+    return tokens, hidden
+
+
+def tokens_of(requests: Requests, steps: Sequence[TargetStep]) -> npt.NDArray[np.int32]:
+    """[R] tokens of the requests' rows, one request after another."""
+    parts = [steps[index].next_tokens_R[requests[mine].payload_rows()] for index, mine in requests.by_step()]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+# ====================================================================================================
+# Drafts for the requests of several targets and heads: one step of each target in, draft ids out.
+#
+# Enters: what targets hand over (`peagle.drafter.steps`). Leaves: draft ids. In between: the requests' blocks are looked
+# up or given (`request_table`), and each head runs one pass over all its requests of the call, more where they do not fit
+# in one. It knows nothing of connections: a `session` is a number, and whoever opened it drops it.
+#
+# A request is a slot of a session. Its first step should come with a prompt; without one it still drafts, but its blocks
+# answer for no prefix. Whatever a target sends, the cache follows: a start before the cached rows truncates, a start
+# after them begins cold, a step that is repeated gives the same drafts again.
+
+MIN_IDLE_CALLS = 32
+
+
+class StepError(ValueError):
+    """A target's step that this engine cannot take; `session` says whose. Nothing of any step of the call was done."""
+
+    def __init__(self, session: int, message: str) -> None:
+        super().__init__(f"session {session}: {message}")
+        self.session = session
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadRuntime:
+    """One head, ready to draft.
+
+    digest: `peagle.heads.head_digest`, which keeps apart the cached prefixes of different heads.
+    parallel_pass: owns the KV cache, whose blocks the engine hands out; its size is the memory limit.
+    """
+
+    digest: str
+    parallel_pass: ParallelPass
+
+    @property
+    def limits(self) -> PassLimits:
+        return self.parallel_pass.limits
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """Requests of a session's step, all of one head and with table rows: those of the next one with that host part.
+
+    version: of the table that they were found in.
+    """
+
+    host_part: bytes
+    version: int
+    requests: Requests
+
+
+class DraftEngine:
+    """Not safe for threads: one thread calls it."""
+
+    def __init__(
+        self, heads: Mapping[int, HeadRuntime], *, max_num_requests: int = 1024, min_idle_calls: int = MIN_IDLE_CALLS
+    ) -> None:
+        """heads: by the index that targets name them with.
+
+        max_num_requests: requests with rows in the cache, for each head.
+        min_idle_calls: a request is evicted for others only after so many calls of `step` without it. Targets take
+            turns, so requests in use miss some calls; with a full cache it is better to refuse new requests than to
+            evict those in use back and forth.
+        """
+        if max_num_requests < 1 or min_idle_calls < 1:
+            raise ValueError(
+                f"max_num_requests = {max_num_requests} and min_idle_calls = {min_idle_calls} must be at least 1"
+            )
+        if not heads:
+            raise ValueError("heads is empty: a drafter needs at least one head")
+        self.counters = Counters()
+        self._max_num_requests, self._min_idle_calls = max_num_requests, min_idle_calls
+        self._heads: dict[int, HeadRuntime] = {}
+        self._tables: dict[int, RequestTable] = {}
+        self._last_step: dict[int, int] = {}
+        self._checked: dict[int, bytes] = {}  # by session: the host part found good last
+        self._found: dict[int, _Found] = {}  # by session
+        for index, head in heads.items():
+            self.swap(index, head)
+
+    @property
+    def heads(self) -> Mapping[int, HeadRuntime]:
+        return dict(self._heads)
+
+    @property
+    def max_depth(self) -> int:
+        """K_max: the most drafts that any of the heads gives."""
+        return self._max_depth
+
+    @property
+    def num_requests(self) -> int:
+        """Requests with rows in a cache."""
+        return sum(table.num_requests for table in self._tables.values())
+
+    @property
+    def num_free_blocks(self) -> Mapping[int, int]:
+        """By head: blocks that requests do not hold."""
+        return {index: table.pool.num_available for index, table in self._tables.items()}
+
+    def cached_range(self, session: int, slot: int) -> tuple[int, int] | None:
+        """First position that is in the cache of a request, and the one after the last; None without a cache."""
+        for table in self._tables.values():
+            if (found := table.range_of(session, slot)) is not None:
+                return found
+        return None
+
+    def swap(self, index: int, head: HeadRuntime) -> None:
+        """Put a head in the place of another, or in a new place. All rows of the old one are void and dropped."""
+        limits = head.limits
+        if limits.max_num_rows < limits.max_depth:
+            raise ValueError(
+                f"head {index}: max_num_rows = {limits.max_num_rows} holds no request that wants "
+                f"max_depth = {limits.max_depth} drafts: raise it"
+            )
+        self._tables[index] = RequestTable(
+            BlockPool(limits.num_blocks, limits.block_size),
+            head.digest,
+            self.counters,
+            max_num_requests=min(self._max_num_requests, limits.num_blocks),
+            max_num_positions=limits.max_blocks * limits.block_size,
+            min_idle_calls=self._min_idle_calls,
+        )
+        self._heads[index] = head
+        self._checked.clear()
+        self._found.clear()
+        self._max_depth = max(head.limits.max_depth for head in self._heads.values())
+
+    def release(self, session: int, slots: Iterable[int]) -> None:
+        """These requests of a session ended."""
+        ended = list(slots)
+        for table in self._tables.values():
+            table.release(session, ended)
+
+    def drop_session(self, session: int) -> None:
+        """A target went away. Its prefixes stay for others as long as there is room."""
+        for by_session in (self._last_step, self._checked, self._found):
+            by_session.pop(session, None)
+        for table in self._tables.values():
+            table.drop_session(session)
+
+    def check(self, step: TargetStep) -> None:
+        """Raise `StepError` unless these heads can take the step, which `TargetStep.check` found well formed."""
+        if step.host_part is not None and self._checked.get(step.session) is step.host_part:
+            return
+        width, heads = step.hidden_RH.shape[1], _distinct(step.heads_B)
+        for index in heads:
+            if (head := self._heads.get(index)) is None:
+                raise StepError(step.session, f"heads_B names head {index}; there are {sorted(self._heads)}")
+            if width != head.limits.hidden_size:
+                raise StepError(
+                    step.session, f"hidden_RH has {width} columns, head {index} needs {head.limits.hidden_size}"
+                )
+            depth_G = step.depth_B if len(heads) == 1 else step.depth_B[step.heads_B == index]
+            if (deepest := int(depth_G.max())) > head.limits.max_depth:
+                raise StepError(
+                    step.session, f"depth_B asks for {deepest} drafts, head {index} gives {head.limits.max_depth}"
+                )
+        if step.host_part is not None:
+            self._checked[step.session] = step.host_part
+
+    def step(self, steps: Sequence[TargetStep]) -> list[Int32Array]:
+        """Draft ids of each step's requests, [B, K_max] each, `NO_DRAFT` from a request's depth on.
+
+        A request that is refused for lack of cache has none. So have all requests of a step that is older than one its
+        session was already answered for; such a step changes nothing.
+
+        Raises:
+            StepError: see `check`.
+        """
+        for step in steps:
+            self.check(step)
+        if len(steps) > 1 and len({step.session for step in steps}) < len(steps):
+            return [self.step([step])[0] for step in steps]  # a later step needs an earlier one's rows
+        is_live = [self._is_new(step) for step in steps]
+        live = [step for step, is_new in zip(steps, is_live, strict=True) if is_new]
+        for step in live:
+            if ended := [*step.finished_slots, *step.prompts]:
+                self.release(step.session, ended)
+        heads_F = _joined([step.heads_B for step in live]) if live else np.zeros(0, np.int32)
+        launched = [part for index in _distinct(heads_F) for part in self._launch(index, live, heads_F)]
+        drafts_FK = self._gathered(launched, len(heads_F))
+        self.counters.drafts += int((drafts_FK != NO_DRAFT).sum())
+        answers, first = [], 0
+        for step, is_new in zip(steps, is_live, strict=True):
+            end = first + (step.num_requests if is_new else 0)
+            nothing = (step.num_requests, self._max_depth)
+            answers.append(drafts_FK[first:end] if is_new else np.full(nothing, NO_DRAFT, np.int32))
+            first = end
+        return answers
+
+    def _gathered(self, launched: Sequence[tuple[Requests, PendingDrafts]], num_requests: int) -> Int32Array:
+        """[F, K_max] drafts of all requests of a call, once their passes are over."""
+        if len(launched) == 1 and len(launched[0][0]) == num_requests:
+            drafts_FK = launched[0][1].wait()
+            if drafts_FK.shape[1] == self._max_depth:
+                return drafts_FK
+        drafts_FK = np.full((num_requests, self._max_depth), NO_DRAFT, np.int32)
+        for part, pending in launched:
+            wanting = part.depth_G > 0  # a piece that does not draft must not undo one that does
+            drafts_GK = pending.wait()
+            drafts_FK[part.flat_G[wanting], : drafts_GK.shape[1]] = drafts_GK[wanting]
+        return drafts_FK
+
+    def _is_new(self, step: TargetStep) -> bool:
+        if step.step < self._last_step.get(step.session, step.step):
+            self.counters.stale_steps += 1
+            return False
+        self._last_step[step.session] = step.step
+        return True
+
+    def _admit(self, index: int, steps: Sequence[TargetStep], heads_F: Int32Array) -> Requests:
+        """The requests of one head that have a table row and blocks now, and new rows to write."""
+        table, found = self._tables[index], self._found.get(steps[0].session) if len(steps) == 1 else None
+        table.begin_call()
+        if found is not None and found.host_part is steps[0].host_part and found.version == table.version:
+            requests = found.requests.moved(steps[0])
+            table.touch(requests.rows_G)
+        else:
+            requests = self._look_up(index, steps, heads_F)
+        granted_G = table.place(requests.rows_G, requests.start_G, requests.num_valid_G, requests.depth_G)
+        granted_G &= requests.num_valid_G > 0
+        return requests if granted_G.all() else requests[granted_G]
+
+    def _look_up(self, index: int, steps: Sequence[TargetStep], heads_F: Int32Array) -> Requests:
+        """The requests of one head that have a table row, those that are new included."""
+        table, flat_G = self._tables[index], np.flatnonzero(heads_F == index)
+        # A slice where all requests are this head's: then nothing is copied.
+        all_mine = len(flat_G) == len(heads_F)
+        mine = [slice(None) if all_mine else np.flatnonzero(step.heads_B == index) for step in steps]
+        slots = [step.slots_B[which] for step, which in zip(steps, mine, strict=True)]
+        rows = [table.find(step.session, slots_G) for step, slots_G in zip(steps, slots, strict=True)]
+        for step, slots_G, rows_G in zip(steps, slots, rows, strict=True):
+            for i in np.flatnonzero(rows_G == NO_ROW).tolist():
+                slot = int(slots_G[i])
+                self.release(step.session, [slot])  # it may have rows of another head
+                rows_G[i] = table.open(step.session, slot, step.prompts.get(slot))
+        fields = [
+            np.array([step.start_B, step.num_valid_B, step.row_offset_B, step.depth_B], np.int64)[:, which]
+            for step, which in zip(steps, mine, strict=True)
+        ]
+        step_G = np.repeat(np.arange(len(steps)), [len(slots_G) for slots_G in slots])
+        requests = Requests(flat_G, step_G, _joined(rows), *_joined(fields, axis=1))
+        if not (opened_G := requests.rows_G != NO_ROW).all():
+            self.counters.refused += int((~opened_G).sum())
+            requests = requests[opened_G]
+        if len(steps) == 1 and all_mine and (host_part := steps[0].host_part) is not None and opened_G.all():
+            self._found[steps[0].session] = _Found(host_part, table.version, requests)
+        return requests
+
+    def _launch(
+        self, index: int, steps: Sequence[TargetStep], heads_F: Int32Array
+    ) -> list[tuple[Requests, PendingDrafts]]:
+        """Start the passes of one head and take their rows into its cache."""
+        requests, table, head = self._admit(index, steps, heads_F), self._tables[index], self._heads[index]
+        if not len(requests):
+            return []
+        launched = []
+        for part in split(requests, head.limits.max_num_rows, head.limits.max_num_requests):
+            batch = pass_batch(part, steps, table, head.limits)
+            launched.append((part, head.parallel_pass.launch(batch, is_checked=True)))
+            self.counters.passes += 1
+            self.counters.rows += int((part.end_G - part.start_G).sum())
+        # Passes run in the order of their launch, so whoever finds these rows from now on reads them written.
+        table.commit(requests.rows_G, requests.start_G, requests.num_valid_G, tokens_of(requests, steps))
+        return launched
+
+
+def _distinct(values: Int32Array) -> list[int]:
+    """The values, each once, ascending. Mostly there is one head, and then this is much faster than `np.unique`."""
+    if len(values) and (values == values[0]).all():
+        return [int(values[0])]
+    return [int(value) for value in np.unique(values)]
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]], axis: int = 0) -> npt.NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=axis)

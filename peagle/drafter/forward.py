@@ -1,0 +1,356 @@
+"""The drafter's layers over the rows of one pass and a paged cache, with matrices joined where one product serves.
+
+Enters: a `Drafter`, rows as `peagle.drafter.rows` lays them out, and their reduced hidden states. Leaves: the
+draft ids of the rows that are sampled, and keys and values in the cache. The same function as `Drafter.forward` with a
+cache: of the last layer, what nobody samples is computed no further than its keys and values.
+
+N rows, M sampled rows, H hidden size, A query heads and G key heads of D, I width of the MLP.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from peagle.config import DrafterConfig
+from peagle.drafter.attention import distinct_batches, paged_attention, write_kv
+from peagle.drafter.graphs import GraphRunner, GraphSizes
+from peagle.drafter.head import check_parallel
+from peagle.drafter.pass_batch import Int32Array, PassBatch, PassInputs, PassLimits
+from peagle.drafter.rows import (
+    Rows,
+    add_norm,
+    build_rows,
+    first_rows,
+    place_hidden,
+    place_hidden_at,
+    rotate_heads,
+    silu_mul,
+)
+from peagle.drafter.steps import KnownDrafts, PendingDrafts
+from peagle.model import Attention, Drafter, Layer, rotary_tables
+
+# ====================================================================================================
+# The drafter's layers over the rows of one pass and a paged cache, with matrices joined where one product serves.
+#
+# Enters: a `Drafter`, rows as `peagle.drafter.rows` lays them out, and their reduced hidden states. Leaves: the
+# draft ids of the rows that are sampled, and keys and values in the cache. The same function as `Drafter.forward` with a
+# cache: of the last layer, what nobody samples is computed no further than its keys and values.
+#
+# N rows, M sampled rows, H hidden size, A query heads and G key heads of D, I width of the MLP.
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerWeights:
+    """One layer; `qkv` and `gate_up` are its own matrices one below the other."""
+
+    input_norm_H: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norms: tuple[Tensor, Tensor] | None
+    out: Tensor
+    out_bias: Tensor | None
+    mlp_norm_H: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedCache:
+    """Keys and values of every layer, [num_blocks, block_size, G, D] each, and where requests have theirs.
+
+    block_table_BN: as `build_rows` takes it. start_B: first position of this pass; cache_start_B: first position that
+    has keys at all, later than 0 after a cold start.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    block_size: int
+    block_table_BN: Tensor
+    start_B: Tensor
+    cache_start_B: Tensor
+
+
+class PassLayers:
+    """The drafter's weights as the pass uses them, and the pass itself.
+
+    The joined matrices take the place of the drafter's own where these have the pass's type and device already, so that
+    weights are not held twice: the drafter's become views of them.
+    """
+
+    def __init__(self, drafter: Drafter, num_positions: int, device: torch.device, dtype: torch.dtype) -> None:
+        """num_positions: P, rotations are held for positions 0 .. P - 1."""
+        assert drafter.embed_tokens is not None
+        assert drafter.lm_head is not None
+        config = self.config = drafter.config
+        assert config.ptd_token_id is not None
+        self.mask_token_id = config.ptd_token_id
+        self.eps = config.rms_norm_eps
+
+        def placed(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(device=device, dtype=dtype)
+
+        self.layers = [_layer_weights(layer, device, dtype) for layer in drafter.layers if isinstance(layer, Layer)]
+        first = drafter.layers[0]
+        assert isinstance(first, Layer)
+        self.hidden_norm_H = placed(first.hidden_norm.weight)
+        self.norm_H = placed(drafter.norm.weight)
+        self.embed_VH = placed(drafter.embed_tokens.weight)
+        # An embedding of the head's own has the mask token's in its row.
+        self.mask_embedding_H = placed(drafter.mask_token())
+        self.lm_head_VH = placed(drafter.lm_head.weight)
+        self.target_ids_V = drafter.target_ids.to(device=device, dtype=torch.int32)
+        positions_1P = torch.arange(num_positions, device=device)[None]
+        cos, sin = rotary_tables(positions_1P, config.head_dim, config.rope_theta, config.rope_scaling)
+        # Both halves of a head turn alike.
+        self.cos_PF, self.sin_PF = (table[0, 0, :, : config.head_dim // 2].contiguous() for table in (cos, sin))
+        with torch.no_grad():
+            self.mask_hidden_H = placed(drafter.reduce(drafter.mask_hidden.view(1, -1))[0])
+
+    @torch.no_grad()
+    def __call__(self, rows: Rows, hidden_NH: Tensor, cache: PagedCache) -> Tensor:
+        """Draft ids [B, depth] int32 in the target's vocabulary, -1 where none is wanted; keys and values are stored.
+
+        hidden_NH: of each row, the shared one in mask rows.
+        """
+        sampled_M = rows.sample_rows_BK.flatten()
+        x, stream_NH = first_rows(
+            rows.token_ids_N, hidden_NH, self.embed_VH, self.mask_token_id, self.mask_embedding_H,
+            self.layers[0].input_norm_H, self.hidden_norm_H, self.eps, self.config.norm_before_residual,
+        )  # fmt: skip
+        for index, layer in enumerate(self.layers):
+            is_last = index == len(self.layers) - 1
+            q_NAD = self._store_keys(index, x, rows, cache)
+            if is_last and not sampled_M.numel():
+                return rows.sample_rows_BK.to(torch.int32)
+            out_NX = self._attend(index, q_NAD, rows, cache).flatten(1)
+            if is_last:
+                # Rows that are padded samples read the last row, whose draft is dropped below.
+                out_NX, stream_NH = out_NX[sampled_M], stream_NH[sampled_M]
+            stream_NH, x = add_norm(stream_NH, F.linear(out_NX, layer.out, layer.out_bias), layer.mlp_norm_H, self.eps)
+            mlp_NH = F.linear(silu_mul(F.linear(x, layer.gate_up)), layer.down)
+            norm_H = self.norm_H if is_last else self.layers[index + 1].input_norm_H
+            stream_NH, x = add_norm(stream_NH, mlp_NH, norm_H, self.eps)
+        best_M = F.linear(x, self.lm_head_VH).argmax(dim=-1)
+        drafts_M = torch.where(sampled_M >= 0, self.target_ids_V[best_M], -1)
+        return drafts_M.view(rows.sample_rows_BK.shape)
+
+    def _store_keys(self, index: int, x: Tensor, rows: Rows, cache: PagedCache) -> Tensor:
+        """Queries [N, A, D] of a layer, rotated; its keys and values enter the cache."""
+        config, layer = self.config, self.layers[index]
+        num_queries, num_groups = config.num_attention_heads, config.num_key_value_heads
+        heads_NHD = F.linear(x, layer.qkv, layer.qkv_bias).unflatten(1, (-1, config.head_dim))
+        q_NAD, k_NGD = rotate_heads(
+            heads_NHD, num_queries, num_groups, rows.positions_N, self.cos_PF, self.sin_PF, layer.qk_norms, self.eps
+        )
+        v_NGD = heads_NHD[:, num_queries + num_groups :]
+        write_kv(k_NGD, v_NGD, cache.keys[index], cache.values[index], rows.slots_N)
+        return q_NAD
+
+    def _attend(self, index: int, q_NAD: Tensor, rows: Rows, cache: PagedCache) -> Tensor:
+        return paged_attention(
+            q_NAD, cache.keys[index], cache.values[index], cache.block_table_BN, rows.first_row_B1, cache.start_B,
+            rows.context_B, cache.cache_start_B, block_size=cache.block_size, scale=self.config.head_dim**-0.5,
+            sliding_window=self.config.sliding_window,
+        )  # fmt: skip
+
+
+def _layer_weights(layer: Layer, device: torch.device, dtype: torch.dtype) -> LayerWeights:
+    def placed(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.detach().to(device=device, dtype=dtype)
+
+    def needed(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(device=device, dtype=dtype)
+
+    attention: Attention = layer.self_attn
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    has_bias = attention.q_proj.bias is not None
+    return LayerWeights(
+        input_norm_H=needed(layer.input_layernorm.weight),
+        qkv=_joined([one.weight for one in projections], device, dtype),
+        qkv_bias=_joined([one.bias for one in projections], device, dtype) if has_bias else None,
+        qk_norms=(needed(attention.q_norm.weight), needed(attention.k_norm.weight)) if attention.qk_norm else None,
+        out=needed(attention.o_proj.weight),
+        out_bias=placed(attention.o_proj.bias),
+        mlp_norm_H=needed(layer.post_attention_layernorm.weight),
+        gate_up=_joined([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight], device, dtype),
+        down=needed(layer.mlp.down_proj.weight),
+    )
+
+
+def _joined(parts: list[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The parts one below the other; parts of the same type and device become views of it."""
+    whole = torch.cat([part.detach().to(device=device, dtype=dtype) for part in parts])
+    if all(part.device == whole.device and part.dtype == dtype for part in parts):
+        first = 0
+        for part in parts:
+            part.data = whole[first : first + len(part)]
+            first += len(part)
+    return whole
+
+
+# ====================================================================================================
+# The drafter's one forward pass over a batch of requests and a paged cache of keys and values.
+#
+# Enters: `PassBatch`. Leaves: draft ids [B, K], -1 from a request's depth on; the rows given are in the cache. For each
+# request it is `peagle.draft.DraftSession.propose`: rows of the mask token leave no trace, because the next rows begin
+# before them. On a CPU the pass runs at once; on a GPU as a CUDA graph of the batch's padded size
+# (`peagle.drafter.graphs`).
+
+__all__ = ["GraphSizes", "ParallelPass", "PassBatch", "PassLimits", "PendingDrafts", "cache_bytes_per_block"]
+
+
+class ParallelPass:
+    """One head's weights, its cache of keys and values, and the pass over them. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        max_num_requests: int,
+        max_num_rows: int,
+        num_blocks: int,
+        block_size: int,
+        max_depth: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        max_context: int | None = None,
+        max_payload_rows: int | None = None,
+        graph_sizes: GraphSizes | None = None,
+    ) -> None:
+        """drafter: a P-EAGLE head with its tables, as `load_runtime_head` gives it; where it has the pass's device and
+        type already, its matrices become views of the joined ones.
+
+        max_num_rows: of one pass, those of the mask token included. max_context: positions that a request may reach,
+        by default what the head's config.json says and K more. max_payload_rows: rows given to one pass, rejected ones
+        included; by default max_num_rows and K for each request. graph_sizes: batches that run as a CUDA graph;
+        without effect on a CPU.
+
+        Raises HeadError for an EAGLE-3 head, ValueError for a limit below 1.
+        """
+        self.drafter, config = drafter, drafter.config
+        check_parallel(config, "the drafter")
+        self.device, self.dtype = torch.device(device), dtype
+        context = max_context or config.max_position_embeddings + max_depth
+        self.limits = PassLimits(
+            max_num_requests=max_num_requests,
+            max_num_rows=max_num_rows,
+            max_payload_rows=max_payload_rows or max_num_rows + max_num_requests * max_depth,
+            max_blocks=min(num_blocks, -(-context // block_size)),
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_depth=max_depth,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+        )
+        num_positions = self.limits.max_blocks * block_size
+        self.layers = PassLayers(drafter, num_positions, self.device, dtype)
+        shape = (config.num_hidden_layers, 2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
+        # Zeros, not whatever the memory held: a NaN under a mask is a NaN in the sum.
+        self._cache = torch.zeros(shape, dtype=dtype, device=self.device)
+        self._keys, self._values = list(self._cache[:, 0]), list(self._cache[:, 1])
+
+        self._runner = None
+        if self.device.type == "cuda":
+            batches = self._distinct_batches(config)
+            self._runner = GraphRunner(self._compute, self.limits, graph_sizes, self.device, dtype, batches)
+
+    @property
+    def max_num_requests(self) -> int:
+        return self.limits.max_num_requests
+
+    @property
+    def max_num_rows(self) -> int:
+        """Of one pass, those of the mask token included."""
+        return self.limits.max_num_rows
+
+    @property
+    def max_depth(self) -> int:
+        """K, columns of the drafts."""
+        return self.limits.max_depth
+
+    @property
+    def num_blocks(self) -> int:
+        return self.limits.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Positions of a cache block."""
+        return self.limits.block_size
+
+    @property
+    def cache_bytes_per_block(self) -> int:
+        """Bytes of one block: keys and values of `block_size` positions in every layer."""
+        return cache_bytes_per_block(self.drafter.config, self.limits.block_size, self.dtype)
+
+    def run(self, batch: PassBatch) -> Int32Array:
+        """Drafts [B, K] in host memory, -1 where none is wanted; waits for them. Raises as `launch`."""
+        return self.launch(batch).wait()
+
+    @torch.no_grad()
+    def launch(self, batch: PassBatch, *, is_checked: bool = False) -> PendingDrafts:
+        """Starts a pass; what `batch` points to must stay as it is until the drafts are there.
+
+        Passes run one after another, so the next may be launched before the drafts of this one are waited for.
+
+        is_checked: for a batch made of steps that were checked and of blocks that a pool gave out.
+
+        Raises ValueError, before anything runs, for a batch that `PassBatch.check` refuses.
+        """
+        if not is_checked:
+            batch.check(self.limits)
+        if self._runner is not None:
+            return self._runner.launch(batch)
+        inputs = PassInputs.on_cpu(batch, self.limits.hidden_size, self.dtype)
+        drafts_BK = self._compute(inputs, batch.num_rows(), int(batch.drafts_B().max()))
+        return KnownDrafts(drafts_BK.numpy(), self.limits.max_depth)
+
+    def warm_up(self) -> int:
+        """Captures the CUDA graphs of full batches, so that serving does not begin with them; returns how many there
+        are. Only while no request has rows in the cache of a batch that runs. On a CPU nothing happens."""
+        return 0 if self._runner is None else self._runner.warm_up()
+
+    def fill_cache(self, generator: torch.Generator) -> None:
+        """Normal numbers in place of every key and value, for measurements: zeros run faster than what is real."""
+        self._cache.normal_(generator=generator)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _distinct_batches(self, config: DrafterConfig) -> list[tuple[int, int]]:
+        return distinct_batches(
+            self.limits.max_num_rows,
+            self.limits.max_num_requests,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            element_bytes=self.dtype.itemsize,
+            max_context=self.limits.max_blocks * self.limits.block_size,
+            num_sms=torch.cuda.get_device_properties(self.device).multi_processor_count,
+        )
+
+    def _compute(self, inputs: PassInputs, num_rows: int, depth: int) -> Tensor:
+        """Drafts [B, depth] on the device; num_rows may be more than the batch has. Waits for nothing."""
+        rows = build_rows(
+            inputs.start_B, inputs.num_valid_B, inputs.row_offset_B, inputs.depth_B, inputs.next_tokens_R,
+            inputs.block_table_BN, block_size=self.limits.block_size, mask_token_id=self.layers.mask_token_id,
+            max_depth=depth, num_rows=num_rows,
+        )  # fmt: skip
+        hidden_NH = torch.empty(num_rows, self.limits.hidden_size, dtype=self.dtype, device=self.device)
+        if inputs.addresses_R is not None:
+            place_hidden_at(inputs.addresses_R, rows.sources_N, self.layers.mask_hidden_H, hidden_NH)
+        else:
+            assert inputs.payload_RH is not None
+            place_hidden(inputs.payload_RH, rows.sources_N, self.layers.mask_hidden_H, hidden_NH)
+        cache = PagedCache(
+            self._keys, self._values, self.limits.block_size, inputs.block_table_BN, inputs.start_B,
+            inputs.cache_start_B,
+        )  # fmt: skip
+        return self.layers(rows, hidden_NH, cache)
+
+
+def cache_bytes_per_block(config: DrafterConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes that one cache block of `block_size` positions takes in all layers of a drafter."""
+    return 2 * config.num_hidden_layers * block_size * config.num_key_value_heads * config.head_dim * dtype.itemsize

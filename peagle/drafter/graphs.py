@@ -1,0 +1,261 @@
+"""The pass on a GPU: its integers moved by one copy, CUDA graphs by padded size, drafts written back.
+
+One launch of a pass is: an asynchronous copy of all integers (`peagle.drafter.pass_batch`), the graph, and the copy of
+the drafts to pinned memory with an event behind it. Hidden states are not copied: the graph reads those rows that it
+needs where they lie, in pinned memory mostly, which others must be copied to the GPU for. The host waits for none of
+these: pinned areas are used in turn, and one is used again only after its event.
+
+A graph is made for (rows, requests, depth), each rounded up to one of few sizes. The requests that pad a batch have no
+rows; the rows that pad it are written nowhere. After warm-up a batch without a graph of its size runs on a larger one:
+a batch of prompts beside drafts, mostly, for which launching kernel by kernel takes the host many times longer. Batches
+of more rows than the largest size run without a graph: there a launch costs little beside the work.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from peagle.drafter.pass_batch import PassBatch, PassInputs, PassLayout, PassLimits
+from peagle.drafter.rows import ALIGNMENT_BYTES
+from peagle.drafter.steps import Int32Array, PendingDrafts, widened
+
+NUM_AREAS = 4  # passes that may be under way before the host waits for the oldest
+
+#: compute(inputs, num_rows, depth) -> drafts [B, depth] on the device, waiting for nothing.
+Compute = Callable[[PassInputs, int, int], Tensor]
+Key = tuple[int, int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphSizes:
+    """Sizes that graphs are made for, ascending: rows of a pass, requests, and the most drafts of a request."""
+
+    rows: tuple[int, ...]
+    requests: tuple[int, ...]
+    depths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, limits: PassLimits, max_graph_rows: int = 1024) -> GraphSizes:
+        """Steps of about an eighth, so that padding costs little, and K with the powers of two below it."""
+        most = min(max_graph_rows, limits.max_num_rows)
+        rows = [*range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, max_graph_rows + 1, 64)]
+        few = [1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, *range(80, 257, 16), *range(288, 1025, 32)]
+        depths = {0, limits.max_depth, *(1 << n for n in range(limits.max_depth.bit_length()))}
+        return cls(
+            rows=(*(size for size in rows if size < most), most),
+            requests=(*(size for size in few if size < limits.max_num_requests), limits.max_num_requests),
+            depths=tuple(sorted(depth for depth in depths if depth <= limits.max_depth)),
+        )
+
+    def key(self, num_rows: int, num_requests: int, depth: int) -> Key | None:
+        """The smallest graph that holds a batch, None where all are too small."""
+        found = tuple(
+            bisect.bisect_left(sizes, wanted)
+            for sizes, wanted in ((self.rows, num_rows), (self.requests, num_requests), (self.depths, depth))
+        )
+        if found[0] == len(self.rows) or found[1] == len(self.requests) or found[2] == len(self.depths):
+            return None
+        return self.rows[found[0]], self.requests[found[1]], self.depths[found[2]]
+
+    def full_batches(self) -> list[Key]:
+        """Graphs of batches that draft at one of `depths` throughout, where each request has 1 .. depth + 1 rows of its
+        own; and for the most requests and drafts all numbers of rows, so that every batch has a graph that holds it.
+
+        The largest come first: later ones then find their memory in what the pool has already.
+        """
+        found: set[Key] = {(rows, self.requests[-1], self.depths[-1]) for rows in self.rows}
+        for depth in self.depths:
+            before = 0
+            for requests in self.requests:
+                low, high = (before + 1) * max(depth, 1), requests * (2 * depth if depth else 1)
+                first = bisect.bisect_left(self.rows, low)
+                last = min(bisect.bisect_left(self.rows, high), len(self.rows) - 1)
+                found.update((rows, requests, depth) for rows in self.rows[first : last + 1])
+                before = requests
+        return sorted(found, reverse=True)
+
+
+class _Area:
+    """Pinned memory of one launch, and the drafts that its pass writes there."""
+
+    def __init__(self, num_integers: int, limits: PassLimits) -> None:
+        self.integers = torch.empty(num_integers, dtype=torch.int32, pin_memory=True)
+        self.array = self.integers.numpy()
+        self.drafts = torch.empty(limits.max_num_requests * limits.max_depth, dtype=torch.int32, pin_memory=True)
+        self.drafts_array = self.drafts.numpy()
+        self.event = torch.cuda.Event()
+        self.pending: _Enqueued | None = None
+
+
+class _Enqueued(PendingDrafts):
+    """Drafts that come into an area; they are taken out when they are asked for or when the area is used again."""
+
+    def __init__(self, area: _Area, num_requests: int, depth: int, max_depth: int) -> None:
+        self._area, self._shape, self._max_depth = area, (num_requests, depth), max_depth
+        self._drafts_BK: Int32Array | None = None
+
+    def ready(self) -> bool:
+        return self._drafts_BK is not None or self._area.event.query()
+
+    def wait(self) -> Int32Array:
+        if self._drafts_BK is None:
+            self._area.event.synchronize()
+            num_requests, depth = self._shape
+            found_BK = self._area.drafts_array[: num_requests * depth].reshape(num_requests, depth)
+            self._drafts_BK = widened(found_BK, self._max_depth)
+        return self._drafts_BK
+
+
+class GraphRunner:
+    """Launches passes on a GPU, on a stream of its own. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        compute: Compute,
+        limits: PassLimits,
+        sizes: GraphSizes | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        batches: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """batches: rows and requests of one batch for each kernel that a pass may need."""
+        self._batches = batches
+        self.limits, self.sizes = limits, sizes or GraphSizes.of(limits)
+        self._compute, self._device = compute, device
+        self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graph_for: dict[Key, Key | None] = {}  # after warm-up
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._layout = PassLayout(limits)
+        self._areas = [_Area(self._layout.num_integers, limits) for _ in range(NUM_AREAS)]
+        self._row_bytes = limits.hidden_size * dtype.itemsize
+        self._row_begin_R = np.arange(limits.max_payload_rows, dtype=np.int64) * self._row_bytes
+        self._num_launches = 0
+        self._is_warm = False
+        with torch.cuda.stream(self._stream):
+            self._integers = torch.zeros(self._layout.num_integers, dtype=torch.int32, device=device)
+            self._blocks_BN = torch.zeros(limits.max_num_requests, limits.max_blocks, dtype=torch.int32, device=device)
+            self._payload_RH = torch.zeros(limits.max_payload_rows, limits.hidden_size, dtype=dtype, device=device)
+        # Weights and cache were made on the caller's stream.
+        torch.cuda.synchronize(device)
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that exist."""
+        return len(self._graphs)
+
+    def launch(self, batch: PassBatch) -> PendingDrafts:
+        """Enqueues a pass and the way back of its drafts."""
+        area = self._areas[self._num_launches % NUM_AREAS]
+        self._num_launches += 1
+        if area.pending is not None:
+            area.pending.wait()
+        num_requests, num_rows, depth = batch.num_requests, batch.num_rows(), int(batch.drafts_B().max())
+        key = self._key_for(num_rows, num_requests, depth)
+        with torch.cuda.stream(self._stream):
+            self._send(batch, area, num_requests if key is None else key[1])
+            if key is None:
+                drafts_BK = self._compute(self._inputs(num_requests), num_rows, depth)
+            else:
+                drafts_BK = self._replay(key)
+            depth = drafts_BK.shape[1]
+            wanted = drafts_BK[:num_requests].flatten()
+            area.drafts[: len(wanted)].copy_(wanted, non_blocking=True)
+            area.event.record(self._stream)
+        area.pending = _Enqueued(area, num_requests, depth, self.limits.max_depth)
+        return area.pending
+
+    def warm_up(self) -> int:
+        """Captures the graphs of full batches that do not exist yet; returns how many graphs there are.
+
+        From then on none is captured: that, and the compilation before it, takes longer than a target waits. Batches
+        of other sizes (prompts beside drafts, fewer drafts than rows allow) run on a graph that holds them.
+        """
+        with torch.cuda.stream(self._stream):
+            # Requests without rows: what runs before a capture then reads no payload and writes nothing to the cache.
+            self._integers.zero_()
+            for num_rows, num_requests in self._batches:  # passes without rows, to compile
+                self._compute(self._inputs(num_requests), num_rows, self.limits.max_depth)
+            for key in self.sizes.full_batches():
+                if key not in self._graphs:
+                    self._graphs[key] = self._capture(key)
+        self._stream.synchronize()
+        self._is_warm = True
+        self._graph_for.clear()
+        return len(self._graphs)
+
+    def _key_for(self, num_rows: int, num_requests: int, depth: int) -> Key | None:
+        """The graph to run, None for no graph: of the batch's own size, or after warm-up the cheapest that holds it."""
+        key = self.sizes.key(num_rows, num_requests, depth)
+        if key is None or not self._is_warm or key in self._graphs:
+            return key
+        if key not in self._graph_for:
+            larger = [one for one in self._graphs if all(have >= want for have, want in zip(one, key, strict=True))]
+            # Every row passes the layers, and every draft that a request may have the output matrix.
+            self._graph_for[key] = min(larger, key=lambda one: (one[0] + one[1] * one[2], one), default=None)
+        return self._graph_for[key]
+
+    def _send(self, batch: PassBatch, area: _Area, num_requests: int) -> None:
+        """Moves a batch to the GPU, its requests padded to num_requests by such without rows."""
+        used = self._layout.pack(batch, self._addresses(batch.pieces), area.array, num_requests)
+        self._integers[:used].copy_(area.integers[:used], non_blocking=True)
+        if self._layout.blocks_apart(num_requests):
+            given, width = batch.block_table_BN.shape
+            self._blocks_BN[:given, :width].copy_(
+                self._layout.narrow_blocks(self._integers, num_requests, given, width)
+            )
+
+    def _addresses(self, pieces: Sequence[Tensor]) -> npt.NDArray[np.int64]:
+        """Of every row of the payload, where the GPU can read it."""
+        if any(piece.is_cuda for piece in pieces):
+            self._stream.wait_stream(torch.cuda.default_stream(self._device))
+        found, first = [], 0
+        for piece in pieces:
+            found.append(self._row_begin_R[: len(piece)] + self._reachable(piece, first).data_ptr())
+            first += len(piece)
+        return found[0] if len(found) == 1 else np.concatenate([self._row_begin_R[:0], *found])
+
+    def _reachable(self, piece: Tensor, first: int) -> Tensor:
+        """The piece itself, or a copy on the GPU, in the payload's rows from `first` on."""
+        place = self._payload_RH[first : first + len(piece)]
+        is_placed = piece.dtype == place.dtype and piece.is_contiguous() and not piece.data_ptr() % ALIGNMENT_BYTES
+        if is_placed and (piece.device == place.device or piece.is_pinned()):
+            return piece
+        # A copy that also converts would wait: between devices only bytes move without the host.
+        place.copy_(piece if piece.dtype == place.dtype else piece.to(self._device, non_blocking=True), True)
+        return place
+
+    def _inputs(self, num_requests: int) -> PassInputs:
+        """Views of the places that `_send` fills."""
+        return self._layout.inputs(self._integers, num_requests, self._blocks_BN)
+
+    def _replay(self, key: Key) -> Tensor:
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(key)
+        graph, drafts_BK = self._graphs[key]
+        graph.replay()
+        return drafts_BK
+
+    def _capture(self, key: Key) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """A graph of the pass over what lies in its inputs; the pass runs once before, which compiles its kernels.
+
+        Running a batch twice leaves the same cache as running it once.
+        """
+        num_rows, num_requests, depth = key
+        inputs = self._inputs(num_requests)
+        self._compute(inputs, num_rows, depth)
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Without `torch.cuda.graph`, which collects garbage and empties the allocator each time. Other threads may go
+        # on using the GPU.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        drafts_BK = self._compute(inputs, num_rows, depth)
+        graph.capture_end()
+        return graph, drafts_BK

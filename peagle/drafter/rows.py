@@ -1,0 +1,762 @@
+"""The rows of one parallel pass over a batch: tokens, positions, cache slots, sources of hidden states, sampled rows.
+
+Enters: per request what the target reports of its last step. Leaves: N rows, one request after another, as
+`peagle.draft` describes them for one: n valid rows at positions start..start + n - 1, then K - 1 rows of the mask
+token. With start = 4, n = 2, K = 3 and payload rows 10, 11:
+
+    position    4         5         6       7
+    token       next[10]  next[11]  mask    mask
+    source      10        11        -1      -1        (-1: the shared hidden state)
+    samples               draft 1   draft 2 draft 3
+
+Rejected rows never appear: the next start lies before them. B requests, N rows, R payload rows, K drafts at most;
+`block_table_BN` has as many columns as a request may have cache blocks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from peagle.drafter.attention import MIN_BLOCK_REQUESTS
+from peagle.drafter.dispatch import check_shape, uses_kernel
+
+# ====================================================================================================
+# The rows of one parallel pass over a batch: tokens, positions, cache slots, sources of hidden states, sampled rows.
+#
+# Enters: per request what the target reports of its last step. Leaves: N rows, one request after another, as
+# `peagle.draft` describes them for one: n valid rows at positions start..start + n - 1, then K - 1 rows of the mask
+# token. With start = 4, n = 2, K = 3 and payload rows 10, 11:
+#
+#     position    4         5         6       7
+#     token       next[10]  next[11]  mask    mask
+#     source      10        11        -1      -1        (-1: the shared hidden state)
+#     samples               draft 1   draft 2 draft 3
+#
+# Rejected rows never appear: the next start lies before them. B requests, N rows, R payload rows, K drafts at most;
+# `block_table_BN` has as many columns as a request may have cache blocks.
+
+#: Elements of the table (row of the block, request) that one program searches.
+SEARCHED_ELEMENTS = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of one pass; the tail beyond `first_row_B1[-1]` is padding.
+
+    token_ids_N: int64, 0 in the padding. positions_N: int64, 0 in the padding.
+    slots_N: int64, place in the flat KV cache; -1: not to be written (padding, or beyond the block table).
+    sources_N: int32, row of the payload whose hidden state enters; -1: the shared hidden state (masks and padding).
+    sample_rows_BK: int64, row that proposes each draft; -1: no draft wanted at this depth. As an index into [N, H], -1
+        is the last row, so one gather needs no clamp; its drafts are to be dropped.
+    first_row_B1: int32, request b has rows first_row_B1[b]..first_row_B1[b + 1] - 1.
+    context_B: int32, keys that a request has after this pass: start + n + K - 1.
+    """
+
+    token_ids_N: Tensor
+    positions_N: Tensor
+    slots_N: Tensor
+    sources_N: Tensor
+    sample_rows_BK: Tensor
+    first_row_B1: Tensor
+    context_B: Tensor
+
+    @classmethod
+    def empty(cls, num_requests: int, num_rows: int, max_depth: int, device: torch.device | str) -> Rows:
+        """Tensors without values, to be given to `build_rows` as `out`."""
+        return cls(
+            token_ids_N=torch.empty(num_rows, dtype=torch.int64, device=device),
+            positions_N=torch.empty(num_rows, dtype=torch.int64, device=device),
+            slots_N=torch.empty(num_rows, dtype=torch.int64, device=device),
+            sources_N=torch.empty(num_rows, dtype=torch.int32, device=device),
+            sample_rows_BK=torch.empty(num_requests, max_depth, dtype=torch.int64, device=device),
+            first_row_B1=torch.empty(num_requests + 1, dtype=torch.int32, device=device),
+            context_B=torch.empty(num_requests, dtype=torch.int32, device=device),
+        )
+
+
+def build_rows(
+    start_B: Tensor,
+    num_valid_B: Tensor,
+    row_offset_B: Tensor,
+    depth_B: Tensor,
+    next_tokens_R: Tensor,
+    block_table_BN: Tensor,
+    *,
+    block_size: int,
+    mask_token_id: int,
+    max_depth: int,
+    num_rows: int,
+    out: Rows | None = None,
+) -> Rows:
+    """Lays out the rows of one pass.
+
+    Args:
+        start_B: int, position of a request's first row.
+        num_valid_B: int, n: rows given for it; with none (padding of the batch) it has no mask rows either.
+        row_offset_B: int, its first row in the payload.
+        depth_B: int, K: drafts wanted; 0: the rows only enter the cache. Taken as max_depth where it is greater.
+        next_tokens_R: int, the token after each payload row; any stride.
+        block_table_BN: int, cache block of positions [j * block_size, (j + 1) * block_size) in column j; -1: none.
+        block_size: positions a cache block.
+        mask_token_id: token of the mask rows.
+        max_depth: columns of `sample_rows_BK`.
+        num_rows: N. All requests together must have no more rows; rows beyond N are left out, also from the samples.
+        out: tensors to write, as `Rows.empty` makes them.
+
+    Raises ValueError when shapes do not fit together.
+    """
+    num_requests = start_B.shape[0] if start_B.dim() == 1 else -1
+    for name, tensor in (("num_valid_B", num_valid_B), ("row_offset_B", row_offset_B), ("depth_B", depth_B)):
+        check_shape(name, tensor, num_requests)
+    check_shape("start_B", start_B, num_requests)
+    check_shape("next_tokens_R", next_tokens_R, None)
+    check_shape("block_table_BN", block_table_BN, num_requests, None)
+    if out is None:
+        out = Rows.empty(num_requests, num_rows, max_depth, start_B.device)
+    check_shape("out.token_ids_N", out.token_ids_N, num_rows)
+    check_shape("out.sample_rows_BK", out.sample_rows_BK, num_requests, max_depth)
+    build = build_rows_triton if uses_kernel(start_B) and num_requests else build_rows_torch
+    build(
+        start_B, num_valid_B, row_offset_B, depth_B, next_tokens_R, block_table_BN, out,
+        block_size=block_size, mask_token_id=mask_token_id,
+    )  # fmt: skip
+    return out
+
+
+def build_rows_torch(
+    start_B: Tensor,
+    num_valid_B: Tensor,
+    row_offset_B: Tensor,
+    depth_B: Tensor,
+    next_tokens_R: Tensor,
+    block_table_BN: Tensor,
+    out: Rows,
+    *,
+    block_size: int,
+    mask_token_id: int,
+) -> None:
+    """The twin of `build_rows_triton`: the same tensors from plain torch."""
+    num_requests, max_depth = out.sample_rows_BK.shape
+    num_rows, num_payload_rows = len(out.token_ids_N), len(next_tokens_R)
+    valid_B = num_valid_B.long().clamp(min=0)
+    drafts_B = torch.where(valid_B > 0, depth_B.long().clamp(0, max_depth), 0)
+    rows_B = valid_B + (drafts_B - 1).clamp(min=0)
+    first_B1 = torch.cat([rows_B.new_zeros(1), rows_B.cumsum(0)])
+    out.first_row_B1.copy_(first_B1.clamp(max=num_rows))
+    out.context_B.copy_(start_B.long() + rows_B)
+    depths_K = torch.arange(max_depth, device=start_B.device)
+    sampled_BK = (first_B1[:-1] + valid_B - 1)[:, None] + depths_K
+    sampled_BK[(depths_K >= drafts_B[:, None]) | (sampled_BK >= num_rows)] = -1
+    out.sample_rows_BK.copy_(sampled_BK)
+    if num_requests == 0:
+        for tensor, padding in _padding(out):
+            tensor.fill_(padding)
+        return
+    index_N = torch.arange(num_rows, device=start_B.device)
+    is_row_N = index_N < first_B1[-1]
+    request_N = torch.searchsorted(first_B1[1:], index_N, right=True).clamp(max=num_requests - 1)
+    offset_N = index_N - first_B1[request_N]
+    is_valid_N = is_row_N & (offset_N < valid_B[request_N])
+    source_N = row_offset_B.long()[request_N] + offset_N
+    in_payload_N = is_valid_N & (source_N >= 0) & (source_N < num_payload_rows)
+    source_N = torch.where(in_payload_N, source_N, -1)
+    given_N = torch.cat([next_tokens_R.long(), next_tokens_R.new_zeros(1, dtype=torch.int64)])[source_N]
+    position_N = start_B.long()[request_N] + offset_N
+    column_N, num_columns = position_N // block_size, block_table_BN.shape[1]
+    padded_BN = torch.nn.functional.pad(block_table_BN.long(), (0, 1), value=-1)
+    block_N = padded_BN[request_N, column_N.clamp(0, num_columns)]
+    slot_N = block_N * block_size + position_N % block_size
+    token_N = torch.where(is_valid_N, given_N, mask_token_id)
+    out.token_ids_N.copy_(torch.where(is_row_N, token_N, 0))
+    out.positions_N.copy_(torch.where(is_row_N, position_N, 0))
+    out.slots_N.copy_(torch.where(is_row_N & (block_N >= 0), slot_N, -1))
+    out.sources_N.copy_(source_N)
+
+
+def _padding(out: Rows) -> list[tuple[Tensor, int]]:
+    return [(out.token_ids_N, 0), (out.positions_N, 0), (out.slots_N, -1), (out.sources_N, -1)]
+
+
+def build_rows_triton(
+    start_B: Tensor,
+    num_valid_B: Tensor,
+    row_offset_B: Tensor,
+    depth_B: Tensor,
+    next_tokens_R: Tensor,
+    block_table_BN: Tensor,
+    out: Rows,
+    *,
+    block_size: int,
+    mask_token_id: int,
+) -> None:
+    """One launch: programs of some rows each, and a last one for what is kept per request."""
+    num_requests, max_depth = out.sample_rows_BK.shape
+    num_rows = len(out.token_ids_N)
+    block_requests = max(MIN_BLOCK_REQUESTS, triton.next_power_of_2(num_requests))
+    block_rows = max(1, min(128, SEARCHED_ELEMENTS // block_requests))
+    _build_rows_kernel[(triton.cdiv(num_rows, block_rows) + 1,)](
+        start_B, num_valid_B, row_offset_B, depth_B, next_tokens_R, block_table_BN,
+        out.token_ids_N, out.positions_N, out.slots_N, out.sources_N,
+        out.sample_rows_BK, out.first_row_B1, out.context_B,
+        num_requests, len(next_tokens_R), next_tokens_R.stride(0), num_rows, block_table_BN.stride(0),
+        block_table_BN.shape[1], block_size, mask_token_id, max_depth,
+        BLOCK_B=block_requests, BLOCK_N=block_rows, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_rows", "max_depth"])  # each special value is a kernel to compile
+def _build_rows_kernel(
+    start_B, num_valid_B, row_offset_B, depth_B, next_tokens_R, block_table_BN,
+    token_ids_N, positions_N, slots_N, sources_N, sample_rows_BK, first_row_B1, context_B,
+    num_requests, num_payload_rows, tokens_stride, num_rows, table_stride, num_columns,
+    block_size, mask_token_id, max_depth,
+    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Every program sums up the requests' rows for itself: they are few, and no program waits for another."""
+    request = tl.arange(0, BLOCK_B)
+    is_request = request < num_requests
+    valid = tl.maximum(tl.load(num_valid_B + request, mask=is_request, other=0).to(tl.int32), 0)
+    drafts = tl.load(depth_B + request, mask=is_request, other=0).to(tl.int32)
+    drafts = tl.where(valid > 0, tl.minimum(tl.maximum(drafts, 0), max_depth), 0)
+    rows = valid + tl.maximum(drafts - 1, 0)
+    end = tl.cumsum(rows, axis=0)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        start = tl.load(start_B + request, mask=is_request, other=0).to(tl.int32)
+        tl.store(context_B + request, start + rows, mask=is_request)
+        tl.store(first_row_B1 + request + 1, tl.minimum(end, num_rows), mask=is_request)
+        tl.store(first_row_B1 + request, 0, mask=request == 0)
+        for depth in range(max_depth):
+            sampled = end - rows + valid - 1 + depth
+            sampled = tl.where((depth < drafts) & (sampled < num_rows), sampled, -1)
+            tl.store(sample_rows_BK + request * max_depth + depth, sampled.to(tl.int64), mask=is_request)
+    else:
+        row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        before = end[None, :] <= row[:, None]
+        owner = tl.sum(before.to(tl.int32), axis=1)
+        offset = row - tl.sum(tl.where(before, rows[None, :], 0), axis=1)
+        is_row = row < tl.sum(rows, axis=0)
+        is_valid = is_row & (offset < tl.load(num_valid_B + owner, mask=is_row, other=0).to(tl.int32))
+        source = tl.load(row_offset_B + owner, mask=is_row, other=0).to(tl.int32) + offset
+        in_payload = is_valid & (source >= 0) & (source < num_payload_rows)
+        token = tl.load(next_tokens_R + source * tokens_stride, mask=in_payload, other=0).to(tl.int64)
+        token = tl.where(is_row & ~is_valid, mask_token_id, token)
+        position = tl.where(is_row, tl.load(start_B + owner, mask=is_row, other=0).to(tl.int32) + offset, 0)
+        column = position // block_size
+        has_column = is_row & (column >= 0) & (column < num_columns)
+        block = tl.load(block_table_BN + owner.to(tl.int64) * table_stride + column, mask=has_column, other=-1)
+        slot = block.to(tl.int64) * block_size + position % block_size
+        is_stored = row < num_rows
+        tl.store(token_ids_N + row, token, mask=is_stored)
+        tl.store(positions_N + row, position.to(tl.int64), mask=is_stored)
+        tl.store(slots_N + row, tl.where(block >= 0, slot, -1), mask=is_stored)
+        tl.store(sources_N + row, tl.where(in_payload, source, -1), mask=is_stored)
+
+
+# ====================================================================================================
+# Hidden states of a pass's rows: those of the payload, the shared one for mask rows.
+#
+# R payload rows, N rows of the pass, H hidden size.
+
+MAX_BLOCK_H = 2048
+ALIGNMENT_BYTES = 16  # of addresses, where a row's size is a multiple of it: rows then move in wide loads
+
+
+def place_hidden(payload_RH: Tensor, sources_N: Tensor, mask_hidden_H: Tensor, out_NH: Tensor) -> Tensor:
+    """Writes and returns out_NH: row i is payload_RH[sources_N[i]], or mask_hidden_H where the source is -1.
+
+    sources_N: int, as `peagle.drafter.rows` makes them. Values are converted to the type of out_NH. Plain torch,
+    for a payload that is one tensor on the device of the others; a GPU's pass has `place_hidden_at`.
+
+    Raises ValueError when shapes do not fit together.
+    """
+    hidden_size = mask_hidden_H.shape[-1]
+    check_shape("mask_hidden_H", mask_hidden_H, None)
+    check_shape("payload_RH", payload_RH, None, hidden_size)
+    check_shape("out_NH", out_NH, len(sources_N), hidden_size)
+    mask_1H = mask_hidden_H.to(out_NH.dtype)[None]
+    # The shared hidden state is the last row, where -1 points.
+    return out_NH.copy_(torch.cat([payload_RH.to(out_NH.dtype), mask_1H])[sources_N.long()])
+
+
+def place_hidden_at(addresses_R: Tensor, sources_N: Tensor, mask_hidden_H: Tensor, out_NH: Tensor) -> Tensor:
+    """`place_hidden` with a payload whose rows lie anywhere: row r is H numbers of out_NH's type at addresses_R[r].
+
+    A captured graph thus reads whatever memory its inputs name: the mailboxes of several targets, copied by nobody.
+
+    addresses_R: int64, in bytes, of memory that out_NH's device reaches (its own, or pinned host memory); multiples of
+    `ALIGNMENT_BYTES` where a row's size is. Whoever calls keeps that memory until the kernel has run; only rows that a
+    source names are read. Raises ValueError when shapes do not fit together.
+    """
+    check_shape("addresses_R", addresses_R, None)
+    check_shape("mask_hidden_H", mask_hidden_H, None)
+    check_shape("out_NH", out_NH, len(sources_N), len(mask_hidden_H))
+    if addresses_R.dtype != torch.int64 or not out_NH.is_contiguous() or mask_hidden_H.stride(0) != 1:
+        raise ValueError("addresses_R must be int64, out_NH and mask_hidden_H contiguous")
+    if len(sources_N):
+        (place_hidden_at_triton if uses_kernel(out_NH) else place_hidden_at_torch)(
+            addresses_R, sources_N, mask_hidden_H, out_NH
+        )
+    return out_NH
+
+
+def place_hidden_at_torch(addresses_R: Tensor, sources_N: Tensor, mask_hidden_H: Tensor, out_NH: Tensor) -> None:
+    """The twin, for addresses in host memory."""
+    row_bytes = out_NH.shape[1] * out_NH.itemsize
+    for row_H, source in zip(out_NH, sources_N.tolist(), strict=True):
+        if source < 0:
+            row_H.copy_(mask_hidden_H)
+        else:
+            found = (ctypes.c_char * row_bytes).from_address(int(addresses_R[source]))
+            row_H.copy_(torch.frombuffer(found, dtype=out_NH.dtype))
+
+
+def place_hidden_at_triton(addresses_R: Tensor, sources_N: Tensor, mask_hidden_H: Tensor, out_NH: Tensor) -> None:
+    """One launch, a program for each part of a row."""
+    num_rows, hidden_size = out_NH.shape
+    block = min(MAX_BLOCK_H, triton.next_power_of_2(hidden_size))
+    _place_hidden_at_kernel[(num_rows, triton.cdiv(hidden_size, block))](
+        addresses_R, sources_N, mask_hidden_H, out_NH, addresses_R.stride(0), hidden_size,
+        BLOCK_H=block, ALIGNMENT=ALIGNMENT_BYTES if hidden_size * out_NH.itemsize % ALIGNMENT_BYTES == 0 else 1,
+        num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _place_hidden_at_kernel(
+    addresses_R, sources_N, mask_hidden_H, out_NH, address_stride, hidden_size,
+    BLOCK_H: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_column = column < hidden_size
+    source = tl.load(sources_N + row).to(tl.int64)
+    if source >= 0:
+        address = tl.load(addresses_R + source * address_stride)
+        payload_H = tl.multiple_of(address.to(tl.pointer_type(out_NH.dtype.element_ty)), ALIGNMENT)
+        tl.store(out_NH + row * hidden_size + column, tl.load(payload_H + column, mask=is_column), mask=is_column)
+    else:
+        shared = tl.load(mask_hidden_H + column, mask=is_column)
+        tl.store(out_NH + row * hidden_size + column, shared.to(out_NH.dtype.element_ty), mask=is_column)
+
+
+# ====================================================================================================
+# What a target's step leaves of each request: how many of its rows stay, and the token after each row.
+#
+# Enters: the step's rows as the engine laid them out and what was sampled. Leaves: what a drafter on another GPU is sent.
+# With requests of rows 0..3 (a token and 3 drafts, 2 of them accepted) and 4 (a token), sampled next x and y:
+#
+#     row           0         1         2     3          4
+#     input         t         d1        d2    d3         u
+#     stays         yes       yes       yes   no         yes
+#     next token    d1        d2        x     anything   y
+#
+# B requests, R rows.
+
+BLOCK_ROWS = 1024  # read at a time by a request's program
+
+
+def accepted_rows(
+    first_row_B1: Tensor,
+    num_drafts_up_to_B: Tensor | None,
+    num_sampled_B: Tensor,
+    next_tokens_B: Tensor,
+    input_ids_R: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Valid rows of each request [B] and the token after each row [R], both int32 on the inputs' device.
+
+    Args:
+        first_row_B1: int, request b has rows first_row_B1[b] .. first_row_B1[b + 1] - 1, which are all R rows.
+        num_drafts_up_to_B: int, drafts verified by the requests 0 .. b together; None where nobody verified any.
+        num_sampled_B: int, tokens that each request sampled: accepted drafts and one more, 0 after an unfinished
+            prompt chunk. Without drafts all rows stay, whatever it says.
+        next_tokens_B: int, the token after each request's last valid row.
+        input_ids_R: int, the token of each row.
+
+    The token after a rejected row means nothing; it is an input token or 0. Raises ValueError when shapes do not fit.
+    """
+    num_requests = len(next_tokens_B)
+    check_shape("first_row_B1", first_row_B1, num_requests + 1)
+    check_shape("num_sampled_B", num_sampled_B, num_requests)
+    check_shape("input_ids_R", input_ids_R, None)
+    if num_drafts_up_to_B is not None:
+        check_shape("num_drafts_up_to_B", num_drafts_up_to_B, num_requests)
+    num_valid_B = torch.empty(num_requests, dtype=torch.int32, device=input_ids_R.device)
+    next_tokens_R = torch.empty(len(input_ids_R), dtype=torch.int32, device=input_ids_R.device)
+    if num_requests:
+        (accepted_rows_triton if uses_kernel(input_ids_R) else accepted_rows_torch)(
+            first_row_B1, num_drafts_up_to_B, num_sampled_B, next_tokens_B, input_ids_R, num_valid_B, next_tokens_R
+        )
+    return num_valid_B, next_tokens_R
+
+
+def accepted_rows_torch(
+    first_row_B1: Tensor,
+    num_drafts_up_to_B: Tensor | None,
+    num_sampled_B: Tensor,
+    next_tokens_B: Tensor,
+    input_ids_R: Tensor,
+    num_valid_B: Tensor,
+    next_tokens_R: Tensor,
+) -> None:
+    """The twin: the last two are written."""
+    num_valid_B.copy_(first_row_B1.diff())
+    if num_drafts_up_to_B is not None:
+        num_drafts_B = num_drafts_up_to_B.diff(prepend=num_drafts_up_to_B.new_zeros(1))
+        num_valid_B -= (num_drafts_B + 1 - num_sampled_B).masked_fill(num_drafts_B == 0, 0)
+    next_tokens_R[:-1] = input_ids_R[1:]
+    next_tokens_R[-1:] = 0
+    last_B = first_row_B1[:-1] + (num_valid_B - 1).clamp(min=0)
+    next_tokens_R[last_B.long()] = next_tokens_B.to(next_tokens_R.dtype)
+
+
+def accepted_rows_triton(
+    first_row_B1: Tensor,
+    num_drafts_up_to_B: Tensor | None,
+    num_sampled_B: Tensor,
+    next_tokens_B: Tensor,
+    input_ids_R: Tensor,
+    num_valid_B: Tensor,
+    next_tokens_R: Tensor,
+) -> None:
+    """One launch, a program for each request."""
+    has_drafts = num_drafts_up_to_B is not None
+    _accepted_rows_kernel[(len(next_tokens_B),)](
+        first_row_B1, num_drafts_up_to_B if has_drafts else num_sampled_B, num_sampled_B, next_tokens_B, input_ids_R,
+        num_valid_B, next_tokens_R, len(input_ids_R), HAS_DRAFTS=has_drafts, BLOCK=BLOCK_ROWS, num_warps=4,
+    )  # fmt: skip
+
+
+# A step has any number of rows, and views of the engine's buffers begin anywhere: nothing is to be compiled for that.
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=[
+        "first_row_B1", "num_drafts_up_to_B", "num_sampled_B", "next_tokens_B", "input_ids_R", "next_tokens_R",
+    ],
+)  # fmt: skip
+def _accepted_rows_kernel(
+    first_row_B1, num_drafts_up_to_B, num_sampled_B, next_tokens_B, input_ids_R, num_valid_B, next_tokens_R,
+    num_rows, HAS_DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0)
+    first = tl.load(first_row_B1 + request).to(tl.int32)
+    end = tl.load(first_row_B1 + request + 1).to(tl.int32)
+    num_valid = end - first
+    if HAS_DRAFTS:
+        num_drafts = tl.load(num_drafts_up_to_B + request).to(tl.int32)
+        num_drafts -= tl.load(num_drafts_up_to_B + request - 1, mask=request > 0, other=0).to(tl.int32)
+        num_sampled = tl.load(num_sampled_B + request).to(tl.int32)
+        num_valid -= tl.where(num_drafts > 0, num_drafts + 1 - num_sampled, 0)
+    tl.store(num_valid_B + request, num_valid)
+    last = first + tl.maximum(num_valid - 1, 0)
+    next_token = tl.load(next_tokens_B + request).to(tl.int32)
+    for begin in range(first, end, BLOCK):
+        row = begin + tl.arange(0, BLOCK)
+        after = tl.load(input_ids_R + row + 1, mask=(row < end) & (row + 1 < num_rows), other=0).to(tl.int32)
+        tl.store(next_tokens_R + row, tl.where(row == last, next_token, after), mask=row < end)
+
+
+# ====================================================================================================
+# The Triton kernels of `peagle.drafter.rows`, which explains what they compute and launches them.
+#
+# Sums are in float32 and roundings are those of the twins: what a twin holds in the type of its rows is rounded to that
+# type here as well.
+
+
+@triton.jit
+def _times(x, y):
+    """Product in the type of both, rounded once; Triton's interpreter has no arithmetic of bfloat16."""
+    return (x.to(tl.float32) * y.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def _normed(x, weight_H, column, is_column, size, eps, BLOCK: tl.constexpr):
+    """x / rms(x) * weight for one row, in float32 but rounded to the weight's type where the twin rounds."""
+    wide = x.to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
+    weight = tl.load(weight_H + column, mask=is_column, other=0.0)
+    return _times(wide.to(weight.dtype), weight)
+
+
+@triton.jit
+def first_rows_kernel(
+    token_ids_N, hidden_NH, embed_VH, mask_embedding_H, input_norm_H, hidden_norm_H, both_N2H, stream_NH,
+    size, mask_token_id, eps, KEEPS_NORMED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row; the second program of a row takes its hidden state, the first its embedding."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    is_column = column < size
+    if tl.program_id(1) == 0:
+        token = tl.load(token_ids_N + row).to(tl.int64)
+        if token == mask_token_id:
+            embed = tl.load(mask_embedding_H + column, mask=is_column, other=0.0)
+        else:
+            embed = tl.load(embed_VH + token * size + column, mask=is_column, other=0.0)
+        normed = _normed(embed, input_norm_H, column, is_column, size, eps, BLOCK)
+        tl.store(both_N2H + row * 2 * size + column, normed, mask=is_column)
+    else:
+        hidden = tl.load(hidden_NH + row * size + column, mask=is_column, other=0.0)
+        normed = _normed(hidden, hidden_norm_H, column, is_column, size, eps, BLOCK)
+        tl.store(both_N2H + (row * 2 + 1) * size + column, normed, mask=is_column)
+        if KEEPS_NORMED:
+            tl.store(stream_NH + row * size + column, normed, mask=is_column)
+
+
+@triton.jit
+def add_norm_kernel(stream_NH, added_NH, weight_H, sum_NH, normed_NH, size, eps, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * size
+    column = tl.arange(0, BLOCK)
+    is_column = column < size
+    stream = tl.load(stream_NH + at + column, mask=is_column, other=0.0)
+    added = tl.load(added_NH + at + column, mask=is_column, other=0.0)
+    total = (stream.to(tl.float32) + added.to(tl.float32)).to(stream.dtype)
+    tl.store(sum_NH + at + column, total, mask=is_column)
+    normed = _normed(total, weight_H, column, is_column, size, eps, BLOCK)
+    tl.store(normed_NH + at + column, normed, mask=is_column)
+
+
+@triton.jit
+def _half(weight_D, column, HALF: tl.constexpr):
+    return tl.load(weight_D + column, mask=column < HALF, other=0.0)
+
+
+@triton.jit
+def rotate_kernel(
+    heads_NHD, positions_N, cos_PF, sin_PF, q_norm_D, k_norm_D, out_NHD,
+    num_heads, num_queries, stride_n, eps,
+    HAS_NORM: tl.constexpr, HALF: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_A: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one row, queries and keys; a head is its first and its second half, F numbers each."""
+    row = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * BLOCK_A + tl.arange(0, BLOCK_A))[:, None]
+    column = tl.arange(0, BLOCK_F)[None, :]
+    kept = (head < num_heads) & (column < HALF)
+    at = heads_NHD + row * stride_n + head * (2 * HALF) + column
+    first, second = tl.load(at, mask=kept, other=0.0), tl.load(at + HALF, mask=kept, other=0.0)
+    if HAS_NORM:
+        wide, other = first.to(tl.float32), second.to(tl.float32)
+        mean = (tl.sum(wide * wide, axis=1) + tl.sum(other * other, axis=1)) / (2 * HALF)
+        scale = tl.rsqrt(mean + eps)[:, None]
+        is_query = head < num_queries
+        low = tl.where(is_query, _half(q_norm_D, column, HALF), _half(k_norm_D, column, HALF))
+        high = tl.where(is_query, _half(q_norm_D + HALF, column, HALF), _half(k_norm_D + HALF, column, HALF))
+        first = _times((wide * scale).to(first.dtype), low)
+        second = _times((other * scale).to(second.dtype), high)
+    angle = tl.load(positions_N + row).to(tl.int64) * HALF + column
+    cos = tl.load(cos_PF + angle, mask=column < HALF, other=0.0)
+    sin = tl.load(sin_PF + angle, mask=column < HALF, other=0.0)
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    out = out_NHD + row * num_heads * (2 * HALF) + head * (2 * HALF) + column
+    tl.store(out, (first * cos - second * sin).to(out_NHD.dtype.element_ty), mask=kept)
+    tl.store(out + HALF, (second * cos + first * sin).to(out_NHD.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def silu_mul_kernel(gate_up_N2I, out_NI, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < size
+    gate = tl.load(gate_up_N2I + row * 2 * size + column, mask=is_column, other=0.0)
+    up = tl.load(gate_up_N2I + (row * 2 + 1) * size + column, mask=is_column, other=0.0)
+    wide = gate.to(tl.float32)
+    gated = _times((wide / (1.0 + tl.exp(-wide))).to(gate.dtype), up)
+    tl.store(out_NI + row * size + column, gated, mask=is_column)
+
+
+# ====================================================================================================
+# What a pass does to each row between its matrix products, each as one Triton kernel beside a plain torch twin.
+#
+# The twins are the formulas of `peagle.model`. On a GPU a norm, a rotation or a gate in plain torch is some five kernels,
+# which together would take longer than the matrix products of a small batch. As in `peagle.kernels`, the kernel runs on a
+# GPU and under Triton's interpreter, the twin elsewhere; kernels take rows of float32, float16 or bfloat16.
+#
+# N rows, H hidden size, I width of the MLP, A query heads and G key heads of D = 2F numbers, P positions.
+
+ROTATED_ELEMENTS = 2048  # of one program
+GATED_ELEMENTS = 1024
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As `peagle.model.RMSNorm`: over the last dimension, in float32 (float64 stays). Plain torch on every device."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def first_rows(
+    token_ids_N: Tensor,
+    hidden_NH: Tensor,
+    embed_VH: Tensor,
+    mask_token_id: int,
+    mask_embedding_H: Tensor,
+    input_norm_H: Tensor,
+    hidden_norm_H: Tensor,
+    eps: float,
+    norm_before_residual: bool,
+) -> tuple[Tensor, Tensor]:
+    """What the first layer reads [N, 2H], normed embeddings beside normed hidden states, and its residual stream
+    [N, H]: the hidden states, normed with `norm_before_residual`. The mask token has an embedding of its own.
+    """
+    arguments = (token_ids_N, hidden_NH, embed_VH, mask_token_id, mask_embedding_H, input_norm_H, hidden_norm_H, eps)
+    taken = first_rows_triton if _takes(hidden_NH) else first_rows_torch
+    return taken(*arguments, norm_before_residual)
+
+
+def first_rows_torch(
+    token_ids_N: Tensor,
+    hidden_NH: Tensor,
+    embed_VH: Tensor,
+    mask_token_id: int,
+    mask_embedding_H: Tensor,
+    input_norm_H: Tensor,
+    hidden_norm_H: Tensor,
+    eps: float,
+    norm_before_residual: bool,
+) -> tuple[Tensor, Tensor]:
+    embeds_NH = F.embedding(token_ids_N, embed_VH)
+    embeds_NH = torch.where((token_ids_N == mask_token_id)[:, None], mask_embedding_H, embeds_NH)
+    normed_NH = rms_norm(hidden_NH, hidden_norm_H, eps)
+    both_N2H = torch.cat([rms_norm(embeds_NH, input_norm_H, eps), normed_NH], dim=-1)
+    return both_N2H, normed_NH if norm_before_residual else hidden_NH
+
+
+def first_rows_triton(
+    token_ids_N: Tensor,
+    hidden_NH: Tensor,
+    embed_VH: Tensor,
+    mask_token_id: int,
+    mask_embedding_H: Tensor,
+    input_norm_H: Tensor,
+    hidden_norm_H: Tensor,
+    eps: float,
+    norm_before_residual: bool,
+) -> tuple[Tensor, Tensor]:
+    """One launch, two programs a row."""
+    num_rows, size = hidden_NH.shape
+    both_N2H = hidden_NH.new_empty(num_rows, 2 * size)
+    stream_NH = torch.empty_like(hidden_NH) if norm_before_residual else hidden_NH
+    first_rows_kernel[(num_rows, 2)](
+        token_ids_N, hidden_NH, embed_VH, mask_embedding_H, input_norm_H, hidden_norm_H, both_N2H, stream_NH,
+        size, mask_token_id, eps, KEEPS_NORMED=norm_before_residual, **_row_sizes(size),
+    )  # fmt: skip
+    return both_N2H, stream_NH
+
+
+def add_norm(stream_NH: Tensor, added_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual stream with what a block adds to it, and its norm, both [N, H]."""
+    return (add_norm_triton if _takes(stream_NH) else add_norm_torch)(stream_NH, added_NH, weight_H, eps)
+
+
+def add_norm_torch(stream_NH: Tensor, added_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    stream_NH = stream_NH + added_NH
+    return stream_NH, rms_norm(stream_NH, weight_H, eps)
+
+
+def add_norm_triton(stream_NH: Tensor, added_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """One launch, a program a row."""
+    (num_rows, size), sum_NH = stream_NH.shape, torch.empty_like(stream_NH)
+    normed_NH = torch.empty_like(stream_NH)
+    add_norm_kernel[(num_rows,)](stream_NH, added_NH, weight_H, sum_NH, normed_NH, size, eps, **_row_sizes(size))
+    return sum_NH, normed_NH
+
+
+def rotate_heads(
+    heads_NHD: Tensor,
+    num_queries: int,
+    num_groups: int,
+    positions_N: Tensor,
+    cos_PF: Tensor,
+    sin_PF: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Queries [N, A, D] and keys [N, G, D], rotated by position.
+
+    heads_NHD: [N, A + 2G, D], queries, keys and values of each row. cos_PF, sin_PF: float32, by position. norms: [D]
+    of queries and of keys, where both are normed first (Qwen 3).
+    """
+    rotated = rotate_heads_triton if _takes(heads_NHD) else rotate_heads_torch
+    return rotated(heads_NHD, num_queries, num_groups, positions_N, cos_PF, sin_PF, norms, eps)
+
+
+def rotate_heads_torch(
+    heads_NHD: Tensor,
+    num_queries: int,
+    num_groups: int,
+    positions_N: Tensor,
+    cos_PF: Tensor,
+    sin_PF: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    cos_N1F, sin_N1F = cos_PF[positions_N, None], sin_PF[positions_N, None]
+
+    def rotated(x_NAD: Tensor) -> Tensor:
+        first, second = x_NAD.chunk(2, dim=-1)
+        both = torch.cat([first * cos_N1F - second * sin_N1F, second * cos_N1F + first * sin_N1F], dim=-1)
+        return both.to(x_NAD.dtype)
+
+    q_NAD, k_NGD = heads_NHD[:, : num_queries + num_groups].split((num_queries, num_groups), dim=1)
+    if norms is not None:
+        q_NAD, k_NGD = rms_norm(q_NAD, norms[0], eps), rms_norm(k_NGD, norms[1], eps)
+    return rotated(q_NAD), rotated(k_NGD)
+
+
+def rotate_heads_triton(
+    heads_NHD: Tensor,
+    num_queries: int,
+    num_groups: int,
+    positions_N: Tensor,
+    cos_PF: Tensor,
+    sin_PF: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """One launch for queries and keys, a program for some heads of a row."""
+    (num_rows, _, head_size), num_heads = heads_NHD.shape, num_queries + num_groups
+    out_NHD = heads_NHD.new_empty(num_rows, num_heads, head_size)
+    block_f = triton.next_power_of_2(head_size // 2)
+    block_a = max(1, min(triton.next_power_of_2(num_heads), ROTATED_ELEMENTS // (2 * block_f)))
+    q_norm_D, k_norm_D = norms or (cos_PF, cos_PF)  # the latter are not read
+    rotate_kernel[(num_rows, triton.cdiv(num_heads, block_a))](
+        heads_NHD, positions_N, cos_PF, sin_PF, q_norm_D, k_norm_D, out_NHD,
+        num_heads, num_queries, heads_NHD.stride(0), eps,
+        HAS_NORM=norms is not None, HALF=head_size // 2, BLOCK_F=block_f, BLOCK_A=block_a, num_warps=4,
+    )  # fmt: skip
+    return out_NHD[:, :num_queries], out_NHD[:, num_queries:]
+
+
+def silu_mul(gate_up_N2I: Tensor) -> Tensor:
+    """[N, 2I], gate beside up -> silu(gate) * up [N, I]."""
+    return (silu_mul_triton if _takes(gate_up_N2I) else silu_mul_torch)(gate_up_N2I)
+
+
+def silu_mul_torch(gate_up_N2I: Tensor) -> Tensor:
+    gate_NI, up_NI = gate_up_N2I.chunk(2, dim=-1)
+    return F.silu(gate_NI) * up_NI
+
+
+def silu_mul_triton(gate_up_N2I: Tensor) -> Tensor:
+    """One launch, a program for each part of a row."""
+    num_rows, size = gate_up_N2I.shape[0], gate_up_N2I.shape[1] // 2
+    out_NI = gate_up_N2I.new_empty(num_rows, size)
+    grid = (num_rows, triton.cdiv(size, GATED_ELEMENTS))
+    silu_mul_kernel[grid](gate_up_N2I, out_NI, size, BLOCK=GATED_ELEMENTS, num_warps=4)
+    return out_NI
+
+
+def _takes(rows: Tensor) -> bool:
+    """Whether a kernel is to run on these rows; kernels have no float64, and a launch without programs fails."""
+    return uses_kernel(rows) and rows.dtype != torch.float64 and len(rows) > 0
+
+
+def _row_sizes(size: int) -> dict[str, int]:
+    block = triton.next_power_of_2(size)
+    return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}

@@ -1,0 +1,286 @@
+"""One long sequence trained in segments: the gradient of the whole pass, the memory of a part (paper section 3.2).
+
+Rows of offset 0 are seen by every later row, so a cut between anchors leaves one kind of dependence across it: rows see
+the keys and values of the offset-0 rows before their segment. Two ways to give them these:
+
+    recomputed   Algorithm 1 of the paper. Boundaries at multiples of N / S; each segment computes all rows of offset 0
+                 before its right boundary again, with gradients. One forward and backward pass a segment. The last
+                 segment still holds all N rows of offset 0.
+    kept         A sweep without gradients keeps the keys and values of the rows of offset 0. Then the segments run from
+                 the last to the first, each with its own rows alone and with the kept keys and values of earlier ones
+                 as inputs. Their gradients add up until the segment that owns the rows passes them on through its own
+                 keys and values. Every row is computed with gradients once, and no segment holds more than about T / S.
+
+A chain is never split in either: its rows of mask tokens see each other, and one segment holds them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from peagle.model import Drafter
+from peagle.train.cod import Rows, attend_under, next_tokens, row_inputs
+from peagle.train.masks import Sight
+
+#: loss_of(normed_RH, index_R) -> scalar: the share of the loss that R rows have, numbered within the pass's T rows.
+LossOf = Callable[[Tensor, Tensor], Tensor]
+Method = Literal["kept", "recomputed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedSequence:
+    """What one sequence brings into a pass.
+
+    tokens_1N, document_1N (-1: padding), aux_1NX (the target's tapped hidden states, C * S wide); rows: of one
+    sequence; position_1T: position of each row in its document.
+    """
+
+    tokens_1N: Tensor
+    document_1N: Tensor
+    aux_1NX: Tensor
+    rows: Rows
+    position_1T: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Own rows of a segment, as numbers within the T rows: of offset 0 from start to stop, of mask tokens from
+    chain_start to chain_stop.
+    """
+
+    start: int
+    stop: int
+    chain_start: int
+    chain_stop: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start + self.chain_stop - self.chain_start
+
+    def index(self, device: torch.device, start: int | None = None) -> Tensor:
+        """Numbers of the own rows; start: with those of offset 0 from here on."""
+        plain = torch.arange(self.start if start is None else start, self.stop, device=device)
+        return torch.cat([plain, torch.arange(self.chain_start, self.chain_stop, device=device)])
+
+
+def cut_by_position(rows: Rows, num_segments: int) -> list[Segment]:
+    """Algorithm 1: boundaries at multiples of N / S, depths 0 and 1 by position, deeper rows where their chain is.
+
+    In closed form: a row of offset 0 goes by its anchor, all others by anchor + 1, where the chain's first mask row
+    stands. Raises ValueError for S > N.
+    """
+    _check(rows, num_segments)
+    bounds = [s * rows.num_tokens // num_segments for s in range(num_segments + 1)]
+    firsts = [0, *(bound - 1 for bound in bounds[1:-1]), rows.num_tokens]
+    return _segments(rows, bounds, firsts)
+
+
+def cut_by_rows(rows: Rows, num_segments: int) -> list[Segment]:
+    """Segments of about T / S rows each, at most T / S + K; a chain goes with its anchor.
+
+    Anchors with a label hold up to K rows and others one, so that equal numbers of positions would not be equal work.
+    Raises ValueError for S > N.
+    """
+    _check(rows, num_segments)
+    num_tokens, num_rows = rows.num_tokens, rows.anchor_BT.shape[1]
+    anchor_N = torch.arange(num_tokens + 1, device=rows.anchor_BT.device)
+    before_N = anchor_N + torch.searchsorted(rows.anchor_BT[0, num_tokens:].contiguous(), anchor_N)
+    wanted = [s * num_rows // num_segments for s in range(num_segments + 1)]
+    bounds = torch.searchsorted(before_N, before_N.new_tensor(wanted)).tolist()
+    return [segment for segment in _segments(rows, bounds, bounds) if segment.num_rows]
+
+
+def _check(rows: Rows, num_segments: int) -> None:
+    if num_segments > rows.num_tokens:
+        raise ValueError(f"num_segments = {num_segments} must be at most {rows.num_tokens}, the tokens of a sequence")
+
+
+def _segments(rows: Rows, bounds: list[int], firsts: list[int]) -> list[Segment]:
+    """bounds: of the rows of offset 0; firsts: least anchor of each segment's chains, and N."""
+    chain_anchors = rows.anchor_BT[0, rows.num_tokens :].contiguous()
+    found = torch.searchsorted(chain_anchors, chain_anchors.new_tensor(firsts)).tolist()
+    cuts = [rows.num_tokens + cut for cut in found]
+    return [Segment(*one) for one in zip(bounds, bounds[1:], cuts, cuts[1:], strict=False)]
+
+
+def segment_rows(
+    drafter: Drafter,
+    embeds_1TH: Tensor,
+    hidden_1TH: Tensor,
+    position_1T: Tensor,
+    mask: Tensor | BlockMask,
+    earlier: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Normed rows [1, T, H] and, given `earlier`, their own keys and values [layers, 2, 1, G, T, D].
+
+    earlier: keys (rotated) and values of N rows of offset 0 that come before these as keys.
+    """
+    own = []
+
+    def attend(layer_index: int, q_BATD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
+        if earlier is not None:
+            own.append(torch.stack([k_BGTD, v_BGTD]))
+            k_BGND, v_BGND = pairs[layer_index]
+            k_BGTD, v_BGTD = torch.cat([k_BGND, k_BGTD], dim=2), torch.cat([v_BGND, v_BGTD], dim=2)
+        return attend_masked(layer_index, q_BATD, k_BGTD, v_BGTD)
+
+    attend_masked = attend_under(mask)
+    pairs = [] if earlier is None else [layer.unbind() for layer in earlier.unbind()]
+    normed_1TH, _ = drafter(embeds_1TH, hidden_1TH, position_1T, attend)
+    return normed_1TH, torch.stack(own) if own else None
+
+
+class Partition:
+    """Passes over one sequence in S segments; holds the compiled functions.
+
+    block_mask: masks for FlexAttention, which a GPU needs compiled (`compiled`), else dense ones. dynamic: compile for
+    changing shapes at once; by default only after a shape has changed. With "kept" it never does as long as N, T and S
+    stay the same. autocast: the drafter runs in bfloat16 on a GPU; losses and backward passes are not under it. tile:
+    rows are padded to a multiple of it. Raises ValueError for S < 1.
+    """
+
+    def __init__(
+        self,
+        num_segments: int,
+        method: Method = "kept",
+        *,
+        block_mask: bool = False,
+        compiled: bool = False,
+        dynamic: bool | None = None,
+        autocast: bool = True,
+        tile: int = 128,
+    ) -> None:
+        if num_segments < 1:
+            raise ValueError(f"num_segments = {num_segments} must be at least 1")
+        self.num_segments, self.method, self.tile = num_segments, method, tile
+        self.block_mask, self.autocast = block_mask, autocast
+        self._inputs, self._rows = row_inputs, segment_rows
+        if compiled:
+            self._inputs = torch.compile(row_inputs, dynamic=True)
+            self._rows = torch.compile(segment_rows, dynamic=dynamic, fullgraph=block_mask)
+
+    def backward(self, drafter: Drafter, sequence: PackedSequence, loss_of: LossOf) -> None:
+        """Adds the gradients of the sum of all segments' losses to the drafter's parameters.
+
+        The loss is asked for once a segment, of its own rows. Raises ValueError for S > N.
+        """
+        if self.num_segments == 1 or self.method == "recomputed":
+            self._backward_recomputed(drafter, sequence, loss_of)
+        else:
+            self._backward_kept(drafter, sequence, loss_of)
+
+    def forward(self, drafter: Drafter, sequence: PackedSequence) -> Iterator[tuple[Tensor, Tensor]]:
+        """Without gradients: (normed_RH, index_R) of segment after segment, memory as in "kept"."""
+        run = _Run(self, drafter, sequence)
+        kept = run.no_keys()
+        for segment in cut_by_rows(sequence.rows, self.num_segments):
+            yield run.extend(kept, segment), segment.index(run.device)
+
+    def _backward_recomputed(self, drafter: Drafter, sequence: PackedSequence, loss_of: LossOf) -> None:
+        run = _Run(self, drafter, sequence)
+        for segment in cut_by_position(sequence.rows, self.num_segments):
+            normed_RH, _ = run(segment, 0, self._padded(segment.start + segment.num_rows), None)
+            loss = loss_of(normed_RH[segment.start :], segment.index(run.device))
+            del normed_RH
+            if loss.requires_grad:
+                loss.backward()
+
+    def _backward_kept(self, drafter: Drafter, sequence: PackedSequence, loss_of: LossOf) -> None:
+        run = _Run(self, drafter, sequence)
+        segments = cut_by_rows(sequence.rows, self.num_segments)
+        kept = run.sweep(segments[-1].start)
+        # Segments add to it one after another, which bfloat16 would lose.
+        gradient = torch.zeros_like(kept, dtype=torch.promote_types(kept.dtype, torch.float32))
+        for segment in reversed(segments):
+            earlier = kept.detach().requires_grad_()
+            normed_RH, own = run(segment, segment.start, run.max_rows, earlier)
+            assert own is not None
+            loss = loss_of(normed_RH, segment.index(run.device))
+            own = own[..., : segment.stop - segment.start, :]
+            roots, gradients = [own], [gradient[..., segment.start : segment.stop, :].to(own.dtype)]
+            del normed_RH, own
+            if loss.requires_grad:
+                roots, gradients = [loss, *roots], [torch.ones_like(loss), *gradients]
+            torch.autograd.backward(roots, gradients)
+            del roots, gradients, loss
+            if segment.start:
+                assert earlier.grad is not None
+                gradient[..., : segment.start, :] += earlier.grad[..., : segment.start, :]
+
+    def _padded(self, num_rows: int) -> int:
+        return -(-num_rows // self.tile) * self.tile
+
+
+class _Run:
+    """One sequence on its way through a partition."""
+
+    def __init__(self, partition: Partition, drafter: Drafter, sequence: PackedSequence) -> None:
+        self.partition, self.drafter, self.sequence = partition, drafter, sequence
+        self.device = sequence.tokens_1N.device
+        self.next_1N = next_tokens(sequence.tokens_1N)
+        self.sight = Sight.of(sequence.rows, sequence.document_1N, drafter.config.sliding_window)
+        #: rows of every call in "kept": the greatest segment that `cut_by_rows` can make
+        num_rows = sequence.rows.anchor_BT.shape[1]
+        self.max_rows = partition._padded(-(-num_rows // partition.num_segments) + drafter.config.num_depths)
+
+    def __call__(
+        self, segment: Segment, start: int, num_queries: int, earlier: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Normed rows [R, H] of a segment and of all rows of offset 0 from `start` on; own keys and values.
+
+        num_queries: rows to compute, the last of them blank. earlier: keys and values of the N rows of offset 0, of
+        which those before `start` are seen.
+        """
+        sequence, num_plain = self.sequence, segment.stop - start
+        index = segment.index(self.device, start)
+        num_rows = index.shape[0]
+        query_T = torch.nn.functional.pad(index, (0, num_queries - num_rows), value=-1)
+        key_U = query_T
+        if earlier is not None:
+            before = torch.arange(earlier.shape[-2], device=self.device)
+            key_U = torch.cat([before.where(before < start, -1), query_T])
+        sight = self.sight.select(key_U, num_queries)
+        with self._autocast():
+            mask = sight.block(self.partition.tile) if self.partition.block_mask else sight.dense()
+            rows = slice(start, segment.stop)
+            embeds_1TH, hidden_1TH = self.partition._inputs(
+                self.drafter, self.next_1N[:, rows], sequence.aux_1NX[:, rows], num_queries - num_plain
+            )
+            position_1T = sequence.position_1T[:, query_T.clamp_min(0)]
+            normed_1TH, own = self.partition._rows(self.drafter, embeds_1TH, hidden_1TH, position_1T, mask, earlier)
+        return normed_1TH[0, :num_rows], own
+
+    def no_keys(self) -> Tensor:
+        """Room for keys and values of the N rows of offset 0, [layers, 2, 1, G, N, D]."""
+        config = self.drafter.config
+        shape = (config.num_hidden_layers, 2, 1, config.num_key_value_heads, self.sequence.rows.num_tokens)
+        with self._autocast():
+            enabled = torch.is_autocast_enabled(self.device.type)
+            dtype = torch.get_autocast_dtype(self.device.type) if enabled else self.drafter.fc.weight.dtype
+        return torch.zeros(*shape, config.head_dim, dtype=dtype, device=self.device)
+
+    @torch.no_grad()
+    def extend(self, kept: Tensor, segment: Segment) -> Tensor:
+        """Normed rows [R, H] of a segment; adds the keys and values of its rows of offset 0 to `kept`."""
+        normed_RH, own = self(segment, segment.start, self.max_rows, kept)
+        assert own is not None
+        kept[..., segment.start : segment.stop, :] = own[..., : segment.stop - segment.start, :]
+        return normed_RH
+
+    def sweep(self, stop: int) -> Tensor:
+        """Keys and values of the rows of offset 0 before `stop`."""
+        kept = self.no_keys()
+        for start in range(0, stop, self.max_rows):
+            self.extend(kept, Segment(start, min(start + self.max_rows, stop), 0, 0))
+        return kept
+
+    def _autocast(self) -> torch.autocast:
+        # Its cache of weights would hand those cast without gradients (the sweep) to passes that need them.
+        enabled = self.partition.autocast and self.device.type == "cuda"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)

@@ -1,0 +1,403 @@
+"""One training pass of a drafter: from a batch and the target's states to gradients.
+
+A pass adds gradients to the drafter's parameters and reports what it saw; the trainer around it (`peagle.train.trainer`) owns
+optimizer, schedule and files. `ParallelPass` trains P-EAGLE (paper section 3), `peagle.train.passes.UnrolledPass` EAGLE-3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from peagle.checkpoint import load_head
+from peagle.config import DrafterConfig, HeadError
+from peagle.draft_vocabulary import answer_token_counts, frequent_tokens
+from peagle.model import Attend, Drafter, initialize
+from peagle.train import masks
+from peagle.train.cod import (
+    Rows,
+    chain_lengths,
+    compiled_draft_rows,
+    draft_rows,
+    label_rows,
+    labelled_rows,
+    sample_rows,
+)
+from peagle.train.data import Batch, PackedBatches
+from peagle.train.losses import ChainWeights, ChunkedLoss
+from peagle.train.masks import MaskTable
+from peagle.train.partition import PackedSequence, Partition
+from peagle.train.recipe import LossRecipe, Recipe
+from peagle.train.target import Target
+
+# ====================================================================================================
+# One training pass of a drafter: from a batch and the target's states to gradients.
+#
+# A pass adds gradients to the drafter's parameters and reports what it saw; the trainer around it (`peagle.train.trainer`) owns
+# optimizer, schedule and files. `ParallelPass` trains P-EAGLE (paper section 3), `peagle.train.passes.UnrolledPass` EAGLE-3.
+
+
+@dataclasses.dataclass(frozen=True)
+class States:
+    """What the target says about a batch. aux_BNX: tapped hidden states; last_BNS: input of its output matrix."""
+
+    aux_BNX: Tensor
+    last_BNS: Tensor
+    lm_head_VS: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """loss: mean over useful rows, detached. correct_R: draft is the target's most likely token; offset_R: 0..K-1."""
+
+    loss: Tensor
+    correct_R: Tensor
+    offset_R: Tensor
+
+
+class Pass(Protocol):
+    def __call__(self, drafter: Drafter, batch: Batch, states: States) -> Report:
+        """Adds the gradients of the batch's mean loss to the drafter's parameters."""
+        ...
+
+
+def chain_weights(loss: LossRecipe, offset_R: Tensor, num_labels: int, num_depths: int) -> ChainWeights:
+    """Weights of the useful rows of a pass, as the recipe asks; offset_R: of all of them."""
+    return ChainWeights(
+        offset_R, num_labels=num_labels, num_depths=num_depths, offset_decay=loss.offset_decay, reach=loss.reach
+    )
+
+
+def row_weights(
+    loss: LossRecipe, label_R: Tensor, offset_R: Tensor, num_labels: int, num_depths: int
+) -> Callable[[Tensor], Tensor]:
+    """`chain_weights` for a pass whose loss is asked for in one call."""
+    return chain_weights(loss, offset_R, num_labels, num_depths).of(label_R, offset_R)
+
+
+class ParallelPass:
+    """P-EAGLE: all depths of the kept chains in one pass under the COD mask, or a sequence at a time in S segments."""
+
+    def __init__(self, recipe: Recipe, random: torch.Generator, *, compiled: bool) -> None:
+        """random: on the device of the batches. compiled: torch.compile, for a GPU.
+
+        Raises ValueError for sequences too long for dense masks (`peagle.train.masks`).
+        """
+        self.recipe, self.random = recipe, random
+        self.score = ChunkedLoss(recipe.loss.name, recipe.loss.chunk, compiled)
+        batch, num_depths = recipe.batch, recipe.drafter.num_depths
+        blocks = compiled and recipe.attention == "flex"
+        self._partition = self._table = None
+        if batch.num_segments > 1:
+            self._partition = Partition(batch.num_segments, batch.partition, block_mask=blocks, compiled=compiled)
+        elif not blocks:
+            self._table = MaskTable(batch.max_tokens, num_depths, random.device)
+        self._draft_rows = compiled_draft_rows(blocks) if compiled else draft_rows
+
+    def __call__(self, drafter: Drafter, batch: Batch, states: States) -> Report:
+        cod, num_depths = self.recipe.cod, drafter.config.num_depths
+        chain_BN = chain_lengths(batch.document_BN, batch.answer_BN, num_depths)
+        rows = sample_rows(chain_BN, num_depths, cod.ratio, generator=self.random, floor=cod.floor)
+        position_BT = batch.position_BN.gather(1, rows.anchor_BT) + rows.offset_BT
+        losses = _Losses(self, drafter, rows, chain_BN, states)
+        if self._partition is None:
+            losses(self._normed(drafter, batch, states, rows, position_BT).flatten(0, 1)).backward()
+        else:
+            num_rows = rows.anchor_BT.shape[1]
+            for b in range(len(chain_BN)):
+                one = slice(b, b + 1)
+                sequence = PackedSequence(
+                    batch.tokens_BN[one], batch.document_BN[one], states.aux_BNX[one], rows.of(b), position_BT[one]
+                )
+                self._partition.backward(drafter, sequence, functools.partial(losses, first=b * num_rows))
+        return losses.report()
+
+    def _normed(self, drafter: Drafter, batch: Batch, states: States, rows: Rows, position_BT: Tensor) -> Tensor:
+        window, device = drafter.config.sliding_window, batch.tokens_BN.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            mask: Tensor | BlockMask
+            if self._table is None:
+                mask = masks.block(rows, batch.document_BN, window=window)
+            else:
+                mask = self._table.dense(rows, batch.document_BN, window)
+            return self._draft_rows(drafter, batch.tokens_BN, states.aux_BNX, position_BT, mask)
+
+
+class _Losses:
+    """The loss of one pass, of all its rows at once or of some at a time; remembers what it saw for the report."""
+
+    def __init__(self, of: ParallelPass, drafter: Drafter, rows: Rows, chain_BN: Tensor, states: States) -> None:
+        assert drafter.lm_head is not None
+        self._score, self._lm_head_VH = of.score, drafter.lm_head.weight
+        self._useful_T, self._label_T, self._offset_T = label_rows(rows, chain_BN)
+        useful_offset_R = self._offset_T[self._useful_T]
+        self._weights = chain_weights(of.recipe.loss, useful_offset_R, chain_BN.numel(), drafter.config.num_depths)
+        self._labels = self._score.labels(states.last_BNS.flatten(0, 1), states.lm_head_VS, drafter.target_ids)
+        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def __call__(self, normed_RH: Tensor, index_R: Tensor | None = None, first: int = 0) -> Tensor:
+        """Sum of the weighted losses of rows, numbered `first` + index_R within B * T; none: all of them."""
+        useful_R, label_R, offset_R = self._useful_T, self._label_T, self._offset_T
+        if index_R is not None:
+            at_R = first + index_R
+            useful_R, label_R, offset_R = useful_R[at_R], label_R[at_R], offset_R[at_R]
+        chosen = useful_R.nonzero().squeeze(1)
+        label_R, offset_R = label_R[chosen], offset_R[chosen]
+        weigh = self._weights.of(label_R, offset_R)
+        scored = self._score(normed_RH[chosen], self._lm_head_VH, self._labels, label_R, weigh)
+        if index_R is None:
+            del self._labels  # logits of a batch need not live beside the gradients of the drafter
+        self._seen.append((scored.total.detach(), scored.correct_R, offset_R))
+        return scored.total
+
+    def report(self) -> Report:
+        totals, correct, offsets = zip(*self._seen, strict=True)
+        return Report(torch.stack(totals).sum(), torch.cat(correct), torch.cat(offsets))
+
+
+# ====================================================================================================
+# EAGLE-3 by its training-time test: the drafter is unrolled on its own hidden states (arXiv 2503.01840, section 3.2).
+#
+# A chain starts at an anchor a (`peagle.train.cod`). Its row at step k, in the place of P-EAGLE's offset k, is what vLLM
+# computes when it drafts the chain's token k + 1 after the tokens up to a + 1:
+#
+#     step    position    embedding of    hidden state                              proposes
+#     0       a           token a + 1     target's at a, through fc                 token a + 2
+#     k       a + k       token a + k + 1 drafter's own residual stream, step k-1   token a + k + 2
+#
+# It sees what vLLM's KV cache holds by then: rows of step 0 at anchors <= a of its document, then its own chain's rows of
+# steps 1..k. All anchors take step k together, and gradients flow back through all steps.
+#
+# Chains read the true tokens, where decoding reads those that it drafted. The two are the same as far as drafts are
+# right, and no draft behind a wrong one is ever used: rows, labels and accepted lengths of a walk need no more.
+#
+# Attention of a step is that over the rows of step 0, the same causal mask at every step, joined by log-sum-exp with the
+# at most K - 1 keys of the own chain, one dot product each. So every step has the same static shapes and shares one block
+# mask; a mask over all steps' keys would grow with k and need a kernel a step. (A sliding window moves on with the steps:
+# one mask a step then.)
+
+#: What chains see of the rows of step 0: document ids [B, N] (plain torch, any device), or `block_masks` (compiled
+#: functions, GPU).
+Sight = Tensor | tuple[BlockMask, ...]
+
+_TILE = 1024  # queries whose scores exist at once where no kernel avoids them
+
+
+class UnrolledPass:
+    """EAGLE-3: `num_depths` steps from every anchor. No row is dropped; `cod` of the recipe does not apply."""
+
+    def __init__(self, recipe: Recipe, *, compiled: bool) -> None:
+        """Raises ValueError for more than one segment (gradients tie the steps together), or too short a window."""
+        if recipe.batch.num_segments > 1:
+            raise ValueError(
+                f"batch.num_segments = {recipe.batch.num_segments}: method eagle3 has no segments, write 1"
+            )
+        check_window(recipe.drafter.sliding_window, recipe.drafter.num_depths)
+        self.recipe = recipe
+        self.score = ChunkedLoss(recipe.loss.name, recipe.loss.chunk, compiled)
+        self._block_mask = compiled and recipe.attention == "flex"
+        self._draft_rows = torch.compile(unrolled_rows, dynamic=False, fullgraph=True) if compiled else unrolled_rows
+
+    def __call__(self, drafter: Drafter, batch: Batch, states: States) -> Report:
+        device, num_depths = batch.tokens_BN.device.type, drafter.config.num_depths
+        chain_BN = chain_lengths(batch.document_BN, batch.answer_BN, num_depths)
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            sight = block_masks(batch.document_BN, drafter.config) if self._block_mask else batch.document_BN
+            normed_BTH = self._draft_rows(drafter, batch.tokens_BN, states.aux_BNX, batch.position_BN, sight)
+        index_R, label_R, offset_R = labelled_rows(all_rows(chain_BN, num_depths), chain_BN)
+        weigh = row_weights(self.recipe.loss, label_R, offset_R, chain_BN.numel(), num_depths)
+        labels = self.score.labels(states.last_BNS.flatten(0, 1), states.lm_head_VS, drafter.target_ids)
+        assert drafter.lm_head is not None, "share_target or load_head first"
+        scored = self.score(normed_BTH.flatten(0, 1)[index_R], drafter.lm_head.weight, labels, label_R, weigh)
+        del labels  # their logits need not live beside the drafter's gradients
+        scored.total.backward()
+        return Report(scored.total.detach(), scored.correct_R, offset_R)
+
+
+def check_window(window: int | None, num_depths: int) -> None:
+    """Raises ValueError where the last steps of a chain would see no row of step 0."""
+    if window is not None and window < num_depths:
+        raise ValueError(f"sliding_window = {window} must be at least num_depths = {num_depths}")
+
+
+def block_masks(document_BN: Tensor, config: DrafterConfig, tile: int = 128) -> tuple[BlockMask, ...]:
+    """What each step sees of the N rows of step 0; one mask for all steps where they see the same."""
+    rows, window = all_rows(document_BN, 1), config.sliding_window
+    if window is None:
+        return (masks.block(rows, document_BN, tile),)
+    return tuple(masks.block(rows, document_BN, tile, window=window - step) for step in range(config.num_depths))
+
+
+def all_rows(like_BN: Tensor, num_depths: int) -> Rows:
+    """Rows of an unroll, T = K * N: all N anchors of step 0, then of step 1, and so on."""
+    batch, num_tokens = like_BN.shape
+    index_T = torch.arange(num_depths * num_tokens, device=like_BN.device).expand(batch, -1)
+    return Rows(index_T % num_tokens, index_T // num_tokens, num_tokens)
+
+
+def unrolled_rows(drafter: Drafter, tokens_BN: Tensor, aux_BNX: Tensor, position_BN: Tensor, sight: Sight) -> Tensor:
+    """Normed hidden states [B, K * N, H] in the order of `all_rows`, each chain on the true tokens.
+
+    aux_BNX: the target's tapped hidden states [B, N, C * S]. Near the end of a document,
+    chains read tokens behind it; no loss looks at those rows, and no other row sees them.
+    """
+    attend, hidden_BNH = attend_chains(sight, drafter.config.sliding_window), drafter.reduce(aux_BNX)
+    last = tokens_BN.shape[1] - 1
+    anchor_N = torch.arange(last + 1, device=tokens_BN.device)
+    normed = []
+    for step in range(drafter.config.num_depths):
+        embeds_BNH = drafter.embed(tokens_BN[:, (anchor_N + step + 1).clamp_max(last)])
+        normed_BNH, hidden_BNH = drafter(embeds_BNH, hidden_BNH, position_BN + step, attend)
+        normed.append(normed_BNH)
+    return torch.cat(normed, dim=1)
+
+
+def attend_chains(sight: Sight, window: int | None) -> Attend:
+    """Attention of one unroll; it keeps the keys and values of the steps it has seen, and so serves one unroll only."""
+    held: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def attend(layer_index: int, q_BAND: Tensor, k_BGND: Tensor, v_BGND: Tensor) -> Tensor:
+        steps = held.setdefault(layer_index, [])
+        steps.append((k_BGND, v_BGND))
+        (first_k, first_v), *own = steps
+        if isinstance(sight, Tensor):
+            left = None if window is None else window - len(own)
+            return join(*_plain_attention(sight, left, q_BAND, first_k, first_v), q_BAND, own)
+        mask = sight[min(len(own), len(sight) - 1)]
+        out_BAND, aux = flex_attention(
+            q_BAND, first_k, first_v, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True)
+        )
+        assert aux.lse is not None
+        return join(out_BAND, aux.lse, q_BAND, own)
+
+    return attend
+
+
+def join(out_BAND: Tensor, lse_BAN: Tensor, q_BAND: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Attention over a first set of keys, its output and log-sum-exp given, and over one more key a query and step.
+
+    own: keys and values [B, G, N, D] of the chain's steps 1..k; query n sees key n of each.
+    """
+    if not own:
+        return out_BAND
+    num_groups, scale = own[0][0].shape[1], q_BAND.shape[-1] ** -0.5
+    q_BGMND = q_BAND.unflatten(1, (num_groups, -1)).to(lse_BAN.dtype)
+    scores = [(q_BGMND * k_BGND[:, :, None]).sum(-1).flatten(1, 2) * scale for k_BGND, _ in own]
+    first, *others = torch.stack([lse_BAN, *scores]).softmax(dim=0).unbind(0)
+    joined_BAND = first[..., None] * out_BAND
+    for weight_BAN, (_, v_BGND) in zip(others, own, strict=True):
+        weight_BGMN = weight_BAN.unflatten(1, (num_groups, -1))
+        joined_BAND = joined_BAND + (weight_BGMN[..., None] * v_BGND[:, :, None]).flatten(1, 2)
+    return joined_BAND.to(out_BAND.dtype)
+
+
+def _plain_attention(
+    document_BN: Tensor, window: int | None, q_BAND: Tensor, k_BGND: Tensor, v_BGND: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Causal attention within documents: output, and log-sum-exp [B, A, N] in float32 or wider.
+
+    window: anchors that a query sees back, its own counted.
+    """
+    q_BGMND = q_BAND.unflatten(1, (k_BGND.shape[1], -1)) * q_BAND.shape[-1] ** -0.5
+    num_tokens = q_BAND.shape[2]
+    anchor_N = torch.arange(num_tokens, device=q_BAND.device)
+    outs, sums = [], []
+    for start in range(0, num_tokens, _TILE):
+        end = min(start + _TILE, num_tokens)
+        ahead = anchor_N[start:end, None] - anchor_N[:end]
+        near = (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
+        visible = near & (document_BN[:, start:end, None] == document_BN[:, None, :end])
+        scores = q_BGMND[..., start:end, :] @ k_BGND[:, :, None, :end].mT
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
+        sums.append(scores.logsumexp(-1))
+        outs.append(scores.softmax(-1).to(v_BGND.dtype) @ v_BGND[:, :, None, :end])
+    return torch.cat(outs, dim=-2).flatten(1, 2), torch.cat(sums, dim=-1).flatten(1, 2)
+
+
+# ====================================================================================================
+# What a run starts with: an untrained drafter and its training pass, as the recipe asks.
+
+logger = logging.getLogger(__name__)
+
+
+def new_drafter(recipe: Recipe, target: Target, batches: PackedBatches, random: torch.Generator) -> Drafter:
+    """A drafter of the recipe's shape on the target's device, sharing the target's tables.
+
+    Untrained, but for the tensors of the head that it starts from, where the recipe names one.
+    """
+    wanted = recipe.drafter
+    shape: dict[str, Any] = {"aux_layer_ids": tuple(wanted.aux_layer_ids)} if wanted.aux_layer_ids else {}
+    vocabulary = None
+    if wanted.draft_vocab_size is not None:
+        counts = answer_token_counts(batches.data, target.config["vocab_size"])
+        vocabulary = frequent_tokens(counts, wanted.draft_vocab_size, always=_end_tokens(target.config))
+        shape["draft_vocab_size"] = wanted.draft_vocab_size
+    config = DrafterConfig.for_target(
+        target.config,
+        num_layers=wanted.num_layers,
+        num_depths=wanted.num_depths,
+        ptd_token_id=wanted.ptd_token_id,
+        fc_norm=wanted.fc_norm,
+        norm_before_residual=wanted.norm_before_residual,
+        sliding_window=wanted.sliding_window,
+        **shape,
+    )
+    drafter = Drafter(config).to(target.device)
+    drafter.share_target(target.embed_VS, target.lm_head_VS, vocabulary)
+    if wanted.trainable_embedding:
+        drafter.own_embedding()
+    sample = next(batches()).to(target.device)
+    aux_BNX, _ = target.states(sample.tokens_BN, sample.document_BN, sample.position_BN, config.aux_layer_ids)
+    initialize(drafter, aux_BNX[sample.document_BN >= 0], random)
+    if wanted.start_from is not None:
+        start_from(drafter, wanted.start_from)
+    return drafter
+
+
+@torch.no_grad()
+def start_from(drafter: Drafter, head_dir: str | Path) -> list[str]:
+    """Overwrites the drafter's own tensors by those of equal name and shape of a head, of whichever kind.
+
+    An EAGLE-3 head of one layer gives a P-EAGLE drafter its first layer, fc and norms. Returns the names taken; logs
+    them, what is left as drawn, and settings in which the two differ though the tensors fit. Raises HeadError when the
+    head cannot be read or nothing fits.
+    """
+    config, tensors = load_head(head_dir)
+    own = drafter.trainable()
+    taken = [name for name, one in own.items() if name in tensors and tensors[name].shape == one.shape]
+    if not taken:
+        raise HeadError(
+            f"drafter.start_from: no tensor of {head_dir} has name and shape of one of this drafter's (its hidden_size "
+            f"is {config.hidden_size}, the drafter's {drafter.config.hidden_size}): leave start_from out"
+        )
+    for name in taken:
+        own[name].copy_(tensors[name])
+    drawn = [name for name in own if name not in taken]
+    logger.info("started from %s: %s; as drawn: %s", head_dir, ", ".join(taken), ", ".join(drawn) or "none")
+    for name in ("aux_layer_ids", "norm_before_residual", "norm_output", "fc_norm", "rope_theta"):
+        theirs, ours = getattr(config, name), getattr(drafter.config, name)
+        if theirs != ours:
+            logger.warning("started from a head with %s = %s, this drafter has %s", name, theirs, ours)
+    return taken
+
+
+def _end_tokens(target: dict[str, Any]) -> list[int]:
+    """End-of-text tokens that the target's config.json names: one, several or none."""
+    ends = target.get("eos_token_id")
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
+
+
+def new_pass(recipe: Recipe, random: torch.Generator, *, compiled: bool) -> Pass:
+    """random: where conditional drop-token sampling draws from; compiled: torch.compile (GPU)."""
+    if recipe.drafter.method == "eagle3":
+        return UnrolledPass(recipe, compiled=compiled)
+    return ParallelPass(recipe, random, compiled=compiled)

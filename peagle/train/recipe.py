@@ -1,0 +1,218 @@
+"""The training recipe: one strict YAML file for data, drafter, training and evaluation. Unknown keys are errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class GenerateRecipe(_Strict):
+    """How the target writes its own training data."""
+
+    engine: dict[str, Any] = Field(
+        default_factory=lambda: {"max_model_len": 2048}, description="vLLM's LLM(...) arguments"
+    )
+    num_workers: int = Field(1, ge=1, description="engines on this machine")
+    num_rounds: int = Field(1, ge=1, description="rounds of each worker; each writes one part")
+    num_conversations: int = Field(
+        1024, ge=0, description="user turns that the target is asked to write in one round (with `prompts`: 0)"
+    )
+    prompts: str | None = Field(
+        None,
+        description="JSONL file (peagle.train.data.read_jsonl): each prompt is answered once, besides the target's own",
+    )
+    max_user_tokens: int = Field(200, ge=8)
+    max_answer_tokens: int = Field(512, ge=8)
+    max_loop_tokens: int = Field(64, ge=1, description="answers are cut after repeating themselves for so many tokens")
+    temperature: float = Field(0.7, gt=0, description="of the answers that are not greedy")
+    greedy_share: float = Field(0.5, ge=0, le=1, description="share of the answers that is greedy")
+    openings: dict[str, list[str]] = Field(default_factory=dict, description="group -> beginnings of user turns")
+    shares: dict[str, float] = Field(
+        default_factory=dict, description="group -> share of prompts; the rest begins free"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given_prompts_alone(cls, raw: Any) -> Any:
+        """With a file of prompts the target writes user turns of its own only where the recipe asks for them."""
+        return {"num_conversations": 0, **raw} if isinstance(raw, dict) and raw.get("prompts") else raw
+
+    @model_validator(mode="after")
+    def _shares_match(self) -> GenerateRecipe:
+        if unknown := set(self.shares) - set(self.openings):
+            raise ValueError(f"shares: no openings for {sorted(unknown)}")
+        if sum(self.shares.values()) > 1:
+            raise ValueError("shares: must not add up to more than 1")
+        if not self.num_conversations and not self.prompts:
+            raise ValueError("num_conversations: 0 and no `prompts` leaves nothing to answer")
+        return self
+
+
+class DrafterRecipe(_Strict):
+    """Shape of the drafter; its layers have the shape of the target's own."""
+
+    method: Literal["p-eagle", "eagle3"] = Field(
+        "p-eagle", description="p-eagle: K tokens in one pass; eagle3: one after another, trained by a test-time unroll"
+    )
+    num_layers: int = Field(4, ge=1)
+    num_depths: int = Field(8, ge=1, description="K_train: draft tokens of one pass, or steps of the unroll")
+    ptd_token_id: int | None = Field(
+        None, ge=0, description="mask token: an id of the target's vocabulary that text does not use (p-eagle only)"
+    )
+    aux_layer_ids: list[int] | None = Field(
+        None, min_length=1, description="target layers whose inputs are read; none: vLLM's default (2, L // 2, L - 3)"
+    )
+    fc_norm: bool = Field(True, description="normalise each tapped hidden state before fc (EAGLE-3.1)")
+    norm_before_residual: bool = False
+    draft_vocab_size: int | None = Field(
+        None, ge=16, description="the most frequent tokens of the training answers only; none: the target's vocabulary"
+    )
+    trainable_embedding: bool = Field(
+        False, description="an embedding table of the head's own, started from the target's (paper table 5)"
+    )
+    sliding_window: int | None = Field(None, ge=16, description="tokens that a row sees back; none: all")
+    start_from: str | None = Field(
+        None, description="directory of a head whose tensors of equal name and shape are taken"
+    )
+
+    @model_validator(mode="after")
+    def _mask_token(self) -> DrafterRecipe:
+        if (self.method == "p-eagle") != (self.ptd_token_id is not None):
+            need = "needs a mask token" if self.method == "p-eagle" else "has no mask token, leave it out"
+            raise ValueError(f"ptd_token_id: method {self.method} {need}")
+        return self
+
+
+class CodRecipe(_Strict):
+    ratio: float = Field(0.8, gt=0, le=1, description="r: share of anchors kept from one offset to the next")
+    floor: float = Field(0.0, ge=0, le=1, description="least share kept; 0 as published")
+
+
+class BatchRecipe(_Strict):
+    num_sequences: int = Field(8, ge=1, description="packed sequences of one pass")
+    max_tokens: int = Field(2048, ge=16, description="tokens of one packed sequence")
+    num_segments: int = Field(
+        1, ge=1, description="S: parts that each sequence is worked through in (paper algorithm 1)"
+    )
+    partition: Literal["kept", "recomputed"] = Field(
+        "kept", description="kept: earlier keys and values are kept; recomputed: as published, each segment redoes them"
+    )
+    long: Literal["leave_out", "cut"] = Field(
+        "leave_out",
+        description="conversations of more than max_tokens: left out, or their first max_tokens used (both counted)",
+    )
+    num_accumulated: int = Field(1, ge=1, description="passes whose gradients make one optimizer step")
+
+
+class OptimizerRecipe(_Strict):
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: float = Field(1e-3, gt=0, description="peak, of AdamW")
+    muon_lr: float = Field(1e-3, gt=0, description="peak, of Muon (matrices), on AdamW's scale")
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.01, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    ema_decay: float = Field(
+        0.0, ge=0, lt=1, description="the head saved is this moving average of the weights; 0: the last"
+    )
+
+
+class ScheduleRecipe(_Strict):
+    """Cosine from the peak to `final_ratio`, over whichever of the two limits is nearer."""
+
+    max_steps: int = Field(10_000, ge=1)
+    max_minutes: float | None = Field(None, gt=0, description="training time, evaluation and compilation left out")
+    warmup_steps: int = Field(100, ge=0)
+    final_ratio: float = Field(0.02, ge=0, le=1)
+
+
+class LossRecipe(_Strict):
+    name: Literal["soft", "hard", "reverse_kl", "tv"] = Field(
+        "soft",
+        description="soft: forward KL to the target's distribution; hard: cross-entropy to its most likely token",
+    )
+    offset_decay: float = Field(1.0, gt=0, le=1, description="weight of offset g is offset_decay ** g")
+    reach: float = Field(
+        1.0, ge=0, le=1, description="weight of rows behind a wrong draft of their chain, which decoding never reaches"
+    )
+    chunk: int = Field(8192, ge=16, description="rows whose logits exist at once")
+
+
+class EvaluateRecipe(_Strict):
+    data: str | None = Field(
+        None, description="folder of greedy answers (peagle.vllm.generate --prompts); none: no evaluation"
+    )
+    every_steps: int = Field(2000, ge=1)
+    max_conversations: int | None = Field(None, ge=1, description="of each category, in evaluations during training")
+
+
+class Recipe(_Strict):
+    target: str = Field(description="name of the embedded target, or a directory with a Hugging Face checkpoint")
+    data: str = Field(description="folder of training conversations")
+    output: str = Field(description="folder of checkpoints and, at the end, of the head")
+    states: Literal["recomputed", "stored"] = Field(
+        "recomputed", description="the target's hidden states: computed in every step, or read from stored_states"
+    )
+    stored_states: str | None = Field(None, description="folder that `python -m peagle.train.stored` writes")
+    seed: int = 0
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    compile: bool = Field(True, description="torch.compile on a GPU; never used on a CPU")
+    attention: Literal["flex", "dense"] = Field(
+        "flex", description="form of the mask on a GPU; dense needs T * T memory"
+    )
+    log_every_steps: int = Field(50, ge=1)
+    save_every_steps: int = Field(1000, ge=1)
+    generate: GenerateRecipe = Field(default_factory=GenerateRecipe)
+    drafter: DrafterRecipe
+    cod: CodRecipe = Field(default_factory=CodRecipe)
+    batch: BatchRecipe = Field(default_factory=BatchRecipe)
+    optimizer: OptimizerRecipe = Field(default_factory=OptimizerRecipe)
+    schedule: ScheduleRecipe = Field(default_factory=ScheduleRecipe)
+    loss: LossRecipe = Field(default_factory=LossRecipe)
+    evaluate: EvaluateRecipe = Field(default_factory=EvaluateRecipe)
+
+    @model_validator(mode="after")
+    def _states_somewhere(self) -> Recipe:
+        if self.states == "stored" and not self.stored_states:
+            raise ValueError("stored_states: states: stored needs the folder that they are in")
+        return self
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: list[str] | None = None) -> Recipe:
+        """Reads a recipe; overrides are `section.key=value` with YAML values.
+
+        Raises ValueError that names every wrong key and the file.
+        """
+        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(raw, dict):
+            raise ValueError(f"{path}: a recipe is a mapping of settings")
+        for override in overrides or []:
+            dotted, separator, value = override.partition("=")
+            if not separator:
+                raise ValueError(f"override {override!r}: expected section.key=value")
+            *sections, key = dotted.split(".")
+            at = raw
+            for section in sections:
+                at = at.setdefault(section, {})
+                if not isinstance(at, dict):
+                    raise ValueError(f"{path}: override {override!r}: {section} is no section, but {at!r:.40}")
+            at[key] = yaml.safe_load(value)
+        try:
+            return cls.model_validate(raw)
+        except ValidationError as error:
+            lines = [f"  {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+            raise ValueError(f"{path}: {len(lines)} wrong settings\n" + "\n".join(lines)) from error
+
+    def target_dir(self) -> Path:
+        """Directory of the target's checkpoint; the embedded target is prepared when it is not there yet."""
+        if Path(self.target).is_dir():
+            return Path(self.target)
+        from peagle.embedded import prepare_target
+
+        return prepare_target(self.target)

@@ -1,0 +1,443 @@
+"""Data-parallel training: every worker has the whole drafter, batches of its own, and the mean of all gradients.
+
+Whoever starts the workers (Ray Train, torchrun) also starts torch.distributed's default process group; without one
+there is a single worker and nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import pickle
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from tqdm import tqdm
+
+from peagle.checkpoint import save_drafter
+from peagle.evaluate import evaluate, load_answers
+from peagle.provenance import conditions
+from peagle.train.data import Batch, check_data_fits
+from peagle.train.passes import Report, States, new_drafter, new_pass
+from peagle.train.recipe import OptimizerRecipe, Recipe, ScheduleRecipe
+from peagle.train.stored import new_batches, states_of
+from peagle.train.target import Target
+
+# ====================================================================================================
+# Data-parallel training: every worker has the whole drafter, batches of its own, and the mean of all gradients.
+#
+# Whoever starts the workers (Ray Train, torchrun) also starts torch.distributed's default process group; without one
+# there is a single worker and nothing here does anything.
+
+
+class Workers:
+    """rank: 0 .. size - 1; rank 0 writes files and decides."""
+
+    def __init__(self) -> None:
+        joined = dist.is_available() and dist.is_initialized()
+        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrites every worker's tensors by those of rank 0, in place."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), src=0)
+
+    def agree(self, value: float, device: torch.device | str) -> float:
+        """Rank 0's value: clocks differ, decisions must not."""
+        if self.size == 1:
+            return value
+        shared = torch.tensor(value, dtype=torch.float64, device=device)
+        dist.broadcast(shared, src=0)
+        return float(shared)
+
+    def average(self, parameters: Iterable[Tensor], num_passes: int) -> None:
+        """Gradients become the mean over `num_passes` passes of every worker; one message for all of them.
+
+        A parameter that no row of this worker reached counts as zero.
+        """
+        parameters = list(parameters)
+        count = num_passes * self.size
+        if count == 1:
+            return
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if self.size > 1:
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat)
+            pieces = flat.split([gradient.numel() for gradient in gradients])
+            torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(pieces, gradients, strict=True)])
+        torch._foreach_mul_(gradients, 1 / count)
+
+
+# ====================================================================================================
+# The drafter's optimizer (AdamW, or Muon for the matrices of its layers), schedule and moving average.
+
+
+class Optimizer:
+    """One or two torch optimizers stepped together. `scale` multiplies every peak learning rate (the schedule)."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], recipe: OptimizerRecipe, *, fused: bool) -> None:
+        self.recipe = recipe
+        self.parameters = list(parameters.values())
+        matrices = [
+            p for name, p in parameters.items() if recipe.name == "muon" and p.ndim == 2 and name.startswith("layers.")
+        ]
+        chosen = {id(p) for p in matrices}
+        others = [p for p in self.parameters if id(p) not in chosen]
+        adamw = torch.optim.AdamW(
+            others, lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay, fused=fused
+        )
+        self._parts: list[tuple[torch.optim.Optimizer, float]] = [(adamw, recipe.lr)]
+        if matrices:
+            # match_rms_adamw: an update of Muon gets the size of one of AdamW, so that one scale of learning rates
+            # serves both.
+            muon = torch.optim.Muon(
+                matrices, lr=recipe.muon_lr, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"
+            )
+            self._parts.append((muon, recipe.muon_lr))
+
+    def step(self, scale: float) -> float:
+        """Clips, steps, clears. Returns the gradient norm before clipping.
+
+        Raises FloatingPointError for a norm that is no finite number; weights and moments are then as before.
+        """
+        norm = float(nn.utils.clip_grad_norm_(self.parameters, self.recipe.max_grad_norm))
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"gradient norm is {norm}")
+        for part, lr in self._parts:
+            for group in part.param_groups:
+                group["lr"] = lr * scale
+            part.step()
+            part.zero_grad(set_to_none=True)
+        return norm
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [part.state_dict() for part, _ in self._parts]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Takes over moments and counts; the recipe's settings stay, as `step` has its rates too."""
+        for (part, _), state in zip(self._parts, states, strict=True):
+            part.load_state_dict(state)
+            for group in part.param_groups:
+                group["weight_decay"] = self.recipe.weight_decay
+                if "betas" in group:  # Muon has none
+                    group["betas"] = self.recipe.betas
+
+
+def schedule_scale(recipe: ScheduleRecipe, step: int, elapsed_s: float) -> tuple[float, bool]:
+    """Share of the peak learning rate at this step (from 1), and whether it is the last."""
+    progress = step / recipe.max_steps
+    if recipe.max_minutes is not None:
+        progress = max(progress, elapsed_s / (60 * recipe.max_minutes))
+    cosine = recipe.final_ratio + (1 - recipe.final_ratio) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    return cosine * min(1.0, step / max(recipe.warmup_steps, 1)), progress >= 1
+
+
+class MovingAverage:
+    """Exponential moving average of parameters in float32; decay 0 keeps just the latest."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], decay: float) -> None:
+        self.decay = decay
+        self.values = {name: p.detach().clone() for name, p in parameters.items()}
+        self._live = parameters
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        # Short runs would otherwise average in the start: the decay grows to its value over the first steps.
+        decay = min(self.decay, (1 + step) / (10 + step)) if self.decay else 0.0
+        live = [p.detach() for p in self._live.values()]
+        torch._foreach_lerp_(list(self.values.values()), live, 1 - decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchanges averaged and live values, in place; a second call undoes it."""
+        for name, parameter in self._live.items():
+            kept = parameter.detach().clone()
+            parameter.copy_(self.values[name])
+            self.values[name].copy_(kept)
+
+
+# ====================================================================================================
+# Trains a head from a recipe; resumes by itself. On several GPUs: `python -m deployments.train` (Ray Train).
+#
+#     python -m peagle.train.trainer configs/train/smollm2-135m.yaml [section.key=value ...]
+#
+# Each step: the target's hidden states and logits of a packed batch (recomputed, never stored), rows by conditional
+# drop-token sampling, one pass of the drafter under the COD mask, soft cross-entropy to the target's distribution at
+# every useful row. `output/checkpoint.pt` resumes a run, `output/head/` is the head, `output/log.jsonl` the figures on
+# the way.
+
+logger = logging.getLogger(__name__)
+
+WARMUP_STEPS = 3
+
+
+class Trainer:
+    """State of one worker's run, and the loop. With several workers (`peagle.train.trainer`) rank 0 evaluates and writes."""
+
+    def __init__(self, recipe: Recipe, device: str | None = None) -> None:
+        """device: overrides the recipe's, for a worker that is given one GPU of several."""
+        self.recipe, self.workers = recipe, Workers()
+        self.step, self.elapsed_s, self.timed_tokens = 0, 0.0, 0
+        automatic = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device or (automatic if recipe.device == "auto" else recipe.device))
+        on_gpu = self.device.type == "cuda"
+        self.compiled = recipe.compile and on_gpu
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        self.target = Target(recipe.target_dir(), device=str(self.device), dtype=dtype, compiled=self.compiled)
+        self.batches = new_batches(recipe, dtype)
+        self.data_digest = self.batches.data.digest()
+        if recipe.evaluate.data:  # found at the start, not after the training
+            check_data_fits(recipe.evaluate.data, recipe.target_dir())
+        self.random = torch.Generator(self.device).manual_seed(recipe.seed)
+        self.drafter = new_drafter(recipe, self.target, self.batches, self.random)
+        owned = self.drafter.trainable()
+        self.workers.share(owned.values())
+        self._reseed()
+        self.optimizer = Optimizer(owned, recipe.optimizer, fused=on_gpu)
+        self.average = MovingAverage(owned, recipe.optimizer.ema_decay)
+        self._pass = new_pass(recipe, self.random, compiled=self.compiled)
+        self.output = Path(recipe.output)
+
+    def _reseed(self) -> None:
+        """Workers start from one drafter and then drop different rows."""
+        if not self.workers.leads:
+            self.random.manual_seed(hash((self.recipe.seed, self.workers.rank, self.step)) % 2**63)
+
+    def run_pass(self, batch: Batch) -> Report:
+        """Adds the gradients of one batch."""
+        config = self.drafter.config
+        aux_BNX, last_BNS = states_of(batch, self.target, config.aux_layer_ids)
+        return self._pass(self.drafter, batch, States(aux_BNX, last_BNS, self.target.lm_head_VS))
+
+    def run(self) -> Path:
+        """Trains to the end of the schedule and writes the head. Returns its directory.
+
+        Raises:
+            FloatingPointError: loss or gradient is no number. The last checkpoint is kept.
+            torch.OutOfMemoryError: names the settings to change.
+        """
+        self.output.mkdir(parents=True, exist_ok=True)
+        self.resume()
+        try:
+            self._loop()
+        except FloatingPointError as error:
+            raise FloatingPointError(
+                f"step {self.step + 1}: {error}. {self.output / 'checkpoint.pt'} is that of the last save (every "
+                f"{self.recipe.save_every_steps} steps). Lower optimizer.lr or "
+                "optimizer.muon_lr, or optimizer.max_grad_norm, and start again"
+            ) from error
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(f"{memory_advice(self.recipe)} ({error})") from error
+        return self.finish()
+
+    def _loop(self) -> None:
+        schedule, workers = self.recipe.schedule, self.workers
+        num_passes = self.recipe.batch.num_accumulated
+        tally = Tally(self.drafter.config.num_depths, self.device)
+        bar = tqdm(total=schedule.max_steps, initial=self.step, unit="step", mininterval=5, disable=not workers.leads)
+        compiled_from = self.step + WARMUP_STEPS
+        batches = self.batches(self.step * num_passes * workers.size, workers.rank, workers.size)
+        with bar, ThreadPoolExecutor(1) as ahead:
+            # A run that ended may have been cut short before its head was written: no step comes on top.
+            _, over = schedule_scale(schedule, self.step, workers.agree(self.elapsed_s, self.device))
+            pending, last = ahead.submit(next, batches), time.monotonic()
+            while not over:
+                for _ in range(num_passes):
+                    batch, pending = pending.result().to(self.device), ahead.submit(next, batches)
+                    tally.add(self.run_pass(batch))
+                num_tokens = batch.tokens_BN.numel() * num_passes * workers.size
+                workers.average(self.optimizer.parameters, num_passes)
+                scale, over = schedule_scale(schedule, self.step + 1, workers.agree(self.elapsed_s, self.device))
+                norm = self.optimizer.step(scale)
+                self.average.update(self.step)
+                self.step += 1
+                bar.update()
+                now = time.monotonic()
+                # The first steps compile; they are not training time.
+                if self.step > compiled_from:
+                    self.elapsed_s += now - last
+                    self.timed_tokens += num_tokens
+                last = now
+                if self.step % self.recipe.log_every_steps == 0 or over:
+                    figures = tally.read()
+                    self._append(
+                        {"step": self.step, "minutes": round(self.elapsed_s / 60, 3)} | figures | {"norm": norm}
+                    )
+                    first = " ".join(f"{share:.2f}" for share in figures["accuracy"])
+                    bar.set_postfix_str(f"loss {figures['loss']:.3f} accuracy by depth {first}", refresh=False)
+                if self.step % self.recipe.save_every_steps == 0:
+                    self.save()
+                if self.step % self.recipe.evaluate.every_steps == 0 and not over:
+                    self._evaluate(self.recipe.evaluate.max_conversations)
+                    last = time.monotonic()
+
+    def finish(self) -> Path:
+        """Writes the averaged head with its provenance, after an evaluation on all answers."""
+        head = self.output / "head"
+        if not self.workers.leads:
+            return head
+        self.save()
+        groups = self._evaluate(None)
+        recipe = self.recipe
+        provenance = {
+            "made": conditions(),
+            "recipe": recipe.model_dump(exclude={"generate": {"openings"}}),
+            "training": {
+                "num_steps": self.step,
+                "minutes": round(self.elapsed_s / 60, 2),
+                "num_workers": self.workers.size,
+                "tokens_per_s": round(self.timed_tokens / self.elapsed_s) if self.elapsed_s else None,
+                "peak_memory_bytes": peak_memory_bytes(self.device),
+                **self.batches.counts,
+            },
+            "acceptance_offline": groups,
+        }
+        save_drafter(head, self.drafter, self.average.values)
+        (head / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
+        return head
+
+    def _evaluate(self, max_conversations: int | None) -> dict[str, Any]:
+        if self.recipe.evaluate.data is None or not self.workers.leads:
+            return {}
+        self.average.swap()
+        groups = evaluate(self.drafter, self.target, *load_answers(self.recipe.evaluate.data, max_conversations))
+        self.average.swap()
+        for group in ("all", "non-looping", "humaneval"):
+            if group in groups:
+                self._append({"step": self.step, "group": group, **groups[group]})
+        return groups
+
+    def _append(self, record: dict[str, Any]) -> None:
+        if not self.workers.leads:
+            return
+        with (self.output / "log.jsonl").open("a", encoding="utf-8") as log:
+            log.write(json.dumps(record) + "\n")
+
+    def save(self) -> None:
+        """Writes `checkpoint.pt` whole or not at all."""
+        if not self.workers.leads:
+            return
+        state = {
+            "drafter": {name: p.detach() for name, p in self.drafter.trainable().items()},
+            "average": self.average.values,
+            "target_ids": self.drafter.target_ids,
+            "data": self.data_digest,
+            "optimizer": self.optimizer.state_dict(),
+            "random": self.random.get_state(),
+            "step": self.step,
+            "elapsed_s": self.elapsed_s,
+            "timed_tokens": self.timed_tokens,
+            "recipe": self.recipe.model_dump(),
+        }
+        partial = self.output / "checkpoint.pt.partial"
+        torch.save(state, partial)
+        partial.replace(self.output / "checkpoint.pt")
+
+    def resume(self) -> None:
+        """Goes on from `checkpoint.pt` if there is one. Raises ValueError when it is of another recipe."""
+        path = self.output / "checkpoint.pt"
+        if not path.exists():
+            return
+        try:
+            state = torch.load(path, map_location=self.device, weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{path} is damaged ({error}): remove it to start again") from error
+        asked, made = self.recipe.model_dump(), state["recipe"]
+        compared = {section: (asked[section], made[section]) for section in ("target", "seed", "drafter", "batch")}
+        compared["optimizer.name"] = asked["optimizer"]["name"], made["optimizer"]["name"]
+        for key, (ours, theirs) in compared.items():
+            if ours != theirs:
+                raise ValueError(
+                    f"{path} was made with {key} = {theirs}, the recipe says {ours}: use another output folder"
+                )
+        if not torch.equal(self.drafter.target_ids, state["target_ids"]):
+            raise ValueError(
+                f"{path} was made with another draft vocabulary: the answers in {self.recipe.data} have changed, and "
+                "with them their most frequent tokens. Use another output folder"
+            )
+        if state.get("data", self.data_digest) != self.data_digest:
+            raise ValueError(
+                f"{path} was made with other data: the conversations in {self.recipe.data} have changed, and with them "
+                "all batches. Use another output folder"
+            )
+        with torch.no_grad():
+            for name, parameter in self.drafter.trainable().items():
+                parameter.copy_(state["drafter"][name])
+                self.average.values[name].copy_(state["average"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.random.set_state(state["random"].cpu())
+        self.step, self.elapsed_s, self.timed_tokens = state["step"], state["elapsed_s"], state["timed_tokens"]
+        self._reseed()
+        logger.info("resumed at step %d", self.step)
+
+
+class Tally:
+    """Mean loss, and share of drafts that equal the target's choice by depth, since the last reading."""
+
+    def __init__(self, num_depths: int, device: torch.device) -> None:
+        self._counted, self._correct = (torch.zeros(num_depths, device=device) for _ in range(2))
+        self._loss, self._passes = torch.zeros((), device=device), 0
+
+    def add(self, report: Report) -> None:
+        num_depths = len(self._counted)
+        self._counted += torch.bincount(report.offset_R, minlength=num_depths)
+        self._correct += torch.bincount(report.offset_R, report.correct_R.float(), minlength=num_depths)
+        self._loss += report.loss
+        self._passes += 1
+
+    def read(self) -> dict[str, Any]:
+        """Raises FloatingPointError when the loss is no finite number."""
+        loss = float(self._loss) / max(self._passes, 1)
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"loss is {loss}")
+        accuracy = [round(share, 4) for share in (self._correct / self._counted.clamp_min(1)).tolist()]
+        for counter in (self._counted, self._correct, self._loss):
+            counter.zero_()
+        self._passes = 0
+        return {"loss": round(loss, 5), "accuracy": accuracy}
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Most memory that tensors held at once on a GPU; None on a CPU, where torch does not count."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def memory_advice(recipe: Recipe) -> str:
+    """Which settings make a pass smaller, with their values."""
+    batch = recipe.batch
+    return (
+        f"out of memory: raise batch.num_segments (now {batch.num_segments}), or lower batch.num_sequences (now "
+        f"{batch.num_sequences}; batch.num_accumulated keeps the step's size), batch.max_tokens (now "
+        f"{batch.max_tokens}) or loss.chunk (now {recipe.loss.chunk})"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_float32_matmul_precision("high")
+    head = Trainer(Recipe.load(args.recipe, args.overrides)).run()
+    print(f"head written to {head}")
+
+
+if __name__ == "__main__":
+    main()
