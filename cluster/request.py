@@ -29,12 +29,16 @@ class UnknownCallerError(ValueError):
 class Caller:
     """One caller and what it may. `tags`: whether it may set the workload tag of a request; `workload`: where its
     requests belong without a tag (None: found out as `cluster.request` says); `max_depth`: the largest K of its
-    requests (None: the operator's limit for all)."""
+    requests (None: the operator's limit for all). `max_running_requests` at a time, `requests_per_minute` and
+    `tokens_per_minute` (prompt and output): its own limits, None for none."""
 
     name: str
     tags: TagRight = "refuse"
     workload: str | None = None
     max_depth: int | None = None
+    max_running_requests: int | None = None
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
 
 
 ANYONE = Caller("anyone", tags="allow")

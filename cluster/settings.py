@@ -689,16 +689,39 @@ class IngressSettings(Section):
     allow_origins: list[str] = Field(default_factory=list)
 
 
+class LimitSettings(Section):
+    """What one request, and all requests together, may ask of the service. A request beyond one of the first kind gets
+    400 (413 for its size); beyond `max_running_requests` it waits, beyond `max_queued_requests` it gets 429 with
+    Retry-After. Running and queued requests count per ingress replica.
+
+    `max_num_sequences`: n (or best_of) times the number of prompts of one request. `max_grammar_bytes`,
+    `max_grammar_choices`, `grammar_timeout_s`: a grammar, schema or list of choices, and the time to compile it."""
+
+    max_body_bytes: int = Field(default=8 * 2**20, ge=1)
+    max_num_sequences: int = Field(default=16, ge=1)
+    max_num_logprobs: int = Field(default=20, ge=0)
+    max_num_stop: int = Field(default=16, ge=0)
+    max_grammar_bytes: int = Field(default=64 * 2**10, ge=1)
+    max_grammar_choices: int = Field(default=1000, ge=1)
+    grammar_timeout_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    max_running_requests: int = Field(default=256, ge=1)
+    max_queued_requests: int = Field(default=256, ge=0)
+
+
 class CallerSettings(Section):
     """One caller, under its name. Its API key is given by `key_sha256` (64 hexadecimal digits) or by `key_env`, the
     environment variable that holds it; the key itself stands in no setting. `tags`: whether it may set workload tags;
-    `workload`: where its requests without a tag belong; `max_depth`: the largest K of its requests."""
+    `workload`: where its requests without a tag belong; `max_depth`: the largest K of its requests;
+    `max_running_requests`, `requests_per_minute`, `tokens_per_minute` (prompt and output): none by default."""
 
     key_sha256: str | None = None
     key_env: str | None = None
     tags: TagRight = "refuse"
     workload: str | None = None
     max_depth: int | None = Field(default=None, ge=0)
+    max_running_requests: int | None = Field(default=None, ge=1)
+    requests_per_minute: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    tokens_per_minute: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
 
 class ClusterSettings(Section):
@@ -711,6 +734,7 @@ class ClusterSettings(Section):
     engine: dict[str, Any] = Field(default_factory=dict)
     target: TargetSettings = Field(default_factory=TargetSettings)
     ingress: IngressSettings = Field(default_factory=IngressSettings)
+    limits: LimitSettings = Field(default_factory=LimitSettings)
     callers: dict[str, CallerSettings] | None = None
     autoscaling: AutoscalingSettings | None = None
 
@@ -745,7 +769,15 @@ class ClusterSettings(Section):
             return None
         return Callers(
             {
-                one.key_sha256: Caller(name, one.tags, one.workload, one.max_depth)
+                one.key_sha256: Caller(
+                    name,
+                    one.tags,
+                    one.workload,
+                    one.max_depth,
+                    one.max_running_requests,
+                    one.requests_per_minute,
+                    one.tokens_per_minute,
+                )
                 for name, one in self.callers.items()
                 if one.key_sha256 is not None
             }
