@@ -1,154 +1,184 @@
-"""Counts by depth, and the ledger that turns cumulative reports of many replicas into new steps."""
+"""Counts of drafts and requests, what is new in each report, and their two wire forms."""
 
-import random
-from collections.abc import Mapping
+import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from cluster.acceptance import HEAD_PATIENCE_REPORTS, MAX_NUM_SOURCES, Counts, Ledger, Report
-from peagle.vllm.acceptance import DraftingStats
+from cluster.counts import Counts, Ledger, MetricsExport, TargetReport, WorkloadCounts, from_metrics, head_number
 
-
-def full(num_steps: int, depth: int = 2) -> Counts:
-    """`num_steps` steps at K = depth that accepted everything."""
-    return Counts(*[(num_steps,) * depth] * 3)
-
-
-def taken(ledger: Ledger, source: str, head: str, totals: Mapping[str, int]) -> dict[str, int]:
-    """New steps by workload of one report with so many steps each."""
-    counts = {name: full(num) for name, num in totals.items()}
-    new = ledger.take([Report(source, head, counts)])
-    return {name: one.num_steps for name, one in new.counts.items() if one.num_steps}
+STEPS = st.lists(
+    st.integers(0, 7).flatmap(lambda verified: st.tuples(st.just(verified), st.integers(0, verified))), max_size=30
+)
 
 
-def test_counts_are_those_of_the_engine() -> None:
-    chance = random.Random(0)
-    steps = [(k, chance.randint(0, k)) for k in (chance.randint(1, 7) for _ in range(500))]
-    stats = DraftingStats.from_steps(steps)
-    assert Counts(stats.drafted_by_depth, stats.reached_by_depth, stats.accepted_by_depth) == Counts.from_steps(steps)
+def workload(steps, num_started=0, num_finished=0, num_aborted=0):
+    counts = Counts.from_steps(steps)
+    return WorkloadCounts(num_started, num_finished, num_aborted, 10 * num_finished, 5 * num_finished, counts)
 
 
-def test_sums_and_differences_of_different_depths() -> None:
-    early, late = [(2, 1)], [(4, 4), (1, 0)]
-    both = Counts.from_steps(early + late)
-    assert Counts.from_steps(early) + Counts.from_steps(late) == both
-    assert both - Counts.from_steps(early) == Counts.from_steps(late)
-    assert (both.num_steps, both.max_depth, Counts().num_steps) == (3, 4, 0)
-    with pytest.raises(ValueError, match="depth 1 cannot be"):
-        Counts.from_steps(early) - both
+def report(replica="a", head="h", *, heads=None, **workloads):
+    return TargetReport(replica, "m", head, heads or {}, workloads)
+
+
+@given(STEPS)
+def test_counts_are_the_definition_step_by_step(steps):
+    counts = Counts.from_steps(steps)
+    depths = range(1, max((verified for verified, _ in steps), default=0) + 1)
+    assert counts.drafted == [sum(verified >= depth for verified, _ in steps) for depth in depths]
+    assert counts.reached == [
+        sum(verified >= depth and taken >= depth - 1 for verified, taken in steps) for depth in depths
+    ]
+    assert counts.accepted == [sum(taken >= depth for _, taken in steps) for depth in depths]
+    assert counts.num_steps == sum(verified > 0 for verified, _ in steps)
+    assert counts.num_draft_tokens == sum(verified for verified, _ in steps)
+    assert counts.num_accepted_tokens == sum(taken for _, taken in steps)
+    counts.check()
+
+
+@given(STEPS, STEPS)
+def test_a_difference_is_what_came_on_top(before, after):
+    earlier, added = Counts.from_steps(before), Counts.from_steps(after)
+    assert earlier + added == Counts.from_steps(before + after)
+    assert (earlier + added) - earlier == added
+    if added.num_steps:
+        with pytest.raises(ValueError, match="cannot be"):
+            earlier - (earlier + added)
+
+
+@given(STEPS)
+def test_counts_travel_as_json(steps):
+    counts = WorkloadCounts(3, 1, 1, 40, 20, Counts.from_steps(steps))
+    assert WorkloadCounts.from_wire(json.loads(json.dumps(counts.to_wire()))) == counts
 
 
 @pytest.mark.parametrize(
-    ("counts", "message"),
+    "wire", [None, [], [[1]], [[1], [1], [2]], [[1, 2], [1, 0], [1, 0]], [[1.0], [1], [1]], [[1], [1], [-1]], "abc"]
+)
+def test_wire_of_impossible_counts_is_refused(wire):
+    with pytest.raises(ValueError):
+        Counts.from_wire(wire)
+    with pytest.raises(ValueError):
+        WorkloadCounts.from_wire([1, 0, 0, 0, 0, wire])
+    with pytest.raises(ValueError):
+        WorkloadCounts.from_wire(wire)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xyz"), STEPS), max_size=20))
+def test_every_step_counts_once_whatever_was_polled_when(events):
+    """Replicas count; each event is followed by a report of one of them."""
+    ledger, found, counted = Ledger(), {}, {}
+    for replica, name, steps in events:
+        mine = counted.setdefault(replica, {})
+        mine[name] = mine.get(name, WorkloadCounts()) + workload(steps, num_started=1)
+        news = ledger.take([TargetReport(replica, "m", "h", {}, mine)])
+        assert not news.restarted
+        for each, counts in news.workloads.items():
+            found[each] = found.get(each, WorkloadCounts()) + counts
+    assert found == {
+        name: sum((mine[name] for mine in counted.values() if name in mine), WorkloadCounts())
+        for name in {name for mine in counted.values() for name in mine}
+    }
+
+
+def test_a_restarted_replica_begins_anew_and_a_forgotten_workload_is_no_restart():
+    ledger = Ledger()
+    ledger.take([report(x=workload([(3, 1)] * 9, 4), y=workload([(3, 2)] * 50, 20))])
+    news = ledger.take([report(x=workload([(3, 3)], 1), y=workload([(3, 2)] * 60, 25))])
+    assert not news.restarted
+    assert news.workloads["x"].num_started == 1
+    assert news.workloads["y"].num_started == 5
+    news = ledger.take([report(x=workload([(3, 3)] * 9, 5), y=workload([(3, 2)] * 2, 2))])
+    assert news.restarted == ["a"]
+    assert news.by_head["h"]["x"] == Counts.from_steps([(3, 3)] * 9)
+    assert news.by_head["h"]["y"] == Counts.from_steps([(3, 2)] * 2)
+
+
+def test_a_report_read_twice_or_copied_later_changes_nothing():
+    ledger, live = Ledger(), workload([(2, 1)], 1)
+    ledger.take([report(x=live)])
+    live.counts.add_step(2, 2)  # a replica's own live counts must not change what was remembered
+    assert ledger.take([report(x=live)]).workloads["x"].counts == Counts.from_steps([(2, 2)])
+    assert ledger.take([report(x=live)]).workloads["x"] == WorkloadCounts()
+
+
+def test_heads_are_counted_side_by_side_and_the_majority_is_current():
+    """Fault 16: a restarted drafter that drafts with the old head for a while voids nothing."""
+    ledger = Ledger()
+    assert ledger.take([report("a", "")]).head == ""
+    assert ledger.take([report("a", "old", x=workload([(1, 1)] * 3))]).by_head == {}  # whose they are is not known
+    assert ledger.take([report("a", "old", x=workload([(1, 1)] * 9))]).by_head == {"old": {"x": Counts([6], [6], [6])}}
+    assert ledger.take([report("a", "new", x=workload([(1, 1)] * 10))]).by_head == {}
+    for head in ("old", "new", "old", "new"):
+        news = ledger.take([report("a", head, x=workload([(1, 1)] * 10)), report("b", "new")])
+        assert news.head == "new"
+    votes = [report("a", "old"), report("b", "new"), report("c", "new")]
+    assert ledger.take(votes).head == "new"
+    assert ledger.take(votes[:2]).head == "new"
+    assert ledger.take([report("b", "")]).head == "new"
+
+
+def test_workloads_with_heads_of_their_own():
+    ledger = Ledger()
+    heads = {"x": "own"}
+    ledger.take([report(heads=heads, x=workload([]), y=workload([]))])
+    news = ledger.take([report(heads=heads, x=workload([(1, 0)]), y=workload([(1, 1)]))])
+    assert news.by_head == {"own": {"x": Counts([1], [1], [0])}, "h": {"y": Counts([1], [1], [1])}}
+    assert (news.head_of("x"), news.head_of("y")) == ("own", "h")
+
+
+def test_a_ledger_goes_on_after_a_restart_of_its_own():
+    ledger = Ledger()
+    ledger.take([report("a", heads={"x": "own"}, x=workload([(3, 1)] * 9, 4)), report("b")])
+    restored = Ledger.from_wire(json.loads(json.dumps(ledger.to_wire())))
+    assert restored.to_wire() == ledger.to_wire()
+    assert restored.take([report("a", x=workload([(3, 1)] * 9, 4))]).workloads["x"] == WorkloadCounts()
+    for damaged in ({}, None, {"head": "", "heads": {}, "replicas": [{"replica": "a"}]}):
+        with pytest.raises(ValueError, match="ledger"):
+            Ledger.from_wire(damaged)
+
+
+def test_replicas_are_forgotten_by_age():
+    ledger = Ledger()
+    for number in range(Ledger.MAX_REPLICAS + 1):
+        ledger.take([report(str(number), x=workload([(1, 1)], 1))])
+    assert ledger.take([report("1", x=workload([(1, 1)], 1))]).workloads["x"] == WorkloadCounts()
+    assert ledger.take([report("0", x=workload([(1, 1)], 1))]).workloads["x"].num_started == 1
+
+
+@given(STEPS, STEPS)
+def test_metrics_carry_the_report(first, second):
+    sent = report("a", "digest", heads={"x": "own"}, x=workload(first, 3, 1, 1), y=workload(second, 2))
+    metrics = {name: float(value) for name, value in MetricsExport().to_metrics(sent).items()}
+    received = from_metrics("a", {**metrics, "other": 0.5})
+    assert received.workloads == sent.workloads
+    assert received.head == str(head_number("digest"))
+    assert received.head_of("x") == str(head_number("own"))
+
+
+def test_metrics_never_fall_and_names_past_the_limit_are_default():
+    export = MetricsExport(max_workloads=1)
+    first = export.to_metrics(report(x=workload([(1, 1)], 2), y=workload([(1, 0)], 3)))
+    assert (first["peagle|started|x"], first["peagle|started|default"]) == (2, 3)
+    second = export.to_metrics(report(y=workload([(1, 0)], 4)))  # x was forgotten
+    assert (second["peagle|started|x"], second["peagle|started|default"]) == (2, 4)
+    assert second["peagle|accepted|x|1"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
     [
-        (((3,), (3,), (4,)), "accepted 4 at depth 1 cannot be"),
-        (((3,), (2,), (1,)), "reached 2, accepted 1 at depth 1 cannot be"),
-        (((3, 4), (3, 1), (1, 1)), "drafted 4.* at depth 2 cannot be"),
-        (((3, 3), (3, 2), (1, 1)), "reached 2.* at depth 2 cannot be"),
-        (((-1,), (-1,), (-1,)), "drafted -1"),
-        (((3, 3), (3,), (3, 3)), "reached has 1 depths, but drafted has 2"),
-        (((3,), (3,), (1.0,)), "accepted must be a tuple of integers"),
-        (([3], [3], [3]), "drafted must be a tuple of integers"),
+        ({"peagle|head": None}, "head is missing"),
+        ({"peagle|started|x": None}, "counters of 'x' are missing"),
+        ({"peagle|started|x": 1.5}, "no count"),
+        ({"peagle|started|x": float("nan")}, "no number"),
+        ({"peagle|drafted|x|0": 1}, "no counter"),
+        ({"peagle|strange|x": 1}, "no counter"),
+        ({"peagle|accepted|x|1": 5}, "'x': drafted 1, reached 1, accepted 5 at depth 1 cannot be"),
     ],
 )
-def test_counts_that_no_steps_can_have(counts: tuple[tuple[int, ...], ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Counts(*counts)
-
-
-def test_each_step_counts_once() -> None:
-    ledger = Ledger(64)
-    assert taken(ledger, "r1", "h", {"code": 10}) == {"code": 10}
-    assert taken(ledger, "r1", "h", {"code": 10}) == {}
-    assert taken(ledger, "r2", "h", {"code": 5}) == {"code": 5}
-    assert taken(ledger, "r1", "h", {"code": 12, "chat": 4}) == {"code": 2, "chat": 4}
-
-
-def test_reports_of_one_round_are_summed() -> None:
-    new = Ledger(64).take([Report("r1", "h", {"code": full(3)}), Report("r2", "h", {"code": full(4, depth=3)})])
-    assert (new.reset, new.counts) == (False, {"code": full(3) + full(4, depth=3)})
-
-
-def test_replica_that_restarts_is_new_as_a_whole() -> None:
-    """`chat` counts more than before already, but it too began at zero."""
-    ledger = Ledger(64)
-    taken(ledger, "r1", "h", {"code": 1000, "chat": 20})
-    assert taken(ledger, "r1", "h", {"code": 300, "chat": 30}) == {"code": 300, "chat": 30}
-    assert taken(ledger, "r1", "h", {"code": 301, "chat": 30}) == {"code": 1}
-
-
-def test_one_workload_that_begins_anew_does_not_repeat_the_others() -> None:
-    ledger = Ledger(64)
-    taken(ledger, "r1", "h", {"code": 1000, "rare": 9})
-    assert taken(ledger, "r1", "h", {"code": 1100, "rare": 2}) == {"code": 100, "rare": 2}
-
-
-def test_a_source_that_comes_back_goes_on_and_a_workload_begins_anew() -> None:
-    ledger = Ledger(64)
-    taken(ledger, "r1", "h", {"code": 100, "chat": 50})
-    taken(ledger, "r2", "h", {"code": 7})
-    assert taken(ledger, "r1", "h", {"chat": 51}) == {"chat": 1}
-    assert taken(ledger, "r1", "h", {"code": 104, "chat": 51}) == {"code": 104}
-
-
-def test_a_forgotten_source_is_the_least_recent() -> None:
-    ledger = Ledger(64)
-    for index in range(MAX_NUM_SOURCES + 1):
-        taken(ledger, f"r{index}", "h", {"code": 1})
-        taken(ledger, "r0", "h", {"code": 1})
-    assert len(ledger.sources) == MAX_NUM_SOURCES
-    assert {"r0", "r1"} & set(ledger.sources) == {"r0"}
-
-
-def test_names_past_the_limit_are_counted_as_default_once() -> None:
-    ledger = Ledger(2)
-    assert taken(ledger, "r1", "h", {"a": 1, "b": 8, "c": 5, "default": 2}) == {"b": 8, "c": 5, "default": 3}
-    assert taken(ledger, "r1", "h", {"a": 9, "c": 6, "b": 8, "default": 2}) == {"c": 1, "default": 8}
-    assert taken(ledger, "r1", "h", {"a": 9, "c": 6, "d": 40, "default": 2}) == {"default": 40}
-
-
-def test_head_that_takes_over_resets_once() -> None:
-    ledger = Ledger(64)
-    assert not ledger.take([Report("r1", "old", {"code": full(9)})]).reset
-    new = ledger.take([Report("r1", "old", {"code": full(10)}), Report("r2", "new", {"code": full(4)})])
-    assert (new.reset, new.counts) == (True, {"code": full(4)})
-    assert ledger.take([Report("r2", "new", {"code": full(5)})]).reset is False
-
-
-def test_a_replica_that_does_not_know_its_head_yet_ends_nothing() -> None:
-    """With a remote drafter, a target that has just started reports before it has heard of the drafters."""
-    ledger = Ledger(64)
-    taken(ledger, "r1", "h", {"code": 10})
-    for _ in range(HEAD_PATIENCE_REPORTS + 1):
-        new = ledger.take([Report("r2", "", {"code": full(2)})])
-        assert (new.reset, new.counts, ledger.head) == (False, {}, "h")
-    new = ledger.take([Report("r2", "h", {"code": full(3)})])
-    assert (new.reset, new.counts) == (False, {"code": full(3)})
-
-
-def test_replicas_of_both_heads_do_not_reset_each_other() -> None:
-    """Replicas are replaced one by one: the earlier head's reports bring nothing, whatever the order."""
-    ledger = Ledger(64)
-    taken(ledger, "r1", "old", {"code": 10})
-    for step in range(1, 20):
-        assert taken(ledger, "r2", "new", {"code": step}) == {"code": 1}
-        assert taken(ledger, "r1", "old", {"code": 10 + step}) == {}
-    assert ledger.head == "new"
-
-
-def test_earlier_head_comes_back_when_nobody_has_the_current_one() -> None:
-    ledger = Ledger(64)
-    taken(ledger, "r1", "old", {"code": 10})
-    taken(ledger, "r2", "new", {"code": 10})
-    found = [taken(ledger, "r3", "old", {"code": 10 * step}) for step in range(1, HEAD_PATIENCE_REPORTS + 1)]
-    assert found == [{}] * (HEAD_PATIENCE_REPORTS - 1) + [{"code": 10}]
-    assert ledger.head == "old"
-
-
-def test_swap_in_a_running_replica() -> None:
-    """Counters that go on over the swap hold steps of both heads, so those are left out; the next ones count."""
-    ledger = Ledger(64)
-    taken(ledger, "r1", "old", {"code": 100})
-    assert taken(ledger, "r1", "new", {"code": 130}) == {}
-    assert taken(ledger, "r1", "new", {"code": 140}) == {"code": 10}
-    assert taken(ledger, "r1", "old", {"code": 20}) == {"code": 20}, "back again, with its counters begun anew"
+def test_metrics_that_no_replica_exports_are_refused(change, message):
+    values = {**MetricsExport().to_metrics(report(x=workload([(1, 1)], 1))), **change}
+    with pytest.raises(ValueError, match=message.replace("|", r"\|")):
+        from_metrics("a", {name: value for name, value in values.items() if value is not None})

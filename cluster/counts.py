@@ -1,0 +1,469 @@
+"""What targets count: drafts by depth, requests and tokens of each workload. One record from the scheduler to K.
+
+Enters: verified steps in a target replica. Leaves: `TargetReport`s, each what one replica has counted since it started,
+and, out of the reports of many replicas, what is new in each (`Ledger`). The choice of K and autoscaling read the same
+report; autoscaling gets it as flat numbers (`MetricsExport`, `from_metrics`). Never knows: estimates, clocks, Ray.
+
+Counters only grow while a replica lives, and they travel as they are, never as differences or ratios: a report that is
+lost or read twice then loses or adds nothing.
+"""
+
+import functools
+import hashlib
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.request import DEFAULT_WORKLOAD
+
+MAX_DEPTH = 64
+"""The deepest draft that a report may count."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Verification steps by depth; index i - 1 holds depth i.
+
+    So accepted / reached estimates the conditional acceptance a_i, and accepted / drafted the survival S_i, also where
+    K differs between steps: a step with fewer than i drafts is in no count of depth i.
+
+    Attributes:
+        drafted: steps that verified at least i drafts.
+        reached: of those, steps whose first i - 1 drafts were accepted: the trials of a_i.
+        accepted: of those, steps whose first i drafts were accepted.
+    """
+
+    drafted: list[int] = field(default_factory=list)
+    reached: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    @classmethod
+    def from_steps(cls, steps: Iterable[tuple[int, int]]) -> "Counts":
+        """Counts of `steps`, each (drafts verified, drafts accepted of them)."""
+        counts = cls()
+        for num_verified, num_accepted in steps:
+            counts.add_step(num_verified, num_accepted)
+        return counts
+
+    def add_step(self, num_verified: int, num_accepted: int) -> None:
+        """Count one step of one request in place. A step without drafts counts nowhere."""
+        missing = [0] * (num_verified - len(self.drafted))
+        for row, num_depths in (
+            (self.drafted, num_verified),
+            (self.reached, min(num_verified, num_accepted + 1)),
+            (self.accepted, num_accepted),
+        ):
+            row += missing
+            for index in range(num_depths):
+                row[index] += 1
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that verified at least one draft. Prefill and steps at K = 0 are none."""
+        return self.drafted[0] if self.drafted else 0
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafts verified. What the drafter proposed beyond K is not counted."""
+        return sum(self.drafted)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Drafts accepted, also those that a stop condition cut from the end of the output afterwards."""
+        return sum(self.accepted)
+
+    @property
+    def acceptance_length(self) -> float:
+        """AL, tokens per verification step: 1 + accepted / steps. 1.0 without steps (K = 0)."""
+        return 1.0 + self.num_accepted_tokens / self.num_steps if self.num_steps else 1.0
+
+    def copy(self) -> "Counts":
+        return Counts(self.drafted[:], self.reached[:], self.accepted[:])
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(
+            _combined(self.drafted, other.drafted, 1),
+            _combined(self.reached, other.reached, 1),
+            _combined(self.accepted, other.accepted, 1),
+        )
+
+    def __sub__(self, earlier: "Counts") -> "Counts":
+        """What came on top of `earlier`, a previous reading of the same counts; ValueError when it is none."""
+        found = Counts(
+            _combined(self.drafted, earlier.drafted, -1),
+            _combined(self.reached, earlier.reached, -1),
+            _combined(self.accepted, earlier.accepted, -1),
+        )
+        found.check()
+        num_depths = sum(count > 0 for count in found.drafted)
+        return Counts(found.drafted[:num_depths], found.reached[:num_depths], found.accepted[:num_depths])
+
+    def check(self) -> None:
+        """Raises ValueError naming the depth where no steps can have such counts."""
+        if not len(self.drafted) == len(self.reached) == len(self.accepted) <= MAX_DEPTH:
+            raise ValueError(
+                f"drafted, reached and accepted must have one length of at most {MAX_DEPTH}: {self!r:.200}"
+            )
+        drafted_before, accepted_before = math.inf, math.inf
+        rows = zip(self.drafted, self.reached, self.accepted, strict=True)
+        for depth, (drafted, reached, accepted) in enumerate(rows, start=1):
+            is_possible = 0 <= accepted <= reached <= drafted <= drafted_before and reached <= accepted_before
+            if not is_possible or (depth == 1 and reached != drafted):
+                raise ValueError(
+                    f"drafted {drafted}, reached {reached}, accepted {accepted} at depth {depth} cannot be: a draft is "
+                    "accepted only if reached, and reached only if drafted with the draft before it accepted"
+                )
+            drafted_before, accepted_before = drafted, accepted
+
+    def to_wire(self) -> list[list[int]]:
+        """[drafted, reached, accepted] as JSON can hold it."""
+        return [self.drafted[:], self.reached[:], self.accepted[:]]
+
+    @classmethod
+    def from_wire(cls, value: Any) -> "Counts":
+        """Inverse of `to_wire`. Raises ValueError for anything else, and for counts that no steps can have."""
+        rows = value if isinstance(value, list | tuple) else ()
+        if len(rows) != 3 or not all(isinstance(row, list | tuple) and _are_whole(row) for row in rows):
+            raise ValueError(f"counts must be three lists of whole numbers, not {value!r:.80}")
+        counts = cls(*(list(row) for row in rows))
+        counts.check()
+        return counts
+
+
+def _combined(mine: Sequence[int], theirs: Sequence[int], sign: int) -> list[int]:
+    length = max(len(mine), len(theirs))
+    found = [*mine, *[0] * (length - len(mine))]
+    for index, count in enumerate(theirs):
+        found[index] += sign * count
+    return found
+
+
+def _are_whole(values: Iterable[Any]) -> bool:
+    return all(type(value) is int for value in values)
+
+
+@dataclass(slots=True)
+class WorkloadCounts:
+    """One workload on one replica since the replica started, one sequence of a request (n > 1) being one request.
+
+    Tokens are those of the requests that have ended, finished or aborted; `counts` has the steps of running ones too.
+    """
+
+    num_started: int = 0
+    num_finished: int = 0
+    num_aborted: int = 0
+    num_output_tokens: int = 0
+    num_prompt_tokens: int = 0
+    counts: Counts = field(default_factory=Counts)
+
+    @property
+    def num_ended(self) -> int:
+        return self.num_finished + self.num_aborted
+
+    @property
+    def num_running(self) -> int:
+        """Requests in the engine, waiting ones included."""
+        return self.num_started - self.num_ended
+
+    def numbers(self) -> tuple[int, int, int, int, int]:
+        """Everything but `counts`, in the order of `NUMBERS`."""
+        return self.num_started, self.num_finished, self.num_aborted, self.num_output_tokens, self.num_prompt_tokens
+
+    def copy(self) -> "WorkloadCounts":
+        return WorkloadCounts(*self.numbers(), self.counts.copy())
+
+    def __add__(self, other: "WorkloadCounts") -> "WorkloadCounts":
+        numbers = (mine + theirs for mine, theirs in zip(self.numbers(), other.numbers(), strict=True))
+        return WorkloadCounts(*numbers, self.counts + other.counts)
+
+    def __sub__(self, earlier: "WorkloadCounts") -> "WorkloadCounts":
+        """What came on top of `earlier`; ValueError where it is no previous reading of the same counts."""
+        numbers = [mine - theirs for mine, theirs in zip(self.numbers(), earlier.numbers(), strict=True)]
+        if min(numbers) < 0:
+            raise ValueError(f"{self} does not come after {earlier}")
+        return WorkloadCounts(*numbers, self.counts - earlier.counts)
+
+    def to_wire(self) -> list[Any]:
+        """The numbers and the counts as JSON can hold them."""
+        return [*self.numbers(), self.counts.to_wire()]
+
+    @classmethod
+    def from_wire(cls, value: Any) -> "WorkloadCounts":
+        """Inverse of `to_wire`. Raises ValueError for anything else."""
+        length = len(NUMBERS)
+        numbers = value[:length] if isinstance(value, list | tuple) and len(value) == length + 1 else ()
+        if not numbers or not _are_whole(numbers) or min(numbers) < 0:
+            raise ValueError(f"a workload's counts must be {', '.join(NUMBERS)} and counts by depth, not {value!r:.80}")
+        return cls(*numbers, Counts.from_wire(value[length]))
+
+
+NUMBERS = ("started", "finished", "aborted", "output_tokens", "prompt_tokens")
+BY_DEPTH = ("drafted", "reached", "accepted")
+
+
+@dataclass(frozen=True)
+class TargetReport:
+    """What one target replica has counted since it started, and what it is doing now.
+
+    Attributes:
+        replica: its name, unique among replicas.
+        model: what it serves.
+        head: digest of the head that drafts; "" without one, or while the replica does not know it yet.
+        heads: digests by workload where these have heads of their own.
+        workloads: cumulative counts by workload. One that is missing has ended its counts.
+        context_tokens: mean context of the running requests, 0 where unknown.
+        step_costs: what the scheduler has learned of step times, in the form of `cluster.step_time`; None without.
+        links: to remote drafters, as `deployments.telemetry` describes them.
+    """
+
+    replica: str
+    model: str = ""
+    head: str = ""
+    heads: Mapping[str, str] = field(default_factory=dict)
+    workloads: Mapping[str, WorkloadCounts] = field(default_factory=dict)
+    context_tokens: float = 0.0
+    step_costs: Any = None
+    links: tuple[Any, ...] = ()
+
+    def head_of(self, workload: str) -> str:
+        """Digest of the head that drafts for a workload."""
+        return self.heads.get(workload, self.head)
+
+    @property
+    def num_running(self) -> int:
+        """Requests in the engine, waiting ones included."""
+        return sum(counts.num_running for counts in self.workloads.values())
+
+
+# ---- differences between reports
+
+
+@dataclass(slots=True)
+class News:
+    """What some reports bring that was not counted before.
+
+    Attributes:
+        workloads: by workload, whatever head drafted.
+        by_head: steps by head and workload. Steps between two reports of which only the second names the head are
+            left out, because whose they were is not known.
+        restarted: replicas whose counters fell.
+        head, heads: that of the ledger after these reports.
+    """
+
+    workloads: dict[str, WorkloadCounts] = field(default_factory=dict)
+    by_head: dict[str, dict[str, Counts]] = field(default_factory=dict)
+    restarted: list[str] = field(default_factory=list)
+    head: str = ""
+    heads: dict[str, str] = field(default_factory=dict)
+
+    def head_of(self, workload: str) -> str:
+        """Digest of the head that drafts for a workload now, "" until one is known."""
+        return self.heads.get(workload, self.head)
+
+
+class Ledger:
+    """Remembers the last report of each replica, so that everything is counted once.
+
+    A replica that vanishes and comes back goes on from where it was; one whose counters fell has restarted, and
+    everything it reports is new. Steps count for the head that the replica named: while a fleet changes from one head
+    to another, both are counted side by side and nothing becomes void. `head` and `heads` (by workload, where these
+    have their own) are those that most replicas of the newest round drafted with, "" until one is known.
+    """
+
+    MAX_REPLICAS = 256
+
+    def __init__(self) -> None:
+        self.head = ""
+        self.heads: dict[str, str] = {}
+        self._last: OrderedDict[str, TargetReport] = OrderedDict()  # least recently reported first
+
+    def difference(self, report: TargetReport) -> tuple[dict[str, WorkloadCounts], bool]:
+        """What `report` adds by workload, and whether its replica has restarted. Changes nothing."""
+        last = self._last.get(report.replica)
+        if last is None:
+            return {name: counts.copy() for name, counts in report.workloads.items()}, False
+        shared = report.workloads.keys() & last.workloads.keys()
+        # Single counters may begin anew, when a replica has forgotten a workload and hears of it again.
+        has_restarted = _activity(report, shared) < _activity(last, shared)
+        before = {} if has_restarted else last.workloads
+        return {name: _since(counts, before.get(name)) for name, counts in report.workloads.items()}, has_restarted
+
+    def take(self, reports: Iterable[TargetReport]) -> News:
+        """Take in a round of reports, at most one of each replica."""
+        news, votes = News(), Counter[str]()
+        reports = list(reports)
+        for report in reports:
+            added, has_restarted = self.difference(report)
+            last = None if has_restarted else self._last.get(report.replica)
+            if has_restarted:
+                news.restarted.append(report.replica)
+            for name, counts in added.items():
+                known = news.workloads.get(name)
+                news.workloads[name] = counts if known is None else known + counts
+                head = report.head_of(name)
+                if head and counts.counts.num_steps and (last is None or last.head_of(name) == head):
+                    of_head = news.by_head.setdefault(head, {})
+                    of_head[name] = of_head.get(name, Counts()) + counts.counts
+            if report.head:
+                votes[report.head] += 1
+            self._remember(report)
+        if votes:
+            # The last that was named wins a tie: the head that a fleet changes to.
+            self.head = max(reversed(votes), key=votes.__getitem__)
+            self.heads = dict(next(report.heads for report in reports if report.head == self.head))
+        news.head, news.heads = self.head, dict(self.heads)
+        return news
+
+    def to_wire(self) -> dict[str, Any]:
+        """Everything, as JSON can hold it."""
+        replicas = [
+            {
+                "replica": report.replica,
+                "head": report.head,
+                "heads": dict(report.heads),
+                "workloads": {name: counts.to_wire() for name, counts in report.workloads.items()},
+            }
+            for report in self._last.values()
+        ]
+        return {"head": self.head, "heads": dict(self.heads), "replicas": replicas}
+
+    @classmethod
+    def from_wire(cls, value: Any) -> "Ledger":
+        """Inverse of `to_wire`. Raises ValueError naming the field."""
+        ledger = cls()
+        try:
+            ledger.head, ledger.heads = str(value["head"]), dict(value["heads"])
+            for row in value["replicas"]:
+                workloads = {str(name): WorkloadCounts.from_wire(counts) for name, counts in row["workloads"].items()}
+                ledger._remember(TargetReport(str(row["replica"]), "", str(row["head"]), dict(row["heads"]), workloads))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"the ledger's replicas cannot be read: {error!r}") from error
+        return ledger
+
+    def _remember(self, report: TargetReport) -> None:
+        workloads = {name: counts.copy() for name, counts in report.workloads.items()}
+        self._last.pop(report.replica, None)
+        self._last[report.replica] = TargetReport(report.replica, "", report.head, dict(report.heads), workloads)
+        while len(self._last) > self.MAX_REPLICAS:
+            self._last.popitem(last=False)
+
+
+def _activity(report: TargetReport, names: Iterable[str]) -> int:
+    return sum(report.workloads[name].num_started + report.workloads[name].counts.num_steps for name in names)
+
+
+def _since(counts: WorkloadCounts, earlier: WorkloadCounts | None) -> WorkloadCounts:
+    """What came on top of `earlier`; all of it where a counter fell, because it began anew."""
+    if earlier is None:
+        return counts.copy()
+    try:
+        return counts - earlier
+    except ValueError:
+        return counts.copy()
+
+
+# ---- the report as flat numbers, in which Serve's custom metrics carry it to the autoscaling policy
+
+MAX_EXPORTED_WORKLOADS = 8
+"""Told apart in one replica's metrics; each costs Serve 5 + 3 K_max time series a replica."""
+
+LARGEST_COUNT = 2**53
+"""The largest whole number up to which a float, in which Serve carries metrics, holds all."""
+
+SEPARATOR = "|"
+PREFIX = "peagle"
+HEAD_METRIC = f"{PREFIX}{SEPARATOR}head"
+
+
+class MetricsExport:
+    """In a replica: its reports as flat numbers that never fall while the replica lives.
+
+    Workloads past the first `max_workloads` are summed under `default`, also when the replica forgets some of them.
+    """
+
+    def __init__(self, max_workloads: int = MAX_EXPORTED_WORKLOADS) -> None:
+        self._max_workloads = max_workloads
+        self._ledger = Ledger()
+        self._sums: dict[str, WorkloadCounts] = {}
+
+    def to_metrics(self, report: TargetReport) -> dict[str, int]:
+        """Names and numbers for `record_autoscaling_stats`."""
+        for name, counts in self._ledger.take([report]).workloads.items():
+            is_apart = name in self._sums or len(self._sums) < self._max_workloads
+            place = name if is_apart else DEFAULT_WORKLOAD
+            self._sums[place] = self._sums.get(place, WorkloadCounts()) + counts
+        values = {HEAD_METRIC: head_number(report.head)}
+        for name, counts in self._sums.items():
+            for field_name, number in zip(NUMBERS, counts.numbers(), strict=True):
+                values[_metric(field_name, name)] = number
+            for field_name, by_depth in zip(BY_DEPTH, counts.counts.to_wire(), strict=True):
+                for depth, count in enumerate(by_depth, start=1):
+                    values[_metric(field_name, name, str(depth))] = count
+        own_heads = {name: head for name, head in report.heads.items() if name in self._sums}
+        return values | {_metric("head", name): head_number(head) for name, head in own_heads.items()}
+
+
+def from_metrics(replica: str, values: Mapping[str, float]) -> TargetReport:
+    """The report that `MetricsExport.to_metrics` made; its heads are numbers as text. Names of others are left alone.
+
+    Raises ValueError naming the entry.
+    """
+    numbers: dict[str, dict[str, int]] = {}
+    by_depth: dict[str, dict[str, dict[int, int]]] = {}
+    heads: dict[str, str] = {}
+    for name, value in values.items():
+        field_name, workload, depth = _parsed(name)
+        if depth:
+            by_depth.setdefault(workload, {}).setdefault(field_name, {})[depth] = _whole(name, value)
+        elif field_name == "head":
+            heads[workload] = str(_whole(name, value) or "")
+        elif field_name:
+            numbers.setdefault(workload, {})[field_name] = _whole(name, value)
+    if HEAD_METRIC not in values:
+        raise ValueError(f"{HEAD_METRIC} is missing")
+    workloads = {}
+    for workload, found in numbers.items():
+        if len(found) < len(NUMBERS):
+            raise ValueError(f"counters of {workload!r} are missing: each of {', '.join(NUMBERS)} is exported")
+        rows = by_depth.get(workload, {})
+        deepest = max((max(row) for row in rows.values()), default=0)
+        lists = [[rows.get(name, {}).get(depth, 0) for depth in range(1, deepest + 1)] for name in BY_DEPTH]
+        try:
+            workloads[workload] = WorkloadCounts(*(found[name] for name in NUMBERS), Counts.from_wire(lists))
+        except ValueError as error:
+            raise ValueError(f"{workload!r}: {error}") from None
+    return TargetReport(replica, "", heads.pop("", ""), heads, workloads)
+
+
+def head_number(head: str) -> int:
+    """A head's digest as a number that survives a float; 0 where it is not known."""
+    return 0 if not head else int.from_bytes(hashlib.sha256(head.encode()).digest()[:6], "big")
+
+
+def _metric(*parts: str) -> str:
+    return SEPARATOR.join((PREFIX, *parts))
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(name: str) -> tuple[str, str, int]:
+    """Field, workload ("" for the replica's own) and depth (0: not by depth) of a name; blanks for one not ours."""
+    prefix, *parts = name.split(SEPARATOR)
+    if prefix != PREFIX:
+        return "", "", 0
+    if parts[0:1] == ["head"] and len(parts) <= 2:
+        return "head", parts[1] if len(parts) == 2 else "", 0
+    if len(parts) == 2 and parts[0] in NUMBERS:
+        return parts[0], parts[1], 0
+    if len(parts) == 3 and parts[0] in BY_DEPTH and parts[2].isdigit() and 0 < int(parts[2]) <= MAX_DEPTH:
+        return parts[0], parts[1], int(parts[2])
+    raise ValueError(f"{name} is no counter that a replica exports")
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r}, no number")
+    if value != int(value) or not 0 <= value <= LARGEST_COUNT:
+        raise ValueError(f"{name} is {value!r}, no count")
+    return int(value)
