@@ -1,7 +1,8 @@
 # `make serve` and `make test` need nothing but Python 3.11 or 3.12: they set up what is missing, once.
 #
 #   make serve    start the service of CONFIG and print how to talk to it (Ctrl-C stops it)
-#   make test     run the tests
+#   make test     run the tests, in two processes: real engines and a real service in one, the rest in the other
+#   make test-all run those that take minutes each as well
 #   make lint | types | format | k8s | lock | clean
 #
 # Variables: VENV (.venv), CONFIG (configs/local.yaml), PYTEST_ARGS, PEAGLE_CACHE (~/.cache/peagle).
@@ -37,7 +38,7 @@ PIP_PROGRESS = 2>&1 | awk -v total=$$(grep -c '^[A-Za-z]' $(LOCK)) ' \
 	/^Successfully installed/ { print "    installed " NF - 2 (NF == 3 ? " package" : " packages"); fflush(); next } \
 	/^ *(ERROR|error|WARNING)/ { print "    " substr($$0, 1, 300); fflush() }'
 
-.PHONY: help setup serve test lint types format k8s lock clean
+.PHONY: help setup serve test test-all lint types format k8s lock clean
 
 help:
 	@sed -n 's/^#   //p; s/^# Variables/Variables/p' Makefile
@@ -73,7 +74,10 @@ serve: setup
 	@exec $(PY) -m deployments.up $(CONFIG)
 
 test: setup
-	@$(PY) -m pytest $(PYTEST_ARGS)
+	@$(PY) -m pytest -n 2 -m "not long" $(PYTEST_ARGS)
+
+test-all: setup
+	@$(PY) -m pytest -n 2 $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed
 	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .

@@ -12,13 +12,21 @@ from tests.cpu_engine_environment import preload_environment
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped, and listed as such, where there is none."""
+    """Tests marked `gpu` are skipped, and listed as such, where there is none. With `-n`, all tests of engines and
+    services run in one process, which begins with them, and every other module in one process as well."""
     import torch
 
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    has_gpu = torch.cuda.is_available()
+    for item in items:
+        if item.get_closest_marker("gpu") and not has_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group("engines" if has_engine(item) else item.path.name))
+    items.sort(key=lambda item: not has_engine(item))
+
+
+def has_engine(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("engine", "service"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""The tree keeps the layers of the design: who may import whom, one place that binds, and sizes that a reader can hold.
+"""The tree keeps the layers of DESIGN.md: who may import whom, one place that binds, one class of a name.
 
 Rules are checked on the syntax tree, so nothing is imported and a violation is named with file and line. The second
 half proves on synthetic sources that every rule can fail.
@@ -6,15 +6,14 @@ half proves on synthetic sources that every rule can fail.
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_FILE_LINES = 300
-MAX_FUNCTION_LINES = 60
 PRODUCT = ("peagle", "cluster", "deployments")
 SOURCES = (*PRODUCT, "benchmarks", "tests")
 
@@ -30,19 +29,30 @@ class Layer:
     only: frozenset[str] | None = None
 
 
+OUTSIDE = frozenset({"deployments", "tests", "benchmarks"})
+METHOD = OUTSIDE | {"ray", "cluster", "vllm", "peagle.vllm"}
+
 # The first folder that holds a file decides.
 LAYERS = (
-    # The engine's scheduler trims by the same pure rule as the ingress chooses by.
+    # The engine's scheduler counts, and trims by the same pure rule as the ingress chooses by.
     Layer(
         "peagle/vllm",
-        never=frozenset({"ray", "cluster", "deployments", "tests", "benchmarks"}),
-        but=frozenset({"cluster.depth", "cluster.step_time"}),
+        never=OUTSIDE | {"ray", "cluster"},
+        but=frozenset({"cluster.counts", "cluster.depth", "cluster.step_time"}),
     ),
-    Layer("peagle", never=frozenset({"ray", "cluster", "deployments", "tests", "benchmarks", "vllm", "peagle.vllm"})),
+    Layer("peagle/drafter", never=METHOD | {"peagle.train"}),
+    Layer("peagle/train", never=METHOD | {"peagle.drafter"}),
+    Layer("peagle", never=METHOD | {"peagle.drafter"}),
     Layer("cluster", only=frozenset({*sys.stdlib_module_names, "numpy", "pydantic", "yaml", "cluster"})),
     Layer("deployments", never=frozenset({"tests", "benchmarks"})),
+    Layer("benchmarks", never=frozenset({"tests"})),
 )
 BINDER = "deployments/app.py"  # the one module that composes the application
+
+# TODO: names that still mean two things while the rooms are rewritten; must become empty.
+SHARED_NAMES = frozenset(
+    {"Counts", "Observation", "ParallelPass", "PassTimes", "Plan", "Report", "Rows", "StepShape", "Tally"}
+)
 
 
 @dataclass(frozen=True)
@@ -86,8 +96,7 @@ def violations(source: str, path: str) -> list[str]:
         tree = ast.parse(source, filename=path, feature_version=(3, 11))
     except SyntaxError as error:
         return [f"{path}:{error.lineno}: not Python 3.11: {error.msg}"]
-    found = [*_import_violations(tree, path), *_binding_violations(tree, path), *_size_violations(tree, source, path)]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([*_import_violations(tree, path), *_binding_violations(tree, path)]))
 
 
 def _import_violations(tree: ast.AST, path: str) -> Iterator[str]:
@@ -109,63 +118,72 @@ def _first_above(module: str, names: frozenset[str]) -> str | None:
 
 
 def _binding_violations(tree: ast.AST, path: str) -> Iterator[str]:
-    """Ray Serve's `Deployment.bind` is called in one module only. A socket's `bind` gets one tuple, so it is known."""
+    """Ray Serve's `Deployment.bind` is called in one module only. A socket's `bind` gets one tuple or address, so it is
+    known."""
     if path == BINDER or not path.startswith(tuple(f"{folder}/" for folder in PRODUCT)):
         return
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or [type(argument) for argument in node.args] == [ast.Tuple]:
+        if not isinstance(node, ast.Call) or [type(argument) for argument in node.args] in (
+            [ast.Tuple],
+            [ast.JoinedStr],
+        ):
             continue
         if isinstance(node.func, ast.Attribute) and node.func.attr == "bind":
             yield f"{path}:{node.lineno}: only {BINDER} binds deployments"
 
 
-def _size_violations(tree: ast.AST, source: str, path: str) -> Iterator[str]:
-    num_lines = len(source.splitlines())
-    if num_lines > MAX_FILE_LINES:
-        yield f"{path}:1: {num_lines} lines, at most {MAX_FILE_LINES}"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > MAX_FUNCTION_LINES:
-                yield f"{path}:{node.lineno}: function {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}"
+def shared_class_names(modules: Iterable[tuple[str, str]]) -> list[str]:
+    """Class names that more than one of the (path, source) use, each with its places."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for path, source in modules:
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{path}:{node.lineno}")
+    return [f"class {name} is in {', '.join(where)}" for name, where in sorted(places.items()) if len(where) > 1]
 
 
-def source_files() -> list[Path]:
-    return [path for folder in SOURCES for path in sorted((ROOT / folder).rglob("*.py"))]
+def source_files(folders: Iterable[str]) -> list[tuple[str, str]]:
+    """(path from the root, text) of every module under `folders`."""
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
 
 
-def test_every_module_keeps_its_layer_and_size() -> None:
-    files = source_files()
-    assert {path.relative_to(ROOT).parts[0] for path in files} >= {*PRODUCT, "tests"}, "a package was not found"
-    found = [
-        line
-        for path in files
-        for line in violations(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix())
-    ]
+def test_every_module_keeps_its_layer() -> None:
+    files = source_files(SOURCES)
+    assert {path.split("/")[0] for path, _ in files} >= {*PRODUCT, "tests"}, "a package was not found"
+    found = [line for path, source in files for line in violations(source, path)]
     assert not found, "\n" + "\n".join(found)
+
+
+def test_no_class_name_is_used_twice() -> None:
+    found = [line for line in shared_class_names(source_files(PRODUCT)) if line.split()[1] not in SHARED_NAMES]
+    assert not found, "\n" + "\n".join(found)
+    assert shared_class_names([("peagle/a.py", "class A: ..."), ("cluster/b.py", "\nclass A: ...\nclass B: ...")]) == [
+        "class A is in peagle/a.py:1, cluster/b.py:2"
+    ]
 
 
 @pytest.mark.parametrize(
     ("path", "source", "reason"),
     [
-        ("peagle/train.py", "import ray", "1: peagle/ must not import ray"),
-        ("peagle/train.py", "\nfrom ray.serve import run", "2: peagle/ must not import ray"),
-        ("peagle/train.py", "def f():\n    from cluster.settings import X", "2: peagle/ must not import cluster"),
-        ("peagle/train.py", "import importlib\nimportlib.import_module('ray.data')", "2: peagle/ must not import ray"),
+        ("peagle/evaluate.py", "import ray", "1: peagle/ must not import ray"),
+        ("peagle/train/data.py", "\nfrom ray.serve import run", "2: peagle/train/ must not import ray"),
+        ("peagle/model.py", "def f():\n    from cluster.settings import X", "2: peagle/ must not import cluster"),
+        ("peagle/model.py", "import importlib\nimportlib.import_module('ray.data')", "2: peagle/ must not import ray"),
         ("peagle/model.py", "from vllm import LLM", "1: peagle/ must not import vllm"),
         ("peagle/model.py", "from peagle import vllm", "1: peagle/ must not import peagle.vllm"),
         ("peagle/model.py", "from .vllm import stats", "1: peagle/ must not import peagle.vllm"),
         ("peagle/heads/join.py", "from ..vllm import stats", "1: peagle/ must not import peagle.vllm"),
+        ("peagle/drafter/rows.py", "import peagle.train.cod", "1: peagle/drafter/ must not import peagle.train"),
+        ("peagle/drafter/rows.py", "from vllm import LLM", "1: peagle/drafter/ must not import vllm"),
         ("peagle/vllm/scheduler.py", "import deployments.app", "1: peagle/vllm/ must not import deployments"),
+        ("peagle/vllm/scheduler.py", "import benchmarks.heads", "1: peagle/vllm/ must not import benchmarks"),
         ("peagle/vllm/scheduler.py", "import cluster.settings", "1: peagle/vllm/ must not import cluster"),
         ("cluster/depth.py", "import torch", "1: cluster/ is pure and must not import torch"),
         ("cluster/depth.py", "from peagle.config import HeadError", "1: cluster/ is pure and must not import peagle"),
         ("deployments/target.py", "import tests.conftest", "1: deployments/ must not import tests"),
         ("deployments/target.py", "app = Target.bind(settings)", "1: only deployments/app.py binds deployments"),
         ("cluster/new.py", "def f[T](x: T) -> T:\n    return x", "1: not Python 3.11: "),
-        ("peagle/long.py", "x = 1\n" * 301, "1: 301 lines, at most 300"),
-        ("tests/test_long.py", "def f():\n" + "    x = 1\n" * 60, "1: function f has 61 lines, at most 60"),
-        ("cluster/long.py", "async def g():\n" + "    x = 1\n" * 60, "1: function g has 61 lines, at most 60"),
     ],
 )
 def test_a_violation_is_named_with_file_and_line(path: str, source: str, reason: str) -> None:
@@ -175,15 +193,14 @@ def test_a_violation_is_named_with_file_and_line(path: str, source: str, reason:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("peagle/train.py", "import torch\nimport rayon\nfrom peagle.model import Drafter\nimport clusters"),
+        ("peagle/model.py", "import torch\nimport rayon\nfrom peagle.config import HeadConfig\nimport clusters"),
         ("peagle/vllm/scheduler.py", "from vllm.v1 import core\nfrom peagle.config import HeadError"),
         ("peagle/vllm/scheduler.py", "from cluster.depth import allocate"),
         ("cluster/depth.py", "import json\nimport numpy as np\nimport yaml\nfrom cluster.settings import Section"),
         ("deployments/target.py", "import ray\nfrom peagle.heads import prepare_head\nfrom cluster import settings"),
         ("deployments/app.py", "app = Target.bind(settings)"),
-        ("deployments/bench.py", "probe.bind(('127.0.0.1', 0))"),
-        ("peagle/short.py", "x = 1\n" * 300),
-        ("peagle/short.py", "def f():\n" + "    x = 1\n" * 59),
+        ("deployments/up.py", "probe.bind(('127.0.0.1', 0))"),
+        ("benchmarks/service.py", "import ray\nimport peagle.vllm.engine\nimport deployments.app"),
     ],
 )
 def test_what_the_layers_allow_passes(path: str, source: str) -> None:

@@ -21,6 +21,8 @@ from deployments.client import TargetClient, TargetError
 from deployments.names import APP_NAME, TARGET_NAME
 from tests.service_harness import BAD_REQUESTS, PROMPTS, QUESTION, running_service
 
+pytestmark = pytest.mark.service
+
 _SPEC_BENCH = Path(__file__).parents[2] / "shared/data/spec_bench_dev.jsonl"
 QUESTIONS = _SPEC_BENCH if _SPEC_BENCH.exists() else None
 """Half of the prompts of the acceptance floor; HumanEval alone where it is not beside the checkout."""

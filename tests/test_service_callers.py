@@ -10,6 +10,8 @@ from cluster.request import digest_of, fingerprint
 from deployments.client import TargetClient
 from tests.service_harness import QUESTION, running_service
 
+pytestmark = pytest.mark.service
+
 WEB, JOB, OLD = "sk-web", "sk-job", "sk-old"
 CALLERS = {
     "web": {"key_env": "TEST_WEB_KEY", "max_depth": 3},
