@@ -65,13 +65,13 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.locked
 
 # The cache may be cleaned or moved at any time, so this runs always; it takes under a second when nothing is missing.
 $(VENV)/.ready: $(VENV)/.installed FORCE
-	@$(PY) -m peagle.prepare | sed 's/^/[4\/4] /'
+	@$(VENV)/bin/peagle prepare | sed 's/^/[4\/4] /'
 	@touch $@
 
 FORCE:
 
 serve: setup
-	@exec $(PY) -m deployments.up $(CONFIG)
+	@exec $(VENV)/bin/peagle serve $(CONFIG)
 
 test: setup
 	@$(PY) -m pytest -n 2 -m "not long" $(PYTEST_ARGS)
@@ -89,8 +89,8 @@ format: $(VENV)/.installed
 	@$(VENV)/bin/ruff check --fix --quiet . ; $(VENV)/bin/ruff format .
 
 k8s: $(VENV)/.installed
-	@$(PY) -m deployments.manifest configs/local.yaml --output k8s/rayservice-cpu.yaml
-	@$(PY) -m deployments.manifest configs/gpu.yaml --output k8s/rayservice-gpu.yaml
+	@$(VENV)/bin/peagle manifest configs/local.yaml --output k8s/rayservice-cpu.yaml
+	@$(VENV)/bin/peagle manifest configs/gpu.yaml --output k8s/rayservice-gpu.yaml
 
 # The closure is resolved in an environment of its own, without the four parts that have no CPU build on PyPI.
 ENGINE_REQUIREMENTS = import importlib.metadata as m, re; \

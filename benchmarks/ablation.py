@@ -3,7 +3,7 @@
     python -m benchmarks.ablation run   configs/train/ablation.yaml [--gpus 2,3] [--only NAME ...] [--set K=V ...]
     python -m benchmarks.ablation table configs/train/ablation.yaml --out results/ablation.json
 
-`run` trains one run after another on each GPU, each in a process of its own (`python -m peagle.train.trainer`), into
+`run` trains one run after another on each GPU, each in a process of its own (`peagle train`), into
 `output/NAME`. A finished run is skipped, one that was cut short goes on from its checkpoint, one that failed is
 recorded in `output/NAME/run.json` and does not stop the rest. `table` collects what is there, finished or not.
 """
@@ -138,7 +138,7 @@ def start(plan: Plan, name: str, gpu: str | None) -> subprocess.Popen[bytes]:
     folder = plan.folder(name)
     folder.mkdir(parents=True, exist_ok=True)
     write_share(plan, name)
-    command = [sys.executable, "-m", "peagle.train.trainer", plan.base, *plan.overrides(name)]
+    command = [sys.executable, "-m", "deployments.cli", "train", plan.base, *plan.overrides(name)]
     with (folder / "train.log").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment(gpu))
 

@@ -108,7 +108,7 @@ def main() -> None:
         write_pairs(args.out / "pairs.jsonl", args.num, args.max_chars)
     if not (args.out / "off-policy" / "manifest.json").exists():
         print(json.dumps(tokenize_file(recipe.target_dir(), args.out / "pairs.jsonl", args.out / "off-policy")))
-    subprocess.run([sys.executable, "-m", "peagle.vllm.generate", str(args.recipe), *overrides], check=True)
+    subprocess.run([sys.executable, "-m", "deployments.cli", "generate", str(args.recipe), *overrides], check=True)
 
 
 if __name__ == "__main__":

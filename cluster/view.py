@@ -1,15 +1,11 @@
 """A table of workloads, their acceptance by depth, and the K that each gets, from a running service.
 
-    python -m cluster.view [http://127.0.0.1:8000] [--watch SECONDS] [--api-key KEY]
+    peagle view [http://127.0.0.1:8000] [--watch SECONDS] [--api-key KEY]
 
 Asks `GET /drafting` of the ingress, whose document `DepthControl.document` (cluster/control.py) writes.
 """
 
-import argparse
 import json
-import os
-import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -94,25 +90,3 @@ def fetch(url: str, api_key: str | None = None) -> dict[str, Any]:
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
         document: dict[str, Any] = json.load(answer)
     return document
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m cluster.view", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000")
-    parser.add_argument("--watch", type=float, metavar="SECONDS", help="show it again and again")
-    parser.add_argument("--api-key", default=os.environ.get("PEAGLE_API_KEY"), help="default: $PEAGLE_API_KEY")
-    options = parser.parse_args(arguments)
-    while True:
-        try:
-            print(table(fetch(options.url, options.api_key)), flush=True)
-        except (OSError, ValueError) as error:
-            print(f"{options.url}/drafting does not answer: {error}", file=sys.stderr)
-            return 1
-        if options.watch is None:
-            return 0
-        time.sleep(options.watch)
-        print()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

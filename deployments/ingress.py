@@ -122,7 +122,7 @@ class Ingress(OpenAiIngress):
         return Response(prometheus_text(reports, more), media_type=METRICS_CONTENT_TYPE)
 
     async def drafting(self) -> Response:
-        """What is known of each workload's acceptance, and the K it gets (`python -m cluster.view` shows it); the heads
+        """What is known of each workload's acceptance, and the K it gets (`peagle view` shows it); the heads
         that draft, with what was accepted of theirs, remote drafters with the links to them, and how many replicas
         autoscaling wants and why."""
         return JSONResponse({**self._document(), **self._drafting(), "autoscaling": await self._scaled()})

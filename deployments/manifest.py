@@ -1,15 +1,13 @@
-"""``python -m deployments.manifest configs/local.yaml``: the KubeRay RayService of a config, as YAML.
+"""``peagle manifest configs/local.yaml``: the KubeRay RayService of a config, as YAML.
 
 What enters: a Serve config file of `configs/`. What leaves: a manifest whose `serveConfigV2` is that file and whose
 pods are sized from its settings, so nothing is written twice. Memory and CPUs of pods with GPUs are room to start with,
 not measured: set them for your nodes.
 """
 
-import argparse
 import copy
 import importlib.metadata
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 import yaml
 
 from cluster.settings import ClusterSettings
-from deployments.up import UpError, read_config
+from deployments.up import read_config
 
 HEAD_MEMORY = "4Gi"
 CPUS_PER_GPU = 8
@@ -41,24 +39,6 @@ class Machine:
 # contexts.
 CPU = Machine("peagle-serve:0.1.0-cpu", "k8s/Dockerfile", "10Gi", "1Gi")
 GPU = Machine("peagle-serve:0.1.0-gpu", "k8s/Dockerfile.gpu", "64Gi", "8Gi")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0, or 1 with the reason on standard error."""
-    parser = argparse.ArgumentParser(prog="python -m deployments.manifest", description=__doc__)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--output", type=Path, default=None, help="file to write instead of standard output")
-    options = parser.parse_args(arguments)
-    try:
-        text = render(options.config)
-        if options.output is None:
-            print(text, end="")
-        else:
-            options.output.write_text(text, encoding="utf-8")
-    except (UpError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
 
 
 def render(path: Path) -> str:
@@ -192,7 +172,3 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _text)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,16 +1,14 @@
 """Training on several GPUs: Ray Train starts the workers and their process group, `peagle.train.trainer` does the rest.
 
-    python -m deployments.train configs/train/smollm2-135m.yaml --num-workers 4 [section.key=value ...]
-
 A step then has `num_workers` times the batches of the recipe, one lot on each worker; gradients are averaged.
 """
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
+import torch
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device
 
@@ -19,21 +17,21 @@ from peagle.train.recipe import Recipe
 
 def train_worker(settings: dict[str, Any]) -> None:
     """One worker. settings: "recipe" path and "overrides"."""
-    import torch
+    from peagle.train.trainer import train_head
 
-    from peagle.train.trainer import Trainer
-
-    torch.set_float32_matmul_precision("high")
-    Trainer(Recipe.load(settings["recipe"], settings["overrides"]), device=str(get_device())).run()
+    train_head(Recipe.load(settings["recipe"], settings["overrides"]), device=str(get_device()))
 
 
-def train(recipe: Path, overrides: list[str], num_workers: int, *, use_gpu: bool) -> Path:
+def train(recipe: Path, overrides: list[str], num_workers: int, *, use_gpu: bool | None = None) -> Path:
     """Trains with `num_workers` workers, one GPU (or CPU) each. Returns the head's directory.
+
+    use_gpu: None for where this machine has one.
 
     Relative paths of the recipe mean this process's directory. Raises ValueError for a wrong recipe before any worker
     starts, and Ray's TrainingFailedError, with a worker's error in it, when one fails.
     """
     loaded = Recipe.load(recipe, overrides)
+    use_gpu = torch.cuda.is_available() if use_gpu is None else use_gpu
     output = Path(loaded.output).resolve()
     TorchTrainer(
         train_worker,
@@ -55,19 +53,3 @@ def absolute_paths(recipe: Recipe) -> list[str]:
         "target": recipe.target if Path(recipe.target).is_dir() else None,
     }
     return [f"{key}={Path(folder).resolve()}" for key, folder in folders.items() if folder]
-
-
-def main() -> None:
-    import torch
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    parser.add_argument("--num-workers", type=int, required=True)
-    args = parser.parse_intermixed_args()
-    use_gpu = torch.cuda.is_available()
-    print(f"head written to {train(args.recipe, args.overrides, args.num_workers, use_gpu=use_gpu)}")
-
-
-if __name__ == "__main__":
-    main()

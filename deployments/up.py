@@ -1,11 +1,10 @@
-"""``python -m deployments.up configs/local.yaml``: the whole service on this machine, from nothing to a ready URL.
+"""``peagle serve configs/local.yaml``: the whole service on this machine, from nothing to a ready URL.
 
 Checks the YAML, joins the Ray cluster that runs here (else starts one), deploys through Ray Serve's REST API as KubeRay
 does, waits until requests are answered, prints how to talk to the service, and stops it at Ctrl-C.
 Decides nothing about the service: that is in the YAML and in `deployments.app`.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -36,43 +35,33 @@ MIN_LOGICAL_CPUS = 8
 Say = Callable[[str], None]
 
 
-class UpError(Exception):
+class UpError(ValueError):
     """The service cannot be brought up; the message says why."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 after Ctrl-C or with --detach when ready, 1 with the reason on standard error."""
-    parser = argparse.ArgumentParser(prog="python -m deployments.up", description=__doc__)
-    parser.add_argument("config", type=Path, nargs="?", default=Path("configs/local.yaml"))
-    parser.add_argument("--detach", action="store_true", help="return when ready; Ray and the service keep running")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds to wait until ready (default 900)")
-    options = parser.parse_args(arguments)
-    start = time.monotonic()
+def up(path: Path, *, detach: bool, timeout_s: float, say: Say) -> None:
+    """Start the service and hold on until Ctrl-C; with `detach`, return when it is ready.
 
-    def say(message: str) -> None:
-        print(f"[{time.monotonic() - start:5.1f} s] {message}", flush=True)
-
+    Raises UpError when it cannot be brought up, SettingsError for wrong settings.
+    """
     try:
-        config, settings = read_config(options.config)
+        config, settings = read_config(path)
         if settings.callers is None:
             say("no callers in the settings: no API key is asked for, and every workload tag is trusted")
-        serve = connect(join_or_start_ray(config, settings, options.detach, say))
-        _serve(config, settings, serve, options, say)
-    except (UpError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        serve = connect(join_or_start_ray(config, settings, detach, say))
+        _serve(config, settings, serve, detach, timeout_s, say)
     except KeyboardInterrupt:
-        return 0
+        return
     finally:
         ray.shutdown()
-    return 0
 
 
 def _serve(
     config: dict[str, Any],
     settings: ClusterSettings,
     serve: ServeSubmissionClient,
-    options: argparse.Namespace,
+    detach: bool,
+    timeout_s: float,
     say: Say,
 ) -> None:
     """Deploy, wait, tell, and (unless detached) hold on until Ctrl-C and stop the service."""
@@ -80,12 +69,12 @@ def _serve(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         deploy(serve, config)
-        wait_until_ready(serve, config, time.monotonic() + options.timeout, say)
-        print(usage(base_url(config), settings.model.id, needs_key=settings.callers is not None), flush=True)
-        if options.detach:
-            print(f"Stop it with: {_tool('ray')} stop", flush=True)
+        wait_until_ready(serve, config, time.monotonic() + timeout_s, say)
+        say(usage(base_url(config), settings.model.id, needs_key=settings.callers is not None))
+        if detach:
+            say(f"Stop it with: {_tool('ray')} stop")
             return
-        print("Ctrl-C stops the service.", flush=True)
+        say("Ctrl-C stops the service.")
         signal.pause()
     except (Exception, KeyboardInterrupt):
         say("stopping the service")
@@ -280,7 +269,3 @@ def usage(url: str, model: str, *, needs_key: bool = False) -> str:
         # Ray's command-line tools send the cluster's token only when they are told that there is one.
         f"{'RAY_AUTH_MODE=token ' * (os.environ.get('RAY_AUTH_MODE') == 'token')}{_tool('serve')} status\n"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

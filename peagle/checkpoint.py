@@ -164,9 +164,7 @@ def read_head_config(head_dir: str | Path) -> DrafterConfig:
     path = Path(head_dir) / "config.json"
     raw = read_json(path)
     if "speculators_model_type" in raw:
-        raise HeadError(
-            f"{path} is of the speculators package: `python -m peagle.formats {head_dir} OUT_DIR` makes it a head"
-        )
+        raise HeadError(f"{path} is of the speculators package: `peagle convert {head_dir} OUT_DIR` makes it a head")
     return config_of(raw, str(path))
 
 

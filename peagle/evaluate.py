@@ -1,6 +1,6 @@
 """Acceptance of a head on answers of its target: AL and survival for every K from one pass (no decoding).
 
-    python -m peagle.evaluate HEAD --target DIR --answers DIR [DIR2 ...] [--against HEAD2] [--out DIR]
+    peagle evaluate HEAD DIR [DIR2 ...] --target DIR [--against HEAD2] [--out DIR]
 
 Drafts are made at all positions of an answer at once, on the true prefix, and `peagle.evaluate` replays decoding on them.
 A folder of answers holds answers at one temperature, which its manifest.json names; `peagle.vllm.generate --prompts`
@@ -22,7 +22,6 @@ likely token may differ between batch shapes.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -603,7 +602,7 @@ def _ratios(axes: Any, one: dict[str, Any], heads: list[str], title: str) -> Non
 # ====================================================================================================
 # Acceptance of a head on answers of its target: AL and survival for every K from one pass (no decoding).
 #
-#     python -m peagle.evaluate HEAD --target DIR --answers DIR [DIR2 ...] [--against HEAD2] [--out DIR]
+#     peagle evaluate HEAD DIR [DIR2 ...] --target DIR [--against HEAD2] [--out DIR]
 #
 # Drafts are made at all positions of an answer at once, on the true prefix, and `peagle.evaluate` replays decoding on them.
 # A folder of answers holds answers at one temperature, which its manifest.json names; `peagle.vllm.generate --prompts`
@@ -775,55 +774,51 @@ def traces(found: Replay, answers: Answers) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def evaluate_heads(
+    head: Path,
+    answers: list[Path],
+    target_dir: str,
+    *,
+    against: Path | None = None,
+    num_draft_tokens: int | None = None,
+    max_tokens: int | None = None,
+    traces_file: Path | None = None,
+    out: Path | None = None,
+) -> Iterator[str]:
+    """Yields a table for each folder of answers; then writes evaluation.json and a figure into `out`, if given.
+
+    against: a second head, for the ratio of AL. num_draft_tokens: K_max, by default what the heads were trained for.
+    """
     from peagle.provenance import conditions
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("head", type=Path)
-    parser.add_argument("--target", required=True, help="directory of the target's checkpoint")
-    parser.add_argument("--answers", type=Path, nargs="+", required=True, help="folders, each of one temperature")
-    parser.add_argument(
-        "--against", type=Path, metavar="HEAD2", help="a second head, for the ratio of AL: HEAD / HEAD2"
-    )
-    parser.add_argument(
-        "--num-draft-tokens", type=int, metavar="K_MAX", help="default: what the heads were trained for"
-    )
-    parser.add_argument("--max-tokens", type=int, help="leave out answers longer than this, prompt included (counted)")
-    parser.add_argument("--traces", type=Path, help="write what every anchor would accept (.npz), see peagle.evaluate")
-    parser.add_argument("--out", type=Path, help="folder for evaluation.json and evaluation.png")
-    args = parser.parse_args()
-    target = load_target(args.target)
-    paths = [args.head, *([args.against] if args.against else [])]
+    target = load_target(target_dir)
+    paths = [head, *([against] if against else [])]
     drafters = [load_drafter(path, target) for path in paths]
-    num_depths = args.num_draft_tokens or common_depths([one.config for one in drafters])
+    num_depths = num_draft_tokens or common_depths([one.config for one in drafters])
     heads = [
         {"path": str(path), "kind": describe(one.config), "num_depths": one.config.num_depths}
         for path, one in zip(paths, drafters, strict=True)
     ]
     document: dict[str, Any] = {
         "made": conditions(),
-        "target": str(args.target),
+        "target": target_dir,
         "heads": heads,
         "num_depths": num_depths,
+        "sets": [],
     }
-    document["sets"] = []
     accepted: list[np.ndarray] = []
     stored: dict[str, list[Any]] = {}
-    for folder in args.answers:
-        answers = load_folder(folder)
-        result, found = evaluate_folder(drafters, target, answers, num_depths, args.max_tokens)
+    for folder in answers:
+        loaded = load_folder(folder)
+        result, found = evaluate_folder(drafters, target, loaded, num_depths, max_tokens)
         document["sets"].append({"answers": str(folder), **result})
         accepted += found.accepted
-        for name, values in traces(found, answers).items():
+        for name, values in traces(found, loaded).items():
             stored.setdefault(name, []).extend(values)
-        print(f"{folder}: temperature {answers.temperature:g}, {heads[0]['kind']}\n{table(result)}")
-    if args.traces:
-        save_traces(args.traces, accepted, stored, num_depths)
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "evaluation.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        plot_acceptance(document, args.out / "evaluation.png")
-
-
-if __name__ == "__main__":
-    main()
+        yield f"{folder}: temperature {loaded.temperature:g}, {heads[0]['kind']}\n{table(result)}"
+    if traces_file:
+        save_traces(traces_file, accepted, stored, num_depths)
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "evaluation.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        plot_acceptance(document, out / "evaluation.png")

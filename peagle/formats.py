@@ -1,6 +1,6 @@
 """Reads checkpoints of the `speculators` package (`peagle` and `eagle3`) and writes them as heads of this package.
 
-    python -m peagle.formats SOURCE_DIR OUT_DIR
+    peagle convert SOURCE_DIR OUT_DIR
 
 Enters: a directory as `speculators` saves it. Leaves: a plain head, in the form that stock vLLM, `peagle.evaluate` and
 `peagle.train.trainer` read. vLLM reads the source too, but not all of it: of a `peagle` checkpoint its translation drops
@@ -12,10 +12,7 @@ out silently: settings and tensors that are not known are an error that names th
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -128,25 +125,3 @@ def convert(source_dir: str | Path, out_dir: str | Path) -> Source:
     source = read_speculators(source_dir)
     save_head(out_dir, source.config, source.tensors)
     return source
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 when the head is written, 1 with the reason on standard error."""
-    parser = argparse.ArgumentParser(prog="python -m peagle.formats", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("source", type=Path, metavar="SOURCE_DIR", help="directory with config.json and safetensors")
-    parser.add_argument("out", type=Path, metavar="OUT_DIR", help="directory of the head")
-    options = parser.parse_args(arguments)
-    try:
-        source = convert(options.source, options.out)
-    except (HeadError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    config = source.config
-    method = "EAGLE-3" if config.ptd_token_id is None else f"P-EAGLE, mask token {config.ptd_token_id}"
-    print(f"{options.out}: {method}, layers {config.num_hidden_layers}, taps {json.dumps(config.aux_layer_ids)}")
-    print(f"tensors written: {len(source.tensors)}; left to the target: {', '.join(source.left_out) or 'none'}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

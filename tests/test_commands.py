@@ -1,90 +1,105 @@
-"""Commands that documentation names can be typed: their modules, options and configs exist."""
+"""The command `peagle`: what it offers, how it fails, and that the commands which documentation names can be typed."""
 
-import ast
-import importlib
 import re
+import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
+
+from deployments.cli import app, main
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("peagle", "cluster", "deployments")
-COMMAND = re.compile(rf"(?:python -m )?((?:{'|'.join(PACKAGES)})(?:\.\w+)+)(?= |$)")
-
-
-def in_backticks(text: str) -> Iterator[str]:
-    """Spans of a page outside its blocks of code, broken lines joined."""
-    for span in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
-        yield " ".join(span.split())
-
-
-def in_lines(text: str) -> Iterator[str]:
-    """Lines from `python -m` on, with a line behind that goes on with options."""
-    lines = text.splitlines()
-    for line, following in zip(lines, [*lines[1:], ""], strict=False):
-        if "python -m " in line:
-            more = following.strip() if following.strip().startswith(("--", "[--")) else ""
-            yield f"{line[line.index('python -m ') :]} {more}"
+COMMANDS = typer.main.get_command(app).commands
+PAGES = [ROOT / "Makefile", *ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("configs/**/*.yaml")]
+SOURCES = [
+    path for package in ("peagle", "cluster", "deployments", "benchmarks") for path in ROOT.glob(f"{package}/**/*.py")
+]
 
 
 def documented() -> Iterator[tuple[str, str, str]]:
-    """(where, module, the command from the module's name on)."""
-    commands = [(page, span) for page in ("README.md", "results/README.md") for span in in_backticks(read(page))]
-    for path in sorted((ROOT / "configs").rglob("*.yaml")):
-        commands += [(str(path.relative_to(ROOT)), line) for line in in_lines(path.read_text(encoding="utf-8"))]
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            source = path.read_text(encoding="utf-8")
-            docstring = ast.get_docstring(ast.parse(source)) if "python -m" in source else None
-            commands += [(str(path.relative_to(ROOT)), line) for line in in_lines(docstring or "")]
-    for where, command in commands:
-        if (found := COMMAND.match(command)) and " " in command:  # else it may be any module's name
-            yield where, found[1], command[found.start(1) :]
-
-
-def read(name: str) -> str:
-    return (ROOT / name).read_text(encoding="utf-8")
-
-
-def program(module: str) -> Path | None:
-    """The file that `python -m` runs."""
-    path = ROOT / module.replace(".", "/")
-    return next((one for one in (path.with_suffix(".py"), path / "__main__.py") if one.exists()), None)
+    """(file, program, what follows it): spans in backticks, and lines that begin with a program."""
+    program = re.compile(r"^(?:\S*/)?(peagle|(?:python -m )?benchmarks\.\w+) +(.*)$")
+    for path in PAGES + SOURCES:
+        text = path.read_text(encoding="utf-8")
+        spans = [
+            " ".join(span.split()) for span in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+        ]
+        lines = [re.sub(r"^[#\s$@|]*(?:Commands|Look:|exec)?\s*", "", line) for line in text.splitlines()]
+        for command in [*spans, *lines]:
+            if (found := program.match(command)) and not re.match(r"[a-z]+ [a-z]+ [a-z]+ ", command):
+                yield str(path.relative_to(ROOT)), found[1].removeprefix("python -m "), found[2]
 
 
 @pytest.mark.skip(reason="rewritten with the README, for the one command `peagle`")
 def test_documented_commands_exist() -> None:
     wrong, num_options = [], 0
-    for where, module, command in documented():
-        options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", command))
+    for where, program, rest in documented():
+        options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", rest))
         num_options += len(options)
-        path = program(module)
-        source = path.read_text(encoding="utf-8") if path else ""
-        if "__main__" not in source:
-            wrong.append(f"{where}: {module} is no program")
-        wrong += [f"{where}: {module} has no {one}" for one in sorted(options) if f'"{one}"' not in source]
+        if program == "peagle":
+            name = rest.split()[0]
+            if name.startswith(("-", ".")):
+                continue
+            if name not in COMMANDS:
+                wrong.append(f"{where}: peagle has no {name}")
+                continue
+            known = {option for parameter in COMMANDS[name].params for option in parameter.opts}
+        else:
+            path = ROOT / (program.replace(".", "/") + ".py")
+            source = path.read_text(encoding="utf-8") if path.exists() else ""
+            if "__main__" not in source:
+                wrong.append(f"{where}: {program} is no program")
+            known = {option for option in options if f'"{option}"' in source or option[2:].replace("-", "_") in source}
+        wrong += [f"{where}: {program} {rest.split()[0]} has no {option}" for option in sorted(options - known)]
         wrong += [
             f"{where}: {config} is not there"
-            for config in re.findall(r"configs/[\w/-]+\.yaml", command)
+            for config in re.findall(r"configs/[\w/-]+\.yaml", rest)
             if not (ROOT / config).exists() and config != "configs/X.yaml"
         ]
     assert wrong == []
-    assert num_options > 100
+    assert num_options > 10
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_subcommand_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert COMMANDS[name].help.partition("\n")[0] in " ".join(capsys.readouterr().out.split())
+    for parameter in COMMANDS[name].params:
+        assert parameter.name == "help" or getattr(parameter, "help", None), f"{name}: {parameter.name} says nothing"
+
+
+def test_help_loads_no_engine() -> None:
+    """`peagle --help` answers at once: torch, Ray, vLLM and numpy are imported by the subcommand that needs them."""
+    code = "import sys; from deployments.cli import main; main(['--help']); print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    loaded = done.stdout.splitlines()[-1]
+    assert not [name for name in ("torch", "ray", "vllm", "numpy") if f"'{name}'" in loaded]
 
 
 @pytest.mark.parametrize(
-    ("module", "options"),
+    "line",
     [
-        ("deployments.train", ["--num-workers", "4"]),
-        ("benchmarks.human_code", ["--out", "none", "--num", "3"]),
-        ("peagle.train.stored", ["--max-batches", "2"]),
-        ("peagle.vllm.generate", ["--prompts", "none.jsonl", "--out", "none"]),
+        "train none.yaml --num-workers 4 seed=1",
+        "store none.yaml --max-batches 2 seed=1",
+        "generate none.yaml --prompts none.jsonl --out none seed=1",
+        "tokenize none.yaml none.jsonl --out none",
     ],
 )
-def test_overrides_may_follow_the_options(monkeypatch: pytest.MonkeyPatch, module: str, options: list[str]) -> None:
-    """Once the line is read, the recipe is looked for."""
-    monkeypatch.setattr(sys, "argv", [module, "none.yaml", *options, "seed=1"])
-    with pytest.raises(FileNotFoundError, match=r"none\.yaml"):
-        importlib.import_module(module).main()
+def test_recipes_and_overrides(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Overrides may follow options; then the recipe is looked for, and its absence is one line."""
+    assert main(shlex.split(line)) == 1
+    assert capsys.readouterr().err == "error: [Errno 2] No such file or directory: 'none.yaml'\n"
+
+
+def test_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "none.yaml", "--prompts", "none.jsonl"]) == 1
+    assert "--prompts needs --out" in capsys.readouterr().err
+    assert main(["tran"]) == 2
+    assert main(["view", "http://127.0.0.1:9"]) == 1
+    assert "http://127.0.0.1:9/drafting does not answer" in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError):
+        main(["--traceback", "train", "none.yaml"])

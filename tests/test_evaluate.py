@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import table
+from deployments.cli import main
 from peagle import evaluate as program
 from peagle.checkpoint import save_drafter
 from peagle.config import DrafterConfig
@@ -231,12 +232,11 @@ def folders(target: Target, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_program_writes_table_json_plot_and_traces(target: Target, folders: Path, monkeypatch, capsys) -> None:
-    arguments = ["--answers", folders / "greedy", folders / "sampled", "--against", folders / "eagle3"]
-    arguments += ["--target", target.model.config._name_or_path, "--traces", folders / "t.npz"]
-    arguments = ["evaluate", folders / "p-eagle", *arguments, "--out", folders / "out"]
-    monkeypatch.setattr("sys.argv", [str(one) for one in arguments])
-    program.main()
+def test_program_writes_table_json_plot_and_traces(target: Target, folders: Path, capsys) -> None:
+    arguments = ["evaluate", folders / "p-eagle", folders / "greedy", folders / "sampled"]
+    arguments += ["--against", folders / "eagle3", "--target", target.model.config._name_or_path]
+    arguments += ["--traces", folders / "t.npz", "--out", folders / "out"]
+    assert main([str(argument) for argument in arguments]) == 0
     document = json.loads((folders / "out" / "evaluation.json").read_text())
     assert [head["kind"] for head in document["heads"]] == ["P-EAGLE, 2 layers", "EAGLE-3, 1 layer"]
     assert [one["temperature"] for one in document["sets"]] == [0, 1]

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from deployments.cli import main
 from peagle.checkpoint import build_drafter, check_head, check_head_fits, expected_tensors, load_head
 from peagle.config import DEFAULT_NUM_DEPTHS, UNNAMED_LAYERS, DrafterConfig, HeadError, Llama3Rope
 from peagle.draft import DraftSession
-from peagle.formats import convert, main, plain_config
+from peagle.formats import convert, plain_config
 from peagle.train.cod import attend_under
 from tests.head_factory import reconfigure, rewrite
 
@@ -64,7 +65,7 @@ def test_converted_head_computes_what_speculators_computes(source: Path, tmp_pat
 
 def test_nothing_of_the_source_is_lost(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = load_file(source / "model.safetensors")
-    assert main([str(source), str(tmp_path / "head")]) == 0
+    assert main(["convert", str(source), str(tmp_path / "head")]) == 0
     config, tensors = load_head(tmp_path / "head")
     assert tensors.keys() == given.keys()
     assert all(torch.equal(tensors[name], given[name]) for name in given)
@@ -142,9 +143,9 @@ def test_missing_settings_mean_what_vllm_takes_them_for() -> None:
 
 
 def test_command_and_service_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 1
+    assert main(["convert", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 1
     assert capsys.readouterr().err.startswith("error: no head at")
-    with pytest.raises(HeadError, match=r"`python -m peagle.formats .*peagle OUT_DIR` makes it a head"):
+    with pytest.raises(HeadError, match=r"`peagle convert .*peagle OUT_DIR` makes it a head"):
         check_head(SOURCES / "peagle")
 
 

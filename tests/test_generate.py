@@ -109,7 +109,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path) -> None:
     engine["gpu_memory_utilization"] = 0.2  # of the machine's memory, on a CPU
     sizes = {"num_conversations": 12, "max_user_tokens": 40, "max_answer_tokens": 12}
     made = recipe(tmp_path, engine=engine, num_rounds=2, prompts=str(file), **sizes)
-    command = [sys.executable, "-m", "peagle.vllm.generate", str(tmp_path / "recipe.yaml")]
+    command = [sys.executable, "-m", "deployments.cli", "generate", str(tmp_path / "recipe.yaml")]
     run = subprocess.Popen(command, start_new_session=True, env=environment)
     parts = [Path(made.data) / f"part-00-{number:03d}.npz" for number in range(2)]
     deadline = time.monotonic() + 300

@@ -16,7 +16,8 @@ import pytest
 import yaml
 
 from cluster.settings import SettingsError
-from deployments.manifest import CPU, GPU, Machine, main, rayservice, render
+from deployments.cli import main
+from deployments.manifest import CPU, GPU, Machine, rayservice, render
 from deployments.up import read_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -164,10 +165,10 @@ def test_wrong_settings_make_no_manifest(tmp_path: Path, capsys: pytest.CaptureF
     path.write_text(yaml.dump(raw))
     with pytest.raises(SettingsError, match=r"depth\.default is 99"):
         render(path)
-    assert main([str(path), "--output", str(output)]) == 1
+    assert main(["manifest", str(path), "--output", str(output)]) == 1
     assert "depth.default is 99" in capsys.readouterr().err
     assert not output.exists()
-    assert main([str(CONFIG), "--output", str(output)]) == 0
+    assert main(["manifest", str(CONFIG), "--output", str(output)]) == 0
     assert output.read_text(encoding="utf-8") == MANIFEST.read_text(encoding="utf-8")
 
 

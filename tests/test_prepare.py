@@ -11,11 +11,11 @@ from gguf import GGUFReader, dequantize
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from deployments.cli import main
 from peagle.checkpoint import load_head, save_head
 from peagle.config import HeadError
 from peagle.embedded import DEFAULT_TARGET, embedded_targets, gguf_parts, prepare_target
 from peagle.heads import prepare_head, shipped_heads
-from peagle.prepare import main
 from peagle.store import MANIFEST
 from tests.head_factory import CONFIG, TARGET, head_tensors, reconfigure
 
@@ -224,12 +224,12 @@ def test_shipped_head_of_the_embedded_target_is_complete(target_dir: Path, head_
 
 
 def test_command_prints_both_paths(target_dir: Path, head_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
+    assert main(["prepare"]) == 0
     printed = capsys.readouterr().out
     assert f"target ready: {target_dir}" in printed
     assert f"head ready:   {head_dir}" in printed
 
 
 def test_command_tells_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--head", str(tmp_path)]) == 1
+    assert main(["prepare", "--head", str(tmp_path)]) == 1
     assert capsys.readouterr().err.startswith("error: ")

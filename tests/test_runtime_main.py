@@ -1,4 +1,4 @@
-"""`python -m peagle.drafter` serves the shipped head to a target, ends when asked, and refuses bad input in words."""
+"""`peagle drafter` serves the shipped head to a target, ends when asked, and refuses bad input in words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from peagle.drafter.client import LinkPool
 from peagle.drafter.steps import TargetShape
 from tests.transport_harness import eventually
 
-COMMAND = [sys.executable, "-m", "peagle.drafter"]
+COMMAND = [sys.executable, "-m", "deployments.cli", "drafter"]
 
 
 def test_a_drafter_started_by_hand_drafts_for_a_target_and_ends_when_asked(head_dir: Path, target_dir: Path) -> None:

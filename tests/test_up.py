@@ -1,4 +1,4 @@
-"""`python -m deployments.up`: what it refuses before Ray starts, and what it tells."""
+"""`peagle serve`: what it refuses before Ray starts, and what it tells."""
 
 import os
 import signal
@@ -19,7 +19,8 @@ from cluster.settings import (
     TargetSettings,
 )
 from deployments import up
-from deployments.up import base_url, main, num_logical_cpus, progress, read_config, usage
+from deployments.cli import main
+from deployments.up import base_url, num_logical_cpus, progress, read_config, usage
 
 
 def config(**http_options: Any) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def test_right_config_is_read(tmp_path: Path) -> None:
 def test_wrong_config_stops_before_ray_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], raw: Any, message: str
 ) -> None:
-    assert main([write(tmp_path / "wrong.yaml", raw)]) == 1
+    assert main(["serve", write(tmp_path / "wrong.yaml", raw)]) == 1
     output = capsys.readouterr()
     assert output.err.startswith("error: ")
     assert message in output.err
@@ -61,7 +62,7 @@ def test_wrong_config_stops_before_ray_starts(
 
 
 def test_missing_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path / "none.yaml")]) == 1
+    assert main(["serve", str(tmp_path / "none.yaml")]) == 1
     assert "cannot be read: No such file or directory" in capsys.readouterr().err
 
 
@@ -71,7 +72,7 @@ def test_port_in_use_is_named(
     monkeypatch.setenv("RAY_ADDRESS", "local")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert main([write(tmp_path / "right.yaml", config(port=port))]) == 1
+        assert main(["serve", write(tmp_path / "right.yaml", config(port=port))]) == 1
     assert f"127.0.0.1:{port} cannot be used (Address already in use)" in capsys.readouterr().err
 
 
@@ -89,7 +90,7 @@ def test_a_terminated_service_is_stopped_in_order(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(signal, "pause", lambda: os.kill(os.getpid(), signal.SIGTERM))
     monkeypatch.setattr(up.ray.serve, "shutdown", lambda: stopped.append(True))
     try:
-        assert main([write(tmp_path / "right.yaml", config())]) == 0
+        assert main(["serve", write(tmp_path / "right.yaml", config())]) == 0
     finally:
         signal.signal(signal.SIGTERM, before)
     assert stopped == [True]

@@ -21,7 +21,16 @@ EXACT = ("cod.ratio=1.0", "optimizer.name=adamw", "optimizer.lr=0.001", "schedul
 def test_two_workers_equal_one_that_accumulates(tmp_path) -> None:
     small = write_small_run(tmp_path)
     together = [*EXACT, f"output={small / 'two'}", "batch.num_sequences=2", "save_every_steps=6"]
-    command = [sys.executable, "-m", "deployments.train", str(small / "recipe.yaml"), *together, "--num-workers", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "deployments.cli",
+        "train",
+        str(small / "recipe.yaml"),
+        *together,
+        "--num-workers",
+        "2",
+    ]
     ran = subprocess.run(
         command,
         cwd=ROOT,

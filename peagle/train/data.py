@@ -7,7 +7,6 @@ is counted (`PackedBatches.counts`) and logged.
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import codecs
 import dataclasses
@@ -28,7 +27,6 @@ from torch import Tensor
 from peagle.config import read_target_config
 from peagle.provenance import conditions
 from peagle.store import sha256_of
-from peagle.train.recipe import Recipe
 
 # ====================================================================================================
 # Training data: conversations as token ids, on disk and packed into batches.
@@ -69,7 +67,7 @@ class Conversations:
         """Raises ValueError when the folder holds no parts or a part is damaged."""
         parts = sorted(Path(folder).glob("part-*.npz"))
         if not parts:
-            raise ValueError(f"data: no part-*.npz in {folder}; make them with `python -m peagle.vllm.generate`")
+            raise ValueError(f"data: no part-*.npz in {folder}; make them with `peagle generate`")
         arrays: dict[str, list[np.ndarray]] = {"tokens": [], "lengths": [], "prompt_lengths": []}
         for part in parts:
             try:
@@ -555,7 +553,7 @@ def check_data_fits(folder: str | Path, target_dir: str | Path, batches: PackedB
     elif ours is not None and ours != theirs:
         raise ValueError(
             f"data and target do not match: {folder} was made with tokenizer {theirs} (manifest.json), the target "
-            f"{target_dir} has tokenizer {ours}: make the data again with `python -m peagle.vllm.generate`"
+            f"{target_dir} has tokenizer {ours}: make the data again with `peagle generate`"
         )
     highest, lowest = int(data.tokens.max(initial=0)), int(data.tokens.min(initial=0))
     if highest >= vocab_size or lowest < 0:
@@ -582,7 +580,7 @@ def _recorded_hash(folder: str | Path) -> str | None:
 # ====================================================================================================
 # Training data from conversations that exist already: the target writes nothing (off-policy answers).
 #
-#     python -m peagle.train.data RECIPE FILE.jsonl --out DIR
+#     peagle tokenize RECIPE FILE.jsonl --out DIR
 #
 # Enters: JSONL whose lines carry an answer (`peagle.train.data.read_jsonl`). Leaves: a data folder as `peagle.vllm.generate`
 # makes it, of the same prompts with the given answers. Needs no engine. The last answer of a conversation is what is
@@ -623,16 +621,3 @@ def tokenize_file(target_dir: Path, file: Path, out: Path) -> dict[str, int]:
     }
     write_manifest(out, manifest)
     return totals
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    print(json.dumps(tokenize_file(Recipe.load(args.recipe).target_dir(), args.file, args.out)))
-
-
-if __name__ == "__main__":
-    main()

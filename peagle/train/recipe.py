@@ -159,7 +159,7 @@ class Recipe(_Strict):
     states: Literal["recomputed", "stored"] = Field(
         "recomputed", description="the target's hidden states: computed in every step, or read from stored_states"
     )
-    stored_states: str | None = Field(None, description="folder that `python -m peagle.train.stored` writes")
+    stored_states: str | None = Field(None, description="folder that `peagle store` writes")
     seed: int = 0
     device: Literal["auto", "cuda", "cpu"] = "auto"
     compile: bool = Field(True, description="torch.compile on a GPU; never used on a CPU")

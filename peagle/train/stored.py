@@ -1,6 +1,6 @@
 """The target's hidden states of packed batches, kept on disk: for a target that is too slow to run in every step.
 
-    python -m peagle.train.stored RECIPE [section.key=value ...] [--max-batches N]
+    peagle store RECIPE [section.key=value ...] [--max-batches N]
 
 Enters: a recipe with `stored_states`. Leaves: in that folder one `batch-*.safetensors` for each batch, with its tokens,
 documents, positions, answers and states in the dtype that the target runs in, and `states.json`, which says what they
@@ -9,7 +9,6 @@ are of. A run that is cut short goes on with the batches that are missing. `Stor
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import errno
 import itertools
@@ -110,9 +109,7 @@ def read_description(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """`states.json`. Raises ValueError naming every entry that is not as wanted, or that there is none."""
     path = folder / MANIFEST
     if not path.exists():
-        raise ValueError(
-            f"stored_states: no {MANIFEST} in {folder}; write the states with `python -m peagle.train.stored`"
-        )
+        raise ValueError(f"stored_states: no {MANIFEST} in {folder}; write the states with `peagle store`")
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if wrong := [f"{key} = {found.get(key)}, not {value}" for key, value in wanted.items() if found.get(key) != value]:
         raise ValueError(f"stored_states: {path} is of other states than the recipe asks for: {'; '.join(wrong)}")
@@ -143,7 +140,7 @@ def write_states(recipe: Recipe, *, max_batches: int | None = None, device: str 
     missing = [number for number in range(num_batches) if not batch_path(folder, number).exists()]
     num_bytes, free = len(missing) * batch_bytes(recipe, description), shutil.disk_usage(folder).free
     room = f"{len(missing)} of {num_batches} batches to write into {folder}: {num_bytes:,} bytes, {free:,} are free"
-    print(room)
+    logger.info(room)
     if num_bytes > free:
         raise OSError(errno.ENOSPC, f"stored_states: no room: {room}. Use another disk, or fewer with --max-batches")
     manifest = description | {"num_batches": num_batches, "made": conditions()}
@@ -196,7 +193,7 @@ class StoredBatches(PackedBatches):
         if missing:
             raise ValueError(
                 f"stored_states: {len(missing)} of {self._num_stored} batches are missing in {self.folder}, the first "
-                f"{batch_path(self.folder, missing[0]).name}: go on with `python -m peagle.train.stored`"
+                f"{batch_path(self.folder, missing[0]).name}: go on with `peagle store`"
             )
         if self._num_stored < self.num_batches():
             used = np.unique(np.concatenate([*itertools.chain(*itertools.islice(self._groups(), self._num_stored))]))
@@ -224,17 +221,3 @@ class StoredBatches(PackedBatches):
         except (OSError, SafetensorError) as error:
             raise ValueError(f"stored_states: {path} is damaged ({error}): remove it and write it again") from error
         return StoredBatch(**tensors | {name: tensors[name].long() for name in _INTEGERS})
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    parser.add_argument("--max-batches", type=int, help="store the first so many batches of an epoch only")
-    args = parser.parse_intermixed_args()
-    folder = write_states(Recipe.load(args.recipe, args.overrides), max_batches=args.max_batches)
-    print(f"states written to {folder}")
-
-
-if __name__ == "__main__":
-    main()

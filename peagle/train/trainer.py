@@ -6,7 +6,6 @@ there is a single worker and nothing here does anything.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import math
@@ -173,9 +172,9 @@ class MovingAverage:
 
 
 # ====================================================================================================
-# Trains a head from a recipe; resumes by itself. On several GPUs: `python -m deployments.train` (Ray Train).
+# Trains a head from a recipe; resumes by itself. On several GPUs: `peagle train` (Ray Train).
 #
-#     python -m peagle.train.trainer configs/train/smollm2-135m.yaml [section.key=value ...]
+#     peagle train configs/train/smollm2-135m.yaml [section.key=value ...]
 #
 # Each step: the target's hidden states and logits of a packed batch (recomputed, never stored), rows by conditional
 # drop-token sampling, one pass of the drafter under the COD mask, soft cross-entropy to the target's distribution at
@@ -428,16 +427,7 @@ def memory_advice(recipe: Recipe) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+def train_head(recipe: Recipe, device: str | None = None) -> Path:
+    """Trains by a recipe and returns the head's directory; with torch.distributed started, as one of its workers."""
     torch.set_float32_matmul_precision("high")
-    head = Trainer(Recipe.load(args.recipe, args.overrides)).run()
-    print(f"head written to {head}")
-
-
-if __name__ == "__main__":
-    main()
+    return Trainer(recipe, device=device).run()

@@ -1,7 +1,7 @@
 """Training data that the target writes itself, through vLLM: its own user turns, then its own answers.
 
-    python -m peagle.vllm.generate RECIPE                                   # training prompts and answers
-    python -m peagle.vllm.generate RECIPE --prompts FILE.jsonl --out DIR    # answers to given prompts, for `evaluate`
+    peagle generate RECIPE                                   # training prompts and answers
+    peagle generate RECIPE --prompts FILE.jsonl --out DIR    # answers to given prompts, for `evaluate`
 
 `generate.num_workers` engines are dealt out to the visible GPUs in turn; several may share one, for a small model's
 steps are bound by the host. Each worker writes a part after each round, so a run that is cut short keeps what is done;
@@ -10,13 +10,11 @@ started again with the same recipe it makes only the parts that are missing.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import logging
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -158,8 +156,8 @@ def spread(count: int, share: float) -> list[bool]:
 # ====================================================================================================
 # Training data that the target writes itself, through vLLM: its own user turns, then its own answers.
 #
-#     python -m peagle.vllm.generate RECIPE                                   # training prompts and answers
-#     python -m peagle.vllm.generate RECIPE --prompts FILE.jsonl --out DIR    # answers to given prompts, for `evaluate`
+#     peagle generate RECIPE                                   # training prompts and answers
+#     peagle generate RECIPE --prompts FILE.jsonl --out DIR    # answers to given prompts, for `evaluate`
 #
 # `generate.num_workers` engines are dealt out to the visible GPUs in turn; several may share one, for a small model's
 # steps are bound by the host. Each worker writes a part after each round, so a run that is cut short keeps what is done;
@@ -208,7 +206,7 @@ def run_worker(recipe: Recipe, worker: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"round-{names[n]}.json").write_text(json.dumps(record), encoding="utf-8")
         made.save_part(folder, names[n])
-        print(json.dumps(record), flush=True)
+        logger.info(json.dumps(record))
 
 
 def visible_gpus() -> list[str]:
@@ -225,8 +223,18 @@ def worker_environment(worker: int, gpus: list[str]) -> dict[str, str]:
     return {**os.environ, **own}
 
 
-def run_all(recipe_args: list[str], recipe: Recipe) -> None:
-    """Starts the workers, waits, and writes the manifest.
+_WORKER = """
+import logging
+import sys
+from peagle.train.recipe import Recipe
+from peagle.vllm.generate import run_worker
+logging.basicConfig(level=logging.INFO, format='%(message)s')
+run_worker(Recipe.model_validate_json(sys.argv[1]), int(sys.argv[2]))
+"""
+
+
+def run_all(recipe: Recipe) -> dict[str, int]:
+    """Starts the workers, waits, and writes the manifest. Returns its totals.
 
     Raises ValueError for a wrong file of prompts and for parts made with other settings, before any engine starts;
     RuntimeError naming a worker that failed.
@@ -235,7 +243,7 @@ def run_all(recipe_args: list[str], recipe: Recipe) -> None:
     if prompts:
         read_jsonl(prompts)
     check_parts(folder, settings_hash(recipe))
-    command = [sys.executable, "-m", "peagle.vllm.generate", *recipe_args, "--worker"]
+    command = [sys.executable, "-c", _WORKER, recipe.model_dump_json()]
     gpus = visible_gpus()
     workers = [
         subprocess.Popen([*command, str(n)], env=worker_environment(n, gpus))
@@ -261,7 +269,7 @@ def run_all(recipe_args: list[str], recipe: Recipe) -> None:
             "made": conditions(),
         },
     )
-    print(json.dumps(totals))
+    return totals
 
 
 def check_parts(folder: Path, settings: str) -> None:
@@ -316,30 +324,3 @@ def answer_prompts(recipe: Recipe, file: Path, out: Path, max_tokens: int, tempe
         "made": conditions(),
     }
     write_manifest(out, manifest)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    parser.add_argument("--worker", type=int, help="run one worker only (used internally)")
-    parser.add_argument("--prompts", type=Path, help="answer the prompts of this JSONL file instead")
-    parser.add_argument("--out", type=Path, help="folder for the answers to --prompts")
-    parser.add_argument("--max-tokens", type=int, default=512, help="longest answer to --prompts, in tokens")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of the answers to --prompts; 0: greedy")
-    args = parser.parse_intermixed_args()
-    # As an interrupt from the keyboard: `finally` ends the workers.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    recipe = Recipe.load(args.recipe, args.overrides)
-    if args.prompts:
-        if not args.out:
-            parser.error("--prompts needs --out")
-        answer_prompts(recipe, args.prompts, args.out, args.max_tokens, args.temperature)
-    elif args.worker is not None:
-        run_worker(recipe, args.worker)
-    else:
-        run_all([str(args.recipe), *args.overrides], recipe)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,296 @@
+"""The command `peagle`: every program of the product is one subcommand (`python -m deployments.cli` is the same).
+
+A subcommand turns its line into the arguments of one plain function, which it imports when it runs: `peagle --help`
+loads neither torch nor Ray. ValueError and OSError are the user's errors: their message goes to standard error and the
+exit status is 1. `peagle --traceback ...` shows where any error comes from.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="peagle",
+    help="Serve LLMs with P-EAGLE speculative decoding on Ray Serve and vLLM, and train the drafters.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Config = Annotated[Path, typer.Argument(help="Ray Serve config file of the service")]
+RecipeFile = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="YAML file, such as configs/train/smollm2-135m.yaml")
+]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="recipe's settings")]
+
+
+def clock() -> Callable[[str], None]:
+    """A function that prints a message behind the seconds since now."""
+    start = time.monotonic()
+    return lambda message: typer.echo(f"[{time.monotonic() - start:5.1f} s] {message}")
+
+
+def log_to_stderr() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+
+
+@app.callback()
+def options(
+    traceback: Annotated[bool, typer.Option("--traceback", help="show where an error comes from")] = False,
+) -> None:
+    """Options of every subcommand; `main` reads them."""
+
+
+# ---- the service
+
+
+@app.command()
+def serve(
+    config: Config = Path("configs/local.yaml"),
+    detach: Annotated[bool, typer.Option("--detach", help="return when ready; Ray and the service go on")] = False,
+    timeout: Annotated[float, typer.Option(help="seconds to wait until ready")] = 900.0,
+) -> None:
+    """Start the service of CONFIG on this machine, print how to talk to it, and stop it at Ctrl-C."""
+    from deployments.up import up
+
+    up(config, detach=detach, timeout_s=timeout, say=clock())
+
+
+@app.command()
+def manifest(
+    config: Config,
+    output: Annotated[Path | None, typer.Option(help="file to write instead of standard output")] = None,
+) -> None:
+    """Write the KubeRay RayService of CONFIG."""
+    from deployments.manifest import render
+
+    text = render(config)
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        output.write_text(text, encoding="utf-8")
+
+
+@app.command()
+def view(
+    url: Annotated[str, typer.Argument(help="of the service")] = "http://127.0.0.1:8000",
+    watch: Annotated[float | None, typer.Option(metavar="SECONDS", help="show it again and again")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="PEAGLE_API_KEY", help="of a caller of the service")] = None,
+) -> None:
+    """Show workloads, their acceptance, the chosen K, drafters and autoscaling of a running service."""
+    from cluster.view import fetch, table
+
+    while True:
+        try:
+            typer.echo(table(fetch(url, api_key)))
+        except (OSError, ValueError) as error:
+            raise OSError(f"{url}/drafting does not answer: {error}") from error
+        if watch is None:
+            return
+        time.sleep(watch)
+        typer.echo()
+
+
+@app.command()
+def drafter(
+    head: Annotated[list[Path], typer.Option(help="directory of a head; again for more heads")],
+    target: Annotated[Path, typer.Option(help="directory of the target's checkpoint")],
+    host: Annotated[str, typer.Option(help="interface to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: a free one")] = 0,
+    device: Annotated[str | None, typer.Option(help="default: a GPU where there is one")] = None,
+    dtype: Annotated[str | None, typer.Option(help="default: bfloat16 on a GPU, float32 on a CPU")] = None,
+    max_num_requests: Annotated[int | None, typer.Option(help="that may be drafted for at once")] = None,
+    max_num_rows: Annotated[int | None, typer.Option(help="rows of one pass")] = None,
+    max_depth: Annotated[int | None, typer.Option(help="K_max; default: what the head was trained for")] = None,
+    cache_gib: Annotated[float | None, typer.Option(help="key/value cache of each head")] = None,
+    block_size: Annotated[int | None, typer.Option(help="tokens of one block of the cache")] = None,
+    max_context: Annotated[int | None, typer.Option(help="default: what the head's config.json says")] = None,
+) -> None:
+    """Serve a drafter by itself, without Ray.
+
+    Its address and the digests of its heads, which targets name, are printed as one line of JSON as soon as targets may
+    connect. With PEAGLE_DRAFTER_KEY in its environment only targets that name this key are let in.
+    """
+    from peagle.drafter.alone import serve_alone
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    limits = dict(
+        max_num_requests=max_num_requests,
+        max_num_rows=max_num_rows,
+        max_depth=max_depth,
+        cache_gib=cache_gib,
+        block_size=block_size,
+        max_context=max_context,
+    )
+    given = {name: value for name, value in limits.items() if value is not None}
+    raise typer.Exit(serve_alone(head, target, host=host, port=port, device=device, dtype=dtype, **given))
+
+
+# ---- targets and heads
+
+
+@app.command()
+def prepare(
+    target: Annotated[str | None, typer.Option(help="embedded target; default: smollm2-135m-instruct")] = None,
+    head: Annotated[str | None, typer.Option(help="shipped head or directory; default: that of the target")] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="default: $PEAGLE_CACHE or ~/.cache/peagle")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="hash every file that is reused")] = False,
+) -> None:
+    """Make the embedded target and its head ready to serve, and print their paths (a second with a filled cache)."""
+    from peagle.embedded import DEFAULT_TARGET, prepare_target
+    from peagle.heads import prepare_head, shipped_heads
+
+    say, target = clock(), target or DEFAULT_TARGET
+    target_dir = prepare_target(target, cache_dir, verify=verify, report=say)
+    say(f"target ready: {target_dir}")
+    head = head or (target if target in shipped_heads() else None)
+    if head is None:
+        say(f"no head ships for {target}: only the target is prepared")
+        return
+    say(f"head ready:   {prepare_head(head, target_dir, cache_dir, verify=verify, report=say)}")
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="directory with config.json and safetensors")],
+    out: Annotated[Path, typer.Argument(help="directory of the head")],
+) -> None:
+    """Convert a head of another trainer (speculators, SpecForge, EAGLE) to vLLM's own format."""
+    from peagle.formats import convert as convert_head
+
+    found = convert_head(source, out)
+    config = found.config
+    method = "EAGLE-3" if config.ptd_token_id is None else f"P-EAGLE, mask token {config.ptd_token_id}"
+    typer.echo(f"{out}: {method}, layers {config.num_hidden_layers}, taps {json.dumps(config.aux_layer_ids)}")
+    typer.echo(f"tensors written: {len(found.tensors)}; left to the target: {', '.join(found.left_out) or 'none'}")
+
+
+# ---- training
+
+
+@app.command()
+def generate(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    prompts: Annotated[Path | None, typer.Option(help="answer the prompts of this JSONL file instead")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for the answers to --prompts")] = None,
+    max_tokens: Annotated[int, typer.Option(help="longest answer to --prompts, in tokens")] = 512,
+    temperature: Annotated[float, typer.Option(help="of the answers to --prompts; 0: greedy")] = 0.0,
+) -> None:
+    """Let the target write training conversations, or answers to given prompts (what `evaluate` walks over)."""
+    if (prompts is None) != (out is None):
+        raise ValueError("--prompts needs --out, and --out needs --prompts")
+    from peagle.train.recipe import Recipe
+    from peagle.vllm.generate import answer_prompts, run_all
+
+    # As an interrupt from the keyboard: `finally` ends the workers.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    loaded = Recipe.load(recipe, overrides)
+    if prompts is not None and out is not None:
+        answer_prompts(loaded, prompts, out, max_tokens, temperature)
+    else:
+        typer.echo(json.dumps(run_all(loaded)))
+
+
+@app.command()
+def tokenize(
+    recipe: RecipeFile,
+    file: Annotated[Path, typer.Argument(help="JSONL file of conversations")],
+    out: Annotated[Path, typer.Option(help="folder of the data set")],
+) -> None:
+    """Turn conversations of a JSONL file into training data of the recipe's target."""
+    from peagle.train.data import tokenize_file
+    from peagle.train.recipe import Recipe
+
+    log_to_stderr()
+    typer.echo(json.dumps(tokenize_file(Recipe.load(recipe).target_dir(), file, out)))
+
+
+@app.command()
+def store(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    max_batches: Annotated[int | None, typer.Option(help="only so many batches of an epoch")] = None,
+) -> None:
+    """Store the target's hidden states of the recipe's batches, for `states: stored`."""
+    from peagle.train.recipe import Recipe
+    from peagle.train.stored import write_states
+
+    log_to_stderr()
+    typer.echo(f"states written to {write_states(Recipe.load(recipe, overrides), max_batches=max_batches)}")
+
+
+@app.command()
+def train(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    num_workers: Annotated[
+        int | None, typer.Option(min=1, help="through Ray Train, a GPU (or CPU) each; default: in this process")
+    ] = None,
+) -> None:
+    """Train a head by a recipe; goes on where an earlier run into the same output folder stopped."""
+    from peagle.train.recipe import Recipe
+
+    log_to_stderr()
+    Recipe.load(recipe, overrides)  # a wrong recipe is refused before torch loads
+    if num_workers is None:
+        from peagle.train.trainer import train_head
+
+        head = train_head(Recipe.load(recipe, overrides))
+    else:
+        from deployments.train import train as train_together
+
+        head = train_together(recipe, overrides or [], num_workers)
+    typer.echo(f"head written to {head}")
+
+
+@app.command()
+def evaluate(
+    head: Annotated[Path, typer.Argument(help="directory of the head")],
+    answers: Annotated[list[Path], typer.Argument(help="folders of answers, each of one temperature")],
+    target: Annotated[str, typer.Option(help="directory of the target's checkpoint")],
+    against: Annotated[Path | None, typer.Option(metavar="HEAD2", help="for the ratio of AL: HEAD / HEAD2")] = None,
+    num_draft_tokens: Annotated[int | None, typer.Option(help="default: what the heads were trained for")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="leave out answers longer than this, prompt included (counted)")
+    ] = None,
+    traces: Annotated[Path | None, typer.Option(help="write what every anchor would accept (.npz)")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for evaluation.json and evaluation.png")] = None,
+) -> None:
+    """Measure the acceptance of a head on answers of its target, for every K."""
+    from peagle.evaluate import evaluate_heads
+
+    for part in evaluate_heads(
+        head, answers, target, against=against, num_draft_tokens=num_draft_tokens, max_tokens=max_tokens,
+        traces_file=traces, out=out,
+    ):  # fmt: skip
+        typer.echo(part)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The console script. Exit status: 0; 1 with the reason on standard error; 2 for a line that cannot be read."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        app(arguments, prog_name="peagle")
+    except SystemExit as end:
+        return int(end.code or 0)
+    except (ValueError, OSError) as error:
+        if "--traceback" in arguments:
+            raise
+        typer.echo(f"error: {error}", err=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
