@@ -34,7 +34,6 @@ def documented() -> Iterator[tuple[str, str, str]]:
                 yield str(path.relative_to(ROOT)), found[1].removeprefix("python -m "), found[2]
 
 
-@pytest.mark.skip(reason="rewritten with the README, for the one command `peagle`")
 def test_documented_commands_exist() -> None:
     wrong, num_options = [], 0
     for where, program, rest in documented():
