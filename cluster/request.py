@@ -1,7 +1,8 @@
-"""Who asks: callers, known by their API keys.
+"""What a request gets: who sent it, which K and which workload.
 
-Enters: the Authorization header of a request. Leaves: a `Caller`, or an `UnknownCallerError`. Knows SHA-256 digests
-only, so the keys are in no settings object, no log and no error. Never knows: HTTP beyond this one header.
+Enters: the Authorization header, the request's `drafting` object and headers, what the request shows of itself, and the
+operator's settings. Leaves: a `Caller`, the name of a workload, and a `Drafting`; or an error that names the field and
+its range. Never knows: HTTP beyond these headers, Ray, the engine.
 """
 
 import hashlib
@@ -9,14 +10,10 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Literal, get_args
 
 # ====================================================================================================
-# Who asks: callers, known by their API keys.
-#
-# Enters: the Authorization header of a request. Leaves: a `Caller`, or an `UnknownCallerError`. Knows SHA-256 digests
-# only, so the keys are in no settings object, no log and no error. Never knows: HTTP beyond this one header.
+# Callers. Only SHA-256 digests of their keys are kept, so the keys are in no settings object, no log and no error.
 
 TagRight = Literal["allow", "refuse", "ignore"]
 
@@ -28,14 +25,14 @@ class UnknownCallerError(ValueError):
 @dataclass(frozen=True)
 class Caller:
     """One caller and what it may. `tags`: whether it may set the workload tag of a request; `workload`: where its
-    requests belong without a tag (None: found out as `cluster.request` says); `max_depth`: the largest K of its
-    requests (None: the operator's limit for all). `max_running_requests` at a time, `requests_per_minute` and
-    `tokens_per_minute` (prompt and output): its own limits, None for none."""
+    requests belong without a tag (None: as `Workloads.of` finds out); `max_k`: the largest K of its requests (None: the
+    operator's limit for all). `max_running_requests` at a time, `requests_per_minute` and `tokens_per_minute` (prompt
+    and output): its own limits, None for none."""
 
     name: str
     tags: TagRight = "refuse"
     workload: str | None = None
-    max_depth: int | None = None
+    max_k: int | None = None
     max_running_requests: int | None = None
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
@@ -75,19 +72,15 @@ def digest_of(key: str) -> str:
 
 
 # ====================================================================================================
-# Which K and which workload a request gets.
+# K and workload of a request.
 #
-# Enters: the operator's `DepthPolicy`, the request's `drafting` object and headers, its caller, and how a workload is
-# found. Leaves: a `Drafting`, or a `DraftingError` that names the field and its range. Never knows: HTTP, Ray, the
-# engine.
-#
-# K counts the draft tokens that the target verifies in a step of one request. The head proposes K_max in one pass
-# whatever K is, so K is a verification depth and 0 <= K <= K_max. What a client asks outside that range is an error;
-# what it asks inside the range but above the operator's own limit is lowered to that limit.
+# `k` is the number of drafts that are to be verified in a step of the request, `max_k` the most that the scheduler may
+# verify in one. The head proposes K_max in one pass whatever k is, so 0 <= k <= max_k <= K_max. This is checked here and
+# nowhere else: what a client asks outside 0..K_max is an error, what it asks above the operator's limit is lowered to it.
 
 DEFAULT_WORKLOAD = "default"
-K_HEADER = "x-drafting-k"
-WORKLOAD_HEADER = "x-drafting-workload"
+K_HEADER = "X-Drafting-K"
+WORKLOAD_HEADER = "X-Drafting-Workload"
 
 Source = Literal["request", "workload", "default", "learned", "probe"]
 SOURCES: tuple[Source, ...] = get_args(Source)
@@ -123,28 +116,26 @@ def _tag_or_default(tag: str | None) -> str:
 
 @dataclass(frozen=True)
 class DepthPolicy:
-    """The operator's choice of K. Every depth counts draft tokens; 0 means that nothing is verified.
-
-    `max_draft_tokens` is K_max (0 when the target runs without a drafter), `max_depth` the most a request gets.
-    """
+    """The operator's choice of K. `max_draft_tokens` is K_max, 0 when the target runs without a drafter; `max_k` the
+    most that a request gets."""
 
     max_draft_tokens: int
-    max_depth: int
-    default_depth: int
+    max_k: int
+    default_k: int
     by_workload: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.max_depth <= self.max_draft_tokens:
-            raise ValueError(f"max_depth {self.max_depth} is outside 0..{self.max_draft_tokens}")
-        for name, depth in {"default_depth": self.default_depth, **self.by_workload}.items():
-            if not 0 <= depth <= self.max_depth:
-                raise ValueError(f"the depth of {name!r} is {depth}, outside 0..{self.max_depth}")
+        if not 0 <= self.max_k <= self.max_draft_tokens:
+            raise ValueError(f"max_k {self.max_k} is outside 0..{self.max_draft_tokens}")
+        for name, k in {"default_k": self.default_k, **self.by_workload}.items():
+            if not 0 <= k <= self.max_k:
+                raise ValueError(f"K of {name!r} is {k}, outside 0..{self.max_k}")
 
-    def depth_of(self, workload: str) -> tuple[int, Source]:
+    def k_of(self, workload: str) -> tuple[int, Source]:
         """K of a workload and where it comes from."""
         if workload in self.by_workload:
             return self.by_workload[workload], "workload"
-        return self.default_depth, "default"
+        return self.default_k, "default"
 
 
 @dataclass(frozen=True)
@@ -153,15 +144,13 @@ class Drafting:
 
     Attributes:
         workload: what its acceptance is counted under.
-        k: drafts verified per step.
+        k: drafts verified per step; where `max_k` is more, what is planned at the load of its arrival.
         source: what chose K: the `request`, the operator's table by `workload`, the `default`, or what was `learned`;
             `probe`: learned, but for this request deeper, to see what lies there.
         reason: why, in words; "" where the source says all.
         survival: S_1, S_2, ... on which a learned K rests, by which the engine may trim it under load; () otherwise.
         expected_tpot_s: seconds per output token that a learned K was expected to give.
-        max_k: the most drafts of a step, where the engine weighs at every step which of them pay, by `survival`; k then
-            says what is planned at the load of its arrival. None: no step has more than k.
-        limit: the largest K that its caller may have, where it has a limit of its own.
+        max_k: the most drafts of a step: k, unless the engine weighs at every step which of them pay, by `survival`.
     """
 
     workload: str
@@ -170,25 +159,22 @@ class Drafting:
     reason: str = ""
     survival: tuple[float, ...] = ()
     expected_tpot_s: float | None = None
-    max_k: int | None = None
-    limit: int | None = field(default=None, compare=False)
+    max_k: int = None  # type: ignore[assignment]  # k where it is not given
 
-    @property
-    def most(self) -> int:
-        """Drafts that a step of the request may verify."""
-        return self.k if self.max_k is None else self.max_k
+    def __post_init__(self) -> None:
+        if self.max_k is None:
+            object.__setattr__(self, "max_k", self.k)
 
     def to_wire(self) -> dict[str, Any]:
-        """The form in which the ingress hands its decision to the target, inside the request's `drafting` field."""
-        wire: dict[str, Any] = {"workload": self.workload, "k": self.k, "source": self.source}
+        """The form in which the ingress hands its decision to the target, inside the request's `drafting` field, and
+        in which the answer shows it."""
+        wire: dict[str, Any] = {"workload": self.workload, "k": self.k, "max_k": self.max_k, "source": self.source}
         if self.reason:
             wire["reason"] = self.reason
         if self.survival:
             wire["survival"] = list(self.survival)
         if self.expected_tpot_s is not None:
             wire["expected_tpot_ms"] = round(1000 * self.expected_tpot_s, 3)
-        if self.max_k is not None:
-            wire["max_k"] = self.max_k
         return wire
 
 
@@ -214,30 +200,49 @@ def resolve(
         DraftingError: unknown key, wrong type, K outside 0..K_max, malformed tag, or header and body disagree.
         ForbiddenTagError: a tag from a caller that may not set one.
     """
-    body = _checked_object(requested)
+    if requested is not None and not isinstance(requested, Mapping):
+        raise DraftingError("drafting", f"drafting must be an object with k and workload, not {requested!r:.80}")
+    body = requested or {}
+    if unknown := [key for key in body if key not in _REQUEST_KEYS]:
+        name = f"drafting.{unknown[0]!s:.80}"
+        raise DraftingError(name, f"unknown field {name}: drafting has the fields k and workload")
     by_header = {name.lower(): value for name, value in (headers or {}).items()}
-    body_tag, header_tag = body.get("workload"), by_header.get(WORKLOAD_HEADER)
-    body_k, header_k = body.get("k"), by_header.get(K_HEADER)
-
-    tag = _one_of(
-        ("drafting.workload", None if body_tag is None else _checked_tag("drafting.workload", body_tag)),
-        ("X-Drafting-Workload", None if header_tag is None else _checked_tag("X-Drafting-Workload", header_tag)),
+    header_k = by_header.get(K_HEADER.lower())
+    if header_k is not None and _INTEGER.fullmatch(header_k.strip()):
+        header_k = int(header_k)  # else it fails the check with its own text in the message
+    tag = _agreed(
+        {"drafting.workload": body.get("workload"), WORKLOAD_HEADER: by_header.get(WORKLOAD_HEADER.lower())},
+        lambda value: isinstance(value, str) and is_workload_tag(value),
+        "1 to 64 letters, digits or . _ : - starting with a letter or digit",
     )
-    k = _one_of(
-        ("drafting.k", None if body_k is None else _checked_k("drafting.k", body_k, policy)),
-        ("X-Drafting-K", None if header_k is None else _checked_k("X-Drafting-K", _parsed(header_k), policy)),
+    most = policy.max_draft_tokens
+    k = _agreed(
+        {"drafting.k": body.get("k"), K_HEADER: header_k},
+        lambda value: type(value) is int and 0 <= value <= most,
+        f"an integer from 0 to {most}" if most else "0, because this model is served without a drafter",
     )
     if tag is not None and caller.tags == "refuse":
-        name = "X-Drafting-Workload" if body_tag is None else "drafting.workload"
+        name = WORKLOAD_HEADER if body.get("workload") is None else "drafting.workload"
         raise ForbiddenTagError(name, f"the caller {caller.name} may not set {name}: leave it out")
     if caller.tags == "ignore":
         tag = None
     workload = caller.workload if tag is None and caller.workload is not None else workload_of(tag)
-    depth, source = policy.depth_of(workload)
-    if k is not None:
-        depth, source = min(k, policy.max_depth), "request"
-    limit = caller.max_depth
-    return Drafting(workload, depth if limit is None else min(depth, limit), source, limit=limit)
+    chosen, source = policy.k_of(workload) if k is None else (min(k, policy.max_k), "request")
+    return Drafting(workload, chosen if caller.max_k is None else min(chosen, caller.max_k), source)
+
+
+def _agreed(values: Mapping[str, Any], is_valid: Callable[[Any], bool], rule: str) -> Any:
+    """The value that the body or a header gives, None where neither does. `values`: by the name it was sent under.
+
+    Raises DraftingError for one that is not valid, or two that differ."""
+    given = {name: value for name, value in values.items() if value is not None}
+    for name, value in given.items():
+        if not is_valid(value):
+            raise DraftingError(name, f"{name} must be {rule}, not {value!r:.80}")
+    if len(given) == 2 and len(set(given.values())) == 2:
+        (name, value), (header, other) = given.items()
+        raise DraftingError(name, f"{name} is {value!r} but the header {header} says {other!r}: send one, or the same")
+    return next(iter(given.values()), None)
 
 
 def is_decided(requested: Any) -> bool:
@@ -250,88 +255,32 @@ def from_wire(policy: DepthPolicy, requested: Any, workload_of: WorkloadOf = _ta
     deployment handle past the ingress, which gets the same defaults.
 
     Raises:
-        DraftingError: as `resolve`.
+        DraftingError: as `resolve`, or a `source` that the ingress does not write.
     """
     if not is_decided(requested):
         return resolve(policy, requested, workload_of=workload_of)
-    source = requested["source"]
-    if source not in SOURCES:
-        raise DraftingError("drafting.source", f"drafting.source is {source!r}; only the ingress sets it")
-    k = _checked_k("drafting.k", requested.get("k"), policy)
-    tag = _checked_tag("drafting.workload", requested.get("workload"))
-    tpot_ms, max_k = requested.get("expected_tpot_ms"), requested.get("max_k")
+    if requested["source"] not in SOURCES or not {"workload", "k", "max_k"} <= requested.keys():
+        raise DraftingError(
+            "drafting.source", f"drafting.source is {requested['source']!r:.80}: only the ingress sets it"
+        )
+    tpot_ms = requested.get("expected_tpot_ms")
     return Drafting(
-        workload_of(tag),
-        min(k, policy.max_depth),
-        source,
-        str(requested.get("reason", "")),
-        _checked_survival(requested.get("survival", ()), policy),
-        None if tpot_ms is None else float(tpot_ms) / 1000,
-        None if max_k is None else min(_checked_k("drafting.max_k", max_k, policy), policy.max_depth),
+        workload_of(requested["workload"]),
+        requested["k"],
+        requested["source"],
+        requested.get("reason", ""),
+        tuple(requested.get("survival", ())),
+        None if tpot_ms is None else tpot_ms / 1000,
+        requested["max_k"],
     )
 
 
-def _checked_object(requested: Any) -> Mapping[str, Any]:
-    if requested is None:
-        return {}
-    if not isinstance(requested, Mapping):
-        raise DraftingError("drafting", f"drafting must be an object with k and workload, not {requested!r:.80}")
-    for key in requested:
-        if key not in _REQUEST_KEYS:
-            raise DraftingError(
-                f"drafting.{key}", f"unknown field drafting.{key!s:.80}: drafting has the fields k and workload"
-            )
-    return requested
-
-
-def _checked_tag(name: str, tag: Any) -> str:
-    if not isinstance(tag, str) or not is_workload_tag(tag):
-        raise DraftingError(
-            name, f"{name} must be 1 to 64 letters, digits or . _ : - starting with a letter or digit, not {tag!r:.80}"
-        )
-    return tag
-
-
-def _checked_survival(survival: Any, policy: DepthPolicy) -> tuple[float, ...]:
-    values = survival if isinstance(survival, list | tuple) else [None]
-    numbers = all(isinstance(value, int | float) and 0 <= value <= 1 for value in values)
-    if not numbers or len(values) > policy.max_draft_tokens or any(a < b for a, b in pairwise(values)):
-        raise DraftingError("drafting.survival", f"drafting.survival is {survival!r:.80}; only the ingress sets it")
-    return tuple(map(float, values))
-
-
-def _checked_k(name: str, k: Any, policy: DepthPolicy) -> int:
-    allowed = f"an integer from 0 to {policy.max_draft_tokens}"
-    if policy.max_draft_tokens == 0:
-        allowed = "0, because this model is served without a drafter"
-    if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= policy.max_draft_tokens:
-        raise DraftingError(name, f"{name} must be {allowed}, not {k!r:.80}")
-    return k
-
-
-def _parsed(text: str) -> int | str:
-    """A header's integer, or its text as it is, which then fails the check with the text in the message."""
-    return int(text) if _INTEGER.fullmatch(text.strip()) else text
-
-
-def _one_of(body: tuple[str, Any], header: tuple[str, Any]) -> Any:
-    if body[1] is not None and header[1] is not None and body[1] != header[1]:
-        raise DraftingError(
-            body[0], f"{body[0]} is {body[1]!r} but the header {header[0]} says {header[1]!r}: send one, or the same"
-        )
-    return header[1] if body[1] is None else body[1]
-
-
 # ====================================================================================================
-# Which workload a request belongs to.
+# Which workload a request belongs to: its tag, else the workload of the model alias that it names, else the fingerprint
+# of its system prompt, else `default`.
 #
-# Enters: what a request shows of itself (its tag, the model id it names, its system prompt) and the operator's names.
-# Leaves: the name of a workload. Never knows: HTTP, keys, K.
-#
-# The first of these decides: the tag (the caller's right to set one is checked before, in `cluster.request`), the
-# workload of the model alias that the request names, the fingerprint of the system prompt, else `default`. Acceptance is
-# learned per workload, so their number is bounded: the least recently used one makes room, and only for a name that is
-# asked for more often than it. Frequency is counted in requests, not in seconds, so no clock is needed.
+# Acceptance is learned per workload, so their number is bounded: the least recently used one makes room, and only for a
+# name that is asked for more often than it. Frequency is counted in requests, not in seconds, so no clock is needed.
 
 MAX_NUM_WORKLOADS = 64
 FINGERPRINT_PREFIX = "sys-"
