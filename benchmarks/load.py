@@ -218,7 +218,7 @@ class Rig:
 
 def extra_args(drafting: Drafting, survival: Sequence[float]) -> dict[str, Any]:
     """What a request tells the engine, as `deployments.target` does, and the acceptance that its drafts get."""
-    told = {SYNTHETIC_KEY: list(survival), DEPTH_KEY: drafting.most, WORKLOAD_KEY: drafting.workload}
+    told = {SYNTHETIC_KEY: list(survival), DEPTH_KEY: drafting.max_k, WORKLOAD_KEY: drafting.workload}
     return told | ({SURVIVAL_KEY: list(drafting.survival)} if drafting.survival else {})
 
 

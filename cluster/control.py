@@ -52,14 +52,14 @@ def _described(times: StepTimes) -> str:
 def fixed_document(policy: DepthPolicy, model: str) -> dict[str, Any]:
     """What `DepthControl.document` says where K is fixed: the operator's table, and nothing learned."""
     nothing: dict[str, list[float]] = {"mean": [], "low": [], "high": []}
-    table = {**policy.by_workload, DEFAULT_WORKLOAD: policy.depth_of(DEFAULT_WORKLOAD)[0]}
+    table = {**policy.by_workload, DEFAULT_WORKLOAD: policy.k_of(DEFAULT_WORKLOAD)[0]}
     workloads = [
         {
             "workload": name,
             "num_requests": 0.0,
             "num_steps": 0.0,
             "k": k,
-            "source": policy.depth_of(name)[1],
+            "source": policy.k_of(name)[1],
             "reason": "",
             "acceptance_length": None,
             "survival": nothing,
@@ -97,7 +97,7 @@ class DepthControl:
         self.times = times
         self.book = AcceptanceBook(policy.max_draft_tokens, split_share=split_share)
         self._costs = LiveCosts(times, MAX_REPORT_AGE_S) if times.measured else None
-        self._chooser = DepthChooser(times, policy.max_depth, objectives=objectives or {})
+        self._chooser = DepthChooser(times, policy.max_k, objectives=objectives or {})
         # An engine with measured times weighs every draft at every step, by the load of that step, and does it for
         # throughput alone: for that a K of arrival could only hold it back, for other objectives it is what counts.
         self._lets_steps_decide = times.measured and not objectives
@@ -131,12 +131,12 @@ class DepthControl:
             if self._costs.take(said, now_s):
                 self._chooser.use(self._costs.curves)
 
-    def settle(self, drafting: Drafting, now_s: float) -> Drafting:
-        """`drafting` as it is where the request or the operator fixed K; else with the K that is best.
+    def settle(self, drafting: Drafting, now_s: float, max_k: int | None = None) -> Drafting:
+        """`drafting` as it is where the request or the operator fixed K; else with the K that is best, at most `max_k`
+        (the limit of the request's caller; None: the operator's).
 
         Where the engines trim every step and throughput is all that is asked for, a learned K is what the load of the
-        moment calls for, and the request may be verified deeper later (`Drafting.max_k`). The limit that the caller
-        has is kept.
+        moment calls for, and the request may be verified deeper later (`Drafting.max_k`).
         """
         if drafting.source != "default":
             return drafting
@@ -149,19 +149,19 @@ class DepthControl:
         settled = self._drafting(drafting.workload, choice)
         if choice.source != "probe":
             self._choices[drafting.workload] = settled
-        if drafting.limit is not None and settled.max_k is not None:
-            settled = dataclasses.replace(settled, max_k=min(settled.max_k, drafting.limit))
-        if drafting.limit is not None and settled.k > drafting.limit:
-            reason = f"{settled.reason}; the caller's limit"  # the time per token that was expected is of another K
-            return dataclasses.replace(settled, k=drafting.limit, reason=reason, expected_tpot_s=None)
-        return settled
+        if max_k is None or settled.max_k <= max_k:
+            return settled
+        if settled.k <= max_k:
+            return dataclasses.replace(settled, max_k=max_k)
+        reason = f"{settled.reason}; the caller's limit"  # the time per token that was expected is of another K
+        return dataclasses.replace(settled, k=max_k, max_k=max_k, reason=reason, expected_tpot_s=None)
 
     def _drafting(self, workload: str, choice: Choice) -> Drafting:
         # A probe must be verified to its end, so the engine gets no survival by which it could trim it.
         survival = () if choice.source == "probe" else tuple(round(value, 4) for value in choice.survival)
         # With K = 0 the drafter's pass is left out, which steps that may draft could not do.
         is_weighed = self._lets_steps_decide and choice.source == "learned" and choice.k > 0
-        max_k = self.policy.max_depth if is_weighed else None
+        max_k = self.policy.max_k if is_weighed else choice.k
         return Drafting(workload, choice.k, choice.source, choice.reason, survival, choice.expected_tpot_s, max_k)
 
     def document(self, now_s: float) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class DepthControl:
             survival = self.book.survival(name)
             pinned = self.policy.by_workload.get(name)
             chosen = self._choices.get(name)
-            k = pinned if pinned is not None else self.policy.default_depth if chosen is None else chosen.k
+            k = pinned if pinned is not None else self.policy.default_k if chosen is None else chosen.k
             workloads.append(
                 {
                     "workload": name,

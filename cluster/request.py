@@ -75,8 +75,9 @@ def digest_of(key: str) -> str:
 # K and workload of a request.
 #
 # `k` is the number of drafts that are to be verified in a step of the request, `max_k` the most that the scheduler may
-# verify in one. The head proposes K_max in one pass whatever k is, so 0 <= k <= max_k <= K_max. This is checked here and
-# nowhere else: what a client asks outside 0..K_max is an error, what it asks above the operator's limit is lowered to it.
+# verify in one. The head proposes K_max in one pass whatever k is, so 0 <= k <= max_k <= K_max. This is checked here
+# and nowhere else: what a client asks outside 0..K_max is an error, what it asks above the operator's limit is lowered
+# to it.
 
 DEFAULT_WORKLOAD = "default"
 K_HEADER = "X-Drafting-K"

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from cluster.acceptance import MAX_SOURCE_WORKLOADS, AcceptanceBook, Ledger, Report, Survival
 from cluster.capacity import Capacity, CapacityModel, PassTimes, Traffic
-from cluster.settings import AutoscalingSettings, ReplicaRange
+from cluster.settings import STALE_AFTER_S, AutoscalingSettings, ReplicaRange
 from cluster.step_time import StepTimes
 from cluster.traffic import CounterBook, CounterExport, Limits, Rate, Reading, TrafficHistory, WorkloadTotals
 from cluster.transfer import as_drawn
@@ -215,6 +215,15 @@ def _distance(one: Survival, other: Survival) -> float:
 # interval of acceptance or a backlog bears it out, and beyond that by at most `max_change` a decision. On missing data:
 # as many as the queue length asks for, and never fewer than there are.
 
+DEAD_BAND = 0.9
+"""A replica goes only when the demand fits in the others at this share of the utilisation."""
+
+MAX_CHANGE = 0.2
+"""The most that a change of acceptance or mix moves a count in one decision, as a share."""
+
+DRAIN_S = 60.0
+"""Within what time a backlog is to be gone, by replicas that run full."""
+
 MIN_STEPS = 100.0
 """Independent verification steps of all workloads together below which acceptance is not known."""
 
@@ -294,12 +303,12 @@ def _by_acceptance(
     arriving = sum(one.requests_per_s * one.output_tokens for one in workloads)
     known = inputs.num_reporting + inputs.num_unusable
     arriving *= known / inputs.num_reporting * (1.0 + inputs.growth)
-    backlog = _backlog_tokens(inputs, capacity, arriving, used, settings) / settings.drain_s
+    backlog = _backlog_tokens(inputs, capacity, arriving, used, settings) / DRAIN_S
     # A backlog is worked off by full replicas: `utilisation` is for traffic that lasts.
     drained = (arriving + backlog) / used if backlog else 0.0
     planned = arriving / (settings.utilisation * used)
     needed = max(planned, drained) + settings.spare_replicas
-    sparse = max(planned / settings.dead_band, drained) + settings.spare_replicas
+    sparse = max(planned / DEAD_BAND, drained) + settings.spare_replicas
     demand = arriving + backlog
     may_shrink = _may_shrink(inputs, settings)
     target, why = _with_dead_band(needed, sparse, pool, settings.target, settings, may_shrink)
@@ -347,7 +356,7 @@ def _used(
     """
     value, before = capacity.tokens_per_s, inputs.capacity_before
     num_steps = sum(one.num_steps for one in inputs.workloads)
-    max_change = settings.max_change if num_steps >= MIN_STEPS else 0.0
+    max_change = MAX_CHANGE if num_steps >= MIN_STEPS else 0.0
     steps = _within(capacity.drafted_steps_per_token, inputs.steps_before, max_change)
     # Requests that pile up say the same as a capacity that falls: two witnesses need no caution.
     is_borne_out = value < (before or 0.0) and _excess(inputs, capacity) > 0
@@ -432,11 +441,11 @@ def _drafters(
         return None
     if passes is None or inputs.drafter is None:
         return _in_proportion(target, inputs, settings, may_shrink=not may_shrink)
-    needed = passes_per_s / (settings.drafter_utilisation * passes.passes_per_s())
+    needed = passes_per_s / (0.6 * passes.passes_per_s())
     kept = may_shrink
     if inputs.drafter.num_running < inputs.drafter.num_wanted:
         kept = "drafters are starting"
-    return _with_dead_band(needed, needed / settings.dead_band, inputs.drafter, settings.drafter, settings, kept)[0]
+    return _with_dead_band(needed, needed / DEAD_BAND, inputs.drafter, settings.drafter, settings, kept)[0]
 
 
 def _parts(arriving: float, backlog: float, growth: float) -> str:
@@ -546,10 +555,6 @@ class ScalingPolicy:
     ) -> None:
         if times is None and settings.policy == "acceptance":
             raise ValueError("autoscaling.policy is acceptance, which needs step times: set depth.step_times")
-        if times is not None and not times.measured and settings.policy == "acceptance":
-            raise ValueError(
-                "autoscaling.policy is acceptance, which needs step times that were measured on this engine"
-            )
         # The log's header rounds times, and a replay must see the very numbers that were decided on.
         times = None if times is None else StepTimes.from_document(times.to_document())
         self.settings, self._times, self._passes = settings, times, passes
@@ -640,7 +645,7 @@ class ScalingPolicy:
 
     def _inputs(self, observation: Observation, now_s: float) -> Inputs:
         settings, memory = self.settings, self._memory
-        reporting, unusable, _ = self._counters.usable(now_s, settings.stale_after_s, observation.running)
+        reporting, unusable, _ = self._counters.usable(now_s, STALE_AFTER_S, observation.running)
         workloads = []
         rates = self._traffic.rates(now_s)
         for name, rate in rates.items():

@@ -152,7 +152,7 @@ def _unknown_key(path: str, model: type[BaseModel]) -> str:
         if key in inner.model_fields
     ]
     hint = f"; did you mean {listed(deeper)}?" if deeper else nearest(key, model.model_fields)
-    return f"unknown key {path}{hint or ';'} Valid keys here: {', '.join(model.model_fields)}"
+    return f"unknown key {path}{hint or '.'} Valid keys here: {', '.join(model.model_fields)}"
 
 
 def _model_at(model: type[BaseModel], keys: list[str]) -> type[BaseModel]:
@@ -198,7 +198,7 @@ class Head(Protocol):
 
 @dataclass(frozen=True)
 class Catalog:
-    """Embedded models; the folder of shipped heads (one folder a head); how the config of a head's folder is read, which
+    """Embedded models; the folder of shipped heads (one folder a head); what reads the config of a head's folder, and
     raises ValueError; names of the engine's arguments (None: not checked); environment variables."""
 
     embedded_models: Collection[str]
@@ -652,8 +652,8 @@ class AutoscalingSettings(Section):
             problems.append(".scale_to_zero is true: autoscaling.target.min must then be 0")
         if self.downscale_delay_s <= STALE_AFTER_S:
             problems.append(
-                f".downscale_delay_s is {self.downscale_delay_s:g}: it must be more than {STALE_AFTER_S:g}, after which "
-                "a silent replica counts as missing, or replicas that fall silent look like traffic that went away"
+                f".downscale_delay_s is {self.downscale_delay_s:g}: it must be more than {STALE_AFTER_S:g}, after "
+                "which a silent replica counts as missing, or silence would look like traffic that went away"
             )
         if self.policy == "queue_length" and self.max_tpot_ms is not None:
             problems.append(".max_tpot_ms is read by the acceptance policy only: write policy: acceptance")

@@ -24,7 +24,7 @@ from deployments.ingress import ENDPOINTS, Ingress, make_api
 from deployments.names import DRAFTER_NAME, INGRESS_NAME, TARGET_NAME
 from deployments.target import TargetServer
 from deployments.telemetry import step_times
-from peagle.checkpoint import check_head
+from peagle.checkpoint import check_head, read_head_config
 from peagle.embedded import embedded_targets
 
 HEALTH_CHECK_PERIOD_S = 2.0
@@ -98,7 +98,8 @@ def catalog() -> Catalog:
     from vllm.entrypoints.launchers.cli_args import FrontendArgs
 
     names = {field.name for record in (AsyncEngineArgs, FrontendArgs) for field in dataclasses.fields(record)}
-    return Catalog(frozenset(embedded_targets()), Path(peagle.heads.__file__).parent, frozenset(names))
+    heads_dir = Path(peagle.heads.__file__).parent
+    return Catalog(frozenset(embedded_targets()), heads_dir, read_head_config, frozenset(names))
 
 
 def check_files(settings: ClusterSettings) -> None:

@@ -33,7 +33,7 @@ from ray.serve.config import AutoscalingContext
 from cluster.capacity import PassTimes
 from cluster.scaling import Decision, Observation, Pool, Reading, ScalingPolicy
 from cluster.settings import AutoscalingSettings, ClusterSettings, ReplicaRange
-from cluster.step_time import StepTimes
+from cluster.step_time import StepTimes, default_step_times
 
 # ====================================================================================================
 # What autoscaling says and hears: small documents in Ray's own key-value store, and the file of decisions.
@@ -82,8 +82,7 @@ class ClusterBoard:
 
 
 class DecisionLog:
-    """Appends the lines of `ScalingPolicy.take_log` to a file, which `benchmarks.scaling_replay` reads. Each file begins
-    with the settings."""
+    """Appends the lines of `ScalingPolicy.take_log` to a file. Each file begins with the settings."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_LOG_BYTES) -> None:
         self.path, self._max_bytes = path, max_bytes
@@ -198,14 +197,14 @@ def drafter_autoscaling(settings: ClusterSettings) -> dict[str, Any] | None:
 def policy_kwargs(settings: ClusterSettings, scaling: AutoscalingSettings) -> dict[str, Any]:
     """What `TargetAutoscaler` is made from, as JSON. Raises ValueError as `ScalingPolicy` does."""
     by_acceptance = scaling.policy == "acceptance"
-    times = settings.depth.times(settings.max_draft_tokens) if by_acceptance else None
-    passes = None if scaling.pass_times is None else PassTimes.load(scaling.pass_times)
+    times = default_step_times(settings.max_draft_tokens) if by_acceptance else None
+    passes: PassTimes | None = None
     depths = settings.depth_policy()
     limits = {
         "max_num_seqs": settings.engine.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS),
-        "max_depth": depths.max_depth,
+        "max_depth": depths.max_k,
         "pinned": dict(settings.depth.by_workload),
-        "pinned_default": depths.default_depth if settings.depth.policy == "fixed" else None,
+        "pinned_default": depths.default_k if settings.depth.policy == "fixed" else None,
     }
     max_ongoing = settings.target.max_ongoing_requests
     ScalingPolicy(scaling, times, max_ongoing_requests=max_ongoing, passes=passes, **limits)
@@ -401,7 +400,7 @@ class TargetAutoscaler:
 
     def _started(self, ctx: AutoscalingContext, settings: AutoscalingSettings) -> Exchange:
         board = self._board or ClusterBoard(ctx.app_name or "")
-        path = Path(settings.log) if settings.log else Path(str(get_serve_logs_dir())) / LOG_NAME
+        path = Path(str(get_serve_logs_dir())) / LOG_NAME
         exchange = Exchange(board, (DRAFTERS, ASKED), DecisionLog(path))
         if self._board is None:
             exchange.start(self)

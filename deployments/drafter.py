@@ -19,7 +19,7 @@ import torch
 from ray import serve
 
 import peagle.heads
-from cluster.settings import ROW_DTYPES, SHARED_SHAPE, ClusterSettings, DrafterSettings, swapped
+from cluster.settings import ROW_DTYPES, SHARED_SHAPE, Catalog, ClusterSettings, DrafterSettings, swapped
 from deployments.engine_config import head_directory, local_directory, target_source
 from deployments.telemetry import DrafterReport, LiveHead
 from peagle.checkpoint import read_head_config
@@ -197,7 +197,8 @@ class DrafterReplica:
         async with self._swapping:
             try:
                 # Over the settings, not over the heads that are live: a replica that starts now has never had those.
-                asked = swapped(self._settings, user_config or {}, Path(peagle.heads.__file__).parent)
+                catalog = Catalog((), Path(peagle.heads.__file__).parent, read_head_config)
+                asked = swapped(self._settings, user_config or {}, catalog)
                 for index, head in (await asyncio.to_thread(self._load_changed, asked)).items():
                     await asyncio.to_thread(self._server.swap, index, head.runtime, head.served)
                     before, self._heads[index] = self._heads[index], head

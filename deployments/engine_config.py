@@ -119,7 +119,6 @@ def engine_config(
         dtype=dtype,
         async_scheduling=not on_cpu(settings),
         on_cpu=on_cpu(settings),
-        full_graph_depths=None if drafter is None else settings.target.full_graph_depths,
         remote=None if links is None else RemoteSettings(links.min_deadline_ms / 1000, links.max_deadline_ms / 1000),
         extra=extra,
     )

@@ -190,13 +190,14 @@ class Ingress(OpenAiIngress):
 
     def _decide(self, body: Body, asked_model: str, raw_request: Request | None) -> None:
         """Replace what the client asked for by the decision on workload and K."""
+        caller = caller_of(raw_request)
         try:
             check_body(body)
             drafting = resolve(
                 self._policy,
                 (body.model_extra or {}).get("drafting"),
                 None if raw_request is None else raw_request.headers,
-                caller_of(raw_request),
+                caller,
                 lambda tag: self._workloads.of(tag, asked_model, prompt_of_application(body)),
             )
         except ForbiddenTagError as error:
@@ -204,7 +205,7 @@ class Ingress(OpenAiIngress):
         except DraftingError as error:
             raise ApiError(400, error.message, param=error.field) from error
         if self._control is not None:
-            drafting = self._control.settle(drafting, time.monotonic())
+            drafting = self._control.settle(drafting, time.monotonic(), caller.max_k)
         body.drafting = drafting.to_wire()  # type: ignore[union-attr]
 
     async def _first(self, answer: AsyncGenerator[Any, None]) -> Any:

@@ -162,7 +162,7 @@ class TargetServer(LLMServer):
             drafting = self._control.settle(drafting, time.monotonic())
         request.vllm_xargs = {
             **(request.vllm_xargs or {}),
-            DEPTH_KEY: drafting.most,
+            DEPTH_KEY: drafting.max_k,
             WORKLOAD_KEY: drafting.workload,
             **({HEAD_KEY: self._remote.head_index(drafting.workload)} if self._remote is not None else {}),
             **({SURVIVAL_KEY: list(drafting.survival)} if drafting.survival else {}),

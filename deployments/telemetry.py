@@ -21,7 +21,7 @@ from ray.util.metrics import Counter
 from cluster.acceptance import Counts, Report
 from cluster.control import DepthControl, Observation
 from cluster.settings import ClusterSettings
-from cluster.step_time import Corrections, StepTimes
+from cluster.step_time import Corrections, StepTimes, default_step_times
 from cluster.traffic import CounterExport, WorkloadTotals
 from peagle.vllm.acceptance import DraftingRecorder, DraftingStats, RequestDrafting
 
@@ -425,15 +425,11 @@ def make_control(settings: ClusterSettings, times: StepTimes | None) -> DepthCon
 
 
 def step_times(settings: ClusterSettings) -> StepTimes | None:
-    """What K is chosen by; None where it is fixed. Raises ValueError for an unusable file."""
+    """What K is chosen by; None where it is fixed."""
     if settings.depth.policy == "fixed" or settings.max_draft_tokens == 0:
         return None
-    depths = settings.target.full_graph_depths
-    if depths is not None:
-        depths = [*depths, settings.max_draft_tokens]  # which always has full graphs
-    if settings.engine.get("enforce_eager"):
-        depths = []
-    return settings.depth.times(settings.max_draft_tokens, on_gpu=settings.target.has_gpu, full_graph_depths=depths)
+    depths = [] if settings.engine.get("enforce_eager") else None
+    return default_step_times(settings.max_draft_tokens, on_gpu=settings.target.has_gpu, full_graph_depths=depths)
 
 
 def observation(report: ReplicaReport) -> Observation:

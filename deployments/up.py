@@ -26,6 +26,7 @@ from ray.serve.schema import ServeDeploySchema
 
 import peagle.heads
 from cluster.settings import Catalog, ClusterSettings, load_settings
+from peagle.checkpoint import read_head_config
 from peagle.embedded import embedded_targets
 
 POLL_INTERVAL_S = 1.0
@@ -96,7 +97,7 @@ def read_config(path: Path) -> tuple[dict[str, Any], ClusterSettings]:
         raise UpError(f"{path} is not a Ray Serve config file: {error}") from error
     if not config["applications"]:
         raise UpError(f"{path}: applications is empty, there is nothing to serve")
-    catalog = Catalog(frozenset(embedded_targets()), Path(peagle.heads.__file__).parent)
+    catalog = Catalog(frozenset(embedded_targets()), Path(peagle.heads.__file__).parent, read_head_config)
     return config, load_settings(config["applications"][0].get("args") or {}, catalog, os.environ)
 
 

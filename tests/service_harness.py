@@ -23,6 +23,8 @@ from deployments.names import APP_NAME
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CONFIG = CONFIGS / "local.yaml"
+COLOCATED = {"placement": "colocated", "replicas": None}
+FIXED = {"policy": "fixed", "default": 5, "by_workload": {"code": 7, "chat": 5}}
 READY_TIMEOUT_S = 300.0
 QUESTION = [{"role": "user", "content": "Write a Python function that returns the sum of a list."}]
 PROMPTS = [

@@ -24,6 +24,7 @@ from peagle.drafter.kvcache import Counters
 from peagle.drafter.server import ServerStats
 from peagle.vllm.acceptance import DEPTH_KEY
 from tests.test_control import POLICY, control, observation
+from tests.test_settings import HEAD
 
 
 class Handle:
@@ -138,7 +139,7 @@ class Heads:
 @pytest.fixture
 def drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A drafter replica that was built with the heads a, and b for code; what it may have instead is there too."""
-    config = {"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 9, "num_depths": 7}
+    config = HEAD
     for name in ("a", "b", "c", "d", "broken"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
@@ -202,7 +203,7 @@ def admitted(control: Any, drafting: Any) -> Any:
         _policy=POLICY, _aliases={}, _workloads=Workloads(), _control=control, _remote=None, _model_id="m"
     )
     decided = TargetServer._admit(replica, body)
-    assert body.vllm_xargs[DEPTH_KEY] == decided.most, "what the engine's scheduler reads"
+    assert body.vllm_xargs[DEPTH_KEY] == decided.max_k, "what the engine's scheduler reads"
     return decided
 
 
@@ -211,14 +212,14 @@ def test_a_target_leaves_the_decision_of_the_ingress_and_so_the_limit_of_a_calle
     target.observe([observation()], 0.0)
     target.settle = lambda drafting, now_s, settle=target.settle: settle(drafting, 0.0)  # type: ignore[method-assign]
     assert admitted(target, None).k > 1, "a request past the ingress gets what the target has learned"
-    asked = resolve(POLICY, caller=Caller("web", max_depth=1))
-    unknown = ingress.settle(asked, 1.0)
+    asked = resolve(POLICY, caller=Caller("web", max_k=1))
+    unknown = ingress.settle(asked, 1.0, 1)
     ingress.observe([observation(num_steps=0)], 1.0)
-    cold = ingress.settle(asked, 1.0)
+    cold = ingress.settle(asked, 1.0, 1)
     for decided in (unknown, cold):
         assert (decided.k, decided.source) == (1, "default")
         assert admitted(target, decided.to_wire()).k == 1
-    assert admitted(target, Drafting("web", 1, "learned", survival=(0.5,) * 5, max_k=5).to_wire()).most == 5
+    assert admitted(target, Drafting("web", 1, "learned", survival=(0.5,) * 5, max_k=5).to_wire()).max_k == 5
 
 
 def test_an_error_can_be_told_whatever_characters_the_client_sent() -> None:

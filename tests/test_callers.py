@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import pickle
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,9 +11,10 @@ import pytest
 from fastapi import Request
 
 from cluster.request import ANYONE, Caller, UnknownCallerError
-from cluster.settings import ClusterSettings, IngressSettings, ModelSettings, read_callers
+from cluster.settings import Catalog, ClusterSettings, ModelSettings, SettingsError, load_settings
 from deployments.ingress import make_api
 from deployments.requests import caller_of
+from peagle.checkpoint import read_head_config
 
 SECRET = "sk-very-secret"
 DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()
@@ -41,10 +43,12 @@ KEY_ERRORS: dict[str, tuple[Any, list[str]]] = {
     "a variable of two words": ({"web": {"key_env": "WORDS"}}, ["callers.web.key_env", "the key in WORDS has blanks"]),
     "unknown tags": ({"web": {**OTHER, "tags": "yes"}}, ["callers.web.tags", "'allow', 'refuse' or 'ignore'"]),
     "a truth value for tags": ({"web": {**OTHER, "tags": True}}, ["callers.web.tags", "True"]),
-    "an unknown key": ({"web": {**OTHER, "max_k": 3}}, ["callers.web.max_k", "max_depth"]),
+    "an unknown key": ({"web": {**OTHER, "max_depth": 3}}, ["callers.web.max_depth", "max_k"]),
+    "a rate as text": ({"web": {**OTHER, "tokens_per_minute": "9"}}, ["callers.web.tokens_per_minute", "a number"]),
+    "no requests at all": ({"web": {**OTHER, "max_running_requests": 0}}, ["callers.web.max_running_requests", "1"]),
     "a workload that is none": ({"web": {**OTHER, "workload": "a b"}}, ["callers.web.workload", "'a b'"]),
-    "a negative K": ({"web": {**OTHER, "max_depth": -1}}, ["callers.web.max_depth", "at least 0"]),
-    "a K as text": ({"web": {**OTHER, "max_depth": "3"}}, ["callers.web.max_depth", "expected an integer"]),
+    "a negative K": ({"web": {**OTHER, "max_k": -1}}, ["callers.web.max_k", "at least 0"]),
+    "a K as text": ({"web": {**OTHER, "max_k": "3"}}, ["callers.web.max_k", "expected an integer"]),
     "two with one key": (
         {"web": {"key_sha256": DIGEST.upper()}, "job": {"key_env": "WEB_KEY"}},
         ["callers web and job have the same key"],
@@ -56,23 +60,23 @@ ENV = {"WEB_KEY": f"{SECRET}\n", "EMPTY": " ", "WORDS": f"{SECRET} {SECRET}"}
 @pytest.mark.parametrize("name", KEY_ERRORS)
 def test_bad_callers_are_named_without_repeating_a_key(name: str) -> None:
     raw, words = KEY_ERRORS[name]
-    _, (problem,) = read_callers(raw, ENV)
+    with pytest.raises(SettingsError) as raised:
+        service(raw)
+    (problem,) = raised.value.problems
     assert all(word in problem for word in words), problem
     assert SECRET not in problem
     assert "31415926535" not in problem
 
 
 def service(raw: Any, **ingress: Any) -> ClusterSettings:
-    callers, problems = read_callers(raw, ENV)
-    assert problems == []
-    return ClusterSettings(
-        model=ModelSettings(source="org/tiny", id="tiny"), callers=callers, ingress=IngressSettings(**ingress)
-    )
+    args = {"model": {"source": "org/tiny", "id": "tiny"}, "callers": raw, "ingress": ingress}
+    drafter = {"head": "org/head", "max_draft_tokens": 7}
+    return load_settings({**args, "drafter": drafter}, Catalog((), Path("nowhere"), read_head_config), ENV)
 
 
 def test_a_key_by_digest_and_by_variable_are_the_same_caller_and_stay_secret() -> None:
-    wanted = Caller("web", tags="ignore", workload="pages", max_depth=3)
-    further = {"tags": "ignore", "workload": "pages", "max_depth": 3}
+    further = {"tags": "ignore", "workload": "pages", "max_k": 3, "requests_per_minute": 60.0}
+    wanted = Caller("web", **further)
     for key in ({"key_sha256": DIGEST.upper()}, {"key_env": "WEB_KEY"}):
         settings = service({"web": {**key, **further}})
         table = settings.caller_table()

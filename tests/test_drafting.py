@@ -6,7 +6,7 @@ import pytest
 
 from cluster.request import ANYONE, Caller, DepthPolicy, Drafting, DraftingError, ForbiddenTagError, from_wire, resolve
 
-POLICY = DepthPolicy(max_draft_tokens=7, max_depth=6, default_depth=5, by_workload={"code": 6, "chat": 2, "prose": 0})
+POLICY = DepthPolicy(max_draft_tokens=7, max_k=6, default_k=5, by_workload={"code": 6, "chat": 2, "prose": 0})
 
 
 def test_default_applies_when_nothing_is_asked():
@@ -86,7 +86,8 @@ def test_without_a_drafter_only_zero_may_be_asked():
 
 
 def test_the_ingress_decision_survives_the_wire_and_a_handle_call_gets_the_defaults():
-    for decision in (Drafting("chat", 2, "workload"), Drafting("x", 0, "request"), Drafting("default", 5, "default")):
+    learned = Drafting("chat", 2, "learned", "why", (0.9, 0.5), 0.02, max_k=6)
+    for decision in (Drafting("chat", 2, "workload"), Drafting("x", 0, "request"), learned):
         assert from_wire(POLICY, decision.to_wire()) == decision
     assert from_wire(POLICY, None) == Drafting("default", 5, "default")
     assert from_wire(POLICY, {"workload": "chat"}) == Drafting("chat", 2, "workload")
@@ -136,7 +137,7 @@ def test_a_callers_own_workload_comes_before_what_the_request_shows():
 
 
 def test_a_callers_limit_holds_for_every_source_of_k():
-    limited = Caller("web", tags="allow", max_depth=3)
+    limited = Caller("web", tags="allow", max_k=3)
     assert [resolve(POLICY, {"k": k}, {}, limited).k for k in (0, 3, 4, 7)] == [0, 3, 3, 3]
     assert resolve(POLICY, {"workload": "code"}, {}, limited) == Drafting("code", 3, "workload")
     assert resolve(POLICY, {"workload": "chat"}, {}, limited) == Drafting("chat", 2, "workload")

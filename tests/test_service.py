@@ -19,7 +19,7 @@ from ray import serve
 from benchmarks.service import choose_prompts
 from deployments.client import TargetClient, TargetError
 from deployments.names import APP_NAME, TARGET_NAME
-from tests.service_harness import BAD_REQUESTS, PROMPTS, QUESTION, running_service
+from tests.service_harness import BAD_REQUESTS, FIXED, PROMPTS, QUESTION, running_service
 
 pytestmark = pytest.mark.service
 
@@ -30,7 +30,7 @@ QUESTIONS = _SPEC_BENCH if _SPEC_BENCH.exists() else None
 
 @pytest.fixture(scope="module")
 def service():
-    with running_service() as running:
+    with running_service(depth=FIXED) as running:
         yield running
 
 

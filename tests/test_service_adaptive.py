@@ -1,25 +1,22 @@
 """The real service with `depth.policy: adaptive`: K is learned from real acceptance, shown, and changes no output."""
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
 
 from cluster import view
 from deployments.client import TargetClient
-from tests.service_harness import CONFIGS, PROMPTS, QUESTION, running_service
+from tests.service_harness import COLOCATED, PROMPTS, QUESTION, running_service
 
 pytestmark = pytest.mark.service
 
-STEP_TIMES = Path(__file__).parents[1] / "configs" / "step_times" / "smollm2-135m-cpu.json"
 CODE = [{"role": "user", "content": "Write a Python function that returns the sum of a list."}]
 
 
 @pytest.fixture(scope="module")
 def service():
-    depth = {"policy": "adaptive", "default": 5, "step_times": str(STEP_TIMES), "by_workload": {"pinned": 2}}
-    with running_service(CONFIGS / "local-colocated.yaml", depth=depth) as running:
+    with running_service(drafter=COLOCATED, depth={"by_workload": {"pinned": 2}}) as running:
         yield running
 
 

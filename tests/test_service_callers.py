@@ -8,13 +8,13 @@ import pytest
 
 from cluster.request import digest_of, fingerprint
 from deployments.client import TargetClient
-from tests.service_harness import QUESTION, running_service
+from tests.service_harness import FIXED, QUESTION, running_service
 
 pytestmark = pytest.mark.service
 
 WEB, JOB, OLD = "sk-web", "sk-job", "sk-old"
 CALLERS = {
-    "web": {"key_env": "TEST_WEB_KEY", "max_depth": 3},
+    "web": {"key_env": "TEST_WEB_KEY", "max_k": 3},
     "job": {"key_sha256": digest_of(JOB), "tags": "allow"},
     "old": {"key_sha256": digest_of(OLD), "tags": "ignore", "workload": "chat"},
 }
@@ -26,7 +26,7 @@ SYSTEM = {"role": "system", "content": "You answer in one short sentence."}
 def service():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEST_WEB_KEY", WEB)
-        with running_service(callers=CALLERS, model={"aliases": {ALIAS: "code"}}) as running:
+        with running_service(depth=FIXED, callers=CALLERS, model={"aliases": {ALIAS: "code"}}) as running:
             yield running
 
 

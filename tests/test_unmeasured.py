@@ -99,11 +99,6 @@ def test_bad_input() -> None:
         ({"bundle": {"CPU": 1}}, {}, default_step_times(K_MAX)),
         ({"bundle": {"GPU": 1}}, {}, default_step_times(K_MAX, on_gpu=True)),
         ({"bundle": {"GPU": 1}}, {"enforce_eager": True}, default_step_times(K_MAX, on_gpu=True, full_graph_depths=())),
-        (
-            {"bundle": {"GPU": 1}, "full_graph_depths": [0, 3]},
-            {},
-            default_step_times(K_MAX, on_gpu=True, full_graph_depths=(0, 3, 7)),
-        ),
     ],
 )
 def test_the_service_takes_the_one_of_its_engine(target, engine, expected) -> None:
