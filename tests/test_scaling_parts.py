@@ -1,14 +1,13 @@
 """The parts of autoscaling: counters, traffic, capacity, drafters, settings."""
 
-import math
 import random
 
 import pytest
 from pydantic import ValidationError
 
-from cluster.capacity import CapacityModel, PassTimes, Traffic
+from cluster.capacity import CapacityModel, Traffic
 from cluster.scaling import Inputs, Pool, WorkloadDemand, decide
-from cluster.settings import AutoscalingSettings, check_autoscaling
+from cluster.settings import AutoscalingSettings
 from cluster.step_time import StepShape
 from cluster.traffic import CounterBook, CounterExport, Limits, ReadingError, TrafficHistory, WorkloadTotals, parse
 from tests.scaling_cases import BAD, GOOD, FakeReplica, settings, step_times, steps
@@ -165,26 +164,6 @@ def inputs(**changes: object) -> Inputs:
     return Inputs(**{**raw, "settled_s": 600.0, **changes})  # type: ignore[arg-type]
 
 
-PASSES = PassTimes.model_validate(
-    {"points": [{"num_requests": 1, "median_s": 0.004}, {"num_requests": 16, "median_s": 0.02}]}
-)
-
-
-def test_drafters_follow_the_steps_that_draft() -> None:
-    both = settings(drafter={"min": 1, "max": 10})
-    pools = {"target": Pool(4, 4), "drafter": Pool(1, 1)}
-    decision = decide(inputs(**pools), model(), both, PASSES)
-    assert decision.demand_tokens_per_s is not None
-    assert decision.drafted_steps_per_token is not None
-    passes_per_s = decision.demand_tokens_per_s * decision.drafted_steps_per_token
-    assert decision.drafter == max(1, math.ceil(passes_per_s / (0.6 * 800)))
-    # Where acceptance is so low that no draft pays, drafters have nothing to do.
-    useless = WorkloadDemand("chat", 6.0, 200.0, 100.0, (0.01, 0.0, 0.0), 1000.0)
-    idle = decide(inputs(**pools, workloads=(useless,)), model(), both, PASSES)
-    assert (idle.drafter, idle.drafted_steps_per_token) == (1, 0.0)
-    assert idle.target > decision.target
-
-
 def test_queue_length_goes_to_zero_after_idle_s_too() -> None:
     by_queue = settings(policy="queue_length", target={"min": 0, "max": 4}, scale_to_zero=True, idle_s=60.0)
     for num_wanted, idle_s, target in ((1, 59.0, 1), (3, 59.0, 1), (1, 60.0, 0), (0, 5.0, 0)):
@@ -199,38 +178,7 @@ def test_bounds_hold_and_are_named() -> None:
     assert decide(inputs(workloads=()), model(), settings(target={"min": 3, "max": 9})).target == 3
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"target": {"min": 5, "max": 2}}, "autoscaling.target.min is 5, above autoscaling.target.max, 2"),
-        ({"target": {"min": 0, "max": 2}}, "scale_to_zero: true"),
-        ({"scale_to_zero": True}, "must then be 0"),
-        ({"drafter": {"min": 1, "max": 2}}, "placement: remote"),
-        ({"policy": "queue_length", "max_tpot_ms": 50.0}, "read by the acceptance policy only"),
-    ],
-)
-def test_settings_that_contradict_are_named(changes: dict[str, object], said: str) -> None:
-    problems = check_autoscaling(settings(**changes), has_remote_drafter=False)
-    assert any(said in problem for problem in problems), problems
-
-
-def test_sound_settings_have_no_problem_and_a_remote_drafter_needs_bounds() -> None:
-    assert not check_autoscaling(settings(), has_remote_drafter=False)
-    assert "autoscaling.drafter is missing" in check_autoscaling(settings(), has_remote_drafter=True)[0]
-
-
 @pytest.mark.parametrize("key", ["utilization", "min_replicas", "deadband"])
 def test_unknown_keys_are_refused(key: str) -> None:
     with pytest.raises(ValidationError, match=key):
         AutoscalingSettings.model_validate({"policy": "acceptance", "target": {"max": 2}, key: 1})
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 0.0])
-def test_numbers_that_cannot_be_are_refused(value: float) -> None:
-    with pytest.raises(ValidationError):
-        settings(drain_s=value)
-
-
-def test_pass_times_that_cannot_be_read_name_the_file() -> None:
-    with pytest.raises(ValueError, match="nowhere.json"):
-        PassTimes.load("nowhere.json")
