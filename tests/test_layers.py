@@ -38,7 +38,7 @@ LAYERS = (
     Layer(
         "peagle/vllm",
         never=OUTSIDE | {"ray", "cluster"},
-        but=frozenset({"cluster.counts", "cluster.depth", "cluster.step_time"}),
+        but=frozenset({"cluster.counts", "cluster.depth", "cluster.request", "cluster.step_time"}),
     ),
     Layer("peagle/drafter", never=METHOD | {"peagle.train"}),
     Layer("peagle/train", never=METHOD | {"peagle.drafter"}),

@@ -1,62 +1,113 @@
-"""Everything that depends on vLLM's version. Written against 0.26 and 0.29; other modules name no version.
+"""Everything that depends on vLLM's version: which are supported, and which private names of vLLM this package uses.
 
-The seams used are the same in both: four methods of `Scheduler`, three of `OutputProcessor`, and the attribute paths
-below. They are not public, so each is checked when the engine starts: a vLLM that moved one fails there with its name,
-rather than serving with a K that nothing obeys.
+Each group of names is checked when an engine starts. A vLLM that moved one fails there, in one line that says what it
+lacks, rather than serving with a K that nothing obeys.
 """
 
+import importlib
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from packaging.version import Version
 from vllm import __version__ as vllm_version
 
-SUPPORTED_VERSIONS = ("0.26", "0.29")
+logger = logging.getLogger(__name__)
 
-SCHEDULER_SEAMS: Mapping[str, Sequence[str]] = {
-    "_update_after_schedule": ("scheduler_output",),
-    "update_draft_token_ids": ("draft_token_ids",),
-    "update_from_output": ("scheduler_output", "model_runner_output"),
-    "make_spec_decoding_stats": (
-        "spec_decoding_stats",
-        "num_draft_tokens",
-        "num_accepted_tokens",
-        "num_invalid_spec_tokens",
-        "request_id",
+OLDEST_VERSION = "0.29"
+NEWEST_TESTED_VERSION = "0.29"
+
+Methods = Mapping[str, Sequence[str]]
+"""Method -> parameters that it must have."""
+
+SEAMS: Mapping[str, Mapping[str, Methods]] = {
+    "scheduler": {
+        "vllm.v1.core.sched.scheduler:Scheduler": {
+            "schedule": (),
+            "_update_after_schedule": ("scheduler_output",),
+            "update_draft_token_ids": ("draft_token_ids",),
+            "update_from_output": ("scheduler_output", "model_runner_output"),
+            "make_spec_decoding_stats": (
+                "spec_decoding_stats",
+                "num_draft_tokens",
+                "num_accepted_tokens",
+                "num_invalid_spec_tokens",
+                "request_id",
+            ),
+        },
+        "vllm.v1.structured_output:StructuredOutputManager": {"_create_grammar": ("request",)},
+    },
+    "client": {
+        "vllm.v1.engine.async_llm:AsyncLLM": {"generate": ("prompt", "sampling_params", "request_id")},
+        "vllm.v1.engine.input_processor:InputProcessor": {
+            "_validate_params": ("params", "supported_tasks"),
+            "_validate_model_input": ("prompt_input", "prompt_type"),
+        },
+    },
+    "runner": {
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner": {
+            "propose_draft_token_ids": (
+                "scheduler_output",
+                "sampled_token_ids",
+                "aux_hidden_states",
+                "spec_decode_metadata",
+            ),
+            "sample_tokens": ("grammar_output",),
+            "take_draft_token_ids": (),
+            "_input_fits_in_drafter": ("common_attn_metadata",),
+            "_copy_valid_sampled_token_count": ("next_token_ids", "valid_sampled_tokens_count"),
+        },
+        "vllm.v1.spec_decode.eagle:EagleProposer": {
+            "prepare_next_token_ids_padded": (
+                "sampled_token_ids",
+                "requests",
+                "gpu_input_batch",
+                "discard_request_mask",
+            ),
+            "load_model": ("target_model",),
+            "initialize_attn_backend": ("kv_cache_config",),
+            "initialize_cudagraph_keys": ("cudagraph_mode",),
+            "dummy_run": ("num_tokens",),
+        },
+    },
+    "cpu runner": {
+        "vllm.v1.worker.cpu_model_runner:CPUModelRunner": {"_sample": ("logits",), "_bookkeeping_sync": ()},
+    },
+    "synthetic": {
+        "vllm.v1.sample.rejection_sampler:generate_uniform_probs": {},
+    },
+}
+"""By who uses them: what is overridden, wrapped or called of vLLM, as "module:name"."""
+
+ATTRIBUTES: Mapping[str, Sequence[str]] = {
+    "scheduler": (
+        "dynamic_sd_lookup",
+        "max_num_running_reqs",
+        "max_num_scheduled_tokens",
+        "num_spec_tokens",
+        "requests",
+        "running",
+        "structured_output_manager",
+        "waiting",
+    ),
+    "client": ("input_processor", "model_config", "output_processor"),
+    "runner": (
+        "discard_request_mask",
+        "input_batch",
+        "input_ids",
+        "num_spec_tokens",
+        "optimistic_seq_lens_cpu",
+        "query_start_loc",
+        "requests",
+        "use_async_scheduling",
     ),
 }
-"""Methods that `peagle.vllm.scheduler` overrides, with the parameters it relies on."""
-
-PROPOSE_SEAMS: Mapping[str, Mapping[str, Sequence[str]]] = {
-    "runner": {
-        "propose_draft_token_ids": (
-            "scheduler_output",
-            "sampled_token_ids",
-            "aux_hidden_states",
-            "spec_decode_metadata",
-        ),
-        "take_draft_token_ids": (),
-        "_input_fits_in_drafter": ("common_attn_metadata",),
-        "_copy_valid_sampled_token_count": ("next_token_ids", "valid_sampled_tokens_count"),
-    },
-    "proposer": {
-        "prepare_next_token_ids_padded": (
-            "sampled_token_ids",
-            "requests",
-            "gpu_input_batch",
-            "discard_request_mask",
-        ),
-        "load_model": ("target_model",),
-        "initialize_attn_backend": ("kv_cache_config",),
-        "initialize_cudagraph_keys": ("cudagraph_mode",),
-        "dummy_run": ("num_tokens",),
-    },
-}
-"""What `peagle.vllm.remote` and `peagle.vllm.remote` override or call of vLLM's model runner and of its drafter."""
+"""By who uses them: what is read of an object of vLLM's."""
 
 
 class UnsupportedVLLMError(RuntimeError):
-    """The installed vLLM lacks a seam that per-request depth needs."""
+    """The installed vLLM lacks a name that this package needs."""
 
 
 class _Scheduled(Protocol):
@@ -69,22 +120,49 @@ class _Scheduled(Protocol):
     scheduled_spec_decode_tokens: dict[str, list[int]]
 
 
-def check_seams(cls: type, seams: Mapping[str, Sequence[str]]) -> None:
-    """Make sure that `cls` has every method in `seams` with the parameters named there.
+def check(group: str, instance: object = None) -> None:
+    """Make sure that this vLLM has what the group of `SEAMS` names, and `instance` what the one of `ATTRIBUTES` does.
 
     Raises:
-        UnsupportedVLLMError: names the version, the method and what is missing.
+        UnsupportedVLLMError: an old vLLM, or one line that names everything that is missing.
     """
-    for name, parameters in seams.items():
-        method = getattr(cls, name, None)
-        present = inspect.signature(method).parameters if callable(method) else {}
-        missing = [parameter for parameter in parameters if parameter not in present]
-        if method is None or missing:
-            what = f"parameters {missing} of {name}()" if method is not None else f"{name}()"
-            raise UnsupportedVLLMError(
-                f"vLLM {vllm_version}: {cls.__name__} has no {what}, which per-request draft depth needs; "
-                f"supported versions are {', '.join(SUPPORTED_VERSIONS)}"
-            )
+    check_version(vllm_version)
+    missing = [line for path, methods in SEAMS.get(group, {}).items() for line in missing_methods(path, methods)]
+    if instance is not None:
+        names = [name for name in ATTRIBUTES.get(group, ()) if not hasattr(instance, name)]
+        missing += [f"{type(instance).__name__}.{name}" for name in names]
+    if missing:
+        raise UnsupportedVLLMError(
+            f"vLLM {vllm_version} has no {', '.join(missing)}, which this package needs ({group}); use vLLM "
+            f"{OLDEST_VERSION}, the newest that was tested is {NEWEST_TESTED_VERSION}"
+        )
+
+
+def check_version(version: str) -> None:
+    """Raises UnsupportedVLLMError for one before `OLDEST_VERSION`; one after the newest tested is logged."""
+    release = Version(version)
+    if release < Version(OLDEST_VERSION):
+        raise UnsupportedVLLMError(f"vLLM {version} is too old: this package needs {OLDEST_VERSION} or later")
+    if release.release[:2] > Version(NEWEST_TESTED_VERSION).release[:2]:
+        logger.warning("vLLM %s is newer than %s, the newest that was tested", version, NEWEST_TESTED_VERSION)
+
+
+def missing_methods(path: str, methods: Methods) -> list[str]:
+    """What of `methods` is missing at "module:name"."""
+    module, _, name = path.partition(":")
+    try:
+        owner = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        return [path]
+    missing = []
+    for method, parameters in methods.items():
+        found = getattr(owner, method, None)
+        present = inspect.signature(found).parameters if callable(found) else {}
+        if found is None:
+            missing.append(f"{name}.{method}()")
+        elif lacking := [parameter for parameter in parameters if parameter not in present]:
+            missing.append(f"parameter {', '.join(lacking)} of {name}.{method}()")
+    return missing
 
 
 def drop_admission_padding(scheduled: _Scheduled) -> None:

@@ -1,23 +1,22 @@
-"""vLLM's model runner with its drafter in another process.
+"""vLLM's V1 model runner with its drafter in another process; and what it does better with a drafter in its own.
 
-The engine keeps vLLM's `eagle3` + `parallel_drafting` configuration, so tapped layers, schedulers, graphs and rejection
-sampling are vLLM's own; what changes is where drafts come from. `RemoteProposer` takes the place of vLLM's proposer: it
-loads no weights and owns no cache. `RemoteDrafts` sends the rows of each step (`peagle.vllm.remote`) and
+The engine keeps vLLM's `eagle3` + `parallel_drafting` configuration, so tapped layers, schedulers and rejection sampling
+are vLLM's own; what changes is where drafts come from. `RemoteProposer` takes the place of vLLM's proposer: it loads no
+weights and owns no cache. `RemoteDrafts` sends the rows of each step (`StepSender`) and
 - in synchronous scheduling waits for the drafts when the engine asks for them, so that bookkeeping runs meanwhile;
 - in asynchronous scheduling on a GPU leaves everything to the device's stream: the host waits for nothing;
 - in asynchronous scheduling on a CPU, which has no streams, waits at once.
 
 Of the ranks of a tensor-parallel group the first sends. Others get its drafts from the scheduler, or, in asynchronous
 scheduling, by a broadcast.
+
+Dimensions: B requests of the batch, M of them on one link, R rows, X = C * S tapped hidden states, H, K drafts.
 """
 
 import dataclasses
 import logging
-import mmap
-import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,88 +26,22 @@ from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
 
 from peagle.config import UNNAMED_LAYERS, default_aux_layer_ids
 from peagle.drafter.client import LinkPool
-from peagle.drafter.protocol import MAX_NUM_HEADS
 from peagle.drafter.rows import accepted_rows
 from peagle.drafter.steps import NO_DRAFT, Int32Array, TargetShape
-from peagle.vllm.acceptance import DEPTH_KEY, drafts_wanted, head_of
-from peagle.vllm.compat import PROPOSE_SEAMS, check_seams
+from peagle.vllm import compat
+from peagle.vllm.acceptance import WorkerReport, drafts_wanted, head_of
 from peagle.vllm.engine import REMOTE_KEY, RemoteSettings
 
-# ====================================================================================================
-# Which heads have a live drafter: told by the worker that sends the steps, read by the engine's scheduler.
-#
-# With asynchronous scheduling the scheduler plans K drafts for a request before they exist. With nobody to propose them
-# they would be verified for nothing, so the worker writes a bit mask of the heads with a live link after every step.
-#
-# One word in a file of /dev/shm, named after vLLM's instance id, which both processes know. The scheduler takes the name
-# away when it opens the file. A scheduler on another host finds none, and takes all heads for live.
+if TYPE_CHECKING:
+    _Runner = GPUModelRunner
+else:
+    _Runner = object
 
 logger = logging.getLogger(__name__)
-
-MAX_HEADS = MAX_NUM_HEADS  # bits of the word
-_SHARED_DIR = Path("/dev/shm")
-_ALL = 2**MAX_HEADS - 1
-
-
-class Health:
-    """The word; a reader's stays readable when its writer is gone."""
-
-    def __init__(self, mapping: mmap.mmap) -> None:
-        self._word = np.frombuffer(mapping, dtype=np.int64, count=1)
-
-    @classmethod
-    def create(cls, instance_id: str) -> "Health":
-        """The writer's; no head is live yet. Raises OSError where /dev/shm cannot be written."""
-        return cls(_map(_path(instance_id), os.O_CREAT | os.O_RDWR))
-
-    @classmethod
-    def open(cls, instance_id: str) -> "Health":
-        """The reader's. Where the writer is on another host: a word of its own, in which all heads are live."""
-        path = _path(instance_id)
-        try:
-            health = cls(_map(path, os.O_RDWR))
-        except FileNotFoundError:
-            logger.warning("%s does not exist: drafts are planned whether a drafter is there or not", path)
-            health = cls(mmap.mmap(-1, mmap.PAGESIZE))
-            health._word[0] = _ALL
-            return health
-        path.unlink(missing_ok=True)
-        return health
-
-    def write(self, live_heads: Iterable[int]) -> None:
-        """Say which heads have a live link. Raises ValueError for an index outside 0..MAX_HEADS - 1."""
-        word = 0
-        for head in live_heads:
-            if not 0 <= head < MAX_HEADS:
-                raise ValueError(f"head {head} is outside 0..{MAX_HEADS - 1}")
-            word |= 1 << head
-        self._word[0] = word
-
-    def is_live(self, head: int) -> bool:
-        """Whether `head` has a live link; False for an index that no engine can have."""
-        return 0 <= head < MAX_HEADS and bool(int(self._word[0]) >> head & 1)
-
-
-def _path(instance_id: str) -> Path:
-    return _SHARED_DIR / f"peagle-health-{os.getuid()}-{instance_id}"
-
-
-def _map(path: Path, flags: int) -> mmap.mmap:
-    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
-    try:
-        os.ftruncate(fd, mmap.PAGESIZE)
-        return mmap.mmap(fd, mmap.PAGESIZE)
-    finally:
-        os.close(fd)
-
-
-# ====================================================================================================
-# The numbers under which a drafter knows a target's requests: slots 0 .. max_num_requests - 1, reused.
-#
-# Enters: the requests of each step. Leaves: their slots, which of them are new, and which slots ended. Pure.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +62,7 @@ class _Held:
 
 
 class RequestSlots:
-    """Who holds which slot.
+    """The numbers under which drafters know a target's requests: 0 .. max_num_requests - 1, reused.
 
     A request keeps its slot while it waits, such as after preemption, so that its cache at the drafter can be used
     again. When slots run out, the request that has waited longest loses its own and is a new one when it comes back.
@@ -164,143 +97,6 @@ class RequestSlots:
         slot = self._held.pop(request_id).slot
         self._free.append(slot)
         return slot
-
-
-# ====================================================================================================
-# What vLLM's model runner does around the drafter's pass, better in two places.
-#
-# 1. A decode step whose requests all have K = 0 skips the pass of a colocated drafter. K is fixed for a request's life,
-#    so nothing that such a step leaves out of the drafter's cache is read by its own requests. Prompts still go through
-#    the pass: their blocks may serve a later request with another K. Blocks of an answer at K = 0, which the chat's next
-#    turn may take from the prefix cache, lack the drafter's part: with K > 0 that turn drafts worse, and its output is
-#    the target's all the same.
-# 2. At the end of an unfinished prompt chunk vLLM hands the drafter the prompt's last token as the token that follows.
-#    The right one is the prompt's token after the chunk.
-#
-# Mixins over vLLM's own classes; the output of the target is the same with and without them.
-
-if TYPE_CHECKING:
-    _Runner = GPUModelRunner
-else:
-    _Runner = object
-
-
-class _AfterStep:
-    """The part of vLLM's input batch from which the next tokens are chosen, each request as long as its chunk ends."""
-
-    def __init__(self, input_batch: Any, seq_lens_B: npt.NDArray[np.int32]) -> None:
-        self.num_reqs, self.req_ids = input_batch.num_reqs, input_batch.req_ids
-        self.vocab_size = input_batch.vocab_size
-        # vLLM takes the last token of so many. The one after the chunk is wanted, at the position `seq_lens_B`.
-        self.num_tokens_no_spec = seq_lens_B[: self.num_reqs] + 1
-
-
-class ChunkedProposer(EagleProposer):
-    """vLLM's proposer with the right next token after an unfinished chunk."""
-
-    chunk_ends_B: npt.NDArray[np.int32]
-    """View of the runner's own array: each request's length after this step, if all its drafts were accepted. Exact for
-    a prompt chunk, which has no drafts."""
-
-    @classmethod
-    def install(cls, runner: Any) -> None:
-        """Make the drafter of `runner` one of this class."""
-        check_seams(EagleProposer, PROPOSE_SEAMS["proposer"])
-        runner.drafter.__class__ = cls
-        runner.drafter.chunk_ends_B = runner.optimistic_seq_lens_cpu.numpy()
-
-    def prepare_next_token_ids_padded(
-        self, sampled_token_ids: Any, requests: Any, gpu_input_batch: Any, discard_request_mask: Any
-    ) -> Any:
-        batch = _AfterStep(gpu_input_batch, self.chunk_ends_B)
-        return super().prepare_next_token_ids_padded(sampled_token_ids, requests, batch, discard_request_mask)  # type: ignore[arg-type]
-
-
-class PassSkipper(_Runner):
-    """Mixin over vLLM's model runner with a colocated drafter; a runner made one calls `prepare_drafting` once."""
-
-    num_draft_passes = 0
-    num_skipped_passes = 0
-
-    def prepare_drafting(self) -> None:
-        """Check what this class builds on, and give the drafter its right next tokens.
-
-        Raises:
-            UnsupportedVLLMError: this vLLM has not the methods that this class builds on.
-        """
-        check_seams(GPUModelRunner, PROPOSE_SEAMS["runner"])
-        if type(getattr(self, "drafter", None)) is EagleProposer:
-            ChunkedProposer.install(self)
-
-    def propose_draft_token_ids(self, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's pass, or zeros that no request will verify."""
-        if not self._nobody_drafts():
-            self.num_draft_passes += 1
-            return super().propose_draft_token_ids(scheduler_output, sampled_token_ids, *args, **kwargs)
-        self.num_skipped_passes += 1
-        self._draft_probs = None
-        self._draft_prob_req_ids = None
-        prepare_next_tokens(self, sampled_token_ids)
-        zero = torch.zeros(1, device=self.device, dtype=torch.int32)
-        return zero.expand(self.input_batch.num_reqs, self.num_spec_tokens)
-
-    def _nobody_drafts(self) -> bool:
-        """Whether all requests of the step decode with K = 0."""
-        config = self.speculative_config
-        if config is None or config.disable_padded_drafter_batch or not isinstance(self.drafter, EagleProposer):
-            return False
-        if self.parallel_config.data_parallel_size > 1:  # Ranks meet in the pass.
-            return False
-        batch, k_max = self.input_batch, self.num_spec_tokens
-        if any(depth_in_batch(self.requests[request_id], k_max) for request_id in batch.req_ids):
-            return False
-        num_computed_B = batch.num_computed_tokens_cpu[: batch.num_reqs]
-        return bool((num_computed_B >= batch.num_prompt_tokens[: batch.num_reqs]).all())
-
-    def draft_report(self) -> dict[str, int]:
-        """Drafter passes since the start: run, and skipped because nobody wanted drafts."""
-        return {"num_passes": self.num_draft_passes, "num_skipped": self.num_skipped_passes}
-
-
-class DraftReports:
-    """What `collective_rpc` can ask of a worker whose model runner is a `PassSkipper`."""
-
-    model_runner: Any
-
-    def draft_report(self) -> dict[str, int]:
-        """`collective_rpc("draft_report")`: drafter passes of this worker."""
-        report: dict[str, int] = self.model_runner.draft_report()
-        return report
-
-
-def depth_in_batch(request: Any, k_max: int) -> int:
-    """K of a request as the worker knows it (vLLM's `CachedRequestState`), 0..k_max."""
-    params = request.sampling_params
-    extra_args = params.extra_args if params is not None else None
-    return drafts_wanted(extra_args.get(DEPTH_KEY) if extra_args else None, k_max)
-
-
-def prepare_next_tokens(runner: Any, sampled_token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What vLLM's own step does with sampled tokens before it drafts; the next step reads it in asynchronous mode.
-
-    Returns:
-        The token after each request's last valid row, and how many tokens each request sampled: 0 after an unfinished
-        prompt chunk. Both int32 [B] on the runner's device.
-    """
-    next_tokens_B, num_sampled_B = runner.drafter.prepare_next_token_ids_padded(
-        sampled_token_ids, runner.requests, runner.input_batch, runner.discard_request_mask.gpu
-    )
-    runner._copy_valid_sampled_token_count(next_tokens_B, num_sampled_B)
-    return next_tokens_B, num_sampled_B
-
-
-# ====================================================================================================
-# From one step of the engine to the messages of its drafters, and from their answers to the drafts of the batch.
-#
-# Enters: an `EngineStep`, what the model runner has after sampling. Leaves: rows on the links of a pool, and drafts
-# [B, K]. Knows vLLM's runner not; on a GPU nothing here waits for the device.
-#
-# Dimensions: B requests of the batch, M of them on one link, R rows, X = C * S tapped hidden states, H, K drafts.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,12 +138,9 @@ class StepSender:
     for before the next step is sent there, so that a drafter is at most one step behind.
     """
 
-    def __init__(
-        self, pool: Any, shape: TargetShape, device: torch.device, *, on_stream: bool, health: Health | None = None
-    ) -> None:
-        """on_stream: a GPU's stream waits for answers, not the host. health: where to say which heads are live."""
-        self.pool, self.shape, self.device = pool, shape, device
-        self._on_stream, self._health = on_stream, health
+    def __init__(self, pool: Any, shape: TargetShape, device: torch.device, *, on_stream: bool) -> None:
+        """on_stream: a GPU's stream waits for answers, not the host."""
+        self.pool, self.shape, self.device, self._on_stream = pool, shape, device, on_stream
         self._unanswered: dict[Any, Sent] = {}  # by link
         self._slots = RequestSlots(shape.max_num_requests)
         self._counts: Counter[str] = Counter()
@@ -365,7 +158,7 @@ class StepSender:
         self._counts["requests"] += len(wanted)
         sent = []
         # A drafter that was let go owes nothing.
-        self._unanswered = {link: one for link, one in self._unanswered.items() if link.state != "closed"}
+        self._unanswered = {link: message for link, message in self._unanswered.items() if link.state != "closed"}
         groups = self.pool.assign(change.slots_B[wanted], step.heads_B[wanted], new) if len(wanted) else ()
         for link, places in groups:
             members_M = wanted[np.asarray(places, dtype=np.int64)]
@@ -379,8 +172,6 @@ class StepSender:
                 else:
                     self._unanswered[link] = message
                 self._counts["requests_sent"] += len(members_M)
-        if self._health is not None:
-            self._health.write(self.pool.live_heads())
         return sent
 
     def _settle(self, message: Sent) -> None:
@@ -497,25 +288,94 @@ def _upload(index: Any, device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-# ====================================================================================================
-# vLLM's model runner with its drafter in another process.
-#
-# The engine keeps vLLM's `eagle3` + `parallel_drafting` configuration, so tapped layers, schedulers, graphs and rejection
-# sampling are vLLM's own; what changes is where drafts come from. `RemoteProposer` takes the place of vLLM's proposer: it
-# loads no weights and owns no cache. `RemoteDrafts` sends the rows of each step (`peagle.vllm.remote`) and
-# - in synchronous scheduling waits for the drafts when the engine asks for them, so that bookkeeping runs meanwhile;
-# - in asynchronous scheduling on a GPU leaves everything to the device's stream: the host waits for nothing;
-# - in asynchronous scheduling on a CPU, which has no streams, waits at once.
-#
-# Of the ranks of a tensor-parallel group the first sends. Others get its drafts from the scheduler, or, in asynchronous
-# scheduling, by a broadcast.
+class _AfterStep:
+    """The part of vLLM's input batch from which the next tokens are chosen, each request as long as its chunk ends."""
 
-if TYPE_CHECKING:
-    _Runner = GPUModelRunner
-else:
-    _Runner = object
+    def __init__(self, input_batch: Any, seq_lens_B: npt.NDArray[np.int32]) -> None:
+        self.num_reqs, self.req_ids = input_batch.num_reqs, input_batch.req_ids
+        self.vocab_size = input_batch.vocab_size
+        # vLLM takes the last token of so many. The one after the chunk is wanted, at the position `seq_lens_B`.
+        self.num_tokens_no_spec = seq_lens_B[: self.num_reqs] + 1
 
-logger = logging.getLogger(__name__)
+
+class ChunkedProposer(EagleProposer):
+    """vLLM's proposer with the right next token after an unfinished prompt chunk: the prompt's token after the chunk.
+    vLLM hands the drafter the prompt's last token there."""
+
+    chunk_ends_B: npt.NDArray[np.int32]
+    """View of the runner's own array: each request's length after this step, if all its drafts were accepted. Exact for
+    a prompt chunk, which has no drafts."""
+
+    @classmethod
+    def install(cls, runner: Any) -> None:
+        """Make the drafter of `runner` one of this class.
+
+        Raises:
+            UnsupportedVLLMError: this vLLM lacks what this class builds on.
+        """
+        compat.check("runner", runner)
+        runner.drafter.__class__ = cls
+        runner.drafter.chunk_ends_B = runner.optimistic_seq_lens_cpu.numpy()
+
+    def prepare_next_token_ids_padded(
+        self, sampled_token_ids: Any, requests: Any, gpu_input_batch: Any, discard_request_mask: Any
+    ) -> Any:
+        batch = _AfterStep(gpu_input_batch, self.chunk_ends_B)
+        return super().prepare_next_token_ids_padded(sampled_token_ids, requests, batch, discard_request_mask)  # type: ignore[arg-type]
+
+
+class PassSkipper(_Runner):
+    """Mixin over vLLM's model runner with a colocated `ChunkedProposer`: a decode step whose requests all have K = 0
+    skips the drafter's pass.
+
+    K is fixed for a request's life, so nothing that such a step leaves out of the drafter's cache is read by its own
+    requests. Prompts still go through the pass: their blocks may serve a later request with another K. Blocks of an
+    answer at K = 0, which the chat's next turn may take from the prefix cache, lack the drafter's part: with K > 0 that
+    turn drafts worse, and its output is the target's all the same.
+    """
+
+    def propose_draft_token_ids(self, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's pass, or zeros that no request will verify."""
+        if not self._nobody_drafts():
+            return super().propose_draft_token_ids(scheduler_output, sampled_token_ids, *args, **kwargs)
+        self._draft_probs = None
+        self._draft_prob_req_ids = None
+        prepare_next_tokens(self, sampled_token_ids)
+        zero = torch.zeros(1, device=self.device, dtype=torch.int32)
+        return zero.expand(self.input_batch.num_reqs, self.num_spec_tokens)
+
+    def _nobody_drafts(self) -> bool:
+        """Whether all requests of the step decode with K = 0."""
+        config = self.speculative_config
+        if config is None or config.disable_padded_drafter_batch or not isinstance(self.drafter, ChunkedProposer):
+            return False
+        if self.parallel_config.data_parallel_size > 1:  # Ranks meet in the pass.
+            return False
+        batch, k_max = self.input_batch, self.num_spec_tokens
+        if any(depth_in_batch(self.requests[request_id], k_max) for request_id in batch.req_ids):
+            return False
+        num_computed_B = batch.num_computed_tokens_cpu[: batch.num_reqs]
+        return bool((num_computed_B >= batch.num_prompt_tokens[: batch.num_reqs]).all())
+
+
+def depth_in_batch(request: Any, k_max: int) -> int:
+    """K of a request as the worker knows it (vLLM's `CachedRequestState`), 0..k_max."""
+    params = request.sampling_params
+    return drafts_wanted(params.extra_args if params is not None else None, k_max)
+
+
+def prepare_next_tokens(runner: Any, sampled_token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What vLLM's own step does with sampled tokens before it drafts; the next step reads it in asynchronous mode.
+
+    Returns:
+        The token after each request's last valid row, and how many tokens each request sampled: 0 after an unfinished
+        prompt chunk. Both int32 [B] on the runner's device.
+    """
+    next_tokens_B, num_sampled_B = runner.drafter.prepare_next_token_ids_padded(
+        sampled_token_ids, runner.requests, runner.input_batch, runner.discard_request_mask.gpu
+    )
+    runner._copy_valid_sampled_token_count(next_tokens_B, num_sampled_B)
+    return next_tokens_B, num_sampled_B
 
 
 class RemoteProposer(ChunkedProposer):
@@ -555,21 +415,22 @@ class RemoteDrafts(_Runner):
 
     remote: StepSender | None  # None on ranks that do not send
     _sent: list[Sent] | None
+    _num_drafts: dict[str, int]
+    """By request: drafts that the last step with asynchronous scheduling found for it, where it asked for some."""
 
     @classmethod
     def install_remote(cls, runner: Any) -> None:
         """Make `runner`, whose `__init__` has run and whose model is not loaded, one of this class.
 
         Raises:
-            UnsupportedVLLMError: this vLLM's runner has not the methods that this class builds on.
+            UnsupportedVLLMError: this vLLM's runner has not what this class builds on.
             ValueError: the engine's settings do not go with a remote drafter; the message names the setting.
         """
-        check_seams(GPUModelRunner, PROPOSE_SEAMS["runner"])
         config = runner.vllm_config
         settings = read_settings(config.additional_config)
         _check_config(config)
         runner.__class__ = cls
-        runner.remote, runner._sent = None, None
+        runner.remote, runner._sent, runner._num_drafts = None, None, {}
         if not hasattr(runner, "drafter"):  # Only the last pipeline stage has one.
             return
         RemoteProposer.install(runner)
@@ -598,6 +459,7 @@ class RemoteDrafts(_Runner):
         num_requests = self.input_batch.num_reqs
         next_tokens_B, num_sampled_B = prepare_next_tokens(self, sampled_token_ids)
         sent: list[Sent] = []
+        step: EngineStep | None = None
         if self.remote is not None:
             num_rows = scheduler_output.total_num_scheduled_tokens
             step = self._engine_step(num_rows, aux_hidden_states, spec_decode_metadata, next_tokens_B, num_sampled_B)
@@ -605,18 +467,35 @@ class RemoteDrafts(_Runner):
         if not self.use_async_scheduling:
             self._sent = sent
             return [[] for _ in range(num_requests)]
-        return self._drafts_on_device(sent, num_requests)
-
-    def _drafts_on_device(self, sent: list[Sent], num_requests: int) -> torch.Tensor:
-        if self.remote is None:
-            drafts_BK = torch.zeros(num_requests, self.num_spec_tokens, dtype=torch.int32, device=self.device)
-        elif self.device.type == "cpu":
-            drafts_BK = torch.from_numpy(np.maximum(self.remote.wait_host(sent, num_requests), 0))
-        else:
-            drafts_BK = self.remote.enqueue_wait(sent, num_requests)
+        drafts_BK = torch.zeros(num_requests, self.num_spec_tokens, dtype=torch.int32, device=self.device)
+        if self.remote is not None and step is not None:
+            num_drafts_B = np.zeros(num_requests, dtype=np.int32)
+            if self.device.type == "cpu":
+                found_BK = self.remote.wait_host(sent, num_requests)
+                drafts_BK = torch.from_numpy(np.maximum(found_BK, 0))
+                num_drafts_B = (found_BK != NO_DRAFT).sum(axis=1)
+            else:
+                drafts_BK = self.remote.enqueue_wait(sent, num_requests)
+                for message in sent:  # how many came is known to the device only
+                    num_drafts_B[message.members_M] = self.num_spec_tokens
+            self._num_drafts = {
+                request_id: int(num_drafts)
+                for request_id, depth, num_drafts in zip(self.input_batch.req_ids, step.depth_B, num_drafts_B, strict=True)
+                if depth
+            }
         if get_tp_group().world_size > 1:
             drafts_BK = get_tp_group().broadcast(drafts_BK, src=0)
         return drafts_BK
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """vLLM's own; in asynchronous scheduling its output says which planned drafts there were (`WorkerReport`)."""
+        before, self._num_drafts = self._num_drafts, {}
+        output: Any = super().sample_tokens(grammar_output)
+        if self.use_async_scheduling and self.remote is not None:
+            inner = getattr(output, "_model_runner_output", output)
+            if (request_ids := getattr(inner, "req_ids", None)) is not None:
+                WorkerReport([before.get(request_id, -1) for request_id in request_ids]).attach_to(inner)
+        return output
 
     def take_draft_token_ids(self) -> Any:
         """vLLM's own, after waiting for drafts that are under way; no wait in asynchronous scheduling."""
@@ -642,8 +521,7 @@ class RemoteDrafts(_Runner):
             self.input_ids.gpu[:num_rows],
         )
         requests = [self.requests[request_id] for request_id in batch.req_ids]
-        params = [request.sampling_params for request in requests]
-        heads = [head_of(one.extra_args if one is not None else None) for one in params]
+        heads = [head_of(request.sampling_params.extra_args if request.sampling_params else None) for request in requests]
         k_B = np.array([depth_in_batch(request, self.num_spec_tokens) for request in requests], dtype=np.int32)
         is_prompt_B = batch.num_computed_tokens_cpu[:num_requests] < batch.num_prompt_tokens[:num_requests]
         offset_B1 = self.query_start_loc.np[: num_requests + 1].astype(np.int32)
@@ -720,6 +598,46 @@ def make_sender(config: Any, device: torch.device, settings: RemoteSettings) -> 
         min_deadline_s=settings.min_deadline_s,
         max_deadline_s=settings.max_deadline_s,
     )
-    health = Health.create(config.instance_id) if scheduler.async_scheduling else None
-    on_stream = scheduler.async_scheduling and device.type == "cuda"
-    return StepSender(pool, shape, device, on_stream=on_stream, health=health)
+    return StepSender(pool, shape, device, on_stream=scheduler.async_scheduling and device.type == "cuda")
+
+
+class RemoteControl:
+    """What `collective_rpc` can ask of a worker whose model runner has `RemoteDrafts`."""
+
+    model_runner: Any
+
+    def set_drafters(self, drafters: Sequence[dict[str, Any]]) -> None:
+        """`collective_rpc("set_drafters", args=(drafters,))`: from now on drafts come from these, and no others.
+
+        drafters: of each {"address": "host:port", "heads": {index: digest}}. Connecting goes on in the background;
+        requests of a drafter that is no longer listed are finished there.
+
+        Raises:
+            ValueError: names the field that is wrong; the drafters stay as they were.
+        """
+        if self.model_runner.remote is not None:
+            self.model_runner.remote.pool.set_drafters(list(drafters))
+
+    def remote_report(self) -> dict[str, Any]:
+        """`collective_rpc("remote_report")`: steps, rows and links of this worker; empty on ranks that do not send."""
+        report: dict[str, Any] = self.model_runner.remote_report()
+        return report
+
+    def shutdown(self) -> None:
+        """Leave the drafters, then vLLM's own."""
+        if (remote := getattr(getattr(self, "model_runner", None), "remote", None)) is not None:
+            remote.close()
+        super().shutdown()  # type: ignore[misc]
+
+
+class RemoteGPURunner(RemoteDrafts, GPUModelRunner):
+    """vLLM's V1 model runner for GPUs with a remote drafter."""
+
+
+class RemoteGPUWorker(RemoteControl, Worker):
+    """Drop-in for vLLM's GPU worker on its V1 model runner. Without drafters, which come by `set_drafters`, the target
+    serves as without speculation."""
+
+    def init_device(self) -> None:
+        super().init_device()
+        RemoteGPURunner.install_remote(self.model_runner)

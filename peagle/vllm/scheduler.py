@@ -5,15 +5,14 @@ request has at most K drafts, and outputs that carry what was verified and accep
 The drafter always proposes K_max tokens in its one pass (P-EAGLE, arXiv 2602.01469, section 3); K limits verification
 only, so trimming costs no draft quality and keeps the distribution of the output.
 
-Given to vLLM as an import string, `scheduler_cls=SYNC_SCHEDULER` or `ASYNC_SCHEDULER` of `peagle.vllm.engine`.
-Where requests carry survivals and the engine knows its step times, drafts beyond what pays in the step at hand are
-trimmed too (`peagle.vllm.trimming`); never deepened.
+Given to vLLM as an import string, `scheduler_cls=SYNC_SCHEDULER` or `ASYNC_SCHEDULER` of `peagle.vllm.engine`, for its
+V1 and its V2 model runner. Where requests carry survivals and the engine knows its step times, drafts beyond what pays
+in the step at hand are trimmed too (`peagle.vllm.trimming`); never deepened.
 Knows nothing of workloads or of how K is chosen.
 """
 
 import logging
 import time
-from collections.abc import Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -24,15 +23,13 @@ from peagle.vllm import compat
 from peagle.vllm.acceptance import (
     CORRECTIONS_HEADER,
     DEPTH_KEY,
+    STEPS_HEADER,
     VerifiedStep,
+    WorkerReport,
     drafts_wanted,
-    head_of,
-    with_header,
-    with_steps,
+    encode_steps,
 )
-from peagle.vllm.engine import REMOTE_KEY
-from peagle.vllm.remote import Health
-from peagle.vllm.trimming import Trimmer, make_trimmer
+from peagle.vllm.trimming import make_trimmer
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -60,17 +57,16 @@ class _PerRequestDepth(_Base):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        compat.check_seams(Scheduler, compat.SCHEDULER_SEAMS)
+        compat.check("scheduler", self)
         if self.dynamic_sd_lookup is not None:
             raise ValueError(
                 "speculative_config.num_speculative_tokens_per_batch_size must not be set: with parallel drafting vLLM "
                 "hands drafts to the wrong request when the batch lowers its number of drafts; set each request's "
                 f"{DEPTH_KEY} instead"
             )
-        if self.use_v2_model_runner:
-            raise ValueError("VLLM_USE_V2_MODEL_RUNNER must not be 1: vLLM's V2 model runner has no parallel drafting")
         self._trimmer = make_trimmer(self.vllm_config, self.num_spec_tokens)
-        self._health: Health | None = None
+        # Requests whose remote drafter had no drafts for them in the last step that it was asked in.
+        self._without_drafts: set[str] = set()
         # Prompts that wait for room in the KV cache run in no step, and must not trim all of them.
         self._is_stuck = False
         self._steps: dict[str, list[VerifiedStep]] = {}
@@ -80,8 +76,9 @@ class _PerRequestDepth(_Base):
     def depth_of(self, request: "Request") -> int:
         """K of `request`: drafts to verify per step, 0..`num_spec_tokens`."""
         params = request.sampling_params
-        wanted = params.extra_args.get(DEPTH_KEY) if params is not None and params.extra_args else None
-        depth = drafts_wanted(wanted, self.num_spec_tokens)
+        extra_args = params.extra_args if params is not None else None
+        depth = drafts_wanted(extra_args, self.num_spec_tokens)
+        wanted = (extra_args or {}).get(DEPTH_KEY)
         if wanted is not None and not (type(wanted) is int and wanted == depth):
             self._warn_about_depth(request.request_id, wanted, depth)
         return depth
@@ -101,23 +98,18 @@ class _PerRequestDepth(_Base):
         """Tokens of prompts that the next step can take in, as far as places and tokens a step allow."""
         left = [request.num_prompt_tokens - request.num_computed_tokens for request in self.running]
         num_places = max(0, self.max_num_running_reqs - len(self.running))
-        left += [one.num_tokens - one.num_computed_tokens for one in islice(self.waiting, num_places)]
+        left += [request.num_tokens - request.num_computed_tokens for request in islice(self.waiting, num_places)]
         return min(sum(tokens for tokens in left if tokens > 0), self.max_num_scheduled_tokens)
 
     def _trim(self, requests: "list[Request]", prompt_tokens: int = 0) -> None:
         """Keep of each request's drafts the first K, and under load the ones that pay in this step."""
-        depths = [self.depth_of(request) if self._has_drafter(request) else 0 for request in requests]
+        depths = [
+            0 if request.request_id in self._without_drafts else self.depth_of(request) for request in requests
+        ]
         if self._trimmer is not None:
             depths = self._trimmer.depths(requests, depths, prompt_tokens)
         for request, depth in zip(requests, depths, strict=True):
             request.spec_token_ids = request.spec_token_ids[:depth]
-
-    def _has_drafter(self, request: "Request") -> bool:
-        """False for a request whose drafts nobody would propose: its drafter is remote and not there."""
-        if self._health is None:
-            return True
-        params = request.sampling_params
-        return self._health.is_live(head_of(params.extra_args if params is not None else None))
 
     def _warn_about_depth(self, request_id: str, wanted: object, depth: int) -> None:
         now_s = time.monotonic()
@@ -150,7 +142,8 @@ class _PerRequestDepth(_Base):
     ) -> "SpecDecodingStats | None":
         """Note one request's verified step; vLLM calls this for each request with drafts, whatever its log settings.
 
-        Drafts that a grammar ruled out before verification (`num_invalid_spec_tokens`) do not count as verified.
+        Drafts that a grammar ruled out before verification, or that were never there (`num_invalid_spec_tokens`), do
+        not count as verified.
         """
         num_verified = num_draft_tokens - (num_invalid_spec_tokens or {}).get(request_id, 0)
         if num_verified > 0:
@@ -166,9 +159,15 @@ class _PerRequestDepth(_Base):
         the corrections of the step times onto the first output of each client."""
         if self._trimmer is not None:
             self._trimmer.arrived(time.perf_counter(), scheduler_output)
+        if (report := WorkerReport.of(model_runner_output)) is not None:
+            self._take_report(report, model_runner_output.req_ids, scheduler_output)
         outputs_by_client = super().update_from_output(scheduler_output, model_runner_output)
         if self._trimmer is not None:
-            self._tell_corrections(self._trimmer, outputs_by_client)
+            firsts = [client.outputs[0] for client in outputs_by_client.values() if client.outputs]
+            # A step without an output leaves the corrections for the next one.
+            if firsts and (corrections := self._trimmer.untold(time.perf_counter())) is not None:
+                for first in firsts:
+                    first.trace_headers = {**(first.trace_headers or {}), CORRECTIONS_HEADER: corrections}
             if not self.has_requests():
                 self._trimmer.pause()
         if not self._steps:
@@ -176,18 +175,30 @@ class _PerRequestDepth(_Base):
         for core_outputs in outputs_by_client.values():
             for output in core_outputs.outputs:
                 if steps := self._steps.pop(output.request_id, None):
-                    output.trace_headers = with_steps(output.trace_headers, steps)
+                    output.trace_headers = {**(output.trace_headers or {}), STEPS_HEADER: encode_steps(steps)}
         # A step without an output waits for the request's next one; a request that is gone has none.
         self._steps = {request_id: steps for request_id, steps in self._steps.items() if request_id in self.requests}
         return outputs_by_client
 
-    @staticmethod
-    def _tell_corrections(trimmer: "Trimmer", outputs_by_client: "dict[int, EngineCoreOutputs]") -> None:
-        """A step without an output leaves them for the next one."""
-        firsts = [of.outputs[0] for of in outputs_by_client.values() if of.outputs]
-        if firsts and (corrections := trimmer.untold(time.perf_counter())) is not None:
-            for first in firsts:
-                first.trace_headers = with_header(first.trace_headers, CORRECTIONS_HEADER, corrections)
+    def _take_report(self, report: WorkerReport, request_ids: list[str], scheduled: "SchedulerOutput") -> None:
+        """Tell vLLM of planned drafts that were not verified as it tells itself of those that a grammar ruled out."""
+        invalid = dict(scheduled.num_invalid_spec_tokens or {})
+        for place, request_id in enumerate(request_ids):
+            num_planned = len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
+            num_verified = num_planned
+            if report.num_drafts is not None and (num_drafts := report.num_drafts[place]) >= 0:
+                num_verified = min(num_verified, num_drafts)
+                if num_drafts:
+                    self._without_drafts.discard(request_id)
+                elif request_id in self.requests:
+                    self._without_drafts.add(request_id)
+            if report.num_verified is not None:
+                num_verified = min(num_verified, report.num_verified[place])
+            if num_verified < num_planned:
+                invalid[request_id] = max(invalid.get(request_id, 0), num_planned - num_verified)
+        scheduled.num_invalid_spec_tokens = invalid
+        if self._without_drafts:
+            self._without_drafts &= self.requests.keys()
 
 
 class PerRequestDepthScheduler(_PerRequestDepth, Scheduler):
@@ -217,9 +228,6 @@ class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
             raise ValueError(
                 "async_scheduling is off (on a CPU vLLM forces it off): scheduler_cls must be PerRequestDepthScheduler"
             )
-        additional_config = self.vllm_config.additional_config
-        if isinstance(additional_config, Mapping) and REMOTE_KEY in additional_config:
-            self._health = Health.open(self.vllm_config.instance_id)
 
     def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:
         super()._update_after_schedule(scheduler_output)

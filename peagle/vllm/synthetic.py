@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.sample import rejection_sampler
-from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker import gpu_model_runner, gpu_worker
 
+from peagle.vllm import compat
 from peagle.vllm.acceptance import SYNTHETIC_KEY
-from peagle.vllm.compat import check_seams
-from peagle.vllm.graph_worker import GraphModelRunner, GraphWorker
 
 if TYPE_CHECKING:
     _Runner = gpu_model_runner.GPUModelRunner
@@ -42,8 +41,7 @@ class SyntheticAcceptance(_Runner):
 
     def start_synthetic(self) -> None:
         """Take the place of vLLM's random numbers, in this process."""
-        seams: Any = rejection_sampler
-        check_seams(seams, {"generate_uniform_probs": ("num_tokens", "num_draft_tokens")})
+        compat.check("synthetic")
         self.synthetic_chances, self.synthetic_divisor = {}, None
         drawn = rejection_sampler.generate_uniform_probs
 
@@ -74,7 +72,9 @@ class SyntheticAcceptance(_Runner):
         found = self.synthetic_chances.get(request_id)
         if found is None:
             if len(self.synthetic_chances) > 4096:
-                self.synthetic_chances = {one: of for one, of in self.synthetic_chances.items() if one in self.requests}
+                self.synthetic_chances = {
+                    known: chances for known, chances in self.synthetic_chances.items() if known in self.requests
+                }
             params = self.requests[request_id].sampling_params
             survival = (params.extra_args or {}).get(SYNTHETIC_KEY) if params is not None else None
             if survival is None:
@@ -83,12 +83,12 @@ class SyntheticAcceptance(_Runner):
         return found
 
 
-class SyntheticModelRunner(SyntheticAcceptance, GraphModelRunner):
-    """Tiers of full CUDA graphs, and synthetic acceptance."""
+class SyntheticModelRunner(SyntheticAcceptance, gpu_model_runner.GPUModelRunner):
+    """vLLM's model runner for GPUs with synthetic acceptance."""
 
 
-class SyntheticWorker(GraphWorker):
-    """`GraphWorker` with synthetic acceptance."""
+class SyntheticWorker(gpu_worker.Worker):
+    """Drop-in for vLLM's GPU worker on its V1 model runner."""
 
     def init_device(self) -> None:
         super().init_device()

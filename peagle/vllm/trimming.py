@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from cluster.depth import allocate, check_survival
 from cluster.step_time import CostCurves, Residuals, StepShape, StepTimes
 from peagle.vllm.acceptance import STEP_TIMES_KEY, SURVIVAL_KEY, WORKLOAD_KEY
-from peagle.vllm.engine import engine_conditions
 
 # ====================================================================================================
 # How long each decoding step of a running engine took, and of what shape it was.
@@ -152,7 +151,8 @@ def make_trimmer(config: "VllmConfig", max_draft_tokens: int) -> "Trimmer | None
     if document is None:
         return None
     times = StepTimes.from_document(document)
-    times.check_fits(engine_conditions(config))
+    if times.max_draft_tokens != max_draft_tokens:
+        raise ValueError(f"step times: max_draft_tokens is {times.max_draft_tokens}, the engine's is {max_draft_tokens}")
     return Trimmer(times, max_draft_tokens)
 
 

