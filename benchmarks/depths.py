@@ -1,11 +1,11 @@
 """Learned K against every fixed K on one engine, at several loads, with workloads of unlike acceptance. Needs a GPU.
 
-    python -m benchmarks.depths --engine tiers --step-times FILE.json --arms learned 0 1 3 5 7 --out FILE.json
+    python -m benchmarks.depths --engine k7 --step-times FILE.json --arms learned 0 1 3 5 7 --out FILE.json
     python -m benchmarks.depths --engine none --arms 0 --out FILE.json       (results are added to FILE.json)
 
-Engines have the shape of Qwen3-Coder-30B-A3B with random weights and a P-EAGLE head of four layers. `tiers`: K_max = 7
-and full CUDA graphs for `TIERS`; `stock`: K_max = 7 with vLLM's graphs; `k3`, `k5`: built for that K; `none`: no
-speculation. Acceptance is synthetic, by workload (`SURVIVALS`), in one batch (`peagle.vllm.synthetic`).
+Engines have the shape of Qwen3-Coder-30B-A3B with random weights and a P-EAGLE head of four layers. `k7`, `k5`, `k3`:
+built for that K_max; `none`: no speculation. Acceptance is synthetic, by workload (`SURVIVALS`), in one batch
+(`peagle.vllm.synthetic`).
 
 An arm is a rule for K: `learned` is the service's own (`cluster.control.DepthControl`, fed twice a second with what the
 engine reports, and the trimming scheduler), a number pins K. The load is closed: c requests are always running, each of
@@ -27,7 +27,7 @@ from benchmarks.models import write_head, write_target
 from cluster.step_time import FIT_FIELDS, StepTimes
 from peagle.provenance import conditions
 from peagle.vllm.acceptance import STEP_TIMES_KEY
-from peagle.vllm.engine import GRAPHS_KEY, engine_kwargs
+from peagle.vllm.engine import engine_kwargs
 
 K_MAX = 7
 TIERS = (0, 1, 2, 3, 5, 7)
@@ -38,7 +38,7 @@ SURVIVALS: dict[str, tuple[float, ...]] = {
 """P(first i drafts accepted): AL 5.09 and 2.55 at K = 7; coding accepts about twice what chat does."""
 MIXES = {"mixed": ("code", "chat"), "code": ("code",), "chat": ("chat",)}
 WARM_S = 1.0
-ENGINES = {"tiers": K_MAX, "stock": K_MAX, "k3": 3, "k5": 5, "none": 0}
+ENGINES = {"k7": K_MAX, "k5": 5, "k3": 3, "none": 0}
 
 
 def settings_of(name: str, folder: Path, max_num_seqs: int, times: StepTimes | None) -> dict[str, Any]:
@@ -62,12 +62,9 @@ def settings_of(name: str, folder: Path, max_num_seqs: int, times: StepTimes | N
         dtype="bfloat16",
         async_scheduling=True,
         on_cpu=False,
-        full_graph_depths=TIERS if name == "tiers" else None,
         extra=extra,
     )
     if k:
-        counted = {GRAPHS_KEY: {"depths": [], "max_padding_tokens": 0}}
-        kwargs["additional_config"] = {**counted, **kwargs.get("additional_config", {})}
         kwargs["worker_cls"] = SYNTHETIC_WORKER
         kwargs["speculative_config"] |= {
             "rejection_sample_method": "synthetic",
@@ -100,8 +97,6 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
                         sys.stdout.write(json.dumps({**row, "drafting": None}) + "\n")
                         sys.stdout.flush()
                         yield row
-        if args.engine in ("tiers", "stock"):
-            yield {"engine": args.engine, "graphs": rig.collective_rpc("graph_report")}
     finally:
         rig.close()
 

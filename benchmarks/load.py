@@ -149,9 +149,9 @@ class Rig:
         self._workload_of[request_id] = workload
         self._last_s[request_id] = -time.perf_counter()  # negative: no output yet
 
-    def collective_rpc(self, method: str, *args: Any) -> Any:
-        """What the engine's first worker answers."""
-        return self._engine.collective_rpc(method, args=args)[0]
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        """What the engine's workers answer."""
+        return list(self._engine.collective_rpc(method, args=args))
 
     def run(self, arm: str, workloads: Sequence[str], num_requests: int, warmup_s: float, window_s: float) -> Any:
         """Keep `num_requests` running for `warmup_s` + `window_s`, then end them. What came out of the window."""

@@ -17,12 +17,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import NUM_TEXT_TOKENS, TEXTS, RunningEngine
 from benchmarks.load import Rig
 from benchmarks.models import LLAMA_8B, write_embedding, write_head, write_target
 from peagle.provenance import conditions
@@ -33,6 +32,18 @@ SURVIVAL = (0.80, 0.64, 0.50, 0.39, 0.30, 0.22, 0.17)
 """Synthetic P(first i drafts accepted), in the range published for P-EAGLE heads."""
 K_MAX = len(SURVIVAL)
 START_S = 120.0
+
+TEXTS = (
+    "def fibonacci(n):\n    ",
+    "The capital of France is",
+    "Write a short story about a fox and a river.\n",
+    "import numpy as np\n\ndef mean(values):\n",
+    "Question: What is 17 times 23?\nAnswer:",
+    "1, 1, 2, 3, 5, 8, 13,",
+    "Dear Sir or Madam, I am writing to",
+    "The three laws of motion are as follows.\n1.",
+)
+NUM_TEXT_TOKENS = 96
 
 
 def models(folder: Path, check: bool) -> tuple[Path, Path]:
@@ -69,7 +80,6 @@ def settings_of(placement: str, args: argparse.Namespace) -> dict[str, Any]:
         async_scheduling=not args.sync,
         on_cpu=False,
         remote=RemoteSettings(min_deadline_s=0.2) if placement == "remote" else None,
-        full_graph_depths=[0, K_MAX] if has_head else None,
         extra=extra,
     )
     if has_head and not args.check:
@@ -103,11 +113,11 @@ def drafter(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         log.close()
 
 
-def connect(engine: Rig | RunningEngine, found: dict[str, Any]) -> None:
+def connect(rpc: Callable[..., Any], found: dict[str, Any]) -> None:
     """Give the engine its drafter, and wait until its link is up. Raises RuntimeError when it does not come up."""
-    engine.collective_rpc("set_drafters", [found])
+    rpc("set_drafters", args=([found],))
     begin_s = time.monotonic()
-    while (report := engine.collective_rpc("remote_report")["pool"])["num_up"] == 0:
+    while (report := rpc("remote_report")[0]["pool"])["num_up"] == 0:
         if time.monotonic() - begin_s > START_S:
             raise RuntimeError(f"no link: {report}")
         time.sleep(0.2)
@@ -117,30 +127,33 @@ def measure(placement: str, args: argparse.Namespace, found: dict[str, Any] | No
     """One row for each load, or one with the texts' output."""
     kwargs = settings_of(placement, args)
     if args.check:
-        engine = RunningEngine(kwargs)
+        from vllm import LLM, SamplingParams
+
+        engine = LLM(**kwargs, disable_log_stats=True)
         if found:
-            connect(engine, found)
-        prompts = engine.encode(TEXTS)
+            connect(engine.collective_rpc, found)
         start_s = time.perf_counter()
-        tokens = engine.run(prompts, [K_MAX] * len(prompts), [NUM_TEXT_TOKENS] * len(prompts))
-        row: dict[str, Any] = {"placement": placement, "tokens": tokens, "wall_s": time.perf_counter() - start_s}
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=NUM_TEXT_TOKENS)
+        outputs = engine.generate(TEXTS, params, use_tqdm=False)
+        row: dict[str, Any] = {"placement": placement, "wall_s": time.perf_counter() - start_s}
+        row["tokens"] = [list(output.outputs[0].token_ids) for output in outputs]
         if found:
-            row["report"] = engine.collective_rpc("remote_report")
+            row["report"] = engine.collective_rpc("remote_report")[0]
         yield row
         return
     rig = Rig(kwargs, tuple(args.output_tokens), {"all": SURVIVAL})
     try:
         if found:
-            connect(rig, found)
+            connect(rig.collective_rpc, found)
         for num_requests in (max(args.num_requests), 4):  # kernels compile at first use
             rig.run(str(K_MAX if placement != "none" else 0), ("all",), num_requests, 1.0, 1.0)
         for num_requests in args.num_requests:
             arm = str(K_MAX if placement != "none" else 0)
-            before = rig.collective_rpc("remote_report") if found else None
+            before = rig.collective_rpc("remote_report")[0] if found else None
             row = {"placement": placement, "num_requests": num_requests}
             row |= rig.run(arm, ("all",), num_requests, args.warmup_s, args.window_s)
             if found:
-                row["remote"] = {"before": before, "after": rig.collective_rpc("remote_report")}
+                row["remote"] = {"before": before, "after": rig.collective_rpc("remote_report")[0]}
                 row["step_parts_ms"] = step_parts_ms(**row["remote"], step_ms=row["by_workload"]["all"]["step_ms"])
             yield row
     finally:

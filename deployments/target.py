@@ -26,6 +26,7 @@ from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 from vllm.exceptions import VLLMClientError
 
+from cluster.counts import Counts
 from cluster.request import MAX_NUM_WORKLOADS, Drafting, DraftingError, Workloads, from_wire, is_decided
 from cluster.settings import ClusterSettings
 from cluster.step_time import StepTimes
@@ -42,7 +43,7 @@ from deployments.requests import (
 )
 from deployments.telemetry import ReplicaReport, ReplicaTelemetry, make_control, observe
 from peagle.heads import head_digest
-from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY, DraftingStats
+from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +194,7 @@ def response_field(drafting: Drafting, telemetry: ReplicaTelemetry, response_id:
     verified drafts; `acceptance_length` is 1 + accepted / steps, 1.0 without steps.
     """
     record = telemetry.recorder.pop(response_id)
-    stats = DraftingStats() if record is None else record.stats
+    stats = Counts() if record is None else record.counts
     return {
         **drafting.to_wire(),
         "head": telemetry.head_of(drafting.workload),

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ from ray.util.metrics import Counter
 
 from cluster.acceptance import Counts, Report
 from cluster.control import DepthControl, Observation
+from cluster.counts import Counts as StepCounts
 from cluster.settings import ClusterSettings
 from cluster.step_time import Corrections, StepTimes, default_step_times
 from cluster.traffic import CounterExport, WorkloadTotals
-from peagle.vllm.acceptance import DraftingRecorder, DraftingStats, RequestDrafting
+from peagle.vllm.acceptance import DraftingRecorder, RequestDrafting
 
 # ====================================================================================================
 # What is seen of the drafting itself: heads and their acceptance, drafter replicas, and the links to them.
@@ -80,27 +81,27 @@ class HeadCounts:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[str, DraftingStats] = {}
-        self._by_head: dict[str, DraftingStats] = {}
+        self._seen: dict[str, StepCounts] = {}
+        self._by_head: dict[str, StepCounts] = {}
 
-    def add(self, totals: Mapping[str, DraftingStats], heads: Mapping[str, str], default: str) -> None:
+    def add(self, totals: Mapping[str, StepCounts], heads: Mapping[str, str], default: str) -> None:
         """Take a reading. `heads`: digest by workload, `default` for the others."""
         for workload, stats in totals.items():
-            before = self._seen.get(workload, DraftingStats())
+            before = self._seen.get(workload, StepCounts())
             new = stats if stats.num_steps < before.num_steps else stats - before
             head = heads.get(workload, default)
             if new.num_steps:
-                self._by_head[head] = self._by_head.pop(head, DraftingStats()) + new
+                self._by_head[head] = self._by_head.pop(head, StepCounts()) + new
         self._seen = dict(totals)
         while len(self._by_head) > MAX_NUM_HEADS:
             del self._by_head[next(iter(self._by_head))]
 
-    def by_head(self) -> dict[str, DraftingStats]:
+    def by_head(self) -> dict[str, StepCounts]:
         return dict(self._by_head)
 
 
 def drafting_document(
-    by_head: Iterable[Mapping[str, DraftingStats]],
+    by_head: Iterable[Mapping[str, StepCounts]],
     live: Iterable[str],
     drafters: Iterable[DrafterReport],
     links: Mapping[str, Iterable[LinkReport]],
@@ -114,8 +115,7 @@ def drafting_document(
             "num_steps": stats.num_steps,
             "acceptance_length": round(stats.acceptance_length, 4) if stats.num_steps else None,
             "survival": [
-                round(accepted / drafted, 4)
-                for accepted, drafted in zip(stats.accepted_by_depth, stats.drafted_by_depth, strict=True)
+                round(accepted / drafted, 4) for accepted, drafted in zip(stats.accepted, stats.drafted, strict=True)
             ],
         }
         for head, stats in sorted(_summed(by_head, live).items())
@@ -148,7 +148,7 @@ def drafting_document(
     }
 
 
-def head_metrics(by_replica: Mapping[str, Mapping[str, DraftingStats]], model: str) -> list[Metric]:
+def head_metrics(by_replica: Mapping[str, Mapping[str, StepCounts]], model: str) -> list[Metric]:
     """Steps and tokens by the head that drafted them."""
     labels = ("model", "head", "replica")
     steps = CounterMetricFamily("peagle_head_verification_steps", "Steps that verified its drafts.", labels=labels)
@@ -162,7 +162,7 @@ def head_metrics(by_replica: Mapping[str, Mapping[str, DraftingStats]], model: s
     for replica, by_head in by_replica.items():
         for head, stats in by_head.items():
             steps.add_metric([model, head, replica], stats.num_steps)
-            for family, by_depth in zip(families, (stats.drafted_by_depth, stats.accepted_by_depth), strict=True):
+            for family, by_depth in zip(families, (stats.drafted, stats.accepted), strict=True):
                 for depth, count in enumerate(by_depth, start=1):
                     family.add_metric([model, head, replica, str(depth)], count)
     return [steps, *families]
@@ -199,11 +199,11 @@ def _counter(name: str, labels: list[str]) -> CounterMetricFamily:
     return CounterMetricFamily(name, name.removeprefix("peagle_").replace("_", " "), labels=labels)
 
 
-def _summed(by_head: Iterable[Mapping[str, DraftingStats]], live: set[str]) -> dict[str, DraftingStats]:
-    sums = {head: DraftingStats() for head in live}
+def _summed(by_head: Iterable[Mapping[str, StepCounts]], live: set[str]) -> dict[str, StepCounts]:
+    sums = {head: StepCounts() for head in live}
     for one in by_head:
         for head, stats in one.items():
-            sums[head] = sums.get(head, DraftingStats()) + stats
+            sums[head] = sums.get(head, StepCounts()) + stats
     return sums
 
 
@@ -228,7 +228,7 @@ class WorkloadReport:
     """One workload on one replica since it started. Requests and tokens count what has ended, `stats` also the
     steps of requests that still run."""
 
-    stats: DraftingStats = field(default_factory=DraftingStats)
+    stats: StepCounts = field(default_factory=StepCounts)
     num_finished: int = 0
     num_aborted: int = 0
     num_output_tokens: int = 0
@@ -251,7 +251,7 @@ class ReplicaReport:
     head: str = ""
     running: Mapping[str, int] = field(default_factory=dict)
     context_tokens: float = 0.0
-    by_head: Mapping[str, DraftingStats] = field(default_factory=dict)
+    by_head: Mapping[str, StepCounts] = field(default_factory=dict)
     links: tuple[LinkReport, ...] = ()
     corrections: str = ""
 
@@ -267,7 +267,6 @@ class ReplicaTelemetry:
         self._heads: dict[str, str] = {}
         self._by_head = HeadCounts()
         self._export = CounterExport()
-        self._ended: dict[str, WorkloadReport] = {}
         keys = ("model", "workload")
         self._steps = Counter("peagle_verification_steps", "Steps that verified drafts.", keys)
         self._drafted = Counter("peagle_draft_tokens", "Draft tokens verified.", (*keys, "depth"))
@@ -277,7 +276,7 @@ class ReplicaTelemetry:
     def set_heads(self, default: str, by_workload: Mapping[str, str]) -> None:
         """Say which heads draft from now on: `default`, and those of workloads that have their own."""
         if (default, dict(by_workload)) != (self._head, self._heads):
-            self._by_head.add(self.recorder.totals(), self._heads, self._head)
+            self._by_head.add(self._totals(), self._heads, self._head)
             self._head, self._heads = default, dict(by_workload)
 
     def head_of(self, workload: str) -> str:
@@ -286,14 +285,10 @@ class ReplicaTelemetry:
 
     def report(self, num_running: int, links: Sequence[LinkReport] = ()) -> ReplicaReport:
         """The counts so far. `num_running`: requests that the engine works on or keeps waiting."""
-        workloads = {}
-        totals = self.recorder.totals()
-        self._by_head.add(totals, self._heads, self._head)
-        self._ended = {workload: ended for workload, ended in self._ended.items() if workload in totals}
-        for workload, stats in totals.items():
-            ended = self._ended.get(workload, WorkloadReport())
-            workloads[workload] = replace(ended, stats=stats)
-        running, context_tokens = self.recorder.running()
+        counted = self.recorder.workloads()
+        self._by_head.add({name: counts.counts for name, counts in counted.items()}, self._heads, self._head)
+        workloads = {name: WorkloadReport(counts.counts, *counts.numbers()[1:]) for name, counts in counted.items()}
+        running = {name: counts.num_running for name, counts in counted.items() if counts.num_running}
         return ReplicaReport(
             self._replica,
             self._model,
@@ -301,7 +296,7 @@ class ReplicaTelemetry:
             workloads,
             self._all_heads(),
             running,
-            context_tokens,
+            self.recorder.context_tokens(),
             self._by_head.by_head(),
             tuple(links),
             self.recorder.corrections,
@@ -309,38 +304,31 @@ class ReplicaTelemetry:
 
     def scaling_counters(self) -> dict[str, int]:
         """Counters that only grow, as the policy of autoscaling reads them (`cluster.traffic`)."""
-        totals, (running, _) = self.recorder.totals(), self.recorder.running()
         counted = {}
-        for workload, stats in totals.items():
-            ended = self._ended.get(workload, WorkloadReport())
-            num_ended = ended.num_finished + ended.num_aborted
+        for workload, counts in self.recorder.workloads().items():
             counted[workload] = WorkloadTotals(
-                num_ended + running.get(workload, 0),
-                num_ended,
-                ended.num_output_tokens,
-                ended.num_prompt_tokens,
-                Counts(stats.drafted_by_depth, stats.reached_by_depth, stats.accepted_by_depth),
+                counts.num_started,
+                counts.num_ended,
+                counts.num_output_tokens,
+                counts.num_prompt_tokens,
+                counts_of(counts.counts),
             )
         return self._export.flat(self._all_heads(), counted)
+
+    def _totals(self) -> dict[str, StepCounts]:
+        return {name: counts.counts for name, counts in self.recorder.workloads().items()}
 
     def _all_heads(self) -> str:
         return "+".join(dict.fromkeys((self._head, *self._heads.values())))
 
     def _finished(self, record: RequestDrafting) -> None:
-        old = self._ended.get(record.workload, WorkloadReport())
-        self._ended[record.workload] = WorkloadReport(
-            num_finished=old.num_finished + (not record.is_aborted),
-            num_aborted=old.num_aborted + record.is_aborted,
-            num_output_tokens=old.num_output_tokens + record.num_output_tokens,
-            num_prompt_tokens=old.num_prompt_tokens + record.num_prompt_tokens,
-        )
         tags = {"model": self._model, "workload": record.workload}
-        if record.stats.num_steps:
-            self._steps.inc(record.stats.num_steps, tags)
+        if record.counts.num_steps:
+            self._steps.inc(record.counts.num_steps, tags)
         for counter, counts in (
-            (self._drafted, record.stats.drafted_by_depth),
-            (self._reached, record.stats.reached_by_depth),
-            (self._accepted, record.stats.accepted_by_depth),
+            (self._drafted, record.counts.drafted),
+            (self._reached, record.counts.reached),
+            (self._accepted, record.counts.accepted),
         ):
             for depth, count in enumerate(counts, start=1):
                 if count:
@@ -393,9 +381,9 @@ class _Reports:
                 tokens.add_metric(values, counts.num_output_tokens)
                 steps.add_metric(values, counts.stats.num_steps)
                 for family, by_depth in (
-                    (drafted, counts.stats.drafted_by_depth),
-                    (reached, counts.stats.reached_by_depth),
-                    (accepted, counts.stats.accepted_by_depth),
+                    (drafted, counts.stats.drafted),
+                    (reached, counts.stats.reached),
+                    (accepted, counts.stats.accepted),
                 ):
                     for depth, count in enumerate(by_depth, start=1):
                         family.add_metric([*values, str(depth)], count)
@@ -445,8 +433,8 @@ def observation(report: ReplicaReport) -> Observation:
     return Observation(counted, dict(report.running), report.context_tokens, corrections)
 
 
-def counts_of(stats: DraftingStats) -> Counts:
-    return Counts(stats.drafted_by_depth, stats.reached_by_depth, stats.accepted_by_depth)
+def counts_of(stats: StepCounts) -> Counts:
+    return Counts(tuple(stats.drafted), tuple(stats.reached), tuple(stats.accepted))
 
 
 def observe(control: DepthControl, reports: Iterable[ReplicaReport]) -> None:

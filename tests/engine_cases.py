@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.sampling_params import StructuredOutputsParams
 
-from peagle.vllm.acceptance import DraftingStats
+from cluster.counts import Counts
 from tests.engine_harness import Job, Result
 
 K_MAX = 7
@@ -58,15 +58,14 @@ def sampling_jobs(prompt: Sequence[int], first_seed: int, **fields: Any) -> list
 
 
 def check_counts(result: Result, k: int) -> None:
-    """Every step verified `k` drafts, and the recorder counted what vLLM's own list of steps says, if it keeps one."""
+    """Every step verified `k` drafts, and the recorder counted what vLLM's own list of steps says."""
     assert result.drafting is not None
-    stats = result.drafting.stats
-    assert set(stats.drafted_by_depth) == ({stats.num_steps} if k else set())
-    assert len(stats.drafted_by_depth) == k
+    counts = result.drafting.counts
+    assert counts.drafted == [counts.num_steps] * k
     assert result.drafting.num_output_tokens == len(result.tokens[0])
     if result.steps is not None:
         assert {num_verified for num_verified, _ in result.steps} == ({k} if k else set())
-        assert stats == DraftingStats.from_steps(result.steps)
+        assert counts == Counts.from_steps(result.steps)
 
 
 def chi_square_p_value(first: Sequence[int], second: Sequence[int], min_count: int = 10) -> float:

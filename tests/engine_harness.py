@@ -57,7 +57,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What came back. `steps`: (verified, accepted) by vLLM's own count, where this vLLM keeps one."""
+    """What came back. `steps`: (verified, accepted) by vLLM's own count; None without speculation."""
 
     tokens: list[list[int]]
     texts: list[str]
@@ -85,8 +85,7 @@ class RunningEngine:
 
     def __init__(self, kwargs: dict[str, Any], is_async: bool = False, async_scheduler: str = ASYNC_SCHEDULER) -> None:
         arguments = dict(kwargs)
-        known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-        if "per_request_spec_decode_metrics" in known and "speculative_config" in arguments:
+        if "speculative_config" in arguments:
             arguments["per_request_spec_decode_metrics"] = "detailed"
         config = AsyncEngineArgs(**arguments).create_engine_config()
         # On a CPU vLLM turns asynchronous scheduling off as not worth it. It works there all the same.
@@ -97,8 +96,7 @@ class RunningEngine:
         self._num_requests = 0
         self._preemptions: list[_Preemptions] = []
         self.max_draft_tokens: int = config.num_speculative_tokens
-        self.finished: list[RequestDrafting] = []
-        self.recorder = DraftingRecorder(self.finished.append)
+        self.recorder = DraftingRecorder()
         self._client: AsyncLLM = self._run(self._start(config))
 
     async def _start(self, config: Any) -> AsyncLLM:

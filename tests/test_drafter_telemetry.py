@@ -4,6 +4,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 
 from cluster.control import fixed_document
+from cluster.counts import Counts
 from cluster.request import DepthPolicy
 from cluster.view import table
 from deployments.links import MAX_MISSED_POLLS, Roster, agreed_heads, drafters_of, link_reports
@@ -17,10 +18,9 @@ from deployments.telemetry import (
     drafting_document,
     head_metrics,
 )
-from peagle.vllm.acceptance import DraftingStats
 
-GOOD = DraftingStats.from_steps([(3, 3), (3, 1)])
-BAD = DraftingStats.from_steps([(3, 0)])
+GOOD = Counts.from_steps([(3, 3), (3, 1)])
+BAD = Counts.from_steps([(3, 0)])
 
 
 def drafter(replica: str, *digests: str, address: str = "h:1", refused: str = "") -> DrafterReport:
@@ -38,7 +38,7 @@ def test_steps_count_for_the_head_that_was_live() -> None:
 
 
 def test_a_head_that_was_only_verified_less_deep_than_the_one_before_has_a_document() -> None:
-    counts, shallow = HeadCounts(), DraftingStats.from_steps([(1, 1)])
+    counts, shallow = HeadCounts(), Counts.from_steps([(1, 1)])
     counts.add({"code": GOOD}, {}, "deep")
     counts.add({"code": GOOD + shallow}, {}, "shallow")
     assert counts.by_head() == {"deep": GOOD, "shallow": shallow}
@@ -56,7 +56,7 @@ def test_counters_that_began_anew_count_from_zero() -> None:
 
 def test_only_the_latest_heads_are_kept() -> None:
     counts = HeadCounts()
-    total = DraftingStats()
+    total = Counts()
     for index in range(MAX_NUM_HEADS + 3):
         total += BAD
         counts.add({"code": total}, {}, f"head-{index}")

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from peagle.vllm.acceptance import DEFAULT_WORKLOAD, DraftingStats
+from cluster.counts import Counts
+from cluster.request import DEFAULT_WORKLOAD
 from tests.engine_cases import (
     K_MAX,
     MIXED,
@@ -136,9 +137,9 @@ def test_every_acceptance_is_counted(engine: RunningEngine, prompts: Prompts, re
         assert result.tokens[0] == expected.tokens[0][:NUM_SHORT]
         assert result.steps == steps
         assert result.drafting is not None
-        assert (result.drafting.workload, result.drafting.k) == (job.workload, job.k)
-        assert result.drafting.stats == DraftingStats.from_steps(steps)
-        assert engine.recorder.totals()[str(job.workload)] == DraftingStats.from_steps(steps)
+        assert (result.drafting.workload, result.drafting.max_k) == (job.workload, job.k)
+        assert result.drafting.counts == Counts.from_steps(steps)
+        assert engine.recorder.workloads()[str(job.workload)].counts == Counts.from_steps(steps)
 
 
 def test_decode_admitted_beside_others_verifies_k_from_its_first_step(
@@ -153,7 +154,7 @@ def test_decode_admitted_beside_others_verifies_k_from_its_first_step(
         assert result.tokens[0] == expected.tokens[0][: job.max_tokens]
         check_counts(result, job.k)
     # Prefill gives one token, every step its accepted drafts and one more; the last step may be cut.
-    stats = results[1].drafting.stats
+    stats = results[1].drafting.counts
     assert NUM_SHORT <= 1 + stats.num_steps + stats.num_accepted_tokens <= NUM_SHORT + 2
 
 
@@ -179,7 +180,7 @@ def test_context_limit(engine: RunningEngine, text_tokens: list[int], reference:
     assert result.steps is not None
     assert result.drafting is not None
     assert max(num_verified for num_verified, _ in result.steps) == k
-    assert result.drafting.stats == DraftingStats.from_steps(result.steps)
+    assert result.drafting.counts == Counts.from_steps(result.steps)
 
 
 def test_aborted_requests_stay_in_the_totals(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
@@ -191,10 +192,10 @@ def test_aborted_requests_stay_in_the_totals(engine: RunningEngine, prompts: Pro
     record = gone_result.drafting
     assert record is not None
     assert record.is_aborted
-    assert record.stats.num_steps > 0
-    assert 1 + record.stats.num_steps + record.stats.num_accepted_tokens == record.num_output_tokens
-    assert engine.recorder.totals()["gone"] == record.stats
-    assert any(finished.workload == "gone" and finished.is_aborted for finished in engine.finished)
+    assert record.counts.num_steps > 0
+    assert 1 + record.counts.num_steps + record.counts.num_accepted_tokens == record.num_output_tokens
+    gone_counts = engine.recorder.workloads()["gone"]
+    assert (gone_counts.counts, gone_counts.num_started, gone_counts.num_aborted) == (record.counts, 1, 1)
 
 
 def test_stop_string(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
@@ -206,9 +207,8 @@ def test_stop_string(engine: RunningEngine, prompts: Prompts, reference: Referen
     assert result.finish_reasons == ["stop"]
     assert result.drafting is not None
     assert not result.drafting.is_aborted
-    stats = result.drafting.stats
-    assert set(stats.drafted_by_depth) == {stats.num_steps}
-    assert len(stats.drafted_by_depth) == 4
+    stats = result.drafting.counts
+    assert stats.drafted == [stats.num_steps] * 4
     assert 1 + stats.num_steps + stats.num_accepted_tokens == result.drafting.num_output_tokens
 
 
@@ -217,7 +217,7 @@ def test_sequences_of_one_request_are_summed(engine: RunningEngine, prompts: Pro
     (result,) = engine.run([job])
     assert result.drafting is not None
     assert result.drafting.num_output_tokens == sum(len(tokens) for tokens in result.tokens) == 60
-    assert len(result.drafting.stats.drafted_by_depth) == 2
+    assert len(result.drafting.counts.drafted) == 2
     assert result.drafting.workload == DEFAULT_WORKLOAD
 
 
@@ -239,7 +239,7 @@ def test_grammar(engine: RunningEngine, prompts: Prompts, reference: Reference) 
         assert result.steps is not None
         assert result.drafting is not None
         assert all(num_verified <= k for num_verified, _ in result.steps)
-        assert result.drafting.stats == DraftingStats.from_steps(step for step in result.steps if step[0])
+        assert result.drafting.counts == Counts.from_steps(step for step in result.steps if step[0])
 
 
 def test_seed_repeats(engine: RunningEngine, prompts: Prompts) -> None:
@@ -258,7 +258,7 @@ def test_sampling_keeps_the_distribution(
     for position in range(3):
         expected = [result.tokens[0][position] for result in reference["sampled"]]
         assert chi_square_p_value([result.tokens[0][position] for result in results], expected) > 1e-3
-    assert sum(result.drafting.stats.num_accepted_tokens for result in results if result.drafting) > NUM_SAMPLES / 20
+    assert sum(result.drafting.counts.num_accepted_tokens for result in results if result.drafting) > NUM_SAMPLES / 20
 
 
 def test_greedy_beside_sampled(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:

@@ -98,7 +98,7 @@ def check(results: list[Result], reference: list[Result], num_tokens: int) -> No
 
 def num_steps(results: list[Result]) -> int:
     """Steps that verified drafts."""
-    return sum(result.drafting.stats.num_steps for result in results if result.drafting is not None)
+    return sum(result.drafting.counts.num_steps for result in results if result.drafting is not None)
 
 
 def only_link(engine: RemoteEngine) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def test_right_drafts_are_accepted(engine: RemoteEngine, prompts: list[list[int]
     ]
     results = engine.run(jobs)
     check(results, reference, NUM_SHORT)
-    assert sum(one.drafting.stats.num_accepted_tokens for one in results if one.drafting is not None) > 20
+    assert sum(one.drafting.counts.num_accepted_tokens for one in results if one.drafting is not None) > 20
 
 
 def test_heads_of_one_drafter_serve_their_own_requests(
@@ -143,7 +143,7 @@ def test_heads_of_one_drafter_serve_their_own_requests(
     results = engine.run(jobs)
     check(results, reference[:12], NUM_LONG)
     num_accepted = [
-        sum(one.drafting.stats.num_accepted_tokens for one in results[head::2] if one.drafting is not None)
+        sum(one.drafting.counts.num_accepted_tokens for one in results[head::2] if one.drafting is not None)
         for head in (0, 1)
     ]
     assert num_accepted[0] > 20 + 5 * num_accepted[1]

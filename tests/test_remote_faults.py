@@ -62,7 +62,7 @@ def check(results: list[Result], reference: list[Result]) -> None:
 
 def num_verified(results: list[Result]) -> int:
     """Drafts that were verified."""
-    return sum(one.drafting.stats.num_draft_tokens for one in results if one.drafting is not None)
+    return sum(one.drafting.counts.num_draft_tokens for one in results if one.drafting is not None)
 
 
 def test_killed_and_restarted(

@@ -116,7 +116,7 @@ def test_one_rank_sends_and_all_verify(
             for _ in range(2):
                 for result, expected in zip(results := engine.run(jobs), reference, strict=True):
                     assert result.tokens == expected.tokens
-            assert all(one.drafting is not None and one.drafting.stats.num_steps > 10 for one in results)
+            assert all(one.drafting is not None and one.drafting.counts.num_steps > 10 for one in results)
             sender, other = engine.reports()
             assert other == {}
             assert sender["counts"]["requests_sent"] > 5 * NUM_TOKENS

@@ -1,13 +1,8 @@
-"""Slots of requests at a drafter, and the word that tells the scheduler which heads are live."""
+"""Slots of requests at a drafter."""
 
 import random
-import uuid
-from pathlib import Path
 
-import pytest
-
-from peagle.vllm import remote as remote_health
-from peagle.vllm.remote import MAX_HEADS, Health, RequestSlots
+from peagle.vllm.remote import RequestSlots
 
 
 def test_a_request_keeps_its_slot_while_it_waits() -> None:
@@ -68,29 +63,3 @@ def test_slots_of_random_batches_are_different_and_told() -> None:
         for place, (name, slot) in enumerate(zip(batch, taken, strict=True)):
             assert (holder.get(slot) != name) is (place in change.new)
             holder[slot] = name
-
-
-@pytest.fixture
-def instance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    monkeypatch.setattr(remote_health, "_SHARED_DIR", tmp_path)
-    return uuid.uuid4().hex
-
-
-def test_the_scheduler_reads_what_the_worker_writes(instance: str, tmp_path: Path) -> None:
-    writer = Health.create(instance)
-    reader = Health.open(instance)
-    assert list(tmp_path.iterdir()) == []  # nothing is left behind, whoever dies
-    assert not reader.is_live(0)
-    writer.write([0, 3, MAX_HEADS - 1])
-    assert [head for head in range(-1, MAX_HEADS + 2) if reader.is_live(head)] == [0, 3, MAX_HEADS - 1]
-    writer.write([])
-    assert not reader.is_live(0)
-    with pytest.raises(ValueError, match=f"head {MAX_HEADS} is outside"):
-        writer.write([MAX_HEADS])
-
-
-def test_without_a_worker_on_this_host_all_heads_are_live(instance: str, caplog: pytest.LogCaptureFixture) -> None:
-    reader = Health.open(instance)
-    assert reader.is_live(0)
-    assert reader.is_live(7)
-    assert "does not exist" in caplog.text

@@ -10,25 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from vllm import SamplingParams
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 
+from cluster.counts import Counts, WorkloadCounts
+from peagle.vllm import compat
 from peagle.vllm.acceptance import (
     CORRECTIONS_HEADER,
     DEPTH_KEY,
     STEPS_HEADER,
     WORKLOAD_KEY,
     DraftingRecorder,
-    DraftingStats,
     RequestDrafting,
     decode_steps,
     encode_steps,
-    with_header,
-    with_steps,
 )
-from peagle.vllm.compat import SCHEDULER_SEAMS, UnsupportedVLLMError, check_seams
 from peagle.vllm.engine import ASYNC_SCHEDULER, CPU_WORKER, OWNED_ENGINE_KEYS, SYNC_SCHEDULER, engine_kwargs
 
 
@@ -98,7 +97,8 @@ def test_a_head_without_a_mask_token_drafts_one_after_another(
 
 def test_engine_kwargs_without_a_head() -> None:
     kwargs = engine_kwargs("/target", None, async_scheduling=False, on_cpu=True)
-    assert not {"speculative_config", "scheduler_cls"} & kwargs.keys()
+    assert "speculative_config" not in kwargs
+    assert kwargs["scheduler_cls"] == SYNC_SCHEDULER
 
 
 @pytest.mark.parametrize("key", OWNED_ENGINE_KEYS)
@@ -149,40 +149,13 @@ def test_published_head_does_not_say_its_depth(tmp_path: Path) -> None:
     assert kwargs["speculative_config"]["num_speculative_tokens"] == 4
 
 
-def test_counts_with_different_depths() -> None:
-    """Worked by hand: depth 3 was verified in two of the three steps, tried in one of them, and accepted there."""
-    stats = DraftingStats.from_steps([(3, 3), (3, 0), (2, 1)])
-    assert stats == DraftingStats((3, 3, 2), reached_by_depth=(3, 2, 1), accepted_by_depth=(2, 1, 1))
-    assert (stats.num_steps, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 8, 4)
-    assert stats.acceptance_length == pytest.approx(1 + 4 / 3)
-
-
-def test_a_step_that_ends_at_its_own_k_is_no_trial_of_the_next_depth() -> None:
-    """a_2 is 1 / 1 here; accepted_2 / accepted_1 = 1 / 3 would be the ratio that K biases."""
-    stats = DraftingStats.from_steps([(1, 1), (1, 1), (2, 2)])
-    assert (stats.accepted_by_depth, stats.reached_by_depth) == ((3, 1), (3, 1))
-
-
-def test_counts_without_steps() -> None:
-    assert DraftingStats() == DraftingStats.from_steps([])
-    assert DraftingStats().acceptance_length == 1.0
-    assert DraftingStats().num_steps == 0
-
-
-def test_sums_and_differences() -> None:
-    early = DraftingStats.from_steps([(2, 1)])
-    later = [(4, 4), (1, 0)]
-    total = DraftingStats.from_steps([(2, 1), *later])
-    assert early + DraftingStats.from_steps(later) == total
-    assert total - early == DraftingStats.from_steps(later)
-
-
-def test_step_report() -> None:
-    steps = [(7, 3), (7, 0), (1, 1)]
+@given(st.lists(st.tuples(st.integers(1, 99), st.integers(0, 99))))
+def test_a_report_of_steps_comes_back(steps: list[tuple[int, int]]) -> None:
     assert decode_steps(encode_steps(steps)) == steps
-    headers = {"traceparent": "00-1"}
-    assert with_steps(headers, steps) == {"traceparent": "00-1", STEPS_HEADER: "7:3 7:0 1:1"}
-    assert headers == {"traceparent": "00-1"}
+
+
+def test_a_report_that_is_none() -> None:
+    assert encode_steps([(7, 3), (7, 0), (1, 1)]) == "7:3 7:0 1:1"
     with pytest.raises(ValueError, match="invalid literal"):
         decode_steps("7-3")
 
@@ -208,8 +181,12 @@ def last_output(internal_id: str, steps: list[tuple[int, int]]) -> EngineCoreOut
         request_id=internal_id,
         new_token_ids=[5, 6, 7],
         finish_reason=FinishReason.LENGTH,
-        trace_headers=with_steps(None, steps),
+        trace_headers={"traceparent": "00-1", STEPS_HEADER: encode_steps(steps)},
     )
+
+
+def num_steps(recorder: DraftingRecorder) -> dict[str, int]:
+    return {name: counts.counts.num_steps for name, counts in recorder.workloads().items()}
 
 
 @pytest.fixture
@@ -226,9 +203,10 @@ def test_prompts_of_one_completion_are_summed(processor: OutputProcessor) -> Non
             make_request(f"cmpl-x-{index}-ab", f"cmpl-x-{index}", **{DEPTH_KEY: 2, WORKLOAD_KEY: "code"}), None
         )
         processor.process_outputs([last_output(f"cmpl-x-{index}-ab", [(2, index)])])
-    stats = DraftingStats.from_steps([(2, 0), (2, 1)])
-    assert recorder.pop("cmpl-x") == RequestDrafting("cmpl-x", "code", 2, stats, 6, False, 2)
+    counts = Counts.from_steps([(2, 0), (2, 1)])
+    assert recorder.pop("cmpl-x") == RequestDrafting("cmpl-x", "code", 2, counts, 6, 2)
     assert recorder.pop("cmpl-x") is None
+    assert recorder.workloads() == {"code": WorkloadCounts(2, 2, 0, 6, 2, counts)}
 
 
 def test_bounds_of_the_recorder(processor: OutputProcessor) -> None:
@@ -238,7 +216,7 @@ def test_bounds_of_the_recorder(processor: OutputProcessor) -> None:
         processor.add_request(make_request(str(index), str(index), **{WORKLOAD_KEY: f"w{index}"}), None)
         processor.process_outputs([last_output(str(index), [(1, 1)])])
     assert [recorder.pop(str(index)) is not None for index in range(4)] == [False, False, True, True]
-    assert {name: stats.num_steps for name, stats in recorder.totals().items()} == {"w2": 1, "w3": 1}
+    assert num_steps(recorder) == {"w2": 1, "w3": 1}
 
 
 def test_a_workload_with_live_sequences_keeps_its_counts(processor: OutputProcessor) -> None:
@@ -248,10 +226,13 @@ def test_a_workload_with_live_sequences_keeps_its_counts(processor: OutputProces
         processor.add_request(make_request(str(index), str(index), **{WORKLOAD_KEY: workload}), None)
     for index in range(3):
         processor.process_outputs([last_output(str(index), [(1, 1)])])
-    assert {name: stats.num_steps for name, stats in recorder.totals().items()} == {"busy": 1, "default": 2}
+    assert num_steps(recorder) == {"busy": 1, "default": 2}
     processor.add_request(make_request("3", "3", **{WORKLOAD_KEY: "other"}), None)
     processor.process_outputs([last_output("3", [(1, 1)])])
-    assert {name: stats.num_steps for name, stats in recorder.totals().items()} == {"other": 1, "default": 2}
+    assert num_steps(recorder) == {
+        "other": 1,
+        "default": 2,
+    }
 
 
 def test_recorder_wants_a_vllm_engine(processor: OutputProcessor) -> None:
@@ -263,12 +244,32 @@ def test_recorder_wants_a_vllm_engine(processor: OutputProcessor) -> None:
         DraftingRecorder().attach(engine)
 
 
-def test_missing_seam_is_named() -> None:
-    check_seams(Scheduler, SCHEDULER_SEAMS)
-    with pytest.raises(UnsupportedVLLMError, match=r"Scheduler has no plan_ahead\(\)"):
-        check_seams(Scheduler, {"plan_ahead": ()})
-    with pytest.raises(UnsupportedVLLMError, match=r"\['colour'\] of update_draft_token_ids"):
-        check_seams(Scheduler, {"update_draft_token_ids": ("draft_token_ids", "colour")})
+@pytest.mark.parametrize("group", compat.SEAMS)
+def test_the_installed_vllm_has_every_name(group: str) -> None:
+    compat.check(group)
+
+
+def test_missing_names_are_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = "vllm.v1.core.sched.scheduler:Scheduler"
+    seams = {scheduler: {"plan_ahead": (), "update_draft_token_ids": ("draft_token_ids", "colour")}, "vllm.gone:X": {}}
+    monkeypatch.setattr(compat, "SEAMS", {"here": seams})
+    monkeypatch.setattr(compat, "ATTRIBUTES", {"here": ("real", "shade")})
+    with pytest.raises(
+        compat.UnsupportedVLLMError,
+        match=r"has no Scheduler.plan_ahead\(\), parameter colour of Scheduler.update_draft_token_ids\(\), "
+        r"vllm.gone:X, complex.shade, which",
+    ):
+        compat.check("here", 1j)
+
+
+def test_versions_are_compared(caplog: pytest.LogCaptureFixture) -> None:
+    for version in ("0.29.0", "0.29.1+cpu"):
+        compat.check_version(version)
+    assert caplog.text == ""
+    compat.check_version("0.33.0")
+    assert "0.33.0 is newer than 0.29" in caplog.text
+    with pytest.raises(compat.UnsupportedVLLMError, match=r"0\.28\.1 is too old: this package needs 0\.29"):
+        compat.check_version("0.28.1")
 
 
 @pytest.mark.parametrize("values", [torch.tensor([0.5, 0.0, 2.0]), torch.tensor([3, 0, 5], dtype=torch.int32)])
@@ -289,9 +290,9 @@ def test_the_newest_corrections_stay_whoever_carried_them(processor: OutputProce
     processor.add_request(make_request("a", "a"), None)
     for carrier, text in (("a", "first"), ("gone", "second")):
         output = last_output(carrier, [(2, 1)])
-        output.trace_headers = with_header(output.trace_headers, CORRECTIONS_HEADER, text)
+        output.trace_headers = {CORRECTIONS_HEADER: text}
         processor.process_outputs([output])
         assert recorder.corrections == text
     processor.process_outputs([last_output("gone", [(2, 1)])])
     assert recorder.corrections == "second"
-    assert recorder.totals()["default"].num_steps == 1
+    assert recorder.workloads()["default"].counts.num_steps == 0

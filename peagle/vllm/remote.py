@@ -1,8 +1,8 @@
 """vLLM's V1 model runner with its drafter in another process; and what it does better with a drafter in its own.
 
-The engine keeps vLLM's `eagle3` + `parallel_drafting` configuration, so tapped layers, schedulers and rejection sampling
-are vLLM's own; what changes is where drafts come from. `RemoteProposer` takes the place of vLLM's proposer: it loads no
-weights and owns no cache. `RemoteDrafts` sends the rows of each step (`StepSender`) and
+The engine keeps vLLM's `eagle3` + `parallel_drafting` configuration, so tapped layers, schedulers and rejection
+sampling are vLLM's own; what changes is where drafts come from. `RemoteProposer` takes the place of vLLM's proposer: it
+loads no weights and owns no cache. `RemoteDrafts` sends the rows of each step (`StepSender`) and
 - in synchronous scheduling waits for the drafts when the engine asks for them, so that bookkeeping runs meanwhile;
 - in asynchronous scheduling on a GPU leaves everything to the device's stream: the host waits for nothing;
 - in asynchronous scheduling on a CPU, which has no streams, waits at once.
@@ -480,7 +480,9 @@ class RemoteDrafts(_Runner):
                     num_drafts_B[message.members_M] = self.num_spec_tokens
             self._num_drafts = {
                 request_id: int(num_drafts)
-                for request_id, depth, num_drafts in zip(self.input_batch.req_ids, step.depth_B, num_drafts_B, strict=True)
+                for request_id, depth, num_drafts in zip(
+                    self.input_batch.req_ids, step.depth_B, num_drafts_B, strict=True
+                )
                 if depth
             }
         if get_tp_group().world_size > 1:
@@ -521,7 +523,9 @@ class RemoteDrafts(_Runner):
             self.input_ids.gpu[:num_rows],
         )
         requests = [self.requests[request_id] for request_id in batch.req_ids]
-        heads = [head_of(request.sampling_params.extra_args if request.sampling_params else None) for request in requests]
+        heads = [
+            head_of(request.sampling_params.extra_args if request.sampling_params else None) for request in requests
+        ]
         k_B = np.array([depth_in_batch(request, self.num_spec_tokens) for request in requests], dtype=np.int32)
         is_prompt_B = batch.num_computed_tokens_cpu[:num_requests] < batch.num_prompt_tokens[:num_requests]
         offset_B1 = self.query_start_loc.np[: num_requests + 1].astype(np.int32)

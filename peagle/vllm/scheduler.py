@@ -29,7 +29,7 @@ from peagle.vllm.acceptance import (
     drafts_wanted,
     encode_steps,
 )
-from peagle.vllm.trimming import make_trimmer
+from peagle.vllm.trimming import Trimmer, make_trimmer
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -103,9 +103,7 @@ class _PerRequestDepth(_Base):
 
     def _trim(self, requests: "list[Request]", prompt_tokens: int = 0) -> None:
         """Keep of each request's drafts the first K, and under load the ones that pay in this step."""
-        depths = [
-            0 if request.request_id in self._without_drafts else self.depth_of(request) for request in requests
-        ]
+        depths = [0 if request.request_id in self._without_drafts else self.depth_of(request) for request in requests]
         if self._trimmer is not None:
             depths = self._trimmer.depths(requests, depths, prompt_tokens)
         for request, depth in zip(requests, depths, strict=True):
@@ -163,11 +161,7 @@ class _PerRequestDepth(_Base):
             self._take_report(report, model_runner_output.req_ids, scheduler_output)
         outputs_by_client = super().update_from_output(scheduler_output, model_runner_output)
         if self._trimmer is not None:
-            firsts = [client.outputs[0] for client in outputs_by_client.values() if client.outputs]
-            # A step without an output leaves the corrections for the next one.
-            if firsts and (corrections := self._trimmer.untold(time.perf_counter())) is not None:
-                for first in firsts:
-                    first.trace_headers = {**(first.trace_headers or {}), CORRECTIONS_HEADER: corrections}
+            self._tell_corrections(self._trimmer, outputs_by_client)
             if not self.has_requests():
                 self._trimmer.pause()
         if not self._steps:
@@ -179,6 +173,14 @@ class _PerRequestDepth(_Base):
         # A step without an output waits for the request's next one; a request that is gone has none.
         self._steps = {request_id: steps for request_id, steps in self._steps.items() if request_id in self.requests}
         return outputs_by_client
+
+    @staticmethod
+    def _tell_corrections(trimmer: Trimmer, outputs_by_client: "dict[int, EngineCoreOutputs]") -> None:
+        """A step without an output leaves them for the next one."""
+        firsts = [client.outputs[0] for client in outputs_by_client.values() if client.outputs]
+        if firsts and (corrections := trimmer.untold(time.perf_counter())) is not None:
+            for first in firsts:
+                first.trace_headers = {**(first.trace_headers or {}), CORRECTIONS_HEADER: corrections}
 
     def _take_report(self, report: WorkerReport, request_ids: list[str], scheduled: "SchedulerOutput") -> None:
         """Tell vLLM of planned drafts that were not verified as it tells itself of those that a grammar ruled out."""

@@ -152,7 +152,9 @@ def make_trimmer(config: "VllmConfig", max_draft_tokens: int) -> "Trimmer | None
         return None
     times = StepTimes.from_document(document)
     if times.max_draft_tokens != max_draft_tokens:
-        raise ValueError(f"step times: max_draft_tokens is {times.max_draft_tokens}, the engine's is {max_draft_tokens}")
+        raise ValueError(
+            f"step times: max_draft_tokens is {times.max_draft_tokens}, the engine's is {max_draft_tokens}"
+        )
     return Trimmer(times, max_draft_tokens)
 
 
