@@ -25,6 +25,7 @@ HEAD_KEY = "peagle_head"
 """`extra_args` key: int 0.., index of the head that a remote drafter proposes with. Absent: 0."""
 
 MAX_HEAD_INDEX = 2**31 - 1
+MIN_P_EPSILON = 1e-5  # vLLM's own
 
 SURVIVAL_KEY = "peagle_survival"
 """`extra_args` key: list of S_1, S_2, ..., at least K long: chances by which the scheduler may trim the request further
@@ -47,10 +48,18 @@ VerifiedStep = tuple[int, int]
 """(drafts verified, drafts accepted) of one request in one engine step; verified in 1..K, accepted in 0..verified."""
 
 
-def drafts_wanted(extra_args: Mapping[str, object] | None, k_max: int) -> int:
-    """K of a request: an integer under `DEPTH_KEY` is brought into 0..k_max, anything else counts as absent."""
-    wanted = (extra_args or {}).get(DEPTH_KEY)
+def drafts_wanted(params: Any, k_max: int) -> int:
+    """K of a request with vLLM's `SamplingParams` (None: it generates nothing): an integer under `DEPTH_KEY` is brought
+    into 0..k_max, anything else counts as absent; 0 where its sampling goes with no drafts."""
+    if params is not None and needs_no_drafts(params):
+        return 0
+    wanted = ((params.extra_args if params is not None else None) or {}).get(DEPTH_KEY)
     return min(max(wanted, 0), k_max) if type(wanted) is int else k_max
+
+
+def needs_no_drafts(params: Any) -> bool:
+    """Whether vLLM's rejection sampler knows nothing of what these `SamplingParams` ask for."""
+    return bool(params.logit_bias) or params.min_p > MIN_P_EPSILON
 
 
 def head_of(extra_args: Mapping[str, object] | None) -> int:

@@ -360,8 +360,7 @@ class PassSkipper(_Runner):
 
 def depth_in_batch(request: Any, k_max: int) -> int:
     """K of a request as the worker knows it (vLLM's `CachedRequestState`), 0..k_max."""
-    params = request.sampling_params
-    return drafts_wanted(params.extra_args if params is not None else None, k_max)
+    return drafts_wanted(request.sampling_params, k_max)
 
 
 def prepare_next_tokens(runner: Any, sampled_token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import FinishReason
 
 from peagle.vllm import compat
 from peagle.vllm.acceptance import (
@@ -29,6 +30,7 @@ from peagle.vllm.acceptance import (
     drafts_wanted,
     encode_steps,
 )
+from peagle.vllm.limits import bound_grammars, max_grammar_s
 from peagle.vllm.trimming import Trimmer, make_trimmer
 
 if TYPE_CHECKING:
@@ -65,6 +67,8 @@ class _PerRequestDepth(_Base):
                 f"{DEPTH_KEY} instead"
             )
         self._trimmer = make_trimmer(self.vllm_config, self.num_spec_tokens)
+        max_s = max_grammar_s(self.vllm_config.additional_config)
+        self._refused_grammars = bound_grammars(self.structured_output_manager, max_s)
         # Requests whose remote drafter had no drafts for them in the last step that it was asked in.
         self._without_drafts: set[str] = set()
         # Prompts that wait for room in the KV cache run in no step, and must not trim all of them.
@@ -76,10 +80,9 @@ class _PerRequestDepth(_Base):
     def depth_of(self, request: "Request") -> int:
         """K of `request`: drafts to verify per step, 0..`num_spec_tokens`."""
         params = request.sampling_params
-        extra_args = params.extra_args if params is not None else None
-        depth = drafts_wanted(extra_args, self.num_spec_tokens)
-        wanted = (extra_args or {}).get(DEPTH_KEY)
-        if wanted is not None and not (type(wanted) is int and wanted == depth):
+        depth = drafts_wanted(params, self.num_spec_tokens)
+        wanted = ((params.extra_args if params is not None else None) or {}).get(DEPTH_KEY)
+        if wanted is not None and not (type(wanted) is int and 0 <= wanted <= self.num_spec_tokens):
             self._warn_about_depth(request.request_id, wanted, depth)
         return depth
 
@@ -164,6 +167,11 @@ class _PerRequestDepth(_Base):
             self._tell_corrections(self._trimmer, outputs_by_client)
             if not self.has_requests():
                 self._trimmer.pause()
+        if self._refused_grammars:
+            for core_outputs in outputs_by_client.values():
+                for output in core_outputs.outputs:
+                    if output.finish_reason == FinishReason.ERROR:
+                        output.stop_reason = self._refused_grammars.pop(output.request_id, output.stop_reason)
         if not self._steps:
             return outputs_by_client
         for core_outputs in outputs_by_client.values():

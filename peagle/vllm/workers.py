@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.worker import cpu_model_runner, cpu_worker
 
 from peagle.vllm import compat
@@ -109,6 +110,11 @@ class CPUWorker(cpu_worker.CPUWorker):
         if self.vllm_config.speculative_config is not None:
             self.model_runner.__class__ = DraftingCPURunner
             ChunkedProposer.install(self.model_runner)
+            # vLLM leaves min_p and logit_bias out beside speculation. Requests with them have K = 0 here, so that their
+            # one row goes through the plain sampler.
+            self.model_runner.input_batch.logitsprocs = LogitsProcessors(
+                kind(self.vllm_config, self.device, False) for kind in BUILTIN_LOGITS_PROCESSORS
+            )
 
 
 class RemoteCPUWorker(RemoteControl, CPUWorker):
