@@ -41,19 +41,20 @@ from peagle.train.data import (
 )
 from peagle.train.recipe import GenerateRecipe, Recipe
 
-# ====================================================================================================
-# One vLLM engine that writes user turns and answers as token ids, and counts whatever it drops.
+logger = logging.getLogger(__name__)
 
-#: A prompt is used when at least so many tokens of an answer fit behind it.
 MIN_ANSWER_TOKENS = 16
+"""A prompt is used when at least so many tokens of an answer fit behind it."""
 MIN_USER_TOKENS = 5
 NUM_KEY_TOKENS = 24
-
-Counts = dict[str, int]
+"""Two user turns that begin with the same so many tokens are duplicates."""
+MIN_DISTINCT_SHARE = 0.6
+"""Of a user turn's four-token windows; a turn with less repeats itself."""
 
 
 class Writer:
-    """The target as writer. seed: of the engine; engines with one seed would write the same free user turns."""
+    """One vLLM engine that writes user turns and answers as token ids, and counts whatever it drops. seed: of the
+    engine; engines with one seed would write the same free user turns."""
 
     def __init__(self, target_dir: Path, recipe: GenerateRecipe, seed: int = 0) -> None:
         from transformers import AutoTokenizer
@@ -74,12 +75,12 @@ class Writer:
         if not prompts:
             return []
         stop = sorted(self.template.end_ids)
-        params = [SamplingParams(detokenize=False, stop_token_ids=stop, **one) for one in sampling]
+        params = [SamplingParams(detokenize=False, stop_token_ids=stop, **arguments) for arguments in sampling]
         requests: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
         outputs = self.engine.generate(requests, params, use_tqdm=not os.environ.get("CI"))
         return [output.outputs[0] for output in outputs]
 
-    def user_turns(self, count: int, seed: int) -> tuple[list[list[int]], Counts]:
+    def user_turns(self, count: int, seed: int) -> tuple[list[list[int]], dict[str, int]]:
         """Whole prompts whose user turn the target wrote, and counts of those asked for and dropped, by reason.
 
         Dropped: turns that do not end within `max_user_tokens` (the text of a base model need not), that are too short
@@ -99,7 +100,7 @@ class Writer:
                 counts["unended"] += 1
             elif len(turn) < MIN_USER_TOKENS or self.special_ids.intersection(written):
                 counts["unusable"] += 1
-            elif distinct_share(written, 4) <= 0.6:
+            elif distinct_share(written, 4) <= MIN_DISTINCT_SHARE:
                 counts["repeating"] += 1
             elif key in kept:
                 counts["duplicate"] += 1
@@ -120,11 +121,11 @@ class Writer:
 
         temperatures: one a prompt. An answer comes to no end at `max_tokens`, and where `max_model_len` is full.
         """
-        outputs = self._write(prompts, [{"temperature": one, "max_tokens": max_tokens} for one in temperatures])
+        outputs = self._write(prompts, [{"temperature": value, "max_tokens": max_tokens} for value in temperatures])
         num_unfinished = sum(output.finish_reason != "stop" for output in outputs)
         return [list(output.token_ids) for output in outputs], num_unfinished
 
-    def conversations(self, count: int, seed: int, given: list[Prompt]) -> tuple[Conversations, Counts]:
+    def conversations(self, count: int, seed: int, given: list[Prompt]) -> tuple[Conversations, dict[str, int]]:
         """One round: `count` user turns asked of the target, those kept and the given prompts answered.
 
         Loops are cut short. Every prompt, answer and token that is dropped is counted.
@@ -151,19 +152,6 @@ class Writer:
 def spread(count: int, share: float) -> list[bool]:
     """`share` of `count` entries are True, evenly spread, the first of them among these unless share is 0."""
     return [math.ceil((n + 1) * share) > math.ceil(n * share) for n in range(count)]
-
-
-# ====================================================================================================
-# Training data that the target writes itself, through vLLM: its own user turns, then its own answers.
-#
-#     peagle generate RECIPE                                   # training prompts and answers
-#     peagle generate RECIPE --prompts FILE.jsonl --out DIR    # answers to given prompts, for `evaluate`
-#
-# `generate.num_workers` engines are dealt out to the visible GPUs in turn; several may share one, for a small model's
-# steps are bound by the host. Each worker writes a part after each round, so a run that is cut short keeps what is done;
-# started again with the same recipe it makes only the parts that are missing.
-
-logger = logging.getLogger(__name__)
 
 
 def settings_hash(recipe: Recipe) -> str:
@@ -214,7 +202,7 @@ def visible_gpus() -> list[str]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return [str(index) for index in range(torch.cuda.device_count())]
-    return [one.strip() for one in named.split(",") if one.strip()]
+    return [name.strip() for name in named.split(",") if name.strip()]
 
 
 def worker_environment(worker: int, gpus: list[str]) -> dict[str, str]:
@@ -291,8 +279,12 @@ def collect(folder: Path) -> tuple[dict[str, int], list[dict[str, Any]]]:
     """
     records = [folder / f"{part.stem.replace('part', 'round', 1)}.json" for part in sorted(folder.glob("part-*.npz"))]
     rounds = [json.loads(path.read_text(encoding="utf-8")) for path in records if path.exists()]
-    counted = [key for key in (rounds[0] if rounds else {}) if key.startswith("num_") and all(key in r for r in rounds)]
-    totals = {key: sum(one[key] for one in rounds) for key in counted}
+    counted = [
+        key
+        for key in (rounds[0] if rounds else {})
+        if key.startswith("num_") and all(key in record for record in rounds)
+    ]
+    totals = {key: sum(record[key] for record in rounds) for key in counted}
     seen = Counter(tokens[:prompt].tobytes() for tokens, prompt in Conversations.load(folder).documents())
     return totals | {"num_repeated_prompts": seen.total() - len(seen)}, rounds
 
