@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 from vllm.platforms import current_platform
 
+from cluster.counts import Counts
 from peagle.vllm.engine import RemoteSettings
 from tests.drafter_process import DrafterProcess
 from tests.engine_cases import K_MAX, TEXT, engine_settings
@@ -128,3 +129,24 @@ def test_hung_and_resumed(
         if num_verified(results):
             return
     raise AssertionError("a drafter that goes on never drafts again")
+
+
+def test_a_full_cache_does_not_look_like_rejected_drafts(
+    engine: RemoteEngine,
+    drafters: list[DrafterProcess],
+    prompts: list[list[int]],
+    reference: list[Result],
+    target_dir: Path,
+    head_dir: Path,
+) -> None:
+    """A drafter with room for a request or two leaves the others without drafts: these count neither as verified nor
+    as rejected, so what is measured of acceptance stays what it is with room for all."""
+    jobs = [Job(prompt, NUM_TOKENS) for prompt in prompts]
+    engine.connect(drafters[0])
+    check(roomy := engine.run(jobs), reference)
+    drafters.append(DrafterProcess([head_dir], target_dir, "--cache-gib", "0.002", "--max-context", "160"))
+    engine.connect(drafters[-1])
+    check(cramped := engine.run(jobs), reference)
+    assert 0 < num_verified(cramped) < 0.8 * num_verified(roomy)
+    lengths = [sum((one.drafting.counts for one in results if one.drafting), Counts()) for results in (roomy, cramped)]
+    assert lengths[1].acceptance_length > 0.8 * lengths[0].acceptance_length > 1.2

@@ -296,3 +296,23 @@ def test_the_newest_corrections_stay_whoever_carried_them(processor: OutputProce
     processor.process_outputs([last_output("gone", [(2, 1)])])
     assert recorder.corrections == "second"
     assert recorder.workloads()["default"].counts.num_steps == 0
+
+
+def test_the_first_sampled_request_waits_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM compiles two functions of sampling at their first use, which took 37 s on two busy cores."""
+    from vllm.v1.sample import sampler
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    from peagle.vllm.workers import run_uncompiled
+
+    for module, name in ((topk_topp_sampler, "compiled_random_sample"), (sampler, "batched_count_greater_than")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    run_uncompiled()
+    run_uncompiled()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "compile", None)
+        likely = torch.tensor([[0.0, 50.0, 0.0], [50.0, 0.0, 0.0]])
+        assert topk_topp_sampler.compiled_random_sample(likely).tolist() == [1, 0]
+        assert sampler.batched_count_greater_than(likely, torch.tensor([[0.0], [50.0]])).tolist() == [3, 1]
+    for function in (topk_topp_sampler.compiled_random_sample, sampler.batched_count_greater_than):
+        assert not hasattr(function, "_torchdynamo_orig_callable")

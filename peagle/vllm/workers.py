@@ -6,16 +6,18 @@
    requests in the same batch too.
 2. Seeded requests whose prompt is computed in chunks: after each chunk vLLM turns the request's random generator back
    by an offset, which CPU generators do not have. The exception ends the engine.
-A vLLM without a fault runs its own code there. On a GPU none of this is imported: vLLM's CPU worker replaces
-`torch.Event` in the whole process.
+A vLLM without a fault runs its own code there. Two small functions of sampling, which vLLM compiles at their first use
+(37 s for the first sampled request on two busy cores), run as they are written. On a GPU none of this is imported:
+vLLM's CPU worker replaces `torch.Event` in the whole process.
 """
 
 import logging
 from typing import Any
 
 import torch
-from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample import rejection_sampler, sampler
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
+from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker import cpu_model_runner, cpu_worker
 
 from peagle.vllm import compat
@@ -62,6 +64,13 @@ def expansion_works() -> bool:
     return True
 
 
+def run_uncompiled() -> None:
+    """Let sampling on this CPU run without TorchInductor, in this process."""
+    for module, name in ((topk_topp_sampler, "compiled_random_sample"), (sampler, "batched_count_greater_than")):
+        function = getattr(module, name)
+        setattr(module, name, getattr(function, "_torchdynamo_orig_callable", function))
+
+
 class SeedSafeModelRunner(cpu_model_runner.CPUModelRunner):
     """Leaves the generator of a seeded request untouched by a prompt chunk, whose sampled token is thrown away."""
 
@@ -103,6 +112,7 @@ class CPUWorker(cpu_worker.CPUWorker):
         """Build vLLM's model runner, then repair what it samples with."""
         super().init_device()
         compat.check("cpu runner")
+        run_uncompiled()
         if not expansion_works():
             logger.info("this vLLM loses temperature, top-k and top-p of drafts on a CPU: using a plain expansion")
             rejection_sampler.expand_kernel = PlainExpansion()
