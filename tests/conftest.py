@@ -9,6 +9,7 @@ import pytest
 from peagle.embedded import DEFAULT_TARGET, prepare_target
 from peagle.heads import prepare_head
 from tests.cpu_engine_environment import preload_environment
+from tests.warm_engine import start_engines_warm
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,8 +50,9 @@ def head_dir(target_dir: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def environment() -> Iterator[None]:
-    """Environment for the engines of a module."""
+    """Environment for the engines of a module, which start warm."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in preload_environment().items():
             patch.setenv(name, value)
+        start_engines_warm(patch)
         yield

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from vllm.sampling_params import StructuredOutputsParams
 
 from cluster.counts import Counts
 from tests.engine_harness import Job, Result
@@ -48,8 +47,8 @@ def nearly_full_job(text_tokens: list[int], k: int | None) -> Job:
 
 
 def grammar_job(prompt: Sequence[int], k: int | None) -> Job:
-    colours = StructuredOutputsParams(regex=r"(red|green|blue)(, (red|green|blue)){5}\.")
-    return Job(prompt, 60, k=k, sampling={"structured_outputs": colours, "ignore_eos": False})
+    colours = r"(red|green|blue)(, (red|green|blue)){5}\."
+    return Job(prompt, 60, k=k, sampling={"regex": colours, "ignore_eos": False})
 
 
 def sampling_jobs(prompt: Sequence[int], first_seed: int, **fields: Any) -> list[Job]:

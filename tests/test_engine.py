@@ -4,6 +4,7 @@ Each test runs on vLLM's synchronous and asynchronous scheduler, unless it says 
 writes the reference, in float32, where two orders of summation hardly ever pick another token: outputs must be equal.
 """
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from tests.engine_cases import (
     nearly_full_job,
     sampling_jobs,
 )
-from tests.engine_harness import Job, Result, RunningEngine, drafted_kwargs, engine_of, target_kwargs
+from tests.engine_harness import Job, Result, RunningEngine, drafted_kwargs, reference_results
 from tests.scripted_drafts import scripted_steps
 
 pytestmark = pytest.mark.engine
@@ -70,14 +71,15 @@ def reference(
     prompts: Prompts, text_tokens: list[int], sampled_prompt: list[int], target_dir: Path, environment: None
 ) -> Reference:
     """Output of the target without speculation."""
-    with engine_of(target_kwargs(target_dir, engine_settings(200))) as engine:
-        return {
-            "greedy": engine.run([Job(prompt, NUM_LONG + K_MAX) for prompt in prompts]),
-            "nearly full": engine.run([nearly_full_job(text_tokens, None)]),
-            "grammar": engine.run([grammar_job(prompts[9], None)]),
-            "sampled": engine.run(sampling_jobs(sampled_prompt, first_seed=0)),
-            "likely": engine.run([Job(sampled_prompt, 3 + K_MAX)]),
-        }
+    jobs = {
+        "greedy": [Job(prompt, NUM_LONG + K_MAX) for prompt in prompts],
+        "nearly full": [nearly_full_job(text_tokens, None)],
+        "grammar": [grammar_job(prompts[9], None)],
+        "sampled": sampling_jobs(sampled_prompt, first_seed=0),
+        "likely": [Job(sampled_prompt, 3 + K_MAX)],
+    }
+    results = iter(reference_results(target_dir, engine_settings(200), list(itertools.chain(*jobs.values()))))
+    return {name: list(itertools.islice(results, len(of_name))) for name, of_name in jobs.items()}
 
 
 @pytest.fixture(scope="module", params=["sync", "async"])

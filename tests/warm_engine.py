@@ -1,0 +1,51 @@
+"""The engines of the tests are forked from one process that has imported what they need.
+
+vLLM spawns an engine's process, and that one spawns its worker: each imports torch and vLLM anew, which on two cores
+takes most of an engine's start. Here both are forked from a server process (the forkserver of `multiprocessing`) that
+has imported them and done nothing else.
+"""
+
+import os
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
+
+import pytest
+
+PRELOADED = [
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama_eagle3",
+    "peagle.vllm.scheduler",
+    "peagle.vllm.workers",
+    "peagle.vllm.remote",
+]
+
+
+class WarmProcess(ForkServerProcess):
+    """Has the environment of the process that starts it, and not the server's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._environment = dict(os.environ)
+
+    def run(self) -> None:
+        os.environ.clear()
+        os.environ.update(self._environment)
+        super().run()
+
+
+class WarmContext(ForkServerContext):
+    Process = WarmProcess
+
+
+CONTEXT = WarmContext()
+
+
+def start_engines_warm(patch: pytest.MonkeyPatch) -> None:
+    """Engines come from the server while `patch` lasts. With `fork` in its environment, an engine forks its worker."""
+    from vllm.v1.engine import utils
+
+    CONTEXT.set_forkserver_preload(PRELOADED)
+    patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    patch.setattr(utils, "get_mp_context", lambda: CONTEXT)
