@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import numpy as np
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from benchmarks.table import ablation_table
+from benchmarks.common import markdown
 from peagle.provenance import conditions
 from peagle.train.data import Conversations, write_manifest
 from peagle.train.recipe import Recipe
@@ -31,6 +32,7 @@ from peagle.train.recipe import Recipe
 GROUPS = ("all", "humaneval", "non-looping", "looping")
 POLL_S = 1.0
 NUM_LOG_LINES = 15
+TABLE_DEPTHS = (3, 5, 7)
 
 
 class Run(BaseModel):
@@ -222,6 +224,31 @@ def collect(plan: Plan) -> dict[str, Any]:
             }
         runs[name] = entry
     return {"made": conditions(), "base": plan.base, "common": plan.common, "runs": runs}
+
+
+def acceptance_cells(groups: dict[str, Any], group: str, depths: Sequence[int] = TABLE_DEPTHS) -> list[float | None]:
+    """AL of one group at each K; None where the head drafts fewer tokens or the group is absent."""
+    lengths = groups.get(group, {}).get("acceptance_length", {})
+    return [lengths.get(str(k)) for k in depths]
+
+
+def ablation_table(document: dict[str, Any]) -> str:
+    """A row a run: AL by group, steps and speed; a run that failed says so. Runs that never began stand below."""
+    groups = ("all", "humaneval", "non-looping", "looping")
+    header = ["run", "overrides", *(f"{group} K={k}" for group in groups for k in TABLE_DEPTHS)]
+    header += ["steps", "minutes", "tokens/s"]
+    rows = []
+    for name, run in document["runs"].items():
+        what = "`" + " ".join(run["overrides"]) + "`" if run["overrides"] else ""
+        if run["status"] == "waiting":
+            continue
+        if run["status"] != "finished":
+            rows.append([name, f"{what} {run['status']}", *[None] * (len(header) - 2)])
+            continue
+        lengths = [cell for group in groups for cell in acceptance_cells(run["groups"], group)]
+        rows.append([name, what, *lengths, run["num_steps"], run["minutes"], round(run["tokens_per_s"] or 0) or None])
+    waiting = [name for name, run in document["runs"].items() if run["status"] == "waiting"]
+    return markdown(header, rows) + (f"\n\nNot run: {', '.join(waiting)}." if waiting else "")
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.table import markdown
+from benchmarks.common import markdown
 from peagle.provenance import conditions
 from peagle.vllm.engine import cpu_environment
 
@@ -193,14 +193,22 @@ def serve_arm(settings: dict[str, Any], prompts: list[list[int]], params: dict[s
         load.close()
 
 
+def eos_ids(target_dir: Path) -> list[int]:
+    """End tokens by generation_config.json, else config.json."""
+    for name in ("generation_config.json", "config.json"):
+        path = target_dir / name
+        stored = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.exists() else None
+        if stored is not None:
+            return stored if isinstance(stored, list) else [stored]
+    raise ValueError(f"target {target_dir}: neither generation_config.json nor config.json names eos_token_id")
+
+
 def measure(args: argparse.Namespace, arms: dict[str, tuple[str, int]], target_dir: Path) -> dict[str, Any]:
     """Starts every arm, then a row for each load, turn and arm.
 
     Raises RuntimeError naming an arm whose engine did not start or ended, ValueError with too few prompts.
     """
     import torch
-
-    from benchmarks.stock_acceptance import eos_ids
 
     prompts, num_left_out = read_prompts(args.prompts, target_dir, args.max_tokens)
     if len(prompts) <= max(args.num_requests):

@@ -33,7 +33,7 @@ import yaml
 from ray.serve import Application
 from ray.serve.llm import build_openai_app
 
-from benchmarks.applications import running_applications
+from benchmarks.common import running_applications
 from cluster.settings import load_settings
 from deployments.app import build, catalog
 from deployments.engine_config import engine_config, prepare

@@ -1,13 +1,11 @@
-"""Times of the drafter's kernels beside their twins and, where vLLM is installed, beside what vLLM runs in their place.
+"""Times of the drafter's kernels beside their twins.
 
     python -m benchmarks.kernels --out FILE.json [--device cuda] [--sweep] [--quick]
 
 Two tables, of the shape of an 8B target (H = 4096, 32 query heads, 8 key heads of 128, bfloat16):
 
-    preparation   rows and hidden states of a pass with K = 7 (`batch_rows`, `hidden_rows`); vLLM's is
-                  `set_inputs_first_pass` of its drafter with parallel drafting, on the same requests
-    attention     one layer over the paged cache: requests that decode, and chunks of a prompt; vLLM's is the
-                  FlashAttention that it ships
+    preparation   rows and hidden states of a pass with K = 7 (`batch_rows`, `hidden_rows`)
+    attention     one layer over the paged cache: requests that decode, and chunks of a prompt
 
     device_us     time on the device, a call: many calls queued behind a pause, so that no launch is waited for
     call_us       time of a call that is waited for, what the host does included
@@ -22,13 +20,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import itertools
 import json
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.table import markdown
+from benchmarks.common import markdown
 from peagle.drafter import attention as paged
 from peagle.drafter import attention as plans_of
 from peagle.drafter.rows import Rows, build_rows, build_rows_torch, place_hidden, place_hidden_at
@@ -242,30 +236,16 @@ def cases(quick: bool) -> tuple[list[Preparation], list[Attention]]:
     return (prepared[:2], [Attention(2, 3, 64)]) if quick else (prepared, decodes + chunks)
 
 
-def beside_vllm(options: argparse.Namespace) -> dict[str, Any] | str:
-    """What `benchmarks.preparation` measures in a process of its own, or why there is nothing."""
-    if options.device != "cuda":
-        return "not measured: vLLM's kernels need a GPU"
-    if importlib.util.find_spec("vllm") is None:
-        return "not measured: vLLM is not installed"
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "vllm.json"
-        command = [sys.executable, "-m", "benchmarks.preparation", "--out", str(out)]
-        subprocess.run(command + ["--quick"] * options.quick, check=True)
-        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    return found
-
-
 def report(document: dict[str, Any]) -> str:
-    vllm = document["vllm"] if isinstance(document["vllm"], dict) else {"preparation": {}, "attention": {}}
     tables = []
     for name in ("preparation", "attention"):
         rows = []
         for row in document[name]:
-            times = [row.get("kernel", {}), row.get("twin", {}), vllm[name].get(row["case"], {})]
+            times = [row.get("kernel", {}), row.get("twin", {})]
             rows.append([row["case"], *(time.get(key) for time in times for key in ("device_us", "call_us"))])
-        ways = ("kernel", "twin", "vLLM")
-        tables.append(markdown([name, *(f"{way} {key} us" for way in ways for key in ("device", "call"))], rows))
+        tables.append(
+            markdown([name, *(f"{way} {key} us" for way in ("kernel", "twin") for key in ("device", "call"))], rows)
+        )
     return "\n\n".join(tables)
 
 
@@ -281,7 +261,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "conditions": conditions(),
         "preparation": [prepare(case, options.device) for case in prepared],
         "attention": [attend(case, options.device, options.sweep) for case in attentions],
-        "vllm": beside_vllm(options),
     }
     options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(report(document))

@@ -27,7 +27,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from benchmarks.table import markdown
+from benchmarks.common import markdown
 from peagle.drafter.client import Link, LinkPool
 from peagle.drafter.engine import DraftEngine, HeadRuntime
 from peagle.drafter.forward import ParallelPass

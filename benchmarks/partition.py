@@ -21,6 +21,7 @@ float32 and dense masks are cheap, S = 4, and beside them what bfloat16 alone do
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import statistics
@@ -32,8 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.sides import SHAPES, Case, Inputs
-from benchmarks.table import markdown
+from benchmarks.common import markdown
 from peagle.config import DrafterConfig
 from peagle.model import Drafter, initialize
 from peagle.provenance import conditions
@@ -45,6 +45,43 @@ GIB = 1 << 30
 METHODS: tuple[Method, ...] = ("kept", "recomputed")
 CHECK_SEGMENTS = 4
 COLUMNS = ("tokens", "S", "method", "peak GiB", "above GiB", "seconds", "tokens/s", "rows computed", "difference")
+
+#: Shapes of targets that the drafter's layers take: hidden, intermediate, heads, key-value heads, vocabulary.
+SHAPES = {
+    "tiny": (64, 96, 4, 2, 320),
+    "smollm2": (576, 1536, 9, 3, 49152),
+    # The intermediate size is what makes 1.8 B parameters of its published head: 4 layers, both tables of its own.
+    "gpt-oss-20b": (2880, 14336, 64, 8, 201088),
+    "8b": (4096, 14336, 32, 8, 128256),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """tokens_1N; aux_1NX: tapped hidden states; last_1NS: input of the output matrix; embed and lm_head [V, H]."""
+
+    tokens_1N: Tensor
+    aux_1NX: Tensor
+    last_1NS: Tensor
+    embed_VH: Tensor
+    lm_head_VH: Tensor
+
+    @classmethod
+    def random(cls, shape: str, num_tokens: int, device: str) -> Inputs:
+        hidden, _, _, _, vocabulary = SHAPES[shape]
+        generator = torch.Generator(device).manual_seed(0)
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+        def normal(*size: int, std: float = 1.0) -> Tensor:
+            return (torch.randn(size, generator=generator, device=device) * std).to(dtype)
+
+        return cls(
+            torch.randint(vocabulary, (1, num_tokens), generator=generator, device=device),
+            normal(1, num_tokens, 3 * hidden),
+            normal(1, num_tokens, hidden),
+            normal(vocabulary, hidden, std=0.02),
+            normal(vocabulary, hidden, std=0.02),
+        )
 
 
 class Problem:
@@ -74,7 +111,7 @@ class Problem:
 
     def load(self, num_tokens: int, num_depths: int, ratio: float, dtype: torch.dtype | None = None) -> None:
         """Draws the inputs of one length, in bfloat16 on a GPU unless asked for otherwise."""
-        inputs = Inputs.random(Case("peagle", self.shape, num_tokens, device=self.device))
+        inputs = Inputs.random(self.shape, num_tokens, self.device)
         if dtype is not None:
             floats = (inputs.aux_1NX, inputs.last_1NS, inputs.embed_VH, inputs.lm_head_VH)
             inputs = Inputs(inputs.tokens_1N, *(value.to(dtype) for value in floats))

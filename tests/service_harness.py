@@ -17,7 +17,7 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
-from benchmarks.applications import free_port
+from benchmarks.common import free_port
 from deployments.app import build
 from deployments.names import APP_NAME
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks import table
-from benchmarks.ablation import Plan, collect, environment, finished, run_all
+from benchmarks.ablation import Plan, ablation_table, collect, environment, finished, run_all
 from peagle.train.data import Conversations
 from tests.small_run import write_small_run
 
@@ -45,7 +44,7 @@ def test_a_failed_run_is_recorded_and_the_rest_is_finished(plan: Plan) -> None:
     shared = Conversations.load(plan.data_folder(0.5))
     assert len(shared) == 12
     assert runs["half"]["num_answer_tokens"] == shared.num_answer_tokens < runs["base"]["num_answer_tokens"]
-    lines = table.ablation_table(document).splitlines()
+    lines = ablation_table(document).splitlines()
     assert len(lines) == 5
     assert "failed" in lines[3]
 
@@ -90,18 +89,3 @@ def test_shipped_plan_is_valid() -> None:
     same_as_base = [name for name in dumps if dumps[name] == dumps["base"] and name != "base"]
     # The base's own values are listed by name too, so that a changed base does not lose them.
     assert set(same_as_base) <= {"decay-0.9", "reach-1"}
-
-
-def test_unknown_result_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_text('{"figures": 1}')
-    with pytest.raises(ValueError, match="no table"):
-        table.render(path)
-
-
-def test_markdown_of_stored_results() -> None:
-    path = Path("results/2026-11-21-acceptance-stock-cpu.json")
-    text = table.render(path)
-    assert text.splitlines()[0].startswith("| group | K | engine")
-    (row,) = [row for row in json.loads(path.read_text())["comparison"] if row["group"] == "all"]
-    assert f"| all | 5 | {row['engine']:.3f} |" in text

@@ -8,7 +8,7 @@ import ray
 from ray import serve
 from ray.serve import Application
 
-from benchmarks.applications import running_applications
+from benchmarks.common import running_applications
 
 
 @serve.deployment

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import table
 from deployments.cli import main
 from peagle import evaluate as program
 from peagle.checkpoint import save_drafter
@@ -245,9 +244,6 @@ def test_program_writes_table_json_plot_and_traces(target: Target, folders: Path
         ours, theirs = (one[side]["all"]["acceptance_length"]["3"] for side in ("groups", "against"))
         assert one["ratios"]["all"]["ratio"]["3"] == pytest.approx(ours / theirs, abs=1e-3)
     assert "ratio K=3" in capsys.readouterr().out
-    lines = table.render(folders / "out" / "evaluation.json").splitlines()
-    assert lines[0].endswith("greedy, temperature 0: P-EAGLE, 2 layers over EAGLE-3, 1 layer")
-    assert lines[2] == "| group | answers | K=1 | K=2 | K=3 | ratio K=3 |"
     image = (folders / "out" / "evaluation.png").read_bytes()
     assert image.startswith(b"\x89PNG")
     assert len(image) < 150_000

@@ -1,10 +1,11 @@
-"""Serve applications for a benchmark: in a Ray of their own, on a free port of this machine, stopped afterwards."""
+"""What several benchmarks need: applications of Ray Serve that end with the benchmark, and tables."""
 
 import random
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import httpx
 import ray
@@ -52,3 +53,16 @@ def running_applications(make: Callable[[], Mapping[str, Application]], ready: s
     finally:
         serve.shutdown()  # type: ignore[no-untyped-call]
         ray.shutdown()
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """First column left, the rest right; floats with three decimals, None as a dash."""
+    lines = ["| " + " | ".join(header) + " |", "| --- |" + " ---: |" * (len(header) - 1)]
+    lines += ["| " + " | ".join(_cell(value) for value in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
