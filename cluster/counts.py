@@ -10,6 +10,7 @@ lost or read twice then loses or adds nothing.
 
 import functools
 import hashlib
+import json
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -214,7 +215,8 @@ class TargetReport:
         heads: digests by workload where these have heads of their own.
         workloads: cumulative counts by workload. One that is missing has ended its counts.
         context_tokens: mean context of the running requests, 0 where unknown.
-        step_costs: what the scheduler has learned of step times, in the form of `cluster.step_time`; None without.
+        step_costs: what the scheduler believes of step times (`cluster.step_time.StepCosts.to_wire`, or its JSON
+            text); None without.
         links: to remote drafters, as `deployments.telemetry` describes them.
     """
 
@@ -375,6 +377,7 @@ LARGEST_COUNT = 2**53
 SEPARATOR = "|"
 PREFIX = "peagle"
 HEAD_METRIC = f"{PREFIX}{SEPARATOR}head"
+COST = "cost"
 
 
 class MetricsExport:
@@ -388,13 +391,13 @@ class MetricsExport:
         self._ledger = Ledger()
         self._sums: dict[str, WorkloadCounts] = {}
 
-    def to_metrics(self, report: TargetReport) -> dict[str, int]:
+    def to_metrics(self, report: TargetReport) -> dict[str, float]:
         """Names and numbers for `record_autoscaling_stats`."""
         for name, counts in self._ledger.take([report]).workloads.items():
             is_apart = name in self._sums or len(self._sums) < self._max_workloads
             place = name if is_apart else DEFAULT_WORKLOAD
             self._sums[place] = self._sums.get(place, WorkloadCounts()) + counts
-        values = {HEAD_METRIC: head_number(report.head)}
+        values: dict[str, float] = {HEAD_METRIC: head_number(report.head)}
         for name, counts in self._sums.items():
             for field_name, number in zip(NUMBERS, counts.numbers(), strict=True):
                 values[_metric(field_name, name)] = number
@@ -402,7 +405,9 @@ class MetricsExport:
                 for depth, count in enumerate(by_depth, start=1):
                     values[_metric(field_name, name, str(depth))] = count
         own_heads = {name: head for name, head in report.heads.items() if name in self._sums}
-        return values | {_metric("head", name): head_number(head) for name, head in own_heads.items()}
+        values |= {_metric("head", name): head_number(head) for name, head in own_heads.items()}
+        costs = json.loads(report.step_costs) if isinstance(report.step_costs, str) else report.step_costs or {}
+        return values | {_metric(COST, name): number for name, number in costs.items()}
 
 
 def from_metrics(replica: str, values: Mapping[str, float]) -> TargetReport:
@@ -413,9 +418,12 @@ def from_metrics(replica: str, values: Mapping[str, float]) -> TargetReport:
     numbers: dict[str, dict[str, int]] = {}
     by_depth: dict[str, dict[str, dict[int, int]]] = {}
     heads: dict[str, str] = {}
+    costs: dict[str, float] = {}
     for name, value in values.items():
         field_name, workload, depth = _parsed(name)
-        if depth:
+        if field_name == COST:
+            costs[workload] = value
+        elif depth:
             by_depth.setdefault(workload, {}).setdefault(field_name, {})[depth] = _whole(name, value)
         elif field_name == "head":
             heads[workload] = str(_whole(name, value) or "")
@@ -434,7 +442,7 @@ def from_metrics(replica: str, values: Mapping[str, float]) -> TargetReport:
             workloads[workload] = WorkloadCounts(*(found[name] for name in NUMBERS), Counts.from_wire(lists))
         except ValueError as error:
             raise ValueError(f"{workload!r}: {error}") from None
-    return TargetReport(replica, "", heads.pop("", ""), heads, workloads)
+    return TargetReport(replica, "", heads.pop("", ""), heads, workloads, step_costs=costs or None)
 
 
 def head_number(head: str) -> int:
@@ -448,13 +456,14 @@ def _metric(*parts: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed(name: str) -> tuple[str, str, int]:
-    """Field, workload ("" for the replica's own) and depth (0: not by depth) of a name; blanks for one not ours."""
+    """Field, workload ("" for the replica's own; of a cost its name) and depth (0: not by depth) of a name; blanks for
+    one that is not ours."""
     prefix, *parts = name.split(SEPARATOR)
     if prefix != PREFIX:
         return "", "", 0
     if parts[0:1] == ["head"] and len(parts) <= 2:
         return "head", parts[1] if len(parts) == 2 else "", 0
-    if len(parts) == 2 and parts[0] in NUMBERS:
+    if len(parts) == 2 and parts[0] in (*NUMBERS, COST):
         return parts[0], parts[1], 0
     if len(parts) == 3 and parts[0] in BY_DEPTH and parts[2].isdigit() and 0 < int(parts[2]) <= MAX_DEPTH:
         return parts[0], parts[1], int(parts[2])

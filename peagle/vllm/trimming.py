@@ -1,36 +1,64 @@
 """Trims drafts by the load that a step really has: the rule of `cluster.depth`, in the scheduler.
 
-Enters: the requests of the next step, each with its K and perhaps its survival (`SURVIVAL_KEY`), and the engine's step
-times (`STEP_TIMES_KEY` in vLLM's `additional_config`). Leaves: depths, never above K. A request without a survival
-(pinned, asked for by the client, a probe) keeps its K; the others make room around it, each by what was last said of
-its workload. The table is corrected by what the steps turn out to take (`cluster.step_time`), and the corrections are
-told, so that the K of later requests is chosen by them too.
+Enters: the requests of the next step, each with the most drafts that it may get and perhaps its survival
+(`SURVIVAL_KEY`); the moments at which steps' results arrive; what the engine measured at its start. Leaves: drafts of
+each request, and what was learned of step times. A request without a survival (pinned, asked for by the client, a
+probe) keeps its K; the others make room around it, each by what was last said of its workload.
+
+A step's time is the interval between two results that follow each other in the engine's own process. Without
+asynchronous scheduling that is a whole cycle: update, taking over drafts, schedule, forward, verification, drafting.
+With it the result of one step is taken while the next one runs, so the interval between two results is what the step
+adds to the time of the run: the longer of the host's and the device's part. Either way the intervals of a run add up
+to its time, whatever overlaps. The first step after a pause has no time.
 """
 
+import json
 import logging
 import math
+import tempfile
 from collections import OrderedDict
-from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cluster.depth import allocate, check_survival
-from cluster.step_time import CostCurves, Residuals, StepShape, StepTimes
-from peagle.vllm.acceptance import STEP_TIMES_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+from cluster.step_time import StepCostModel, TimedStep
+from peagle.vllm.acceptance import SURVIVAL_KEY, WORKLOAD_KEY
 
-# ====================================================================================================
-# How long each decoding step of a running engine took, and of what shape it was.
-#
-# Enters: the moment at which a step's result reaches the scheduler, and what that step had scheduled. Leaves: `TimedStep`
-# s, and their text form, in which they travel as one header of an engine output (as in `peagle.vllm.acceptance`).
-#
-# A step's time is the interval between two results that follow each other in the engine's own process. Without
-# asynchronous scheduling that is a whole cycle: update, taking over drafts, schedule, forward, verification, drafting.
-# With it the result of one step is taken while the next one runs, so the interval between two results is what the step
-# adds to the time of the run: the longer of the host's and the device's part. Either way the intervals of a run add up
-# to its time, whatever overlaps. A step with prompt tokens in it, and the first after a pause, have no time.
-# Knows nothing of vLLM but the fields it reads; never decides anything.
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
 
-STEP_TIME_HEADER = "x-peagle-step-time"
+logger = logging.getLogger(__name__)
+
+MAX_KNOWN = 4096
+"""Requests and workloads that are remembered."""
+
+REPORT_INTERVAL_S = 0.5
+"""Costs are reported at most so often; reports are read about once a second."""
+
+LOOK_ERROR, LOOK_INTERVAL_STEPS = 0.06, 20
+"""A step verifies all its drafts, once in so many steps, while what that takes is known no better than this share."""
+
+
+def document_path(instance_id: str) -> Path:
+    """Where the engine with vLLM's `instance_id` writes what its steps took at its start:
+
+    {"device", "max_draft_tokens", "context_tokens", "points": [{"num_requests", "num_tokens", "step_s"}, ...]}
+    """
+    return Path(tempfile.gettempdir()) / f"peagle-steps-{instance_id}.json"
+
+
+def make_trimmer(config: "VllmConfig", max_draft_tokens: int) -> "Trimmer | None":
+    """None for an engine without drafts. A start document that cannot be used is logged and left out."""
+    if not max_draft_tokens:
+        return None
+    on_gpu, path = config.device_config.device_type != "cpu", document_path(config.instance_id)
+    if path.exists():
+        try:
+            return Trimmer(StepCostModel(on_gpu, json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError) as error:
+            logger.warning("step times measured at the start are not used: %s: %s", path, error)
+    return Trimmer(StepCostModel(on_gpu))
 
 
 class Scheduled(Protocol):
@@ -43,187 +71,97 @@ class Scheduled(Protocol):
     scheduled_spec_decode_tokens: dict[str, list[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class TimedStep:
-    """A step that only decoded.
-
-    `num_tokens`: drafts verified plus one for each request; `uniform_depth`: K where all had the same, else None;
-    `context_tokens`: mean length before the step.
-    """
-
-    seconds: float
-    num_requests: int
-    num_tokens: int
-    uniform_depth: int | None
-    context_tokens: float
-
-    def encode(self) -> str:
-        """One header value: `"0.0067123 8 32 3 512.5"`; `-` stands for no uniform depth."""
-        depth = "-" if self.uniform_depth is None else self.uniform_depth
-        return f"{self.seconds:.7f} {self.num_requests} {self.num_tokens} {depth} {self.context_tokens:.1f}"
-
-    @classmethod
-    def decode(cls, value: str) -> "TimedStep":
-        """Inverse of `encode`.
-
-        Raises:
-            ValueError: the text is not what `encode` writes.
-        """
-        parts = value.split()
-        if len(parts) != 5:
-            raise ValueError(f"{STEP_TIME_HEADER}: five parts expected, not {value!r:.80}")
-        seconds, num_requests, num_tokens, depth, context = parts
-        uniform = None if depth == "-" else int(depth)
-        return cls(float(seconds), int(num_requests), int(num_tokens), uniform, float(context))
+def timed_step(seconds: float, scheduled: Scheduled) -> TimedStep | None:
+    """The step of `scheduled`, which took so long; None where no request decoded. A request that computes one token
+    more than it has drafts decodes; all other tokens are of prompts."""
+    drafts, cached = scheduled.scheduled_spec_decode_tokens, scheduled.scheduled_cached_reqs
+    begun = {request.req_id for request in scheduled.scheduled_new_reqs} | set(cached.resumed_req_ids)
+    num_requests = num_tokens = 0
+    for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
+        if request_id not in begun and num_scheduled == 1 + len(drafts.get(request_id, ())):
+            num_requests += 1
+            num_tokens += num_scheduled
+    if not num_requests:
+        return None
+    contexts = cached.num_computed_tokens
+    context_tokens = sum(contexts) / len(contexts) if contexts else 0.0
+    prompt_tokens = scheduled.total_num_scheduled_tokens - num_tokens
+    return TimedStep(seconds, num_requests, num_tokens, context_tokens, prompt_tokens)
 
 
-class StepClock:
-    """Turns arrivals of results into `TimedStep`s. One for each engine, fed in order."""
+class Trimmer:
+    """Drafts of the requests of one step after another. One for each engine, fed in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: StepCostModel) -> None:
+        self.model = model
         self._last_s: float | None = None
+        self._reported_s, self._reported_steps = -math.inf, 0
+        self._looked_at_step = 0
+        # Read once a request, not once a step. Requests of a workload share the survival of the one that came last: it
+        # is the best known, and requests with the same survival are decided together.
+        self._workload_of: OrderedDict[str, str | None] = OrderedDict()
+        self._newest: OrderedDict[str, tuple[float, ...]] = OrderedDict()
 
-    def arrived(self, now_s: float, scheduled: Scheduled) -> TimedStep | None:
-        """The result of `scheduled` is there at `now_s` (monotonic seconds). None where the step has no time.
+    def depths(self, requests: "list[Request]", max_ks: list[int], prompt_tokens: int = 0) -> list[int]:
+        """Drafts of each request, at most its `max_ks`. `prompt_tokens`: of prompts that run in the same step."""
+        workloads = [self._workload(request) for request in requests]
+        known = [None if workload is None else self._newest.get(workload) for workload in workloads]
+        # One that is too short for its K says nothing of the rest: the K is obeyed.
+        survivals = [
+            None if survival is None or len(survival) < max_k else survival
+            for survival, max_k in zip(known, max_ks, strict=True)
+        ]
+        typical = next((survival for survival in survivals if survival is not None), None)
+        if typical is None:
+            return max_ks
+        context_tokens = sum(request.num_computed_tokens for request in requests) / len(requests)
+        if not prompt_tokens and self._should_look(len(requests), sum(max_ks), context_tokens):
+            return max_ks
+        # Those that keep their K load the step like the rest; they are valued like one of them.
+        valued = [typical if survival is None else survival for survival in survivals]
+        limits = [min(max_k, len(survival)) for max_k, survival in zip(max_ks, valued, strict=True)]
+        depths = allocate(valued, limits, self.model.costs, context_tokens, prompt_tokens)
+        return [
+            max_k if survival is None else depth
+            for max_k, survival, depth in zip(max_ks, survivals, depths, strict=True)
+        ]
 
-        A clock that stands still or goes back gives no time either.
-        """
+    def arrived(self, now_s: float, scheduled: Scheduled) -> None:
+        """The result of `scheduled` is there at `now_s`, monotonic seconds. A clock that stands still, goes back or is
+        no number gives no time."""
         last_s, self._last_s = self._last_s, now_s
-        if last_s is None or not math.isfinite(now_s - last_s) or now_s <= last_s:
-            return None
-        return _decoded(now_s - last_s, scheduled)
+        if last_s is None or not 0 < now_s - last_s < math.inf:
+            return
+        if (step := timed_step(now_s - last_s, scheduled)) is not None:
+            self.model.observe(step)
 
     def pause(self) -> None:
         """The engine has nothing to do: what comes until the next result is no step's time."""
         self._last_s = None
 
-
-def _decoded(seconds: float, scheduled: Scheduled) -> TimedStep | None:
-    tokens = scheduled.num_scheduled_tokens
-    if not tokens or scheduled.scheduled_new_reqs or scheduled.scheduled_cached_reqs.resumed_req_ids:
-        return None
-    drafts = scheduled.scheduled_spec_decode_tokens
-    depths = {len(drafts.get(request_id, ())) for request_id in tokens}
-    num_drafts = sum(len(of) for of in drafts.values())
-    if scheduled.total_num_scheduled_tokens != len(tokens) + num_drafts:
-        return None  # a chunk of a prompt
-    context = scheduled.scheduled_cached_reqs.num_computed_tokens
-    mean_context = sum(context) / len(context) if context else 0.0
-    uniform = depths.pop() if len(depths) == 1 else None
-    return TimedStep(seconds, len(tokens), scheduled.total_num_scheduled_tokens, uniform, mean_context)
-
-
-# ====================================================================================================
-# Trims drafts by the load that a step really has: the rule of `cluster.depth`, in the scheduler.
-#
-# Enters: the requests of the next step, each with its K and perhaps its survival (`SURVIVAL_KEY`), and the engine's step
-# times (`STEP_TIMES_KEY` in vLLM's `additional_config`). Leaves: depths, never above K. A request without a survival
-# (pinned, asked for by the client, a probe) keeps its K; the others make room around it, each by what was last said of
-# its workload. The table is corrected by what the steps turn out to take (`cluster.step_time`), and the corrections are
-# told, so that the K of later requests is chosen by them too.
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.request import Request
-
-logger = logging.getLogger(__name__)
-
-MAX_KNOWN = 4096
-"""Requests and workloads that are remembered."""
-
-NUM_STEPS_BETWEEN_CORRECTIONS = 500
-TELL_INTERVAL_S = 0.5
-"""Corrections are told at most so often; reports are read about once a second."""
-MAX_MAPE = 0.1
-"""Above this mean error of the corrected prediction the table is worth measuring again."""
-
-Survival = tuple[float, ...]
-
-
-def make_trimmer(config: "VllmConfig", max_draft_tokens: int) -> "Trimmer | None":
-    """None for an engine without step times.
-
-    Raises:
-        ValueError: the step times are damaged, or were measured on another engine; names the fields.
-    """
-    additional = config.additional_config
-    document = additional.get(STEP_TIMES_KEY) if isinstance(additional, dict) else None
-    if document is None:
-        return None
-    times = StepTimes.from_document(document)
-    if times.max_draft_tokens != max_draft_tokens:
-        raise ValueError(
-            f"step times: max_draft_tokens is {times.max_draft_tokens}, the engine's is {max_draft_tokens}"
-        )
-    return Trimmer(times, max_draft_tokens)
-
-
-class Trimmer:
-    """Depths of the requests of one step after another."""
-
-    def __init__(self, times: StepTimes, max_draft_tokens: int) -> None:
-        self._times = times
-        self._residuals = Residuals(times.full_graph_depths)
-        self._curves = CostCurves(times)
-        self._max_draft_tokens = max_draft_tokens
-        self._clock = StepClock()
-        self._has_warned = False
-        self._told_s, self._told_steps = -math.inf, 0.0
-        # Read once a request, not once a step. Requests of a workload share the survival of the one that came last: it
-        # is the best known, and requests with the same survival are decided together.
-        self._workload_of: OrderedDict[str, str | None] = OrderedDict()
-        self._newest: OrderedDict[str, Survival] = OrderedDict()
-
-    def depths(self, requests: "list[Request]", wanted: list[int], prompt_tokens: int = 0) -> list[int]:
-        """Depth of each request, at most its `wanted` K. `prompt_tokens`: of prompts that run in the same step."""
-        workloads = [self._workload(request) for request in requests]
-        found = [None if workload is None else self._newest.get(workload) for workload in workloads]
-        # One that is too short for its K says nothing of the rest: the K is obeyed.
-        survivals = [
-            None if survival is None or len(survival) < depth else survival
-            for survival, depth in zip(found, wanted, strict=True)
-        ]
-        typical = next((survival for survival in survivals if survival is not None), None)
-        if typical is None:
-            return wanted
-        context_tokens = sum(request.num_computed_tokens for request in requests) / len(requests)
-        # Those that keep their K load the step like the rest; they are valued like one of them.
-        valued = [typical if survival is None else survival for survival in survivals]
-        limits = [min(depth, len(survival)) for depth, survival in zip(wanted, valued, strict=True)]
-        depths = allocate(valued, limits, self._curves, context_tokens, prompt_tokens)
-        return [k if survival is None else depth for k, survival, depth in zip(wanted, survivals, depths, strict=True)]
-
-    def arrived(self, now_s: float, scheduled: Scheduled) -> None:
-        """The result of `scheduled` is there at `now_s`, monotonic seconds."""
-        if (step := self._clock.arrived(now_s, scheduled)) is not None:
-            self.observe(step)
-
     def untold(self, now_s: float) -> str | None:
-        """The corrections as text (`cluster.step_time.Corrections`) where they are to be told at `now_s`, monotonic
-        seconds: new steps have been timed, and the last word is `TELL_INTERVAL_S` old or the clock has gone back."""
-        num_steps = self._residuals.num_steps
-        if num_steps == self._told_steps or 0 <= now_s - self._told_s < TELL_INTERVAL_S:
+        """What is believed of step times (`cluster.step_time.StepCosts.to_wire` as JSON), where it is to be reported at
+        `now_s`, monotonic seconds: there were new steps, or there was no report yet, and the last report is
+        `REPORT_INTERVAL_S` old or the clock has gone back."""
+        has_reported = self._reported_s > -math.inf
+        if has_reported and self.model.num_steps == self._reported_steps:
             return None
-        self._told_s, self._told_steps = now_s, num_steps
-        return self._residuals.corrections().encode()
+        if 0 <= now_s - self._reported_s < REPORT_INTERVAL_S:
+            return None
+        self._reported_s, self._reported_steps = now_s, self.model.num_steps
+        numbers = {name: float(f"{number:.4g}") for name, number in self.model.costs.to_wire().items()}
+        return json.dumps(numbers, separators=(",", ":"))
 
-    def pause(self) -> None:
-        """The engine has nothing to do."""
-        self._clock.pause()
-
-    def observe(self, step: TimedStep) -> None:
-        """Take in what a step took."""
-        shape = StepShape(step.num_requests, step.num_tokens, step.uniform_depth, step.context_tokens)
-        self._residuals.observe(step.seconds, self._times.seconds(shape), shape)
-        if self._residuals.num_steps % NUM_STEPS_BETWEEN_CORRECTIONS == 0:
-            self._curves = CostCurves(self._residuals.corrected(self._times))
-            if self._residuals.mape > MAX_MAPE and not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "step times are off by %.0f%% on average, corrected as they are: measure this engine again with "
-                    "python -m peagle.vllm.calibrate",
-                    100 * self._residuals.mape,
-                )
+    def _should_look(self, num_requests: int, num_drafts: int, context_tokens: float) -> bool:
+        """Whether this step verifies everything to learn what that takes: what was never run is never known, and a
+        guess that is too dear would stand for ever."""
+        num_steps = self.model.num_steps
+        if not num_steps or num_steps - self._looked_at_step < LOOK_INTERVAL_STEPS:
+            return False
+        if self.model.error(num_requests, num_requests + num_drafts, context_tokens) <= LOOK_ERROR:
+            return False
+        self._looked_at_step = num_steps
+        return True
 
     def _workload(self, request: "Request") -> str | None:
         """The request's workload; None where it brought no survival, or none that is usable."""

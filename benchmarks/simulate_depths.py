@@ -1,0 +1,372 @@
+"""Learned K against every fixed K and an oracle, on recorded acceptance and measured step times, without an engine.
+
+    python -m benchmarks.simulate_depths [--mix code-chat] [--requests 600]
+
+A closed loop of clients sends requests whose drafts are accepted as a real head's were (`peagle evaluate --traces`) to
+an engine whose steps take what was measured on a real one. The learned arm is the product's own code: `DepthControl`
+hears a report each second, and the scheduler's `Trimmer` sees every step's time and trims every step. It knows the
+engine by its guess alone, or by points as an engine measures them at its start (`--points`).
+
+A step decodes every running request with 1 + k rows, and takes in the prompts of new ones. Not modelled: the limit of
+the KV cache, prefix caching, several replicas.
+"""
+
+import fnmatch
+import json
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any, Protocol
+
+import numpy as np
+import typer
+
+from cluster.control import DepthControl
+from cluster.counts import TargetReport, WorkloadCounts
+from cluster.request import DepthPolicy, Drafting
+from cluster.step_time import StepCostModel, TimedStep
+from peagle.vllm.acceptance import SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.trimming import Trimmer
+
+RESULTS = Path(__file__).parent / "results"
+TRACES = RESULTS / "2026-11-21-traces-smollm2-135m.npz"
+ENGINES = {
+    "h200": RESULTS / "step-times-qwen3-30b-a3b-shape-h200.json",
+    "cpu": RESULTS / "step-times-smollm2-135m-cpu.json",
+}
+K_MAX = 7
+
+CHAT = ("writing", "roleplay", "humanities")
+MIXES: dict[str, dict[str, tuple[Sequence[str], float]]] = {
+    "code": {"code": (("humaneval", "coding"), 0.0)},
+    "chat": {"chat": (CHAT, 0.0)},
+    "code-chat": {"code": (("humaneval", "coding"), 0.0), "chat": ((*CHAT, "qa"), 1.0)},
+    "apps": {
+        "code": (("humaneval", "coding"), 0.0),
+        "chat": (CHAT, 0.0),
+        "translation": (("translation",), 0.0),
+        "sampled": (("*",), 1.0),
+    },
+}
+"""Workloads by mix, each the categories of its answers (patterns as in a shell) and their temperature."""
+
+
+# ---- recorded acceptance
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`accepted`: drafts that the target accepts at each token of the answer, one byte a token, at K = K_max.
+
+    At token p with K = k the target accepts j = min(accepted[p], k) drafts, and the next step starts at p + j + 1: for
+    greedy decoding the very run of the engine at that K, above temperature 0 one of the same distribution.
+    """
+
+    category: str
+    temperature: float
+    accepted: bytes
+
+
+def load_answers(path: str | Path = TRACES, max_draft_tokens: int = K_MAX) -> list[Answer]:
+    """Answers of a file that `peagle evaluate --traces` wrote, as if drafted at a lesser K_max where theirs is more."""
+    with np.load(path, allow_pickle=False) as stored:
+        ends = np.cumsum(stored["num_anchors"], dtype=np.int64)
+        accepted = np.minimum(stored["accepted"], max_draft_tokens).astype(np.uint8).tobytes()
+        rows = zip(stored["category"], stored["temperature"], stored["num_anchors"], ends.tolist(), strict=True)
+        return [
+            Answer(str(category), float(temperature), accepted[end - int(num) : end])
+            for category, temperature, num, end in rows
+            if num
+        ]
+
+
+def select(answers: Sequence[Answer], categories: Sequence[str], temperature: float) -> list[Answer]:
+    """The answers of one workload."""
+    return [
+        answer
+        for answer in answers
+        if answer.temperature == temperature and any(fnmatch.fnmatchcase(answer.category, one) for one in categories)
+    ]
+
+
+def acceptance_length(answers: Sequence[Answer], k: int) -> float:
+    """AL at a fixed K, pooled over answers, the first token of each left out (as in vLLM)."""
+    tokens = steps = 0
+    for answer in answers:
+        place = 0
+        while place < len(answer.accepted):
+            steps += 1
+            place += min(answer.accepted[place], k) + 1
+        tokens += len(answer.accepted)
+    return tokens / steps
+
+
+def survival(answers: Sequence[Answer], max_draft_tokens: int = K_MAX) -> tuple[float, ...]:
+    """S_1 .. S_K_max over the steps of decoding at K_max, pooled over answers."""
+    found = []
+    for answer in answers:
+        place = 0
+        while place < len(answer.accepted):
+            found.append(min(answer.accepted[place], max_draft_tokens))
+            place += found[-1] + 1
+    return tuple((np.array(found)[:, None] > np.arange(max_draft_tokens)).mean(axis=0).tolist())
+
+
+# ---- engines
+
+
+class Engine(Protocol):
+    """Seconds of a step of so many requests and target rows, beside so many rows of prompts."""
+
+    def __call__(self, num_requests: int, num_tokens: int, prompt_tokens: int = 0) -> float: ...
+
+
+class TableEngine:
+    """A measured engine: straight lines between its points, along the rows of a request and along the requests. Beyond
+    the points, and for prompts, a row costs what it does at the most requests measured."""
+
+    def __init__(self, points: Sequence[Mapping[str, Any]]) -> None:
+        by_requests: dict[int, dict[float, list[float]]] = {}
+        for point in points:
+            if point.get("uniform_depth", 0) is not None:
+                rows = point["num_tokens"] / point["num_requests"]
+                by_requests.setdefault(point["num_requests"], {}).setdefault(rows, []).append(point["median_s"])
+        self._sizes = sorted(by_requests)
+        self._rows = [sorted(by_requests[size]) for size in self._sizes]
+        self._seconds = [
+            np.maximum.accumulate([np.median(by_requests[size][row]) for row in rows])
+            for size, rows in zip(self._sizes, self._rows, strict=True)
+        ]
+        most = self._sizes[-1] * (self._rows[-1][-1] - self._rows[-1][0])
+        self._row_s = float(self._seconds[-1][-1] - self._seconds[-1][0]) / most
+
+    @classmethod
+    def load(cls, path: str | Path) -> "TableEngine":
+        """Of a file in benchmarks/results."""
+        return cls(json.loads(Path(path).read_text())["points"])
+
+    def __call__(self, num_requests: int, num_tokens: int, prompt_tokens: int = 0) -> float:
+        rows = num_tokens / num_requests
+        at_sizes = [float(np.interp(rows, *curve)) for curve in zip(self._rows, self._seconds, strict=True)]
+        seconds = float(np.interp(num_requests, self._sizes, at_sizes))
+        beyond = max(0, num_requests - self._sizes[-1]) * rows
+        return seconds + self._row_s * (beyond + prompt_tokens)
+
+
+def points_of(engine: Engine, max_num_seqs: int, max_draft_tokens: int = K_MAX) -> dict[str, Any]:
+    """What an engine that measures itself at its start would say."""
+    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128) if size <= max_num_seqs]
+    depths = sorted({0, max_draft_tokens // 4, max_draft_tokens // 2, max_draft_tokens})
+    points = [
+        {"num_requests": size, "num_tokens": size * (1 + k), "step_s": engine(size, size * (1 + k))}
+        for size in sizes
+        for k in depths
+    ]
+    return {"max_draft_tokens": max_draft_tokens, "context_tokens": 300, "points": points}
+
+
+# ---- policies
+
+
+@dataclass(eq=False)
+class Request:
+    """A request in the engine; `request_id`, `num_computed_tokens` and `sampling_params` as the Trimmer reads them."""
+
+    request_id: str
+    workload: str
+    answer: Answer
+    drafting: Drafting
+    place: int = 0
+    num_computed_tokens: int = 128
+    sampling_params: Any = None
+
+
+class Policy(Protocol):
+    """Decides K at admission and at every step, and learns from what came of it."""
+
+    def admit(self, workload: str, now_s: float) -> Drafting: ...
+
+    def depths(self, requests: Sequence[Request], prompt_tokens: int) -> list[int]: ...
+
+    def observe(
+        self, requests: Sequence[Request], steps: Sequence[tuple[int, int]], step: TimedStep, now_s: float
+    ) -> None:
+        """`steps`: drafts verified and accepted of each request."""
+        ...
+
+
+@dataclass
+class Fixed:
+    """One K for all, or one for each workload."""
+
+    k: int | Mapping[str, int]
+
+    def admit(self, workload: str, now_s: float) -> Drafting:
+        return Drafting(workload, self.k if isinstance(self.k, int) else self.k[workload], "request")
+
+    def depths(self, requests: Sequence[Request], prompt_tokens: int) -> list[int]:
+        return [request.drafting.k for request in requests]
+
+    def observe(
+        self, requests: Sequence[Request], steps: Sequence[tuple[int, int]], step: TimedStep, now_s: float
+    ) -> None:
+        pass
+
+
+@dataclass
+class Oracle(Fixed):
+    """Knows which drafts will be accepted and what every step takes: verifies the best of the accepted ones only."""
+
+    k: int | Mapping[str, int] = 0
+    engine: Engine = field(kw_only=True)
+
+    def depths(self, requests: Sequence[Request], prompt_tokens: int) -> list[int]:
+        found = [request.answer.accepted[request.place] for request in requests]
+        num = len(requests)
+        # A cap on all: what is accepted is worth its row, or the step's time is better spent on the next step.
+        capped = [[min(each, cap) for each in found] for cap in range(max(found) + 1)]
+        rates = [(num + sum(depths)) / self.engine(num, num + sum(depths), prompt_tokens) for depths in capped]
+        return capped[int(np.argmax(rates))]
+
+
+class Learned:
+    """The product: `DepthControl` in the ingress and `Trimmer` in the scheduler, with one replica."""
+
+    REPORT_S = 1.0
+
+    def __init__(self, on_gpu: bool, document: Mapping[str, Any] | None = None, **options: Any) -> None:
+        self.control = DepthControl(DepthPolicy(K_MAX, K_MAX, 3), on_gpu=on_gpu, seed=0, **options)
+        self.trimmer = Trimmer(StepCostModel(on_gpu, document))
+        self._counts: dict[str, WorkloadCounts] = {}
+        self._reported_s = 0.0
+        self._report(0.0)
+
+    def admit(self, workload: str, now_s: float) -> Drafting:
+        self._counts.setdefault(workload, WorkloadCounts()).num_started += 1
+        return self.control.settle(Drafting(workload, 3, "default"), now_s)
+
+    def depths(self, requests: Sequence[Request], prompt_tokens: int) -> list[int]:
+        for request in requests:
+            if request.sampling_params is None:
+                survival = {SURVIVAL_KEY: request.drafting.survival} if request.drafting.survival else {}
+                request.sampling_params = SimpleNamespace(extra_args={**survival, WORKLOAD_KEY: request.workload})
+        return self.trimmer.depths(list(requests), [max_k_of(request.drafting) for request in requests], prompt_tokens)
+
+    def observe(
+        self, requests: Sequence[Request], steps: Sequence[tuple[int, int]], step: TimedStep, now_s: float
+    ) -> None:
+        self.trimmer.model.observe(step)
+        for request, (num_verified, num_accepted) in zip(requests, steps, strict=True):
+            counts = self._counts[request.workload]
+            counts.counts.add_step(num_verified, num_accepted)
+            counts.num_finished += request.place >= len(request.answer.accepted)
+        if now_s - self._reported_s >= self.REPORT_S:
+            self._report(now_s)
+
+    def _report(self, now_s: float) -> None:
+        self._reported_s = now_s
+        report = TargetReport(
+            "replica", head="head", workloads=self._counts, context_tokens=200.0, step_costs=self.trimmer.untold(now_s)
+        )
+        self.control.observe([report], now_s)
+
+
+def max_k_of(drafting: Drafting) -> int:
+    """The most drafts of a step of a request."""
+    return drafting.k if drafting.max_k is None else drafting.max_k
+
+
+# ---- a run
+
+
+@dataclass(frozen=True)
+class Load:
+    """A closed loop. Rates count the requests from `warm_share` on, while all clients are busy."""
+
+    concurrency: int
+    num_requests: int = 600
+    prompt_tokens: int = 128
+    jitter: float = 0.03
+    warm_share: float = 0.2
+    warm_steps: int = 0
+
+
+def simulate(engine: Engine, pools: Mapping[str, Sequence[Answer]], policy: Policy, load: Load, seed: int = 0) -> float:
+    """Output tokens per second of the steady part. `pools`: answers by workload, asked for equally often."""
+    rng, names = np.random.default_rng(seed), sorted(pools)
+    draws = [
+        (name := names[int(rng.integers(len(names)))], int(rng.integers(len(pools[name]))))
+        for _ in range(load.num_requests)
+    ]
+    arrivals = deque(enumerate(draws))
+    running: list[Request] = []
+    now_s = steady_s = 0.0
+    num_tokens = num_steps = 0
+    while len(running) + len(arrivals) >= load.concurrency:
+        admitted = []
+        while len(running) + len(admitted) < load.concurrency and arrivals:
+            number, (name, index) = arrivals.popleft()
+            admitted.append(Request(str(number), name, pools[name][index], policy.admit(name, now_s)))
+        prompt_tokens = len(admitted) * load.prompt_tokens
+        depths = policy.depths(running, prompt_tokens) if running else []
+        num_requests, num_rows = len(running), len(running) + sum(depths)
+        noise = float(np.exp(load.jitter * rng.standard_normal()))
+        seconds = engine(max(num_requests, 1), max(num_rows, 1), prompt_tokens) * noise
+        now_s += seconds
+        steps = []
+        num_emitted = len(admitted)
+        for request, k in zip(running, depths, strict=True):
+            accepted = min(request.answer.accepted[request.place], k)
+            emitted = min(accepted + 1, len(request.answer.accepted) - request.place)
+            request.place += accepted + 1
+            request.num_computed_tokens += emitted
+            num_emitted += emitted
+            steps.append((k, accepted))
+        num_steps += 1
+        is_steady = len(arrivals) <= (1 - load.warm_share) * load.num_requests and num_steps > load.warm_steps
+        if is_steady:
+            num_tokens += num_emitted
+            steady_s += seconds
+        if running:
+            policy.observe(running, steps, TimedStep(seconds, num_requests, num_rows, 200.0, prompt_tokens), now_s)
+        running = [request for request in running if request.place < len(request.answer.accepted)] + admitted
+    return num_tokens / steady_s
+
+
+def compare(
+    engine: Engine, pools: Mapping[str, Sequence[Answer]], load: Load, learned: Callable[[], Policy], seed: int = 0
+) -> dict[str, float]:
+    """Tokens per second of every arm: `K=0` .. `K=7`, `learned` and `oracle`."""
+    rates = {f"K={k}": simulate(engine, pools, Fixed(k), load, seed) for k in range(K_MAX + 1)}
+    rates["learned"] = simulate(engine, pools, learned(), load, seed)
+    rates["oracle"] = simulate(engine, pools, Oracle(engine=engine), load, seed)
+    return rates
+
+
+def learned_share(rates: Mapping[str, float]) -> float:
+    """Learned K against the best fixed K."""
+    return rates["learned"] / max(rate for name, rate in rates.items() if name.startswith("K="))
+
+
+def main(
+    mix: Annotated[str, typer.Option(help=f"Workloads: {', '.join(MIXES)}.")] = "code-chat",
+    engine: Annotated[str, typer.Option(help=f"Engine whose steps were measured: {', '.join(ENGINES)}.")] = "h200",
+    requests: Annotated[int, typer.Option(help="Requests of each run.")] = 600,
+    points: Annotated[bool, typer.Option(help="The engine measures itself at its start.")] = False,
+    traces: Annotated[Path, typer.Option(help="Recorded acceptance.")] = TRACES,
+) -> None:
+    """Print tokens per second by K, learned K and the oracle, at several numbers of clients."""
+    answers, table = load_answers(traces), TableEngine.load(ENGINES[engine])
+    pools = {name: select(answers, *kind) for name, kind in MIXES[mix].items()}
+    document = points_of(table, 128) if points else None
+    for concurrency in (1, 4, 8) if engine == "cpu" else (1, 8, 32, 64, 128):
+        load = Load(concurrency, max(requests, 4 * concurrency))
+        rates = compare(table, pools, load, lambda: Learned(engine != "cpu", document))
+        cells = "  ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
+        print(f"{concurrency:4d} clients: {cells}  learned/best fixed {learned_share(rates):.3f}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
