@@ -1,6 +1,6 @@
 """Learned K against every fixed K on one engine, at several loads, with workloads of unlike acceptance. Needs a GPU.
 
-    python -m benchmarks.depths --engine k7 --step-times FILE.json --arms learned 0 1 3 5 7 --out FILE.json
+    python -m benchmarks.depths --engine k7 --arms learned 0 1 3 5 7 --out FILE.json
     python -m benchmarks.depths --engine none --arms 0 --out FILE.json       (results are added to FILE.json)
 
 Engines have the shape of Qwen3-Coder-30B-A3B with random weights and a P-EAGLE head of four layers. `k7`, `k5`, `k3`:
@@ -24,9 +24,7 @@ from typing import Any
 
 from benchmarks.load import LEARNED, Rig
 from benchmarks.models import write_head, write_target
-from cluster.step_time import FIT_FIELDS, StepTimes
 from peagle.provenance import conditions
-from peagle.vllm.acceptance import STEP_TIMES_KEY
 from peagle.vllm.engine import engine_kwargs
 
 K_MAX = 7
@@ -41,7 +39,7 @@ WARM_S = 1.0
 ENGINES = {"k7": K_MAX, "k5": 5, "k3": 3, "none": 0}
 
 
-def settings_of(name: str, folder: Path, max_num_seqs: int, times: StepTimes | None) -> dict[str, Any]:
+def settings_of(name: str, folder: Path, max_num_seqs: int) -> dict[str, Any]:
     """Keyword arguments of vLLM's `EngineArgs`."""
     from peagle.vllm.synthetic import SYNTHETIC_WORKER
 
@@ -51,10 +49,6 @@ def settings_of(name: str, folder: Path, max_num_seqs: int, times: StepTimes | N
     head_dir = folder / "head" if k else None
     if head_dir is not None and not (head_dir / "config.json").exists():
         write_head(head_dir, K_MAX)
-    if times is not None:
-        document = times.to_document()
-        document["conditions"] = {key: times.conditions.get(key) for key in FIT_FIELDS}
-        extra["additional_config"] = {STEP_TIMES_KEY: document}
     kwargs = engine_kwargs(
         write_target(folder / "target"),
         head_dir,
@@ -76,8 +70,8 @@ def settings_of(name: str, folder: Path, max_num_seqs: int, times: StepTimes | N
 
 def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """One row for each mix, load and arm."""
-    times = StepTimes.load(args.step_times) if args.step_times else None
-    rig = Rig(settings_of(args.engine, folder, args.max_num_seqs, times), tuple(args.output_tokens), SURVIVALS, times)
+    kwargs = settings_of(args.engine, folder, args.max_num_seqs)
+    rig = Rig(kwargs, tuple(args.output_tokens), SURVIVALS, LEARNED in args.arms)
     try:
         for arm in args.arms:  # kernels compile at first use, and the learned arm starts from nothing
             for num_requests in (max(args.num_requests), 8):
@@ -105,7 +99,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=list(ENGINES), required=True)
     parser.add_argument("--arms", nargs="+", required=True, help=f"{LEARNED}, or K's")
-    parser.add_argument("--step-times", type=Path, help=f"table of this engine, needed for {LEARNED}")
     parser.add_argument("--mixes", nargs="+", choices=list(MIXES), default=["mixed"])
     parser.add_argument("--num-requests", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--max-num-seqs", type=int, default=128)
@@ -117,8 +110,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     for arm in args.arms:
-        if arm == LEARNED and args.step_times is None:
-            parser.error(f"--arms {LEARNED} needs --step-times")
         if arm != LEARNED and not (arm.isdecimal() and int(arm) <= ENGINES[args.engine]):
             parser.error(f"--arms: {arm!r} is neither {LEARNED} nor a K in 0..{ENGINES[args.engine]}")
     if not 2 <= args.output_tokens[0] <= args.output_tokens[1]:

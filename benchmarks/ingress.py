@@ -37,7 +37,6 @@ from benchmarks.common import running_applications
 from cluster.settings import load_settings
 from deployments.app import build, catalog
 from deployments.engine_config import engine_config, prepare
-from deployments.telemetry import step_times
 from peagle.provenance import conditions
 
 OURS, PLAIN = "ours", "plain"
@@ -130,7 +129,7 @@ def shared_args(config: Path, small_engine: bool) -> dict[str, Any]:
 def services(args: dict[str, Any]) -> dict[str, Application]:
     """Ours and plain `ray.serve.llm`, with engines of the same settings."""
     settings = load_settings(args, catalog(), os.environ)
-    plain = engine_config(settings, *prepare(settings), step_times(settings))
+    plain = engine_config(settings, *prepare(settings))
     return {OURS: build(args), PLAIN: build_openai_app({"llm_configs": [plain]})}
 
 

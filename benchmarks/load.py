@@ -9,14 +9,14 @@ Outputs are read as they leave the engine's process, so that the client's own sp
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.acceptance import Counts, Report
-from cluster.control import DepthControl, Observation
+from cluster.control import DepthControl
+from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.request import DepthPolicy, Drafting
-from cluster.step_time import Corrections, StepTimes
 from peagle.vllm.acceptance import (
     CORRECTIONS_HEADER,
     DEPTH_KEY,
@@ -103,10 +103,10 @@ class Rig:
         kwargs: dict[str, Any],
         output_tokens: tuple[int, int],
         survivals: Mapping[str, Sequence[float]],
-        times: StepTimes | None = None,
+        learns: bool = False,
     ) -> None:
         """`output_tokens`: least and most of an answer; `survivals`, by workload: what drafts are accepted with;
-        `times`: for the learned arm."""
+        `learns`: there is a learned arm."""
         from vllm.engine.arg_utils import EngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -119,13 +119,13 @@ class Rig:
         self._mean_tokens = sum(output_tokens) / 2
         self._max_depth = config.num_speculative_tokens
         self._control = None
-        if times is not None:
+        if learns:
             policy = DepthPolicy(self._max_depth, self._max_depth, min(DEFAULT_DEPTH, self._max_depth))
             # Synthetic acceptance is the same wherever a draft starts.
-            self._control = DepthControl(policy, times, seed=0, split_share=0.0)
+            self._control = DepthControl(policy, on_gpu=True, seed=0, split_share=0.0)
         self._totals: dict[str, Counts] = {}
         self._untold: dict[str, list[tuple[int, int]]] = {}
-        self._corrections: Corrections | None = None
+        self._costs: str | None = None
         self._workload_of: dict[str, str] = {}
         self._last_s: dict[str, float] = {}
         self._num_requests = 0
@@ -167,8 +167,7 @@ class Rig:
             is_open = now_s - begin_s >= warmup_s
             for output in outputs:
                 headers = output.trace_headers or {}
-                if (corrections := headers.get(CORRECTIONS_HEADER)) is not None:
-                    self._corrections = Corrections.decode(corrections)
+                self._costs = headers.get(CORRECTIONS_HEADER, self._costs)
                 # vLLM adds a suffix of its own.
                 request_id = "-".join(output.request_id.split("-")[:2])
                 workload = self._workload_of.get(request_id)
@@ -200,12 +199,16 @@ class Rig:
         for workload, steps in self._untold.items():
             self._totals[workload] = self._totals.get(workload, Counts()) + Counts.from_steps(steps)
         self._untold.clear()
-        running: dict[str, float] = {}
-        for workload in self._workload_of.values():
-            running[workload] = running.get(workload, 0.0) + 1
+        running = Counter(self._workload_of.values())
+        workloads = {
+            workload: WorkloadCounts(running[workload], counts=self._totals.get(workload, Counts()))
+            for workload in {*running, *self._totals}
+        }
         context = PROMPT_TOKENS + self._mean_tokens / 2
-        report = Report("engine", "head", dict(self._totals))
-        self._control.observe([Observation(report, running, context, self._corrections)], time.monotonic())
+        report = TargetReport(
+            "engine", head="head", workloads=workloads, context_tokens=context, step_costs=self._costs
+        )
+        self._control.observe([report], time.monotonic())
 
     def drafting(self) -> Any:
         """What the learned arm believes and chooses, as the service shows it."""

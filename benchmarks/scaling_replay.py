@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from cluster.capacity import CapacityModel, PassTimes
 from cluster.scaling import LOG_FORMAT, Decision, Inputs, capacity_model, decide
 from cluster.settings import AutoscalingSettings
-from cluster.step_time import StepTimes
+from cluster.step_time import StepCosts
 
 _INPUTS = TypeAdapter(Inputs)
 _DECISION = TypeAdapter(Decision)
@@ -81,8 +81,8 @@ def _policy(header: Mapping[str, Any]) -> _Policy:
     if header["format"] != LOG_FORMAT:
         raise ValueError(f"format is {header['format']!r}, this reads {LOG_FORMAT!r}")
     settings = AutoscalingSettings.model_validate(header["settings"])
-    times, passes = header["step_times"], header["pass_times"]
-    model = None if times is None else capacity_model(settings, StepTimes.from_document(times), header["limits"])
+    costs, passes = header["step_costs"], header["pass_times"]
+    model = None if costs is None else capacity_model(settings, StepCosts.from_wire(costs), header["limits"])
     return _Policy(settings, model, None if passes is None else PassTimes.model_validate(passes))
 
 

@@ -252,7 +252,7 @@ class Learned:
             if request.sampling_params is None:
                 survival = {SURVIVAL_KEY: request.drafting.survival} if request.drafting.survival else {}
                 request.sampling_params = SimpleNamespace(extra_args={**survival, WORKLOAD_KEY: request.workload})
-        return self.trimmer.depths(list(requests), [max_k_of(request.drafting) for request in requests], prompt_tokens)
+        return self.trimmer.depths(list(requests), [request.drafting.max_k for request in requests], prompt_tokens)
 
     def observe(
         self, requests: Sequence[Request], steps: Sequence[tuple[int, int]], step: TimedStep, now_s: float
@@ -271,11 +271,6 @@ class Learned:
             "replica", head="head", workloads=self._counts, context_tokens=200.0, step_costs=self.trimmer.untold(now_s)
         )
         self.control.observe([report], now_s)
-
-
-def max_k_of(drafting: Drafting) -> int:
-    """The most drafts of a step of a request."""
-    return drafting.k if drafting.max_k is None else drafting.max_k
 
 
 # ---- a run
@@ -365,7 +360,7 @@ def main(
         load = Load(concurrency, max(requests, 4 * concurrency))
         rates = compare(table, pools, load, lambda: Learned(engine != "cpu", document))
         cells = "  ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
-        print(f"{concurrency:4d} clients: {cells}  learned/best fixed {learned_share(rates):.3f}")
+        typer.echo(f"{concurrency:4d} clients: {cells}  learned/best fixed {learned_share(rates):.3f}")
 
 
 if __name__ == "__main__":

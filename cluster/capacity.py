@@ -26,9 +26,9 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field, ValidationError
 
-from cluster.depth import THROUGHPUT, Demand, Objective, Plan, Sharing, best_assignment, best_beside, best_depths
+from cluster.depth import THROUGHPUT, Demand, Objective, Plan, best_depths
 from cluster.settings import Section
-from cluster.step_time import CostCurves, StepCosts, StepShape
+from cluster.step_time import StepCosts
 
 MAX_WORKLOADS = 3
 """Workloads planned apart, those with the most tokens; the rest are averaged. All plans of so few are compared."""
@@ -108,10 +108,10 @@ class CapacityModel:
     """Capacities of a target replica, remembered. Not thread-safe.
 
     Args:
-        times: step times of the engine, drafting included.
+        costs: of the engine's steps, drafting included.
         max_num_seqs: requests that the engine runs at a time.
         max_tpot_s: limit of TPOT for all workloads, None for no limit.
-        max_depth: the most drafts a request gets; None: K_max.
+        max_k: the most drafts a request gets.
         pinned: K of the workloads whose K is fixed; with `pinned_default`, K of all others too.
 
     Raises:
@@ -120,28 +120,26 @@ class CapacityModel:
 
     def __init__(
         self,
-        times: StepCosts,
+        costs: StepCosts,
         *,
         max_num_seqs: int,
+        max_k: int,
         max_tpot_s: float | None = None,
-        max_depth: int | None = None,
         pinned: Mapping[str, int] | None = None,
         pinned_default: int | None = None,
     ) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be at least 1, not {max_num_seqs}")
-        self.times, self.max_num_seqs = times, max_num_seqs
+        self.costs, self.max_num_seqs, self.max_k = costs, max_num_seqs, max_k
         self._objective = Objective(max_tpot_s=max_tpot_s)
-        self.max_depth = times.max_draft_tokens if max_depth is None else min(max_depth, times.max_draft_tokens)
         self._pinned, self._pinned_default = dict(pinned or {}), pinned_default
-        self._curves = CostCurves(times)
         self._known: OrderedDict[tuple[Traffic, ...], Capacity] = OrderedDict()
 
     @property
     def max_steps_per_s(self) -> float:
         """Verification steps per second of all requests of a replica together that no engine exceeds."""
         batches = _batches(self.max_num_seqs)
-        return max(b / self.times.seconds(StepShape.uniform(b, 0)) for b in batches)
+        return max(b / self.costs.seconds(b, b) for b in batches)
 
     def capacity(self, traffic: Iterable[Traffic]) -> Capacity:
         """Capacity for a mix; shares need not add up to 1.
@@ -198,32 +196,19 @@ class CapacityModel:
     ) -> Capacity:
         """A batch of so many requests. `near`: predicted depths of a similar one, by which it is divided; `hopeless`:
         workloads without a limit."""
-        lengths = {one.workload: _length(one.survival, near.get(one.workload, self.max_depth)) for one in traffic}
+        lengths = {one.workload: _length(one.survival, near.get(one.workload, self.max_k)) for one in traffic}
         parts = {one.workload: one.share / lengths[one.workload] for one in traffic}
         total = sum(parts.values())
-        demands = [
-            Demand(
-                one.workload,
-                num_requests * parts[one.workload] / total,
-                one.survival,
-                THROUGHPUT if one.workload in hopeless else self._objective,
-                max(self.max_depth, self._pin(one.workload) or 0),
-            )
-            for one in traffic
-        ]
+        demands = []
+        for one in traffic:
+            pin = self._pin(one.workload)
+            objective = THROUGHPUT if one.workload in hopeless else self._objective
+            num = num_requests * parts[one.workload] / total
+            demand = Demand(one.workload, num, one.survival, max(self.max_k, pin or 0), objective)
+            demands.append(demand if pin is None else demand.pinned(pin))
         context = sum(one.share * (one.prompt_tokens + one.output_tokens / 2) for one in traffic)
         context /= sum(one.share for one in traffic)
-        return self._counted(traffic, demands, self._plan(demands, context), context)
-
-    def _plan(self, demands: Sequence[Demand], context_tokens: float) -> Plan:
-        pinned = {one.workload: k for one in demands if (k := self._pin(one.workload)) is not None}
-        if not pinned:
-            return best_depths(demands, self._curves, context_tokens)
-        sharing = Sharing(demands, self._curves, context_tokens)
-        start = (
-            best_assignment(sharing) if len(pinned) < len(demands) else tuple(pinned[name] for name in sharing.names)
-        )
-        return sharing.plan(best_beside(sharing, pinned, start))
+        return self._counted(traffic, demands, best_depths(demands, self.costs, context), context)
 
     def _counted(self, traffic: Sequence[Traffic], demands: Sequence[Demand], plan: Plan, context: float) -> Capacity:
         num_requests = round(sum(one.num_requests for one in demands))
@@ -254,10 +239,8 @@ class CapacityModel:
     ) -> float:
         """What one prompt adds to the step that takes it in."""
         num_tokens = num_requests * (1 + sum(steps[name] * k for name, k in plan.depths.items()))
-        depths = set(plan.depths.values())
-        uniform = depths.pop() if len(depths) == 1 else None
-        without = self.times.seconds(StepShape(num_requests, num_tokens, uniform, context))
-        with_prompt = self.times.seconds(StepShape(num_requests, num_tokens + prompt_tokens, None, context))
+        without = self.costs.seconds(num_requests, num_tokens, context)
+        with_prompt = self.costs.seconds(num_requests, num_tokens, context, prompt_tokens)
         return max(0.0, with_prompt - without)
 
 

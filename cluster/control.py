@@ -60,7 +60,7 @@ class DepthControl:
         self.ledger = Ledger()
         self.book = AcceptanceBook(policy.max_draft_tokens, split_share=split_share)
         self._guess = guessed_costs(on_gpu)
-        self._chooser = DepthChooser(self._guess, policy.max_depth, objectives=objectives or {})
+        self._chooser = DepthChooser(self._guess, policy.max_k, objectives=objectives or {})
         # The scheduler weighs every draft at every step, by the load of that step, and does it for throughput alone:
         # for that a K of arrival could only hold it back, for other objectives it is what counts.
         self._lets_steps_decide = not objectives
@@ -119,12 +119,12 @@ class DepthControl:
                 logger.warning("the step costs of target replica %s are left out: %s", report.replica, error)
         return True
 
-    def settle(self, drafting: Drafting, now_s: float) -> Drafting:
-        """`drafting` as it is where the request or the operator fixed K; else with the K that is best.
+    def settle(self, drafting: Drafting, now_s: float, max_k: int | None = None) -> Drafting:
+        """`drafting` as it is where the request or the operator fixed K; else with the K that is best, at most `max_k`
+        (the limit of the request's caller; None: the operator's).
 
         Where the engines weigh every step and throughput is all that is asked for, a learned K is what the load of the
-        moment calls for, and the request may be verified deeper later (`Drafting.max_k`). The limit that the caller
-        has is kept.
+        moment calls for, and the request may be verified deeper later (`Drafting.max_k`).
         """
         if drafting.source != "default" or not self.is_adaptive:
             return drafting
@@ -138,19 +138,19 @@ class DepthControl:
         settled = self._drafting(drafting.workload, choice)
         if choice.source != "probe":
             self._choices[drafting.workload] = settled
-        if drafting.limit is not None and settled.max_k is not None:
-            settled = dataclasses.replace(settled, max_k=min(settled.max_k, drafting.limit))
-        if drafting.limit is not None and settled.k > drafting.limit:
-            reason = f"{settled.reason}; the caller's limit"  # the time per token that was expected is of another K
-            return dataclasses.replace(settled, k=drafting.limit, reason=reason, expected_tpot_s=None)
-        return settled
+        if max_k is None or settled.max_k <= max_k:
+            return settled
+        if settled.k <= max_k:
+            return dataclasses.replace(settled, max_k=max_k)
+        reason = f"{settled.reason}; the caller's limit"  # the time per token that was expected is of another K
+        return dataclasses.replace(settled, k=max_k, max_k=max_k, reason=reason, expected_tpot_s=None)
 
     def _drafting(self, workload: str, choice: Choice) -> Drafting:
         # A probe must be verified to its end, so the engine gets no survival by which it could trim it.
         survival = () if choice.source == "probe" else tuple(round(value, 4) for value in choice.survival)
         # With K = 0 the drafter's pass is left out, which steps that may draft could not do.
         is_weighed = self._lets_steps_decide and choice.source == "learned" and choice.k > 0
-        max_k = self.policy.max_depth if is_weighed else None
+        max_k = self.policy.max_k if is_weighed else choice.k
         return Drafting(workload, choice.k, choice.source, choice.reason, survival, choice.expected_tpot_s, max_k)
 
     def document(self, now_s: float) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class DepthControl:
 
     def _describe(self, workload: str) -> dict[str, Any]:
         survival = self.book.survival(workload)
-        k, source = self.policy.depth_of(workload)
+        k, source = self.policy.k_of(workload)
         reason = "pinned by depth.by_workload" if source == "workload" else ""
         chosen = self._choices.get(workload)
         if source == "default" and chosen is not None:

@@ -378,13 +378,21 @@ def best_assignment(steps: SharedSteps, max_enumerated: int = MAX_ENUMERATED) ->
         return steps.best_of(np.stack(np.meshgrid(*ranges, indexing="ij"), axis=-1).reshape(-1, len(ranges)))[0]
     lows, highs = (np.array([(each[0], each[-1]) for each in ranges])).T
     uniform = np.clip(np.arange(highs.max() + 1)[:, None], lows, highs)
-    found, rank = steps.best_of(np.concatenate([uniform, _path(steps, lows, highs)]))
-    while len(neighbours := _neighbours(steps, found, ranges)):
+    # Several starts, because with limits and staircases an improvement may end where only larger changes lead on.
+    starts = (uniform, _path(steps, lows, highs), lows[None], highs[None])
+    return min((_improved(steps, *steps.best_of(start), ranges) for start in starts), key=lambda found: found[1])[0]
+
+
+def _improved(
+    steps: SharedSteps, depths: tuple[int, ...], rank: tuple[float, ...], ranges: Sequence[range]
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """An assignment and its rank, after every change of one or two workloads that is for the better."""
+    while len(neighbours := _neighbours(steps, depths, ranges)):
         better, better_rank = steps.best_of(neighbours)
         if better_rank >= rank:
             break
-        found, rank = better, better_rank
-    return found
+        depths, rank = better, better_rank
+    return depths, rank
 
 
 def _path(steps: SharedSteps, lows: Depths, highs: Depths) -> Depths:

@@ -18,12 +18,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cluster.acceptance import MAX_SOURCE_WORKLOADS, AcceptanceBook, Ledger, Report, Survival
+from cluster.acceptance import AcceptanceBook, Survival, as_drawn
 from cluster.capacity import Capacity, CapacityModel, PassTimes, Traffic
+from cluster.counts import Ledger, TargetReport
 from cluster.settings import STALE_AFTER_S, AutoscalingSettings, ReplicaRange
-from cluster.step_time import StepTimes
+from cluster.step_time import StepCosts
 from cluster.traffic import CounterBook, CounterExport, Limits, Rate, Reading, TrafficHistory, WorkloadTotals
-from cluster.transfer import as_drawn
 
 # ====================================================================================================
 # The records of a scaling decision: what it is made from, and what comes out. Values that JSON can hold.
@@ -153,20 +153,21 @@ class AcceptanceMemory:
     """The memories of all workloads; not thread-safe. `max_draft_tokens`: K_max."""
 
     def __init__(self, max_draft_tokens: int, half_lives_steps: Sequence[float] = HALF_LIVES_STEPS) -> None:
-        self._max_draft_tokens, self._half_lives_steps = max_draft_tokens, tuple(half_lives_steps)
-        self._ledger = Ledger(MAX_SOURCE_WORKLOADS * MAX_WORKLOADS)
-        self._books: list[AcceptanceBook] = []
+        self._ledger = Ledger()
+        self._books = [
+            AcceptanceBook(max_draft_tokens, half_life_steps=half_life, max_workloads=MAX_WORKLOADS)
+            for half_life in half_lives_steps
+        ]
         self._in_use: dict[str, int] = {}
-        self._forget()
 
-    def absorb_all(self, reports: Iterable[Report]) -> None:
-        """Take the reports of one round; a new head voids everything."""
-        new = self._ledger.take(reports)
-        if new.reset:
-            self._forget()
-        for workload, counts in new.counts.items():
-            for book in self._books:
-                book.add(workload, counts)
+    def absorb_all(self, reports: Iterable[TargetReport]) -> None:
+        """Take the reports of one round; each head has evidence of its own."""
+        head = self._ledger.head
+        news = self._ledger.take(reports)
+        if news.head != head:
+            self._in_use = {}
+        for book in self._books:
+            book.absorb(news)
 
     def survival(self, workload: str) -> Survival:
         """What is believed now."""
@@ -182,13 +183,6 @@ class AcceptanceMemory:
             current += 1
         self._in_use[workload] = current
         return believed[current]
-
-    def _forget(self) -> None:
-        self._books = [
-            AcceptanceBook(self._max_draft_tokens, half_life_steps=half_life, max_workloads=MAX_WORKLOADS)
-            for half_life in self._half_lives_steps
-        ]
-        self._in_use = {}
 
 
 def _distance(one: Survival, other: Survival) -> float:
@@ -531,42 +525,39 @@ class ScalingPolicy:
 
     Args:
         settings: the section `autoscaling`.
-        times: step times of the targets' engine; None only with the policy `queue_length`.
+        costs: of the steps of the targets' engine; None only with the policy `queue_length`.
         max_num_seqs: requests that an engine runs at a time.
         max_ongoing_requests: requests that Serve lets a target replica hold at a time.
-        max_depth, pinned, pinned_default: the operator's limits of K (`CapacityModel`).
+        max_k, pinned, pinned_default: the operator's limits of K (`CapacityModel`).
         passes: pass times of a remote drafter.
 
     Raises:
-        ValueError: the policy `acceptance` without measured step times.
+        ValueError: the policy `acceptance` without step costs.
     """
 
     def __init__(
         self,
         settings: AutoscalingSettings,
-        times: StepTimes | None,
+        costs: StepCosts | None,
         *,
         max_num_seqs: int,
         max_ongoing_requests: int,
-        max_depth: int | None = None,
+        max_k: int,
         pinned: Mapping[str, int] | None = None,
         pinned_default: int | None = None,
         passes: PassTimes | None = None,
     ) -> None:
-        if times is None and settings.policy == "acceptance":
-            raise ValueError("autoscaling.policy is acceptance, which needs step times: set depth.step_times")
-        # The log's header rounds times, and a replay must see the very numbers that were decided on.
-        times = None if times is None else StepTimes.from_document(times.to_document())
-        self.settings, self._times, self._passes = settings, times, passes
+        if costs is None and settings.policy == "acceptance":
+            raise ValueError("autoscaling.policy is acceptance, which needs step costs")
+        self.settings, self._costs, self._passes = settings, costs, passes
         self._limits = {
             "max_num_seqs": max_num_seqs,
-            "max_depth": max_depth,
+            "max_k": max_k,
             "pinned": dict(pinned or {}),
             "pinned_default": pinned_default,
         }
-        self.model = None if times is None else capacity_model(settings, times, self._limits)
-        deepest = times.max_draft_tokens if times else 0
-        self.memory = AcceptanceMemory(deepest)
+        self.model = None if costs is None else capacity_model(settings, costs, self._limits)
+        self.memory = AcceptanceMemory(max_k)
         max_steps_per_s = self.model.max_steps_per_s if self.model else float("inf")
         self._counters = CounterBook(Limits(max_ongoing_requests, max_steps_per_s))
         self._traffic = TrafficHistory()
@@ -676,7 +667,7 @@ class ScalingPolicy:
         return {
             "format": LOG_FORMAT,
             "settings": self.settings.model_dump(),
-            "step_times": None if self._times is None else self._times.to_document(),
+            "step_costs": None if self._costs is None else self._costs.to_wire(),
             "pass_times": None if self._passes is None else self._passes.model_dump(),
             "limits": self._limits,
         }
@@ -690,10 +681,10 @@ def _growth(trend: float, rates: Collection[Rate], start_time_s: float) -> float
     return max(-MAX_DECLINE, trend * (age_s + (start_time_s if trend > 0 else 0.0)))
 
 
-def capacity_model(settings: AutoscalingSettings, times: StepTimes, limits: Mapping[str, Any]) -> CapacityModel:
+def capacity_model(settings: AutoscalingSettings, costs: StepCosts, limits: Mapping[str, Any]) -> CapacityModel:
     """The model for these settings."""
     max_tpot_s = None if settings.max_tpot_ms is None else settings.max_tpot_ms / 1000
-    return CapacityModel(times, max_tpot_s=max_tpot_s, **limits)
+    return CapacityModel(costs, max_tpot_s=max_tpot_s, **limits)
 
 
 def record(inputs: Inputs, decision: Decision) -> dict[str, Any]:

@@ -7,9 +7,9 @@ survival, workloads, vLLM.
 A step of R requests with N target rows (one a request and one a draft), beside prompts of P tokens, at a mean context
 of C tokens, takes
 
-    seconds = V(N + P) + d R + g [N > R] + p [P > 0] + c_R R C + c_N (N + P) C
+    seconds = V(N + P) + D(R) + g [N > R] + p [P > 0] + c_R R C + c_N (N + P) C
 
-V is the target's forward, straight between knots; d the host and the drafter for each request; g the drafter's pass,
+V is the target's forward, D the host and the drafter by requests, both straight between knots; g the drafter's pass,
 which a step without drafts leaves out; p what a step loses off the CUDA graphs. `StepCostModel` believes in these
 coefficients as in a Gaussian variable (Bayesian linear regression, as a Kalman filter). Its mean begins at a cautious
 guess for a CPU or a GPU, in units of a step's fixed part; the points, or without them the first steps, say how long the
@@ -21,6 +21,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -63,11 +64,39 @@ class TimedStep:
     prompt_tokens: int = 0
 
 
-NUMBERS = ("per_request_s", "drafting_s", "beside_prompts_s", "per_request_context_s", "per_token_context_s")
-"""The coefficients other than V: d, g, p, c_R and c_N."""
+NUMBERS = ("drafting_s", "beside_prompts_s", "per_request_context_s", "per_token_context_s")
+"""The coefficients other than V and D: g, p, c_R and c_N."""
 
-KNOT = "forward_s:"
 LEAST_S = 1e-6
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds over a number: straight between ascending `knots`, and on beyond the last two; never falling."""
+
+    knots: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __call__(self, numbers: Array) -> Array:
+        (x0, x1), (y0, y1) = self.knots[-2:], self.seconds[-2:]
+        beyond = np.maximum(numbers - x1, 0.0) * ((y1 - y0) / (x1 - x0))
+        return np.asarray(np.interp(numbers, self.knots, self.seconds) + beyond, np.float64)
+
+    def at(self, number: float) -> float:
+        return float(self(np.array(number)))
+
+    def to_wire(self, name: str) -> dict[str, float]:
+        return {f"{name}:{knot:g}": seconds for knot, seconds in zip(self.knots, self.seconds, strict=True)}
+
+    @classmethod
+    def from_wire(cls, name: str, numbers: Mapping[str, float]) -> "Curve":
+        """Raises ValueError for fewer than two knots, or seconds that fall."""
+        begin = f"{name}:"
+        pairs = sorted((float(key.removeprefix(begin)), numbers[key]) for key in numbers if key.startswith(begin))
+        if len(pairs) < 2 or any(before[1] > after[1] for before, after in pairwise(pairs)):
+            raise ValueError(f"{name} needs at least two knots, never falling: {pairs}")
+        knots, seconds = zip(*pairs, strict=True)
+        return cls(knots, tuple(map(float, seconds)))
 
 
 @dataclass(frozen=True)
@@ -75,27 +104,20 @@ class StepCosts:
     """The model's coefficients at one time, in seconds.
 
     Attributes:
-        knots, forward_s: V, ascending in both; straight on beyond the last two knots.
+        forward, by_requests: V and D.
         num_steps: steps of the running engine that it rests on.
         has_points: the engine measured points at its start.
-        others: as the formula above has them; of `per_*_context_s` each token of context counts.
+        others: as the formula has them; of `per_*_context_s` each token of context counts.
     """
 
-    knots: tuple[float, ...]
-    forward_s: tuple[float, ...]
-    per_request_s: float = 0.0
+    forward: Curve
+    by_requests: Curve
     drafting_s: float = 0.0
     beside_prompts_s: float = 0.0
     per_request_context_s: float = 0.0
     per_token_context_s: float = 0.0
     num_steps: float = 0.0
     has_points: bool = False
-
-    def forward(self, num_rows: Array) -> Array:
-        """V."""
-        (x0, x1), (y0, y1) = self.knots[-2:], self.forward_s[-2:]
-        beyond = np.maximum(num_rows - x1, 0.0) * ((y1 - y0) / (x1 - x0))
-        return np.asarray(np.interp(num_rows, self.knots, self.forward_s) + beyond, np.float64)
 
     def curve(
         self, num_requests: int, num_drafts: int, context_tokens: float = 0.0, prompt_tokens: float = 0.0
@@ -110,8 +132,8 @@ class StepCosts:
         seconds = self.forward(num_tokens + prompt_tokens) + self.per_token_context_s * context_tokens * num_tokens
         seconds[1:] += self.drafting_s
         if prompt_tokens:
-            seconds += float(self.forward(num_tokens[:1])[0] - self.forward(num_tokens[:1] + prompt_tokens)[0])
-        seconds += (self.per_request_s + self.per_request_context_s * context_tokens) * num_requests
+            seconds += self.forward.at(num_requests) - self.forward.at(num_requests + prompt_tokens)
+        seconds += self.by_requests.at(num_requests) + self.per_request_context_s * context_tokens * num_requests
         return np.maximum.accumulate(np.maximum(seconds, LEAST_S))
 
     def seconds(
@@ -119,16 +141,16 @@ class StepCosts:
     ) -> float:
         """What one step takes, prompts included. Numbers may be fractions: means over time."""
         rows = num_tokens + prompt_tokens
-        seconds = float(self.forward(np.array(rows))) + self.per_token_context_s * context_tokens * rows
-        seconds += (self.per_request_s + self.per_request_context_s * context_tokens) * num_requests
+        seconds = self.forward.at(rows) + self.per_token_context_s * context_tokens * rows
+        seconds += self.by_requests.at(num_requests) + self.per_request_context_s * context_tokens * num_requests
         seconds += self.drafting_s * (num_tokens > num_requests) + self.beside_prompts_s * (prompt_tokens > 0)
         return max(seconds, LEAST_S)
 
     def to_wire(self) -> dict[str, float]:
         """Flat numbers by name: JSON, and metrics, can hold them."""
-        forward = {f"{KNOT}{knot:g}": seconds for knot, seconds in zip(self.knots, self.forward_s, strict=True)}
-        numbers = {name: getattr(self, name) for name in NUMBERS}
-        return {"num_steps": self.num_steps, "has_points": float(self.has_points), **numbers, **forward}
+        numbers = {name: getattr(self, name) for name in ("num_steps", *NUMBERS)}
+        curves = self.forward.to_wire("forward_s") | self.by_requests.to_wire("by_requests_s")
+        return {"has_points": float(self.has_points), **numbers, **curves}
 
     @classmethod
     def from_wire(cls, value: Any) -> "StepCosts":
@@ -143,17 +165,11 @@ class StepCosts:
         ):
             raise ValueError(f"step costs must be numbers from 0 by name, not {value!r:.80}")
         try:
-            forward = sorted((float(name.removeprefix(KNOT)), value[name]) for name in value if name.startswith(KNOT))
             numbers = {name: float(value[name]) for name in (*NUMBERS, "num_steps")}
-            has_points = bool(value["has_points"])
+            curves = (Curve.from_wire(name, value) for name in ("forward_s", "by_requests_s"))
+            return cls(*curves, **numbers, has_points=bool(value["has_points"]))
         except (KeyError, ValueError) as error:
             raise ValueError(f"step costs cannot be read: {error!r}") from error
-        if len(forward) < 2 or any(forward[i][1] > forward[i + 1][1] for i in range(len(forward) - 1)):
-            raise ValueError(
-                f"step costs need a forward time for at least two numbers of rows, never falling: {forward}"
-            )
-        knots, forward_s = zip(*forward, strict=True)
-        return cls(knots, tuple(map(float, forward_s)), **numbers, has_points=has_points)
 
 
 MAX_EVIDENCE_STEPS = 300.0
@@ -166,16 +182,22 @@ def average_costs(found: Sequence[StepCosts]) -> StepCosts:
         raise ValueError("an average of no step costs")
     weights = np.array([1.0 + min(costs.num_steps, MAX_EVIDENCE_STEPS) for costs in found])
     weights /= weights.sum()
-    knots = sorted({knot for costs in found for knot in costs.knots})
-    forward_s = weights @ np.array([costs.forward(np.array(knots)) for costs in found])
+
+    def mean(curves: Sequence[Curve]) -> Curve:
+        knots = sorted({knot for curve in curves for knot in curve.knots})
+        seconds = weights @ np.array([curve(np.array(knots)) for curve in curves])
+        return Curve(tuple(knots), tuple(np.maximum.accumulate(seconds).tolist()))
+
+    forward, by_requests = mean([costs.forward for costs in found]), mean([costs.by_requests for costs in found])
     numbers = {name: float(weights @ np.array([getattr(costs, name) for costs in found])) for name in NUMBERS}
     num_steps = sum(costs.num_steps for costs in found)
     has_points = any(costs.has_points for costs in found)
-    return StepCosts(tuple(knots), tuple(forward_s.tolist()), **numbers, num_steps=num_steps, has_points=has_points)
+    return StepCosts(forward, by_requests, **numbers, num_steps=num_steps, has_points=has_points)
 
 
 # ---- what is believed before anything is measured
 
+REQUEST_KNOTS = tuple(float(1 << power) for power in range(11))
 KNOTS = (1.0, *(share * (1 << power) for power in range(1, 14) for share in (1.0, 1.5)))
 MAX_POINTS = 256
 FIRST_STEPS = 8
@@ -185,6 +207,8 @@ SCALE_DEVIATION = 0.5
 """Of the unit, once it was set: standard deviation, as a share."""
 OCTAVE_DEVIATION = 0.25
 """Of V over V at half the rows, as a share: V may rise later, or earlier, than the guess."""
+LARGE_DRAFTING = 0.3
+"""Of the unit: by so much D wanders as if it were that large."""
 POINT_ERROR, STEP_ERROR = 0.03, 0.1
 """Of a point, and of a single step, as a share of what it took."""
 FORGETTING = 1 / 20_000
@@ -205,14 +229,15 @@ class _Guess:
     unit_s: float
     free_rows: float
     rows_a_unit: float
+    requests_a_unit: float
     numbers: tuple[float, ...]
 
     def forward(self, knots: Array) -> Array:
         return 1.0 + np.maximum(knots - self.free_rows, 0.0) / self.rows_a_unit
 
 
-CPU = _Guess(0.06, 0.0, 32.0, (1 / 16, 0.1, 0.02, 0.002, 0.002))
-GPU = _Guess(0.008, 64.0, 150.0, (1 / 200, 0.2, 0.15, 0.001, 0.0002))
+CPU = _Guess(0.06, 0.0, 32.0, 16.0, (0.1, 0.02, 0.002, 0.002))
+GPU = _Guess(0.008, 64.0, 150.0, 200.0, (0.2, 0.15, 0.001, 0.0002))
 
 
 class StepCostModel:
@@ -231,12 +256,15 @@ class StepCostModel:
         guess = GPU if on_gpu else CPU
         points = [] if document is None else _points(document)
         self._knots = np.array(sorted({*KNOTS, *(float(point.num_tokens) for point in points)}))
-        forward = guess.forward(self._knots)
-        self._mean = np.concatenate([forward, guess.numbers])
-        octaves = np.log2(self._knots) + 1.0
-        wander = OCTAVE_DEVIATION**2 * np.minimum(octaves[:, None], octaves) * np.outer(forward, forward)
+        self._request_knots = np.array(REQUEST_KNOTS)
+        forward, by_requests = guess.forward(self._knots), self._request_knots / guess.requests_a_unit
+        self._mean = np.concatenate([forward, by_requests, guess.numbers])
         self._covariance = np.diag(np.square(self._mean))
-        self._covariance[: len(forward), : len(forward)] = wander
+        end = len(forward) + len(by_requests)
+        self._covariance[: len(forward), : len(forward)] = _wander(self._knots, forward)
+        # D is little where the guess is right, and may be much.
+        own = _wander(self._request_knots, by_requests + LARGE_DRAFTING) + np.outer(by_requests, by_requests)
+        self._covariance[len(forward) : end, len(forward) : end] = own
         self._covariance += SCALE_DEVIATION**2 * np.outer(self._mean, self._mean)
         self._first_covariance = self._covariance.copy()
         self._unit_s = guess.unit_s
@@ -270,12 +298,13 @@ class StepCostModel:
     @property
     def costs(self) -> StepCosts:
         """What is believed now. No coefficient is below 0, and V never falls, whatever noise says."""
-        forward = np.maximum.accumulate(np.maximum(self._mean[: len(self._knots)], LEAST_S)) * self._unit_s
-        numbers = np.maximum(self._mean[len(self._knots) :], 0.0) * self._unit_s
-        numbers[3:] /= CONTEXT_UNIT
+        mean = np.maximum(self._mean, 0.0) * self._unit_s
+        begin, end = len(self._knots), len(self._knots) + len(self._request_knots)
+        numbers = mean[end:]
+        numbers[2:] /= CONTEXT_UNIT
         return StepCosts(
-            tuple(self._knots.tolist()),
-            tuple(forward.tolist()),
+            Curve(tuple(self._knots.tolist()), tuple(np.maximum.accumulate(mean[:begin]).tolist())),
+            Curve(tuple(self._request_knots.tolist()), tuple(np.maximum.accumulate(mean[begin:end]).tolist())),
             **dict(zip(NUMBERS, numbers.tolist(), strict=True)),
             num_steps=self.num_steps,
             has_points=self._has_points,
@@ -309,14 +338,21 @@ class StepCostModel:
     def _weights(self, num_requests: float, num_tokens: float, context_tokens: float, prompt_tokens: float) -> Array:
         """How often a step pays each coefficient."""
         weights = np.zeros(len(self._mean))
-        rows, knots = num_tokens + prompt_tokens, self._knots
-        upper = min(max(int(knots.searchsorted(rows)), 1), len(knots) - 1)
-        share = (rows - knots[upper - 1]) / (knots[upper] - knots[upper - 1])
-        weights[upper - 1 : upper + 1] = 1.0 - share, share
+        rows, begin = num_tokens + prompt_tokens, 0
+        for number, knots in ((rows, self._knots), (num_requests, self._request_knots)):
+            upper = min(max(int(knots.searchsorted(number)), 1), len(knots) - 1)
+            share = (number - knots[upper - 1]) / (knots[upper] - knots[upper - 1])
+            weights[begin + upper - 1 : begin + upper + 1] = 1.0 - share, share
+            begin += len(knots)
         context = context_tokens / CONTEXT_UNIT
-        others = num_requests, num_tokens > num_requests, prompt_tokens > 0, num_requests * context, rows * context
-        weights[len(knots) :] = others
+        weights[begin:] = num_tokens > num_requests, prompt_tokens > 0, num_requests * context, rows * context
         return weights
+
+
+def _wander(knots: Array, mean: Array) -> Array:
+    """Covariance of a curve that wanders from its mean by `OCTAVE_DEVIATION` of it in every octave of the knots."""
+    octaves = np.log2(knots) + 1.0
+    return np.asarray(OCTAVE_DEVIATION**2 * np.minimum(octaves[:, None], octaves) * np.outer(mean, mean), np.float64)
 
 
 def guessed_costs(on_gpu: bool) -> StepCosts:

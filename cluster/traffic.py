@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from cluster.acceptance import Counts, Report
+from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.request import DEFAULT_WORKLOAD
 
 # ====================================================================================================
@@ -174,9 +174,9 @@ def _counts(name: str, by_depth: Mapping[str, Mapping[int, int]]) -> Counts:
     deepest = max((max(of) for of in by_depth.values()), default=0)
     if deepest > 64:
         raise ReadingError(f"{name!r} counts depth {deepest}: K_max is at most 64")
-    rows = [tuple(by_depth.get(what, {}).get(depth, 0) for depth in range(1, deepest + 1)) for what in _BY_DEPTH]
+    rows = [[by_depth.get(what, {}).get(depth, 0) for depth in range(1, deepest + 1)] for what in _BY_DEPTH]
     try:
-        return Counts(*rows)
+        return Counts.from_wire(rows)
     except ValueError as error:
         raise ReadingError(f"{name!r}: {error}") from None
 
@@ -188,7 +188,7 @@ class NewCounts:
     `nonsense`: by replica, what is wrong; `restarted`: replicas whose counters fell."""
 
     totals: dict[str, WorkloadTotals] = field(default_factory=dict)
-    reports: list[Report] = field(default_factory=list)
+    reports: list[TargetReport] = field(default_factory=list)
     nonsense: dict[str, str] = field(default_factory=dict)
     restarted: list[str] = field(default_factory=list)
     num_new: int = 0
@@ -243,7 +243,8 @@ class CounterBook:
         if now_s - since_s <= MAX_GAP_S:
             for name, (one, _) in added.items():
                 new.totals[name] = new.totals[name].plus(one) if name in new.totals else one
-        new.reports.append(Report(reading.replica, head, {name: total.counts for name, total in totals.items()}))
+        workloads = {name: WorkloadCounts(counts=total.counts) for name, total in totals.items()}
+        new.reports.append(TargetReport(reading.replica, head=head, workloads=workloads))
         new.num_new += 1
         self._sources[reading.replica] = _Source(reading.time_s, totals, now_s)
         self._nonsense.pop(reading.replica, None)

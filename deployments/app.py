@@ -23,7 +23,6 @@ from deployments.engine_config import engine_config
 from deployments.ingress import ENDPOINTS, Ingress, make_api
 from deployments.names import DRAFTER_NAME, INGRESS_NAME, TARGET_NAME
 from deployments.target import TargetServer
-from deployments.telemetry import step_times
 from peagle.checkpoint import check_head, read_head_config
 from peagle.embedded import embedded_targets
 
@@ -40,12 +39,11 @@ def build(args: dict[str, Any]) -> serve.Application:
     """
     settings = load_settings(args, catalog(), os.environ)
     check_files(settings)
-    times = step_times(settings)
     sizing = engine_config(settings)
     drafter = bind_drafter(settings)
     target = build_llm_deployment(
         sizing,
-        bind_kwargs={"settings": settings, "times": times, "drafter": drafter},
+        bind_kwargs={"settings": settings, "drafter": drafter},
         deployment_cls=TargetServer,
         # The ingress logs every HTTP request; the target would log its own once-a-second health question.
         override_serve_options={"name": TARGET_NAME, "logging_config": {"enable_access_log": False}},
@@ -62,7 +60,6 @@ def build(args: dict[str, Any]) -> serve.Application:
         llm_deployments={model_id: target},
         model_cards={model_id: to_model_metadata(model_id, sizing)},
         settings=settings,
-        times=times,
         drafter=drafter,
     )
     return application

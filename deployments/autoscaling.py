@@ -33,7 +33,7 @@ from ray.serve.config import AutoscalingContext
 from cluster.capacity import PassTimes
 from cluster.scaling import Decision, Observation, Pool, Reading, ScalingPolicy
 from cluster.settings import AutoscalingSettings, ClusterSettings, ReplicaRange
-from cluster.step_time import StepTimes, default_step_times
+from cluster.step_time import StepCosts, guessed_costs
 
 # ====================================================================================================
 # What autoscaling says and hears: small documents in Ray's own key-value store, and the file of decisions.
@@ -197,21 +197,20 @@ def drafter_autoscaling(settings: ClusterSettings) -> dict[str, Any] | None:
 def policy_kwargs(settings: ClusterSettings, scaling: AutoscalingSettings) -> dict[str, Any]:
     """What `TargetAutoscaler` is made from, as JSON. Raises ValueError as `ScalingPolicy` does."""
     by_acceptance = scaling.policy == "acceptance"
-    times = default_step_times(settings.max_draft_tokens) if by_acceptance else None
+    costs = guessed_costs(settings.target.has_gpu) if by_acceptance else None
     passes: PassTimes | None = None
     depths = settings.depth_policy()
     limits = {
         "max_num_seqs": settings.engine.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS),
-        "max_depth": depths.max_k,
+        "max_k": depths.max_k,
         "pinned": dict(settings.depth.by_workload),
         "pinned_default": depths.default_k if settings.depth.policy == "fixed" else None,
     }
     max_ongoing = settings.target.max_ongoing_requests
-    ScalingPolicy(scaling, times, max_ongoing_requests=max_ongoing, passes=passes, **limits)
+    ScalingPolicy(scaling, costs, max_ongoing_requests=max_ongoing, passes=passes, **limits)
     return {
         "settings": scaling.model_dump(mode="json"),
-        # Serve writes these arguments to its log: the conditions of measurement stay in the file that they come from.
-        "step_times": None if times is None else {**times.to_document(), "conditions": {}},
+        "step_costs": None if costs is None else costs.to_wire(),
         "pass_times": None if passes is None else passes.model_dump(mode="json"),
         "limits": limits,
         "max_ongoing_requests": max_ongoing,
@@ -331,7 +330,7 @@ class TargetAutoscaler:
     """Serve's policy of the target.
 
     Args:
-        settings, step_times, pass_times, limits, max_ongoing_requests: for `cluster.scaling.ScalingPolicy`, as JSON.
+        settings, step_costs, pass_times, limits, max_ongoing_requests: for `cluster.scaling.ScalingPolicy`, as JSON.
         clock: seconds that never go back.
         board: where to show decisions; by default Ray's key-value store.
     """
@@ -339,7 +338,7 @@ class TargetAutoscaler:
     def __init__(
         self,
         settings: Mapping[str, Any],
-        step_times: Mapping[str, Any] | None,
+        step_costs: Mapping[str, Any] | None,
         pass_times: Mapping[str, Any] | None,
         limits: Mapping[str, Any],
         max_ongoing_requests: int,
@@ -358,7 +357,7 @@ class TargetAutoscaler:
             self._settings = AutoscalingSettings.model_validate(settings)
             self._policy = ScalingPolicy(
                 self._settings,
-                None if step_times is None else StepTimes.from_document(step_times),
+                None if step_costs is None else StepCosts.from_wire(step_costs),
                 max_ongoing_requests=max_ongoing_requests,
                 passes=None if pass_times is None else PassTimes.model_validate(pass_times),
                 **limits,

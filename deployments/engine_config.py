@@ -8,11 +8,9 @@ from typing import Any
 from ray.serve.llm import LLMConfig
 
 from cluster.settings import ClusterSettings
-from cluster.step_time import FIT_FIELDS, StepTimes
 from deployments.autoscaling import MAX_STREAM_S, target_autoscaling
 from peagle.embedded import embedded_targets, prepare_target
 from peagle.heads import prepare_head
-from peagle.vllm.acceptance import STEP_TIMES_KEY
 from peagle.vllm.engine import MAX_SMALL_MACHINE_CORES, RemoteSettings, engine_kwargs, openmp_preload
 
 # ====================================================================================================
@@ -95,19 +93,12 @@ def engine_config(
     settings: ClusterSettings,
     target: str | None = None,
     head_dir: Path | None = None,
-    times: StepTimes | None = None,
 ) -> LLMConfig:
     """`ray.serve.llm`'s configuration of a target replica.
 
     Without `target` it sizes the deployment (resources, environment, replicas) and its engine must not be started.
-    With measured `times` the scheduler trims by them too, and the engine does not start if they are another engine's.
     """
     extra = dict(settings.engine)
-    if times is not None and times.measured:
-        document = times.to_document()
-        # vLLM's compile cache hashes this: what does not matter to the engine stays out.
-        document["conditions"] = {name: times.conditions.get(name) for name in FIT_FIELDS}
-        extra["additional_config"] = {**extra.get("additional_config", {}), STEP_TIMES_KEY: document}
     dtype = extra.pop("dtype", "auto")
     drafter = settings.drafter if head_dir is not None else None
     links = None if drafter is None or not drafter.is_remote else drafter.links

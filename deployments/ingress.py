@@ -19,10 +19,8 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.llm.ingress import OpenAiIngress
 from starlette.responses import JSONResponse
 
-from cluster.control import fixed_document
 from cluster.request import DraftingError, ForbiddenTagError, Workloads, resolve
 from cluster.settings import ClusterSettings
-from cluster.step_time import StepTimes
 from deployments.autoscaling import ClusterBoard, ScalingView, scaling_metrics
 from deployments.readiness import ReplicaMonitor
 from deployments.requests import (
@@ -76,7 +74,6 @@ class Ingress(OpenAiIngress):
         model_cards: dict[str, Any],
         *,
         settings: ClusterSettings,
-        times: StepTimes | None = None,
         drafter: DeploymentHandle[Any] | None = None,
         lora_paths: dict[str, str] | None = None,
     ) -> None:
@@ -93,10 +90,9 @@ class Ingress(OpenAiIngress):
                 "The settings have no section callers: everyone who reaches this port is served, without an API key, "
                 "and may set workload tags."
             )
-        self._control = make_control(settings, times)
+        self._control = make_control(settings)
         self._state = StateFile(settings.depth.state)
-        if self._control is not None:
-            self._state.restore(self._control)
+        self._state.restore(self._control)
         self._monitor = ReplicaMonitor(handle, ReplicaReport, self._observe)
         self._monitor.start()
         self._drafters = None if drafter is None else ReplicaMonitor(drafter, DrafterReport)
@@ -131,8 +127,6 @@ class Ingress(OpenAiIngress):
         return None if self._scaling is None else await self._scaling.document()
 
     def _document(self) -> dict[str, Any]:
-        if self._control is None:
-            return fixed_document(self._policy, self._model_id)
         return {"model": self._model_id, **self._control.document(time.monotonic())}
 
     def _drafting(self) -> dict[str, Any]:
@@ -145,9 +139,8 @@ class Ingress(OpenAiIngress):
         )
 
     def _observe(self, reports: Sequence[ReplicaReport]) -> None:
-        if self._control is not None and reports:
-            observe(self._control, reports)
-            self._state.save(self._control)
+        observe(self._control, reports)
+        self._state.save(self._control)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:  # type: ignore[override]
         """Answer a chat, whole or streamed."""

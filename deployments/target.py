@@ -29,7 +29,6 @@ from vllm.exceptions import VLLMClientError
 from cluster.counts import Counts
 from cluster.request import MAX_NUM_WORKLOADS, Drafting, DraftingError, Workloads, from_wire, is_decided
 from cluster.settings import ClusterSettings
-from cluster.step_time import StepTimes
 from deployments.engine_config import engine_config, on_cpu, prepare, use_all_cores_of_a_small_machine
 from deployments.links import DrafterLinks
 from deployments.requests import (
@@ -56,12 +55,10 @@ class TargetServer(LLMServer):
         llm_config: LLMConfig,
         *,
         settings: ClusterSettings,
-        times: StepTimes | None = None,
         drafter: DeploymentHandle[Any] | None = None,
     ) -> None:
         """`llm_config` sized the placement group when the application was built; the engine's own configuration is
-        made here, where the checkpoints are prepared: each node has its own cache. `times`: what K is chosen by;
-        `drafter`: the deployment of remote drafters, where there is one."""
+        made here, where the checkpoints are prepared: each node has its own cache. `drafter`: the deployment of remote drafters, where there is one."""
         self._policy = settings.depth_policy()
         self._model_id = settings.model.id
         self._aliases = settings.model.aliases
@@ -70,12 +67,12 @@ class TargetServer(LLMServer):
         if on_cpu(settings):
             use_all_cores_of_a_small_machine()
         target_dir, head_dir = await asyncio.to_thread(prepare, settings)
-        await super().__init__(engine_config(settings, target_dir, head_dir, times))
+        await super().__init__(engine_config(settings, target_dir, head_dir))
         replica = serve.get_replica_context().replica_id.unique_id
         self._remote = settings.drafter if drafter is not None else None
         head = "" if head_dir is None or drafter is not None else await asyncio.to_thread(head_digest, head_dir)
         self._telemetry = ReplicaTelemetry(replica, self._model_id, MAX_NUM_WORKLOADS + len(named), head)
-        self._control = make_control(settings, times)
+        self._control = make_control(settings)
         self._telemetry.recorder.attach(self._engine_client)
         self._links: DrafterLinks | None = None
         if drafter is not None and self._remote is not None:
@@ -99,8 +96,7 @@ class TargetServer(LLMServer):
         await self.check_health()
         links = () if self._links is None else self._links.links
         report = self._telemetry.report(self._num_unfinished, links)
-        if self._control is not None:
-            observe(self._control, [report])
+        observe(self._control, [report])
         return report
 
     async def record_autoscaling_stats(self) -> dict[str, int]:
@@ -159,7 +155,7 @@ class TargetServer(LLMServer):
             lambda tag: self._workloads.of(tag, asked_model, prompt_of_application(request)),
         )
         # What the ingress decided stays, a default K too: only the ingress knows the limit of the request's caller.
-        if self._control is not None and not is_decided(asked):
+        if not is_decided(asked):
             drafting = self._control.settle(drafting, time.monotonic())
         request.vllm_xargs = {
             **(request.vllm_xargs or {}),

@@ -18,11 +18,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from ray.util.metrics import Counter
 
-from cluster.acceptance import Counts, Report
-from cluster.control import DepthControl, Observation
-from cluster.counts import Counts as StepCounts
+from cluster.control import DepthControl
+from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.settings import ClusterSettings
-from cluster.step_time import Corrections, StepTimes, default_step_times
 from cluster.traffic import CounterExport, WorkloadTotals
 from peagle.vllm.acceptance import DraftingRecorder, RequestDrafting
 
@@ -81,27 +79,27 @@ class HeadCounts:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[str, StepCounts] = {}
-        self._by_head: dict[str, StepCounts] = {}
+        self._seen: dict[str, Counts] = {}
+        self._by_head: dict[str, Counts] = {}
 
-    def add(self, totals: Mapping[str, StepCounts], heads: Mapping[str, str], default: str) -> None:
+    def add(self, totals: Mapping[str, Counts], heads: Mapping[str, str], default: str) -> None:
         """Take a reading. `heads`: digest by workload, `default` for the others."""
         for workload, stats in totals.items():
-            before = self._seen.get(workload, StepCounts())
+            before = self._seen.get(workload, Counts())
             new = stats if stats.num_steps < before.num_steps else stats - before
             head = heads.get(workload, default)
             if new.num_steps:
-                self._by_head[head] = self._by_head.pop(head, StepCounts()) + new
+                self._by_head[head] = self._by_head.pop(head, Counts()) + new
         self._seen = dict(totals)
         while len(self._by_head) > MAX_NUM_HEADS:
             del self._by_head[next(iter(self._by_head))]
 
-    def by_head(self) -> dict[str, StepCounts]:
+    def by_head(self) -> dict[str, Counts]:
         return dict(self._by_head)
 
 
 def drafting_document(
-    by_head: Iterable[Mapping[str, StepCounts]],
+    by_head: Iterable[Mapping[str, Counts]],
     live: Iterable[str],
     drafters: Iterable[DrafterReport],
     links: Mapping[str, Iterable[LinkReport]],
@@ -148,7 +146,7 @@ def drafting_document(
     }
 
 
-def head_metrics(by_replica: Mapping[str, Mapping[str, StepCounts]], model: str) -> list[Metric]:
+def head_metrics(by_replica: Mapping[str, Mapping[str, Counts]], model: str) -> list[Metric]:
     """Steps and tokens by the head that drafted them."""
     labels = ("model", "head", "replica")
     steps = CounterMetricFamily("peagle_head_verification_steps", "Steps that verified its drafts.", labels=labels)
@@ -199,11 +197,11 @@ def _counter(name: str, labels: list[str]) -> CounterMetricFamily:
     return CounterMetricFamily(name, name.removeprefix("peagle_").replace("_", " "), labels=labels)
 
 
-def _summed(by_head: Iterable[Mapping[str, StepCounts]], live: set[str]) -> dict[str, StepCounts]:
-    sums = {head: StepCounts() for head in live}
+def _summed(by_head: Iterable[Mapping[str, Counts]], live: set[str]) -> dict[str, Counts]:
+    sums = {head: Counts() for head in live}
     for one in by_head:
         for head, stats in one.items():
-            sums[head] = sums.get(head, StepCounts()) + stats
+            sums[head] = sums.get(head, Counts()) + stats
     return sums
 
 
@@ -228,7 +226,7 @@ class WorkloadReport:
     """One workload on one replica since it started. Requests and tokens count what has ended, `stats` also the
     steps of requests that still run."""
 
-    stats: StepCounts = field(default_factory=StepCounts)
+    stats: Counts = field(default_factory=Counts)
     num_finished: int = 0
     num_aborted: int = 0
     num_output_tokens: int = 0
@@ -251,7 +249,7 @@ class ReplicaReport:
     head: str = ""
     running: Mapping[str, int] = field(default_factory=dict)
     context_tokens: float = 0.0
-    by_head: Mapping[str, StepCounts] = field(default_factory=dict)
+    by_head: Mapping[str, Counts] = field(default_factory=dict)
     links: tuple[LinkReport, ...] = ()
     corrections: str = ""
 
@@ -311,11 +309,11 @@ class ReplicaTelemetry:
                 counts.num_ended,
                 counts.num_output_tokens,
                 counts.num_prompt_tokens,
-                counts_of(counts.counts),
+                counts.counts,
             )
         return self._export.flat(self._all_heads(), counted)
 
-    def _totals(self) -> dict[str, StepCounts]:
+    def _totals(self) -> dict[str, Counts]:
         return {name: counts.counts for name, counts in self.recorder.workloads().items()}
 
     def _all_heads(self) -> str:
@@ -404,48 +402,39 @@ logger = logging.getLogger(__name__)
 SAVE_INTERVAL_S = 30.0
 
 
-def make_control(settings: ClusterSettings, times: StepTimes | None) -> DepthControl | None:
-    """The control of one replica; None where K is fixed."""
-    if times is None:
-        return None
+def make_control(settings: ClusterSettings) -> DepthControl:
+    """The control of one replica."""
     objectives = {name: section.objective() for name, section in settings.depth.objectives.items()}
-    return DepthControl(settings.depth_policy(), times, objectives=objectives)
+    return DepthControl(
+        settings.depth_policy(),
+        is_adaptive=settings.depth.policy == "adaptive" and settings.max_draft_tokens > 0,
+        on_gpu=settings.target.has_gpu,
+        objectives=objectives,
+    )
 
 
-def step_times(settings: ClusterSettings) -> StepTimes | None:
-    """What K is chosen by; None where it is fixed."""
-    if settings.depth.policy == "fixed" or settings.max_draft_tokens == 0:
-        return None
-    depths = [] if settings.engine.get("enforce_eager") else None
-    return default_step_times(settings.max_draft_tokens, on_gpu=settings.target.has_gpu, full_graph_depths=depths)
-
-
-def observation(report: ReplicaReport) -> Observation:
-    """A replica's report as the control reads it. Corrections that cannot be read are logged and left out."""
-    totals = {workload: counts_of(one.stats) for workload, one in report.workloads.items()}
-    corrections = None
-    if report.corrections:
-        try:
-            corrections = Corrections.decode(report.corrections)
-        except ValueError as error:
-            logger.warning("the step times of target replica %s stay uncorrected: %s", report.replica, error)
-    counted = Report(report.replica, report.head, totals)
-    return Observation(counted, dict(report.running), report.context_tokens, corrections)
-
-
-def counts_of(stats: StepCounts) -> Counts:
-    return Counts(tuple(stats.drafted), tuple(stats.reached), tuple(stats.accepted))
+def target_report(report: ReplicaReport) -> TargetReport:
+    """A replica's report as the control reads it."""
+    workloads = {}
+    for workload, counted in report.workloads.items():
+        num_ended = counted.num_finished + counted.num_aborted
+        workloads[workload] = WorkloadCounts(
+            num_ended + report.running.get(workload, 0),
+            counted.num_finished,
+            counted.num_aborted,
+            counted.num_output_tokens,
+            counted.num_prompt_tokens,
+            counted.stats,
+        )
+    for workload, num_running in report.running.items():
+        workloads.setdefault(workload, WorkloadCounts(num_started=num_running))
+    costs = report.corrections or None
+    return TargetReport(report.replica, report.model, report.head, {}, workloads, report.context_tokens, costs)
 
 
 def observe(control: DepthControl, reports: Iterable[ReplicaReport]) -> None:
-    """Take in reports. One that cannot be is logged and left out; the others count."""
-    usable = []
-    for report in reports:
-        try:
-            usable.append(observation(report))
-        except ValueError as error:
-            logger.warning("the report of target replica %s is left out: %s", report.replica, error)
-    control.observe(usable, time.monotonic())
+    """Take in reports."""
+    control.observe([target_report(report) for report in reports], time.monotonic())
 
 
 class StateFile:

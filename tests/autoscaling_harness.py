@@ -15,10 +15,10 @@ from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
 from deployments.autoscaling import DECISION, TargetAutoscaler
-from tests.scaling_cases import GOOD, FakeReplica, changed, settings, step_times
+from tests.scaling_cases import GOOD, FakeReplica, changed, settings, step_costs
 
 TARGET, DRAFTER = DeploymentID("target", "app"), DeploymentID("drafter", "app")
-LIMITS = {"max_num_seqs": 32, "max_depth": 3, "pinned": {}, "pinned_default": None}
+LIMITS = {"max_num_seqs": 32, "max_k": 3, "pinned": {}, "pinned_default": None}
 
 
 class DictBoard:
@@ -89,7 +89,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
     """The policy's arguments, through JSON as Serve carries them."""
     document = {
         "settings": settings(**changes).model_dump(mode="json"),
-        "step_times": step_times().to_document(),
+        "step_costs": step_costs().to_wire(),
         "pass_times": None,
         "limits": LIMITS,
         "max_ongoing_requests": 256,

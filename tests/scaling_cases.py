@@ -1,24 +1,19 @@
-"""Inputs for the tests of autoscaling: step times of a formula, and counters of replicas that serve as told."""
+"""Inputs for the tests of autoscaling: step costs of a formula, and counters of replicas that serve as told."""
 
 from collections.abc import Mapping, Sequence
 
-from cluster.acceptance import Counts
+from cluster.counts import Counts
 from cluster.scaling import CounterExport, Reading, WorkloadTotals
 from cluster.settings import AutoscalingSettings
-from cluster.step_time import StepPoint, StepShape, StepTimes
+from cluster.step_time import Curve, StepCosts
 
 GOOD, BAD = (0.8, 0.64, 0.51), (0.2, 0.04, 0.01)
 OUTPUT_TOKENS, PROMPT_TOKENS = 200, 100
 
 
-def step_times() -> StepTimes:
-    """K_max = 3: 20 ms, 0.5 ms a token and 1 ms a request; said to be measured, because the policy asks."""
-    points = []
-    for b in (1, 2, 4, 8, 16, 32):
-        for depth in range(4):
-            seconds = 0.02 + 0.0005 * b * (1 + depth) + 0.001 * b
-            points.append(StepPoint(StepShape(b, b * (1 + depth), depth), seconds, seconds, 10))
-    return StepTimes(points, max_draft_tokens=3)
+def step_costs() -> StepCosts:
+    """20 ms, 0.5 ms a token and 1 ms a request."""
+    return StepCosts(Curve((1.0, 1001.0), (0.0205, 0.5205)), Curve((1.0, 33.0), (0.001, 0.033)))
 
 
 def settings(**changes: object) -> AutoscalingSettings:
@@ -28,8 +23,8 @@ def settings(**changes: object) -> AutoscalingSettings:
 
 def steps(num: int, survival: Sequence[float]) -> Counts:
     """Counts of `num` steps at K_max that come out as expected."""
-    accepted = tuple(round(num * value) for value in survival)
-    return Counts((num,) * len(survival), (num, *accepted[:-1]), accepted)
+    accepted = [round(num * value) for value in survival]
+    return Counts([num] * len(survival), [num, *accepted[:-1]], accepted)
 
 
 class FakeReplica:

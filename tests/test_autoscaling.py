@@ -154,7 +154,7 @@ def test_requests_that_are_no_number_count_as_none(controller: Controller, numbe
 
 def test_arguments_that_make_no_policy_leave_the_count(tmp_path: Path) -> None:
     policy = TargetAutoscaler(
-        **{**arguments(log=str(tmp_path / "log")), "step_times": {"points": 3}}, board=DictBoard()
+        **{**arguments(log=str(tmp_path / "log")), "step_costs": {"points": 3}}, board=DictBoard()
     )
     assert policy(context(TARGET, [], 4)) == (4, {})
 

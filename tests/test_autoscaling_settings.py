@@ -7,8 +7,7 @@ import yaml
 from ray.serve.config import AutoscalingConfig
 
 from cluster.settings import Catalog, load_settings
-from cluster.step_time import default_step_times
-from deployments.autoscaling import drafter_autoscaling, policy_kwargs, target_autoscaling
+from deployments.autoscaling import drafter_autoscaling, target_autoscaling
 from deployments.drafter import HeadLoader
 from tests.test_settings import catalog, changed, problems_of  # noqa: F401 - a fixture
 
@@ -29,7 +28,6 @@ ACCEPTANCE = {"policy": "acceptance", "target": {"min": 1, "max": 3}}
         ({**QUEUE, "utilisation": 1.5}, "autoscaling.utilisation"),
         ({**QUEUE, "drafter": {"min": 1, "max": 2}}, "autoscaling.drafter bounds a remote drafter"),
         ({**QUEUE, "downscale_delay_s": 20}, "autoscaling.downscale_delay_s is 20: it must be more than stale_after_s"),
-        (ACCEPTANCE, "set depth.step_times"),
         (ACCEPTANCE, "needs engine.max_num_seqs"),
         (QUEUE, "target.num_replicas fixes what autoscaling decides"),
     ],
@@ -60,18 +58,6 @@ def test_a_drafter_has_room_for_the_requests_of_all_targets_that_may_come(
     assert HeadLoader(settings).max_num_requests == 3 * 8
 
 
-def test_step_times_that_nobody_measured_decide_nothing(tmp_path: Path, catalog: Catalog) -> None:  # noqa: F811
-    path = tmp_path / "times.json"
-    default_step_times(7).save(path)
-    args = changed(
-        autoscaling=ACCEPTANCE, target__num_replicas=..., engine__max_num_seqs=8, depth__step_times=str(path)
-    )
-    settings = load_settings(args, catalog)
-    assert settings.autoscaling is not None
-    with pytest.raises(ValueError, match="measured"):
-        policy_kwargs(settings, settings.autoscaling)
-
-
 def test_the_config_that_ships_says_what_serve_gets(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.chdir(ROOT)
     (application,) = yaml.safe_load((ROOT / "configs" / "local-autoscale.yaml").read_text())["applications"]
@@ -82,6 +68,6 @@ def test_the_config_that_ships_says_what_serve_gets(catalog: Catalog, monkeypatc
     config = AutoscalingConfig(**(target_autoscaling(settings) or {}))
     assert (config.min_replicas, config.max_replicas, config.upscale_delay_s) == (1, 2, 5.0)
     limits = config.policy.policy_kwargs["limits"]
-    assert limits == {"max_num_seqs": 8, "max_depth": 7, "pinned": {}, "pinned_default": 5}
+    assert limits == {"max_num_seqs": 8, "max_k": 7, "pinned": {}, "pinned_default": 5}
     cpus = settings.target.num_cpus + settings.target.bundle["CPU"]
     assert 2 * cpus + settings.ingress.num_cpus <= 2

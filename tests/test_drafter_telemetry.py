@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 
-from cluster.control import fixed_document
+from cluster.control import DepthControl
 from cluster.counts import Counts
 from cluster.request import DepthPolicy
 from cluster.view import table
@@ -116,7 +116,7 @@ def test_the_document_has_each_head_with_its_acceptance() -> None:
     assert by_head["new"]["acceptance_length"] is None
     assert document["drafters"][0]["heads"] == [{"index": 0, "name": "head-a", "head": "a"}]
     assert document["links"][0]["target"] == "target-1"
-    shown = table({**fixed_document(DepthPolicy(3, 3, 3), "m"), **document}).splitlines()
+    shown = table({"model": "m", **DepthControl(DepthPolicy(3, 3, 3)).document(0.0), **document}).splitlines()
     assert "head a (live): AL 2.33, 3 steps" in shown
     assert "head new (live): nothing drafted yet, 0 steps" in shown
     assert "drafter h:1: a; links: up by tcp" in shown

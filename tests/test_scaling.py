@@ -8,15 +8,14 @@ import pytest
 
 from benchmarks.scaling_replay import replay
 from cluster.scaling import Decision, Observation, Pool, ScalingPolicy
-from cluster.step_time import default_step_times
-from tests.scaling_cases import BAD, GOOD, FakeReplica, changed, settings, step_times
+from tests.scaling_cases import BAD, GOOD, FakeReplica, changed, settings, step_costs
 
 
 class Service:
     """A few replicas under the policy, ticking every 10 s; each gets `rate` requests a second."""
 
     def __init__(self, num_replicas: int = 2, **changes: object) -> None:
-        self.policy = ScalingPolicy(settings(**changes), step_times(), max_num_seqs=8, max_ongoing_requests=64)
+        self.policy = ScalingPolicy(settings(**changes), step_costs(), max_k=3, max_num_seqs=8, max_ongoing_requests=64)
         self.replicas = [FakeReplica(f"r{index}") for index in range(num_replicas)]
         self.now_s, self.ongoing = 0.0, 8.0
 
@@ -266,10 +265,9 @@ def test_a_log_that_cannot_be_read_is_named(spoil: object, said: str) -> None:
         list(replay(spoil(service.policy.take_log()), "some.log"))  # type: ignore[operator]
 
 
-def test_unmeasured_step_times_are_refused() -> None:
-    for times in (None, default_step_times(3)):
-        with pytest.raises(ValueError, match="measured|needs step times"):
-            ScalingPolicy(settings(), times, max_num_seqs=8, max_ongoing_requests=8)
+def test_without_step_costs_acceptance_cannot_decide() -> None:
+    with pytest.raises(ValueError, match="needs step costs"):
+        ScalingPolicy(settings(), None, max_k=3, max_num_seqs=8, max_ongoing_requests=8)
 
 
 def test_a_number_of_requests_that_is_none_breaks_nothing() -> None:

@@ -8,13 +8,12 @@ from pydantic import ValidationError
 from cluster.capacity import CapacityModel, Traffic
 from cluster.scaling import Inputs, Pool, WorkloadDemand, decide
 from cluster.settings import AutoscalingSettings
-from cluster.step_time import StepShape
 from cluster.traffic import CounterBook, CounterExport, Limits, ReadingError, TrafficHistory, WorkloadTotals, parse
-from tests.scaling_cases import BAD, GOOD, FakeReplica, settings, step_times, steps
+from tests.scaling_cases import BAD, GOOD, FakeReplica, settings, step_costs, steps
 
 
 def model(**changes: object) -> CapacityModel:
-    return CapacityModel(step_times(), **{"max_num_seqs": 8, **changes})  # type: ignore[arg-type]
+    return CapacityModel(step_costs(), **{"max_num_seqs": 8, "max_k": 3, **changes})  # type: ignore[arg-type]
 
 
 def traffic(survival: tuple[float, ...] = GOOD, name: str = "chat", share: float = 1.0) -> Traffic:
@@ -116,10 +115,10 @@ def test_a_trend_is_claimed_beyond_doubt_only() -> None:
 
 
 def test_capacity_is_what_the_step_times_say() -> None:
-    table, found = step_times(), model().capacity([traffic()])
+    table, found = step_costs(), model().capacity([traffic()])
     # One workload, K = 3 at the full batch: 8 requests, 2.95 tokens a step; a prompt adds 100 tokens to one step.
-    step_s = table.seconds(StepShape.uniform(8, 3, 200.0))
-    prompt_s = table.seconds(StepShape(8, 132, None, 200.0)) - step_s
+    step_s = table.seconds(8, 32, 200.0)
+    prompt_s = table.seconds(8, 32, 200.0, 100) - step_s
     expected = 1 / (step_s / (8 * (1 + sum(found_survival(3)))) + prompt_s / 200)
     assert (found.num_requests, dict(found.depths)) == (8, {"chat": 3})
     assert found.tokens_per_s == pytest.approx(expected, rel=0.01)

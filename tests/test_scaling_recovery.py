@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from cluster.acceptance import AcceptanceBook, Report
+from cluster.acceptance import AcceptanceBook
 from cluster.capacity import CapacityModel
+from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.scaling import (
     HALF_LIVES_STEPS,
     UP_TOLERANCE,
@@ -18,11 +19,15 @@ from cluster.scaling import (
     decide,
 )
 from cluster.traffic import CounterBook, Limits, TrafficHistory, WorkloadTotals
-from tests.scaling_cases import BAD, GOOD, FakeReplica, settings, step_times, steps
+from tests.scaling_cases import BAD, GOOD, FakeReplica, settings, step_costs, steps
 from tests.test_scaling import Service
 
 WIDE_HIGH, NARROW_HIGH = (0.75, 0.55, 0.4), (0.205, 0.042, 0.011)
 LENGTH = 200.0
+
+
+def report(head: str, counts: Counts) -> TargetReport:
+    return TargetReport("r", head=head, workloads={"chat": WorkloadCounts(counts=counts)})
 
 
 class Replica:
@@ -34,7 +39,7 @@ class Replica:
     def report(self, num_steps: int, survival: tuple[float, ...], head: str = "head") -> float:
         """AL at K_max that is believed after so many further steps."""
         self._counts += steps(num_steps, survival)
-        self._memory.absorb_all([Report("r", head, {"chat": self._counts})])
+        self._memory.absorb_all([report(head, self._counts)])
         return 1 + sum(self._memory.survival("chat").mean)
 
 
@@ -65,11 +70,10 @@ def test_what_stands_still_is_known_from_the_longest_memory() -> None:
     assert memory.survival("chat").num_steps > 2 * book.survival("chat").num_steps
 
 
-def test_a_new_head_voids_every_memory() -> None:
+def test_a_new_head_has_a_memory_of_its_own() -> None:
     memory = AcceptanceMemory(3)
-    replica = Replica(memory)
-    replica.report(50_000, GOOD)
-    memory.absorb_all([Report("r", "another", {"chat": steps(10, BAD)})])
+    Replica(memory).report(50_000, GOOD)
+    memory.absorb_all([report("another", steps(10, BAD))])
     assert memory.survival("chat").num_steps < 10
 
 
@@ -94,7 +98,7 @@ def inputs(
 
 
 def decided(asked: Inputs, **changes: object) -> Decision:
-    return decide(asked, CapacityModel(step_times(), max_num_seqs=8), settings(**changes))
+    return decide(asked, CapacityModel(step_costs(), max_num_seqs=8, max_k=3), settings(**changes))
 
 
 def capacity_of(survival: tuple[float, ...]) -> float:

@@ -1,267 +1,184 @@
-"""Step times: the fit's properties on tables whose truth is known, files, refusals, and what held-out points say."""
+"""The model of step times: points, first steps, outliers, and engines unlike its guess."""
 
 import json
-import random
-from pathlib import Path
-from typing import Any
+import math
+from bisect import bisect_left
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from cluster.step_time import HeldOut, StepPoint, StepShape, StepTimes
+from benchmarks.simulate_depths import ENGINES, TableEngine, points_of
+from cluster.step_time import FIRST_STEPS, Curve, StepCostModel, StepCosts, TimedStep, average_costs, guessed_costs
 
-K_MAX = 7
-SIZES = (8, 16, 24, 32, 64, 128)
-CONDITIONS = {
-    "gpu": "NVIDIA H200",
-    "model": "Qwen3MoeForCausalLM",
-    "head": "LlamaForCausalLMEagle3",
-    "dtype": "bfloat16",
-    "tensor_parallel_size": 1,
-    "vllm": "0.26.0",
-    "cudagraph_mode": "FULL_AND_PIECEWISE",
-    "compile": True,
-    "async_scheduling": True,
-}
+SIZES = [1, 2, 4, *range(8, 257, 8), *range(272, 2049, 16)]
 
 
-def truth(shape: StepShape, full: bool = False) -> float:
-    """An engine with captured sizes, a drafter that costs 0.2 ms a request, and a price on context."""
-    size = next((size for size in SIZES if size >= shape.num_tokens), shape.num_tokens)
-    more = max(0.0, shape.context_tokens - 1000)
-    drafter = 0.0 if full else 2e-4 * shape.num_requests
-    return (4e-3 if full else 6e-3) + 5e-5 * size + drafter + 1e-9 * shape.num_requests * more
+def gpu(num_requests: int, num_tokens: int, prompt_tokens: int = 0) -> float:
+    """A staircase of captured graphs, with room for 200 rows."""
+    rows = SIZES[bisect_left(SIZES, num_tokens)] if not prompt_tokens else num_tokens + prompt_tokens
+    units = 1 + max(0, rows - 200) / 400 + num_requests / 300 + 0.25 * (num_tokens > num_requests)
+    return 0.0038 * units * (1.2 if prompt_tokens else 1.0)
 
 
-def point(shape: StepShape, seconds: float) -> StepPoint:
-    return StepPoint(shape, seconds, seconds * 1.1, 100)
+def cpu(num_requests: int, num_tokens: int, prompt_tokens: int = 0) -> float:
+    """Each row costs from the first on; six times slower than the guess."""
+    return 0.3 * (1 + (num_tokens + prompt_tokens) / 20 + num_requests / 10 + 0.15 * (num_tokens > num_requests))
 
 
-def table(noise: float = 0.0, seed: int = 0, contexts: tuple[float, ...] = (1000.0,)) -> StepTimes:
-    """Uniform depths and two mixed batches at batches 1..16; K_max everywhere runs on a full graph."""
-    chance = random.Random(seed)
-    shapes = []
-    for num in (1, 2, 4, 8, 16):
-        for context in contexts:
-            shapes += [StepShape.uniform(num, depth, context) for depth in (0, 1, 3, 5, 7)]
-            shapes += [StepShape(num, num * 8 - 1, None, context)] if num > 1 else []
-    points = [
-        point(shape, truth(shape, shape.uniform_depth == K_MAX) * chance.uniform(1 - noise, 1 + noise))
-        for shape in shapes
+def run(model: StepCostModel, engine, num_steps: int, sizes=range(1, 33), depths=range(8), noise=0.05, seed=0) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(num_steps):
+        num_requests = int(rng.choice(sizes))
+        num_tokens = num_requests * (1 + int(rng.choice(depths)))
+        seconds = engine(num_requests, num_tokens) * float(np.exp(noise * rng.standard_normal()))
+        model.observe(TimedStep(seconds, num_requests, num_tokens, 300.0))
+
+
+def errors(costs: StepCosts, engine, sizes=(1, 4, 16, 32), depths=range(8)) -> np.ndarray:
+    """By how much the costs are off, as shares."""
+    cells = [(size, size * (1 + k)) for size in sizes for k in depths]
+    return np.array([costs.seconds(*cell, 300.0) / engine(*cell) - 1 for cell in cells])
+
+
+@pytest.mark.parametrize(("engine", "on_gpu"), [(gpu, True), (cpu, False)])
+def test_a_few_steps_teach_what_the_guess_did_not_know(engine, on_gpu):
+    model = StepCostModel(on_gpu)
+    run(model, engine, 50)
+    assert np.abs(errors(model.costs, engine)).mean() < 0.1
+    run(model, engine, 2000, seed=1)
+    assert np.abs(errors(model.costs, engine)).mean() < 0.03
+    assert np.abs(errors(model.costs, engine)).max() < 0.12
+
+
+def test_the_guess_has_the_proportions_of_a_measured_cpu():
+    """SmolLM2-135M on two cores."""
+    off = errors(guessed_costs(on_gpu=False), TableEngine.load(ENGINES["cpu"]), sizes=(1, 2, 4, 8))
+    assert np.abs(np.log1p(off) - np.log1p(off).mean()).max() < 0.25
+
+
+@pytest.mark.parametrize("name", ["h200", "cpu"])
+def test_points_measured_at_the_start_are_kept(name):
+    engine = TableEngine.load(ENGINES[name])
+    document = points_of(engine, 128)
+    model = StepCostModel(name != "cpu", document)
+    off = [
+        model.costs.seconds(point["num_requests"], point["num_tokens"], 300.0) / point["step_s"] - 1
+        for point in document["points"]
     ]
-    sizes = {None: SIZES, K_MAX: SIZES}
-    return StepTimes(
-        points, max_draft_tokens=K_MAX, full_graph_depths={K_MAX}, capture_sizes=sizes, conditions=CONDITIONS
-    )
+    assert np.mean(np.abs(off)) < 0.05
+    assert model.costs.has_points
+    # Steps at one place say nothing against the points elsewhere.
+    run(model, engine, 2000, sizes=[8], depths=[3])
+    after = errors(model.costs, engine, sizes=(64,), depths=(0, 3, 7))
+    assert np.abs(after).max() < 0.1
 
 
-def uniform_seconds(times: StepTimes, num: int, depth: int) -> float:
-    return times.seconds(StepShape.uniform(num, depth))
+def test_a_first_step_that_compiled_and_a_pause_hardly_matter():
+    model = StepCostModel(on_gpu=False)
+    model.observe(TimedStep(37.0, 1, 8, 100.0))
+    run(model, cpu, FIRST_STEPS + 20)
+    assert np.abs(errors(model.costs, cpu)).mean() < 0.12
+    before = model.costs.seconds(8, 32)
+    model.observe(TimedStep(60.0, 8, 32, 300.0))
+    assert model.costs.seconds(8, 32) == pytest.approx(before, rel=0.1)
 
 
-def test_measured_and_unmeasured_shapes_of_a_known_engine_come_out_exactly():
-    times = table()
-    for num in (1, 2, 3, 5, 8, 13, 16):
-        for depth in range(K_MAX + 1):
-            shape = StepShape.uniform(num, depth)
-            assert times.seconds(shape) == pytest.approx(truth(shape, depth == K_MAX), rel=2e-3), shape
+def test_what_was_not_visited_is_uncertain_until_it_is():
+    model = StepCostModel(on_gpu=True)
+    run(model, gpu, 300, sizes=[8], depths=[2, 3])
+    assert model.error(8, 32, 300.0) < 0.06 < model.error(32, 256, 300.0)
+    run(model, gpu, 10, sizes=[32], depths=[7])
+    assert model.error(32, 256, 300.0) < 0.06
 
 
-def test_a_uniform_batch_at_full_graph_depth_is_another_family_than_the_same_tokens_ragged():
-    times = table()
-    assert uniform_seconds(times, 8, 7) == pytest.approx(4e-3 + 5e-5 * 64, rel=1e-6)
-    assert times.seconds(StepShape(8, 64, None)) == pytest.approx(6e-3 + 5e-5 * 64 + 2e-4 * 8, rel=1e-3)
-    assert times.full_graph_depths == {K_MAX}
+def test_prompts_and_context_are_learned_from_steps():
+    model, rng = StepCostModel(on_gpu=False), np.random.default_rng(0)
+
+    def engine(num_requests, num_tokens, context, prompts):
+        rows = num_tokens + prompts
+        return 0.05 * (
+            1 + rows / 32 + num_requests / 16 + 0.1 * (num_tokens > num_requests) + 0.01 * rows * context / 1000
+        )
+
+    for _ in range(3000):
+        num_requests, k = int(rng.integers(1, 17)), int(rng.integers(0, 8))
+        context, prompts = float(rng.choice([100, 2000, 8000])), int(rng.choice([0, 0, 64, 256]))
+        cell = (num_requests, num_requests * (1 + k), context, prompts)
+        model.observe(TimedStep(engine(*cell) * float(np.exp(0.03 * rng.standard_normal())), *cell))
+    for cell in ((8, 32, 100.0, 0), (8, 32, 8000.0, 0), (8, 32, 100.0, 256), (16, 128, 2000.0, 64)):
+        assert model.costs.seconds(*cell) == pytest.approx(engine(*cell), rel=0.06)
 
 
-def test_tokens_between_two_captured_sizes_cost_the_upper_size():
-    times = table()
-    seconds = [times.seconds(StepShape(4, tokens, None)) for tokens in range(4, 33)]
-    assert len({round(one, 9) for one in seconds}) == 4  # 8, 16, 24, 32
-    assert seconds[8 - 4] < seconds[9 - 4] == pytest.approx(seconds[16 - 4])
+def test_prompts_do_not_make_drafts_look_cheaper_than_their_rows():
+    """Beside prompts a curve starts at what the step takes without them, and rises by what a row then costs."""
+    costs = StepCosts(Curve((1.0, 64.0, 128.0), (0.01, 0.01, 0.02)), Curve((1.0, 2.0), (0.0, 0.0)), drafting_s=0.001)
+    alone, beside = costs.curve(4, 12), costs.curve(4, 12, prompt_tokens=128)
+    assert beside[0] == pytest.approx(alone[0])
+    assert beside[12] - beside[1] == pytest.approx(11 * 0.01 / 64)
+    assert alone[12] - alone[1] == 0
 
 
-def test_beyond_the_last_point_time_goes_on_in_a_straight_line():
-    times = table()
-    assert uniform_seconds(times, 64, 7) == pytest.approx(4e-3 + 5e-5 * 512, rel=1e-3)
-    at = [times.seconds(StepShape(64, tokens, None)) for tokens in (200, 300, 400)]
-    assert at[2] - at[1] == pytest.approx(at[1] - at[0])
-    assert at[1] > at[0]
+@settings(max_examples=50)
+@given(st.integers(1, 300), st.integers(0, 7), st.sampled_from([0.0, 500.0]), st.booleans())
+def test_a_curve_says_what_single_steps_say(num_requests, k, context, on_gpu):
+    costs = guessed_costs(on_gpu)
+    curve = costs.curve(num_requests, num_requests * 7, context)
+    assert len(curve) == num_requests * 7 + 1
+    assert (np.diff(curve) >= 0).all()
+    assert curve[num_requests * k] == pytest.approx(costs.seconds(num_requests, num_requests * (1 + k), context))
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_noise_makes_no_step_cheaper_than_a_smaller_one(seed):
-    times = table(noise=0.15, seed=seed)
-    for num in (1, 3, 8, 16, 40):
-        ragged = [times.seconds(StepShape(num, tokens, None)) for tokens in range(num, 8 * num + 1)]
-        assert ragged == sorted(ragged)
-    for tokens in (40, 64, 100):
-        wider = [times.seconds(StepShape(num, tokens, None)) for num in range(5, 41)]
-        assert wider == sorted(wider)
-    full = [uniform_seconds(times, num, K_MAX) for num in range(1, 60)]
-    assert full == sorted(full)
-
-
-def test_context_is_a_measured_correction_and_unknown_context_is_that_of_most_points():
-    times = table(contexts=(1000.0, 1000.0, 9000.0, 33000.0))
-    for context in (1000.0, 4000.0, 33000.0, 60000.0):
-        shape = StepShape.uniform(8, 3, context)
-        assert times.seconds(shape) == pytest.approx(truth(shape), rel=5e-3)
-    assert table().seconds(StepShape.uniform(8, 3, 60000.0)) == uniform_seconds(table(), 8, 3), "one context: no slope"
-    usual = times.context_tokens
-    assert uniform_seconds(times, 8, 3) == pytest.approx(times.seconds(StepShape.uniform(8, 3, usual)))
-
-
-def test_a_batch_that_the_engine_pads_to_a_full_graph_costs_what_that_graph_costs():
-    points = [point(StepShape.uniform(num, depth), 0.001 * num * (1 + depth)) for num in (1, 4, 16) for depth in (3, 7)]
-    points += [point(StepShape.uniform(num, 1), 1.0 + num) for num in (8, 16)]
-    times = StepTimes(points, max_draft_tokens=K_MAX, full_graph_depths={3, 7}, padding_tokens=8)
-    assert uniform_seconds(times, 1, 2) == pytest.approx(uniform_seconds(times, 1, 3))
-    assert uniform_seconds(times, 4, 1) == pytest.approx(0.016), "8 tokens of padding to depth 3"
-    assert uniform_seconds(times, 2, 5) == pytest.approx(0.016), "4 tokens of padding to depth 7"
-    assert uniform_seconds(times, 5, 1) > 1.0, "10 tokens of padding are too many"
-    assert times.seconds(StepShape(4, 24, None)) == pytest.approx(0.032)
-    assert times.seconds(StepShape(4, 23, None)) > 1.0
-    assert times.seconds(StepShape(4, 12, None, longest_tokens=4)) == pytest.approx(0.016), "none is deeper than 3"
-    assert times.seconds(StepShape(4, 12, None, longest_tokens=5)) > 1.0, "one is: 20 tokens of padding to depth 7"
-    assert times.seconds(StepShape(4, 30, None, longest_tokens=9)) > 1.0, "a prompt's 9 tokens fit no graph"
-    assert times.seconds(StepShape(4, 33, None)) > 1.0, "more tokens than the graph has"
-    assert uniform_seconds(times, 16, 3) == pytest.approx(0.064), "its own graph"
-
-
-def test_a_fractional_batch_lies_between_its_neighbours():
-    times = StepTimes([point(StepShape.uniform(num, 1), 0.01 * num) for num in (1, 2, 4)], max_draft_tokens=K_MAX)
-    assert times.seconds(StepShape.uniform(1.5, 1)) == pytest.approx(0.015)
-    assert times.seconds(StepShape(2.2, 6.0, None)) == pytest.approx(0.03, rel=0.02)
-
-
-def test_held_out_points_are_predicted_by_the_others_and_a_wrong_one_stands_out():
-    good = table().held_out()
-    assert len(good) == 29
-    assert max(one.error for one in good if one.is_inside) < 0.05
-    points = list(table().points)
-    index = next(i for i, one in enumerate(points) if one.shape == StepShape.uniform(4, 3, 1000.0))
-    points[index] = point(points[index].shape, 3 * points[index].median_s)
-    spoilt = StepTimes(
-        points, max_draft_tokens=K_MAX, full_graph_depths={K_MAX}, capture_sizes={None: SIZES, K_MAX: SIZES}
-    ).held_out()
-    worst = max(spoilt, key=lambda one: abs(one.predicted_s - one.point.median_s))
-    assert worst.point.shape == points[index].shape
-    assert worst.error == pytest.approx(2 / 3, abs=0.05)
-    assert not next(
-        one for one in good if one.point.shape.num_requests == 1 and one.point.shape.num_tokens == 1
-    ).is_inside
-
-
-def test_error_of_a_held_out_point_is_relative_to_the_measurement():
-    assert HeldOut(point(StepShape.uniform(1, 0), 0.02), 0.03, True).error == pytest.approx(0.5)
-
-
-def test_a_saved_table_loads_to_the_same_times(tmp_path: Path):
-    times = table(noise=0.1, contexts=(1000.0, 8000.0))
-    times.save(tmp_path / "t.json")
-    again = StepTimes.load(tmp_path / "t.json")
-    assert again.conditions == {**CONDITIONS, "max_draft_tokens": K_MAX, "full_graph_depths": [K_MAX]}
-    assert (again.full_graph_depths, again.measured) == ({K_MAX}, True)
-    assert (again.capture_sizes, again.max_draft_tokens) == (times.capture_sizes, K_MAX)
-    for num in (1, 5, 20):
-        for depth in range(K_MAX + 1):
-            shape = StepShape.uniform(num, depth, 3000.0)
-            assert again.seconds(shape) == pytest.approx(times.seconds(shape), rel=1e-4)
-
-
-def _set_point(raw: dict[str, Any], **fields: Any) -> None:
-    raw["points"][3].update(fields)
+def test_costs_travel_as_flat_numbers_and_as_text():
+    model = StepCostModel(True, points_of(gpu, 32))
+    run(model, gpu, 30)
+    wire = json.loads(json.dumps(model.costs.to_wire()))
+    assert StepCosts.from_wire(wire) == StepCosts.from_wire(json.dumps(wire)) == model.costs
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda raw: raw.update(format="other"), "format must be"),
-        (lambda raw: raw.update(gpu="x"), "unknown key 'gpu'"),
-        (lambda raw: raw.pop("conditions"), "missing key 'conditions'"),
-        (lambda raw: raw.update(max_draft_tokens=2.5), "max_draft_tokens must be a whole number"),
-        (lambda raw: raw.update(max_draft_tokens=8), "max_draft_tokens is 8, but 7 in conditions"),
-        (lambda raw: raw.update(full_graph_depths=[9]), "full_graph_depths has 9, outside 0..7"),
-        (lambda raw: raw.update(full_graph_depths=[2]), "full_graph_depths has 2, but no point was measured"),
-        (lambda raw: raw["capture_sizes"].update(ragged=[8, -1]), "capture_sizes.ragged must be a whole number"),
-        (lambda raw: raw["capture_sizes"].update(mixed=[8]), "capture_sizes must be a whole number"),
-        (lambda raw: raw.update(points=[]), "there is no measured point"),
-        (lambda raw: raw["points"][3].pop("p95_s"), r"points\[3\] must have the keys num_requests"),
-        (lambda raw: _set_point(raw, median_s=0.0), r"points\[3\].median_s must be above 0"),
-        (lambda raw: _set_point(raw, median_s=float("nan")), r"points\[3\].median_s must be a number"),
-        (lambda raw: _set_point(raw, p95_s="fast"), r"points\[3\].p95_s must be a number"),
-        (
-            lambda raw: _set_point(raw, num_requests=0, num_tokens=0),
-            r"points\[3\]: StepShape.num_requests must be above 0",
-        ),
-        (lambda raw: _set_point(raw, uniform_depth=2), r"points\[3\]: StepShape.uniform_depth is 2"),
-        (lambda raw: _set_point(raw, num_tokens=9, uniform_depth=None), r"points\[3\].num_tokens is 9: more than"),
-        (lambda raw: _set_point(raw, num_steps=True), r"points\[3\].num_steps must be a whole number"),
-    ],
+    "wire", [None, 7, "nonsense", "[[1]]", {}, {"forward_s:1": 1.0}, {"forward_s:1": -1.0}, {"forward_s:x": 1.0}]
 )
-def test_a_file_that_is_no_table_is_refused_by_file_and_field(tmp_path: Path, change: Any, said: str):
-    path = tmp_path / "bad.json"
-    table().save(path)
-    raw = json.loads(path.read_text())
-    change(raw)
-    path.write_text(json.dumps(raw))
-    with pytest.raises(ValueError, match=f"bad.json: .*{said}"):
-        StepTimes.load(path)
+def test_what_is_no_costs_is_refused(wire):
+    with pytest.raises(ValueError, match="step costs"):
+        StepCosts.from_wire(wire)
+    falling = {**guessed_costs(True).to_wire(), "forward_s:8192": 0.0}
+    with pytest.raises(ValueError, match="never falling"):
+        StepCosts.from_wire(falling)
 
 
-def test_a_missing_or_broken_file_is_named(tmp_path: Path):
-    with pytest.raises(ValueError, match="nowhere.json: cannot be read"):
-        StepTimes.load(tmp_path / "nowhere.json")
-    (tmp_path / "half.json").write_text('{"format": ')
-    with pytest.raises(ValueError, match="half.json: cannot be read"):
-        StepTimes.load(tmp_path / "half.json")
-
-
-def test_a_table_of_another_engine_is_refused_by_the_fields_that_differ():
-    times = table()
-    here = {
-        **CONDITIONS,
-        "max_draft_tokens": K_MAX,
-        "full_graph_depths": [K_MAX],
-        "vllm": "0.26.3",
-        "date": "whenever",
-    }
-    times.check_fits(here)
-    with pytest.raises(
-        ValueError, match="h200.json .*gpu is 'NVIDIA L4' here and 'NVIDIA H200' in the table.*calibrate"
-    ):
-        times.check_fits({**here, "gpu": "NVIDIA L4"}, "h200.json")
-    with pytest.raises(ValueError, match="max_draft_tokens is 5 here and 7 in the table"):
-        times.check_fits({**here, "max_draft_tokens": 5})
-    with pytest.raises(ValueError, match="vllm is '0.29.0' here and '0.26' in the table"):
-        times.check_fits({**here, "vllm": "0.29.0"})
-    with pytest.raises(ValueError, match="model is 'not stated' here"):
-        times.check_fits({key: value for key, value in here.items() if key != "model"})
+def test_engines_are_averaged_by_their_steps():
+    slow, fast = StepCostModel(False), StepCostModel(False)
+    run(slow, lambda *cell: 2 * cpu(*cell), 1000)
+    run(fast, cpu, 1000)
+    both = average_costs([slow.costs, fast.costs])
+    assert both.seconds(8, 32) == pytest.approx((slow.costs.seconds(8, 32) + fast.costs.seconds(8, 32)) / 2)
+    assert both.num_steps == 2000
+    new = average_costs([slow.costs, guessed_costs(False)])
+    assert new.seconds(8, 32) == pytest.approx(slow.costs.seconds(8, 32), rel=0.01)
+    with pytest.raises(ValueError, match="no step costs"):
+        average_costs([])
 
 
 @pytest.mark.parametrize(
-    ("shape", "said"),
+    ("document", "message"),
     [
-        ((0, 1, None), "num_requests must be above 0"),
-        ((float("nan"), 1, None), "num_requests must be above 0"),
-        ((4, 3, None), "num_tokens must be at least num_requests"),
-        ((4, float("inf"), None), "num_tokens must be at least"),
-        ((4, 9, 1), "uniform_depth is 1, so num_tokens must be 8"),
-        ((4, 8, 1, -1.0), "context_tokens must be 0 or more"),
+        ({}, "points must be a list"),
+        ({"points": []}, "points must be a list"),
+        ({"points": [{"num_requests": 1, "num_tokens": 1}]}, r"points\[0\] cannot be read: KeyError\('step_s'\)"),
+        ({"points": [{"num_requests": 2, "num_tokens": 1, "step_s": 1.0}]}, r"points\[0\] cannot be: "),
+        ({"points": [{"num_requests": 1, "num_tokens": 1, "step_s": math.nan}]}, r"points\[0\] cannot be: "),
     ],
 )
-def test_impossible_shapes_are_refused(shape: Any, said: str):
-    with pytest.raises(ValueError, match=said):
-        StepShape(*shape)
+def test_a_start_document_that_cannot_be_is_named(document, message):
+    with pytest.raises(ValueError, match=message):
+        StepCostModel(True, document)
 
 
-def test_shapes_of_depths():
-    assert StepShape.of_depths([3, 3]) == StepShape.uniform(2, 3) == StepShape(2, 8, 3)
-    assert StepShape.of_depths([0, 7, 7], 50.0) == StepShape(3, 17, None, 50.0)
-
-
-def test_only_what_was_measured_has_a_time():
-    only_full = StepTimes([point(StepShape.uniform(2, 7), 0.01)], max_draft_tokens=7, full_graph_depths={7})
-    assert only_full.seconds(StepShape.uniform(4, 7)) == pytest.approx(0.02), "one point: proportional beyond it"
-    with pytest.raises(ValueError, match="no point was measured of the kind of StepShape"):
-        only_full.seconds(StepShape.uniform(2, 3))
+def test_a_step_that_cannot_be_changes_nothing():
+    model = StepCostModel(True, points_of(gpu, 32))
+    before = model.costs
+    for step in (TimedStep(math.nan, 1, 1), TimedStep(0.0, 1, 1), TimedStep(1.0, 2, 1), TimedStep(1.0, 1, 1, math.inf)):
+        model.observe(step)
+    assert model.costs == before

@@ -1,34 +1,39 @@
-"""The scheduler's trimming by load: never deeper than K, least where least is lost, and not for those that keep K."""
+"""The scheduler's trimming by load: never deeper than K, least where least is lost, and what it learns from steps."""
 
+import json
 import logging
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
-from cluster.step_time import Corrections, StepPoint, StepShape, StepTimes
-from peagle.vllm.acceptance import CORRECTIONS_HEADER, SURVIVAL_KEY, WORKLOAD_KEY
-from peagle.vllm.scheduler import PerRequestDepthScheduler
-from peagle.vllm.trimming import NUM_STEPS_BETWEEN_CORRECTIONS, TELL_INTERVAL_S, TimedStep, Trimmer
+from cluster.step_time import StepCostModel, StepCosts, TimedStep
+from peagle.vllm.acceptance import SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.trimming import (
+    LOOK_INTERVAL_STEPS,
+    REPORT_INTERVAL_S,
+    Trimmer,
+    document_path,
+    make_trimmer,
+    timed_step,
+)
+from tests.step_tables import Table
 
 K_MAX = 5
 SURE = [0.99, 0.98, 0.97, 0.96, 0.95]
 DOUBTFUL = [0.3, 0.1, 0.03, 0.01, 0.0]
-
-
-def times(base_s: float = 0.010, per_token_s: float = 0.001) -> StepTimes:
-    points = []
-    for num_requests in (1, 4, 16):
-        for k in range(K_MAX + 1):
-            shape = StepShape(num_requests, num_requests * (1 + k), k)
-            seconds = base_s + per_token_s * shape.num_tokens
-            points.append(StepPoint(shape, seconds, seconds, 100))
-    return StepTimes(points, max_draft_tokens=K_MAX)
-
-
 NUMBERS = count()
+
+
+def trimmer(base_s: float = 0.010, per_token_s: float = 0.001) -> Trimmer:
+    """Of an engine that measured itself."""
+    points = [
+        {"num_requests": size, "num_tokens": size * (1 + k), "step_s": base_s + per_token_s * size * (1 + k)}
+        for size in (1, 2, 4, 8, 16, 32)
+        for k in (0, 1, 2, 5)
+    ]
+    return Trimmer(StepCostModel(True, {"context_tokens": 100, "points": points}))
 
 
 def request(survival: Any = None, name: str = "", workload: str = "") -> Any:
@@ -39,122 +44,142 @@ def request(survival: Any = None, name: str = "", workload: str = "") -> Any:
 
 
 def test_a_deep_draft_of_a_sure_request_outranks_the_first_of_a_doubtful_one() -> None:
-    sure, doubtful = Trimmer(times(), K_MAX).depths([request(SURE), request(DOUBTFUL)], [5, 5])
+    sure, doubtful = trimmer().depths([request(SURE), request(DOUBTFUL)], [5, 5])
     assert sure == 5
-    assert doubtful <= 1
+    assert doubtful <= 2
 
 
 def test_what_was_said_last_of_a_workload_counts_for_all_its_requests() -> None:
-    trimmer = Trimmer(times(), K_MAX)
+    found = trimmer()
     early = [request(SURE, workload="chat") for _ in range(15)]
-    assert min(trimmer.depths(early, [5] * 15)) == 5
+    assert min(found.depths(early, [5] * 15)) == 5
     late = request(DOUBTFUL, workload="chat")
-    assert max(trimmer.depths([*early, late], [5] * 16)) <= 1
-    assert trimmer.depths([*early, late, request(workload="chat")], [5] * 17)[-1] == 5, "a probe keeps its K"
+    assert max(found.depths([*early, late], [5] * 16)) <= 1
+    assert found.depths([*early, late, request(workload="chat")], [5] * 17)[-1] == 5, "a probe keeps its K"
 
 
 def test_requests_that_name_no_workload_speak_for_themselves() -> None:
     """Whichever came last."""
     sure, doubtful = request(SURE), request(DOUBTFUL)
-    for one in (sure, doubtful):
-        del one.sampling_params.extra_args[WORKLOAD_KEY]
+    for each in (sure, doubtful):
+        del each.sampling_params.extra_args[WORKLOAD_KEY]
     for batch in ([sure, doubtful], [doubtful, sure]):
-        depths = dict(zip(map(id, batch), Trimmer(times(), K_MAX).depths(batch, [5, 5]), strict=True))
+        depths = dict(zip(map(id, batch), trimmer().depths(batch, [5, 5]), strict=True))
         assert depths[id(sure)] == 5
-        assert depths[id(doubtful)] <= 1
+        assert depths[id(doubtful)] <= 2
 
 
 def test_load_trims_and_never_deepens() -> None:
-    trimmer = Trimmer(times(), K_MAX)
     usual = [0.7, 0.5, 0.35, 0.25, 0.18]
-    alone, many = (trimmer.depths([request(usual)] * n, [3] * n) for n in (1, 16))
+    alone, many = (trimmer().depths([request(usual) for _ in range(n)], [3] * n) for n in (1, 16))
     assert alone == [3]
     assert max(many) < 3
-    assert Trimmer(times(per_token_s=0.0), K_MAX).depths([request(usual)] * 4, [3, 0, 2, 1]) == [3, 0, 2, 1]
+    free = trimmer(per_token_s=0.0)
+    assert free.depths([request(usual) for _ in range(4)], [3, 0, 2, 1]) == [3, 0, 2, 1]
 
 
 def test_prompts_in_the_step_are_seen() -> None:
-    """A full graph makes all drafts worth their time; no graph holds a prompt."""
-    points = [StepPoint(StepShape.uniform(4, k), *[0.010 + (0.005 * k if k < K_MAX else 0.0)] * 2, 9) for k in range(6)]
-    trimmer = Trimmer(StepTimes(points, max_draft_tokens=K_MAX, full_graph_depths=[K_MAX]), K_MAX)
+    """Few rows are free on a GPU; beside a prompt each costs."""
+    points = [
+        {"num_requests": 4, "num_tokens": 4 * (1 + k), "step_s": 0.010 + (0.001 if k else 0.0)} for k in range(6)
+    ] + [{"num_requests": 64, "num_tokens": n, "step_s": 0.011 + max(0, n - 64) * 0.0005} for n in (64, 128, 384)]
+    found = Trimmer(StepCostModel(True, {"points": points}))
     batch = [request([0.5, 0.25, 0.1, 0.05, 0.02]) for _ in range(4)]
-    assert trimmer.depths(batch, [5] * 4) == [5] * 4
-    assert max(trimmer.depths(batch, [5] * 4, prompt_tokens=100)) <= 1
+    alone, beside = (sum(found.depths(batch, [5] * 4, prompt_tokens=tokens)) for tokens in (0, 1000))
+    assert alone > beside
 
 
 def test_requests_without_a_survival_keep_their_k() -> None:
-    trimmer = Trimmer(times(), K_MAX)
-    assert trimmer.depths([request()] * 16, [4] * 16) == [4] * 16
-    found = trimmer.depths([request(), *[request(DOUBTFUL)] * 15], [5] * 16)
-    assert found[0] == 5
-    assert max(found[1:]) <= 1
+    found = trimmer()
+    assert found.depths([request()] * 16, [4] * 16) == [4] * 16
+    depths = found.depths([request(), *[request(DOUBTFUL) for _ in range(15)]], [5] * 16)
+    assert depths[0] == 5
+    assert max(depths[1:]) <= 1
+    assert found.depths([request([0.01])] * 16, [3] * 16) == [3] * 16, "a survival shorter than K is not used"
 
 
 @pytest.mark.parametrize("survival", [[0.5, 0.9], [float("nan")], "no numbers", [2.0], 7])
 def test_an_unusable_survival_is_logged_and_k_obeyed(survival: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        trimmer, odd = Trimmer(times(), K_MAX), request(survival, "odd")
-        assert [trimmer.depths([odd], [2]) for _ in range(3)] == [[2]] * 3
+        found, odd = trimmer(), request(survival, "odd")
+        assert [found.depths([odd], [2]) for _ in range(3)] == [[2]] * 3
     assert "request odd" in caplog.text
     assert len(caplog.records) == 1, "once a request, not once a step"
 
 
-def test_what_steps_really_take_corrects_the_table(caplog: pytest.LogCaptureFixture) -> None:
-    """A table of a machine that is four times slower, for 16 requests only."""
-    table = times()
-    trimmer = Trimmer(table, K_MAX)
-    shapes = [StepShape(16, 96, 5), StepShape(1, 1, 0)]
-    with caplog.at_level(logging.WARNING):
-        for n in range(2 * NUM_STEPS_BETWEEN_CORRECTIONS):
-            shape = shapes[n % 2]
-            seconds = table.seconds(shape) / (4 if shape.num_requests == 16 else 1)
-            trimmer.observe(TimedStep(seconds, shape.num_requests, shape.num_tokens, shape.uniform_depth, 0.0))
-    corrected = trimmer._residuals.corrected(table)
-    assert corrected.seconds(shapes[0]) == pytest.approx(table.seconds(shapes[0]) / 4, rel=0.25)
-    assert corrected.seconds(shapes[1]) == pytest.approx(table.seconds(shapes[1]), rel=0.25)
-    assert trimmer._curves.curve(16, 0.0).uniform[5] < 0.4 * table.seconds(shapes[0])
-    before = corrected.seconds(shapes[0])
-    trimmer.observe(TimedStep(9.0, 16, 96, 5, 0.0))
-    assert corrected.seconds(shapes[0]) == before
+def scheduled(tokens: dict[str, int], drafts: dict[str, int], new: tuple[str, ...] = (), resumed: tuple[str, ...] = ()):
+    cached = [name for name in tokens if name not in new]
+    return SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(resumed), num_computed_tokens=[100] * len(cached)),
+        num_scheduled_tokens=tokens,
+        total_num_scheduled_tokens=sum(tokens.values()),
+        scheduled_spec_decode_tokens={name: [1] * num for name, num in drafts.items() if num},
+    )
 
 
-def test_corrections_are_told_when_new_and_not_more_often_than_they_are_read() -> None:
-    trimmer = Trimmer(times(), K_MAX)
+def test_a_step_says_what_decoded_and_what_was_prompt() -> None:
+    assert timed_step(0.5, scheduled({"a": 4, "b": 1}, {"a": 3})) == TimedStep(0.5, 2, 5, 100.0, 0)
+    assert timed_step(0.5, scheduled({"a": 4, "p": 64}, {"a": 3}, new=("p",))) == TimedStep(0.5, 1, 4, 100.0, 64)
+    assert timed_step(0.5, scheduled({"a": 4, "p": 64}, {"a": 3})) == TimedStep(0.5, 1, 4, 100.0, 64), "a later chunk"
+    assert timed_step(0.5, scheduled({"a": 4, "r": 1}, {"a": 3}, resumed=("r",))) == TimedStep(0.5, 1, 4, 100.0, 1)
+    assert timed_step(0.5, scheduled({"p": 64}, {}, new=("p",))) is None
 
-    def timed(seconds: float) -> None:
-        trimmer.observe(TimedStep(seconds, 1, 6, K_MAX, 100.0))
 
-    assert trimmer.untold(100.0) is None, "no step, nothing to tell"
-    timed(0.032)
-    first = Corrections.decode(trimmer.untold(100.0) or "")
-    assert first.num_steps == 1
-    assert first.common > 0
-    told = 0
+def test_times_are_the_intervals_between_results_and_end_at_a_pause() -> None:
+    found, step = trimmer(), scheduled({"a": 4}, {"a": 3})
+    for now_s in (10.0, 10.02, 10.04, 9.0, 9.0, 9.02, float("nan"), 9.1):
+        found.arrived(now_s, step)
+    assert found.model.num_steps == 3
+    found.pause()
+    found.arrived(20.0, step)
+    assert found.model.num_steps == 3
+
+
+def test_an_engine_without_points_learns_from_its_first_steps() -> None:
+    """On a CPU nothing is measured at the start: rows that cost nothing are found out by looking."""
+    found, batch = Trimmer(StepCostModel(on_gpu=False)), [request([0.5, 0.3, 0.2, 0.1, 0.05]) for _ in range(16)]
+    free = Table(base_s=0.2, per_token_s=0.0)
+    assert sum(found.depths(batch, [K_MAX] * 16)) < 40, "by the guess few drafts pay"
+    for _ in range(12 * LOOK_INTERVAL_STEPS):
+        num_tokens = 16 + sum(found.depths(batch, [K_MAX] * 16))
+        found.model.observe(TimedStep(free.seconds(16, num_tokens), 16, num_tokens, 100.0))
+    assert sum(found.depths(batch, [K_MAX] * 16)) > 70
+
+
+def test_costs_are_reported_when_new_and_not_more_often_than_they_are_read() -> None:
+    found = trimmer()
+
+    def reported(now_s: float) -> bool:
+        return found.untold(now_s) is not None
+
+    costs = StepCosts.from_wire(json.loads(found.untold(100.0) or ""))
+    assert costs.has_points, "what was measured at the start is reported before the first step"
+    assert not reported(200.0), "nothing new"
+    num_reports = 0
     for n in range(1, 1001):  # ten seconds of steps of 10 ms
-        timed(0.032)
-        told += trimmer.untold(100.0 + n / 100) is not None
-    assert 0.8 * 10 / TELL_INTERVAL_S < told <= 10 / TELL_INTERVAL_S
-    timed(0.032)
-    assert trimmer.untold(200.0) is not None
-    assert trimmer.untold(300.0) is None, "an engine without work has nothing new"
-    timed(0.032)
-    assert trimmer.untold(150.0) is not None, "the clock went back"
-    timed(0.032)
-    assert trimmer.untold(150.1) is None
+        found.model.observe(TimedStep(0.010, 1, 6, 100.0))
+        num_reports += reported(300.0 + n / 100)
+    assert 0.8 * 10 / REPORT_INTERVAL_S < num_reports <= 10 / REPORT_INTERVAL_S + 1
+    found.model.observe(TimedStep(0.010, 1, 6, 100.0))
+    assert reported(150.0), "the clock went back"
 
 
-def test_the_scheduler_tells_each_client_on_its_first_output() -> None:
-    trimmer = Trimmer(times(), K_MAX)
-    trimmer.observe(TimedStep(0.032, 1, 6, K_MAX, 100.0))
-    nobody = {0: EngineCoreOutputs()}
-    PerRequestDepthScheduler._tell_corrections(trimmer, nobody)  # waits for an output to travel on
-    outputs = [EngineCoreOutput(str(n), [5], trace_headers={"traceparent": "00-1"} if n == 0 else None) for n in (0, 1)]
-    PerRequestDepthScheduler._tell_corrections(trimmer, {0: EngineCoreOutputs(outputs=outputs)})
-    assert outputs[0].trace_headers is not None
-    assert outputs[0].trace_headers["traceparent"] == "00-1"
-    assert Corrections.decode(outputs[0].trace_headers[CORRECTIONS_HEADER]).num_steps == 1
-    assert outputs[1].trace_headers is None
-
-
-def test_a_survival_shorter_than_k_is_not_used() -> None:
-    assert Trimmer(times(), K_MAX).depths([request([0.01])] * 16, [3] * 16) == [3] * 16
+def test_the_start_document_is_read_and_a_damaged_one_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    config: Any = SimpleNamespace(instance_id="test-trimming", device_config=SimpleNamespace(device_type="cuda"))
+    path = document_path(config.instance_id)
+    assert make_trimmer(config, 0) is None
+    try:
+        for text, has_points in (
+            ('{"context_tokens": 512, "points": [{"num_requests": 1, "num_tokens": 8, "step_s": 0.01}]}', True),
+            ("nonsense", False),
+            ('{"points": 7}', False),
+        ):
+            path.write_text(text)
+            found = make_trimmer(config, K_MAX)
+            assert found is not None
+            assert found.model.costs.has_points == has_points
+        assert "step times measured at the start are not used" in caplog.text
+    finally:
+        path.unlink()
+    assert make_trimmer(config, K_MAX) is not None

@@ -1,1 +1,0 @@
-"""What `benchmarks.simulate` runs: recorded acceptance, one simulated engine, the policies, and their comparison."""

@@ -1,0 +1,96 @@
+"""Learned K, by the product's own code, against every fixed K: on engines of formulas and on measured ones."""
+
+import numpy as np
+import pytest
+
+from benchmarks.simulate_depths import (
+    ENGINES,
+    K_MAX,
+    MIXES,
+    Answer,
+    Fixed,
+    Learned,
+    Load,
+    Oracle,
+    TableEngine,
+    acceptance_length,
+    compare,
+    learned_share,
+    load_answers,
+    points_of,
+    select,
+    simulate,
+    survival,
+)
+from tests.test_step_time import cpu, gpu
+
+ANSWERS = load_answers()
+MEASURED = {name: TableEngine.load(path) for name, path in ENGINES.items()}
+ENGINE = {"gpu": gpu, "slow cpu": cpu, **MEASURED}
+
+
+def pools(mix: str) -> dict[str, list[Answer]]:
+    return {name: select(ANSWERS, *kind) for name, kind in MIXES[mix].items()}
+
+
+@pytest.mark.parametrize(
+    ("engine", "concurrency"), [("gpu", 1), ("gpu", 32), ("slow cpu", 1), ("slow cpu", 8), ("h200", 32), ("cpu", 4)]
+)
+@pytest.mark.parametrize("mix", ["code", "code-chat"])
+def test_from_the_guess_alone_learned_k_is_near_the_best_fixed_k_after_its_first_steps(engine, concurrency, mix):
+    """0.95 of it from the 50th step on, and 0.98 once some hundreds of requests came; mixed workloads gain."""
+    load = Load(concurrency, num_requests=60 + 6 * concurrency, warm_share=0.0, warm_steps=50)
+    rates = compare(ENGINE[engine], pools(mix), load, lambda: Learned("cpu" not in engine))
+    assert learned_share(rates) > 0.95
+    assert rates["learned"] < 1.02 * rates["oracle"]
+
+
+@pytest.mark.parametrize(("engine", "concurrency"), [("gpu", 64), ("slow cpu", 16), ("h200", 64)])
+@pytest.mark.parametrize("mix", ["chat", "code-chat"])
+def test_in_the_long_run_learned_k_is_the_best_fixed_k_or_better(engine, concurrency, mix):
+    load = Load(concurrency, num_requests=10 * concurrency)
+    rates = compare(ENGINE[engine], pools(mix), load, lambda: Learned("cpu" not in engine))
+    assert learned_share(rates) > (1.0 if mix == "code-chat" else 0.98)
+
+
+def test_an_engine_that_measured_itself_needs_no_learning():
+    engine = MEASURED["h200"]
+    load = Load(128, num_requests=400, warm_share=0.0)
+    rates = compare(engine, pools("code"), load, lambda: Learned(True, points_of(engine, 128)))
+    assert learned_share(rates) > 0.98
+
+
+def test_workloads_get_k_of_their_own():
+    learned = Learned(on_gpu=False)
+    simulate(cpu, pools("code-chat"), learned, Load(8, 200))
+    document = {row["workload"]: row for row in learned.control.document(0.0)["workloads"]}
+    assert document["code"]["k"] > document["chat"]["k"]
+    assert all(row["num_steps"] > 0 for row in document.values())
+
+
+def test_a_run_counts_the_tokens_of_the_answers():
+    """One client, no jitter: tokens and seconds by hand."""
+    answer = Answer("a", 0.0, bytes([2, 0, 1, 1, 0]))
+    load = Load(1, 10, prompt_tokens=16, jitter=0.0, warm_share=0.0)
+
+    def engine(num_requests: int, num_tokens: int, prompt_tokens: int = 0) -> float:
+        return 1.0 + prompt_tokens
+
+    # The prompt's step gives one token; at K = 1 the anchors are 0, 2, 4.
+    assert simulate(engine, {"a": [answer]}, Fixed(1), load) == pytest.approx((1 + 5) / (17 + 3))
+    assert acceptance_length([answer], 1) == pytest.approx(5 / 3)
+    assert acceptance_length([answer], 0) == 1.0
+    assert survival([answer], 2) == pytest.approx((2 / 3, 1 / 3))
+
+
+def test_the_oracle_is_never_worse_than_a_fixed_k():
+    load = Load(4, 60, jitter=0.0)
+    best = max(simulate(cpu, pools("chat"), Fixed(k), load) for k in range(K_MAX + 1))
+    assert simulate(cpu, pools("chat"), Oracle(engine=cpu), load) > best
+
+
+def test_a_measured_engine_is_its_points_and_straight_between():
+    engine = MEASURED["cpu"]
+    assert engine(1, 1) == pytest.approx(np.median([engine(1, 1)]))
+    assert engine(8, 8) < engine(8, 20) < engine(8, 64) < engine(8, 64, 128)
+    assert engine(2, 8) < engine(3, 12) < engine(4, 16)
