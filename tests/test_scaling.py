@@ -228,7 +228,11 @@ def test_between_decisions_the_last_one_stands() -> None:
 
 def test_queue_length_is_serves_rule_in_both_directions() -> None:
     policy = ScalingPolicy(
-        settings(policy="queue_length", target_ongoing_requests=4.0), None, max_num_seqs=32, max_ongoing_requests=64
+        settings(policy="queue_length", target_ongoing_requests=4.0),
+        None,
+        max_k=3,
+        max_num_seqs=32,
+        max_ongoing_requests=64,
     )
     assert policy.decide(Observation(0.0, Pool(3, 3, 21.0), ["a"])).target == 6
     assert policy.decide(Observation(20.0, Pool(3, 3, 4.0), ["a"])).target == 1
