@@ -1,68 +1,96 @@
-"""How long a drafter's answer may take, from how long its answers took. Pure."""
+"""A target's links to its drafters: steps out, drafts back, within a deadline; whatever goes wrong costs drafts, never a
+request.
+
+`LinkPool` gives each request its drafter, a `Link` is the way to one of them. An engine's step is
+
+    for link, members_M in pool.assign(slots_B, heads_B, new_slots):
+        link.send(TargetStep(...))                    # reduced by `link.reducers`
+    link.wait()  or  link.enqueue_wait(out_MK)        # on the host, or in the order of a GPU's stream
+
+One thread (the engine's) does this; a thread of each link connects, watches the drafter and, where the mailbox is not
+shared, carries steps and drafts over TCP: whoever sends and waits sees no difference.
+"""
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import hashlib
 import logging
 import math
-import os
-import select
-import socket
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+import zmq
 from torch import Tensor
+from zmq.utils.monitor import recv_monitor_message
 
-from peagle.drafter import mailbox as device_mailbox
-from peagle.drafter.head import Reducer
-from peagle.drafter.mailbox import NUM_AREAS, Mailbox, host_identity
+from peagle.drafter.mailbox import NUM_AREAS, REACHED, TIMED_OUT, Mailbox, host_identity
 from peagle.drafter.protocol import (
     MAX_NUM_HEADS,
-    MAX_REDUCER_BYTES,
+    NO_DRAFT,
+    Alive,
+    Attached,
+    Bye,
+    DrafterMessage,
+    Drafts,
     Hello,
-    Message,
-    MessageReader,
+    Int32Array,
+    Reducer,
+    Refused,
+    Swapped,
+    TargetShape,
+    TargetStep,
+    Waker,
+    Welcome,
     WireError,
-    drafts_of,
-    send_message,
-    send_step,
+    frames_of,
+    read_drafter_message,
+    read_drafts,
+    set_up,
+    step_frames,
 )
-from peagle.drafter.steps import NO_DRAFT, Int32Array, LinkStats, TargetShape
-from peagle.drafter.wait import REACHED, TIMED_OUT
 
-# ====================================================================================================
-# How long a drafter's answer may take, from how long its answers took. Pure.
-
-_WEIGHT = 0.1  # of the newest answer in the averages
-_NUM_PASSES = 3  # expected passes that a target waits: its own, and one each of others in front and of bad luck
+HELLO_TIMEOUT_S = 10.0
+MAX_SILENCE_S = 10.0  # of a drafter with a step in hand, before the connection counts as lost
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
+DEFAULT_MIN_DEADLINE_S, DEFAULT_MAX_DEADLINE_S = 0.05, 1.0
+_CHECK_S, _POLL_S = 0.5, 50e-6
+_NUM_QUICK_READS = 50
+_CLOSE_S = 2.0
+_NO_TOKENS = np.zeros(0, np.int32)
+_LOST = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
+_FOREIGN = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
-class PassTimes:
-    """Averages over answers: exponential, of seconds and of rows.
+class Deadlines:
+    """How long an answer may take, from how long answers took: exponential averages of seconds and of rows.
 
     A pass costs a fixed part and a part by rows, so a step with more rows than the average may take as much longer
     (an upper bound), which keeps a chunk of a long prompt from looking like a drafter that hangs.
     """
 
-    min_deadline_s: float
-    max_deadline_s: float
+    min_s: float
+    max_s: float
     average_s: float | None = None
     average_rows: float = 1.0
 
+    WEIGHT = 0.1  # of the newest answer
+    NUM_PASSES = 3  # expected passes that a target waits: its own, and one each of others in front and of bad luck
+
     def __post_init__(self) -> None:
-        if not 0 < self.min_deadline_s <= self.max_deadline_s < math.inf:
+        if not 0 < self.min_s <= self.max_s < math.inf:
             raise ValueError(
-                f"min_deadline_s = {self.min_deadline_s} and max_deadline_s = {self.max_deadline_s} must be above 0, "
-                "finite and in this order"
+                f"min_deadline_s = {self.min_s} and max_deadline_s = {self.max_s} must be above 0, finite and in this "
+                "order"
             )
 
     def add(self, service_s: float, num_rows: int) -> None:
@@ -70,276 +98,224 @@ class PassTimes:
         if self.average_s is None:
             self.average_s, self.average_rows = service_s, max(1.0, num_rows)
             return
-        self.average_s += _WEIGHT * (service_s - self.average_s)
-        self.average_rows += _WEIGHT * (max(1.0, num_rows) - self.average_rows)
+        self.average_s += self.WEIGHT * (service_s - self.average_s)
+        self.average_rows += self.WEIGHT * (max(1.0, num_rows) - self.average_rows)
 
     def deadline_s(self, num_rows: int) -> float:
         """Seconds to wait for the answer to a step of num_rows rows: the longest allowed as long as none is known."""
         if self.average_s is None:
-            return self.max_deadline_s
+            return self.max_s
         expected_s = self.average_s * max(1.0, num_rows / self.average_rows)
-        return min(max(_NUM_PASSES * expected_s, self.min_deadline_s), self.max_deadline_s)
+        return min(max(self.NUM_PASSES * expected_s, self.min_s), self.max_s)
 
 
-# ====================================================================================================
-# A target's connection to one drafter, from hello to loss: made, watched and served by the link's own thread.
-#
-# On one host the drafter reads the mailbox itself; the thread sleeps on the control socket, so that a dead drafter (its
-# socket closes with it) releases whoever waits at once. Across hosts the mailbox is private and the thread carries its
-# steps and replies over the socket: whoever sends and waits sees no difference.
+@dataclasses.dataclass
+class LinkStats:
+    """Counts since the link was made.
 
-HELLO_TIMEOUT_S = 10.0
-MAX_SILENCE_S = 10.0  # of a drafter with a step in hand, before the connection counts as lost
-_CHECK_S = 0.5
-_POLL_S = 50e-6
+    num_steps: sent. num_answered: in time. num_timeouts: deadlines missed. num_skipped: steps that were not sent,
+    because the link was not up. num_connections: agreed ones, the first included. num_bytes: sent and received over
+    TCP. num_cut_prompts: new requests whose tokens did not fit.
+
+    Of the answers that came in time, last_service_s, sum_service_s: from when the drafter saw the step (over TCP: from
+    when it was sent) to its answer; sum_wait_s: what the target waited, its GPU's stream or its host. What a wait is
+    longer than the service is transfer; it is shorter where the target had other things to do meanwhile.
+    """
+
+    num_steps: int = 0
+    num_answered: int = 0
+    num_timeouts: int = 0
+    num_skipped: int = 0
+    num_connections: int = 0
+    num_bytes: int = 0
+    num_cut_prompts: int = 0
+    last_service_s: float = 0.0
+    sum_service_s: float = 0.0
+    sum_wait_s: float = 0.0
 
 
-class Refused(Exception):
+# The connection
+
+
+class DrafterRefused(Exception):
     """The drafter is one, but will not draft for this target; the text is its reason."""
 
 
-class Swapped(Exception):
-    """The drafter put another head in the place of one of ours: `old`, `new` are digests."""
+class HeadSwapped(Exception):
+    """The drafter put another head in the place of one of ours."""
 
-    def __init__(self, old: str, new: str) -> None:
-        super().__init__(f"head {old} was swapped for {new}")
-        self.old, self.new = old, new
+    def __init__(self, swap: Swapped) -> None:
+        super().__init__(f"head {swap.old} was swapped for {swap.new}")
+        self.old, self.new = swap.old, swap.new
 
 
-class Waker:
-    """Wakes a thread that sleeps in `select`. The descriptor lives as long as anybody knows the waker."""
+class Connection:
+    """A socket that connects to one drafter once. Used by the link's thread only."""
 
-    def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    def __init__(self, context: zmq.Context[Any], address: str, waker: Waker) -> None:
+        """waker: ends a `receive` that waits. Raises ZMQError for an address that cannot be resolved."""
+        self.peer, self._waker = f"drafter {address}", waker
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.reconnect_ivl = -1  # a connection that is lost takes its agreement with it
+        set_up(self._socket)
+        self._monitor = self._socket.get_monitor_socket(_LOST | _FOREIGN)
+        self._poller = zmq.Poller()
+        for source in (self._socket, self._monitor, waker.fileno()):
+            self._poller.register(source, zmq.POLLIN)
+        self._is_known = False
+        self.heard_s = time.monotonic()
+        self._socket.connect(f"tcp://{address}")
 
-    def fileno(self) -> int:
-        return self._fd
+    def send(self, frames: list[Any]) -> int:
+        """Enqueue a message; returns its bytes. Raises ZMQError where the drafter reads nothing."""
+        self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        return sum(memoryview(frame).nbytes for frame in frames)
 
-    def wake(self) -> None:
-        os.eventfd_write(self._fd, 1)
+    def receive(self, timeout_s: float) -> tuple[DrafterMessage, Sequence[zmq.Frame]] | None:
+        """The next message with its raw frames; None when the time is over or the waker was woken.
 
-    def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._fd)
+        Raises WireError when the connection is lost, or the message is none of a drafter's.
+        """
+        ready = dict(self._poller.poll(timeout_s * 1e3))
+        if self._waker.fileno() in ready:
+            self._waker.clear()
+        if self._socket in ready:  # before the monitor: what a drafter says last is read
+            try:
+                received = read_drafter_message(self._socket.recv_multipart(copy=False))
+            except WireError as error:
+                raise WireError(f"{self.peer}: {error}") from error
+            self._is_known, self.heard_s = True, time.monotonic()
+            return received
+        if self._monitor in ready:
+            if recv_monitor_message(self._monitor)["event"] & _FOREIGN:
+                raise WireError(f"{self.peer} does not speak this protocol")
+            raise WireError(
+                f"{self.peer} " + ("closed the connection" if self._is_known else "refused: nobody listens")
+            )
+        return None
 
-    def __del__(self) -> None:
-        os.close(self._fd)
+    def receive_within(self, timeout_s: float) -> tuple[DrafterMessage, Sequence[zmq.Frame]]:
+        """The next message. Raises WireError when it is not there in time, and as `receive`."""
+        end_s = time.monotonic() + timeout_s
+        while (left_s := end_s - time.monotonic()) > 0:
+            if (received := self.receive(left_s)) is not None:
+                return received
+        raise WireError(f"{self.peer} sent no message within {timeout_s:g} s")
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
 
 
 @dataclasses.dataclass(eq=False)
 class Session:
     """An agreed connection. From `sent` on, fields belong to the thread that sends; `lock` to whoever uses `mailbox`.
 
-    heads: index -> digest. reducers: of these, by digest, on the host where they came with the welcome. shared: one
-    host, so that the drafter reads the mailbox. waker: woken when a step is sent over TCP and when the link closes.
-    sent: number of the step sent last. known: by slot, whether the drafter has the request. num_rows: of the last
-    steps, by area. waited: steps whose drafts a GPU waits for. enqueued: after its last work on the mailbox.
+    heads: index -> digest. reducers: of these, by digest, on the host where they came with the welcome. is_shared: one
+    host, so that the drafter reads the mailbox. is_unwanted: other heads are wanted, so the connection is to end.
+    sent: number of the step sent last. known: by slot, whether the drafter has the request. has_drafts: by slot,
+    whether the last answer held drafts, if any were asked for. num_rows: of the last steps, by area. waited: steps
+    whose drafts a GPU waits for. enqueued: after the GPU's last work on the mailbox.
     """
 
-    connection: socket.socket
-    reader: MessageReader
     mailbox: Mailbox
-    shared: bool
+    is_shared: bool
+    no_mailbox_reason: str
     heads: Mapping[int, str]
     reducers: Mapping[str, Reducer]
     device: torch.device
-    waker: Waker
-    peer: str
-    stats: LinkStats
-    no_mailbox_reason: str = ""
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-    closed: bool = False
+    is_closed: bool = False
+    is_unwanted: bool = False
     sent: int = 0
-    late: bool = False
+    is_late: bool = False
     known: npt.NDArray[np.bool_] = dataclasses.field(init=False)
+    has_drafts: npt.NDArray[np.bool_] = dataclasses.field(init=False)
     num_rows: list[int] = dataclasses.field(default_factory=lambda: [0] * NUM_AREAS)
     waited: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
     enqueued: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:
         self.known = np.zeros(self.mailbox.shape.max_num_requests, bool)
-        self.mailbox.beat()
+        self.has_drafts = np.ones(self.mailbox.shape.max_num_requests, bool)
         if self.device.type == "cuda":
             self.enqueued = torch.cuda.Event()
-            device_mailbox.pin(self.mailbox, self.device, will_wait=True)
+            self.mailbox.pin(self.device, will_wait=True)
 
     def close(self) -> None:
         """Release whoever waits and let the memory go. Nothing may be sent afterwards."""
         self.mailbox.set_abort(True)
         with self.lock:
             self.mailbox.set_abort(True)  # again: a step that began meanwhile may have taken it back
-            self.closed = True
-        self.connection.close()
+            self.is_closed = True
         if self.enqueued is not None:
             self.enqueued.synchronize()
-            device_mailbox.unpin(self.mailbox, self.device)
-
-    def hang_up(self) -> None:
-        """Let the connection end: the thread that serves it will see that. From any thread."""
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
-
-    def serve(self, stopped: threading.Event) -> None:
-        """Watch the connection, and carry steps where the mailbox is not shared, until `stopped`.
-
-        Raises Swapped, or WireError or OSError when the connection is lost: what happened.
-        """
-        step = 1
-        while not stopped.is_set():
-            self._wait(self.connection, self.waker)
-            while not stopped.is_set() and not self.shared and self.sent >= step:
-                self._carry(step, stopped)
-                step += 1
-            self.take_messages()
-            waiting = self.sent > 0 and not self.mailbox.is_done(self.sent)
-            if self.shared and waiting and (silence_s := self.mailbox.silence_s()) > MAX_SILENCE_S:
-                raise WireError(f"{self.peer} gave no sign of life for {silence_s:.0f} s")
-
-    def take_messages(self) -> Message | None:
-        """Read what the drafter said: a reply is returned, news are raised."""
-        self.connection.setblocking(False)
-        while (message := self.reader.read()) is not None:
-            if message.kind == "drafts":
-                return message
-            if message.kind == "swapped":
-                raise Swapped(message.field("old", str), message.field("new", str))
-            if message.kind == "bye":
-                raise WireError(f"{self.peer} says good-bye: {message.fields.get('reason', '')}")
-            raise WireError(f"{self.peer} sent an unknown message {message.kind!r:.40}")
-        return None
-
-    def _carry(self, step: int, stopped: threading.Event) -> None:
-        """Send a step once it is ready, and put its reply into the mailbox."""
-        while not self.mailbox.is_ready(step):  # a GPU may still be at it
-            if stopped.wait(_POLL_S):
-                return
-        begin_ns = time.monotonic_ns()
-        found = self.mailbox.read_step(step, 0)
-        self.connection.settimeout(MAX_SILENCE_S)
-        self.stats.num_bytes += send_step(self.connection, found)
-        while (message := self.take_messages()) is None:
-            self._wait(self.connection)
-            if stopped.is_set():
-                return
-            if time.monotonic_ns() - begin_ns > MAX_SILENCE_S * 1e9:
-                raise WireError(f"{self.peer} did not answer for {MAX_SILENCE_S:g} s")
-        drafts_BK = drafts_of(message, step, found.num_requests, self.mailbox.shape)
-        self.stats.num_bytes += drafts_BK.nbytes
-        self.mailbox.answer(step, drafts_BK, time.monotonic_ns() - begin_ns)
-
-    def _wait(self, *sources: socket.socket | Waker) -> None:
-        poll = select.poll()
-        for source in sources:
-            poll.register(source, select.POLLIN)
-        if any(fd == self.waker.fileno() for fd, _ in poll.poll(_CHECK_S * 1e3)):
-            self.waker.clear()
+            self.mailbox.unpin(self.device)
 
 
-def connect(
-    address: str, hello: Hello, known: Mapping[str, Reducer], device: torch.device, waker: Waker, stats: LinkStats
-) -> Session:
-    """Introduce a target to the drafter at "host:port". known: reducers that the target has already, by digest.
+def introduce(connection: Connection, hello: Hello, known: Mapping[str, Reducer], device: torch.device) -> Session:
+    """Agree with a drafter. known: reducers that the target has already, by digest.
 
-    Raises Refused with the drafter's words, WireError or ValueError for a peer that is no drafter, OSError where nobody
-    is, RuntimeError where CUDA refuses the mailbox.
+    Raises DrafterRefused with the drafter's words, WireError or ValueError for a peer that is no drafter, RuntimeError
+    where CUDA refuses the mailbox.
     """
-    host, _, port = address.rpartition(":")
-    peer = f"drafter {address}"
-    connection = socket.create_connection((host, int(port)), timeout=HELLO_TIMEOUT_S)
-    try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        reader = MessageReader(connection, MAX_REDUCER_BYTES, peer)
-        hello = dataclasses.replace(hello, known_reducers=tuple(known))
-        send_message(connection, "hello", hello.fields())
-        welcome = reader.read_within(HELLO_TIMEOUT_S)
-        if welcome.kind == "refused":
-            raise Refused(f"{peer} refused: {welcome.field('reason', str)}")
-        if welcome.kind != "welcome":
-            raise WireError(f"{peer} answered the hello with {welcome.kind!r:.40}")
+    connection.send(frames_of(msgspec.structs.replace(hello, known_reducers=tuple(known))))
+    welcome, raw = connection.receive_within(HELLO_TIMEOUT_S)
+    if isinstance(welcome, Refused):
+        raise DrafterRefused(f"{connection.peer} refused: {welcome.reason}")
+    if not isinstance(welcome, Welcome) or len(raw) != len(welcome.reducers):
+        raise WireError(f"{connection.peer} answered the hello with {type(welcome).__name__} and {len(raw)} frames")
+    reducers = dict(known)
+    for digest, frame in zip(welcome.reducers, raw, strict=True):
+        reducers[digest] = Reducer.from_bytes(frame.bytes)
+        if reducers[digest].hidden_size != hello.shape.hidden_size:
+            raise WireError(f"the reducer of head {digest} leaves {reducers[digest].hidden_size} columns")
+    if missing := set(hello.heads.values()) - set(reducers):
+        raise WireError(f"{connection.peer} sent no reducer of {', '.join(sorted(missing))}")
+    mailbox, problem = None, welcome.no_mailbox_reason
+    if welcome.mailbox:
+        try:
+            mailbox = Mailbox.attach(welcome.mailbox, hello.shape)
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        connection.send(frames_of(Attached(mailbox is not None)))
+    return Session(
+        mailbox=mailbox or Mailbox.private(hello.shape),
+        is_shared=mailbox is not None,
+        no_mailbox_reason=problem,
+        heads=dict(hello.heads),
         # The known ones too: the target may forget them before it has a use for these.
-        found = _reducers(welcome, hello)
-        reducers = {digest: known.get(digest) or found[digest] for digest in hello.heads.values()}
-        name = welcome.field("mailbox", str)
-        mailbox, problem = _attach(name, hello)
-        if name:
-            send_message(connection, "attached", {"ok": mailbox is not None, "reason": problem})
-        return Session(
-            connection=connection,
-            reader=MessageReader(connection, hello.shape.max_num_requests * hello.shape.max_depth * 4, peer),
-            mailbox=mailbox or Mailbox.private(hello.shape),
-            shared=mailbox is not None,
-            heads=dict(hello.heads),
-            reducers=reducers,
-            device=device,
-            waker=waker,
-            peer=peer,
-            stats=stats,
-            no_mailbox_reason=problem or str(welcome.fields.get("no_mailbox", "")),
-        )
-    except BaseException:
-        connection.close()
-        raise
+        reducers={digest: reducers[digest] for digest in hello.heads.values()},
+        device=device,
+    )
 
 
-def _reducers(welcome: Message, hello: Hello) -> dict[str, Reducer]:
-    """By digest, cut from the welcome's raw part by the sizes that it names."""
-    sizes = welcome.field("reducers", dict)
-    if any(not isinstance(size, int) or size < 0 for size in sizes.values()):
-        raise WireError(f"welcome: sizes of reducers {sizes!r:.80}")
-    if sum(sizes.values()) != len(welcome.raw):
-        raise WireError(f"welcome: reducers of {sum(sizes.values())} bytes are named, {len(welcome.raw)} came")
-    found, begin = {}, 0
-    for digest, size in sizes.items():
-        found[digest] = Reducer.from_bytes(bytes(welcome.raw[begin : begin + size]))
-        begin += size
-        if found[digest].hidden_size != hello.shape.hidden_size:
-            raise WireError(f"welcome: the reducer of head {digest} leaves {found[digest].hidden_size} columns")
-    if missing := set(hello.heads.values()) - set(found) - set(hello.known_reducers):
-        raise WireError(f"welcome: no reducer of {', '.join(sorted(missing))}")
-    return found
-
-
-def _attach(name: str, hello: Hello) -> tuple[Mailbox | None, str]:
-    if not name:
-        return None, ""
-    try:
-        return Mailbox.attach(name, hello.shape), ""
-    except (OSError, ValueError) as error:
-        return None, str(error)
-
-
-# ====================================================================================================
-# A target's way to one drafter: sends steps, waits for drafts until a deadline, and never raises into the engine.
-#
-#     connecting   no drafter: the link's thread tries again, ever more slowly
-#     up           steps are sent, drafts come
-#     late         a deadline passed: nothing is sent until the drafter has answered all it was sent
-#     closed
-#
-# One thread (the engine's) sends and waits; the link's own thread connects and watches. Whatever goes wrong costs drafts,
-# never a request.
-
-MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
-_NUM_QUICK_READS, _SLEEP_S = 50, 50e-6
-_NO_TOKENS = np.zeros(0, np.int32)
-logger = logging.getLogger(__name__)
+# The link
 
 
 class Link:
-    """To the drafter at `address`. `begin_step` fixes which connection a step of the engine uses."""
+    """To the drafter at `address`. `begin_step` fixes which connection a step of the engine uses.
+
+    connecting   no drafter: the link's thread tries again, ever more slowly
+    up           steps are sent, drafts come
+    late         a deadline passed: nothing is sent until the drafter has answered all it was sent
+    closed
+    """
 
     def __init__(
-        self, address: str, hello: Hello, times: PassTimes, device: torch.device, reducers: dict[str, Reducer]
+        self, address: str, hello: Hello, deadlines: Deadlines, device: torch.device, reducers: dict[str, Reducer]
     ) -> None:
         """hello: what to say at connecting. reducers: by digest, filled here, kept by the caller for all its links."""
         self.address, self.stats = address, LinkStats()
         self.problem = ""  # the last thing that went wrong, in words
-        self._hello, self._times, self._device, self._reducers = hello, times, device, reducers
+        self._hello, self._deadlines, self._device, self._reducers = hello, deadlines, device, reducers
         self._session: Session | None = None  # of the link's thread, read by the engine's
         self._current: Session | None = None  # of the engine's step
         self._finished: set[int] = set()
-        self._last_requests, self._sent_s = 0, 0.0
+        self._last: TargetStep[Tensor] | None = None
+        self._sent_s = 0.0
         self._stopped, self._hello_lock = threading.Event(), threading.Lock()
         self._waker = Waker()
         self._thread = threading.Thread(target=self._run, name=f"drafter link {address}", daemon=True)
@@ -351,7 +327,7 @@ class Link:
             return "closed"
         if (session := self._session) is None:
             return "connecting"
-        return "late" if session.late else "up"
+        return "late" if session.is_late else "up"
 
     @property
     def is_connected(self) -> bool:
@@ -364,27 +340,9 @@ class Link:
         return self._hello.heads
 
     @property
-    def served(self) -> Mapping[int, str]:
+    def served_heads(self) -> Mapping[int, str]:
         """Heads for which this step can be sent: index -> digest."""
         return {} if self._current is None else self._current.heads
-
-    def begin_step(self) -> bool:
-        """Take up the connection as it is now; whether steps can be sent."""
-        if (session := self._session) is not self._current:
-            self._current = session
-            self._finished.clear()
-        if session is None:
-            return False
-        self._harvest(session)
-        if session.late and session.mailbox.is_done(session.sent):
-            session.mailbox.set_abort(False)
-            session.late = False
-            # As far as it was waited for: who is slower for good gets more time by and by, one hang changes little.
-            late_s = min(session.mailbox.service_s(session.sent), self._deadline_s(session))
-            self._times.add(late_s, session.num_rows[session.sent % NUM_AREAS])
-        if not session.late and not session.mailbox.is_free(session.sent + 1):
-            self._give_up(session)
-        return not session.late
 
     @property
     def reducers(self) -> Mapping[int, Reducer]:
@@ -395,77 +353,88 @@ class Link:
             self._reducers[digest] = session.reducers[digest].to(self._device)
         return {index: self._reducers[digest] for index, digest in session.heads.items()}
 
-    def send(
-        self,
-        slots_M: Int32Array,
-        heads_M: Int32Array,
-        depth_M: Int32Array,
-        row_offset_M: Int32Array,
-        start_M: Tensor,
-        num_valid_M: Tensor,
-        next_tokens_R: Tensor,
-        hidden_RH: Tensor,
-        *,
-        prompts: Mapping[int, Int32Array] | None = None,
-    ) -> bool:
-        """Hand a step's M requests to the drafter; False where it does not get them (no drafts, then).
+    def begin_step(self) -> bool:
+        """Take up the connection as it is now; whether steps can be sent."""
+        if (session := self._session) is not self._current:
+            self._current = session
+            self._finished.clear()
+        if session is None:
+            return False
+        self._settle_device_waits(session)
+        mailbox = session.mailbox
+        if session.is_late and mailbox.is_done(session.sent):
+            mailbox.set_abort(False)
+            session.is_late = False
+            session.has_drafts[:] = True
+            # As far as it was waited for: who is slower for good gets more time by and by, one hang changes little.
+            late_s = min(mailbox.service_s(session.sent), self._deadline_s(session))
+            self._deadlines.add(late_s, session.num_rows[session.sent % NUM_AREAS])
+        if not session.is_late and not mailbox.is_free(session.sent + 1):
+            self._give_up(session)
+        return not session.is_late
 
-        Fields as in `TargetStep`; numpy is what the host knows, tensors are int32 and the shape's dtype, on the device.
-        On a GPU everything is enqueued on the current stream. prompts: of requests that are new to the target, those of
-        other drafters may be among them.
+    def send(self, step: TargetStep[Tensor]) -> bool:
+        """Hand a step to the drafter; False where it does not get it (no drafts, then).
+
+        Its prompts are those of requests that are new to the target, those of other drafters may be among them; session,
+        number and finished slots are set here. On a GPU everything is enqueued on the current stream.
 
         Raises:
             ValueError: more requests or rows than the shape that was agreed on, which is the caller's mistake.
         """
         session = self._current
-        if session is None or session.late or session.closed:
+        if session is None or session.is_late or session.is_closed:
             self.stats.num_skipped += 1
             return False
-        shape, num_rows = self._hello.shape, len(next_tokens_R)
-        if len(slots_M) > shape.max_num_requests or num_rows > shape.max_num_rows:
+        shape, num_rows = self._hello.shape, len(step.next_tokens_R)
+        if step.num_requests > shape.max_num_requests or num_rows > shape.max_num_rows:
             raise ValueError(
-                f"{len(slots_M)} requests, {num_rows} rows; agreed were {shape.max_num_requests}, {shape.max_num_rows}"
+                f"{step.num_requests} requests, {num_rows} rows; agreed were {shape.max_num_requests}, "
+                f"{shape.max_num_rows}"
             )
-        finished, slots = sorted(self._finished), slots_M.tolist()
-        told = {slot: tokens for slot, tokens in (prompts or {}).items() if slot in slots}
-        new = told | {slot: told.get(slot, _NO_TOKENS) for slot in slots_M[~session.known[slots_M]].tolist()}
-        step, host_4B = session.sent + 1, np.stack([slots_M, heads_M, row_offset_M, depth_M])
+        slots, new = set(step.slots_B.tolist()), step.slots_B[~session.known[step.slots_B]].tolist()
+        prompts = {slot: token_ids for slot, token_ids in step.prompts.items() if slot in slots}
+        step = dataclasses.replace(
+            step,
+            number=session.sent + 1,
+            finished_slots=sorted(self._finished),
+            prompts=prompts | {slot: prompts.get(slot, _NO_TOKENS) for slot in new},
+        )
         with session.lock:
-            if session.closed:
+            if session.is_closed:
                 return False
-            self.stats.num_cut_prompts += session.mailbox.write_host_part(step, host_4B, num_rows, finished, new)
-            if self._device.type == "cuda":
-                device_mailbox.enqueue_send(session.mailbox, step, start_M, num_valid_M, next_tokens_R, hidden_RH)
-                assert session.enqueued is not None
+            self.stats.num_cut_prompts += session.mailbox.write_host_part(step)
+            if session.enqueued is not None:
+                session.mailbox.enqueue_device_part(step)
                 session.enqueued.record()
             else:
-                session.mailbox.write_device_part(step, start_M, num_valid_M, next_tokens_R, hidden_RH)
-        session.sent, self._sent_s = step, time.monotonic()
-        session.num_rows[step % NUM_AREAS], self._last_requests = num_rows + int(depth_M.sum()), len(slots_M)
-        session.known[slots_M] = True
+                session.mailbox.write_device_part(step)
+        session.sent, self._last, self._sent_s = step.number, step, time.monotonic()
+        session.num_rows[step.number % NUM_AREAS] = num_rows + int(step.depth_B.sum())
+        session.known[step.slots_B] = True
+        session.has_drafts[list(step.prompts)] = True
         self._finished.clear()
         self.stats.num_steps += 1
-        if not session.shared:
+        if not session.is_shared:
             self._waker.wake()
         return True
 
-    def wait_host(self) -> Int32Array | None:
+    def wait(self) -> Int32Array | None:
         """Drafts of the step sent last, [M, K], `NO_DRAFT` where there are none; None when they do not come in time."""
         session = self._current
-        if session is None or session.late or session.sent == 0:
+        if session is None or session.is_late or session.sent == 0:
             return None
-        mailbox, step, begin_s = session.mailbox, session.sent, time.monotonic()
+        mailbox, number, begin_s = session.mailbox, session.sent, time.monotonic()
         end_s, num_reads = self._sent_s + self._deadline_s(session), 0
-        while not mailbox.is_done(step):
+        while not mailbox.is_done(number):
             if mailbox.is_aborted():
                 return None
             if time.monotonic() > end_s:
                 self._give_up(session)
                 return None
             if (num_reads := num_reads + 1) > _NUM_QUICK_READS:
-                time.sleep(_SLEEP_S)
-        self._answered(session, step, time.monotonic() - begin_s)
-        return mailbox.read_drafts(step, self._last_requests)
+                time.sleep(_POLL_S)
+        return self._answered(session, number, time.monotonic() - begin_s)
 
     def enqueue_wait(self, out_MK: Tensor) -> None:
         """Let the current stream wait for the drafts of the step sent last and put them into out_MK, int32 [M, K].
@@ -474,13 +443,21 @@ class Link:
         """
         if (session := self._current) is not None and session.sent:
             with session.lock:
-                if not session.closed:
+                if not session.is_closed:
                     assert session.enqueued is not None
-                    device_mailbox.enqueue_wait(session.mailbox, session.sent, self._deadline_s(session), out_MK)
+                    session.mailbox.enqueue_wait(session.sent, self._deadline_s(session), out_MK)
                     session.enqueued.record()
                     session.waited.append(session.sent)
                     return
         out_MK.fill_(NO_DRAFT)
+
+    def has_drafts(self, slots_B: Int32Array) -> npt.NDArray[np.bool_]:
+        """Whether drafts are to be expected for these requests: the link is up, and the last answer held some for them
+        if it was asked for any."""
+        session = self._session
+        if session is None or session.is_late:
+            return np.zeros(len(slots_B), bool)
+        return session.has_drafts[slots_B]
 
     def finish(self, slots: Iterable[int]) -> None:
         """These requests ended: the drafter hears of it with the next step."""
@@ -492,11 +469,13 @@ class Link:
     def want(self, heads: Mapping[int, str], key: str = "") -> None:
         """Ask for other heads, or with another key: the connection is made anew, unless it has these."""
         with self._hello_lock:
-            if (before := self._hello) == (wanted := dataclasses.replace(before, heads=dict(heads), key=key)):
+            wanted = msgspec.structs.replace(self._hello, heads=dict(heads), key=key)
+            if wanted == self._hello:
                 return
             self._hello = wanted
         if (session := self._session) is not None:
-            session.hang_up()
+            session.is_unwanted = True
+            self._waker.wake()
 
     def close(self, timeout_s: float = 0.0) -> None:
         """End the connection and the thread, and wait for it this long. Again is no error."""
@@ -512,98 +491,172 @@ class Link:
             "address": self.address,
             "heads": {str(index): digest for index, digest in self.heads.items()},  # read before the state: see `_swap`
             "state": self.state,
-            "path": None if session is None else "shared memory" if session.shared else "tcp",
+            "path": None if session is None else "shared memory" if session.is_shared else "tcp",
             "no_mailbox_reason": "" if session is None else session.no_mailbox_reason,
             "problem": self.problem,
-            "average_pass_s": self._times.average_s,
+            "average_pass_s": self._deadlines.average_s,
             **dataclasses.asdict(self.stats),
         }
 
-    def _harvest(self, session: Session) -> None:
+    def _settle_device_waits(self, session: Session) -> None:
         """Learn what became of the waits that a GPU did meanwhile."""
         while session.waited and (outcome := int(session.mailbox.area(session.waited[0]).outcome[0])):
-            step = session.waited.popleft()
+            number = session.waited.popleft()
             if outcome == REACHED:
-                self._answered(session, step, 1e-9 * int(session.mailbox.area(step).outcome[1]))
+                self._answered(session, number, 1e-9 * int(session.mailbox.area(number).outcome[1]))
             elif outcome == TIMED_OUT:
                 self._give_up(session)
 
     def _deadline_s(self, session: Session) -> float:
-        return self._times.deadline_s(session.num_rows[session.sent % NUM_AREAS])
+        return self._deadlines.deadline_s(session.num_rows[session.sent % NUM_AREAS])
 
-    def _answered(self, session: Session, step: int, wait_s: float) -> None:
-        service_s = session.mailbox.service_s(step)
-        self.stats.answered(service_s, wait_s)
-        self._times.add(service_s, session.num_rows[step % NUM_AREAS])
+    def _answered(self, session: Session, number: int, wait_s: float) -> Int32Array:
+        """Count an answer that came in time, and take its drafts."""
+        area, stats = session.mailbox.area(number), self.stats
+        service_s = session.mailbox.service_s(number)
+        stats.num_answered += 1
+        stats.last_service_s = service_s
+        stats.sum_service_s += service_s
+        stats.sum_wait_s += wait_s
+        self._deadlines.add(service_s, session.num_rows[number % NUM_AREAS])
+        num_requests = int(area.counts[1])
+        drafts_MK, is_asked_M = session.mailbox.read_drafts(number, num_requests), area.host_4B[2, :num_requests] > 0
+        session.has_drafts[area.host_4B[0, :num_requests][is_asked_M]] = drafts_MK[is_asked_M, 0] != NO_DRAFT
+        return drafts_MK
 
     def _give_up(self, session: Session) -> None:
         """A deadline passed: steps that are waited for already are let go too."""
-        if not session.late:
-            session.late = True
+        if not session.is_late:
+            session.is_late = True
             session.mailbox.set_abort(True)
             self.stats.num_timeouts += 1
             self.problem = f"{self.address} missed a deadline"
 
+    # The link's thread
+
     def _run(self) -> None:
+        context: zmq.Context[Any] = zmq.Context()
         backoff_s = MIN_BACKOFF_S
         while not self._stopped.is_set():
+            connection: Connection | None = None
             try:
-                known = dict(self._reducers)
-                session = connect(self.address, self._hello, known, self._device, self._waker, self.stats)
+                connection = Connection(context, self.address, self._waker)
+                session = introduce(connection, self._hello, dict(self._reducers), self._device)
                 try:
                     if not self._take_up(session):
                         continue
                     backoff_s = MIN_BACKOFF_S
-                    session.serve(self._stopped)
+                    self._serve(session, connection)
+                    continue
                 finally:
                     session.close()
-            except Swapped as swap:
+            except HeadSwapped as swap:
                 self._swap(swap)
                 continue
-            except (Refused, WireError, OSError, ValueError) as error:
+            except (DrafterRefused, WireError, zmq.ZMQError, OSError, ValueError) as error:
                 self.problem = str(error) or type(error).__name__
             except Exception as error:  # a thread that died would leave the link down for good
                 logger.exception("drafter link %s", self.address)
                 self.problem = repr(error)
             finally:
+                if connection is not None:
+                    connection.close()
                 self._session = None  # after `problem`: whoever sees the link down can read why
             self._stopped.wait(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+        context.term()
 
     def _take_up(self, session: Session) -> bool:
         """False where other heads are wanted meanwhile."""
-        with self._hello_lock:  # who wants others from here on finds the session, and hangs it up
+        with self._hello_lock:  # who wants others from here on finds the session, and ends it
             if session.heads != self._hello.heads:
                 return False
             self.stats.num_connections += 1  # before the link shows as up
             self._session = session
         return True
 
-    def _swap(self, swap: Swapped) -> None:
+    def _swap(self, swap: HeadSwapped) -> None:
         # Before the new heads show: with them, a link that is up has a session that knows them.
         self.problem, self._session = str(swap), None
         with self._hello_lock:
             heads = {i: swap.new if digest == swap.old else digest for i, digest in self._hello.heads.items()}
-            self._hello = dataclasses.replace(self._hello, heads=heads)
+            self._hello = msgspec.structs.replace(self._hello, heads=heads)
+
+    def _serve(self, session: Session, connection: Connection) -> None:
+        """Watch the connection, and carry steps where the mailbox is not shared, until somebody wants it to end.
+
+        Raises HeadSwapped, or WireError or ZMQError when the connection is lost: what happened.
+        """
+        number = 1
+        while not (self._stopped.is_set() or session.is_unwanted):
+            if not session.is_shared and session.sent >= number:
+                self._carry(session, connection, number)
+                number += 1
+            elif (received := connection.receive(_CHECK_S)) is not None:
+                self._heed(connection, received[0])
+            is_waiting = session.sent > 0 and not session.mailbox.is_done(session.sent)
+            self._check_silence(connection, is_waiting)
+
+    def _carry(self, session: Session, connection: Connection, number: int) -> None:
+        """Send a step once it is ready, and put its answer into the mailbox."""
+        mailbox = session.mailbox
+        while not mailbox.is_ready(number):  # a GPU may still be at it
+            if self._stopped.wait(_POLL_S):
+                return
+        begin_ns = time.monotonic_ns()
+        step = mailbox.read_step(number, 0)
+        self.stats.num_bytes += connection.send(step_frames(step))
+        connection.heard_s = time.monotonic()  # silence counts from here on
+        while not (self._stopped.is_set() or session.is_unwanted):
+            if (received := connection.receive(_CHECK_S)) is None:
+                self._check_silence(connection, True)
+                continue
+            message, raw = received
+            if isinstance(message, Drafts):
+                drafts_BK = read_drafts(message, raw, number, step.num_requests, mailbox.shape.max_depth)
+                self.stats.num_bytes += drafts_BK.nbytes
+                mailbox.answer(number, drafts_BK, time.monotonic_ns() - begin_ns)
+                return
+            self._heed(connection, message)
+
+    def _heed(self, connection: Connection, message: DrafterMessage) -> None:
+        if isinstance(message, Swapped):
+            raise HeadSwapped(message)
+        if isinstance(message, Bye):
+            raise WireError(f"{connection.peer} says good-bye: {message.reason}")
+        if not isinstance(message, Alive):
+            raise WireError(f"{connection.peer} sent {type(message).__name__} out of turn")
+
+    def _check_silence(self, connection: Connection, is_waiting: bool) -> None:
+        silence_s = time.monotonic() - connection.heard_s
+        if is_waiting and silence_s > MAX_SILENCE_S:
+            raise WireError(f"{connection.peer} gave no sign of life for {silence_s:.0f} s")
 
 
-# ====================================================================================================
-# A target's drafters: which one each request belongs to, as they come, go and fail.
-#
-# A request stays with the drafter of its first step, which holds its cache. The choice is by rendezvous hash over those
-# that serve: when a drafter is added or lost, only the requests that it gets or had are chosen anew. Requests of a lost
-# drafter go to another and begin cold there; those of a drafter that is drained stay until they end.
-
-_CLOSE_S = 2.0
-DEFAULT_MIN_DEADLINE_S, DEFAULT_MAX_DEADLINE_S = 0.05, 1.0
+# The pool
 
 
-@dataclasses.dataclass(frozen=True)
-class KnownDrafter:
-    """heads: index -> digest. key: what it lets targets in with, "" for nothing."""
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isascii() and port.isdigit() and 0 < int(port) < 65536
 
-    heads: dict[int, str]
-    key: str = dataclasses.field(default="", repr=False)
+
+class KnownDrafter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A drafter that a target is told of. heads: index -> digest. key: what it lets targets in with, "" for nothing."""
+
+    address: str
+    heads: Annotated[
+        dict[
+            Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUM_HEADS)],
+            Annotated[str, msgspec.Meta(min_length=1)],
+        ],
+        msgspec.Meta(min_length=1),
+    ]
+    key: str = ""
+
+    def __post_init__(self) -> None:
+        if not _is_address(self.address):
+            raise ValueError(f"address = {self.address!r:.80} must be host:port")
 
 
 def read_drafters(drafters: object) -> dict[str, KnownDrafter]:
@@ -611,36 +664,23 @@ def read_drafters(drafters: object) -> dict[str, KnownDrafter]:
 
     Raises ValueError, naming the entry and the field, for anything else.
     """
-    if not isinstance(drafters, Sequence) or isinstance(drafters, str | bytes):
-        raise ValueError(f"drafters is a {type(drafters).__name__}, not a list")
-    found: dict[str, KnownDrafter] = {}
-    for i, entry in enumerate(drafters):
-        if not isinstance(entry, Mapping) or set(entry) - {"key"} != {"address", "heads"}:
-            raise ValueError(f"drafters[{i}] must have the fields address, heads and, if it has one, key; no others")
-        address, heads, key = entry["address"], entry["heads"], entry.get("key", "")
-        if not isinstance(key, str):
-            raise ValueError(f"drafters[{i}].key is a {type(key).__name__}, not text")
-        host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-        if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ValueError(f"drafters[{i}].address = {address!r:.80} must be host:port")
-        if address in found:
-            raise ValueError(f"drafters[{i}].address = {address} is there twice")
-        if not isinstance(heads, Mapping) or not heads:
-            raise ValueError(f"drafters[{i}].heads = {heads!r:.80} must give the digest of one head or more by index")
-        for index, digest in heads.items():
-            number = str(index)
-            is_number = number.isascii() and number.isdigit() and int(number) < MAX_NUM_HEADS
-            if not is_number or not isinstance(digest, str) or not digest:
-                raise ValueError(
-                    f"drafters[{i}].heads: {index!r}: {digest!r:.40} must be a head's number, "
-                    f"0 .. {MAX_NUM_HEADS - 1}, and its digest"
-                )
-        found[address] = KnownDrafter({int(index): digest for index, digest in heads.items()}, key)
+    try:
+        known = msgspec.convert(drafters, list[KnownDrafter], strict=False)  # indices may be text, as JSON has them
+    except msgspec.ValidationError as error:
+        raise ValueError(f"drafters: {error}") from error
+    found = {drafter.address: drafter for drafter in known}
+    if len(found) < len(known):
+        raise ValueError(f"drafters: an address is there twice: {[drafter.address for drafter in known]}")
     return found
 
 
 class LinkPool:
-    """Used by the engine's thread only."""
+    """A target's drafters: which one each request belongs to, as they come, go and fail. For the engine's thread only.
+
+    A request stays with the drafter of its first step, which holds its cache. The choice is by rendezvous hash over
+    those that serve: when a drafter is added or lost, only the requests that it gets or had are chosen anew. Requests of
+    a lost drafter go to another and begin cold there; those of a drafter that is drained stay until they end.
+    """
 
     def __init__(
         self,
@@ -658,7 +698,7 @@ class LinkPool:
         Raises ValueError for deadlines out of order.
         """
         self.device = torch.device(device)
-        self._times = PassTimes(min_deadline_s, max_deadline_s)
+        self._deadlines = Deadlines(min_deadline_s, max_deadline_s)
         self._hello = Hello(name, shape, tuple(aux_layer_ids), {}, host_identity() if use_shared_memory else "")
         self._reducers: dict[str, Reducer] = {}
         self._links: dict[int, Link] = {}  # by a number that is never used again
@@ -675,14 +715,14 @@ class LinkPool:
         """
         wanted = read_drafters(drafters)
         number_of = {link.address: number for number, link in self._links.items()}
-        for address, one in wanted.items():
+        for address, drafter in wanted.items():
             if (number := number_of.get(address)) is not None:
-                self._links[number].want(one.heads, one.key)
+                self._links[number].want(drafter.heads, drafter.key)
                 self._draining.discard(number)
                 continue
-            hello = dataclasses.replace(self._hello, heads=one.heads, key=one.key)
-            times = dataclasses.replace(self._times)
-            self._links[self._num_made] = Link(address, hello, times, self.device, self._reducers)
+            hello = msgspec.structs.replace(self._hello, heads=drafter.heads, key=drafter.key)
+            deadlines = dataclasses.replace(self._deadlines)
+            self._links[self._num_made] = Link(address, hello, deadlines, self.device, self._reducers)
             self._num_made += 1
         self._draining |= {number for address, number in number_of.items() if address not in wanted}
         self._close_drained()
@@ -709,11 +749,21 @@ class LinkPool:
             links_B[i] = self._link_of[slot] = self._choose(key, head, usable)
         groups = []
         for number, link in usable.items():
-            served_B = _is_one_of(heads_B, link.served)
-            if len(members_M := np.flatnonzero((links_B == number) & served_B)):
+            is_served_B = _is_one_of(heads_B, link.served_heads)
+            if len(members_M := np.flatnonzero((links_B == number) & is_served_B)):
                 groups.append((link, members_M))
-            self._link_of[slots_B[(links_B == number) & ~served_B]] = -1  # its heads changed: another one's, next time
+            # The link's heads changed: next time the request goes to another one.
+            self._link_of[slots_B[(links_B == number) & ~is_served_B]] = -1
         return groups
+
+    def has_drafts(self, slots_B: Int32Array) -> npt.NDArray[np.bool_]:
+        """Whether drafts are to be expected for each request: it has a link that is up, and whose last answer held some
+        for it if it was asked for any."""
+        found_B, links_B = np.zeros(len(slots_B), bool), self._link_of[slots_B]
+        for number, link in self._links.items():
+            members_M = np.flatnonzero(links_B == number)
+            found_B[members_M] = link.has_drafts(slots_B[members_M])
+        return found_B
 
     def finish(self, slots: Iterable[int]) -> None:
         """These requests ended or were aborted."""
@@ -750,12 +800,13 @@ class LinkPool:
 
     def _choose(self, key: str, head: int, usable: Mapping[int, Link]) -> int:
         """Number of the link with the highest hash, of those that serve the head and stay; -1 without one."""
-        serving = [n for n, link in usable.items() if n not in self._draining and head in link.served]
-        return max(serving, key=lambda number: _rank(key, self._links[number].address), default=-1)
+        serving = [n for n, link in usable.items() if n not in self._draining and head in link.served_heads]
+        return max(serving, key=lambda number: rank(key, self._links[number].address), default=-1)
 
     def _forget_reducers(self) -> None:
         """Of heads that were swapped for others, or that nobody serves any more."""
-        used = {digest for link in self._links.values() for of in (link.heads, link.served) for digest in of.values()}
+        links = self._links.values()
+        used = {digest for link in links for heads in (link.heads, link.served_heads) for digest in heads.values()}
         for digest in self._reducers.keys() - used:
             del self._reducers[digest]
 
@@ -773,5 +824,6 @@ def _is_one_of(values_B: npt.NDArray[Any], numbers: Iterable[int]) -> npt.NDArra
     return found_B
 
 
-def _rank(key: str, address: str) -> bytes:
+def rank(key: str, address: str) -> bytes:
+    """Of a drafter for a request: the highest gets it."""
     return hashlib.blake2b(f"{key}\n{address}".encode(), digest_size=8).digest()

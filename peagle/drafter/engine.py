@@ -1,12 +1,19 @@
-"""Requests of one call cut into passes, and the part of the targets' payloads that each pass needs.
+"""Drafts for the requests of several targets and heads: one step of each target in, draft ids out.
 
-G requests; R rows of a payload or of several joined, H hidden size.
+The requests' cache blocks are looked up or given (`peagle.drafter.kvcache`), and each head runs one pass over all its
+requests of the call, more where they do not fit in one. The engine knows nothing of connections: a `session` is a
+number, and whoever opened it drops it. Steps have been checked where they came in.
+
+A request is a slot of a session. Its first step should come with a prompt; without one it still drafts, but its blocks
+answer for no prefix. Whatever a target sends, the cache follows: a start before the cached rows truncates, a start
+after them begins cold, a step that is repeated gives the same drafts again.
+
+G requests of one head, F requests of a call, R rows of a payload or of several joined, K drafts at most.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,15 +21,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from peagle.drafter.forward import ParallelPass
-from peagle.drafter.kvcache import NO_ROW, BlockPool, Counters, Int32Array, Int64Array, RequestTable
-from peagle.drafter.pass_batch import PassBatch, PassLimits
-from peagle.drafter.steps import NO_DRAFT, PendingDrafts, TargetStep
+from peagle.drafter.kvcache import NO_ROW, BlockPool, Counters, Int64Array, RequestTable
+from peagle.drafter.parallel_pass import ParallelPass, PassBatch, PassLimits, PendingDrafts
+from peagle.drafter.protocol import NO_DRAFT, Int32Array, TargetStep
 
-# ====================================================================================================
-# Requests of one call cut into passes, and the part of the targets' payloads that each pass needs.
-#
-# G requests; R rows of a payload or of several joined, H hidden size.
+HostStep = TargetStep[Int32Array]
+MIN_IDLE_CALLS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +34,12 @@ class Requests:
     """Requests of one head in one call, or what of them goes into one pass.
 
     flat_G: place among all requests of the call. step_G: index of the target's step, ascending; its payload has the
-    rows. rows_G: their rows in the request table. The others as in `TargetStep`.
+    rows. table_rows_G: their rows in the request table. The others as in `TargetStep`.
     """
 
     flat_G: Int64Array
     step_G: Int64Array
-    rows_G: Int64Array
+    table_rows_G: Int64Array
     start_G: Int64Array
     num_valid_G: Int64Array
     row_offset_G: Int64Array
@@ -45,31 +49,15 @@ class Requests:
         return len(self.flat_G)
 
     def __getitem__(self, index: npt.NDArray[Any] | slice) -> Requests:
-        return Requests(
-            self.flat_G[index],
-            self.step_G[index],
-            self.rows_G[index],
-            self.start_G[index],
-            self.num_valid_G[index],
-            self.row_offset_G[index],
-            self.depth_G[index],
-        )
+        return Requests(*(getattr(self, field.name)[index] for field in dataclasses.fields(self)))
 
-    def moved(self, step: TargetStep) -> Requests:
-        """The same requests, all of one step, with the device part of a later one."""
-        start_G, num_valid_G = step.start_B.astype(np.int64), step.num_valid_B.astype(np.int64)
-        return Requests(self.flat_G, self.step_G, self.rows_G, start_G, num_valid_G, self.row_offset_G, self.depth_G)
-
-    @functools.cached_property
+    @property
     def end_G(self) -> Int64Array:
         """Position after the last row in the pass, those of the mask token included."""
         return self.start_G + self.num_valid_G + np.maximum(self.depth_G - 1, 0)
 
     def by_step(self) -> Iterator[tuple[int, slice]]:
         """Each step's index and where its requests are."""
-        if len(self) and self.step_G[0] == self.step_G[-1]:  # ascending: all of one step
-            yield int(self.step_G[0]), slice(None)
-            return
         first = 0
         while first < len(self):
             index = int(self.step_G[first])
@@ -88,8 +76,7 @@ def split(requests: Requests, max_num_rows: int, max_num_requests: int) -> list[
     """Passes within the limits, each with its requests by step; one pass if they all fit.
 
     Otherwise those that want drafts come before those that only enter the cache, and a request with more rows than a
-    pass takes is cut into pieces, of which the last one drafts. Raises ValueError if a pass has no room for a request's
-    last row and its mask rows.
+    pass takes is cut into pieces, of which the last one drafts.
     """
     num_rows_G = requests.end_G - requests.start_G
     if len(requests) <= max_num_requests and int(num_rows_G.sum()) <= max_num_rows:
@@ -108,11 +95,8 @@ def split(requests: Requests, max_num_rows: int, max_num_requests: int) -> list[
 
 def _cut(requests: Requests, max_num_rows: int) -> Requests:
     """Requests with more rows than a pass takes in pieces, in order; the others as they are."""
-    num_masks_G = np.maximum(requests.depth_G - 1, 0)
-    if int(num_masks_G.max()) >= max_num_rows:
-        raise ValueError(f"max_num_rows = {max_num_rows} leaves no room for {num_masks_G.max()} mask rows: raise it")
     # Every piece leaves room for the mask rows, so that the last one, whatever its size, has it.
-    room_G = max_num_rows - num_masks_G
+    room_G = max_num_rows - np.maximum(requests.depth_G - 1, 0)
     num_pieces_G = np.maximum(-(-requests.num_valid_G // room_G), 1)
     request_P = np.repeat(np.arange(len(requests)), num_pieces_G)
     piece_P = np.arange(len(request_P)) - (np.cumsum(num_pieces_G) - num_pieces_G)[request_P]
@@ -127,7 +111,7 @@ def _cut(requests: Requests, max_num_rows: int) -> Requests:
     )
 
 
-def pass_batch(part: Requests, steps: Sequence[TargetStep], table: RequestTable, limits: PassLimits) -> PassBatch:
+def pass_batch(part: Requests, steps: Sequence[HostStep], table: RequestTable, limits: PassLimits) -> PassBatch:
     """What the pass gets: of each payload the rows from the first to the last that is used, nothing copied.
 
     Only where those are more than the pass takes, because rows of other requests lie between, are the used ones
@@ -142,56 +126,20 @@ def pass_batch(part: Requests, steps: Sequence[TargetStep], table: RequestTable,
         hidden.append(steps[index].hidden_RH[first:end])
         num_before += end - first
     if num_before > limits.max_payload_rows:
-        tokens, hidden = _gathered(part, steps)
+        rows = [(steps[index], part[mine].payload_rows()) for index, mine in part.by_step()]
+        tokens = [step.next_tokens_R[rows_R] for step, rows_R in rows]
+        hidden = [step.hidden_RH[torch.from_numpy(rows_R)] for step, rows_R in rows]
         offset_G = np.cumsum(part.num_valid_G) - part.num_valid_G
     return PassBatch(
         start_B=part.start_G.astype(np.int32),
         num_valid_B=part.num_valid_G.astype(np.int32),
         row_offset_B=offset_G.astype(np.int32),
         depth_B=part.depth_G.astype(np.int32),
-        cache_start_B=table.cache_start_C[part.rows_G].astype(np.int32),
-        next_tokens_R=tokens[0] if len(tokens) == 1 else np.concatenate(tokens),
-        hidden_RH=hidden,
-        block_table_BN=table.block_table(part.rows_G, part.end_G),
+        cache_start_B=table.cache_start_C[part.table_rows_G].astype(np.int32),
+        next_tokens_R=_joined(tokens),
+        hidden=hidden,
+        block_table_BN=table.block_table(part.table_rows_G, part.end_G),
     )
-
-
-def _gathered(part: Requests, steps: Sequence[TargetStep]) -> tuple[list[npt.NDArray[np.int32]], list[torch.Tensor]]:
-    """Tokens and hidden rows of the requests alone, step after step."""
-    tokens, hidden = [], []
-    for index, mine in part.by_step():
-        rows_R = part[mine].payload_rows()
-        tokens.append(steps[index].next_tokens_R[rows_R])
-        hidden.append(steps[index].hidden_RH[torch.from_numpy(rows_R)])
-    return tokens, hidden
-
-
-def tokens_of(requests: Requests, steps: Sequence[TargetStep]) -> npt.NDArray[np.int32]:
-    """[R] tokens of the requests' rows, one request after another."""
-    parts = [steps[index].next_tokens_R[requests[mine].payload_rows()] for index, mine in requests.by_step()]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-# ====================================================================================================
-# Drafts for the requests of several targets and heads: one step of each target in, draft ids out.
-#
-# Enters: what targets hand over (`peagle.drafter.steps`). Leaves: draft ids. In between: the requests' blocks are looked
-# up or given (`request_table`), and each head runs one pass over all its requests of the call, more where they do not fit
-# in one. It knows nothing of connections: a `session` is a number, and whoever opened it drops it.
-#
-# A request is a slot of a session. Its first step should come with a prompt; without one it still drafts, but its blocks
-# answer for no prefix. Whatever a target sends, the cache follows: a start before the cached rows truncates, a start
-# after them begins cold, a step that is repeated gives the same drafts again.
-
-MIN_IDLE_CALLS = 32
-
-
-class StepError(ValueError):
-    """A target's step that this engine cannot take; `session` says whose. Nothing of any step of the call was done."""
-
-    def __init__(self, session: int, message: str) -> None:
-        super().__init__(f"session {session}: {message}")
-        self.session = session
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +176,7 @@ class DraftEngine:
     def __init__(
         self, heads: Mapping[int, HeadRuntime], *, max_num_requests: int = 1024, min_idle_calls: int = MIN_IDLE_CALLS
     ) -> None:
-        """heads: by the index that targets name them with.
+        """heads: by the index that steps name them with.
 
         max_num_requests: requests with rows in the cache, for each head.
         min_idle_calls: a request is evicted for others only after so many calls of `step` without it. Targets take
@@ -245,19 +193,14 @@ class DraftEngine:
         self._max_num_requests, self._min_idle_calls = max_num_requests, min_idle_calls
         self._heads: dict[int, HeadRuntime] = {}
         self._tables: dict[int, RequestTable] = {}
-        self._last_step: dict[int, int] = {}
-        self._checked: dict[int, bytes] = {}  # by session: the host part found good last
+        self._last_step: dict[int, int] = {}  # by session: the number of the step answered last
         self._found: dict[int, _Found] = {}  # by session
         for index, head in heads.items():
             self.swap(index, head)
 
     @property
-    def heads(self) -> Mapping[int, HeadRuntime]:
-        return dict(self._heads)
-
-    @property
     def max_depth(self) -> int:
-        """K_max: the most drafts that any of the heads gives."""
+        """K: the most drafts that any of the heads gives."""
         return self._max_depth
 
     @property
@@ -294,7 +237,6 @@ class DraftEngine:
             min_idle_calls=self._min_idle_calls,
         )
         self._heads[index] = head
-        self._checked.clear()
         self._found.clear()
         self._max_depth = max(head.limits.max_depth for head in self._heads.values())
 
@@ -306,42 +248,17 @@ class DraftEngine:
 
     def drop_session(self, session: int) -> None:
         """A target went away. Its prefixes stay for others as long as there is room."""
-        for by_session in (self._last_step, self._checked, self._found):
-            by_session.pop(session, None)
+        self._last_step.pop(session, None)
+        self._found.pop(session, None)
         for table in self._tables.values():
             table.drop_session(session)
 
-    def check(self, step: TargetStep) -> None:
-        """Raise `StepError` unless these heads can take the step, which `TargetStep.check` found well formed."""
-        if step.host_part is not None and self._checked.get(step.session) is step.host_part:
-            return
-        width, heads = step.hidden_RH.shape[1], _distinct(step.heads_B)
-        for index in heads:
-            if (head := self._heads.get(index)) is None:
-                raise StepError(step.session, f"heads_B names head {index}; there are {sorted(self._heads)}")
-            if width != head.limits.hidden_size:
-                raise StepError(
-                    step.session, f"hidden_RH has {width} columns, head {index} needs {head.limits.hidden_size}"
-                )
-            depth_G = step.depth_B if len(heads) == 1 else step.depth_B[step.heads_B == index]
-            if (deepest := int(depth_G.max())) > head.limits.max_depth:
-                raise StepError(
-                    step.session, f"depth_B asks for {deepest} drafts, head {index} gives {head.limits.max_depth}"
-                )
-        if step.host_part is not None:
-            self._checked[step.session] = step.host_part
-
-    def step(self, steps: Sequence[TargetStep]) -> list[Int32Array]:
-        """Draft ids of each step's requests, [B, K_max] each, `NO_DRAFT` from a request's depth on.
+    def step(self, steps: Sequence[HostStep]) -> list[Int32Array]:
+        """Draft ids of each step's requests, [B, K] each, `NO_DRAFT` from a request's depth on.
 
         A request that is refused for lack of cache has none. So have all requests of a step that is older than one its
         session was already answered for; such a step changes nothing.
-
-        Raises:
-            StepError: see `check`.
         """
-        for step in steps:
-            self.check(step)
         if len(steps) > 1 and len({step.session for step in steps}) < len(steps):
             return [self.step([step])[0] for step in steps]  # a later step needs an earlier one's rows
         is_live = [self._is_new(step) for step in steps]
@@ -362,7 +279,7 @@ class DraftEngine:
         return answers
 
     def _gathered(self, launched: Sequence[tuple[Requests, PendingDrafts]], num_requests: int) -> Int32Array:
-        """[F, K_max] drafts of all requests of a call, once their passes are over."""
+        """[F, K] drafts of all requests of a call, once their passes are over."""
         if len(launched) == 1 and len(launched[0][0]) == num_requests:
             drafts_FK = launched[0][1].wait()
             if drafts_FK.shape[1] == self._max_depth:
@@ -374,32 +291,31 @@ class DraftEngine:
             drafts_FK[part.flat_G[wanting], : drafts_GK.shape[1]] = drafts_GK[wanting]
         return drafts_FK
 
-    def _is_new(self, step: TargetStep) -> bool:
-        if step.step < self._last_step.get(step.session, step.step):
+    def _is_new(self, step: HostStep) -> bool:
+        if step.number < self._last_step.get(step.session, step.number):
             self.counters.stale_steps += 1
             return False
-        self._last_step[step.session] = step.step
+        self._last_step[step.session] = step.number
         return True
 
-    def _admit(self, index: int, steps: Sequence[TargetStep], heads_F: Int32Array) -> Requests:
+    def _admit(self, index: int, steps: Sequence[HostStep], heads_F: Int32Array) -> Requests:
         """The requests of one head that have a table row and blocks now, and new rows to write."""
         table, found = self._tables[index], self._found.get(steps[0].session) if len(steps) == 1 else None
         table.begin_call()
         if found is not None and found.host_part is steps[0].host_part and found.version == table.version:
-            requests = found.requests.moved(steps[0])
-            table.touch(requests.rows_G)
+            start_G, num_valid_G = steps[0].start_B.astype(np.int64), steps[0].num_valid_B.astype(np.int64)
+            requests = dataclasses.replace(found.requests, start_G=start_G, num_valid_G=num_valid_G)
+            table.touch(requests.table_rows_G)
         else:
             requests = self._look_up(index, steps, heads_F)
-        granted_G = table.place(requests.rows_G, requests.start_G, requests.num_valid_G, requests.depth_G)
+        granted_G = table.place(requests.table_rows_G, requests.start_G, requests.num_valid_G, requests.depth_G)
         granted_G &= requests.num_valid_G > 0
         return requests if granted_G.all() else requests[granted_G]
 
-    def _look_up(self, index: int, steps: Sequence[TargetStep], heads_F: Int32Array) -> Requests:
+    def _look_up(self, index: int, steps: Sequence[HostStep], heads_F: Int32Array) -> Requests:
         """The requests of one head that have a table row, those that are new included."""
         table, flat_G = self._tables[index], np.flatnonzero(heads_F == index)
-        # A slice where all requests are this head's: then nothing is copied.
-        all_mine = len(flat_G) == len(heads_F)
-        mine = [slice(None) if all_mine else np.flatnonzero(step.heads_B == index) for step in steps]
+        mine = [np.flatnonzero(step.heads_B == index) for step in steps]
         slots = [step.slots_B[which] for step, which in zip(steps, mine, strict=True)]
         rows = [table.find(step.session, slots_G) for step, slots_G in zip(steps, slots, strict=True)]
         for step, slots_G, rows_G in zip(steps, slots, rows, strict=True):
@@ -407,21 +323,22 @@ class DraftEngine:
                 slot = int(slots_G[i])
                 self.release(step.session, [slot])  # it may have rows of another head
                 rows_G[i] = table.open(step.session, slot, step.prompts.get(slot))
-        fields = [
+        columns = [
             np.array([step.start_B, step.num_valid_B, step.row_offset_B, step.depth_B], np.int64)[:, which]
             for step, which in zip(steps, mine, strict=True)
         ]
         step_G = np.repeat(np.arange(len(steps)), [len(slots_G) for slots_G in slots])
-        requests = Requests(flat_G, step_G, _joined(rows), *_joined(fields, axis=1))
-        if not (opened_G := requests.rows_G != NO_ROW).all():
+        requests = Requests(flat_G, step_G, _joined(rows), *_joined(columns, axis=1))
+        if not (opened_G := requests.table_rows_G != NO_ROW).all():
             self.counters.refused += int((~opened_G).sum())
             requests = requests[opened_G]
-        if len(steps) == 1 and all_mine and (host_part := steps[0].host_part) is not None and opened_G.all():
+        is_whole = len(steps) == 1 and len(requests) == len(heads_F)
+        if is_whole and (host_part := steps[0].host_part) is not None:
             self._found[steps[0].session] = _Found(host_part, table.version, requests)
         return requests
 
     def _launch(
-        self, index: int, steps: Sequence[TargetStep], heads_F: Int32Array
+        self, index: int, steps: Sequence[HostStep], heads_F: Int32Array
     ) -> list[tuple[Requests, PendingDrafts]]:
         """Start the passes of one head and take their rows into its cache."""
         requests, table, head = self._admit(index, steps, heads_F), self._tables[index], self._heads[index]
@@ -429,12 +346,12 @@ class DraftEngine:
             return []
         launched = []
         for part in split(requests, head.limits.max_num_rows, head.limits.max_num_requests):
-            batch = pass_batch(part, steps, table, head.limits)
-            launched.append((part, head.parallel_pass.launch(batch, is_checked=True)))
+            launched.append((part, head.parallel_pass.launch(pass_batch(part, steps, table, head.limits))))
             self.counters.passes += 1
             self.counters.rows += int((part.end_G - part.start_G).sum())
+        tokens = [steps[i].next_tokens_R[requests[mine].payload_rows()] for i, mine in requests.by_step()]
         # Passes run in the order of their launch, so whoever finds these rows from now on reads them written.
-        table.commit(requests.rows_G, requests.start_G, requests.num_valid_G, tokens_of(requests, steps))
+        table.commit(requests.table_rows_G, requests.start_G, requests.num_valid_G, _joined(tokens))
         return launched
 
 

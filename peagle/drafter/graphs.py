@@ -1,9 +1,9 @@
 """The pass on a GPU: its integers moved by one copy, CUDA graphs by padded size, drafts written back.
 
-One launch of a pass is: an asynchronous copy of all integers (`peagle.drafter.pass_batch`), the graph, and the copy of
-the drafts to pinned memory with an event behind it. Hidden states are not copied: the graph reads those rows that it
-needs where they lie, in pinned memory mostly, which others must be copied to the GPU for. The host waits for none of
-these: pinned areas are used in turn, and one is used again only after its event.
+One launch of a pass is: an asynchronous copy of all integers (`PassLayout`), the graph, and the copy of the drafts to
+pinned memory with an event behind it. Hidden states are not copied: the graph reads those rows that it needs where they
+lie, in pinned memory mostly, which others must be copied to the GPU for. The host waits for none of these: pinned areas
+are used in turn, and one is used again only after its event.
 
 A graph is made for (rows, requests, depth), each rounded up to one of few sizes. The requests that pad a batch have no
 rows; the rows that pad it are written nowhere. After warm-up a batch without a graph of its size runs on a larger one:
@@ -15,22 +15,102 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from triton import knobs
 
-from peagle.drafter.pass_batch import PassBatch, PassInputs, PassLayout, PassLimits
+from peagle.drafter.parallel_pass import PER_REQUEST, PassBatch, PassInputs, PassLimits, PendingDrafts, widened
+from peagle.drafter.protocol import Int32Array
 from peagle.drafter.rows import ALIGNMENT_BYTES
-from peagle.drafter.steps import Int32Array, PendingDrafts, widened
 
 NUM_AREAS = 4  # passes that may be under way before the host waits for the oldest
+MAX_BLOCKS_IN_PLACE = 1 << 14  # 64 KiB: some 3 us over the bus, less than another copy takes to launch
+_RECORD = 4  # int32 of a record
 
 #: compute(inputs, num_rows, depth) -> drafts [B, depth] on the device, waiting for nothing.
 Compute = Callable[[PassInputs, int, int], Tensor]
 Key = tuple[int, int, int]
+
+
+class PassLayout:
+    """Where the integers of a pass lie in one buffer: written by the host, moved by one copy, read in place.
+
+    For n requests, those that pad the batch included, one area after another, each from a multiple of 16 bytes on:
+
+        columns    5 x n     start, valid rows, row offset, depth, cache start
+        blocks     n x N     block tables, N columns wide whatever the batch uses; or, where that is much to move, as
+                             many columns as it uses, to be copied to their place on the device (`blocks_apart`)
+        records    R x 2     int64: a payload row's address and the token after it
+
+    Places follow from n alone, so a captured graph finds them again.
+    """
+
+    def __init__(self, limits: PassLimits) -> None:
+        self._limits = limits
+        self.num_integers = self._records_at(limits.max_num_requests) + _RECORD * limits.max_payload_rows
+
+    def blocks_apart(self, num_requests: int) -> bool:
+        """Whether the block tables of so many requests travel narrow, and are copied to their place afterwards."""
+        return num_requests * self._limits.max_blocks > MAX_BLOCKS_IN_PLACE
+
+    def pack(self, batch: PassBatch, addresses_R: npt.NDArray[np.int64], into: Int32Array, num_requests: int) -> int:
+        """Write a batch, padded to num_requests by such without rows; returns how many integers are to be moved.
+
+        addresses_R: int64, of the payload's rows. Block tables that travel narrow are [batch's requests, its width].
+        """
+        given, width = batch.num_requests, _aligned(num_requests)
+        columns = into[: len(PER_REQUEST) * width].reshape(len(PER_REQUEST), width)
+        for column, name in zip(columns, PER_REQUEST, strict=True):
+            column[:given] = getattr(batch, name)
+        columns[:, given:] = 0
+        blocks, first = batch.block_table_BN, columns.size
+        if self.blocks_apart(num_requests):
+            into[first : first + blocks.size] = blocks.reshape(-1)
+        else:
+            room = into[first : first + num_requests * self._limits.max_blocks].reshape(num_requests, -1)
+            room[:given, : blocks.shape[1]] = blocks
+        first, num_rows = self._records_at(num_requests), len(batch.next_tokens_R)
+        records = into[first : first + _RECORD * num_rows].view(np.int64).reshape(num_rows, 2)
+        records[:, 0] = addresses_R
+        records[:, 1] = batch.next_tokens_R
+        return first + _RECORD * num_rows
+
+    def narrow_blocks(self, integers: Tensor, num_requests: int, given: int, width: int) -> Tensor:
+        """[given, width] block tables that travelled narrow, where they arrived."""
+        first = len(PER_REQUEST) * _aligned(num_requests)
+        return integers[first : first + given * width].view(given, width)
+
+    def inputs(self, integers: Tensor, num_requests: int, blocks_apart_BN: Tensor) -> PassInputs:
+        """Views of what `pack` wrote. blocks_apart_BN: where block tables that travelled narrow are copied to."""
+        width, max_blocks = _aligned(num_requests), self._limits.max_blocks
+        first = len(PER_REQUEST) * width
+        columns = integers[:first].view(len(PER_REQUEST), width)[:, :num_requests]
+        if self.blocks_apart(num_requests):
+            blocks_BN = blocks_apart_BN[:num_requests]
+        else:
+            blocks_BN = integers[first : first + num_requests * max_blocks].view(num_requests, max_blocks)
+        first = self._records_at(num_requests)
+        records = integers[first : first + _RECORD * self._limits.max_payload_rows].view(torch.int64).view(-1, 2)
+        return PassInputs(
+            **dict(zip(PER_REQUEST, columns, strict=True)),
+            next_tokens_R=records[:, 1],
+            block_table_BN=blocks_BN,
+            addresses_R=records[:, 0],
+        )
+
+    def _records_at(self, num_requests: int) -> int:
+        return len(PER_REQUEST) * _aligned(num_requests) + _aligned(num_requests * self._limits.max_blocks)
+
+
+def _aligned(num_integers: int) -> int:
+    """Rounded up to 16 bytes: Triton compiles a kernel again for a pointer that is not aligned so."""
+    return -(-num_integers // 4) * 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +162,7 @@ class GraphSizes:
         return sorted(found, reverse=True)
 
 
-class _Area:
+class _PinnedArea:
     """Pinned memory of one launch, and the drafts that its pass writes there."""
 
     def __init__(self, num_integers: int, limits: PassLimits) -> None:
@@ -91,18 +171,15 @@ class _Area:
         self.drafts = torch.empty(limits.max_num_requests * limits.max_depth, dtype=torch.int32, pin_memory=True)
         self.drafts_array = self.drafts.numpy()
         self.event = torch.cuda.Event()
-        self.pending: _Enqueued | None = None
+        self.pending: EnqueuedDrafts | None = None
 
 
-class _Enqueued(PendingDrafts):
+class EnqueuedDrafts:
     """Drafts that come into an area; they are taken out when they are asked for or when the area is used again."""
 
-    def __init__(self, area: _Area, num_requests: int, depth: int, max_depth: int) -> None:
+    def __init__(self, area: _PinnedArea, num_requests: int, depth: int, max_depth: int) -> None:
         self._area, self._shape, self._max_depth = area, (num_requests, depth), max_depth
         self._drafts_BK: Int32Array | None = None
-
-    def ready(self) -> bool:
-        return self._drafts_BK is not None or self._area.event.query()
 
     def wait(self) -> Int32Array:
         if self._drafts_BK is None:
@@ -134,7 +211,7 @@ class GraphRunner:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._layout = PassLayout(limits)
-        self._areas = [_Area(self._layout.num_integers, limits) for _ in range(NUM_AREAS)]
+        self._areas = [_PinnedArea(self._layout.num_integers, limits) for _ in range(NUM_AREAS)]
         self._row_bytes = limits.hidden_size * dtype.itemsize
         self._row_begin_R = np.arange(limits.max_payload_rows, dtype=np.int64) * self._row_bytes
         self._num_launches = 0
@@ -157,7 +234,7 @@ class GraphRunner:
         self._num_launches += 1
         if area.pending is not None:
             area.pending.wait()
-        num_requests, num_rows, depth = batch.num_requests, batch.num_rows(), int(batch.drafts_B().max())
+        num_requests, num_rows, depth = batch.num_requests, int(batch.rows_B().sum()), int(batch.drafts_B().max())
         key = self._key_for(num_rows, num_requests, depth)
         with torch.cuda.stream(self._stream):
             self._send(batch, area, num_requests if key is None else key[1])
@@ -169,7 +246,7 @@ class GraphRunner:
             wanted = drafts_BK[:num_requests].flatten()
             area.drafts[: len(wanted)].copy_(wanted, non_blocking=True)
             area.event.record(self._stream)
-        area.pending = _Enqueued(area, num_requests, depth, self.limits.max_depth)
+        area.pending = EnqueuedDrafts(area, num_requests, depth, self.limits.max_depth)
         return area.pending
 
     def warm_up(self) -> int:
@@ -197,14 +274,15 @@ class GraphRunner:
         if key is None or not self._is_warm or key in self._graphs:
             return key
         if key not in self._graph_for:
-            larger = [one for one in self._graphs if all(have >= want for have, want in zip(one, key, strict=True))]
+            holds = [size for size in self._graphs if all(have >= want for have, want in zip(size, key, strict=True))]
             # Every row passes the layers, and every draft that a request may have the output matrix.
-            self._graph_for[key] = min(larger, key=lambda one: (one[0] + one[1] * one[2], one), default=None)
+            self._graph_for[key] = min(holds, key=lambda size: (size[0] + size[1] * size[2], size), default=None)
         return self._graph_for[key]
 
-    def _send(self, batch: PassBatch, area: _Area, num_requests: int) -> None:
+    def _send(self, batch: PassBatch, area: _PinnedArea, num_requests: int) -> None:
         """Moves a batch to the GPU, its requests padded to num_requests by such without rows."""
-        used = self._layout.pack(batch, self._addresses(batch.pieces), area.array, num_requests)
+        addresses_R = self._addresses([piece for piece in batch.hidden if len(piece)])
+        used = self._layout.pack(batch, addresses_R, area.array, num_requests)
         self._integers[:used].copy_(area.integers[:used], non_blocking=True)
         if self._layout.blocks_apart(num_requests):
             given, width = batch.block_table_BN.shape
@@ -259,3 +337,34 @@ class GraphRunner:
         drafts_BK = self._compute(inputs, num_rows, depth)
         graph.capture_end()
         return graph, drafts_BK
+
+
+def tell_compilations(tell: Callable[[str], None]) -> Callable[[], None]:
+    """Calls `tell` with the name of every kernel that this process compiles from here on; returns what ends that.
+
+    A kernel out of Triton's cache on disk counts too: loading it also takes longer than a pass.
+    """
+    before: Any = knobs.runtime.jit_post_compile_hook
+
+    def hook(**compiled: Any) -> Any:
+        tell(str(getattr(compiled.get("fn"), "name", "of unknown name")))
+        return None if before is None else before(**compiled)
+
+    def end() -> None:
+        # A hook that was put over this one stays; it goes on calling this one.
+        if knobs.runtime.jit_post_compile_hook is hook:
+            knobs.runtime.jit_post_compile_hook = before
+
+    knobs.runtime.jit_post_compile_hook = hook
+    return end
+
+
+@contextmanager
+def compiled_kernels() -> Iterator[list[str]]:
+    """Names of the kernels compiled in the block."""
+    names: list[str] = []
+    end = tell_compilations(names.append)
+    try:
+        yield names
+    finally:
+        end()

@@ -1,8 +1,23 @@
-"""Memory that two processes of one host share, and that no kill -9 leaves behind.
+"""Shared memory through which a target hands its steps to a drafter and takes drafts back, without a call between them.
 
-A file in /dev/shm that loses its name as soon as both sides have it: from then on the kernel frees it with its last
-process. Until then its maker holds a lock on it; a lock that can be taken belongs to a dead maker, whose file the next
-maker removes (`sweep`). Knows nothing of what the memory holds.
+Three areas in turn (step s uses area s % 3), each with a request and its reply:
+
+    host part      written by the target's host          slots, heads, depths, row offsets, finished slots, prompts; then
+                                                         the counts, and last of them the step's number: the part is whole
+    device part    written by the target's GPU, or host  starts, valid rows, next tokens; payload (reduced hidden rows)
+    ready          the same, last                        the step's number: the request is whole
+    drafts         written by the drafter                draft ids, time of service
+    done           the same, last                        the step's number: the reply is whole
+
+Three, not two: with asynchronous scheduling the target's host writes step s + 2 while the drafter still reads step s. A
+sender that finds step s - 3 unanswered does not send (`is_free`), so nothing is overwritten while it is read.
+
+The word `abort`, beside the areas, is non-zero while the target must not wait; its host sets it. `outcome` is the
+target's own: what its GPU's wait came to. The flags rely on the order of plain stores and loads that x86-64 keeps.
+
+On a GPU everything is enqueued on the current stream: the host goes on, the stream waits, and the host learns later
+from `outcome` what a wait came to. A wait must not be enqueued where the writer of the word itself waits for this
+stream: only the deadline would end it.
 """
 
 from __future__ import annotations
@@ -17,20 +32,23 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
-from peagle.drafter.steps import NO_DRAFT, Int32Array, TargetShape, TargetStep
-from peagle.drafter.wait import take_answer, wait_for_word
+from peagle.drafter.protocol import MAX_PROMPT_TOKENS, NO_DRAFT, Int32Array, TargetShape, TargetStep, check_step
+from peagle.drafter.rows import INTERPRETED, check_shape, uses_kernel
 
-# ====================================================================================================
-# Memory that two processes of one host share, and that no kill -9 leaves behind.
-#
-# A file in /dev/shm that loses its name as soon as both sides have it: from then on the kernel frees it with its last
-# process. Until then its maker holds a lock on it; a lock that can be taken belongs to a dead maker, whose file the next
-# maker removes (`sweep`). Knows nothing of what the memory holds.
+Int64Array = npt.NDArray[np.int64]
+
+# Shared memory
+
 
 SHARED_DIR = Path("/dev/shm")
 _PREFIX = "peagle-mailbox-"
@@ -42,7 +60,6 @@ def host_identity() -> str:
     """Equal for two processes exactly when files that one makes in /dev/shm are the other's too; "" where none are.
 
     The kernel's boot and the device number of the mount: containers of one host share the first, not the second.
-    Only x86-64 keeps the order of plain stores and loads, which the mailbox's flags rely on.
     """
     if platform.machine() != "x86_64":
         return ""
@@ -53,12 +70,15 @@ def host_identity() -> str:
 
 
 class SharedMemory:
-    """A shared mapping. `name` is the file's as long as it has one."""
+    """A mapping that two processes share, and that no kill -9 leaves behind.
+
+    Its file loses its name as soon as both sides have it: from then on the kernel frees it with its last process. Until
+    then its maker holds a lock on it; a lock that can be taken belongs to a dead maker (`sweep`).
+    """
 
     def __init__(self, mapping: mmap.mmap, name: str = "", lock_fd: int | None = None) -> None:
-        self.mapping = mapping
-        self.name = name
-        self._lock_fd = lock_fd
+        """name: the file's, "" where it has none."""
+        self.mapping, self.name, self._lock_fd = mapping, name, lock_fd
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedMemory:
@@ -131,55 +151,47 @@ def sweep() -> int:
     return num_removed
 
 
-# ====================================================================================================
-# The memory through which a target hands its steps to a drafter and takes drafts back, without a call between them.
-#
-# Three areas in turn (step s uses area s % 3), each with a request and its reply:
-#
-#     host part      the target's host writes it    slots, heads, row offsets, depths, finished slots, prompts; last the
-#                                                   counts, and of them last the step's number: all of this part is there
-#     device part    the target's GPU, or its host  starts, valid rows, next tokens; payload (reduced hidden rows)
-#     ready          the same, last                 the step's number: all of the request is there
-#     drafts         the drafter                    ids, time of service
-#     done           the drafter, last              the step's number: all of the reply is there
-#
-# Three, not two: with asynchronous scheduling the target's host writes step s + 2 while the drafter still reads step s.
-# A sender that finds step s - 3 unanswered does not send (`is_free`), so nothing is overwritten while it is read.
-#
-# Words beside the areas: `abort`, non-zero while the target must not wait (its host sets it); `heartbeat`, the drafter's
-# monotonic clock in ns, which all processes of a host share. `outcome` is the target's own: what its GPU's wait came to.
-# Memory order: see `peagle.drafter.mailbox.host_identity`.
+# The mailbox
 
 NUM_AREAS = 3
-MAX_PROMPT_TOKENS = 262_144  # of all new requests of one step; beyond, prompts travel empty
 _LINE_BYTES, _PAGE_BYTES = 64, 4096
-_HOST_ROWS = 4  # slots, heads, row offsets, depths
+_HOST_ROWS = 4  # slots, heads, depths, row offsets
 
 
 @dataclasses.dataclass(frozen=True)
 class Area:
-    """Views of one area's memory; what each holds is said in the module. B, R, K are the largest of the shape."""
+    """Views of one area's memory. B, R, K are the largest of the shape. `_t`: the same memory as a tensor."""
 
-    counts: Tensor  # int64 [8]
-    host_4B: Tensor  # int32
-    finished_B: Tensor  # int32
-    prompt_slots_B: Tensor  # int32
-    prompt_lengths_B: Tensor  # int32
-    prompt_tokens_P: Tensor  # int32
-    device_part: Tensor  # int32 [2 B + R]: of a step's own B, starts, valid rows, next tokens, without gaps
-    ready: Tensor  # int64 [1]
+    counts: Int64Array  # [5]: the step's number; of it: requests, rows, finished slots, prompts
+    host_4B: Int32Array
+    finished_B: Int32Array
+    prompt_slots_B: Int32Array
+    prompt_lengths_B: Int32Array
+    prompt_tokens_P: Int32Array
+    device_part: Int32Array  # [2 B + R]: of a step's own B, starts, valid rows, next tokens, without gaps
+    ready: Int64Array  # [1]
     payload_RH: Tensor
-    drafts_BK: Tensor  # int32
-    service_ns: Tensor  # int64 [1]
-    done: Tensor  # int64 [1]
-    outcome: Tensor  # int64 [2]: status of `peagle.drafter.wait`, nanoseconds waited
+    drafts_BK: Int32Array
+    service_ns: Int64Array  # [1]
+    done: Int64Array  # [1]
+    outcome: Int64Array  # [2]: REACHED, ABORTED or TIMED_OUT, 0 before; nanoseconds waited
+
+    device_part_t: Tensor = dataclasses.field(init=False)
+    ready_t: Tensor = dataclasses.field(init=False)
+    drafts_BK_t: Tensor = dataclasses.field(init=False)
+    done_t: Tensor = dataclasses.field(init=False)
+    outcome_t: Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("device_part", "ready", "drafts_BK", "done", "outcome"):
+            object.__setattr__(self, f"{name}_t", torch.from_numpy(getattr(self, name)))
 
 
 @dataclasses.dataclass(frozen=True)
-class HostPart:
+class _HostPart:
     """Copies of what the target's host wrote. content: the bytes of host_4B, the same object while they stay equal."""
 
-    step: int
+    number: int
     num_rows: int
     content: bytes
     host_4B: Int32Array
@@ -190,9 +202,8 @@ class HostPart:
 class _Carver:
     """Cuts views out of a buffer one after another; with no buffer it only counts the bytes."""
 
-    def __init__(self, buffer: object | None) -> None:
-        self._buffer = buffer
-        self.num_bytes = 0
+    def __init__(self, buffer: mmap.mmap | None) -> None:
+        self._buffer, self.num_bytes = buffer, 0
 
     def take(self, dtype: torch.dtype, *sizes: int, align_bytes: int = _LINE_BYTES) -> Tensor:
         offset = -(-self.num_bytes // align_bytes) * align_bytes
@@ -202,53 +213,51 @@ class _Carver:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._buffer, dtype=dtype, count=count, offset=offset).view(sizes)
 
+    def ints(self, *sizes: int) -> Any:
+        return self.take(torch.int32, *sizes).numpy()
 
-def _carve(carver: _Carver, shape: TargetShape) -> tuple[Tensor, tuple[Area, ...]]:
-    num_requests, num_rows, int32, int64 = shape.max_num_requests, shape.max_num_rows, torch.int32, torch.int64
-    words = carver.take(int64, 2 * _LINE_BYTES // 8)
-    areas = tuple(
-        Area(
-            counts=carver.take(int64, 8),
-            host_4B=carver.take(int32, _HOST_ROWS, num_requests),
-            finished_B=carver.take(int32, num_requests),
-            prompt_slots_B=carver.take(int32, num_requests),
-            prompt_lengths_B=carver.take(int32, num_requests),
-            prompt_tokens_P=carver.take(int32, MAX_PROMPT_TOKENS),
-            device_part=carver.take(int32, 2 * num_requests + num_rows),
-            ready=carver.take(int64, 1),
-            payload_RH=carver.take(shape.torch_dtype, num_rows, shape.hidden_size, align_bytes=_PAGE_BYTES),
-            drafts_BK=carver.take(int32, num_requests, shape.max_depth),
-            service_ns=carver.take(int64, 1),
-            done=carver.take(int64, 1),
-            outcome=carver.take(int64, 2),
+    def words(self, count: int) -> Any:
+        return self.take(torch.int64, count).numpy()
+
+    def area(self, shape: TargetShape) -> Area:
+        num_requests, num_rows = shape.max_num_requests, shape.max_num_rows
+        return Area(
+            counts=self.words(5),
+            host_4B=self.ints(_HOST_ROWS, num_requests),
+            finished_B=self.ints(num_requests),
+            prompt_slots_B=self.ints(num_requests),
+            prompt_lengths_B=self.ints(num_requests),
+            prompt_tokens_P=self.ints(MAX_PROMPT_TOKENS),
+            device_part=self.ints(2 * num_requests + num_rows),
+            ready=self.words(1),
+            payload_RH=self.take(shape.torch_dtype, num_rows, shape.hidden_size, align_bytes=_PAGE_BYTES),
+            drafts_BK=self.ints(num_requests, shape.max_depth),
+            service_ns=self.words(1),
+            done=self.words(1),
+            outcome=self.words(2),
         )
-        for _ in range(NUM_AREAS)
-    )
-    return words, areas
 
 
 def mailbox_bytes(shape: TargetShape) -> int:
     """Size of a mailbox, in whole pages: three payloads and little else."""
     carver = _Carver(None)
-    _carve(carver, shape)
+    carver.words(1)
+    for _ in range(NUM_AREAS):
+        carver.area(shape)
     return -(-carver.num_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 class Mailbox:
-    """One side's view of a mailbox. Steps count up from 1, without gaps."""
+    """One side's view of a mailbox. Steps are numbered from 1 on, without gaps."""
 
     def __init__(self, memory: SharedMemory, shape: TargetShape) -> None:
         self.memory, self.shape = memory, shape
-        words, self.areas = _carve(_Carver(memory.mapping), shape)
-        self.abort, self.heartbeat = words[:1], words[_LINE_BYTES // 8 :][:1]
-        # Reading a word through numpy costs a tenth of reading it through torch, and waiting is reading words.
-        self._ready = [area.ready.numpy() for area in self.areas]
-        self._done = [area.done.numpy() for area in self.areas]
-        self._abort, self._heartbeat = self.abort.numpy(), self.heartbeat.numpy()
-        self._parts = [(area.counts.numpy(), area.host_4B.numpy(), area.device_part.numpy()) for area in self.areas]
-        self._replies = [(area.drafts_BK.numpy(), area.service_ns.numpy()) for area in self.areas]
-        self._host_part: HostPart | None = None
-        self._checked: HostPart | None = None
+        carver = _Carver(memory.mapping)
+        self._abort = carver.words(1)
+        self.abort_t = torch.from_numpy(self._abort)
+        self.areas = tuple(carver.area(shape) for _ in range(NUM_AREAS))
+        self._host_part: _HostPart | None = None
+        self._checked: _HostPart | None = None
 
     @classmethod
     def create(cls, shape: TargetShape) -> Mailbox:
@@ -265,54 +274,64 @@ class Mailbox:
         """Between threads of this process."""
         return cls(SharedMemory.private(mailbox_bytes(shape)), shape)
 
-    def area(self, step: int) -> Area:
-        return self.areas[step % NUM_AREAS]
+    def area(self, number: int) -> Area:
+        return self.areas[number % NUM_AREAS]
 
-    # The target's side.
+    # The target's side
 
-    def is_free(self, step: int) -> bool:
-        """Whether the area of `step` may be written: the step that had it before is answered."""
-        return int(self._done[step % NUM_AREAS][0]) >= step - NUM_AREAS
+    def is_free(self, number: int) -> bool:
+        """Whether the area of this step may be written: the step that had it before is answered."""
+        return int(self.area(number).done[0]) >= number - NUM_AREAS
 
-    def write_host_part(
-        self,
-        step: int,
-        host_4B: Int32Array,
-        num_rows: int,
-        finished_slots: Sequence[int] = (),
-        prompts: Mapping[int, Int32Array] | None = None,
-    ) -> int:
-        """What the target's host knows of a step: rows of host_4B are slots, heads, row offsets, depths.
+    def write_host_part(self, step: TargetStep[Tensor]) -> int:
+        """What the target's host knows of a step. Returns how many prompts did not fit and travel empty.
 
-        Returns how many prompts did not fit and travel empty. Sizes are the sender's to keep: within the shape.
+        Sizes are the sender's to keep: within the shape.
         """
-        area, num_requests = self.area(step), host_4B.shape[1]
+        area = self.area(step.number)
         area.outcome[0] = 0
-        area.host_4B.numpy()[:, :num_requests] = host_4B
-        area.finished_B.numpy()[: len(finished_slots)] = finished_slots
+        area.host_4B[:, : step.num_requests] = (step.slots_B, step.heads_B, step.depth_B, step.row_offset_B)
+        area.finished_B[: len(step.finished_slots)] = step.finished_slots
         used, num_cut = 0, 0
-        for i, (slot, token_ids) in enumerate((prompts or {}).items()):
+        for i, (slot, token_ids) in enumerate(step.prompts.items()):
             if used + len(token_ids) > MAX_PROMPT_TOKENS:
                 token_ids, num_cut = token_ids[:0], num_cut + 1
             area.prompt_slots_B[i], area.prompt_lengths_B[i] = slot, len(token_ids)
-            area.prompt_tokens_P.numpy()[used : used + len(token_ids)] = token_ids
+            area.prompt_tokens_P[used : used + len(token_ids)] = token_ids
             used += len(token_ids)
-        counts = self._parts[step % NUM_AREAS][0]
-        counts[1:5] = (num_requests, num_rows, len(finished_slots), len(prompts or {}))
-        counts[0] = step
+        num_rows = len(step.next_tokens_R)
+        area.counts[1:] = (step.num_requests, num_rows, len(step.finished_slots), len(step.prompts))
+        area.counts[0] = step.number
         return num_cut
 
-    def write_device_part(
-        self, step: int, start_B: Tensor, num_valid_B: Tensor, next_tokens_R: Tensor, hidden_RH: Tensor
-    ) -> None:
-        """The rest of a step, from tensors on the host; then `ready`. Of a GPU: `peagle.drafter.mailbox`."""
-        area, num_rows = self.area(step), len(next_tokens_R)
-        area.device_part[: 2 * len(start_B) + num_rows] = torch.cat([start_B, num_valid_B, next_tokens_R])
-        area.payload_RH[:num_rows].copy_(hidden_RH)
-        self._ready[step % NUM_AREAS][0] = step
+    def write_device_part(self, step: TargetStep[Tensor]) -> None:
+        """The rest of a step whose tensors are on the host; then `ready`."""
+        area, packed = self.area(step.number), torch.cat([step.start_B, step.num_valid_B, step.next_tokens_R])
+        area.device_part_t[: len(packed)] = packed
+        area.payload_RH[: len(step.hidden_RH)].copy_(step.hidden_RH)
+        area.ready[0] = step.number
 
-    def is_done(self, step: int) -> bool:
-        return int(self._done[step % NUM_AREAS][0]) >= step
+    def enqueue_device_part(self, step: TargetStep[Tensor]) -> None:
+        """The same from tensors of a GPU: three copies in the order of its current stream, the last one `ready`."""
+        area, packed = self.area(step.number), torch.cat([step.start_B, step.num_valid_B, step.next_tokens_R])
+        area.device_part_t[: len(packed)].copy_(packed, non_blocking=True)
+        area.payload_RH[: len(step.hidden_RH)].copy_(step.hidden_RH, non_blocking=True)
+        ready = torch.full((1,), step.number, dtype=torch.int64, device=step.hidden_RH.device)
+        area.ready_t.copy_(ready, non_blocking=True)
+
+    def enqueue_wait(self, number: int, timeout_s: float, out_BK: Tensor) -> None:
+        """Let the current stream wait for the drafts of a step, at most this long, and put them into out_BK (int32 on
+        the device).
+
+        Without an answer in time out_BK is `NO_DRAFT` all over. A reply that comes later is not seen.
+        """
+        area = self.area(number)
+        status_2 = torch.empty(2, dtype=torch.int64, device=out_BK.device)
+        wait_for_word(area.done_t, number, self.abort_t, status_2, int(timeout_s * 1e9))
+        take_answer(area.drafts_BK_t[: len(out_BK)], status_2, out_BK, area.outcome_t, NO_DRAFT)
+
+    def is_done(self, number: int) -> bool:
+        return int(self.area(number).done[0]) >= number
 
     def set_abort(self, aborted: bool) -> None:
         """Let go, or not, of whoever waits for drafts: also a GPU that waits already."""
@@ -321,150 +340,227 @@ class Mailbox:
     def is_aborted(self) -> bool:
         return bool(self._abort[0])
 
-    def read_drafts(self, step: int, num_requests: int) -> Int32Array:
+    def read_drafts(self, number: int, num_requests: int) -> Int32Array:
         """[B, K], once `is_done`; a copy."""
-        return self.area(step).drafts_BK[:num_requests].numpy().copy()
+        return self.area(number).drafts_BK[:num_requests].copy()
 
-    def service_s(self, step: int) -> float:
+    def service_s(self, number: int) -> float:
         """Seconds from when the drafter saw the step to its answer, once `is_done`."""
-        return float(self.area(step).service_ns[0]) * 1e-9
+        return float(self.area(number).service_ns[0]) * 1e-9
 
-    def silence_s(self) -> float:
-        """Seconds since the drafter's last heartbeat."""
-        return (time.monotonic_ns() - int(self._heartbeat[0])) * 1e-9
+    # The drafter's side
 
-    # The drafter's side.
+    def is_ready(self, number: int) -> bool:
+        return int(self.area(number).ready[0]) == number
 
-    def beat(self) -> None:
-        self._heartbeat[0] = time.monotonic_ns()
-
-    def is_ready(self, step: int) -> bool:
-        return int(self._ready[step % NUM_AREAS][0]) == step
-
-    def read_ahead(self, step: int) -> None:
+    def read_ahead(self, number: int) -> None:
         """Take the host part of a step, if it is there: mostly it is long before the step is ready.
 
         Raises ValueError for sizes that do not fit.
         """
-        if (self._host_part is None or self._host_part.step != step) and int(
-            self._parts[step % NUM_AREAS][0][0]
-        ) == step:
-            self._host_part = self._read_host_part(step)
+        is_known = self._host_part is not None and self._host_part.number == number
+        if not is_known and int(self.area(number).counts[0]) == number:
+            self._host_part = self._read_host_part(number)
 
-    def read_step(self, step: int, session: int) -> TargetStep:
+    def read_step(self, number: int, session: int) -> TargetStep[Int32Array]:
         """A step that is ready. `hidden_RH` is a view, the rest copies. Raises ValueError for what does not fit."""
-        if (host := self._host_part) is None or host.step != step:
-            host = self._read_host_part(step)
+        if (host := self._host_part) is None or host.number != number:
+            host = self._read_host_part(number)
         num_requests, num_rows = host.host_4B.shape[1], host.num_rows
-        device_part: Int32Array = self._parts[step % NUM_AREAS][2][: 2 * num_requests + num_rows].copy()
-        found = TargetStep(
-            session=session,
-            step=step,
-            slots_B=host.host_4B[0],
-            heads_B=host.host_4B[1],
+        device_part = self.area(number).device_part[: 2 * num_requests + num_rows].copy()
+        step = TargetStep(
+            *host.host_4B,
             start_B=device_part[:num_requests],
             num_valid_B=device_part[num_requests : 2 * num_requests],
-            row_offset_B=host.host_4B[2],
-            depth_B=host.host_4B[3],
             next_tokens_R=device_part[2 * num_requests :],
-            hidden_RH=self.area(step).payload_RH[:num_rows],
-            finished_slots=host.finished_slots,
+            hidden_RH=self.area(number).payload_RH[:num_rows],
             prompts=host.prompts,
+            finished_slots=host.finished_slots,
+            session=session,
+            number=number,
             host_part=host.content,
         )
-        found.check(self.shape, knows_host_part=self._checked is not None and host.content is self._checked.content)
+        is_known = self._checked is not None and host.content is self._checked.content
+        check_step(step, self.shape, knows_host_part=is_known)
         self._checked = host
-        return found
+        return step
 
-    def _read_host_part(self, step: int) -> HostPart:
-        area, shape = self.area(step), self.shape
-        counts, all_4B, _ = self._parts[step % NUM_AREAS]
-        counted_step, num_requests, num_rows, num_finished, num_prompts = sizes = counts[:5].tolist()
-        limits = (step, shape.max_num_requests, shape.max_num_rows, shape.max_num_requests, shape.max_num_requests)
-        if counted_step != step or any(not 0 <= n <= limit for n, limit in zip(sizes, limits, strict=True)):
-            raise ValueError(f"the host part of step {step} says step {counted_step} with sizes {sizes[1:]}")
-        content: bytes = all_4B[:, :num_requests].tobytes()
+    def _read_host_part(self, number: int) -> _HostPart:
+        area, shape = self.area(number), self.shape
+        counted, num_requests, num_rows, num_finished, num_prompts = sizes = area.counts.tolist()
+        limits = (number, shape.max_num_requests, shape.max_num_rows, shape.max_num_requests, shape.max_num_requests)
+        if counted != number or any(not 0 <= n <= limit for n, limit in zip(sizes, limits, strict=True)):
+            raise ValueError(f"the host part of step {number} says step {counted} with sizes {sizes[1:]}")
+        content: bytes = area.host_4B[:, :num_requests].tobytes()
         # While the same requests decode, step after step has the same host part.
         if (old := self._checked) is not None and old.num_rows == num_rows and old.content == content:
             content = old.content
-        return HostPart(
-            step,
+        lengths = area.prompt_lengths_B[:num_prompts].tolist()
+        if any(length < 0 for length in lengths) or sum(lengths) > MAX_PROMPT_TOKENS:
+            raise ValueError(f"prompts of {lengths} tokens, at most {MAX_PROMPT_TOKENS} together")
+        ends = np.cumsum([0, *lengths])
+        tokens = area.prompt_tokens_P[: ends[-1]].copy()
+        slots = area.prompt_slots_B[:num_prompts].tolist()
+        return _HostPart(
+            number,
             num_rows,
             content,
             np.frombuffer(content, np.int32).reshape(_HOST_ROWS, num_requests),
-            area.finished_B[:num_finished].tolist() if num_finished else (),
-            _read_prompts(area, num_prompts) if num_prompts else {},
+            area.finished_B[:num_finished].tolist(),
+            {slot: tokens[ends[i] : ends[i + 1]] for i, slot in enumerate(slots)},
         )
 
-    def answer(self, step: int, drafts_BK: Int32Array, service_ns: int) -> None:
+    def answer(self, number: int, drafts_BK: Int32Array, service_ns: int) -> None:
         """Drafts of a step, [B, max_depth]; then `done`."""
-        replied_BK, replied_ns = self._replies[step % NUM_AREAS]
-        replied_BK[: len(drafts_BK)] = drafts_BK
-        replied_ns[0] = service_ns
-        self._done[step % NUM_AREAS][0] = step
+        area = self.area(number)
+        area.drafts_BK[: len(drafts_BK)] = drafts_BK
+        area.service_ns[0] = service_ns
+        area.done[0] = number
+
+    # CUDA
+
+    def pin(self, device: torch.device, *, will_wait: bool) -> None:
+        """Register the memory with CUDA, so that `device` reaches it. Raises RuntimeError where CUDA refuses.
+
+        will_wait: compiles the kernels of a wait, for timeouts of 32 and of 64 bits: at the first step it is too late.
+        """
+        portable_and_mapped = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
+        base = torch.frombuffer(self.memory.mapping, dtype=torch.uint8)
+        with torch.cuda.device(device):
+            error = torch.cuda.cudart().cudaHostRegister(base.data_ptr(), base.nbytes, portable_and_mapped)
+            torch.cuda.check_error(error)
+            if not will_wait:
+                return
+            area, status_2 = self.areas[0], torch.empty(2, dtype=torch.int64, device=device)
+            for timeout_ns in (1 << 20, 1 << 40):
+                wait_for_word(area.done_t, 0, self.abort_t, status_2, timeout_ns)
+            drafts_BK = torch.empty(1, self.shape.max_depth, dtype=torch.int32, device=device)
+            take_answer(area.drafts_BK_t[:1], status_2, drafts_BK, torch.empty_like(status_2), NO_DRAFT)
+
+    def unpin(self, device: torch.device) -> None:
+        """Undo `pin`, before the memory goes and after the last work that uses it."""
+        base = torch.frombuffer(self.memory.mapping, dtype=torch.uint8)
+        with torch.cuda.device(device):
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(base.data_ptr()))
 
 
-def _read_prompts(area: Area, num_prompts: int) -> dict[int, Int32Array]:
-    lengths = area.prompt_lengths_B[:num_prompts].tolist()
-    if any(length < 0 for length in lengths) or sum(lengths) > MAX_PROMPT_TOKENS:
-        raise ValueError(f"prompts of {lengths} tokens, at most {MAX_PROMPT_TOKENS} together")
-    ends = np.cumsum([0, *lengths])
-    tokens = area.prompt_tokens_P.numpy()[: ends[-1]].copy()
-    slots = area.prompt_slots_B[:num_prompts].tolist()
-    return {slot: tokens[ends[i] : ends[i + 1]] for i, slot in enumerate(slots)}
+# Waiting for a word in the order of a stream
 
 
-# ====================================================================================================
-# A mailbox used by a GPU: its memory registered with CUDA, a step sent and drafts awaited in stream order.
-#
-# The host enqueues and goes on; it learns later, from the area's `outcome`, what a wait came to. Everything here runs on
-# the current stream of the current device.
-
-_PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
+REACHED, ABORTED, TIMED_OUT = 1, 2, 3  # values of `status_2[0]`
+_NUM_QUICK_READS, _SLEEP_S = 200, 50e-6  # the twin reads this often without a pause, then sleeps between reads
+_ANSWER_BLOCK = 512
 
 
-def pin(mailbox: Mailbox, device: torch.device, *, will_wait: bool) -> None:
-    """Let `device` reach the mailbox: needed before anything else here. Raises RuntimeError where CUDA refuses.
+def wait_for_word(word_1: Tensor, wanted: int, abort_1: Tensor, status_2: Tensor, timeout_ns: int) -> None:
+    """Wait until word_1 >= wanted, abort_1 != 0, or timeout_ns are over since the wait itself began.
 
-    will_wait: compiles the kernels of a wait, for timeouts of 32 and of 64 bits: at the first step it is too late.
+    With `status_2` on a GPU this enqueues the wait on the current stream and returns: one warp reads the words over the
+    bus, other work goes on. Otherwise it blocks. The word is looked at before the others, so an answer that is there
+    counts even with the abort word set or no time left.
+
+    word_1, abort_1: int64 [1] of host memory, pinned where a GPU waits; written by others meanwhile.
+    status_2: int64 [2], written at the end: REACHED, ABORTED or TIMED_OUT, and the nanoseconds waited.
+
+    Raises ValueError for words of another type or size.
     """
-    base = torch.frombuffer(mailbox.memory.mapping, dtype=torch.uint8)
-    with torch.cuda.device(device):
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(base.data_ptr(), base.nbytes, _PORTABLE_AND_MAPPED))
-        status_2 = torch.empty(2, dtype=torch.int64, device=device)
-        for timeout_ns in (1 << 20, 1 << 40) if will_wait else ():
-            wait_for_word(mailbox.area(0).done, 0, mailbox.abort, status_2, timeout_ns)
-        if will_wait:
-            drafts_BK = torch.empty(1, mailbox.shape.max_depth, dtype=torch.int32, device=device)
-            area = mailbox.area(0)
-            take_answer(area.drafts_BK[:1], status_2, drafts_BK, torch.empty_like(status_2), NO_DRAFT)
+    for name, tensor, size in (("word_1", word_1, 1), ("abort_1", abort_1, 1), ("status_2", status_2, 2)):
+        if tensor.dtype != torch.int64:
+            raise ValueError(f"{name} is {tensor.dtype} and must be torch.int64")
+        check_shape(name, tensor, size)
+    wait = wait_for_word_triton if uses_kernel(status_2) else wait_for_word_torch
+    wait(word_1, wanted, abort_1, status_2, timeout_ns)
 
 
-def unpin(mailbox: Mailbox, device: torch.device) -> None:
-    """Undo `pin`, before the memory goes and after the last work that uses it."""
-    base = torch.frombuffer(mailbox.memory.mapping, dtype=torch.uint8)
-    with torch.cuda.device(device):
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(base.data_ptr()))
+def wait_for_word_torch(word_1: Tensor, wanted: int, abort_1: Tensor, status_2: Tensor, timeout_ns: int) -> None:
+    """The twin for CPU tensors: blocks the thread, the clock is the host's monotonic one."""
+    start_ns = time.monotonic_ns()
+    word, abort = word_1.numpy(), abort_1.numpy()  # a read of an aligned 64-bit word is one load
+    num_reads, status = 0, 0
+    while not status:
+        waited_ns = time.monotonic_ns() - start_ns
+        if word[0] >= wanted:
+            status = REACHED
+        elif abort[0] != 0:
+            status = ABORTED
+        elif waited_ns >= timeout_ns:
+            status = TIMED_OUT
+        elif (num_reads := num_reads + 1) > _NUM_QUICK_READS:
+            time.sleep(_SLEEP_S)
+    status_2[0], status_2[1] = status, waited_ns
 
 
-def enqueue_send(
-    mailbox: Mailbox, step: int, start_B: Tensor, num_valid_B: Tensor, next_tokens_R: Tensor, hidden_RH: Tensor
-) -> None:
-    """Copy the device part of a step from device tensors, then its `ready` word: three copies."""
-    area, num_rows = mailbox.area(step), len(next_tokens_R)
-    packed = torch.cat([start_B, num_valid_B, next_tokens_R])
-    area.device_part[: len(packed)].copy_(packed, non_blocking=True)
-    area.payload_RH[:num_rows].copy_(hidden_RH, non_blocking=True)
-    ready = torch.full((1,), step, dtype=torch.int64, device=hidden_RH.device)
-    area.ready.copy_(ready, non_blocking=True)
+def wait_for_word_triton(word_1: Tensor, wanted: int, abort_1: Tensor, status_2: Tensor, timeout_ns: int) -> None:
+    """One warp on the current stream. Under the interpreter, which has no timer, a read of the words counts 1 ns."""
+    _wait_kernel[(1,)](word_1, wanted, abort_1, status_2, timeout_ns, HAS_TIMER=not INTERPRETED, num_warps=1)
 
 
-def enqueue_wait(mailbox: Mailbox, step: int, timeout_s: float, out_BK: Tensor) -> None:
-    """Wait for the drafts of a step, at most this long, and put them into out_BK (int32 on the device).
+# The numbers change with every call: without this a kernel would be compiled anew for 1 and for multiples of 16.
+@triton.jit(do_not_specialize=["wanted", "timeout_ns"])
+def _wait_kernel(word_1, wanted, abort_1, status_2, timeout_ns, HAS_TIMER: tl.constexpr):
+    wanted = wanted.to(tl.int64)
+    timeout = timeout_ns.to(tl.int64)
+    waited = timeout * 0
+    start = waited
+    if HAS_TIMER:
+        start = cuda.globaltimer()
+    status = _wait_status(word_1, wanted, abort_1, waited, timeout)
+    while status == 0:
+        if HAS_TIMER:
+            waited = cuda.globaltimer() - start
+        else:
+            waited += 1
+        status = _wait_status(word_1, wanted, abort_1, waited, timeout)
+    tl.store(status_2, status)
+    tl.store(status_2 + 1, waited)
 
-    Without an answer in time out_BK is `NO_DRAFT` all over. A reply that comes later is not seen.
+
+@triton.jit
+def _wait_status(word_1, wanted, abort_1, waited, timeout):
+    """0 while the wait goes on. Volatile: every read goes to memory, where another processor writes."""
+    status = tl.where(waited >= timeout, 3, 0).to(tl.int64)
+    status = tl.where(tl.load(abort_1, volatile=True) != 0, 2, status).to(tl.int64)
+    return tl.where(tl.load(word_1, volatile=True) >= wanted, 1, status).to(tl.int64)
+
+
+def take_answer(answer_BK: Tensor, status_2: Tensor, out_BK: Tensor, outcome_2: Tensor, missing: int) -> None:
+    """After a wait: out_BK becomes answer_BK if the word was reached, `missing` all over if not; outcome_2 the status.
+
+    answer_BK (int32, contiguous) and outcome_2 (int64 [2]) may lie in pinned host memory, which the kernel reads and
+    writes in place: one launch for what would be two copies over the bus and two kernels. On a CPU it is done at once.
+
+    Raises ValueError for tensors of another type or size.
     """
-    area = mailbox.area(step)
-    status_2 = torch.empty(2, dtype=torch.int64, device=out_BK.device)
-    wait_for_word(area.done, step, mailbox.abort, status_2, int(timeout_s * 1e9))
-    take_answer(area.drafts_BK[: len(out_BK)], status_2, out_BK, area.outcome, NO_DRAFT)
+    check_shape("out_BK", out_BK, *answer_BK.shape)
+    check_shape("outcome_2", outcome_2, 2)
+    if {answer_BK.dtype, out_BK.dtype} != {torch.int32} or not (answer_BK.is_contiguous() and out_BK.is_contiguous()):
+        raise ValueError("answer_BK and out_BK must be int32 and contiguous")
+    (take_answer_triton if uses_kernel(out_BK) else take_answer_torch)(answer_BK, status_2, out_BK, outcome_2, missing)
+
+
+def take_answer_torch(answer_BK: Tensor, status_2: Tensor, out_BK: Tensor, outcome_2: Tensor, missing: int) -> None:
+    """The twin, on one device."""
+    out_BK.copy_(answer_BK)
+    out_BK.masked_fill_(status_2[:1, None] != REACHED, missing)
+    outcome_2.copy_(status_2)
+
+
+def take_answer_triton(answer_BK: Tensor, status_2: Tensor, out_BK: Tensor, outcome_2: Tensor, missing: int) -> None:
+    """One launch, a program for some numbers each."""
+    num_numbers = out_BK.numel()
+    _take_answer_kernel[(max(1, triton.cdiv(num_numbers, _ANSWER_BLOCK)),)](
+        answer_BK, status_2, out_BK, outcome_2, num_numbers, missing, BLOCK=_ANSWER_BLOCK, num_warps=4
+    )
+
+
+@triton.jit(
+    do_not_specialize=["num_numbers", "missing"], do_not_specialize_on_alignment=["answer_BK", "out_BK", "outcome_2"]
+)
+def _take_answer_kernel(answer_BK, status_2, out_BK, outcome_2, num_numbers, missing, BLOCK: tl.constexpr):
+    status = tl.load(status_2)
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    answer = tl.load(answer_BK + number, mask=number < num_numbers, other=0, volatile=True)
+    tl.store(out_BK + number, tl.where(status == 1, answer, missing), mask=number < num_numbers)
+    if tl.program_id(0) == 0:
+        both = tl.arange(0, 2)  # in one store: who sees the status reads the time
+        tl.store(outcome_2 + both, tl.load(status_2 + both))

@@ -1,338 +1,462 @@
-"""Messages between a target and a drafter over TCP: a JSON object and any number of raw bytes after it.
+"""What a target and a drafter say to each other: the step record, the messages, and their form on the wire.
 
-    magic 4s | protocol version u16 | 0 u16 | JSON bytes u32 | raw bytes u64 | JSON | raw
+    target                                            drafter
+    Hello: shape, layers, heads by digest, key    ->
+                                                  <-  Refused: why, in words
+                                                  <-  Welcome: mailbox or none; one frame for each reducer
+    Attached: whether it has the mailbox          ->  (only where a mailbox was named)
+    Step: one target step                         ->  (only without a mailbox; frames: integers, hidden rows)
+                                                  <-  Drafts: the answer to it (frame: draft ids)
+                                                  <-  Alive, twice a second
+                                                  <-  Swapped or Bye: the connection is over
 
-Enters: sockets, which belong to the caller. Leaves: whole messages or `WireError`; a peer that speaks something else,
-sends too much or stops in the middle is named as what it is. Nothing here waits longer than it is told.
+A message is a zmq multipart message over TCP: `PROTOCOL`, the msgpack of one of the structs, and raw frames. With a
+shared mailbox (`peagle.drafter.mailbox`) steps and drafts pass through memory, and only the rest goes over TCP.
+
+Dimensions: B requests of a step, R rows of its payload, H hidden size, K the most drafts that a request may ask for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hmac
-import json
-import socket
-import struct
-import time
+import os
+import types
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Generic, TypeVar
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
+import zmq
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+from torch.nn import functional as F
 
-from peagle.drafter.steps import Int32Array, TargetShape, TargetStep
+PROTOCOL = b"peagle/3"  # the first frame of every message; another release may have another
+MAX_NUM_HEADS = 63  # a bit each in a word of 64, the sign left out: `peagle.vllm.remote`
+MAX_PROMPT_TOKENS = 262_144  # of all new requests of one step; beyond, prompts travel empty
+MAX_PAYLOAD_BYTES = 1 << 30  # of one step's hidden rows
+MAX_MESSAGE_BYTES = MAX_PAYLOAD_BYTES + (1 << 24)  # of one frame: a larger one ends its connection unread
+NO_DRAFT = -1  # fills the draft ids of a request from its number of drafts on
+DTYPES: Mapping[str, torch.dtype] = types.MappingProxyType(
+    {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+)
 
-# ====================================================================================================
-# Messages between a target and a drafter over TCP: a JSON object and any number of raw bytes after it.
-#
-#     magic 4s | protocol version u16 | 0 u16 | JSON bytes u32 | raw bytes u64 | JSON | raw
-#
-# Enters: sockets, which belong to the caller. Leaves: whole messages or `WireError`; a peer that speaks something else,
-# sends too much or stops in the middle is named as what it is. Nothing here waits longer than it is told.
-
-MAGIC = b"PEGL"
-PROTOCOL_VERSION = 2
-MAX_JSON_BYTES = 1 << 20
-_HEAD = struct.Struct("<4sHHIQ")
-_MAX_PARTS = 512  # of one sendmsg; Linux takes 1,024
+Int32Array = npt.NDArray[np.int32]
+Ints = TypeVar("Ints", Int32Array, Tensor)
 
 
 class WireError(Exception):
-    """The peer is no drafter or target of this protocol version, or its message is damaged."""
+    """The peer is no drafter or target of this protocol, or its message does not fit; the text says which."""
 
 
-class PeerClosed(WireError):
-    """The peer closed the connection between two messages."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Message:
-    """kind: what it is; fields: the rest of its JSON; raw: its bytes, valid until the next message is read."""
-
-    kind: str
-    fields: dict[str, Any]
-    raw: memoryview
-
-    def field(self, name: str, type_: type) -> Any:
-        """A field of this type. Raises WireError where it is missing or of another."""
-        value = self.fields.get(name)
-        if not isinstance(value, type_) or (type_ is int and isinstance(value, bool)):
-            raise WireError(f"message {self.kind!r}: field {name!r} is {value!r:.80}, not of type {type_.__name__}")
-        return value
-
-
-def send_message(connection: socket.socket, kind: str, fields: dict[str, Any], parts: Sequence[memoryview] = ()) -> int:
-    """Send one message on a blocking socket; its timeout holds for each piece. Returns its bytes. Raises OSError."""
-    # Servers of line protocols answer at a line's end, and can be told apart from silence.
-    text = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode() + b"\r\n"
-    raw = [part.cast("B") for part in parts if part.nbytes]
-    head = _HEAD.pack(MAGIC, PROTOCOL_VERSION, 0, len(text), sum(map(len, raw)))
-    pending = [memoryview(head + text), *raw]
-    total = sum(map(len, pending))
-    while pending:
-        num_sent = connection.sendmsg(pending[:_MAX_PARTS])
-        while pending and num_sent >= len(pending[0]):
-            num_sent -= len(pending.pop(0))
-        if num_sent:
-            pending[0] = pending[0][num_sent:]
-    return total
-
-
-class MessageReader:
-    """Puts messages together from whatever the socket has, for one connection."""
-
-    def __init__(self, connection: socket.socket, max_raw_bytes: int, peer: str) -> None:
-        """max_raw_bytes: of one message; that of the largest seen is kept. peer: what errors call the other side."""
-        self._connection, self._max_raw_bytes, self._peer = connection, max_raw_bytes, peer
-        # Head and JSON in one, raw bytes in the other, so that these are aligned for whatever they hold.
-        self._text, self._raw = bytearray(_HEAD.size), bytearray()
-        self._num_read = 0
-        self._sizes: tuple[int, int] | None = None  # JSON and raw bytes of the message under way
-
-    def read(self) -> Message | None:
-        """The next message, or None as long as the socket has no more of it (non-blocking, or its timeout passed).
-
-        Raises WireError for a peer that ends or sends something else, OSError for a broken connection.
-        """
-        try:
-            if self._sizes is None:
-                self._fill(self._text, 0, _HEAD.size)
-                self._sizes = self._read_head()
-                self._text = _at_least(self._text, _HEAD.size + self._sizes[0])
-                self._raw = _at_least(self._raw, self._sizes[1])
-            num_text, num_raw = _HEAD.size + self._sizes[0], self._sizes[1]
-            self._fill(self._text, 0, num_text)
-            self._fill(self._raw, num_text, num_raw)
-        except (BlockingIOError, TimeoutError):
-            return None
-        self._num_read, self._sizes = 0, None
-        return self._message(bytes(self._text[_HEAD.size : num_text]), memoryview(self._raw)[:num_raw])
-
-    def read_within(self, timeout_s: float) -> Message:
-        """The next message of a blocking socket. Raises WireError when it is not there in time, and as `read`."""
-        deadline_s = time.monotonic() + timeout_s
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            self._connection.settimeout(left_s)
-            if (message := self.read()) is not None:
-                return message
-        raise WireError(f"{self._peer} sent no whole message within {timeout_s:g} s ({self._num_read} bytes)")
-
-    def _fill(self, buffer: bytearray, num_before: int, num_bytes: int) -> None:
-        """Receive until `buffer` has num_bytes; num_before of the message are in front of it."""
-        while (begin := self._num_read - num_before) < num_bytes:
-            num_new = self._connection.recv_into(memoryview(buffer)[begin:num_bytes])
-            if num_new == 0:
-                raise self._ended()
-            self._num_read += num_new
-            if self._sizes is None:
-                self._check_magic()
-
-    def _message(self, text: bytes, raw: memoryview) -> Message:
-        try:
-            fields = json.loads(text)
-            return Message(str(fields.pop("kind")), fields, raw)
-        except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
-            raise WireError(f"{self._peer} sent a message without a JSON object that has a kind") from error
-
-    def _check_magic(self) -> None:
-        begin = bytes(self._text[: min(self._num_read, len(MAGIC))])
-        if not MAGIC.startswith(begin):
-            raise WireError(
-                f"{self._peer} does not speak this protocol: it sent {bytes(self._text[: self._num_read])!r}"
-            )
-
-    def _read_head(self) -> tuple[int, int]:
-        _, version, _, num_text, num_raw = _HEAD.unpack_from(self._text)
-        if version != PROTOCOL_VERSION:
-            raise WireError(
-                f"{self._peer} speaks protocol version {version}, this side {PROTOCOL_VERSION}: run the same release "
-                "at the target and at the drafter"
-            )
-        if num_text > MAX_JSON_BYTES or num_raw > self._max_raw_bytes:
-            raise WireError(
-                f"{self._peer} announces a message of {num_text} + {num_raw} bytes, at most {MAX_JSON_BYTES} + "
-                f"{self._max_raw_bytes} are agreed"
-            )
-        return num_text, num_raw
-
-    def _ended(self) -> WireError:
-        if self._num_read == 0:
-            return PeerClosed(f"{self._peer} closed the connection")
-        num_all = _HEAD.size + sum(self._sizes) if self._sizes else _HEAD.size
-        return WireError(
-            f"{self._peer} closed the connection in the middle of a message: {self._num_read} of {num_all} bytes"
-        )
-
-
-def _at_least(buffer: bytearray, num_bytes: int) -> bytearray:
-    """The buffer, or a longer one that begins the same; an old one may still be looked at through a message."""
-    return buffer if len(buffer) >= num_bytes else buffer + bytearray(num_bytes - len(buffer))
-
-
-# ====================================================================================================
-# A step and its drafts as messages over TCP: what the mailbox is on one host. Only valid rows travel.
-
-_NUM_ARRAYS = 6  # slots, heads, start, num_valid, row_offset, depth
-
-
-def max_step_bytes(shape: TargetShape, max_prompt_tokens: int) -> int:
-    """Raw bytes of the largest step message."""
-    numbers = (_NUM_ARRAYS + 3) * shape.max_num_requests + shape.max_num_rows + max_prompt_tokens
-    return 4 * numbers + shape.payload_bytes
-
-
-def send_step(connection: socket.socket, step: TargetStep) -> int:
-    """Send a step that has passed `TargetStep.check`. Returns the bytes sent. Raises OSError."""
-    rows = step.valid_rows()
-    packed_offset_B = (np.cumsum(step.num_valid_B) - step.num_valid_B).astype(np.int32)
-    prompts = list(step.prompts.items())
-    numbers = np.concatenate(
-        [step.slots_B, step.heads_B, step.start_B, step.num_valid_B, packed_offset_B, step.depth_B]
-        + [step.next_tokens_R[rows], np.asarray(step.finished_slots, np.int32)]
-        + [np.asarray([slot for slot, _ in prompts] + [len(tokens) for _, tokens in prompts], np.int32)]
-        + [tokens for _, tokens in prompts],
-        dtype=np.int32,
-    )
-    fields = {
-        "step": step.step,
-        "num_requests": step.num_requests,
-        "num_rows": len(rows),
-        "num_finished": len(step.finished_slots),
-        "num_prompts": len(prompts),
-        "num_prompt_tokens": sum(len(tokens) for _, tokens in prompts),
-    }
-    runs = _runs(step)
-    return send_message(connection, "step", fields, [numbers.data, *runs])
-
-
-def _runs(step: TargetStep) -> list[memoryview]:
-    """The payload's valid rows in order, as few pieces of its memory."""
-    bytes_RX = step.hidden_RH.contiguous().view(torch.uint8).numpy()
-    pieces: list[tuple[int, int]] = []
-    for first, count in zip(step.row_offset_B.tolist(), step.num_valid_B.tolist(), strict=True):
-        if pieces and pieces[-1][1] == first:
-            pieces[-1] = (pieces[-1][0], first + count)
-        else:
-            pieces.append((first, first + count))
-    return [bytes_RX[first:end].data for first, end in pieces if end > first]
-
-
-def read_step(message: Message, session: int, shape: TargetShape) -> TargetStep:
-    """Inverse of `send_step`; arrays are views of the message. Raises WireError or ValueError for what does not fit."""
-    if message.kind != "step":
-        raise WireError(f"a target sent {message.kind!r:.40} where a step was due")
-    names = ("num_requests", "num_rows", "num_finished", "num_prompts", "num_prompt_tokens")
-    sizes = [message.field(name, int) for name in names]
-    if min(sizes) < 0:
-        raise WireError(f"step: sizes {dict(zip(names, sizes, strict=True))}")
-    num_requests, num_rows, num_finished, num_prompts, num_prompt_tokens = sizes
-    lengths = [num_requests] * _NUM_ARRAYS + [num_rows, num_finished, num_prompts, num_prompts, num_prompt_tokens]
-    num_numbers = sum(lengths)
-    if len(message.raw) != 4 * num_numbers + num_rows * shape.row_bytes:
-        raise WireError(f"step: {len(message.raw)} raw bytes do not fit {dict(zip(names, sizes, strict=True))}")
-    arrays = np.split(np.frombuffer(message.raw, np.int32, num_numbers), np.cumsum(lengths)[:-1])
-    prompt_lengths = arrays[9]
-    if num_prompts and (prompt_lengths.min() < 0 or prompt_lengths.sum() != num_prompt_tokens):
-        raise WireError(f"step: prompts of {prompt_lengths.tolist()} tokens are not {num_prompt_tokens} together")
-    tokens = np.split(arrays[10], np.cumsum(prompt_lengths)[:-1]) if num_prompts else []
-    if num_rows:
-        hidden_RH = torch.frombuffer(message.raw, dtype=shape.torch_dtype, offset=4 * num_numbers)
-    else:
-        hidden_RH = torch.empty(0, dtype=shape.torch_dtype)
-    slots_B, heads_B, start_B, num_valid_B, row_offset_B, depth_B = arrays[:_NUM_ARRAYS]
-    found = TargetStep(
-        session=session,
-        step=message.field("step", int),
-        slots_B=slots_B,
-        heads_B=heads_B,
-        start_B=start_B,
-        num_valid_B=num_valid_B,
-        row_offset_B=row_offset_B,
-        depth_B=depth_B,
-        next_tokens_R=arrays[6],
-        hidden_RH=hidden_RH.view(num_rows, shape.hidden_size),
-        finished_slots=arrays[7].tolist(),
-        prompts=dict(zip(arrays[8].tolist(), tokens, strict=True)),
-    )
-    found.check(shape)
-    return found
-
-
-def drafts_of(message: Message, step: int, num_requests: int, shape: TargetShape) -> Int32Array:
-    """[B, K] of the reply to a step. Raises WireError for a reply to another step or of another size."""
-    if message.field("step", int) != step or len(message.raw) != 4 * num_requests * shape.max_depth:
-        raise WireError(
-            f"a reply to step {message.fields['step']} with {len(message.raw)} bytes, to step {step} wanted"
-        )
-    return np.frombuffer(message.raw, np.int32).reshape(num_requests, shape.max_depth)
-
-
-def send_drafts(connection: socket.socket, step: int, drafts_BK: Int32Array) -> None:
-    """The reply to a step. Raises OSError."""
-    send_message(connection, "drafts", {"step": step}, [np.ascontiguousarray(drafts_BK).data])
-
-
-# ====================================================================================================
-# How a target and a drafter introduce themselves: what the target says, and whether the drafter's heads fit it.
-#
-#     target                                      drafter
-#     hello: shape, layers, heads by digest  ->
-#                                            <-   refused: why, in words
-#                                            <-   welcome: mailbox or none, reducers (raw, in the order named)
-#     attached: whether it has the mailbox   ->   (only where a mailbox was named)
-#
-# Heads are named by digest; the numbers of a target's heads are its own, the drafter translates them.
-
-MAX_REDUCER_BYTES = 1 << 30
-MAX_PAYLOAD_BYTES = 1 << 32
-MAX_NUM_HEADS = 63  # a bit each in a word of 64, the sign left out: `peagle.vllm.remote`
+# The step and its sizes
 
 
 @dataclasses.dataclass(frozen=True)
-class Hello:
-    """name: of the target, for people. aux_layer_ids: the tapped layers. heads: index -> digest. host: of
-    `host_identity`. known_reducers: digests of heads whose reducer the target has already. key: of the drafter, ""
-    where it asks for none."""
+class TargetShape:
+    """Sizes of one target engine, fixed for the life of a connection.
+
+    hidden_size: width of a reduced hidden row (the drafter's H).
+    dtype: of those rows, a key of `DTYPES`.
+    max_depth: K, the most drafts a request may ask for.
+    max_num_requests: B of the largest step; slots are numbered 0 .. max_num_requests - 1.
+    max_num_rows: R of the largest step.
+    vocab_size: of the target; draft ids are below it.
+    """
+
+    hidden_size: int
+    dtype: str
+    max_depth: int
+    max_num_requests: int
+    max_num_rows: int
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype = {self.dtype!r} is none of {', '.join(sorted(DTYPES))}")
+        for name in ("hidden_size", "max_depth", "max_num_requests", "max_num_rows", "vocab_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+                raise ValueError(f"{name} = {value!r} must be a whole number from 1 to 2**31 - 1")
+        if self.max_num_rows < self.max_num_requests:
+            raise ValueError(
+                f"max_num_rows = {self.max_num_rows} is below max_num_requests = {self.max_num_requests}: every "
+                "request of a step has a row"
+            )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of one step's hidden rows at most."""
+        return self.max_num_rows * self.hidden_size * self.torch_dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetStep(Generic[Ints]):
+    """What one target hands to a drafter after one of its steps.
+
+    Request b has `num_valid_B[b]` rows at the positions from `start_B[b]` on; they lie in the payload from row
+    `row_offset_B[b]` on. Rows of the payload that belong to no request (rejected drafts, padding) are left alone.
+    Payload row i holds the token *after* its position and the target's reduced hidden state at its position.
+
+    At the target, start_B, num_valid_B and next_tokens_R are int32 tensors that its GPU may still compute. At the
+    drafter they are arrays; all arrays and `hidden_RH` may be views of memory that is valid until the step is answered.
+
+    slots_B: the target's row for the request, 0 .. max_num_requests - 1; no slot twice in a step.
+    heads_B: index of the head that drafts for the request.
+    num_valid_B: may be 0: nothing new, nothing to draft from.
+    depth_B: drafts wanted, 0 .. max_depth.
+    hidden_RH: at the drafter on the host, pinned where it comes from a mailbox of a GPU.
+    prompts: slot -> int32 token ids of positions 0 .. start of a request that this drafter has not seen, so that it
+        can look for cached rows of the same tokens. An entry says "a new request has this slot". It is empty where
+        the tokens are not known: of a request that another drafter served before.
+    finished_slots: requests that ended before this step; their cache may be dropped. They are released first: a slot
+        may be finished and, for a new request, used in the same step.
+    session: at the drafter, the connection; slots of different sessions are different requests.
+    number: counts up within a session, gaps allowed (steps that were given up).
+    host_part: the same object in steps of a session whose slots, heads, row offsets and depths are all equal, so that
+        what was found out about them holds again; None where nobody compared.
+    """
+
+    slots_B: Int32Array
+    heads_B: Int32Array
+    depth_B: Int32Array
+    row_offset_B: Int32Array
+    start_B: Ints
+    num_valid_B: Ints
+    next_tokens_R: Ints
+    hidden_RH: Tensor
+    prompts: Mapping[int, Int32Array] = dataclasses.field(default_factory=dict)
+    finished_slots: Sequence[int] = ()
+    session: int = 0
+    number: int = 0
+    host_part: bytes | None = None
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.slots_B)
+
+
+def valid_rows(step: TargetStep[Int32Array]) -> npt.NDArray[np.int64]:
+    """Payload rows that belong to a request, request by request."""
+    before_B = np.cumsum(step.num_valid_B) - step.num_valid_B
+    shift = np.repeat(step.row_offset_B - before_B, step.num_valid_B)
+    return np.arange(len(shift)) + shift
+
+
+def check_step(step: TargetStep[Int32Array], shape: TargetShape, *, knows_host_part: bool = False) -> None:
+    """Raise ValueError, naming the field, unless all values fit `shape`: what comes from a peer is checked here.
+
+    A wrong row or token would be a wild read on the drafter's GPU. knows_host_part: slots, heads, row offsets and
+    depths are those of a step that was checked.
+    """
+    num_rows = len(step.next_tokens_R)
+    if not knows_host_part:
+        _check_range("slots_B", step.slots_B, shape.max_num_requests - 1)
+        if step.num_requests and np.bincount(step.slots_B).max() > 1:
+            raise ValueError(f"slots_B {step.slots_B.tolist()} names a slot twice")
+        _check_range("depth_B", step.depth_B, shape.max_depth)
+        _check_range("row_offset_B", step.row_offset_B, num_rows)
+    _check_range("start_B", step.start_B, 2**31 - 1 - shape.max_num_rows - shape.max_depth)
+    _check_range("num_valid_B", step.num_valid_B, num_rows)
+    if (step.row_offset_B + step.num_valid_B > num_rows).any():
+        raise ValueError(f"row_offset_B + num_valid_B reaches beyond the {num_rows} rows of the step")
+    if not _is_in_range(step.next_tokens_R, shape.vocab_size - 1):  # those of rejected rows may be anything
+        _check_range("next_tokens_R", step.next_tokens_R[valid_rows(step)], shape.vocab_size - 1)
+    if step.finished_slots:
+        _check_range("finished_slots", np.asarray(step.finished_slots, np.int32), shape.max_num_requests - 1)
+    for slot, token_ids in step.prompts.items():
+        at = np.flatnonzero(step.slots_B == slot)
+        if len(at) != 1:
+            raise ValueError(f"prompts has slot {slot}, which has no rows in this step")
+        if len(token_ids) not in (0, num_expected := int(step.start_B[at[0]]) + 1):
+            raise ValueError(f"prompts[{slot}] has {len(token_ids)} tokens, not 0 or {num_expected}, start + 1")
+        _check_range(f"prompts[{slot}]", token_ids, shape.vocab_size - 1)
+
+
+def _is_in_range(values: Int32Array, high: int) -> bool:
+    """Whether all are in 0 .. high; a negative int32, read without its sign, is above every `high`."""
+    return not values.size or int(values.view(np.uint32).max()) <= high
+
+
+def _check_range(name: str, values: Int32Array, high: int) -> None:
+    if not _is_in_range(values, high):
+        raise ValueError(f"{name} holds {values.min()} .. {values.max()}, outside 0 .. {high}")
+
+
+# Messages
+
+_Size = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+_HeadIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUM_HEADS)]
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """A target introduces itself.
+
+    name: of the target, for people. aux_layer_ids: the tapped layers. heads: index -> digest; the indices are the
+    target's own. host: of `host_identity`. known_reducers: digests of heads whose reducer the target has already. key:
+    of the drafter, "" where it asks for none.
+    """
 
     name: str
     shape: TargetShape
     aux_layer_ids: tuple[int, ...]
-    heads: Mapping[int, str]
+    heads: dict[_HeadIndex, str]
     host: str
     known_reducers: tuple[str, ...] = ()
-    key: str = dataclasses.field(default="", repr=False)
+    key: str = ""
 
-    def fields(self) -> dict[str, object]:
-        return {
-            "name": self.name,
-            "shape": dataclasses.asdict(self.shape),
-            "aux_layer_ids": list(self.aux_layer_ids),
-            "heads": {str(index): digest for index, digest in self.heads.items()},
-            "host": self.host,
-            "known_reducers": list(self.known_reducers),
-            "key": self.key,
-        }
+    def __repr__(self) -> str:
+        return f"Hello({self.name!r}, {self.shape}, heads={self.heads})"  # without the key
+
+
+class Attached(msgspec.Struct, frozen=True, tag=True):
+    """Whether the target has the mailbox that the welcome named; if not, its steps come over TCP."""
+
+    has_mailbox: bool
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """A `TargetStep` over TCP; only valid rows travel. Frames: all integers in int32, then the hidden rows [R, H]."""
+
+    number: int
+    num_requests: _Size
+    num_rows: _Size
+    num_finished: _Size
+    prompt_lengths: tuple[_Size, ...]
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """mailbox: name of the shared memory, "" for none, then for `no_mailbox_reason`. reducers: digests, a frame each."""
+
+    mailbox: str
+    no_mailbox_reason: str
+    reducers: tuple[str, ...]
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Why this drafter does not draft for whoever said hello."""
+
+    reason: str
+
+
+class Drafts(msgspec.Struct, frozen=True, tag=True):
+    """The answer to a step. Frame: int32 [B, K], `NO_DRAFT` from each request's number of drafts on."""
+
+    number: int
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """The drafter's serving thread runs."""
+
+
+class Swapped(msgspec.Struct, frozen=True, tag=True):
+    """Another head took the place of one of the target's: digests. The target connects again."""
+
+    old: str
+    new: str
+
+
+class Bye(msgspec.Struct, frozen=True, tag=True):
+    """The drafter ends the connection."""
+
+    reason: str
+
+
+TargetMessage = Hello | Attached | Step
+DrafterMessage = Welcome | Refused | Drafts | Alive | Swapped | Bye
+_FROM_TARGET: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(TargetMessage)
+_FROM_DRAFTER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(DrafterMessage)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def frames_of(message: TargetMessage | DrafterMessage, *raw: Any) -> list[Any]:
+    """What `send_multipart` takes."""
+    return [PROTOCOL, _encode(message), *raw]
+
+
+def read_target_message(frames: Sequence[zmq.Frame]) -> tuple[TargetMessage, Sequence[zmq.Frame]]:
+    """A target's message and its raw frames. Raises WireError for anything else."""
+    return _read(frames, _FROM_TARGET)
+
+
+def read_drafter_message(frames: Sequence[zmq.Frame]) -> tuple[DrafterMessage, Sequence[zmq.Frame]]:
+    """A drafter's message and its raw frames. Raises WireError for anything else."""
+    return _read(frames, _FROM_DRAFTER)
+
+
+def _read(frames: Sequence[zmq.Frame], decoder: msgspec.msgpack.Decoder[Any]) -> tuple[Any, Sequence[zmq.Frame]]:
+    said = frames[0].bytes if frames else b""
+    if said != PROTOCOL or len(frames) < 2:
+        raise WireError(
+            f"it speaks {said[:40]!r}, this side {PROTOCOL!r}: run the same release at the target and at the drafter"
+        )
+    try:
+        return decoder.decode(frames[1].buffer), frames[2:]
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise WireError(f"a message that does not fit: {error}") from error
+
+
+def step_frames(step: TargetStep[Int32Array]) -> list[Any]:
+    """A step that has passed `check_step`. The hidden rows are a view of the step's memory where all are valid."""
+    rows = valid_rows(step)
+    packed_offset_B = (np.cumsum(step.num_valid_B) - step.num_valid_B).astype(np.int32)
+    prompts = list(step.prompts.items())
+    integers = np.concatenate(
+        [step.slots_B, step.heads_B, step.depth_B, packed_offset_B, step.start_B, step.num_valid_B]
+        + [step.next_tokens_R[rows], np.asarray(step.finished_slots), np.asarray([slot for slot, _ in prompts])]
+        + [token_ids for _, token_ids in prompts],
+        dtype=np.int32,
+        casting="unsafe",
+    )
+    is_whole = len(rows) == len(step.hidden_RH) and np.array_equal(rows, np.arange(len(rows)))
+    hidden_RH = step.hidden_RH if is_whole else step.hidden_RH[torch.from_numpy(rows)]
+    header = Step(
+        number=step.number,
+        num_requests=step.num_requests,
+        num_rows=len(rows),
+        num_finished=len(step.finished_slots),
+        prompt_lengths=tuple(len(token_ids) for _, token_ids in prompts),
+    )
+    return frames_of(header, integers.data, hidden_RH.contiguous().view(torch.uint8).numpy().data)
+
+
+def read_step(header: Step, raw: Sequence[zmq.Frame], session: int, shape: TargetShape) -> TargetStep[Int32Array]:
+    """Inverse of `step_frames`, checked; the hidden rows are a view. Raises WireError or ValueError."""
+    num_requests, num_rows, prompt_lengths = header.num_requests, header.num_rows, header.prompt_lengths
+    lengths = [num_requests] * 6 + [num_rows, header.num_finished, len(prompt_lengths), *prompt_lengths]
+    sizes = (4 * sum(lengths), num_rows * shape.hidden_size * shape.torch_dtype.itemsize)
+    if (found := tuple(len(frame.buffer) for frame in raw)) != sizes:
+        raise WireError(
+            f"a step of {num_requests} requests and {num_rows} rows has frames of {found} bytes, not {sizes}"
+        )
+    if num_requests > shape.max_num_requests or num_rows > shape.max_num_rows:
+        raise WireError(
+            f"{num_requests} requests with {num_rows} rows are more than the agreed {shape.max_num_requests} and "
+            f"{shape.max_num_rows}"
+        )
+    integers = np.frombuffer(raw[0].buffer, np.int32).copy()  # aligned, as a frame's memory need not be
+    columns = np.split(integers, np.cumsum(lengths)[:-1])
+    hidden = torch.frombuffer(raw[1].buffer, dtype=torch.uint8) if num_rows else torch.empty(0, dtype=torch.uint8)
+    if hidden.data_ptr() % 16:
+        hidden = hidden.clone()
+    slots_B, heads_B, depth_B, row_offset_B, start_B, num_valid_B, next_tokens_R, finished, prompt_slots = columns[:9]
+    step = TargetStep(
+        slots_B, heads_B, depth_B, row_offset_B, start_B, num_valid_B, next_tokens_R,
+        hidden.view(shape.torch_dtype).view(num_rows, shape.hidden_size),
+        prompts=dict(zip(prompt_slots.tolist(), columns[9:], strict=True)),
+        finished_slots=finished.tolist(),
+        session=session,
+        number=header.number,
+    )  # fmt: skip
+    check_step(step, shape)
+    return step
+
+
+def read_drafts(
+    message: Drafts, raw: Sequence[zmq.Frame], number: int, num_requests: int, max_depth: int
+) -> Int32Array:
+    """[B, K] of the answer to a step. Raises WireError for an answer to another step or of another size."""
+    sizes = [len(frame.buffer) for frame in raw]
+    if message.number != number or sizes != [4 * num_requests * max_depth]:
+        raise WireError(f"an answer to step {message.number} with {sizes} bytes, to step {number} wanted")
+    return np.frombuffer(raw[0].buffer, np.int32).reshape(num_requests, max_depth)
+
+
+# Heads as they are offered, and who fits whom
+
+
+class Reducer:
+    """`fc` and its norms: what a target needs of a head, to turn its tapped hidden states into the rows that travel.
+
+    The mask's reduced hidden state stays at the drafter. C taps of S numbers each, X = C * S.
+    """
+
+    def __init__(
+        self, fc_HX: Tensor, *, input_norm_X: Tensor | None = None, fc_norm_CS: Tensor | None = None, eps: float = 1e-5
+    ) -> None:
+        """fc_HX: weight of `fc`; input_norm_X: of the norm of all taps together; fc_norm_CS: of each tap's own.
+
+        Raises ValueError for shapes that do not fit together.
+        """
+        if fc_HX.dim() != 2:
+            raise ValueError(f"fc_HX has shape {list(fc_HX.shape)}, not [H, C * S]")
+        width = fc_HX.shape[1]
+        if input_norm_X is not None and tuple(input_norm_X.shape) != (width,):
+            raise ValueError(f"input_norm_X has shape {list(input_norm_X.shape)}, not [{width}] as fc_HX asks")
+        if fc_norm_CS is not None and (fc_norm_CS.dim() != 2 or fc_norm_CS.numel() != width):
+            raise ValueError(f"fc_norm_CS has shape {list(fc_norm_CS.shape)}, not [C, S] with C * S = {width}")
+        self.fc_HX, self.input_norm_X, self.fc_norm_CS, self.eps = fc_HX, input_norm_X, fc_norm_CS, eps
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return self.fc_HX.shape[0]
+
+    @property
+    def input_size(self) -> int:
+        """X."""
+        return self.fc_HX.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights and of the rows that leave."""
+        return self.fc_HX.dtype
+
+    @torch.no_grad()
+    def reduce(self, aux_RX: Tensor) -> Tensor:
+        """aux_RX [R, C * S], the target's tapped hidden states in the order of its layers -> [R, H] in `dtype`."""
+        x = aux_RX.to(self.dtype)
+        if self.input_norm_X is not None:
+            x = self._normed(x, self.input_norm_X)
+        if self.fc_norm_CS is not None:
+            x = self._normed(x.unflatten(-1, tuple(self.fc_norm_CS.shape)), self.fc_norm_CS).flatten(-2)
+        return F.linear(x, self.fc_HX)
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """As `peagle.model.RMSNorm`, with a weight that may have a row for each tap."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return weight * wide.to(x.dtype)
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Reducer:
+        """A copy elsewhere, or of another type."""
+
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device=device, dtype=dtype or self.dtype)
+
+        fc_HX = self.fc_HX.to(device=device, dtype=dtype or self.dtype)
+        norms = {"input_norm_X": moved(self.input_norm_X), "fc_norm_CS": moved(self.fc_norm_CS)}
+        return Reducer(fc_HX, eps=self.eps, **norms)
+
+    def to_bytes(self) -> bytes:
+        """All of it as one safetensors image, for the answer to a target's hello."""
+        tensors = {"fc_HX": self.fc_HX, "input_norm_X": self.input_norm_X, "fc_norm_CS": self.fc_norm_CS}
+        stored = {name: tensor.cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
+        return save(stored | {"eps": torch.tensor([self.eps], dtype=torch.float64)})
 
     @classmethod
-    def read(cls, message: Message) -> Hello:
-        """Inverse of `fields`. Raises WireError, naming the field, for anything else."""
-        if message.kind != "hello":
-            raise WireError(f"the first message is {message.kind!r:.40}, not a hello")
+    def from_bytes(cls, data: bytes) -> Reducer:
+        """What `to_bytes` wrote, on the CPU. Raises ValueError for anything else."""
         try:
-            found = cls(
-                name=message.field("name", str),
-                shape=TargetShape(**message.field("shape", dict)),
-                aux_layer_ids=tuple(int(layer) for layer in message.field("aux_layer_ids", list)),
-                heads={int(index): str(digest) for index, digest in message.field("heads", dict).items()},
-                host=message.field("host", str),
-                known_reducers=tuple(str(digest) for digest in message.field("known_reducers", list)),
-                key=message.field("key", str),
-            )
-        except (TypeError, ValueError, OverflowError) as error:
-            raise WireError(f"hello: {error}") from error
-        if any(not 0 <= index < MAX_NUM_HEADS for index in found.heads):
-            raise WireError(f"hello: heads = {sorted(found.heads)} must be numbered 0 .. {MAX_NUM_HEADS - 1}")
-        return found
+            tensors = load(data)
+        except SafetensorError as error:
+            raise ValueError(f"{len(data)} bytes are no reducer: {error}") from error
+        eps_1, names = tensors.pop("eps", torch.empty(0)), {"fc_HX", "input_norm_X", "fc_norm_CS"}
+        if eps_1.shape != (1,) or not 0 < float(eps_1[0]) < 1:
+            raise ValueError(f"a reducer's eps is {eps_1.tolist()}, not one number between 0 and 1")
+        if "fc_HX" not in tensors or not tensors.keys() <= names or len({t.dtype for t in tensors.values()}) > 1:
+            found = {name: str(tensor.dtype) for name, tensor in tensors.items()}
+            raise ValueError(f"a reducer holds {found}, not fc_HX and its norms in one type")
+        return cls(**tensors, eps=float(eps_1[0]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,29 +475,29 @@ class ServedHead:
     max_depth: int
 
 
+_SHARED_FIELDS = ("hidden_size", "dtype", "vocab_size", "aux_layer_ids")
+
+
 def refusal(hello: Hello, heads: Mapping[int, ServedHead], key: str = "") -> str | None:
     """Why these heads cannot draft for this target; None where they can. key: the drafter's secret, "" for none."""
     if key and not hmac.compare_digest(hello.key.encode(), key.encode()):
         return "the drafter's key is missing or another one: name it beside the drafter's address"
-    by_digest = {head.digest: head for head in heads.values()}
     if not hello.heads:
         return "the target names no head"
-    if (num_bytes := hello.shape.payload_bytes) > MAX_PAYLOAD_BYTES:
-        return f"a step of max_num_rows = {hello.shape.max_num_rows} has {num_bytes} bytes, at most {MAX_PAYLOAD_BYTES}"
+    shape, by_digest = hello.shape, {head.digest: head for head in heads.values()}
+    if shape.payload_bytes > MAX_PAYLOAD_BYTES:
+        return f"a step of max_num_rows = {shape.max_num_rows} has {shape.payload_bytes} bytes, at most {MAX_PAYLOAD_BYTES}"
     for index, digest in hello.heads.items():
         head = by_digest.get(digest)
         if head is None:
             return f"head {index} of the target is {digest}, this drafter has {', '.join(sorted(by_digest))}"
-        wanted = (hello.shape.hidden_size, hello.shape.dtype, hello.shape.vocab_size, hello.aux_layer_ids)
-        served = (head.hidden_size, head.dtype, head.vocab_size, head.aux_layer_ids)
-        for name, ours, theirs in zip(
-            ("hidden_size", "dtype", "vocab_size", "aux_layer_ids"), served, wanted, strict=True
-        ):
-            if ours != theirs:
+        wanted = (shape.hidden_size, shape.dtype, shape.vocab_size, hello.aux_layer_ids)
+        for name, theirs in zip(_SHARED_FIELDS, wanted, strict=True):
+            if (ours := getattr(head, name)) != theirs:
                 return f"head {digest}: {name} is {ours} at the drafter and {theirs} at the target"
-        if hello.shape.max_depth > head.max_depth:
+        if shape.max_depth > head.max_depth:
             return (
-                f"head {digest}: the target asks for up to {hello.shape.max_depth} drafts, this drafter gives "
+                f"head {digest}: the target asks for up to {shape.max_depth} drafts, this drafter gives "
                 f"{head.max_depth}: start it with a larger --max-depth"
             )
     return None
@@ -390,10 +514,48 @@ def check_swap(heads: Mapping[int, ServedHead], index: int, served: ServedHead) 
         raise ValueError(f"there is no head {index} to swap, only {sorted(heads)}")
     if served.digest in {other.digest for i, other in heads.items() if i != index}:
         raise ValueError(f"head {served.digest} is served under another number already")
-    for name in ("hidden_size", "dtype", "vocab_size", "aux_layer_ids"):
+    for name in _SHARED_FIELDS:
         if getattr(served, name) != getattr(old, name):
             raise ValueError(
                 f"head {served.digest} does not fit the targets: its {name} is {getattr(served, name)}, that of head "
                 f"{old.digest} {getattr(old, name)}"
             )
     return old
+
+
+# Sockets
+
+
+class Waker:
+    """Wakes a thread that polls its descriptor. The descriptor lives as long as anybody knows the waker."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def wake(self) -> None:
+        os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+
+def set_up(socket: zmq.Socket[bytes]) -> None:
+    """What both sides want of their socket: bounded frames, and a peer whose host went away noticed within half a
+    minute."""
+    socket.maxmsgsize = MAX_MESSAGE_BYTES
+    socket.handshake_ivl = 5000
+    socket.setsockopt(zmq.IPV6, 1)
+    for option, value in (
+        (zmq.TCP_KEEPALIVE, 1),
+        (zmq.TCP_KEEPALIVE_IDLE, 10),
+        (zmq.TCP_KEEPALIVE_INTVL, 5),
+        (zmq.TCP_KEEPALIVE_CNT, 3),
+    ):
+        socket.setsockopt(option, value)

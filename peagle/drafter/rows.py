@@ -1,22 +1,28 @@
-"""The rows of one parallel pass over a batch: tokens, positions, cache slots, sources of hidden states, sampled rows.
+"""What happens to the rows of a pass outside its matrix products: laid out, filled with hidden states, normed, rotated.
 
-Enters: per request what the target reports of its last step. Leaves: N rows, one request after another, as
-`peagle.draft` describes them for one: n valid rows at positions start..start + n - 1, then K - 1 rows of the mask
-token. With start = 4, n = 2, K = 3 and payload rows 10, 11:
+The rows of a pass stand one request after another, as `peagle.draft` describes them for one: n valid rows at positions
+start..start + n - 1, then K - 1 rows of the mask token. With start = 4, n = 2, K = 3 and payload rows 10, 11:
 
     position    4         5         6       7
     token       next[10]  next[11]  mask    mask
     source      10        11        -1      -1        (-1: the shared hidden state)
     samples               draft 1   draft 2 draft 3
 
-Rejected rows never appear: the next start lies before them. B requests, N rows, R payload rows, K drafts at most;
-`block_table_BN` has as many columns as a request may have cache blocks.
+Rejected rows never appear: the next start lies before them. `accepted_rows` runs at the target and says which rows of
+its step are valid, and the token after each.
+
+Every function has a Triton kernel for GPUs (and for Triton's interpreter) beside a plain twin, `..._torch`, for other
+devices. Sums of kernels are in float32, roundings are those of the twins.
+
+B requests, N rows, R payload rows, K drafts at most, H hidden size, I width of the MLP, A query heads and G key heads
+of D = 2F numbers, P positions.
 """
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
+import os
 
 import torch
 import triton
@@ -24,26 +30,33 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.drafter.attention import MIN_BLOCK_REQUESTS
-from peagle.drafter.dispatch import check_shape, uses_kernel
+#: Read once, as Triton does: kernels are interpreted or compiled from the moment they are defined.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+MIN_BLOCK_REQUESTS = 64  # lanes for requests, here and in the attention: each width is a kernel to compile
+ALIGNMENT_BYTES = 16  # of addresses, where a row's size is a multiple of it: rows then move in wide loads
+_SEARCHED_ELEMENTS = 2048  # of the table (row of the block, request) that one program searches
+_MAX_BLOCK_H = 2048
+BLOCK_ROWS = 1024  # read at a time by a request's program in `accepted_rows`
+_ROTATED_ELEMENTS = 2048  # of one program
+_GATED_ELEMENTS = 1024
 
-# ====================================================================================================
-# The rows of one parallel pass over a batch: tokens, positions, cache slots, sources of hidden states, sampled rows.
-#
-# Enters: per request what the target reports of its last step. Leaves: N rows, one request after another, as
-# `peagle.draft` describes them for one: n valid rows at positions start..start + n - 1, then K - 1 rows of the mask
-# token. With start = 4, n = 2, K = 3 and payload rows 10, 11:
-#
-#     position    4         5         6       7
-#     token       next[10]  next[11]  mask    mask
-#     source      10        11        -1      -1        (-1: the shared hidden state)
-#     samples               draft 1   draft 2 draft 3
-#
-# Rejected rows never appear: the next start lies before them. B requests, N rows, R payload rows, K drafts at most;
-# `block_table_BN` has as many columns as a request may have cache blocks.
 
-#: Elements of the table (row of the block, request) that one program searches.
-SEARCHED_ELEMENTS = 2048
+def uses_kernel(tensor: Tensor) -> bool:
+    """Whether work on this tensor goes to a Triton kernel: on a GPU, or anywhere under the interpreter."""
+    return INTERPRETED or tensor.is_cuda
+
+
+def check_shape(name: str, tensor: Tensor, *sizes: int | None) -> None:
+    """Raises ValueError, with the tensor's name, unless its shape is `sizes`, where None stands for any size."""
+    fits = tensor.dim() == len(sizes) and all(
+        want is None or have == want for have, want in zip(tensor.shape, sizes, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in sizes)
+        raise ValueError(f"{name} has shape {list(tensor.shape)} and must have [{wanted}]")
+
+
+# Rows of a pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,10 +135,22 @@ def build_rows(
         out = Rows.empty(num_requests, num_rows, max_depth, start_B.device)
     check_shape("out.token_ids_N", out.token_ids_N, num_rows)
     check_shape("out.sample_rows_BK", out.sample_rows_BK, num_requests, max_depth)
-    build = build_rows_triton if uses_kernel(start_B) and num_requests else build_rows_torch
-    build(
-        start_B, num_valid_B, row_offset_B, depth_B, next_tokens_R, block_table_BN, out,
-        block_size=block_size, mask_token_id=mask_token_id,
+    if not uses_kernel(start_B) or not num_requests:
+        build_rows_torch(
+            start_B, num_valid_B, row_offset_B, depth_B, next_tokens_R, block_table_BN, out,
+            block_size=block_size, mask_token_id=mask_token_id,
+        )  # fmt: skip
+        return out
+    # One launch: programs of some rows each, and a last one for what is kept per request.
+    block_requests = max(MIN_BLOCK_REQUESTS, triton.next_power_of_2(num_requests))
+    block_rows = max(1, min(128, _SEARCHED_ELEMENTS // block_requests))
+    _build_rows_kernel[(triton.cdiv(num_rows, block_rows) + 1,)](
+        start_B, num_valid_B, row_offset_B, depth_B, next_tokens_R, block_table_BN,
+        out.token_ids_N, out.positions_N, out.slots_N, out.sources_N,
+        out.sample_rows_BK, out.first_row_B1, out.context_B,
+        num_requests, len(next_tokens_R), next_tokens_R.stride(0), num_rows, block_table_BN.stride(0),
+        block_table_BN.shape[1], block_size, mask_token_id, max_depth,
+        BLOCK_B=block_requests, BLOCK_N=block_rows, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -142,7 +167,7 @@ def build_rows_torch(
     block_size: int,
     mask_token_id: int,
 ) -> None:
-    """The twin of `build_rows_triton`: the same tensors from plain torch."""
+    """The twin: the same tensors from plain torch."""
     num_requests, max_depth = out.sample_rows_BK.shape
     num_rows, num_payload_rows = len(out.token_ids_N), len(next_tokens_R)
     valid_B = num_valid_B.long().clamp(min=0)
@@ -156,8 +181,7 @@ def build_rows_torch(
     sampled_BK[(depths_K >= drafts_B[:, None]) | (sampled_BK >= num_rows)] = -1
     out.sample_rows_BK.copy_(sampled_BK)
     if num_requests == 0:
-        for tensor, padding in _padding(out):
-            tensor.fill_(padding)
+        out.token_ids_N.zero_(), out.positions_N.zero_(), out.slots_N.fill_(-1), out.sources_N.fill_(-1)
         return
     index_N = torch.arange(num_rows, device=start_B.device)
     is_row_N = index_N < first_B1[-1]
@@ -170,7 +194,7 @@ def build_rows_torch(
     given_N = torch.cat([next_tokens_R.long(), next_tokens_R.new_zeros(1, dtype=torch.int64)])[source_N]
     position_N = start_B.long()[request_N] + offset_N
     column_N, num_columns = position_N // block_size, block_table_BN.shape[1]
-    padded_BN = torch.nn.functional.pad(block_table_BN.long(), (0, 1), value=-1)
+    padded_BN = F.pad(block_table_BN.long(), (0, 1), value=-1)
     block_N = padded_BN[request_N, column_N.clamp(0, num_columns)]
     slot_N = block_N * block_size + position_N % block_size
     token_N = torch.where(is_valid_N, given_N, mask_token_id)
@@ -178,37 +202,6 @@ def build_rows_torch(
     out.positions_N.copy_(torch.where(is_row_N, position_N, 0))
     out.slots_N.copy_(torch.where(is_row_N & (block_N >= 0), slot_N, -1))
     out.sources_N.copy_(source_N)
-
-
-def _padding(out: Rows) -> list[tuple[Tensor, int]]:
-    return [(out.token_ids_N, 0), (out.positions_N, 0), (out.slots_N, -1), (out.sources_N, -1)]
-
-
-def build_rows_triton(
-    start_B: Tensor,
-    num_valid_B: Tensor,
-    row_offset_B: Tensor,
-    depth_B: Tensor,
-    next_tokens_R: Tensor,
-    block_table_BN: Tensor,
-    out: Rows,
-    *,
-    block_size: int,
-    mask_token_id: int,
-) -> None:
-    """One launch: programs of some rows each, and a last one for what is kept per request."""
-    num_requests, max_depth = out.sample_rows_BK.shape
-    num_rows = len(out.token_ids_N)
-    block_requests = max(MIN_BLOCK_REQUESTS, triton.next_power_of_2(num_requests))
-    block_rows = max(1, min(128, SEARCHED_ELEMENTS // block_requests))
-    _build_rows_kernel[(triton.cdiv(num_rows, block_rows) + 1,)](
-        start_B, num_valid_B, row_offset_B, depth_B, next_tokens_R, block_table_BN,
-        out.token_ids_N, out.positions_N, out.slots_N, out.sources_N,
-        out.sample_rows_BK, out.first_row_B1, out.context_B,
-        num_requests, len(next_tokens_R), next_tokens_R.stride(0), num_rows, block_table_BN.stride(0),
-        block_table_BN.shape[1], block_size, mask_token_id, max_depth,
-        BLOCK_B=block_requests, BLOCK_N=block_rows, num_warps=4,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_rows", "max_depth"])  # each special value is a kernel to compile
@@ -259,19 +252,13 @@ def _build_rows_kernel(
         tl.store(sources_N + row, tl.where(in_payload, source, -1), mask=is_stored)
 
 
-# ====================================================================================================
-# Hidden states of a pass's rows: those of the payload, the shared one for mask rows.
-#
-# R payload rows, N rows of the pass, H hidden size.
-
-MAX_BLOCK_H = 2048
-ALIGNMENT_BYTES = 16  # of addresses, where a row's size is a multiple of it: rows then move in wide loads
+# Hidden states of a pass's rows
 
 
 def place_hidden(payload_RH: Tensor, sources_N: Tensor, mask_hidden_H: Tensor, out_NH: Tensor) -> Tensor:
     """Writes and returns out_NH: row i is payload_RH[sources_N[i]], or mask_hidden_H where the source is -1.
 
-    sources_N: int, as `peagle.drafter.rows` makes them. Values are converted to the type of out_NH. Plain torch,
+    sources_N: int, as in `Rows`. Values are converted to the type of out_NH. Plain torch,
     for a payload that is one tensor on the device of the others; a GPU's pass has `place_hidden_at`.
 
     Raises ValueError when shapes do not fit together.
@@ -299,14 +286,21 @@ def place_hidden_at(addresses_R: Tensor, sources_N: Tensor, mask_hidden_H: Tenso
     check_shape("out_NH", out_NH, len(sources_N), len(mask_hidden_H))
     if addresses_R.dtype != torch.int64 or not out_NH.is_contiguous() or mask_hidden_H.stride(0) != 1:
         raise ValueError("addresses_R must be int64, out_NH and mask_hidden_H contiguous")
-    if len(sources_N):
-        (place_hidden_at_triton if uses_kernel(out_NH) else place_hidden_at_torch)(
-            addresses_R, sources_N, mask_hidden_H, out_NH
-        )
+    num_rows, hidden_size = out_NH.shape
+    if not num_rows:
+        return out_NH
+    if not uses_kernel(out_NH):
+        return place_hidden_at_torch(addresses_R, sources_N, mask_hidden_H, out_NH)
+    block = min(_MAX_BLOCK_H, triton.next_power_of_2(hidden_size))
+    _place_hidden_at_kernel[(num_rows, triton.cdiv(hidden_size, block))](
+        addresses_R, sources_N, mask_hidden_H, out_NH, addresses_R.stride(0), hidden_size,
+        BLOCK_H=block, ALIGNMENT=ALIGNMENT_BYTES if hidden_size * out_NH.itemsize % ALIGNMENT_BYTES == 0 else 1,
+        num_warps=4,
+    )  # fmt: skip
     return out_NH
 
 
-def place_hidden_at_torch(addresses_R: Tensor, sources_N: Tensor, mask_hidden_H: Tensor, out_NH: Tensor) -> None:
+def place_hidden_at_torch(addresses_R: Tensor, sources_N: Tensor, mask_hidden_H: Tensor, out_NH: Tensor) -> Tensor:
     """The twin, for addresses in host memory."""
     row_bytes = out_NH.shape[1] * out_NH.itemsize
     for row_H, source in zip(out_NH, sources_N.tolist(), strict=True):
@@ -315,17 +309,7 @@ def place_hidden_at_torch(addresses_R: Tensor, sources_N: Tensor, mask_hidden_H:
         else:
             found = (ctypes.c_char * row_bytes).from_address(int(addresses_R[source]))
             row_H.copy_(torch.frombuffer(found, dtype=out_NH.dtype))
-
-
-def place_hidden_at_triton(addresses_R: Tensor, sources_N: Tensor, mask_hidden_H: Tensor, out_NH: Tensor) -> None:
-    """One launch, a program for each part of a row."""
-    num_rows, hidden_size = out_NH.shape
-    block = min(MAX_BLOCK_H, triton.next_power_of_2(hidden_size))
-    _place_hidden_at_kernel[(num_rows, triton.cdiv(hidden_size, block))](
-        addresses_R, sources_N, mask_hidden_H, out_NH, addresses_R.stride(0), hidden_size,
-        BLOCK_H=block, ALIGNMENT=ALIGNMENT_BYTES if hidden_size * out_NH.itemsize % ALIGNMENT_BYTES == 0 else 1,
-        num_warps=4,
-    )  # fmt: skip
+    return out_NH
 
 
 @triton.jit
@@ -346,20 +330,7 @@ def _place_hidden_at_kernel(
         tl.store(out_NH + row * hidden_size + column, shared.to(out_NH.dtype.element_ty), mask=is_column)
 
 
-# ====================================================================================================
-# What a target's step leaves of each request: how many of its rows stay, and the token after each row.
-#
-# Enters: the step's rows as the engine laid them out and what was sampled. Leaves: what a drafter on another GPU is sent.
-# With requests of rows 0..3 (a token and 3 drafts, 2 of them accepted) and 4 (a token), sampled next x and y:
-#
-#     row           0         1         2     3          4
-#     input         t         d1        d2    d3         u
-#     stays         yes       yes       yes   no         yes
-#     next token    d1        d2        x     anything   y
-#
-# B requests, R rows.
-
-BLOCK_ROWS = 1024  # read at a time by a request's program
+# What a target's step leaves of each request
 
 
 def accepted_rows(
@@ -370,6 +341,13 @@ def accepted_rows(
     input_ids_R: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Valid rows of each request [B] and the token after each row [R], both int32 on the inputs' device.
+
+    With requests of rows 0..3 (a token and 3 drafts, 2 of them accepted) and 4 (a token), sampled next x and y:
+
+        row           0         1         2     3          4
+        input         t         d1        d2    d3         u
+        stays         yes       yes       yes   no         yes
+        next token    d1        d2        x     anything   y
 
     Args:
         first_row_B1: int, request b has rows first_row_B1[b] .. first_row_B1[b + 1] - 1, which are all R rows.
@@ -387,12 +365,15 @@ def accepted_rows(
     check_shape("input_ids_R", input_ids_R, None)
     if num_drafts_up_to_B is not None:
         check_shape("num_drafts_up_to_B", num_drafts_up_to_B, num_requests)
+    if not uses_kernel(input_ids_R) or not num_requests:
+        return accepted_rows_torch(first_row_B1, num_drafts_up_to_B, num_sampled_B, next_tokens_B, input_ids_R)
     num_valid_B = torch.empty(num_requests, dtype=torch.int32, device=input_ids_R.device)
     next_tokens_R = torch.empty(len(input_ids_R), dtype=torch.int32, device=input_ids_R.device)
-    if num_requests:
-        (accepted_rows_triton if uses_kernel(input_ids_R) else accepted_rows_torch)(
-            first_row_B1, num_drafts_up_to_B, num_sampled_B, next_tokens_B, input_ids_R, num_valid_B, next_tokens_R
-        )
+    has_drafts = num_drafts_up_to_B is not None
+    _accepted_rows_kernel[(num_requests,)](
+        first_row_B1, num_drafts_up_to_B if has_drafts else num_sampled_B, num_sampled_B, next_tokens_B, input_ids_R,
+        num_valid_B, next_tokens_R, len(input_ids_R), HAS_DRAFTS=has_drafts, BLOCK=BLOCK_ROWS, num_warps=4,
+    )  # fmt: skip
     return num_valid_B, next_tokens_R
 
 
@@ -402,35 +383,16 @@ def accepted_rows_torch(
     num_sampled_B: Tensor,
     next_tokens_B: Tensor,
     input_ids_R: Tensor,
-    num_valid_B: Tensor,
-    next_tokens_R: Tensor,
-) -> None:
-    """The twin: the last two are written."""
-    num_valid_B.copy_(first_row_B1.diff())
+) -> tuple[Tensor, Tensor]:
+    """The twin."""
+    num_valid_B = first_row_B1.diff().int()
     if num_drafts_up_to_B is not None:
         num_drafts_B = num_drafts_up_to_B.diff(prepend=num_drafts_up_to_B.new_zeros(1))
         num_valid_B -= (num_drafts_B + 1 - num_sampled_B).masked_fill(num_drafts_B == 0, 0)
-    next_tokens_R[:-1] = input_ids_R[1:]
-    next_tokens_R[-1:] = 0
+    next_tokens_R = F.pad(input_ids_R[1:].int(), (0, min(1, len(input_ids_R))))
     last_B = first_row_B1[:-1] + (num_valid_B - 1).clamp(min=0)
-    next_tokens_R[last_B.long()] = next_tokens_B.to(next_tokens_R.dtype)
-
-
-def accepted_rows_triton(
-    first_row_B1: Tensor,
-    num_drafts_up_to_B: Tensor | None,
-    num_sampled_B: Tensor,
-    next_tokens_B: Tensor,
-    input_ids_R: Tensor,
-    num_valid_B: Tensor,
-    next_tokens_R: Tensor,
-) -> None:
-    """One launch, a program for each request."""
-    has_drafts = num_drafts_up_to_B is not None
-    _accepted_rows_kernel[(len(next_tokens_B),)](
-        first_row_B1, num_drafts_up_to_B if has_drafts else num_sampled_B, num_sampled_B, next_tokens_B, input_ids_R,
-        num_valid_B, next_tokens_R, len(input_ids_R), HAS_DRAFTS=has_drafts, BLOCK=BLOCK_ROWS, num_warps=4,
-    )  # fmt: skip
+    next_tokens_R[last_B.long()] = next_tokens_B.int()
+    return num_valid_B, next_tokens_R
 
 
 # A step has any number of rows, and views of the engine's buffers begin anywhere: nothing is to be compiled for that.
@@ -462,11 +424,61 @@ def _accepted_rows_kernel(
         tl.store(next_tokens_R + row, tl.where(row == last, next_token, after), mask=row < end)
 
 
-# ====================================================================================================
-# The Triton kernels of `peagle.drafter.rows`, which explains what they compute and launches them.
-#
-# Sums are in float32 and roundings are those of the twins: what a twin holds in the type of its rows is rounded to that
-# type here as well.
+# What a pass does to each row between its matrix products; the twins are the formulas of `peagle.model`
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As `peagle.model.RMSNorm`: over the last dimension, in float32 (float64 stays). Plain torch on every device."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def first_rows(
+    token_ids_N: Tensor,
+    hidden_NH: Tensor,
+    embed_VH: Tensor,
+    mask_token_id: int,
+    mask_embedding_H: Tensor,
+    input_norm_H: Tensor,
+    hidden_norm_H: Tensor,
+    eps: float,
+    norm_before_residual: bool,
+) -> tuple[Tensor, Tensor]:
+    """What the first layer reads [N, 2H], normed embeddings beside normed hidden states, and its residual stream
+    [N, H]: the hidden states, normed with `norm_before_residual`. The mask token has an embedding of its own.
+    """
+    if not _fits_kernel(hidden_NH):
+        return first_rows_torch(
+            token_ids_N, hidden_NH, embed_VH, mask_token_id, mask_embedding_H, input_norm_H, hidden_norm_H, eps,
+            norm_before_residual,
+        )  # fmt: skip
+    num_rows, size = hidden_NH.shape
+    both_N2H = hidden_NH.new_empty(num_rows, 2 * size)
+    stream_NH = torch.empty_like(hidden_NH) if norm_before_residual else hidden_NH
+    first_rows_kernel[(num_rows, 2)](
+        token_ids_N, hidden_NH, embed_VH, mask_embedding_H, input_norm_H, hidden_norm_H, both_N2H, stream_NH,
+        size, mask_token_id, eps, KEEPS_NORMED=norm_before_residual, **_row_sizes(size),
+    )  # fmt: skip
+    return both_N2H, stream_NH
+
+
+def first_rows_torch(
+    token_ids_N: Tensor,
+    hidden_NH: Tensor,
+    embed_VH: Tensor,
+    mask_token_id: int,
+    mask_embedding_H: Tensor,
+    input_norm_H: Tensor,
+    hidden_norm_H: Tensor,
+    eps: float,
+    norm_before_residual: bool,
+) -> tuple[Tensor, Tensor]:
+    embeds_NH = F.embedding(token_ids_N, embed_VH)
+    embeds_NH = torch.where((token_ids_N == mask_token_id)[:, None], mask_embedding_H, embeds_NH)
+    normed_NH = rms_norm(hidden_NH, hidden_norm_H, eps)
+    both_N2H = torch.cat([rms_norm(embeds_NH, input_norm_H, eps), normed_NH], dim=-1)
+    return both_N2H, normed_NH if norm_before_residual else hidden_NH
 
 
 @triton.jit
@@ -509,6 +521,21 @@ def first_rows_kernel(
             tl.store(stream_NH + row * size + column, normed, mask=is_column)
 
 
+def add_norm(stream_NH: Tensor, added_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual stream with what a block adds to it, and its norm, both [N, H]."""
+    if not _fits_kernel(stream_NH):
+        return add_norm_torch(stream_NH, added_NH, weight_H, eps)
+    (num_rows, size), sum_NH = stream_NH.shape, torch.empty_like(stream_NH)
+    normed_NH = torch.empty_like(stream_NH)
+    add_norm_kernel[(num_rows,)](stream_NH, added_NH, weight_H, sum_NH, normed_NH, size, eps, **_row_sizes(size))
+    return sum_NH, normed_NH
+
+
+def add_norm_torch(stream_NH: Tensor, added_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    stream_NH = stream_NH + added_NH
+    return stream_NH, rms_norm(stream_NH, weight_H, eps)
+
+
 @triton.jit
 def add_norm_kernel(stream_NH, added_NH, weight_H, sum_NH, normed_NH, size, eps, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * size
@@ -520,6 +547,59 @@ def add_norm_kernel(stream_NH, added_NH, weight_H, sum_NH, normed_NH, size, eps,
     tl.store(sum_NH + at + column, total, mask=is_column)
     normed = _normed(total, weight_H, column, is_column, size, eps, BLOCK)
     tl.store(normed_NH + at + column, normed, mask=is_column)
+
+
+def rotate_heads(
+    heads_NHD: Tensor,
+    num_queries: int,
+    num_groups: int,
+    positions_N: Tensor,
+    cos_PF: Tensor,
+    sin_PF: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Queries [N, A, D] and keys [N, G, D], rotated by position.
+
+    heads_NHD: [N, A + 2G, D], queries, keys and values of each row. cos_PF, sin_PF: float32, by position. norms: [D]
+    of queries and of keys, where both are normed first (Qwen 3).
+    """
+    if not _fits_kernel(heads_NHD):
+        return rotate_heads_torch(heads_NHD, num_queries, num_groups, positions_N, cos_PF, sin_PF, norms, eps)
+    (num_rows, _, head_size), num_heads = heads_NHD.shape, num_queries + num_groups
+    out_NHD = heads_NHD.new_empty(num_rows, num_heads, head_size)
+    block_f = triton.next_power_of_2(head_size // 2)
+    block_a = max(1, min(triton.next_power_of_2(num_heads), _ROTATED_ELEMENTS // (2 * block_f)))
+    q_norm_D, k_norm_D = norms or (cos_PF, cos_PF)  # the latter are not read
+    rotate_kernel[(num_rows, triton.cdiv(num_heads, block_a))](
+        heads_NHD, positions_N, cos_PF, sin_PF, q_norm_D, k_norm_D, out_NHD,
+        num_heads, num_queries, heads_NHD.stride(0), eps,
+        HAS_NORM=norms is not None, HALF=head_size // 2, BLOCK_F=block_f, BLOCK_A=block_a, num_warps=4,
+    )  # fmt: skip
+    return out_NHD[:, :num_queries], out_NHD[:, num_queries:]
+
+
+def rotate_heads_torch(
+    heads_NHD: Tensor,
+    num_queries: int,
+    num_groups: int,
+    positions_N: Tensor,
+    cos_PF: Tensor,
+    sin_PF: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    cos_N1F, sin_N1F = cos_PF[positions_N, None], sin_PF[positions_N, None]
+
+    def rotated(x_NAD: Tensor) -> Tensor:
+        first, second = x_NAD.chunk(2, dim=-1)
+        both = torch.cat([first * cos_N1F - second * sin_N1F, second * cos_N1F + first * sin_N1F], dim=-1)
+        return both.to(x_NAD.dtype)
+
+    q_NAD, k_NGD = heads_NHD[:, : num_queries + num_groups].split((num_queries, num_groups), dim=1)
+    if norms is not None:
+        q_NAD, k_NGD = rms_norm(q_NAD, norms[0], eps), rms_norm(k_NGD, norms[1], eps)
+    return rotated(q_NAD), rotated(k_NGD)
 
 
 @triton.jit
@@ -558,6 +638,22 @@ def rotate_kernel(
     tl.store(out + HALF, (second * cos + first * sin).to(out_NHD.dtype.element_ty), mask=kept)
 
 
+def silu_mul(gate_up_N2I: Tensor) -> Tensor:
+    """[N, 2I], gate beside up -> silu(gate) * up [N, I]."""
+    if not _fits_kernel(gate_up_N2I):
+        return silu_mul_torch(gate_up_N2I)
+    num_rows, size = gate_up_N2I.shape[0], gate_up_N2I.shape[1] // 2
+    out_NI = gate_up_N2I.new_empty(num_rows, size)
+    grid = (num_rows, triton.cdiv(size, _GATED_ELEMENTS))
+    silu_mul_kernel[grid](gate_up_N2I, out_NI, size, BLOCK=_GATED_ELEMENTS, num_warps=4)
+    return out_NI
+
+
+def silu_mul_torch(gate_up_N2I: Tensor) -> Tensor:
+    gate_NI, up_NI = gate_up_N2I.chunk(2, dim=-1)
+    return F.silu(gate_NI) * up_NI
+
+
 @triton.jit
 def silu_mul_kernel(gate_up_N2I, out_NI, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -570,189 +666,7 @@ def silu_mul_kernel(gate_up_N2I, out_NI, size, BLOCK: tl.constexpr):
     tl.store(out_NI + row * size + column, gated, mask=is_column)
 
 
-# ====================================================================================================
-# What a pass does to each row between its matrix products, each as one Triton kernel beside a plain torch twin.
-#
-# The twins are the formulas of `peagle.model`. On a GPU a norm, a rotation or a gate in plain torch is some five kernels,
-# which together would take longer than the matrix products of a small batch. As in `peagle.kernels`, the kernel runs on a
-# GPU and under Triton's interpreter, the twin elsewhere; kernels take rows of float32, float16 or bfloat16.
-#
-# N rows, H hidden size, I width of the MLP, A query heads and G key heads of D = 2F numbers, P positions.
-
-ROTATED_ELEMENTS = 2048  # of one program
-GATED_ELEMENTS = 1024
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `peagle.model.RMSNorm`: over the last dimension, in float32 (float64 stays). Plain torch on every device."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
-
-
-def first_rows(
-    token_ids_N: Tensor,
-    hidden_NH: Tensor,
-    embed_VH: Tensor,
-    mask_token_id: int,
-    mask_embedding_H: Tensor,
-    input_norm_H: Tensor,
-    hidden_norm_H: Tensor,
-    eps: float,
-    norm_before_residual: bool,
-) -> tuple[Tensor, Tensor]:
-    """What the first layer reads [N, 2H], normed embeddings beside normed hidden states, and its residual stream
-    [N, H]: the hidden states, normed with `norm_before_residual`. The mask token has an embedding of its own.
-    """
-    arguments = (token_ids_N, hidden_NH, embed_VH, mask_token_id, mask_embedding_H, input_norm_H, hidden_norm_H, eps)
-    taken = first_rows_triton if _takes(hidden_NH) else first_rows_torch
-    return taken(*arguments, norm_before_residual)
-
-
-def first_rows_torch(
-    token_ids_N: Tensor,
-    hidden_NH: Tensor,
-    embed_VH: Tensor,
-    mask_token_id: int,
-    mask_embedding_H: Tensor,
-    input_norm_H: Tensor,
-    hidden_norm_H: Tensor,
-    eps: float,
-    norm_before_residual: bool,
-) -> tuple[Tensor, Tensor]:
-    embeds_NH = F.embedding(token_ids_N, embed_VH)
-    embeds_NH = torch.where((token_ids_N == mask_token_id)[:, None], mask_embedding_H, embeds_NH)
-    normed_NH = rms_norm(hidden_NH, hidden_norm_H, eps)
-    both_N2H = torch.cat([rms_norm(embeds_NH, input_norm_H, eps), normed_NH], dim=-1)
-    return both_N2H, normed_NH if norm_before_residual else hidden_NH
-
-
-def first_rows_triton(
-    token_ids_N: Tensor,
-    hidden_NH: Tensor,
-    embed_VH: Tensor,
-    mask_token_id: int,
-    mask_embedding_H: Tensor,
-    input_norm_H: Tensor,
-    hidden_norm_H: Tensor,
-    eps: float,
-    norm_before_residual: bool,
-) -> tuple[Tensor, Tensor]:
-    """One launch, two programs a row."""
-    num_rows, size = hidden_NH.shape
-    both_N2H = hidden_NH.new_empty(num_rows, 2 * size)
-    stream_NH = torch.empty_like(hidden_NH) if norm_before_residual else hidden_NH
-    first_rows_kernel[(num_rows, 2)](
-        token_ids_N, hidden_NH, embed_VH, mask_embedding_H, input_norm_H, hidden_norm_H, both_N2H, stream_NH,
-        size, mask_token_id, eps, KEEPS_NORMED=norm_before_residual, **_row_sizes(size),
-    )  # fmt: skip
-    return both_N2H, stream_NH
-
-
-def add_norm(stream_NH: Tensor, added_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The residual stream with what a block adds to it, and its norm, both [N, H]."""
-    return (add_norm_triton if _takes(stream_NH) else add_norm_torch)(stream_NH, added_NH, weight_H, eps)
-
-
-def add_norm_torch(stream_NH: Tensor, added_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    stream_NH = stream_NH + added_NH
-    return stream_NH, rms_norm(stream_NH, weight_H, eps)
-
-
-def add_norm_triton(stream_NH: Tensor, added_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """One launch, a program a row."""
-    (num_rows, size), sum_NH = stream_NH.shape, torch.empty_like(stream_NH)
-    normed_NH = torch.empty_like(stream_NH)
-    add_norm_kernel[(num_rows,)](stream_NH, added_NH, weight_H, sum_NH, normed_NH, size, eps, **_row_sizes(size))
-    return sum_NH, normed_NH
-
-
-def rotate_heads(
-    heads_NHD: Tensor,
-    num_queries: int,
-    num_groups: int,
-    positions_N: Tensor,
-    cos_PF: Tensor,
-    sin_PF: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    """Queries [N, A, D] and keys [N, G, D], rotated by position.
-
-    heads_NHD: [N, A + 2G, D], queries, keys and values of each row. cos_PF, sin_PF: float32, by position. norms: [D]
-    of queries and of keys, where both are normed first (Qwen 3).
-    """
-    rotated = rotate_heads_triton if _takes(heads_NHD) else rotate_heads_torch
-    return rotated(heads_NHD, num_queries, num_groups, positions_N, cos_PF, sin_PF, norms, eps)
-
-
-def rotate_heads_torch(
-    heads_NHD: Tensor,
-    num_queries: int,
-    num_groups: int,
-    positions_N: Tensor,
-    cos_PF: Tensor,
-    sin_PF: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    cos_N1F, sin_N1F = cos_PF[positions_N, None], sin_PF[positions_N, None]
-
-    def rotated(x_NAD: Tensor) -> Tensor:
-        first, second = x_NAD.chunk(2, dim=-1)
-        both = torch.cat([first * cos_N1F - second * sin_N1F, second * cos_N1F + first * sin_N1F], dim=-1)
-        return both.to(x_NAD.dtype)
-
-    q_NAD, k_NGD = heads_NHD[:, : num_queries + num_groups].split((num_queries, num_groups), dim=1)
-    if norms is not None:
-        q_NAD, k_NGD = rms_norm(q_NAD, norms[0], eps), rms_norm(k_NGD, norms[1], eps)
-    return rotated(q_NAD), rotated(k_NGD)
-
-
-def rotate_heads_triton(
-    heads_NHD: Tensor,
-    num_queries: int,
-    num_groups: int,
-    positions_N: Tensor,
-    cos_PF: Tensor,
-    sin_PF: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    """One launch for queries and keys, a program for some heads of a row."""
-    (num_rows, _, head_size), num_heads = heads_NHD.shape, num_queries + num_groups
-    out_NHD = heads_NHD.new_empty(num_rows, num_heads, head_size)
-    block_f = triton.next_power_of_2(head_size // 2)
-    block_a = max(1, min(triton.next_power_of_2(num_heads), ROTATED_ELEMENTS // (2 * block_f)))
-    q_norm_D, k_norm_D = norms or (cos_PF, cos_PF)  # the latter are not read
-    rotate_kernel[(num_rows, triton.cdiv(num_heads, block_a))](
-        heads_NHD, positions_N, cos_PF, sin_PF, q_norm_D, k_norm_D, out_NHD,
-        num_heads, num_queries, heads_NHD.stride(0), eps,
-        HAS_NORM=norms is not None, HALF=head_size // 2, BLOCK_F=block_f, BLOCK_A=block_a, num_warps=4,
-    )  # fmt: skip
-    return out_NHD[:, :num_queries], out_NHD[:, num_queries:]
-
-
-def silu_mul(gate_up_N2I: Tensor) -> Tensor:
-    """[N, 2I], gate beside up -> silu(gate) * up [N, I]."""
-    return (silu_mul_triton if _takes(gate_up_N2I) else silu_mul_torch)(gate_up_N2I)
-
-
-def silu_mul_torch(gate_up_N2I: Tensor) -> Tensor:
-    gate_NI, up_NI = gate_up_N2I.chunk(2, dim=-1)
-    return F.silu(gate_NI) * up_NI
-
-
-def silu_mul_triton(gate_up_N2I: Tensor) -> Tensor:
-    """One launch, a program for each part of a row."""
-    num_rows, size = gate_up_N2I.shape[0], gate_up_N2I.shape[1] // 2
-    out_NI = gate_up_N2I.new_empty(num_rows, size)
-    grid = (num_rows, triton.cdiv(size, GATED_ELEMENTS))
-    silu_mul_kernel[grid](gate_up_N2I, out_NI, size, BLOCK=GATED_ELEMENTS, num_warps=4)
-    return out_NI
-
-
-def _takes(rows: Tensor) -> bool:
+def _fits_kernel(rows: Tensor) -> bool:
     """Whether a kernel is to run on these rows; kernels have no float64, and a launch without programs fails."""
     return uses_kernel(rows) and rows.dtype != torch.float64 and len(rows) > 0
 

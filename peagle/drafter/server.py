@@ -1,8 +1,9 @@
 """A drafter's server: targets connect, one thread takes every step that is ready, drafts for all of them, answers.
 
-Enters: an engine, which that thread owns from here on, and the heads as they are offered. Other threads only say hello
-to newcomers and sleep; a newcomer that is no target costs nobody else anything. What a target does wrong ends its
-connection, what the engine does wrong those of the steps in hand; the server goes on.
+The serving thread owns the engine, the socket and all that is known of targets; it waits for nobody. Who says hello and
+fits gets a mailbox, which another thread makes and registers with CUDA meanwhile. Who says nothing has no place here,
+and whoever says something that does not fit is told why and forgotten. What a target does wrong ends its connection,
+what the engine does wrong those of the steps in hand; the server goes on.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ import contextlib
 import dataclasses
 import logging
 import queue
-import select
-import socket
 import sys
 import threading
 import time
@@ -22,207 +21,105 @@ from typing import Any
 
 import numpy as np
 import torch
+import zmq
 
-from peagle.drafter import mailbox as device_mailbox
-from peagle.drafter.client import Waker
-from peagle.drafter.engine import DraftEngine, StepError
-from peagle.drafter.mailbox import MAX_PROMPT_TOKENS, Mailbox, host_identity, sweep
+from peagle.drafter.engine import DraftEngine, HeadRuntime
+from peagle.drafter.mailbox import Mailbox, host_identity, sweep
 from peagle.drafter.protocol import (
+    NO_DRAFT,
+    Alive,
+    Attached,
+    Bye,
+    DrafterMessage,
+    Drafts,
     Hello,
-    MessageReader,
-    PeerClosed,
+    Int32Array,
+    Refused,
     ServedHead,
+    Step,
+    Swapped,
+    TargetStep,
+    Waker,
+    Welcome,
     WireError,
     check_swap,
-    max_step_bytes,
+    frames_of,
     read_step,
+    read_target_message,
     refusal,
-    send_drafts,
-    send_message,
+    set_up,
 )
-from peagle.drafter.steps import NO_DRAFT, Int32Array, ServerStats, TargetStep
 
-# ====================================================================================================
-# A drafter's connection to one target: the hello answered, then steps read and answered without ever waiting.
+logger = logging.getLogger(__name__)
 
-HELLO_TIMEOUT_S = 10.0
-_REPLY_TIMEOUT_S = 0.1  # a target that does not read its replies is dropped: others wait behind it
-_MAX_DRAINED_READS = 20
+_LINGER_MS = 200  # for the last words of a server that stops
+_ALIVE_S = 0.5  # between signs of life, with which targets that went away are noticed too
+_CHECK_S = 0.01  # between looks at the socket while targets have mailboxes
+# How long after its last step the serving thread looks for the next without sleeping, letting other threads run: on a
+# GPU longer than a target's step takes.
+_GPU_SPIN_S, _SPIN_S = 50e-3, 100e-6
+_SLEEP_S, _IDLE_SLEEP_S, _IDLE_AFTER_S = 50e-6, 1e-3, 1.0
+_BLOCK_S = 0.2  # without mailboxes: the socket wakes the thread
+_SWITCH_INTERVAL_S = 1e-4
+_MAX_FAILURES = 3  # passes in a row, after which the drafter counts as broken
+_MAX_MESSAGES = 64  # read in one turn
+
+
+@dataclasses.dataclass
+class ServerStats:
+    """num_batches: calls of the engine that were answered; num_steps: targets' steps in them; num_refused: newcomers
+    that were no targets, did not fit, or whose mailbox CUDA did not take; num_dropped: targets dropped for what they
+    sent; num_failures: calls of the engine that raised. busy_s: seconds with steps in hand."""
+
+    num_batches: int = 0
+    num_steps: int = 0
+    num_connections: int = 0
+    num_refused: int = 0
+    num_dropped: int = 0
+    num_failures: int = 0
+    busy_s: float = 0.0
+
+
+class TargetLost(Exception):
+    """The target is gone, or reads nothing."""
 
 
 @dataclasses.dataclass(eq=False)
 class Peer:
     """A target that was welcomed. Used by the serving thread only.
 
-    mailbox: None where steps come over the socket. session: the server's number for it, set when it joins.
-    engine_heads: the target's head index -> the engine's.
+    identity: of its connection. mailbox: None where steps come over TCP. engine_heads: the target's head index -> the
+    engine's. num_steps: answered. seen_ns: when its step was seen.
     """
 
-    connection: socket.socket
-    reader: MessageReader
+    identity: bytes
+    session: int
     hello: Hello
     mailbox: Mailbox | None
-    device: torch.device
-    session: int = -1
-    engine_heads: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    engine_heads: Mapping[int, int]
     num_steps: int = 0
     seen_ns: int = 0
     _known_heads: tuple[bytes, Int32Array | None] = (b"", None)
 
-    def poll(self) -> TargetStep | None:
-        """The next step, if it is there. Raises WireError, ValueError or OSError for a peer to be dropped."""
-        if self.mailbox is None:
-            if (message := self.reader.read()) is None:
-                return None
-            step = read_step(message, self.session, self.hello.shape)
-        else:
-            if not self.mailbox.is_ready(self.num_steps + 1):
-                self.mailbox.read_ahead(self.num_steps + 1)
-                return None
-            self.seen_ns = time.monotonic_ns()
-            step = self.mailbox.read_step(self.num_steps + 1, self.session)
-        translated_B = self._translated(step.heads_B)
-        return step if translated_B is None else dataclasses.replace(step, heads_B=translated_B)
+    def poll_mailbox(self) -> TargetStep[Int32Array] | None:
+        """The next step, if it is there. Raises ValueError for one that does not fit."""
+        assert self.mailbox is not None
+        if not self.mailbox.is_ready(self.num_steps + 1):
+            self.mailbox.read_ahead(self.num_steps + 1)
+            return None
+        self.seen_ns = time.monotonic_ns()
+        return self.translated(self.mailbox.read_step(self.num_steps + 1, self.session))
 
-    def check(self) -> None:
-        """Show that the drafter lives, and see whether the target does. Raises as `poll`."""
-        if self.mailbox is not None:
-            self.mailbox.beat()
-            if (message := self.reader.read()) is not None:
-                raise WireError(f"{self.hello.name} sent {message.kind!r:.40} beside its mailbox")
-
-    def answer(self, step: TargetStep, drafts_BK: Int32Array) -> None:
-        """Give the drafts of a step, of any number of columns. Raises OSError."""
-        columns = self.hello.shape.max_depth
-        if drafts_BK.shape[1] < columns:
-            drafts_BK = np.pad(drafts_BK, ((0, 0), (0, columns - drafts_BK.shape[1])), constant_values=NO_DRAFT)
-        self.num_steps += 1
-        if self.mailbox is not None:
-            self.mailbox.answer(self.num_steps, drafts_BK[:, :columns], time.monotonic_ns() - self.seen_ns)
-            return
-        self.connection.settimeout(_REPLY_TIMEOUT_S)
-        send_drafts(self.connection, step.step, drafts_BK[:, :columns])
-        self.connection.setblocking(False)
-
-    def close(self, kind: str, **fields: str) -> None:
-        """Say why, as far as the target listens, and let everything go."""
-        with contextlib.suppress(OSError):
-            self.connection.settimeout(_REPLY_TIMEOUT_S)
-            send_message(self.connection, kind, fields)
-        self.connection.close()
-        if self.mailbox is not None and self.device.type == "cuda":
-            device_mailbox.unpin(self.mailbox, self.device)
-        self.mailbox = None
-
-    def _translated(self, heads_B: Int32Array) -> Int32Array | None:
-        """The engine's heads; None where they have the same numbers. Mostly those of the step before: looked up."""
-        named = heads_B.tobytes()
+    def translated(self, step: TargetStep[Int32Array]) -> TargetStep[Int32Array]:
+        """The step with the engine's heads. Mostly those of the step before, which are looked up."""
+        named = step.heads_B.tobytes()
         if named != self._known_heads[0]:
-            if unknown := set(np.unique(heads_B).tolist()) - set(self.engine_heads):
+            if unknown := set(np.unique(step.heads_B).tolist()) - set(self.engine_heads):
                 raise ValueError(f"heads_B names head {min(unknown)}, agreed were {sorted(self.engine_heads)}")
-            translated_B = np.array([self.engine_heads[head] for head in heads_B.tolist()], np.int32)
-            self._known_heads = (named, None if np.array_equal(translated_B, heads_B) else translated_B)
-        return self._known_heads[1]
-
-
-def greet(
-    connection: socket.socket, name: str, heads: Mapping[int, ServedHead], device: torch.device, key: str = ""
-) -> Peer:
-    """Answer the hello of whoever connected; the connection belongs to the peer afterwards, or is closed.
-
-    Raises WireError or OSError for somebody who is no target or does not fit; who can hear it is told.
-    """
-    mailbox: Mailbox | None = None
-    try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _keep_alive(connection)
-        reader = MessageReader(connection, 0, name)
-        hello = _read_hello(connection, reader, heads, key)
-        problem = "it runs on another host, or one of the two has no shared memory"
-        if hello.host and hello.host == host_identity():
-            try:
-                mailbox, problem = Mailbox.create(hello.shape), ""
-            except OSError as error:
-                problem = f"no room for its mailbox in /dev/shm: {error}"
-        reducers = {
-            head.digest: head.reducer
-            for head in heads.values()
-            if head.digest in hello.heads.values() and head.digest not in hello.known_reducers
-        }
-        fields = {
-            "mailbox": mailbox.memory.name if mailbox else "",
-            "no_mailbox": problem,
-            "reducers": {digest: len(data) for digest, data in reducers.items()},
-        }
-        send_message(connection, "welcome", fields, [memoryview(data) for data in reducers.values()])
-        if mailbox is not None and not _attached(reader):
-            mailbox.memory.unlink()
-            mailbox = None
-        if mailbox is not None:
-            mailbox.memory.unlink()
-            if device.type == "cuda":
-                device_mailbox.pin(mailbox, device, will_wait=False)
-        connection.setblocking(False)
-        max_raw_bytes = 0 if mailbox is not None else max_step_bytes(hello.shape, MAX_PROMPT_TOKENS)
-        return Peer(connection, MessageReader(connection, max_raw_bytes, name), hello, mailbox, device)
-    except BaseException:
-        if mailbox is not None:
-            mailbox.memory.unlink()
-        connection.close()
-        raise
-
-
-def _read_hello(connection: socket.socket, reader: MessageReader, heads: Mapping[int, ServedHead], key: str) -> Hello:
-    """The hello of a target that fits. Raises WireError otherwise, after telling the other side."""
-    try:
-        hello = Hello.read(reader.read_within(HELLO_TIMEOUT_S))
-        if (reason := refusal(hello, heads, key)) is not None:
-            raise WireError(reason)
-    except WireError as error:
-        with contextlib.suppress(OSError):
-            connection.settimeout(_REPLY_TIMEOUT_S)
-            send_message(connection, "refused", {"reason": str(error)})
-            connection.shutdown(socket.SHUT_WR)
-            # What lies unread when a socket closes resets it, and the words would be lost.
-            for _ in range(_MAX_DRAINED_READS):
-                if not connection.recv(1 << 16):
-                    break
-        raise
-    return hello
-
-
-def _attached(reader: MessageReader) -> bool:
-    answer = reader.read_within(HELLO_TIMEOUT_S)
-    if answer.kind != "attached":
-        raise WireError(f"the welcome was answered with {answer.kind!r:.40}")
-    return bool(answer.field("ok", bool))
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    """A target whose host went away is noticed within half a minute."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-# ====================================================================================================
-# A drafter's server: targets connect, one thread takes every step that is ready, drafts for all of them, answers.
-#
-# Enters: an engine, which that thread owns from here on, and the heads as they are offered. Other threads only say hello
-# to newcomers and sleep; a newcomer that is no target costs nobody else anything. What a target does wrong ends its
-# connection, what the engine does wrong those of the steps in hand; the server goes on.
-
-logger = logging.getLogger(__name__)
-
-_MAX_GREETINGS = 16  # newcomers at a time
-_CHECK_S = 0.01  # between looks at the control sockets of targets with a mailbox
-# How long after its last step the serving thread looks for the next without sleeping, letting other threads run: on a
-# GPU longer than a target's step takes.
-_GPU_SPIN_S, _SPIN_S = 50e-3, 100e-6
-_SLEEP_S, _IDLE_SLEEP_S, _IDLE_AFTER_S = 50e-6, 1e-3, 1.0
-_BLOCK_S = 0.2  # without mailboxes: the sockets wake the thread
-_SWITCH_INTERVAL_S = 1e-4
-_MAX_FAILURES = 3  # passes in a row, after which the drafter counts as broken
+            translated_B = np.array([self.engine_heads[head] for head in step.heads_B.tolist()], np.int32)
+            self._known_heads = (named, None if np.array_equal(translated_B, step.heads_B) else translated_B)
+        heads_B = self._known_heads[1]
+        return step if heads_B is None else dataclasses.replace(step, heads_B=heads_B)
 
 
 class DrafterServer:
@@ -238,10 +135,8 @@ class DrafterServer:
         device: torch.device | str = "cpu",
         key: str = "",
     ) -> None:
-        """Listens at once, with port 0 on a free one. heads: by the engine's indices.
-
-        device: of the engine; mailboxes are registered with it. key: what targets must name to be let in, "" for
-        nothing; it keeps out who does not know it, and hides nothing on the wire.
+        """heads: by the engine's numbers. port: 0 for a free one. device: of the engine. key: targets must name it; ""
+        lets in whoever reaches the port. The key goes over the wire as it is.
 
         Raises ValueError without a head or with one twice, OSError when the port is taken.
         """
@@ -250,16 +145,24 @@ class DrafterServer:
             raise ValueError(f"heads = {digests} must be one or more, each once")
         self._engine, self._heads, self._device, self._key = engine, dict(heads), torch.device(device), key
         self._spin_s = _GPU_SPIN_S if self._device.type == "cuda" else _SPIN_S
-        self._listener = socket.create_server((host, port), backlog=64)
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.router_mandatory = 1  # who is gone is noticed at the next message to it
+        self._socket.linger = _LINGER_MS
+        set_up(self._socket)
+        try:
+            self._socket.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise OSError(error.errno, f"{host}:{port}: {error}") from error
+        self.address = f"{host}:{self._socket.last_endpoint.decode().rpartition(':')[2]}"
         self.stats, self.last_error = ServerStats(), ""
-        self._peers: list[Peer] = []
-        self._joining: queue.SimpleQueue[Peer] = queue.SimpleQueue()
+        self._peers: dict[bytes, Peer] = {}
+        self._greeted: dict[bytes, tuple[Hello, concurrent.futures.Future[Mailbox]]] = {}
+        self._maker = concurrent.futures.ThreadPoolExecutor(1, "drafter mailboxes")
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waker, self._stopped = Waker(), threading.Event()
-        self._greeting = threading.Semaphore(_MAX_GREETINGS)
         self._failures_in_a_row, self._beat_s = 0, time.monotonic()
-        self._accepting = threading.Thread(target=self._accept, name="drafter accept", daemon=True)
         self._serving = threading.Thread(target=self._serve, name="drafter serve", daemon=True)
 
     @property
@@ -274,25 +177,20 @@ class DrafterServer:
         """
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
         sweep()
-        self._accepting.start()
         self._serving.start()
 
     def stop(self) -> None:
         """Say good-bye to all targets and end. Again is no error."""
         self._stopped.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
         self._waker.wake()
-        for thread in (self._accepting, self._serving):
-            if thread.ident is not None:
-                thread.join(timeout=10.0)
-        self._turn_away()
+        if self._serving.ident is not None:
+            self._serving.join(timeout=10.0)
 
-    def swap(self, index: int, head: Any, served: ServedHead, timeout_s: float = 60.0) -> None:
+    def swap(self, index: int, head: HeadRuntime, served: ServedHead, timeout_s: float = 60.0) -> None:
         """Put another head (the engine's runtime of it, and how it is offered) into the place `index`.
 
-        Happens between two passes. Targets that use the old head are told and connect again.
+        Happens between two passes; when this returns, the head drafts. Targets that use the old one are told and
+        connect again.
 
         Raises ValueError as `check_swap`, and keeps the old head; TimeoutError when the serving thread does not come to
         it.
@@ -318,8 +216,8 @@ class DrafterServer:
 
     def is_healthy(self, max_silence_s: float = 30.0) -> bool:
         """Whether the serving thread runs and its passes do not all fail."""
-        alive = self._serving.is_alive() and time.monotonic() - self._beat_s < max_silence_s
-        return alive and self._failures_in_a_row < _MAX_FAILURES
+        is_alive = self._serving.is_alive() and time.monotonic() - self._beat_s < max_silence_s
+        return is_alive and self._failures_in_a_row < _MAX_FAILURES
 
     def report(self) -> dict[str, Any]:
         """Plain values for a metrics page."""
@@ -330,152 +228,233 @@ class DrafterServer:
                 "heads": {str(index): digest for index, digest in peer.hello.heads.items()},
                 "num_steps": peer.num_steps,
             }
-            for peer in list(self._peers)
+            for peer in list(self._peers.values())
         ]
         heads = {str(index): head.digest for index, head in self._heads.items()}
         counts = {**dataclasses.asdict(self.stats), "last_error": self.last_error}
         return {"address": self.address, "heads": heads, "targets": targets, **counts}
 
-    # Threads that greet.
-
-    def _accept(self) -> None:
-        while not self._stopped.is_set():
-            try:
-                connection, peer = self._listener.accept()
-            except OSError:
-                time.sleep(0 if self._stopped.is_set() else 0.05)  # no descriptors left, or the end
-                continue
-            if not self._greeting.acquire(blocking=False):
-                connection.close()
-                continue
-            name = f"target {peer[0]}:{peer[1]}"
-            threading.Thread(target=self._greet, args=(connection, name), name=f"greet {name}", daemon=True).start()
-
-    def _greet(self, connection: socket.socket, name: str) -> None:
-        try:
-            self._joining.put(greet(connection, name, dict(self._heads), self._device, self._key))
-            self._waker.wake()
-            if self._stopped.is_set():
-                self._serving.join(timeout=10.0)
-                self._turn_away()
-        except (WireError, OSError, ValueError, RuntimeError) as error:  # the last: CUDA does not take the mailbox
-            self.stats.num_refused += 1
-            logger.warning("refused %s: %s", name, error)
-        finally:
-            self._greeting.release()
-
-    def _turn_away(self) -> None:
-        """Say good-bye to newcomers that the serving thread, which has ended, did not see."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._joining.get_nowait().close("bye", reason="the drafter ends")
-
-    # The serving thread.
+    # The serving thread
 
     def _serve(self) -> None:
-        last_s = checked_s = time.monotonic()
+        last_s = checked_s = alive_s = time.monotonic()
         while not self._stopped.is_set():
             self._beat_s = now_s = time.monotonic()
-            if now_s - checked_s > _CHECK_S or not (self._joining.empty() and self._jobs.empty()):
-                self._look_around()
+            has_mailboxes = any(peer.mailbox is not None for peer in self._peers.values())
+            steps = []
+            if not has_mailboxes or now_s - checked_s > _CHECK_S or self._takes_tcp_steps():
+                steps = self._look_around()
                 checked_s = now_s
-            if steps := self._collect():
+            if now_s - alive_s > _ALIVE_S:
+                self._show_life()
+                alive_s = now_s
+            steps += self._read_mailboxes()
+            if steps:
                 self._draft(steps)
                 self.stats.busy_s += time.monotonic() - now_s
                 last_s = time.monotonic()
             else:
-                self._pause(now_s - last_s)
+                self._pause(now_s - last_s, has_mailboxes)
+        self._maker.shutdown()
         self._look_around()  # who has just been welcomed hears it too
-        for peer in list(self._peers):
-            self._drop(peer, "bye", reason="the drafter ends")
+        for peer in list(self._peers.values()):
+            self._drop(peer, Bye("the drafter ends"))
+        self._context.destroy()
 
-    def _pause(self, idle_s: float) -> None:
-        if any(peer.mailbox is not None for peer in self._peers):
+    def _takes_tcp_steps(self) -> bool:
+        return any(peer.mailbox is None for peer in self._peers.values())
+
+    def _pause(self, idle_s: float, has_mailboxes: bool) -> None:
+        if has_mailboxes:
             time.sleep(0 if idle_s < self._spin_s else _SLEEP_S if idle_s < _IDLE_AFTER_S else _IDLE_SLEEP_S)
             return
-        poll = select.poll()
-        for fd in (self._waker.fileno(), *(peer.connection.fileno() for peer in self._peers)):
-            poll.register(fd, select.POLLIN)
-        poll.poll(_BLOCK_S * 1e3)
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._waker.fileno(), zmq.POLLIN)
+        poller.poll(_BLOCK_S * 1e3)
 
-    def _look_around(self) -> None:
-        """Newcomers, jobs of other threads, and targets that went away."""
+    def _look_around(self) -> list[tuple[Peer, TargetStep[Int32Array]]]:
+        """Jobs of other threads, mailboxes that were made, messages; returns the steps among them."""
         self._waker.clear()
         while not self._jobs.empty():
             self._jobs.get()()
-        while not self._joining.empty():
-            self._join(self._joining.get())
-        for peer in list(self._peers):
-            try:
-                peer.check()
-            except (WireError, OSError) as error:
-                self._lost(peer, error)
-
-    def _join(self, peer: Peer) -> None:
-        index_of = {head.digest: index for index, head in self._heads.items()}
-        if not set(peer.hello.heads.values()) <= set(index_of):
-            peer.close("bye", reason="its head was swapped while it connected")
-            return
-        self.stats.num_connections += 1
-        peer.session = self.stats.num_connections
-        peer.engine_heads = {index: index_of[digest] for index, digest in peer.hello.heads.items()}
-        self._peers.append(peer)
-
-    def _collect(self) -> list[tuple[Peer, TargetStep]]:
+        for identity, (hello, future) in list(self._greeted.items()):
+            if future.done():
+                del self._greeted[identity]
+                self._welcome(identity, hello, future)
         steps = []
-        for peer in list(self._peers):
+        for _ in range(_MAX_MESSAGES):
+            if not self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+                break
+            identity, *frames = self._socket.recv_multipart(copy=False)
+            if (step := self._take(identity.bytes, frames)) is not None:
+                steps.append(step)
+        return steps
+
+    def _take(self, identity: bytes, frames: list[zmq.Frame]) -> tuple[Peer, TargetStep[Int32Array]] | None:
+        """Act on one message; a step is returned."""
+        peer = self._peers.get(identity)
+        try:
+            message, raw = read_target_message(frames)
+            if peer is None:
+                if not isinstance(message, Hello) or identity in self._greeted:
+                    raise WireError(f"{type(message).__name__} came where a hello was due")
+                self._greet(identity, message)
+                return None
+            if isinstance(message, Step) and peer.mailbox is None:
+                peer.seen_ns = time.monotonic_ns()
+                return peer, peer.translated(read_step(message, raw, peer.session, peer.hello.shape))
+            if not isinstance(message, Attached) or peer.mailbox is None:
+                raise WireError(f"{type(message).__name__} came out of turn")
+            if not message.has_mailbox:
+                self._release(peer)
+            if peer.mailbox is not None:
+                peer.mailbox.memory.unlink()
+        except (WireError, ValueError) as error:
+            if peer is not None:
+                self._reject(peer, error)
+            else:
+                self._refuse(identity, str(error))
+        return None
+
+    def _greet(self, identity: bytes, hello: Hello) -> None:
+        if (reason := refusal(hello, self._heads, self._key)) is not None:
+            self._refuse(identity, reason)
+        elif hello.host and hello.host == host_identity():
+            self._greeted[identity] = hello, self._maker.submit(self._make_mailbox, hello)
+        else:
+            self._join(identity, hello, None, "it runs on another host, or one of the two has no shared memory")
+
+    def _make_mailbox(self, hello: Hello) -> Mailbox:
+        """For the thread beside: memory is reserved and registered page by page."""
+        mailbox = Mailbox.create(hello.shape)
+        if self._device.type == "cuda":
             try:
-                if (step := peer.poll()) is not None:
-                    steps.append((peer, step))
-            except (PeerClosed, OSError) as error:
+                mailbox.pin(self._device, will_wait=False)
+            except BaseException:
+                mailbox.memory.unlink()
+                raise
+        self._waker.wake()
+        return mailbox
+
+    def _welcome(self, identity: bytes, hello: Hello, made: concurrent.futures.Future[Mailbox]) -> None:
+        try:
+            self._join(identity, hello, made.result(), "")
+        except OSError as error:
+            self._join(identity, hello, None, f"no room for its mailbox in /dev/shm: {error}")
+        except RuntimeError as error:  # CUDA does not take it
+            self._refuse(identity, str(error))
+
+    def _join(self, identity: bytes, hello: Hello, mailbox: Mailbox | None, problem: str) -> None:
+        index_of = {head.digest: index for index, head in self._heads.items()}
+        self.stats.num_connections += 1
+        peer = Peer(identity, self.stats.num_connections, hello, mailbox, {})
+        if not set(hello.heads.values()) <= set(index_of):
+            self._release(peer)
+            self._refuse(identity, "its head was swapped while it connected")
+            return
+        peer.engine_heads = {index: index_of[digest] for index, digest in hello.heads.items()}
+        self._peers[identity] = peer
+        wanted = set(hello.heads.values()) - set(hello.known_reducers)
+        reducers = {head.digest: head.reducer for head in self._heads.values() if head.digest in wanted}
+        name = mailbox.memory.name if mailbox else ""
+        try:
+            self._send(identity, Welcome(name, problem, tuple(reducers)), *reducers.values())
+        except TargetLost as error:
+            self._lost(peer, error)
+
+    def _refuse(self, identity: bytes, reason: str) -> None:
+        self.stats.num_refused += 1
+        logger.warning("refused a target: %s", reason)
+        with contextlib.suppress(TargetLost):
+            self._send(identity, Refused(reason))
+
+    def _send(self, identity: bytes, message: DrafterMessage, *raw: Any) -> None:
+        try:
+            self._socket.send_multipart([identity, *frames_of(message, *raw)], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            raise TargetLost(str(error)) from error
+
+    def _show_life(self) -> None:
+        for peer in list(self._peers.values()):
+            try:
+                self._send(peer.identity, Alive())
+            except TargetLost as error:
                 self._lost(peer, error)
-            except Exception as error:  # noqa: BLE001 - whatever a target sends, others are served
+
+    def _read_mailboxes(self) -> list[tuple[Peer, TargetStep[Int32Array]]]:
+        steps = []
+        for peer in list(self._peers.values()):
+            if peer.mailbox is None:
+                continue
+            try:
+                if (step := peer.poll_mailbox()) is not None:
+                    steps.append((peer, step))
+            except ValueError as error:
                 self._reject(peer, error)
         return steps
 
-    def _draft(self, steps: Sequence[tuple[Peer, TargetStep]]) -> None:
-        answers: list[Int32Array] | None = None
-        while steps and answers is None:
-            try:
-                answers = self._engine.step([step for _, step in steps])
-            except StepError as error:  # nothing was done for the others either
-                (bad,) = [peer for peer, step in steps if step.session == error.session]
-                self._reject(bad, error)
-                steps = [one for one in steps if one[0] is not bad]
-            except Exception as error:  # its caches may be in any state: the targets begin anew
-                logger.exception("the engine failed")
-                self.last_error, self._failures_in_a_row = repr(error), self._failures_in_a_row + 1
-                self.stats.num_failures += 1
-                for peer, _ in steps:
-                    self._drop(peer, "bye", reason=f"the drafter failed: {error!r:.200}")
-                return
-        if answers is None:
+    def _draft(self, steps: Sequence[tuple[Peer, TargetStep[Int32Array]]]) -> None:
+        try:
+            answers = self._engine.step([step for _, step in steps])
+        except Exception as error:  # its caches may be in any state: the targets begin anew
+            logger.exception("the engine failed")
+            self.last_error, self._failures_in_a_row = repr(error), self._failures_in_a_row + 1
+            self.stats.num_failures += 1
+            for peer in {id(peer): peer for peer, _ in steps}.values():
+                self._drop(peer, Bye(f"the drafter failed: {error!r:.200}"))
             return
         self._failures_in_a_row = 0
         self.stats.num_batches += 1
         self.stats.num_steps += len(steps)
         for (peer, step), drafts_BK in zip(steps, answers, strict=True):
             try:
-                peer.answer(step, drafts_BK)
-            except OSError as error:
+                self._answer(peer, step, drafts_BK)
+            except TargetLost as error:
                 self._lost(peer, error)
+
+    def _answer(self, peer: Peer, step: TargetStep[Int32Array], drafts_BK: Int32Array) -> None:
+        """Give the drafts of a step, of any number of columns."""
+        max_depth = peer.hello.shape.max_depth
+        if drafts_BK.shape[1] < max_depth:
+            padding = ((0, 0), (0, max_depth - drafts_BK.shape[1]))
+            drafts_BK = np.pad(drafts_BK, padding, constant_values=NO_DRAFT)
+        drafts_BK = drafts_BK[:, :max_depth]
+        peer.num_steps += 1
+        if peer.mailbox is None:
+            self._send(peer.identity, Drafts(step.number), np.ascontiguousarray(drafts_BK).data)
+        else:
+            peer.mailbox.answer(step.number, drafts_BK, time.monotonic_ns() - peer.seen_ns)
 
     def _reject(self, peer: Peer, error: Exception) -> None:
         self.stats.num_dropped += 1
         logger.warning("dropped %s: %s", peer.hello.name, error)
-        self._drop(peer, "bye", reason=str(error))
+        self._drop(peer, Bye(str(error)))
 
     def _lost(self, peer: Peer, error: Exception) -> None:
         logger.info("lost %s: %s", peer.hello.name, error)
-        self._drop(peer, "bye", reason=str(error))
+        self._drop(peer, Bye(str(error)))
 
-    def _drop(self, peer: Peer, kind: str, **fields: str) -> None:
+    def _drop(self, peer: Peer, last_words: Bye | Swapped) -> None:
+        """Say why, as far as the target listens, and let everything of it go."""
+        if self._peers.pop(peer.identity, None) is None:  # a second step of it in the same batch
+            return
         self._engine.drop_session(peer.session)
-        self._peers.remove(peer)
-        peer.close(kind, **fields)
+        with contextlib.suppress(TargetLost):
+            self._send(peer.identity, last_words)
+        self._release(peer)
 
-    def _swap(self, index: int, head: Any, old: ServedHead, served: ServedHead) -> None:
+    def _release(self, peer: Peer) -> None:
+        """Let the mailbox go."""
+        if (mailbox := peer.mailbox) is None:
+            return
+        peer.mailbox = None
+        mailbox.memory.unlink()
+        if self._device.type == "cuda":
+            mailbox.unpin(self._device)
+
+    def _swap(self, index: int, head: HeadRuntime, old: ServedHead, served: ServedHead) -> None:
         self._engine.swap(index, head)
         self._heads[index] = served
-        for peer in [peer for peer in self._peers if old.digest in peer.hello.heads.values()]:
-            self._drop(peer, "swapped", old=old.digest, new=served.digest)
+        for peer in [peer for peer in self._peers.values() if old.digest in peer.hello.heads.values()]:
+            self._drop(peer, Swapped(old.digest, served.digest))

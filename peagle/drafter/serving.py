@@ -1,25 +1,38 @@
-"""A head made ready to be served: its pass with the cache that fits its memory, and how it is offered to targets."""
+"""Heads made ready to be served, and a drafter by itself, without Ray (`run_drafter`).
+
+Enters: a head directory and its target's checkpoint. Leaves: a pass with the cache that fits its memory, warmed up, and
+how the head is offered to targets.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from peagle.checkpoint import build_drafter, check_head_fits, load_head
 from peagle.config import UNNAMED_LAYERS, default_aux_layer_ids, read_target_config
-from peagle.drafter.dispatch import tell_compilations
-from peagle.drafter.engine import HeadRuntime
-from peagle.drafter.forward import ParallelPass, cache_bytes_per_block
-from peagle.drafter.head import load_runtime_head, reducer_of
-from peagle.drafter.protocol import ServedHead
-from peagle.heads import head_digest
+from peagle.drafter.engine import DraftEngine, HeadRuntime
+from peagle.drafter.graphs import tell_compilations
+from peagle.drafter.parallel_pass import ParallelPass, cache_bytes_per_block, check_parallel
+from peagle.drafter.protocol import DTYPES, Reducer, ServedHead
+from peagle.drafter.server import DrafterServer
+from peagle.heads import head_digest, target_table
+from peagle.model import Drafter
 
 logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
+_EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +52,40 @@ class DrafterLimits:
     max_context: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_num_requests", "max_num_rows", "block_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
-        for name in ("max_depth", "max_context"):
+        for name in ("max_num_requests", "max_num_rows", "max_depth", "block_size", "max_context"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} = {value} must be at least 1")
         if not 0 < self.cache_gib < float("inf"):
             raise ValueError(f"cache_gib = {self.cache_gib} must be above 0")
+
+
+def load_runtime_head(
+    head_dir: str | Path, target_dir: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Drafter:
+    """A head with the tables that it shares with the target, read from the target's checkpoint; frozen.
+
+    Raises:
+        HeadError: a damaged head, an EAGLE-3 head, or a head for another target.
+        ValueError: a target without a usable config.json or without the tables that the head needs.
+    """
+    config, tensors = load_head(head_dir)
+    check_parallel(config, f"head {head_dir}")
+    check_head_fits(config, read_target_config(target_dir))
+    embed_VH = None if _EMBEDDING in tensors else target_table(Path(target_dir), _EMBEDDING)
+    lm_head_VH = None if _OUTPUT in tensors else target_table(Path(target_dir), _OUTPUT)
+    drafter = build_drafter(config, tensors, embed_VH=embed_VH, lm_head_VH=lm_head_VH, dtype=dtype, device=device)
+    return drafter.requires_grad_(False)
+
+
+def reducer_of(drafter: Drafter) -> Reducer:
+    """The part of a drafter that runs at the target, in the drafter's type and on its device (weights shared)."""
+    config = drafter.config
+    return Reducer(
+        drafter.fc.weight.detach(),
+        input_norm_X=drafter.input_norm.weight.detach() if config.norm_before_fc else None,
+        fc_norm_CS=torch.stack([norm.weight.detach() for norm in drafter.fc_norm]) if config.fc_norm else None,
+        eps=config.rms_norm_eps,
+    )
 
 
 def load_served_head(
@@ -108,3 +147,45 @@ def _warn_of_compilations() -> None:
     tell_compilations(
         lambda name: logger.warning("kernel %s was compiled after warm-up: targets may have waited", name)
     )
+
+
+def run_drafter(
+    heads: Sequence[Path],
+    target: Path,
+    limits: DrafterLimits,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> bool:
+    """Serve heads until SIGINT or SIGTERM; whether that is what ended it.
+
+    Its address and the digests of its heads, which targets name, are printed as one line of JSON as soon as targets may
+    connect. With `PEAGLE_DRAFTER_KEY` in its environment only targets that name this key beside the address are let in.
+    port: 0 for a free one. device, dtype (a key of `DTYPES`): by default a GPU where there is one, in bfloat16, else
+    the CPU in float32.
+
+    Raises ValueError (HeadError among them) for heads that cannot be served, OSError for a port that is taken.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or ("bfloat16" if device.startswith("cuda") else "float32")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype = {dtype!r} is none of {', '.join(sorted(DTYPES))}")
+    loaded = [load_served_head(head_dir, target, limits, device, DTYPES[dtype]) for head_dir in heads]
+    engine = DraftEngine(
+        {i: runtime for i, (runtime, _) in enumerate(loaded)}, max_num_requests=limits.max_num_requests
+    )
+    served, key = {i: served for i, (_, served) in enumerate(loaded)}, os.environ.get("PEAGLE_DRAFTER_KEY", "")
+    server = DrafterServer(engine, served, host, port, device=device, key=key)
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    server.start()
+    digests = {str(index): head.digest for index, head in server.heads.items()}
+    sys.stdout.write(json.dumps({"address": server.address, "heads": digests}) + "\n")
+    sys.stdout.flush()
+    while not stopped.wait(1.0) and server.is_healthy():
+        pass
+    server.stop()
+    return stopped.is_set()

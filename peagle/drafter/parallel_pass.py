@@ -1,0 +1,464 @@
+"""The drafter's one forward pass over a batch of requests and a paged cache of keys and values.
+
+Enters: `PassBatch`. Leaves: draft ids [B, K], -1 from a request's depth on; the rows given are in the cache. For each
+request it is `peagle.draft.DraftSession.propose`: rows of the mask token leave no trace, because the next rows begin
+before them. On a CPU the pass runs at once; on a GPU as a CUDA graph of the batch's padded size
+(`peagle.drafter.graphs`).
+
+B requests, N rows of the pass, M sampled rows, R rows of the payload, H hidden size, A query heads and G key heads of
+D, I width of the MLP.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from peagle.config import DrafterConfig, HeadError
+from peagle.drafter.attention import distinct_batches, paged_attention, write_kv
+from peagle.drafter.protocol import NO_DRAFT, Int32Array
+from peagle.drafter.rows import (
+    Rows,
+    add_norm,
+    build_rows,
+    first_rows,
+    place_hidden,
+    place_hidden_at,
+    rotate_heads,
+    silu_mul,
+)
+from peagle.model import Attention, Drafter, Layer, rotary_tables
+
+if TYPE_CHECKING:
+    from peagle.drafter.graphs import GraphSizes
+
+# What a pass is given and gives
+
+
+PER_REQUEST = ("start_B", "num_valid_B", "row_offset_B", "depth_B", "cache_start_B")
+
+
+@dataclasses.dataclass(frozen=True)
+class PassLimits:
+    """The most that one pass takes.
+
+    max_num_rows: rows of the pass, those of the mask token included. max_payload_rows: rows given, rejected ones
+    included. max_blocks: columns of a block table that a request uses. max_depth: K.
+    """
+
+    max_num_requests: int
+    max_num_rows: int
+    max_payload_rows: int
+    max_blocks: int
+    num_blocks: int
+    block_size: int
+    max_depth: int
+    hidden_size: int
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if (value := getattr(self, field.name)) < 1:
+                raise ValueError(f"{field.name} = {value} must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class PassBatch:
+    """B requests of one pass; every array is int32 in host memory.
+
+    start_B: position of a request's first row. What the cache holds from there on is overwritten.
+    num_valid_B: n, rows given: positions start .. start + n - 1. With 0, the request gets no drafts.
+    row_offset_B: where they begin in the payload.
+    depth_B: drafts wanted, 0 .. max_depth; 0: the rows only enter the cache.
+    cache_start_B: first position that is in the cache at all: 0, or later after a cold start; at most start.
+    next_tokens_R: the token after each payload row.
+    hidden: reduced hidden states [.., H] of the payload, tensors whose rows follow each other. They may lie in pinned
+        host memory, which is read until the drafts are there.
+    block_table_BN: cache block of the positions [j * block_size, (j + 1) * block_size) in column j. A request needs
+        blocks for the positions cache_start .. start + n + depth - 2: rows of the mask token take room as well.
+    """
+
+    start_B: Int32Array
+    num_valid_B: Int32Array
+    row_offset_B: Int32Array
+    depth_B: Int32Array
+    cache_start_B: Int32Array
+    next_tokens_R: Int32Array
+    hidden: Sequence[Tensor]
+    block_table_BN: Int32Array
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.start_B)
+
+    def drafts_B(self) -> Int32Array:
+        """Drafts that each request gets: `depth_B`, but 0 without rows."""
+        return self.depth_B if self.num_valid_B.all() else np.where(self.num_valid_B > 0, self.depth_B, 0)
+
+    def rows_B(self) -> Int32Array:
+        """Rows that each request takes in the pass: n, and one of the mask token for each draft after the first."""
+        return self.num_valid_B + np.maximum(self.drafts_B() - 1, 0)
+
+    def check(self, limits: PassLimits) -> None:
+        """Raise ValueError, naming the field, for a batch that the pass cannot take: on a GPU a wrong block or row
+        would be a wild write or read, which ends the process."""
+        num_requests, num_payload_rows = len(self.start_B), len(self.next_tokens_R)
+        num_rows, table = int(self.rows_B().sum()), self.block_table_BN
+        counts = {
+            "max_num_requests": num_requests,
+            "max_num_rows": num_rows,
+            "max_payload_rows": num_payload_rows,
+            "max_blocks": table.shape[1],
+            "max_depth": int(self.depth_B.max()),
+        }
+        for name, count in counts.items():
+            if count > (most := getattr(limits, name)):
+                raise ValueError(f"the batch has {count}, more than {name} = {most}: split it")
+        if sum(len(piece) for piece in self.hidden) != num_payload_rows:
+            raise ValueError(f"hidden has other rows than the {num_payload_rows} of next_tokens_R")
+        if any(tuple(piece.shape[1:]) != (limits.hidden_size,) for piece in self.hidden):
+            raise ValueError(f"hidden must be [R, {limits.hidden_size}]")
+        end_B = self.row_offset_B + self.num_valid_B
+        lowest = min(self.row_offset_B.min(), self.num_valid_B.min(), self.depth_B.min())
+        if lowest < 0 or end_B.max() > num_payload_rows:
+            raise ValueError(f"row_offset_B + num_valid_B reaches beyond the {num_payload_rows} payload rows")
+        if np.any((self.cache_start_B < 0) | (self.cache_start_B > self.start_B)):
+            raise ValueError("cache_start_B must be in 0 .. start_B: rows before it are not in the cache")
+        columns, needed_B = np.arange(table.shape[1]), -(-(self.start_B + self.rows_B()) // limits.block_size)
+        is_used = (columns >= self.cache_start_B[:, None] // limits.block_size) & (columns < needed_B[:, None])
+        if needed_B.max() > table.shape[1] or np.any(is_used & ((table < 0) | (table >= limits.num_blocks))):
+            raise ValueError(f"block_table_BN lacks a block of 0 .. {limits.num_blocks - 1} that the batch needs")
+
+
+@dataclasses.dataclass(frozen=True)
+class PassInputs:
+    """A batch on the pass's device. Tensors of the payload may be longer than the batch's, and requests without rows
+    may pad it.
+
+    payload_RH: the rows of the payload, or addresses_R: where each of them lies (`place_hidden_at`); the other is None.
+    """
+
+    start_B: Tensor
+    num_valid_B: Tensor
+    row_offset_B: Tensor
+    depth_B: Tensor
+    cache_start_B: Tensor
+    next_tokens_R: Tensor
+    block_table_BN: Tensor
+    payload_RH: Tensor | None = None
+    addresses_R: Tensor | None = None
+
+
+class PendingDrafts(Protocol):
+    """Draft ids of a pass that may still run."""
+
+    def wait(self) -> Int32Array:
+        """[B, K], -1 where no draft is wanted; an array of the caller's own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KnownDrafts:
+    """Drafts of a pass that is over."""
+
+    drafts_BK: Int32Array
+
+    def wait(self) -> Int32Array:
+        return self.drafts_BK
+
+
+def widened(drafts_BK: Int32Array, max_depth: int) -> Int32Array:
+    """[B, depth] -> [B, max_depth], with -1 in the new columns; always a new array."""
+    wide_BK = np.full((len(drafts_BK), max_depth), NO_DRAFT, np.int32)
+    wide_BK[:, : drafts_BK.shape[1]] = drafts_BK
+    return wide_BK
+
+
+# The drafter's layers, with matrices joined where one product serves
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerWeights:
+    """One layer; `qkv` and `gate_up` are its own matrices one below the other."""
+
+    input_norm_H: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norms: tuple[Tensor, Tensor] | None
+    out: Tensor
+    out_bias: Tensor | None
+    mlp_norm_H: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+    @classmethod
+    def of(cls, layer: Layer, device: torch.device, dtype: torch.dtype) -> LayerWeights:
+        def placed(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(device=device, dtype=dtype)
+
+        attention: Attention = layer.self_attn
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        has_bias, out_bias = attention.q_proj.bias is not None, attention.o_proj.bias
+        return cls(
+            input_norm_H=placed(layer.input_layernorm.weight),
+            qkv=_joined([projection.weight for projection in projections], device, dtype),
+            qkv_bias=_joined([projection.bias for projection in projections], device, dtype) if has_bias else None,
+            qk_norms=(placed(attention.q_norm.weight), placed(attention.k_norm.weight)) if attention.qk_norm else None,
+            out=placed(attention.o_proj.weight),
+            out_bias=None if out_bias is None else placed(out_bias),
+            mlp_norm_H=placed(layer.post_attention_layernorm.weight),
+            gate_up=_joined([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight], device, dtype),
+            down=placed(layer.mlp.down_proj.weight),
+        )
+
+
+def _joined(parts: list[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The parts one below the other; parts of the same type and device become views of it."""
+    whole = torch.cat([part.detach().to(device=device, dtype=dtype) for part in parts])
+    if all(part.device == whole.device and part.dtype == dtype for part in parts):
+        first = 0
+        for part in parts:
+            part.data = whole[first : first + len(part)]
+            first += len(part)
+    return whole
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedCache:
+    """Keys and values of every layer, [num_blocks, block_size, G, D] each, and where requests have theirs.
+
+    block_table_BN: as `build_rows` takes it. start_B: first position of this pass; cache_start_B: first position that
+    has keys at all, later than 0 after a cold start.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    block_size: int
+    block_table_BN: Tensor
+    start_B: Tensor
+    cache_start_B: Tensor
+
+
+class PassLayers:
+    """The drafter's weights as the pass uses them, and the forward over its rows.
+
+    The same function as `Drafter.forward` with a cache: of the last layer, what nobody samples is computed no further
+    than its keys and values.
+
+    The joined matrices take the place of the drafter's own where these have the pass's type and device already, so that
+    weights are not held twice: the drafter's become views of them.
+    """
+
+    def __init__(self, drafter: Drafter, num_positions: int, device: torch.device, dtype: torch.dtype) -> None:
+        """num_positions: P, rotations are held for positions 0 .. P - 1."""
+        assert drafter.embed_tokens is not None
+        assert drafter.lm_head is not None
+        config = self.config = drafter.config
+        assert config.ptd_token_id is not None
+        self.mask_token_id = config.ptd_token_id
+        self.eps = config.rms_norm_eps
+
+        def placed(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(device=device, dtype=dtype)
+
+        self.layers = [LayerWeights.of(layer, device, dtype) for layer in drafter.layers if isinstance(layer, Layer)]
+        first = drafter.layers[0]
+        assert isinstance(first, Layer)
+        self.hidden_norm_H = placed(first.hidden_norm.weight)
+        self.norm_H = placed(drafter.norm.weight)
+        self.embed_VH = placed(drafter.embed_tokens.weight)
+        # An embedding of the head's own has the mask token's in its row.
+        self.mask_embedding_H = placed(drafter.mask_token())
+        self.lm_head_VH = placed(drafter.lm_head.weight)
+        self.target_ids_V = drafter.target_ids.to(device=device, dtype=torch.int32)
+        positions_1P = torch.arange(num_positions, device=device)[None]
+        cos, sin = rotary_tables(positions_1P, config.head_dim, config.rope_theta, config.rope_scaling)
+        # Both halves of a head turn alike.
+        self.cos_PF, self.sin_PF = (table[0, 0, :, : config.head_dim // 2].contiguous() for table in (cos, sin))
+        with torch.no_grad():
+            self.mask_hidden_H = placed(drafter.reduce(drafter.mask_hidden.view(1, -1))[0])
+
+    @torch.no_grad()
+    def __call__(self, rows: Rows, hidden_NH: Tensor, cache: PagedCache) -> Tensor:
+        """Draft ids [B, depth] int32 in the target's vocabulary, -1 where none is wanted; keys and values are stored.
+
+        hidden_NH: of each row, the shared one in mask rows.
+        """
+        sampled_M = rows.sample_rows_BK.flatten()
+        x, stream_NH = first_rows(
+            rows.token_ids_N, hidden_NH, self.embed_VH, self.mask_token_id, self.mask_embedding_H,
+            self.layers[0].input_norm_H, self.hidden_norm_H, self.eps, self.config.norm_before_residual,
+        )  # fmt: skip
+        for index, layer in enumerate(self.layers):
+            is_last = index == len(self.layers) - 1
+            q_NAD = self._store_keys(index, x, rows, cache)
+            if is_last and not sampled_M.numel():
+                return rows.sample_rows_BK.to(torch.int32)
+            out_NX = paged_attention(
+                q_NAD, cache.keys[index], cache.values[index], cache.block_table_BN, rows.first_row_B1, cache.start_B,
+                rows.context_B, cache.cache_start_B, block_size=cache.block_size, scale=self.config.head_dim**-0.5,
+                sliding_window=self.config.sliding_window,
+            ).flatten(1)  # fmt: skip
+            if is_last:
+                # Rows that are padded samples read the last row, whose draft is dropped below.
+                out_NX, stream_NH = out_NX[sampled_M], stream_NH[sampled_M]
+            stream_NH, x = add_norm(stream_NH, F.linear(out_NX, layer.out, layer.out_bias), layer.mlp_norm_H, self.eps)
+            mlp_NH = F.linear(silu_mul(F.linear(x, layer.gate_up)), layer.down)
+            norm_H = self.norm_H if is_last else self.layers[index + 1].input_norm_H
+            stream_NH, x = add_norm(stream_NH, mlp_NH, norm_H, self.eps)
+        best_M = F.linear(x, self.lm_head_VH).argmax(dim=-1)
+        drafts_M = torch.where(sampled_M >= 0, self.target_ids_V[best_M], -1)
+        return drafts_M.view(rows.sample_rows_BK.shape)
+
+    def _store_keys(self, index: int, x: Tensor, rows: Rows, cache: PagedCache) -> Tensor:
+        """Queries [N, A, D] of a layer, rotated; its keys and values enter the cache."""
+        config, layer = self.config, self.layers[index]
+        num_queries, num_groups = config.num_attention_heads, config.num_key_value_heads
+        heads_NHD = F.linear(x, layer.qkv, layer.qkv_bias).unflatten(1, (-1, config.head_dim))
+        q_NAD, k_NGD = rotate_heads(
+            heads_NHD, num_queries, num_groups, rows.positions_N, self.cos_PF, self.sin_PF, layer.qk_norms, self.eps
+        )
+        v_NGD = heads_NHD[:, num_queries + num_groups :]
+        write_kv(k_NGD, v_NGD, cache.keys[index], cache.values[index], rows.slots_N)
+        return q_NAD
+
+
+class ParallelPass:
+    """One head's weights, its cache of keys and values, and the pass over them. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        max_num_requests: int,
+        max_num_rows: int,
+        num_blocks: int,
+        block_size: int,
+        max_depth: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        max_context: int | None = None,
+        max_payload_rows: int | None = None,
+        graph_sizes: GraphSizes | None = None,
+    ) -> None:
+        """drafter: a P-EAGLE head with its tables, as `load_runtime_head` gives it; where it has the pass's device and
+        type already, its matrices become views of the joined ones.
+
+        max_num_rows: of one pass, those of the mask token included. max_context: positions that a request may reach,
+        by default what the head's config.json says and K more. max_payload_rows: rows given to one pass, rejected ones
+        included; by default max_num_rows and K for each request. graph_sizes: batches that run as a CUDA graph;
+        without effect on a CPU.
+
+        Raises HeadError for an EAGLE-3 head, ValueError for a limit below 1.
+        """
+        self.drafter, config = drafter, drafter.config
+        check_parallel(config, "the drafter")
+        self.device, self.dtype = torch.device(device), dtype
+        context = max_context or config.max_position_embeddings + max_depth
+        self.limits = PassLimits(
+            max_num_requests=max_num_requests,
+            max_num_rows=max_num_rows,
+            max_payload_rows=max_payload_rows or max_num_rows + max_num_requests * max_depth,
+            max_blocks=min(num_blocks, -(-context // block_size)),
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_depth=max_depth,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+        )
+        num_positions = self.limits.max_blocks * block_size
+        self.layers = PassLayers(drafter, num_positions, self.device, dtype)
+        shape = (config.num_hidden_layers, 2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
+        # Zeros, not whatever the memory held: a NaN under a mask is a NaN in the sum.
+        self._cache = torch.zeros(shape, dtype=dtype, device=self.device)
+        self._keys, self._values = list(self._cache[:, 0]), list(self._cache[:, 1])
+        self._runner = None
+        if self.device.type == "cuda":
+            from peagle.drafter.graphs import GraphRunner  # which imports the batch from here
+
+            batches = distinct_batches(
+                max_num_rows,
+                max_num_requests,
+                config.num_attention_heads,
+                config.num_key_value_heads,
+                config.head_dim,
+                element_bytes=dtype.itemsize,
+                max_context=num_positions,
+                num_sms=torch.cuda.get_device_properties(self.device).multi_processor_count,
+            )
+            self._runner = GraphRunner(self._compute, self.limits, graph_sizes, self.device, dtype, batches)
+
+    def run(self, batch: PassBatch) -> Int32Array:
+        """Drafts [B, K] in host memory, -1 where none is wanted; waits for them.
+
+        Raises ValueError, before anything runs, for a batch that `PassBatch.check` refuses.
+        """
+        batch.check(self.limits)
+        return self.launch(batch).wait()
+
+    @torch.no_grad()
+    def launch(self, batch: PassBatch) -> PendingDrafts:
+        """Starts a pass over a batch that fits the limits; what it points to must stay as it is until the drafts are
+        there.
+
+        Passes run one after another, so the next may be launched before the drafts of this one are waited for.
+        """
+        if self._runner is not None:
+            return self._runner.launch(batch)
+        pieces = [piece.to(self.dtype) for piece in batch.hidden if len(piece)]
+        if len(pieces) != 1:
+            pieces = [torch.cat([*pieces, torch.empty(0, self.limits.hidden_size, dtype=self.dtype)])]
+        names = (*PER_REQUEST, "next_tokens_R", "block_table_BN")
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(getattr(batch, name))) for name in names}
+        inputs = PassInputs(**tensors, payload_RH=pieces[0])
+        drafts_BK = self._compute(inputs, int(batch.rows_B().sum()), int(batch.drafts_B().max()))
+        return KnownDrafts(widened(drafts_BK.numpy(), self.limits.max_depth))
+
+    def warm_up(self) -> int:
+        """Captures the CUDA graphs of full batches, so that serving does not begin with them; returns how many there
+        are. Only while no request has rows in the cache of a batch that runs. On a CPU nothing happens."""
+        return 0 if self._runner is None else self._runner.warm_up()
+
+    def fill_cache(self, generator: torch.Generator) -> None:
+        """Normal numbers in place of every key and value, for measurements: zeros run faster than what is real."""
+        self._cache.normal_(generator=generator)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _compute(self, inputs: PassInputs, num_rows: int, depth: int) -> Tensor:
+        """Drafts [B, depth] on the device; num_rows may be more than the batch has. Waits for nothing."""
+        rows = build_rows(
+            inputs.start_B, inputs.num_valid_B, inputs.row_offset_B, inputs.depth_B, inputs.next_tokens_R,
+            inputs.block_table_BN, block_size=self.limits.block_size, mask_token_id=self.layers.mask_token_id,
+            max_depth=depth, num_rows=num_rows,
+        )  # fmt: skip
+        hidden_NH = torch.empty(num_rows, self.limits.hidden_size, dtype=self.dtype, device=self.device)
+        if inputs.addresses_R is not None:
+            place_hidden_at(inputs.addresses_R, rows.sources_N, self.layers.mask_hidden_H, hidden_NH)
+        else:
+            assert inputs.payload_RH is not None
+            place_hidden(inputs.payload_RH, rows.sources_N, self.layers.mask_hidden_H, hidden_NH)
+        cache = PagedCache(
+            self._keys, self._values, self.limits.block_size, inputs.block_table_BN, inputs.start_B,
+            inputs.cache_start_B,
+        )  # fmt: skip
+        return self.layers(rows, hidden_NH, cache)
+
+
+def check_parallel(config: DrafterConfig, source: str) -> None:
+    """Raise HeadError for a head that drafts one token after another: a remote drafter has one pass a step."""
+    if config.ptd_token_id is None:
+        raise HeadError(
+            f"{source} has no mask token (ptd_token_id), so it is an EAGLE-3 head: a remote drafter runs P-EAGLE heads "
+            "only, which propose all their tokens in one pass; run this head in the target's own engine"
+        )
+
+
+def cache_bytes_per_block(config: DrafterConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes that one cache block of `block_size` positions takes in all layers of a drafter: keys and values."""
+    return 2 * config.num_hidden_layers * block_size * config.num_key_value_heads * config.head_dim * dtype.itemsize
