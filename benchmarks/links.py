@@ -30,12 +30,12 @@ import torch
 from benchmarks.common import markdown
 from peagle.drafter.client import Link, LinkPool
 from peagle.drafter.engine import DraftEngine, HeadRuntime
-from peagle.drafter.forward import ParallelPass
-from peagle.drafter.head import Reducer
+from peagle.drafter.parallel_pass import ParallelPass
+from peagle.drafter.protocol import Reducer
 from peagle.drafter.pass_batch import PassBatch, PassLimits
 from peagle.drafter.protocol import ServedHead
 from peagle.drafter.server import DrafterServer
-from peagle.drafter.steps import Int32Array, KnownDrafts, TargetShape, TargetStep
+from peagle.drafter.protocol import Int32Array, KnownDrafts, TargetShape, TargetStep
 from peagle.provenance import conditions
 
 DIGEST, LAYERS = "bench", (1, 2, 3)

@@ -38,8 +38,8 @@ import torch
 from torch import nn
 
 from peagle.config import DrafterConfig
-from peagle.drafter.forward import GraphSizes, ParallelPass, PassBatch
-from peagle.drafter.steps import Int32Array
+from peagle.drafter.parallel_pass import GraphSizes, ParallelPass, PassBatch
+from peagle.drafter.protocol import Int32Array
 from peagle.model import Drafter
 from peagle.provenance import conditions
 

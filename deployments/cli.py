@@ -121,7 +121,7 @@ def drafter(
     Its address and the digests of its heads, which targets name, are printed as one line of JSON as soon as targets may
     connect. With PEAGLE_DRAFTER_KEY in its environment only targets that name this key are let in.
     """
-    from peagle.drafter.alone import serve_alone
+    from peagle.drafter.serving import serve_alone
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     limits = dict(

@@ -25,10 +25,9 @@ from deployments.telemetry import DrafterReport, LiveHead
 from peagle.checkpoint import read_head_config
 from peagle.config import DrafterConfig
 from peagle.drafter.engine import DraftEngine, HeadRuntime
-from peagle.drafter.protocol import ServedHead
+from peagle.drafter.protocol import DTYPES, ServedHead
 from peagle.drafter.server import DrafterServer
 from peagle.drafter.serving import DrafterLimits, load_served_head
-from peagle.drafter.steps import DTYPES
 from peagle.heads import head_digest
 from peagle.vllm.engine import MAX_SMALL_MACHINE_CORES
 

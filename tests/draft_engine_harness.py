@@ -19,8 +19,8 @@ from torch import Tensor
 from peagle.config import DrafterConfig
 from peagle.draft import DraftSession
 from peagle.drafter.engine import DraftEngine, HeadRuntime
-from peagle.drafter.forward import ParallelPass
-from peagle.drafter.steps import Int32Array, TargetStep
+from peagle.drafter.parallel_pass import ParallelPass
+from peagle.drafter.protocol import Int32Array, TargetShape, TargetStep, check_step
 from peagle.model import Drafter
 from tests.head_factory import TARGET, random_drafter
 
@@ -131,14 +131,17 @@ def target_step(
     slots_B, heads_B = column(list(work)), column([rows.request.head for rows in work.values()])
     offset_B, depth_B = column(offsets), column([rows.depth for rows in work.values()])
     content = b"".join(array.tobytes() for array in (slots_B, heads_B, offset_B, depth_B))
-    return TargetStep(
-        session, step, slots_B, heads_B=heads_B, row_offset_B=offset_B, depth_B=depth_B,
-        # As a mailbox gives it: the same object while the host part stays equal.
-        host_part=_HOST_PARTS.setdefault(content, content),
+    made = TargetStep(
+        slots_B, heads_B, depth_B, offset_B,
         start_B=column([rows.start for rows in work.values()]),
         num_valid_B=column([rows.num_valid for rows in work.values()]),
         next_tokens_R=tokens_R, hidden_RH=hidden_RH, finished_slots=finished or [], prompts=prompts or {},
+        session=session, number=step,
+        # As a mailbox gives it: the same object while the host part stays equal.
+        host_part=_HOST_PARTS.setdefault(content, content),
     )  # fmt: skip
+    check_step(made, TargetShape(CONFIG.hidden_size, "float64", MAX_DEPTH, 64, 4096, VOCABULARY))
+    return made
 
 
 def check_answer(engine: DraftEngine, session: int, work: Mapping[int, Rows], answer_BK: Int32Array) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from peagle.drafter.dispatch import INTERPRETED
+from peagle.drafter.rows import INTERPRETED
 
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 needs_kernel = pytest.mark.skipif(

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from peagle.config import DrafterConfig, Llama3Rope
 from peagle.draft import DraftSession
-from peagle.drafter.forward import ParallelPass, PassBatch
-from peagle.drafter.head import reducer_of
+from peagle.drafter.parallel_pass import ParallelPass, PassBatch
+from peagle.drafter.serving import reducer_of
 from peagle.model import Drafter
 from tests.test_draft import CONFIG
 
@@ -98,7 +98,7 @@ class Requests:
             depth_B=np.array([step.depth for step in steps], np.int32),
             cache_start_B=self.cache_start[requests],
             next_tokens_R=torch.cat(tokens).int().numpy(),
-            hidden_RH=hidden_RH if num_pieces == 1 else list(hidden_RH.chunk(num_pieces)),
+            hidden=list(hidden_RH.chunk(num_pieces)),
             block_table_BN=np.ascontiguousarray(self.blocks[requests, :used]),
         )
 

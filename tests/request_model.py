@@ -10,7 +10,8 @@ import dataclasses
 
 import numpy as np
 
-from peagle.drafter.kvcache import NO_ROW, BlockPool, Counters, Int32Array, RequestTable
+from peagle.drafter.kvcache import NO_ROW, BlockPool, Counters, RequestTable
+from peagle.drafter.protocol import Int32Array
 
 BLOCK = 4
 DEPTH = 3

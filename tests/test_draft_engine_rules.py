@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from peagle.drafter.engine import DraftEngine, Requests, StepError, split
-from peagle.drafter.steps import TargetStep
+from peagle.drafter.protocol import TargetStep
 from tests.draft_engine_harness import (
     BLOCK,
     CONFIG,

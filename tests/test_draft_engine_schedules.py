@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from peagle.drafter.engine import DraftEngine
-from peagle.drafter.steps import TargetStep
+from peagle.drafter.protocol import TargetStep
 from tests.draft_engine_harness import (
     BLOCK,
     MAX_DEPTH,

@@ -7,18 +7,22 @@ import dataclasses
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
+from peagle.drafter import client
 from peagle.drafter.engine import DraftEngine
-from peagle.drafter.protocol import PROTOCOL_VERSION, MessageReader
-from peagle.drafter.server import DrafterServer, greet
+from peagle.drafter.mailbox import Mailbox
+from peagle.drafter.protocol import PROTOCOL, Attached, Hello, Refused, frames_of, read_drafter_message
+from peagle.drafter.server import DrafterServer
 from tests.draft_engine_harness import CONFIG, head_runtime
 from tests.transport_harness import (
     ROOT,
@@ -44,11 +48,24 @@ def _nothing_left_in_shared_memory() -> Iterator[None]:
     assert set(named_mailboxes()) == before
 
 
+@contextlib.contextmanager
+def stranger(server: DrafterServer) -> Iterator[zmq.Socket[bytes]]:
+    """A socket that speaks zmq with the drafter, and what it likes in it."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket_:
+        socket_.linger = 0
+        socket_.connect(f"tcp://{server.address}")
+        yield socket_
+
+
 @pytest.mark.parametrize(
     ("settings", "digest", "reason"),
     [
         ({}, "another", "head 0 of the target is another, this drafter has digest0"),
-        ({"shape": dataclasses.replace(SHAPE, hidden_size=8)}, "digest0", "hidden_size is 32 at the drafter and 8 at"),
+        (
+            {"shape": dataclasses.replace(SHAPE, hidden_size=8)},
+            "digest0",
+            f"hidden_size is {CONFIG.hidden_size} at the drafter and 8 at",
+        ),
         ({"shape": dataclasses.replace(SHAPE, dtype="float32")}, "digest0", "dtype is float64 at the drafter"),
         ({"aux_layer_ids": (0, 1)}, "digest0", "aux_layer_ids is"),
         ({"shape": dataclasses.replace(SHAPE, max_depth=9)}, "digest0", "up to 9 drafts, this drafter gives 4"),
@@ -59,66 +76,88 @@ def test_a_target_that_does_not_fit_learns_why(settings: dict[str, Any], digest:
         pool = make_pool(**settings)
         pool.set_drafters([entry(server.address, {0: digest})])
         eventually(lambda: "refused: " in only_link(pool)["problem"])
-        assert reason in only_link(pool)["problem"].replace(f"is {CONFIG.hidden_size} at", "is 32 at")
+        assert reason in only_link(pool)["problem"]
         assert pool.num_up == 0
         eventually(lambda: server.report()["num_refused"])  # counted after the target was told
         pool.close()
 
 
+HELLO = Hello("target", SHAPE, CONFIG.aux_layer_ids, {0: "digest0"}, "another host")
+
+
 @pytest.mark.parametrize(
-    "data",
+    ("frames", "reason"),
     [
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"\x00" * 100,
-        b"PEGL",
-        struct.pack("<4sHHIQ", b"PEGL", PROTOCOL_VERSION + 1, 0, 2, 0) + b"{}",
-        struct.pack("<4sHHIQ", b"PEGL", PROTOCOL_VERSION, 0, 2, 1 << 50) + b"{}",
-        struct.pack("<4sHHIQ", b"PEGL", PROTOCOL_VERSION, 0, 16, 0) + b'{"kind":"hello"}',
-        b"",
+        ([b"hello"], "it speaks b'hello', this side b'peagle/3': run the same release"),
+        ([b"peagle/2", b"\x80"], "it speaks b'peagle/2'"),
+        ([PROTOCOL], "it speaks"),
+        ([PROTOCOL, b""], "a message that does not fit"),
+        ([PROTOCOL, b"\xff" * 50], "a message that does not fit"),
+        ([PROTOCOL, msgspec.msgpack.encode({"type": "Hello"})], "missing required field `name`"),
+        ([PROTOCOL, msgspec.msgpack.encode({"type": "Goodbye"})], "Goodbye"),
+        (frames_of(Attached(True)), "Attached came where a hello was due"),
+        (
+            frames_of(msgspec.structs.replace(HELLO, heads={0: "x"})),
+            "head 0 of the target is x, this drafter has digest0",
+        ),
     ],
-    ids=["web", "zeros", "cut short", "another version", "too large", "hello without fields", "nothing"],
 )
-def test_who_is_no_target_is_sent_away_and_others_are_served_meanwhile(data: bytes) -> None:
-    with running(make_server()) as server:
+def test_a_message_that_does_not_fit_is_refused_in_words_and_others_are_served(frames: list[Any], reason: str) -> None:
+    with running(make_server()) as server, stranger(server) as socket_:
         pool = make_pool()
         pool.set_drafters([entry(server.address, {0: "digest0"})])
         eventually(lambda: pool.num_up)
-        host, _, port = server.address.rpartition(":")
-        with socket.create_connection((host, int(port))) as stranger:
-            stranger.sendall(data)
-            target = Target(pool)
-            target.check_step()
-            with contextlib.suppress(ConnectionError):
-                stranger.shutdown(socket.SHUT_WR)
-                while stranger.recv(10_000):
-                    pass
-        eventually(lambda: server.report()["num_refused"] == 1)
+        socket_.send_multipart(frames)
+        target = Target(pool)
+        target.check_step()
+        assert socket_.poll(10_000)
+        answer, _ = read_drafter_message(socket_.recv_multipart(copy=False))
+        assert isinstance(answer, Refused)
+        assert reason in answer.reason
+        assert server.report()["num_refused"] == 1
         target.check_step()
         pool.close()
 
 
-def test_a_target_of_another_version_learns_it() -> None:
+def test_a_welcomed_target_that_speaks_out_of_turn_is_let_go() -> None:
+    with running(make_server()) as server, stranger(server) as socket_:
+        socket_.send_multipart(frames_of(HELLO))
+        eventually(lambda: server.report()["targets"])
+        socket_.send_multipart(frames_of(HELLO))
+        eventually(lambda: not server.report()["targets"])
+        assert server.report()["num_dropped"] == 1
+
+
+@pytest.mark.parametrize(
+    "data", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 100, b"PEGL", b"\xff" * 1000, b"\x01\x00" * 40], ids=str
+)
+def test_who_speaks_another_protocol_costs_nobody_else_anything(data: bytes) -> None:
     with running(make_server()) as server:
         host, _, port = server.address.rpartition(":")
         with socket.create_connection((host, int(port))) as other:
-            other.sendall(struct.pack("<4sHHIQ", b"PEGL", 7, 0, 2, 10_000) + b"{}" + bytes(10_000))
-            answer = MessageReader(other, 0, "drafter").read_within(5)
-        assert answer.kind == "refused"
-        assert f"protocol version 7, this side {PROTOCOL_VERSION}" in answer.field("reason", str)
+            other.sendall(data)
+            pool = make_pool()
+            pool.set_drafters([entry(server.address, {0: "digest0"})])
+            eventually(lambda: pool.num_up)
+            Target(pool).check_step()
+            assert server.is_healthy()
+            pool.close()
 
 
-def test_strangers_that_say_nothing_do_not_keep_targets_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peagle.drafter.server.HELLO_TIMEOUT_S", 0.5)
+def test_strangers_that_say_nothing_do_not_keep_targets_out() -> None:
+    """However many, and from the first moment: nobody waits for what they might say."""
     with running(make_server()) as server:
         host, _, port = server.address.rpartition(":")
         strangers = [socket.create_connection((host, int(port))) for _ in range(40)]
+        begin_s = time.monotonic()
         pool = make_pool()
         pool.set_drafters([entry(server.address, {0: "digest0"})])
         eventually(lambda: pool.num_up)
+        assert time.monotonic() - begin_s < 4, "less than any time-out of a greeting"
         Target(pool).check_step()
         pool.close()
-        for stranger in strangers:
-            stranger.close()
+        for each in strangers:
+            each.close()
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "tcp"])
@@ -230,54 +269,117 @@ def test_a_step_that_no_engine_can_take_ends_its_connection_and_no_other() -> No
 
 
 def test_a_drafter_that_ends_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "peagle.drafter.client.MIN_BACKOFF_S", 60.0
-    )  # that nobody is there any more is the next problem
+    # That nobody is there any more is the next problem.
+    monkeypatch.setattr(client, "MIN_BACKOFF_S", 60.0)
     with running(make_server()) as server:
         pool = make_pool()
         pool.set_drafters([entry(server.address, {0: "digest0"})])
-        eventually(lambda: server.report()["targets"])  # a link is up before the drafter has taken up the target
+        eventually(lambda: pool.num_up)
     assert "says good-bye: the drafter ends" in eventually(lambda: only_link(pool)["problem"])
     server.stop()
     pool.close()
 
 
 def test_a_drafter_that_ends_says_so_to_whoever_is_just_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    greeted, is_over = threading.Event(), threading.Event()
+    is_being_made, is_over, create = threading.Event(), threading.Event(), Mailbox.create
 
-    def greet_late(*args: Any) -> Any:
-        peer = greet(*args)
-        greeted.set()
+    def create_late(shape: Any) -> Mailbox:
+        is_being_made.set()
         is_over.wait(10)
-        return peer
+        return create(shape)
 
-    monkeypatch.setattr("peagle.drafter.server.greet", greet_late)
+    monkeypatch.setattr(client, "MIN_BACKOFF_S", 60.0)
+    monkeypatch.setattr(Mailbox, "create", create_late)
     with running(make_server()) as server:
         pool = make_pool()
         pool.set_drafters([entry(server.address, {0: "digest0"})])
-        assert greeted.wait(10)
-    is_over.set()
-    eventually(lambda: "says good-bye: the drafter ends" in only_link(pool)["problem"])
+        assert is_being_made.wait(10)
+        threading.Timer(0.2, is_over.set).start()
+    assert "says good-bye: the drafter ends" in eventually(lambda: only_link(pool)["problem"])
     eventually(lambda: pool.num_up == 0)
     pool.close()
 
 
-def test_a_newcomer_whose_mailbox_is_not_taken_is_counted_and_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    failing = iter([True])
+@pytest.mark.parametrize(
+    ("error", "path"), [(OSError("no space"), "tcp"), (RuntimeError("CUDA error"), "shared memory")]
+)
+def test_a_mailbox_that_cannot_be_made_costs_shared_memory_or_a_moment(
+    error: Exception, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No room in /dev/shm: TCP. CUDA does not take it: the target is refused, and tries again."""
+    failing, create = iter([error]), Mailbox.create
 
-    def greet_or_fail(connection: socket.socket, *args: Any) -> Any:
-        if next(failing, False):
-            connection.close()
-            raise RuntimeError("CUDA error: out of memory")
-        return greet(connection, *args)
+    def create_or_fail(shape: Any) -> Mailbox:
+        for problem in failing:
+            raise problem
+        return create(shape)
 
-    monkeypatch.setattr("peagle.drafter.server.greet", greet_or_fail)
+    monkeypatch.setattr(Mailbox, "create", create_or_fail)
     with running(make_server()) as server:
         pool = make_pool()
         pool.set_drafters([entry(server.address, {0: "digest0"})])
         eventually(lambda: pool.num_up)
-        assert server.report()["num_refused"] == 1
         Target(pool).check_step()
+        assert only_link(pool)["path"] == path
+        assert server.report()["num_refused"] == (path != "tcp")
+        pool.close()
+
+
+def test_a_target_that_cannot_attach_its_mailbox_is_served_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attach(name: str, shape: Any) -> Mailbox:
+        raise OSError("not mounted here")
+
+    monkeypatch.setattr(Mailbox, "attach", attach)
+    with running(make_server()) as server:
+        pool = make_pool()
+        pool.set_drafters([entry(server.address, {0: "digest0"})])
+        eventually(lambda: pool.num_up)
+        Target(pool).check_step()
+        assert only_link(pool)["no_mailbox_reason"] == "not mounted here"
+        eventually(lambda: server.report()["targets"][0]["path"] == "tcp")
+        pool.close()
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "tcp"])
+def test_a_swapped_head_drafts_after_the_targets_have_its_reducer(shared: bool) -> None:
+    with running(make_server((0, 1))) as server:
+        pool, other = make_pool(use_shared_memory=shared), make_pool(use_shared_memory=shared)
+        pool.set_drafters([entry(server.address, {0: "digest0"})])
+        other.set_drafters([entry(server.address, {0: "digest1"})])
+        eventually(lambda: pool.num_up and other.num_up)
+        target, untouched = Target(pool), Target(other)
+        target.check_step()
+        server.swap(0, head_runtime(2), served_head(2))
+        assert server.report()["heads"] == {"0": "digest2", "1": "digest1"}
+        eventually(lambda: only_link(pool)["heads"] == {"0": "digest2"} and pool.num_up)
+        target.begin_cold()
+        assert target.step() == [target.expected(slot, head=2) for slot in range(3)]
+        assert untouched.step() == [untouched.expected(slot, head=1) for slot in range(3)]
+        assert only_link(other)["num_connections"] == 1
+        for each in (pool, other):
+            each.close()
+
+
+@pytest.mark.parametrize(
+    ("index", "served", "problem"),
+    [
+        (5, served_head(2), "there is no head 5 to swap, only"),
+        (0, served_head(1), "head digest1 is served under another number already"),
+        (0, served_head(2, hidden_size=8), "head digest2 does not fit the targets: its hidden_size is 8, that of"),
+        (0, served_head(2, aux_layer_ids=(0,)), "its aux_layer_ids is"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused_and_the_old_one_goes_on(index: int, served: Any, problem: str) -> None:
+    with running(make_server((0, 1))) as server:
+        pool = make_pool()
+        pool.set_drafters([entry(server.address, {0: "digest0"})])
+        eventually(lambda: pool.num_up)
+        target = Target(pool)
+        target.check_step()
+        with pytest.raises(ValueError, match=problem):
+            server.swap(index, head_runtime(2), served)
+        target.check_step()
+        assert only_link(pool)["num_connections"] == 1
         pool.close()
 
 

@@ -19,7 +19,7 @@ from peagle.drafter.attention import (
     write_kv,
     write_kv_torch,
 )
-from peagle.drafter.dispatch import INTERPRETED
+from peagle.drafter.rows import INTERPRETED
 from tests.kernel_device import DEVICE, needs_kernel
 
 SPLIT = Plan(block_m=16, block_n=16, num_splits=3, phased=False, num_warps=4, num_stages=2)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.drafter.dispatch import INTERPRETED
-from peagle.drafter.wait import (
+from peagle.drafter.rows import INTERPRETED
+from peagle.drafter.mailbox import (
     ABORTED,
     REACHED,
     TIMED_OUT,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from peagle.config import DrafterConfig, HeadError
-from peagle.drafter.forward import PassBatch, PassLimits, cache_bytes_per_block
+from peagle.drafter.parallel_pass import PassBatch, PassLimits, cache_bytes_per_block
 from peagle.drafter.graphs import GraphSizes
 from peagle.model import Drafter
 from tests.head_factory import random_drafter

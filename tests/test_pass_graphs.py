@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from peagle.drafter import pass_batch as pass_layout
-from peagle.drafter.dispatch import compiled_kernels
-from peagle.drafter.forward import ParallelPass
+from peagle.drafter.graphs import compiled_kernels
+from peagle.drafter.parallel_pass import ParallelPass
 from peagle.drafter.graphs import NUM_AREAS, GraphRunner, GraphSizes
 from tests.head_factory import random_drafter
 from tests.pass_requests import MAX_DEPTH, STEPS, SWITCHES, Requests, Step

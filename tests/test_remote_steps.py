@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from peagle.drafter.head import Reducer
-from peagle.drafter.steps import TargetShape
+from peagle.drafter.protocol import Reducer
+from peagle.drafter.protocol import TargetShape
 from peagle.vllm.acceptance import HEAD_KEY, head_of
 from peagle.vllm.remote import EngineStep, StepSender, _place, _reduce, _rows_of
 

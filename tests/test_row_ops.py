@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peagle.drafter import rows as row_ops
-from peagle.drafter.dispatch import INTERPRETED
+from peagle.drafter.rows import INTERPRETED
 from peagle.model import RMSNorm, rotary_tables, rotate
 from tests.head_factory import random_drafter
 from tests.kernel_device import DEVICE, needs_kernel

@@ -14,7 +14,7 @@ import torch
 
 from peagle.checkpoint import load_head
 from peagle.drafter.client import LinkPool
-from peagle.drafter.steps import TargetShape
+from peagle.drafter.protocol import TargetShape
 from tests.transport_harness import eventually
 
 COMMAND = [sys.executable, "-m", "deployments.cli", "drafter"]

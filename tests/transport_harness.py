@@ -19,10 +19,9 @@ import torch
 
 from peagle.drafter.client import LinkPool
 from peagle.drafter.engine import DraftEngine
-from peagle.drafter.head import reducer_of
-from peagle.drafter.protocol import ServedHead
+from peagle.drafter.protocol import Int32Array, ServedHead, TargetShape, TargetStep
 from peagle.drafter.server import DrafterServer
-from peagle.drafter.steps import Int32Array, TargetShape, TargetStep
+from peagle.drafter.serving import reducer_of
 from tests.draft_engine_harness import CONFIG, MAX_DEPTH, aux_rows, drafter_of, expected_drafts, head_runtime
 
 SHAPE = TargetShape(
@@ -59,8 +58,10 @@ class SlowEngine(DraftEngine):
         return super().step(steps)
 
 
-def make_server(heads: tuple[int, ...] = (0,), port: int = 0, delay_s: float = 0.0, **settings: Any) -> DrafterServer:
-    engine = SlowEngine({i: head_runtime(head) for i, head in enumerate(heads)})
+def make_server(
+    heads: tuple[int, ...] = (0,), port: int = 0, delay_s: float = 0.0, num_blocks: int = 600, **settings: Any
+) -> DrafterServer:
+    engine = SlowEngine({i: head_runtime(head, num_blocks=num_blocks) for i, head in enumerate(heads)})
     engine.delay_s = delay_s
     return DrafterServer(engine, {i: served_head(head) for i, head in enumerate(heads)}, port=port, **settings)
 
@@ -171,7 +172,7 @@ class Target:
             for slot in slots:
                 self.homes[slot] = link.address
         for link, slots in sent:
-            if (drafts_MK := link.wait_host()) is not None:
+            if (drafts_MK := link.wait()) is not None:
                 for slot, drafts_K in zip(slots, drafts_MK.tolist(), strict=True):
                     drafts[slot] = drafts_K
         self.ends = [end + num_rows for end in self.ends]
@@ -191,15 +192,17 @@ class Target:
 
         device = self.pool.device
         return link.send(
-            ints(slots),
-            ints([head] * len(slots)),
-            ints([depth] * len(slots)),
-            ints(range(0, num_rows * len(slots), num_rows)),
-            torch.tensor(starts, dtype=torch.int32, device=device),
-            torch.full((len(slots),), num_rows, dtype=torch.int32, device=device),
-            torch.tensor(next_tokens, dtype=torch.int32, device=device),
-            torch.cat(rows),
-            prompts={slot: ints(self.tokens[slot][: self.ends[slot] + 1]) for slot in new},
+            TargetStep(
+                slots_B=ints(slots),
+                heads_B=ints([head] * len(slots)),
+                depth_B=ints([depth] * len(slots)),
+                row_offset_B=ints(range(0, num_rows * len(slots), num_rows)),
+                start_B=torch.tensor(starts, dtype=torch.int32, device=device),
+                num_valid_B=torch.full((len(slots),), num_rows, dtype=torch.int32, device=device),
+                next_tokens_R=torch.tensor(next_tokens, dtype=torch.int32, device=device),
+                hidden_RH=torch.cat(rows),
+                prompts={slot: ints(self.tokens[slot][: self.ends[slot] + 1]) for slot in new},
+            )
         )
 
     def expected(self, slot: int, depth: int = MAX_DEPTH, head: int = 0) -> list[int]:

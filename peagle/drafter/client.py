@@ -1,5 +1,6 @@
-"""A target's links to its drafters: steps out, drafts back, within a deadline; whatever goes wrong costs drafts, never a
-request.
+"""A target's links to its drafters: steps out, drafts back, within a deadline.
+
+Whatever goes wrong costs drafts, never a request.
 
 `LinkPool` gives each request its drafter, a `Link` is the way to one of them. An engine's step is
 
@@ -376,8 +377,8 @@ class Link:
     def send(self, step: TargetStep[Tensor]) -> bool:
         """Hand a step to the drafter; False where it does not get it (no drafts, then).
 
-        Its prompts are those of requests that are new to the target, those of other drafters may be among them; session,
-        number and finished slots are set here. On a GPU everything is enqueued on the current stream.
+        Its prompts are those of requests that are new to the target, those of other drafters may be among them;
+        session, number and finished slots are set here. On a GPU everything is enqueued on the current stream.
 
         Raises:
             ValueError: more requests or rows than the shape that was agreed on, which is the caller's mistake.
@@ -678,8 +679,8 @@ class LinkPool:
     """A target's drafters: which one each request belongs to, as they come, go and fail. For the engine's thread only.
 
     A request stays with the drafter of its first step, which holds its cache. The choice is by rendezvous hash over
-    those that serve: when a drafter is added or lost, only the requests that it gets or had are chosen anew. Requests of
-    a lost drafter go to another and begin cold there; those of a drafter that is drained stay until they end.
+    those that serve: when a drafter is added or lost, only the requests that it gets or had are chosen anew. Requests
+    of a lost drafter go to another and begin cold there; those of a drafter that is drained stay until they end.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Blocks of the drafter's KV cache: who uses them, which of them answer for a prefix, and which one goes first.
+"""The drafter's cache: which requests have rows in it, and in which blocks.
 
-Enters: tokens and block numbers. Leaves: block numbers. Holds no KV: that lies with the pass, by the same numbers.
+It holds no keys and values: those lie with the pass, by the same block numbers.
 
 A row at position p holds the token p + 1 and the target's hidden state at p, which depends on the tokens 0 .. p. So a
 block of the positions [i * bs, (i + 1) * bs) depends on the tokens 0 .. (i + 1) * bs, one more than a target's block.
@@ -11,6 +11,11 @@ Life of a block: free -> used by one request, which writes it -> full and *publi
 read, by any number of requests -> used by none, but kept for its key -> taken for other rows, least recently used
 first. **A block that is published or that two requests use is never written.** A request that has to write in the
 middle of its published block withdraws it first, and may do so only while nobody else uses it.
+
+A request has the rows of the positions `cache_start` .. `num_rows` - 1. It is *cold* where `cache_start` > 0: the rows
+before never reached this cache, so drafts are worse than they could be, and its blocks are of no use to others.
+
+P blocks of T rows, C table rows, N blocks of a request at most, B requests of a call, R rows of them.
 """
 
 from __future__ import annotations
@@ -23,22 +28,11 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import numpy.typing as npt
 
-# ====================================================================================================
-# Blocks of the drafter's KV cache: who uses them, which of them answer for a prefix, and which one goes first.
-#
-# Enters: tokens and block numbers. Leaves: block numbers. Holds no KV: that lies with the pass, by the same numbers.
-#
-# A row at position p holds the token p + 1 and the target's hidden state at p, which depends on the tokens 0 .. p. So a
-# block of the positions [i * bs, (i + 1) * bs) depends on the tokens 0 .. (i + 1) * bs, one more than a target's block.
-# Its *key* is a chain: the key of no block is a hash of the head's digest and token 0, the key of block i is a hash of
-# the key of block i - 1 and of the tokens i * bs + 1 .. (i + 1) * bs, which are the tokens of its rows.
-#
-# Life of a block: free -> used by one request, which writes it -> full and *published* under its key, from then on only
-# read, by any number of requests -> used by none, but kept for its key -> taken for other rows, least recently used
-# first. **A block that is published or that two requests use is never written.** A request that has to write in the
-# middle of its published block withdraws it first, and may do so only while nobody else uses it.
+from peagle.drafter.protocol import Int32Array
 
-Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+NO_ROW = -1
 _KEY_BYTES = 16
 
 
@@ -52,20 +46,11 @@ def chain_key(parent: bytes, tokens: bytes) -> bytes:
     return hashlib.blake2b(parent + tokens, digest_size=_KEY_BYTES).digest()
 
 
-def blocks_within(limit_bytes: int, bytes_per_block: int) -> int:
-    """Blocks that a memory limit holds. Raises ValueError when that is not even one."""
-    if bytes_per_block < 1:
-        raise ValueError(f"bytes_per_block = {bytes_per_block} must be at least 1")
-    if limit_bytes < bytes_per_block:
-        raise ValueError(f"a cache of {limit_bytes} bytes holds no block of {bytes_per_block} bytes: raise its limit")
-    return limit_bytes // bytes_per_block
-
-
 class BlockPool:
     """All blocks of one head's cache."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        """num_blocks: the memory limit, see `blocks_within`. block_size: rows of a block.
+        """num_blocks: the memory limit. block_size: rows of a block.
 
         A prefix that a target found in its own cache is a whole number of the target's blocks, so `block_size` must
         divide the target's for the drafter to find the same prefix. That the drafter's keys ask for one token more
@@ -180,21 +165,6 @@ class BlockPool:
         self._key_of[block] = None
 
 
-# ====================================================================================================
-# Which requests have rows in one head's cache, how far, and in which blocks.
-#
-# Enters: where a step's rows start, how many there are and which tokens they hold. Leaves: tables of blocks for the pass.
-# All requests of a step are handled together, in numpy; Python loops run only over requests that are new, that jump or
-# that fill a block.
-#
-# A request has the rows of the positions `cache_start` .. `num_rows` - 1. It is *cold* where `cache_start` > 0: the rows
-# before never reached this cache, so drafts are worse than they could be, and its blocks are of no use to others.
-
-Int64Array = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
-NO_ROW = -1
-
-
 @dataclasses.dataclass
 class Counters:
     """Sums since the engine started.
@@ -217,7 +187,11 @@ class Counters:
 
 
 class RequestTable:
-    """Requests of one head. A table row is the place of one request; `call` counts calls of the engine."""
+    """Requests of one head; a table row is the place of one request.
+
+    All requests of a step are handled together, in numpy; Python loops run only over requests that are new, that jump
+    or that fill a block.
+    """
 
     def __init__(
         self,

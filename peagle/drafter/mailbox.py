@@ -2,12 +2,12 @@
 
 Three areas in turn (step s uses area s % 3), each with a request and its reply:
 
-    host part      written by the target's host          slots, heads, depths, row offsets, finished slots, prompts; then
-                                                         the counts, and last of them the step's number: the part is whole
-    device part    written by the target's GPU, or host  starts, valid rows, next tokens; payload (reduced hidden rows)
-    ready          the same, last                        the step's number: the request is whole
-    drafts         written by the drafter                draft ids, time of service
-    done           the same, last                        the step's number: the reply is whole
+    host part     by the target's host              slots, heads, depths, row offsets, finished slots, prompts; then the
+                                                    counts, and last of them the step's number: the part is whole
+    device part   by the target's GPU, or its host  starts, valid rows, next tokens; payload (reduced hidden rows)
+    ready         the same, last                    the step's number: the request is whole
+    drafts        by the drafter                    draft ids, time of service
+    done          the same, last                    the step's number: the reply is whole
 
 Three, not two: with asynchronous scheduling the target's host writes step s + 2 while the drafter still reads step s. A
 sender that finds step s - 3 unanswered does not send (`is_free`), so nothing is overwritten while it is read.

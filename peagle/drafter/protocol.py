@@ -235,7 +235,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """mailbox: name of the shared memory, "" for none, then for `no_mailbox_reason`. reducers: digests, a frame each."""
+    """mailbox: name of the shared memory, or "" and `no_mailbox_reason`. reducers: digests, a frame each."""
 
     mailbox: str
     no_mailbox_reason: str
@@ -485,8 +485,8 @@ def refusal(hello: Hello, heads: Mapping[int, ServedHead], key: str = "") -> str
     if not hello.heads:
         return "the target names no head"
     shape, by_digest = hello.shape, {head.digest: head for head in heads.values()}
-    if shape.payload_bytes > MAX_PAYLOAD_BYTES:
-        return f"a step of max_num_rows = {shape.max_num_rows} has {shape.payload_bytes} bytes, at most {MAX_PAYLOAD_BYTES}"
+    if (num_bytes := shape.payload_bytes) > MAX_PAYLOAD_BYTES:
+        return f"a step of max_num_rows = {shape.max_num_rows} has {num_bytes} bytes, at most {MAX_PAYLOAD_BYTES}"
     for index, digest in hello.heads.items():
         head = by_digest.get(digest)
         if head is None:

@@ -183,7 +183,9 @@ class DrafterServer:
         """Say good-bye to all targets and end. Again is no error."""
         self._stopped.set()
         self._waker.wake()
-        if self._serving.ident is not None:
+        if self._serving.ident is None:
+            self._context.destroy(linger=0)
+        else:
             self._serving.join(timeout=10.0)
 
     def swap(self, index: int, head: HeadRuntime, served: ServedHead, timeout_s: float = 60.0) -> None:
@@ -249,7 +251,7 @@ class DrafterServer:
                 self._show_life()
                 alive_s = now_s
             steps += self._read_mailboxes()
-            if steps:
+            if steps := [(peer, step) for peer, step in steps if peer.identity in self._peers]:
                 self._draft(steps)
                 self.stats.busy_s += time.monotonic() - now_s
                 last_s = time.monotonic()

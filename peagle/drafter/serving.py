@@ -1,4 +1,4 @@
-"""Heads made ready to be served, and a drafter by itself, without Ray (`run_drafter`).
+"""Heads made ready to be served, and a drafter by itself, without Ray (`serve_alone`).
 
 Enters: a head directory and its target's checkpoint. Leaves: a pass with the cache that fits its memory, warmed up, and
 how the head is offered to targets.
@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -149,34 +150,34 @@ def _warn_of_compilations() -> None:
     )
 
 
-def run_drafter(
+def serve_alone(
     heads: Sequence[Path],
-    target: Path,
-    limits: DrafterLimits,
+    target_dir: Path,
     *,
     host: str = "127.0.0.1",
     port: int = 0,
     device: str | None = None,
     dtype: str | None = None,
-) -> bool:
-    """Serve heads until SIGINT or SIGTERM; whether that is what ended it.
+    **limits: Any,
+) -> int:
+    """Serve until SIGINT or SIGTERM; write the address and the heads' digests to standard output as a line of JSON.
 
-    Its address and the digests of its heads, which targets name, are printed as one line of JSON as soon as targets may
-    connect. With `PEAGLE_DRAFTER_KEY` in its environment only targets that name this key beside the address are let in.
-    port: 0 for a free one. device, dtype (a key of `DTYPES`): by default a GPU where there is one, in bfloat16, else
-    the CPU in float32.
+    port: 0 for a free one. device, dtype (a key of `DTYPES`): by default a GPU in bfloat16 where there is one, else the
+    CPU in float32. limits: fields of `DrafterLimits`. With `PEAGLE_DRAFTER_KEY` in the environment only targets that
+    name this key are let in. Returns the exit status: 0 when it was asked to stop, 1 when it failed.
 
-    Raises ValueError (HeadError among them) for heads that cannot be served, OSError for a port that is taken.
+    Raises ValueError or OSError for bad input.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or ("bfloat16" if device.startswith("cuda") else "float32")
     if dtype not in DTYPES:
-        raise ValueError(f"dtype = {dtype!r} is none of {', '.join(sorted(DTYPES))}")
-    loaded = [load_served_head(head_dir, target, limits, device, DTYPES[dtype]) for head_dir in heads]
-    engine = DraftEngine(
-        {i: runtime for i, (runtime, _) in enumerate(loaded)}, max_num_requests=limits.max_num_requests
-    )
-    served, key = {i: served for i, (_, served) in enumerate(loaded)}, os.environ.get("PEAGLE_DRAFTER_KEY", "")
+        raise ValueError(f"dtype {dtype!r}: must be one of {', '.join(sorted(DTYPES))}")
+    sizes = DrafterLimits(**limits)
+    loaded = [load_served_head(head_dir, target_dir, sizes, device, DTYPES[dtype]) for head_dir in heads]
+    runtimes = {i: runtime for i, (runtime, _) in enumerate(loaded)}
+    served = {i: served for i, (_, served) in enumerate(loaded)}
+    engine = DraftEngine(runtimes, max_num_requests=sizes.max_num_requests)
+    key = os.environ.get("PEAGLE_DRAFTER_KEY", "")
     server = DrafterServer(engine, served, host, port, device=device, key=key)
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -188,4 +189,4 @@ def run_drafter(
     while not stopped.wait(1.0) and server.is_healthy():
         pass
     server.stop()
-    return stopped.is_set()
+    return 0 if stopped.is_set() else 1

@@ -31,7 +31,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from peagle.config import UNNAMED_LAYERS, default_aux_layer_ids
 from peagle.drafter.client import LinkPool
 from peagle.drafter.rows import accepted_rows
-from peagle.drafter.steps import NO_DRAFT, Int32Array, TargetShape
+from peagle.drafter.protocol import NO_DRAFT, Int32Array, TargetShape, TargetStep
 from peagle.vllm import compat
 from peagle.vllm.acceptance import WorkerReport, drafts_wanted, head_of
 from peagle.vllm.engine import REMOTE_KEY, RemoteSettings
@@ -143,6 +143,7 @@ class StepSender:
         self.pool, self.shape, self.device, self._on_stream = pool, shape, device, on_stream
         self._unanswered: dict[Any, Sent] = {}  # by link
         self._slots = RequestSlots(shape.max_num_requests)
+        self._slots_B: Int32Array = np.zeros(0, np.int32)  # of the last step
         self._counts: Counter[str] = Counter()
 
     def send(self, step: EngineStep) -> list[Sent]:
@@ -151,6 +152,7 @@ class StepSender:
         Never raises for a drafter that is gone.
         """
         change = self._slots.update(step.request_ids, step.requests)
+        self._slots_B = change.slots_B
         self.pool.finish(list(change.finished))
         new = {int(change.slots_B[i]): step.request_ids[i] for i in change.new}
         wanted = np.flatnonzero(step.wanted_B)
@@ -180,7 +182,7 @@ class StepSender:
             size = (len(message.members_M), self.shape.max_depth)
             message.link.enqueue_wait(torch.empty(size, dtype=torch.int32, device=self.device))
         else:
-            message.link.wait_host()
+            message.link.wait()
 
     def _send_to(
         self, link: Any, step: EngineStep, slots_B: Int32Array, members_M: Any, prompts: Mapping[int, Int32Array]
@@ -191,15 +193,17 @@ class StepSender:
         places = _place(members_M, len(step.request_ids), self.device)
         next_tokens_R = step.next_tokens_R if rows.index is None else step.next_tokens_R[rows.index]
         is_sent: bool = link.send(
-            slots_B[members_M],
-            heads_M,
-            step.depth_B[members_M],
-            rows.offset_M,
-            step.start_B[places],
-            step.num_valid_B[places],
-            next_tokens_R[: len(hidden_RH)],
-            hidden_RH,
-            prompts=prompts,
+            TargetStep(
+                slots_B=slots_B[members_M],
+                heads_B=heads_M,
+                depth_B=step.depth_B[members_M],
+                row_offset_B=rows.offset_M,
+                start_B=step.start_B[places],
+                num_valid_B=step.num_valid_B[places],
+                next_tokens_R=next_tokens_R[: len(hidden_RH)],
+                hidden_RH=hidden_RH,
+                prompts=prompts,
+            )
         )
         self._counts["rows_sent"] += len(hidden_RH) if is_sent else 0
         return is_sent
@@ -208,7 +212,7 @@ class StepSender:
         """Drafts [B, K] of the host, -1 where there are none; waits no longer than the links' deadlines."""
         drafts_BK = np.full((num_requests, self.shape.max_depth), NO_DRAFT, dtype=np.int32)
         for message in sent:
-            if (drafts_MK := message.link.wait_host()) is not None:
+            if (drafts_MK := message.link.wait()) is not None:
                 drafts_BK[message.members_M] = drafts_MK
         return drafts_BK
 
@@ -225,6 +229,11 @@ class StepSender:
                 return drafts_MK
             drafts_BK[places] = drafts_MK
         return drafts_BK
+
+    def has_drafts(self) -> npt.NDArray[np.bool_]:
+        """Of the last step's requests, as far as is known: its link is up, and the answers before held drafts for it."""
+        has_drafts_B: npt.NDArray[np.bool_] = self.pool.has_drafts(self._slots_B)
+        return has_drafts_B
 
     def report(self) -> dict[str, Any]:
         """Plain values: steps and rows since the start, and what the pool says of its links."""
@@ -475,8 +484,10 @@ class RemoteDrafts(_Runner):
                 num_drafts_B = (found_BK != NO_DRAFT).sum(axis=1)
             else:
                 drafts_BK = self.remote.enqueue_wait(sent, num_requests)
-                for message in sent:  # how many came is known to the device only
-                    num_drafts_B[message.members_M] = self.num_spec_tokens
+                # How many came is known to the device only; the last answers say who gets any at all.
+                has_drafts_B = self.remote.has_drafts()
+                for message in sent:
+                    num_drafts_B[message.members_M] = self.num_spec_tokens * has_drafts_B[message.members_M]
             self._num_drafts = {
                 request_id: int(num_drafts)
                 for request_id, depth, num_drafts in zip(
