@@ -60,10 +60,14 @@ def arrived(frames: list[Any]) -> list[zmq.Frame]:
     return [zmq.Frame(bytes(frame)) for frame in frames]
 
 
-def through_the_wire(sent: TargetStep[Int32Array]) -> TargetStep[Int32Array]:
-    header, raw = read_target_message(arrived(step_frames(sent)))
+def read(frames: list[Any], shape: TargetShape = SHAPE) -> TargetStep[Int32Array]:
+    header, raw = read_target_message(arrived(frames))
     assert isinstance(header, Step)
-    return read_step(header, raw, 3, SHAPE)
+    return read_step(header, raw, 3, shape)
+
+
+def through_the_wire(sent: TargetStep[Int32Array]) -> TargetStep[Int32Array]:
+    return read(step_frames(sent))
 
 
 def test_only_valid_rows_of_a_step_travel() -> None:
@@ -119,9 +123,7 @@ def test_a_step_that_contradicts_itself_is_refused(changes: dict[str, Any], prob
     frames = step_frames(step())
     header = msgspec.msgpack.decode(frames[1]) | changes
     with pytest.raises((WireError, ValueError), match=problem):
-        message, raw = read_target_message(arrived([PROTOCOL, msgspec.msgpack.encode(header), *frames[2:]]))
-        assert isinstance(message, Step)
-        read_step(message, raw, 3, SHAPE)
+        read([PROTOCOL, msgspec.msgpack.encode(header), *frames[2:]])
 
 
 @pytest.mark.parametrize(
@@ -144,11 +146,8 @@ def test_a_value_that_does_not_fit_is_named(changes: dict[str, Any], problem: st
 
 
 def test_more_than_was_agreed_is_refused() -> None:
-    shape = dataclasses.replace(SHAPE, max_num_rows=4)
-    header, raw = read_target_message(arrived(step_frames(step())))
-    assert isinstance(header, Step)
     with pytest.raises(WireError, match="3 requests with 5 rows are more than the agreed 4 and 4"):
-        read_step(header, raw, 3, shape)
+        read(step_frames(step()), dataclasses.replace(SHAPE, max_num_rows=4))
 
 
 def test_an_answer_to_another_step_or_of_another_size_is_refused() -> None:

@@ -1,4 +1,5 @@
-"""Runs the kernels' tests through Triton's interpreter, which must be chosen before Triton is imported."""
+"""Runs the kernels' tests through Triton's interpreter, which must be chosen before Triton is imported: in one process
+of their own."""
 
 from __future__ import annotations
 
@@ -8,22 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 TESTS = Path(__file__).parent
-FILES = (
-    "test_kernels_accepted.py",
-    "test_kernels_attention.py",
-    "test_kernels_draft.py",
-    "test_kernels_rows.py",
-    "test_kernels_wait.py",
-)
+FILES = ("test_kernels_attention.py", "test_kernels_draft.py", "test_kernels_rows.py", "test_kernels_wait.py")
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_kernels_equal_their_twins_under_the_interpreter(name: str) -> None:
+def test_kernels_equal_their_twins_under_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / name)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(TESTS / name) for name in FILES)]
     done = subprocess.run(
         command, env=environment, cwd=TESTS.parent, capture_output=True, text=True, timeout=500, check=False
     )

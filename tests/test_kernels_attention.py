@@ -14,7 +14,6 @@ from peagle.drafter.attention import (
     distinct_batches,
     paged_attention,
     paged_attention_torch,
-    paged_attention_triton,
     plan_for,
     write_kv,
     write_kv_torch,
@@ -83,15 +82,13 @@ class Problem:
         return cls((floats[0][:, : shape.num_heads], *floats[1:], *integers), shape.head_size**-0.5, shape.window)
 
     def twin(self) -> Tensor:
-        out = torch.full(self.tensors[0].shape, float("nan"), device=DEVICE, dtype=self.tensors[0].dtype)
-        paged_attention_torch(*self.tensors, out, scale=self.scale, sliding_window=self.window)
-        return out
+        return paged_attention_torch(*self.tensors, scale=self.scale, sliding_window=self.window)
 
     def kernel(self, plan: Plan | None) -> Tensor:
-        out = torch.full(self.tensors[0].shape, float("nan"), device=DEVICE, dtype=self.tensors[0].dtype)
-        options = dict(scale=self.scale, sliding_window=self.window, plan=plan)
-        paged_attention_triton(*self.tensors, out, **options)
-        return out
+        block_size = self.tensors[1].shape[1]
+        return paged_attention(
+            *self.tensors, block_size=block_size, scale=self.scale, sliding_window=self.window, plan=plan
+        )
 
     def written_out(self) -> Tensor:
         """The definition, row by row, head by head and key by key."""

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from peagle.draft import DraftSession
 from peagle.drafter.attention import paged_attention, write_kv
-from peagle.drafter.rows import INTERPRETED
-from peagle.drafter.rows import build_rows, place_hidden
+from peagle.drafter.rows import INTERPRETED, build_rows, place_hidden
 from peagle.model import Drafter
 from tests.head_factory import CONFIG, random_drafter
 from tests.kernel_device import DEVICE

@@ -1,4 +1,4 @@
-"""Rows and hidden states of a pass: kernels against twins, twins against the rows of `peagle.draft` written out."""
+"""What happens to rows outside the matrix products: kernels against twins, twins against the rules written out."""
 
 from __future__ import annotations
 
@@ -7,15 +7,38 @@ import dataclasses
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from peagle.drafter.rows import Rows, build_rows, build_rows_torch, place_hidden, place_hidden_at, place_hidden_at_torch
+from peagle.drafter.rows import (
+    BLOCK_ROWS,
+    Rows,
+    accepted_rows,
+    accepted_rows_torch,
+    add_norm,
+    add_norm_torch,
+    build_rows,
+    build_rows_torch,
+    first_rows,
+    first_rows_torch,
+    place_hidden,
+    place_hidden_at,
+    place_hidden_at_torch,
+    rms_norm,
+    rotate_heads,
+    rotate_heads_torch,
+    silu_mul,
+    silu_mul_torch,
+)
+from peagle.model import RMSNorm, rotary_tables, rotate
+from tests.head_factory import random_drafter
 from tests.kernel_device import DEVICE, needs_kernel
+from tests.pass_requests import STEPS, SWITCHES, Requests
 
 MASK = 999
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class Given:
     """One request of a batch; `payload` rows were computed by the target, the first `num_valid` of them count."""
 
     start: int
@@ -24,22 +47,22 @@ class Request:
     payload: int | None = None
 
 
-DECODE = [Request(7, 3, 4, 5), Request(31, 1, 4, 5), Request(16, 5, 4, 5)]
-CASES: dict[str, list[Request]] = {
+DECODE = [Given(7, 3, 4, 5), Given(31, 1, 4, 5), Given(16, 5, 4, 5)]
+CASES: dict[str, list[Given]] = {
     "no request": [],
-    "one row": [Request(0, 1, 1)],
+    "one row": [Given(0, 1, 1)],
     "decode": DECODE,
-    "all rejected but one": [Request(40, 1, 7, 8), Request(0, 1, 7, 8)],
-    "all accepted": [Request(40, 8, 7, 8)],
-    "depth 0": [Request(12, 20, 0), Request(3, 1, 0)],
-    "chunk beside decode": [Request(64, 70, 0), *DECODE, Request(0, 33, 7)],
-    "padding requests": [Request(0, 0, 0), DECODE[0], Request(0, 0, 5), DECODE[1], Request(0, 0, 0)],
-    "beyond the block table": [Request(190, 3, 6)],
-    "deeper than asked for": [Request(5, 2, 30)],
+    "all rejected but one": [Given(40, 1, 7, 8), Given(0, 1, 7, 8)],
+    "all accepted": [Given(40, 8, 7, 8)],
+    "depth 0": [Given(12, 20, 0), Given(3, 1, 0)],
+    "chunk beside decode": [Given(64, 70, 0), *DECODE, Given(0, 33, 7)],
+    "padding requests": [Given(0, 0, 0), DECODE[0], Given(0, 0, 5), DECODE[1], Given(0, 0, 0)],
+    "beyond the block table": [Given(190, 3, 6)],
+    "deeper than asked for": [Given(5, 2, 30)],
 }
 
 
-def tensors(requests: list[Request], block_size: int, dtype: torch.dtype = torch.int32) -> list[Tensor]:
+def tensors(requests: list[Given], block_size: int, dtype: torch.dtype = torch.int32) -> list[Tensor]:
     """Arguments of `build_rows`; requests lie in the payload last first, with a gap; 12 columns of 16 positions."""
     generator = torch.Generator().manual_seed(1)
     offsets, end = [0] * len(requests), 3
@@ -55,7 +78,7 @@ def tensors(requests: list[Request], block_size: int, dtype: torch.dtype = torch
     return [tensor.to(DEVICE) for tensor in made]
 
 
-def by_loop(requests: list[Request], arguments: list[Tensor], block_size: int, max_depth: int, num_rows: int) -> Rows:
+def by_loop(requests: list[Given], arguments: list[Tensor], block_size: int, max_depth: int, num_rows: int) -> Rows:
     """The definition, request by request and row by row."""
     offsets, next_tokens, table = (arguments[index].tolist() for index in (2, 4, 5))
     found: list[tuple[int, int, int, int]] = []
@@ -91,8 +114,7 @@ def assert_same(found: Rows, expected: Rows) -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("padding", [0, 1, 37])
-@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize(("block_size", "padding"), [(16, 0), (32, 1), (16, 37)])
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_lays_rows_out_as_the_definition(name: str, block_size: int, padding: int) -> None:
     requests = CASES[name]
@@ -114,11 +136,11 @@ def test_twin_lays_rows_out_as_the_definition(name: str, dtype: torch.dtype) -> 
 
 
 @needs_kernel
-@pytest.mark.parametrize("num_requests", [1, 2, 63, 130])
+@pytest.mark.parametrize("num_requests", [1, 63, 130])
 def test_kernel_equals_twin_on_random_batches(num_requests: int) -> None:
     generator = torch.Generator().manual_seed(num_requests)
     drawn = torch.randint(0, 9, (num_requests, 3), generator=generator).tolist()
-    requests = [Request(start * 17, num_valid, depth, 10) for start, num_valid, depth in drawn]
+    requests = [Given(start * 17, num_valid, depth, 10) for start, num_valid, depth in drawn]
     arguments = tensors(requests, 16)
     arguments[5][:, 7:] = -1  # blocks that nobody has given out
     options = dict(block_size=16, mask_token_id=MASK)
@@ -155,8 +177,8 @@ def test_hidden_rows_by_address_equal_their_twin(hidden_size: int, num_rows: int
     """Rows of two payloads in turn; the address of a row that no source names leads nowhere."""
     generator = torch.Generator().manual_seed(hidden_size)
     payloads = [torch.randn(3, hidden_size, generator=generator).to(dtype) for _ in range(2)]
-    payloads = [one.pin_memory() if DEVICE == "cuda" else one for one in payloads]
-    addresses = [one[row].data_ptr() for row in range(3) for one in payloads]
+    payloads = [payload.pin_memory() if DEVICE == "cuda" else payload for payload in payloads]
+    addresses = [payload[row].data_ptr() for row in range(3) for payload in payloads]
     records_R2 = torch.tensor([[address, 0] for address in [*addresses, 8]], device=DEVICE)
     mask_H = torch.randn(hidden_size, generator=generator).to(DEVICE, dtype)
     sources_N = torch.randint(-1, 6, (num_rows,), generator=generator, dtype=torch.int32).to(DEVICE)
@@ -204,7 +226,7 @@ def test_hidden_rows_of_a_payload() -> None:
 @pytest.mark.gpu
 def test_a_captured_launch_follows_batches_that_change_on_the_device() -> None:
     options = dict(block_size=16, mask_token_id=MASK)
-    batches = [DECODE, [Request(0, 0, 0), Request(100, 8, 7, 9), Request(5, 1, 0, 6)], [Request(3, 5, 5)] * 3]
+    batches = [DECODE, [Given(0, 0, 0), Given(100, 8, 7, 9), Given(5, 1, 0, 6)], [Given(3, 5, 5)] * 3]
     given = tensors(DECODE, 16)
     rows, hidden = Rows.empty(3, 64, 7, DEVICE), torch.empty(64, 576, device=DEVICE)
     payload_RH, mask_H = torch.randn(len(given[4]), 576, device=DEVICE), torch.randn(576, device=DEVICE)
@@ -226,3 +248,191 @@ def test_a_captured_launch_follows_batches_that_change_on_the_device() -> None:
         expected = torch.empty_like(hidden)
         place_hidden(payload_RH, rows.sources_N, mask_H, expected)
         assert torch.equal(hidden, expected)
+
+
+# What a target's step leaves of each request
+
+
+@dataclasses.dataclass(frozen=True)
+class Accepted:
+    """Of each request: its rows, how many of them verify drafts, and the tokens it sampled."""
+
+    num_rows: tuple[int, ...]
+    num_drafts: tuple[int, ...] | None
+    num_sampled: tuple[int, ...]
+
+    def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+        def column(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+        first = [sum(self.num_rows[:i]) for i in range(len(self.num_rows) + 1)]
+        drafts = self.num_drafts
+        up_to = None if drafts is None else column([sum(drafts[: i + 1]) for i in range(len(drafts))])
+        next_tokens = [10_000 + i for i in range(len(self.num_rows))]
+        return (
+            column(first),
+            up_to,
+            column(list(self.num_sampled)),
+            column(next_tokens),
+            column([*range(1, first[-1] + 1)]),
+        )
+
+    def expected(self) -> tuple[list[int], dict[int, int]]:
+        """Valid rows by request, and the next token of every valid row."""
+        drafts = self.num_drafts or (0,) * len(self.num_rows)
+        valid = [
+            rows - (1 + num_drafts - sampled if num_drafts else 0)
+            for rows, num_drafts, sampled in zip(self.num_rows, drafts, self.num_sampled, strict=True)
+        ]
+        tokens: dict[int, int] = {}
+        first = 0
+        for request, (rows, num_valid) in enumerate(zip(self.num_rows, valid, strict=True)):
+            for row in range(first, first + num_valid):
+                tokens[row] = 10_000 + request if row == first + num_valid - 1 else row + 2
+            first += rows
+        return valid, tokens
+
+
+ACCEPTED = {
+    "decoding": Accepted((4, 1, 4, 4), (3, 0, 3, 3), (3, 1, 1, 4)),
+    "no drafts": Accepted((1, 1, 1), None, (1, 1, 1)),
+    "prompts beside drafts": Accepted((9, 8, 40, 2), (0, 7, 0, 1), (1, 8, 0, 1)),
+    "a long chunk": Accepted((2 * BLOCK_ROWS + 5, 3), (0, 2), (0, 2)),
+    "a chunk of whole blocks, alone": Accepted((BLOCK_ROWS,), None, (1,)),
+    "one row": Accepted((1,), (0,), (1,)),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_accepted_rows_twin_follows_the_rule(name: str, dtype: torch.dtype) -> None:
+    first, up_to, sampled, after, inputs = ACCEPTED[name].tensors(dtype)
+    host = [tensor if tensor is None else tensor.cpu() for tensor in (first, up_to, sampled, after, inputs)]
+    num_valid_B, next_tokens_R = accepted_rows_torch(*host)  # type: ignore[arg-type]
+    valid, tokens = ACCEPTED[name].expected()
+    assert num_valid_B.tolist() == valid
+    assert {row: int(next_tokens_R[row]) for row in tokens} == tokens
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", ACCEPTED)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_accepted_rows_kernel_follows_the_rule_and_its_tokens_are_tokens(name: str, dtype: torch.dtype) -> None:
+    num_valid_B, next_tokens_R = accepted_rows(*ACCEPTED[name].tensors(dtype))
+    valid, tokens = ACCEPTED[name].expected()
+    assert num_valid_B.tolist() == valid
+    assert {row: int(next_tokens_R[row]) for row in tokens} == tokens
+    assert int(next_tokens_R.min()) >= 0, "a rejected row's token is none"
+
+
+def test_a_step_that_does_not_fit_is_refused() -> None:
+    first, up_to, sampled, after, inputs = ACCEPTED["decoding"].tensors(torch.int32)
+    with pytest.raises(ValueError, match="first_row_B1 has shape"):
+        accepted_rows(first[1:], up_to, sampled, after, inputs)
+    with pytest.raises(ValueError, match="num_drafts_up_to_B has shape"):
+        accepted_rows(first, sampled[1:], sampled, after, inputs)
+
+
+# Between the matrix products
+
+
+EPS = 1e-5
+DTYPES = (torch.float32, torch.bfloat16)
+SIZES = ((1, 32), (5, 96), (3, 1000))  # rows, numbers of a row
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def equal(found: Tensor, expected: Tensor) -> None:
+    """To one rounding of the type: kernels sum in another order."""
+    tolerance = 2e-2 if expected.dtype == torch.bfloat16 else 2e-6
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "size"), SIZES)
+@pytest.mark.parametrize("keeps_normed", [False, True])
+def test_first_rows(num_rows: int, size: int, dtype: torch.dtype, keeps_normed: bool) -> None:
+    ids_N = torch.randint(0, 7, (num_rows,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    ids_N[-1] = 6  # the mask token
+    weights = [normal(size, dtype=dtype, seed=seed) for seed in (1, 2, 3)]
+    arguments = (ids_N, normal(num_rows, size, dtype=dtype), normal(7, size, dtype=dtype, seed=4), 6, *weights, EPS)
+    found = first_rows(*arguments, keeps_normed)
+    for have, expected in zip(found, first_rows_torch(*arguments, keeps_normed), strict=True):
+        equal(have, expected)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "size"), SIZES)
+def test_add_norm(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    stream, added = (normal(num_rows, size, dtype=dtype, seed=seed) for seed in (0, 1))
+    arguments = (stream, added, normal(size, dtype=dtype, seed=2), EPS)
+    for found, expected in zip(add_norm(*arguments), add_norm_torch(*arguments), strict=True):
+        equal(found, expected)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_queries", "num_groups", "head_size"), [(4, 2, 8), (9, 3, 64), (2, 2, 6), (32, 4, 128)])
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_rotate_heads(num_queries: int, num_groups: int, head_size: int, dtype: torch.dtype, is_normed: bool) -> None:
+    heads_NHD = normal(3, num_queries + 2 * num_groups, head_size, dtype=dtype)
+    norms = (normal(head_size, dtype=dtype, seed=1), normal(head_size, dtype=dtype, seed=2)) if is_normed else None
+    cos_PF, sin_PF = tables(50, head_size)
+    positions_N = torch.tensor([0, 49, 17], device=DEVICE)
+    arguments = (heads_NHD, num_queries, num_groups, positions_N, cos_PF, sin_PF, norms, EPS)
+    found = rotate_heads(*arguments)
+    for have, expected in zip(found, rotate_heads_torch(*arguments), strict=True):
+        equal(have, expected)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 48), (4, 1536)])
+def test_silu_mul(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    gate_up = normal(num_rows, 2 * size, dtype=dtype) * 4
+    equal(silu_mul(gate_up), silu_mul_torch(gate_up))
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_pass_of_kernels_drafts_as_the_sessions(name: str) -> None:
+    """All kernels of a pass together, in float32."""
+    requests = Requests(random_drafter(SWITCHES[name]).float().to(DEVICE), 3)
+    parallel_pass = requests.new_pass(DEVICE)
+    for steps in STEPS[:4]:
+        expected = [requests.expected(step) for step in steps]
+        assert parallel_pass.run(requests.batch(steps)).tolist() == expected
+
+
+def tables(num_positions: int, head_size: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [P, D / 2] of the drafter's rotation."""
+    cos, sin = rotary_tables(torch.arange(num_positions, device=DEVICE)[None], head_size, 10000.0)
+    return cos[0, 0, :, : head_size // 2].contiguous(), sin[0, 0, :, : head_size // 2].contiguous()
+
+
+def test_the_twins_are_the_drafters_formulas() -> None:
+    x = normal(4, 32)
+    norm = RMSNorm(32, EPS).to(DEVICE)
+    norm.weight.data.copy_(normal(32, seed=1))
+    added, normed = add_norm_torch(x, x, norm.weight.detach(), EPS)
+    equal(normed, norm(added).detach())
+    gate_up = normal(4, 20)
+    equal(silu_mul_torch(gate_up), F.silu(gate_up[:, :10]) * gate_up[:, 10:])
+    heads_NHD, positions_N = normal(4, 8, 16), torch.tensor([3, 0, 9, 40], device=DEVICE)
+    q_NAD, k_NGD = rotate_heads_torch(heads_NHD, 4, 2, positions_N, *tables(50, 16), None, EPS)
+    rotated = rotate(heads_NHD.transpose(0, 1)[None], *rotary_tables(positions_N[None], 16, 10000.0))[0].transpose(0, 1)
+    equal(q_NAD, rotated[:, :4])
+    equal(k_NGD, rotated[:, 4:6])
+
+
+def test_the_mask_token_has_an_embedding_of_its_own() -> None:
+    ids_N, embed_VH, mask_H, ones_H = torch.tensor([1, 2, 1]), normal(3, 8).cpu(), torch.full((8,), 5.0), torch.ones(8)
+    both, _ = first_rows_torch(ids_N, torch.zeros(3, 8), embed_VH, 2, mask_H, ones_H, ones_H, EPS, False)
+    torch.testing.assert_close(both[1, :8], torch.ones(8), rtol=1e-4, atol=1e-4)
+    equal(both[0, :8], rms_norm(embed_VH[1], ones_H, EPS))

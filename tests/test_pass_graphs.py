@@ -1,4 +1,5 @@
-"""The pass on a GPU: graphs against eager launches and against the sessions; padding, areas and the way back."""
+"""The pass on a GPU: a packed batch read back, graphs against eager launches and against the sessions; padding, areas
+and the way back."""
 
 from __future__ import annotations
 
@@ -8,14 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from peagle.drafter import pass_batch as pass_layout
-from peagle.drafter.graphs import compiled_kernels
-from peagle.drafter.parallel_pass import ParallelPass
-from peagle.drafter.graphs import NUM_AREAS, GraphRunner, GraphSizes
-from tests.head_factory import random_drafter
+from peagle.drafter import graphs
+from peagle.drafter.graphs import NUM_AREAS, GraphRunner, GraphSizes, PassLayout, compiled_kernels
+from peagle.drafter.parallel_pass import PER_REQUEST, ParallelPass
+from tests.head_factory import CONFIG, random_drafter
 from tests.pass_requests import MAX_DEPTH, STEPS, SWITCHES, Requests, Step
-
-pytestmark = pytest.mark.gpu
 
 SIZES = GraphSizes(rows=(8, 16, 32), requests=(2, 3), depths=(1, MAX_DEPTH))
 NO_GRAPHS = GraphSizes(rows=(), requests=(), depths=())
@@ -30,6 +28,7 @@ def runner_of(parallel_pass: ParallelPass) -> GraphRunner:
     return parallel_pass._runner
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", SWITCHES)
 @pytest.mark.parametrize("sizes", [NO_GRAPHS, SIZES, None], ids=["eager", "few sizes", "all sizes"])
 def test_drafts_equal_the_sessions(name: str, sizes: GraphSizes | None) -> None:
@@ -41,6 +40,7 @@ def test_drafts_equal_the_sessions(name: str, sizes: GraphSizes | None) -> None:
     assert (runner_of(parallel_pass).num_graphs > 0) == (sizes is not NO_GRAPHS)
 
 
+@pytest.mark.gpu
 def test_padded_requests_and_rows_touch_nothing() -> None:
     """Graphs for three requests and 32 rows, replayed with one request of few rows, between steps of the others."""
     requests = on_gpu()
@@ -52,6 +52,7 @@ def test_padded_requests_and_rows_touch_nothing() -> None:
     assert runner_of(parallel_pass).num_graphs == 1
 
 
+@pytest.mark.gpu
 def test_launches_may_overtake_their_answers() -> None:
     """More passes under way than there are areas; each answer is the one of its own pass, whenever it is asked for."""
     requests = on_gpu()
@@ -60,52 +61,54 @@ def test_launches_may_overtake_their_answers() -> None:
     pinned = [requests.batch([step], num_rejected=0) for step in steps]
     pending = [parallel_pass.launch(batch) for batch in pinned]
     expected = [[requests.expected(step)] for step in steps]
-    assert [one.wait().tolist() for one in reversed(pending)] == expected[::-1]
-    assert all(one.ready() for one in pending)
+    assert [drafts.wait().tolist() for drafts in reversed(pending)] == expected[::-1]
 
 
+@pytest.mark.gpu
 def test_hidden_rows_in_pinned_memory_and_on_the_gpu() -> None:
     requests = on_gpu()
     parallel_pass = requests.new_pass("cuda")
     steps = STEPS[0]
     expected = [requests.expected(step) for step in steps]
     batch = requests.batch(steps)
-    assert isinstance(batch.hidden_RH, torch.Tensor)
-    for hidden_RH in (batch.hidden_RH.cpu().pin_memory(), batch.hidden_RH.cpu(), batch.hidden_RH.cuda()):
-        assert parallel_pass.run(dataclasses.replace(batch, hidden_RH=hidden_RH)).tolist() == expected
+    (hidden_RH,) = batch.hidden
+    for placed_RH in (hidden_RH.cpu().pin_memory(), hidden_RH.cpu(), hidden_RH.cuda()):
+        assert parallel_pass.run(dataclasses.replace(batch, hidden=[placed_RH])).tolist() == expected
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_pieces", [1, 3])
-@pytest.mark.parametrize("max_blocks_in_place", [0, pass_layout.MAX_BLOCKS_IN_PLACE])
+@pytest.mark.parametrize("max_blocks_in_place", [0, graphs.MAX_BLOCKS_IN_PLACE])
 def test_rows_are_read_where_they_lie_in_pinned_memory(
     num_pieces: int, max_blocks_in_place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step's batches are padded to three requests, and some pieces are not pinned, or lie unaligned."""
-    monkeypatch.setattr(pass_layout, "MAX_BLOCKS_IN_PLACE", max_blocks_in_place)
+    monkeypatch.setattr(graphs, "MAX_BLOCKS_IN_PLACE", max_blocks_in_place)
     requests = on_gpu()
     sizes = GraphSizes(rows=(64,), requests=(3,), depths=(MAX_DEPTH,))
     parallel_pass = requests.new_pass("cuda", graph_sizes=sizes)
     for number, steps in enumerate(STEPS):
         expected = [requests.expected(step) for step in steps]
         batch = requests.batch(steps, num_pieces=num_pieces)
-        pieces = [piece.cpu().pin_memory() for piece in batch.pieces]
+        pieces = [piece.cpu().pin_memory() for piece in batch.hidden]
         if number % 3 == 1:
             pieces[0] = pieces[0].clone()
         if number % 3 == 2:
             room = torch.empty(pieces[0].numel() + 1).pin_memory()[1:].view(pieces[0].shape)
             pieces[0] = room.copy_(pieces[0])
-        assert parallel_pass.run(dataclasses.replace(batch, hidden_RH=pieces)).tolist() == expected
+        assert parallel_pass.run(dataclasses.replace(batch, hidden=pieces)).tolist() == expected
     assert runner_of(parallel_pass).num_graphs == 1
 
 
+@pytest.mark.gpu
 def test_a_payload_of_another_type_is_converted() -> None:
     requests = on_gpu()
     batch = requests.batch(STEPS[0])
-    assert isinstance(batch.hidden_RH, torch.Tensor)
-    batch = dataclasses.replace(batch, hidden_RH=batch.hidden_RH.double().cpu())
+    batch = dataclasses.replace(batch, hidden=[piece.double().cpu() for piece in batch.hidden])
     assert requests.new_pass("cuda").run(batch).tolist() == [requests.expected(step) for step in STEPS[0]]
 
 
+@pytest.mark.gpu
 def test_warming_up_leaves_nothing_to_capture_and_changes_no_draft() -> None:
     requests = on_gpu()
     parallel_pass = requests.new_pass("cuda")
@@ -123,6 +126,7 @@ def test_warming_up_leaves_nothing_to_capture_and_changes_no_draft() -> None:
     assert parallel_pass.warm_up() == num_graphs
 
 
+@pytest.mark.gpu
 def test_after_warm_up_no_batch_compiles_a_kernel() -> None:
     """Triton makes kernels of their own for sizes of 1 and multiples of 16, which a prompt may or may not have."""
     requests = on_gpu()
@@ -133,11 +137,12 @@ def test_after_warm_up_no_batch_compiles_a_kernel() -> None:
     with compiled_kernels() as names:
         for steps in batches:
             batch = requests.batch(steps, num_pieces=1 + len(steps) // 2)
-            pinned = [piece.cpu().pin_memory() for piece in batch.pieces]
-            parallel_pass.run(dataclasses.replace(batch, hidden_RH=pinned))
+            pinned = [piece.cpu().pin_memory() for piece in batch.hidden]
+            parallel_pass.run(dataclasses.replace(batch, hidden=pinned))
     assert not names
 
 
+@pytest.mark.gpu
 def test_in_bfloat16_most_drafts_are_those_of_float32() -> None:
     """Rounding may change some; a wrong row or position changes nearly all, whose chance of being right is 0.01."""
     requests = on_gpu()
@@ -150,3 +155,50 @@ def test_in_bfloat16_most_drafts_are_those_of_float32() -> None:
         found += parallel_pass.run(requests.batch(steps)).tolist()
     same = np.array(found) == np.array(expected)
     assert same[np.array(expected) >= 0].mean() > 0.7
+
+
+# Without a GPU
+
+
+@pytest.mark.parametrize("num_padding", [0, 1, 3])
+@pytest.mark.parametrize("max_blocks_in_place", [0, graphs.MAX_BLOCKS_IN_PLACE], ids=["apart", "in place"])
+def test_a_packed_batch_drafts_as_the_batch_does(
+    num_padding: int, max_blocks_in_place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "MAX_BLOCKS_IN_PLACE", max_blocks_in_place)
+    requests = Requests(random_drafter(CONFIG).float(), 3)
+    parallel_pass = requests.new_pass(max_num_requests=3 + num_padding)
+    layout = PassLayout(parallel_pass.limits)
+    # What an earlier batch left must not matter.
+    buffer = np.full(layout.num_integers, -12345, np.int32)
+    blocks_BN = torch.full((3 + num_padding, parallel_pass.limits.max_blocks), -12345, dtype=torch.int32)
+    for number, steps in enumerate(STEPS):
+        expected = [requests.expected(step) for step in steps]
+        batch = requests.batch(steps, num_pieces=1 + number % 2)
+        addresses = [piece[row].data_ptr() for piece in batch.hidden for row in range(len(piece))]
+        padded = len(steps) + num_padding
+        used = layout.pack(batch, np.array(addresses, np.int64), buffer, padded)
+        moved = torch.full((layout.num_integers,), -777, dtype=torch.int32)
+        moved[:used] = torch.from_numpy(buffer[:used])
+        assert layout.blocks_apart(padded) == (max_blocks_in_place == 0)
+        if layout.blocks_apart(padded):
+            given, width = batch.block_table_BN.shape
+            blocks_BN[:given, :width] = layout.narrow_blocks(moved, padded, given, width)
+        inputs = layout.inputs(moved, padded, blocks_BN)
+        found_BK = parallel_pass._compute(inputs, int(batch.rows_B().sum()) + 5, MAX_DEPTH)
+        assert found_BK[: len(steps)].tolist() == expected
+        assert (found_BK[len(steps) :] == -1).all(), "a request that pads the batch drafted"
+
+
+@pytest.mark.parametrize("num_requests", [1, 2, 3, 6])
+def test_places_begin_at_16_bytes_and_end_within_the_buffer(num_requests: int) -> None:
+    limits = dataclasses.replace(Requests(random_drafter(CONFIG), 6).new_pass().limits, max_blocks=5)
+    layout, blocks_BN = PassLayout(limits), torch.zeros(6, 5, dtype=torch.int32)
+    buffer = torch.zeros(layout.num_integers, dtype=torch.int32)
+    inputs = layout.inputs(buffer, num_requests, blocks_BN)
+    tensors = [getattr(inputs, name) for name in (*PER_REQUEST, "block_table_BN")]
+    assert inputs.addresses_R is not None
+    for tensor in (*tensors, inputs.addresses_R):
+        assert (tensor.data_ptr() - buffer.data_ptr()) % 16 == 0
+    assert inputs.block_table_BN.shape == (num_requests, 5)
+    assert len(inputs.addresses_R) == len(inputs.next_tokens_R) == limits.max_payload_rows

@@ -1,24 +1,31 @@
-"""A remote drafter's head: loading it with the target's tables, and the part that runs at the target."""
+"""A drafter's head, loaded with its target's tables, and `peagle drafter`, which serves it by itself."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import save, save_file
+from safetensors.torch import save_file
 
 from peagle.checkpoint import build_drafter, load_head, save_head
 from peagle.config import HeadError
-from peagle.drafter.head import Reducer, load_runtime_head, reducer_of
+from peagle.drafter.client import LinkPool
+from peagle.drafter.protocol import TargetShape, TargetStep
+from peagle.drafter.serving import load_runtime_head
 from peagle.heads import prepare_head, shipped_heads
 from peagle.model import Drafter
 from peagle.train.target import Target
-from tests.head_factory import CONFIG, REDUCED, TARGET, head_tensors, random_drafter
-from tests.pass_requests import SWITCHES, Requests, Step
+from tests.head_factory import CONFIG, REDUCED, TARGET, head_tensors
+from tests.pass_requests import Requests, Step
+from tests.transport_harness import eventually
 
 
 def write_target(folder: Path, **changes: Any) -> Path:
@@ -73,60 +80,6 @@ def test_an_eagle3_head_is_refused(tmp_path: Path) -> None:
         load_runtime_head(head_dir, write_target(tmp_path / "target"))
 
 
-@pytest.mark.parametrize("name", SWITCHES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_the_reducer_travels_and_equals_the_drafter(name: str, dtype: torch.dtype) -> None:
-    drafter = random_drafter(SWITCHES[name]).to(dtype)
-    data = reducer_of(drafter).to_bytes()
-    reducer = Reducer.from_bytes(data)
-    aux_RX = torch.randn(5, drafter.config.fc_input_size, dtype=dtype)
-    with torch.no_grad():
-        torch.testing.assert_close(reducer.reduce(aux_RX), drafter.reduce(aux_RX), rtol=1e-2, atol=1e-2)
-    if dtype == torch.float64:
-        torch.testing.assert_close(reducer.reduce(aux_RX), drafter.reduce(aux_RX).detach(), rtol=1e-12, atol=1e-12)
-    assert (reducer.dtype, reducer.hidden_size, reducer.input_size) == (dtype, 32, 96)
-    assert len(data) < reducer.fc_HX.nbytes + 4096, "more than fc and its norms travels"
-
-
-def test_the_reducer_takes_other_types_and_moves() -> None:
-    reducer = reducer_of(random_drafter(SWITCHES["norms"])).to("cpu", torch.float32)
-    aux_RX = torch.randn(3, reducer.input_size)
-    assert reducer.reduce(aux_RX.bfloat16()).dtype == torch.float32
-    assert reducer.fc_norm_CS is not None
-    assert reducer.fc_norm_CS.dtype == torch.float32
-
-
-def image(about: dict[str, Any] | None = None, **tensors: torch.Tensor) -> bytes:
-    description = {"version": 1, "eps": 1e-5, "dtype": "float32"} | (about or {})
-    return save(tensors, metadata={"reducer": json.dumps(description)})
-
-
-FC = torch.randn(4, 12)
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "0 bytes are no reducer"),
-        (b"GET / HTTP/1.1\r\n\r\n", "18 bytes are no reducer: they are cut short or of something else"),
-        (image(fc=FC)[:-8], "cannot be read"),
-        (image(fc=FC)[:60], "cut short"),
-        (save({"fc": FC}), "no description in their header"),
-        (image({"version": 2}, fc=FC), "a reducer of version 2, this side knows 1: run the same release"),
-        (image({"eps": "a"}, fc=FC), "eps = 'a' must be a number between 0 and 1"),
-        (image({"dtype": "bfloat16"}, fc=FC), r"a reducer of type 'bfloat16' holds tensors of \['float32'\]"),
-        (image(input_norm=FC), "holds no tensor fc"),
-        (image(fc=FC, lm_head=FC.clone()), r"unknown tensors \['lm_head'\]"),
-        (image(fc=FC[0].clone()), r"fc_HX has shape \[12\]"),
-        (image(fc=FC, input_norm=FC[0, :11].clone()), r"input_norm_X has shape \[11\], not \[12\]"),
-        (image(fc=FC, fc_norm=FC.clone()), r"fc_norm_CS has shape \[4, 12\], not \[C, S\] with C \* S = 12"),
-    ],
-)
-def test_a_damaged_reducer_is_named(data: bytes, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Reducer.from_bytes(data)
-
-
 @pytest.fixture(scope="module")
 def shipped(target_dir: Path) -> Drafter:
     return load_runtime_head(shipped_heads()["smollm2-135m-instruct"], target_dir, "cpu", torch.float32)
@@ -147,3 +100,51 @@ def test_the_shipped_head_drafts_as_its_session(shipped: Drafter, target_dir: Pa
     parallel_pass = requests.new_pass()
     for steps in ([Step(0, 0, 30, 5), Step(1, 0, 11, 0)], [Step(0, 30, 2, 3), Step(1, 11, 4, 5)], [Step(0, 31, 1, 5)]):
         assert parallel_pass.run(requests.batch(steps)).tolist() == [requests.expected(step) for step in steps]
+
+
+# `peagle drafter`
+
+
+COMMAND = [sys.executable, "-m", "deployments.cli", "drafter"]
+
+
+def test_a_drafter_started_by_hand_drafts_for_a_target_and_ends_when_asked(head_dir: Path, target_dir: Path) -> None:
+    options = ["--head", str(head_dir), "--target", str(target_dir), "--max-context", "512", "--cache-gib", "0.1"]
+    with subprocess.Popen([*COMMAND, *options], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        drafter = json.loads(process.stdout.readline())
+        config, _ = load_head(head_dir)
+        shape = TargetShape(config.hidden_size, "float32", 5, 2, 16, config.vocab_size)
+        pool = LinkPool(shape, aux_layer_ids=config.aux_layer_ids, min_deadline_s=20.0, max_deadline_s=20.0)
+        pool.set_drafters([drafter])
+        eventually(lambda: pool.num_up)
+        slots_B = np.arange(2, dtype=np.int32)
+        ((link, _),) = pool.assign(slots_B, slots_B * 0, [0, 1])
+        hidden_RH = link.reducers[0].reduce(torch.randn(8, config.fc_input_size))
+        four = torch.full((2,), 4, dtype=torch.int32)
+        step = TargetStep(slots_B, slots_B * 0, slots_B + 4, slots_B * 4, four * 0, four, four.repeat(4), hidden_RH)
+        assert link.send(step)
+        drafts_BK = link.wait()
+        assert drafts_BK is not None
+        assert ((drafts_BK >= 0) & (drafts_BK < config.vocab_size)).sum(axis=1).tolist() == [4, 5]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"--head": "/nowhere"}, "/nowhere"),
+        ({"--cache-gib": "0.0001"}, "cache_gib = 0.0001 holds"),
+        ({"--max-num-requests": "0"}, "max_num_requests = 0 must be at least 1"),
+    ],
+)
+def test_bad_input_is_named(changes: dict[str, str], problem: str, head_dir: Path, target_dir: Path) -> None:
+    options = {"--head": str(head_dir), "--target": str(target_dir)} | changes
+    done = subprocess.run(
+        [*COMMAND, *[part for option in options.items() for part in option]], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert problem in done.stderr
+    assert "Traceback" not in done.stderr

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from peagle.drafter.kvcache import NO_ROW, BlockPool, RequestTable, blocks_within, chain_key, root_key
+from peagle.drafter.kvcache import NO_ROW, BlockPool, RequestTable, chain_key, root_key
 from tests.request_model import BLOCK, DEPTH, Model, Request, ids, make_table
 
 
@@ -209,14 +209,6 @@ def test_keys_differ_by_head_token_and_order() -> None:
     root = root_key("head", 1)
     assert len({root, root_key("other", 1), root_key("head", 2), chain_key(root, a), chain_key(root, b)}) == 5
     assert chain_key(chain_key(root, a), b) != chain_key(chain_key(root, b), a)
-
-
-def test_a_memory_limit_in_blocks() -> None:
-    assert blocks_within(1000, 300) == 3
-    with pytest.raises(ValueError, match="a cache of 100 bytes holds no block of 300 bytes"):
-        blocks_within(100, 300)
-    with pytest.raises(ValueError, match="bytes_per_block"):
-        blocks_within(100, 0)
 
 
 def test_bad_pools_are_refused() -> None:
