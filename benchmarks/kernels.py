@@ -4,7 +4,7 @@
 
 Two tables, of the shape of an 8B target (H = 4096, 32 query heads, 8 key heads of 128, bfloat16):
 
-    preparation   rows and hidden states of a pass with K = 7 (`batch_rows`, `hidden_rows`)
+    preparation   rows and hidden states of a pass with K = 7 (`build_rows`, `place_hidden_at`)
     attention     one layer over the paged cache: requests that decode, and chunks of a prompt
 
     device_us     time on the device, a call: many calls queued behind a pause, so that no launch is waited for
@@ -32,8 +32,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import markdown
-from peagle.drafter import attention as paged
-from peagle.drafter import attention as plans_of
+from peagle.drafter import attention
 from peagle.drafter.rows import Rows, build_rows, build_rows_torch, place_hidden, place_hidden_at
 from peagle.provenance import conditions
 
@@ -185,21 +184,21 @@ def prepare(case: Preparation, device: str) -> dict[str, Any]:
 def attend(case: Attention, device: str, sweep: bool) -> dict[str, Any]:
     """Times of kernel and twin (the twin where the cache is not huge). Raises ValueError when they differ."""
     turns = case.tensors(device)
-    twin_out = torch.empty_like(turns[0][0])
     found: dict[str, Any] = {"case": case.name, "kv_bytes": case.kv_bytes}
     if case.batch * case.context <= TWIN_LIMIT_KEYS:
-        found["twin"] = timed([lambda: paged.paged_attention_torch(*[*turns[0], twin_out], scale=SCALE)], device)
+        twin_out = attention.paged_attention_torch(*turns[0], scale=SCALE)
+        found["twin"] = timed([lambda: attention.paged_attention_torch(*turns[0], scale=SCALE)], device)
     if device != "cuda":
         return found
-    plans: dict[str, plans_of.Plan | None] = {"kernel": None}
+    plans: dict[str, attention.Plan | None] = {"kernel": None}
     if sweep and case.context == SWEPT_CONTEXT:
         plans |= {json.dumps(dataclasses.asdict(plan)): plan for plan in plans_beside(case)}
     for name, plan in plans.items():
         calls = [
-            lambda turn=turn, plan=plan: paged.paged_attention(*turn, block_size=BLOCK_SIZE, scale=SCALE, plan=plan)
+            lambda turn=turn, plan=plan: attention.paged_attention(*turn, block_size=BLOCK_SIZE, scale=SCALE, plan=plan)
             for turn in turns
         ]
-        out = paged.paged_attention(*turns[0], block_size=BLOCK_SIZE, scale=SCALE, plan=plan)
+        out = attention.paged_attention(*turns[0], block_size=BLOCK_SIZE, scale=SCALE, plan=plan)
         if "twin" in found and (difference := float((out - twin_out).abs().max() / twin_out.abs().max())) > TOLERANCE:
             raise ValueError(f"{case.name}, {name}: kernel and twin differ by {difference:.3f} of the greatest")
         times = timed(calls, device)
@@ -211,10 +210,10 @@ def attend(case: Attention, device: str, sweep: bool) -> dict[str, Any]:
     return found
 
 
-def plans_beside(case: Attention) -> list[plans_of.Plan]:
+def plans_beside(case: Attention) -> list[attention.Plan]:
     """Plans that differ from the chosen one in one thing: tile, keys read at a time and stages, splits, or phases."""
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    chosen = plans_of.plan_for(
+    chosen = attention.plan_for(
         case.batch * case.rows, case.batch, HEADS, GROUPS, HEAD,
         element_bytes=2, max_context=case.context, num_sms=num_sms,
     )  # fmt: skip
@@ -226,7 +225,7 @@ def plans_beside(case: Attention) -> list[plans_of.Plan]:
     changes += [dict(num_splits=splits, phased=False) for splits in (1, chosen.num_splits // 2, chosen.num_splits * 2)]
     changes += [dict(phased=not chosen.phased)]
     plans = [dataclasses.replace(chosen, **change) for change in changes]
-    return [plan for plan in dict.fromkeys(plans) if plan != chosen and 1 <= plan.num_splits <= plans_of.MAX_SPLITS]
+    return [plan for plan in dict.fromkeys(plans) if plan != chosen and 1 <= plan.num_splits <= attention.MAX_SPLITS]
 
 
 def cases(quick: bool) -> tuple[list[Preparation], list[Attention]]:
@@ -243,9 +242,8 @@ def report(document: dict[str, Any]) -> str:
         for row in document[name]:
             times = [row.get("kernel", {}), row.get("twin", {})]
             rows.append([row["case"], *(time.get(key) for time in times for key in ("device_us", "call_us"))])
-        tables.append(
-            markdown([name, *(f"{way} {key} us" for way in ("kernel", "twin") for key in ("device", "call"))], rows)
-        )
+        ways = ("kernel", "twin")
+        tables.append(markdown([name, *(f"{way} {key} us" for way in ways for key in ("device", "call"))], rows))
     return "\n\n".join(tables)
 
 

@@ -30,12 +30,9 @@ import torch
 from benchmarks.common import markdown
 from peagle.drafter.client import Link, LinkPool
 from peagle.drafter.engine import DraftEngine, HeadRuntime
-from peagle.drafter.parallel_pass import ParallelPass
-from peagle.drafter.protocol import Reducer
-from peagle.drafter.pass_batch import PassBatch, PassLimits
-from peagle.drafter.protocol import ServedHead
+from peagle.drafter.parallel_pass import KnownDrafts, ParallelPass, PassBatch, PassLimits
+from peagle.drafter.protocol import Int32Array, Reducer, ServedHead, TargetShape, TargetStep
 from peagle.drafter.server import DrafterServer
-from peagle.drafter.protocol import Int32Array, KnownDrafts, TargetShape, TargetStep
 from peagle.provenance import conditions
 
 DIGEST, LAYERS = "bench", (1, 2, 3)
@@ -74,9 +71,8 @@ class IdlePass:
             shape.hidden_size, shape.vocab_size,
         )  # fmt: skip
 
-    def launch(self, batch: PassBatch, *, is_checked: bool) -> KnownDrafts:
-        drafts_BK = np.zeros((batch.num_requests, self.limits.max_depth), np.int32)
-        return KnownDrafts(drafts_BK, self.limits.max_depth)
+    def launch(self, batch: PassBatch) -> KnownDrafts:
+        return KnownDrafts(np.zeros((batch.num_requests, self.limits.max_depth), np.int32))
 
 
 def engine_of(shape: TargetShape, device: str, bookkeeping: bool) -> Any:
@@ -114,12 +110,12 @@ class Case:
         self.out_BK = torch.empty(num_requests, shape.max_depth, dtype=torch.int32, device=device)
 
     def send(self, link: Link) -> None:
-        sent = link.send(
+        step = TargetStep(
             self.slots_B, self.heads_B, self.depth_B, self.row_offset_B,
             self.start_B, self.num_valid_B, self.next_tokens_R, self.hidden_RH, prompts=self.prompts,
         )  # fmt: skip
         self.prompts = {}
-        if not sent:
+        if not link.send(step):
             raise RuntimeError(f"a step was not sent: {link.report()}")
 
     def on_host(self, pool: LinkPool) -> tuple[float, float]:
@@ -128,7 +124,7 @@ class Case:
         ((link, _),) = pool.assign(self.slots_B, self.heads_B)
         self.send(link)
         sent_s = time.perf_counter()
-        if link.wait_host() is None:
+        if link.wait() is None:
             raise RuntimeError(f"no drafts came: {link.report()}")
         end_s = time.perf_counter()
         self.start_B += self.num_valid_B

@@ -38,7 +38,8 @@ import torch
 from torch import nn
 
 from peagle.config import DrafterConfig
-from peagle.drafter.parallel_pass import GraphSizes, ParallelPass, PassBatch
+from peagle.drafter.graphs import GraphSizes
+from peagle.drafter.parallel_pass import ParallelPass, PassBatch
 from peagle.drafter.protocol import Int32Array
 from peagle.model import Drafter
 from peagle.provenance import conditions
@@ -122,7 +123,7 @@ def make_batch(config: DrafterConfig, load: Load, num_requests: int, layout: str
         depth_B=np.full(num_requests, load.depth, np.int32),
         cache_start_B=np.zeros(num_requests, np.int32),
         next_tokens_R=random.integers(0, config.vocab_size - 1, len(hidden_RH), dtype=np.int32),
-        hidden_RH=hidden_RH.pin_memory() if torch.cuda.is_available() else hidden_RH,
+        hidden=[hidden_RH.pin_memory() if torch.cuda.is_available() else hidden_RH],
         block_table_BN=random.permutation(num_requests * blocks).astype(np.int32).reshape(num_requests, blocks),
     )
 

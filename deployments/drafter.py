@@ -145,6 +145,7 @@ class DrafterReplica:
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._settings: DrafterSettings = settings.drafter
         self._refused = ""
+        self._is_ready = False  # since the first `user_config`
         self._swapping = asyncio.Lock()
         self._swaps: set[asyncio.Task[None]] = set()
         if not settings.drafter.replicas.num_gpus:
@@ -183,14 +184,26 @@ class DrafterReplica:
             raise RuntimeError(f"the drafter does not draft; its last error: {self._server.last_error or 'none'}")
 
     async def reconfigure(self, user_config: Any) -> None:
-        """Begin to put the heads that `user_config` names in the place of those that differ, while targets draft.
+        """Put the heads that `user_config` names in the place of those that differ.
 
-        Returns at once: Serve counts a replica out until then. Never raises for a head that does not fit: Serve would
-        end the replica. The heads that are live stay, and the reason stands in the log, in /drafting and in /metrics.
+        At a replica's start this returns when the heads are live, so that a replica which Serve calls ready drafts with
+        none that were replaced before. Later it returns at once and targets draft on with the old heads until the new
+        ones are loaded: Serve counts a replica out as long as this runs. `heads_settled` waits for them.
+
+        Never raises for a head that does not fit: Serve would end the replica. The heads that are live stay, and the
+        reason stands in the log, in /drafting and in /metrics.
         """
         task = asyncio.get_running_loop().create_task(self._swap(user_config))
         self._swaps.add(task)
         task.add_done_callback(self._swaps.discard)
+        if not self._is_ready:
+            await task
+            self._is_ready = True
+
+    async def heads_settled(self) -> None:
+        """Return when the heads of every `user_config` so far are live or refused."""
+        while self._swaps:
+            await asyncio.wait(self._swaps)
 
     async def _swap(self, user_config: Any) -> None:
         async with self._swapping:

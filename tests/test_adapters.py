@@ -177,6 +177,26 @@ def test_the_live_heads_are_those_of_the_last_user_config_whatever_came_before(d
     assert live(drafter, {}) == ["a", "b"]
 
 
+def test_a_drafter_that_starts_is_ready_with_the_heads_of_its_user_config(drafter: Any, tmp_path: Path) -> None:
+    """Serve calls `reconfigure` before a new replica counts as ready: a restarted one must not draft with the heads of
+    the settings first. Later ones return before the head is loaded, so that targets keep their drafter meanwhile."""
+    drafter._is_ready, drafter._swaps = False, set()
+    drafter._swap = lambda user_config: DrafterReplica._swap(drafter, user_config)
+
+    def digests() -> list[str]:
+        return [head.digest for _, head in sorted(drafter._heads.items())]
+
+    async def run() -> None:
+        await DrafterReplica.reconfigure(drafter, {"head": str(tmp_path / "c")})
+        assert digests() == ["c", "b"]
+        await DrafterReplica.reconfigure(drafter, {})
+        assert digests() == ["c", "b"]
+        await DrafterReplica.heads_settled(drafter)
+        assert digests() == ["a", "b"]
+
+    asyncio.run(run())
+
+
 def test_a_drafter_counts_refused_requests_apart_from_refused_connections(drafter: Any) -> None:
     drafter._replica, drafter._key, drafter._heads = "r", "", {}
     drafter._engine = SimpleNamespace(counters=Counters(refused=3))

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from peagle.drafter.protocol import (
     MAX_PAYLOAD_BYTES,
     PROTOCOL,
-    Drafts,
+    Answer,
     Hello,
     Int32Array,
     Reducer,
@@ -152,8 +152,8 @@ def test_more_than_was_agreed_is_refused() -> None:
 
 def test_an_answer_to_another_step_or_of_another_size_is_refused() -> None:
     drafts_BK = np.arange(6, dtype=np.int32).reshape(2, 3)
-    message, raw = read_drafter_message(arrived(frames_of(Drafts(5), drafts_BK.data)))
-    assert isinstance(message, Drafts)
+    message, raw = read_drafter_message(arrived(frames_of(Answer(5), drafts_BK.data)))
+    assert isinstance(message, Answer)
     assert read_drafts(message, raw, 5, 2, 3).tolist() == drafts_BK.tolist()
     for number, num_requests in ((6, 2), (5, 3)):
         with pytest.raises(WireError, match="an answer to step 5"):

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from peagle.drafter.protocol import Reducer
-from peagle.drafter.protocol import TargetShape
+from peagle.drafter.protocol import Reducer, TargetShape
 from peagle.vllm.acceptance import HEAD_KEY, head_of
 from peagle.vllm.remote import EngineStep, StepSender, _place, _reduce, _rows_of
 
@@ -107,7 +106,7 @@ class OneLink:
     def send(self, *_: Any, **__: Any) -> bool:
         return self.takes_steps
 
-    def wait_host(self) -> None:
+    def wait(self) -> None:
         self.num_waits += 1
 
 

@@ -37,10 +37,10 @@ from peagle.drafter.protocol import (
     MAX_NUM_HEADS,
     NO_DRAFT,
     Alive,
+    Answer,
     Attached,
     Bye,
     DrafterMessage,
-    Drafts,
     Hello,
     Int32Array,
     Reducer,
@@ -421,7 +421,7 @@ class Link:
         return True
 
     def wait(self) -> Int32Array | None:
-        """Drafts of the step sent last, [M, K], `NO_DRAFT` where there are none; None when they do not come in time."""
+        """Answer of the step sent last, [M, K], `NO_DRAFT` where there are none; None when they do not come in time."""
         session = self._current
         if session is None or session.is_late or session.sent == 0:
             return None
@@ -613,7 +613,7 @@ class Link:
                 self._check_silence(connection, True)
                 continue
             message, raw = received
-            if isinstance(message, Drafts):
+            if isinstance(message, Answer):
                 drafts_BK = read_drafts(message, raw, number, step.num_requests, mailbox.shape.max_depth)
                 self.stats.num_bytes += drafts_BK.nbytes
                 mailbox.answer(number, drafts_BK, time.monotonic_ns() - begin_ns)

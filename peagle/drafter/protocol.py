@@ -6,7 +6,7 @@
                                                   <-  Welcome: mailbox or none; one frame for each reducer
     Attached: whether it has the mailbox          ->  (only where a mailbox was named)
     Step: one target step                         ->  (only without a mailbox; frames: integers, hidden rows)
-                                                  <-  Drafts: the answer to it (frame: draft ids)
+                                                  <-  Answer: the answer to it (frame: draft ids)
                                                   <-  Alive, twice a second
                                                   <-  Swapped or Bye: the connection is over
 
@@ -248,7 +248,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class Drafts(msgspec.Struct, frozen=True, tag=True):
+class Answer(msgspec.Struct, frozen=True, tag=True):
     """The answer to a step. Frame: int32 [B, K], `NO_DRAFT` from each request's number of drafts on."""
 
     number: int
@@ -272,7 +272,7 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
 
 
 TargetMessage = Hello | Attached | Step
-DrafterMessage = Welcome | Refused | Drafts | Alive | Swapped | Bye
+DrafterMessage = Welcome | Refused | Answer | Alive | Swapped | Bye
 _FROM_TARGET: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(TargetMessage)
 _FROM_DRAFTER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(DrafterMessage)
 _encode = msgspec.msgpack.Encoder().encode
@@ -362,7 +362,7 @@ def read_step(header: Step, raw: Sequence[zmq.Frame], session: int, shape: Targe
 
 
 def read_drafts(
-    message: Drafts, raw: Sequence[zmq.Frame], number: int, num_requests: int, max_depth: int
+    message: Answer, raw: Sequence[zmq.Frame], number: int, num_requests: int, max_depth: int
 ) -> Int32Array:
     """[B, K] of the answer to a step. Raises WireError for an answer to another step or of another size."""
     sizes = [len(frame.buffer) for frame in raw]

@@ -28,10 +28,10 @@ from peagle.drafter.mailbox import Mailbox, host_identity, sweep
 from peagle.drafter.protocol import (
     NO_DRAFT,
     Alive,
+    Answer,
     Attached,
     Bye,
     DrafterMessage,
-    Drafts,
     Hello,
     Int32Array,
     Refused,
@@ -424,7 +424,7 @@ class DrafterServer:
         drafts_BK = drafts_BK[:, :max_depth]
         peer.num_steps += 1
         if peer.mailbox is None:
-            self._send(peer.identity, Drafts(step.number), np.ascontiguousarray(drafts_BK).data)
+            self._send(peer.identity, Answer(step.number), np.ascontiguousarray(drafts_BK).data)
         else:
             peer.mailbox.answer(step.number, drafts_BK, time.monotonic_ns() - peer.seen_ns)
 

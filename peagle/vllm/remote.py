@@ -30,8 +30,8 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from peagle.config import UNNAMED_LAYERS, default_aux_layer_ids
 from peagle.drafter.client import LinkPool
-from peagle.drafter.rows import accepted_rows
 from peagle.drafter.protocol import NO_DRAFT, Int32Array, TargetShape, TargetStep
+from peagle.drafter.rows import accepted_rows
 from peagle.vllm import compat
 from peagle.vllm.acceptance import WorkerReport, drafts_wanted, head_of
 from peagle.vllm.engine import REMOTE_KEY, RemoteSettings
@@ -231,7 +231,7 @@ class StepSender:
         return drafts_BK
 
     def has_drafts(self) -> npt.NDArray[np.bool_]:
-        """Of the last step's requests, as far as is known: its link is up, and the answers before held drafts for it."""
+        """Of the last step's requests, as far as is known: its link is up, and the last answer held drafts for it."""
         has_drafts_B: npt.NDArray[np.bool_] = self.pool.has_drafts(self._slots_B)
         return has_drafts_B
 
