@@ -190,7 +190,7 @@ def attend(case: Attention, device: str, sweep: bool) -> dict[str, Any]:
         found["twin"] = timed([lambda: attention.paged_attention_torch(*turns[0], scale=SCALE)], device)
     if device != "cuda":
         return found
-    plans: dict[str, attention.Plan | None] = {"kernel": None}
+    plans: dict[str, attention.LaunchPlan | None] = {"kernel": None}
     if sweep and case.context == SWEPT_CONTEXT:
         plans |= {json.dumps(dataclasses.asdict(plan)): plan for plan in plans_beside(case)}
     for name, plan in plans.items():
@@ -210,7 +210,7 @@ def attend(case: Attention, device: str, sweep: bool) -> dict[str, Any]:
     return found
 
 
-def plans_beside(case: Attention) -> list[attention.Plan]:
+def plans_beside(case: Attention) -> list[attention.LaunchPlan]:
     """Plans that differ from the chosen one in one thing: tile, keys read at a time and stages, splits, or phases."""
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     chosen = attention.plan_for(

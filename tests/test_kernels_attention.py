@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from peagle.drafter.attention import (
-    Plan,
+    LaunchPlan,
     block_requests,
     distinct_batches,
     paged_attention,
@@ -21,9 +21,9 @@ from peagle.drafter.attention import (
 from peagle.drafter.rows import INTERPRETED
 from tests.kernel_device import DEVICE, needs_kernel
 
-SPLIT = Plan(block_m=16, block_n=16, num_splits=3, phased=False, num_warps=4, num_stages=2)
-WHOLE = Plan(block_m=32, block_n=32, num_splits=1, phased=True, num_warps=4, num_stages=2)
-LARGE = Plan(block_m=128, block_n=64, num_splits=1, phased=True, num_warps=8, num_stages=2)
+SPLIT = LaunchPlan(block_m=16, block_n=16, num_splits=3, phased=False, num_warps=4, num_stages=2)
+WHOLE = LaunchPlan(block_m=32, block_n=32, num_splits=1, phased=True, num_warps=4, num_stages=2)
+LARGE = LaunchPlan(block_m=128, block_n=64, num_splits=1, phased=True, num_warps=8, num_stages=2)
 PLANS = {"split": SPLIT, "whole": WHOLE, "chosen": None}
 
 
@@ -84,7 +84,7 @@ class Problem:
     def twin(self) -> Tensor:
         return paged_attention_torch(*self.tensors, scale=self.scale, sliding_window=self.window)
 
-    def kernel(self, plan: Plan | None) -> Tensor:
+    def kernel(self, plan: LaunchPlan | None) -> Tensor:
         block_size = self.tensors[1].shape[1]
         return paged_attention(
             *self.tensors, block_size=block_size, scale=self.scale, sliding_window=self.window, plan=plan
@@ -193,7 +193,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("plan", [None, dataclasses.replace(SPLIT, num_splits=8), LARGE])
-def test_a_captured_launch_follows_lengths_that_change_on_the_device(plan: Plan | None) -> None:
+def test_a_captured_launch_follows_lengths_that_change_on_the_device(plan: LaunchPlan | None) -> None:
     first = Shape(((900, 3, 0), (20, 9, 0), (0, 0, 0)), num_padding_rows=8, dtype=torch.bfloat16, num_columns=70)
     problem = Problem.random(first)
     problem.kernel(plan)

@@ -50,9 +50,7 @@ LAYERS = (
 BINDER = "deployments/app.py"  # the one module that composes the application
 
 # TODO: names that still mean two things while the rooms are rewritten; must become empty.
-SHARED_NAMES = frozenset(
-    {"Counts", "Ledger", "Observation", "ParallelPass", "PassTimes", "Plan", "Report", "Rows", "StepShape", "Tally"}
-)
+SHARED_NAMES = frozenset({"Counts", "Ledger", "Observation", "ParallelPass", "Report", "Rows", "StepShape", "Tally"})
 
 
 @dataclass(frozen=True)

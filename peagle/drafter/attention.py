@@ -10,7 +10,7 @@ that decodes. Where tiles and key heads do not fill the GPU, the context is spli
 second kernel, as in Flash-Decoding (https://pytorch.org/blog/flash-decoding/). How many parts a request really uses
 follows from its context, on the device; with one, nothing is left for the second kernel.
 
-How a launch is cut (`Plan`) follows from sizes that the host knows. Every distinct plan is a kernel to compile, which
+How a launch is cut (`LaunchPlan`) follows from sizes that the host knows. Every distinct plan is a kernel to compile, which
 takes longer than a target waits for its drafts, so plans are few, and `distinct_batches` tells what has to run once
 before a drafter serves.
 
@@ -38,7 +38,7 @@ _LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """Sizes of one launch; all follow from sizes that the host knows.
 
     block_m: rows times query heads of a tile. block_n: keys read at a time. num_splits: parts of the context at most.
@@ -63,7 +63,7 @@ def plan_for(
     element_bytes: int,
     max_context: int,
     num_sms: int,
-) -> Plan:
+) -> LaunchPlan:
     """Sizes for a batch of about equal requests.
 
     element_bytes: of queries and keys. max_context: positions that the block table has room for. num_sms:
@@ -81,7 +81,7 @@ def plan_for(
     # A power of two: every number of splits is a kernel of its own to compile.
     num_splits = 1 << max(num_splits, 1).bit_length() - 1
     small = head_size * element_bytes <= 256
-    return Plan(
+    return LaunchPlan(
         block_m=block_m,
         block_n=64 if small else 32,
         num_splits=num_splits,
@@ -103,7 +103,7 @@ def distinct_batches(
 
     sizes: element_bytes, max_context and num_sms of `plan_for`.
     """
-    found: dict[tuple[Plan, int], tuple[int, int]] = {}
+    found: dict[tuple[LaunchPlan, int], tuple[int, int]] = {}
     for num_requests in range(1, max_num_requests + 1):
         for rows_each in range(1, triton.cdiv(max_num_rows, num_requests) + 1):
             num_rows = min(rows_each * num_requests, max_num_rows)
@@ -125,7 +125,7 @@ def paged_attention(
     block_size: int,
     scale: float,
     sliding_window: int | None = None,
-    plan: Plan | None = None,
+    plan: LaunchPlan | None = None,
 ) -> Tensor:
     """Attention of N rows, of which `first_row_B1` says whose they are; keys and values are in the cache already.
 

@@ -421,7 +421,7 @@ class Link:
         return True
 
     def wait(self) -> Int32Array | None:
-        """Answer of the step sent last, [M, K], `NO_DRAFT` where there are none; None when they do not come in time."""
+        """Drafts of the step sent last, [M, K], `NO_DRAFT` where there are none; None when they do not come in time."""
         session = self._current
         if session is None or session.is_late or session.sent == 0:
             return None

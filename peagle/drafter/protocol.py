@@ -6,7 +6,7 @@
                                                   <-  Welcome: mailbox or none; one frame for each reducer
     Attached: whether it has the mailbox          ->  (only where a mailbox was named)
     Step: one target step                         ->  (only without a mailbox; frames: integers, hidden rows)
-                                                  <-  Answer: the answer to it (frame: draft ids)
+                                                  <-  Answer: to a step (frame: draft ids)
                                                   <-  Alive, twice a second
                                                   <-  Swapped or Bye: the connection is over
 
