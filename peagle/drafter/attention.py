@@ -10,9 +10,9 @@ that decodes. Where tiles and key heads do not fill the GPU, the context is spli
 second kernel, as in Flash-Decoding (https://pytorch.org/blog/flash-decoding/). How many parts a request really uses
 follows from its context, on the device; with one, nothing is left for the second kernel.
 
-How a launch is cut (`LaunchPlan`) follows from sizes that the host knows. Every distinct plan is a kernel to compile, which
-takes longer than a target waits for its drafts, so plans are few, and `distinct_batches` tells what has to run once
-before a drafter serves.
+How a launch is cut (`LaunchPlan`) follows from sizes that the host knows. Every distinct plan is a kernel to compile,
+which takes longer than a target waits for its drafts, so plans are few, and `distinct_batches` tells what has to run
+once before a drafter serves.
 
 N rows, A query heads, G key and value heads, D head size, B requests.
 """
