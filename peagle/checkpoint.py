@@ -1,10 +1,14 @@
-"""Read and write a drafter's head in vLLM's own format (`LlamaForCausalLMEagle3` with `mask_hidden`).
+"""Heads on disk, in vLLM's own format: check, load, save, and the drafter that a head makes.
 
 Enters: a head directory, or a configuration and tensors. Leaves: the other of the two, checked in full, so that a plain
-head which loads here also loads in stock vLLM with nothing missing. `peagle.checkpoint` holds the checks that need no
-tensor and no torch.
+head which loads here also loads in stock vLLM with nothing missing. (vLLM itself does not name a missing tensor: the
+parameter keeps whatever memory it was given.) Checks read the headers of the safetensors files and import no torch.
 
-Values that a shape cannot tell are checked here: `d2t` [V_draft] holds *offsets* (target token = i + d2t[i]), `t2d` [V]
+Two forms are accepted. The *plain* form is vLLM's own. The *shipped* form leaves out what the target has: instead of
+`embed_tokens.weight` it holds `mask_embedding` [H], the one row of the target's table that differs, and with a reduced
+draft vocabulary it has no `lm_head.weight`, whose rows are the target's at `d2t` (`peagle.heads` joins them).
+
+Values that a shape cannot tell are checked too: `d2t` [V_draft] holds *offsets* (target token = i + d2t[i]), `t2d` [V]
 marks the target tokens that the draft vocabulary has.
 """
 
@@ -16,25 +20,29 @@ import struct
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
-from torch import Tensor
+from peagle.config import DrafterConfig, HeadError, check_head_fits, read_head_config
 
-from peagle.config import MIN_DEFAULT_LAYERS, UNNAMED_LAYERS, DrafterConfig, HeadError, is_qwen
-from peagle.draft_vocabulary import marks, offsets, target_ids
-from peagle.model import Drafter
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-# ====================================================================================================
-# The safetensors files of a head directory: which there are, and what their headers say.
-#
-# Enters: a directory. Leaves: names, types and shapes of its tensors, or a `HeadError` that names a missing or damaged
-# file with its bytes. Tensor values are never read and torch is never imported.
+    from peagle.model import Drafter
 
 #: A safetensors header longer than this is damage, not a head (the format's own limit).
 MAX_HEADER_BYTES = 100_000_000
+FLOAT_DTYPES = ("F32", "F16", "BF16")
+INTEGER_DTYPES = ("I64", "I32")
+MASK_DTYPES = ("BOOL", "U8")
+#: safetensors' names of torch's types.
+_DTYPE_NAMES = {
+    "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "bool": "BOOL",
+    "uint8": "U8",
+}  # fmt: skip
+
+
+# ---- checks without torch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,37 +114,6 @@ def _read_header(path: Path) -> dict[str, TensorSpec]:
     return specs
 
 
-# ====================================================================================================
-# What a head directory must hold, checked from its `config.json` and its safetensors headers alone.
-#
-# Enters: a head directory, a target's `config.json`. Leaves: a `DrafterConfig`, or a `HeadError` that lists everything
-# that is wrong in one message. Tensor values are never read and torch is never imported, so the service can refuse a
-# wrong head in milliseconds, before anything loads. (vLLM itself does not name a missing tensor of such a head: the
-# parameter keeps whatever memory it was given.)
-#
-# Two forms are accepted. The *plain* form is vLLM's own. The *shipped* form leaves out what the target has: instead of
-# `embed_tokens.weight` it holds `mask_embedding` [H], the one row of the target's table that differs, and with a reduced
-# draft vocabulary it has no `lm_head.weight`, whose rows are the target's at `d2t` (`peagle.heads` joins them).
-
-FLOAT_DTYPES = ("F32", "F16", "BF16")
-INTEGER_DTYPES = ("I64", "I32")
-MASK_DTYPES = ("BOOL", "U8")
-
-#: Switches of vLLM's drafter that this package does not implement, with the only value that is accepted. They stand at
-#: the top of `config.json` or in its `eagle_config`.
-UNSUPPORTED_SWITCHES: dict[str, Any] = {
-    "use_aux_hidden_state": True,
-    "mlp_bias": False,
-    "hidden_act": "silu",
-    "logit_scale": 1.0,
-}
-#: Keys that must hold whole numbers where they are given; a JSON string there would fail far from its cause.
-INTEGER_KEYS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size", "draft_vocab_size", "target_hidden_size", "ptd_token_id", "num_depths",
-)  # fmt: skip
-
-
 @dataclasses.dataclass(frozen=True)
 class Expected:
     """A tensor that a head may or must hold. `one_row` accepts leading dimensions of 1 (mask_hidden)."""
@@ -152,80 +129,6 @@ class Expected:
 
     def __str__(self) -> str:
         return f"{'/'.join(self.dtypes)} {list(self.shape)}"
-
-
-def read_head_config(head_dir: str | Path) -> DrafterConfig:
-    """Read and check a head's `config.json`.
-
-    Raises:
-        HeadError: no such directory or file, no JSON, missing keys, a key of the wrong type, or a switch of vLLM's
-            drafter that this package does not implement; every one of them is named.
-    """
-    path = Path(head_dir) / "config.json"
-    raw = read_json(path)
-    if "speculators_model_type" in raw:
-        raise HeadError(f"{path} is of the speculators package: `peagle convert {head_dir} OUT_DIR` makes it a head")
-    return config_of(raw, str(path))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A head's `config.json` as it is. Raises HeadError when there is none or it holds no JSON object."""
-    if not path.is_file():
-        raise HeadError(f"no head at {path.parent}: {path} does not exist")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise HeadError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise HeadError(f"{path} must hold a JSON object, found a {type(raw).__name__}")
-    return raw
-
-
-def config_of(raw: dict[str, Any], source: str) -> DrafterConfig:
-    """The drafter that a `config.json` in vLLM's keys describes; raises HeadError as `read_head_config`."""
-    problems = [
-        f"{key} = {raw[key]!r} must be a whole number of at least {0 if key == 'ptd_token_id' else 1}"
-        for key in INTEGER_KEYS
-        if raw.get(key) is not None and not _is_count(raw[key], at_least=0 if key == "ptd_token_id" else 1)
-    ]
-    eagle = raw.get("eagle_config") or {}
-    for key, accepted in UNSUPPORTED_SWITCHES.items():
-        given = eagle.get(key, raw.get(key, accepted))
-        if given != accepted:
-            problems.append(f"{key} = {given!r} is not supported (only {accepted!r})")
-    problems += _tap_problems(raw, eagle)
-    if problems:
-        raise HeadError(f"{source}: " + "; ".join(problems))
-    return DrafterConfig.from_dict(raw, source=source)
-
-
-def _tap_problems(raw: dict[str, Any], eagle: dict[str, Any]) -> list[str]:
-    """Tapped layers as vLLM reads them: from the top of `config.json` or from `eagle_config`, any number of them.
-
-    Of a Llama drafter, vLLM 0.29 takes the layers from the top first, but the width of `fc` from `eagle_config` alone
-    (else three taps), so a head that names other than three at the top only does not load there.
-    """
-    key = "eagle_aux_hidden_state_layer_ids"
-    top, inner = raw.get(key) or [], eagle.get(key) or []
-    problems = [
-        f"{name} = {ids!r} must be a list of whole numbers"
-        for name, ids in ((key, top), (f"eagle_config.{key}", inner))
-        if not isinstance(ids, list) or not all(_is_count(index, at_least=0) for index in ids)
-    ]
-    if problems:
-        return problems
-    if top and inner and top != inner:
-        problems.append(f"{key} = {top} and eagle_config.{key} = {inner} contradict each other")
-    num_taps, num_given = len(top or inner) or len(UNNAMED_LAYERS), raw.get("num_aux_hidden_states")
-    if num_given is not None and num_given != num_taps:
-        problems.append(f"num_aux_hidden_states = {num_given!r}, but {num_taps} layers are tapped")
-    if num_given is None and not inner and num_taps != len(UNNAMED_LAYERS) and not is_qwen(raw):
-        problems.append(f"{key} names {num_taps} layers: more or less than 3 must stand in eagle_config")
-    return problems
-
-
-def _is_count(value: object, at_least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
 def expected_tensors(config: DrafterConfig) -> dict[str, Expected]:
@@ -308,40 +211,6 @@ def check_tensors(config: DrafterConfig, specs: dict[str, TensorSpec], source: s
         raise HeadError(f"head {source} does not match its config.json:\n  " + "\n  ".join(problems))
 
 
-def check_head_fits(config: DrafterConfig, target: dict[str, Any]) -> None:
-    """Compare a head's configuration with the target's.
-
-    target: the target's `config.json` as a dict; for a multimodal target its `text_config` counts.
-
-    Raises:
-        HeadError: names each mismatch (hidden size, vocabulary, tapped layers, mask token) with both values.
-    """
-    text = target if "hidden_size" in target else target.get("text_config") or {}
-    missing = [key for key in ("hidden_size", "vocab_size", "num_hidden_layers") if not isinstance(text.get(key), int)]
-    if missing:
-        raise HeadError(f"the target's config.json lacks {', '.join(missing)}, so no head can be compared with it")
-    problems = []
-    if config.target_hidden_size != text["hidden_size"]:
-        problems.append(
-            f"hidden size: the head reads {config.target_hidden_size}, the target has {text['hidden_size']}"
-        )
-    if config.vocab_size != text["vocab_size"]:
-        problems.append(f"vocabulary: the head has {config.vocab_size} tokens, the target {text['vocab_size']}")
-    if config.ptd_token_id is not None and not config.ptd_token_id < text["vocab_size"]:
-        problems.append(f"ptd_token_id = {config.ptd_token_id} is outside the target's 0..{text['vocab_size'] - 1}")
-    num_layers = text["num_hidden_layers"]
-    outside = [index for index in config.aux_layer_ids if index > num_layers]
-    if outside:
-        problems.append(f"tapped layers: {outside} of {list(config.aux_layer_ids)} are outside 0..{num_layers}")
-    if config.aux_layer_ids == UNNAMED_LAYERS and num_layers < MIN_DEFAULT_LAYERS:
-        problems.append(
-            f"tapped layers: not given, and their default needs {MIN_DEFAULT_LAYERS} target layers, the target has "
-            f"{num_layers}"
-        )
-    if problems:
-        raise HeadError("the head does not fit this target:\n  " + "\n  ".join(problems))
-
-
 def check_head(head_dir: str | Path, target: dict[str, Any] | None = None) -> DrafterConfig:
     """Check a head directory without loading it, and against a target's `config.json` when one is given.
 
@@ -362,43 +231,14 @@ def check_head(head_dir: str | Path, target: dict[str, Any] | None = None) -> Dr
     return config
 
 
-# ====================================================================================================
-# Read and write a drafter's head in vLLM's own format (`LlamaForCausalLMEagle3` with `mask_hidden`).
-#
-# Enters: a head directory, or a configuration and tensors. Leaves: the other of the two, checked in full, so that a plain
-# head which loads here also loads in stock vLLM with nothing missing. `peagle.checkpoint` holds the checks that need no
-# tensor and no torch.
-#
-# Values that a shape cannot tell are checked here: `d2t` [V_draft] holds *offsets* (target token = i + d2t[i]), `t2d` [V]
-# marks the target tokens that the draft vocabulary has.
-
-__all__ = [
-    "HeadError",
-    "build_drafter",
-    "check_head",
-    "check_head_fits",
-    "load_head",
-    "read_head_config",
-    "save_drafter",
-    "save_head",
-]
-
-_DTYPE_NAMES = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-}
+# ---- tensors
 
 
 def load_head(head_dir: str | Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
     """Load a head, in the plain or the shipped form, onto the CPU and in its stored types.
 
     Returns:
-        The configuration, and the tensors by the names listed in `head_files.expected_tensors` (`mask_hidden` as
+        The configuration, and the tensors by the names listed in `expected_tensors` (`mask_hidden` as
         [1, 1, C * S], whichever of its stored shapes the head uses).
 
     Raises:
@@ -413,6 +253,9 @@ def load_head(head_dir: str | Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
 
 def load_tensors(head_dir: str | Path) -> dict[str, Tensor]:
     """Every tensor of a directory by its canonical name, unchecked; raises HeadError for a file that is damaged."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     tensors: dict[str, Tensor] = {}
     for path in weight_files(head_dir):
         try:
@@ -437,6 +280,8 @@ def save_head(head_dir: str | Path, config: DrafterConfig, tensors: dict[str, Te
         HeadError: under the same conditions as `load_head`, before anything is written.
         OSError: the disk is full or not writable (names the file and its bytes); what was there before is still whole.
     """
+    from safetensors.torch import save
+
     head_dir = Path(head_dir)
     specs = {name: TensorSpec(_dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()}
     check_tensors(config, specs, head_dir)
@@ -453,16 +298,18 @@ def save_head(head_dir: str | Path, config: DrafterConfig, tensors: dict[str, Te
 
 
 def save_drafter(
-    head_dir: str | Path, drafter: Drafter, values: dict[str, Tensor] | None = None, dtype: torch.dtype = torch.bfloat16
+    head_dir: str | Path, drafter: Drafter, values: dict[str, Tensor] | None = None, dtype: torch.dtype | None = None
 ) -> Path:
     """Write a drafter in the shipped form: what it owns, and the tables of a reduced draft vocabulary.
 
     values: its parameters, by the names of `Drafter.trainable`, when they are not the live ones (a moving average).
-    dtype: stored type of them. Returns the directory; raises as `save_head`.
+    dtype: stored type of them, by default bfloat16. Returns the directory; raises as `save_head`.
     """
+    import torch
+
     config = drafter.config
     owned: dict[str, Tensor] = dict(drafter.trainable()) if values is None else values
-    tensors = {name: value.to(dtype) for name, value in owned.items()}
+    tensors = {name: value.to(dtype or torch.bfloat16) for name, value in owned.items()}
     if config.draft_vocab_size < config.vocab_size:
         tensors |= {"d2t": offsets(drafter.target_ids), "t2d": marks(drafter.target_ids, config.vocab_size)}
     return save_head(head_dir, config, tensors)
@@ -474,18 +321,23 @@ def build_drafter(
     *,
     embed_VH: Tensor | None = None,
     lm_head_VH: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> Drafter:
     """A `Drafter` in evaluation mode with a head's weights, from either form.
 
     embed_VH: the target's embedding table [V, H], needed when the head has no `embed_tokens.weight`. lm_head_VH: the
     target's output matrix [V, H], needed when the head has no `lm_head.weight`; a reduced draft vocabulary takes its
-    rows. Tables of the head's own win. All tables are frozen.
+    rows. Tables of the head's own win. All tables are frozen. dtype: by default float32.
 
     Raises:
         HeadError: a table is neither in the head nor given, or the given one has another shape.
     """
+    import torch
+
+    from peagle.model import Drafter
+
+    dtype = dtype or torch.float32
     own_lm_head = "lm_head.weight" in tensors
     embed_VH = tensors.get("embed_tokens.weight", embed_VH)
     lm_head_VH = tensors.get("lm_head.weight", lm_head_VH)
@@ -516,8 +368,32 @@ def build_drafter(
     return drafter
 
 
+def offsets(target_ids_V: Tensor) -> Tensor:
+    """target_ids_V [V_draft], the target's id of each draft token -> d2t [V_draft] int64, as vLLM adds it: id - i."""
+    import torch
+
+    return target_ids_V.long() - torch.arange(len(target_ids_V), device=target_ids_V.device)
+
+
+def target_ids(d2t: Tensor) -> Tensor:
+    """d2t [V_draft], offsets -> [V_draft] int64, the target's token id of each draft token."""
+    import torch
+
+    return torch.arange(len(d2t), device=d2t.device) + d2t.long()
+
+
+def marks(target_ids_V: Tensor, vocab_size: int) -> Tensor:
+    """t2d [vocab_size] bool: the target's tokens that the draft vocabulary has."""
+    import torch
+
+    marked = torch.zeros(vocab_size, dtype=torch.bool, device=target_ids_V.device)
+    return marked.index_fill(0, target_ids_V.long(), True)
+
+
 def check_tables(config: DrafterConfig, tensors: dict[str, Tensor], source: str | Path) -> None:
     """Raise HeadError when `d2t` or `t2d` contradict each other, or point outside the target's vocabulary."""
+    import torch
+
     problems = []
     ids = torch.arange(config.draft_vocab_size)
     if "d2t" in tensors:
@@ -553,4 +429,5 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _dtype_name(tensor: Tensor) -> str:
-    return _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+    name = str(tensor.dtype).removeprefix("torch.")
+    return _DTYPE_NAMES.get(name, name)

@@ -1,7 +1,8 @@
-"""Rotary position embedding: its settings in a `config.json`, old and new spelling.
+"""What a drafter and its target are, from their `config.json` alone: shape, RoPE, taps, mask token.
 
-Enters: a configuration as a dict. Leaves: base and scaling. The default RoPE and Llama 3's are known; imports no
-torch, like `peagle.config`.
+Enters: a head's `config.json` in vLLM's keys (`LlamaForCausalLMEagle3` and five other names), or a target's. Leaves:
+a frozen `DrafterConfig`, or a `HeadError` that names everything that is wrong. Imports neither torch nor vLLM, so that
+the service checks a head before anything loads.
 """
 
 from __future__ import annotations
@@ -11,13 +12,46 @@ import json
 from pathlib import Path
 from typing import Any
 
-# ====================================================================================================
-# Rotary position embedding: its settings in a `config.json`, old and new spelling.
-#
-# Enters: a configuration as a dict. Leaves: base and scaling. The default RoPE and Llama 3's are known; imports no
-# torch, like `peagle.config`.
-
 DEFAULT_THETA = 10000.0
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+QWEN_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
+#: Names under which vLLM 0.29 knows the two kinds of layers; the first of each is the one written.
+LLAMA_NAMES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "PeagleLlamaForCausalLM", "PEagleDraftModel")
+QWEN_NAMES = (QWEN_ARCHITECTURE, "PeagleQwen3ForCausalLM")
+#: vLLM does not limit what it drafts by a head without `num_depths`; this is what we assume for it.
+DEFAULT_NUM_DEPTHS = 8
+#: Layers that a target needs so that the default taps are three different ones.
+MIN_DEFAULT_LAYERS = 7
+#: Taps of a head that leaves them to vLLM's default: three for certain, their ids are not.
+UNNAMED_LAYERS = (-1, -1, -1)
+#: Switches of vLLM's drafter that this package does not implement, with the only value that is accepted. They stand at
+#: the top of `config.json` or in its `eagle_config`.
+UNSUPPORTED_SWITCHES: dict[str, Any] = {
+    "use_aux_hidden_state": True,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "logit_scale": 1.0,
+}
+#: Keys that must hold whole numbers where they are given; a JSON string there would fail far from its cause.
+INTEGER_KEYS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "draft_vocab_size", "target_hidden_size", "ptd_token_id", "num_depths",
+)  # fmt: skip
+REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_SLIDING = "sliding_attention"
+#: Keys of a head's `config.json` that are read, or written anew, besides those named as a field of `DrafterConfig`.
+_READ_KEYS = {
+    "architectures", "model_type", "tie_word_embeddings", "hidden_act", "rope_parameters", "rope_theta", "rope_scaling",
+    "pard_token", "eagle_config", _LAYER_IDS, "layer_types",
+}  # fmt: skip
+
+
+class HeadError(ValueError):
+    """A head that cannot be used. The message names the file, the key or tensor, and what is expected."""
+
+
+# ---- RoPE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +70,10 @@ class Llama3Rope:
 
 def rope_theta(raw: dict[str, Any]) -> float:
     """Base alone, whatever the kind of RoPE."""
-    return float(_settings(raw).get("rope_theta") or raw.get("rope_theta") or DEFAULT_THETA)
+    return float(_rope_settings(raw).get("rope_theta") or raw.get("rope_theta") or DEFAULT_THETA)
 
 
-def _settings(raw: dict[str, Any]) -> dict[str, Any]:
+def _rope_settings(raw: dict[str, Any]) -> dict[str, Any]:
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     # Gemma 3 has one for each kind of layer.
     return dict(given.get("full_attention") or given)
@@ -50,7 +84,7 @@ def read_rope(raw: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
 
     Raises ValueError for another kind of RoPE, or for one of Llama 3 with a setting missing.
     """
-    given = _settings(raw)
+    given = _rope_settings(raw)
     theta = rope_theta(raw)
     kind = given.get("rope_type") or given.get("type") or "default"
     share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
@@ -67,35 +101,7 @@ def read_rope(raw: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
     return theta, Llama3Rope(**{name: given[name] for name in names})
 
 
-def rope_keys(theta: float, scaling: Llama3Rope | None) -> dict[str, Any]:
-    """The keys of a `config.json`, in the spelling of transformers 5; the base stands in the old place too."""
-    parameters: dict[str, Any] = {"rope_theta": theta, "rope_type": "default"}
-    if scaling is not None:
-        parameters |= {"rope_type": "llama3", **dataclasses.asdict(scaling)}
-    return {"rope_theta": theta, "rope_parameters": parameters}
-
-
-# ====================================================================================================
-# The drafter's configuration, in the keys that vLLM reads (`LlamaForCausalLMEagle3`), plus `num_depths`.
-#
-# Enters: a head's `config.json` or a target's. Leaves: a frozen `DrafterConfig`. Imports neither torch nor vLLM, so that
-# the service can check a head before anything loads.
-
-ARCHITECTURE = "LlamaForCausalLMEagle3"
-QWEN_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
-#: Names under which vLLM 0.29 knows the two kinds of layers; the first of each is the one written.
-LLAMA_NAMES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "PeagleLlamaForCausalLM", "PEagleDraftModel")
-QWEN_NAMES = (QWEN_ARCHITECTURE, "PeagleQwen3ForCausalLM")
-#: vLLM does not limit what it drafts by a head without `num_depths`; this is what we assume for it.
-DEFAULT_NUM_DEPTHS = 8
-#: Layers that a target needs so that the default taps are three different ones.
-MIN_DEFAULT_LAYERS = 7
-#: Taps of a head that leaves them to vLLM's default: three for certain, their ids are not.
-UNNAMED_LAYERS = (-1, -1, -1)
-
-
-class HeadError(ValueError):
-    """A head that cannot be used. The message names the file, the key or tensor, and what is expected."""
+# ---- the drafter
 
 
 def default_aux_layer_ids(num_target_layers: int) -> tuple[int, int, int]:
@@ -206,9 +212,10 @@ class DrafterConfig:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], source: str = "config.json") -> DrafterConfig:
-        """Reads vLLM's keys; `head_files.read_head_config` checks their types first.
+        """The drafter that a `config.json` in vLLM's keys describes. source: what to call it in messages.
 
-        Raises HeadError naming every missing key, or another architecture.
+        Raises HeadError for another architecture, missing keys, keys of a wrong type, and switches of vLLM's drafter
+        that this package does not implement; every one of a kind is named.
         """
         architectures = set(raw.get("architectures") or [ARCHITECTURE])
         if not architectures & {*LLAMA_NAMES, *QWEN_NAMES}:
@@ -216,8 +223,9 @@ class DrafterConfig:
                 f"{source}: architectures = {sorted(architectures)}, expected ['{ARCHITECTURE}'] or "
                 f"['{QWEN_ARCHITECTURE}'] (a P-EAGLE/EAGLE-3 head)"
             )
-        required = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-        missing = [key for key in required if raw.get(key) is None]
+        if problems := _problems(raw):
+            raise HeadError(f"{source}: " + "; ".join(problems))
+        missing = [key for key in REQUIRED_KEYS if raw.get(key) is None]
         if missing:
             raise HeadError(f"{source}: missing {', '.join(missing)}")
         try:
@@ -226,8 +234,8 @@ class DrafterConfig:
             raise HeadError(f"{source}: {error}") from error
         eagle = raw.get("eagle_config") or {}
         hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
-        layer_ids = raw.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
-        known = _JSON_KEYS | {field.name for field in dataclasses.fields(cls)}
+        layer_ids = raw.get(_LAYER_IDS) or eagle.get(_LAYER_IDS)
+        known = _READ_KEYS | {field.name for field in dataclasses.fields(cls)}
         return cls(
             hidden_size=hidden,
             intermediate_size=raw["intermediate_size"],
@@ -269,32 +277,20 @@ class DrafterConfig:
             raw["sliding_window"] = self.sliding_window
             raw["layer_types"] = [_SLIDING] * self.num_hidden_layers
         raw["hidden_act"] = "silu"
-        raw |= rope_keys(self.rope_theta, self.rope_scaling)
+        # In the spelling of transformers 5; the base stands in the old place too.
+        rope: dict[str, Any] = {"rope_theta": self.rope_theta, "rope_type": "default"}
+        if self.rope_scaling is not None:
+            rope |= {"rope_type": "llama3", **dataclasses.asdict(self.rope_scaling)}
+        raw |= {"rope_theta": self.rope_theta, "rope_parameters": rope}
         raw["eagle_config"] = {"use_aux_hidden_state": True}
         if self.aux_layer_ids != UNNAMED_LAYERS:
-            raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = list(self.aux_layer_ids)
+            raw["eagle_config"][_LAYER_IDS] = list(self.aux_layer_ids)
         return raw | self.extra
 
 
 def is_qwen(raw: dict[str, Any]) -> bool:
     """Whether a `config.json` names a drafter with Qwen 3's layers."""
     return not set(QWEN_NAMES).isdisjoint(raw.get("architectures") or [])
-
-
-_JSON_KEYS = {
-    "architectures",
-    "model_type",
-    "tie_word_embeddings",
-    "hidden_act",
-    "rope_parameters",
-    "rope_theta",
-    "rope_scaling",
-    "pard_token",
-    "eagle_config",
-    "eagle_aux_hidden_state_layer_ids",
-    "layer_types",
-}
-_SLIDING = "sliding_attention"
 
 
 def _sliding_window(raw: dict[str, Any]) -> int | None:
@@ -310,12 +306,110 @@ def _sliding_window(raw: dict[str, Any]) -> int | None:
     return int(raw["sliding_window"])
 
 
-# ====================================================================================================
-# What the trainer needs to know of a target's `config.json`, whichever architecture it is of.
-#
-# Enters: a target's directory. Leaves: the keys of its text model. Imports no torch.
+def _problems(raw: dict[str, Any]) -> list[str]:
+    """What is wrong with the values of a head's `config.json`, one line each."""
+    problems = [
+        f"{key} = {raw[key]!r} must be a whole number of at least {0 if key == 'ptd_token_id' else 1}"
+        for key in INTEGER_KEYS
+        if raw.get(key) is not None and not _is_count(raw[key], at_least=0 if key == "ptd_token_id" else 1)
+    ]
+    eagle = raw.get("eagle_config") or {}
+    for key, accepted in UNSUPPORTED_SWITCHES.items():
+        given = eagle.get(key, raw.get(key, accepted))
+        if given != accepted:
+            problems.append(f"{key} = {given!r} is not supported (only {accepted!r})")
+    return problems + _tap_problems(raw, eagle)
 
-_NUMBERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+def _tap_problems(raw: dict[str, Any], eagle: dict[str, Any]) -> list[str]:
+    """Tapped layers as vLLM reads them: from the top of `config.json` or from `eagle_config`, any number of them.
+
+    Of a Llama drafter, vLLM 0.29 takes the layers from the top first, but the width of `fc` from `eagle_config` alone
+    (else three taps), so a head that names other than three at the top only does not load there.
+    """
+    key = _LAYER_IDS
+    top, inner = raw.get(key) or [], eagle.get(key) or []
+    problems = [
+        f"{name} = {ids!r} must be a list of whole numbers"
+        for name, ids in ((key, top), (f"eagle_config.{key}", inner))
+        if not isinstance(ids, list) or not all(_is_count(index, at_least=0) for index in ids)
+    ]
+    if problems:
+        return problems
+    if top and inner and top != inner:
+        problems.append(f"{key} = {top} and eagle_config.{key} = {inner} contradict each other")
+    num_taps, num_given = len(top or inner) or len(UNNAMED_LAYERS), raw.get("num_aux_hidden_states")
+    if num_given is not None and num_given != num_taps:
+        problems.append(f"num_aux_hidden_states = {num_given!r}, but {num_taps} layers are tapped")
+    if num_given is None and not inner and num_taps != len(UNNAMED_LAYERS) and not is_qwen(raw):
+        problems.append(f"{key} names {num_taps} layers: more or less than 3 must stand in eagle_config")
+    return problems
+
+
+def _is_count(value: object, at_least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
+# ---- heads and targets on disk
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A head's `config.json` as it is. Raises HeadError when there is none or it holds no JSON object."""
+    if not path.is_file():
+        raise HeadError(f"no head at {path.parent}: {path} does not exist")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise HeadError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise HeadError(f"{path} must hold a JSON object, found a {type(raw).__name__}")
+    return raw
+
+
+def read_head_config(head_dir: str | Path) -> DrafterConfig:
+    """The drafter that a head's `config.json` describes; whoever asks whether a head is supported asks here.
+
+    Raises HeadError: no such directory or file, no JSON, a checkpoint of the speculators package, or as `from_dict`.
+    """
+    path = Path(head_dir) / "config.json"
+    raw = read_json(path)
+    if "speculators_model_type" in raw:
+        raise HeadError(f"{path} is of the speculators package: `peagle convert {head_dir} OUT_DIR` makes it a head")
+    return DrafterConfig.from_dict(raw, source=str(path))
+
+
+def check_head_fits(config: DrafterConfig, target: dict[str, Any]) -> None:
+    """Compare a head's configuration with the target's.
+
+    target: the target's `config.json` as a dict; for a multimodal target its `text_config` counts.
+
+    Raises:
+        HeadError: names each mismatch (hidden size, vocabulary, tapped layers, mask token) with both values.
+    """
+    text = target if "hidden_size" in target else target.get("text_config") or {}
+    missing = [key for key in ("hidden_size", "vocab_size", "num_hidden_layers") if not isinstance(text.get(key), int)]
+    if missing:
+        raise HeadError(f"the target's config.json lacks {', '.join(missing)}, so no head can be compared with it")
+    problems = []
+    if config.target_hidden_size != text["hidden_size"]:
+        problems.append(
+            f"hidden size: the head reads {config.target_hidden_size}, the target has {text['hidden_size']}"
+        )
+    if config.vocab_size != text["vocab_size"]:
+        problems.append(f"vocabulary: the head has {config.vocab_size} tokens, the target {text['vocab_size']}")
+    if config.ptd_token_id is not None and not config.ptd_token_id < text["vocab_size"]:
+        problems.append(f"ptd_token_id = {config.ptd_token_id} is outside the target's 0..{text['vocab_size'] - 1}")
+    num_layers = text["num_hidden_layers"]
+    outside = [index for index in config.aux_layer_ids if index > num_layers]
+    if outside:
+        problems.append(f"tapped layers: {outside} of {list(config.aux_layer_ids)} are outside 0..{num_layers}")
+    if config.aux_layer_ids == UNNAMED_LAYERS and num_layers < MIN_DEFAULT_LAYERS:
+        problems.append(
+            f"tapped layers: not given, and their default needs {MIN_DEFAULT_LAYERS} target layers, the target has "
+            f"{num_layers}"
+        )
+    if problems:
+        raise HeadError("the head does not fit this target:\n  " + "\n  ".join(problems))
 
 
 def read_target_config(target_dir: str | Path) -> dict[str, Any]:
@@ -327,7 +421,7 @@ def read_target_config(target_dir: str | Path) -> dict[str, Any]:
     path = Path(target_dir) / "config.json"
     raw = json.loads(path.read_text(encoding="utf-8"))
     text = raw if "hidden_size" in raw else raw.get("text_config") or {}
-    wrong = [f"{name} = {text.get(name)}" for name in _NUMBERS if not _is_count(text.get(name))]
+    wrong = [f"{name} = {text.get(name)}" for name in REQUIRED_KEYS if not _is_count(text.get(name))]
     if wrong:
         where = "" if text is raw else " under text_config"
         raise ValueError(
@@ -335,7 +429,3 @@ def read_target_config(target_dir: str | Path) -> dict[str, Any]:
             "decoder-only language models"
         )
     return text
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

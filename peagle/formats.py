@@ -18,16 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from peagle.checkpoint import (
-    check_tables,
-    check_tensors,
-    config_of,
-    load_tensors,
-    read_json,
-    read_tensor_specs,
-    save_head,
-)
-from peagle.config import ARCHITECTURE, QWEN_ARCHITECTURE, DrafterConfig, HeadError
+from peagle.checkpoint import check_tables, check_tensors, load_tensors, read_tensor_specs, save_head
+from peagle.config import ARCHITECTURE, QWEN_ARCHITECTURE, DrafterConfig, HeadError, read_json
 
 #: Of the layers' settings, what decides the drafter's function. Others are of training, of saving, or of generation.
 LAYER_KEYS = (
@@ -67,7 +59,7 @@ def read_speculators(source_dir: str | Path) -> Source:
             know or implement, missing, spare, wrong-shaped or wrong-typed tensors; all of a kind in one message.
     """
     path = Path(source_dir) / "config.json"
-    config = config_of(plain_config(read_json(path), str(path)), str(path))
+    config = DrafterConfig.from_dict(plain_config(read_json(path), str(path)), str(path))
     specs = read_tensor_specs(source_dir)
     left_out = [name for name in TARGET_TENSORS if name in specs]
     check_tensors(config, {name: spec for name, spec in specs.items() if name not in left_out}, source_dir)

@@ -26,10 +26,9 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from peagle.checkpoint import build_drafter, expected_tensors, load_head, save_head
+from peagle.checkpoint import build_drafter, expected_tensors, load_head, marks, offsets, save_head
 from peagle.config import DrafterConfig, Llama3Rope
 from peagle.draft import DraftSession
-from peagle.draft_vocabulary import marks, offsets
 from peagle.heads import prepare_head
 from peagle.model import Drafter
 from peagle.train.target import Target

@@ -10,13 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from peagle.checkpoint import build_drafter, load_head, save_drafter, save_head
+from peagle.checkpoint import build_drafter, load_head, marks, offsets, save_drafter, save_head, target_ids
 from peagle.config import HeadError
 from peagle.draft import Drafts, DraftSession
-from peagle.draft_vocabulary import answer_token_counts, frequent_tokens, marks, offsets, target_ids
 from peagle.heads import prepare_head
 from peagle.model import Drafter
-from peagle.train.data import Conversations
+from peagle.train.data import Conversations, answer_token_counts, frequent_tokens
 from peagle.train.recipe import Recipe
 from peagle.train.target import Target
 from peagle.train.trainer import Trainer

@@ -151,8 +151,7 @@ def _join(head_dir: Path, tables: "dict[str, torch.Tensor]", directory: Path) ->
     """Write the plain head made from the shipped one in `head_dir` into `directory`."""
     from safetensors.torch import save
 
-    from peagle.checkpoint import load_head
-    from peagle.draft_vocabulary import target_ids
+    from peagle.checkpoint import load_head, target_ids
 
     config, tensors = load_head(head_dir)
     if "embed_tokens.weight" in tables:

@@ -16,7 +16,7 @@ import json
 import logging
 import random
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -246,6 +246,42 @@ class PackedBatches:
                 answer[row, at + int(self.data.prompt_lengths[index]) : at + length] = True
                 at += length
         return Batch(*(torch.from_numpy(array) for array in (tokens, document, position, answer)))
+
+
+def answer_token_counts(data: Conversations, vocab_size: int) -> Tensor:
+    """count_V [vocab_size] int64: how often each token of the target occurs in the answers.
+
+    Raises ValueError when the data holds a token outside the vocabulary.
+    """
+    starts = data.lengths.cumsum(dtype=np.int64) - data.lengths
+    position = np.arange(len(data.tokens)) - np.repeat(starts, data.lengths)
+    answers = data.tokens[position >= np.repeat(data.prompt_lengths, data.lengths)]
+    if answers.size and not 0 <= int(answers.min()) <= int(answers.max()) < vocab_size:
+        raise ValueError(
+            f"data: answers hold tokens {int(answers.min())}..{int(answers.max())}, the target's vocabulary is "
+            f"0..{vocab_size - 1}: they were written with another tokenizer"
+        )
+    return torch.from_numpy(np.bincount(answers, minlength=vocab_size))
+
+
+def frequent_tokens(count_V: Tensor, size: int, always: Iterable[int] = ()) -> Tensor:
+    """The `size` most frequent tokens, ascending [size] int64; ties go to the lower id.
+
+    always: ids that are taken whatever their count, such as the end of a turn.
+
+    Raises ValueError when `size` exceeds the vocabulary or cannot hold `always`, or one of those is no token.
+    """
+    chosen = sorted(set(always))
+    if not len(chosen) <= size <= len(count_V):
+        raise ValueError(
+            f"draft_vocab_size = {size}: must be in {len(chosen)}..{len(count_V)} (tokens that are always taken .. "
+            "vocabulary of the target)"
+        )
+    if chosen and not 0 <= chosen[0] <= chosen[-1] < len(count_V):
+        raise ValueError(f"always: {chosen} must be tokens of the target, 0..{len(count_V) - 1}")
+    ranked = count_V.long().clone()
+    ranked[chosen] = torch.iinfo(torch.int64).max
+    return ranked.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def write_manifest(folder: str | Path, manifest: dict[str, Any]) -> None:

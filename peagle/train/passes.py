@@ -19,7 +19,6 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from peagle.checkpoint import load_head
 from peagle.config import DrafterConfig, HeadError
-from peagle.draft_vocabulary import answer_token_counts, frequent_tokens
 from peagle.model import Attend, Drafter, initialize
 from peagle.train import masks
 from peagle.train.cod import (
@@ -31,7 +30,7 @@ from peagle.train.cod import (
     labelled_rows,
     sample_rows,
 )
-from peagle.train.data import Batch, PackedBatches
+from peagle.train.data import Batch, PackedBatches, answer_token_counts, frequent_tokens
 from peagle.train.losses import ChainWeights, ChunkedLoss
 from peagle.train.masks import MaskTable
 from peagle.train.partition import PackedSequence, Partition
