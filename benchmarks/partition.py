@@ -37,7 +37,7 @@ from benchmarks.common import markdown
 from peagle.config import DrafterConfig
 from peagle.model import Drafter, initialize
 from peagle.provenance import conditions
-from peagle.train.cod import Rows, chain_lengths, label_rows, sample_rows
+from peagle.train.cod import CodRows, chain_lengths, label_rows, sample_rows
 from peagle.train.losses import ChunkedLoss
 from peagle.train.partition import LossOf, Method, PackedSequence, Partition, cut_by_position, cut_by_rows
 
@@ -205,7 +205,7 @@ def measure(problem: Problem, partition: Partition, score: ChunkedLoss, repeats:
     return found
 
 
-def rows_computed(rows: Rows, method: str, num_segments: int) -> int:
+def rows_computed(rows: CodRows, method: str, num_segments: int) -> int:
     """Rows that pass through the drafter with gradients, without those that fill up a tile."""
     cut = cut_by_rows if method == "kept" else cut_by_position
     prefix = 0 if method == "kept" else 1

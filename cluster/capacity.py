@@ -27,8 +27,8 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from cluster.depth import THROUGHPUT, Demand, Objective, Plan, best_depths
-from cluster.settings import Section
 from cluster.step_time import StepCosts
+from peagle.schema import Section
 
 MAX_WORKLOADS = 3
 """Workloads planned apart, those with the most tokens; the rest are averaged. All plans of so few are compared."""

@@ -16,7 +16,7 @@ from ray.serve.llm import build_llm_deployment
 from ray.serve.llm.ingress import make_fastapi_ingress
 
 import peagle.heads
-from cluster.settings import Catalog, ClusterSettings, SettingsError, load_settings
+from cluster.settings import Catalog, ClusterSettings, load_settings
 from deployments.autoscaling import drafter_autoscaling
 from deployments.drafter import MAX_DRAIN_S, DrafterReplica
 from deployments.engine_config import engine_config
@@ -25,6 +25,7 @@ from deployments.names import DRAFTER_NAME, INGRESS_NAME, TARGET_NAME
 from deployments.target import TargetServer
 from peagle.checkpoint import check_head, read_head_config
 from peagle.embedded import embedded_targets
+from peagle.schema import SettingsError
 
 HEALTH_CHECK_PERIOD_S = 2.0
 """A drafter that died is noticed and replaced soon: until then its targets decode without drafts."""

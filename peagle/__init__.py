@@ -2,10 +2,12 @@
 
 Tensor names end in their shape, one letter a dimension, in every module of this package:
 
-    B  sequences in a batch        H  hidden size of the drafter     V  vocabulary (V_draft where reduced)
-    T  rows of one sequence        A  attention heads                K  draft tokens of one pass (= depths)
-    N  tokens of one sequence      G  key/value heads                C  target layers tapped (3)
-    D  size of one head            S  target hidden size
+    B  sequences (requests) of a batch    H  hidden size of the drafter        V  vocabulary (V_draft where reduced)
+    N  tokens of one sequence             S  hidden size of the target         K  draft tokens of one pass (= depths)
+    T  rows of one pass over a sequence   C  target layers tapped (3)          A  attention heads
+    R  rows picked from a pass            X  C * S: the taps side by side      G  key/value heads
+    P  rows of one chunk of R             M  rows of mask tokens               D  size of one head
+    U  keys that queries see, or the distinct labels of rows; 1 stands for a dimension of one
 
 `depth` counts positions of a draft from 1. In training, `offset` = depth - 1 counts from 0, as the paper does: offset 0
 is ordinary next-token prediction, offsets 1..K-1 are the positions that carry the mask token and the shared hidden

@@ -161,9 +161,9 @@ def _build_checkpoint(target: EmbeddedTarget, directory: Path) -> None:
 def convert_gguf(source: Path, directory: Path) -> str:
     """Write the model of a GGUF file as a Hugging Face checkpoint in bfloat16; returns the digest of its weights.
 
-    Transformers reads the GGUF. Two things are mended: numbers that were meant as decimals (GGUF keeps float32), and the
-    splitting of text before BPE, of which Transformers drops that SmolLM2 (`tokenizer.ggml.pre` = smollm) cuts off every
-    digit. The generic tokenizer class takes `tokenizer.json` as it stands, on every release of Transformers.
+    Transformers reads the GGUF. Two things are mended: numbers that were meant as decimals (GGUF keeps float32), and
+    the splitting of text before BPE: Transformers ignores `tokenizer.ggml.pre`, by which SmolLM2 ("smollm") cuts off
+    every digit. The generic tokenizer class takes `tokenizer.json` as it stands, on every release of Transformers.
     """
     # Heavy imports wait until there is something to convert: a start with a filled cache does without them.
     import torch

@@ -2,9 +2,9 @@
 
     peagle convert SOURCE_DIR OUT_DIR
 
-Enters: a directory as `speculators` saves it. Leaves: a plain head, in the form that stock vLLM, `peagle.evaluate` and
-`peagle.train.trainer` read. vLLM reads the source too, but not all of it: of a `peagle` checkpoint its translation drops
-`fc_norm` and `norm_output`, and of a drafter with Llama layers it sizes `fc` for three taps whatever their number.
+Enters: a directory as `speculators` saves it. Leaves: a plain head, in the form that stock vLLM and this package
+read. vLLM reads the source too, but not all of it: of a `peagle` checkpoint its translation drops `fc_norm` and
+`norm_output`, and of a drafter with Llama layers it sizes `fc` for three taps whatever their number.
 
 What a setting means is as in speculators 0.9; the layers' settings have the defaults of transformers. Nothing is left
 out silently: settings and tensors that are not known are an error that names them.

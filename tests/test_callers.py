@@ -11,10 +11,11 @@ import pytest
 from fastapi import Request
 
 from cluster.request import ANYONE, Caller, UnknownCallerError
-from cluster.settings import Catalog, ClusterSettings, ModelSettings, SettingsError, load_settings
+from cluster.settings import Catalog, ClusterSettings, ModelSettings, load_settings
 from deployments.ingress import make_api
 from deployments.requests import caller_of
 from peagle.checkpoint import read_head_config
+from peagle.schema import SettingsError
 
 SECRET = "sk-very-secret"
 DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()

@@ -17,25 +17,17 @@ def test_counts_are_those_of_the_papers_example() -> None:
     assert torch.bincount(rows.offset_BT[0]).tolist() == [16, 11, 7, 4]
 
 
-def test_floor_full_ratio_and_cap() -> None:
+def test_floor_and_full_ratio() -> None:
     assert kept_per_offset(10, 4, 1.0) == [10, 10, 10, 10]
     assert kept_per_offset(10, 3, 0.7) == [10, 7, 4]
     assert kept_per_offset(100, 8, 0.7, floor=0.2) == [100, 70, 49, 34, 23, 20, 20, 20]
     assert kept_per_offset(14, 8, 0.5, floor=0.2)[-1] == 2, "2.8 is rounded down, as every other share"
-    assert kept_per_offset(100, 4, 0.5, floor=0.2, max_anchors=20) == [100, 10, 5, 4]
-    assert kept_per_offset(10, 3, 0.5, max_anchors=20) == [10, 5, 2]
-    assert kept_per_offset(10, 1, 0.5, max_anchors=4) == [10]
 
 
 @pytest.mark.parametrize(("ratio", "floor"), [(0.0, 0.0), (1.2, 0.0), (0.5, -0.1)])
 def test_wrong_shares_are_refused(ratio: float, floor: float) -> None:
     with pytest.raises(ValueError, match="ratio"):
         kept_per_offset(16, 4, ratio, floor)
-
-
-def test_a_cap_of_no_chains_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_anchors = 0"):
-        kept_per_offset(16, 4, 0.7, max_anchors=0)
 
 
 def test_every_kept_row_has_the_rows_before_it_in_its_chain() -> None:

@@ -5,13 +5,13 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from peagle.train.cod import Rows, sample_rows
+from peagle.train.cod import CodRows, sample_rows
 from peagle.train.partition import Segment, cut_by_position, cut_by_rows
 from tests.head_factory import CONFIG
 from tests.packed import NUM_TOKENS, packed_sequence
 
 
-def by_algorithm_1(rows: Rows, num_segments: int) -> dict[tuple[int, int], int]:
+def by_algorithm_1(rows: CodRows, num_segments: int) -> dict[tuple[int, int], int]:
     """The paper's assignment, depth by depth: (position, depth) -> segment."""
     found = {}
     for position, depth in sorted(pairs(rows), key=lambda pair: pair[1]):
@@ -24,7 +24,7 @@ def by_algorithm_1(rows: Rows, num_segments: int) -> dict[tuple[int, int], int]:
     return found
 
 
-def pairs(rows: Rows, numbers: Iterable[int] | None = None) -> list[tuple[int, int]]:
+def pairs(rows: CodRows, numbers: Iterable[int] | None = None) -> list[tuple[int, int]]:
     """(position, depth counted from 0) of rows, as the paper names them."""
     numbers = range(rows.anchor_BT.shape[1]) if numbers is None else numbers
     return [(int(rows.position_BT[0, i]), int(rows.offset_BT[0, i])) for i in numbers]
@@ -47,11 +47,11 @@ def test_example_of_the_paper() -> None:
     """N = 16, S = 2: position 8 at depth 2 rests on 7 at depth 1, which lies before the boundary at 8 (Fig. 4)."""
     anchor = torch.tensor([[*range(16), 6, 6, 7, 9, 9]])
     offset = torch.tensor([[*[0] * 16, 1, 2, 1, 1, 2]])
-    first, second = cut_by_position(Rows(anchor, offset, 16), 2)
-    first_rows = pairs(Rows(anchor, offset, 16), own_rows(first))
+    first, second = cut_by_position(CodRows(anchor, offset, 16), 2)
+    first_rows = pairs(CodRows(anchor, offset, 16), own_rows(first))
     assert (7, 1) in first_rows
     assert (8, 2) in first_rows, "a cut by position alone would give it to the second segment, apart from its chain"
-    assert (8, 1) in pairs(Rows(anchor, offset, 16), own_rows(second))
+    assert (8, 1) in pairs(CodRows(anchor, offset, 16), own_rows(second))
 
 
 @pytest.mark.parametrize("cut", [cut_by_position, cut_by_rows])

@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_counted(caplog) -> None:
     data = conversations()
     batches = PackedBatches(data, num_sequences=1, max_tokens=16, seed=0)
     too_long = data.lengths > 16
-    assert batches.num_left_out == int(too_long.sum()) > 0
+    assert batches.counts["num_left_out"] == int(too_long.sum()) > 0
     assert batches.counts["num_tokens_left_out"] + batches.counts["num_tokens"] == len(data.tokens)
     assert f"{int(too_long.sum())} are left out" in caplog.text
     with pytest.raises(ValueError, match="max_tokens"):

@@ -14,7 +14,7 @@ from peagle import evaluate as program
 from peagle.checkpoint import save_drafter
 from peagle.config import DrafterConfig
 from peagle.draft import DraftSession
-from peagle.evaluate import Counts, accept_sampled, figures, replay, walk
+from peagle.evaluate import AnswerCounts, figures, replay, walk
 from peagle.model import Drafter
 from peagle.train import masks
 from peagle.train.cod import draft_rows, sample_rows
@@ -113,6 +113,24 @@ def test_drafts_know_the_true_prefix_only(target: Target) -> None:
     assert first.tolist() != second.tolist()
 
 
+def accept_sampled(
+    drafts_BK: torch.Tensor, probs_BTV: torch.Tensor, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rejection sampling of drafts chosen without chance (arXiv 2211.17192, Algorithm 1, with q = 1 at the draft).
+
+    Draft x is kept with probability p(x); the first rejected one is replaced by a sample of p without x, and when all
+    are kept one more token is sampled from the last row. Returns (kept drafts [B], the token after them [B]).
+    """
+    chance_BK = torch.rand(drafts_BK.shape, generator=generator)
+    kept_BK = chance_BK < probs_BTV[:, :-1].gather(2, drafts_BK[..., None])[..., 0]
+    num_accepted_B = kept_BK.long().cumprod(dim=1).sum(dim=1)
+    weights_BV = probs_BTV[torch.arange(len(drafts_BK)), num_accepted_B].clone()
+    for request, count in enumerate(num_accepted_B.tolist()):
+        if count < drafts_BK.shape[1]:
+            weights_BV[request, drafts_BK[request, count]] = 0
+    return num_accepted_B, torch.multinomial(weights_BV, 1, generator=generator)[:, 0]
+
+
 @torch.no_grad()
 def sampled_decoding(
     drafter: Drafter, target: Target, prompts_BP: torch.Tensor, num_tokens: int, generator: torch.Generator
@@ -139,11 +157,11 @@ def sampled_decoding(
         )
         seen_BT = length_B[:, None] - 1 + torch.arange(drafts_BK.shape[1] + 1)
         probs_BTV = (last_BNS[request_B[:, None], seen_BT] @ target.lm_head_VS.T).softmax(-1)
-        accepted = accept_sampled(drafts_BK, probs_BTV, generator=generator)
+        num_accepted_B, next_B = accept_sampled(drafts_BK, probs_BTV, generator)
         running = (length_B < prompts_BP.shape[1] + num_tokens).tolist()
-        for request, count in enumerate(accepted.num_accepted_tokens_B.tolist()):
+        for request, count in enumerate(num_accepted_B.tolist()):
             if running[request]:
-                emitted = accepted.token_ids_BT[request, : count + 1]
+                emitted = torch.cat([drafts_BK[request, :count], next_B[request, None]])
                 tokens_BN[request, length_B[request] : length_B[request] + count + 1] = emitted
                 length_B[request] += count + 1
                 if drafts_BK.shape[1]:
@@ -197,7 +215,8 @@ def test_walk_at_temperature_1_is_decoding_at_temperature_1(target: Target, tmp_
     # And on texts sampled without any drafts the figures are the same, but for chance.
     greedy = written_by(target, prompts_BP, num_tokens, do_sample=False)
     ours, same, other = (
-        figures(Counts.of(replay(drafter, target, data).accepted, NUM_DEPTHS)) for data in (decoded, plain, greedy)
+        figures(AnswerCounts.of(replay(drafter, target, data).accepted, NUM_DEPTHS))
+        for data in (decoded, plain, greedy)
     )
     for k in ("1", "3"):
         bounds = [side["acceptance_length_95"][k] for side in (ours, same)]

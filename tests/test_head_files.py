@@ -13,14 +13,40 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from peagle.checkpoint import check_head, check_head_fits, expected_tensors, load_head, read_tensor_specs, save_head
-from peagle.config import DrafterConfig, HeadError, Llama3Rope
+from cluster.settings import Catalog, load_settings
+from peagle.checkpoint import build_drafter, check_head, expected_tensors, load_head, read_tensor_specs, save_head
+from peagle.config import (
+    LLAMA_NAMES,
+    QWEN_NAMES,
+    DrafterConfig,
+    HeadError,
+    Llama3Rope,
+    check_head_fits,
+    read_head_config,
+)
+from peagle.schema import SettingsError
 from tests.head_factory import CONFIG, REDUCED, TARGET, head_tensors, reconfigure, rewrite
 
 
 @pytest.fixture
 def head(tmp_path: Path) -> Path:
     return save_head(tmp_path / "head", CONFIG, head_tensors(CONFIG))
+
+
+@pytest.mark.parametrize("name", [*LLAMA_NAMES, *QWEN_NAMES])
+def test_every_name_that_vllm_knows_passes_the_settings_and_loads(tmp_path: Path, name: str) -> None:
+    config = dataclasses.replace(CONFIG, qk_norm=name in QWEN_NAMES)
+    head = save_head(tmp_path / "head", config, head_tensors(config))
+    reconfigure(head, architectures=[name])
+    catalog = Catalog(("target",), Path("nowhere"), read_head_config)
+    settings = load_settings({"model": {"source": "target"}, "drafter": {"head": str(head)}}, catalog, {})
+    assert settings.drafter is not None
+    assert (settings.drafter.head, settings.drafter.max_draft_tokens) == (str(head), config.num_depths)
+    assert build_drafter(*load_head(head)).config == config
+    for unsupported in ("LlamaForCausalLM", "EagleLlamaForCausalLM"):
+        reconfigure(head, architectures=[unsupported])
+        with pytest.raises(SettingsError, match=rf"architectures = \['{unsupported}'\], expected"):
+            load_settings({"model": {"source": "target"}, "drafter": {"head": str(head)}}, catalog, {})
 
 
 def test_every_wrong_tensor_is_named_in_one_message(head: Path) -> None:

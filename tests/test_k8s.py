@@ -15,10 +15,10 @@ import jsonschema
 import pytest
 import yaml
 
-from cluster.settings import SettingsError
 from deployments.cli import main
 from deployments.manifest import CPU, GPU, Machine, rayservice, render
 from deployments.up import read_config
+from peagle.schema import SettingsError
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "local.yaml"

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.train.cod import chain_lengths, labelled_rows, sample_rows
-from peagle.train.losses import KERNELS, ChainWeights, ChunkedLoss, Scored, plain_losses
-from peagle.train.target import TargetLogits
+from peagle.train.cod import chain_lengths, label_rows, sample_rows
+from peagle.train.losses import KERNELS, ChainWeights, ChunkedLoss, Scored, TargetLogits, plain_losses
 
 WHOLE, IN_CHUNKS = 1 << 30, 0  # max_whole_bytes
 
@@ -138,7 +137,8 @@ def test_chain_weights_equal_a_slow_loop() -> None:
     chain_BN = chain_lengths(document_BN, document_BN >= 0, 4)
     generator = torch.Generator().manual_seed(0)
     rows = sample_rows(chain_BN, 4, 0.9, generator=generator)
-    index_R, label_R, offset_R = labelled_rows(rows, chain_BN)
+    useful_T, label_T, offset_T = label_rows(rows, chain_BN)
+    index_R, label_R, offset_R = useful_T.nonzero().squeeze(1), label_T[useful_T], offset_T[useful_T]
     sequence_R, anchor_R = index_R // rows.anchor_BT.shape[1], rows.anchor_BT.flatten()[index_R]
     correct_R = torch.rand(len(index_R), generator=generator) < 0.6
 
@@ -150,14 +150,14 @@ def test_chain_weights_equal_a_slow_loop() -> None:
     assert 10 < sum(reached) < len(keys) - 10
 
     settings = {"num_labels": chain_BN.numel(), "num_depths": 4, "offset_decay": 0.9, "reach": 0.3}
-    weigh = ChainWeights(offset_R, **settings).of(label_R, offset_R)
+    weigh = ChainWeights(offset_R, **settings).weigh(label_R, offset_R)
     torch.testing.assert_close(weigh(correct_R), expected_R)
     torch.testing.assert_close(weigh(torch.ones_like(correct_R)).sum(), torch.tensor(1.0))
     # In two parts, as a partitioned pass may have them: offset 0 of a chain before its other rows.
     weights, weight_R = ChainWeights(offset_R, **settings), torch.zeros_like(expected_R)
     first_R = (anchor_R % 2 == 0) | (offset_R == 0)
     for part_R in (first_R, ~first_R):
-        weight_R[part_R] = weights.of(label_R[part_R], offset_R[part_R])(correct_R[part_R])
+        weight_R[part_R] = weights.weigh(label_R[part_R], offset_R[part_R])(correct_R[part_R])
     torch.testing.assert_close(weight_R, expected_R)
 
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from peagle.train import masks
-from peagle.train.cod import Rows, chain_lengths, sample_rows
+from peagle.train.cod import CodRows, chain_lengths, sample_rows
 from peagle.train.masks import MaskTable
 
 MAX_TOKENS = 48
 
 
-def packed_rows(num_tokens: int, num_depths: int, ratio: float) -> tuple[Rows, torch.Tensor]:
+def packed_rows(num_tokens: int, num_depths: int, ratio: float) -> tuple[CodRows, torch.Tensor]:
     """Three sequences: packed documents with padding at the end, a single document, nothing but padding."""
     thirds = torch.arange(num_tokens) * 4 // num_tokens
     document_BN = torch.stack([thirds.where(thirds < 3, -1), torch.zeros_like(thirds), torch.full_like(thirds, -1)])
@@ -19,7 +19,7 @@ def packed_rows(num_tokens: int, num_depths: int, ratio: float) -> tuple[Rows, t
     return sample_rows(chain_BN, num_depths, ratio, generator=generator), document_BN
 
 
-def by_double_loop(rows: Rows, document_BN: torch.Tensor, window: int = 1000) -> torch.Tensor:
+def by_double_loop(rows: CodRows, document_BN: torch.Tensor, window: int = 1000) -> torch.Tensor:
     batch, num_rows = rows.anchor_BT.shape
     mask = torch.zeros(batch, num_rows, num_rows, dtype=torch.bool)
     for b in range(batch):

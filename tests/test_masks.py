@@ -7,11 +7,11 @@ import torch
 
 from peagle.config import DrafterConfig, HeadError
 from peagle.train import masks
-from peagle.train.cod import Rows, chain_lengths, sample_rows
+from peagle.train.cod import CodRows, chain_lengths, sample_rows
 from tests.head_factory import CONFIG
 
 
-def rows_and_documents(num_tokens: int, num_depths: int, ratio: float, seed: int) -> tuple[Rows, torch.Tensor]:
+def rows_and_documents(num_tokens: int, num_depths: int, ratio: float, seed: int) -> tuple[CodRows, torch.Tensor]:
     """Two packed sequences with documents of uneven lengths and padding at the end."""
     generator = torch.Generator().manual_seed(seed)
     document_BN = torch.full((2, num_tokens), -1)
@@ -23,7 +23,7 @@ def rows_and_documents(num_tokens: int, num_depths: int, ratio: float, seed: int
     return sample_rows(chain_BN, num_depths, ratio, generator=generator), document_BN
 
 
-def by_double_loop(rows: Rows, document_BN: torch.Tensor, window: int | None = None) -> torch.Tensor:
+def by_double_loop(rows: CodRows, document_BN: torch.Tensor, window: int | None = None) -> torch.Tensor:
     batch, num_rows = rows.anchor_BT.shape
     mask = torch.zeros(batch, num_rows, num_rows, dtype=torch.bool)
     for b in range(batch):
@@ -40,7 +40,7 @@ def by_double_loop(rows: Rows, document_BN: torch.Tensor, window: int | None = N
     return mask
 
 
-def segment(rows: Rows, start: int, stop: int, num_blanks: int) -> tuple[list[int], int]:
+def segment(rows: CodRows, start: int, stop: int, num_blanks: int) -> tuple[list[int], int]:
     """Numbers of the keys of one segment, -1 for blanks, and how many of the last are its queries: rows of offset 0
     before `start` seen only as keys, those after it hidden, then own rows and blanks.
     """

@@ -19,7 +19,7 @@ from peagle.config import DrafterConfig, Llama3Rope
 from peagle.draft import DraftSession
 from peagle.model import Drafter, Layer, rotary_tables
 from peagle.train import masks
-from peagle.train.cod import Rows, attend_under, chain_lengths, draft_rows, sample_rows
+from peagle.train.cod import CodRows, attend_under, chain_lengths, draft_rows, sample_rows
 from tests.head_factory import random_drafter
 
 NUM_DEPTHS = 5
@@ -52,7 +52,7 @@ class Pass:
 
     tokens_BN: Tensor
     aux_BNX: Tensor
-    rows: Rows
+    rows: CodRows
     position_BT: Tensor
 
 

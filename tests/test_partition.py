@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from torch.nn import functional as F
 from peagle.draft import DraftSession
 from peagle.model import Drafter
 from peagle.train import masks
-from peagle.train.cod import Rows, draft_rows
-from peagle.train.partition import PackedSequence, Partition, Segment, cut_by_position, cut_by_rows
+from peagle.train.cod import CodRows, draft_rows
+from peagle.train.partition import PackedSequence, Partition, Segment, _SequencePass, cut_by_position, cut_by_rows
 from tests.head_factory import CONFIG, random_drafter
 from tests.packed import DOCUMENTS, NUM_TOKENS, packed_sequence
 
@@ -93,7 +94,7 @@ def test_a_cut_through_a_chain_changes_the_gradient(monkeypatch: pytest.MonkeyPa
     drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 1.0)
     wanted = whole_gradients(drafter, sequence)
 
-    def split(rows: Rows, num_segments: int) -> list[Segment]:
+    def split(rows: CodRows, num_segments: int) -> list[Segment]:
         first, *rest = cut(rows, num_segments)
         assert rows.anchor_BT[0, first.chain_stop] == rows.anchor_BT[0, first.chain_stop + 1]
         moved = dataclasses.replace(rest[0], chain_start=rest[0].chain_start + 1)
@@ -153,6 +154,16 @@ def test_memory_falls_with_the_segments() -> None:
     assert kept < 0.8 * recomputed < 0.8 * whole
 
 
+@torch.no_grad()
+def forward(partition: Partition, drafter: Drafter, sequence: PackedSequence) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of each segment and their numbers, as the way "kept" computes them."""
+    run = _SequencePass(partition, drafter, sequence)
+    kept = run.sweep(sequence.rows.num_tokens)
+    for segment in cut_by_rows(sequence.rows, partition.num_segments):
+        normed_RH, _ = run(segment, segment.start, run.max_rows, kept)
+        yield normed_RH, segment.index(run.device)
+
+
 @pytest.mark.parametrize("num_segments", [1, 3, 8])
 def test_forward_gives_every_row_of_the_whole_pass(num_segments: int) -> None:
     drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 1.0)
@@ -160,7 +171,7 @@ def test_forward_gives_every_row_of_the_whole_pass(num_segments: int) -> None:
     with torch.no_grad():
         wanted = draft_rows(drafter, sequence.tokens_1N, sequence.aux_1NX, sequence.position_1T, mask)[0]
     found = torch.full_like(wanted, torch.nan)
-    for normed_RH, index_R in Partition(num_segments, tile=8).forward(drafter, sequence):
+    for normed_RH, index_R in forward(Partition(num_segments, tile=8), drafter, sequence):
         assert not normed_RH.requires_grad
         found[index_R] = normed_RH
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
@@ -173,7 +184,7 @@ def test_segments_train_what_is_drafted(window: int | None) -> None:
     drafter, sequence = random_drafter(config), packed_sequence(config, 1.0)
     rows, num_tokens = sequence.rows, DOCUMENTS[0]
     found = torch.zeros(num_tokens, config.num_depths, config.hidden_size).double()
-    for normed_RH, index_R in Partition(4, tile=8).forward(drafter, sequence):
+    for normed_RH, index_R in forward(Partition(4, tile=8), drafter, sequence):
         first = rows.anchor_BT[0, index_R] < num_tokens
         number = index_R[first]
         found[rows.anchor_BT[0, number], rows.offset_BT[0, number]] = normed_RH[first]
@@ -188,8 +199,8 @@ def test_segments_train_what_is_drafted(window: int | None) -> None:
 def test_block_masks_give_the_rows_of_dense_ones() -> None:
     """FlexAttention has no gradients on a CPU; `test_compiled_segments_on_a_gpu` looks at those."""
     drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 0.8)
-    dense = Partition(3, tile=16).forward(drafter, sequence)
-    block = Partition(3, tile=16, block_mask=True).forward(drafter, sequence)
+    dense = forward(Partition(3, tile=16), drafter, sequence)
+    block = forward(Partition(3, tile=16, block_mask=True), drafter, sequence)
     for (wanted_RH, _), (found_RH, _) in zip(dense, block, strict=True):
         torch.testing.assert_close(found_RH, wanted_RH, rtol=1e-6, atol=1e-6)
 
@@ -202,7 +213,7 @@ def test_compiled_segments_on_a_gpu(method: str) -> None:
     partition = Partition(3, method, block_mask=True, compiled=True, autocast=False)
     for seed in range(3):
         sequence = packed_sequence(config, 0.8, seed)
-        rows = Rows(sequence.rows.anchor_BT.cuda(), sequence.rows.offset_BT.cuda(), NUM_TOKENS)
+        rows = CodRows(sequence.rows.anchor_BT.cuda(), sequence.rows.offset_BT.cuda(), NUM_TOKENS)
         fields = {"tokens_1N": sequence.tokens_1N, "document_1N": sequence.document_1N}
         fields |= {"aux_1NX": sequence.aux_1NX.float(), "position_1T": sequence.position_1T}
         sequence = PackedSequence(**{name: value.cuda() for name, value in fields.items()}, rows=rows)

@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from peagle.train.data import ChatTemplate, Prompt, cut_loop, distinct_share, human_eval, read_jsonl
+from peagle.train.data import ChatTemplate, Prompt, cut_loop, distinct_share, read_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +111,8 @@ def test_turns_are_rendered_as_the_template_does(template) -> None:
     assert tokenizer.decode(made) == whole.removesuffix("\n")
     assert template.end_ids == {tokenizer.eos_token_id}
     # Prompts that the target writes itself are joined from these pieces.
-    for prompt in human_eval()[:5]:
-        text = prompt.messages[0]["content"]
-        assert template.before + template.encode(text) + template.after == template.render(prompt)
+    for text in ("Complete this.\n\n```python\ndef f(a: int = 12):\n    ", "Hi", "naïve 東京  42"):
+        assert template.before + template.encode(text) + template.after == template.render(Prompt.user(text))
 
 
 def test_the_turns_end_may_differ_from_the_texts_end(target_dir) -> None:

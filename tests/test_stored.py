@@ -147,7 +147,7 @@ def test_a_disk_without_room(stored, tmp_path, monkeypatch) -> None:
     num_stored = sum(
         int((batch.position_BN[batch.document_BN >= 0] == 0).sum()) for batch in itertools.islice(batches(), 2)
     )
-    assert batches.counts["num_conversations"] == num_stored == len(batches.data) - batches.num_left_out
+    assert batches.counts["num_conversations"] == num_stored == len(batches.data) - batches.counts["num_left_out"]
 
 
 def test_a_manifest_cut_short_leaves_none(stored, tmp_path, monkeypatch) -> None:

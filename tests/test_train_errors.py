@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from peagle.train.data import Batch, Conversations
-from peagle.train.passes import Report
+from peagle.train.passes import PassReport
 from peagle.train.recipe import Recipe
 from peagle.train.trainer import Trainer
 from tests.small_run import write_small_run
@@ -24,7 +24,7 @@ def load(small, name: str, *overrides: str) -> Recipe:
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(small) -> None:
     class Poisoned(Trainer):
-        def run_pass(self, batch: Batch) -> Report:
+        def run_pass(self, batch: Batch) -> PassReport:
             if self.step == 12:
                 with torch.no_grad():
                     self.drafter.norm.weight.fill_(float("nan"))
@@ -40,7 +40,7 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(small) -> 
 
 def test_out_of_memory_names_the_settings(small) -> None:
     class Full(Trainer):
-        def run_pass(self, batch: Batch) -> Report:
+        def run_pass(self, batch: Batch) -> PassReport:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(

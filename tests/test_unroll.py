@@ -15,7 +15,7 @@ from peagle.model import Drafter
 from peagle.train.cod import chain_lengths
 from peagle.train.data import Batch
 from peagle.train.losses import plain_losses
-from peagle.train.passes import States, UnrolledPass, block_masks, unrolled_rows
+from peagle.train.passes import Eagle3Pass, States, block_masks, unrolled_rows
 from peagle.train.recipe import Recipe
 from tests.head_factory import TARGET, random_drafter
 
@@ -134,7 +134,7 @@ def test_the_pass_forms_the_gradient_of_the_weighted_loss() -> None:
     batch = dataclasses.replace(batch, answer_BN=batch.position_BN >= 3)
     last_BNS = torch.randn(*batch.tokens_BN.shape, 32, generator=torch.Generator().manual_seed(3)).double()
     lm_head_VS = drafter.lm_head.weight.detach()
-    report = UnrolledPass(recipe, compiled=False)(drafter, batch, States(aux_BNX, last_BNS, lm_head_VS))
+    report = Eagle3Pass(recipe, compiled=False)(drafter, batch, States(aux_BNX, last_BNS, lm_head_VS))
     rows_BKNH = unrolled_rows(drafter, batch.tokens_BN, aux_BNX, batch.position_BN, batch.document_BN)
     rows_BKNH = rows_BKNH.unflatten(1, (NUM_STEPS, -1))
     cells = [(b, step, anchor) for b, _, anchor, length in chains(batch, NUM_STEPS) for step in range(length)]
@@ -156,10 +156,10 @@ def test_recipes_that_do_not_fit_are_refused() -> None:
     common = dict(target="", data="", output="")
     recipe = Recipe(**common, drafter={"method": "eagle3"}, batch={"num_segments": 2})
     with pytest.raises(ValueError, match="num_segments = 2: method eagle3 has no segments, write 1"):
-        UnrolledPass(recipe, compiled=False)
+        Eagle3Pass(recipe, compiled=False)
     recipe = Recipe(**common, drafter={"method": "eagle3", "sliding_window": 16, "num_depths": 17})
     with pytest.raises(ValueError, match="sliding_window = 16 must be at least num_depths = 17"):
-        UnrolledPass(recipe, compiled=False)
+        Eagle3Pass(recipe, compiled=False)
 
 
 @torch.no_grad()

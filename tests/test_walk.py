@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from peagle.evaluate import Counts, figures, members, ratios, save_traces, walk
+from peagle.evaluate import AnswerCounts, figures, members, ratios, save_traces, walk
 
 
 def random_answers(rng: np.random.Generator, num_answers: int, chance: np.ndarray) -> list[np.ndarray]:
@@ -18,9 +18,9 @@ def test_walk_visits_the_anchors_that_decoding_visits() -> None:
     assert walk(accepted_A, 3).tolist() == [2, 1, 0]
     assert walk(accepted_A, 1).tolist() == [1, 0, 1, 0]
     assert walk(accepted_A[:0], 3).tolist() == []
-    counts = Counts.of([accepted_A, np.array([0, 1])], 3)
-    assert counts.steps_DK.tolist() == [[4, 3, 3], [2, 2, 2]]
-    assert counts.survived_DK.tolist() == [[2, 1, 0], [1, 0, 0]]
+    counts = AnswerCounts.of([accepted_A, np.array([0, 1])], 3)
+    assert counts.num_steps.tolist() == [[4, 3, 3], [2, 2, 2]]
+    assert counts.num_survived.tolist() == [[2, 1, 0], [1, 0, 0]]
     found = figures(counts)
     assert (found["num_answers"], found["num_tokens"]) == (2, 8)
     assert found["acceptance_length"] == {"1": 1.3333, "2": 1.6, "3": 1.6}
@@ -32,8 +32,8 @@ def test_intervals_hold_the_true_value_as_often_as_they_say() -> None:
     """Answers differ in how predictable they are, as real ones do: an interval over tokens would be far too narrow."""
     rng = np.random.default_rng(0)
 
-    def data_set(num_answers: int) -> Counts:
-        return Counts.of(random_answers(rng, num_answers, rng.uniform(0.2, 0.9, num_answers)), 4)
+    def data_set(num_answers: int) -> AnswerCounts:
+        return AnswerCounts.of(random_answers(rng, num_answers, rng.uniform(0.2, 0.9, num_answers)), 4)
 
     truth = figures(data_set(10_000))
     hits = {"length": 0, "survival": 0}
@@ -51,7 +51,7 @@ def test_a_paired_ratio_is_sharper_than_two_intervals() -> None:
     rng = np.random.default_rng(1)
     better = random_answers(rng, 60, rng.uniform(0.2, 0.9, 60))
     worse = [np.where(rng.random(len(one)) < 0.1, 0, one) for one in better]
-    ours, theirs = Counts.of(better, 4), Counts.of(worse, 4)
+    ours, theirs = AnswerCounts.of(better, 4), AnswerCounts.of(worse, 4)
     found = ratios(ours, theirs, [1, 4])
     assert set(found["ratio"]) == {"1", "4"}
     low, high = found["ratio_95"]["4"]
@@ -61,7 +61,7 @@ def test_a_paired_ratio_is_sharper_than_two_intervals() -> None:
     same = ratios(ours, ours, [4])
     assert (same["ratio"]["4"], same["ratio_95"]["4"]) == (1, [1, 1])
     with pytest.raises(ValueError, match="same answers"):
-        ratios(ours, Counts.of(worse[1:], 4), [4])
+        ratios(ours, AnswerCounts.of(worse[1:], 4), [4])
 
 
 def test_groups_list_their_members() -> None:

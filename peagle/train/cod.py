@@ -13,7 +13,6 @@ The number of rows depends on N, K and r alone, never on the data: compiled kern
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,37 +21,19 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from peagle.model import Attend, Drafter
 
-# ====================================================================================================
-# Conditional drop-token sampling (COD): which rows a training pass holds (paper section 3.2).
-#
-# A chain starts at an anchor, a token position a. Its row at offset g (0..K-1) stands at position a + g and is trained to
-# propose token a + g + 2: the row at offset 0 reads token a + 1 and the target's hidden state of a, so a + 2 is the first
-# token that is not known. Offset 0 keeps all N positions. Offset g keeps a share r of what offset g - 1 keeps: kept sets
-# are nested, so no row is without the rows it depends on.
-#
-#     N = 16, K = 4, r = 0.7:  16 + 11 + 7 + 4 = 38 rows instead of 64 (the paper's worked example)
-#
-# The number of rows depends on N, K and r alone, never on the data: compiled kernels keep one shape.
 
-
-def kept_per_offset(
-    num_tokens: int, num_depths: int, ratio: float, floor: float = 0.0, max_anchors: int | None = None
-) -> list[int]:
+def kept_per_offset(num_tokens: int, num_depths: int, ratio: float, floor: float = 0.0) -> list[int]:
     """Anchors kept at offsets 0..K-1: N at the first, then a share r of the one before, rounded down.
 
     floor: least share of N kept at any offset, rounded down; 0 as published, 0.2 in the public port (speculators).
-    max_anchors: chains that may reach beyond offset 0 (speculators: 3,072); the shares are of this number then. Raises
-    ValueError for a ratio or floor outside (0, 1] and [0, 1], and for max_anchors under 1.
+    Raises ValueError for a ratio or floor outside (0, 1] and [0, 1].
     """
     if not 0 < ratio <= 1 or not 0 <= floor <= 1:
         raise ValueError(f"cod: ratio = {ratio} must be in (0, 1] and floor = {floor} in [0, 1]")
-    if max_anchors is not None and max_anchors < 1:
-        raise ValueError(f"cod: max_anchors = {max_anchors} must be at least 1, or none")
-    starts = num_tokens if max_anchors is None else min(num_tokens, max_anchors)
-    chain = [starts]
+    kept = [num_tokens]
     for _ in range(1, num_depths):
-        chain.append(max(_share(chain[-1], ratio), _share(starts, floor)))
-    return [num_tokens, *chain[1:]]
+        kept.append(max(_share(kept[-1], ratio), _share(num_tokens, floor)))
+    return kept
 
 
 def _share(count: int, ratio: float) -> int:
@@ -61,7 +42,7 @@ def _share(count: int, ratio: float) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class CodRows:
     """Rows of a training pass: first the N rows of offset 0 in order, then the kept rows sorted by anchor, then offset.
 
     anchor_BT, offset_BT: int64. A row's position is anchor + offset; its label is the token at anchor + offset + 2.
@@ -75,9 +56,9 @@ class Rows:
     def position_BT(self) -> Tensor:
         return self.anchor_BT + self.offset_BT
 
-    def of(self, b: int) -> Rows:
+    def select(self, b: int) -> CodRows:
         """Rows of one sequence, [1, T]."""
-        return Rows(self.anchor_BT[b : b + 1], self.offset_BT[b : b + 1], self.num_tokens)
+        return CodRows(self.anchor_BT[b : b + 1], self.offset_BT[b : b + 1], self.num_tokens)
 
 
 def sample_rows(
@@ -87,8 +68,7 @@ def sample_rows(
     *,
     generator: torch.Generator | None = None,
     floor: float = 0.0,
-    max_anchors: int | None = None,
-) -> Rows:
+) -> CodRows:
     """Draws the rows of one pass.
 
     chain_BN: int, how many offsets (0..K) of the chain at each anchor have a label that is worth a loss. Offset g draws
@@ -103,13 +83,13 @@ def sample_rows(
     device = chain_BN.device
     kept_Bn = torch.rand(chain_BN.shape, generator=generator, device=device).argsort(dim=1)
     keys = [torch.empty(batch, 0, dtype=torch.int64, device=device)]
-    for g, count in enumerate(kept_per_offset(num_tokens, num_depths, ratio, floor, max_anchors)[1:], 1):
+    for g, count in enumerate(kept_per_offset(num_tokens, num_depths, ratio, floor)[1:], 1):
         ended_Bn = chain_BN.gather(1, kept_Bn) <= g
         kept_Bn = kept_Bn.gather(1, ended_Bn.to(torch.uint8).argsort(dim=1, stable=True)[:, :count])
         keys.append(kept_Bn * num_depths + g)
     key_BM = torch.cat(keys, dim=1).sort(dim=1).values
     first_BN = torch.arange(num_tokens, device=device).expand(batch, -1)
-    return Rows(
+    return CodRows(
         anchor_BT=torch.cat([first_BN, key_BM // num_depths], dim=1),
         offset_BT=torch.cat([torch.zeros_like(first_BN), key_BM % num_depths], dim=1),
         num_tokens=num_tokens,
@@ -136,8 +116,7 @@ def chain_lengths(document_BN: Tensor, wanted_BN: Tensor, num_depths: int) -> Te
     return length_BN
 
 
-# ====================================================================================================
-# One pass of the drafter over sampled rows: what enters it, and what its proposals are compared with.
+# ---- one pass of the drafter over sampled rows
 
 
 def attend_under(mask: Tensor | BlockMask) -> Attend:
@@ -187,12 +166,7 @@ def draft_rows(
     return normed_BTH
 
 
-def compiled_draft_rows(block_mask: bool) -> Callable[..., Tensor]:
-    """`draft_rows` compiled (GPU). block_mask: its mask is a BlockMask, whose attention must run compiled."""
-    return torch.compile(draft_rows, dynamic=False, fullgraph=block_mask)
-
-
-def label_rows(rows: Rows, chain_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def label_rows(rows: CodRows, chain_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of all B * T rows, flattened: whether worth a loss, index of the label's position into B * N, offset.
 
     The row of anchor a and offset g proposes token a + g + 2, whose distribution the target gives at position a + g +
@@ -202,10 +176,3 @@ def label_rows(rows: Rows, chain_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     useful_BT = rows.offset_BT < chain_BN.gather(1, rows.anchor_BT)
     label_BT = rows.position_BT + 1 + torch.arange(batch, device=chain_BN.device)[:, None] * num_tokens
     return useful_BT.flatten(), label_BT.flatten(), rows.offset_BT.flatten()
-
-
-def labelled_rows(rows: Rows, chain_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows worth a loss: index into B * T, index of the label's position into B * N, offset."""
-    useful_T, label_T, offset_T = label_rows(rows, chain_BN)
-    index_R = useful_T.nonzero().squeeze(1)
-    return index_R, label_T[index_R], offset_T[index_R]

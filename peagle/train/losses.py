@@ -16,16 +16,161 @@ forward pass: at most one chunk of logits [chunk, V] lives. A kernel turns logit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from peagle.train.target import MAX_WHOLE_BYTES, Distributions, TargetLogits, statistics, wide_softmax
+MAX_WHOLE_BYTES = 4 << 30  # logits of a batch that are held whole
 
+#: statistics(logits_UV) -> (log-sum-exp_U, argmax_U), the first in float32 or wider.
+Statistics = Callable[[Tensor], tuple[Tensor, Tensor]]
 #: Weight of each row, or a function correct_R (bool) -> weight_R that is called once all rows are scored.
 Weigh = Tensor | Callable[[Tensor], Tensor]
+
+
+# ---- labels
+
+
+def wide_softmax(logits_PV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(logits, exponentials, sums of these [P, 1], log-sum-exp [P, 1]), in float32 or wider."""
+    wide_PV = logits_PV.to(torch.promote_types(logits_PV.dtype, torch.float32))
+    top_P1 = wide_PV.amax(-1, keepdim=True)
+    exponent_PV = (wide_PV - top_P1).exp()
+    total_P1 = exponent_PV.sum(-1, keepdim=True)
+    return wide_PV, exponent_PV, total_P1, top_P1 + total_P1.log()
+
+
+def statistics(logits_UV: Tensor) -> tuple[Tensor, Tensor]:
+    *_, logsumexp_U1 = wide_softmax(logits_UV)
+    return logsumexp_U1.squeeze(-1), logits_UV.argmax(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Distributions:
+    """The target at U tokens.
+
+    logits_UV, logsumexp_U: over the draft vocabulary. argmax_U: most likely token of the whole vocabulary, an id of the
+    target. draft_U: the same as an index into the draft vocabulary, -1 where that lacks it.
+    """
+
+    logits_UV: Tensor
+    logsumexp_U: Tensor
+    argmax_U: Tensor
+    draft_U: Tensor
+
+
+class TargetLogits:
+    """What the target says at the N tokens of a batch; the label of a drafter's row is an index into them.
+
+    Rows share labels. The logits of all N tokens are held where they are few enough, else they are made from the
+    target's last hidden states as they are asked for, and `walk` visits rows in the order of their labels, so that each
+    is made once. Callers do not see which.
+
+        N = 16,384 tokens in bf16:  V = 49,152 takes 1.6 GB and is held, V = 201,088 takes 6.6 GB and is not
+
+    A reduced draft vocabulary takes V_draft of the target's V tokens: distributions are renormalised over them, while
+    the most likely token stays that of the whole vocabulary.
+    """
+
+    def __init__(
+        self,
+        hidden_NS: Tensor,
+        lm_head_VS: Tensor,
+        target_ids_V: Tensor | None = None,
+        *,
+        chunk: int = 4096,
+        max_whole_bytes: int = MAX_WHOLE_BYTES,
+        statistics: Statistics = statistics,
+    ) -> None:
+        """hidden_NS: the target's last hidden states (after its norm); lm_head_VS: its output matrix.
+
+        target_ids_V: the target's ids of the draft vocabulary [V_draft]; None, or as many as the target has tokens: all
+        in order. chunk: tokens whose logits over the whole vocabulary exist at once while they are made whole.
+        """
+        num_tokens, vocabulary = hidden_NS.shape[0], lm_head_VS.shape[0]
+        reduced = target_ids_V is not None and len(target_ids_V) < vocabulary
+        self.target_ids_V = target_ids_V if reduced else None
+        self._index_V = _inverse(target_ids_V, vocabulary) if target_ids_V is not None and reduced else None
+        self._hidden_NS, self._lm_head_VS, self._statistics = hidden_NS, lm_head_VS, statistics
+        self.vocabulary_size = len(target_ids_V) if target_ids_V is not None else vocabulary
+        self._whole: Distributions | None = None
+        if num_tokens * self.vocabulary_size * hidden_NS.element_size() <= max_whole_bytes:
+            self._whole = self._made_whole(chunk)
+
+    @torch.no_grad()
+    def at(self, token_U: Tensor | None) -> Distributions:
+        """Distributions at tokens as `walk` names them; None: at all N."""
+        if token_U is None:
+            assert self._whole is not None, "only `walk` of held logits names no tokens"
+            return self._whole
+        logits_UV = self._hidden_NS[token_U] @ self._lm_head_VS.T
+        if self.target_ids_V is None:
+            return self._distributions(logits_UV, logits_UV)
+        return self._distributions(logits_UV, logits_UV.index_select(1, self.target_ids_V))
+
+    def walk(self, label_R: Tensor, chunk: int) -> Iterator[tuple[slice | Tensor, Tensor | None, Tensor]]:
+        """Visits all R rows once, `chunk` or fewer at a time: (which rows, tokens for `at`, index_P into what it says).
+
+        label_R: int64, 0..N-1. Chunks differ by one row at most. Where logits are not held, the host waits for the
+        device twice, before the first chunk.
+        """
+        spans = _spans(len(label_R), chunk)
+        if self._whole is not None:
+            for start, end in spans:
+                yield slice(start, end), None, label_R[start:end]
+            return
+        sorted_R, order_R = label_R.sort(stable=True)
+        token_U, index_R = sorted_R.unique_consecutive(return_inverse=True)
+        firsts = index_R[[start for start, _ in spans]].tolist()
+        lasts = index_R[[end - 1 for _, end in spans]].tolist()
+        for (start, end), first, last in zip(spans, firsts, lasts, strict=True):
+            yield order_R[start:end], token_U[first : last + 1], index_R[start:end] - first
+
+    def ids(self, draft_R: Tensor) -> Tensor:
+        """Index into the draft vocabulary -> id of the target."""
+        return draft_R if self.target_ids_V is None else self.target_ids_V[draft_R]
+
+    def _distributions(self, whole_UV: Tensor, draft_UV: Tensor) -> Distributions:
+        logsumexp_U, argmax_U = self._statistics(draft_UV)
+        if self._index_V is None:
+            return Distributions(draft_UV, logsumexp_U, argmax_U, argmax_U)
+        argmax_U = whole_UV.argmax(-1)
+        return Distributions(draft_UV, logsumexp_U, argmax_U, self._index_V[argmax_U])
+
+    @torch.no_grad()
+    def _made_whole(self, chunk: int) -> Distributions:
+        num_tokens = self._hidden_NS.shape[0]
+        logits_NV = self._hidden_NS.new_empty(num_tokens, self.vocabulary_size)
+        parts = []
+        for start, end in _spans(num_tokens, chunk):
+            hidden_US, out_UV = self._hidden_NS[start:end], logits_NV[start:end]
+            if self.target_ids_V is None:
+                whole_UV = torch.mm(hidden_US, self._lm_head_VS.T, out=out_UV)
+            else:
+                whole_UV = hidden_US @ self._lm_head_VS.T
+                torch.index_select(whole_UV, 1, self.target_ids_V, out=out_UV)
+            parts.append(self._distributions(whole_UV, out_UV))
+        sums, tops, drafts = ([getattr(p, name) for p in parts] for name in ("logsumexp_U", "argmax_U", "draft_U"))
+        return Distributions(logits_NV, torch.cat(sums), torch.cat(tops), torch.cat(drafts))
+
+
+def _inverse(target_ids_V: Tensor, vocabulary: int) -> Tensor:
+    """Id of the target [V] -> index into the draft vocabulary, -1 where that lacks it."""
+    index_V = target_ids_V.new_full((vocabulary,), -1)
+    index_V[target_ids_V] = torch.arange(len(target_ids_V), device=target_ids_V.device)
+    return index_V
+
+
+def _spans(num_rows: int, chunk: int) -> list[tuple[int, int]]:
+    """0..num_rows in the fewest spans of at most `chunk`. They are even: a stray single row would recompile kernels."""
+    num_spans = -(-num_rows // chunk)
+    return [(i * num_rows // num_spans, (i + 1) * num_rows // num_spans) for i in range(num_spans)]
+
+
+# ---- losses
 
 
 class Scored(NamedTuple):
@@ -73,66 +218,66 @@ class ChainWeights:
         self.offset_decay, self.reach = offset_decay, reach
         self._total = (offset_decay ** offset_R.float()).sum()
         #: drafts found wrong so far, by chain (its anchor, flattened as labels are) and offset
-        self._wrong_AK = torch.zeros(num_labels, num_depths, dtype=torch.int32, device=offset_R.device)
+        self._wrong_NK = torch.zeros(num_labels, num_depths, dtype=torch.int32, device=offset_R.device)
 
-    def of(self, label_R: Tensor, offset_R: Tensor) -> Callable[[Tensor], Tensor]:
+    def weigh(self, label_R: Tensor, offset_R: Tensor) -> Callable[[Tensor], Tensor]:
         """correct_R -> weight_R (float32) of some of the rows, for one call of `ChunkedLoss`.
 
-        label_R: 0..num_labels - 1 and offset_R as `peagle.train.cod.labelled_rows` gives them. Earlier offsets of a
+        label_R: 0..num_labels - 1 and offset_R as `peagle.train.cod.label_rows` gives them. Earlier offsets of a
         row's chain must be among these rows, or among those of a call before.
         """
 
-        def weigh(correct_R: Tensor) -> Tensor:
+        def weights(correct_R: Tensor) -> Tensor:
             chain_R = label_R - offset_R - 1
-            self._wrong_AK[chain_R, offset_R] = (~correct_R).int()
-            before_R = (self._wrong_AK.cumsum(1) - self._wrong_AK)[chain_R, offset_R]
+            self._wrong_NK[chain_R, offset_R] = (~correct_R).int()
+            before_R = (self._wrong_NK.cumsum(1) - self._wrong_NK)[chain_R, offset_R]
             return self.offset_decay ** offset_R.float() * torch.where(before_R > 0, self.reach, 1.0) / self._total
 
-        return weigh
+        return weights
 
 
-def _gathered(target_UV: Tensor, logsumexp_U: Tensor, index_C: Tensor, like: Tensor) -> Tensor:
+def _gathered(target_UV: Tensor, logsumexp_U: Tensor, index_P: Tensor, like: Tensor) -> Tensor:
     """Log-probabilities of the target for each row of a chunk."""
-    return target_UV[index_C].to(like.dtype) - logsumexp_U[index_C, None]
+    return target_UV[index_P].to(like.dtype) - logsumexp_U[index_P, None]
 
 
-# Kernels: (loss_C, argmax_C) of one chunk; `logits_CV` becomes the gradient of the loss with respect to it.
+# Kernels: (loss_P, argmax_P) of one chunk; `logits_PV` becomes the gradient of the loss with respect to it.
 
 
-def _soft(logits_CV: Tensor, target_UV: Tensor, logsumexp_U: Tensor, _: Tensor, index_C: Tensor) -> Any:
-    wide, exponent, total, logsumexp = wide_softmax(logits_CV)
-    p = _gathered(target_UV, logsumexp_U, index_C, wide).exp()
-    loss_C, argmax_C = logsumexp.squeeze(-1) - (p * wide).sum(-1), logits_CV.argmax(-1)
-    logits_CV.copy_(exponent / total - p)
-    return loss_C, argmax_C
+def _soft(logits_PV: Tensor, target_UV: Tensor, logsumexp_U: Tensor, _: Tensor, index_P: Tensor) -> Any:
+    wide, exponent, total, logsumexp = wide_softmax(logits_PV)
+    p = _gathered(target_UV, logsumexp_U, index_P, wide).exp()
+    loss_P, argmax_P = logsumexp.squeeze(-1) - (p * wide).sum(-1), logits_PV.argmax(-1)
+    logits_PV.copy_(exponent / total - p)
+    return loss_P, argmax_P
 
 
-def _hard(logits_CV: Tensor, _: Tensor, __: Tensor, draft_U: Tensor, index_C: Tensor) -> Any:
-    wide, exponent, total, logsumexp = wide_softmax(logits_CV)
-    draft_C1 = draft_U[index_C, None]
-    known, hit = draft_C1 >= 0, torch.arange(wide.shape[1], device=wide.device) == draft_C1
-    loss_C1 = torch.where(known, logsumexp - wide.gather(1, draft_C1.clamp_min(0)), 0)
-    argmax_C = logits_CV.argmax(-1)
-    logits_CV.copy_(torch.where(known, exponent / total - hit.to(wide.dtype), 0))
-    return loss_C1.squeeze(-1), argmax_C
+def _hard(logits_PV: Tensor, _: Tensor, __: Tensor, draft_U: Tensor, index_P: Tensor) -> Any:
+    wide, exponent, total, logsumexp = wide_softmax(logits_PV)
+    draft_P1 = draft_U[index_P, None]
+    known, hit = draft_P1 >= 0, torch.arange(wide.shape[1], device=wide.device) == draft_P1
+    loss_P1 = torch.where(known, logsumexp - wide.gather(1, draft_P1.clamp_min(0)), 0)
+    argmax_P = logits_PV.argmax(-1)
+    logits_PV.copy_(torch.where(known, exponent / total - hit.to(wide.dtype), 0))
+    return loss_P1.squeeze(-1), argmax_P
 
 
-def _reverse_kl(logits_CV: Tensor, target_UV: Tensor, logsumexp_U: Tensor, _: Tensor, index_C: Tensor) -> Any:
-    wide, exponent, total, logsumexp = wide_softmax(logits_CV)
-    q, ratio = exponent / total, wide - logsumexp - _gathered(target_UV, logsumexp_U, index_C, wide)
-    loss_C1, argmax_C = (q * ratio).sum(-1, keepdim=True), logits_CV.argmax(-1)
-    logits_CV.copy_(q * (ratio - loss_C1))
-    return loss_C1.squeeze(-1), argmax_C
+def _reverse_kl(logits_PV: Tensor, target_UV: Tensor, logsumexp_U: Tensor, _: Tensor, index_P: Tensor) -> Any:
+    wide, exponent, total, logsumexp = wide_softmax(logits_PV)
+    q, ratio = exponent / total, wide - logsumexp - _gathered(target_UV, logsumexp_U, index_P, wide)
+    loss_P1, argmax_P = (q * ratio).sum(-1, keepdim=True), logits_PV.argmax(-1)
+    logits_PV.copy_(q * (ratio - loss_P1))
+    return loss_P1.squeeze(-1), argmax_P
 
 
-def _tv(logits_CV: Tensor, target_UV: Tensor, logsumexp_U: Tensor, _: Tensor, index_C: Tensor) -> Any:
-    wide, exponent, total, _lse = wide_softmax(logits_CV)
+def _tv(logits_PV: Tensor, target_UV: Tensor, logsumexp_U: Tensor, _: Tensor, index_P: Tensor) -> Any:
+    wide, exponent, total, _lse = wide_softmax(logits_PV)
     q = exponent / total
-    excess = q - _gathered(target_UV, logsumexp_U, index_C, wide).exp()
+    excess = q - _gathered(target_UV, logsumexp_U, index_P, wide).exp()
     side = 0.5 * excess.sign()
-    loss_C, argmax_C = 0.5 * excess.abs().sum(-1), logits_CV.argmax(-1)
-    logits_CV.copy_(q * (side - (q * side).sum(-1, keepdim=True)))
-    return loss_C, argmax_C
+    loss_P, argmax_P = 0.5 * excess.abs().sum(-1), logits_PV.argmax(-1)
+    logits_PV.copy_(q * (side - (q * side).sum(-1, keepdim=True)))
+    return loss_P, argmax_P
 
 
 KERNELS = {"soft": _soft, "hard": _hard, "reverse_kl": _reverse_kl, "tv": _tv}
@@ -155,12 +300,12 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _score(
-    kernel: Callable[..., Any], hidden_CH: Tensor, lm_head_VH: Tensor, target: Distributions, index_C: Tensor
+    kernel: Callable[..., Any], hidden_PH: Tensor, lm_head_VH: Tensor, target: Distributions, index_P: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one chunk: loss, gradient of hidden_CH, most likely token. Its logits die with the call."""
-    logits_CV = hidden_CH @ lm_head_VH.T
-    loss_C, argmax_C = kernel(logits_CV, target.logits_UV, target.logsumexp_U, target.draft_U, index_C)
-    return loss_C, logits_CV @ lm_head_VH, argmax_C
+    """Of one chunk: loss, gradient of hidden_PH, most likely token. Its logits die with the call."""
+    logits_PV = hidden_PH @ lm_head_VH.T
+    loss_P, argmax_P = kernel(logits_PV, target.logits_UV, target.logsumexp_U, target.draft_U, index_P)
+    return loss_P, logits_PV @ lm_head_VH, argmax_P
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -181,11 +326,11 @@ class _ChunkedLoss(torch.autograd.Function):
         losses_R = hidden_RH.new_empty(len(label_R), dtype=torch.promote_types(hidden_RH.dtype, torch.float32))
         draft_R, target_R = torch.empty_like(label_R), torch.empty_like(label_R)
         outside_R = torch.empty_like(label_R, dtype=torch.bool)
-        for rows, token_U, index_C in labels.walk(label_R, chunk):
+        for rows, token_U, index_P in labels.walk(label_R, chunk):
             target = labels.at(token_U)
-            scored = _score(kernel, hidden_RH[rows], lm_head_VH, target, index_C)
+            scored = _score(kernel, hidden_RH[rows], lm_head_VH, target, index_P)
             losses_R[rows], gradient_RH[rows], draft_R[rows] = scored
-            target_R[rows], outside_R[rows] = target.argmax_U[index_C], target.draft_U[index_C] < 0
+            target_R[rows], outside_R[rows] = target.argmax_U[index_P], target.draft_U[index_P] < 0
             del target  # or two chunks of the target's logits would live while the next is made
         argmax_R = labels.ids(draft_R)
         correct_R = argmax_R == target_R

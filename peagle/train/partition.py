@@ -17,7 +17,7 @@ A chain is never split in either: its rows of mask tokens see each other, and on
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from peagle.model import Drafter
-from peagle.train.cod import Rows, attend_under, next_tokens, row_inputs
+from peagle.train.cod import CodRows, attend_under, next_tokens, row_inputs
 from peagle.train.masks import Sight
 
 #: loss_of(normed_RH, index_R) -> scalar: the share of the loss that R rows have, numbered within the pass's T rows.
@@ -44,7 +44,7 @@ class PackedSequence:
     tokens_1N: Tensor
     document_1N: Tensor
     aux_1NX: Tensor
-    rows: Rows
+    rows: CodRows
     position_1T: Tensor
 
 
@@ -69,7 +69,7 @@ class Segment:
         return torch.cat([plain, torch.arange(self.chain_start, self.chain_stop, device=device)])
 
 
-def cut_by_position(rows: Rows, num_segments: int) -> list[Segment]:
+def cut_by_position(rows: CodRows, num_segments: int) -> list[Segment]:
     """Algorithm 1: boundaries at multiples of N / S, depths 0 and 1 by position, deeper rows where their chain is.
 
     In closed form: a row of offset 0 goes by its anchor, all others by anchor + 1, where the chain's first mask row
@@ -81,7 +81,7 @@ def cut_by_position(rows: Rows, num_segments: int) -> list[Segment]:
     return _segments(rows, bounds, firsts)
 
 
-def cut_by_rows(rows: Rows, num_segments: int) -> list[Segment]:
+def cut_by_rows(rows: CodRows, num_segments: int) -> list[Segment]:
     """Segments of about T / S rows each, at most T / S + K; a chain goes with its anchor.
 
     Anchors with a label hold up to K rows and others one, so that equal numbers of positions would not be equal work.
@@ -96,12 +96,12 @@ def cut_by_rows(rows: Rows, num_segments: int) -> list[Segment]:
     return [segment for segment in _segments(rows, bounds, bounds) if segment.num_rows]
 
 
-def _check(rows: Rows, num_segments: int) -> None:
+def _check(rows: CodRows, num_segments: int) -> None:
     if num_segments > rows.num_tokens:
         raise ValueError(f"num_segments = {num_segments} must be at most {rows.num_tokens}, the tokens of a sequence")
 
 
-def _segments(rows: Rows, bounds: list[int], firsts: list[int]) -> list[Segment]:
+def _segments(rows: CodRows, bounds: list[int], firsts: list[int]) -> list[Segment]:
     """bounds: of the rows of offset 0; firsts: least anchor of each segment's chains, and N."""
     chain_anchors = rows.anchor_BT[0, rows.num_tokens :].contiguous()
     found = torch.searchsorted(chain_anchors, chain_anchors.new_tensor(firsts)).tolist()
@@ -175,15 +175,8 @@ class Partition:
         else:
             self._backward_kept(drafter, sequence, loss_of)
 
-    def forward(self, drafter: Drafter, sequence: PackedSequence) -> Iterator[tuple[Tensor, Tensor]]:
-        """Without gradients: (normed_RH, index_R) of segment after segment, memory as in "kept"."""
-        run = _Run(self, drafter, sequence)
-        kept = run.no_keys()
-        for segment in cut_by_rows(sequence.rows, self.num_segments):
-            yield run.extend(kept, segment), segment.index(run.device)
-
     def _backward_recomputed(self, drafter: Drafter, sequence: PackedSequence, loss_of: LossOf) -> None:
-        run = _Run(self, drafter, sequence)
+        run = _SequencePass(self, drafter, sequence)
         for segment in cut_by_position(sequence.rows, self.num_segments):
             normed_RH, _ = run(segment, 0, self._padded(segment.start + segment.num_rows), None)
             loss = loss_of(normed_RH[segment.start :], segment.index(run.device))
@@ -192,7 +185,7 @@ class Partition:
                 loss.backward()
 
     def _backward_kept(self, drafter: Drafter, sequence: PackedSequence, loss_of: LossOf) -> None:
-        run = _Run(self, drafter, sequence)
+        run = _SequencePass(self, drafter, sequence)
         segments = cut_by_rows(sequence.rows, self.num_segments)
         kept = run.sweep(segments[-1].start)
         # Segments add to it one after another, which bfloat16 would lose.
@@ -217,7 +210,7 @@ class Partition:
         return -(-num_rows // self.tile) * self.tile
 
 
-class _Run:
+class _SequencePass:
     """One sequence on its way through a partition."""
 
     def __init__(self, partition: Partition, drafter: Drafter, sequence: PackedSequence) -> None:
@@ -256,28 +249,20 @@ class _Run:
             normed_1TH, own = self.partition._rows(self.drafter, embeds_1TH, hidden_1TH, position_1T, mask, earlier)
         return normed_1TH[0, :num_rows], own
 
-    def no_keys(self) -> Tensor:
-        """Room for keys and values of the N rows of offset 0, [layers, 2, 1, G, N, D]."""
+    @torch.no_grad()
+    def sweep(self, stop: int) -> Tensor:
+        """Keys and values of the rows of offset 0 before `stop`, [layers, 2, 1, G, N, D]; zeros behind."""
         config = self.drafter.config
         shape = (config.num_hidden_layers, 2, 1, config.num_key_value_heads, self.sequence.rows.num_tokens)
         with self._autocast():
             enabled = torch.is_autocast_enabled(self.device.type)
             dtype = torch.get_autocast_dtype(self.device.type) if enabled else self.drafter.fc.weight.dtype
-        return torch.zeros(*shape, config.head_dim, dtype=dtype, device=self.device)
-
-    @torch.no_grad()
-    def extend(self, kept: Tensor, segment: Segment) -> Tensor:
-        """Normed rows [R, H] of a segment; adds the keys and values of its rows of offset 0 to `kept`."""
-        normed_RH, own = self(segment, segment.start, self.max_rows, kept)
-        assert own is not None
-        kept[..., segment.start : segment.stop, :] = own[..., : segment.stop - segment.start, :]
-        return normed_RH
-
-    def sweep(self, stop: int) -> Tensor:
-        """Keys and values of the rows of offset 0 before `stop`."""
-        kept = self.no_keys()
+        kept = torch.zeros(*shape, config.head_dim, dtype=dtype, device=self.device)
         for start in range(0, stop, self.max_rows):
-            self.extend(kept, Segment(start, min(start + self.max_rows, stop), 0, 0))
+            end = min(start + self.max_rows, stop)
+            _, own = self(Segment(start, end, 0, 0), start, self.max_rows, kept)
+            assert own is not None
+            kept[..., start:end, :] = own[..., : end - start, :]
         return kept
 
     def _autocast(self) -> torch.autocast:

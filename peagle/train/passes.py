@@ -1,7 +1,27 @@
 """One training pass of a drafter: from a batch and the target's states to gradients.
 
-A pass adds gradients to the drafter's parameters and reports what it saw; the trainer around it (`peagle.train.trainer`) owns
-optimizer, schedule and files. `ParallelPass` trains P-EAGLE (paper section 3), `peagle.train.passes.UnrolledPass` EAGLE-3.
+A pass adds gradients to the drafter's parameters and reports what it saw; the trainer around it
+(`peagle.train.trainer`) owns optimizer, schedule and files. `PEaglePass` trains P-EAGLE (paper section 3),
+`Eagle3Pass` EAGLE-3 by its training-time test: the drafter is unrolled on its own hidden states (arXiv 2503.01840,
+section 3.2).
+
+The unroll. A chain starts at an anchor a (`peagle.train.cod`). Its row at step k, in the place of P-EAGLE's offset k,
+is what vLLM computes when it drafts the chain's token k + 1 after the tokens up to a + 1:
+
+    step    position    embedding of    hidden state                              proposes
+    0       a           token a + 1     target's at a, through fc                 token a + 2
+    k       a + k       token a + k + 1 drafter's own residual stream, step k-1   token a + k + 2
+
+It sees what vLLM's KV cache holds by then: rows of step 0 at anchors <= a of its document, then its own chain's rows of
+steps 1..k. All anchors take step k together, and gradients flow back through all steps.
+
+Chains read the true tokens, where decoding reads those that it drafted. The two are the same as far as drafts are
+right, and no draft behind a wrong one is ever used: rows, labels and accepted lengths of a walk need no more.
+
+Attention of a step is that over the rows of step 0, the same causal mask at every step, joined by log-sum-exp with the
+at most K - 1 keys of the own chain, one dot product each. So every step has the same static shapes and shares one block
+mask; a mask over all steps' keys would grow with k and need a kernel a step. (A sliding window moves on with the steps:
+one mask a step then.)
 """
 
 from __future__ import annotations
@@ -9,9 +29,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,27 +40,21 @@ from peagle.checkpoint import load_head
 from peagle.config import DrafterConfig, HeadError
 from peagle.model import Attend, Drafter, initialize
 from peagle.train import masks
-from peagle.train.cod import (
-    Rows,
-    chain_lengths,
-    compiled_draft_rows,
-    draft_rows,
-    label_rows,
-    labelled_rows,
-    sample_rows,
-)
+from peagle.train.cod import CodRows, chain_lengths, draft_rows, label_rows, sample_rows
 from peagle.train.data import Batch, PackedBatches, answer_token_counts, frequent_tokens
 from peagle.train.losses import ChainWeights, ChunkedLoss
 from peagle.train.masks import MaskTable
 from peagle.train.partition import PackedSequence, Partition
-from peagle.train.recipe import LossRecipe, Recipe
+from peagle.train.recipe import Recipe
 from peagle.train.target import Target
 
-# ====================================================================================================
-# One training pass of a drafter: from a batch and the target's states to gradients.
-#
-# A pass adds gradients to the drafter's parameters and reports what it saw; the trainer around it (`peagle.train.trainer`) owns
-# optimizer, schedule and files. `ParallelPass` trains P-EAGLE (paper section 3), `peagle.train.passes.UnrolledPass` EAGLE-3.
+logger = logging.getLogger(__name__)
+
+#: What chains see of the rows of step 0: document ids [B, N] (plain torch, any device), or `block_masks` (compiled
+#: functions, GPU).
+StepZeroMask = Tensor | tuple[BlockMask, ...]
+
+_TILE = 1024  # queries whose scores exist at once where no kernel avoids them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +67,7 @@ class States:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class PassReport:
     """loss: mean over useful rows, detached. correct_R: draft is the target's most likely token; offset_R: 0..K-1."""
 
     loss: Tensor
@@ -62,31 +75,50 @@ class Report:
     offset_R: Tensor
 
 
-class Pass(Protocol):
-    def __call__(self, drafter: Drafter, batch: Batch, states: States) -> Report:
-        """Adds the gradients of the batch's mean loss to the drafter's parameters."""
-        ...
+class PassLosses:
+    """The loss of one pass, of all its rows at once or of some at a time; remembers what it saw for the report."""
+
+    def __init__(
+        self, recipe: Recipe, score: ChunkedLoss, drafter: Drafter, rows: CodRows, chain_BN: Tensor, states: States
+    ) -> None:
+        assert drafter.lm_head is not None, "share_target or load_head first"
+        self._score, self._lm_head_VH = score, drafter.lm_head.weight
+        self._useful_T, self._label_T, self._offset_T = label_rows(rows, chain_BN)
+        self._weights = ChainWeights(
+            self._offset_T[self._useful_T],
+            num_labels=chain_BN.numel(),
+            num_depths=drafter.config.num_depths,
+            offset_decay=recipe.loss.offset_decay,
+            reach=recipe.loss.reach,
+        )
+        self._labels = score.labels(states.last_BNS.flatten(0, 1), states.lm_head_VS, drafter.target_ids)
+        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def __call__(self, normed_RH: Tensor, index_R: Tensor | None = None, first: int = 0) -> Tensor:
+        """Sum of the weighted losses of rows, numbered `first` + index_R within B * T; none: all of them."""
+        useful_R, label_R, offset_R = self._useful_T, self._label_T, self._offset_T
+        if index_R is not None:
+            at_R = first + index_R
+            useful_R, label_R, offset_R = useful_R[at_R], label_R[at_R], offset_R[at_R]
+        chosen = useful_R.nonzero().squeeze(1)
+        label_R, offset_R = label_R[chosen], offset_R[chosen]
+        weigh = self._weights.weigh(label_R, offset_R)
+        scored = self._score(normed_RH[chosen], self._lm_head_VH, self._labels, label_R, weigh)
+        if index_R is None:
+            del self._labels  # logits of a batch need not live beside the gradients of the drafter
+        self._seen.append((scored.total.detach(), scored.correct_R, offset_R))
+        return scored.total
+
+    def report(self) -> PassReport:
+        totals, correct, offsets = zip(*self._seen, strict=True)
+        return PassReport(torch.stack(totals).sum(), torch.cat(correct), torch.cat(offsets))
 
 
-def chain_weights(loss: LossRecipe, offset_R: Tensor, num_labels: int, num_depths: int) -> ChainWeights:
-    """Weights of the useful rows of a pass, as the recipe asks; offset_R: of all of them."""
-    return ChainWeights(
-        offset_R, num_labels=num_labels, num_depths=num_depths, offset_decay=loss.offset_decay, reach=loss.reach
-    )
-
-
-def row_weights(
-    loss: LossRecipe, label_R: Tensor, offset_R: Tensor, num_labels: int, num_depths: int
-) -> Callable[[Tensor], Tensor]:
-    """`chain_weights` for a pass whose loss is asked for in one call."""
-    return chain_weights(loss, offset_R, num_labels, num_depths).of(label_R, offset_R)
-
-
-class ParallelPass:
+class PEaglePass:
     """P-EAGLE: all depths of the kept chains in one pass under the COD mask, or a sequence at a time in S segments."""
 
     def __init__(self, recipe: Recipe, random: torch.Generator, *, compiled: bool) -> None:
-        """random: on the device of the batches. compiled: torch.compile, for a GPU.
+        """random: where rows are drawn from, on the device of the batches. compiled: torch.compile, for a GPU.
 
         Raises ValueError for sequences too long for dense masks (`peagle.train.masks`).
         """
@@ -99,27 +131,29 @@ class ParallelPass:
             self._partition = Partition(batch.num_segments, batch.partition, block_mask=blocks, compiled=compiled)
         elif not blocks:
             self._table = MaskTable(batch.max_tokens, num_depths, random.device)
-        self._draft_rows = compiled_draft_rows(blocks) if compiled else draft_rows
+        # A BlockMask's attention must run compiled.
+        self._draft_rows = torch.compile(draft_rows, dynamic=False, fullgraph=blocks) if compiled else draft_rows
 
-    def __call__(self, drafter: Drafter, batch: Batch, states: States) -> Report:
+    def __call__(self, drafter: Drafter, batch: Batch, states: States) -> PassReport:
+        """Adds the gradients of the batch's mean loss to the drafter's parameters."""
         cod, num_depths = self.recipe.cod, drafter.config.num_depths
         chain_BN = chain_lengths(batch.document_BN, batch.answer_BN, num_depths)
         rows = sample_rows(chain_BN, num_depths, cod.ratio, generator=self.random, floor=cod.floor)
         position_BT = batch.position_BN.gather(1, rows.anchor_BT) + rows.offset_BT
-        losses = _Losses(self, drafter, rows, chain_BN, states)
+        losses = PassLosses(self.recipe, self.score, drafter, rows, chain_BN, states)
         if self._partition is None:
             losses(self._normed(drafter, batch, states, rows, position_BT).flatten(0, 1)).backward()
-        else:
-            num_rows = rows.anchor_BT.shape[1]
-            for b in range(len(chain_BN)):
-                one = slice(b, b + 1)
-                sequence = PackedSequence(
-                    batch.tokens_BN[one], batch.document_BN[one], states.aux_BNX[one], rows.of(b), position_BT[one]
-                )
-                self._partition.backward(drafter, sequence, functools.partial(losses, first=b * num_rows))
+            return losses.report()
+        num_rows = rows.anchor_BT.shape[1]
+        for b in range(len(chain_BN)):
+            one = slice(b, b + 1)
+            sequence = PackedSequence(
+                batch.tokens_BN[one], batch.document_BN[one], states.aux_BNX[one], rows.select(b), position_BT[one]
+            )
+            self._partition.backward(drafter, sequence, functools.partial(losses, first=b * num_rows))
         return losses.report()
 
-    def _normed(self, drafter: Drafter, batch: Batch, states: States, rows: Rows, position_BT: Tensor) -> Tensor:
+    def _normed(self, drafter: Drafter, batch: Batch, states: States, rows: CodRows, position_BT: Tensor) -> Tensor:
         window, device = drafter.config.sliding_window, batch.tokens_BN.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             mask: Tensor | BlockMask
@@ -130,67 +164,7 @@ class ParallelPass:
             return self._draft_rows(drafter, batch.tokens_BN, states.aux_BNX, position_BT, mask)
 
 
-class _Losses:
-    """The loss of one pass, of all its rows at once or of some at a time; remembers what it saw for the report."""
-
-    def __init__(self, of: ParallelPass, drafter: Drafter, rows: Rows, chain_BN: Tensor, states: States) -> None:
-        assert drafter.lm_head is not None
-        self._score, self._lm_head_VH = of.score, drafter.lm_head.weight
-        self._useful_T, self._label_T, self._offset_T = label_rows(rows, chain_BN)
-        useful_offset_R = self._offset_T[self._useful_T]
-        self._weights = chain_weights(of.recipe.loss, useful_offset_R, chain_BN.numel(), drafter.config.num_depths)
-        self._labels = self._score.labels(states.last_BNS.flatten(0, 1), states.lm_head_VS, drafter.target_ids)
-        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def __call__(self, normed_RH: Tensor, index_R: Tensor | None = None, first: int = 0) -> Tensor:
-        """Sum of the weighted losses of rows, numbered `first` + index_R within B * T; none: all of them."""
-        useful_R, label_R, offset_R = self._useful_T, self._label_T, self._offset_T
-        if index_R is not None:
-            at_R = first + index_R
-            useful_R, label_R, offset_R = useful_R[at_R], label_R[at_R], offset_R[at_R]
-        chosen = useful_R.nonzero().squeeze(1)
-        label_R, offset_R = label_R[chosen], offset_R[chosen]
-        weigh = self._weights.of(label_R, offset_R)
-        scored = self._score(normed_RH[chosen], self._lm_head_VH, self._labels, label_R, weigh)
-        if index_R is None:
-            del self._labels  # logits of a batch need not live beside the gradients of the drafter
-        self._seen.append((scored.total.detach(), scored.correct_R, offset_R))
-        return scored.total
-
-    def report(self) -> Report:
-        totals, correct, offsets = zip(*self._seen, strict=True)
-        return Report(torch.stack(totals).sum(), torch.cat(correct), torch.cat(offsets))
-
-
-# ====================================================================================================
-# EAGLE-3 by its training-time test: the drafter is unrolled on its own hidden states (arXiv 2503.01840, section 3.2).
-#
-# A chain starts at an anchor a (`peagle.train.cod`). Its row at step k, in the place of P-EAGLE's offset k, is what vLLM
-# computes when it drafts the chain's token k + 1 after the tokens up to a + 1:
-#
-#     step    position    embedding of    hidden state                              proposes
-#     0       a           token a + 1     target's at a, through fc                 token a + 2
-#     k       a + k       token a + k + 1 drafter's own residual stream, step k-1   token a + k + 2
-#
-# It sees what vLLM's KV cache holds by then: rows of step 0 at anchors <= a of its document, then its own chain's rows of
-# steps 1..k. All anchors take step k together, and gradients flow back through all steps.
-#
-# Chains read the true tokens, where decoding reads those that it drafted. The two are the same as far as drafts are
-# right, and no draft behind a wrong one is ever used: rows, labels and accepted lengths of a walk need no more.
-#
-# Attention of a step is that over the rows of step 0, the same causal mask at every step, joined by log-sum-exp with the
-# at most K - 1 keys of the own chain, one dot product each. So every step has the same static shapes and shares one block
-# mask; a mask over all steps' keys would grow with k and need a kernel a step. (A sliding window moves on with the steps:
-# one mask a step then.)
-
-#: What chains see of the rows of step 0: document ids [B, N] (plain torch, any device), or `block_masks` (compiled
-#: functions, GPU).
-Sight = Tensor | tuple[BlockMask, ...]
-
-_TILE = 1024  # queries whose scores exist at once where no kernel avoids them
-
-
-class UnrolledPass:
+class Eagle3Pass:
     """EAGLE-3: `num_depths` steps from every anchor. No row is dropped; `cod` of the recipe does not apply."""
 
     def __init__(self, recipe: Recipe, *, compiled: bool) -> None:
@@ -205,20 +179,16 @@ class UnrolledPass:
         self._block_mask = compiled and recipe.attention == "flex"
         self._draft_rows = torch.compile(unrolled_rows, dynamic=False, fullgraph=True) if compiled else unrolled_rows
 
-    def __call__(self, drafter: Drafter, batch: Batch, states: States) -> Report:
+    def __call__(self, drafter: Drafter, batch: Batch, states: States) -> PassReport:
+        """Adds the gradients of the batch's mean loss to the drafter's parameters."""
         device, num_depths = batch.tokens_BN.device.type, drafter.config.num_depths
         chain_BN = chain_lengths(batch.document_BN, batch.answer_BN, num_depths)
+        losses = PassLosses(self.recipe, self.score, drafter, all_rows(chain_BN, num_depths), chain_BN, states)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            sight = block_masks(batch.document_BN, drafter.config) if self._block_mask else batch.document_BN
-            normed_BTH = self._draft_rows(drafter, batch.tokens_BN, states.aux_BNX, batch.position_BN, sight)
-        index_R, label_R, offset_R = labelled_rows(all_rows(chain_BN, num_depths), chain_BN)
-        weigh = row_weights(self.recipe.loss, label_R, offset_R, chain_BN.numel(), num_depths)
-        labels = self.score.labels(states.last_BNS.flatten(0, 1), states.lm_head_VS, drafter.target_ids)
-        assert drafter.lm_head is not None, "share_target or load_head first"
-        scored = self.score(normed_BTH.flatten(0, 1)[index_R], drafter.lm_head.weight, labels, label_R, weigh)
-        del labels  # their logits need not live beside the drafter's gradients
-        scored.total.backward()
-        return Report(scored.total.detach(), scored.correct_R, offset_R)
+            mask = block_masks(batch.document_BN, drafter.config) if self._block_mask else batch.document_BN
+            normed_BTH = self._draft_rows(drafter, batch.tokens_BN, states.aux_BNX, batch.position_BN, mask)
+        losses(normed_BTH.flatten(0, 1)).backward()
+        return losses.report()
 
 
 def check_window(window: int | None, num_depths: int) -> None:
@@ -235,20 +205,22 @@ def block_masks(document_BN: Tensor, config: DrafterConfig, tile: int = 128) -> 
     return tuple(masks.block(rows, document_BN, tile, window=window - step) for step in range(config.num_depths))
 
 
-def all_rows(like_BN: Tensor, num_depths: int) -> Rows:
+def all_rows(like_BN: Tensor, num_depths: int) -> CodRows:
     """Rows of an unroll, T = K * N: all N anchors of step 0, then of step 1, and so on."""
     batch, num_tokens = like_BN.shape
     index_T = torch.arange(num_depths * num_tokens, device=like_BN.device).expand(batch, -1)
-    return Rows(index_T % num_tokens, index_T // num_tokens, num_tokens)
+    return CodRows(index_T % num_tokens, index_T // num_tokens, num_tokens)
 
 
-def unrolled_rows(drafter: Drafter, tokens_BN: Tensor, aux_BNX: Tensor, position_BN: Tensor, sight: Sight) -> Tensor:
+def unrolled_rows(
+    drafter: Drafter, tokens_BN: Tensor, aux_BNX: Tensor, position_BN: Tensor, mask: StepZeroMask
+) -> Tensor:
     """Normed hidden states [B, K * N, H] in the order of `all_rows`, each chain on the true tokens.
 
     aux_BNX: the target's tapped hidden states [B, N, C * S]. Near the end of a document,
     chains read tokens behind it; no loss looks at those rows, and no other row sees them.
     """
-    attend, hidden_BNH = attend_chains(sight, drafter.config.sliding_window), drafter.reduce(aux_BNX)
+    attend, hidden_BNH = attend_chains(mask, drafter.config.sliding_window), drafter.reduce(aux_BNX)
     last = tokens_BN.shape[1] - 1
     anchor_N = torch.arange(last + 1, device=tokens_BN.device)
     normed = []
@@ -259,7 +231,7 @@ def unrolled_rows(drafter: Drafter, tokens_BN: Tensor, aux_BNX: Tensor, position
     return torch.cat(normed, dim=1)
 
 
-def attend_chains(sight: Sight, window: int | None) -> Attend:
+def attend_chains(mask: StepZeroMask, window: int | None) -> Attend:
     """Attention of one unroll; it keeps the keys and values of the steps it has seen, and so serves one unroll only."""
     held: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
@@ -267,12 +239,12 @@ def attend_chains(sight: Sight, window: int | None) -> Attend:
         steps = held.setdefault(layer_index, [])
         steps.append((k_BGND, v_BGND))
         (first_k, first_v), *own = steps
-        if isinstance(sight, Tensor):
+        if isinstance(mask, Tensor):
             left = None if window is None else window - len(own)
-            return join(*_plain_attention(sight, left, q_BAND, first_k, first_v), q_BAND, own)
-        mask = sight[min(len(own), len(sight) - 1)]
+            return join(*_plain_attention(mask, left, q_BAND, first_k, first_v), q_BAND, own)
+        block_mask = mask[min(len(own), len(mask) - 1)]
         out_BAND, aux = flex_attention(
-            q_BAND, first_k, first_v, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True)
+            q_BAND, first_k, first_v, block_mask=block_mask, enable_gqa=True, return_aux=AuxRequest(lse=True)
         )
         assert aux.lse is not None
         return join(out_BAND, aux.lse, q_BAND, own)
@@ -320,12 +292,6 @@ def _plain_attention(
         sums.append(scores.logsumexp(-1))
         outs.append(scores.softmax(-1).to(v_BGND.dtype) @ v_BGND[:, :, None, :end])
     return torch.cat(outs, dim=-2).flatten(1, 2), torch.cat(sums, dim=-1).flatten(1, 2)
-
-
-# ====================================================================================================
-# What a run starts with: an untrained drafter and its training pass, as the recipe asks.
-
-logger = logging.getLogger(__name__)
 
 
 def new_drafter(recipe: Recipe, target: Target, batches: PackedBatches, random: torch.Generator) -> Drafter:
@@ -395,8 +361,8 @@ def _end_tokens(target: dict[str, Any]) -> list[int]:
     return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
-def new_pass(recipe: Recipe, random: torch.Generator, *, compiled: bool) -> Pass:
+def new_pass(recipe: Recipe, random: torch.Generator, *, compiled: bool) -> PEaglePass | Eagle3Pass:
     """random: where conditional drop-token sampling draws from; compiled: torch.compile (GPU)."""
     if recipe.drafter.method == "eagle3":
-        return UnrolledPass(recipe, compiled=compiled)
-    return ParallelPass(recipe, random, compiled=compiled)
+        return Eagle3Pass(recipe, compiled=compiled)
+    return PEaglePass(recipe, random, compiled=compiled)

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
+
+from peagle.schema import Section, SettingsError, problem_lines
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class GenerateRecipe(_Strict):
+class GenerateRecipe(Section):
     """How the target writes its own training data."""
 
     engine: dict[str, Any] = Field(
@@ -47,15 +45,15 @@ class GenerateRecipe(_Strict):
     @model_validator(mode="after")
     def _shares_match(self) -> GenerateRecipe:
         if unknown := set(self.shares) - set(self.openings):
-            raise ValueError(f"shares: no openings for {sorted(unknown)}")
+            raise ValueError(f".shares has no openings for {sorted(unknown)}")
         if sum(self.shares.values()) > 1:
-            raise ValueError("shares: must not add up to more than 1")
+            raise ValueError(".shares must not add up to more than 1")
         if not self.num_conversations and not self.prompts:
-            raise ValueError("num_conversations: 0 and no `prompts` leaves nothing to answer")
+            raise ValueError(".num_conversations is 0, which without `prompts` leaves nothing to answer")
         return self
 
 
-class DrafterRecipe(_Strict):
+class DrafterRecipe(Section):
     """Shape of the drafter; its layers have the shape of the target's own."""
 
     method: Literal["p-eagle", "eagle3"] = Field(
@@ -86,16 +84,16 @@ class DrafterRecipe(_Strict):
     def _mask_token(self) -> DrafterRecipe:
         if (self.method == "p-eagle") != (self.ptd_token_id is not None):
             need = "needs a mask token" if self.method == "p-eagle" else "has no mask token, leave it out"
-            raise ValueError(f"ptd_token_id: method {self.method} {need}")
+            raise ValueError(f".ptd_token_id: method {self.method} {need}")
         return self
 
 
-class CodRecipe(_Strict):
+class CodRecipe(Section):
     ratio: float = Field(0.8, gt=0, le=1, description="r: share of anchors kept from one offset to the next")
     floor: float = Field(0.0, ge=0, le=1, description="least share kept; 0 as published")
 
 
-class BatchRecipe(_Strict):
+class BatchRecipe(Section):
     num_sequences: int = Field(8, ge=1, description="packed sequences of one pass")
     max_tokens: int = Field(2048, ge=16, description="tokens of one packed sequence")
     num_segments: int = Field(
@@ -111,11 +109,11 @@ class BatchRecipe(_Strict):
     num_accumulated: int = Field(1, ge=1, description="passes whose gradients make one optimizer step")
 
 
-class OptimizerRecipe(_Strict):
+class OptimizerRecipe(Section):
     name: Literal["adamw", "muon"] = "adamw"
     lr: float = Field(1e-3, gt=0, description="peak, of AdamW")
     muon_lr: float = Field(1e-3, gt=0, description="peak, of Muon (matrices), on AdamW's scale")
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = Field((0.9, 0.95), strict=False)
     weight_decay: float = Field(0.01, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
     ema_decay: float = Field(
@@ -123,7 +121,7 @@ class OptimizerRecipe(_Strict):
     )
 
 
-class ScheduleRecipe(_Strict):
+class ScheduleRecipe(Section):
     """Cosine from the peak to `final_ratio`, over whichever of the two limits is nearer."""
 
     max_steps: int = Field(10_000, ge=1)
@@ -132,7 +130,7 @@ class ScheduleRecipe(_Strict):
     final_ratio: float = Field(0.02, ge=0, le=1)
 
 
-class LossRecipe(_Strict):
+class LossRecipe(Section):
     name: Literal["soft", "hard", "reverse_kl", "tv"] = Field(
         "soft",
         description="soft: forward KL to the target's distribution; hard: cross-entropy to its most likely token",
@@ -144,7 +142,7 @@ class LossRecipe(_Strict):
     chunk: int = Field(8192, ge=16, description="rows whose logits exist at once")
 
 
-class EvaluateRecipe(_Strict):
+class EvaluateRecipe(Section):
     data: str | None = Field(
         None, description="folder of greedy answers (peagle.vllm.generate --prompts); none: no evaluation"
     )
@@ -152,7 +150,7 @@ class EvaluateRecipe(_Strict):
     max_conversations: int | None = Field(None, ge=1, description="of each category, in evaluations during training")
 
 
-class Recipe(_Strict):
+class Recipe(Section):
     target: str = Field(description="name of the embedded target, or a directory with a Hugging Face checkpoint")
     data: str = Field(description="folder of training conversations")
     output: str = Field(description="folder of checkpoints and, at the end, of the head")
@@ -180,14 +178,14 @@ class Recipe(_Strict):
     @model_validator(mode="after")
     def _states_somewhere(self) -> Recipe:
         if self.states == "stored" and not self.stored_states:
-            raise ValueError("stored_states: states: stored needs the folder that they are in")
+            raise ValueError("stored_states: `states: stored` needs the folder that they are in")
         return self
 
     @classmethod
     def load(cls, path: str | Path, overrides: list[str] | None = None) -> Recipe:
         """Reads a recipe; overrides are `section.key=value` with YAML values.
 
-        Raises ValueError that names every wrong key and the file.
+        Raises ValueError that names the file and every wrong key.
         """
         raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         if not isinstance(raw, dict):
@@ -206,8 +204,7 @@ class Recipe(_Strict):
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
-            lines = [f"  {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
-            raise ValueError(f"{path}: {len(lines)} wrong settings\n" + "\n".join(lines)) from error
+            raise ValueError(f"{path}: {SettingsError(problem_lines(error, cls))}") from error
 
     def target_dir(self) -> Path:
         """Directory of the target's checkpoint; the embedded target is prepared when it is not there yet."""

@@ -1,7 +1,13 @@
-"""Data-parallel training: every worker has the whole drafter, batches of its own, and the mean of all gradients.
+"""Trains a head from a recipe; goes on from its last checkpoint by itself.
 
-Whoever starts the workers (Ray Train, torchrun) also starts torch.distributed's default process group; without one
-there is a single worker and nothing here does anything.
+Each step: the target's hidden states and logits of a packed batch (recomputed, or stored), rows by conditional
+drop-token sampling, one pass of the drafter under the COD mask, soft cross-entropy to the target's distribution at
+every useful row. `output/checkpoint.pt` resumes a run, `output/head/` is the head, `output/log.jsonl` the figures on
+the way.
+
+Data-parallel training: every worker has the whole drafter, batches of its own, and the mean of all gradients. Whoever
+starts the workers (Ray Train, torchrun) also starts torch.distributed's default process group; without one there is a
+single worker.
 """
 
 from __future__ import annotations
@@ -25,16 +31,15 @@ from peagle.checkpoint import save_drafter
 from peagle.evaluate import evaluate, load_answers
 from peagle.provenance import conditions
 from peagle.train.data import Batch, check_data_fits
-from peagle.train.passes import Report, States, new_drafter, new_pass
+from peagle.train.passes import PassReport, States, new_drafter, new_pass
 from peagle.train.recipe import OptimizerRecipe, Recipe, ScheduleRecipe
 from peagle.train.stored import new_batches, states_of
 from peagle.train.target import Target
 
-# ====================================================================================================
-# Data-parallel training: every worker has the whole drafter, batches of its own, and the mean of all gradients.
-#
-# Whoever starts the workers (Ray Train, torchrun) also starts torch.distributed's default process group; without one
-# there is a single worker and nothing here does anything.
+logger = logging.getLogger(__name__)
+
+#: Steps that compile, and so are not training time.
+WARMUP_STEPS = 3
 
 
 class Workers:
@@ -53,6 +58,14 @@ class Workers:
         if self.size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor.detach(), src=0)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensor of every worker, by rank; equal shapes. Every worker must call it."""
+        if self.size == 1:
+            return [tensor]
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(gathered, tensor)
+        return gathered
 
     def agree(self, value: float, device: torch.device | str) -> float:
         """Rank 0's value: clocks differ, decisions must not."""
@@ -81,10 +94,6 @@ class Workers:
             pieces = flat.split([gradient.numel() for gradient in gradients])
             torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(pieces, gradients, strict=True)])
         torch._foreach_mul_(gradients, 1 / count)
-
-
-# ====================================================================================================
-# The drafter's optimizer (AdamW, or Muon for the matrices of its layers), schedule and moving average.
 
 
 class Optimizer:
@@ -171,23 +180,8 @@ class MovingAverage:
             self.values[name].copy_(kept)
 
 
-# ====================================================================================================
-# Trains a head from a recipe; resumes by itself. On several GPUs: `peagle train` (Ray Train).
-#
-#     peagle train configs/train/smollm2-135m.yaml [section.key=value ...]
-#
-# Each step: the target's hidden states and logits of a packed batch (recomputed, never stored), rows by conditional
-# drop-token sampling, one pass of the drafter under the COD mask, soft cross-entropy to the target's distribution at
-# every useful row. `output/checkpoint.pt` resumes a run, `output/head/` is the head, `output/log.jsonl` the figures on
-# the way.
-
-logger = logging.getLogger(__name__)
-
-WARMUP_STEPS = 3
-
-
 class Trainer:
-    """State of one worker's run, and the loop. With several workers (`peagle.train.trainer`) rank 0 evaluates and writes."""
+    """State of one worker's run, and the loop. With several workers rank 0 evaluates and writes."""
 
     def __init__(self, recipe: Recipe, device: str | None = None) -> None:
         """device: overrides the recipe's, for a worker that is given one GPU of several."""
@@ -207,18 +201,14 @@ class Trainer:
         self.drafter = new_drafter(recipe, self.target, self.batches, self.random)
         owned = self.drafter.trainable()
         self.workers.share(owned.values())
-        self._reseed()
+        if not self.workers.leads:  # workers start from one drafter and then drop different rows
+            self.random.manual_seed(hash((recipe.seed, self.workers.rank)) % 2**63)
         self.optimizer = Optimizer(owned, recipe.optimizer, fused=on_gpu)
         self.average = MovingAverage(owned, recipe.optimizer.ema_decay)
         self._pass = new_pass(recipe, self.random, compiled=self.compiled)
         self.output = Path(recipe.output)
 
-    def _reseed(self) -> None:
-        """Workers start from one drafter and then drop different rows."""
-        if not self.workers.leads:
-            self.random.manual_seed(hash((self.recipe.seed, self.workers.rank, self.step)) % 2**63)
-
-    def run_pass(self, batch: Batch) -> Report:
+    def run_pass(self, batch: Batch) -> PassReport:
         """Adds the gradients of one batch."""
         config = self.drafter.config
         aux_BNX, last_BNS = states_of(batch, self.target, config.aux_layer_ids)
@@ -248,7 +238,7 @@ class Trainer:
     def _loop(self) -> None:
         schedule, workers = self.recipe.schedule, self.workers
         num_passes = self.recipe.batch.num_accumulated
-        tally = Tally(self.drafter.config.num_depths, self.device)
+        tally = LossTally(self.drafter.config.num_depths, self.device)
         bar = tqdm(total=schedule.max_steps, initial=self.step, unit="step", mininterval=5, disable=not workers.leads)
         compiled_from = self.step + WARMUP_STEPS
         batches = self.batches(self.step * num_passes * workers.size, workers.rank, workers.size)
@@ -289,9 +279,9 @@ class Trainer:
     def finish(self) -> Path:
         """Writes the averaged head with its provenance, after an evaluation on all answers."""
         head = self.output / "head"
+        self.save()
         if not self.workers.leads:
             return head
-        self.save()
         groups = self._evaluate(None)
         recipe = self.recipe
         provenance = {
@@ -329,7 +319,8 @@ class Trainer:
             log.write(json.dumps(record) + "\n")
 
     def save(self) -> None:
-        """Writes `checkpoint.pt` whole or not at all."""
+        """Writes `checkpoint.pt` whole or not at all. Every worker must call it: each has a random state of its own."""
+        random_states = [state.cpu() for state in self.workers.gather(self.random.get_state().to(self.device))]
         if not self.workers.leads:
             return
         state = {
@@ -338,7 +329,7 @@ class Trainer:
             "target_ids": self.drafter.target_ids,
             "data": self.data_digest,
             "optimizer": self.optimizer.state_dict(),
-            "random": self.random.get_state(),
+            "random": random_states,
             "step": self.step,
             "elapsed_s": self.elapsed_s,
             "timed_tokens": self.timed_tokens,
@@ -365,6 +356,13 @@ class Trainer:
                 raise ValueError(
                     f"{path} was made with {key} = {theirs}, the recipe says {ours}: use another output folder"
                 )
+        if not isinstance(state["random"], list):
+            raise ValueError(f"{path} was made by an earlier version: use another output folder")
+        if (num_workers := len(state["random"])) != self.workers.size:
+            raise ValueError(
+                f"{path} was made by {num_workers} workers, this run has {self.workers.size}: each has a share of the "
+                "batches and draws rows of its own. Start as many, or use another output folder"
+            )
         if not torch.equal(self.drafter.target_ids, state["target_ids"]):
             raise ValueError(
                 f"{path} was made with another draft vocabulary: the answers in {self.recipe.data} have changed, and "
@@ -380,20 +378,19 @@ class Trainer:
                 parameter.copy_(state["drafter"][name])
                 self.average.values[name].copy_(state["average"][name])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.random.set_state(state["random"].cpu())
+        self.random.set_state(state["random"][self.workers.rank].cpu())
         self.step, self.elapsed_s, self.timed_tokens = state["step"], state["elapsed_s"], state["timed_tokens"]
-        self._reseed()
         logger.info("resumed at step %d", self.step)
 
 
-class Tally:
+class LossTally:
     """Mean loss, and share of drafts that equal the target's choice by depth, since the last reading."""
 
     def __init__(self, num_depths: int, device: torch.device) -> None:
         self._counted, self._correct = (torch.zeros(num_depths, device=device) for _ in range(2))
         self._loss, self._passes = torch.zeros((), device=device), 0
 
-    def add(self, report: Report) -> None:
+    def add(self, report: PassReport) -> None:
         num_depths = len(self._counted)
         self._counted += torch.bincount(report.offset_R, minlength=num_depths)
         self._correct += torch.bincount(report.offset_R, report.correct_R.float(), minlength=num_depths)

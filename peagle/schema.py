@@ -1,0 +1,139 @@
+"""Records that are read from outside: strict pydantic models, and errors that say where, what, what to write instead.
+
+Enters: pydantic's `ValidationError`. Leaves: one line for each thing to mend, with its path in the file and the nearest
+valid key. Settings of the cluster (`cluster.settings`) and recipes of training (`peagle.train.recipe`) are made of
+`Section`s. A validator raises `ValueError`, or `Problems` for several, with text that continues the path of its field
+(`.max is 8, above ...`), or a whole line where it is about another path. Imports nothing but pydantic.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class Section(BaseModel):
+    """A record that is read from outside: strict, frozen, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+
+class SettingsError(ValueError):
+    """The settings cannot be served. `problems` holds one line for each thing to mend."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        lines = "\n".join(f"  - {line}" for line in problems)
+        plural = "problem" if len(problems) == 1 else "problems"
+        super().__init__(f"{len(problems)} {plural} in the settings:\n{lines}")
+
+    def __reduce__(self) -> tuple[type[SettingsError], tuple[list[str]]]:
+        return SettingsError, (self.problems,)
+
+
+class Problems(ValueError):
+    """Several problems that one validator found."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__("; ".join(lines))
+        self.lines = lines
+
+
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+}
+_YAML_TYPES = {str: "the string", bool: "the truth value", int: "the integer", float: "the number"}
+
+
+def problem_lines(error: ValidationError, model: type[BaseModel], path: str = "") -> list[str]:
+    """The lines of a `ValidationError` of `model`, which was read at `path`."""
+    lines: list[str] = []
+    for detail in error.errors():
+        keys = [str(key) for key in detail["loc"] if key != "[key]"]
+        where = ".".join([path, *keys] if path else keys)
+        raised = detail.get("ctx", {}).get("error")
+        if detail["type"] == "value_error" and isinstance(raised, ValueError):
+            texts = raised.lines if isinstance(raised, Problems) else [str(raised)]
+            lines += [text if text[:1].isalpha() else where + text for text in texts]
+        elif detail["type"] == "extra_forbidden":
+            lines.append(_unknown_key(where, _model_at(model, keys[:-1])))
+        elif detail["type"] == "missing":
+            lines.append(f"missing key {where}")
+        elif (expected := _EXPECTED.get(detail["type"])) is not None:
+            lines.append(f"wrong type at {where}: expected {expected}, got {_described(detail['input'])}")
+        elif detail["type"] in ("greater_than_equal", "less_than_equal"):
+            context = detail["ctx"]
+            bound = f"at least {context['ge']}" if "ge" in context else f"at most {context['le']}"
+            lines.append(f"{where} must be {bound}, not {detail['input']!r:.80}")
+        elif detail["type"] == "literal_error":
+            lines.append(f"{where} must be {detail['ctx']['expected']}, not {detail['input']!r:.80}")
+        else:
+            lines.append(f"{where}: {detail['msg']}, not {detail['input']!r:.80}")
+    return lines
+
+
+def nearest(key: Any, known: Collection[str]) -> str:
+    """`; did you mean X?` for the known name most like `key`, or nothing when none is like it."""
+    close = difflib.get_close_matches(str(key), list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def listed(names: Collection[Any]) -> str:
+    """`a, b and c`."""
+    words = [str(name) for name in names]
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
+
+
+def _unknown_key(path: str, model: type[BaseModel]) -> str:
+    """An unknown key with the nearest valid one. A key of a section below is pointed to there: `num_cpus` at the top
+    level is `target.num_cpus` or `ingress.num_cpus`."""
+    key = path.rpartition(".")[2]
+    deeper = [
+        f"{name}.{key}"
+        for name, info in model.model_fields.items()
+        for inner in _models_in(info.annotation)
+        if key in inner.model_fields
+    ]
+    hint = f"; did you mean {listed(deeper)}?" if deeper else nearest(key, model.model_fields)
+    return f"unknown key {path}{hint or '.'} Valid keys here: {', '.join(model.model_fields)}"
+
+
+def _model_at(model: type[BaseModel], keys: list[str]) -> type[BaseModel]:
+    """The model that a path of keys leads to. The key of a mapping leads to the model of its values."""
+    for key in keys:
+        if key in model.model_fields:
+            annotation = model.model_fields[key].annotation
+            model = next(iter(_models_in(annotation) or _models_in(annotation, of_values=True)), model)
+    return model
+
+
+def _models_in(annotation: Any, *, of_values: bool = False) -> list[type[BaseModel]]:
+    """The models among the options of a field's annotation, or those of the values of a `dict` among them."""
+    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    if of_values:
+        options = tuple(typing.get_args(option)[1] for option in options if typing.get_origin(option) is dict)
+    return [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
+
+
+def _described(value: Any) -> str:
+    """A value of a YAML file with its type, shortened."""
+    if value is None:
+        return "nothing (null)"
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    return f"{_YAML_TYPES.get(type(value), type(value).__name__)} {value!r:.80}"
