@@ -36,6 +36,20 @@ def _openmp_threads() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+@pytest.fixture(autouse=True)
+def _one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Threads that share out small tensors wait for each other, on busy cores for seconds."""
+    import torch
+
+    if has_engine(request.node):
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def target_dir() -> Path:
     """Checkpoint of the embedded target in the user's cache (converted there at the first run)."""

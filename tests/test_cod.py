@@ -40,7 +40,7 @@ def test_every_kept_row_has_the_rows_before_it_in_its_chain() -> None:
     assert rows.anchor_BT.shape[1] == sum(kept_per_offset(64, 8, 0.8))
 
 
-NUM_DRAWS = 30_000
+NUM_DRAWS = 10_000
 #: Chi-square of the outcomes below (29 and 5 degrees of freedom) exceeds these once in a million fair samplers.
 LIMIT_30, LIMIT_6 = 83.0, 36.0
 

@@ -106,7 +106,7 @@ def _import_violations(tree: ast.AST, path: str) -> Iterator[str]:
         banned, allowed = _first_above(item.module, layer.never), _first_above(item.module, layer.but)
         if banned and not allowed:
             yield f"{path}:{item.line}: {layer.folder}/ must not import {banned}"
-        elif layer.only is not None and top not in layer.only:
+        elif layer.only is not None and not _first_above(item.module, layer.only):
             yield f"{path}:{item.line}: {layer.folder}/ is pure and must not import {top}"
 
 

@@ -1,4 +1,4 @@
-"""The two forms of the COD mask against a slow double loop, and against each other."""
+"""The three forms of the COD mask against its definition, and against each other."""
 
 import dataclasses
 
@@ -7,8 +7,11 @@ import torch
 
 from peagle.config import DrafterConfig, HeadError
 from peagle.train import masks
-from peagle.train.cod import CodRows, chain_lengths, sample_rows
+from peagle.train.cod import CodRows, attend_under, chain_lengths, sample_rows
+from peagle.train.masks import MaskTable
 from tests.head_factory import CONFIG
+
+MAX_TOKENS = 48
 
 
 def rows_and_documents(num_tokens: int, num_depths: int, ratio: float, seed: int) -> tuple[CodRows, torch.Tensor]:
@@ -23,21 +26,16 @@ def rows_and_documents(num_tokens: int, num_depths: int, ratio: float, seed: int
     return sample_rows(chain_BN, num_depths, ratio, generator=generator), document_BN
 
 
-def by_double_loop(rows: CodRows, document_BN: torch.Tensor, window: int | None = None) -> torch.Tensor:
-    batch, num_rows = rows.anchor_BT.shape
-    mask = torch.zeros(batch, num_rows, num_rows, dtype=torch.bool)
-    for b in range(batch):
-        cells = list(zip(rows.anchor_BT[b].tolist(), rows.offset_BT[b].tolist(), strict=True))
-        for q, (anchor_q, offset_q) in enumerate(cells):
-            for k, (anchor_k, offset_k) in enumerate(cells):
-                if document_BN[b, anchor_q] != document_BN[b, anchor_k]:
-                    continue
-                if window is not None and anchor_q + offset_q - (anchor_k + offset_k) >= window:
-                    continue
-                in_cache = offset_k == 0 and anchor_k <= anchor_q
-                in_pass = anchor_k == anchor_q and offset_k <= offset_q
-                mask[b, q, k] = in_cache or in_pass
-    return mask
+def by_definition(rows: CodRows, document_BN: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    """[B, T, T] of all pairs of rows, as the module's docstring says it."""
+    (anchor_q, offset_q), (anchor_k, offset_k) = (
+        (rows.anchor_BT.unsqueeze(dim), rows.offset_BT.unsqueeze(dim)) for dim in (2, 1)
+    )
+    document_BT = document_BN.gather(1, rows.anchor_BT)
+    in_cache = (offset_k == 0) & (anchor_k <= anchor_q)
+    in_pass = (anchor_k == anchor_q) & (offset_k <= offset_q)
+    near = anchor_q + offset_q - (anchor_k + offset_k) < (window or rows.num_tokens + 99)
+    return (in_cache | in_pass) & near & (document_BT[:, :, None] == document_BT[:, None])
 
 
 def segment(rows: CodRows, start: int, stop: int, num_blanks: int) -> tuple[list[int], int]:
@@ -50,17 +48,39 @@ def segment(rows: CodRows, start: int, stop: int, num_blanks: int) -> tuple[list
     return [*keys, *own, *[-1] * num_blanks], len(own) + num_blanks
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 7])
-@pytest.mark.parametrize(("num_tokens", "num_depths", "ratio"), [(16, 4, 0.7), (23, 8, 0.8), (9, 1, 1.0), (20, 3, 1.0)])
-def test_dense_mask_equals_double_loop(num_tokens: int, num_depths: int, ratio: float, window: int | None) -> None:
-    rows, document_BN = rows_and_documents(num_tokens, num_depths, ratio, seed=num_tokens)
-    assert torch.equal(masks.dense(rows, document_BN, window), by_double_loop(rows, document_BN, window))
+@pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
+@pytest.mark.parametrize(("num_depths", "ratio"), [(1, 0.5), (4, 0.7), (8, 0.8), (3, 1.0)])
+def test_dense_masks_equal_the_definition(num_depths: int, ratio: float, window: int | None) -> None:
+    table = MaskTable(MAX_TOKENS, 8)
+    for num_tokens in (5, 16, 31, MAX_TOKENS):
+        rows, document_BN = rows_and_documents(num_tokens, num_depths, ratio, seed=num_tokens)
+        wanted = by_definition(rows, document_BN, window)
+        assert torch.equal(masks.dense(rows, document_BN, window), wanted)
+        assert torch.equal(table.dense(rows, document_BN, window), wanted)
+        assert table.prefix(num_tokens).data_ptr() == table.prefix(MAX_TOKENS).data_ptr(), "copied, not viewed"
+
+
+def test_a_longer_sequence_than_the_table_is_refused() -> None:
+    rows, document_BN = rows_and_documents(MAX_TOKENS + 1, 4, 0.7, seed=0)
+    with pytest.raises(ValueError, match="49 tokens, but the table holds 48"):
+        MaskTable(MAX_TOKENS, 4).dense(rows, document_BN)
+
+
+def test_memory_over_the_limit_is_refused_before_it_is_taken() -> None:
+    with pytest.raises(ValueError, match=r"table of 1000000 tokens .* attention: flex"):
+        MaskTable(1_000_000, 8)
+    rows, document_BN = rows_and_documents(16, 4, 0.7, seed=0)
+    # Table, two masks of 38 rows, and what is held while one is made.
+    needed = MAX_TOKENS**2 + 2 * 38**2 + 16 * (16 + 2 * 38)
+    MaskTable(MAX_TOKENS, 4, max_bytes=needed).dense(rows, document_BN)
+    with pytest.raises(ValueError, match=r"2 x 38 rows .* max_bytes .* attention: flex"):
+        MaskTable(MAX_TOKENS, 4, max_bytes=needed - 1).dense(rows, document_BN)
 
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_segment_sees_what_its_rows_see_in_the_whole_pass(window: int | None) -> None:
     rows, document_BN = rows_and_documents(24, 4, 1.0, seed=1)
-    whole = by_double_loop(rows, document_BN, window)
+    whole = by_definition(rows, document_BN, window)
     keys, num_queries = segment(rows, 7, 15, num_blanks=3)
     found = masks.Sight.of(rows, document_BN, window).select(torch.tensor(keys), num_queries).dense()
     first = len(keys) - num_queries
@@ -138,8 +158,6 @@ def test_tiles_inside_a_long_document_are_full() -> None:
 
 
 def test_flex_attention_under_block_mask_equals_dense_attention() -> None:
-    from peagle.train.cod import attend_under
-
     rows, document_BN = rows_and_documents(48, 4, 0.8, seed=3)
     torch.manual_seed(0)
     num_rows = rows.anchor_BT.shape[1]
@@ -152,8 +170,6 @@ def test_flex_attention_under_block_mask_equals_dense_attention() -> None:
 
 def test_rows_of_blank_tiles_are_finite() -> None:
     """Queries that stand for nothing see themselves: a softmax over nothing is no number, and so would be gradients."""
-    from peagle.train.cod import attend_under
-
     rows, document_BN = rows_and_documents(24, 4, 1.0, seed=2)
     keys, num_queries = segment(rows, 7, 15, num_blanks=32)
     sight = masks.Sight.of(rows, document_BN).select(torch.tensor(keys), num_queries)
