@@ -1,7 +1,7 @@
 """What speculation brings in the service: OTPS and AL without a drafter, and with P-EAGLE at several K.
 
     python -m benchmarks.service configs/local.yaml --questions ../shared/data/spec_bench_dev.jsonl --out bench.json
-    python -m benchmarks.service configs/local-adaptive.yaml --k 0 3 5 7 learned --out bench.json
+    python -m benchmarks.service configs/local.yaml --k 0 3 5 7 learned --out bench.json
 
 Starts the service of the configuration twice on this machine, each time in a Ray of its own: first without its
 `drafter` and `depth` (vLLM as it is; K = 0 in an engine with a drafter would still pay for drafting), then as it

@@ -427,7 +427,7 @@ def plot_acceptance(document: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     sets, heads = document["sets"], [head["kind"] for head in document["heads"]]
-    figure = Figure(figsize=(10.4, 4.2 * len(sets)), dpi=100, layout="constrained")
+    figure = Figure(figsize=(10.4, 4.2 * len(sets)), dpi=80, layout="constrained")
     FigureCanvasAgg(figure)
     for row, answers in enumerate(sets):
         panels = [figure.add_subplot(len(sets), 2, 2 * row + column + 1) for column in range(2)]

@@ -43,7 +43,9 @@ LAYERS = (
     Layer("peagle/drafter", never=METHOD | {"peagle.train"}),
     Layer("peagle/train", never=METHOD | {"peagle.drafter"}),
     Layer("peagle", never=METHOD | {"peagle.drafter"}),
-    Layer("cluster", only=frozenset({*sys.stdlib_module_names, "numpy", "pydantic", "yaml", "cluster", "peagle.schema"})),
+    Layer(
+        "cluster", only=frozenset({*sys.stdlib_module_names, "numpy", "pydantic", "yaml", "cluster", "peagle.schema"})
+    ),
     Layer("deployments", never=frozenset({"tests", "benchmarks"})),
     Layer("benchmarks", never=frozenset({"tests"})),
 )

@@ -164,5 +164,5 @@ def test_a_manifest_cut_short_leaves_none(stored, tmp_path, monkeypatch) -> None
 
 
 def test_the_recipe_says_where(stored) -> None:
-    with pytest.raises(ValueError, match="stored needs the folder"):
+    with pytest.raises(ValueError, match="stored` needs the folder"):
         Recipe.load(stored / "recipe.yaml", ["states=stored"])
