@@ -18,8 +18,8 @@ from cluster.control import DepthControl
 from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.request import DepthPolicy, Drafting
 from peagle.vllm.acceptance import (
-    CORRECTIONS_HEADER,
     DEPTH_KEY,
+    STEP_COSTS_HEADER,
     STEPS_HEADER,
     SURVIVAL_KEY,
     SYNTHETIC_KEY,
@@ -167,7 +167,7 @@ class Rig:
             is_open = now_s - begin_s >= warmup_s
             for output in outputs:
                 headers = output.trace_headers or {}
-                self._costs = headers.get(CORRECTIONS_HEADER, self._costs)
+                self._costs = headers.get(STEP_COSTS_HEADER, self._costs)
                 # vLLM adds a suffix of its own.
                 request_id = "-".join(output.request_id.split("-")[:2])
                 workload = self._workload_of.get(request_id)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, cast
 
 import numpy as np
 import typer
@@ -252,7 +252,7 @@ class Learned:
             if request.sampling_params is None:
                 survival = {SURVIVAL_KEY: request.drafting.survival} if request.drafting.survival else {}
                 request.sampling_params = SimpleNamespace(extra_args={**survival, WORKLOAD_KEY: request.workload})
-        return self.trimmer.depths(list(requests), [request.drafting.max_k for request in requests], prompt_tokens)
+        return self.trimmer.depths(cast(Any, requests), [request.drafting.max_k for request in requests], prompt_tokens)
 
     def observe(
         self, requests: Sequence[Request], steps: Sequence[tuple[int, int]], step: TimedStep, now_s: float
@@ -268,7 +268,7 @@ class Learned:
     def _report(self, now_s: float) -> None:
         self._reported_s = now_s
         report = TargetReport(
-            "replica", head="head", workloads=self._counts, context_tokens=200.0, step_costs=self.trimmer.untold(now_s)
+            "replica", head="head", workloads=self._counts, context_tokens=200.0, step_costs=self.trimmer.report(now_s)
         )
         self.control.observe([report], now_s)
 
@@ -300,7 +300,7 @@ def simulate(engine: Engine, pools: Mapping[str, Sequence[Answer]], policy: Poli
     now_s = steady_s = 0.0
     num_tokens = num_steps = 0
     while len(running) + len(arrivals) >= load.concurrency:
-        admitted = []
+        admitted: list[Request] = []
         while len(running) + len(admitted) < load.concurrency and arrivals:
             number, (name, index) = arrivals.popleft()
             admitted.append(Request(str(number), name, pools[name][index], policy.admit(name, now_s)))

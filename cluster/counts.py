@@ -172,19 +172,25 @@ class WorkloadCounts:
         """Everything but `counts`, in the order of `NUMBERS`."""
         return self.num_started, self.num_finished, self.num_aborted, self.num_output_tokens, self.num_prompt_tokens
 
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int], counts: Counts) -> "WorkloadCounts":
+        """Inverse of `numbers`."""
+        started, finished, aborted, output_tokens, prompt_tokens = numbers
+        return cls(started, finished, aborted, output_tokens, prompt_tokens, counts)
+
     def copy(self) -> "WorkloadCounts":
-        return WorkloadCounts(*self.numbers(), self.counts.copy())
+        return self.of_numbers(self.numbers(), self.counts.copy())
 
     def __add__(self, other: "WorkloadCounts") -> "WorkloadCounts":
-        numbers = (mine + theirs for mine, theirs in zip(self.numbers(), other.numbers(), strict=True))
-        return WorkloadCounts(*numbers, self.counts + other.counts)
+        numbers = [mine + theirs for mine, theirs in zip(self.numbers(), other.numbers(), strict=True)]
+        return self.of_numbers(numbers, self.counts + other.counts)
 
     def __sub__(self, earlier: "WorkloadCounts") -> "WorkloadCounts":
         """What came on top of `earlier`; ValueError where it is no previous reading of the same counts."""
         numbers = [mine - theirs for mine, theirs in zip(self.numbers(), earlier.numbers(), strict=True)]
         if min(numbers) < 0:
             raise ValueError(f"{self} does not come after {earlier}")
-        return WorkloadCounts(*numbers, self.counts - earlier.counts)
+        return self.of_numbers(numbers, self.counts - earlier.counts)
 
     def to_wire(self) -> list[Any]:
         """The numbers and the counts as JSON can hold them."""
@@ -197,7 +203,7 @@ class WorkloadCounts:
         numbers = value[:length] if isinstance(value, list | tuple) and len(value) == length + 1 else ()
         if not numbers or not _are_whole(numbers) or min(numbers) < 0:
             raise ValueError(f"a workload's counts must be {', '.join(NUMBERS)} and counts by depth, not {value!r:.80}")
-        return cls(*numbers, Counts.from_wire(value[length]))
+        return cls.of_numbers(numbers, Counts.from_wire(value[length]))
 
 
 NUMBERS = ("started", "finished", "aborted", "output_tokens", "prompt_tokens")
@@ -439,7 +445,7 @@ def from_metrics(replica: str, values: Mapping[str, float]) -> TargetReport:
         deepest = max((max(row) for row in rows.values()), default=0)
         lists = [[rows.get(name, {}).get(depth, 0) for depth in range(1, deepest + 1)] for name in BY_DEPTH]
         try:
-            workloads[workload] = WorkloadCounts(*(found[name] for name in NUMBERS), Counts.from_wire(lists))
+            workloads[workload] = WorkloadCounts.of_numbers([found[name] for name in NUMBERS], Counts.from_wire(lists))
         except ValueError as error:
             raise ValueError(f"{workload!r}: {error}") from None
     return TargetReport(replica, "", heads.pop("", ""), heads, workloads, step_costs=costs or None)

@@ -311,7 +311,8 @@ class SharedSteps:
 
     def lengths(self, depths: Depths) -> Floats:
         """L of each workload, by assignment."""
-        return self._lengths[np.arange(len(self.demands)), depths]
+        lengths: Floats = self._lengths[np.arange(len(self.demands)), depths]
+        return lengths
 
     def worth(self, depths: Depths) -> Floats:
         """Of the tokens of a step, by assignment."""

@@ -128,7 +128,7 @@ class StepCosts:
                 f"no step has {num_requests} requests, {num_drafts} drafts, {prompt_tokens} prompt tokens and a "
                 f"context of {context_tokens}"
             )
-        num_tokens = num_requests + np.arange(num_drafts + 1.0)
+        num_tokens: Array = np.arange(num_requests, num_requests + num_drafts + 1, dtype=np.float64)
         seconds = self.forward(num_tokens + prompt_tokens) + self.per_token_context_s * context_tokens * num_tokens
         seconds[1:] += self.drafting_s
         if prompt_tokens:
@@ -165,9 +165,9 @@ class StepCosts:
         ):
             raise ValueError(f"step costs must be numbers from 0 by name, not {value!r:.80}")
         try:
-            numbers = {name: float(value[name]) for name in (*NUMBERS, "num_steps")}
-            curves = (Curve.from_wire(name, value) for name in ("forward_s", "by_requests_s"))
-            return cls(*curves, **numbers, has_points=bool(value["has_points"]))
+            forward, by_requests = (Curve.from_wire(name, value) for name in ("forward_s", "by_requests_s"))
+            numbers = (float(value[name]) for name in (*NUMBERS, "num_steps"))
+            return cls(forward, by_requests, *numbers, has_points=bool(value["has_points"]))
         except (KeyError, ValueError) as error:
             raise ValueError(f"step costs cannot be read: {error!r}") from error
 

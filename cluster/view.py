@@ -22,27 +22,11 @@ def table(document: Mapping[str, Any]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += ["", f"{document['model']}: K_max {deepest}, policy {document['policy']}, {document['step_times']}"]
-    lines += _correction_lines(document.get("corrections"))
     lines += [f"{one['workload']}: {one['reason']}" for one in document["workloads"] if one["reason"]]
     lines += [_head_line(one) for one in document.get("heads", ())]
     lines += [_drafter_line(one, document.get("links", ())) for one in document.get("drafters", ())]
     lines += _scaling_lines(document.get("autoscaling"))
     return "\n".join(lines)
-
-
-def _correction_lines(document: Mapping[str, Any] | None) -> list[str]:
-    """By how much the engines' steps take longer or shorter than the table says, by depth of the full graph."""
-    if document is None or not document["num_engines"]:
-        return []
-    by_depth: dict[int | None, list[str]] = {}
-    for one in document["steps"]:
-        by_depth.setdefault(one["depth"], []).append(f"x{one['factor']:.3f} to {one['requests']} requests")
-    num = document["num_engines"]
-    who = "1 engine" if num == 1 else f"{num} engines"
-    lines = [f"step times corrected by {who}: x{document['others']:.3f} where no step says"]
-    for depth, found in by_depth.items():
-        lines.append(f"  {'no full graph' if depth is None else f'full graph of K={depth}'}: {', '.join(found)}")
-    return lines
 
 
 def _scaling_lines(document: Mapping[str, Any] | None) -> list[str]:

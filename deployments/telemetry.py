@@ -240,7 +240,7 @@ class ReplicaReport:
 
     `num_running`: requests that the engine works on or keeps waiting; `running`: their sequences by workload, with a
     mean context of `context_tokens`. `by_head`: its steps by the head that drafted them; `links`: to drafters;
-    `corrections`: its scheduler's corrections of the step times, as they travelled (`cluster.step_time`)."""
+    `step_costs`: what its scheduler believes of step times, as it travelled (`cluster.step_time`)."""
 
     replica: str
     model: str
@@ -251,7 +251,7 @@ class ReplicaReport:
     context_tokens: float = 0.0
     by_head: Mapping[str, Counts] = field(default_factory=dict)
     links: tuple[LinkReport, ...] = ()
-    corrections: str = ""
+    step_costs: str = ""
 
 
 class ReplicaTelemetry:
@@ -297,7 +297,7 @@ class ReplicaTelemetry:
             self.recorder.context_tokens(),
             self._by_head.by_head(),
             tuple(links),
-            self.recorder.corrections,
+            self.recorder.step_costs,
         )
 
     def scaling_counters(self) -> dict[str, int]:
@@ -428,7 +428,7 @@ def target_report(report: ReplicaReport) -> TargetReport:
         )
     for workload, num_running in report.running.items():
         workloads.setdefault(workload, WorkloadCounts(num_started=num_running))
-    costs = report.corrections or None
+    costs = report.step_costs or None
     return TargetReport(report.replica, report.model, report.head, {}, workloads, report.context_tokens, costs)
 
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.counts import Counts, Ledger, MetricsExport, TargetReport, WorkloadCounts, from_metrics, head_number
+from cluster.step_time import StepCosts, guessed_costs
 
 STEPS = st.lists(
     st.integers(0, 7).flatmap(lambda verified: st.tuples(st.just(verified), st.integers(0, verified))), max_size=30
@@ -155,6 +156,15 @@ def test_metrics_carry_the_report(first, second):
     assert received.workloads == sent.workloads
     assert received.head == str(head_number("digest"))
     assert received.head_of("x") == str(head_number("own"))
+
+
+def test_step_costs_travel_beside_the_counts():
+    costs = guessed_costs(True)
+    for wire in (costs.to_wire(), json.dumps(costs.to_wire())):
+        sent = TargetReport("a", step_costs=wire)
+        received = from_metrics("a", {name: float(value) for name, value in MetricsExport().to_metrics(sent).items()})
+        assert StepCosts.from_wire(received.step_costs) == costs
+    assert from_metrics("a", MetricsExport().to_metrics(TargetReport("a"))).step_costs is None
 
 
 def test_metrics_never_fall_and_names_past_the_limit_are_default():

@@ -151,9 +151,9 @@ def test_costs_are_reported_when_new_and_not_more_often_than_they_are_read() -> 
     found = trimmer()
 
     def reported(now_s: float) -> bool:
-        return found.untold(now_s) is not None
+        return found.report(now_s) is not None
 
-    costs = StepCosts.from_wire(json.loads(found.untold(100.0) or ""))
+    costs = StepCosts.from_wire(json.loads(found.report(100.0) or ""))
     assert costs.has_points, "what was measured at the start is reported before the first step"
     assert not reported(200.0), "nothing new"
     num_reports = 0

@@ -38,10 +38,10 @@ def reference(target_dir: Path, jobs: list[Job], environment: None) -> list[Resu
 
 @dataclass(frozen=True)
 class Seen:
-    """`steps`: what each step was made of; `corrections`: what the client was told of their times at last."""
+    """`steps`: what each step was made of; `step_costs`: what the client was told of their times at last."""
 
     steps: list[dict[str, Any]]
-    corrections: str
+    step_costs: str
 
 
 @pytest.fixture(scope="module", params=["sync", "async"])
@@ -66,10 +66,10 @@ def seen(
         try:
             for found, expected in zip(engine.run(jobs), reference, strict=True):
                 assert found.tokens == expected.tokens
-            corrections = engine.recorder.corrections
+            step_costs = engine.recorder.step_costs
         finally:
             engine.shutdown()
-    return Seen([json.loads(line) for line in notes.read_text().splitlines()], corrections)
+    return Seen([json.loads(line) for line in notes.read_text().splitlines()], step_costs)
 
 
 def test_no_step_verifies_more_than_k_and_none_leaves_a_request_out(seen: Seen) -> None:
@@ -80,7 +80,7 @@ def test_no_step_verifies_more_than_k_and_none_leaves_a_request_out(seen: Seen) 
 
 def test_the_client_hears_what_steps_take(seen: Seen) -> None:
     """From the first steps on, though nothing was measured at the engine's start."""
-    costs = StepCosts.from_wire(seen.corrections)
+    costs = StepCosts.from_wire(seen.step_costs)
     assert 0 < costs.num_steps <= len(seen.steps)
     assert not costs.has_points
     assert 0.002 < costs.seconds(NUM_RUNNING, NUM_RUNNING * (1 + K_MAX), 50.0) < 5.0

@@ -19,8 +19,8 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from cluster.counts import Counts, WorkloadCounts
 from peagle.vllm import compat
 from peagle.vllm.acceptance import (
-    CORRECTIONS_HEADER,
     DEPTH_KEY,
+    STEP_COSTS_HEADER,
     STEPS_HEADER,
     WORKLOAD_KEY,
     DraftingRecorder,
@@ -283,18 +283,18 @@ def test_plain_expansion(values: torch.Tensor) -> None:
     assert output.tolist() == [first, first, 1, last, last, last]
 
 
-def test_the_newest_corrections_stay_whoever_carried_them(processor: OutputProcessor) -> None:
+def test_the_newest_step_costs_stay_whoever_carried_them(processor: OutputProcessor) -> None:
     recorder = DraftingRecorder()
     recorder.attach(SimpleNamespace(output_processor=processor))
-    assert recorder.corrections == ""
+    assert recorder.step_costs == ""
     processor.add_request(make_request("a", "a"), None)
     for carrier, text in (("a", "first"), ("gone", "second")):
         output = last_output(carrier, [(2, 1)])
-        output.trace_headers = {CORRECTIONS_HEADER: text}
+        output.trace_headers = {STEP_COSTS_HEADER: text}
         processor.process_outputs([output])
-        assert recorder.corrections == text
+        assert recorder.step_costs == text
     processor.process_outputs([last_output("gone", [(2, 1)])])
-    assert recorder.corrections == "second"
+    assert recorder.step_costs == "second"
     assert recorder.workloads()["default"].counts.num_steps == 0
 
 

@@ -38,7 +38,7 @@ WORKLOAD_KEY = "peagle_workload"
 """`extra_args` key: str, the workload under which this request is counted. Absent: `DEFAULT_WORKLOAD`."""
 
 STEPS_HEADER = "x-peagle-steps"
-CORRECTIONS_HEADER = "x-peagle-corrections"
+STEP_COSTS_HEADER = "x-peagle-step-costs"
 """What the scheduler has learned of its step times, in the form of `cluster.step_time`."""
 
 VerifiedStep = tuple[int, int]
@@ -152,7 +152,7 @@ class DraftingRecorder:
         self._live: dict[str, RequestDrafting] = {}
         self._workloads: OrderedDict[str, WorkloadCounts] = OrderedDict()  # least recently used first
         self._finished: OrderedDict[str, list[RequestDrafting]] = OrderedDict()
-        self.corrections = ""
+        self.step_costs = ""
         """The newest of what the scheduler learned of step times, as it travelled; "" before the first."""
 
     def attach(self, engine: Any) -> None:
@@ -262,7 +262,7 @@ class DraftingRecorder:
         for output in engine_core_outputs:
             headers = output.trace_headers or {}
             # Corrections are the engine's: whose output carries them does not matter, nor whether that is followed.
-            self.corrections = headers.get(CORRECTIONS_HEADER, self.corrections)
+            self.step_costs = headers.get(STEP_COSTS_HEADER, self.step_costs)
             live = self._live.get(output.request_id)
             if live is None:
                 continue

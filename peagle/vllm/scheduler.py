@@ -22,8 +22,8 @@ from vllm.v1.engine import FinishReason
 
 from peagle.vllm import compat
 from peagle.vllm.acceptance import (
-    CORRECTIONS_HEADER,
     DEPTH_KEY,
+    STEP_COSTS_HEADER,
     STEPS_HEADER,
     VerifiedStep,
     WorkerReport,
@@ -157,14 +157,14 @@ class _PerRequestDepth(_Base):
         self, scheduler_output: "SchedulerOutput", model_runner_output: "ModelRunnerOutput"
     ) -> "dict[int, EngineCoreOutputs]":
         """vLLM's own update, then each request's unreported steps onto its output of this step; about twice a second
-        the corrections of the step times onto the first output of each client."""
+        what was learned of step times onto the first output of each client."""
         if self._trimmer is not None:
             self._trimmer.arrived(time.perf_counter(), scheduler_output)
         if (report := WorkerReport.of(model_runner_output)) is not None:
             self._take_report(report, model_runner_output.req_ids, scheduler_output)
         outputs_by_client = super().update_from_output(scheduler_output, model_runner_output)
         if self._trimmer is not None:
-            self._tell_corrections(self._trimmer, outputs_by_client)
+            self._report_costs(self._trimmer, outputs_by_client)
             if not self.has_requests():
                 self._trimmer.pause()
         if self._refused_grammars:
@@ -183,12 +183,12 @@ class _PerRequestDepth(_Base):
         return outputs_by_client
 
     @staticmethod
-    def _tell_corrections(trimmer: Trimmer, outputs_by_client: "dict[int, EngineCoreOutputs]") -> None:
+    def _report_costs(trimmer: Trimmer, outputs_by_client: "dict[int, EngineCoreOutputs]") -> None:
         """A step without an output leaves them for the next one."""
         firsts = [client.outputs[0] for client in outputs_by_client.values() if client.outputs]
-        if firsts and (corrections := trimmer.untold(time.perf_counter())) is not None:
+        if firsts and (costs := trimmer.report(time.perf_counter())) is not None:
             for first in firsts:
-                first.trace_headers = {**(first.trace_headers or {}), CORRECTIONS_HEADER: corrections}
+                first.trace_headers = {**(first.trace_headers or {}), STEP_COSTS_HEADER: costs}
 
     def _take_report(self, report: WorkerReport, request_ids: list[str], scheduled: "SchedulerOutput") -> None:
         """Tell vLLM of planned drafts that were not verified as it tells itself of those that a grammar ruled out."""

@@ -139,7 +139,7 @@ class Trimmer:
         """The engine has nothing to do: what comes until the next result is no step's time."""
         self._last_s = None
 
-    def untold(self, now_s: float) -> str | None:
+    def report(self, now_s: float) -> str | None:
         """What is believed of step times (`cluster.step_time.StepCosts.to_wire` as JSON), where it is to be reported at
         `now_s`, monotonic seconds: there were new steps, or there was no report yet, and the last report is
         `REPORT_INTERVAL_S` old or the clock has gone back."""
