@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from peagle.embedded import DEFAULT_TARGET, prepare_target
 from peagle.heads import prepare_head
@@ -15,8 +16,6 @@ from tests.warm_engine import start_engines_warm
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped, and listed as such, where there is none. With `-n`, all tests of engines and
     services run in one process, which begins with them, and every other module in one process as well."""
-    import torch
-
     has_gpu = torch.cuda.is_available()
     for item in items:
         if item.get_closest_marker("gpu") and not has_gpu:
@@ -34,6 +33,8 @@ def has_engine(item: pytest.Item) -> bool:
 def _openmp_threads() -> None:
     """Tests of tensors run beside engines on two cores; tokenizers must not fork worker threads of their own."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -133,7 +133,13 @@ def questions(target: Target, target_dir: Path) -> tuple[list[list[int]], list[l
     return prompts, greedy_answers(target, prompts)
 
 
-@pytest.fixture(scope="module", params=HEADS)
+IN_SHORT = ("p-eagle, all switches", "eagle3, all switches")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.long) for name in HEADS],
+)
 def run(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,

@@ -1,7 +1,8 @@
 """A real vLLM engine with a P-EAGLE head: output unchanged whatever K, exactly K drafts verified, all of them counted.
 
-Each test runs on vLLM's synchronous and asynchronous scheduler, unless it says why not. The same target without drafts
-writes the reference, in float32, where two orders of summation hardly ever pick another token: outputs must be equal.
+Tests run on vLLM's synchronous scheduler, `both_schedulers` and all of `make test-all` on the asynchronous one too. The
+same target without drafts wrote the reference, in float32, where two orders of summation hardly ever pick another
+token: outputs must be equal.
 """
 
 import itertools
@@ -25,11 +26,13 @@ from tests.engine_cases import (
     PROMPT_LENGTHS,
     SAMPLED_TEXT,
     TEXT,
+    both_schedulers,
     check_counts,
     chi_square_p_value,
     engine_settings,
     grammar_job,
     nearly_full_job,
+    only_sync,
     sampling_jobs,
 )
 from tests.engine_harness import Job, Result, RunningEngine, drafted_kwargs, reference_results
@@ -55,7 +58,7 @@ def text_tokens(tokenizer: Any) -> list[int]:
 
 @pytest.fixture(scope="module")
 def prompts(text_tokens: list[int]) -> Prompts:
-    """17 different prompts of 1 to 600 tokens; the longest need several prefill chunks."""
+    """Different prompts of 1 to 300 tokens; the longest needs two prefill chunks."""
     return [text_tokens[7 * place : 7 * place + length] for place, length in enumerate(PROMPT_LENGTHS)]
 
 
@@ -82,7 +85,7 @@ def reference(
     return {name: list(itertools.islice(results, len(of_name))) for name, of_name in jobs.items()}
 
 
-@pytest.fixture(scope="module", params=["sync", "async"])
+@pytest.fixture(scope="module", params=["sync", pytest.param("async", marks=pytest.mark.long)])
 def engine(
     request: pytest.FixtureRequest, reference: Reference, target_dir: Path, head_dir: Path, environment: None
 ) -> Iterator[RunningEngine]:
@@ -95,10 +98,7 @@ def engine(
     running.shutdown()
 
 
-only_sync = pytest.mark.parametrize("engine", ["sync"], indirect=True)
-"""For scripted drafts: asynchronous scheduling leaves the drafts in the worker, where no scheduler can replace them."""
-
-
+@both_schedulers
 @pytest.mark.parametrize("ks", [(K_MAX,), MIXED], ids=["K_max", "mixed"])
 def test_greedy_output_is_the_targets(
     engine: RunningEngine, prompts: Prompts, reference: Reference, ks: tuple[int | None, ...]
@@ -144,6 +144,7 @@ def test_every_acceptance_is_counted(engine: RunningEngine, prompts: Prompts, re
         assert engine.recorder.workloads()[str(job.workload)].counts == Counts.from_steps(steps)
 
 
+@both_schedulers
 def test_decode_admitted_beside_others_verifies_k_from_its_first_step(
     engine: RunningEngine, prompts: Prompts, reference: Reference
 ) -> None:
@@ -160,6 +161,7 @@ def test_decode_admitted_beside_others_verifies_k_from_its_first_step(
     assert NUM_SHORT <= 1 + stats.num_steps + stats.num_accepted_tokens <= NUM_SHORT + 2
 
 
+@both_schedulers
 def test_preemption_changes_nothing(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
     preempted_before = engine.num_preempted
     jobs = [  # Of similar speed, so that all are long at the same time.
@@ -185,6 +187,7 @@ def test_context_limit(engine: RunningEngine, text_tokens: list[int], reference:
     assert result.drafting.counts == Counts.from_steps(result.steps)
 
 
+@both_schedulers
 def test_aborted_requests_stay_in_the_totals(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
     gone = Job(prompts[6], NUM_LONG, k=3, workload="gone", abort_after=12)
     stays = Job(prompts[5], NUM_SHORT, k=3, workload="stays")
@@ -232,6 +235,7 @@ def test_bad_k_neither_crashes_nor_is_obeyed(
     check_counts(result, obeyed)
 
 
+@both_schedulers
 def test_grammar(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
     """A grammar rules out drafts before verification; such drafts do not count as verified."""
     ks = (0, 2, K_MAX)

@@ -97,6 +97,7 @@ def test_totals_are_those_of_the_parts_that_exist(tmp_path) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_a_killed_run_goes_on_where_it_was(tmp_path) -> None:
     """Two rounds of own user turns and given prompts; killed after the first, a second start makes only the other."""
     from tests.cpu_engine_environment import preload_environment

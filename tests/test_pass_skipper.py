@@ -43,7 +43,7 @@ def reference(prompts: list[list[int]], target_dir: Path, environment: None) -> 
     return reference_results(target_dir, engine_settings(90), [Job(prompt, NUM_TOKENS) for prompt in prompts])
 
 
-@pytest.fixture(scope="module", params=["sync", "async"])
+@pytest.fixture(scope="module", params=["sync", pytest.param("async", marks=pytest.mark.long)])
 def engine(
     request: pytest.FixtureRequest, reference: list[Result], target_dir: Path, head_dir: Path, environment: None
 ) -> Iterator[CountingEngine]:

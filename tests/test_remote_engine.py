@@ -1,7 +1,7 @@
 """A real engine with its drafter in another process: the text is the target's own whatever happens to the drafter.
 
-Each test runs on vLLM's synchronous and asynchronous scheduler, unless it says why not. The same target without drafts
-writes the reference, in float32.
+Tests run on vLLM's asynchronous scheduler, as on a GPU, and in `make test-all` on the synchronous one too. The same
+target without drafts wrote the reference, in float32.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ SCRIPTED = "tests.scripted_drafts.ScriptedDraftScheduler"
 
 @pytest.fixture(scope="module")
 def prompts(target_dir: Path) -> list[list[int]]:
-    """17 different prompts of 1 to 600 tokens; the longest need several prefill chunks."""
+    """Different prompts of 1 to 300 tokens; the longest needs two prefill chunks."""
     tokens = AutoTokenizer.from_pretrained(target_dir)(TEXT * 6)["input_ids"]
     return [tokens[7 * place : 7 * place + length] for place, length in enumerate(PROMPT_LENGTHS)]
 
@@ -68,7 +68,7 @@ def drafter(
     process.kill()
 
 
-@pytest.fixture(scope="module", params=["sync", "async"])
+@pytest.fixture(scope="module", params=[pytest.param("sync", marks=pytest.mark.long), "async"])
 def engine(
     request: pytest.FixtureRequest,
     reference: list[Result],

@@ -35,7 +35,7 @@ def reference(prompts: list[list[int]], target_dir: Path, environment: None) -> 
     return reference_results(target_dir, engine_settings(90), [Job(prompt, NUM_TOKENS) for prompt in prompts])
 
 
-@pytest.fixture(scope="module", params=["sync", "async"])
+@pytest.fixture(scope="module", params=[pytest.param("sync", marks=pytest.mark.long), "async"])
 def engine(
     request: pytest.FixtureRequest, reference: list[Result], target_dir: Path, head_dir: Path
 ) -> Iterator[RemoteEngine]:
@@ -48,8 +48,8 @@ def engine(
 
 @pytest.fixture
 def drafters(target_dir: Path, head_dir: Path, environment: None) -> Iterator[list[DrafterProcess]]:
-    """Two, the second of which a test may leave alone; and those that a test adds."""
-    started = [DrafterProcess([head_dir], target_dir) for _ in range(2)]
+    """One, and those that a test adds."""
+    started = [DrafterProcess([head_dir], target_dir)]
     yield started
     for drafter in started:
         drafter.kill()
@@ -95,8 +95,11 @@ def test_restarted_under_load(
     drafters: list[DrafterProcess],
     prompts: list[list[int]],
     reference: list[Result],
+    target_dir: Path,
+    head_dir: Path,
 ) -> None:
     """Killed in mid generation; requests under way go on with the other drafter, from a cold start."""
+    drafters.append(DrafterProcess([head_dir], target_dir))
     engine.connect(*drafters)
     jobs = [Job(prompt, NUM_TOKENS) for prompt in prompts]
     answered = {address: link["num_answered"] for address, link in engine.links().items()}

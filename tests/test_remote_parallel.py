@@ -26,6 +26,7 @@ from tests.test_draft_engine import strong_head
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.long,
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks want a core each"),
     pytest.mark.skipif(not current_platform.is_cpu(), reason="the drafter process of the tests is a CPU process"),
 ]

@@ -22,7 +22,7 @@ from benchmarks import scaling_replay
 from cluster import view
 from tests.service_harness import CONFIGS, PROMPTS, Service, running_service
 
-pytestmark = pytest.mark.service
+pytestmark = [pytest.mark.service, pytest.mark.long]
 
 MAX_TOKENS = 16
 EVERY_S = 2.2

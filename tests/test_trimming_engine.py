@@ -44,7 +44,7 @@ class Seen:
     step_costs: str
 
 
-@pytest.fixture(scope="module", params=["sync", "async"])
+@pytest.fixture(scope="module", params=["sync", pytest.param("async", marks=pytest.mark.long)])
 def seen(
     request: pytest.FixtureRequest,
     reference: list[Result],
