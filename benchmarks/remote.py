@@ -13,18 +13,21 @@ GPU `--target-gpu`, the remote drafter (`peagle drafter`) on `--drafter-gpu`; bo
 import argparse
 import json
 import os
+import random
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.load import Rig
 from benchmarks.models import LLAMA_8B, write_embedding, write_head, write_target
 from peagle.provenance import conditions
+from peagle.vllm.acceptance import DEPTH_KEY, STEPS_HEADER, SYNTHETIC_KEY, decode_steps
 from peagle.vllm.engine import RemoteSettings, engine_kwargs
 
 PLACEMENTS = ("colocated", "remote", "none")
@@ -32,6 +35,7 @@ SURVIVAL = (0.80, 0.64, 0.50, 0.39, 0.30, 0.22, 0.17)
 """Synthetic P(first i drafts accepted), in the range published for P-EAGLE heads."""
 K_MAX = len(SURVIVAL)
 START_S = 120.0
+PROMPT_TOKENS = 128
 
 TEXTS = (
     "def fibonacci(n):\n    ",
@@ -44,6 +48,124 @@ TEXTS = (
     "The three laws of motion are as follows.\n1.",
 )
 NUM_TEXT_TOKENS = 96
+
+
+@dataclass
+class Window:
+    """What came out of the engine while it was open. Steps include those without drafts.
+
+    `otps` counts tokens. `expected_otps` takes each step's time as measured and its tokens as `SURVIVAL` expects them
+    at the drafts it verified, so that the luck of a few seconds drops out: the load divided by the mean time a token of
+    a whole request, its first one included (the median: a host that stands still meets all prompts of a load at once).
+    """
+
+    mean_tokens: float
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_drafts: int = 0
+    num_accepted: int = 0
+    num_expected: float = 0.0
+    steps_s: float = 0.0
+    first_s: list[float] = field(default_factory=list)
+
+    def add(self, num_tokens: int, steps: Sequence[tuple[int, int]], seconds: float, first: bool) -> None:
+        """One output of a request, `seconds` after its last one or, for the first, after the request was sent. steps:
+        (verified, accepted)."""
+        self.num_tokens += num_tokens
+        if first:
+            self.first_s.append(seconds)
+            return
+        self.steps_s += seconds
+        for verified, accepted in steps or ((0, 0),):
+            self.num_steps += 1
+            self.num_drafts += verified
+            self.num_accepted += accepted
+            self.num_expected += 1 + sum(SURVIVAL[:verified])
+
+    def document(self, num_requests: int, seconds: float) -> dict[str, Any]:
+        steps, first_s = max(self.num_steps, 1), statistics.median(self.first_s or [0.0])
+        decode_s = self.steps_s / max(self.num_expected, 1.0) * (self.mean_tokens - 1)
+        request_s = first_s + decode_s
+        return {
+            "window_s": round(seconds, 3),
+            "otps": round(self.num_tokens / seconds, 2),
+            "expected_otps": round(num_requests * self.mean_tokens / request_s, 2) if request_s else 0.0,
+            "mean_k": round(self.num_drafts / steps, 3),
+            "acceptance_length": round(1 + self.num_accepted / steps, 3),
+            "step_ms": round(1e3 * self.steps_s / steps, 3),
+            "median_ttft_ms": round(1e3 * first_s, 2),
+        }
+
+
+class LoadedEngine:
+    """One running engine, and the loop that keeps so many requests on it, each with a prompt of random tokens and an
+    answer of a length drawn from a range (equal ones would end, and bring their prompts, in one step). Its outputs are
+    read as they leave the engine's process, so that the client's own speed does not enter."""
+
+    def __init__(self, kwargs: dict[str, Any], output_tokens: tuple[int, int], k: int) -> None:
+        """output_tokens: least and most of an answer; k: of every request."""
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        config = EngineArgs(**kwargs).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        self._engine = LLMEngine.from_vllm_config(config, UsageContext.OPENAI_API_SERVER, disable_log_stats=True)
+        self._output_tokens, self._k = output_tokens, k
+        self._sent_s: dict[str, float] = {}  # by request: when it was sent or, negative, when it last gave tokens
+        self._num_requests = 0
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        """What the engine's workers answer."""
+        return list(self._engine.collective_rpc(method, args=args))
+
+    def _add(self, chance: random.Random) -> None:
+        from vllm import SamplingParams, TokensPrompt
+
+        self._num_requests += 1
+        request_id = f"load-{self._num_requests}"
+        params = SamplingParams(
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            max_tokens=chance.randint(*self._output_tokens),
+            extra_args={SYNTHETIC_KEY: list(SURVIVAL), DEPTH_KEY: self._k},
+        )
+        prompt = TokensPrompt(prompt_token_ids=[chance.randrange(1000, 40_000) for _ in range(PROMPT_TOKENS)])
+        self._engine.add_request(request_id, prompt, params)
+        self._sent_s[request_id] = time.perf_counter()
+
+    def run(self, num_requests: int, warmup_s: float, window_s: float) -> dict[str, Any]:
+        """Keep `num_requests` running for `warmup_s` + `window_s`, then end them. What came out of the window."""
+        chance = random.Random(num_requests)
+        for _ in range(num_requests):
+            self._add(chance)
+        window, begin_s, opened_s = Window(sum(self._output_tokens) / 2), time.perf_counter(), 0.0
+        while True:
+            outputs = self._engine.engine_core.get_output().outputs
+            now_s = time.perf_counter()
+            for output in outputs:
+                request_id = "-".join(output.request_id.split("-")[:2])  # vLLM adds a suffix of its own
+                last_s = self._sent_s.get(request_id)
+                if last_s is None:
+                    continue  # of a load before, under way when that was ended
+                self._sent_s[request_id] = -now_s
+                if opened_s:
+                    steps = decode_steps((output.trace_headers or {}).get(STEPS_HEADER, ""))
+                    window.add(len(output.new_token_ids), steps, now_s - abs(last_s), last_s > 0)
+                if output.finish_reason is not None:
+                    del self._sent_s[request_id]
+                    self._add(chance)
+            if not opened_s and now_s - begin_s >= warmup_s:
+                opened_s = now_s
+            if opened_s and now_s - opened_s >= window_s:
+                break
+        self._engine.abort_request(list(self._sent_s))
+        self._sent_s.clear()
+        return window.document(num_requests, now_s - opened_s)
+
+    def close(self) -> None:
+        """Stop the engine's process."""
+        self._engine.engine_core.shutdown()
 
 
 def models(folder: Path, check: bool) -> tuple[Path, Path]:
@@ -141,20 +263,20 @@ def measure(placement: str, args: argparse.Namespace, found: dict[str, Any] | No
             row["report"] = engine.collective_rpc("remote_report")[0]
         yield row
         return
-    rig = Rig(kwargs, tuple(args.output_tokens), {"all": SURVIVAL})
+    k = K_MAX if placement != "none" else 0
+    rig = LoadedEngine(kwargs, tuple(args.output_tokens), k)
     try:
         if found:
             connect(rig.collective_rpc, found)
         for num_requests in (max(args.num_requests), 4):  # kernels compile at first use
-            rig.run(str(K_MAX if placement != "none" else 0), ("all",), num_requests, 1.0, 1.0)
+            rig.run(num_requests, 1.0, 1.0)
         for num_requests in args.num_requests:
-            arm = str(K_MAX if placement != "none" else 0)
             before = rig.collective_rpc("remote_report")[0] if found else None
             row = {"placement": placement, "num_requests": num_requests}
-            row |= rig.run(arm, ("all",), num_requests, args.warmup_s, args.window_s)
+            row |= rig.run(num_requests, args.warmup_s, args.window_s)
             if found:
                 row["remote"] = {"before": before, "after": rig.collective_rpc("remote_report")[0]}
-                row["step_parts_ms"] = step_parts_ms(**row["remote"], step_ms=row["by_workload"]["all"]["step_ms"])
+                row["step_parts_ms"] = step_parts_ms(**row["remote"], step_ms=row["step_ms"])
             yield row
     finally:
         rig.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.remote import step_parts_ms
+from benchmarks.remote import SURVIVAL, Window, step_parts_ms
 from tests.transport_harness import Target, eventually, make_pool, make_server, running
 
 DELAY_S = 0.05
@@ -29,3 +29,17 @@ def test_a_step_is_its_targets_work_and_the_wait_for_service_and_transfer() -> N
     assert parts["service"] >= 1e3 * DELAY_S
     assert parts["target"] + parts["wait"] == pytest.approx(1000.0, abs=1e-3)
     assert parts["service"] + parts["transfer"] == pytest.approx(parts["wait"], abs=1e-3)
+
+
+def test_rates_come_from_steps_as_measured_and_tokens_as_expected() -> None:
+    window = Window(11)
+    for ttft_s in (0.1, 0.1, 1.0):  # the host stands still once
+        window.add(1, [], ttft_s, first=True)
+    for accepted in (2, 0):  # luck: it must not enter the expected rate
+        window.add(1 + accepted, [(2, accepted)], 0.02, first=False)
+    found = window.document(num_requests=4, seconds=2.0)
+    assert found["otps"] == (3 + 3 + 1) / 2
+    assert (found["mean_k"], found["acceptance_length"], found["step_ms"]) == (2.0, 2.0, 20.0)
+    # 0.1 s to its first token, then 10 tokens at 1 + 0.80 + 0.64 a step of 20 ms.
+    request_s = 0.1 + 10 / (1 + SURVIVAL[0] + SURVIVAL[1]) * 0.02
+    assert found["expected_otps"] == pytest.approx(4 * 11 / request_s, abs=0.01)
