@@ -18,6 +18,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY, DraftingRecorder, RequestDrafting
 from peagle.vllm.engine import ASYNC_SCHEDULER, engine_kwargs
+from peagle.vllm.limits import guard
 from tests import references
 from tests.scripted_drafts import CONTINUATION_KEY
 
@@ -113,6 +114,7 @@ class RunningEngine:
 
         client = AsyncLLM.from_vllm_config(config, disable_log_stats=True, stat_loggers=[make_logger])
         self.recorder.attach(client)
+        guard(client)
         return client
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
 
 from cluster.counts import Counts
 from cluster.request import DEFAULT_WORKLOAD
+from peagle.vllm.limits import GRAMMAR_KEY
 from tests.engine_cases import (
     K_MAX,
     MIXED,
@@ -90,7 +93,8 @@ def engine(
     request: pytest.FixtureRequest, reference: Reference, target_dir: Path, head_dir: Path, environment: None
 ) -> Iterator[RunningEngine]:
     """The target with the head. It starts after the reference is written, so one engine runs at a time."""
-    kwargs = drafted_kwargs(target_dir, head_dir, K_MAX, engine_settings(NUM_BLOCKS))
+    settings = engine_settings(NUM_BLOCKS) | {"additional_config": {GRAMMAR_KEY: 2.0}}
+    kwargs = drafted_kwargs(target_dir, head_dir, K_MAX, settings)
     if request.param == "sync":
         kwargs["scheduler_cls"] = "tests.scripted_drafts.ScriptedDraftScheduler"
     running = RunningEngine(kwargs, is_async=request.param == "async")
@@ -276,3 +280,50 @@ def test_greedy_beside_sampled(engine: RunningEngine, prompts: Prompts, referenc
     results = engine.run(greedy + sampled)
     for place, result in zip(places, results, strict=False):
         assert result.tokens[0] == reference["greedy"][place].tokens[0][:NUM_SHORT]
+
+
+def refusal(engine: RunningEngine, job: Job) -> str:
+    """What the engine's client says of a job that it refuses."""
+    with pytest.raises(ExceptionGroup) as raised:
+        engine.run([job])
+    (error,) = raised.value.exceptions
+    assert isinstance(error, VLLMValidationError)
+    return str(error)
+
+
+def test_what_would_end_the_engine_is_refused(
+    engine: RunningEngine, prompts: Prompts, reference: Reference, tokenizer: Any
+) -> None:
+    assert "prompt holds token id 49152" in refusal(engine, Job([len(tokenizer)], 4))
+    too_many = {"allowed_token_ids": list(range(2000))}
+    assert "allowed_token_ids holds 2000" in refusal(engine, Job(prompts[4], 4, sampling=too_many))
+    (result,) = engine.run([Job(prompts[4], 12)])
+    assert result.tokens[0] == reference["greedy"][4].tokens[0][:12]
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_others_go_on(
+    engine: RunningEngine, prompts: Prompts, reference: Reference
+) -> None:
+    """Each string of bounded length takes a second or more to compile: forty unlike ones take a minute."""
+    schema = {"type": "object", "properties": {f"p{n}": {"type": "string", "maxLength": n} for n in range(1000, 1040)}}
+    slow = Job(prompts[9], 60, sampling={"structured_outputs": StructuredOutputsParams(json=schema)})
+    with pytest.raises(ExceptionGroup) as raised:
+        engine.run([slow])
+    assert raised.group_contains(VLLMValidationError, match="structured_outputs: the grammar takes more than 2 s")
+    (result,) = engine.run([grammar_job(prompts[9], 2)])
+    assert result.texts == reference["grammar"][0].texts
+
+
+def test_min_p_and_logit_bias_work_without_drafts(
+    engine: RunningEngine, prompts: Prompts, reference: Reference
+) -> None:
+    """min_p = 1 leaves the most likely token alone. Requests beside them have their drafts."""
+    likely = Job(prompts[6], NUM_SHORT, sampling={"temperature": 1.0, "min_p": 1.0})
+    biased = Job(prompts[6], 8, sampling={"logit_bias": {42: 100.0}})
+    beside = Job(prompts[5], NUM_SHORT)
+    results = engine.run([likely, biased, beside])
+    assert results[0].tokens[0] == reference["greedy"][6].tokens[0][:NUM_SHORT]
+    assert results[1].tokens[0] == [42] * 8
+    assert results[2].tokens[0] == reference["greedy"][5].tokens[0][:NUM_SHORT]
+    for result, k in zip(results, (0, 0, K_MAX), strict=True):
+        check_counts(result, k)

@@ -4,6 +4,7 @@ The engine itself is in test_engine.py.
 """
 
 import json
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +26,12 @@ from peagle.vllm.acceptance import (
     WORKLOAD_KEY,
     DraftingRecorder,
     RequestDrafting,
+    WorkerReport,
     decode_steps,
     encode_steps,
 )
 from peagle.vllm.engine import ASYNC_SCHEDULER, CPU_WORKER, OWNED_ENGINE_KEYS, SYNC_SCHEDULER, engine_kwargs
+from peagle.vllm.scheduler import PerRequestDepthScheduler
 
 
 @pytest.fixture
@@ -316,3 +319,29 @@ def test_the_first_sampled_request_waits_for_no_compiler(monkeypatch: pytest.Mon
         assert sampler.batched_count_greater_than(likely, torch.tensor([[0.0], [50.0]])).tolist() == [3, 1]
     for function in (topk_topp_sampler.compiled_random_sample, sampler.batched_count_greater_than):
         assert not hasattr(function, "_torchdynamo_orig_callable")
+
+
+@pytest.mark.parametrize(
+    ("report", "invalid", "without_drafts"),
+    [
+        (WorkerReport(), {"d": 1}, set()),
+        (WorkerReport(num_drafts=[5, 0, -1, 2]), {"b": 3, "d": 3}, {"b"}),
+        (WorkerReport(num_verified=[5, 1, 0, 5]), {"b": 2, "d": 1}, set()),
+        (WorkerReport([5, 3, 0, 5], [2, 3, 0, 4]), {"a": 3, "d": 1}, {"c"}),
+    ],
+)
+def test_drafts_that_were_planned_and_not_verified_are_no_rejected_ones(
+    report: WorkerReport, invalid: dict[str, int], without_drafts: set[str]
+) -> None:
+    """Planned are 5, 3, 0 and 5 drafts; a grammar has ruled out one of d's."""
+    scheduler = object.__new__(PerRequestDepthScheduler)
+    scheduler._without_drafts, scheduler.requests = {"gone"}, dict.fromkeys("abcd")  # type: ignore[arg-type]
+    planned = {"a": [-1] * 5, "b": [-1] * 3, "d": [-1] * 5}
+    scheduled: Any = SimpleNamespace(scheduled_spec_decode_tokens=planned, num_invalid_spec_tokens={"d": 1})
+    output = SimpleNamespace()
+    report.attach_to(output)
+    found = WorkerReport.of(pickle.loads(pickle.dumps(output)))
+    assert found == report
+    scheduler._take_report(found, list("abcd"), scheduled)
+    assert scheduled.num_invalid_spec_tokens == invalid
+    assert scheduler._without_drafts == without_drafts
