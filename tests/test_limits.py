@@ -1,5 +1,6 @@
 """Requests that vLLM's engine does not survive are refused with the field's name; grammars cost what they may."""
 
+import json
 import os
 import signal
 import time
@@ -74,6 +75,14 @@ def test_a_list_that_ends_a_worker_is_refused(
         send(processor, [1], **sampling)
 
 
+def nested(num_objects: int) -> dict[str, Any]:
+    """A schema of 12 kB, with which vLLM's own check holds the event loop for half a minute."""
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(num_objects):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("structured", "message"),
     [
@@ -81,6 +90,9 @@ def test_a_list_that_ends_a_worker_is_refused(
         ({"choice": ["a" * 70_000]}, "structured_outputs.choice has 70004 characters, at most 65536"),
         ({"json": {"enum": ["a" * 70_000]}}, "structured_outputs.json has 70"),
         ({"grammar": "root ::= " + '"a" ' * 20_000}, "structured_outputs.grammar has"),
+        ({"json": nested(300)}, "structured_outputs.json is nested 601 levels deep, at most 64 are possible"),
+        ({"json": json.dumps(nested(300))}, "structured_outputs.json is nested 601 levels"),
+        ({"json": "{"}, "structured_outputs.json is no JSON"),
         ({"regex": "("}, "regex"),
     ],
 )

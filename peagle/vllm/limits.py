@@ -47,11 +47,14 @@ REFUSED = "structured_outputs: "
 
 @dataclasses.dataclass(frozen=True)
 class GrammarLimits:
-    """Of one grammar, schema, pattern or list of choices: characters, and choices. What a grammar of this size costs is
-    limited apart, by `bound_grammars`."""
+    """Of one grammar, schema, pattern or list of choices: characters, choices, and how deep its JSON may be nested.
+
+    What it costs to compile is limited apart, by `bound_grammars`; but reading it, on the client's event loop, takes
+    time by the third power of its depth (300 objects in one another: half a minute)."""
 
     max_chars: int = 64 * 1024
     max_choices: int = 1000
+    max_depth: int = 64
 
 
 def check_sampling(params: SamplingParams, vocab_size: int, limits: GrammarLimits | None = None) -> None:
@@ -77,17 +80,34 @@ def check_sampling(params: SamplingParams, vocab_size: int, limits: GrammarLimit
 def _check_grammar(structured: StructuredOutputsParams, limits: GrammarLimits) -> None:
     choices = structured.choice
     if choices is not None and len(choices) > limits.max_choices:
-        raise _refusal("structured_outputs.choice", f"has {len(choices)} choices, at most {limits.max_choices}")
+        raise _refusal(
+            "structured_outputs.choice", f"has {len(choices)} choices, at most {limits.max_choices} are possible"
+        )
     for name in ("json", "regex", "choice", "grammar", "structural_tag"):
         value = getattr(structured, name)
         if value is None:
             continue
         try:
             num_chars = len(value) if isinstance(value, str) else len(json.dumps(value))
+            if num_chars > limits.max_chars:
+                problem = f"has {num_chars} characters, at most {limits.max_chars} are possible"
+                raise _refusal(f"structured_outputs.{name}", problem)
+            is_text = isinstance(value, str) and name in ("json", "structural_tag")
+            depth = _depth(json.loads(value) if is_text else value)
         except (RecursionError, TypeError, ValueError) as error:
             raise _refusal(f"structured_outputs.{name}", f"is no JSON: {error}") from None
-        if num_chars > limits.max_chars:
-            raise _refusal(f"structured_outputs.{name}", f"has {num_chars} characters, at most {limits.max_chars}")
+        if depth > limits.max_depth:
+            problem = f"is nested {depth} levels deep, at most {limits.max_depth} are possible"
+            raise _refusal(f"structured_outputs.{name}", problem)
+
+
+def _depth(value: object) -> int:
+    """How many lists and mappings of a JSON value are in one another at most."""
+    depth, level = 0, [value]
+    while level := [part for part in level if isinstance(part, dict | list)]:
+        depth += 1
+        level = [item for part in level for item in (part.values() if isinstance(part, dict) else part)]
+    return depth
 
 
 def _refusal(field: str, problem: str) -> VLLMValidationError:
