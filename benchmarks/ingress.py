@@ -40,7 +40,7 @@ from deployments.engine_config import engine_config, prepare
 from peagle.provenance import conditions
 
 OURS, PLAIN = "ours", "plain"
-CONFIG = Path(__file__).parents[1] / "configs" / "local-adaptive.yaml"
+CONFIG = Path(__file__).parents[1] / "configs" / "local.yaml"
 NICENESS = "RAY_worker_niceness"
 NUM_RESAMPLES = 2000
 NUM_WARMUP_ROUNDS = 5
