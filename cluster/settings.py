@@ -234,15 +234,14 @@ class DrafterSettings(Section):
     @model_validator(mode="after")
     def _check_placement(self) -> typing.Self:
         if not self.is_remote:
-            unused = [key for key in ("replicas", "links", "heads_by_workload") if getattr(self, key)]
-            if unused:
-                raise Problems(
-                    [
-                        f".{key} has no meaning with placement: colocated, where the drafter runs in the target's "
-                        "engine: write placement: remote, or leave it out"
-                        for key in unused
-                    ]
-                )
+            Problems.check(
+                [
+                    f".{key} has no meaning with placement: colocated, where the drafter runs in the target's engine: "
+                    "write placement: remote, or leave it out"
+                    for key in ("replicas", "links", "heads_by_workload")
+                    if getattr(self, key)
+                ]
+            )
         elif self.engine_options:
             raise ValueError(
                 f".engine_options ({', '.join(self.engine_options)}) are for a drafter in the target's engine, which "
@@ -275,8 +274,7 @@ class DrafterSettings(Section):
         for workload, own_name in self.heads_by_workload.items():
             by_workload[workload], found = self._read_own_head(workload, own_name, head, max_draft_tokens, catalog)
             problems += found
-        if problems:
-            raise Problems(problems)
+        Problems.check(problems)
         filled = {"head": name, "max_draft_tokens": max_draft_tokens, "heads_by_workload": by_workload}
         return self.model_copy(update=filled)
 
@@ -369,8 +367,7 @@ class DepthSettings(Section):
             ]
         elif both := sorted(self.by_workload.keys() & self.objectives.keys()):
             problems.append(f".by_workload pins K of {both[0]}, so depth.objectives.{both[0]} decides nothing")
-        if problems:
-            raise Problems(problems)
+        Problems.check(problems)
         return self
 
 
@@ -529,8 +526,7 @@ class AutoscalingSettings(Section):
             )
         if self.policy == "queue_length" and self.max_tpot_ms is not None:
             problems.append(".max_tpot_ms is read by the acceptance policy only: write policy: acceptance")
-        if problems:
-            raise Problems(problems)
+        Problems.check(problems)
         return self
 
 
@@ -565,8 +561,7 @@ class ClusterSettings(Section):
                 problems.append(f"unknown key engine.{key}: vLLM has no such argument{nearest(key, known)}")
             elif key in counted and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 problems.append(f".{key} must be a number of {counted[key]} from 1, not {value!r:.80}")
-        if problems:
-            raise Problems(problems)
+        Problems.check(problems)
         return engine
 
     @field_validator("drafter")
@@ -587,8 +582,7 @@ class ClusterSettings(Section):
                 f"engine.pipeline_parallel_size is {num_stages!r:.80}, but placement: remote needs all layers on each "
                 "worker, 1: use tensor_parallel_size, or placement: colocated"
             )
-        if problems:
-            raise Problems(problems)
+        Problems.check(problems)
         replicas = drafter.replicas or DrafterReplicas()
         if replicas.num_gpus is None:
             replicas = replicas.model_copy(update={"num_gpus": float(target.has_gpu)})
@@ -614,8 +608,7 @@ class ClusterSettings(Section):
             for tag, k in depth.by_workload.items()
             if not 0 <= k <= most
         ]
-        if problems:
-            raise Problems(problems)
+        Problems.check(problems)
         return depth
 
     @field_validator("callers", mode="before")
@@ -646,8 +639,7 @@ class ClusterSettings(Section):
                 for name, caller in (callers or {}).items()
                 if caller.max_k is not None and caller.max_k > most
             ]
-        if problems:
-            raise Problems(problems)
+        Problems.check(problems)
         return callers
 
     @field_validator("autoscaling")
@@ -674,8 +666,7 @@ class ClusterSettings(Section):
             problems.append(".policy is acceptance, which needs a drafter: write policy: queue_length")
         if scaling.policy == "acceptance" and "max_num_seqs" not in info.data["engine"]:
             problems.append(".policy is acceptance, which needs engine.max_num_seqs, the largest batch")
-        if problems:
-            raise Problems(problems)
+        Problems.check(problems)
         return scaling
 
     @property
@@ -799,14 +790,10 @@ def _with_drafter(raw: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, A
             raise Problems([f"{name} must be an object like vLLM's --speculative-config, not {value!r:.80}"])
         options = {str(key): item for key, item in value.items()}
         if (method := options.pop("method", None)) != "eagle3":
-            raise Problems(
-                [
-                    f'{name} must say "method": "eagle3" (with "parallel_drafting": true for a P-EAGLE head); it says '
-                    f"method {method!r}"
-                ]
-            )
-        if missing := [key for key in ("model", "num_speculative_tokens") if options.get(key) is None]:
-            raise Problems([f"missing key {name}.{key}" for key in missing])
+            said = f'{name} must say "method": "eagle3" (with "parallel_drafting": true for a P-EAGLE head)'
+            raise Problems([f"{said}; it says method {method!r}"])
+        missing = [key for key in ("model", "num_speculative_tokens") if options.get(key) is None]
+        Problems.check([f"missing key {name}.{key}" for key in missing])
         sections["drafter"] = {
             "head": options.pop("model"),
             "max_draft_tokens": options.pop("num_speculative_tokens"),

@@ -1,12 +1,10 @@
-"""A table of workloads, their acceptance by depth, and the K that each gets, from a running service.
+"""A table of workloads, their acceptance by depth, and the K that each gets, from a running service (`peagle view`).
 
-    peagle view [http://127.0.0.1:8000] [--watch SECONDS] [--api-key KEY]
-
-Asks `GET /drafting` of the ingress, whose document `DepthControl.document` (cluster/control.py) writes.
+Asks `GET /drafting` of the ingress: the document of `cluster.control.DepthControl`, with the heads, drafters and
+links that `deployments.telemetry` adds and the decision of `deployments.autoscaling`.
 """
 
 import json
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,56 +13,22 @@ TIMEOUT_S = 10.0
 
 
 def table(document: Mapping[str, Any]) -> str:
-    """The document of `GET /drafting` as text: a line each workload, `survival` as mean (low-high) in per cent."""
-    deepest = int(document["max_draft_tokens"])
-    header = ["workload", "requests", "steps", "K", "source", "AL", *(f"S{i}" for i in range(1, deepest + 1))]
-    rows = [header, *(_row(one, deepest) for one in document["workloads"])]
+    """The document as text: a line each workload, survival S1, S2, ... as mean (low-high) in per cent; then reasons."""
+    max_draft_tokens = int(document["max_draft_tokens"])
+    header = ["workload", "requests", "steps", "K", "source", "AL", *(f"S{i}" for i in range(1, max_draft_tokens + 1))]
+    rows = [header, *(_row(workload, max_draft_tokens) for workload in document["workloads"])]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += ["", f"{document['model']}: K_max {deepest}, policy {document['policy']}, {document['step_times']}"]
-    lines += [f"{one['workload']}: {one['reason']}" for one in document["workloads"] if one["reason"]]
-    lines += [_head_line(one) for one in document.get("heads", ())]
-    lines += [_drafter_line(one, document.get("links", ())) for one in document.get("drafters", ())]
-    lines += _scaling_lines(document.get("autoscaling"))
-    return "\n".join(lines)
-
-
-def _scaling_lines(document: Mapping[str, Any] | None) -> list[str]:
-    """Replicas that run and are wanted, demand and capacity, and why."""
-    if document is None:
-        return []
-    counts = [
-        f"{name} {'?' if one['num_running'] is None else one['num_running']} running, {one['num_wanted']} wanted "
-        f"({one['min']}..{one['max']})"
-        for name in ("target", "drafter")
-        if (one := document[name]) is not None
+    lines += [
+        "",
+        f"{document['model']}: K_max {max_draft_tokens}, policy {document['policy']}, {document['step_times']}",
     ]
-    demand, capacity = document["demand_tokens_per_s"], document["capacity_tokens_per_s"]
-    known = [] if demand is None else [f"demand {demand:.0f} tokens/s"]
-    known += [] if capacity is None else [f"capacity {capacity:.0f} tokens/s a replica"]
-    return [f"replicas: {'; '.join([*counts, *known])}", f"autoscaling ({document['source']}): {document['reason']}"]
-
-
-def _row(one: Mapping[str, Any], deepest: int) -> list[str]:
-    survival = one["survival"]
-    known = zip(survival["mean"], survival["low"], survival["high"], strict=True)
-    depths = [f"{100 * mean:.0f} ({100 * low:.0f}-{100 * high:.0f})" for mean, low, high in known][:deepest]
-    depths += ["-"] * (deepest - len(depths))
-    length = "-" if one["acceptance_length"] is None else f"{one['acceptance_length']:.2f}"
-    counts = [f"{one['num_requests']:g}", f"{one['num_steps']:.0f}", str(one["k"])]
-    return [one["workload"], *counts, one["source"], length, *depths]
-
-
-def _head_line(one: Mapping[str, Any]) -> str:
-    length = "nothing drafted yet" if one["acceptance_length"] is None else f"AL {one['acceptance_length']:.2f}"
-    return f"head {one['head']} ({'live' if one['is_live'] else 'no longer live'}): {length}, {one['num_steps']} steps"
-
-
-def _drafter_line(one: Mapping[str, Any], links: Sequence[Mapping[str, Any]]) -> str:
-    found = [f"{link['state']} by {link['path']}" for link in links if link["drafter"] == one["address"]]
-    states = ", ".join(found) or "none"
-    refused = f"; refused: {one['refused']}" if one["refused"] else ""
-    return f"drafter {one['address']}: {', '.join(head['head'] for head in one['heads'])}; links: {states}{refused}"
+    lines += [
+        f"{workload['workload']}: {workload['reason']}" for workload in document["workloads"] if workload["reason"]
+    ]
+    lines += [_head_line(head) for head in document.get("heads", ())]
+    lines += [_drafter_line(drafter, document.get("links", ())) for drafter in document.get("drafters", ())]
+    return "\n".join([*lines, *_scaling_lines(document.get("autoscaling"))])
 
 
 def fetch(url: str, api_key: str | None = None) -> dict[str, Any]:
@@ -74,3 +38,42 @@ def fetch(url: str, api_key: str | None = None) -> dict[str, Any]:
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
         document: dict[str, Any] = json.load(answer)
     return document
+
+
+def _row(workload: Mapping[str, Any], max_draft_tokens: int) -> list[str]:
+    survival = workload["survival"]
+    known = zip(survival["mean"], survival["low"], survival["high"], strict=True)
+    depths = [f"{100 * mean:.0f} ({100 * low:.0f}-{100 * high:.0f})" for mean, low, high in known][:max_draft_tokens]
+    depths += ["-"] * (max_draft_tokens - len(depths))
+    length = "-" if workload["acceptance_length"] is None else f"{workload['acceptance_length']:.2f}"
+    counts = [f"{workload['num_requests']:g}", f"{workload['num_steps']:.0f}", str(workload["k"])]
+    return [workload["workload"], *counts, workload["source"], length, *depths]
+
+
+def _head_line(head: Mapping[str, Any]) -> str:
+    length = "nothing drafted yet" if head["acceptance_length"] is None else f"AL {head['acceptance_length']:.2f}"
+    live = "live" if head["is_live"] else "no longer live"
+    return f"head {head['head']} ({live}): {length}, {head['num_steps']} steps"
+
+
+def _drafter_line(drafter: Mapping[str, Any], links: Sequence[Mapping[str, Any]]) -> str:
+    states = [f"{link['state']} by {link['path']}" for link in links if link["drafter"] == drafter["address"]]
+    heads = ", ".join(head["head"] for head in drafter["heads"])
+    refused = f"; refused: {drafter['refused']}" if drafter["refused"] else ""
+    return f"drafter {drafter['address']}: {heads}; links: {', '.join(states) or 'none'}{refused}"
+
+
+def _scaling_lines(decision: Mapping[str, Any] | None) -> list[str]:
+    """Replicas that run and are wanted, demand and capacity, and why."""
+    if decision is None:
+        return []
+    parts = [
+        f"{name} {'?' if counts['num_running'] is None else counts['num_running']} running, {counts['num_wanted']} "
+        f"wanted ({counts['min']}..{counts['max']})"
+        for name in ("target", "drafter")
+        if (counts := decision[name]) is not None
+    ]
+    demand, capacity = decision["demand_tokens_per_s"], decision["capacity_tokens_per_s"]
+    parts += [] if demand is None else [f"demand {demand:.0f} tokens/s"]
+    parts += [] if capacity is None else [f"capacity {capacity:.0f} tokens/s a replica"]
+    return [f"replicas: {'; '.join(parts)}", f"autoscaling ({decision['source']}): {decision['reason']}"]

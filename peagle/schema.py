@@ -43,6 +43,12 @@ class Problems(ValueError):
         super().__init__("; ".join(lines))
         self.lines = lines
 
+    @classmethod
+    def check(cls, lines: list[str]) -> None:
+        """Raises where there are any."""
+        if lines:
+            raise cls(lines)
+
 
 _EXPECTED = {
     "int_type": "an integer",

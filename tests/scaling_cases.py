@@ -1,19 +1,17 @@
-"""Inputs for the tests of autoscaling: step costs of a formula, and counters of replicas that serve as told."""
+"""Inputs for the tests of autoscaling: step costs of a formula, and exports of replicas that serve as told."""
 
 from collections.abc import Mapping, Sequence
 
-from cluster.counts import Counts
-from cluster.scaling import CounterExport, Reading, WorkloadTotals
+from cluster.counts import Counts, MetricsExport, TargetReport, WorkloadCounts
 from cluster.settings import AutoscalingSettings
 from cluster.step_time import Curve, StepCosts
 
 GOOD, BAD = (0.8, 0.64, 0.51), (0.2, 0.04, 0.01)
 OUTPUT_TOKENS, PROMPT_TOKENS = 200, 100
-
-
-def step_costs() -> StepCosts:
-    """20 ms, 0.5 ms a token and 1 ms a request."""
-    return StepCosts(Curve((1.0, 1001.0), (0.0205, 0.5205)), Curve((1.0, 33.0), (0.001, 0.033)))
+COSTS = StepCosts(
+    Curve((1.0, 1024.0), (0.0205, 0.02 + 0.0005 * 1024)), Curve((0.0, 1024.0), (0.0, 1.024)), has_points=True
+)
+"""20 ms, 0.5 ms a row and 1 ms a request."""
 
 
 def settings(**changes: object) -> AutoscalingSettings:
@@ -28,28 +26,40 @@ def steps(num: int, survival: Sequence[float]) -> Counts:
 
 
 class FakeReplica:
-    """Counters of one replica of a test's choosing, exported as a real one exports its own."""
+    """Counts of one replica of a test's choosing, exported as a real one exports its own."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.export = name, CounterExport()
-        self.totals: dict[str, WorkloadTotals] = {}
+    def __init__(self, name: str, costs: StepCosts | None = COSTS) -> None:
+        self.name, self._export = name, MetricsExport()
+        self._costs = costs
+        self.workloads: dict[str, WorkloadCounts] = {}
 
     def serve(self, workload: str, num_requests: int, survival: Sequence[float] = GOOD) -> None:
         """Requests that arrive and end."""
         per_request = round(OUTPUT_TOKENS / (1 + sum(survival)))
-        more = WorkloadTotals(
-            num_requests,
-            num_requests,
-            num_requests * OUTPUT_TOKENS,
-            num_requests * PROMPT_TOKENS,
-            steps(num_requests * per_request, survival),
+        self.count(
+            workload,
+            WorkloadCounts(
+                num_requests,
+                num_requests,
+                0,
+                num_requests * OUTPUT_TOKENS,
+                num_requests * PROMPT_TOKENS,
+                steps(num_requests * per_request, survival),
+            ),
         )
-        self.totals[workload] = self.totals.get(workload, WorkloadTotals()).plus(more)
 
-    def reading(self, time_s: float, head: str = "head") -> Reading:
-        return Reading(self.name, time_s, self.export.flat(head, self.totals))
+    def count(self, workload: str, more: WorkloadCounts) -> None:
+        self.workloads[workload] = self.workloads.get(workload, WorkloadCounts()) + more
+
+    def metrics(self, head: str = "head") -> dict[str, float]:
+        costs = None if self._costs is None else self._costs.to_wire()
+        return dict(
+            self._export.to_metrics(TargetReport(self.name, head=head, workloads=self.workloads, step_costs=costs))
+        )
 
 
-def changed(reading: Reading, values: Mapping[str, float]) -> Reading:
-    """The reading with other values for some counters."""
-    return Reading(reading.replica, reading.time_s, {**reading.values, **values})
+def exported(
+    replicas: Sequence[FakeReplica], time_s: float, head: str = "head", **changed: Mapping[str, float]
+) -> dict[str, tuple[float, dict[str, float]]]:
+    """What the policy gets of them; `changed`: other values, by the name of a replica."""
+    return {replica.name: (time_s, {**replica.metrics(head), **changed.get(replica.name, {})}) for replica in replicas}

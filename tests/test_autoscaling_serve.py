@@ -1,5 +1,5 @@
 """The policies in Serve's own controller, with replicas that count instead of serving: from `record_autoscaling_stats`
-to new replicas, the board and the log. No engine runs here."""
+to new replicas and the board. No engine runs here."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,12 +10,11 @@ import pytest
 import ray
 from ray import serve
 
-from benchmarks import scaling_replay
 from deployments.autoscaling import DECISION, DRAFTER_POLICY, TARGET_POLICY, ClusterBoard
 from tests.autoscaling_harness import arguments
 from tests.scaling_cases import BAD, GOOD, FakeReplica
 
-pytestmark = pytest.mark.service
+pytestmark = [pytest.mark.service, pytest.mark.long]
 
 WAIT_S = 60.0
 REQUESTS_PER_S = 2.0
@@ -34,7 +33,7 @@ class Counting:
         if num:
             self._served_s = time.time()
             self._fake.serve("chat", num, BAD if self._flag.exists() else GOOD)
-        return dict(self._fake.reading(0.0).values)
+        return self._fake.metrics()
 
 
 class Idle:
@@ -50,7 +49,6 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         changes: dict[str, Any] = {
             "target": {"min": 1, "max": 3},
             "drafter": {"min": 1, "max": 3},
-            "log": str(tmp_path / "log"),
             "utilisation": 0.8,
             "decision_interval_s": 2.0,
         }
@@ -89,7 +87,7 @@ def wait_for(is_so: Callable[[], bool], what: str) -> None:
         time.sleep(0.5)
 
 
-def test_counters_of_replicas_become_replicas_a_document_and_a_log(folder: Path) -> None:
+def test_counters_of_replicas_become_replicas_and_a_document(folder: Path) -> None:
     board = ClusterBoard("scaled")
     wait_for(lambda: (board.get(DECISION) or {"source": ""})["source"] == "acceptance", "decision from acceptance")
     good = board.get(DECISION)
@@ -102,6 +100,3 @@ def test_counters_of_replicas_become_replicas_a_document_and_a_log(folder: Path)
     assert bad["capacity_tokens_per_s"] < good["capacity_tokens_per_s"]
     assert bad["ongoing_requests"] == 0  # by queue length, one replica is enough
     wait_for(lambda: (board.get(DECISION) or {})["drafter"]["num_running"] > 1, "word of the drafters")
-    again = list(scaling_replay.replay((folder / "log").read_text().splitlines()))
-    assert [one.line for one in again if one.differs] == []
-    assert again[-1].inputs.drafter is not None
