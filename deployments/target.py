@@ -99,7 +99,7 @@ class TargetServer(LLMServer):
         observe(self._control, [report])
         return report
 
-    async def record_autoscaling_stats(self) -> dict[str, int]:
+    async def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve hands to the policy of autoscaling (`deployments.autoscaling`), every few seconds."""
         return self._telemetry.scaling_counters()
 

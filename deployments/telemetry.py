@@ -19,9 +19,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from ray.util.metrics import Counter
 
 from cluster.control import DepthControl
-from cluster.counts import Counts, TargetReport, WorkloadCounts
+from cluster.counts import Counts, MetricsExport, TargetReport, WorkloadCounts
 from cluster.settings import ClusterSettings
-from cluster.traffic import CounterExport, WorkloadTotals
 from peagle.vllm.acceptance import DraftingRecorder, RequestDrafting
 
 # ====================================================================================================
@@ -264,7 +263,7 @@ class ReplicaTelemetry:
         self._head = head
         self._heads: dict[str, str] = {}
         self._by_head = HeadCounts()
-        self._export = CounterExport()
+        self._export = MetricsExport()
         keys = ("model", "workload")
         self._steps = Counter("peagle_verification_steps", "Steps that verified drafts.", keys)
         self._drafted = Counter("peagle_draft_tokens", "Draft tokens verified.", (*keys, "depth"))
@@ -300,18 +299,14 @@ class ReplicaTelemetry:
             self.recorder.step_costs,
         )
 
-    def scaling_counters(self) -> dict[str, int]:
-        """Counters that only grow, as the policy of autoscaling reads them (`cluster.traffic`)."""
-        counted = {}
-        for workload, counts in self.recorder.workloads().items():
-            counted[workload] = WorkloadTotals(
-                counts.num_started,
-                counts.num_ended,
-                counts.num_output_tokens,
-                counts.num_prompt_tokens,
-                counts.counts,
+    def scaling_counters(self) -> dict[str, float]:
+        """Counters that only grow, and step costs, as the policy of autoscaling reads them (`cluster.traffic`)."""
+        costs = self.recorder.corrections or None
+        return self._export.to_metrics(
+            TargetReport(
+                self._replica, head=self._head, heads=self._heads, workloads=self.recorder.workloads(), step_costs=costs
             )
-        return self._export.flat(self._all_heads(), counted)
+        )
 
     def _totals(self) -> dict[str, Counts]:
         return {name: counts.counts for name, counts in self.recorder.workloads().items()}
