@@ -1,10 +1,7 @@
 """Time of the drafter's one pass by batch size, on a GPU or on the CPU.
 
     python -m benchmarks.parallel_pass --out FILE [--shapes 8b qwen3-30b-a3b] [--batches 1 8 32 64 128]
-    python -m benchmarks.parallel_pass --out FILE --head HEAD --pass-times-out FILE2
-
-The second form writes besides what `autoscaling.pass_times` reads: the median pass of a drafter shaped like HEAD, in
-the layout `dropped`. Measure it where drafters will run, with `--context` and `--accepted` of the traffic.
+    python -m benchmarks.parallel_pass --out FILE --head HEAD        a drafter of the shape of this head
 
 Drafters have four layers, random weights and the shape that targets of that name give them; requests stand at the same
 context, in shuffled blocks of a cache of random keys and values. Two layouts of the same requests:
@@ -197,21 +194,10 @@ def _measure_graphs(parallel_pass: ParallelPass, batch: PassBatch, row: dict[str
     return drafts_BK
 
 
-def pass_times(rows: list[dict[str, Any]], said: dict[str, Any]) -> dict[str, Any]:
-    """What `autoscaling.pass_times` reads (`cluster.capacity.PassTimes`)."""
-    points = [
-        {"num_requests": row["num_requests"], "median_s": round(row["pass_ms"] / 1e3, 7)}
-        for row in rows
-        if row["layout"] == "dropped"
-    ]
-    return {"measured": True, "conditions": said, "points": points}
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--head", type=Path, help="folder of a head: measure a drafter of its shape, and no other")
-    parser.add_argument("--pass-times-out", type=Path, help="with --head: the file that autoscaling.pass_times names")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["8b", "qwen3-30b-a3b"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128], help="requests")
@@ -222,8 +208,6 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.depth < 1 or not 0 <= args.accepted <= args.depth or args.context < 0 or min(args.batches) < 1:
         parser.error("--depth and --batches must be at least 1, --accepted in 0 .. depth, --context at least 0")
-    if args.pass_times_out and not args.head:
-        parser.error("--pass-times-out is for one head: name its folder with --head")
     return args
 
 
@@ -251,16 +235,9 @@ def main() -> None:
         num_layers = drafter.config.num_hidden_layers
         del drafter
     settings = {"device": args.device, "dtype": str(dtype), "num_layers": num_layers, **dataclasses.asdict(load)}
-    said = conditions()
-    _write(args.out, {"conditions": said, "settings": settings, "passes": results})
-    if args.pass_times_out:
-        told = {**said, **settings, "head": str(args.head)}
-        _write(args.pass_times_out, pass_times(results[str(args.head)], told))
-
-
-def _write(path: Path, document: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    document = {"conditions": conditions(), "settings": settings, "passes": results}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -301,7 +301,7 @@ class ReplicaTelemetry:
 
     def scaling_counters(self) -> dict[str, float]:
         """Counters that only grow, and step costs, as the policy of autoscaling reads them (`cluster.traffic`)."""
-        costs = self.recorder.corrections or None
+        costs = self.recorder.step_costs or None
         return self._export.to_metrics(
             TargetReport(
                 self._replica, head=self._head, heads=self._heads, workloads=self.recorder.workloads(), step_costs=costs

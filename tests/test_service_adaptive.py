@@ -75,10 +75,9 @@ def test_a_request_past_the_ingress_gets_a_learned_k_too(service) -> None:
     assert answer["drafting"]["source"] in ("learned", "probe")
 
 
-def test_the_view_shows_the_running_service(service, capsys: pytest.CaptureFixture[str]) -> None:
-    assert view.main([service.url]) == 0
-    text = capsys.readouterr().out
+def test_the_view_shows_the_running_service(service) -> None:
+    text = view.table(view.fetch(service.url))
     assert [line.split()[3:5] for line in text.splitlines() if line.startswith("pinned ")] == [["2", "workload"]]
-    assert "step times corrected by 1 engine:" in text
-    assert view.main(["http://127.0.0.1:9"]) == 1
-    assert "does not answer" in capsys.readouterr().err
+    assert "of 1 engine" in text
+    with pytest.raises(OSError, match="refused"):
+        view.fetch("http://127.0.0.1:9")
