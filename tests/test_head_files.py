@@ -104,9 +104,8 @@ def test_cut_file_is_named_with_its_bytes(head: Path, keep: int) -> None:
     whole = path.read_bytes()
     cut = whole + b"\0" if keep == 1 else whole[:keep]
     path.write_bytes(cut)
-    state = "longer than its header says" if keep == 1 else "cut short"
     for check in (load_head, check_head):
-        with pytest.raises(HeadError, match=rf"model.safetensors is {state}: {len(cut)} bytes"):
+        with pytest.raises(HeadError, match=rf"model.safetensors \({len(cut)} bytes\) is cut short or damaged"):
             check(head)
 
 
@@ -114,10 +113,10 @@ def test_files_that_are_no_heads(head: Path, tmp_path: Path) -> None:
     weights = head / "model.safetensors"
     good = weights.read_bytes()
     weights.write_bytes(b"<html>not found</html>" * 100)
-    with pytest.raises(HeadError, match=r"is no safetensors file: 2200 bytes"):
+    with pytest.raises(HeadError, match=r"\(2200 bytes\) is cut short or damaged"):
         load_head(head)
     weights.write_bytes(good[:8] + b"x" * (len(good) - 8))
-    with pytest.raises(HeadError, match="has a damaged safetensors header"):
+    with pytest.raises(HeadError, match="is cut short or damaged: .*header"):
         load_head(head)
     weights.unlink()
     with pytest.raises(HeadError, match=r"model.safetensors does not exist \(the directory holds: \['config.json'\]\)"):
@@ -263,7 +262,7 @@ def test_narrow_drafter_needs_its_own_table(tmp_path: Path) -> None:
 def test_checks_import_no_torch(head: Path) -> None:
     code = (
         "import json, sys; from peagle.checkpoint import check_head; check_head(sys.argv[1], json.loads(sys.argv[2]));"
-        "heavy = {'torch', 'numpy', 'safetensors', 'transformers', 'ray'} & set(sys.modules); assert not heavy, heavy"
+        "heavy = {'torch', 'transformers', 'ray'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run(
         [sys.executable, "-c", code, str(head), json.dumps(TARGET)], check=True, cwd=Path(__file__).parents[1]
