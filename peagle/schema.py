@@ -79,7 +79,8 @@ def problem_lines(error: ValidationError, model: type[BaseModel], path: str = ""
         elif detail["type"] == "missing":
             lines.append(f"missing key {where}")
         elif (expected := _EXPECTED.get(detail["type"])) is not None:
-            lines.append(f"wrong type at {where}: expected {expected}, got {_described(detail['input'])}")
+            place = f" at {where}" if where else ""
+            lines.append(f"wrong type{place}: expected {expected}, got {_described(detail['input'])}")
         elif detail["type"] in ("greater_than_equal", "less_than_equal"):
             context = detail["ctx"]
             bound = f"at least {context['ge']}" if "ge" in context else f"at most {context['le']}"
@@ -87,7 +88,7 @@ def problem_lines(error: ValidationError, model: type[BaseModel], path: str = ""
         elif detail["type"] == "literal_error":
             lines.append(f"{where} must be {detail['ctx']['expected']}, not {detail['input']!r:.80}")
         else:
-            lines.append(f"{where}: {detail['msg']}, not {detail['input']!r:.80}")
+            lines.append(f"{where}: {detail['msg']}, not {detail['input']!r:.80}" if where else detail["msg"])
     return lines
 
 

@@ -18,14 +18,16 @@ import random
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import torch
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from torch import Tensor
 
 from peagle.config import read_target_config
 from peagle.provenance import conditions
+from peagle.schema import problem_lines
 from peagle.store import sha256_of
 
 logger = logging.getLogger(__name__)
@@ -282,8 +284,9 @@ def write_manifest(folder: str | Path, manifest: dict[str, Any]) -> None:
 # ---- prompts: read from JSONL, rendered with the target's chat template, or begun for the target to go on
 
 _SENTINEL = "\u2063turn\u2063"
-_ROLES = ("system", "user", "assistant")
 _MAX_NAMED_LINES = 10
+
+NotBlank = Annotated[str, Field(pattern=r"\S")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,6 +307,39 @@ class Prompt:
         return cls(({"role": "user", "content": text},), category)
 
 
+class Message(BaseModel):
+    """A message as OpenAI's API has it; other keys are ignored."""
+
+    role: Literal["system", "user", "assistant"]
+    content: NotBlank
+
+
+class Line(BaseModel):
+    """A line of a JSONL file of prompts; other keys are ignored. `answer` goes with `prompt`."""
+
+    messages: list[Message] | None = None
+    prompt: NotBlank | None = None
+    turns: Annotated[list[NotBlank], Field(min_length=1)] | None = None
+    answer: NotBlank | None = None
+    category: str = "default"
+
+    @model_validator(mode="after")
+    def _check_form(self) -> Self:
+        given = [key for key in ("messages", "prompt", "turns") if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise ValueError(f"needs one of `messages`, `prompt`, `turns`; has {given or 'none'}")
+        roles = [message.role for message in self.messages or ()]
+        if self.messages is not None and "user" not in (roles[-1:] if roles[-1:] != ["assistant"] else roles[-2:-1]):
+            raise ValueError("`messages` needs a user's message last, or before the assistant's last")
+        return self
+
+    def as_prompt(self, where: str) -> Prompt:
+        messages = [message.model_dump() for message in self.messages or ()]
+        answer = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else self.answer
+        text = self.prompt or (self.turns or [""])[0]
+        return Prompt(tuple(messages or [{"role": "user", "content": text}]), self.category, answer, where)
+
+
 def read_jsonl(path: str | Path, *, need_answers: bool = False) -> list[Prompt]:
     """One JSON object a line, of one of the forms
 
@@ -320,14 +356,16 @@ def read_jsonl(path: str | Path, *, need_answers: bool = False) -> list[Prompt]:
     prompts, wrong = [], []
     num_unused_turns = 0
     for number, line in enumerate(lines, start=1):
+        where = f"{path}:{number}"
         try:
-            record = _record(line)
-            prompts.append(_prompt(record, f"{path}:{number}"))
-            num_unused_turns += len(record.get("turns", [None])) - 1
-            if need_answers and prompts[-1].answer is None:
-                raise ValueError("no answer: needs `answer`, or `messages` that end with the assistant's")
-        except ValueError as error:
-            wrong.append(f"  {path}:{number}: {error}")
+            read = Line.model_validate_json(line)
+        except ValidationError as error:
+            wrong.append(f"  {where}: {'; '.join(problem_lines(error, Line))}")
+            continue
+        prompts.append(read.as_prompt(where))
+        num_unused_turns += len(read.turns or [""]) - 1
+        if need_answers and prompts[-1].answer is None:
+            wrong.append(f"  {where}: no answer: needs `answer`, or `messages` that end with the assistant's")
     if lines == [b""]:
         raise ValueError(f"{path}: holds no prompts")
     if wrong:
@@ -337,61 +375,6 @@ def read_jsonl(path: str | Path, *, need_answers: bool = False) -> list[Prompt]:
     if num_unused_turns:
         logger.warning("%s: %d later entries of `turns` are not used: only the first is", path, num_unused_turns)
     return prompts
-
-
-def _record(line: bytes) -> dict[str, Any]:
-    if not line.strip():
-        raise ValueError("empty line")
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not valid UTF-8: {error.reason} at byte {error.start}") from error
-    except ValueError as error:
-        raise ValueError(f"not valid JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"needs a JSON object, is {type(record).__name__}")
-    return record
-
-
-def _prompt(record: dict[str, Any], where: str) -> Prompt:
-    forms = [key for key in ("messages", "prompt", "turns") if key in record]
-    if len(forms) != 1:
-        raise ValueError(f"needs one of `messages`, `prompt`, `turns`; has {forms or list(record)[:5]}")
-    if forms == ["messages"]:
-        messages, answer = _messages(record["messages"])
-    else:
-        text = record["prompt"] if forms == ["prompt"] else _first(record["turns"])
-        messages = [{"role": "user", "content": _text(text, f"`{forms[0]}`")}]
-        answer = None if record.get("answer") is None else _text(record["answer"], "`answer`")
-    return Prompt(tuple(messages), str(record.get("category", "default")), answer, where)
-
-
-def _messages(given: Any) -> tuple[list[dict[str, str]], str | None]:
-    """The messages before the answer, and the answer that the assistant's last message is."""
-    if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
-        raise ValueError("`messages` needs a list of objects")
-    messages = []
-    for number, message in enumerate(given):
-        role = message.get("role")
-        if role not in _ROLES:
-            raise ValueError(f"messages[{number}].role is {role!r}, must be one of {', '.join(_ROLES)}")
-        messages.append({"role": role, "content": _text(message.get("content"), f"messages[{number}].content")})
-    answer = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else None
-    if not messages or messages[-1]["role"] != "user":
-        raise ValueError("`messages` needs a user's message last, or before the assistant's last")
-    return messages, answer
-
-
-def _first(turns: Any) -> Any:
-    if not isinstance(turns, list) or not turns:
-        raise ValueError("`turns` needs a list that is not empty")
-    return turns[0]
-
-
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{name} needs a string that is not empty")
-    return value
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
