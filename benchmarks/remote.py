@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.models import LLAMA_8B, write_embedding, write_head, write_target
 from peagle.provenance import conditions
-from peagle.vllm.acceptance import DEPTH_KEY, STEPS_HEADER, SYNTHETIC_KEY, decode_steps
+from peagle.vllm.acceptance import DEPTH_KEY, STEPS_HEADER, decode_steps
 from peagle.vllm.engine import RemoteSettings, engine_kwargs
 
 PLACEMENTS = ("colocated", "remote", "none")
@@ -128,7 +128,7 @@ class LoadedEngine:
             ignore_eos=True,
             detokenize=False,
             max_tokens=chance.randint(*self._output_tokens),
-            extra_args={SYNTHETIC_KEY: list(SURVIVAL), DEPTH_KEY: self._k},
+            extra_args={DEPTH_KEY: self._k},
         )
         prompt = TokensPrompt(prompt_token_ids=[chance.randrange(1000, 40_000) for _ in range(PROMPT_TOKENS)])
         self._engine.add_request(request_id, prompt, params)

@@ -1,4 +1,5 @@
-"""P-EAGLE inside vLLM: per-request depth (`scheduler`), acceptance by request (`stats`), engine settings (`engine`).
+"""P-EAGLE inside vLLM: K by request (`scheduler`), counts by request and workload (`acceptance`), what a request may ask
+for (`limits`), drafts of another process (`remote`), engine settings (`engine`), training data (`generate`).
 
-Importing this package imports no vLLM: only `scheduler` and `compat` do, and vLLM loads those in its engine process.
+Importing this package imports no vLLM. What depends on vLLM's version is in `compat`, and checked when an engine starts.
 """

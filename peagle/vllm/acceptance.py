@@ -31,9 +31,6 @@ SURVIVAL_KEY = "peagle_survival"
 """`extra_args` key: list of S_1, S_2, ..., at least K long: chances by which the scheduler may trim the request further
 under load. Absent: K is obeyed as it is."""
 
-SYNTHETIC_KEY = "peagle_synthetic_survival"
-"""`extra_args` key for measurements: S_1, S_2, ... of one request, by which `peagle.vllm.synthetic` accepts."""
-
 WORKLOAD_KEY = "peagle_workload"
 """`extra_args` key: str, the workload under which this request is counted. Absent: `DEFAULT_WORKLOAD`."""
 

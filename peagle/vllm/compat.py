@@ -78,9 +78,6 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
         "vllm.v1.sample.rejection_sampler:expand_kernel": {},
         "vllm.v1.sample.sampler:batched_count_greater_than": {},
     },
-    "synthetic": {
-        "vllm.v1.sample.rejection_sampler:generate_uniform_probs": {},
-    },
 }
 """By who uses them: what is overridden, wrapped or called of vLLM, as "module:name"."""
 
