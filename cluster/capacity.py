@@ -150,7 +150,7 @@ class CapacityModel:
         prompt_s = max(0.0, prompt_s - costs.seconds(num_requests, num_tokens, context))
         prefill_s = prompts_per_token * prompt_s * plan.tokens_per_s  # for each second of decoding
         prefill_share = prefill_s / (1.0 + prefill_s)
-        missed = ()
+        missed: tuple[str, ...] = ()
         if limit_s is not None:
             most_s = limit_s * (1 - prefill_share) * (1 + 1e-9)
             missed = tuple(name for name, tpot_s in plan.tpot_s.items() if tpot_s > most_s and name not in hopeless)

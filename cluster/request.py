@@ -208,8 +208,8 @@ def resolve(
         name = f"drafting.{unknown[0]!s:.80}"
         raise DraftingError(name, f"unknown field {name}: drafting has the fields k and workload")
     by_header = {name.lower(): value for name, value in (headers or {}).items()}
-    header_k = by_header.get(K_HEADER.lower())
-    if header_k is not None and _INTEGER.fullmatch(header_k.strip()):
+    header_k: int | str | None = by_header.get(K_HEADER.lower())
+    if isinstance(header_k, str) and _INTEGER.fullmatch(header_k.strip()):
         header_k = int(header_k)  # else it fails the check with its own text in the message
     tag = _agreed(
         {"drafting.workload": body.get("workload"), WORKLOAD_HEADER: by_header.get(WORKLOAD_HEADER.lower())},
@@ -228,7 +228,9 @@ def resolve(
     if caller.tags == "ignore":
         tag = None
     workload = caller.workload if tag is None and caller.workload is not None else workload_of(tag)
-    chosen, source = policy.k_of(workload) if k is None else (min(k, policy.max_k), "request")
+    chosen, source = policy.k_of(workload)
+    if k is not None:
+        chosen, source = min(k, policy.max_k), "request"
     return Drafting(workload, chosen if caller.max_k is None else min(chosen, caller.max_k), source)
 
 

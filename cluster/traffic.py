@@ -50,7 +50,7 @@ class ReportBook:
         self._begun_s = {name: (self._begun_s or {}).get(name, first_s) for name in running}
         for known in (self._taken, self._reports, self.nonsense):
             for name in known.keys() - set(running):
-                del known[name]  # type: ignore[attr-defined]
+                del known[name]
         reports: list[TargetReport] = []
         arrived: dict[str, WorkloadCounts] = {}
         for replica, (time_s, values) in metrics.items():
