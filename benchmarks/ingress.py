@@ -36,7 +36,7 @@ from ray.serve.llm import build_openai_app
 from benchmarks.common import running_applications
 from cluster.settings import load_settings
 from deployments.app import build, catalog
-from deployments.engine_config import engine_config, prepare
+from deployments.target import engine_config, prepare
 from peagle.provenance import conditions
 
 OURS, PLAIN = "ours", "plain"

@@ -29,7 +29,7 @@ import yaml
 
 from benchmarks.common import running_applications
 from deployments.app import build
-from deployments.names import APP_NAME
+from deployments import APP_NAME
 from peagle.provenance import conditions
 
 MAX_PROMPT_CHARACTERS = 3000

@@ -10,7 +10,7 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 # ====================================================================================================
 # Callers. Only SHA-256 digests of their keys are kept, so the keys are in no settings object, no log and no error.
@@ -84,7 +84,6 @@ K_HEADER = "X-Drafting-K"
 WORKLOAD_HEADER = "X-Drafting-Workload"
 
 Source = Literal["request", "workload", "default", "learned", "probe"]
-SOURCES: tuple[Source, ...] = get_args(Source)
 
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,9}")
@@ -167,8 +166,7 @@ class Drafting:
             object.__setattr__(self, "max_k", self.k)
 
     def to_wire(self) -> dict[str, Any]:
-        """The form in which the ingress hands its decision to the target, inside the request's `drafting` field, and
-        in which the answer shows it."""
+        """As the answer shows it."""
         wire: dict[str, Any] = {"workload": self.workload, "k": self.k, "max_k": self.max_k, "source": self.source}
         if self.reason:
             wire["reason"] = self.reason
@@ -246,36 +244,6 @@ def _agreed(values: Mapping[str, Any], is_valid: Callable[[Any], bool], rule: st
         (name, value), (header, other) = given.items()
         raise DraftingError(name, f"{name} is {value!r} but the header {header} says {other!r}: send one, or the same")
     return next(iter(given.values()), None)
-
-
-def is_decided(requested: Any) -> bool:
-    """Whether a request's `drafting` value is a decision of the ingress. Clients cannot send one over HTTP."""
-    return isinstance(requested, Mapping) and "source" in requested
-
-
-def from_wire(policy: DepthPolicy, requested: Any, workload_of: WorkloadOf = _tag_or_default) -> Drafting:
-    """Read what reaches the target: a decision of the ingress (it has a `source`), or a request that came by a
-    deployment handle past the ingress, which gets the same defaults.
-
-    Raises:
-        DraftingError: as `resolve`, or a `source` that the ingress does not write.
-    """
-    if not is_decided(requested):
-        return resolve(policy, requested, workload_of=workload_of)
-    if requested["source"] not in SOURCES or not {"workload", "k", "max_k"} <= requested.keys():
-        raise DraftingError(
-            "drafting.source", f"drafting.source is {requested['source']!r:.80}: only the ingress sets it"
-        )
-    tpot_ms = requested.get("expected_tpot_ms")
-    return Drafting(
-        workload_of(requested["workload"]),
-        requested["k"],
-        requested["source"],
-        requested.get("reason", ""),
-        tuple(requested.get("survival", ())),
-        None if tpot_ms is None else tpot_ms / 1000,
-        requested["max_k"],
-    )
 
 
 # ====================================================================================================

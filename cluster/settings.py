@@ -801,3 +801,32 @@ def _with_drafter(raw: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, A
             "engine_options": options,
         }
     return sections
+
+
+# ====================================================================================================
+# Settings that change while requests run.
+
+
+def live_config(settings: ClusterSettings) -> dict[str, Any]:
+    """What changes without a new engine, as the `user_config` of ingress and target: plain values."""
+    callers = settings.callers
+    return {
+        "aliases": dict(settings.model.aliases),
+        "depth": settings.depth.model_dump(mode="json"),
+        "limits": settings.limits.model_dump(mode="json"),
+        "callers": None if callers is None else {name: one.model_dump(mode="json") for name, one in callers.items()},
+    }
+
+
+def with_live(settings: ClusterSettings, live: Mapping[str, Any]) -> ClusterSettings:
+    """`settings` with what `live_config` made of others, which are checked."""
+    callers = live["callers"]
+    sections = None if callers is None else {name: CallerSettings.model_validate(one) for name, one in callers.items()}
+    return settings.model_copy(
+        update={
+            "model": settings.model.model_copy(update={"aliases": dict(live["aliases"])}),
+            "depth": DepthSettings.model_validate(live["depth"]),
+            "limits": LimitSettings.model_validate(live["limits"]),
+            "callers": sections,
+        }
+    )

@@ -1,1 +1,8 @@
-"""Thin Ray Serve adapters: one file a stage. `deployments.app` binds them, nothing else binds."""
+"""Thin adapters that run the service on Ray Serve. The names of its deployments, as `serve status` shows them."""
+
+APP_NAME = "peagle"
+"""The application's name in the YAML files of `configs/`."""
+
+TARGET_NAME = "target"
+INGRESS_NAME = "ingress"
+DRAFTER_NAME = "drafter"

@@ -11,58 +11,61 @@ from pathlib import Path
 from typing import Any
 
 from ray import serve
-from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
 from ray.serve.llm import build_llm_deployment
-from ray.serve.llm.ingress import make_fastapi_ingress
 
 import peagle.heads
-from cluster.settings import Catalog, ClusterSettings, load_settings
+from cluster.settings import Catalog, ClusterSettings, live_config, load_settings
+from deployments import DRAFTER_NAME, INGRESS_NAME, TARGET_NAME, compat
 from deployments.autoscaling import drafter_autoscaling
 from deployments.drafter import MAX_DRAIN_S, DrafterReplica
-from deployments.engine_config import engine_config
-from deployments.ingress import ENDPOINTS, Ingress, make_api
-from deployments.names import DRAFTER_NAME, INGRESS_NAME, TARGET_NAME
-from deployments.target import TargetServer
+from deployments.ingress import Ingress
+from deployments.target import TargetServer, engine_config
 from peagle.checkpoint import check_head, read_head_config
 from peagle.embedded import embedded_targets
 from peagle.schema import SettingsError
 
 HEALTH_CHECK_PERIOD_S = 2.0
-"""A drafter that died is noticed and replaced soon: until then its targets decode without drafts."""
+"""A drafter or an ingress that died is noticed and replaced soon: until then targets decode without drafts, or clients
+wait."""
 
 
 def build(args: dict[str, Any]) -> serve.Application:
     """The application that `serve run` deploys: an ingress, the target's replicas, and with `placement: remote` the
     drafter's.
 
+    Each deployment gets what it uses: Serve starts the replicas of a deployment anew when what they are made from
+    changes. What its edge can change while requests run is its `user_config`.
+
     Raises:
         SettingsError: lists every problem of `args`.
+        CompatError: another Ray than this was written for.
     """
+    compat.check()
     settings = load_settings(args, catalog(), os.environ)
     check_files(settings)
-    sizing = engine_config(settings)
+    live = live_config(settings)
     drafter = bind_drafter(settings)
     target = build_llm_deployment(
-        sizing,
+        engine_config(settings),
         bind_kwargs={"settings": settings, "drafter": drafter},
         deployment_cls=TargetServer,
         # The ingress logs every HTTP request; the target would log its own once-a-second health question.
-        override_serve_options={"name": TARGET_NAME, "logging_config": {"enable_access_log": False}},
+        override_serve_options={
+            "name": TARGET_NAME,
+            "user_config": live,
+            "logging_config": {"enable_access_log": False},
+        },
     )
     ingress: Any = serve.deployment(
-        make_fastapi_ingress(Ingress, endpoint_map=ENDPOINTS, app=make_api(settings)),
+        serve.ingress(None)(Ingress),
         name=INGRESS_NAME,
         num_replicas=settings.ingress.num_replicas,
         max_ongoing_requests=settings.ingress.max_ongoing_requests,
         ray_actor_options={"num_cpus": settings.ingress.num_cpus},
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        user_config=live,
     )
-    model_id = settings.model.id
-    application: serve.Application = ingress.bind(
-        llm_deployments={model_id: target},
-        model_cards={model_id: to_model_metadata(model_id, sizing)},
-        settings=settings,
-        drafter=drafter,
-    )
+    application: serve.Application = ingress.bind(settings, target, drafter)
     return application
 
 
@@ -96,8 +99,9 @@ def catalog() -> Catalog:
     from vllm.entrypoints.launchers.cli_args import FrontendArgs
 
     names = {field.name for record in (AsyncEngineArgs, FrontendArgs) for field in dataclasses.fields(record)}
-    heads_dir = Path(peagle.heads.__file__).parent
-    return Catalog(frozenset(embedded_targets()), heads_dir, read_head_config, frozenset(names))
+    return Catalog(
+        frozenset(embedded_targets()), Path(peagle.heads.__file__).parent, read_head_config, frozenset(names)
+    )
 
 
 def check_files(settings: ClusterSettings) -> None:

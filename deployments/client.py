@@ -20,7 +20,7 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from deployments.names import APP_NAME, TARGET_NAME
+from deployments import APP_NAME, TARGET_NAME
 
 Json = dict[str, Any]
 
@@ -108,7 +108,7 @@ class TargetClient:
 def _checked(item: Json) -> Json:
     if "error" in item:
         error = item["error"]
-        raise TargetError(int(error["code"]), str(error["message"]), error.get("param"))
+        raise TargetError(int(item.get("status", 500)), str(error["message"]), error.get("param"))
     return item
 
 

@@ -20,22 +20,20 @@ from ray import serve
 
 import peagle.heads
 from cluster.settings import ROW_DTYPES, SHARED_SHAPE, Catalog, ClusterSettings, DrafterSettings, swapped
-from deployments.engine_config import head_directory, local_directory, target_source
-from deployments.telemetry import DrafterReport, LiveHead
+from deployments.replicas import DrafterReport, LiveHead
 from peagle.checkpoint import read_head_config
 from peagle.config import DrafterConfig
 from peagle.drafter.engine import DraftEngine, HeadRuntime
 from peagle.drafter.protocol import DTYPES, ServedHead
 from peagle.drafter.server import DrafterServer
 from peagle.drafter.serving import DrafterLimits, load_served_head
-from peagle.heads import head_digest
-from peagle.vllm.engine import MAX_SMALL_MACHINE_CORES
+from peagle.embedded import embedded_targets, prepare_target
+from peagle.heads import head_digest, prepare_head
 
-# ====================================================================================================
-# Heads of a drafter replica, from the settings' names to passes that run.
-#
-# Enters: names of heads, the target's source, and the limits in the settings. Leaves: `LoadedHead`s, each with its
-# weights and its share of the cache on the replica's device; or a ValueError that says why a head cannot draft here.
+logger = logging.getLogger(__name__)
+
+MAX_SMALL_MACHINE_CORES = 4
+"""On so few cores a pass computes on all of them, as vLLM's CPU engine does: the target waits meanwhile."""
 
 MAX_NUM_ROWS = 2048
 """Rows of one pass. A step of more rows, long prompts, takes several."""
@@ -56,6 +54,37 @@ class LoadedHead:
     @property
     def digest(self) -> str:
         return self.served.digest
+
+
+# ---- checkpoints on this node: converted, joined or downloaded when they are not there yet
+
+
+def target_source(source: str) -> str:
+    """What vLLM loads for `model.source`: the directory of an embedded model, made ready here, else the source."""
+    return str(prepare_target(source)) if source in embedded_targets() else source
+
+
+def head_directory(head: str, target: str) -> Path:
+    """The directory of a head made ready for the target, `target_source` of which is given.
+
+    Raises:
+        ValueError: a damaged file, or a head for another target.
+    """
+    return prepare_head(local_directory(head) or head, local_directory(target) or Path(target))
+
+
+def local_directory(source: str) -> Path | None:
+    """The local directory of a Hugging Face id, downloaded when need be; None for a shipped name."""
+    if Path(source).is_dir():
+        return Path(source)
+    if "/" not in source:
+        return None
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(source))
+
+
+# ---- heads, from the settings' names to passes that run
 
 
 class HeadLoader:
@@ -122,15 +151,6 @@ def _check_shape(name: str, config: DrafterConfig, like: DrafterConfig) -> None:
             )
 
 
-# ====================================================================================================
-# The drafter: replicas that hold P-EAGLE heads and their KV cache, and draft for all targets (`placement: remote`).
-#
-# Enters: hidden states and tokens of the targets' steps, over connections that do not pass through Ray
-# (`peagle.drafter.server`). Leaves: drafts, over the same. Ray Serve starts, watches, restarts and replaces the replicas,
-# hands their addresses to the targets, and brings new heads as `user_config`.
-
-logger = logging.getLogger(__name__)
-
 MAX_DRAIN_S = 60.0
 """A replica that Serve retires drafts on so long for the requests that it has."""
 
@@ -145,7 +165,7 @@ class DrafterReplica:
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._settings: DrafterSettings = settings.drafter
         self._refused = ""
-        self._is_ready = False  # since the first `user_config`
+        self._is_configured = False
         self._swapping = asyncio.Lock()
         self._swaps: set[asyncio.Task[None]] = set()
         if not settings.drafter.replicas.num_gpus:
@@ -166,10 +186,6 @@ class DrafterReplica:
         self._server.start()
         logger.info("drafting at %s on %s", self._server.address, self._loader.device)
 
-    async def address(self) -> str:
-        """host:port that targets connect to."""
-        return self._server.address
-
     async def report(self) -> DrafterReport:
         """Who this replica is, and what it has counted."""
         heads = tuple(LiveHead(index, head.name, head.digest) for index, head in sorted(self._heads.items()))
@@ -186,24 +202,17 @@ class DrafterReplica:
     async def reconfigure(self, user_config: Any) -> None:
         """Put the heads that `user_config` names in the place of those that differ.
 
-        At a replica's start this returns when the heads are live, so that a replica which Serve calls ready drafts with
-        none that were replaced before. Later it returns at once and targets draft on with the old heads until the new
-        ones are loaded: Serve counts a replica out as long as this runs. `heads_settled` waits for them.
-
-        Never raises for a head that does not fit: Serve would end the replica. The heads that are live stay, and the
-        reason stands in the log, in /drafting and in /metrics.
+        A replica that starts returns with the new heads. One that serves returns at once and swaps while targets draft:
+        Serve counts a replica out until then. Never raises for a head that does not fit: Serve would end the replica.
+        The heads that are live stay, and the reason stands in the log, in /drafting and in /metrics.
         """
+        if not self._is_configured:
+            self._is_configured = True
+            await self._swap(user_config)
+            return
         task = asyncio.get_running_loop().create_task(self._swap(user_config))
         self._swaps.add(task)
         task.add_done_callback(self._swaps.discard)
-        if not self._is_ready:
-            await task
-            self._is_ready = True
-
-    async def heads_settled(self) -> None:
-        """Return when the heads of every `user_config` so far are live or refused."""
-        while self._swaps:
-            await asyncio.wait(self._swaps)
 
     async def _swap(self, user_config: Any) -> None:
         async with self._swapping:
@@ -240,6 +249,6 @@ class DrafterReplica:
 
 
 def num_threads() -> int:
-    """Threads of a pass on a CPU: all cores of a small machine, which the target leaves idle meanwhile; else half."""
+    """Threads of a pass on a CPU: all cores of a small machine, else half."""
     num_cores = len(os.sched_getaffinity(0))
     return num_cores if num_cores <= MAX_SMALL_MACHINE_CORES else num_cores // 2

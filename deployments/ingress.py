@@ -1,225 +1,200 @@
-"""The ingress: OpenAI's HTTP API in front of the target.
+"""The ingress: OpenAI's HTTP API in front of the targets, and what they count gathered in one place.
 
-Enters: HTTP requests. Leaves: requests to the target that carry their workload and K, and answers or errors in
-OpenAI's form. Ready means ready: while no target replica answers, a request gets 503 with Retry-After and never waits.
+Enters: HTTP requests. Leaves: what its edge admits, to a target replica; answers; and the pages of the whole service:
+/health, /metrics, /drafting. Ready means ready: while no target replica runs, a request gets 503 with Retry-After and
+does not wait.
 """
 
 import asyncio
-import json
+import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
-from fastapi.middleware.cors import CORSMiddleware
+from fastapi import FastAPI
 from ray import serve
-from ray.llm._internal.serve.core.configs.openai_api_models import ErrorResponse
 from ray.serve.handle import DeploymentHandle
-from ray.serve.llm.ingress import OpenAiIngress
-from starlette.responses import JSONResponse
 
-from cluster.request import DraftingError, ForbiddenTagError, Workloads, resolve
-from cluster.settings import ClusterSettings
+from cluster.counts import TargetReport
+from cluster.settings import ClusterSettings, live_config, with_live
+from deployments import INGRESS_NAME
 from deployments.autoscaling import ClusterBoard, ScalingView, scaling_metrics
-from deployments.readiness import ReplicaMonitor
-from deployments.requests import (
-    REPLICA_LOST,
-    ApiError,
-    Body,
-    CallerMiddleware,
-    ChatBody,
-    CompletionBody,
-    add_error_handlers,
-    caller_of,
-    check_body,
-    from_engine,
+from deployments.compat import ask_each
+from deployments.edge import (
+    Admitted,
+    Answer,
+    Edge,
+    engine_lost,
+    make_app,
     not_ready,
-    prompt_of_application,
 )
+from deployments.replicas import POLL_TIMEOUT_S, REPLICA_LOST, DrafterReport, ReplicaMonitor, is_lost
+from deployments.target import QUEUED_PER_RUNNING, max_num_seqs
 from deployments.telemetry import (
-    METRICS_CONTENT_TYPE,
-    DrafterReport,
-    ReplicaReport,
+    HeadCounts,
     StateFile,
     depth_metrics,
     drafter_metrics,
     drafting_document,
+    head_metrics,
+    labelled,
+    live_heads,
     make_control,
-    observe,
     prometheus_text,
+    target_metrics,
 )
 
 logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 1.0
-
-ENDPOINTS = {
-    "models": lambda app: app.get("/v1/models"),
-    "model_data": lambda app: app.get("/v1/models/{model:path}"),
-    "completions": lambda app: app.post("/v1/completions"),
-    "chat": lambda app: app.post("/v1/chat/completions"),
-    "health": lambda app: app.get("/health"),
-    "metrics": lambda app: app.get("/metrics"),
-    "drafting": lambda app: app.get("/drafting"),
-}
+FIRST_POLL_S = 2.0
 
 
-class Ingress(OpenAiIngress):
+class Ingress:
     """One replica of the ingress, for one model."""
 
-    def __init__(
-        self,
-        llm_deployments: dict[str, DeploymentHandle[Any]],
-        model_cards: dict[str, Any],
-        *,
-        settings: ClusterSettings,
-        drafter: DeploymentHandle[Any] | None = None,
-        lora_paths: dict[str, str] | None = None,
+    async def __init__(
+        self, settings: ClusterSettings, target: DeploymentHandle[Any], drafter: DeploymentHandle[Any] | None = None
     ) -> None:
         """`drafter`: the deployment of remote drafters, where there is one."""
-        super().__init__(llm_deployments, model_cards, lora_paths=lora_paths)
-        ((self._model_id, handle),) = llm_deployments.items()
-        self._aliases = settings.model.aliases
-        for alias in self._aliases:
-            self._model_cards[alias] = self._model_cards[self._model_id].model_copy(update={"id": alias})
-        self._policy = settings.depth_policy()
-        self._workloads = Workloads(known=settings.named_workloads(), aliases=self._aliases)
-        if settings.callers is None:
+        self._settings = settings
+        self._replica = serve.get_replica_context().replica_id.unique_id
+        self._target = target
+        self._state = StateFile(settings.depth.state)
+        control = make_control(settings)
+        self._state.restore(control)
+        self.edge = Edge(settings, control)
+        self._warn_without_callers()
+        self._head_counts = HeadCounts()
+        self._monitor = ReplicaMonitor(target, TargetReport, self._observe)
+        self._drafters = None if drafter is None else ReplicaMonitor(drafter, DrafterReport, lambda _: None)
+        self._scaling: ScalingView | None = None
+        if settings.autoscaling is not None:
+            self._scaling = ScalingView(ClusterBoard(serve.get_replica_context().app_name))
+        # A replica that takes another's place must know the targets before its first request.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_POLL_S):
+                await self._monitor.refresh()
+        for monitor in (self._monitor, self._drafters):
+            if monitor is not None:
+                monitor.start()
+
+    async def __serve_build_asgi_app__(self) -> FastAPI:
+        return make_app(self, self._settings.ingress.allow_origins)
+
+    async def reconfigure(self, user_config: Mapping[str, Any] | None) -> None:
+        """Take other limits, callers, depths and aliases while requests run (`cluster.settings.live_config`)."""
+        if user_config is None or user_config == live_config(self._settings):
+            return
+        self._settings = with_live(self._settings, user_config)
+        self.edge.use(self._settings, make_control(self._settings, self.edge.control))
+        self._state = StateFile(self._settings.depth.state)
+        self._warn_without_callers()
+
+    def _warn_without_callers(self) -> None:
+        if self._settings.callers is None:
             logger.warning(
                 "The settings have no section callers: everyone who reaches this port is served, without an API key, "
                 "and may set workload tags."
             )
-        self._control = make_control(settings)
-        self._state = StateFile(settings.depth.state)
-        self._state.restore(self._control)
-        self._monitor = ReplicaMonitor(handle, ReplicaReport, self._observe)
-        self._monitor.start()
-        self._drafters = None if drafter is None else ReplicaMonitor(drafter, DrafterReport)
-        if self._drafters is not None:
-            self._drafters.start()
-        self._scaling: ScalingView | None = None
-        if settings.autoscaling is not None:
-            self._scaling = ScalingView(ClusterBoard(serve.get_replica_context().app_name))
 
-    async def health(self) -> Response:
-        """200 when a request would be served now, else 503 with Retry-After."""
-        num_ready = self._monitor.num_ready
-        if num_ready == 0:
-            raise not_ready(self._model_id)
-        return JSONResponse({"status": "ready", "model": self._model_id, "num_target_replicas": num_ready})
+    def models(self) -> dict[str, dict[str, Any]]:
+        card = {"object": "model", "created": 0, "owned_by": "peagle", "permission": []}
+        names = (self.edge.model, *self._settings.model.aliases)
+        return {name: {"id": name, **card} for name in names}
 
-    async def metrics(self) -> Response:
-        """Prometheus text over all target replicas: whichever ingress replica answers, it says the same."""
+    async def health(self) -> dict[str, Any]:
+        if not self._monitor.num_ready:
+            raise not_ready(self.edge.model)
+        return {"status": "ready", "model": self.edge.model, "num_target_replicas": self._monitor.num_ready}
+
+    async def edge_metrics(self) -> tuple[str, list[Any]]:
+        """This replica, and what its clients saw, as `EdgeMetrics.families`."""
+        return self._replica, self.edge.metrics.families()
+
+    async def metrics(self) -> bytes:
+        """Over all replicas: whichever ingress replica answers, it says the same, but for counts by head."""
         reports = await self._monitor.refresh()
-        more = depth_metrics(self._document(), self._model_id) + scaling_metrics(await self._scaled())
+        families = target_metrics(reports, self._monitor.num_ready or 0)
+        families += head_metrics(self._head_counts.by_head(), self._replica)
+        families += depth_metrics(self._document(), self.edge.model)
+        families += scaling_metrics(await self._scaled())
         if self._drafters is not None:
-            more += drafter_metrics(await self._drafters.refresh(), {one.replica: one.links for one in reports})
-        return Response(prometheus_text(reports, more), media_type=METRICS_CONTENT_TYPE)
+            families += drafter_metrics(await self._drafters.refresh(), reports)
+        context = serve.get_replica_context()
+        ingress = serve.get_deployment_handle(INGRESS_NAME, app_name=context.app_name)
+        for handle, where in ((ingress, "ingress"), (self._target, "target")):
+            with contextlib.suppress(*REPLICA_LOST, TimeoutError):  # what nobody counts is not shown
+                for answer in await ask_each(handle, "edge_metrics", POLL_TIMEOUT_S):
+                    if isinstance(answer, tuple):
+                        replica, found = answer
+                        families += labelled(found, edge=where, replica=replica)
+        return prometheus_text(families)
 
-    async def drafting(self) -> Response:
-        """What is known of each workload's acceptance, and the K it gets (`peagle view` shows it); the heads
-        that draft, with what was accepted of theirs, remote drafters with the links to them, and how many replicas
+    async def drafting(self) -> dict[str, Any]:
+        """What is known of each workload's acceptance, and the K it gets (`peagle view` shows it); the heads that
+        draft, with what was accepted of theirs, remote drafters with the links to them, and how many replicas
         autoscaling wants and why."""
-        return JSONResponse({**self._document(), **self._drafting(), "autoscaling": await self._scaled()})
+        reports = self._monitor.reports
+        drafters = () if self._drafters is None else self._drafters.reports
+        by_head = self._head_counts.by_head(live_heads(reports))
+        return {
+            **self._document(),
+            **drafting_document(reports, by_head, drafters),
+            "autoscaling": await self._scaled(),
+        }
 
     async def _scaled(self) -> dict[str, Any] | None:
         return None if self._scaling is None else await self._scaling.document()
 
     def _document(self) -> dict[str, Any]:
-        return {"model": self._model_id, **self._control.document(time.monotonic())}
+        assert self.edge.control is not None
+        return {"model": self.edge.model, **self.edge.control.document(time.monotonic())}
 
-    def _drafting(self) -> dict[str, Any]:
-        reports = self._monitor.reports
-        return drafting_document(
-            [one.by_head for one in reports],
-            [head for one in reports for head in one.head.split("+") if head],
-            () if self._drafters is None else self._drafters.reports,
-            {one.replica: one.links for one in reports},
-        )
+    def _observe(self, reports: Sequence[TargetReport]) -> None:
+        num_targets = max(1, self._monitor.num_ready or 0)
+        self.edge.set_max_running(QUEUED_PER_RUNNING * num_targets * max_num_seqs(self._settings))
+        if reports and self.edge.control is not None:
+            self._head_counts.take(reports)
+            self.edge.control.observe(reports, time.monotonic())
+            self._state.save_soon(self.edge.control)
 
-    def _observe(self, reports: Sequence[ReplicaReport]) -> None:
-        observe(self._control, reports)
-        self._state.save(self._control)
-
-    async def chat(self, body: ChatBody, request: Request) -> Response:  # type: ignore[override]
-        """Answer a chat, whole or streamed."""
-        return await super().chat(body, request)
-
-    async def completions(self, body: CompletionBody, request: Request) -> Response:  # type: ignore[override]
-        """Continue a prompt, whole or streamed."""
-        return await super().completions(body, request)
-
-    async def _get_response(  # type: ignore[override]
-        self,
-        *,
-        body: Body,
-        call_method: str,
-        raw_request: Request | None = None,
-    ) -> AsyncGenerator[Any, None]:
-        asked_model = self._model_id if body.model is None else body.model
-        await self._get_model_id(asked_model)
-        body.model = self._model_id if asked_model in self._aliases else asked_model
-        self._decide(body, asked_model, raw_request)
+    async def generate(self, admitted: Admitted) -> Answer:
+        """A target replica's answer to what the edge has admitted."""
         if self._monitor.num_ready == 0:
             if self._scaling is not None:
                 await self._scaling.ask()
-            raise not_ready(self._model_id)
-        answer = super()._get_response(body=body, call_method=call_method, raw_request=raw_request)
+            yield not_ready(self.edge.model)
+            return
+        answer: Any = self._target.options(stream=True).generate.remote(admitted)
+        has_begun = is_complete = False
         try:
             item = await self._first(answer)
-        except REPLICA_LOST as error:
-            raise not_ready(self._model_id) from error
-        first = item[0] if isinstance(item, list) else item
-        if isinstance(first, ErrorResponse):
-            raise from_engine(first)
-        yield item
-        try:
+            if item is None:
+                yield not_ready(self.edge.model)
+                return
+            has_begun = True
+            yield item
             async for item in answer:
                 yield item
-        except REPLICA_LOST:
-            # The status line is out already: the stream itself says that it broke off.
-            yield f"data: {json.dumps(not_ready(self._model_id).body())}\n\n"
+            is_complete = True
+        except Exception as error:
+            if not is_lost(error):
+                raise
+            is_complete = True
+            yield engine_lost() if has_begun else not_ready(self.edge.model)
+        finally:
+            if not is_complete:
+                answer.cancel()
 
-    def _decide(self, body: Body, asked_model: str, raw_request: Request | None) -> None:
-        """Replace what the client asked for by the decision on workload and K."""
-        caller = caller_of(raw_request)
-        try:
-            check_body(body)
-            drafting = resolve(
-                self._policy,
-                (body.model_extra or {}).get("drafting"),
-                None if raw_request is None else raw_request.headers,
-                caller,
-                lambda tag: self._workloads.of(tag, asked_model, prompt_of_application(body)),
-            )
-        except ForbiddenTagError as error:
-            raise ApiError(403, error.message, param=error.field, code="tag_not_allowed") from error
-        except DraftingError as error:
-            raise ApiError(400, error.message, param=error.field) from error
-        if self._control is not None:
-            drafting = self._control.settle(drafting, time.monotonic(), caller.max_k)
-        body.drafting = drafting.to_wire()  # type: ignore[union-attr]
-
-    async def _first(self, answer: AsyncGenerator[Any, None]) -> Any:
-        """The first item of `answer`, unless every replica goes away while it waits to be routed to one."""
-        task: asyncio.Future[Any] = asyncio.ensure_future(anext(answer))
+    async def _first(self, answer: Any) -> Any:
+        """The first item of `answer`; None where every replica goes away while it waits to be routed to one."""
+        task = asyncio.ensure_future(anext(answer))
         try:
             while not (await asyncio.wait({task}, timeout=WATCH_INTERVAL_S))[0]:
                 if self._monitor.num_ready == 0:
-                    raise not_ready(self._model_id)
+                    return None
             return task.result()
         finally:
             task.cancel()
-
-
-def make_api(settings: ClusterSettings) -> FastAPI:
-    """The web application that the ingress' methods are mounted on."""
-    app = FastAPI(title="peagle-serve", docs_url=None, redoc_url=None)
-    add_error_handlers(app)
-    if (callers := settings.caller_table()) is not None:
-        app.add_middleware(CallerMiddleware, callers=callers)
-    # Added last and thereby outermost: a browser asks whether it may call before it sends a key.
-    if origins := settings.ingress.allow_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-    return app

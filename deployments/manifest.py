@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from cluster.settings import ClusterSettings
-from deployments.up import read_config
+from deployments.up import RAY_ENVIRONMENT, read_config, replica_resources
 
 HEAD_MEMORY = "4Gi"
 CPUS_PER_GPU = 8
@@ -110,9 +110,9 @@ def _workers(settings: ClusterSettings, port: int) -> dict[str, Any]:
     """One pod a target replica, all its engine's workers in it, with room for the drafters, so that Ray can place one
     beside each target. KubeRay adds probes: a worker is ready when Serve's proxy on it answers."""
     target, ingress, machine = settings.target, settings.ingress, _machine(settings)
-    num_workers = math.prod(settings.engine.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
-    num_cpus = target.num_cpus + num_workers * target.bundle.get("CPU", 0) + ingress.num_cpus * ingress.num_replicas
-    num_gpus = num_workers * target.bundle.get("GPU", 0)
+    needed = replica_resources(settings)
+    num_cpus = needed["CPU"] + ingress.num_cpus * ingress.num_replicas
+    num_gpus = needed.get("GPU", 0.0)
     if settings.drafter is not None and (drafters := settings.drafter.replicas) is not None:
         num_drafters = math.ceil(drafters.num_replicas / target.num_replicas)
         num_cpus += drafters.num_cpus * num_drafters
@@ -142,7 +142,10 @@ def _pod(name: str, ports: dict[str, int], machine: Machine, resources: dict[str
         "name": name,
         "image": machine.image,
         "ports": [{"name": port, "containerPort": number} for port, number in ports.items()],
-        "env": [{"name": "RAY_USAGE_STATS_ENABLED", "value": "0"}],
+        "env": [
+            {"name": variable, "value": value}
+            for variable, value in {"RAY_USAGE_STATS_ENABLED": "0", **RAY_ENVIRONMENT}.items()
+        ],
         # Requests equal limits: an engine that is squeezed for CPU or memory drags every request of its replica.
         "resources": {"requests": dict(resources), "limits": dict(resources)},
         "securityContext": {"runAsNonRoot": True, "allowPrivilegeEscalation": False},

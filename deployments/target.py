@@ -1,227 +1,319 @@
 """The target: a replica of `ray.serve.llm`'s server with P-EAGLE inside its vLLM engine.
 
-Enters: a chat or completion request whose `drafting` field holds the ingress' decision (or, by deployment handle, a
-client's wish). Leaves: the answer with a `drafting` field that says how it was drafted, and counts for telemetry.
-Never decides a K: that is `cluster.request`.
+Enters: requests that an edge has admitted, in an ingress replica or, for calls by deployment handle, here. Leaves: the
+engine's answers with a `drafting` field that says how they were drafted, and counts. How the engine is configured from
+the settings stands here too.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
+import os
+import re
 import time
-from collections.abc import AsyncGenerator
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
 
-from pydantic import ValidationError
 from ray import serve
-from ray.llm._internal.serve.core.configs.openai_api_models import (
-    ChatCompletionRequest,
-    ChatCompletionResponse,
-    CompletionRequest,
-    CompletionResponse,
-    ErrorResponse,
-)
 from ray.serve.handle import DeploymentHandle
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
-from vllm.exceptions import VLLMClientError
 
-from cluster.counts import Counts
-from cluster.request import MAX_NUM_WORKLOADS, Drafting, DraftingError, Workloads, from_wire, is_decided
-from cluster.settings import ClusterSettings
-from deployments.engine_config import engine_config, on_cpu, prepare, use_all_cores_of_a_small_machine
-from deployments.links import DrafterLinks
-from deployments.requests import (
-    Body,
-    ChatBody,
-    CompletionBody,
-    check_body,
+from cluster.counts import Counts, MetricsExport, TargetReport
+from cluster.request import MAX_NUM_WORKLOADS
+from cluster.settings import ClusterSettings, with_live
+from deployments import compat
+from deployments.autoscaling import MAX_STREAM_S, target_autoscaling
+from deployments.drafter import DEFAULT_MAX_NUM_SEQS, MAX_SMALL_MACHINE_CORES, head_directory, target_source
+from deployments.edge import (
+    Admitted,
+    Answer,
+    ApiError,
+    Call,
+    Edge,
+    Usage,
+    drafting_field,
+    engine_lost,
+    event_document,
+    event_with,
+    from_engine,
+    is_error_event,
+    num_finished_choices,
     num_prompts,
-    prompt_of_application,
-    refusal_of,
+    whole_answer,
 )
-from deployments.telemetry import ReplicaReport, ReplicaTelemetry, make_control, observe
+from deployments.replicas import DrafterLinks
+from deployments.telemetry import make_control
 from peagle.heads import head_digest
-from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.acceptance import DraftingRecorder
+from peagle.vllm.engine import RemoteSettings, engine_kwargs, openmp_preload
+from peagle.vllm.limits import GRAMMAR_KEY, GrammarLimits, guard
 
 logger = logging.getLogger(__name__)
+
+QUEUED_PER_RUNNING = 2
+"""Sequences that an edge hands to an engine, for each that the engine runs at a time: it must never wait for work."""
 
 
 class TargetServer(LLMServer):
     """One replica. Its constructor returns when the engine answers, so a running replica is a ready one."""
 
     async def __init__(  # type: ignore[misc]
-        self,
-        llm_config: LLMConfig,
-        *,
-        settings: ClusterSettings,
-        drafter: DeploymentHandle[Any] | None = None,
+        self, llm_config: LLMConfig, *, settings: ClusterSettings, drafter: DeploymentHandle[Any] | None = None
     ) -> None:
         """`llm_config` sized the placement group when the application was built; the engine's own configuration is
-        made here, where the checkpoints are prepared: each node has its own cache. `drafter`: the deployment of remote drafters, where there is one."""
-        self._policy = settings.depth_policy()
-        self._model_id = settings.model.id
-        self._aliases = settings.model.aliases
-        named = settings.named_workloads()
-        self._workloads = Workloads(known=named, aliases=self._aliases)
-        if on_cpu(settings):
+        made here, where the checkpoints are prepared: each node has its own cache. `drafter`: the deployment of remote
+        drafters, where there is one."""
+        if not settings.target.has_gpu:
             use_all_cores_of_a_small_machine()
         target_dir, head_dir = await asyncio.to_thread(prepare, settings)
         await super().__init__(engine_config(settings, target_dir, head_dir))
-        replica = serve.get_replica_context().replica_id.unique_id
-        self._remote = settings.drafter if drafter is not None else None
-        head = "" if head_dir is None or drafter is not None else await asyncio.to_thread(head_digest, head_dir)
-        self._telemetry = ReplicaTelemetry(replica, self._model_id, MAX_NUM_WORKLOADS + len(named), head)
-        self._control = make_control(settings)
-        self._telemetry.recorder.attach(self._engine_client)
+        compat.check_engine(self)
+        self._client = compat.engine_client(self)
+        self._settings = settings
+        self._replica = serve.get_replica_context().replica_id.unique_id
+        is_colocated = head_dir is not None and drafter is None
+        self._head = await asyncio.to_thread(head_digest, head_dir) if is_colocated else ""
+        self._heads: Mapping[str, str] = {}
+        self._recorder = DraftingRecorder(max_workloads=MAX_NUM_WORKLOADS + len(settings.named_workloads()))
+        self._recorder.attach(self._client)
+        self._export = MetricsExport()
+        guard(self._client, grammar_limits(settings))
+        # For calls by deployment handle. It decides on what this replica alone has seen.
+        self.edge = Edge(settings, make_control(settings), QUEUED_PER_RUNNING * max_num_seqs(settings))
+        self._aborts: set[asyncio.Task[None]] = set()
         self._links: DrafterLinks | None = None
-        if drafter is not None and self._remote is not None:
-            self._links = DrafterLinks(
-                drafter, self._engine_client.collective_rpc, self._remote, lambda: self._num_unfinished > 0
-            )
-            self._links.start(self._telemetry.set_heads)
+        if drafter is not None and settings.drafter is not None:
+            self._links = DrafterLinks(drafter, self._client.collective_rpc, settings.drafter, self._is_busy)
+            self._links.start(self._set_heads)
 
-    @property
-    def _engine_client(self) -> Any:
-        """vLLM's `AsyncLLM` in this process. `ray.serve.llm` gives no public way to it."""
-        return getattr(self.engine, "_engine_client")  # noqa: B009
+    async def reconfigure(self, user_config: Mapping[str, Any] | None) -> None:
+        """Take other limits, depths and aliases while requests run (`cluster.settings.live_config`)."""
+        if user_config is not None:
+            self._settings = with_live(self._settings, user_config)
+            self.edge.use(self._settings, make_control(self._settings, self.edge.control))
+            self._client.input_processor.grammar_limits = grammar_limits(self._settings)
 
-    @property
-    def _num_unfinished(self) -> int:
-        """Requests that the engine works on or keeps waiting."""
-        return int(self._engine_client.output_processor.get_num_unfinished_requests())
+    def _is_busy(self) -> bool:
+        return bool(self._client.output_processor.has_unfinished_requests())
 
-    async def report(self) -> ReplicaReport:
+    def _set_heads(self, default: str, by_workload: Mapping[str, str]) -> None:
+        self._head, self._heads = default, dict(by_workload)
+
+    async def report(self) -> TargetReport:
         """What this replica has counted. Raises what the engine died of, if it did."""
         await self.check_health()
-        links = () if self._links is None else self._links.links
-        report = self._telemetry.report(self._num_unfinished, links)
-        observe(self._control, [report])
+        report = TargetReport(
+            self._replica,
+            self.edge.model,
+            self._head,
+            self._heads,
+            self._recorder.workloads(),
+            self._recorder.context_tokens(),
+            self._recorder.step_costs,
+            () if self._links is None else self._links.links,
+        )
+        try:
+            if self.edge.control is not None:
+                self.edge.control.observe([report], time.monotonic())
+        except Exception:  # what is decided for calls by handle grows old meanwhile; the report goes out all the same
+            logger.exception("this replica's own counts cannot be taken in")
         return report
 
-    async def record_autoscaling_stats(self) -> dict[str, float]:
+    async def edge_metrics(self) -> tuple[str, list[Any]]:
+        """This replica, and what callers by handle saw, as `EdgeMetrics.families`."""
+        return self._replica, self.edge.metrics.families()
+
+    async def record_autoscaling_stats(self) -> dict[str, int]:
         """What Serve hands to the policy of autoscaling (`deployments.autoscaling`), every few seconds."""
-        return self._telemetry.scaling_counters()
-
-    async def chat(self, request: ChatCompletionRequest, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        """Answer a chat request: its response object, or lists of server-sent events when it streams."""
-        try:
-            drafting = self._admit(request)
-        except DraftingError as error:
-            return _refusal(error)
-        return self._reported(await super().chat(request, raw_request_info), request, drafting)
-
-    async def completions(self, request: CompletionRequest, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        """Answer a completion request, like `chat`."""
-        try:
-            drafting = self._admit(request)
-        except DraftingError as error:
-            return _refusal(error)
-        return self._reported(await super().completions(request, raw_request_info), request, drafting)
-
-    async def ask(self, method: Literal["chat", "completions"], body: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        """The same for plain dictionaries (see `deployments.client`): one response, or one chunk after the other.
-        A refused request yields `{"error": {...}}`."""
-        record: Any = {"chat": ChatBody, "completions": CompletionBody}[method]
-        try:
-            request = record.model_validate(body)
-        except (ValidationError, ValueError, VLLMClientError) as error:
-            yield _error(400, *refusal_of(error))
-            return
-        if request.model not in (None, self._model_id, *self._aliases):
-            yield _error(404, f"the model {request.model!r} is not served here, but {self._model_id!r} is", "model")
-            return
-        async for item in await getattr(self, method)(request):
-            for part in item if isinstance(item, list) else [item]:
-                if not isinstance(part, str):
-                    yield part.model_dump()
-                elif payload := _payload(part):
-                    yield payload
-
-    def _admit(self, request: Body) -> Drafting:
-        """Turn the request's `drafting` field into what the engine reads, and take it out of the request.
-
-        Raises:
-            DraftingError: as `cluster.request.resolve`, or no messages.
-        """
-        check_body(request)
-        asked_model = request.model
-        if asked_model in self._aliases:
-            request.model = self._model_id
-        asked = (request.model_extra or {}).pop("drafting", None)
-        drafting = from_wire(
-            self._policy,
-            asked,
-            lambda tag: self._workloads.of(tag, asked_model, prompt_of_application(request)),
+        return self._export.to_metrics(
+            TargetReport(self._replica, head=self._head, heads=self._heads, workloads=self._recorder.workloads())
         )
-        # What the ingress decided stays, a default K too: only the ingress knows the limit of the request's caller.
-        if not is_decided(asked):
-            drafting = self._control.settle(drafting, time.monotonic())
-        request.vllm_xargs = {
-            **(request.vllm_xargs or {}),
-            DEPTH_KEY: drafting.max_k,
-            WORKLOAD_KEY: drafting.workload,
-            **({HEAD_KEY: self._remote.head_index(drafting.workload)} if self._remote is not None else {}),
-            **({SURVIVAL_KEY: list(drafting.survival)} if drafting.survival else {}),
-        }
-        return drafting
 
-    async def _reported(
-        self, answer: AsyncGenerator[Any, None], request: Body, drafting: Drafting
-    ) -> AsyncGenerator[Any, None]:
-        """`answer` with the `drafting` field in its response object, or in the last chunk that finishes a choice."""
-        num_unfinished = (request.n or 1) * num_prompts(request)
-        async for item in answer:
-            if isinstance(item, ChatCompletionResponse | CompletionResponse):
-                item.drafting = response_field(drafting, self._telemetry, item.id)  # type: ignore[union-attr]
-            elif isinstance(item, list):
-                for index, event in enumerate(item):
-                    if isinstance(event, str) and (num_finished := _num_finished_choices(event)):
-                        num_unfinished -= num_finished
-                        if num_unfinished <= 0:
-                            item[index] = _with_drafting(event, drafting, self._telemetry)
-            yield item
+    async def ask(self, call: Call, document: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The answer to a request by deployment handle (see `deployments.client`), through the edge: one response, or
+        one chunk after the other. What is refused gives `{"error": {...}, "status": ...}`."""
+        try:
+            async with contextlib.aclosing(self.edge.answer(call, document, self.generate)) as pieces:
+                async for piece in pieces:
+                    data = piece.removeprefix("data: ").strip()
+                    if data != "[DONE]":
+                        yield json.loads(data)
+        except ApiError as error:
+            yield {**error.body(), "status": error.status}
+
+    async def generate(self, admitted: Admitted) -> Answer:
+        """The engine's answer to what an edge has admitted, see `deployments.edge.Answer`."""
+        ids, is_complete = engine_ids(admitted), False
+        try:
+            if self._client.errored:
+                raise engine_lost()
+            result = await compat.ask_engine(self, admitted.call, admitted.body)
+            if hasattr(result, "error"):
+                raise from_engine(result.error)
+            if hasattr(result, "choices"):
+                usage = result.usage
+                field = self._drafting_field(admitted, result.id)
+                is_complete = True
+                yield whole_answer(result, field)
+                yield Usage(usage.prompt_tokens, usage.completion_tokens or 0)
+                return
+            async with contextlib.aclosing(self._events(admitted, result)) as events:
+                async for event in events:
+                    yield event
+            is_complete = True
+        except ApiError as error:
+            yield error
+        except Exception as error:  # noqa: BLE001  # answered and logged there
+            yield self._refusal(error)
+        finally:
+            if not is_complete:
+                # vLLM aborts what is cancelled, but not always all of a request's sequences, and sometimes late.
+                task = asyncio.get_running_loop().create_task(self._client.abort(ids))
+                self._aborts.add(task)
+                task.add_done_callback(self._aborts.discard)
+
+    async def _events(self, admitted: Admitted, events: Any) -> Answer:
+        """vLLM's server-sent events, with `drafting` in the last chunk that finishes a choice."""
+        num_unfinished = admitted.num_sequences
+        usage = Usage(0, 0)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                if is_error_event(event):
+                    raise engine_lost() if self._client.errored else from_engine(event_document(event)["error"])
+                if num_finished := num_finished_choices(event):
+                    num_unfinished -= num_finished
+                    if num_unfinished <= 0:
+                        response_id = RESPONSE_ID.search(event)
+                        record = None if response_id is None else self._recorder.pop(response_id[1])
+                        if record is not None:
+                            usage = Usage(record.num_prompt_tokens, record.num_output_tokens)
+                        event = event_with(event, drafting=self._field_of(admitted, record))
+                yield event
+        yield usage
+
+    def _drafting_field(self, admitted: Admitted, response_id: str) -> dict[str, Any]:
+        return self._field_of(admitted, self._recorder.pop(response_id))
+
+    def _field_of(self, admitted: Admitted, record: Any) -> dict[str, Any]:
+        drafting = admitted.drafting
+        head = self._heads.get(drafting.workload, self._head)
+        return drafting_field(drafting, head, Counts() if record is None else record.counts)
+
+    def _refusal(self, error: Exception) -> ApiError:
+        """What a request gets that raised before its first output."""
+        if self._client.errored:
+            return engine_lost()
+        refusal = from_engine(compat.error_of(self, error))
+        if refusal.status == 500 and isinstance(error, ODD_VALUE_ERRORS):
+            logger.warning("a request cannot be turned into a prompt", exc_info=error)
+            return ApiError(400, f"the request cannot be turned into a prompt ({error!r:.200})")
+        if refusal.status == 500:
+            logger.error("a request failed", exc_info=error)
+        return refusal
 
 
-def response_field(drafting: Drafting, telemetry: ReplicaTelemetry, response_id: str) -> dict[str, Any]:
-    """The response's `drafting` field: the decision, and what came of it summed over the request's sequences.
+RESPONSE_ID = re.compile(r'"id":"([^"]+)"')
+ODD_VALUE_ERRORS = (KeyError, IndexError, AttributeError, RecursionError, UnicodeError)
+"""What vLLM's chat templates raise for values of a type that they do not expect."""
 
-    `head` is the digest of the head that drafts for the workload now, "" where none does. `num_steps` counts steps that
-    verified drafts; `acceptance_length` is 1 + accepted / steps, 1.0 without steps.
+
+def engine_ids(admitted: Admitted) -> list[str]:
+    """The names that the engine gives to the prompts of a request."""
+    request_id = admitted.body.request_id
+    if admitted.call == "chat":
+        return [f"chatcmpl-{request_id}"]
+    return [f"cmpl-{request_id}-{index}" for index in range(num_prompts(admitted.body))]
+
+
+def grammar_limits(settings: ClusterSettings) -> GrammarLimits:
+    return GrammarLimits(settings.limits.max_grammar_bytes, settings.limits.max_grammar_choices)
+
+
+def max_num_seqs(settings: ClusterSettings) -> int:
+    """Sequences that one engine runs at a time."""
+    return int(settings.engine.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS))
+
+
+# ---- how a replica is built from the settings
+
+
+def prepare(settings: ClusterSettings) -> tuple[str, Path | None]:
+    """Make the target and the head ready on this node: convert, join, or download what is not in the cache yet.
+
+    Returns what vLLM loads: the target's directory or Hugging Face id, and the head's directory.
+
+    Raises:
+        ValueError: a damaged file, or a head for another target.
     """
-    record = telemetry.recorder.pop(response_id)
-    stats = Counts() if record is None else record.counts
-    return {
-        **drafting.to_wire(),
-        "head": telemetry.head_of(drafting.workload),
-        "num_steps": stats.num_steps,
-        "num_draft_tokens": stats.num_draft_tokens,
-        "num_accepted_tokens": stats.num_accepted_tokens,
-        "acceptance_length": round(stats.acceptance_length, 4),
-    }
+    target = target_source(settings.model.source)
+    return target, None if settings.drafter is None else head_directory(settings.drafter.head, target)
 
 
-def _error(status: int, message: str, param: str | None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": "invalid_request_error", "param": param, "code": status}}
+def replica_env(settings: ClusterSettings, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment variables of a replica and its engine.
+
+    On a CPU, vLLM's speculative decoding wants Intel's OpenMP runtime loaded before any other (vLLM warns without it),
+    and the KV cache gets a size of its own (in GiB). `target.env` wins over both.
+    """
+    env: dict[str, str] = {}
+    if not settings.target.has_gpu:
+        if preload := openmp_preload(inherited.get("LD_PRELOAD", "")):
+            env["LD_PRELOAD"] = preload
+        env["VLLM_CPU_KVCACHE_SPACE"] = inherited.get("VLLM_CPU_KVCACHE_SPACE", "1")
+    return {**env, **settings.target.env}
 
 
-async def _refusal(error: DraftingError) -> AsyncGenerator[ErrorResponse, None]:
-    yield ErrorResponse.model_validate(_error(400, error.message, error.field))
+def use_all_cores_of_a_small_machine(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let vLLM's CPU worker compute on every core where there are few. To be called on the replica's own node.
+
+    By itself vLLM keeps one core free for its other processes, which mostly wait: on two cores that halves the speed.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) <= MAX_SMALL_MACHINE_CORES:
+        environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(str(core) for core in cores))
 
 
-def _payload(event: str) -> dict[str, Any]:
-    data = event.removeprefix("data: ").strip()
-    return {} if not data.startswith("{") else dict(json.loads(data))
+def engine_config(settings: ClusterSettings, target: str | None = None, head_dir: Path | None = None) -> LLMConfig:
+    """`ray.serve.llm`'s configuration of a target replica.
 
-
-def _num_finished_choices(event: str) -> int:
-    """How many choices a server-sent event finishes. Most events finish none and are not parsed for it."""
-    if '"finish_reason":' not in event or '"finish_reason":null' in event:
-        return 0
-    return sum(choice.get("finish_reason") is not None for choice in _payload(event).get("choices", ()))
-
-
-def _with_drafting(event: str, drafting: Drafting, telemetry: ReplicaTelemetry) -> str:
-    payload = _payload(event)
-    payload["drafting"] = response_field(drafting, telemetry, payload["id"])
-    return f"data: {json.dumps(payload, separators=(',', ':'), ensure_ascii=False)}\n\n"
+    Without `target` it sizes the deployment (resources, environment, replicas) and its engine must not be started.
+    """
+    extra = dict(settings.engine)
+    grammar = {GRAMMAR_KEY: settings.limits.grammar_timeout_s}
+    extra["additional_config"] = {**extra.get("additional_config", {}), **grammar}
+    dtype = extra.pop("dtype", "auto")
+    on_cpu = not settings.target.has_gpu
+    drafter = settings.drafter if head_dir is not None else None
+    links = None if drafter is None or not drafter.is_remote else drafter.links
+    kwargs = engine_kwargs(
+        None,
+        head_dir,
+        max_draft_tokens=None if drafter is None else drafter.max_draft_tokens,
+        parallel_drafting=None if drafter is None else drafter.parallel_drafting,
+        dtype=dtype,
+        async_scheduling=not on_cpu,
+        on_cpu=on_cpu,
+        remote=None if links is None else RemoteSettings(links.min_deadline_ms / 1000, links.max_deadline_ms / 1000),
+        extra=extra,
+    )
+    if drafter is not None:
+        kwargs["speculative_config"] |= drafter.engine_options
+    scaling = target_autoscaling(settings)
+    replicas: dict[str, Any] = {"num_replicas": settings.target.num_replicas}
+    if scaling is not None:
+        replicas = {"autoscaling_config": scaling, "graceful_shutdown_timeout_s": MAX_STREAM_S}
+    return LLMConfig(
+        model_loading_config={"model_id": settings.model.id, "model_source": target or settings.model.source},
+        engine_kwargs=kwargs,
+        accelerator_type=settings.target.accelerator_type,
+        placement_group_config={"bundle_per_worker": dict(settings.target.bundle)},
+        runtime_env={"env_vars": replica_env(settings)},
+        deployment_config={
+            **replicas,
+            "max_ongoing_requests": settings.target.max_ongoing_requests,
+            "ray_actor_options": {"num_cpus": settings.target.num_cpus},
+        },
+    )

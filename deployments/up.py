@@ -1,19 +1,23 @@
-"""``peagle serve configs/local.yaml``: the whole service on this machine, from nothing to a ready URL.
+"""`peagle serve`: the whole service on this machine, from nothing to a ready URL; or a new config for a running one.
 
 Checks the YAML, joins the Ray cluster that runs here (else starts one), deploys through Ray Serve's REST API as KubeRay
-does, waits until requests are answered, prints how to talk to the service, and stops it at Ctrl-C.
+does, waits until requests are answered, prints how to talk to the service, and stops it at Ctrl-C or SIGTERM.
 Decides nothing about the service: that is in the YAML and in `deployments.app`.
 """
 
+import contextlib
+import copy
 import json
+import math
 import os
+import re
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +25,28 @@ import httpx
 import ray
 import ray.serve
 import yaml
-from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 from ray.serve.schema import ServeDeploySchema
 
 import peagle.heads
-from cluster.settings import Catalog, ClusterSettings, load_settings
+from cluster.settings import Catalog, ClusterSettings, live_config, load_settings
+from deployments import DRAFTER_NAME, INGRESS_NAME, TARGET_NAME, compat
 from peagle.checkpoint import read_head_config
 from peagle.embedded import embedded_targets
 
 POLL_INTERVAL_S = 1.0
 HEARTBEAT_S = 10.0
 MIN_LOGICAL_CPUS = 8
+RAY_STOP_S = 30.0
+TERMINATE_S = 5.0
+SOCKETS_INTERVAL_S = 10.0
+
+RAY_ENVIRONMENT = {
+    # By Ray's default of 15 any other process of the machine starves the engines.
+    "RAY_worker_niceness": "0",
+    # Errors that Serve's proxy answers itself come in OpenAI's form.
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.compat:proxy_middlewares",
+}
+"""Of the processes that start Ray, on every node."""
 
 Say = Callable[[str], None]
 
@@ -40,47 +55,61 @@ class UpError(ValueError):
     """The service cannot be brought up; the message says why."""
 
 
-def up(path: Path, *, detach: bool, timeout_s: float, say: Say) -> None:
-    """Start the service and hold on until Ctrl-C; with `detach`, return when it is ready.
+def up(path: Path, *, detach: bool = False, timeout_s: float = 900.0, say: Say = print) -> None:
+    """Bring up the service of a config, and hold on until Ctrl-C or SIGTERM.
 
-    Raises UpError when it cannot be brought up, SettingsError for wrong settings.
+    Where it runs already, only what the config changes is changed, and this returns; a config that the cluster cannot
+    take is refused, and the service goes on as it was.
+
+    Args:
+        detach: return when ready; Ray and the service keep running.
+        timeout_s: to wait until the service is ready.
+
+    Raises:
+        UpError, ValueError, OSError: with the reason.
     """
-    try:
-        config, settings = read_config(path)
-        if settings.callers is None:
-            say("no callers in the settings: no API key is asked for, and every workload tag is trusted")
-        serve = connect(join_or_start_ray(config, settings, detach, say))
-        _serve(config, settings, serve, detach, timeout_s, say)
-    except KeyboardInterrupt:
-        return
-    finally:
-        ray.shutdown()
+    config, settings = read_config(path)
+    _stop_by_signals()
+    with contextlib.ExitStack() as stack:
+        try:
+            dashboard = stack.enter_context(ray_cluster(config, settings, detach, say))
+            _stop_by_signals()  # Ray has put handlers of its own in their place
+            serve = _connect(dashboard)
+            before = running_config(serve, config)
+            if before is not None:
+                _update(serve, config, before, settings, timeout_s, say)
+                return
+            stack.callback(_stop_service, say)
+            if settings.callers is None:
+                say("no callers in the settings: no API key is asked for, and every workload tag is trusted")
+            deploy(serve, live_form(config, settings))
+            wait_until_ready(serve, config, time.monotonic() + timeout_s, say)
+            say(usage(base_url(config), settings.model.id, needs_key=settings.callers is not None))
+            if detach:
+                say(f"Stop it with: {_tool('ray')} stop")
+                stack.pop_all()
+                return
+            say("Ctrl-C stops the service.")
+            while True:
+                signal.pause()
+        except KeyboardInterrupt:
+            pass
 
 
-def _serve(
-    config: dict[str, Any],
-    settings: ClusterSettings,
-    serve: ServeSubmissionClient,
-    detach: bool,
-    timeout_s: float,
-    say: Say,
-) -> None:
-    """Deploy, wait, tell, and (unless detached) hold on until Ctrl-C and stop the service."""
-    # `ray.init` sets a handler that ends this process at once, so this comes after it.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        deploy(serve, config)
-        wait_until_ready(serve, config, time.monotonic() + timeout_s, say)
-        say(usage(base_url(config), settings.model.id, needs_key=settings.callers is not None))
-        if detach:
-            say(f"Stop it with: {_tool('ray')} stop")
-            return
-        say("Ctrl-C stops the service.")
-        signal.pause()
-    except (Exception, KeyboardInterrupt):
-        say("stopping the service")
-        ray.serve.shutdown()  # type: ignore[no-untyped-call]
-        raise
+def _stop_by_signals() -> None:
+    """SIGINT and SIGTERM end this program in order. A shell starts what runs in its background with SIGINT ignored."""
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.default_int_handler)
+
+
+def _stop_service(say: Say) -> None:
+    say("stopping the service")
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)  # a second Ctrl-C would leave processes behind
+    ray.serve.shutdown()  # type: ignore[no-untyped-call]
+
+
+# ---- the config
 
 
 def read_config(path: Path) -> tuple[dict[str, Any], ClusterSettings]:
@@ -101,76 +130,222 @@ def read_config(path: Path) -> tuple[dict[str, Any], ClusterSettings]:
     return config, load_settings(config["applications"][0].get("args") or {}, catalog, os.environ)
 
 
-def base_url(config: dict[str, Any]) -> str:
+def live_form(config: Mapping[str, Any], settings: ClusterSettings) -> dict[str, Any]:
+    """The config with what can be changed while requests run taken out of `args`, and put under `deployments`.
+
+    Serve starts every replica of an application anew when its `args` change, so engines would be stopped for a limit or
+    a number of replicas. Where autoscaling decides, it reads `depth` from `args`, which stays there.
+    """
+    made = copy.deepcopy(dict(config))
+    application = made["applications"][0]
+    args = application["args"]
+    live = live_config(settings)
+    for section in ("callers", "limits"):
+        args.pop(section, None)
+    if settings.autoscaling is None:
+        args.pop("depth", None)
+    args["model"] = {key: value for key, value in args["model"].items() if key != "aliases"}
+    origins = args.pop("ingress", {}).get("allow_origins")
+    if origins:
+        args["ingress"] = {"allow_origins": origins}
+    ingress = settings.ingress
+    changes: dict[str, dict[str, Any]] = {
+        INGRESS_NAME: {
+            "num_replicas": ingress.num_replicas,
+            "max_ongoing_requests": ingress.max_ongoing_requests,
+            "ray_actor_options": {"num_cpus": ingress.num_cpus},
+            "user_config": live,
+        },
+        TARGET_NAME: {"user_config": live},
+    }
+    if settings.autoscaling is None:
+        args.get("target", {}).pop("num_replicas", None)
+        changes[TARGET_NAME]["num_replicas"] = settings.target.num_replicas
+        if settings.drafter is not None and settings.drafter.replicas is not None:
+            args["drafter"].get("replicas", {}).pop("num_replicas", None)
+            changes[DRAFTER_NAME] = {"num_replicas": settings.drafter.replicas.num_replicas}
+    for given in application.get("deployments") or ():
+        changes[given["name"]] = {**changes.get(given["name"], {}), **given}
+    application["deployments"] = [{**options, "name": name} for name, options in changes.items()]
+    return made
+
+
+def base_url(config: Mapping[str, Any]) -> str:
     """Where the first application answers, as seen from this machine."""
     host, port = _address(config)
     prefix = config["applications"][0].get("route_prefix") or "/"
     return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}{prefix.rstrip('/')}"
 
 
-def _address(config: dict[str, Any]) -> tuple[str, int]:
+def _address(config: Mapping[str, Any]) -> tuple[str, int]:
     options = ServeDeploySchema.model_validate(config).http_options
     return options.host, options.port
+
+
+def replica_resources(settings: ClusterSettings) -> dict[str, float]:
+    """Ray resources of one target replica, its engine's workers included."""
+    num_workers = math.prod(settings.engine.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
+    needed = {name: num_workers * number for name, number in settings.target.bundle.items()}
+    needed["CPU"] = needed.get("CPU", 0.0) + settings.target.num_cpus
+    return needed
+
+
+def resources(settings: ClusterSettings) -> dict[str, float]:
+    """Ray resources of all replicas together, at the most."""
+    needed = {name: settings.max_num_targets * number for name, number in replica_resources(settings).items()}
+    needed["CPU"] += settings.ingress.num_replicas * settings.ingress.num_cpus
+    if settings.drafter is not None and (drafters := settings.drafter.replicas) is not None:
+        needed["CPU"] += settings.max_num_drafters * drafters.num_cpus
+        needed["GPU"] = needed.get("GPU", 0.0) + settings.max_num_drafters * (drafters.num_gpus or 0.0)
+    return needed
 
 
 def num_logical_cpus(settings: ClusterSettings) -> int:
     """CPUs that Ray is told to have. They are places for processes, not cores: replicas, ingress and engine workers
     each take some, and on a small machine nothing would ever be scheduled with the number of cores."""
-    target, ingress = settings.target, settings.ingress
-    needed = (
-        settings.max_num_targets * (target.num_cpus + target.bundle.get("CPU", 0))
-        + ingress.num_replicas * ingress.num_cpus
-    )
-    if settings.drafter is not None and (drafters := settings.drafter.replicas) is not None:
-        needed += settings.max_num_drafters * drafters.num_cpus
-    return max(MIN_LOGICAL_CPUS, int(needed) + 3, os.cpu_count() or 1)
+    return max(MIN_LOGICAL_CPUS, int(resources(settings)["CPU"]) + 3, os.cpu_count() or 1)
 
 
-def join_or_start_ray(config: dict[str, Any], settings: ClusterSettings, detach: bool, say: Say) -> str:
-    """URL of the dashboard of the Ray cluster to use: the one that runs here or that RAY_ADDRESS names, else a fresh
-    one, which ends with this process unless `detach`. RAY_ADDRESS=local asks for a fresh one.
+# ---- a Ray cluster
+
+
+@contextlib.contextmanager
+def ray_cluster(config: Mapping[str, Any], settings: ClusterSettings, detach: bool, say: Say) -> Iterator[str]:
+    """Connect to the Ray cluster that runs here or that RAY_ADDRESS names, else to a fresh one, which ends afterwards
+    unless `detach`. RAY_ADDRESS=local asks for a fresh one. Gives the URL of its dashboard.
 
     Raises UpError when none can be had or the service's port is taken.
     """
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    context: Any
     address = os.environ.get("RAY_ADDRESS", "auto")
+    context: Any = None
     if address != "local":
         try:
             context = ray.init(address=address, **quiet)
             say(f"using the Ray cluster at {context.address_info['gcs_address']}")
-            return f"http://{context.dashboard_url}"
         except ConnectionError as error:
             if "RAY_ADDRESS" in os.environ:
                 raise UpError(f"RAY_ADDRESS={address}: {error}") from error
-    _require_free_port(*_address(config))
-    with _children_ignore_ctrl_c():
-        return f"http://{_start_ray(num_logical_cpus(settings), detach, say, quiet).dashboard_url}"
+    with contextlib.ExitStack() as stack:
+        if context is None:
+            _require_free_port(*_address(config))
+            num_cpus = num_logical_cpus(settings)
+            say(f"starting Ray on this machine ({num_cpus} logical CPUs)")
+            address = stack.enter_context(_own_ray(num_cpus, detach))
+            context = ray.init(address=address, **quiet)
+        stack.callback(ray.shutdown)
+        yield f"http://{context.dashboard_url}"
 
 
-@contextmanager
-def _children_ignore_ctrl_c() -> Iterator[None]:
-    """A terminal sends Ctrl-C to every process started from it. Ray's own must outlive it, to stop in order."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _start_ray(num_cpus: int, detach: bool, say: Say, quiet: dict[str, Any]) -> Any:
-    """Start Ray on this machine and connect to it; returns the context of `ray.init`."""
+@contextlib.contextmanager
+def _own_ray(num_cpus: int, detach: bool) -> Iterator[str]:
+    """Ray in a session of its own: a signal to this program's process group reaches only this program, which then
+    stops engines, Serve and Ray in that order. Gives the cluster's address."""
     # Ray's processes inherit this environment; the checkout is importable there also when it is not installed.
     root = str(Path(__file__).resolve().parents[1])
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    say(f"starting Ray on this machine ({num_cpus} logical CPUs)")
-    if not detach:
-        return ray.init(address="local", num_cpus=num_cpus, include_dashboard=True, **quiet)
-    command = [_tool("ray"), "start", "--head", "--num-cpus", str(num_cpus)]
-    done = subprocess.run([*command, "--disable-usage-stats"], capture_output=True, text=True)
-    if done.returncode:
-        raise UpError(f"ray start failed: {done.stderr.strip() or done.stdout.strip()}")
-    return ray.init(address="auto", **quiet)
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    env = {**RAY_ENVIRONMENT, **os.environ, "PYTHONPATH": path}
+    if detach:
+        command = [_tool("ray"), "start", "--head", "--num-cpus", str(num_cpus), "--disable-usage-stats"]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, start_new_session=True)
+        if done.returncode:
+            raise UpError(f"ray start failed: {done.stderr.strip() or done.stdout.strip()}")
+        yield "auto"
+        return
+    command = [sys.executable, "-c", f"from deployments.up import host_ray; host_ray({num_cpus})"]
+    pipe = subprocess.PIPE
+    host = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env, start_new_session=True)
+    assert host.stdin is not None
+    assert host.stdout is not None
+    try:
+        line = host.stdout.readline()
+        if not line.startswith("{"):
+            raise UpError(f"Ray does not start: {line.strip() or 'its process has ended; see above'}")
+        found = json.loads(line)
+        if found["has_token"]:
+            compat.use_token()
+        yield str(found["address"])
+    finally:
+        with contextlib.suppress(OSError):
+            host.stdin.close()
+        try:
+            host.wait(RAY_STOP_S + 2 * TERMINATE_S)
+        except subprocess.TimeoutExpired:
+            host.kill()
+
+
+def host_ray(num_cpus: int) -> None:
+    """The program that runs Ray for `peagle serve`, until its standard input ends: also when `peagle serve` was killed.
+    It leads a session, and nothing of that session is left when it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    started_s = time.time()
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    context: Any = ray.init(address="local", num_cpus=num_cpus, include_dashboard=True, **quiet)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    has_token = os.environ.get("RAY_AUTH_MODE") == "token"
+    found = {"address": context.address_info["gcs_address"], "has_token": has_token}
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+    sockets: set[Path] = set()
+    while not select.select([sys.stdin], [], [], SOCKETS_INTERVAL_S)[0]:
+        sockets |= session_sockets()
+    with contextlib.suppress(Exception):
+        ray.shutdown()
+    end_session()
+    for path in (*sockets, *abandoned_segments(started_s)):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def session_processes() -> list[int]:
+    """The processes of the session that this one leads, without this one."""
+    pids = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            if os.getsid(int(folder.name)) == os.getpid() != int(folder.name) and state != "Z":
+                pids.append(int(folder.name))
+    return pids
+
+
+def end_session() -> None:
+    """End these processes, first politely."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        end_s = time.monotonic() + TERMINATE_S
+        for pid in session_processes():
+            with contextlib.suppress(OSError):
+                os.kill(pid, number)
+        while session_processes() and time.monotonic() < end_s:
+            time.sleep(0.1)
+
+
+def session_sockets() -> set[Path]:
+    """Sockets in the file system that processes of this session hold open: a killed engine leaves its own there."""
+    rows = [line.split(None, 7) for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    paths = {f"socket:[{row[6]}]": Path(row[7]) for row in rows if len(row) == 8 and row[7].startswith("/")}
+    links = set()
+    for pid in session_processes():
+        with contextlib.suppress(OSError):
+            links |= {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    return {path for link, path in paths.items() if link in links}
+
+
+def abandoned_segments(since_s: float) -> list[Path]:
+    """Shared memory of engines, begun since then, that no process of this machine maps any more; and what OpenMP has
+    registered there for processes that are gone."""
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            mapped |= set(re.findall(r"/dev/shm/(\S+)$", maps.read_text(errors="replace"), flags=re.MULTILINE))
+    found = []
+    for path in Path("/dev/shm").iterdir():
+        with contextlib.suppress(OSError):
+            is_ours = path.stat().st_uid == os.getuid() and path.stat().st_ctime >= since_s
+            owner = re.fullmatch(r"__KMP_REGISTERED_LIB_(\d+)_\d+", path.name)
+            is_segment = path.name.startswith("psm_") and path.name not in mapped
+            if is_ours and (is_segment or (owner and not Path(f"/proc/{owner[1]}").exists())):
+                found.append(path)
+    return found
 
 
 def _require_free_port(host: str, port: int) -> None:
@@ -182,17 +357,84 @@ def _require_free_port(host: str, port: int) -> None:
         ) from error
 
 
-def connect(dashboard: str) -> ServeSubmissionClient:
+# ---- the service
+
+
+def _connect(dashboard: str) -> Any:
     """Client of Serve's REST API, with this user's Ray token. Waits for the dashboard, which comes up after Ray."""
     for _ in range(30):
-        try:
-            return ServeSubmissionClient(dashboard)
-        except ConnectionError:
-            time.sleep(POLL_INTERVAL_S)
+        with contextlib.suppress(ConnectionError):
+            return compat.serve_client(dashboard)
+        time.sleep(POLL_INTERVAL_S)
     raise UpError(f"Ray's dashboard at {dashboard} does not answer; Serve takes its config there")
 
 
-def deploy(serve: ServeSubmissionClient, config: dict[str, Any]) -> None:
+def running_config(serve: Any, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config of the service that runs under the same name, None where none does."""
+    found = _states(serve, config)
+    if not found or any(state["status"] not in {"RUNNING", "UNHEALTHY"} for state in found.values()):
+        return None
+    applications = [state["deployed_app_config"] for state in found.values()]
+    if any(application is None for application in applications):
+        return None
+    return {**config, "applications": applications}
+
+
+def _states(serve: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    found = serve.get_serve_details().get("applications", {})
+    names = [application.get("name", "default") for application in config["applications"]]
+    return {name: found[name] for name in names if name in found}
+
+
+def _update(
+    serve: Any,
+    config: Mapping[str, Any],
+    before: dict[str, Any],
+    settings: ClusterSettings,
+    timeout_s: float,
+    say: Say,
+) -> None:
+    """Change a running service. Raises UpError, after which it runs as before."""
+    wanted = live_form(config, settings)
+    restarts = wanted["applications"][0]["args"] != before["applications"][0].get("args")
+    _check_room(settings, restarts)
+    say("the service runs: " + ("its replicas start anew, one after the other" if restarts else "only options change"))
+    try:
+        deploy(serve, wanted)
+        wait_until_ready(serve, config, time.monotonic() + timeout_s, say)
+    except (UpError, KeyboardInterrupt) as error:
+        say("the config is not taken; the service goes back to the one before")
+        deploy(serve, before)
+        if isinstance(error, KeyboardInterrupt):
+            raise UpError("interrupted: the service goes on with the config before") from error
+        raise
+    say(f"ready with the new config: {base_url(config)}/v1")
+
+
+def _check_room(settings: ClusterSettings, restarts: bool) -> None:
+    """Raises UpError where the cluster cannot hold the replicas, or not a new one beside those it replaces."""
+    total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+    lacking = [
+        f"{number:g} {name} of {total.get(name, 0.0):g}"
+        for name, number in resources(settings).items()
+        if number > total.get(name, 0.0) + 1e-6
+    ]
+    if lacking:
+        raise UpError(f"the cluster is too small for this config: it needs {', '.join(lacking)}; the service goes on")
+    missing = [
+        f"{number:g} {name}, {free.get(name, 0.0):g} free"
+        for name, number in replica_resources(settings).items()
+        if number > free.get(name, 0.0) + 1e-6
+    ]
+    if restarts and missing and settings.autoscaling is None:
+        raise UpError(
+            "this config starts the engines anew, and there is no room for a new replica beside the old one "
+            f"({'; '.join(missing)}): stop the service first, or add a node; the service goes on"
+        )
+
+
+def deploy(serve: Any, config: Mapping[str, Any]) -> None:
     """Hand the config to Serve. Raises UpError with Serve's own words when it is refused."""
     try:
         serve.deploy_applications(config)
@@ -200,27 +442,25 @@ def deploy(serve: ServeSubmissionClient, config: dict[str, Any]) -> None:
         raise UpError(f"Ray Serve refused the config: {str(error).strip()[-2000:]}") from error
 
 
-def wait_until_ready(serve: ServeSubmissionClient, config: dict[str, Any], deadline: float, say: Say) -> None:
-    """Return when the service answers requests; report changes on the way.
+def wait_until_ready(serve: Any, config: Mapping[str, Any], deadline_s: float, say: Say) -> None:
+    """Return when the service answers requests; say on the way what it waits for.
 
-    Raises UpError when an application fails, or at `deadline` (of time.monotonic()).
+    Raises UpError when an application fails, or at `deadline_s` (of time.monotonic()).
     """
-    said, said_at = "", 0.0
-    names = [application.get("name", "default") for application in config["applications"]]
+    said, said_s = "", 0.0
     while True:
-        found = serve.get_serve_details().get("applications", {})
-        states = {name: found[name] for name in names if name in found}
+        states = _states(serve, config)
         for name, state in states.items():
             if state["status"] in {"DEPLOY_FAILED", "UNHEALTHY"}:
                 raise UpError(f"application {name}: {state['status']}\n{_reasons(state)}")
-        ready = bool(states) and all(state["status"] == "RUNNING" for state in states.values())
-        if ready and _answers(base_url(config)):
+        is_running = bool(states) and all(state["status"] == "RUNNING" for state in states.values())
+        if is_running and _answers(base_url(config)):
             return
-        now, line = time.monotonic(), "; ".join(progress(name, state) for name, state in states.items())
-        if line and (line != said or now - said_at >= HEARTBEAT_S):
+        now_s, line = time.monotonic(), "; ".join(progress(name, state) for name, state in states.items())
+        if line and (line != said or now_s - said_s >= HEARTBEAT_S):
             say(line)
-            said, said_at = line, now
-        if now > deadline:
+            said, said_s = line, now_s
+        if now_s > deadline_s:
             raise UpError(f"not ready in time; last state: {line}\n" + "\n".join(map(_reasons, states.values())))
         time.sleep(POLL_INTERVAL_S)
 
@@ -232,16 +472,30 @@ def _answers(url: str) -> bool:
         return False
 
 
-def progress(name: str, state: dict[str, Any]) -> str:
-    """One line: how many replicas of each deployment run."""
-    parts = []
+WAITS_FOR = {
+    TARGET_NAME: "the engine to load the model",
+    DRAFTER_NAME: "the head to load",
+    INGRESS_NAME: "the HTTP API",
+}
+
+
+def progress(name: str, state: Mapping[str, Any]) -> str:
+    """One line: how many replicas of each deployment run, and what the others wait for."""
+    parts, waits = [], []
     for deployment, detail in sorted(state.get("deployments", {}).items()):
         replicas = [replica.get("state") for replica in detail.get("replicas", [])]
-        parts.append(f"{deployment} {replicas.count('RUNNING')}/{max(len(replicas), 1)}")
-    return f"{name} {state['status'].lower()}" + (f": {', '.join(parts)} running" if parts else "")
+        num_running, num = replicas.count("RUNNING"), max(len(replicas), 1)
+        parts.append(f"{deployment} {num_running}/{num}")
+        if num_running < num:
+            pending = replicas.count("STARTING") < num - num_running
+            waits.append("free resources" if pending and replicas else WAITS_FOR.get(deployment, deployment))
+    if not parts:
+        return f"{name} {state['status'].lower()}: waits for the settings to be checked and the application to be built"
+    waiting = f", waits for {', '.join(dict.fromkeys(waits))}" if waits else ""
+    return f"{name} {state['status'].lower()}: {', '.join(parts)} running{waiting}"
 
 
-def _reasons(state: dict[str, Any]) -> str:
+def _reasons(state: Mapping[str, Any]) -> str:
     messages = [state.get("message", ""), *(d.get("message", "") for d in state.get("deployments", {}).values())]
     return "\n".join(message.strip() for message in messages if message and message.strip())
 

@@ -1,5 +1,7 @@
 """The real application of a file in configs/ for the tests of the service, and how they talk to it."""
 
+import copy
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -10,6 +12,8 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
+import pytest
 import ray
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,8 +22,10 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
 from benchmarks.common import free_port
-from deployments.app import build
-from deployments.names import APP_NAME
+from cluster.settings import load_settings
+from deployments import APP_NAME
+from deployments.app import catalog
+from deployments.up import RAY_ENVIRONMENT, live_form
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CONFIG = CONFIGS / "local.yaml"
@@ -37,11 +43,12 @@ PROMPTS = [
 
 @dataclass
 class Service:
-    """The running application, and what answered while it was not ready yet. `document`: the Serve config that it was
-    made of."""
+    """The running application, and what answered while it was not ready yet. `written`: the config as a user writes it,
+    `document`: as Serve has it."""
 
     url: str
     model: str
+    written: dict[str, Any]
     document: dict[str, Any]
     early: list[httpx.Response] = field(default_factory=list)
     statuses: list[str] = field(default_factory=list)
@@ -64,6 +71,27 @@ class Service:
         schema = {"applications": self.document["applications"]}
         _get_global_client().deploy_apps(ServeDeploySchema.model_validate(schema))
 
+    def change_live(self, **sections: dict[str, Any]) -> None:
+        """Deploy the config with other settings that need no new engine, as `peagle serve` does; without any, as it
+        was at the start."""
+        changed = copy.deepcopy(self.written)
+        args = changed["applications"][0]["args"]
+        for name, keys in sections.items():
+            args[name] = {**args.get(name, {}), **keys}
+        self.document = live_form(changed, load_settings(args, catalog(), os.environ))
+        self.deploy()
+
+    def processes(self, deployment: str) -> set[int]:
+        """The replicas of a deployment."""
+        details = ray.get(_get_global_client()._controller.get_serve_instance_details.remote())
+        replicas = details["applications"][APP_NAME]["deployments"][deployment]["replicas"]
+        return {int(replica["pid"]) for replica in replicas}
+
+    def niceness(self, deployment: str) -> set[int]:
+        """Of the replicas of a deployment, and of every process that they have started."""
+        processes = [psutil.Process(pid) for pid in self.processes(deployment)]
+        return {int(one.nice()) for process in processes for one in (process, *process.children(recursive=True))}
+
     def drafting(self) -> dict[str, Any]:
         """The document of GET /drafting."""
         return httpx.get(f"{self.url}/drafting", timeout=30).json()
@@ -78,51 +106,68 @@ class Service:
         return found
 
 
-BAD_REQUESTS = {
-    "no messages": ({"messages": []}, 400, "messages"),
-    "messages missing": ({"messages": None}, 400, "messages"),
-    "K below the range": ({"drafting": {"k": -1}}, 400, "drafting.k"),
-    "K above the range": ({"drafting": {"k": 99}}, 400, "drafting.k"),
-    "K as text": ({"drafting": {"k": "x"}}, 400, "drafting.k"),
-    "unknown drafting field": ({"drafting": {"depth": 3}}, 400, "drafting.depth"),
-    "drafting as a number": ({"drafting": 3}, 400, "drafting"),
-    "workload with a blank": ({"drafting": {"workload": "a b"}}, 400, "drafting.workload"),
-    "the server's own argument": ({"vllm_xargs": {"peagle_k": 3}}, 400, "vllm_xargs.peagle_k"),
+def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """A response_format that asks for JSON of this schema."""
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+BAD_REQUESTS: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "prompt longer than the context": (
+        "chat",
         {"messages": [{"role": "user", "content": "word " * 4000}]},
-        400,
         "input_tokens",
     ),
-    "more output than the context": ({"max_tokens": 100_000}, 400, "max_tokens"),
-    "messages of a wrong type": ({"messages": 3}, 400, None),
-    "message without a role": ({"messages": [{"content": "Hi"}]}, 400, "messages.0"),
-    "temperature as text": ({"temperature": "hot"}, 400, "temperature"),
-    "unknown model": ({"model": "gpt-none"}, 404, "model"),
+    "more output than the context": ("chat", {"max_tokens": 100_000}, "max_tokens"),
+    "a tool call without its function": (
+        "chat",
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "type": "function"}]}, *QUESTION]},
+        None,
+    ),
+    "a schema of itself": ("chat", {"response_format": json_schema({"$ref": "#"})}, "structured_outputs"),
+    "a schema that refers to nothing": (
+        "chat",
+        {"response_format": json_schema({"$ref": "#/$defs/none"})},
+        "structured_outputs",
+    ),
+    "a grammar of nothing": ("chat", {"structured_outputs": {"grammar": "root ::= "}}, None),
+    "a grammar that is none": ("chat", {"structured_outputs": {"grammar": "?"}}, None),
+    "a pattern that is none": ("chat", {"structured_outputs": {"regex": "("}}, None),
+    "a token id that the model does not have": ("completions", {"prompt": [49152]}, "prompt"),
+    "one of several prompts": ("completions", {"prompt": [[1], [49152]]}, "prompt"),
+    "a huge token id": ("completions", {"prompt": [10**9]}, None),
+    "a negative token id": ("completions", {"prompt": [-1]}, None),
+    "a bias of an unknown token": ("chat", {"logit_bias": {"49152": 1}}, "logit_bias"),
+    "an unknown token allowed": ("chat", {"allowed_token_ids": [49152]}, "allowed_token_ids"),
+    "an unknown token to stop at": ("chat", {"stop_token_ids": [49152]}, "stop_token_ids"),
+    "embeddings for a prompt": ("completions", {"prompt": None, "prompt_embeds": "AAAA"}, None),
+    "an empty prompt": ("completions", {"prompt": ""}, None),
+    "no prompt": ("completions", {"prompt": None}, None),
+    "a prompt of a wrong type": ("completions", {"prompt": 3}, None),
+    "K above the range": ("chat", {"drafting": {"k": 99}}, "drafting.k"),
+    "an unknown field": ("chat", {"guided_regex": "a"}, "guided_regex"),
 }
+"""What the engine's input processing refuses, and two of the many that the edge does (`tests/test_edge.py`)."""
 
 
 @contextmanager
-def running_service(
-    config: Path = CONFIG, *, from_document: bool = False, **sections: dict[str, Any]
-) -> Iterator[Service]:
-    """The application of a config in a Ray of its own, on free ports, ready; both are stopped afterwards. `sections`:
-    keys to add to sections of its settings. `from_document`: deployed as Serve's REST API and KubeRay do, so that
-    another `user_config` can be deployed over it."""
-    document = yaml.safe_load(config.read_text())
-    (application,) = document["applications"]
+def running_service(config: Path = CONFIG, **sections: dict[str, Any]) -> Iterator[Service]:
+    """The application of a config in a Ray of its own, on free ports, deployed and ready as by `peagle serve`; both are
+    stopped afterwards. `sections`: keys to add to sections of its settings."""
+    written = yaml.safe_load(config.read_text())
+    args = written["applications"][0]["args"]
     for name, keys in sections.items():
-        application["args"][name] = {**application["args"].get(name, {}), **keys}
-    # Two logical CPUs, whatever the machine has: what the file asks for must fit the smallest.
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="test-service")
+        args[name] = {**args.get(name, {}), **keys}
+    document = live_form(written, load_settings(args, catalog(), os.environ))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in RAY_ENVIRONMENT.items():
+            patch.setenv(name, value)
+        # Two logical CPUs, whatever the machine has: what the file asks for must fit the smallest.
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="test-service")
     try:
         port = free_port()
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        running = Service(f"http://127.0.0.1:{port}", application["args"]["model"]["id"], document)
-        if from_document:
-            running.deploy()
-        else:
-            target = serve.RunTarget(build(application["args"]), name=APP_NAME)
-            serve.run_many([target], wait_for_applications_running=False)
+        running = Service(f"http://127.0.0.1:{port}", args["model"]["id"], written, document)
+        running.deploy()
         wait_until_ready(running)
         yield running
     finally:
@@ -133,7 +178,8 @@ def running_service(
 def wait_until_ready(running: Service) -> None:
     end = time.monotonic() + READY_TIMEOUT_S
     while True:
-        status = str(serve.status().applications[APP_NAME].status.value)
+        found = serve.status().applications.get(APP_NAME)
+        status = "DEPLOYING" if found is None else str(found.status.value)
         if (response := httpx.get(f"{running.url}/health", timeout=60)).status_code == 200:
             break
         assert time.monotonic() < end, serve.status()

@@ -1,19 +1,14 @@
 """Callers and their keys: what settings are accepted, who is let through, and that no key leaks on the way."""
 
-import asyncio
 import hashlib
 import pickle
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from fastapi import Request
 
-from cluster.request import ANYONE, Caller, UnknownCallerError
-from cluster.settings import Catalog, ClusterSettings, ModelSettings, load_settings
-from deployments.ingress import make_api
-from deployments.requests import caller_of
+from cluster.request import Caller, UnknownCallerError
+from cluster.settings import Catalog, ClusterSettings, load_settings
 from peagle.checkpoint import read_head_config
 from peagle.schema import SettingsError
 
@@ -98,65 +93,3 @@ def test_an_unknown_caller_is_told_nothing_of_the_key(header: str | None) -> Non
     with pytest.raises(UnknownCallerError) as raised:
         table.identify(header)
     assert SECRET not in str(raised.value)
-
-
-def asked(settings: ClusterSettings, path: str = "/v1/seen", **request: Any) -> httpx.Response:
-    """One request to the ingress' web application, with one route more that tells what reached it."""
-    app = make_api(settings)
-
-    @app.api_route("/v1/seen", methods=["GET", "POST"])
-    @app.api_route("/health", methods=["GET"])
-    async def seen(http: Request) -> dict[str, Any]:
-        return {"caller": caller_of(http).name, "authorization": http.headers.get("authorization")}
-
-    async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(app, root_path=request.pop("root_path", ""))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.request(request.pop("method", "GET"), path, **request)
-
-    return asyncio.run(ask())
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
-
-
-def test_a_known_caller_comes_through_without_its_key() -> None:
-    response = asked(service({"web": {"key_sha256": DIGEST}, "job": OTHER}), headers=bearer(SECRET))
-    assert (response.status_code, response.json()) == (200, {"caller": "web", "authorization": None})
-
-
-@pytest.mark.parametrize("path", ["/v1/seen", "/v1/models", "/openapi.json", "/none", "/health/", "//health"])
-@pytest.mark.parametrize("headers", [{}, bearer("sk-wrong"), {"X-Api-Key": SECRET}])
-def test_an_unknown_key_gets_401_in_openais_form_before_anything_else(path: str, headers: dict[str, str]) -> None:
-    response = asked(service({"web": {"key_sha256": DIGEST}}), path, method="POST", content=b"{", headers=headers)
-    assert response.status_code == 401
-    assert response.headers["www-authenticate"] == "Bearer"
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
-
-
-def test_probes_need_no_key_and_a_route_prefix_changes_nothing() -> None:
-    settings = service({"web": {"key_sha256": DIGEST}})
-    assert asked(settings, "/health").json()["caller"] == "anyone"
-    assert asked(settings, "/app/health", root_path="/app").status_code == 200
-    assert asked(settings, "/app/v1/seen", root_path="/app").status_code == 401
-    assert asked(settings, "/app/v1/seen", root_path="/app", headers=bearer(SECRET)).json()["caller"] == "web"
-
-
-def test_without_callers_everyone_is_anyone_and_may_set_tags() -> None:
-    settings = ClusterSettings(model=ModelSettings(source="org/tiny", id="tiny"))
-    assert asked(settings).json()["caller"] == "anyone"
-    assert asked(settings, headers=bearer("what-ever")).status_code == 200
-    assert ANYONE.tags == "allow"
-
-
-def test_a_browser_may_ask_whether_it_may_call_and_can_read_the_refusal() -> None:
-    settings = service({"web": {"key_sha256": DIGEST}}, allow_origins=["http://page.example"])
-    origin = {"Origin": "http://page.example"}
-    preflight = {**origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    assert asked(settings, method="OPTIONS", headers=preflight).status_code == 200
-    refused = asked(settings, headers=origin)
-    assert refused.status_code == 401
-    assert refused.headers["access-control-allow-origin"] == "http://page.example"

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from cluster.request import ANYONE, Caller, DepthPolicy, Drafting, DraftingError, ForbiddenTagError, from_wire, resolve
+from cluster.request import ANYONE, Caller, DepthPolicy, Drafting, DraftingError, ForbiddenTagError, resolve
 
 POLICY = DepthPolicy(max_draft_tokens=7, max_k=6, default_k=5, by_workload={"code": 6, "chat": 2, "prose": 0})
 
@@ -85,17 +85,6 @@ def test_without_a_drafter_only_zero_may_be_asked():
         resolve(policy, {"k": 1})
 
 
-def test_the_ingress_decision_survives_the_wire_and_a_handle_call_gets_the_defaults():
-    learned = Drafting("chat", 2, "learned", "why", (0.9, 0.5), 0.02, max_k=6)
-    for decision in (Drafting("chat", 2, "workload"), Drafting("x", 0, "request"), learned):
-        assert from_wire(POLICY, decision.to_wire()) == decision
-    assert from_wire(POLICY, None) == Drafting("default", 5, "default")
-    assert from_wire(POLICY, {"workload": "chat"}) == Drafting("chat", 2, "workload")
-    for bad in ({"source": "me", "k": 1, "workload": "a"}, {"source": "request"}, {"k": 8}):
-        with pytest.raises(DraftingError):
-            from_wire(POLICY, bad)
-
-
 def test_a_policy_cannot_go_beyond_its_own_limits():
     for arguments in ((7, 8, 5), (7, 5, 6), (7, 5, -1), (7, 5, 5, {"code": 6})):
         with pytest.raises(ValueError, match="outside"):
@@ -142,12 +131,6 @@ def test_a_callers_limit_holds_for_every_source_of_k():
     assert resolve(POLICY, {"workload": "code"}, {}, limited) == Drafting("code", 3, "workload")
     assert resolve(POLICY, {"workload": "chat"}, {}, limited) == Drafting("chat", 2, "workload")
     assert resolve(POLICY, None, {}, limited) == Drafting("default", 3, "default")
-
-
-def test_the_target_names_the_workload_of_both_roads():
-    decided = Drafting("new", 4, "request").to_wire()
-    assert from_wire(POLICY, decided, lambda tag: "default") == Drafting("default", 4, "request")
-    assert from_wire(POLICY, {"k": 4}, lambda tag: tag or "sys-0") == Drafting("sys-0", 4, "request")
 
 
 def test_errors_cross_process_boundaries():

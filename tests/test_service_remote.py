@@ -22,7 +22,7 @@ from ray.serve.context import _get_global_client
 from safetensors.torch import load_file, save_file
 
 import peagle.heads
-from deployments.names import APP_NAME, DRAFTER_NAME
+from deployments import APP_NAME, DRAFTER_NAME
 from tests.service_harness import FIXED, PROMPTS, Service, running_service
 
 pytestmark = pytest.mark.service
@@ -54,7 +54,7 @@ def wrong_head(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def service(wrong_head: str) -> Iterator[Service]:
     drafter = {**REMOTE, "heads_by_workload": {"wrong": wrong_head}}
-    with running_service(from_document=True, drafter=drafter, depth=FIXED) as running:
+    with running_service(drafter=drafter, depth=FIXED) as running:
         wait_for(lambda: links(running) == ["up"], "a link to the drafter")
         yield running
 

@@ -1,9 +1,14 @@
 """`peagle serve`: what it refuses before Ray starts, and what it tells."""
 
+import contextlib
 import os
 import signal
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +25,7 @@ from cluster.settings import (
 )
 from deployments import up
 from deployments.cli import main
-from deployments.up import base_url, num_logical_cpus, progress, read_config, usage
+from deployments.up import UpError, base_url, live_form, num_logical_cpus, progress, read_config, usage
 
 
 def config(**http_options: Any) -> dict[str, Any]:
@@ -76,24 +81,194 @@ def test_port_in_use_is_named(
     assert f"127.0.0.1:{port} cannot be used (Address already in use)" in capsys.readouterr().err
 
 
-def test_a_terminated_service_is_stopped_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ray.init` replaces the handler of SIGTERM by its own."""
-    before, stopped = signal.getsignal(signal.SIGTERM), []
+class Serve:
+    """In the place of Serve's REST API: keeps what it is given. `fails`: applications that do not come up."""
 
-    def start_ray(*_: Any) -> str:
-        signal.signal(signal.SIGTERM, lambda *_: pytest.fail("ended by Ray"))
-        return "http://none"
+    def __init__(self) -> None:
+        self.deployed: list[dict[str, Any]] = []
+        self.fails: list[dict[str, Any]] = []
+        self.running: dict[str, Any] | None = None
 
-    monkeypatch.setattr(up, "join_or_start_ray", start_ray)
-    for step in ("connect", "deploy", "wait_until_ready"):
-        monkeypatch.setattr(up, step, lambda *_: None)
-    monkeypatch.setattr(signal, "pause", lambda: os.kill(os.getpid(), signal.SIGTERM))
-    monkeypatch.setattr(up.ray.serve, "shutdown", lambda: stopped.append(True))
-    try:
-        assert main(["serve", write(tmp_path / "right.yaml", config())]) == 0
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert stopped == [True]
+    def deploy_applications(self, wanted: dict[str, Any]) -> None:
+        self.deployed.append(wanted)
+        (self.running,) = wanted["applications"]
+
+    def get_serve_details(self) -> dict[str, Any]:
+        if self.running is None:
+            return {"applications": {}}
+        status = "DEPLOY_FAILED" if self.running in self.fails else "RUNNING"
+        return {
+            "applications": {
+                "default": {"status": status, "deployed_app_config": self.running, "message": "no such GPU"}
+            }
+        }
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A Ray cluster that is there, with Serve on it; signals as they were afterwards."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    found = SimpleNamespace(serve=Serve(), stopped=[], total={"CPU": 8.0}, free={"CPU": 4.0})
+
+    @contextlib.contextmanager
+    def ray_cluster(*_: Any) -> Iterator[str]:
+        for number in before:  # as `ray.init` does
+            signal.signal(number, lambda *_: pytest.fail("ended by Ray"))
+        yield "http://none"
+
+    monkeypatch.setattr(up, "ray_cluster", ray_cluster)
+    monkeypatch.setattr(up, "_connect", lambda _: found.serve)
+    monkeypatch.setattr(up, "_answers", lambda _: True)
+    monkeypatch.setattr(up, "POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(up.ray, "cluster_resources", lambda: found.total)
+    monkeypatch.setattr(up.ray, "available_resources", lambda: found.free)
+    monkeypatch.setattr(up.ray.serve, "shutdown", lambda: found.stopped.append(True))
+    yield found
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_terminated_service_is_stopped_in_order(
+    tmp_path: Path, machine: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """`ray.init` replaces the handlers by its own, and a shell starts a background program with SIGINT ignored."""
+    monkeypatch.setattr(signal, "pause", lambda: os.kill(os.getpid(), number))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert main(["serve", write(tmp_path / "right.yaml", config())]) == 0
+    assert machine.stopped == [True]
+
+
+def test_a_service_that_cannot_start_is_stopped_and_says_why(
+    tmp_path: Path, machine: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(write(tmp_path / "right.yaml", config()))
+    machine.serve.fails.append(live_form(*read_config(path))["applications"][0])
+    assert main(["serve", str(path)]) == 1
+    assert "DEPLOY_FAILED" in capsys.readouterr().err
+    assert machine.stopped == [True]
+
+
+# ---- a new config for a service that runs
+
+REMOTE = {
+    "head": "smollm2-135m-instruct",
+    "placement": "remote",
+    "max_draft_tokens": 7,
+    "replicas": {"num_replicas": 1, "num_cpus": 0.5},
+}
+
+
+def served(**sections: Any) -> dict[str, Any]:
+    raw = config()
+    args = {"drafter": REMOTE, "engine": {"dtype": "float32"}, "target": {"bundle": {"CPU": 1.0}}}
+    raw["applications"][0]["args"] |= {**args, **sections}
+    return raw
+
+
+def running(machine: Any, tmp_path: Path) -> dict[str, Any]:
+    """A service that was started with the plain config."""
+    before = live_form(*read_config(Path(write(tmp_path / "before.yaml", served()))))
+    (machine.serve.running,) = before["applications"]
+    return before
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"ingress": {"num_replicas": 3}},
+        {"ingress": {"num_cpus": 0.25}},
+        {"target": {"bundle": {"CPU": 1.0}, "num_replicas": 2}},
+        {"drafter": {**REMOTE, "replicas": {"num_replicas": 2, "num_cpus": 0.5}}},
+        {"depth": {"policy": "fixed", "default": 3}},
+        {"limits": {"max_num_sequences": 4}},
+        {"callers": {"web": {"key_sha256": "ab" * 32}}},
+        {"model": {"source": "smollm2-135m-instruct", "aliases": {"coder": "code"}}},
+    ],
+)
+def test_what_needs_no_new_engine_starts_none(tmp_path: Path, machine: Any, sections: dict[str, Any]) -> None:
+    """A changed number of ingress replicas once redeployed the target."""
+    (before,) = running(machine, tmp_path)["applications"]
+    up.up(Path(write(tmp_path / "after.yaml", served(**sections))), say=lambda _: None)
+    ((after,),) = [deployed["applications"] for deployed in machine.serve.deployed]
+    assert before["args"] == after["args"], "Serve starts all replicas anew when these change"
+    assert before["deployments"] != after["deployments"]
+    assert machine.stopped == [], "and the service is not this program's to stop"
+
+
+def test_options_that_the_file_itself_gives_to_deployments_stay(tmp_path: Path) -> None:
+    raw = served(ingress={"num_replicas": 2})
+    raw["applications"][0]["deployments"] = [
+        {"name": "drafter", "user_config": {"head": "other"}},
+        {"name": "ingress", "max_ongoing_requests": 7},
+    ]
+    made = live_form(*read_config(Path(write(tmp_path / "own.yaml", raw))))
+    options = {one["name"]: one for one in made["applications"][0]["deployments"]}
+    assert options["drafter"] == {"name": "drafter", "num_replicas": 1, "user_config": {"head": "other"}}
+    assert (options["ingress"]["num_replicas"], options["ingress"]["max_ongoing_requests"]) == (2, 7)
+    assert options["target"]["user_config"]["limits"]["max_num_sequences"] == 16
+
+
+def test_a_new_engine_without_room_beside_the_old_one_is_refused(tmp_path: Path, machine: Any) -> None:
+    running(machine, tmp_path)
+    machine.free = {"CPU": 0.5}
+    path = Path(write(tmp_path / "after.yaml", served(engine={"dtype": "float32", "max_num_seqs": 8})))
+    with pytest.raises(UpError, match="no room for a new replica beside the old one"):
+        up.up(path, say=lambda _: None)
+    machine.total = {"CPU": 2.0}
+    many = Path(write(tmp_path / "many.yaml", served(target={"bundle": {"CPU": 1.0}, "num_replicas": 9})))
+    with pytest.raises(UpError, match=r"too small for this config: it needs \d+(\.\d+)? CPU of 2"):
+        up.up(many, say=lambda _: None)
+    assert (machine.serve.deployed, machine.stopped) == ([], [])
+
+
+def test_a_config_that_fails_gives_way_to_the_one_before(tmp_path: Path, machine: Any) -> None:
+    before = running(machine, tmp_path)
+    path = Path(write(tmp_path / "after.yaml", served(engine={"dtype": "float32", "max_num_seqs": 8})))
+    machine.serve.fails.append(live_form(*read_config(path))["applications"][0])
+    with pytest.raises(UpError, match="no such GPU"):
+        up.up(path, say=lambda _: None)
+    assert machine.serve.deployed[-1]["applications"] == before["applications"]
+    assert machine.stopped == []
+
+
+# ---- Ray, and what is left of it
+
+ENGINE = """
+import multiprocessing.shared_memory as shared, signal, socket, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+shared.resource_tracker.register = lambda *_: None
+segment = shared.SharedMemory(create=True, size=64)
+server = socket.socket(socket.AF_UNIX)
+server.bind(sys.argv[1])
+print(segment.name, flush=True)
+time.sleep(600)
+"""
+SESSION = """
+import os, subprocess, sys, time
+from deployments import up
+
+started_s = time.time()
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]], stdout=subprocess.PIPE, text=True)
+segment = "/dev/shm/" + child.stdout.readline().strip().lstrip("/")
+assert os.path.exists(segment) and os.path.exists(sys.argv[2])
+sockets = up.session_sockets()
+assert segment not in map(str, up.abandoned_segments(started_s)), "it is in use"
+up.TERMINATE_S = 0.5
+up.end_session()
+assert child.wait(5) == -9
+left = {str(path) for path in (*sockets, *up.abandoned_segments(started_s))}
+print("found" if {segment, sys.argv[2]} <= left else left)
+os.unlink(segment)
+"""
+
+
+def test_processes_segments_and_sockets_of_a_session_are_found_and_ended(tmp_path: Path) -> None:
+    """An engine that outlives Ray keeps gigabytes; one that is killed leaves its files."""
+    env = {**os.environ, "PYTHONPATH": str(Path(up.__file__).parents[1])}
+    command = [sys.executable, "-c", SESSION, ENGINE, str(tmp_path / "socket")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, start_new_session=True, env=env)
+    assert done.stdout.strip() == "found", done.stdout + done.stderr
 
 
 def test_logical_cpus_cover_every_process() -> None:
@@ -131,4 +306,9 @@ def test_usage_has_a_url_a_curl_line_and_a_python_line() -> None:
 def test_progress_counts_running_replicas() -> None:
     deployments = {"target": {"replicas": [{"state": "RUNNING"}, {"state": "STARTING"}]}, "ingress": {"replicas": []}}
     line = progress("peagle", {"status": "DEPLOYING", "deployments": deployments})
-    assert line == "peagle deploying: ingress 0/1, target 1/2 running"
+    assert line == (
+        "peagle deploying: ingress 0/1, target 1/2 running, waits for the HTTP API, the engine to load the model"
+    )
+    waiting = {"target": {"replicas": [{"state": "PENDING_ALLOCATION"}]}}
+    assert progress("peagle", {"status": "DEPLOYING", "deployments": waiting}).endswith("waits for free resources")
+    assert "application to be built" in progress("peagle", {"status": "DEPLOYING"})

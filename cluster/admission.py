@@ -1,0 +1,181 @@
+"""Which request goes next: a bounded queue that is fair between callers.
+
+Enters: requests with their caller and weight (sequences). Leaves: a place among the running ones, or a `BusyError`
+that says when to come again. A place goes to the caller with the fewest running sequences; of several such callers to
+the one served longest ago. Never knows: HTTP, Ray, what a request asks. State of one event loop.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from cluster.request import Caller
+
+QUEUE_FULL_RETRY_S = 2.0
+MAX_RETRY_AFTER_S = 60.0
+
+
+class BusyError(Exception):
+    """There is no room for a request now. `retry_after_s`: when there may be, in whole seconds from 1 to 60."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_s = int(min(max(-(-retry_after_s // 1), 1), MAX_RETRY_AFTER_S))
+
+
+class Allowance:
+    """A rate per minute, of which up to a minute's worth may be used at once. The level falls below zero where a cost
+    is known only afterwards."""
+
+    def __init__(self, per_minute: float, now_s: float) -> None:
+        self.per_minute = self._level = per_minute
+        self._filled_s = now_s
+
+    def wait_s(self, needed: float, now_s: float) -> float:
+        """Seconds until `needed` is there; 0.0 when it is."""
+        self._fill(now_s)
+        return max(0.0, (min(needed, self.per_minute) - self._level) * 60 / self.per_minute)
+
+    def use(self, amount: float, now_s: float) -> None:
+        self._fill(now_s)
+        self._level -= amount
+
+    def _fill(self, now_s: float) -> None:
+        new = self.per_minute / 60 * max(0.0, now_s - self._filled_s)
+        self._level, self._filled_s = min(self.per_minute, self._level + new), now_s
+
+
+@dataclass
+class _Line:
+    """One caller's requests."""
+
+    num_running: int = 0
+    weight: int = 0
+    last_served: int = 0
+    waiting: deque[tuple[asyncio.Future[None], int]] = field(default_factory=deque)
+    limit: int | None = None
+    rates: dict[str, Allowance] = field(default_factory=dict)
+
+
+class Admission:
+    """The places of one service.
+
+    Args:
+        max_running: sequences that run at a time; a request that weighs more runs alone. May be changed at any time.
+        max_queued: requests that wait for a place.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, max_running: int, max_queued: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.max_running = max_running
+        self.max_queued = max_queued
+        self.num_running = 0
+        self.num_queued = 0
+        self._clock = clock
+        self._weight = 0
+        self._num_served = 0
+        self._lines: dict[str, _Line] = {}
+
+    @asynccontextmanager
+    async def place(self, caller: Caller, weight: int = 1) -> AsyncIterator[None]:
+        """Hold a place during the `async with`, after waiting for it in the queue.
+
+        Raises:
+            BusyError: the queue is full, or the caller has used up its own rate.
+        """
+        line = self._line_of(caller)
+        self._check_rates(caller, line)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        line.waiting.append((turn, weight))
+        self.num_queued += 1
+        self._hand_out_places()
+        if not turn.done() and self.num_queued > self.max_queued:
+            self._leave_queue(line, turn, weight)
+            raise BusyError(
+                f"{self.num_running} requests run and {self.num_queued} wait for a place, which is all that this "
+                "service takes at a time",
+                QUEUE_FULL_RETRY_S,
+            )
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._leave(line, weight)  # the place came at the same moment
+            else:
+                self._leave_queue(line, turn, weight)
+            raise
+        try:
+            yield
+        finally:
+            self._leave(line, weight)
+
+    def charge_tokens(self, caller: Caller, num_tokens: int) -> None:
+        """Count the tokens of an answer against its caller's rate."""
+        line = self._lines.get(caller.name)
+        if line is not None and (tokens := line.rates.get("tokens")) is not None:
+            tokens.use(num_tokens, self._clock())
+
+    def _line_of(self, caller: Caller) -> _Line:
+        line = self._lines.setdefault(caller.name, _Line())
+        line.limit = caller.max_running_requests
+        for name, per_minute in (("requests", caller.requests_per_minute), ("tokens", caller.tokens_per_minute)):
+            rate = line.rates.get(name)
+            if per_minute is None:
+                line.rates.pop(name, None)
+            elif rate is None or rate.per_minute != per_minute:
+                line.rates[name] = Allowance(per_minute, self._clock())
+        return line
+
+    def _check_rates(self, caller: Caller, line: _Line) -> None:
+        now_s = self._clock()
+        for name, rate in line.rates.items():
+            if wait_s := rate.wait_s(1.0, now_s):
+                raise BusyError(f"the caller {caller.name} has used up its {rate.per_minute:g} {name} a minute", wait_s)
+        if "requests" in line.rates:
+            line.rates["requests"].use(1.0, now_s)
+
+    def _hand_out_places(self) -> None:
+        """Give the free places to those whose turn it is."""
+        while True:
+            lines = [line for line in self._lines.values() if line.waiting and self._may_run(line)]
+            if not lines:
+                return
+            line = min(lines, key=lambda line: (line.weight, line.last_served))
+            turn, weight = line.waiting[0]
+            if turn.cancelled():  # it leaves at this moment
+                line.waiting.popleft()
+                self.num_queued -= 1
+                continue
+            # The heaviest request is not passed over for lighter ones for ever: it waits until it fits.
+            if self.num_running and self._weight + weight > self.max_running:
+                return
+            line.waiting.popleft()
+            self.num_queued -= 1
+            self._num_served += 1
+            line.last_served = self._num_served
+            line.num_running += 1
+            line.weight += weight
+            self.num_running += 1
+            self._weight += weight
+            turn.set_result(None)
+
+    @staticmethod
+    def _may_run(line: _Line) -> bool:
+        return line.limit is None or line.num_running < line.limit
+
+    def _leave(self, line: _Line, weight: int) -> None:
+        line.num_running -= 1
+        line.weight -= weight
+        self.num_running -= 1
+        self._weight -= weight
+        self._hand_out_places()
+
+    def _leave_queue(self, line: _Line, turn: asyncio.Future[None], weight: int) -> None:
+        if (turn, weight) in line.waiting:
+            line.waiting.remove((turn, weight))
+            self.num_queued -= 1
+        self._hand_out_places()

@@ -1,0 +1,776 @@
+"""The edge: all that happens to a request before the engine, and to its answer on the way out.
+
+Enters: the body of an HTTP request, or a dictionary by deployment handle, with its caller and headers. Leaves: an
+`Admitted` request that the engine can take as it is (checked, within the limits, with its workload and K), and the
+engine's answer with a `drafting` field, or an `ApiError` in OpenAI's form. The same code runs in an ingress replica and
+in a target replica: nothing here knows Ray, or where the engine is.
+"""
+
+import asyncio
+import contextlib
+import functools
+import json
+import logging
+import math
+import re
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import Metric
+from pydantic import ValidationError
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm.entrypoints.chat_utils import MM_PARSER_MAP
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.exceptions import VLLMClientError
+
+from cluster.admission import Admission, BusyError
+from cluster.control import DepthControl
+from cluster.request import (
+    ANYONE,
+    Caller,
+    Drafting,
+    DraftingError,
+    ForbiddenTagError,
+    UnknownCallerError,
+    Workloads,
+    resolve,
+    system_prompt,
+)
+from cluster.settings import ClusterSettings, LimitSettings, nearest
+from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+
+logger = logging.getLogger(__name__)
+
+Call = Literal["chat", "completions"]
+Body = ChatCompletionRequest | CompletionRequest
+
+BODIES: dict[Call, type[Body]] = {"chat": ChatCompletionRequest, "completions": CompletionRequest}
+UNUSED_FIELDS = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "verbosity",
+    }
+)
+"""Fields of OpenAI's API that clients send and that change no answer here."""
+
+SERVER_KEYS = (DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
+"""Keys of `vllm_xargs` that the edge sets."""
+
+MAX_NESTING = 64
+MAX_INTEGER = 2**63 - 1
+OPEN_PATHS = ("/health", "/metrics")
+"""For probes and Prometheus: they need no key."""
+
+RETRY_AFTER_S = 5
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+# ---- errors in OpenAI's form
+
+
+class ApiError(Exception):
+    """An answer other than success. `param` names the request's field, where one is to blame."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+        self.code = code or {400: "invalid_value", 404: "not_found"}.get(status)
+        self.retry_after_s = RETRY_AFTER_S if status == 503 and retry_after_s is None else retry_after_s
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kwargs = {"param": self.param, "code": self.code, "retry_after_s": self.retry_after_s}
+        return functools.partial(ApiError, **kwargs), (self.status, self.message)
+
+    def body(self) -> dict[str, Any]:
+        """`{"error": {"message", "type", "param", "code"}}`, which can be encoded whatever the client sent."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
+        return {
+            "error": {
+                "message": _encodable(self.message),
+                "type": kind,
+                "param": None if self.param is None else _encodable(self.param),
+                "code": self.code,
+            }
+        }
+
+    def event(self) -> str:
+        """The error as the last server-sent event of a stream that has begun."""
+        return f"data: {json.dumps(self.body())}\n\n"
+
+    def response(self) -> JSONResponse:
+        headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body(), status_code=self.status, headers=headers)
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def not_ready(model: str) -> ApiError:
+    """No replica of the target can answer: at the start until the engine has loaded, later when all are gone."""
+    return ApiError(
+        503,
+        f"The model {model!r} is not ready: no replica is up (still loading, or restarting). Try again in "
+        f"{RETRY_AFTER_S} seconds; GET /health answers 200 when it is ready.",
+        code="model_not_ready",
+    )
+
+
+def engine_lost() -> ApiError:
+    """The engine that worked on a request is gone."""
+    return ApiError(
+        503,
+        "The engine that worked on this request has stopped, so the answer is not complete. Send the request again.",
+        code="engine_lost",
+    )
+
+
+def internal_error() -> ApiError:
+    return ApiError(500, "The server failed on this request; its log says why.")
+
+
+def from_engine(error: Any) -> ApiError:
+    """The `error` object (or its dictionary) of vLLM's answer. What is not the client's fault keeps its details in the
+    log."""
+    found = error if isinstance(error, Mapping) else error.model_dump()
+    status = found.get("code")
+    if not isinstance(status, int) or not 400 <= status < 500:
+        return internal_error()
+    return ApiError(status, str(found.get("message")), param=found.get("param"))
+
+
+# ---- a body, from its bytes to vLLM's record
+
+
+def read_json(raw: bytes, max_bytes: int) -> Any:
+    """The document in a request's body. Raises ApiError (413, 400)."""
+    if len(raw) > max_bytes:
+        raise ApiError(413, f"The request body has {len(raw)} bytes, above the limit of {max_bytes}.", code="too_large")
+    try:
+        return json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ApiError(400, f"The request body is not valid JSON: {reason}.", code="invalid_json") from error
+
+
+def check_document(document: Any) -> dict[str, Any]:
+    """`document` where every value in it can be handled: a JSON object, not deeper than `MAX_NESTING`, whose texts have
+    a UTF-8 form (JSON can hold lone surrogates) and whose numbers fit 64 bits. Raises ApiError naming the field."""
+    if not isinstance(document, dict):
+        raise ApiError(400, "The request body must be a JSON object.")
+    level: list[tuple[tuple[Any, ...], Any]] = [((), document)]
+    for _ in range(MAX_NESTING):
+        below = []
+        for path, value in level:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, item in items:
+                if isinstance(key, str) and not _is_text(key):
+                    raise ApiError(400, "a name is no valid text: it has a lone surrogate", param=_at(path, key))
+                if isinstance(item, dict | list):
+                    below.append(((*path, key), item))
+                elif isinstance(item, str):
+                    if not _is_text(item):
+                        raise ApiError(400, "the text is not valid: it has a lone surrogate", param=_at(path, key))
+                elif isinstance(item, int):
+                    if not -MAX_INTEGER <= item <= MAX_INTEGER:
+                        raise ApiError(400, "the number does not fit 64 bits", param=_at(path, key))
+                elif isinstance(item, float) and not math.isfinite(item):
+                    raise ApiError(400, "the number is not finite", param=_at(path, key))
+        if not below:
+            return document
+        level = below
+    raise ApiError(400, f"the value is nested more than {MAX_NESTING} deep", param=str(level[0][0][0]))
+
+
+def _is_text(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _at(path: tuple[Any, ...], key: Any) -> str:
+    return ".".join(str(step) for step in (*path, key))
+
+
+@functools.cache
+def known_fields(call: Call) -> frozenset[str]:
+    """Top-level fields of a request that vLLM knows."""
+    fields = BODIES[call].model_fields
+    return frozenset({*fields, *(info.alias for info in fields.values() if info.alias)})
+
+
+def parse_body(call: Call, fields: dict[str, Any]) -> Body:
+    """vLLM's record of a request. Raises ApiError naming the field."""
+    for name in fields:
+        if name not in known_fields(call):
+            hint = nearest(name, {*known_fields(call), "drafting"})
+            raise ApiError(400, f"unknown field {name:.80}{hint}", param=f"{name:.80}", code="unknown_field")
+    if call == "chat":
+        _check_messages(fields.get("messages"))
+    try:
+        return BODIES[call].model_validate(fields)
+    except ValidationError as error:
+        raise _from_validation(error) from error
+    except VLLMClientError as error:
+        raise ApiError(400, str(error.args[0]), param=getattr(error, "parameter", None)) from error
+    except (TypeError, AttributeError, KeyError, ValueError) as error:
+        # vLLM's own validators run before the types are checked, and trip over values of a type they do not expect.
+        raise ApiError(400, f"a field has a value of the wrong type ({error})") from error
+
+
+def _from_validation(error: ValidationError) -> ApiError:
+    """The first problem; of a field that may have several types, the one of the type that was sent."""
+    details = error.errors(include_url=False, include_input=False)
+    of_field = [detail for detail in details if detail["loc"][:1] == details[0]["loc"][:1]]
+    detail = next((one for one in of_field if not one["type"].endswith("_type")), of_field[0])
+    steps = [str(step) for step in detail["loc"]]
+    # Behind a field's name and index stand the names of the types that were tried.
+    name = ".".join(steps[: 2 if len(steps) > 1 and steps[1].isdigit() else 1])
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    return ApiError(400, f"{name}: {message}" if name else message, param=name or None)
+
+
+def _check_messages(messages: Any) -> None:
+    """What vLLM's record takes but its chat templates cannot render."""
+    if messages is None or messages == []:
+        raise ApiError(400, "messages must hold at least one message", param="messages")
+    if not isinstance(messages, list):
+        raise ApiError(400, f"messages must be a list of messages, not {messages!r:.80}", param="messages")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            continue
+        name, content = f"messages.{index}.content", message.get("content")
+        if content is not None and not isinstance(content, str | list):
+            raise ApiError(400, f"{name} must be a text or a list of parts, not {content!r:.80}", param=name)
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            where = f"{name}.{number}"
+            if isinstance(part, str):
+                continue
+            kind = part.get("type") if isinstance(part, dict) else None
+            if not isinstance(kind, str) or kind not in MM_PARSER_MAP:
+                known = ", ".join(sorted(MM_PARSER_MAP))
+                raise ApiError(400, f"{where} must be an object whose type is one of {known}", param=where)
+            if "text" in kind and not isinstance(part.get("text"), str):
+                raise ApiError(400, f"{where}.text must be a text", param=f"{where}.text")
+
+
+# ---- limits of one request
+
+
+def check_limits(body: Body, fields: Mapping[str, Any], limits: LimitSettings) -> int:
+    """The number of sequences that a request asks for. Raises ApiError for one that asks more than it may."""
+    num_sequences = (1 if body.n is None else body.n) * num_prompts(body)
+    _at_most("n", "n times the number of prompts", num_sequences, limits.max_num_sequences)
+    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+        wanted = getattr(body, name, None)
+        if type(wanted) is int:
+            _at_most(name, name, math.inf if wanted < 0 else wanted, limits.max_num_logprobs)
+    for name in ("stop", "stop_token_ids", "logprob_token_ids"):
+        listed = getattr(body, name, None)
+        if isinstance(listed, list):
+            _at_most(name, f"the number of entries of {name}", len(listed), limits.max_num_stop)
+    for name, grammar in grammars(fields).items():
+        choices = grammar.get("choice") if isinstance(grammar, dict) else None
+        if isinstance(choices, list):
+            where = f"{name}.choice"
+            _at_most(where, f"the number of choices in {where}", len(choices), limits.max_grammar_choices)
+        num_bytes = len(json.dumps(grammar, ensure_ascii=False).encode())
+        _at_most(name, f"the size of {name} in bytes", num_bytes, limits.max_grammar_bytes)
+    return num_sequences
+
+
+def _at_most(param: str, what: str, value: float, limit: int) -> None:
+    if value > limit:
+        shown = "all" if math.isinf(value) else f"{value:g}"
+        raise ApiError(400, f"{what} is {shown}, above this service's limit of {limit}", param=param, code="limit")
+
+
+def num_prompts(body: Body) -> int:
+    """Prompts of a completion request (a list of strings or of token lists), 1 for a chat request."""
+    prompt = getattr(body, "prompt", None)
+    return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+
+
+def grammars(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request from which the engine makes a grammar."""
+    found = {name: fields[name] for name in ("structured_outputs", "response_format") if fields.get(name)}
+    if fields.get("tools") and fields.get("tool_choice", "none") not in ("none", "auto"):
+        found["tools"] = fields["tools"]
+    return found
+
+
+# ---- what is admitted
+
+
+@dataclass
+class Admitted:
+    """A request as the engine gets it. Travels from an ingress replica to a target replica.
+
+    `fields`: vLLM's fields of the body, with what the edge decided in `vllm_xargs`. `num_sequences`: its weight."""
+
+    call: Call
+    fields: dict[str, Any]
+    drafting: Drafting
+    num_sequences: int = 1
+
+    @functools.cached_property
+    def body(self) -> Body:
+        """vLLM's record, made anew where the request has travelled: its message parts cannot be pickled."""
+        return parse_body(self.call, self.fields)
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.body.stream)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "body"}
+
+
+class Usage(NamedTuple):
+    """Tokens of an answer: the last item of a complete one."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+Answer = AsyncGenerator["str | ApiError | Usage", None]
+"""The answer to an `Admitted` request: one JSON text, or server-sent events where it streams; an `ApiError` in place of
+what cannot be answered (an exception would be logged as Ray's); last its `Usage`."""
+
+Generate = Callable[[Admitted], Answer]
+
+
+LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 600.0)
+TPOT_BUCKETS_S = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+
+
+class EdgeMetrics:
+    """What clients see of the service: times by workload, and answers by status."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"peagle_{name}_seconds", text, ["workload"], buckets=buckets, registry=self._registry)
+
+        self.first_token = histogram("time_to_first_token", "Arrival to first chunk, streams.", LATENCY_BUCKETS_S)
+        self.per_token = histogram("time_per_output_token", "Time of a token after the first, streams.", TPOT_BUCKETS_S)
+        self.latency = histogram("request_latency", "Arrival to the end of a complete answer.", LATENCY_BUCKETS_S)
+        self.answers = Counter(
+            "peagle_answers",
+            "Requests by HTTP status: 2xx answered, 4xx refused (499: the client left), 5xx failed.",
+            ["workload", "status"],
+            registry=self._registry,
+        )
+
+    def families(self) -> list[Metric]:
+        """Plain values, which can travel."""
+        found = list(self._registry.collect())
+        for family in found:
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+        return found
+
+
+class Edge:
+    """The edge of one replica.
+
+    Args:
+        control: chooses K where neither the request nor the operator did.
+        max_running: sequences that the engines behind this edge run well at a time, at most `limits`'.
+    """
+
+    def __init__(
+        self, settings: ClusterSettings, control: DepthControl | None = None, max_running: int | None = None
+    ) -> None:
+        self.metrics = EdgeMetrics()
+        self._max_running = max_running
+        self.admission = Admission(1, 0)
+        self._settings = settings
+        self._workloads = Workloads(known=settings.named_workloads(), aliases=settings.model.aliases)
+        self.use(settings, control)
+
+    def use(self, settings: ClusterSettings, control: DepthControl | None) -> None:
+        """Go on with other limits, callers, depths and aliases; requests that run keep theirs."""
+        self.control = control
+        if settings.named_workloads() != self._settings.named_workloads():
+            self._workloads = Workloads(known=settings.named_workloads(), aliases=settings.model.aliases)
+        self._settings = settings
+        self._policy = settings.depth_policy()
+        self._callers = settings.caller_table()
+        self.set_max_running(self._max_running)
+
+    def set_max_running(self, max_running: int | None) -> None:
+        """More than this wait here, where the queue is fair, and not in the engine."""
+        self._max_running = max_running
+        limits = self._settings.limits
+        self.admission.max_queued = limits.max_queued_requests
+        self.admission.max_running = min(limits.max_running_requests, max_running or limits.max_running_requests)
+
+    @property
+    def model(self) -> str:
+        return self._settings.model.id
+
+    @property
+    def limits(self) -> LimitSettings:
+        return self._settings.limits
+
+    def caller_of(self, authorization: str | None) -> Caller:
+        """Who sends a request with this Authorization header. Raises ApiError (401)."""
+        if self._callers is None:
+            return ANYONE
+        try:
+            return self._callers.identify(authorization)
+        except UnknownCallerError as error:
+            raise ApiError(401, str(error), code="invalid_api_key") from error
+
+    def admit(
+        self, call: Call, document: Any, caller: Caller = ANYONE, headers: Mapping[str, str] | None = None
+    ) -> Admitted:
+        """Check a request and decide its workload and K. Raises ApiError."""
+        given = check_document(document)
+        # A field that is null is a field that is missing.
+        fields = {name: item for name, item in given.items() if item is not None and name not in UNUSED_FIELDS}
+        asked = fields.pop("drafting", None)
+        model = fields.get("model", self.model)
+        if not isinstance(model, str) or model not in (self.model, *self._settings.model.aliases):
+            raise ApiError(
+                404, f"the model {model!r:.80} is not served here, but {self.model!r} is", param="model",
+                code="model_not_found",
+            )  # fmt: skip
+        fields["model"] = self.model
+        body = parse_body(call, fields)
+        num_sequences = check_limits(body, fields, self.limits)
+        own = fields.get("vllm_xargs") or {}
+        if taken := [key for key in SERVER_KEYS if key in own]:
+            name = f"vllm_xargs.{taken[0]}"
+            raise ApiError(400, f"{name} is set by the server: send the field drafting", param=name)
+        drafting = self._decide(asked, model, body, caller, headers)
+        decided: dict[str, Any] = {DEPTH_KEY: drafting.max_k, WORKLOAD_KEY: drafting.workload}
+        if drafting.survival:
+            decided[SURVIVAL_KEY] = list(drafting.survival)
+        if (drafter := self._settings.drafter) is not None and drafter.is_remote:
+            decided[HEAD_KEY] = drafter.head_index(drafting.workload)
+        fields["vllm_xargs"] = body.vllm_xargs = {**own, **decided}
+        request_id = (headers or {}).get("x-request-id", "")
+        if "request_id" not in fields and _REQUEST_ID.fullmatch(request_id):
+            fields["request_id"] = body.request_id = request_id
+        admitted = Admitted(call, fields, drafting, num_sequences)
+        admitted.__dict__["body"] = body
+        return admitted
+
+    def _decide(
+        self, asked: Any, model: str, body: Body, caller: Caller, headers: Mapping[str, str] | None
+    ) -> Drafting:
+        prompt = system_prompt(body.messages) if isinstance(body, ChatCompletionRequest) else ""
+        try:
+            drafting = resolve(self._policy, asked, headers, caller, lambda tag: self._workloads.of(tag, model, prompt))
+        except ForbiddenTagError as error:
+            raise ApiError(403, error.message, param=error.field, code="tag_not_allowed") from error
+        except DraftingError as error:
+            raise ApiError(400, error.message, param=error.field) from error
+        if self.control is not None:
+            drafting = self.control.settle(drafting, time.monotonic(), caller.max_k)
+        return drafting
+
+    async def answer(
+        self,
+        call: Call,
+        document: Any,
+        generate: Generate,
+        caller: Caller = ANYONE,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[str]:
+        """The answer to a request, from its admission to its end: one JSON text, or server-sent events.
+
+        Raises:
+            ApiError: instead of an answer, or in the midst of a stream.
+        """
+        started_s, first_s = time.perf_counter(), None
+        workload, status, usage = "", 499, None
+        try:
+            admitted = self.admit(call, document, caller, headers)
+            workload = admitted.drafting.workload
+            async with (
+                self.admission.place(caller, admitted.num_sequences),
+                contextlib.aclosing(generate(admitted)) as items,
+            ):
+                async for item in items:
+                    if isinstance(item, str):
+                        first_s = first_s or time.perf_counter()
+                        yield item
+                    elif isinstance(item, Usage):
+                        usage = item
+                    else:
+                        raise item
+            status = 200
+            self._measure(workload, admitted.streams, usage, started_s, first_s)
+        except BusyError as error:
+            status = 429
+            raise ApiError(429, error.message, code="rate_limit_exceeded", retry_after_s=error.retry_after_s) from error
+        except ApiError as error:
+            status = error.status
+            raise
+        except Exception as error:
+            status = 500
+            logger.exception("a %s request failed", call)
+            raise internal_error() from error
+        finally:
+            self.metrics.answers.labels(workload, str(status)).inc()
+            if usage is not None:
+                self.admission.charge_tokens(caller, usage.num_prompt_tokens + usage.num_output_tokens)
+
+    def _measure(
+        self, workload: str, streams: bool, usage: Usage | None, started_s: float, first_s: float | None
+    ) -> None:
+        ended_s = time.perf_counter()
+        self.metrics.latency.labels(workload).observe(ended_s - started_s)
+        if not streams or first_s is None:
+            return
+        self.metrics.first_token.labels(workload).observe(first_s - started_s)
+        if usage is not None and usage.num_output_tokens > 1:
+            self.metrics.per_token.labels(workload).observe((ended_s - first_s) / (usage.num_output_tokens - 1))
+
+
+# ---- the engine's answer
+
+
+def drafting_field(drafting: Drafting, head: str, counts: Any) -> dict[str, Any]:
+    """The answer's `drafting` field: the decision, and what came of it summed over the request's sequences.
+
+    `head`: digest of the head that drafts for the workload, "" where none does. `num_steps` counts steps that verified
+    drafts; `acceptance_length` is 1 + accepted / steps, 1.0 without steps.
+    """
+    return {
+        **drafting.to_wire(),
+        "head": head,
+        "num_steps": counts.num_steps,
+        "num_draft_tokens": counts.num_draft_tokens,
+        "num_accepted_tokens": counts.num_accepted_tokens,
+        "acceptance_length": round(counts.acceptance_length, 4),
+    }
+
+
+def whole_answer(response: Any, drafting: Mapping[str, Any]) -> str:
+    """The JSON text of vLLM's response object with its `drafting`."""
+    return json.dumps({**response.model_dump(), "drafting": drafting}, ensure_ascii=False, separators=(",", ":"))
+
+
+def num_finished_choices(event: str) -> int:
+    """How many choices a server-sent event finishes. Most finish none, and are not parsed for it."""
+    if '"finish_reason":' not in event or '"finish_reason":null' in event:
+        return 0
+    return sum(choice.get("finish_reason") is not None for choice in event_document(event).get("choices", ()))
+
+
+def event_document(event: str) -> dict[str, Any]:
+    """The JSON object of a server-sent event, {} for `[DONE]`."""
+    data = event.removeprefix("data: ").strip()
+    return dict(json.loads(data)) if data.startswith("{") else {}
+
+
+def event_with(event: str, **fields: Any) -> str:
+    """A server-sent event with further fields in its object."""
+    document = json.dumps({**event_document(event), **fields}, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {document}\n\n"
+
+
+def is_error_event(event: str) -> bool:
+    return event.startswith('data: {"error"')
+
+
+# ---- HTTP
+
+
+class Backend(Protocol):
+    """What answers behind the HTTP API."""
+
+    edge: Edge
+
+    def generate(self, admitted: Admitted) -> Answer: ...
+
+    def models(self) -> dict[str, dict[str, Any]]:
+        """Model cards by id, the served model first."""
+
+    async def health(self) -> dict[str, Any]:
+        """Raises ApiError (503) where a request would not be served."""
+
+    async def metrics(self) -> bytes: ...
+
+    async def drafting(self) -> dict[str, Any]: ...
+
+
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def make_app(backend: Backend, allow_origins: list[str]) -> FastAPI:
+    """The HTTP API: OpenAI's, and GET /health, /metrics and /drafting."""
+    app = FastAPI(title="peagle-serve", docs_url=None, redoc_url=None)
+
+    async def ask(call: Call, request: Request) -> Response:
+        return await _answer(backend, call, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await ask("chat", request)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await ask("completions", request)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": list(backend.models().values())})
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        if (card := backend.models().get(model)) is None:
+            raise ApiError(404, f"the model {model!r:.80} is not served here", param="model", code="model_not_found")
+        return JSONResponse(card)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse(await backend.health())
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await backend.metrics(), media_type=METRICS_CONTENT_TYPE)
+
+    @app.get("/drafting")
+    async def drafting() -> Response:
+        return JSONResponse(await backend.drafting())
+
+    async def api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return ApiError(error.status_code, str(error.detail)).response()
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        logger.error("a request to %s failed", request.url.path, exc_info=error)
+        return internal_error().response()
+
+    app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(Exception, unexpected)
+    app.add_middleware(KeyMiddleware, edge=backend.edge)
+    # Added last and thereby outermost: a browser asks whether it may call before it sends a key.
+    if allow_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=allow_origins, allow_methods=["*"], allow_headers=["*"])
+    return app
+
+
+async def _answer(backend: Backend, call: Call, request: Request) -> Response:
+    """The HTTP response to a request for an answer; its status waits for the first piece of it."""
+    edge = backend.edge
+    document = read_json(await _body(request, edge.limits.max_body_bytes), edge.limits.max_body_bytes)
+    caller = getattr(request.state, "caller", ANYONE)
+    pieces = edge.answer(call, document, backend.generate, caller, request.headers)
+    first = await _unless_disconnected(request, anext(pieces, ""))
+    if first.startswith("data: "):
+        return EventStream(_events(first, pieces), media_type="text/event-stream")
+    return Response(first + await _joined(pieces), media_type="application/json")
+
+
+class EventStream(StreamingResponse):
+    """Ends its source with the response. A source that is left to the garbage collector goes on for a while, and with
+    it the request in the engine."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        source: Any = self.body_iterator
+        async with contextlib.aclosing(source):
+            await super().__call__(scope, receive, send)
+
+
+async def _body(request: Request, max_bytes: int) -> bytes:
+    """The body, of which no more is read than may be sent."""
+    parts, size = [], 0
+    async for part in request.stream():
+        parts.append(part)
+        size += len(part)
+        if size > max_bytes:
+            break
+    return b"".join(parts)
+
+
+async def _joined(pieces: AsyncIterator[str]) -> str:
+    return "".join([piece async for piece in pieces])
+
+
+async def _events(first: str, pieces: AsyncIterator[str]) -> AsyncIterator[str]:
+    async with contextlib.aclosing(pieces):  # type: ignore[type-var]
+        yield first
+        try:
+            async for piece in pieces:
+                yield piece
+        except ApiError as error:
+            yield error.event()  # the status line is out: the stream itself says that it broke off
+
+
+async def _unless_disconnected(request: Request, work: Awaitable[str]) -> str:
+    """The result of `work`, which is cancelled when the client goes away first: the engine then drops the request."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client has gone")
+        return task.result()
+    finally:
+        for unfinished in (task, gone):
+            unfinished.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class KeyMiddleware:
+    """Finds the caller of every request by its API key before anything else is looked at, and takes the key away."""
+
+    def __init__(self, app: ASGIApp, edge: Edge) -> None:
+        self._app, self._edge = app, edge
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = str(scope.get("path", "")).removeprefix(str(scope.get("root_path", "")))
+        if scope["type"] == "http" and path not in OPEN_PATHS:
+            try:
+                caller = self._edge.caller_of(Headers(scope=scope).get("authorization"))
+            except ApiError as error:
+                self._edge.metrics.answers.labels("", "401").inc()
+                await error.response()(scope, receive, send)
+                return
+            scope.setdefault("state", {})["caller"] = caller
+            scope["headers"] = [header for header in scope["headers"] if header[0].lower() != b"authorization"]
+        await self._app(scope, receive, send)

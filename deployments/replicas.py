@@ -1,0 +1,274 @@
+"""What the replicas of a deployment say of themselves, and a target's links to the drafter replicas.
+
+Enters: a deployment's handle. Leaves: how many replicas are up and what they report, about once a second; for a
+target, the drafters' addresses and heads handed on to its engine, whose workers connect by themselves
+(`peagle.drafter.client`).
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from cluster.settings import DrafterSettings
+from deployments.compat import ask_each
+
+ReportT = TypeVar("ReportT")
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 1.0
+POLL_TIMEOUT_S = 5.0
+REPLICA_LOST = (RayActorError, DeploymentUnavailableError, ReplicaUnavailableError)
+"""What a call raises when its replica is gone: try again later, nothing was wrong with the request."""
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error means that its replica is gone, or its engine dead."""
+    return isinstance(error, REPLICA_LOST) or "EngineDeadError" in (type(error).__name__, _cause_name(error))
+
+
+def _cause_name(error: BaseException) -> str:
+    return type(getattr(error, "cause", None)).__name__
+
+
+class ReplicaMonitor(Generic[ReportT]):
+    """Asks every running replica of a deployment for its report, once a second.
+
+    `num_ready` counts the replicas that run, whatever becomes of their reports: one that is slow to answer, or fails to
+    report, still serves. Only a replica that is gone, or whose engine is dead, is none.
+    """
+
+    def __init__(
+        self, handle: DeploymentHandle[Any], kind: type[ReportT], on_reports: Callable[[Sequence[ReportT]], Any]
+    ) -> None:
+        """`kind`: what a report is. `on_reports` gets the reports each time that they have come."""
+        self._handle, self._kind, self._on_reports = handle, kind, on_reports
+        self._num_asked, self._newest = 0, 0
+        self._problems: set[str] = set()
+        self._task: asyncio.Task[None] | None = None
+        self.num_ready: int | None = None
+        """None until the replicas were asked for the first time."""
+        self.reports: Sequence[ReportT] = ()
+        """What the replicas said last."""
+
+    def start(self) -> None:
+        """Begin to poll on the running event loop, once."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._poll_forever())
+
+    async def refresh(self) -> Sequence[ReportT]:
+        """The replicas' reports, asked for now. Of two calls at a time, the one that asked first counts for nothing
+        once the other has its answers: counters would go back."""
+        self._num_asked += 1
+        asked = self._num_asked
+        answers: list[Any] = []
+        try:
+            answers = await ask_each(self._handle, "report", POLL_TIMEOUT_S)
+        except REPLICA_LOST:
+            pass
+        except Exception as error:  # noqa: BLE001  # nobody could be asked: what is known of the replicas grows old meanwhile
+            self._log("its replicas cannot be asked", error)
+            return self.reports
+        if asked < self._newest:
+            return self.reports
+        self._newest = asked
+        problems = [answer for answer in answers if isinstance(answer, BaseException) and not is_lost(answer)]
+        for problem in problems:
+            self._log("a replica does not report; it goes on serving", problem)
+        if not problems:
+            self._problems.clear()
+        num_ready = len(problems) + sum(isinstance(answer, self._kind) for answer in answers)
+        if num_ready != self.num_ready:
+            logger.info("%s: %d replicas ready", self._handle.deployment_name, num_ready)
+        self.num_ready = num_ready
+        self.reports = [answer for answer in answers if isinstance(answer, self._kind)]
+        try:
+            self._on_reports(self.reports)
+        except Exception as error:  # noqa: BLE001  # the replicas are up all the same
+            self._log("the reports cannot be taken in", error)
+        return self.reports
+
+    def _log(self, what: str, error: BaseException) -> None:
+        """Each problem is logged once, not once a second, until there is none."""
+        if repr(error) not in self._problems:
+            self._problems.add(repr(error))
+            logger.error("%s: %s", self._handle.deployment_name, what, exc_info=error)
+
+    async def _poll_forever(self) -> None:
+        while True:
+            await self.refresh()
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+
+# ---- drafters, as targets see them
+
+
+@dataclass(frozen=True)
+class LiveHead:
+    """A head that drafts: `index` is its place in `drafter.heads` of the settings, `name` what it was asked for as."""
+
+    index: int
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class DrafterReport:
+    """One drafter replica. `address`, `key`: where targets connect to it, and with what. `refused`: why the heads that
+    the last `user_config` named are not live, "" when they are. `counters`: what its engine and server counted since
+    their start."""
+
+    replica: str
+    address: str
+    heads: tuple[LiveHead, ...]
+    refused: str = ""
+    counters: Mapping[str, float] = field(default_factory=dict)
+    key: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True)
+class LinkReport:
+    """One target replica's link to a drafter: its state (`peagle.drafter.client`), the path of the data, the last thing
+    that went wrong, the mean time of an answer, and what was counted since the link was made."""
+
+    address: str
+    state: str
+    path: str | None = None
+    problem: str = ""
+    average_pass_s: float | None = None
+    counters: Mapping[str, float] = field(default_factory=dict)
+
+
+MAX_MISSED_POLLS = 3
+IDLE_POLLS = 10
+"""An engine without requests is asked for its links once in so many polls: each call keeps a core of every worker of it
+spinning for about a second."""
+
+
+class DrafterLinks:
+    """Keeps one engine connected to the drafters that are there, or were a moment ago: Serve leaves a replica out while
+    it hands it a `user_config`, and a target that dropped it then would leave its new requests without drafts.
+
+    Args:
+        rpc: vLLM's `collective_rpc`, a method of every worker by name.
+        is_busy: whether the engine has requests.
+    """
+
+    def __init__(
+        self,
+        drafter: DeploymentHandle[Any],
+        rpc: Callable[..., Awaitable[list[Any]]],
+        settings: DrafterSettings,
+        is_busy: Callable[[], bool],
+    ) -> None:
+        self._drafter, self._rpc, self._settings, self._is_busy = drafter, rpc, settings, is_busy
+        self._reports: dict[str, DrafterReport] = {}
+        self._num_missed: dict[str, int] = {}
+        self._handed_on: list[dict[str, Any]] | None = None
+        self._problem = ""
+        self._num_polls, self._awake_until = 0, 0
+        self._task: asyncio.Task[None] | None = None
+        self.heads: tuple[str, ...] = ()
+        """Digests by index of the heads that draft, () before any drafter answers."""
+        self.links: tuple[LinkReport, ...] = ()
+
+    def start(self, on_change: Callable[[str, Mapping[str, str]], None]) -> None:
+        """Begin on the running event loop. `on_change` gets the digests of the default head and of workloads' heads
+        each time they change."""
+        self._task = asyncio.get_running_loop().create_task(self._poll_forever(on_change))
+
+    async def _poll_forever(self, on_change: Callable[[str, Mapping[str, str]], None]) -> None:
+        told = self.heads  # a poll may fail after the heads changed: the next one tells it then
+        while True:
+            try:
+                await self.poll()
+                if self.heads != told:
+                    on_change(*self.by_workload())
+                    told = self.heads
+                self._problem = ""
+            except Exception as error:  # without drafters the engine serves on, and this goes on trying
+                if repr(error) != self._problem:
+                    self._problem = repr(error)
+                    logger.exception("the drafters cannot be handed to the engine; it serves without them meanwhile")
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    async def poll(self) -> None:
+        """Ask the drafters who they are, tell the engine what changed, and ask it for its links."""
+        try:
+            answers = await ask_each(self._drafter, "report", POLL_TIMEOUT_S)
+        except REPLICA_LOST:
+            answers = []
+        reports = self.known(answer for answer in answers if isinstance(answer, DrafterReport))
+        drafters = drafters_of(reports)
+        if drafters != self._handed_on:
+            await self._rpc("set_drafters", args=(drafters,))
+            self._handed_on, self._awake_until = drafters, self._num_polls + IDLE_POLLS
+            logger.info("drafters: %s", ", ".join(drafter["address"] for drafter in drafters) or "none")
+        self.heads = agreed_heads(reports) or self.heads
+        if self._is_busy():
+            self._awake_until = max(self._awake_until, self._num_polls + 2)  # the last counts of a burst
+        if self._num_polls < self._awake_until or self._num_polls % IDLE_POLLS == 0:
+            self.links = link_reports(await self._rpc("remote_report"))
+        self._num_polls += 1
+
+    def known(self, reports: Iterable[DrafterReport]) -> list[DrafterReport]:
+        """The newest report of each drafter that was missed no more than `MAX_MISSED_POLLS` times in a row."""
+        present = {report.address: report for report in reports}
+        found = {**self._reports, **present}
+        self._num_missed = {
+            address: 0 if address in present else self._num_missed.get(address, 0) + 1 for address in found
+        }
+        self._reports = {address: found[address] for address, n in self._num_missed.items() if n <= MAX_MISSED_POLLS}
+        return list(self._reports.values())
+
+    def by_workload(self) -> tuple[str, dict[str, str]]:
+        """The default head's digest, and those of the workloads that have heads of their own."""
+        settings = self._settings
+        own = {workload: self.heads[settings.head_index(workload)] for workload in settings.heads_by_workload}
+        return self.heads[0], own
+
+
+def drafters_of(reports: Iterable[DrafterReport]) -> list[dict[str, Any]]:
+    """What the engine's `set_drafters` takes: each drafter's address and key, and the digests of its heads by index."""
+    found = [
+        {"address": report.address, "key": report.key, "heads": {head.index: head.digest for head in report.heads}}
+        for report in reports
+    ]
+    return sorted(found, key=lambda drafter: str(drafter["address"]))
+
+
+def agreed_heads(reports: Iterable[DrafterReport]) -> tuple[str, ...]:
+    """Digests by index that most drafters have; () without drafters, or while as many have others: in a swap they
+    change one after another, and a head is new once."""
+    votes = Counter(tuple(head.digest for head in report.heads) for report in reports).most_common(2)
+    if not votes or (len(votes) == 2 and votes[0][1] == votes[1][1]):
+        return ()
+    return votes[0][0]
+
+
+def link_reports(answers: Iterable[Any]) -> tuple[LinkReport, ...]:
+    """The links of the one worker of an engine that has them; the others answer with nothing."""
+    return tuple(
+        LinkReport(
+            link["address"],
+            link["state"],
+            link["path"],
+            link["problem"],
+            link["average_pass_s"],
+            {
+                name[4:]: float(value)
+                for name, value in link.items()
+                if name[:4] in ("num_", "sum_") and name != "num_requests"
+            },
+        )
+        for answer in answers
+        if answer
+        for link in answer["pool"]["links"]
+    )

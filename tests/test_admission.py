@@ -1,0 +1,214 @@
+"""The queue in front of the engines: bounded, and fair between callers whatever each of them sends."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.admission import Admission, BusyError
+from cluster.request import Caller
+
+WEB, JOB = Caller("web"), Caller("job")
+
+
+class Requests:
+    """Requests that hold a place until they are let go."""
+
+    def __init__(self, admission: Admission) -> None:
+        self.admission = admission
+        self.running: list[str] = []
+        self.refused: list[BusyError] = []
+        self._doors: dict[str, asyncio.Event] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def send(self, name: str, caller: Caller, weight: int = 1) -> None:
+        self._doors[name] = asyncio.Event()
+        self._tasks[name] = asyncio.create_task(self._run(name, caller, weight))
+        await settle()
+
+    async def _run(self, name: str, caller: Caller, weight: int) -> None:
+        try:
+            async with self.admission.place(caller, weight):
+                self.running.append(name)
+                try:
+                    await self._doors[name].wait()
+                finally:
+                    self.running.remove(name)
+        except BusyError as error:
+            self.refused.append(error)
+
+    async def end(self, name: str) -> None:
+        self._doors[name].set()
+        await settle()
+
+    async def leave(self, name: str) -> None:
+        """The client goes away, also while it waits."""
+        self._tasks[name].cancel()
+        await settle()
+
+
+async def settle() -> None:
+    for _ in range(8):
+        await asyncio.sleep(0)
+
+
+def played(play: Callable[[Requests], Awaitable[None]], max_running: int, max_queued: int, **kwargs: Any) -> Requests:
+    async def run() -> Requests:
+        requests = Requests(Admission(max_running, max_queued, **kwargs))
+        await play(requests)
+        return requests
+
+    return asyncio.run(run())
+
+
+def test_a_caller_with_one_request_waits_for_no_crowd() -> None:
+    async def play(requests: Requests) -> None:
+        for number in range(20):
+            await requests.send(f"crowd-{number}", WEB)
+        await requests.send("alone", JOB)
+        assert "alone" not in requests.running
+        await requests.end("crowd-0")
+        assert "alone" in requests.running
+
+    played(play, max_running=4, max_queued=100)
+
+
+def test_places_are_shared_evenly_between_callers_that_wait() -> None:
+    async def play(requests: Requests) -> None:
+        callers = [Caller(name) for name in "abc"]
+        for number in range(10):
+            for caller in callers:
+                await requests.send(f"{caller.name}{number}", caller)
+        for _ in range(12):
+            await requests.end(requests.running[0])
+            shares = Counter(name[0] for name in requests.running)
+            assert set(shares.values()) == {2}, shares
+
+    played(play, max_running=6, max_queued=100)
+
+
+def test_one_request_of_many_sequences_counts_as_many() -> None:
+    async def play(requests: Requests) -> None:
+        await requests.send("wide", WEB, weight=4)
+        await requests.send("wide too", WEB, weight=4)
+        await requests.send("narrow", JOB)
+        assert requests.running == ["wide"]
+        await requests.end("wide")
+        assert requests.running == ["narrow"], "who has nothing running goes first; four more do not fit beside it"
+        await requests.end("narrow")
+        assert requests.running == ["wide too"]
+
+    played(play, max_running=4, max_queued=10)
+
+
+def test_one_that_is_too_wide_for_any_number_of_places_runs_alone() -> None:
+    async def play(requests: Requests) -> None:
+        await requests.send("too wide", WEB, weight=16)
+        assert requests.running == ["too wide"]
+        await requests.send("next", JOB)
+        assert requests.running == ["too wide"]
+
+    played(play, max_running=2, max_queued=10)
+
+
+def test_a_full_queue_refuses_at_once_and_says_when_to_come_back() -> None:
+    async def play(requests: Requests) -> None:
+        for number in range(5):
+            await requests.send(str(number), WEB)
+        assert requests.running == ["0", "1"]
+        assert requests.admission.num_queued == 2
+        (refusal,) = requests.refused
+        assert refusal.retry_after_s >= 1
+        assert "2 requests run and 2 wait" in refusal.message
+
+    played(play, max_running=2, max_queued=2)
+
+
+def test_without_a_queue_free_places_are_still_given() -> None:
+    async def play(requests: Requests) -> None:
+        await requests.send("first", WEB)
+        await requests.send("second", JOB)
+        assert requests.running == ["first"]
+        assert len(requests.refused) == 1
+
+    played(play, max_running=1, max_queued=0)
+
+
+def test_who_leaves_the_queue_gives_up_its_turn_and_no_place_is_lost() -> None:
+    async def play(requests: Requests) -> None:
+        for name in ("first", "second", "third"):
+            await requests.send(name, WEB)
+        await requests.leave("second")
+        assert requests.admission.num_queued == 1
+        await requests.leave("first")
+        assert requests.running == ["third"]
+        await requests.end("third")
+        assert (requests.admission.num_running, requests.admission.num_queued) == (0, 0)
+
+    played(play, max_running=1, max_queued=10)
+
+
+def test_a_callers_own_limit_holds_up_only_itself() -> None:
+    async def play(requests: Requests) -> None:
+        limited = Caller("limited", max_running_requests=1)
+        for name in ("a", "b"):
+            await requests.send(name, limited)
+        await requests.send("other", WEB)
+        assert requests.running == ["a", "other"]
+        await requests.end("a")
+        assert requests.running == ["other", "b"]
+
+    played(play, max_running=10, max_queued=10)
+
+
+def test_rates_are_refused_with_the_time_to_wait_and_come_back() -> None:
+    now_s = 0.0
+
+    async def play(requests: Requests) -> None:
+        nonlocal now_s
+        caller = Caller("rated", requests_per_minute=2, tokens_per_minute=600)
+        for name in ("a", "b", "c"):
+            await requests.send(name, caller)
+        assert requests.running == ["a", "b"]
+        assert (requests.refused[0].retry_after_s, "2 requests a minute" in requests.refused[0].message) == (30, True)
+        now_s = 31.0
+        requests.admission.charge_tokens(caller, 900)
+        await requests.send("d", caller)
+        assert (requests.refused[1].retry_after_s, "600 tokens" in requests.refused[1].message) == (31, True)
+        now_s = 62.5
+        await requests.send("e", caller)
+        assert "e" in requests.running
+
+    played(play, max_running=10, max_queued=10, clock=lambda: now_s)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    moves=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 4), st.booleans()), max_size=40),
+    max_running=st.integers(1, 6),
+)
+def test_nothing_is_ever_lost_whoever_comes_and_goes(moves: list[tuple[str, int, bool]], max_running: int) -> None:
+    async def play(requests: Requests) -> None:
+        weights = {}
+        for number, (name, weight, ends) in enumerate(moves):
+            weights[str(number)] = weight
+            await requests.send(str(number), Caller(name), weight)
+            total = sum(weights[running] for running in requests.running)
+            assert total <= max_running or len(requests.running) == 1
+            if ends and requests.running:
+                await requests.end(requests.running[0])
+        while requests.running:
+            await requests.end(requests.running[0])
+        assert (requests.admission.num_running, requests.admission.num_queued) == (0, 0)
+        assert len(requests.refused) == 0
+
+    played(play, max_running=max_running, max_queued=100)
+
+
+@pytest.mark.parametrize(("wait_s", "said"), [(0.01, 1), (1.2, 2), (900.0, 60)])
+def test_when_to_come_back_is_in_whole_seconds(wait_s: float, said: int) -> None:
+    assert BusyError("full", wait_s).retry_after_s == said

@@ -1,0 +1,601 @@
+"""The edge without an engine: what each request gets before one sees it, over HTTP and as a dictionary by handle.
+
+Behind it stands a backend that answers with what was admitted, so that a test sees what an engine would get.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import pickle
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.request import ANYONE, Caller
+from cluster.settings import (
+    CallerSettings,
+    ClusterSettings,
+    DrafterSettings,
+    IngressSettings,
+    ModelSettings,
+    live_config,
+    with_live,
+)
+from deployments.edge import (
+    BODIES,
+    MAX_NESTING,
+    Admitted,
+    ApiError,
+    Edge,
+    Usage,
+    check_document,
+    engine_lost,
+    from_engine,
+    make_app,
+)
+from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+
+SECRET = "sk-very-secret"
+DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+def cluster(**sections: Any) -> ClusterSettings:
+    found = {
+        "model": ModelSettings(source="org/tiny", id="tiny", aliases={"tiny-coder": "code"}),
+        "drafter": DrafterSettings(head="h", max_draft_tokens=7),
+        **sections,
+    }
+    return ClusterSettings.model_construct(**{**ClusterSettings(model=found["model"]).__dict__, **found})
+
+
+def limits(**changed: Any) -> ClusterSettings:
+    return cluster(limits=cluster().limits.model_copy(update=changed))
+
+
+def callers(**by_name: dict[str, Any]) -> ClusterSettings:
+    sections = {name: CallerSettings.model_validate(section) for name, section in by_name.items()}
+    return cluster(callers=sections)
+
+
+class Echo:
+    """Answers with what it gets. `pause`: a stream waits for it after its first event."""
+
+    def __init__(self, found: ClusterSettings | None = None, ends_with: Exception | None = None) -> None:
+        self.edge = Edge(found or cluster())
+        self.admitted: list[Admitted] = []
+        self.pause: asyncio.Event | None = None
+        self.num_closed = 0
+        self._ends_with = ends_with
+
+    async def generate(self, admitted: Admitted) -> AsyncIterator[Any]:
+        self.admitted.append(admitted)
+        try:
+            if admitted.streams:
+                yield 'data: {"id":"x","choices":[]}\n\n'
+            if self.pause is not None:
+                await self.pause.wait()
+            if self._ends_with is not None:
+                if isinstance(self._ends_with, ApiError):
+                    yield self._ends_with
+                    return
+                raise self._ends_with
+            if admitted.streams:
+                yield "data: [DONE]\n\n"
+            else:
+                yield json.dumps({"drafting": admitted.drafting.to_wire()})
+            yield Usage(3, 5)
+        finally:
+            self.num_closed += 1
+
+    def models(self) -> dict[str, dict[str, Any]]:
+        return {"tiny": {"id": "tiny"}}
+
+    async def health(self) -> dict[str, Any]:
+        return {"status": "ready"}
+
+    async def metrics(self) -> bytes:
+        return b""
+
+    async def drafting(self) -> dict[str, Any]:
+        return {}
+
+
+def request(backend: Echo, method: str, path: str, **sent: Any) -> httpx.Response:
+    async def ask() -> httpx.Response:
+        app: FastAPI = make_app(backend, sent.pop("origins", []))  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(app, root_path=sent.pop("root_path", ""), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **sent)
+
+    return asyncio.run(ask())
+
+
+def chat(backend: Echo, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+    return request(backend, "POST", "/v1/chat/completions", json={"messages": HELLO, **body}, headers=headers)
+
+
+def complete(backend: Echo, **body: Any) -> httpx.Response:
+    return request(backend, "POST", "/v1/completions", json={"prompt": "One,", **body})
+
+
+def by_handle(backend: Echo, document: Any) -> list[str]:
+    async def ask() -> list[str]:
+        return [piece async for piece in backend.edge.answer("chat", document, backend.generate)]
+
+    return asyncio.run(ask())
+
+
+# ---- what is refused, with the field that is to blame
+
+
+def nested(depth: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for _ in range(depth):
+        found = {"a": found}
+    return found
+
+
+def content(value: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": value}]}
+
+
+BAD_CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "content as an object": (content({"a": 1}), "messages.0.content"),
+    "content of numbers": (content([1, 2]), "messages.0.content.0"),
+    "content of an unknown part": (content([{"type": "nope"}]), "messages.0.content.0"),
+    "content of a part without a type": (content([{"text": "Hi"}]), "messages.0.content.0"),
+    "content whose type is a list": (content([{"type": ["text"], "text": "Hi"}]), "messages.0.content.0"),
+    "text as a number": (content([{"type": "text", "text": 5}]), "messages.0.content.0.text"),
+    "text that is missing": (content([{"type": "text"}]), "messages.0.content.0.text"),
+    "content as a number": (content(3), "messages.0.content"),
+    "no messages": ({"messages": []}, "messages"),
+    "messages missing": ({"messages": None}, "messages"),
+    "messages as a number": ({"messages": 3}, "messages"),
+    "messages as an object": ({"messages": {"role": "user"}}, "messages"),
+    "message as a text": ({"messages": ["Hi"]}, "messages.0"),
+    "message without a role": ({"messages": [{"content": "Hi"}]}, "messages.0"),
+    "tool calls as a number": ({"messages": [{"role": "assistant", "tool_calls": 3}]}, None),
+    "surrogate in content": (content("\ud800"), "messages.0.content"),
+    "surrogate in a part": (content([{"type": "text", "text": "a\udfff"}]), "messages.0.content.0.text"),
+    "surrogate in system": ({"messages": [{"role": "system", "content": "\ud800"}, *HELLO]}, "messages.0.content"),
+    "surrogate in stop": ({"stop": ["\ud800"]}, "stop.0"),
+    "surrogate in the request's id": ({"request_id": "a\ud800"}, "request_id"),
+    "surrogate in a name": ({"drafting": {"\ud800": 3}}, "drafting.\\ud800"),
+    "surrogate in a tag": ({"drafting": {"workload": "\ud800"}}, "drafting.workload"),
+    "unknown field": ({"guided_regex": "a+"}, "guided_regex"),
+    "unknown field that is nearly known": ({"max_token": 3}, "max_token"),
+    "unknown field nested deeply": ({"x": nested(900)}, "x"),
+    "known field nested deeply": ({"chat_template_kwargs": nested(MAX_NESTING)}, "chat_template_kwargs"),
+    "number beyond 64 bits": ({"top_k": 10**30}, "top_k"),
+    "number beyond all bits": ({"logit_bias": {"1": 10**400}}, "logit_bias.1"),
+    "temperature as text": ({"temperature": "hot"}, "temperature"),
+    "too many stop strings": ({"stop": [str(number) for number in range(17)]}, "stop"),
+    "K below the range": ({"drafting": {"k": -1}}, "drafting.k"),
+    "K above the range": ({"drafting": {"k": 99}}, "drafting.k"),
+    "K as text": ({"drafting": {"k": "x"}}, "drafting.k"),
+    "unknown drafting field": ({"drafting": {"depth": 3}}, "drafting.depth"),
+    "drafting as a number": ({"drafting": 3}, "drafting"),
+    "a decision of the ingress": ({"drafting": {"k": 3, "source": "learned", "max_k": 7}}, "drafting.source"),
+    "workload with a blank": ({"drafting": {"workload": "a b"}}, "drafting.workload"),
+    "the server's K": ({"vllm_xargs": {DEPTH_KEY: 3}}, f"vllm_xargs.{DEPTH_KEY}"),
+    "the server's head": ({"vllm_xargs": {HEAD_KEY: 3}}, f"vllm_xargs.{HEAD_KEY}"),
+    "the server's survival": ({"vllm_xargs": {SURVIVAL_KEY: [1]}}, f"vllm_xargs.{SURVIVAL_KEY}"),
+    "the server's workload": ({"vllm_xargs": {WORKLOAD_KEY: "a"}}, f"vllm_xargs.{WORKLOAD_KEY}"),
+    "stream options as a text": ({"stream_options": "all"}, None),
+    "two grammars": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, None),
+    "more sequences than allowed": ({"n": 17}, "n"),
+    "sequences without end": ({"n": 2**62}, "n"),
+    "more logprobs than allowed": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    "logprobs of all tokens": ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+    "prompt logprobs of all tokens": ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    "100,000 choices": ({"structured_outputs": {"choice": [f"choice {n}" for n in range(100_000)]}}, None),
+    "a large schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a" * 70_000]}}}},
+        "response_format",
+    ),
+    "large tools that make a grammar": (
+        {
+            "tool_choice": "required",
+            "tools": [{"type": "function", "function": {"name": "f", "description": "x" * 70_000}}],
+        },
+        "tools",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CHATS)
+def test_a_bad_request_gets_400_that_names_the_field_over_http_and_by_handle(name: str) -> None:
+    body, param = BAD_CHATS[name]
+    backend = Echo()
+    text = json.dumps({"messages": HELLO, **body})
+    sent = {"content": text, "headers": {"content-type": "application/json"}}
+    for stream in (False, True):
+        document = {"messages": HELLO, **body, "stream": stream}
+        sent["content"] = json.dumps(document)
+        response = request(backend, "POST", "/v1/chat/completions", **sent)
+        error = response.json()["error"]
+        assert response.status_code == 400, response.text
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["type"] == "invalid_request_error"
+        assert len(error["message"]) < 1000
+        if param is not None:
+            assert error["param"] == param
+        with pytest.raises(ApiError) as raised:
+            by_handle(backend, document)
+        assert raised.value.body()["error"] == error, "the same whatever way it comes"
+    assert backend.admitted == [], "no engine sees it"
+
+
+def test_an_unknown_field_is_told_the_nearest_one() -> None:
+    assert "did you mean max_tokens?" in chat(Echo(), max_token=3).json()["error"]["message"]
+
+
+def test_what_openais_clients_send_and_nothing_needs_is_taken() -> None:
+    backend = Echo()
+    assert chat(backend, store=True, metadata={"a": "b"}, service_tier="auto", user="u", seed=None).status_code == 200
+    assert not {"store", "metadata", "service_tier", "seed"} & backend.admitted[0].fields.keys()
+
+
+@pytest.mark.parametrize("call", BODIES)
+def test_every_field_that_vllm_knows_passes_as_it_is(call: Any) -> None:
+    backend = Echo()
+    fields: dict[str, Any] = {"messages": HELLO} if call == "chat" else {"prompt": [1, 2]}
+    fields |= {"top_k": 3, "min_p": 0.5, "ignore_eos": True, "vllm_xargs": {"own": 1}, "stop_token_ids": [1, 2]}
+    admitted = backend.edge.admit(call, fields)
+    for name, value in fields.items():
+        if name != "vllm_xargs":
+            assert admitted.fields[name] == value
+    assert admitted.fields["vllm_xargs"]["own"] == 1
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b'{"messages": [', b"", b"\xff\xfe", b"[1]", b"3", b"null", b'"text"', b"[" * 100_000, b'{"a": "\xed\xa0\x80"}'],
+)
+def test_a_body_that_is_no_json_object_gets_400(raw: bytes) -> None:
+    response = request(Echo(), "POST", "/v1/chat/completions", content=raw)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_beyond_the_limit_gets_413_and_is_not_read_to_its_end() -> None:
+    num_read = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal num_read
+        while num_read < 1000:
+            num_read += 1
+            yield b" " * 1000
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(make_app(Echo(limits(max_body_bytes=10_000)), []))  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post("/v1/chat/completions", content=endless())
+
+    response = asyncio.run(ask())
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "too_large")
+    assert num_read < 20
+
+
+def test_an_endless_number_and_an_infinite_one() -> None:
+    for raw in ('{"temperature": 1e999}', '{"temperature": NaN}', '{"temperature": -Infinity}'):
+        response = request(Echo(), "POST", "/v1/chat/completions", content=raw)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "temperature")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    call=st.sampled_from(sorted(BODIES)),
+    field=st.sampled_from(sorted({*BODIES["chat"].model_fields, *BODIES["completions"].model_fields, "drafting"})),
+    value=JSON,
+)
+def test_no_value_of_any_field_is_the_servers_fault(call: Any, field: str, value: Any) -> None:
+    """A value is admitted or refused with 4xx; whatever else is raised would be a 500."""
+    document = {"messages": HELLO} if call == "chat" else {"prompt": "Hi"}
+    refusal = None
+    try:
+        admitted = EDGE.admit(call, {**document, field: value})
+    except ApiError as error:
+        refusal = error
+    if refusal is None:
+        pickle.loads(pickle.dumps(admitted)).body  # noqa: B018
+        return
+    assert 400 <= refusal.status < 500
+    json.dumps(refusal.body()).encode()
+
+
+EDGE = Edge(cluster())
+
+
+@settings(max_examples=100, deadline=None)
+@given(value=JSON)
+def test_what_a_document_holds_can_be_encoded_afterwards(value: Any) -> None:
+    with contextlib.suppress(ApiError):
+        json.dumps(check_document({"x": value}), allow_nan=False, ensure_ascii=False).encode()
+
+
+# ---- limits
+
+
+def test_sequences_are_prompts_times_n() -> None:
+    backend = Echo(limits(max_num_sequences=6))
+    assert complete(backend, prompt=["a", "b", "c"], n=2).status_code == 200
+    assert backend.admitted[0].num_sequences == 6
+    response = complete(backend, prompt=["a", "b", "c", "d"], n=2)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
+    assert complete(backend, prompt=[[1], [2]], n=3).status_code == 200
+    assert complete(backend, prompt=[1, 2, 3, 4, 5, 6, 7]).status_code == 200, "one prompt of seven tokens"
+
+
+def test_limits_are_those_of_the_settings() -> None:
+    choices = {"structured_outputs": {"choice": ["a", "b", "c"]}}
+    assert chat(Echo(limits(max_grammar_choices=3)), **choices).status_code == 200
+    response = chat(Echo(limits(max_grammar_choices=2)), **choices)
+    assert response.json()["error"]["param"] == "structured_outputs.choice"
+    assert chat(Echo(limits(max_num_stop=1)), stop=["a", "b"]).json()["error"]["param"] == "stop"
+    assert chat(Echo(limits(max_num_stop=1)), stop="text, not a list").status_code == 200
+
+
+def test_more_than_run_and_wait_gets_429_and_callers_take_turns() -> None:
+    async def run() -> None:
+        backend = Echo(limits(max_running_requests=1, max_queued_requests=2))
+        backend.pause = asyncio.Event()
+        pieces = [
+            asyncio.ensure_future(_collected(backend, Caller(name))) for name in ("crowd", "crowd", "crowd", "late")
+        ]
+        await asyncio.sleep(0.01)
+        answers = [task for task in pieces if task.done()]
+        (refused,) = answers
+        error = refused.exception()
+        assert isinstance(error, ApiError)
+        assert (error.status, error.response().headers["retry-after"]) == (429, "2")
+        assert error.body()["error"]["type"] == "rate_limit_error"
+        backend.pause.set()
+        await asyncio.gather(*pieces, return_exceptions=True)
+        assert len(backend.admitted) == 3
+
+    asyncio.run(run())
+
+
+async def _collected(backend: Echo, caller: Caller) -> list[str]:
+    document = {"messages": HELLO, "stream": True}
+    return [piece async for piece in backend.edge.answer("chat", document, backend.generate, caller)]
+
+
+# ---- workload and K
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "expected"),
+    [
+        ({}, {}, ("default", 7, "default")),
+        ({"drafting": {"k": 2}}, {}, ("default", 2, "request")),
+        ({"drafting": {"k": 0}}, {}, ("default", 0, "request")),
+        ({"drafting": {"workload": "code"}}, {}, ("code", 7, "default")),
+        ({"model": "tiny-coder"}, {}, ("code", 7, "default")),
+        ({}, {"X-Drafting-K": "3"}, ("default", 3, "request")),
+        ({}, {"X-Drafting-Workload": "chat"}, ("chat", 7, "default")),
+        ({"drafting": {"k": 1}}, {"X-Drafting-Workload": "chat"}, ("chat", 1, "request")),
+    ],
+)
+def test_k_and_workload_reach_the_engine(body: Any, headers: Any, expected: Any) -> None:
+    backend = Echo()
+    drafting = chat(backend, headers=headers, **body).json()["drafting"]
+    assert (drafting["workload"], drafting["k"], drafting["source"]) == expected
+    (admitted,) = backend.admitted
+    assert admitted.fields["vllm_xargs"] == {DEPTH_KEY: expected[1], WORKLOAD_KEY: expected[0]}
+    assert admitted.fields["model"] == "tiny"
+    assert "drafting" not in admitted.fields
+
+
+def test_bad_headers() -> None:
+    for value in ("-1", "99", "x", ""):
+        response = chat(Echo(), headers={"X-Drafting-K": value})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "X-Drafting-K")
+        assert "0 to 7" in response.json()["error"]["message"]
+    assert chat(Echo(), headers={"X-Drafting-K": "3"}, drafting={"k": 4}).status_code == 400
+
+
+def test_what_travels_to_a_target_is_what_was_admitted() -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    admitted = EDGE.admit("chat", {"messages": parts, "n": 2}, headers={"x-request-id": "abc-1"})
+    there = pickle.loads(pickle.dumps(admitted))
+    assert there == admitted
+    assert there.body.n == 2
+    assert there.body.request_id == "abc-1"
+    assert there.body.vllm_xargs == admitted.body.vllm_xargs
+    odd = EDGE.admit("chat", {"messages": HELLO}, headers={"x-request-id": "a b\n"})
+    assert odd.body.request_id != "a b\n"
+
+
+def test_an_unknown_model_gets_404() -> None:
+    for model in ("gpt-none", 3, ""):
+        response = chat(Echo(), model=model)
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+    assert chat(Echo(), model=None).status_code == 200
+    assert request(Echo(), "GET", "/v1/models/gpt-none").status_code == 404
+
+
+# ---- the answer
+
+
+def test_a_stream_that_breaks_off_ends_with_an_error_event_and_without_done() -> None:
+    response = chat(Echo(ends_with=engine_lost()), stream=True)
+    assert response.status_code == 200
+    *_, last = [line for line in response.text.split("\n\n") if line]
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert (error["type"], error["code"]) == ("server_error", "engine_lost")
+    assert "[DONE]" not in response.text
+    assert "See stack trace" not in response.text
+
+
+def test_an_engine_that_is_lost_before_the_answer_gives_503_and_an_unforeseen_error_500(caplog: Any) -> None:
+    lost = chat(Echo(ends_with=engine_lost()))
+    assert (lost.status_code, lost.headers["retry-after"]) == (503, "5")
+    failed = chat(Echo(ends_with=RuntimeError("secret detail")))
+    assert failed.status_code == 500
+    assert "secret" not in failed.text
+    assert "secret detail" in caplog.text
+
+
+def test_the_engines_own_refusal_keeps_its_field_and_its_failures_keep_their_words_to_the_log() -> None:
+    refused = from_engine({"code": 400, "message": "too long", "param": "input_tokens"})
+    assert (refused.status, refused.param, refused.message) == (400, "input_tokens", "too long")
+    failed = from_engine({"code": 500, "message": "EngineCore encountered an issue. See stack trace (above)"})
+    assert failed.status == 500
+    assert "stack trace" not in failed.message
+
+
+def test_a_client_that_leaves_closes_its_answer_at_once_and_logs_nothing(caplog: Any) -> None:
+    """An answer that is left to the garbage collector goes on in the engine."""
+
+    async def run(stream: bool, has_begun: bool) -> None:
+        backend = Echo()
+        backend.pause = asyncio.Event()
+        app = make_app(backend, [])  # type: ignore[arg-type]
+        body = json.dumps({"messages": HELLO, "stream": stream}).encode()
+        received = [{"type": "http.request", "body": body, "more_body": False}]
+        sent: list[Any] = []
+        gone = asyncio.Event()
+
+        async def receive() -> Any:
+            if received:
+                return received.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        path = "/v1/chat/completions"
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"", "root_path": ""}
+        served = asyncio.ensure_future(app(scope, receive, send))
+        await asyncio.sleep(0.05)
+        assert backend.admitted
+        assert bool(sent) == has_begun
+        gone.set()
+        await asyncio.wait_for(served, 2)
+        assert backend.num_closed == 1
+        text = b"".join(message.get("body", b"") for message in sent)
+        assert b"DONE" not in text
+        (answers,) = [family for family in backend.edge.metrics.families() if family.name == "peagle_answers"]
+        assert [(sample.labels["status"], sample.value) for sample in answers.samples] == [("499", 1.0)]
+
+    asyncio.run(run(stream=True, has_begun=True))
+    asyncio.run(run(stream=False, has_begun=False))
+    assert "Traceback" not in caplog.text
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_what_clients_see_is_measured_by_workload_and_status() -> None:
+    backend = Echo()
+    chat(backend, stream=True, drafting={"workload": "code"})
+    chat(backend, drafting={"workload": "code"})
+    chat(backend, temperature="hot")
+    samples = {
+        (sample.name, sample.labels.get("workload"), sample.labels.get("status")): sample.value
+        for family in backend.edge.metrics.families()
+        for sample in family.samples
+        if "le" not in sample.labels
+    }
+    assert samples["peagle_time_to_first_token_seconds_count", "code", None] == 1
+    assert samples["peagle_time_per_output_token_seconds_count", "code", None] == 1
+    assert samples["peagle_request_latency_seconds_count", "code", None] == 2
+    assert samples["peagle_answers_total", "code", "200"] == 2
+    assert samples["peagle_answers_total", "", "400"] == 1
+    assert not any(name.endswith("_created") for name, _, _ in samples)
+
+
+# ---- callers
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_a_known_caller_comes_through_with_its_limits() -> None:
+    backend = Echo(callers(web={"key_sha256": DIGEST, "max_k": 3, "workload": "pages"}))
+    drafting = chat(backend, headers=bearer(SECRET)).json()["drafting"]
+    assert (drafting["workload"], drafting["k"], drafting["max_k"]) == ("pages", 3, 3)
+    refused = chat(backend, headers=bearer(SECRET), drafting={"workload": "mine"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "tag_not_allowed")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/openapi.json", "/none", "/health/"])
+@pytest.mark.parametrize("headers", [{}, bearer("sk-wrong"), {"X-Api-Key": SECRET}])
+def test_an_unknown_key_gets_401_before_anything_else(path: str, headers: dict[str, str]) -> None:
+    backend = Echo(callers(web={"key_sha256": DIGEST}))
+    response = request(backend, "POST", path, content=b"{", headers=headers)
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+    assert SECRET not in response.text
+
+
+def test_probes_need_no_key_and_a_route_prefix_changes_nothing() -> None:
+    backend = Echo(callers(web={"key_sha256": DIGEST}))
+    for path in ("/health", "/metrics"):
+        assert request(backend, "GET", path).status_code == 200
+        assert request(backend, "GET", f"/app{path}", root_path="/app").status_code == 200
+    assert request(backend, "GET", "/app/v1/models", root_path="/app").status_code == 401
+    assert request(backend, "GET", "/app/v1/models", root_path="/app", headers=bearer(SECRET)).status_code == 200
+
+
+def test_without_callers_everyone_is_anyone_and_may_set_tags() -> None:
+    assert chat(Echo(), headers=bearer("what-ever"), drafting={"workload": "mine"}).status_code == 200
+    assert ANYONE.tags == "allow"
+
+
+def test_a_browser_may_ask_whether_it_may_call_and_can_read_the_refusal() -> None:
+    origin = {"Origin": "http://page.example"}
+    preflight = {**origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    backend = Echo(callers(web={"key_sha256": DIGEST}))
+    origins = IngressSettings(allow_origins=["http://page.example"]).allow_origins
+    path = "/v1/chat/completions"
+    assert request(backend, "OPTIONS", path, headers=preflight, origins=origins).status_code == 200
+    refused = request(backend, "POST", path, headers=origin, origins=origins)
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == "http://page.example"
+    assert "access-control-allow-origin" not in request(Echo(), "POST", path, headers=origin).headers
+
+
+# ---- settings that change while requests run
+
+
+def test_limits_callers_depths_and_aliases_change_while_the_edge_serves() -> None:
+    before = cluster()
+    after = callers(web={"key_sha256": DIGEST}).model_copy(
+        update={
+            "limits": before.limits.model_copy(update={"max_num_sequences": 1}),
+            "depth": before.depth.model_copy(update={"max": 2}),
+            "model": before.model.model_copy(update={"aliases": {"other": "chat"}}),
+        }
+    )
+    backend = Echo(before)
+    assert chat(backend, n=2).status_code == 200
+    live = json.loads(json.dumps(live_config(after)))
+    changed = with_live(before, live)
+    assert live_config(changed) == live_config(after)
+    backend.edge.use(changed, None)
+    assert chat(backend).status_code == 401
+    assert chat(backend, headers=bearer(SECRET), n=2).status_code == 400
+    assert chat(backend, headers=bearer(SECRET), model="tiny-coder").status_code == 404
+    drafting = chat(backend, headers=bearer(SECRET), model="other").json()["drafting"]
+    assert (drafting["workload"], drafting["k"]) == ("chat", 2)
+    assert SECRET not in json.dumps(live)
