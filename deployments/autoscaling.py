@@ -23,13 +23,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from prometheus_client.core import GaugeMetricFamily, Metric
-from ray.experimental import internal_kv
 from ray.serve.config import AutoscalingContext
 
 from cluster.capacity import CapacityModel
 from cluster.counts import PREFIX, SEPARATOR
 from cluster.scaling import Decision, Pool, ScalingPolicy
 from cluster.settings import AutoscalingSettings, ClusterSettings, ReplicaRange
+from deployments import compat
 
 logger = logging.getLogger("ray.serve")
 
@@ -120,13 +120,13 @@ class ClusterBoard:
 
     def get(self, name: str) -> dict[str, Any] | None:
         """None where there is none. Raises what Ray raises when the store does not answer."""
-        value = internal_kv._internal_kv_get(self._prefix + name, namespace=NAMESPACE)
+        value = compat.kv_get(self._prefix + name, NAMESPACE)
         document: dict[str, Any] | None = None if value is None else json.loads(value)
         return document
 
     def put(self, name: str, document: Mapping[str, Any]) -> None:
         value = json.dumps(document, allow_nan=False)
-        internal_kv._internal_kv_put(self._prefix + name, value, namespace=NAMESPACE)
+        compat.kv_put(self._prefix + name, value, NAMESPACE)
 
 
 class Exchange:

@@ -9,7 +9,6 @@ import importlib
 import importlib.metadata
 import json
 import warnings
-from pathlib import Path
 from typing import Any
 
 RAY_VERSION = "2.60"
@@ -18,7 +17,6 @@ RAY_VERSION = "2.60"
 SEAMS = (
     "ray.serve.handle:DeploymentBroadcastResponse._fetch_replica_results_async",
     "ray.serve._private.replica_result:ReplicaResult.get_async",
-    "ray.serve._private.logging_utils:get_serve_logs_dir",
     "ray.experimental.internal_kv:_internal_kv_get",
     "ray.experimental.internal_kv:_internal_kv_put",
     "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine.start",
@@ -92,13 +90,6 @@ def check_engine(server: Any) -> None:
         if getattr(server.engine, name, None) is None:
             version = importlib.metadata.version("ray")
             raise CompatError(f"Ray {version} is not supported, {RAY_VERSION} is: its vLLM engine has no {name}")
-
-
-def serve_logs_dir() -> Path:
-    """Where Ray Serve writes its logs on this node."""
-    from ray.serve._private.logging_utils import get_serve_logs_dir
-
-    return Path(str(get_serve_logs_dir()))
 
 
 def kv_get(key: str, namespace: str) -> bytes | None:

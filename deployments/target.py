@@ -102,19 +102,22 @@ class TargetServer(LLMServer):
     def _set_heads(self, default: str, by_workload: Mapping[str, str]) -> None:
         self._head, self._heads = default, dict(by_workload)
 
-    async def report(self) -> TargetReport:
-        """What this replica has counted. Raises what the engine died of, if it did."""
-        await self.check_health()
-        report = TargetReport(
+    def _counted(self) -> TargetReport:
+        return TargetReport(
             self._replica,
             self.edge.model,
             self._head,
             self._heads,
             self._recorder.workloads(),
             self._recorder.context_tokens(),
-            self._recorder.step_costs,
+            self._recorder.step_costs or None,
             () if self._links is None else self._links.links,
         )
+
+    async def report(self) -> TargetReport:
+        """What this replica has counted. Raises what the engine died of, if it did."""
+        await self.check_health()
+        report = self._counted()
         try:
             if self.edge.control is not None:
                 self.edge.control.observe([report], time.monotonic())
@@ -126,11 +129,9 @@ class TargetServer(LLMServer):
         """This replica, and what callers by handle saw, as `EdgeMetrics.families`."""
         return self._replica, self.edge.metrics.families()
 
-    async def record_autoscaling_stats(self) -> dict[str, int]:
+    async def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve hands to the policy of autoscaling (`deployments.autoscaling`), every few seconds."""
-        return self._export.to_metrics(
-            TargetReport(self._replica, head=self._head, heads=self._heads, workloads=self._recorder.workloads())
-        )
+        return self._export.to_metrics(self._counted())
 
     async def ask(self, call: Call, document: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The answer to a request by deployment handle (see `deployments.client`), through the edge: one response, or
