@@ -231,6 +231,15 @@ def test_queue_length_is_serves_rule_in_both_directions() -> None:
     assert policy.decide(20.0, Pool(3, 3, 4.0), ["a"], {}).target == 1
 
 
+def test_queue_length_needs_no_drafter() -> None:
+    policy = ScalingPolicy(settings(policy="queue_length"), CapacityModel(max_num_seqs=8, max_k=0), 64)
+    replica = FakeReplica("a", costs=None)
+    for now_s in range(0, 200, 10):
+        replica.count("chat", WorkloadCounts(10, 10, 0, 2000, 1000))
+        decision = policy.decide(float(now_s), Pool(1, 1, 33.0), ["a"], exported([replica], now_s, head=""))
+    assert (decision.target, decision.source) == (3, "queue_length")
+
+
 def test_a_number_of_requests_that_is_none_breaks_nothing() -> None:
     service = Service(3)
     before = service.run(60, rate=2.0)
