@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from peagle.drafter import graphs
-from peagle.drafter.graphs import NUM_AREAS, GraphRunner, GraphSizes, PassLayout, compiled_kernels
+from peagle.drafter.graphs import NUM_AREAS, GraphRunner, GraphSizes, PassLayout
 from peagle.drafter.parallel_pass import PER_REQUEST, ParallelPass
 from tests.head_factory import CONFIG, random_drafter
 from tests.pass_requests import MAX_DEPTH, STEPS, SWITCHES, Requests, Step
@@ -134,11 +134,13 @@ def test_after_warm_up_no_batch_compiles_a_kernel() -> None:
     parallel_pass.warm_up()
     batches = [[Step(0, 0, length, depth)] for length in (1, 12, 15, 16, 17, 31) for depth in (0, 1, 3, MAX_DEPTH)]
     batches += [[Step(0, 31, 1, 1), Step(1, 0, length, 5), Step(2, 0, 2, 0)] for length in (1, 9, 16, 40)]
-    with compiled_kernels() as names:
-        for steps in batches:
-            batch = requests.batch(steps, num_pieces=1 + len(steps) // 2)
-            pinned = [piece.cpu().pin_memory() for piece in batch.hidden]
-            parallel_pass.run(dataclasses.replace(batch, hidden=pinned))
+    names: list[str] = []
+    end = graphs.tell_compilations(names.append)
+    for steps in batches:
+        batch = requests.batch(steps, num_pieces=1 + len(steps) // 2)
+        pinned = [piece.cpu().pin_memory() for piece in batch.hidden]
+        parallel_pass.run(dataclasses.replace(batch, hidden=pinned))
+    end()
     assert not names
 
 

@@ -178,7 +178,7 @@ class Connection:
 
         Raises WireError when the connection is lost, or the message is none of a drafter's.
         """
-        ready = dict(self._poller.poll(timeout_s * 1e3))
+        ready = dict(self._poller.poll(int(timeout_s * 1e3)))
         if self._waker.fileno() in ready:
             self._waker.clear()
         if self._socket in ready:  # before the monitor: what a drafter says last is read

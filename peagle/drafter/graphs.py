@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -357,14 +356,3 @@ def tell_compilations(tell: Callable[[str], None]) -> Callable[[], None]:
 
     knobs.runtime.jit_post_compile_hook = hook
     return end
-
-
-@contextmanager
-def compiled_kernels() -> Iterator[list[str]]:
-    """Names of the kernels compiled in the block."""
-    names: list[str] = []
-    end = tell_compilations(names.append)
-    try:
-        yield names
-    finally:
-        end()

@@ -368,8 +368,12 @@ class Mailbox:
             host = self._read_host_part(number)
         num_requests, num_rows = host.host_4B.shape[1], host.num_rows
         device_part = self.area(number).device_part[: 2 * num_requests + num_rows].copy()
+        slots_B, heads_B, depth_B, row_offset_B = host.host_4B
         step = TargetStep(
-            *host.host_4B,
+            slots_B=slots_B,
+            heads_B=heads_B,
+            depth_B=depth_B,
+            row_offset_B=row_offset_B,
             start_B=device_part[:num_requests],
             num_valid_B=device_part[num_requests : 2 * num_requests],
             next_tokens_R=device_part[2 * num_requests :],

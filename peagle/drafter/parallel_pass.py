@@ -105,36 +105,6 @@ class PassBatch:
         """Rows that each request takes in the pass: n, and one of the mask token for each draft after the first."""
         return self.num_valid_B + np.maximum(self.drafts_B() - 1, 0)
 
-    def check(self, limits: PassLimits) -> None:
-        """Raise ValueError, naming the field, for a batch that the pass cannot take: on a GPU a wrong block or row
-        would be a wild write or read, which ends the process."""
-        num_requests, num_payload_rows = len(self.start_B), len(self.next_tokens_R)
-        num_rows, table = int(self.rows_B().sum()), self.block_table_BN
-        counts = {
-            "max_num_requests": num_requests,
-            "max_num_rows": num_rows,
-            "max_payload_rows": num_payload_rows,
-            "max_blocks": table.shape[1],
-            "max_depth": int(self.depth_B.max()),
-        }
-        for name, count in counts.items():
-            if count > (most := getattr(limits, name)):
-                raise ValueError(f"the batch has {count}, more than {name} = {most}: split it")
-        if sum(len(piece) for piece in self.hidden) != num_payload_rows:
-            raise ValueError(f"hidden has other rows than the {num_payload_rows} of next_tokens_R")
-        if any(tuple(piece.shape[1:]) != (limits.hidden_size,) for piece in self.hidden):
-            raise ValueError(f"hidden must be [R, {limits.hidden_size}]")
-        end_B = self.row_offset_B + self.num_valid_B
-        lowest = min(self.row_offset_B.min(), self.num_valid_B.min(), self.depth_B.min())
-        if lowest < 0 or end_B.max() > num_payload_rows:
-            raise ValueError(f"row_offset_B + num_valid_B reaches beyond the {num_payload_rows} payload rows")
-        if np.any((self.cache_start_B < 0) | (self.cache_start_B > self.start_B)):
-            raise ValueError("cache_start_B must be in 0 .. start_B: rows before it are not in the cache")
-        columns, needed_B = np.arange(table.shape[1]), -(-(self.start_B + self.rows_B()) // limits.block_size)
-        is_used = (columns >= self.cache_start_B[:, None] // limits.block_size) & (columns < needed_B[:, None])
-        if needed_B.max() > table.shape[1] or np.any(is_used & ((table < 0) | (table >= limits.num_blocks))):
-            raise ValueError(f"block_table_BN lacks a block of 0 .. {limits.num_blocks - 1} that the batch needs")
-
 
 @dataclasses.dataclass(frozen=True)
 class PassInputs:
@@ -394,17 +364,15 @@ class ParallelPass:
             self._runner = GraphRunner(self._compute, self.limits, graph_sizes, self.device, dtype, batches)
 
     def run(self, batch: PassBatch) -> Int32Array:
-        """Drafts [B, K] in host memory, -1 where none is wanted; waits for them.
-
-        Raises ValueError, before anything runs, for a batch that `PassBatch.check` refuses.
-        """
-        batch.check(self.limits)
+        """Drafts [B, K] in host memory, -1 where none is wanted; waits for them."""
         return self.launch(batch).wait()
 
     @torch.no_grad()
     def launch(self, batch: PassBatch) -> PendingDrafts:
-        """Starts a pass over a batch that fits the limits; what it points to must stay as it is until the drafts are
-        there.
+        """Starts a pass; what the batch points to must stay as it is until the drafts are there.
+
+        The batch must fit the limits, and its blocks and rows must be there: on a GPU wrong ones are wild writes and
+        reads. The engine makes batches from steps that were checked and from blocks that its pool gave out.
 
         Passes run one after another, so the next may be launched before the drafts of this one are waited for.
         """

@@ -155,7 +155,7 @@ class DrafterServer:
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise OSError(error.errno, f"{host}:{port}: {error}") from error
-        self.address = f"{host}:{self._socket.last_endpoint.decode().rpartition(':')[2]}"
+        self.address = f"{host}:{str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT)).rpartition(':')[2]}"
         self.stats, self.last_error = ServerStats(), ""
         self._peers: dict[bytes, Peer] = {}
         self._greeted: dict[bytes, tuple[Hello, concurrent.futures.Future[Mailbox]]] = {}
@@ -273,7 +273,7 @@ class DrafterServer:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._waker.fileno(), zmq.POLLIN)
-        poller.poll(_BLOCK_S * 1e3)
+        poller.poll(int(_BLOCK_S * 1e3))
 
     def _look_around(self) -> list[tuple[Peer, TargetStep[Int32Array]]]:
         """Jobs of other threads, mailboxes that were made, messages; returns the steps among them."""
@@ -286,10 +286,10 @@ class DrafterServer:
                 self._welcome(identity, hello, future)
         steps = []
         for _ in range(_MAX_MESSAGES):
-            if not self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+            if not int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
                 break
-            identity, *frames = self._socket.recv_multipart(copy=False)
-            if (step := self._take(identity.bytes, frames)) is not None:
+            frames: list[zmq.Frame] = self._socket.recv_multipart(copy=False)
+            if (step := self._take(frames[0].bytes, frames[1:])) is not None:
                 steps.append(step)
         return steps
 

@@ -28,7 +28,7 @@ from peagle.drafter.parallel_pass import ParallelPass, cache_bytes_per_block, ch
 from peagle.drafter.protocol import DTYPES, Reducer, ServedHead
 from peagle.drafter.server import DrafterServer
 from peagle.heads import head_digest, target_table
-from peagle.model import Drafter
+from peagle.model import Drafter, RMSNorm
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +81,11 @@ def load_runtime_head(
 def reducer_of(drafter: Drafter) -> Reducer:
     """The part of a drafter that runs at the target, in the drafter's type and on its device (weights shared)."""
     config = drafter.config
+    norms = [norm for norm in drafter.fc_norm if isinstance(norm, RMSNorm)] if config.fc_norm else []
     return Reducer(
         drafter.fc.weight.detach(),
         input_norm_X=drafter.input_norm.weight.detach() if config.norm_before_fc else None,
-        fc_norm_CS=torch.stack([norm.weight.detach() for norm in drafter.fc_norm]) if config.fc_norm else None,
+        fc_norm_CS=torch.stack([norm.weight.detach() for norm in norms]) if norms else None,
         eps=config.rms_norm_eps,
     )
 
