@@ -135,8 +135,18 @@ SHAPES: dict[str, Shape] = {
 
 
 @needs_kernel
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        *((name, "split") for name in SHAPES),
+        *(
+            (name, plan)
+            for name in ("gqa 3", "cold start", "window", "padding requests")
+            for plan in ("whole", "chosen")
+        ),
+        ("second chunk beside decode", "whole"),
+    ],
+)
 def test_kernel_equals_twin(name: str, plan: str) -> None:
     problem = Problem.random(SHAPES[name])
     torch.testing.assert_close(problem.kernel(PLANS[plan]), problem.twin(), rtol=2e-5, atol=2e-5)
@@ -149,7 +159,7 @@ def test_twin_equals_attention_written_out(name: str) -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_kernel_equals_twin_on_random_batches(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
 
@@ -174,7 +184,7 @@ def test_kernel_equals_twin_on_random_batches(seed: int) -> None:
 def test_a_long_context_is_split() -> None:
     # 1100 keys: more than two parts of 256, with the least that a part must have.
     problem = Problem.random(Shape(((1100, 3, 0), (20, 2, 0), (700, 1, 350)), num_heads=3))
-    for num_splits in (2, 5, 32):
+    for num_splits in (5, 32):
         plan = dataclasses.replace(SPLIT, num_splits=num_splits)
         torch.testing.assert_close(problem.kernel(plan), problem.twin(), rtol=2e-5, atol=2e-5)
 

@@ -400,7 +400,7 @@ def test_silu_mul(num_rows: int, size: int, dtype: torch.dtype) -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("name", ["norms", "qwen3", "sliding window"])
 def test_a_pass_of_kernels_drafts_as_the_sessions(name: str) -> None:
     """All kernels of a pass together, in float32."""
     requests = Requests(random_drafter(SWITCHES[name]).float().to(DEVICE), 3)

@@ -1,1 +1,17 @@
-"""The remote drafter: how a target hands over a step, the cache and pass that answer it, and the server around them."""
+"""The remote drafter: heads on GPUs of their own that draft for targets in other processes.
+
+The way of one hidden row, from a target's step to the draft tokens, and the form that it has:
+
+    peagle/vllm   EngineStep    the target's tapped hidden states after sampling; reduced by the head's `Reducer`
+    client        TargetStep    `LinkPool` picks the request's drafter, `Link.send` hands the step over,
+    mailbox                     through shared memory of one host, in the order of the GPU's stream,
+    protocol                    or over TCP between hosts
+    server        TargetStep    read and checked, together with those of other targets
+    engine        PassBatch     the request's cache blocks (`kvcache`), and the row's place in its payload
+    graphs                      on a GPU: one copy of the integers, one CUDA graph
+    parallel_pass Rows          the P-EAGLE pass: `rows` lays them out, `attention` reads and writes the paged cache
+    engine        drafts [B, K] -1 where there is no draft; the same way back, to `Link.wait` or `Link.enqueue_wait`
+
+`serving` loads heads and runs a drafter without Ray; `deployments.drafter` runs it as Ray Serve replicas. Nothing here
+imports vLLM or Ray.
+"""

@@ -547,9 +547,10 @@ class Waker:
 
 
 def set_up(socket: zmq.Socket[bytes]) -> None:
-    """What both sides want of their socket: bounded frames, and a peer whose host went away noticed within half a
-    minute."""
+    """What both sides want of their socket: bounded frames and queues, and a peer whose host went away noticed within
+    half a minute."""
     socket.maxmsgsize = MAX_MESSAGE_BYTES
+    socket.rcvhwm = 64
     socket.handshake_ivl = 5000
     socket.setsockopt(zmq.IPV6, 1)
     for option, value in (
