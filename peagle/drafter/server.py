@@ -438,9 +438,10 @@ class DrafterServer:
 
     def _drop(self, peer: Peer, last_words: Bye | Swapped) -> None:
         """Say why, as far as the target listens, and let everything of it go."""
-        if self._peers.pop(peer.identity, None) is None:  # a second step of it in the same batch
+        if peer.identity not in self._peers:  # dropped for another step of the same batch
             return
         self._engine.drop_session(peer.session)
+        del self._peers[peer.identity]
         with contextlib.suppress(TargetLost):
             self._send(peer.identity, last_words)
         self._release(peer)
