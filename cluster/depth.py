@@ -7,7 +7,9 @@ ingress). Never knows: HTTP, Ray, vLLM. No clock and no random generator of its 
 **Worth of a draft.** S_i is the survival of depth i, L(k) = 1 + S_1 + ... + S_k the expected tokens of a step at K = k
 (policy-and-apis.md, D1). P-EAGLE drafts K_max in one pass whatever K is, so drafting does not depend on K and only
 verification does. That sum holds at the K at which S was measured: to compare one K with another, what each further
-draft adds to L is taken from `cluster.acceptance.gains` and stands for S_i; trimming one step rests on S_i itself.
+draft adds to L is taken from `cluster.acceptance.gains` and stands for S_i, also where single steps are trimmed: a
+draft that is accepted now leaves a harder place to draft from, and S_i itself would verify too many (which costs up to
+5 % of the tokens in `benchmarks.simulate_depths`).
 
 **Throughput** (D2; goodput in SmartSpec, arXiv 2406.14066). With b_c requests of workload c at K = k_c in a step,
 
@@ -84,7 +86,8 @@ def allocate(
 ) -> list[int]:
     """Drafts of each request that give the most tokens per second in the next step; some microseconds a request.
 
-    Exact for any step times. At a tie the step with fewer drafts wins, and the request that comes first gets the draft.
+    Exact for any step times. The drafter's pass counts as paid, whatever is verified. At a tie the step with fewer
+    drafts wins, and the request that comes first gets the draft.
 
     Args:
         survivals: S_1, S_2, ... of each request. Requests that share one (a workload's) are decided together.
@@ -113,7 +116,7 @@ def allocate(
     counts = np.array([len(members) for members in owners], np.int64)
     added = np.repeat(np.array(values)[order], counts[order])
     num_tokens = len(survivals) + np.concatenate([[0.0], np.cumsum(added)])
-    seconds = costs.curve(len(survivals), len(added), context_tokens, prompt_tokens)
+    seconds = costs.curve(len(survivals), len(added), context_tokens, prompt_tokens, is_drafted=True)
     num_left = int((num_tokens / seconds).argmax())
     depths = [0] * len(survivals)
     for slot in order.tolist():
@@ -474,7 +477,7 @@ class Choice:
         source: `learned` from acceptance and load; `default`: nothing has been measured yet; `probe`: deeper than the
             K in force, to see what lies there.
         reason: why, in words.
-        survival: S_1 .. S_max_k on which the choice rests.
+        survival: S_1 .. S_max_k on which the choice rests, as far as it is worth something (`Posterior.gains`).
         expected_tpot_s: seconds per output token at this K under this load.
     """
 
@@ -605,7 +608,9 @@ class DepthChooser:
             reason = f"{NOTHING_MEASURED}; {plan.reason}" if is_cold else plan.reason
             for index, demand in enumerate(group):
                 name, k = demand.workload, assignment[index]
-                choice = Choice(k, "default" if is_cold else "learned", reason, believed[name], plan.tpot_s[name])
+                choice = Choice(
+                    k, "default" if is_cold else "learned", reason, tuple(demand.survival), plan.tpot_s[name]
+                )
                 standing[name] = self._with_probe(choice, steps, assignment, index)
                 depths[name] = k
         if not self._depths or any(self._depths.get(name, k) != k for name, k in depths.items()):

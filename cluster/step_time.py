@@ -7,14 +7,15 @@ survival, workloads, vLLM.
 A step of R requests with N target rows (one a request and one a draft), beside prompts of P tokens, at a mean context
 of C tokens, takes
 
-    seconds = V(N + P) + D(R) + g [N > R] + p [P > 0] + c_R R C + c_N (N + P) C
+    seconds = V(N + P) + D(R) + g [drafting] + p [P > 0] + c_R R C + c_N (N + P) C
 
 V is the target's forward, D the host and the drafter by requests, both straight between knots; g the drafter's pass,
-which a step without drafts leaves out; p what a step loses off the CUDA graphs. `StepCostModel` believes in these
-coefficients as in a Gaussian variable (Bayesian linear regression, as a Kalman filter). Its mean begins at a cautious
-guess for a CPU or a GPU, in units of a step's fixed part; the points, or without them the first steps, say how long the
-unit is. Then each point and each step is one observation of a sum of coefficients and moves them by what it surprises:
-what was never visited moves along with its neighbours and with the scale, and stays uncertain.
+which is left out where no request of the step may get drafts; p what a step loses off the CUDA graphs. `StepCostModel`
+believes in these coefficients as in a Gaussian variable (Bayesian linear regression, as a Kalman filter). Its mean
+begins at a cautious guess for a CPU or a GPU, in units of a step's fixed part; the points, or without them the first
+steps, say how long the unit is. Then each point and each step is one observation of a sum of coefficients and moves
+them by what it surprises: what was never visited moves along with its neighbours and with the scale, and stays
+uncertain.
 """
 
 import json
@@ -34,10 +35,17 @@ class Costs(Protocol):
     """What the choice of K needs to know of an engine. `StepCosts` is one."""
 
     def curve(
-        self, num_requests: int, num_drafts: int, context_tokens: float = 0.0, prompt_tokens: float = 0.0
+        self,
+        num_requests: int,
+        num_drafts: int,
+        context_tokens: float = 0.0,
+        prompt_tokens: float = 0.0,
+        *,
+        is_drafted: bool = False,
     ) -> Array:
         """Seconds of a step of `num_requests` with 0 .. `num_drafts` drafts in all, never falling.
 
+        `is_drafted`: the drafter's pass runs without drafts too, because some request may get drafts in the next step.
         With `prompt_tokens` of other requests' prompts in the same step it is what such a step takes less what the
         prompts add to one without drafts: that part is paid whatever is drafted, and its sum does not depend on K,
         because every request has one prompt.
@@ -55,6 +63,7 @@ class TimedStep:
         num_tokens: their target rows, drafts included.
         context_tokens: mean length of what these requests attend to.
         prompt_tokens: rows of prompts in the same step.
+        is_drafted: the drafter's pass ran though no draft was verified.
     """
 
     seconds: float
@@ -62,6 +71,7 @@ class TimedStep:
     num_tokens: int
     context_tokens: float = 0.0
     prompt_tokens: int = 0
+    is_drafted: bool = False
 
 
 NUMBERS = ("drafting_s", "beside_prompts_s", "per_request_context_s", "per_token_context_s")
@@ -120,7 +130,13 @@ class StepCosts:
     has_points: bool = False
 
     def curve(
-        self, num_requests: int, num_drafts: int, context_tokens: float = 0.0, prompt_tokens: float = 0.0
+        self,
+        num_requests: int,
+        num_drafts: int,
+        context_tokens: float = 0.0,
+        prompt_tokens: float = 0.0,
+        *,
+        is_drafted: bool = False,
     ) -> Array:
         """See `Costs`. Raises ValueError where a number is out of range."""
         if num_requests < 1 or num_drafts < 0 or prompt_tokens < 0 or not 0 <= context_tokens < math.inf:
@@ -130,7 +146,7 @@ class StepCosts:
             )
         num_tokens: Array = np.arange(num_requests, num_requests + num_drafts + 1, dtype=np.float64)
         seconds = self.forward(num_tokens + prompt_tokens) + self.per_token_context_s * context_tokens * num_tokens
-        seconds[1:] += self.drafting_s
+        seconds[0 if is_drafted else 1 :] += self.drafting_s
         if prompt_tokens:
             seconds += self.forward.at(num_requests) - self.forward.at(num_requests + prompt_tokens)
         seconds += self.by_requests.at(num_requests) + self.per_request_context_s * context_tokens * num_requests
@@ -310,42 +326,39 @@ class StepCostModel:
             has_points=self._has_points,
         )
 
-    def error(
-        self, num_requests: float, num_tokens: float, context_tokens: float = 0.0, prompt_tokens: float = 0.0
-    ) -> float:
+    def error(self, num_requests: int, num_tokens: int, context_tokens: float = 0.0) -> float:
         """Standard deviation of what is believed of a step's time, as a share of it."""
-        weights = self._weights(num_requests, num_tokens, context_tokens, prompt_tokens)
+        weights = self._weights(TimedStep(0.0, num_requests, num_tokens, context_tokens))
         expected = max(float(weights @ self._mean), LEAST_S)
         return math.sqrt(max(float(weights @ self._covariance @ weights), 0.0)) / expected
 
     def _set_unit(self, steps: Sequence[TimedStep]) -> None:
-        self._unit_s = float(np.median([step.seconds / float(self._weights_of(step) @ self._mean) for step in steps]))
+        self._unit_s = float(np.median([step.seconds / float(self._weights(step) @ self._mean) for step in steps]))
 
     def _learn(self, step: TimedStep, error: float) -> None:
-        weights = self._weights_of(step)
+        weights = self._weights(step)
         seconds, expected = step.seconds / self._unit_s, float(weights @ self._mean)
         carried = self._covariance @ weights
         # A long pause is as uncertain as it is long, so it moves little.
         variance = float(weights @ carried) + (error * max(seconds, expected)) ** 2
         surprise = min(max(seconds - expected, -3 * math.sqrt(variance)), 3 * math.sqrt(variance))
         self._mean += carried * (surprise / variance)
-        self._covariance -= np.outer(carried, carried) / variance
-        self._covariance += FORGETTING * (self._first_covariance - self._covariance)
+        self._covariance -= np.outer(carried, carried / variance)
+        self._covariance *= 1.0 - FORGETTING
+        self._covariance += FORGETTING * self._first_covariance
 
-    def _weights_of(self, step: TimedStep) -> Array:
-        return self._weights(step.num_requests, step.num_tokens, step.context_tokens, step.prompt_tokens)
-
-    def _weights(self, num_requests: float, num_tokens: float, context_tokens: float, prompt_tokens: float) -> Array:
+    def _weights(self, step: TimedStep) -> Array:
         """How often a step pays each coefficient."""
         weights = np.zeros(len(self._mean))
-        rows, begin = num_tokens + prompt_tokens, 0
-        for number, knots in ((rows, self._knots), (num_requests, self._request_knots)):
+        rows, begin = step.num_tokens + step.prompt_tokens, 0
+        for number, knots in ((rows, self._knots), (step.num_requests, self._request_knots)):
             upper = min(max(int(knots.searchsorted(number)), 1), len(knots) - 1)
             share = (number - knots[upper - 1]) / (knots[upper] - knots[upper - 1])
             weights[begin + upper - 1 : begin + upper + 1] = 1.0 - share, share
             begin += len(knots)
-        context = context_tokens / CONTEXT_UNIT
-        weights[begin:] = num_tokens > num_requests, prompt_tokens > 0, num_requests * context, rows * context
+        is_drafted = step.is_drafted or step.num_tokens > step.num_requests
+        context = step.context_tokens / CONTEXT_UNIT
+        weights[begin:] = is_drafted, step.prompt_tokens > 0, step.num_requests * context, rows * context
         return weights
 
 

@@ -28,7 +28,13 @@ class Table:
         return self.base_s + per_token_s * n + self.per_context_s * context_tokens
 
     def curve(
-        self, num_requests: int, num_drafts: int, context_tokens: float = 0.0, prompt_tokens: float = 0.0
+        self,
+        num_requests: int,
+        num_drafts: int,
+        context_tokens: float = 0.0,
+        prompt_tokens: float = 0.0,
+        *,
+        is_drafted: bool = False,
     ) -> np.ndarray:
         num_tokens = range(num_requests, num_requests + num_drafts + 1)
         return np.array([self.seconds(num_requests, n, context_tokens) for n in num_tokens])

@@ -49,7 +49,7 @@ def test_from_the_guess_alone_learned_k_is_near_the_best_fixed_k_after_its_first
 def test_in_the_long_run_learned_k_is_the_best_fixed_k_or_better(engine, concurrency, mix):
     load = Load(concurrency, num_requests=10 * concurrency)
     rates = compare(ENGINE[engine], pools(mix), load, lambda: Learned("cpu" not in engine))
-    assert learned_share(rates) > (1.0 if mix == "code-chat" else 0.98)
+    assert learned_share(rates) > (1.03 if mix == "code-chat" else 0.98)
 
 
 def test_an_engine_that_measured_itself_needs_no_learning():

@@ -118,6 +118,9 @@ def test_prompts_do_not_make_drafts_look_cheaper_than_their_rows():
     assert beside[0] == pytest.approx(alone[0])
     assert beside[12] - beside[1] == pytest.approx(11 * 0.01 / 64)
     assert alone[12] - alone[1] == 0
+    assert alone[1] - alone[0] == pytest.approx(0.001)
+    anyway = costs.curve(4, 12, is_drafted=True)
+    assert anyway[0] == anyway[1] == alone[1], "the drafter's pass runs whatever is verified"
 
 
 @settings(max_examples=50)

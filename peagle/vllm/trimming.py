@@ -36,6 +36,9 @@ MAX_KNOWN = 4096
 REPORT_INTERVAL_S = 0.5
 """Costs are reported at most so often; reports are read about once a second."""
 
+STEPS_PER_COSTS = 8
+"""Steps after which drafts are weighed by newer costs: making them takes time between two steps."""
+
 LOOK_ERROR, LOOK_INTERVAL_STEPS = 0.06, 20
 """A step verifies all its drafts, once in so many steps, while what that takes is known no better than this share."""
 
@@ -71,9 +74,9 @@ class Scheduled(Protocol):
     scheduled_spec_decode_tokens: dict[str, list[int]]
 
 
-def timed_step(seconds: float, scheduled: Scheduled) -> TimedStep | None:
+def timed_step(seconds: float, scheduled: Scheduled, is_drafted: bool = False) -> TimedStep | None:
     """The step of `scheduled`, which took so long; None where no request decoded. A request that computes one token
-    more than it has drafts decodes; all other tokens are of prompts."""
+    more than it has drafts decodes; all other tokens are of prompts. `is_drafted`: as of `TimedStep`."""
     drafts, cached = scheduled.scheduled_spec_decode_tokens, scheduled.scheduled_cached_reqs
     begun = {request.req_id for request in scheduled.scheduled_new_reqs} | set(cached.resumed_req_ids)
     num_requests = num_tokens = 0
@@ -86,7 +89,7 @@ def timed_step(seconds: float, scheduled: Scheduled) -> TimedStep | None:
     contexts = cached.num_computed_tokens
     context_tokens = sum(contexts) / len(contexts) if contexts else 0.0
     prompt_tokens = scheduled.total_num_scheduled_tokens - num_tokens
-    return TimedStep(seconds, num_requests, num_tokens, context_tokens, prompt_tokens)
+    return TimedStep(seconds, num_requests, num_tokens, context_tokens, prompt_tokens, is_drafted)
 
 
 class Trimmer:
@@ -96,7 +99,9 @@ class Trimmer:
         self.model = model
         self._last_s: float | None = None
         self._reported_s, self._reported_steps = -math.inf, 0
+        self._costs, self._costs_at_step = model.costs, 0
         self._looked_at_step = 0
+        self._is_drafting = False
         # Read once a request, not once a step. Requests of a workload share the survival of the one that came last: it
         # is the best known, and requests with the same survival are decided together.
         self._workload_of: OrderedDict[str, str | None] = OrderedDict()
@@ -104,6 +109,7 @@ class Trimmer:
 
     def depths(self, requests: "list[Request]", max_ks: list[int], prompt_tokens: int = 0) -> list[int]:
         """Drafts of each request, at most its `max_ks`. `prompt_tokens`: of prompts that run in the same step."""
+        self._is_drafting = any(max_ks)
         workloads = [self._workload(request) for request in requests]
         known = [None if workload is None else self._newest.get(workload) for workload in workloads]
         # One that is too short for its K says nothing of the rest: the K is obeyed.
@@ -120,7 +126,9 @@ class Trimmer:
         # Those that keep their K load the step like the rest; they are valued like one of them.
         valued = [typical if survival is None else survival for survival in survivals]
         limits = [min(max_k, len(survival)) for max_k, survival in zip(max_ks, valued, strict=True)]
-        depths = allocate(valued, limits, self.model.costs, context_tokens, prompt_tokens)
+        if self.model.num_steps - self._costs_at_step >= STEPS_PER_COSTS:
+            self._costs, self._costs_at_step = self.model.costs, self.model.num_steps
+        depths = allocate(valued, limits, self._costs, context_tokens, prompt_tokens)
         return [
             max_k if survival is None else depth
             for max_k, survival, depth in zip(max_ks, survivals, depths, strict=True)
@@ -129,10 +137,11 @@ class Trimmer:
     def arrived(self, now_s: float, scheduled: Scheduled) -> None:
         """The result of `scheduled` is there at `now_s`, monotonic seconds. A clock that stands still, goes back or is
         no number gives no time."""
+        is_drafted, self._is_drafting = self._is_drafting, False  # set again for every step that may have drafts
         last_s, self._last_s = self._last_s, now_s
         if last_s is None or not 0 < now_s - last_s < math.inf:
             return
-        if (step := timed_step(now_s - last_s, scheduled)) is not None:
+        if (step := timed_step(now_s - last_s, scheduled, is_drafted)) is not None:
             self.model.observe(step)
 
     def pause(self) -> None:
