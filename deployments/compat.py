@@ -8,8 +8,13 @@ import asyncio
 import importlib
 import importlib.metadata
 import json
+import logging
+import os
 import warnings
+from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 RAY_VERSION = "2.60"
 """Ray's minor version that this was written against. Another may work: the names are checked one by one."""
@@ -104,6 +109,23 @@ def kv_put(key: str, value: str, namespace: str) -> None:
     from ray.experimental import internal_kv
 
     internal_kv._internal_kv_put(key, value, namespace=namespace)
+
+
+def be_no_nicer() -> None:
+    """Give this process, and so those that it starts, the priority of any other. Ray starts workers at nice 15, where
+    whatever else runs on the machine starves an engine; `peagle serve` and the manifests tell Ray not to. In a Ray that
+    others have started this needs the right to (root, or CAP_SYS_NICE), else RAY_worker_niceness=0 where Ray starts."""
+    if os.nice(0) <= 0:
+        return
+    try:
+        for thread in Path("/proc/self/task").iterdir():
+            os.setpriority(os.PRIO_PROCESS, int(thread.name), 0)
+    except PermissionError:
+        logger.warning(
+            "this replica runs at nice %d, and other processes of the machine come first: start Ray with "
+            "RAY_worker_niceness=0 in its environment",
+            os.nice(0),
+        )
 
 
 def use_token() -> None:

@@ -20,6 +20,7 @@ from ray import serve
 
 import peagle.heads
 from cluster.settings import ROW_DTYPES, SHARED_SHAPE, Catalog, ClusterSettings, DrafterSettings, swapped
+from deployments.compat import be_no_nicer
 from deployments.replicas import DrafterReport, LiveHead
 from peagle.checkpoint import read_head_config
 from peagle.config import DrafterConfig
@@ -162,6 +163,7 @@ class DrafterReplica:
         """Raises ValueError for heads that cannot be used: Serve shows it and tries again."""
         assert settings.drafter is not None
         assert settings.drafter.replicas is not None
+        be_no_nicer()
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._settings: DrafterSettings = settings.drafter
         self._refused = ""

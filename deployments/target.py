@@ -66,6 +66,7 @@ class TargetServer(LLMServer):
         """`llm_config` sized the placement group when the application was built; the engine's own configuration is
         made here, where the checkpoints are prepared: each node has its own cache. `drafter`: the deployment of remote
         drafters, where there is one."""
+        compat.be_no_nicer()
         if not settings.target.has_gpu:
             use_all_cores_of_a_small_machine()
         target_dir, head_dir = await asyncio.to_thread(prepare, settings)

@@ -1,0 +1,96 @@
+"""Ray's private names: each is looked for at the start; and what Serve's proxy answers itself is in OpenAI's form."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.routing import Route
+
+from deployments import compat
+
+
+def test_this_ray_has_every_name() -> None:
+    compat.check()
+
+
+def test_a_ray_that_lacks_names_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = ("ray.serve.handle:DeploymentHandle.gone", "ray.nowhere:thing")
+    monkeypatch.setattr(compat, "SEAMS", (*compat.SEAMS[:2], *gone))
+    with pytest.raises(compat.CompatError) as raised:
+        compat.check()
+    assert str(raised.value).endswith(f"it has no {', '.join(gone)}")
+    assert "\n" not in str(raised.value)
+
+
+def test_another_version_that_has_them_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat.importlib.metadata, "version", lambda _: "2.61.0")
+    with pytest.warns(UserWarning, match=r"Ray 2\.61\.0 has not been tried with this service, 2\.60 has"):
+        compat.check()
+
+
+def proxied(answer: Any) -> httpx.Response:
+    (middleware,) = compat.proxy_middlewares()
+    app = Starlette(routes=[Route("/", lambda _: answer)], middleware=[middleware])
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return await client.get("/")
+
+    return asyncio.run(ask())
+
+
+def test_an_ingress_that_died_gives_503_in_openais_form() -> None:
+    """Ray's proxy answers plain text and code 500."""
+    response = proxied(PlainTextResponse("The actor died unexpectedly before finishing this task.", 500))
+    assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+    assert response.json()["error"]["code"] == "server_lost"
+    assert int(response.headers["content-length"]) == len(response.content)
+
+
+def test_other_errors_of_the_proxy_keep_their_status() -> None:
+    response = proxied(PlainTextResponse("Path '/x' not found.", 404, headers={"x-kept": "1"}))
+    assert (response.status_code, response.headers["x-kept"]) == (404, "1")
+    assert response.json()["error"] == {
+        "message": "Path '/x' not found.",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": None,
+    }
+
+
+def test_what_the_service_answers_passes_as_it_is() -> None:
+    async def events() -> Any:
+        for number in range(3):
+            yield f"data: {number}\n\n"
+
+    assert proxied(StreamingResponse(events(), media_type="text/event-stream")).text.count("data:") == 3
+    assert proxied(PlainTextResponse("fine")).text == "fine"
+    refused = {"error": {"message": "no"}}
+    response = proxied(JSONResponse(refused, 500))
+    assert (response.status_code, json.loads(response.content)) == (500, refused)
+
+
+NICE = """
+import os, threading, time
+from deployments import compat
+os.nice(15)
+waiting = threading.Thread(target=time.sleep, args=(5,), daemon=True)
+waiting.start()
+compat.be_no_nicer()
+print({os.getpriority(os.PRIO_PROCESS, int(one)) for one in os.listdir("/proc/self/task")})
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a process may take its niceness back only with the right to")
+def test_a_replica_in_somebody_elses_ray_takes_its_niceness_back() -> None:
+    env = {**os.environ, "PYTHONPATH": str(Path(compat.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", NICE], capture_output=True, text=True, timeout=60, env=env)
+    assert done.stdout.strip() == "{0}", done.stderr

@@ -1,0 +1,193 @@
+"""A target replica between the edge and vLLM's API objects: what becomes of answers, errors, and clients that leave."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+from vllm.entrypoints.serve.engine.protocol import UsageInfo
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from cluster.counts import Counts
+from deployments.edge import Admitted, ApiError, Edge, Usage
+from deployments.target import TargetServer
+from peagle.vllm.acceptance import RequestDrafting
+from tests.test_edge import HELLO, cluster
+
+COUNTS = Counts.from_steps([(3, 3), (3, 1)])
+
+
+class Replica(TargetServer):
+    """Without Ray and an engine; `answer` is what vLLM's API objects do with a request."""
+
+    def __init__(self, answer: Callable[[Any], Any]) -> None:
+        async def ask(request: Any) -> Any:
+            return answer(request)
+
+        self.aborted: list[str] = []
+        self._settings = cluster()
+        self.edge = Edge(self._settings)
+        self._head, self._heads, self._aborts = "digest", {}, set()
+        self._client = SimpleNamespace(errored=False, abort=self._abort)
+        record = RequestDrafting("x", "default", 7, COUNTS, num_output_tokens=9, num_prompt_tokens=4)
+        self._recorder = SimpleNamespace(pop=lambda response_id: record)  # type: ignore[assignment]
+        chat = SimpleNamespace(create_chat_completion=ask, create_error_response=create_error_response)
+        self.engine = SimpleNamespace(
+            _oai_serving_chat=chat, _oai_serving_completion=SimpleNamespace(create_completion=ask)
+        )
+
+    async def _abort(self, ids: list[str]) -> None:
+        self.aborted += ids
+
+    def __del__(self) -> None:  # type: ignore[override]
+        """Serve awaits it; here nothing does."""
+
+
+def chunk(finish_reason: str | None = None, index: int = 0) -> str:
+    choice = {"index": index, "delta": {"content": "a"}, "finish_reason": finish_reason}
+    return f"data: {json.dumps({'id': 'chatcmpl-1', 'choices': [choice]}, separators=(',', ':'))}\n\n"
+
+
+async def events(*items: Any) -> AsyncIterator[str]:
+    for item in items:
+        if isinstance(item, Exception):
+            raise item
+        yield item
+
+
+def items(replica: Replica, **body: Any) -> list[Any]:
+    async def run() -> list[Any]:
+        admitted = replica.edge.admit("chat", {"messages": HELLO, **body})
+        found = [item async for item in replica.generate(admitted)]
+        await asyncio.sleep(0.01)
+        return found
+
+    return asyncio.run(run())
+
+
+def whole(request: Any) -> ChatCompletionResponse:
+    message = {"role": "assistant", "content": "Hi"}
+    return ChatCompletionResponse(
+        id="chatcmpl-1", model="tiny", choices=[{"index": 0, "message": message, "finish_reason": "stop"}],
+        usage=UsageInfo(prompt_tokens=4, completion_tokens=9, total_tokens=13),
+    )  # fmt: skip
+
+
+DRAFTING = {
+    "workload": "default", "k": 7, "max_k": 7, "source": "default", "head": "digest", "num_steps": 2,
+    "num_draft_tokens": 6, "num_accepted_tokens": 4, "acceptance_length": 3.0,
+}  # fmt: skip
+
+
+def test_a_whole_answer_has_its_drafting_and_its_usage() -> None:
+    replica = Replica(whole)
+    text, usage = items(replica)
+    answer = json.loads(text)
+    assert answer["choices"][0]["message"]["content"] == "Hi"
+    assert answer["drafting"] == DRAFTING
+    assert usage == Usage(4, 9)
+    assert replica.aborted == []
+
+
+def test_a_stream_has_its_drafting_in_the_chunk_that_finishes_the_last_choice() -> None:
+    found = items(
+        Replica(lambda _: events(chunk(), chunk("stop", 1), chunk(), chunk("length", 0), "data: [DONE]\n\n")),
+        stream=True, n=2,
+    )  # fmt: skip
+    assert ["drafting" in item for item in found if isinstance(item, str)] == [False, False, False, True, False]
+    assert json.loads(found[3].removeprefix("data: "))["drafting"] == DRAFTING
+    assert found[-1] == Usage(4, 9)
+
+
+def test_an_engine_that_dies_in_a_stream_ends_it_in_words_of_our_own() -> None:
+    """vLLM turns the engine's death into an event that speaks of a stack trace above, with code 500."""
+    died = json.dumps(create_error_response(EngineDeadError()).model_dump())
+    replica = Replica(lambda _: events(chunk(), f"data: {died}\n\n", "data: [DONE]\n\n"))
+    replica._client.errored = True
+    (refused,) = items(replica, stream=True)
+    assert (refused.status, refused.code) == (503, "engine_lost")
+    replica._client = SimpleNamespace(errored=False, abort=replica._abort)
+
+    async def dies() -> AsyncIterator[str]:
+        yield chunk()
+        replica._client.errored = True
+        yield f"data: {died}\n\n"
+        yield "data: [DONE]\n\n"
+
+    replica.engine._oai_serving_chat.create_chat_completion = lambda _: asyncio.sleep(0, dies())
+    first, lost = items(replica, stream=True)
+    assert first == chunk()
+    assert isinstance(lost, ApiError)
+    assert (lost.status, lost.code) == (503, "engine_lost")
+    assert "stack trace" not in lost.message
+
+
+def test_what_the_engine_refuses_in_a_stream_keeps_its_field() -> None:
+    refusal = create_error_response(VLLMValidationError("too slow", parameter="structured_outputs"))
+    (refused,) = items(Replica(lambda _: events(f"data: {json.dumps(refusal.model_dump())}\n\n")), stream=True)
+    assert (refused.status, refused.param) == (400, "structured_outputs")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "param"),
+    [
+        (VLLMValidationError("no such token", parameter="prompt"), 400, "prompt"),
+        (ValueError("too long"), 400, None),
+        (KeyError("function"), 400, None),
+        (RecursionError(), 400, None),
+        (RuntimeError("broken"), 500, None),
+    ],
+)
+def test_what_is_raised_before_the_first_token(error: Exception, status: int, param: str | None) -> None:
+    def raises(_: Any) -> Any:
+        raise error
+
+    (refused,) = items(Replica(raises))
+    assert (refused.status, refused.param) == (status, param)
+    (refused,) = items(Replica(lambda _: create_error_response(error)))
+    if status == 500 or not isinstance(error, KeyError | RecursionError):
+        assert refused.status == status
+
+
+@pytest.mark.parametrize("call", ["chat", "completions"])
+def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: Any) -> None:
+    """vLLM's generator may be left to the garbage collector with two of three sequences still running."""
+
+    async def run() -> None:
+        closed: list[bool] = []
+
+        async def endless() -> AsyncIterator[str]:
+            try:
+                while True:
+                    yield chunk()
+                    await asyncio.sleep(0)
+            finally:
+                closed.append(True)
+
+        replica = Replica(lambda _: endless())
+        fields = {"messages": HELLO} if call == "chat" else {"prompt": ["a", "b"]}
+        admitted: Admitted = replica.edge.admit(call, {**fields, "stream": True, "n": 3, "request_id": "r1"})
+        answer = replica.generate(admitted)
+        assert [await anext(answer) for _ in range(3)]
+        await answer.aclose()
+        await asyncio.sleep(0.01)
+        assert closed == [True]
+        assert replica.aborted == (["chatcmpl-r1"] if call == "chat" else ["cmpl-r1-0", "cmpl-r1-1"])
+
+    asyncio.run(run())
+
+
+def test_a_call_by_handle_goes_through_the_same_edge() -> None:
+    async def run(**body: Any) -> list[Any]:
+        replica = Replica(whole)
+        return [item async for item in replica.ask("chat", {"messages": HELLO, **body})]
+
+    (answer,) = asyncio.run(run(drafting={"k": 3}))
+    assert (answer["drafting"]["k"], answer["drafting"]["source"]) == (3, "request")
+    (refused,) = asyncio.run(run(drafting={"k": 99}))
+    assert (refused["status"], refused["error"]["param"]) == (400, "drafting.k")
