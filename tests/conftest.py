@@ -1,11 +1,14 @@
 """Fixtures that several test modules share: the prepared target and head, as a user gets them."""
 
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 from peagle.embedded import DEFAULT_TARGET, prepare_target
 from peagle.heads import prepare_head
@@ -13,42 +16,41 @@ from tests.cpu_engine_environment import preload_environment
 from tests.warm_engine import start_engines_warm
 
 
+@functools.cache
+def starts_engines(path: Path) -> bool:
+    """Whether a test of this module talks to an engine or to Ray."""
+    return any(f"pytest.mark.{mark}" in path.read_text(encoding="utf-8") for mark in ("engine", "service"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped, and listed as such, where there is none. With `-n`, all tests of engines and
-    services run in one process, which begins with them, and every other module in one process as well."""
+    """Tests marked `gpu` are skipped, and listed as such, where there is none. Modules that start engines come first,
+    so that with `-n` their process begins at once."""
     has_gpu = torch.cuda.is_available()
     for item in items:
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group("engines" if has_engine(item) else item.path.name))
-    items.sort(key=lambda item: not has_engine(item))
+    items.sort(key=lambda item: not starts_engines(item.path))
 
 
-def has_engine(item: pytest.Item) -> bool:
-    return any(item.get_closest_marker(name) for name in ("engine", "service"))
+class EnginesTogether(LoadScopeScheduling):
+    """With `-n`: all modules that start engines in one process, one after another, every other module in any."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        module = nodeid.split("::", 1)[0]
+        return "engines" if starts_engines(self.config.rootpath / module) else module
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> EnginesTogether:
+    return EnginesTogether(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _openmp_threads() -> None:
-    """Tests of tensors run beside engines on two cores; tokenizers must not fork worker threads of their own."""
+def _one_thread() -> None:
+    """Threads that share out small tensors wait for each other, on busy cores for seconds; tokenizers must not fork
+    worker threads of their own."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Threads that share out small tensors wait for each other, on busy cores for seconds."""
-    import torch
-
-    if has_engine(request.node):
-        yield
-        return
-    before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
