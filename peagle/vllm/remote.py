@@ -499,7 +499,7 @@ class RemoteDrafts(_Runner):
             drafts_BK = get_tp_group().broadcast(drafts_BK, src=0)
         return drafts_BK
 
-    def sample_tokens(self, grammar_output: Any) -> Any:
+    def sample_tokens(self, grammar_output: Any) -> Any:  # type: ignore[override]
         """vLLM's own; in asynchronous scheduling its output says which planned drafts there were (`WorkerReport`)."""
         before, self._num_drafts = self._num_drafts, {}
         output: Any = super().sample_tokens(grammar_output)

@@ -123,7 +123,7 @@ class CPUWorker(cpu_worker.CPUWorker):
             # vLLM leaves min_p and logit_bias out beside speculation. Requests with them have K = 0 here, so that their
             # one row goes through the plain sampler.
             self.model_runner.input_batch.logitsprocs = LogitsProcessors(
-                kind(self.vllm_config, self.device, False) for kind in BUILTIN_LOGITS_PROCESSORS
+                kind(self.vllm_config, self.model_runner.device, False) for kind in BUILTIN_LOGITS_PROCESSORS
             )
 
 
