@@ -11,7 +11,7 @@ Imports no vLLM.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,21 +130,12 @@ class DraftingRecorder:
     to be read, on the event loop (or thread) that runs the client.
 
     Args:
-        on_finish: called with each sequence's record as it ends, aborted ones included. It must return quickly and not
-            raise: it runs between two outputs of the engine.
         max_records: finished requests kept for `pop`; the oldest go first.
         max_workloads: names counted apart, `default` not included. A further name takes the place, and ends the counts,
             of the one without a new sequence for longest; while all have live sequences it is counted under `default`.
     """
 
-    def __init__(
-        self,
-        on_finish: Callable[[RequestDrafting], None] | None = None,
-        *,
-        max_records: int = 4096,
-        max_workloads: int = 256,
-    ) -> None:
-        self._on_finish = on_finish
+    def __init__(self, *, max_records: int = 4096, max_workloads: int = 256) -> None:
         self._max_records, self._max_workloads = max_records, max_workloads
         self._live: dict[str, RequestDrafting] = {}
         self._workloads: OrderedDict[str, WorkloadCounts] = OrderedDict()  # least recently used first
@@ -281,5 +272,3 @@ class DraftingRecorder:
             self._finished.setdefault(record.request_id, []).append(record)
             while len(self._finished) > self._max_records:
                 self._finished.popitem(last=False)
-            if self._on_finish is not None:
-                self._on_finish(record)
