@@ -294,7 +294,7 @@ def check_limits(body: Body, fields: Mapping[str, Any], limits: LimitSettings) -
         wanted = getattr(body, name, None)
         if type(wanted) is int:
             _at_most(name, name, math.inf if wanted < 0 else wanted, limits.max_num_logprobs)
-    for name in ("stop", "stop_token_ids", "logprob_token_ids"):
+    for name in ("stop", "stop_token_ids"):
         listed = getattr(body, name, None)
         if isinstance(listed, list):
             _at_most(name, f"the number of entries of {name}", len(listed), limits.max_num_stop)
