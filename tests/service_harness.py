@@ -31,7 +31,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 CONFIG = CONFIGS / "local.yaml"
 COLOCATED = {"placement": "colocated", "replicas": None}
 FIXED = {"policy": "fixed", "default": 5, "by_workload": {"code": 7, "chat": 5}}
-READY_TIMEOUT_S = 300.0
+READY_TIMEOUT_S = 600.0
 QUESTION = [{"role": "user", "content": "Write a Python function that returns the sum of a list."}]
 PROMPTS = [
     "Count from one to twenty.",
