@@ -39,6 +39,7 @@ from deployments.edge import (
     event_document,
     event_with,
     from_engine,
+    grammars,
     is_error_event,
     num_finished_choices,
     num_prompts,
@@ -154,7 +155,7 @@ class TargetServer(LLMServer):
                 raise engine_lost()
             result = await compat.ask_engine(self, admitted.call, admitted.body)
             if hasattr(result, "error"):
-                raise from_engine(result.error)
+                raise self._failure(admitted, from_engine(result.error))
             if hasattr(result, "choices"):
                 usage = result.usage
                 field = self._drafting_field(admitted, result.id)
@@ -169,7 +170,7 @@ class TargetServer(LLMServer):
         except ApiError as error:
             yield error
         except Exception as error:  # noqa: BLE001  # answered and logged there
-            yield self._refusal(error)
+            yield self._failure(admitted, self._refusal(error))
         finally:
             if not is_complete:
                 # vLLM aborts what is cancelled, but not always all of a request's sequences, and sometimes late.
@@ -180,11 +181,14 @@ class TargetServer(LLMServer):
     async def _events(self, admitted: Admitted, events: Any) -> Answer:
         """vLLM's server-sent events, with `drafting` in the last chunk that finishes a choice."""
         num_unfinished = admitted.num_sequences
+        has_begun = False
         usage = Usage(0, 0)
         async with contextlib.aclosing(events):
             async for event in events:
                 if is_error_event(event):
-                    raise engine_lost() if self._client.errored else from_engine(event_document(event)["error"])
+                    failure = from_engine(event_document(event)["error"])
+                    raise failure if has_begun and not self._client.errored else self._failure(admitted, failure)
+                has_begun = True
                 if num_finished := num_finished_choices(event):
                     num_unfinished -= num_finished
                     if num_unfinished <= 0:
@@ -204,10 +208,18 @@ class TargetServer(LLMServer):
         head = self._heads.get(drafting.workload, self._head)
         return drafting_field(drafting, head, Counts() if record is None else record.counts)
 
-    def _refusal(self, error: Exception) -> ApiError:
-        """What a request gets that raised before its first output."""
+    def _failure(self, admitted: Admitted, failure: ApiError) -> ApiError:
+        """`failure` of a request of which nothing has been answered, with its cause where it can be told."""
         if self._client.errored:
             return engine_lost()
+        if failure.status == 500 and grammars(admitted.fields):
+            # vLLM ends a request whose grammar rejects every token, such as that of a schema which refers to itself.
+            name = next(iter(grammars(admitted.fields)))
+            return ApiError(400, f"{name} cannot be followed: its grammar allows no text", param=name)
+        return failure
+
+    def _refusal(self, error: Exception) -> ApiError:
+        """What a request gets that raised before its first output."""
         refusal = from_engine(compat.error_of(self, error))
         if refusal.status == 500 and isinstance(error, ODD_VALUE_ERRORS):
             logger.warning("a request cannot be turned into a prompt", exc_info=error)

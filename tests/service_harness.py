@@ -123,11 +123,11 @@ BAD_REQUESTS: dict[str, tuple[str, dict[str, Any], str | None]] = {
         {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "type": "function"}]}, *QUESTION]},
         None,
     ),
-    "a schema of itself": ("chat", {"response_format": json_schema({"$ref": "#"})}, "structured_outputs"),
+    "a schema of itself": ("chat", {"response_format": json_schema({"$ref": "#"})}, "response_format"),
     "a schema that refers to nothing": (
         "chat",
         {"response_format": json_schema({"$ref": "#/$defs/none"})},
-        "structured_outputs",
+        None,
     ),
     "a grammar of nothing": ("chat", {"structured_outputs": {"grammar": "root ::= "}}, None),
     "a grammar that is none": ("chat", {"structured_outputs": {"grammar": "?"}}, None),

@@ -10,7 +10,7 @@ import pytest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from cluster.counts import Counts
@@ -152,6 +152,19 @@ def test_what_is_raised_before_the_first_token(error: Exception, status: int, pa
     (refused,) = items(Replica(lambda _: create_error_response(error)))
     if status == 500 or not isinstance(error, KeyError | RecursionError):
         assert refused.status == status
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_allows_no_text_is_an_error_of_the_request(stream: bool) -> None:
+    """vLLM ends such a request as it ends one that it failed on."""
+    failed = create_error_response(GenerationError("Internal server error"))
+    event = f"data: {json.dumps(failed.model_dump())}\n\n"
+    itself = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
+    replica = Replica(lambda _: events(event) if stream else failed)
+    (refused,) = items(replica, stream=stream, response_format=itself)
+    assert (refused.status, refused.param) == (400, "response_format")
+    (plain,) = items(replica, stream=stream)
+    assert plain.status == 500
 
 
 @pytest.mark.parametrize("call", ["chat", "completions"])
