@@ -444,7 +444,8 @@ def plot_acceptance(document: dict[str, Any], path: Path) -> None:
                 label = f"{name} ({group['num_answers']})" if line == "-" else f"{name}, {heads[-1]}"
                 axes.plot(depths, values, line, color=color, lw=2.2 if name == "all" else 1.1, label=label)
                 if name == "all" and bounds:
-                    axes.fill_between(depths, *zip(*bounds, strict=True), color="0.5", alpha=0.25, lw=0)
+                    low, high = zip(*bounds, strict=True)
+                    axes.fill_between(depths, low, high, color="0.5", alpha=0.25, lw=0)
             axes.grid(alpha=0.3)
             axes.set_title(f"{Path(answers['answers']).name}, temperature {answers['temperature']:g}")
         panels[0].set(xlabel="K (draft tokens)", ylabel="AL (tokens a step, bonus token counted)")
