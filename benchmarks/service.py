@@ -28,8 +28,8 @@ import httpx
 import yaml
 
 from benchmarks.common import running_applications
-from deployments.app import build
 from deployments import APP_NAME
+from deployments.app import build
 from peagle.provenance import conditions
 
 MAX_PROMPT_CHARACTERS = 3000

@@ -2,9 +2,10 @@
 
 import functools
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from peagle.embedded import DEFAULT_TARGET, prepare_target
 from peagle.heads import prepare_head
 from tests.cpu_engine_environment import preload_environment
 from tests.warm_engine import start_engines_warm
+
+if TYPE_CHECKING:
+    from tests.service_harness import Service
 
 
 @functools.cache
@@ -29,7 +33,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-    items.sort(key=lambda item: not starts_engines(item.path))
+    items.sort(key=lambda item: (not starts_engines(item.path), "application" not in fixtures_of(item)))
+
+
+def fixtures_of(item: pytest.Item) -> Sequence[str]:
+    return item.fixturenames if isinstance(item, pytest.Function) else ()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The shared application makes room for tests that start engines, or Ray, themselves."""
+    if starts_engines(item.path) and "application" not in fixtures_of(item):
+        stop_application()
+
+
+def pytest_sessionfinish() -> None:
+    stop_application()
+
+
+def stop_application() -> None:
+    if harness := sys.modules.get("tests.service_harness"):  # else nobody has started it
+        harness.APPLICATION.stop()
 
 
 class EnginesTogether(LoadScopeScheduling):
@@ -63,6 +86,14 @@ def target_dir() -> Path:
 def head_dir(target_dir: Path) -> Path:
     """Plain head for the embedded target, made from the shipped one."""
     return prepare_head(DEFAULT_TARGET, target_dir)
+
+
+@pytest.fixture(scope="module")
+def application() -> "Service":
+    """The application that all tests of the service share, as it was started."""
+    from tests.service_harness import APPLICATION
+
+    return APPLICATION.start()
 
 
 @pytest.fixture(scope="module")

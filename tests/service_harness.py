@@ -2,12 +2,14 @@
 
 import copy
 import os
+import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -15,12 +17,15 @@ import openai
 import psutil
 import pytest
 import ray
+import torch
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
+from safetensors.torch import load_file, save_file
 
+import peagle.heads
 from benchmarks.common import free_port
 from cluster.settings import load_settings
 from deployments import APP_NAME
@@ -29,9 +34,9 @@ from deployments.up import RAY_ENVIRONMENT, live_form
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CONFIG = CONFIGS / "local.yaml"
-COLOCATED = {"placement": "colocated", "replicas": None}
 FIXED = {"policy": "fixed", "default": 5, "by_workload": {"code": 7, "chat": 5}}
 READY_TIMEOUT_S = 600.0
+WEB_KEY = "sk-web"
 QUESTION = [{"role": "user", "content": "Write a Python function that returns the sum of a list."}]
 PROMPTS = [
     "Count from one to twenty.",
@@ -71,13 +76,14 @@ class Service:
         schema = {"applications": self.document["applications"]}
         _get_global_client().deploy_apps(ServeDeploySchema.model_validate(schema))
 
-    def change_live(self, **sections: dict[str, Any]) -> None:
+    def change_live(self, *deployments: dict[str, Any], **sections: dict[str, Any]) -> None:
         """Deploy the config with other settings that need no new engine, as `peagle serve` does; without any, as it
-        was at the start."""
+        was at the start. `deployments`: entries of that list of Serve's config."""
         changed = copy.deepcopy(self.written)
         args = changed["applications"][0]["args"]
         for name, keys in sections.items():
             args[name] = {**args.get(name, {}), **keys}
+        changed["applications"][0]["deployments"] = list(deployments)
         self.document = live_form(changed, load_settings(args, catalog(), os.environ))
         self.deploy()
 
@@ -189,3 +195,46 @@ def wait_until_ready(running: Service) -> None:
     while serve.status().applications[APP_NAME].status != "RUNNING":
         assert time.monotonic() < end, serve.status()
         time.sleep(0.2)
+
+
+class SharedApplication:
+    """The application of configs/local.yaml, started by the first test that asks for it and stopped when another needs
+    the machine or Ray: K is fixed, drafts come from another process with the shipped head and, for the workload
+    `wrong`, with one that is never right. What a module changes live it takes back."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._running: Service | None = None
+
+    def start(self) -> Service:
+        if self._running is None:
+            folder = Path(self._stack.enter_context(TemporaryDirectory()))
+            # Its final norm is zero, so that all logits are: it always drafts token 0.
+            wrong = changed_head(folder / "always-wrong", lambda tensors: tensors["norm.weight"].zero_())
+            self._stack.enter_context(pytest.MonkeyPatch.context()).setenv("TEST_WEB_KEY", WEB_KEY)
+            running = running_service(drafter={"heads_by_workload": {"wrong": wrong}}, depth=FIXED)
+            self._running = self._stack.enter_context(running)
+        return self._running
+
+    def stop(self) -> None:
+        self._running = None
+        self._stack.close()
+
+
+APPLICATION = SharedApplication()
+
+
+def changed_head(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> str:
+    """A copy of the shipped head, changed."""
+    shutil.copytree(Path(peagle.heads.__file__).parent / "smollm2-135m-instruct", folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)
+
+
+def wait_for(is_so: Callable[[], bool], what: str, timeout_s: float = 90.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < end_s, f"no {what} after {timeout_s:.0f} s"
+        time.sleep(0.5)

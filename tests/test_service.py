@@ -1,7 +1,7 @@
 """The service as a user meets it: one real Ray Serve application of configs/local.yaml with a real vLLM engine.
 
-One application serves the whole module. The tests run in the order in which they stand: the first looks at what was
-seen while the engine loaded, the last kills the target.
+One application serves this module and other tests of the service. The first test looks at what was seen while the
+engine loaded.
 """
 
 import asyncio
@@ -14,12 +14,11 @@ import httpx
 import openai
 import pytest
 import ray
-from ray import serve
 
 from benchmarks.service import choose_prompts
-from deployments import APP_NAME, TARGET_NAME
+from deployments import TARGET_NAME
 from deployments.client import TargetClient, TargetError
-from tests.service_harness import BAD_REQUESTS, FIXED, PROMPTS, QUESTION, json_schema, running_service
+from tests.service_harness import BAD_REQUESTS, PROMPTS, QUESTION, json_schema
 
 pytestmark = pytest.mark.service
 
@@ -29,9 +28,8 @@ QUESTIONS = _SPEC_BENCH if _SPEC_BENCH.exists() else None
 
 
 @pytest.fixture(scope="module")
-def service():
-    with running_service(depth=FIXED) as running:
-        yield running
+def service(application):
+    return application
 
 
 def test_a_request_that_comes_while_the_engine_loads_gets_503_and_never_waits(service):
@@ -313,26 +311,3 @@ def test_a_ray_task_streams_from_the_target_asynchronously(service):
     text, num_chunks = ray.get(job.remote())
     assert text
     assert num_chunks > 2
-
-
-def test_without_any_replica_requests_get_503_at_once_and_never_hang(service):
-    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
-    (replica,) = [name for name in names if name and f"{APP_NAME}#{TARGET_NAME}#" in name]
-    with ThreadPoolExecutor(1) as pool:
-        broken = pool.submit(service.ask, max_tokens=1500, ignore_eos=True)
-        time.sleep(2)
-        ray.kill(ray.get_actor(replica, namespace="serve"))
-        killed = time.monotonic()
-        # The request that was being answered is told, and what comes next is refused at once.
-        assert broken.result(timeout=20).status_code == 503
-    while time.monotonic() < killed + 10:
-        response = service.ask()
-        assert response.status_code == 503, response.text
-        assert response.json()["error"]["code"] == "model_not_ready"
-        assert "retry-after" in response.headers
-        assert response.elapsed.total_seconds() < 5
-        assert httpx.get(f"{service.url}/health").status_code == 503 or time.monotonic() < killed + 5
-        time.sleep(0.5)
-    (gauge,) = service.metrics()["peagle_target_replicas"].values()
-    assert gauge == 0
-    assert serve.status().applications[APP_NAME].status != "RUNNING"

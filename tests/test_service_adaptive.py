@@ -8,7 +8,7 @@ import pytest
 
 from cluster import view
 from deployments.client import TargetClient
-from tests.service_harness import COLOCATED, PROMPTS, QUESTION, running_service
+from tests.service_harness import PROMPTS, QUESTION, wait_for
 
 pytestmark = pytest.mark.service
 
@@ -16,9 +16,12 @@ CODE = [{"role": "user", "content": "Write a Python function that returns the su
 
 
 @pytest.fixture(scope="module")
-def service():
-    with running_service(drafter=COLOCATED, depth={"by_workload": {"pinned": 2}}) as running:
-        yield running
+def service(application):
+    application.change_live(depth={"policy": "adaptive", "by_workload": {"pinned": 2}})
+    wait_for(lambda: documented(application)["policy"] == "adaptive", "policy")
+    yield application
+    application.change_live()
+    wait_for(lambda: documented(application)["policy"] == "fixed", "policy")
 
 
 def documented(service) -> dict:

@@ -8,11 +8,11 @@ import pytest
 
 from cluster.request import digest_of, fingerprint
 from deployments.client import TargetClient
-from tests.service_harness import FIXED, QUESTION, running_service
+from tests.service_harness import QUESTION, WEB_KEY, wait_for
 
 pytestmark = pytest.mark.service
 
-WEB, JOB, OLD = "sk-web", "sk-job", "sk-old"
+WEB, JOB, OLD = WEB_KEY, "sk-job", "sk-old"
 CALLERS = {
     "web": {"key_env": "TEST_WEB_KEY", "max_k": 3},
     "job": {"key_sha256": digest_of(JOB), "tags": "allow"},
@@ -23,11 +23,14 @@ SYSTEM = {"role": "system", "content": "You answer in one short sentence."}
 
 
 @pytest.fixture(scope="module")
-def service():
+def service(application):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEST_WEB_KEY", WEB)
-        with running_service(depth=FIXED, callers=CALLERS, model={"aliases": {ALIAS: "code"}}) as running:
-            yield running
+        application.change_live(callers=CALLERS, model={"aliases": {ALIAS: "code"}})
+    wait_for(lambda: application.ask(max_tokens=1).status_code == 401, "callers")
+    yield application
+    application.change_live()
+    wait_for(lambda: application.ask(max_tokens=1).status_code == 200, "service for anyone")
 
 
 def drafting(service, key: str, **body: Any) -> tuple[str, int, str]:

@@ -1,15 +1,13 @@
 """The real service with `placement: remote`: drafts come from another process, which may die, and swap its heads.
 
-One service serves the whole module, on one target and one drafter replica, with two heads: the one that ships, and a
-copy that is never right.
+One target and one drafter replica with two heads: the one that ships and, for the workload `wrong`, a copy that is
+never right.
 """
 
 import os
-import shutil
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,53 +15,20 @@ from typing import Any
 
 import pytest
 import ray
-import torch
 from ray.serve.context import _get_global_client
-from safetensors.torch import load_file, save_file
 
-import peagle.heads
 from deployments import APP_NAME, DRAFTER_NAME
-from tests.service_harness import FIXED, PROMPTS, Service, running_service
+from tests.service_harness import PROMPTS, Service, changed_head, wait_for
 
 pytestmark = pytest.mark.service
 
 SHIPPED = "smollm2-135m-instruct"
-REMOTE = {
-    "placement": "remote",
-    "replicas": {"num_replicas": 1, "num_cpus": 0.1, "cache_gib": 0.25, "host": "127.0.0.1"},
-}
-BACK_S = 90.0
-
-
-def changed_head(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> str:
-    """A copy of the shipped head, changed."""
-    shutil.copytree(Path(peagle.heads.__file__).parent / SHIPPED, folder)
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
-def wrong_head(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """All its logits are zero, so it always drafts token 0."""
-    folder = tmp_path_factory.mktemp("heads") / "always-wrong"
-    return changed_head(folder, lambda tensors: tensors["norm.weight"].zero_())
-
-
-@pytest.fixture(scope="module")
-def service(wrong_head: str) -> Iterator[Service]:
-    drafter = {**REMOTE, "heads_by_workload": {"wrong": wrong_head}}
-    with running_service(drafter=drafter, depth=FIXED) as running:
-        wait_for(lambda: links(running) == ["up"], "a link to the drafter")
-        yield running
-
-
-def wait_for(is_so: Callable[[], bool], what: str, timeout_s: float = BACK_S) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < end_s, f"no {what} after {timeout_s:.0f} s"
-        time.sleep(0.5)
+def service(application: Service) -> Service:
+    wait_for(lambda: links(application) == ["up"], "a link to the drafter")
+    return application
 
 
 def links(service: Service) -> list[str]:
@@ -192,9 +157,7 @@ def test_a_killed_drafter_costs_drafts_and_no_request(service: Service, plain: l
 
 
 def swap(service: Service, **user_config: Any) -> None:
-    (application,) = service.document["applications"]
-    application["deployments"] = [{"name": DRAFTER_NAME, "user_config": user_config}]
-    service.deploy()
+    service.change_live({"name": DRAFTER_NAME, "user_config": user_config})
 
 
 def test_a_head_that_does_not_fit_is_refused_and_the_old_one_stays(
