@@ -10,6 +10,8 @@ from ray.serve import Application
 
 from benchmarks.common import running_applications
 
+pytestmark = [pytest.mark.service, pytest.mark.long]
+
 
 @serve.deployment
 class Named:
