@@ -11,18 +11,16 @@ same head together, and the parent's own prior a published curve. Older steps co
 further steps of the same workload. A pause forgets nothing, and no clock is read. Each head has evidence of its own, so
 a change of heads, and a change back, voids nothing.
 
-State is shared by being computed again: counts at the replicas only grow, each ingress replica keeps a book of its own
-from the same reports, and books that poll at different times agree closely, because a step's weight depends on how many
-came after it and not on how they were cut into reports. Nobody owns the estimate. A lost ingress replica takes nothing
-along (its successor reads the same counts, or a snapshot); of a lost target replica everything reported stays. A book
-that begins late sees each replica's past as one average instead of weighted by age, and agrees with older books after
-some half-lives.
+Replicas share no state: each ingress replica keeps a book of its own from the same cumulative counts. A step's weight
+depends on how many came after it and not on how they were cut into reports, so books that poll at different times agree
+closely. A book that begins late weighs each replica's past as one average, and agrees with older books after some
+half-lives.
 """
 
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -67,9 +65,9 @@ SPLIT_SHARE = 2 / 3
 NUM_SECANTS, TOLERANCE = 8, 1e-4
 
 
-def lengths(survival: Sequence[float], measured_at: int, split_share: float = SPLIT_SHARE) -> tuple[float, ...]:
+def lengths(survival: Sequence[float], measured_at: int) -> tuple[float, ...]:
     """L(0) .. L(K_max) of S_1 .. S_K_max that were measured at K = `measured_at`; at 0, where nothing can have been
-    measured, the plain sums. `split_share` 0 is for acceptance that does not depend on where a draft starts.
+    measured, the plain sums.
 
     Raises ValueError where `measured_at` is not from 0 to K_max.
     """
@@ -77,51 +75,47 @@ def lengths(survival: Sequence[float], measured_at: int, split_share: float = SP
         raise ValueError(f"measured_at is {measured_at}, outside 0..{len(survival)}")
     curve = [1.0, *survival]
     plain = tuple(accumulate(curve))
-    if measured_at == 0 or split_share == 0:
+    if measured_at == 0:
         return plain
     played = curve[: measured_at + 1]
-    less = (_at_lesser(played, k, split_share) for k in range(1, measured_at))
-    more = (_at_greater(curve[: k + 1], measured_at, split_share) for k in range(measured_at + 1, len(curve)))
+    less = (_at_lesser(played, k) for k in range(1, measured_at))
+    more = (_at_greater(curve[: k + 1], measured_at) for k in range(measured_at + 1, len(curve)))
     return (1.0, *less, plain[measured_at], *more)
 
 
-def gains(survival: Sequence[float], measured_at: int, split_share: float = SPLIT_SHARE) -> tuple[float, ...]:
+def gains(survival: Sequence[float], measured_at: int) -> tuple[float, ...]:
     """L(k) - L(k - 1) for k = 1 .. K_max: what a further draft is worth to traffic at that K. Never rising, 0 to 1, as
     survivals are, so that a plan can rank drafts by them. Raises ValueError as `lengths`."""
-    steps = (
-        min(1.0, max(0.0, after - before)) for before, after in pairwise(lengths(survival, measured_at, split_share))
-    )
+    steps = (min(1.0, max(0.0, after - before)) for before, after in pairwise(lengths(survival, measured_at)))
     return tuple(accumulate(steps, min))
 
 
 def as_drawn(drawn: Sequence[float], mean: Sequence[float], worth: Sequence[float]) -> tuple[float, ...]:
-    """What drafts are worth where survivals are as drawn from a posterior: as far from `worth` as the draw is from the
-    posterior's mean."""
-    moved = (min(1.0, max(0.0, each - base + by)) for each, base, by in zip(drawn, mean, worth, strict=False))
+    """Worth of drafts under survivals drawn from a posterior: `worth` moved by the draw's distance from the posterior's
+    mean."""
+    moved = (min(1.0, max(0.0, w + s - m)) for s, m, w in zip(drawn, mean, worth, strict=False))
     return tuple(accumulate(moved, min))
 
 
-def _at_lesser(played: Sequence[float], k: int, split_share: float) -> float:
+def _at_lesser(played: Sequence[float], k: int) -> float:
     """L(k) of S_0 .. S_m measured at m > k."""
     ended = [before - after for before, after in zip(played, [*played[1:], 0.0], strict=True)]
     num_steps = sum(share * max(1.0, (j + 1) / (k + 1)) for j, share in enumerate(ended))
-    return (1 - split_share) * sum(played[: k + 1]) + split_share * sum(played) / num_steps
+    return (1 - SPLIT_SHARE) * sum(played[: k + 1]) + SPLIT_SHARE * sum(played) / num_steps
 
 
-def _at_greater(curve: Sequence[float], measured_at: int, split_share: float) -> float:
+def _at_greater(curve: Sequence[float], measured_at: int) -> float:
     """L(k) of S_0 .. S_k, of which those up to `measured_at` < k were measured there."""
     observed = sum(curve[: measured_at + 1])
     conditionals = [after / before if before > 0 else 0.0 for before, after in pairwise(curve)]
 
     def scaled(factor: float) -> list[float]:
-        return list(
-            accumulate((factor * each for each in conditionals), lambda before, each: before * each, initial=1.0)
-        )
+        return np.cumprod([1.0, *(factor * each for each in conditionals)]).tolist()  # type: ignore[no-any-return]
 
     # By secants: what a factor predicts rises with it, almost in a line, and at 1 it is too much.
-    (before, excess), factor = (1.0, _at_lesser(curve, measured_at, split_share) - observed), 0.9
+    (before, excess), factor = (1.0, _at_lesser(curve, measured_at) - observed), 0.9
     for _ in range(NUM_SECANTS):
-        more = _at_lesser(scaled(factor), measured_at, split_share) - observed
+        more = _at_lesser(scaled(factor), measured_at) - observed
         if abs(more) < TOLERANCE or more == excess:
             break
         next_factor = factor - more * (factor - before) / (more - excess)
@@ -187,7 +181,6 @@ class Tally:
 
     @classmethod
     def zeros(cls, max_draft_tokens: int) -> "Tally":
-        """No steps."""
         return cls(0.0, np.zeros(max_draft_tokens), np.zeros(max_draft_tokens))
 
     @classmethod
@@ -200,22 +193,16 @@ class Tally:
         tally.accepted_D[:depth] = counts.accepted[:depth]
         return tally
 
-    @classmethod
-    def sum(cls, tallies: Iterable["Tally"], max_draft_tokens: int) -> "Tally":
-        """Several workloads together, each step with the weight it has."""
-        found = cls.zeros(max_draft_tokens)
-        for tally in tallies:
-            found.steps += tally.steps
-            found.reached_D += tally.reached_D
-            found.accepted_D += tally.accepted_D
-        return found
+    def __add__(self, other: "Tally") -> "Tally":
+        """Both together, each step with the weight it has."""
+        return Tally(self.steps + other.steps, self.reached_D + other.reached_D, self.accepted_D + other.accepted_D)
 
     @property
     def depth(self) -> float:
         """Mean K at which these steps were verified, 0 without any.
 
-        A depth is reached where the one before was accepted and K goes that far, so reached / accepted before is the
-        share of K that goes on. K is taken not to depend on what is accepted.
+        A depth is reached where the draft before it was accepted and K goes that far: reached / accepted before is the
+        share of steps whose K goes on. K is taken not to depend on what is accepted.
         """
         share = depth = 1.0 if self.reached_D.size and self.reached_D[0] > 0 else 0.0
         for reached, accepted_before in zip(self.reached_D[1:], self.accepted_D, strict=False):
@@ -225,7 +212,7 @@ class Tally:
             depth += share
         return depth
 
-    def add(self, later: "Tally", half_life_steps: float) -> None:
+    def age_and_add(self, later: "Tally", half_life_steps: float) -> None:
         """Add later steps, and let each step weigh 2^(-steps since / half-life).
 
         The n later steps are taken as evenly mixed: each weighs their mean, (1 - 2^(-n/h)) / (n (1 - 2^(-1/h))), so
@@ -264,10 +251,13 @@ class Tally:
 
 @dataclass(slots=True)
 class Evidence:
-    """Of one head: the tally of each workload, the one with the latest steps last, and of those that made room."""
+    """Tallies of one head: of each workload, the one with the latest steps last, and of the evicted workloads."""
 
     workloads: "OrderedDict[str, Tally]"
     evicted: Tally
+
+    def total(self) -> Tally:
+        return sum(self.workloads.values(), self.evicted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,11 +266,10 @@ class Survival:
 
     Attributes:
         mean, low, high: by depth.
-        num_steps: how many independent steps the evidence of the workload itself is worth, after forgetting and divided
-            by the design effect. 0 where only the prior speaks.
-        depth: mean K at which the evidence was verified, the workload's own where it has any, else that of all traffic;
-            0 without any. S_i is the survival at that K: at another, drafts start elsewhere (`lengths`).
-        split_share: as of `lengths`.
+        num_steps: independent steps of the workload itself, after forgetting and divided by the design effect; 0 where
+            only the prior speaks.
+        depth: mean K at which the workload's steps (without any: those of all traffic) were verified, 0 without any.
+            S_i is the survival at that K: at another, drafts start elsewhere (`lengths`).
     """
 
     mean: tuple[float, ...]
@@ -288,17 +277,16 @@ class Survival:
     high: tuple[float, ...]
     num_steps: float
     depth: float = 0.0
-    split_share: float = SPLIT_SHARE
 
     def acceptance_length(self, k: int) -> float:
         """Expected AL at K = `k`. Raises ValueError outside 0..K_max."""
         if not 0 <= k <= len(self.mean):
             raise ValueError(f"k must be from 0 to {len(self.mean)}, not {k}")
-        return lengths(self.mean, round(self.depth), self.split_share)[k]
+        return lengths(self.mean, round(self.depth))[k]
 
     def gains(self) -> tuple[float, ...]:
         """What each further draft is expected to add to AL, by which to choose K."""
-        return gains(self.mean, round(self.depth), self.split_share)
+        return gains(self.mean, round(self.depth))
 
 
 class AcceptanceBook:
@@ -315,10 +303,6 @@ class AcceptanceBook:
             trials, the prior's included. In results/2026-11-21-traces-smollm2-135m.npz the variance of a_i between
             requests is 3.6 times the binomial one (median over tasks and depths, quartiles 2.4 and 4.8). There a
             request that accepts more at one depth also does at the next, so intervals of deep S_i are still too narrow.
-        split_share: of `lengths`, 0..1; 0 for an engine with synthetic acceptance.
-
-    Raises:
-        ValueError: naming the argument.
     """
 
     def __init__(
@@ -330,31 +314,20 @@ class AcceptanceBook:
         max_workloads: int = 64,
         prior: Sequence[float] | None = None,
         design_effect: float = 4.0,
-        split_share: float = SPLIT_SHARE,
     ) -> None:
-        if max_draft_tokens < 0 or max_workloads < 1:
-            raise ValueError(
-                f"max_draft_tokens must be at least 0 and max_workloads at least 1, not {max_draft_tokens} and "
-                f"{max_workloads}"
-            )
-        numbers = {"half_life_steps": half_life_steps, "prior_steps": prior_steps, "design_effect": design_effect}
-        for name, value in numbers.items():
-            if not 1 <= value < math.inf:
-                raise ValueError(f"{name} must be a number of at least 1, not {value}")
-        if not 0 <= split_share <= 1:
-            raise ValueError(f"split_share must be from 0 to 1, not {split_share}")
         self.max_draft_tokens, self._max_workloads = max_draft_tokens, max_workloads
         self._half_life_steps, self._prior_steps = half_life_steps, prior_steps
-        self._design_effect, self._split_share = design_effect, split_share
-        self._prior_D = _conditionals(prior, max_draft_tokens)
+        self._design_effect = design_effect
+        self._prior_D = _conditionals(prior or PUBLISHED_SURVIVAL, max_draft_tokens)
         self.head = ""
         self.heads: dict[str, str] = {}
         self._evidence: OrderedDict[str, Evidence] = OrderedDict()  # by head, the one with the latest steps last
-        self._known: dict[tuple[str, str | None], tuple[Array, Array]] = {}
-        self._survivals: dict[tuple[str, str | None], Survival] = {}
+        # By head and workload, until there is further evidence.
+        self._posteriors: dict[tuple[str, str], tuple[Array, Array]] = {}
+        self._survivals: dict[tuple[str, str], Survival] = {}
 
     def absorb(self, news: News) -> None:
-        """Take what a round of reports brings. Better than one by one: no replica's steps then seem the later."""
+        """Take in a whole round of reports, so that no replica's steps count as later than another's."""
         self.head, self.heads = news.head, dict(news.heads)
         for head, counts_by_workload in news.by_head.items():
             self._add(head, counts_by_workload)
@@ -381,38 +354,38 @@ class AcceptanceBook:
 
     def survival(self, workload: str) -> Survival:
         """What is believed of a workload; of an unknown one, what the parent says."""
-        head, name = self._place(workload)
-        if (head, name) not in self._survivals:
-            own = self._own(head, name)
-            depth = (own if own.steps > 0 else self._everything(head)).depth
-            self._survivals[head, name] = self._described(*self._posterior(head, name), own.steps, depth)
-        return self._survivals[head, name]
+        head = self.head_of(workload)
+        if (head, workload) not in self._survivals:
+            evidence = self._evidence_of(head)
+            own = evidence.workloads.get(workload) or self._no_steps()
+            depth = (own if own.steps > 0 else evidence.total()).depth
+            self._survivals[head, workload] = self._described(*self._posterior(workload), own.steps, depth)
+        return self._survivals[head, workload]
 
     def overall(self) -> Survival:
         """All workloads of the head that drafts by default, together."""
-        everything = self._everything(self.head)
-        return self._described(*self._updated(self._prior_D, everything), everything.steps, everything.depth)
+        total = self._evidence_of(self.head).total()
+        return self._described(*self._updated(self._prior_D, total), total.steps, total.depth)
 
     def sample(self, workload: str, random: random.Random) -> tuple[float, ...]:
         """S_1 .. S_K_max drawn from the posterior, for Thompson sampling."""
-        alpha_D, beta_D = self._posterior(*self._place(workload))
+        alpha_D, beta_D = self._posterior(workload)
         draws = (random.betavariate(a, b) for a, b in zip(alpha_D.tolist(), beta_D.tolist(), strict=True))
         return tuple(accumulate(draws, lambda survival, draw: survival * draw))
 
     def snapshot(self) -> dict[str, Any]:
         """Everything learned, as a value that JSON can hold. Settings are not in it."""
-        evidence = {
-            head: {
-                "workloads": {name: tally.to_wire() for name, tally in of_head.workloads.items()},
-                "evicted": of_head.evicted.to_wire(),
-            }
-            for head, of_head in self._evidence.items()
-        }
         return {
             "max_draft_tokens": self.max_draft_tokens,
             "head": self.head,
             "heads": dict(self.heads),
-            "evidence": evidence,
+            "evidence": {
+                head: {
+                    "workloads": {name: tally.to_wire() for name, tally in evidence.workloads.items()},
+                    "evicted": evidence.evicted.to_wire(),
+                }
+                for head, evidence in self._evidence.items()
+            },
         }
 
     def restore(self, snapshot: Any) -> None:
@@ -421,35 +394,28 @@ class AcceptanceBook:
         Raises:
             ValueError: naming what is wrong with the snapshot; the book is then as it was.
         """
-        evidence: OrderedDict[str, Evidence] = OrderedDict()
+        restored: OrderedDict[str, Evidence] = OrderedDict()
         try:
             if snapshot["max_draft_tokens"] != self.max_draft_tokens:
                 raise ValueError(
-                    f"the snapshot is of a head with K_max {snapshot['max_draft_tokens']}, but the one served drafts "
+                    f"it is of a head with K_max {snapshot['max_draft_tokens']}, but the one served drafts "
                     f"{self.max_draft_tokens}: start without it"
                 )
-            heads = {str(name): str(head) for name, head in snapshot["heads"].items()}
-            for head, of_head in snapshot["evidence"].items():
+            heads = {str(workload): str(head) for workload, head in snapshot["heads"].items()}
+            for head, found in snapshot["evidence"].items():
                 workloads: OrderedDict[str, Tally] = OrderedDict()
-                for name, tally in of_head["workloads"].items():
-                    workloads[str(name)] = self._restored(tally, f"workload {name!r}")
-                evidence[str(head)] = Evidence(workloads, self._restored(of_head["evicted"], "evicted"))
-            head = str(snapshot["head"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"the snapshot of acceptance cannot be read: {error!r}") from error
-        self.head, self.heads, self._evidence = head, heads, evidence
-        for of_head in evidence.values():
-            self._make_room(of_head)
+                for name, tally in found["workloads"].items():
+                    workloads[str(name)] = Tally.from_wire(tally, self.max_draft_tokens)
+                restored[str(head)] = Evidence(workloads, Tally.from_wire(found["evicted"], self.max_draft_tokens))
+            self.head, self.heads, self._evidence = str(snapshot["head"]), heads, restored
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"the snapshot of acceptance cannot be used: {error!r}") from error
+        for evidence in restored.values():
+            self._make_room(evidence)
         self._changed()
 
-    def _restored(self, value: Any, name: str) -> Tally:
-        try:
-            return Tally.from_wire(value, self.max_draft_tokens)
-        except ValueError as error:
-            raise ValueError(f"snapshot, {name}: {error}") from error
-
     def _changed(self) -> None:
-        self._known.clear()
+        self._posteriors.clear()
         self._survivals.clear()
 
     def _add(self, head: str, counts_by_workload: Mapping[str, Counts]) -> None:
@@ -457,14 +423,14 @@ class AcceptanceBook:
         active = {name: counts for name, counts in counts_by_workload.items() if counts.num_steps}
         if not active:
             return
-        evidence = self._evidence.pop(head, None) or Evidence(OrderedDict(), Tally.zeros(self.max_draft_tokens))
-        self._evidence[head] = evidence
+        evidence = self._evidence[head] = self._evidence_of(head)
+        self._evidence.move_to_end(head)
         busiest_first = sorted(active, key=lambda name: active[name].num_steps, reverse=True)
         for name in busiest_first[self._max_workloads :]:
-            evidence.evicted.add(Tally.of_counts(active[name], self.max_draft_tokens), self._half_life_steps)
+            evidence.evicted.age_and_add(Tally.of_counts(active[name], self.max_draft_tokens), self._half_life_steps)
         for name in reversed(busiest_first[: self._max_workloads]):
-            tally = evidence.workloads.setdefault(name, Tally.zeros(self.max_draft_tokens))
-            tally.add(Tally.of_counts(active[name], self.max_draft_tokens), self._half_life_steps)
+            tally = evidence.workloads.setdefault(name, self._no_steps())
+            tally.age_and_add(Tally.of_counts(active[name], self.max_draft_tokens), self._half_life_steps)
             evidence.workloads.move_to_end(name)
         self._make_room(evidence)
         while len(self._evidence) > MAX_HEADS:
@@ -472,31 +438,25 @@ class AcceptanceBook:
 
     def _make_room(self, evidence: Evidence) -> None:
         while len(evidence.workloads) > self._max_workloads:
-            evidence.evicted.add(evidence.workloads.popitem(last=False)[1], self._half_life_steps)
+            evidence.evicted.age_and_add(evidence.workloads.popitem(last=False)[1], self._half_life_steps)
 
-    def _place(self, workload: str) -> tuple[str, str | None]:
-        """A workload's head, and its name; None where it has no steps of its own under that head."""
-        head = self.head_of(workload)
-        evidence = self._evidence.get(head)
-        return head, workload if evidence is not None and workload in evidence.workloads else None
+    def _no_steps(self) -> Tally:
+        return Tally.zeros(self.max_draft_tokens)
 
-    def _own(self, head: str, workload: str | None) -> Tally:
-        return Tally.zeros(self.max_draft_tokens) if workload is None else self._evidence[head].workloads[workload]
+    def _evidence_of(self, head: str) -> Evidence:
+        return self._evidence.get(head) or Evidence(OrderedDict(), self._no_steps())
 
-    def _everything(self, head: str) -> Tally:
-        evidence = self._evidence.get(head)
-        tallies = [] if evidence is None else [evidence.evicted, *evidence.workloads.values()]
-        return Tally.sum(tallies, self.max_draft_tokens)
-
-    def _posterior(self, head: str, workload: str | None) -> tuple[Array, Array]:
+    def _posterior(self, workload: str) -> tuple[Array, Array]:
         """Beta parameters of a_1 .. a_K_max. The parent leaves the workload itself out, or it would count twice."""
-        if (head, workload) not in self._known:
-            own, everything = self._own(head, workload), self._everything(head)
-            reached_D = np.maximum(everything.reached_D - own.reached_D, 0.0)
-            accepted_D = np.clip(everything.accepted_D - own.accepted_D, 0.0, reached_D)
+        head = self.head_of(workload)
+        if (head, workload) not in self._posteriors:
+            evidence = self._evidence_of(head)
+            own, total = evidence.workloads.get(workload) or self._no_steps(), evidence.total()
+            reached_D = np.maximum(total.reached_D - own.reached_D, 0.0)
+            accepted_D = np.clip(total.accepted_D - own.accepted_D, 0.0, reached_D)
             alpha_D, beta_D = self._updated(self._prior_D, Tally(0.0, reached_D, accepted_D))
-            self._known[head, workload] = self._updated(alpha_D / (alpha_D + beta_D), own)
-        return self._known[head, workload]
+            self._posteriors[head, workload] = self._updated(alpha_D / (alpha_D + beta_D), own)
+        return self._posteriors[head, workload]
 
     def _updated(self, mean_D: Array, evidence: Tally) -> tuple[Array, Array]:
         """A prior of `prior_steps` trials around `mean_D` with the evidence, all of it over the design effect."""
@@ -507,19 +467,11 @@ class AcceptanceBook:
 
     def _described(self, alpha_D: Array, beta_D: Array, steps: float, depth: float) -> Survival:
         mean, low, high = (tuple(end.tolist()) for end in product_interval(alpha_D, beta_D, INTERVAL_LEVEL))
-        return Survival(mean, low, high, steps / self._design_effect, depth, self._split_share)
+        return Survival(mean, low, high, steps / self._design_effect, depth)
 
 
-def _conditionals(prior: Sequence[float] | None, max_draft_tokens: int) -> Array:
-    """a_1 .. a_K_max of survival probabilities."""
-    given = PUBLISHED_SURVIVAL if prior is None else tuple(prior)
-    if prior is not None and len(given) != max_draft_tokens:
-        raise ValueError(f"prior must have one survival for each depth 1..{max_draft_tokens}, not {len(given)}")
-    before, found = 1.0, []
-    for depth, survival in enumerate(given[:max_draft_tokens], start=1):
-        if not 0 < survival <= before:
-            raise ValueError(f"prior[{depth - 1}] must be above 0 and at most {before}, not {survival}")
-        found.append(min(max(survival / before, LEAST_CONDITIONAL), MOST_CONDITIONAL))
-        before = survival
-    found += found[-1:] * (max_draft_tokens - len(found))
-    return np.array(found, float)
+def _conditionals(survival: Sequence[float], max_draft_tokens: int) -> Array:
+    """a_1 .. a_K_max of S_1, S_2, ...; depths beyond repeat the last one."""
+    survival_D = np.array(survival)
+    conditional_D = np.clip(survival_D / np.concatenate([[1.0], survival_D[:-1]]), LEAST_CONDITIONAL, MOST_CONDITIONAL)
+    return np.asarray(conditional_D[np.minimum(np.arange(max_draft_tokens), len(survival) - 1)], np.float64)

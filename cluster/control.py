@@ -13,9 +13,9 @@ import random
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from cluster.acceptance import SPLIT_SHARE, AcceptanceBook
+from cluster.acceptance import AcceptanceBook
 from cluster.counts import Ledger, TargetReport
-from cluster.depth import Choice, DepthChooser, Objective
+from cluster.depth import DepthChooser, Objective
 from cluster.request import DEFAULT_WORKLOAD, DepthPolicy, Drafting
 from cluster.step_time import StepCosts, average_costs, guessed_costs
 
@@ -42,7 +42,6 @@ class DepthControl:
         on_gpu: of the targets' engines: what is guessed of their steps until they report what these take.
         objectives: by workload; the others want throughput.
         seed: of the draws for probes.
-        split_share: as of `AcceptanceBook`.
     """
 
     def __init__(
@@ -53,12 +52,11 @@ class DepthControl:
         on_gpu: bool = False,
         objectives: Mapping[str, Objective] | None = None,
         seed: int | None = None,
-        split_share: float = SPLIT_SHARE,
     ) -> None:
         self.policy = policy
         self.is_adaptive = is_adaptive
         self.ledger = Ledger()
-        self.book = AcceptanceBook(policy.max_draft_tokens, split_share=split_share)
+        self.book = AcceptanceBook(policy.max_draft_tokens)
         self._guess = guessed_costs(on_gpu)
         self._chooser = DepthChooser(self._guess, policy.max_k, objectives=objectives or {})
         # The scheduler weighs every draft at every step, by the load of that step, and does it for throughput alone:
@@ -132,26 +130,20 @@ class DepthControl:
         if not 0 <= silent_s <= MAX_REPORT_AGE_S:
             since = "yet" if math.isinf(silent_s) else f"for {abs(silent_s):.0f} s"
             return dataclasses.replace(drafting, reason=f"no target has reported {since}: the default K")
-        choice = self._chooser.decide(
-            drafting.workload, self.book, self._load, self._context_tokens, now_s, self._random
-        )
-        settled = self._drafting(drafting.workload, choice)
-        if choice.source != "probe":
-            self._choices[drafting.workload] = settled
+        workload, book, load = drafting.workload, self.book, self._load
+        settled = self._chooser.decide(workload, book, load, self._context_tokens, now_s, self._random)
+        settled = dataclasses.replace(settled, survival=tuple(round(value, 4) for value in settled.survival))
+        # With K = 0 the drafter's pass is left out, which steps that may draft could not do.
+        if self._lets_steps_decide and settled.source == "learned" and settled.k > 0:
+            settled = dataclasses.replace(settled, max_k=self.policy.max_k)
+        if settled.source != "probe":
+            self._choices[workload] = settled
         if max_k is None or settled.max_k <= max_k:
             return settled
         if settled.k <= max_k:
             return dataclasses.replace(settled, max_k=max_k)
         reason = f"{settled.reason}; the caller's limit"  # the time per token that was expected is of another K
         return dataclasses.replace(settled, k=max_k, max_k=max_k, reason=reason, expected_tpot_s=None)
-
-    def _drafting(self, workload: str, choice: Choice) -> Drafting:
-        # A probe must be verified to its end, so the engine gets no survival by which it could trim it.
-        survival = () if choice.source == "probe" else tuple(round(value, 4) for value in choice.survival)
-        # With K = 0 the drafter's pass is left out, which steps that may draft could not do.
-        is_weighed = self._lets_steps_decide and choice.source == "learned" and choice.k > 0
-        max_k = self.policy.max_k if is_weighed else choice.k
-        return Drafting(workload, choice.k, choice.source, choice.reason, survival, choice.expected_tpot_s, max_k)
 
     def document(self, now_s: float) -> dict[str, Any]:
         """What is believed and chosen, as JSON: see `cluster.view`."""

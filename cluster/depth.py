@@ -36,18 +36,20 @@ TPOT_c / limit_c is made as small as it can be.
 its K, and tokens / (decoding + a constant for each token) is greatest where tokens / decoding is.
 """
 
+import copy
 import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, combinations, pairwise, product
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.acceptance import as_drawn
+from cluster.acceptance import AcceptanceBook, as_drawn
+from cluster.request import Drafting, Source
 from cluster.step_time import Costs
 
 Floats = NDArray[np.float64]
@@ -289,8 +291,8 @@ class SharedSteps:
 
     def with_survivals(self, survivals: Mapping[str, Sequence[float]]) -> "SharedSteps":
         """The same with other survivals for the workloads named."""
-        other = object.__new__(SharedSteps)
-        other.__dict__.update(self.__dict__, _lengths=self._lengths.copy())
+        other = copy.copy(self)
+        other._lengths = self._lengths.copy()
         for row, demand in zip(other._lengths, self.demands, strict=True):
             if (survival := survivals.get(demand.workload)) is not None:
                 row[1 : demand.max_k + 1] = 1.0 + np.cumsum(survival[: demand.max_k])
@@ -427,11 +429,16 @@ def _neighbours(steps: SharedSteps, depths: tuple[int, ...], ranges: Sequence[ra
 
 # ---- K over time: the optimum, changed only when it is worth it, and a few requests that look deeper
 
+REPLAN_S = 0.5  # a plan is used for so long
+MIN_DWELL_S = 2.0  # between changes of K
+MIN_STEPS = 50.0
+MIN_GAIN = 0.03
+"""Relative gain in tokens per second for which K changes."""
+
 MIN_PROBABILITY = 0.8
 """A change must be an improvement in this share of draws from the posteriors."""
 
 NUM_DRAWS = 20
-
 MAX_DRAWN = 8
 """Workloads whose posteriors are drawn from for one change: those with the most requests."""
 
@@ -447,78 +454,24 @@ MAX_PROBE_LOSS = 0.005
 """The share of a replica's tokens that probes may cost, at the most."""
 
 
-class Posterior(Protocol):
-    """What is needed of `cluster.acceptance.Survival`."""
-
-    @property
-    def mean(self) -> tuple[float, ...]: ...
-    @property
-    def low(self) -> tuple[float, ...]: ...
-    @property
-    def num_steps(self) -> float: ...
-    def gains(self) -> tuple[float, ...]: ...
-
-
-class Book(Protocol):
-    """What is needed of `cluster.acceptance.AcceptanceBook`."""
-
-    def workloads(self) -> Sequence[str]: ...
-    def survival(self, workload: str) -> Posterior: ...
-    def overall(self) -> Posterior: ...
-    def sample(self, workload: str, random: random.Random) -> tuple[float, ...]: ...
-
-
-@dataclass(frozen=True)
-class Choice:
-    """K of one request.
-
-    Attributes:
-        k: drafts verified per step.
-        source: `learned` from acceptance and load; `default`: nothing has been measured yet; `probe`: deeper than the
-            K in force, to see what lies there.
-        reason: why, in words.
-        survival: S_1 .. S_max_k on which the choice rests, as far as it is worth something (`Posterior.gains`).
-        expected_tpot_s: seconds per output token at this K under this load.
-    """
-
-    k: int
-    source: Literal["learned", "default", "probe"]
-    reason: str
-    survival: tuple[float, ...]
-    expected_tpot_s: float
-
-
-@dataclass(frozen=True)
-class _Standing:
-    """What a workload has: its choice, and how often its requests probe."""
-
-    choice: Choice
-    probe: Choice
-    probe_share: float
-
-
 class DepthChooser:
     """Chooses K per workload for the requests of one ingress replica. Not thread-safe.
 
-    All workloads are planned together, at most every `replan_s`. The plan replaces what is in force when it is better
-    by `min_gain` (a third of it, once nothing changed for `PATIENCE` dwells), better in `MIN_PROBABILITY` of draws
-    from the posteriors, and `min_dwell_s` have passed since the last change; or, after that time, when it meets TPOT
+    All workloads are planned together, at most every `REPLAN_S`. The plan replaces what is in force when it is better
+    by `MIN_GAIN` (a third of it, once nothing changed for `PATIENCE` dwells), better in `MIN_PROBABILITY` of draws
+    from the posteriors, and `MIN_DWELL_S` have passed since the last change; or, after that time, when it meets TPOT
     limits that are missed. A workload without a K gets the best beside the others at once.
 
-    While less than `min_steps` independent steps have been measured of any traffic, K rests on the low end of the
+    While less than `MIN_STEPS` independent steps have been measured of any traffic, K rests on the low end of the
     prior's interval instead of its mean, and is at least 1, because at 0 nothing would be measured. A workload without
     steps of its own is judged like all traffic together.
 
     Args:
         costs: of the engines; may be replaced at any time.
         max_k: the most drafts a request gets.
-        min_gain: relative gain in tokens per second for which K changes.
-        min_dwell_s: seconds between changes.
         probe_share: share of requests that are verified to `max_k` where K is less. `FREE_PROBE_FACTOR` times as many
             where that adds no time; fewer where their cost would exceed `MAX_PROBE_LOSS`.
         objectives: by workload; others want throughput, without a limit, at weight 1.
-        replan_s: seconds for which a plan is used.
-        min_steps: see above.
     """
 
     def __init__(
@@ -526,20 +479,15 @@ class DepthChooser:
         costs: Costs,
         max_k: int,
         *,
-        min_gain: float = 0.03,
-        min_dwell_s: float = 2.0,
         probe_share: float = 0.01,
         objectives: Mapping[str, Objective] = MappingProxyType({}),
-        replan_s: float = 0.5,
-        min_steps: float = 50.0,
     ) -> None:
         self.costs = costs
-        self._max_k = max_k
-        self._min_gain, self._min_dwell_s, self._replan_s = min_gain, min_dwell_s, replan_s
-        self._probe_share, self._min_steps = probe_share, min_steps
+        self._max_k, self._probe_share = max_k, probe_share
         self._objectives = dict(objectives)
         self._depths: dict[str, int] = {}
-        self._standing: dict[str, _Standing] = {}
+        self._decisions: dict[str, Drafting] = {}
+        self._probes: dict[str, tuple[float, Drafting]] = {}  # by workload: share of its requests, and what these get
         self._planned_s = self._changed_s = -math.inf
 
     @property
@@ -550,13 +498,15 @@ class DepthChooser:
     def decide(
         self,
         workload: str,
-        book: Book,
+        book: AcceptanceBook,
         num_requests: Mapping[str, float],
         context_tokens: float,
         now_s: float,
         random: random.Random,
-    ) -> Choice:
-        """K of the next request of a workload.
+    ) -> Drafting:
+        """K of the next request of a workload: `learned`, `default` while nothing is measured, or a `probe`, which goes
+        deeper than the K in force and carries no survival, because it must be verified to its end. The survival is what
+        each draft is expected to add to AL (`cluster.acceptance.gains`).
 
         Args:
             workload: of the request.
@@ -573,21 +523,25 @@ class DepthChooser:
             raise ValueError(f"now_s is {now_s}: the time is a finite number of seconds")
         if now_s < self._planned_s:
             self._planned_s, self._changed_s = -math.inf, min(self._changed_s, now_s)
-        if workload not in self._standing or now_s - self._planned_s >= self._replan_s:
+        if workload not in self._decisions or now_s - self._planned_s >= REPLAN_S:
             self._replan({workload: 1.0, **num_requests}, context_tokens, book, now_s, random)
-        standing = self._standing[workload]
-        if standing.probe_share > 0 and random.random() < standing.probe_share:
-            return standing.probe
-        return standing.choice
+        if (probe := self._probes.get(workload)) is not None and random.random() < probe[0]:
+            return probe[1]
+        return self._decisions[workload]
 
     def _replan(
-        self, load: Mapping[str, float], context_tokens: float, book: Book, now_s: float, random: random.Random
+        self,
+        load: Mapping[str, float],
+        context_tokens: float,
+        book: AcceptanceBook,
+        now_s: float,
+        random: random.Random,
     ) -> None:
         numbers = {name: num for name, num in load.items() if num}
         posteriors = {name: book.survival(name) for name in numbers}
         is_cold = (
-            any(posterior.num_steps < self._min_steps for posterior in posteriors.values())
-            and book.overall().num_steps < self._min_steps
+            any(posterior.num_steps < MIN_STEPS for posterior in posteriors.values())
+            and book.overall().num_steps < MIN_STEPS
         )
         demands, believed = [], {}
         for name, num in numbers.items():
@@ -600,30 +554,31 @@ class DepthChooser:
             demands.append(
                 Demand(name, num, worth, self._max_k, objective, min_k=min(1, self._max_k) if is_cold else 0)
             )
-        depths, standing = {}, {}
+        decisions, probes = {}, {}
         for group in sharing_groups(demands):
             steps = SharedSteps(group, self.costs, context_tokens)
             assignment, kept = self._settled(steps, context_tokens, believed, book, now_s, random)
             plan = steps.plan(assignment, kept)
             reason = f"{NOTHING_MEASURED}; {plan.reason}" if is_cold else plan.reason
             for index, demand in enumerate(group):
-                name, k = demand.workload, assignment[index]
-                choice = Choice(
-                    k, "default" if is_cold else "learned", reason, tuple(demand.survival), plan.tpot_s[name]
-                )
-                standing[name] = self._with_probe(choice, steps, assignment, index)
-                depths[name] = k
+                name = demand.workload
+                source: Source = "default" if is_cold else "learned"
+                decision = Drafting(name, assignment[index], source, reason, tuple(demand.survival), plan.tpot_s[name])
+                decisions[name] = decision
+                if decision.k < self._max_k and self._probe_share > 0:
+                    probes[name] = self._probe(decision, steps, assignment, index)
+        depths = {name: decision.k for name, decision in decisions.items()}
         if not self._depths or any(self._depths.get(name, k) != k for name, k in depths.items()):
             self._changed_s = now_s
         known = {name: self._depths[name] for name in book.workloads() if name in self._depths}
-        self._depths, self._standing, self._planned_s = known | depths, standing, now_s
+        self._depths, self._decisions, self._probes, self._planned_s = known | depths, decisions, probes, now_s
 
     def _settled(
         self,
         steps: SharedSteps,
         context_tokens: float,
         believed: Mapping[str, Sequence[float]],
-        book: Book,
+        book: AcceptanceBook,
         now_s: float,
         random: random.Random,
     ) -> tuple[tuple[int, ...], str]:
@@ -639,11 +594,11 @@ class DepthChooser:
         if best == now:
             return now, ""
         elapsed_s = now_s - self._changed_s
-        if elapsed_s < self._min_dwell_s:
+        if elapsed_s < MIN_DWELL_S:
             return now, f"kept, for K changed {elapsed_s:.1f} s ago"
         (excess_best, worth_best), (excess_now, worth_now) = steps.score(best), steps.score(now)
         gain, relief = worth_best / worth_now - 1.0, excess_now / excess_best - 1.0
-        needed = self._min_gain / (1.0 if elapsed_s < PATIENCE * self._min_dwell_s else 3.0)
+        needed = MIN_GAIN / (1.0 if elapsed_s < PATIENCE * MIN_DWELL_S else 3.0)
         if relief > needed:
             return best, ""
         if relief < 0 or gain <= needed:
@@ -664,14 +619,15 @@ class DepthChooser:
             return now, f"kept, for a gain of {gain:.1%} is not certain"
         return best, ""
 
-    def _with_probe(self, choice: Choice, steps: SharedSteps, depths: tuple[int, ...], index: int) -> _Standing:
-        if choice.k >= self._max_k or self._probe_share == 0:
-            return _Standing(choice, choice, 0.0)
+    def _probe(
+        self, decision: Drafting, steps: SharedSteps, depths: tuple[int, ...], index: int
+    ) -> tuple[float, Drafting]:
+        """The share of a workload's requests that probe, and what these get."""
         step_s = steps.step_s_with_probe(depths, index, self._max_k)
         loss = step_s / float(steps.step_s(np.array([depths]))[0]) - 1.0
         share = FREE_PROBE_FACTOR * self._probe_share
         if loss > 1e-9:
             share = min(self._probe_share, MAX_PROBE_LOSS / (loss * steps.num_requests))
-        reason = f"probe: {share:.2g} of requests go to K={self._max_k} to see what lies beyond K={choice.k}"
+        reason = f"probe: {share:.2g} of requests go to K={self._max_k} to see what lies beyond K={decision.k}"
         tpot_s = step_s / (1.0 + sum(steps.demands[index].survival))
-        return _Standing(choice, Choice(self._max_k, "probe", reason, choice.survival, tpot_s), share)
+        return share, Drafting(decision.workload, self._max_k, "probe", reason, expected_tpot_s=tpot_s)
