@@ -26,7 +26,7 @@ import typer
 from cluster.control import DepthControl
 from cluster.counts import TargetReport, WorkloadCounts
 from cluster.request import DepthPolicy, Drafting
-from cluster.step_time import StepCostModel, TimedStep
+from cluster.step_time import StepCostModel, StepCosts, TimedStep
 from peagle.vllm.acceptance import SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.trimming import Trimmer
 
@@ -267,9 +267,9 @@ class Learned:
 
     def _report(self, now_s: float) -> None:
         self._reported_s = now_s
-        report = TargetReport(
-            "replica", head="head", workloads=self._counts, context_tokens=200.0, step_costs=self.trimmer.report(now_s)
-        )
+        text = self.trimmer.report(now_s)
+        costs = None if text is None else StepCosts.from_wire(text)
+        report = TargetReport("replica", head="head", workloads=self._counts, context_tokens=200.0, step_costs=costs)
         self.control.observe([report], now_s)
 
 

@@ -108,9 +108,7 @@ def by_acceptance(utilisation: float) -> Policy:
     def wanted(now_s: int, pool: Pool, ready: Sequence[Replica]) -> int:
         metrics = {}
         for replica in ready:
-            report = TargetReport(
-                replica.name, head="h", workloads={"chat": replica.counts}, step_costs=COSTS.to_wire()
-            )
+            report = TargetReport(replica.name, head="h", workloads={"chat": replica.counts}, step_costs=COSTS)
             metrics[replica.name] = float(now_s), replica.export.to_metrics(report)
         return policy.decide(float(now_s), pool, [replica.name for replica in ready], metrics).target
 

@@ -77,10 +77,13 @@ class DepthControl:
     def observe(self, reports: Iterable[TargetReport], now_s: float) -> None:
         """Take in what the replicas say, all of them at once; `now_s` is monotonic. A report that cannot be is logged
         and left out, and never raises: requests must not fail for what is only learned."""
-        observed = [report for report in reports if self._is_usable(report, now_s)]
+        observed = [report for report in reports if _is_usable(report)]
         if not observed:
             return
         self.book.absorb(self.ledger.take(observed))
+        for report in observed:
+            if report.step_costs is not None:
+                self._costs[report.replica] = now_s, report.step_costs
         self._costs = {
             replica: (at_s, costs)
             for replica, (at_s, costs) in self._costs.items()
@@ -100,22 +103,6 @@ class DepthControl:
         contexts = [report.context_tokens for report in observed if report.context_tokens > 0]
         self._context_tokens = sum(contexts) / len(contexts) if contexts else 0.0
         self._observed_s = now_s
-
-    def _is_usable(self, report: TargetReport, now_s: float) -> bool:
-        try:
-            for counts in report.workloads.values():
-                counts.counts.check()
-            if not 0 <= report.context_tokens < math.inf:
-                raise ValueError(f"context_tokens is {report.context_tokens}")
-        except (AttributeError, TypeError, ValueError) as error:
-            logger.warning("the report of target replica %s is left out: %s", getattr(report, "replica", "?"), error)
-            return False
-        if report.step_costs:
-            try:
-                self._costs[report.replica] = now_s, StepCosts.from_wire(report.step_costs)
-            except ValueError as error:
-                logger.warning("the step costs of target replica %s are left out: %s", report.replica, error)
-        return True
 
     def settle(self, drafting: Drafting, now_s: float, max_k: int | None = None) -> Drafting:
         """`drafting` as it is where the request or the operator fixed K; else with the K that is best, at most `max_k`
@@ -196,3 +183,16 @@ class DepthControl:
         ledger = Ledger.from_wire(snapshot.get("ledger"))
         self.book.restore(snapshot.get("acceptance"))
         self.ledger = ledger
+
+
+def _is_usable(report: TargetReport) -> bool:
+    """Whether a report can be; one that cannot be is logged."""
+    try:
+        for counts in report.workloads.values():
+            counts.counts.check()
+        if not 0 <= report.context_tokens < math.inf:
+            raise ValueError(f"context_tokens is {report.context_tokens}")
+    except (AttributeError, TypeError, ValueError) as error:
+        logger.warning("the report of target replica %s is left out: %s", getattr(report, "replica", "?"), error)
+        return False
+    return True

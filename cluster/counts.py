@@ -10,14 +10,15 @@ lost or read twice then loses or adds nothing.
 
 import functools
 import hashlib
-import json
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from cluster.request import DEFAULT_WORKLOAD
+from cluster.step_time import StepCosts
 
 MAX_DEPTH = 64
 """The deepest draft that a report may count."""
@@ -81,25 +82,19 @@ class Counts:
         return 1.0 + self.num_accepted_tokens / self.num_steps if self.num_steps else 1.0
 
     def copy(self) -> "Counts":
-        return Counts(self.drafted[:], self.reached[:], self.accepted[:])
+        return Counts(*self.to_wire())
 
     def __add__(self, other: "Counts") -> "Counts":
-        return Counts(
-            _combined(self.drafted, other.drafted, 1),
-            _combined(self.reached, other.reached, 1),
-            _combined(self.accepted, other.accepted, 1),
-        )
+        rows = zip(self.to_wire(), other.to_wire(), strict=True)
+        return Counts(*([a + b for a, b in zip_longest(*row, fillvalue=0)] for row in rows))
 
     def __sub__(self, earlier: "Counts") -> "Counts":
         """What came on top of `earlier`, a previous reading of the same counts; ValueError when it is none."""
-        found = Counts(
-            _combined(self.drafted, earlier.drafted, -1),
-            _combined(self.reached, earlier.reached, -1),
-            _combined(self.accepted, earlier.accepted, -1),
-        )
+        rows = zip(self.to_wire(), earlier.to_wire(), strict=True)
+        found = Counts(*([a - b for a, b in zip_longest(*row, fillvalue=0)] for row in rows))
         found.check()
         num_depths = sum(count > 0 for count in found.drafted)
-        return Counts(found.drafted[:num_depths], found.reached[:num_depths], found.accepted[:num_depths])
+        return Counts(*(row[:num_depths] for row in found.to_wire()))
 
     def check(self) -> None:
         """Raises ValueError naming the depth where no steps can have such counts."""
@@ -131,14 +126,6 @@ class Counts:
         counts = cls(*(list(row) for row in rows))
         counts.check()
         return counts
-
-
-def _combined(mine: Sequence[int], theirs: Sequence[int], sign: int) -> list[int]:
-    length = max(len(mine), len(theirs))
-    found = [*mine, *[0] * (length - len(mine))]
-    for index, count in enumerate(theirs):
-        found[index] += sign * count
-    return found
 
 
 def _are_whole(values: Iterable[Any]) -> bool:
@@ -221,8 +208,7 @@ class TargetReport:
         heads: digests by workload where these have heads of their own.
         workloads: cumulative counts by workload. One that is missing has ended its counts.
         context_tokens: mean context of the running requests, 0 where unknown.
-        step_costs: what the scheduler believes of step times (`cluster.step_time.StepCosts.to_wire`, or its JSON
-            text); None without.
+        step_costs: what the scheduler has learned of step times; None before the first step.
         links: to remote drafters, as `deployments.telemetry` describes them.
     """
 
@@ -232,7 +218,7 @@ class TargetReport:
     heads: Mapping[str, str] = field(default_factory=dict)
     workloads: Mapping[str, WorkloadCounts] = field(default_factory=dict)
     context_tokens: float = 0.0
-    step_costs: Any = None
+    step_costs: StepCosts | None = None
     links: tuple[Any, ...] = ()
 
     def head_of(self, workload: str) -> str:
@@ -412,7 +398,7 @@ class MetricsExport:
                     values[_metric(field_name, name, str(depth))] = count
         own_heads = {name: head for name, head in report.heads.items() if name in self._sums}
         values |= {_metric("head", name): head_number(head) for name, head in own_heads.items()}
-        costs = json.loads(report.step_costs) if isinstance(report.step_costs, str) else report.step_costs or {}
+        costs = {} if report.step_costs is None else report.step_costs.to_wire()
         return values | {_metric(COST, name): number for name, number in costs.items()}
 
 
@@ -421,34 +407,33 @@ def from_metrics(replica: str, values: Mapping[str, float]) -> TargetReport:
 
     Raises ValueError naming the entry.
     """
-    numbers: dict[str, dict[str, int]] = {}
-    by_depth: dict[str, dict[str, dict[int, int]]] = {}
-    heads: dict[str, str] = {}
-    costs: dict[str, float] = {}
+    if HEAD_METRIC not in values:
+        raise ValueError(f"{HEAD_METRIC} is missing")
+    # By field and workload; counts by depth below that.
+    found: dict[str, dict[str, Any]] = {name: {} for name in (*NUMBERS, *BY_DEPTH, "head", COST)}
     for name, value in values.items():
         field_name, workload, depth = _parsed(name)
         if field_name == COST:
-            costs[workload] = value
+            found[COST][workload] = value
         elif depth:
-            by_depth.setdefault(workload, {}).setdefault(field_name, {})[depth] = _whole(name, value)
-        elif field_name == "head":
-            heads[workload] = str(_whole(name, value) or "")
+            found[field_name].setdefault(workload, {})[depth] = _whole(name, value)
         elif field_name:
-            numbers.setdefault(workload, {})[field_name] = _whole(name, value)
-    if HEAD_METRIC not in values:
-        raise ValueError(f"{HEAD_METRIC} is missing")
+            found[field_name][workload] = _whole(name, value)
     workloads = {}
-    for workload, found in numbers.items():
-        if len(found) < len(NUMBERS):
+    for workload in {name for field_name in NUMBERS for name in found[field_name]}:
+        numbers = [found[field_name].get(workload) for field_name in NUMBERS]
+        if None in numbers:
             raise ValueError(f"counters of {workload!r} are missing: each of {', '.join(NUMBERS)} is exported")
-        rows = by_depth.get(workload, {})
-        deepest = max((max(row) for row in rows.values()), default=0)
-        lists = [[rows.get(name, {}).get(depth, 0) for depth in range(1, deepest + 1)] for name in BY_DEPTH]
+        rows = [found[field_name].get(workload, {}) for field_name in BY_DEPTH]
+        depths = range(1, 1 + max((depth for row in rows for depth in row), default=0))
         try:
-            workloads[workload] = WorkloadCounts.of_numbers([found[name] for name in NUMBERS], Counts.from_wire(lists))
+            counts = Counts.from_wire([[row.get(depth, 0) for depth in depths] for row in rows])
         except ValueError as error:
             raise ValueError(f"{workload!r}: {error}") from None
-    return TargetReport(replica, "", heads.pop("", ""), heads, workloads, step_costs=costs or None)
+        workloads[workload] = WorkloadCounts.of_numbers(numbers, counts)
+    heads = {workload: str(number or "") for workload, number in found["head"].items()}
+    costs = StepCosts.from_wire(found[COST]) if found[COST] else None
+    return TargetReport(replica, "", heads.pop(""), heads, workloads, step_costs=costs)
 
 
 def head_number(head: str) -> int:

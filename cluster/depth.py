@@ -149,14 +149,6 @@ class Objective:
     max_tpot_s: float | None = None
     weight: float = 1.0
 
-    def __post_init__(self) -> None:
-        if self.kind not in ("throughput", "latency"):
-            raise ValueError(f"objective kind is {self.kind!r}: it is throughput or latency")
-        if self.max_tpot_s is not None and not 0 < self.max_tpot_s < math.inf:
-            raise ValueError(f"max_tpot_s is {self.max_tpot_s}: a limit is a positive number of seconds, or None")
-        if not 0 < self.weight < math.inf:
-            raise ValueError(f"weight is {self.weight}: it is a positive number")
-
 
 THROUGHPUT = Objective()
 
@@ -171,7 +163,7 @@ class Demand:
         survival: S_1, S_2, ... at least `max_k` long.
         max_k: the most drafts its requests may get.
         objective: what it wants.
-        min_k: the fewest; as `max_k` where K is pinned.
+        min_k: the fewest; equal to `max_k` where K is pinned.
     """
 
     workload: str
@@ -189,7 +181,6 @@ class Demand:
         check_survival(self.survival, f"workload {self.workload!r}", self.max_k)
 
     def pinned(self, k: int) -> "Demand":
-        """The same at one K."""
         return replace(self, min_k=k, max_k=k)
 
 
@@ -221,8 +212,8 @@ MAX_PAIRED = 12
 """Workloads of which two may change together in one improvement: those with the most requests."""
 
 MIN_SHARED = 1.5
-"""Requests in a step from which workloads are taken to meet there. A mean of readings that each say 1 comes near 1 from
-above, and one request at a time must not be planned as two."""
+"""Mean requests a step from which workloads count as sharing steps. A mean of readings of 1 may lie a little above 1,
+and one request at a time must not be planned as two."""
 
 
 def best_depths(demands: Sequence[Demand], costs: Costs, context_tokens: float = 0.0) -> Plan:
@@ -255,7 +246,7 @@ def best_depths(demands: Sequence[Demand], costs: Costs, context_tokens: float =
 
 
 def sharing_groups(demands: Sequence[Demand]) -> list[Sequence[Demand]]:
-    """Which workloads share steps: all of them, or none where most steps have a single request."""
+    """Workloads that share steps: all in one group, or each alone where most steps have a single request."""
     total = sum(demand.num_requests for demand in demands)
     return [demands] if total >= MIN_SHARED else [[demand] for demand in demands]
 
@@ -263,8 +254,8 @@ def sharing_groups(demands: Sequence[Demand]) -> list[Sequence[Demand]]:
 class SharedSteps:
     """Workloads that share the steps of one replica, and what an assignment of K to them is worth.
 
-    A number of requests that is no whole number is read as a mix of the two whole numbers around it; one below 1 as 1,
-    because a step that runs has a request.
+    A fractional number of requests is a mix of the two whole numbers around it; below 1 it counts as 1, because a step
+    that runs has a request.
 
     Attributes:
         demands: as given.
@@ -338,8 +329,8 @@ class SharedSteps:
         return np.where(excess > 1.0 + 1e-9, excess, 1.0), self.worth(depths) / step_s
 
     def best_of(self, depths: Depths) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """The best of some assignments, and its rank: excess over the limits, worth per second, drafts; less is better.
-        Rounded, so that a difference in the last digits is none."""
+        """The best of some assignments, and its rank (less is better): excess over limits, -worth per second, drafts.
+        Rounded, so that differences in the last digits do not decide."""
         excess, worth_per_s = self._scores(depths)
         scale = self._scores(np.zeros((1, len(self.demands)), np.int64))[1]
         ranks = np.column_stack([excess, -worth_per_s / scale, depths @ self.shares]).round(10)
@@ -347,7 +338,7 @@ class SharedSteps:
         return tuple(depths[best].tolist()), tuple(ranks[best].tolist())
 
     def plan(self, depths: Sequence[int], kept: str = "") -> Plan:
-        """An assignment as a plan. `kept`: why it is this one, where it is not the best."""
+        """The plan of an assignment. `kept`: why it stays although another one is better, in words."""
         row = np.array([depths])
         lengths, step_s = self.lengths(row)[0], float(self.step_s(row)[0])
         tpots_s = step_s / lengths
@@ -377,12 +368,11 @@ class SharedSteps:
 
 
 def best_assignment(steps: SharedSteps, max_enumerated: int = MAX_ENUMERATED) -> tuple[int, ...]:
-    """The best K of each workload where there are at most `max_enumerated` assignments, all of which are then compared;
-    else the best that a search finds."""
+    """The best K of each workload: of all assignments where there are at most `max_enumerated`, else of a search."""
     ranges = [range(demand.min_k, demand.max_k + 1) for demand in steps.demands]
     if math.prod(map(len, ranges)) <= max_enumerated:
         return steps.best_of(np.stack(np.meshgrid(*ranges, indexing="ij"), axis=-1).reshape(-1, len(ranges)))[0]
-    lows, highs = (np.array([(each[0], each[-1]) for each in ranges])).T
+    lows, highs = np.array([(ks[0], ks[-1]) for ks in ranges]).T
     uniform = np.clip(np.arange(highs.max() + 1)[:, None], lows, highs)
     # Several starts, because with limits and staircases an improvement may end where only larger changes lead on.
     starts = (uniform, _path(steps, lows, highs), lows[None], highs[None])
@@ -392,7 +382,7 @@ def best_assignment(steps: SharedSteps, max_enumerated: int = MAX_ENUMERATED) ->
 def _improved(
     steps: SharedSteps, depths: tuple[int, ...], rank: tuple[float, ...], ranges: Sequence[range]
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """An assignment and its rank, after every change of one or two workloads that is for the better."""
+    """An assignment and its rank, after changes of one or two workloads until none improves it."""
     while len(neighbours := _neighbours(steps, depths, ranges)):
         better, better_rank = steps.best_of(neighbours)
         if better_rank >= rank:
@@ -402,7 +392,7 @@ def _improved(
 
 
 def _path(steps: SharedSteps, lows: Depths, highs: Depths) -> Depths:
-    """From the fewest drafts to the most, the one that adds most worth for its tokens coming next."""
+    """Assignments from the fewest drafts to the most; each adds the draft of greatest worth per token."""
     path = [lows]
     while (open_ := np.flatnonzero(path[-1] < highs)).size:
         deeper = np.tile(path[-1], (len(open_), 1))
@@ -413,8 +403,8 @@ def _path(steps: SharedSteps, lows: Depths, highs: Depths) -> Depths:
 
 
 def _neighbours(steps: SharedSteps, depths: tuple[int, ...], ranges: Sequence[range]) -> Depths:
-    """What one change of one workload makes of an assignment, or a change of two by one draft each."""
-    changes = [{index: k} for index, each in enumerate(ranges) for k in each if k != depths[index]]
+    """Assignments that differ in one workload, or in two by one draft each."""
+    changes = [{index: k} for index, ks in enumerate(ranges) for k in ks if k != depths[index]]
     busiest = np.argsort(-steps.shares, kind="stable")[:MAX_PAIRED].tolist()
     for a, b in combinations(busiest, 2):
         for k_a, k_b in product((depths[a] - 1, depths[a] + 1), (depths[b] - 1, depths[b] + 1)):
@@ -582,7 +572,7 @@ class DepthChooser:
         now_s: float,
         random: random.Random,
     ) -> tuple[tuple[int, ...], str]:
-        """The assignment in force from here on, and why it is kept, where it is not the best one."""
+        """The assignment in force from now on, and in words why it is kept, where it is not the best one."""
         best = best_assignment(steps)
         beside = [
             demand.pinned(max(demand.min_k, self._depths[demand.workload]))

@@ -1,6 +1,6 @@
-"""What a request gets: who sent it, which K and which workload.
+"""Caller, workload and K of a request.
 
-Enters: the Authorization header, the request's `drafting` object and headers, what the request shows of itself, and the
+Enters: the Authorization header, the request's `drafting` object and headers, its model and system prompt, and the
 operator's settings. Leaves: a `Caller`, the name of a workload, and a `Drafting`; or an error that names the field and
 its range. Never knows: HTTP beyond these headers, Ray, the engine.
 """
@@ -24,10 +24,8 @@ class UnknownCallerError(ValueError):
 
 @dataclass(frozen=True)
 class Caller:
-    """One caller and what it may. `tags`: whether it may set the workload tag of a request; `workload`: where its
-    requests belong without a tag (None: as `Workloads.of` finds out); `max_k`: the largest K of its requests (None: the
-    operator's limit for all). `max_running_requests` at a time, `requests_per_minute` and `tokens_per_minute` (prompt
-    and output): its own limits, None for none."""
+    """One caller and its rights; the fields are those of `cluster.settings.CallerSettings`, None for no limit.
+    `workload`: of its requests without a tag (None: as `Workloads.of` decides)."""
 
     name: str
     tags: TagRight = "refuse"
@@ -74,10 +72,9 @@ def digest_of(key: str) -> str:
 # ====================================================================================================
 # K and workload of a request.
 #
-# `k` is the number of drafts that are to be verified in a step of the request, `max_k` the most that the scheduler may
-# verify in one. The head proposes K_max in one pass whatever k is, so 0 <= k <= max_k <= K_max. This is checked here
-# and nowhere else: what a client asks outside 0..K_max is an error, what it asks above the operator's limit is lowered
-# to it.
+# `k` is the number of drafts to verify in a step of the request, `max_k` the most that the scheduler may verify. The
+# head proposes K_max in one pass whatever k is, so 0 <= k <= max_k <= K_max. Only this module checks it: a k outside
+# 0..K_max is an error, a k above the operator's limit is lowered to the limit.
 
 DEFAULT_WORKLOAD = "default"
 K_HEADER = "X-Drafting-K"
@@ -91,7 +88,7 @@ _REQUEST_KEYS = ("k", "workload")
 
 
 class DraftingError(ValueError):
-    """A request's drafting cannot be used. `field` is the name the client sent it under."""
+    """A request's drafting cannot be used. `field`: as the client named it."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -116,20 +113,13 @@ def _tag_or_default(tag: str | None) -> str:
 
 @dataclass(frozen=True)
 class DepthPolicy:
-    """The operator's choice of K. `max_draft_tokens` is K_max, 0 when the target runs without a drafter; `max_k` the
-    most that a request gets."""
+    """The operator's choice of K (checked by `cluster.settings`). `max_draft_tokens`: K_max, 0 without a drafter;
+    `max_k`: the largest K of a request."""
 
     max_draft_tokens: int
     max_k: int
     default_k: int
     by_workload: Mapping[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.max_k <= self.max_draft_tokens:
-            raise ValueError(f"max_k {self.max_k} is outside 0..{self.max_draft_tokens}")
-        for name, k in {"default_k": self.default_k, **self.by_workload}.items():
-            if not 0 <= k <= self.max_k:
-                raise ValueError(f"K of {name!r} is {k}, outside 0..{self.max_k}")
 
     def k_of(self, workload: str) -> tuple[int, Source]:
         """K of a workload and where it comes from."""
@@ -140,17 +130,17 @@ class DepthPolicy:
 
 @dataclass(frozen=True)
 class Drafting:
-    """How one request is drafted.
+    """How one request is drafted: the record of K from the edge to the answer.
 
     Attributes:
-        workload: what its acceptance is counted under.
-        k: drafts verified per step; where `max_k` is more, what is planned at the load of its arrival.
-        source: what chose K: the `request`, the operator's table by `workload`, the `default`, or what was `learned`;
-            `probe`: learned, but for this request deeper, to see what lies there.
-        reason: why, in words; "" where the source says all.
-        survival: S_1, S_2, ... on which a learned K rests, by which the engine may trim it under load; () otherwise.
-        expected_tpot_s: seconds per output token that a learned K was expected to give.
-        max_k: the most drafts of a step: k, unless the engine weighs at every step which of them pay, by `survival`.
+        workload: under which its acceptance is counted.
+        k: drafts verified per step; where `max_k` is more, the plan at the load of its arrival.
+        source: what chose K: the `request`, the operator's table by `workload`, the `default`, or acceptance and load
+            (`learned`); a `probe` is deeper than what was learned, to measure there.
+        reason: in words; "" where the source says all.
+        survival: S_1, S_2, ... on which a learned K rests, by which the scheduler may trim it under load; () otherwise.
+        expected_tpot_s: seconds per output token expected of a learned K.
+        max_k: the most drafts of a step: k, unless the scheduler decides by `survival` at every step.
     """
 
     workload: str
@@ -166,7 +156,7 @@ class Drafting:
             object.__setattr__(self, "max_k", self.k)
 
     def to_wire(self) -> dict[str, Any]:
-        """As the answer shows it."""
+        """The form in the answer."""
         wire: dict[str, Any] = {"workload": self.workload, "k": self.k, "max_k": self.max_k, "source": self.source}
         if self.reason:
             wire["reason"] = self.reason
@@ -233,9 +223,9 @@ def resolve(
 
 
 def _agreed(values: Mapping[str, Any], is_valid: Callable[[Any], bool], rule: str) -> Any:
-    """The value that the body or a header gives, None where neither does. `values`: by the name it was sent under.
+    """The value in the body or a header, None without either. `values`: by the name that the client used.
 
-    Raises DraftingError for one that is not valid, or two that differ."""
+    Raises DraftingError for a value that is not valid, or two that differ."""
     given = {name: value for name, value in values.items() if value is not None}
     for name, value in given.items():
         if not is_valid(value):
@@ -247,11 +237,11 @@ def _agreed(values: Mapping[str, Any], is_valid: Callable[[Any], bool], rule: st
 
 
 # ====================================================================================================
-# Which workload a request belongs to: its tag, else the workload of the model alias that it names, else the fingerprint
-# of its system prompt, else `default`.
+# The workload of a request: its tag, else the workload of the model alias that it names, else the fingerprint of its
+# system prompt, else `default`.
 #
-# Acceptance is learned per workload, so their number is bounded: the least recently used one makes room, and only for a
-# name that is asked for more often than it. Frequency is counted in requests, not in seconds, so no clock is needed.
+# Acceptance is learned per workload, so their number is bounded: the least recently used workload is replaced, but only
+# by a name with more requests. Windows are counted in requests, so no clock is needed.
 
 MAX_NUM_WORKLOADS = 64
 FINGERPRINT_PREFIX = "sys-"
@@ -265,8 +255,8 @@ _DIGITS = re.compile(r"[0-9]+")
 def system_prompt(messages: Iterable[Mapping[str, Any]]) -> str:
     """The system prompt of a chat: the text of its first run of messages of the role system or developer, else "".
 
-    A message's content is a string or a list of parts, of which those with text count. Later runs are left out: they
-    come and go with the turns of one conversation.
+    Of a content that is a list of parts, those with text count. Later runs are left out, because they differ between
+    the turns of one conversation.
     """
     texts: list[str] = []
     for message in messages:
@@ -280,8 +270,8 @@ def system_prompt(messages: Iterable[Mapping[str, Any]]) -> str:
 def fingerprint(prompt: str) -> str | None:
     """`sys-` and 8 hexadecimal digits for a system prompt, None for a blank one.
 
-    Prompts of one application differ in what they fill in: the date, a count, documents at the end. So the beginning
-    alone counts (1024 characters), blanks are one blank, and a number is a number whatever its value.
+    Prompts of one application differ in dates, counts and documents at the end. So only the first 1024 characters
+    count, with numbers and blanks made equal.
     """
     text = " ".join(_DIGITS.sub("0", prompt[:_NUM_READ_CHARACTERS]).split())[:_NUM_HASHED_CHARACTERS]
     if not text:
@@ -291,7 +281,7 @@ def fingerprint(prompt: str) -> str | None:
 
 
 class Workloads:
-    """The workloads that are told apart, at most `max_num` with `default`. State of one replica, for one event loop.
+    """The distinguished workloads, at most `max_num` with `default`. State of one replica, for one event loop.
 
     `known` (the operator's names) and the workloads of `aliases` (model id: workload) always stay, also when they alone
     are more than `max_num`. Of the others:
@@ -301,9 +291,6 @@ class Workloads:
     - without room, either replaces the least recently used workload, if it has `min_num_requests` and more requests in
       that window than this one. So thousands of names that come once or twice cannot displace a busy workload;
     - until then its requests belong to `default`.
-
-    Raises:
-        ValueError: a bound below 1.
     """
 
     def __init__(
@@ -315,11 +302,6 @@ class Workloads:
         min_num_requests: int = 3,
         window_requests: int = 4096,
     ) -> None:
-        for name, value in (("max_num", max_num), ("min_num_requests", min_num_requests)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}: it must be 1 or more")
-        if window_requests < min_num_requests:
-            raise ValueError(f"window_requests is {window_requests}: below min_num_requests, {min_num_requests}")
         self._aliases = dict(aliases or {})
         self._kept = frozenset({DEFAULT_WORKLOAD, *known, *self._aliases.values()})
         self._max_num_others = max(0, max_num - len(self._kept))
@@ -333,15 +315,11 @@ class Workloads:
     def of(self, tag: str | None = None, model: str | None = None, prompt: str = "") -> str:
         """The workload of a request with this tag (None: none), for this model id, with this system prompt."""
         if tag is not None:
-            return self.label(tag)
+            return self._admitted(tag, 1)
         if model is not None and (workload := self._aliases.get(model)) is not None:
             return workload
         name = fingerprint(prompt)
         return DEFAULT_WORKLOAD if name is None else self._admitted(name, self._min_num_requests)
-
-    def label(self, tag: str) -> str:
-        """The workload under which a request with this tag is counted: the tag's own, or `default`."""
-        return self._admitted(tag, 1)
 
     def names(self) -> tuple[str, ...]:
         """The present workloads: those that always stay by name, then the others, least recently used first."""
@@ -379,7 +357,7 @@ class Workloads:
 
 
 def _texts(content: Any) -> list[str]:
-    """The texts of a message's content. vLLM takes a list of parts, of which some may be bare strings."""
+    """The texts of a message's content: a string, or a list of parts and strings."""
     parts = content if isinstance(content, list | tuple) else [content]
     found = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
     return [text for text in found if isinstance(text, str) and text]

@@ -33,29 +33,28 @@ DEAD_BAND = 0.9
 """A replica goes only when the demand fits in the others at this share of the utilisation."""
 
 MAX_CHANGE = 0.2
-"""The most that a change of acceptance or mix moves a count in one decision, as a share."""
+"""The largest change of capacity in one decision, as a share."""
 
 DRAIN_S = 60.0
-"""Within what time a backlog is to be gone, by replicas that run full."""
+"""The time in which full replicas are to work off a backlog."""
 
 MIN_STEPS = 100.0
 """Independent verification steps of all workloads together below which acceptance is not known."""
 
 MIN_TIMED_STEPS = 100.0
-"""Engine steps from which on an engine that measured nothing at its start knows what its steps take."""
+"""Engine steps after which an engine without points of its start knows its step times."""
 
 MIN_HISTORY_S = 30.0
 """Seconds for which arrivals must have been counted."""
 
 UP_TOLERANCE = 0.05
-"""Share of the wanted replicas by which the need must exceed them. What is measured varies by about 3 % around what
-stands still."""
+"""Share of the wanted replicas by which the need must exceed them. At constant traffic it varies by about 3 %."""
 
 SILENT_SHARE = 0.5
-"""Share of the known replicas that must report; the others are then taken to be like them."""
+"""Share of the known replicas that must report; the others then count as equal to these."""
 
 MAX_DECLINE = 0.5
-"""Of the measured arrivals, by which a falling trend makes the present ones fewer."""
+"""The largest share by which a falling trend reduces the measured arrivals."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +84,10 @@ class Inputs:
         costs: of the targets' steps; None where no replica knows them.
         growth: expected relative growth of the arrivals since they were measured, and where they rise, until a replica
             decided now serves.
-        history_s: for how long arrivals have been counted.
-        num_reporting, num_unusable: replicas that report, and those that report nonsense or fell silent.
-        idle_s: for how long nothing arrived.
-        settled_s: for how long every wanted replica has been running.
+        history_s: seconds for which arrivals have been counted.
+        num_reporting, num_unusable: replicas that report, and those that report nonsense or stopped reporting.
+        idle_s: seconds without an arrival.
+        settled_s: seconds for which every wanted replica has been running.
         capacity_before: capacity per replica (tokens/s) of the last decision.
         notes: what happened to the data, in words.
     """
@@ -139,7 +138,6 @@ class Decision:
 
 
 def decide(inputs: Inputs, model: CapacityModel, settings: AutoscalingSettings) -> Decision:
-    """The decision."""
     if settings.policy == "queue_length":
         return _by_queue(inputs, settings, "")
     is_idle = inputs.target.ongoing_requests == 0 and not inputs.target.queued_requests
@@ -195,26 +193,20 @@ def _drafters(target: int, inputs: Inputs, settings: AutoscalingSettings, *, may
 
 
 def _by_acceptance(inputs: Inputs, model: CapacityModel, settings: AutoscalingSettings) -> Decision:
-    pool, workloads = inputs.target, [each for each in inputs.workloads if each.requests_per_s > 0]
+    pool, workloads = inputs.target, [demand for demand in inputs.workloads if demand.requests_per_s > 0]
     kept = _kept_because(inputs, settings)
     if not workloads:
         target, why = _with_dead_band(0.0, 0.0, pool, settings.target, kept)
+        drafter = _drafters(target, inputs, settings, may_shrink=not kept)
         reason = "; ".join([f"no arrivals for {inputs.idle_s:.0f} s{why}", *inputs.notes])
-        return Decision(
-            inputs,
-            target,
-            _drafters(target, inputs, settings, may_shrink=not kept),
-            "acceptance",
-            reason,
-            demand_tokens_per_s=0.0,
-            capacity_tokens_per_s=inputs.capacity_before,
-            needed=0.0,
-        )
+        before = inputs.capacity_before
+        return Decision(inputs, target, drafter, "acceptance", reason, 0.0, before, needed=0.0)
     assert inputs.costs is not None
     capacity = model.capacity(inputs.costs, workloads)
     used, limited = _used(capacity, model, inputs, inputs.costs, workloads)
-    known = inputs.num_reporting + inputs.num_unusable
-    arriving = sum(each.tokens_per_s for each in workloads) * known / inputs.num_reporting * (1.0 + inputs.growth)
+    num_known = inputs.num_reporting + inputs.num_unusable
+    counted = sum(demand.tokens_per_s for demand in workloads)
+    arriving = counted * num_known / inputs.num_reporting * (1.0 + inputs.growth)
     backlog = _backlog_tokens(inputs, capacity, arriving, used, settings) / DRAIN_S
     demand = arriving + backlog
     # A backlog is worked off by full replicas: `utilisation` is for traffic that lasts.
@@ -248,30 +240,26 @@ def _by_acceptance(inputs: Inputs, model: CapacityModel, settings: AutoscalingSe
 
 
 def _used(
-    capacity: Capacity,
-    model: CapacityModel,
-    inputs: Inputs,
-    costs: StepCosts,
-    workloads: Sequence[WorkloadDemand],
+    capacity: Capacity, model: CapacityModel, inputs: Inputs, costs: StepCosts, workloads: Sequence[WorkloadDemand]
 ) -> tuple[float, str]:
-    """What the capacity counts as, and why that is not what was computed.
+    """The capacity to plan with, and in words why it is not the computed one.
 
-    A change enters at once as far as the interval of acceptance bears it out. Of the rest, at most `MAX_CHANGE` a
-    decision, and none on few steps; the count of replicas goes as the inverse.
+    A change enters at once as far as the interval of acceptance supports it. Of the rest at most `MAX_CHANGE` enters at
+    a decision, and none on few steps; the number of replicas is inverse to the capacity.
     """
     value, before = capacity.tokens_per_s, inputs.capacity_before
     if before is None or before <= 0:
         return value, ""
-    num_steps = sum(each.num_steps for each in inputs.workloads)
+    num_steps = sum(demand.num_steps for demand in inputs.workloads)
     max_change = MAX_CHANGE if num_steps >= MIN_STEPS else 0.0
     near = min(max(value, before / (1 + max_change)), before / (1 - max_change))
-    # Requests that pile up say the same as a capacity that falls: two witnesses need no caution.
+    # Where requests pile up too, a fall of capacity is not in doubt.
     if near == value or (value < before and _excess(inputs, capacity) > 0):
         return value, ""
     is_fall = value < before
-    doubtful = [replace(each, gains=(each.high if is_fall else each.low) or each.gains) for each in workloads]
-    borne_out = model.capacity(costs, doubtful).tokens_per_s
-    used = max(value, min(near, borne_out)) if is_fall else min(value, max(near, borne_out))
+    ends = [replace(demand, gains=(demand.high if is_fall else demand.low) or demand.gains) for demand in workloads]
+    supported = model.capacity(costs, ends).tokens_per_s
+    used = max(value, min(near, supported)) if is_fall else min(value, max(near, supported))
     if used == value:
         return value, ""
     if not max_change:
@@ -280,18 +268,18 @@ def _used(
 
 
 def _excess(inputs: Inputs, capacity: Capacity) -> float:
-    """Requests that the wanted replicas will not have in their best batches."""
+    """Requests that do not fit in the best batches of the wanted replicas."""
     return max(0.0, inputs.target.ongoing_requests - inputs.target.num_wanted * capacity.num_requests)
 
 
 def _backlog_tokens(
     inputs: Inputs, capacity: Capacity, arriving: float, used: float, settings: AutoscalingSettings
 ) -> float:
-    """Output tokens that will wait when a replica ordered now serves: those of the requests that the wanted replicas
-    will not have in their best batches, and what comes until then beyond what replicas are planned to give. Of those
-    that are starting half is taken to serve: when they were ordered is not known."""
-    rate = sum(each.requests_per_s for each in inputs.workloads)
-    tokens_each = sum(each.tokens_per_s for each in inputs.workloads) / rate
+    """Output tokens that will wait when a replica ordered now serves: those of the requests that do not fit in the best
+    batches of the wanted replicas, and arrivals until then beyond what replicas are planned to give. Half of the
+    starting replicas count as serving, because it is not known when they were ordered."""
+    rate = sum(demand.requests_per_s for demand in inputs.workloads)
+    tokens_each = sum(demand.tokens_per_s for demand in inputs.workloads) / rate
     serving = (inputs.target.num_running + inputs.target.num_wanted) / 2
     waiting = _excess(inputs, capacity) * tokens_each
     return max(0.0, waiting + (arriving - serving * settings.utilisation * used) * settings.start_time_s)
@@ -310,8 +298,8 @@ def _kept_because(inputs: Inputs, settings: AutoscalingSettings) -> str:
 
 
 def _with_dead_band(needed: float, sparse: float, pool: Pool, bounds: ReplicaRange, kept: str) -> tuple[int, str]:
-    """From a need to a number, and what moved it. `sparse`: the need when replicas are filled to the dead band only;
-    `kept`: why the number must not go down."""
+    """The number of replicas for a need, and in words what limited it. `sparse`: the need when replicas are filled to
+    the dead band only; `kept`: why the number must not go down."""
     up, down = math.ceil(needed - max(UP_TOLERANCE * pool.num_wanted, 1e-9)), math.ceil(sparse - 1e-9)
     if up > pool.num_wanted:
         asked, why = up, ""
@@ -321,7 +309,7 @@ def _with_dead_band(needed: float, sparse: float, pool: Pool, bounds: ReplicaRan
         asked, why = down, ""
     else:
         asked, why = pool.num_wanted, ", within the dead band" if up < pool.num_wanted else ""
-    # A target that has requests, or had one a while ago, keeps a replica: only idle_s takes it to zero.
+    # Only `idle_s` without a request takes the target to zero.
     wanted = min(bounds.max, max(1, bounds.min, asked))
     return wanted, why + (_bounded(asked, bounds) if asked != wanted else "")
 
@@ -355,22 +343,20 @@ standard errors), and up to which they agree."""
 class AcceptanceMemory:
     """What is believed of acceptance when replicas take minutes to start; not thread-safe.
 
-    One memory would be too slow after a collapse or too uncertain before it. Each workload goes by the longest memory
-    that no shorter one contradicts; a memory once contradicted is full of what is over, and counts again when it agrees
-    with the one that took its place.
+    One memory would be too slow after a collapse or too uncertain before it. Each workload uses the longest memory that
+    no shorter one contradicts. A contradicted memory is out of date, and is used again when it agrees with the one that
+    replaced it.
     """
 
     def __init__(self, max_draft_tokens: int, half_lives_steps: Sequence[float] = HALF_LIVES_STEPS) -> None:
-        self._books = [AcceptanceBook(max_draft_tokens, half_life_steps=each) for each in half_lives_steps]
+        self._books = [AcceptanceBook(max_draft_tokens, half_life_steps=steps) for steps in half_lives_steps]
         self._in_use: dict[tuple[str, str], int] = {}
 
     def absorb(self, news: News) -> None:
-        """Take what a round of reports brings."""
         for book in self._books:
             book.absorb(news)
 
     def survival(self, workload: str) -> Survival:
-        """What is believed now."""
         key = self._books[0].head_of(workload), workload
         if len(self._in_use) > 2 * len(self._books[0].workloads()) + 64:
             self._in_use = {}  # mostly names that the books have forgotten
@@ -385,17 +371,17 @@ class AcceptanceMemory:
 
 def _distance(a: Survival, b: Survival) -> float:
     """Difference of AL at K_max against what the intervals allow."""
-    half_widths = sum((sum(each.high) - sum(each.low)) / 2 for each in (a, b))
+    half_widths = (sum(a.high) - sum(a.low) + sum(b.high) - sum(b.low)) / 2
     return abs(sum(a.mean) - sum(b.mean)) / half_widths if half_widths else 0.0
 
 
 class ScalingPolicy:
-    """Decides replica counts. Not thread-safe. Raises nothing for bad data: that is left out and named in the reason.
+    """Decides replica counts. Not thread-safe. Bad data raises nothing: it is left out, and the reason names it.
 
     Args:
         settings: the section `autoscaling`.
         model: limits of a target replica.
-        max_ongoing_requests: that Serve lets a target replica hold at a time.
+        max_ongoing_requests: the most requests that Serve gives to a target replica at a time.
     """
 
     def __init__(self, settings: AutoscalingSettings, model: CapacityModel, max_ongoing_requests: int) -> None:
@@ -414,20 +400,20 @@ class ScalingPolicy:
         metrics: Metrics,
         drafter: Pool | None = None,
     ) -> Decision:
-        """The wanted counts now.
+        """The wanted numbers of replicas.
 
         Args:
             now_s: monotonic.
-            target, drafter: the deployments; a number of requests that is none counts as 0.
+            target, drafter: the deployments; a negative or infinite number of requests counts as 0.
             running: names of the target replicas that serve.
-            metrics: their newest exports (`cluster.counts.MetricsExport`); those seen before may come again.
+            metrics: their newest exports (`cluster.counts.MetricsExport`), also ones that were read before.
         """
         notes = []
         numbers = target.ongoing_requests, target.queued_requests
-        if not all(math.isfinite(number) and number >= 0 for number in numbers):
+        usable = [number if 0 <= number < math.inf else 0.0 for number in numbers]
+        if usable != list(numbers):
             notes.append(f"requests are said to be {numbers[0]}, {numbers[1]} of them queued")
-            sound = (number if math.isfinite(number) and number >= 0 else 0.0 for number in numbers)
-            target = Pool(target.num_running, target.num_wanted, *sound)
+            target = Pool(target.num_running, target.num_wanted, *usable)
         if target.num_running < target.num_wanted or self._unsettled_s is None:
             self._unsettled_s = now_s
         news, arrived = self._reports.take(metrics, running, now_s)
@@ -441,16 +427,12 @@ class ScalingPolicy:
         notes += [f"{replica} is left out: {why}" for replica, (_, why) in self._reports.nonsense.items()]
         reports = self._reports.fresh(now_s, STALE_AFTER_S)
         rates = self._traffic.rates(now_s)
-        costs = [StepCosts.from_wire(report.step_costs) for report in reports if report.step_costs]
-        known = [each for each in costs if each.has_points or each.num_steps >= MIN_TIMED_STEPS]
+        costs = [report.step_costs for report in reports if report.step_costs is not None]
+        known = [found for found in costs if found.has_points or found.num_steps >= MIN_TIMED_STEPS]
         inputs = Inputs(
             target=target,
             drafter=drafter,
-            workloads=tuple(
-                self._demand(name, rate, rate.output_tokens, rate.prompt_tokens)
-                for name, rate in rates.items()
-                if rate.output_tokens is not None and rate.prompt_tokens is not None
-            ),
+            workloads=tuple(self._demand(name, rate) for name, rate in rates.items() if rate.lengths is not None),
             costs=average_costs(known) if known else None,
             growth=_growth(self._traffic.trend(now_s), rates.values(), self.settings.start_time_s),
             history_s=self._traffic.history_s(now_s),
@@ -466,18 +448,16 @@ class ScalingPolicy:
             self._capacity = decision.capacity_tokens_per_s
         return decision
 
-    def _demand(self, name: str, rate: Rate, output_tokens: float, prompt_tokens: float) -> WorkloadDemand:
+    def _demand(self, name: str, rate: Rate) -> WorkloadDemand:
+        assert rate.lengths is not None
         believed = self.memory.survival(name)
         gains = believed.gains()
         low, high = (as_drawn(end, believed.mean, gains) for end in (believed.low, believed.high))
-        return WorkloadDemand(
-            name, rate.requests_per_s, output_tokens, prompt_tokens, gains, believed.num_steps, low, high
-        )
+        return WorkloadDemand(name, rate.requests_per_s, *rate.lengths, gains, believed.num_steps, low, high)
 
 
 def _growth(trend: float, rates: Collection[Rate], start_time_s: float) -> float:
-    """Relative growth from the middle of the windows that the rates are of, to now; where it is a rise, to when a
-    replica ordered now serves."""
+    """Relative growth from the middle of the rates' windows to now; of a rise, to when a replica ordered now serves."""
     total = sum(rate.requests_per_s for rate in rates)
     age_s = sum(rate.requests_per_s * rate.window_s for rate in rates) / (2 * total) if total else 0.0
     return max(-MAX_DECLINE, trend * (age_s + (start_time_s if trend > 0 else 0.0)))

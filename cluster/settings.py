@@ -41,16 +41,16 @@ OWNED_ENGINE_KEYS = {
     "disable_log_stats": "acceptance is counted from the engine's statistics",
     "data_parallel_size": "set target.num_replicas",
 }
-"""Engine arguments that other settings decide, each with what to do instead."""
+"""Engine arguments that cannot be set, each with what to do instead."""
 
 ROW_DTYPES = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
-"""vLLM's names of data types, each with the one by which target and remote drafter agree."""
+"""vLLM's names of data types, and the names in the remote drafter's protocol."""
 
 SHARED_SHAPE = ("hidden_size", "target_hidden_size", "vocab_size", "aux_layer_ids")
-"""What the heads of one remote drafter have in common: the target sends every request's rows in one form."""
+"""Must be equal in all heads of a remote drafter: the target sends every request's rows in one form."""
 
 MAX_NUM_HEADS = 32
-"""Of one remote drafter; each has weights and a share of the cache."""
+"""The most heads of one remote drafter; each has weights and a share of the cache."""
 
 SWAPPED_KEYS = ("head", "heads_by_workload")
 
@@ -120,8 +120,8 @@ class Catalog:
 
 class ModelSettings(Section):
     """The target. `source`: an embedded model's name, a checkpoint directory, or a Hugging Face id `org/name`;
-    `id`: the name clients ask for, by default the source's last part; `aliases`: further names of the same model, each
-    with the workload that its requests belong to."""
+    `id`: the model's name in requests, by default the source's last part; `aliases`: further names, each with the
+    workload of its requests."""
 
     source: str = Field(min_length=1)
     id: str = Field(default="", pattern=r"^[^\s]*$", validate_default=True)
@@ -163,7 +163,6 @@ class TargetSettings(Section):
 
     @property
     def has_gpu(self) -> bool:
-        """Whether its engines run on GPUs."""
         return bool(self.bundle.get("GPU"))
 
 
@@ -185,8 +184,8 @@ class DrafterReplicas(Section):
 
 
 class LinkSettings(Section):
-    """How long a target waits for the drafts of a step: three times what a pass takes on average, within these limits;
-    then it goes on without drafts. With `max_deadline_ms` also for the first passes, whose time is not known yet."""
+    """How long a target waits for the drafts of a step before it runs without: three times the mean time of a pass,
+    within these limits; `max_deadline_ms` while that mean is not known."""
 
     min_deadline_ms: float = Field(default=50.0, gt=0, allow_inf_nan=False)
     max_deadline_ms: float = Field(default=1000.0, gt=0, allow_inf_nan=False)
@@ -223,12 +222,10 @@ class DrafterSettings(Section):
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """The heads that draft, each once: the default head first, then those of workloads. Their order is the index
-        by which a request names its head."""
+        """The heads, each once, the default head first. A request names its head by the index here."""
         return tuple(dict.fromkeys((self.head, *self.heads_by_workload.values())))
 
     def head_index(self, workload: str) -> int:
-        """The index in `heads` of the head that drafts for a workload."""
         return self.heads.index(self.heads_by_workload.get(workload, self.head))
 
     @model_validator(mode="after")
@@ -253,7 +250,7 @@ class DrafterSettings(Section):
 
     @model_validator(mode="after")
     def _read_heads(self, info: ValidationInfo) -> "DrafterSettings":
-        """Resolve the heads' names, and take from their configs what the section leaves out."""
+        """Resolve the heads' names, and take missing values from their configs."""
         catalog: Catalog | None = info.context
         if catalog is None:
             return self
@@ -279,25 +276,22 @@ class DrafterSettings(Section):
         return self.model_copy(update=filled)
 
     def _kind_problems(self, head: Head | None) -> list[str]:
-        """Whether the head drafts the way that the settings say."""
         parallel = self.parallel_drafting
-        is_parallel = None if head is None else head.ptd_token_id is not None
+        is_parallel = parallel if head is None else head.ptd_token_id is not None
         if self.is_remote and False in (parallel, is_parallel):
             return [
                 f".placement: remote is for P-EAGLE heads, which draft in one pass, and the head {self.head} is an "
                 "EAGLE-3 head, which drafts one token after another: write colocated"
             ]
-        if None not in (parallel, is_parallel) and parallel != is_parallel:
-            return [
-                f".parallel_drafting is {str(parallel).lower()}, but the head {self.head} is "
-                + ("an EAGLE-3 head, without a mask token: write false" if parallel else "a P-EAGLE head: write true")
-            ]
-        return []
+        if parallel in (None, is_parallel):
+            return []
+        kind = "an EAGLE-3 head, without a mask token: write false" if parallel else "a P-EAGLE head: write true"
+        return [f".parallel_drafting is {str(parallel).lower()}, but the head {self.head} is {kind}"]
 
     def _read_own_head(
         self, workload: str, name: str, default: Head | None, max_draft_tokens: int | None, catalog: Catalog
     ) -> tuple[str, list[str]]:
-        """A workload's head, resolved, and what keeps it from drafting beside the default head."""
+        """A workload's head, resolved, and why it cannot draft beside the default head."""
         key = f".heads_by_workload.{workload}"
         if not is_workload_tag(workload):
             return name, [f".heads_by_workload has the tag {workload!r:.80}: a tag is {_TAG_RULE}"]
@@ -325,24 +319,22 @@ class DrafterSettings(Section):
 
 
 class ObjectiveSettings(Section):
-    """What a workload wants (`cluster.depth`): the most tokens per second, or the least time per output token; with
-    an optional limit of that time and a weight of its tokens against those of others."""
+    """The objective of a workload, see `cluster.depth.Objective`."""
 
     kind: Literal["throughput", "latency"] = "throughput"
-    max_tpot_ms: float | None = Field(default=None, gt=0)
-    weight: float = Field(default=1.0, gt=0)
+    max_tpot_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
 
     def objective(self) -> Objective:
         return Objective(self.kind, None if self.max_tpot_ms is None else self.max_tpot_ms / 1000, self.weight)
 
 
 class DepthSettings(Section):
-    """K: `max` that a request gets (default K_max), `default` where nothing else decides (default `max`), and a
-    table by workload, which pins K.
+    """K of requests: `max` (default K_max), `default` where nothing else decides (default `max`), and `by_workload`,
+    which pins K.
 
-    `policy`: `adaptive`, where K of every workload that the table does not pin is learned from its acceptance, the load
-    and the times of the engine's steps; or `fixed`. `objectives`: by workload. `state`: a file where what is learned is
-    saved, and found again after a restart."""
+    `policy`: `adaptive` learns K of the other workloads from acceptance, load and step times; `fixed` does not.
+    `objectives`: by workload. `state`: a file that keeps what was learned over restarts."""
 
     policy: Literal["adaptive", "fixed"] = "adaptive"
     default: int | None = Field(default=None, ge=0)
@@ -381,9 +373,8 @@ class IngressSettings(Section):
 
 
 class LimitSettings(Section):
-    """What one request, and all requests together, may ask of the service. A request beyond one of the first kind gets
-    400 (413 for its size); beyond `max_running_requests` it waits, beyond `max_queued_requests` it gets 429 with
-    Retry-After. Running and queued requests count per ingress replica.
+    """Limits of one request, beyond which it gets 400 (413 for its size), and of all requests of an ingress replica:
+    beyond `max_running_requests` a request waits, beyond `max_queued_requests` it gets 429 with Retry-After.
 
     `max_num_sequences`: n (or best_of) times the number of prompts of one request. `max_grammar_bytes`,
     `max_grammar_choices`, `grammar_timeout_s`: a grammar, schema or list of choices, and the time to compile it."""
@@ -400,10 +391,10 @@ class LimitSettings(Section):
 
 
 class CallerSettings(Section):
-    """One caller, under its name. Its API key is given by `key_sha256` (64 hexadecimal digits) or by `key_env`, the
-    environment variable that holds it, which becomes `key_sha256` here; the key itself stands in no setting. `tags`:
-    whether it may set workload tags; `workload`: where its requests without a tag belong; `max_k`: the largest K of its
-    requests; `max_running_requests`, `requests_per_minute`, `tokens_per_minute` (prompt and output): none by default.
+    """One caller. Its API key is given by `key_sha256` (64 hexadecimal digits) or by `key_env`, the environment
+    variable that holds it, which becomes `key_sha256` here. `tags`: whether it may set workload tags; `workload`: of its
+    requests without a tag; `max_k`: the largest K of its requests; and its limits of requests and tokens (prompt and
+    output).
 
     No message repeats a value that may be a key: settings files and logs are read by more people than keys are for."""
 
@@ -479,22 +470,20 @@ class ReplicaRange(Section):
 
 
 STALE_AFTER_S = 30.0
-"""Reports of replicas that are older than this are missing."""
+"""A report older than this counts as missing."""
 
 
 class AutoscalingSettings(Section):
     """Replica counts that follow the traffic. Without this section the counts are fixed.
 
-    `policy`: `acceptance` (demand in output tokens/s against what a replica gives at its predicted best K) or
-    `queue_length` (Serve's own: ongoing requests over `target_ongoing_requests`, which is also what `acceptance`
-    falls back to while replicas do not report). `target`, `drafter`: bounds; `drafter` for remote drafters only, whose
-    number goes with that of the targets.
+    `policy`: `acceptance` (demand in output tokens/s over the capacity of a replica at its predicted best K) or
+    `queue_length` (Serve's rule: ongoing requests over `target_ongoing_requests`; `acceptance` falls back to it while
+    replicas do not report). `target`, `drafter`: bounds; `drafter` for remote drafters only, which scale with targets.
 
-    `utilisation`: the share of a replica's capacity that is planned for. `decision_interval_s`: between decisions.
-    `start_time_s`: from the decision to a replica that serves, `warmup_s` from there to one that is as fast as the
-    others. `max_tpot_ms`: capacity counts batches only that keep it. `spare_replicas`: on top of what the demand needs.
-    `scale_to_zero`: the target goes to 0 after `idle_s` without a request. `upscale_delay_s`, `downscale_delay_s`:
-    Serve's own, how long a wish must last."""
+    `utilisation`: the share of a replica's capacity that is planned for. `start_time_s`: from the decision to a replica
+    that serves, `warmup_s` from there to full speed. `max_tpot_ms`: only batches within it count for capacity.
+    `spare_replicas`: added to the need. `scale_to_zero`: 0 targets after `idle_s` without a request. `upscale_delay_s`,
+    `downscale_delay_s`: Serve's, how long a decision must last before it is applied."""
 
     policy: Literal["acceptance", "queue_length"]
     target: ReplicaRange
@@ -535,8 +524,8 @@ class AutoscalingSettings(Section):
 
 
 class ClusterSettings(Section):
-    """Everything under `args`. `engine` goes to vLLM's engine arguments as it stands. `callers` by name; without it
-    everyone is served, and may set tags."""
+    """Everything under `args`. `engine`: vLLM's engine arguments, unchanged. Without `callers` everyone is served, and
+    may set tags."""
 
     model: ModelSettings
     target: TargetSettings = Field(default_factory=TargetSettings)
@@ -676,12 +665,11 @@ class ClusterSettings(Section):
 
     @property
     def max_num_targets(self) -> int:
-        """Replicas of the target, at the most."""
         return self.target.num_replicas if self.autoscaling is None else self.autoscaling.target.max
 
     @property
     def max_num_drafters(self) -> int:
-        """Replicas of a remote drafter, at the most; 0 without one."""
+        """0 without a remote drafter."""
         if self.drafter is None or self.drafter.replicas is None:
             return 0
         scaled = None if self.autoscaling is None else self.autoscaling.drafter
@@ -694,13 +682,13 @@ class ClusterSettings(Section):
         return DepthPolicy(self.max_draft_tokens, max_k, default_k, dict(self.depth.by_workload))
 
     def caller_table(self) -> Callers | None:
-        """Who may ask; None: everyone."""
+        """None: everyone is served."""
         if self.callers is None:
             return None
         return Callers({section.key_sha256: section.caller(name) for name, section in self.callers.items()})
 
     def named_workloads(self) -> frozenset[str]:
-        """The workloads that the operator names: these are told apart from the start and always."""
+        """Workloads named in the settings, which are always distinguished."""
         of_callers = {caller.workload for caller in (self.callers or {}).values() if caller.workload is not None}
         drafted = () if self.drafter is None else self.drafter.heads_by_workload
         return frozenset(
@@ -739,12 +727,11 @@ def load_settings(raw: Any, catalog: Catalog, env: Mapping[str, str] | None = No
 
 
 def swapped(drafter: DrafterSettings, user_config: Any, catalog: Catalog) -> DrafterSettings:
-    """The section with the heads that a deployment's `user_config` names, `{head: ..., heads_by_workload: {...}}`; what
-    it leaves out is as in `drafter`, the section that the application was built from.
+    """`drafter` with the heads in a deployment's `user_config`, `{head: ..., heads_by_workload: {...}}`, both optional.
 
     Raises:
-        ValueError: every problem: an unknown key, no such head, one that does not fit the others, or workloads that
-            would share a head which the running targets tell apart, or the other way round.
+        ValueError: every problem: an unknown key, no such head, a head that does not fit the others, or another
+            grouping of workloads by head than in `drafter`, which the running targets use.
     """
     if not isinstance(user_config, Mapping):
         raise ValueError(f"user_config must be a mapping with {' and '.join(SWAPPED_KEYS)}, not {user_config!r:.80}")
@@ -809,24 +796,19 @@ def _with_drafter(raw: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, A
 
 def live_config(settings: ClusterSettings) -> dict[str, Any]:
     """What changes without a new engine, as the `user_config` of ingress and target: plain values."""
-    callers = settings.callers
-    return {
-        "aliases": dict(settings.model.aliases),
-        "depth": settings.depth.model_dump(mode="json"),
-        "limits": settings.limits.model_dump(mode="json"),
-        "callers": None if callers is None else {name: one.model_dump(mode="json") for name, one in callers.items()},
-    }
+    sections = settings.model_dump(mode="json", include={"depth", "limits", "callers"})
+    return {"aliases": dict(settings.model.aliases), **sections}
 
 
 def with_live(settings: ClusterSettings, live: Mapping[str, Any]) -> ClusterSettings:
     """`settings` with what `live_config` made of others, which are checked."""
     callers = live["callers"]
-    sections = None if callers is None else {name: CallerSettings.model_validate(one) for name, one in callers.items()}
-    return settings.model_copy(
-        update={
-            "model": settings.model.model_copy(update={"aliases": dict(live["aliases"])}),
-            "depth": DepthSettings.model_validate(live["depth"]),
-            "limits": LimitSettings.model_validate(live["limits"]),
-            "callers": sections,
-        }
-    )
+    if callers is not None:
+        callers = {name: CallerSettings.model_validate(section) for name, section in callers.items()}
+    changed = {
+        "model": settings.model.model_copy(update={"aliases": dict(live["aliases"])}),
+        "depth": DepthSettings.model_validate(live["depth"]),
+        "limits": LimitSettings.model_validate(live["limits"]),
+        "callers": callers,
+    }
+    return settings.model_copy(update=changed)

@@ -138,7 +138,7 @@ class StepCosts:
         *,
         is_drafted: bool = False,
     ) -> Array:
-        """See `Costs`. Raises ValueError where a number is out of range."""
+        """As `Costs.curve`. Raises ValueError where a number is out of range."""
         if num_requests < 1 or num_drafts < 0 or prompt_tokens < 0 or not 0 <= context_tokens < math.inf:
             raise ValueError(
                 f"no step has {num_requests} requests, {num_drafts} drafts, {prompt_tokens} prompt tokens and a "
@@ -182,8 +182,8 @@ class StepCosts:
             raise ValueError(f"step costs must be numbers from 0 by name, not {value!r:.80}")
         try:
             forward, by_requests = (Curve.from_wire(name, value) for name in ("forward_s", "by_requests_s"))
-            numbers = (float(value[name]) for name in (*NUMBERS, "num_steps"))
-            return cls(forward, by_requests, *numbers, has_points=bool(value["has_points"]))
+            numbers = {name: float(value[name]) for name in (*NUMBERS, "num_steps")}
+            return cls(forward, by_requests, **numbers, has_points=bool(value["has_points"]))
         except (KeyError, ValueError) as error:
             raise ValueError(f"step costs cannot be read: {error!r}") from error
 

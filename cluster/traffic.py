@@ -1,13 +1,13 @@
-"""What is asked of the targets over time, from their reports: who reports, arrivals, lengths of requests.
+"""Demand over time, from the targets' reports: which replicas report, arrivals, lengths of requests.
 
 Enters: `TargetReport`s as they travel through Serve's metrics, and the number of queued requests. Leaves: new counts,
-rate and mean lengths of each workload, and how long nothing came. Never knows: acceptance, capacity, Ray. No clock of
-its own; `now_s` is monotonic.
+rate and mean lengths of each workload, and the time without arrivals. Never knows: acceptance, capacity, Ray. No clock
+of its own; `now_s` is monotonic.
 
-Demand is arrivals times expected length, because output tokens are seen only once they are served, and an overloaded
-service gives out what it can; what waits in front of the replicas has arrived too, though none of them has counted it.
-The rate of a workload is that of the longest window whose older part agrees with the newer one, and that with a newer
-one still: a rate that stands still is known well, and one that moves is known at once.
+Demand is arrivals times expected length, because output tokens are counted only once they are served, and an overloaded
+service serves less than is asked. Requests queued in front of the replicas have arrived too. The rate of a workload is
+the mean over the longest window of `WINDOWS_S` up to which each older part agrees with the newer ones: a constant rate
+is known precisely, and a change is seen at once.
 """
 
 import math
@@ -16,18 +16,17 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from cluster.counts import Ledger, News, TargetReport, WorkloadCounts, from_metrics
-from cluster.step_time import StepCosts
 
 Metrics = Mapping[str, tuple[float, Mapping[str, float]]]
-"""By replica, when it exported its metrics (by its own clock, which tells exports apart and nothing else), and what."""
+"""By replica: when it exported (by its own clock; only tells exports apart), and the exported metrics."""
 
 MAX_GAP_S = 60.0
-"""Arrivals since a report longer ago are left out: when in between they came is not known."""
+"""Arrivals since a report older than this are left out, because their times are not known."""
 
 
 class ReportBook:
-    """The last good report of each replica. `max_ongoing_requests`: that Serve lets a replica hold at a time; a report
-    of more than twice as many is nonsense."""
+    """The last good report of each replica. `max_ongoing_requests`: the most that Serve gives to a replica at a time; a
+    report of more than twice as many is nonsense."""
 
     def __init__(self, max_ongoing_requests: int) -> None:
         self._max_ongoing_requests = max_ongoing_requests
@@ -41,11 +40,11 @@ class ReportBook:
     def take(
         self, metrics: Metrics, running: Collection[str], now_s: float
     ) -> tuple[News, dict[str, WorkloadCounts] | None]:
-        """What is new for the choice of K, and what arrived and ended by workload; None where nothing new was reported.
+        """New counts for acceptance, and arrivals and ends by workload (None without a new report).
 
-        All arrivals of a replica that began to serve within the last minute are new; one that was there before the
-        policy gives its arrivals from its second report on, because its past may be hours long. `running`: the replicas
-        that serve; the others are forgotten."""
+        All arrivals of a replica that began to serve within the last minute are new; a replica older than the policy
+        counts from its second report on, because its first one may cover hours. Replicas that are not `running` are
+        forgotten."""
         first_s = -math.inf if self._begun_s is None else now_s
         self._begun_s = {name: (self._begun_s or {}).get(name, first_s) for name in running}
         for known in (self._taken, self._reports, self.nonsense):
@@ -63,8 +62,6 @@ class ReportBook:
                     raise ValueError(
                         f"{report.num_running} requests at a time: a replica holds at most {self._max_ongoing_requests}"
                     )
-                if report.step_costs:
-                    StepCosts.from_wire(report.step_costs)
             except ValueError as error:
                 self.nonsense[replica] = time_s, str(error)
                 continue
@@ -77,7 +74,7 @@ class ReportBook:
         return self._ledger.take(reports), arrived if reports else None
 
     def fresh(self, now_s: float, max_age_s: float) -> list[TargetReport]:
-        """The last reports that are no older."""
+        """Last reports, at most so old."""
         return [
             report
             for name, report in self._reports.items()
@@ -85,7 +82,7 @@ class ReportBook:
         ]
 
     def num_unusable(self, now_s: float, max_age_s: float) -> int:
-        """Replicas that report nonsense, or fell silent for longer than `max_age_s`."""
+        """Replicas that report nonsense, or whose last report is older than `max_age_s`."""
         return len(self.nonsense.keys() | self._reports.keys()) - len(self.fresh(now_s, max_age_s))
 
 
@@ -115,13 +112,12 @@ POOLED_REQUESTS = 10
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """One workload. Lengths are means in tokens, None while no request of any workload has ended; `window_s`: the last
-    seconds that the rate is the mean of."""
+    """Arrivals of one workload, a mean over the last `window_s`. `lengths`: mean output and prompt tokens of a request,
+    None while no request of any workload has ended."""
 
     requests_per_s: float
     window_s: float
-    output_tokens: float | None
-    prompt_tokens: float | None
+    lengths: tuple[float, float] | None
 
 
 @dataclass(slots=True)
@@ -136,7 +132,7 @@ class _Bin:
 
 @dataclass(slots=True)
 class _Lengths:
-    """Sums over ended requests, older ones weighing less."""
+    """Sums over ended requests; older ones weigh less."""
 
     ended: float = 0.0
     output_tokens: float = 0.0
@@ -158,7 +154,7 @@ class TrafficHistory:
         self._busy_s: float | None = None
 
     def add(self, new: Mapping[str, WorkloadCounts], queued_requests: float, now_s: float) -> None:
-        """Take in what was counted since the last call. After a gap without counts the history begins anew."""
+        """Take in the counts since the last call. After `MAX_GAP_S` without counts the history begins anew."""
         if self._bins and now_s - self._bins[-1].time_s > MAX_GAP_S:
             self._bins.clear()
             self._started_s = None
@@ -184,15 +180,15 @@ class TrafficHistory:
             self._bins.popleft()
 
     def note_busy(self, now_s: float) -> None:
-        """A request waits for the first replica: none has counted it, and until one serves nothing can."""
+        """A request waits for the first replica, so no replica has counted it."""
         self._busy_s = now_s
 
     def history_s(self, now_s: float) -> float:
-        """For how long arrivals have been counted."""
+        """Seconds for which arrivals have been counted."""
         return 0.0 if self._started_s is None else now_s - self._started_s
 
     def idle_s(self, now_s: float) -> float:
-        """For how long nothing has arrived."""
+        """Seconds without an arrival."""
         return 0.0 if self._busy_s is None else now_s - self._busy_s
 
     def rates(self, now_s: float) -> dict[str, Rate]:
@@ -201,12 +197,12 @@ class TrafficHistory:
         for lengths in self._lengths.values():
             pooled.add(lengths.ended, lengths.output_tokens, lengths.prompt_tokens)
         return {
-            name: Rate(*self._rate(name, now_s), *_means(self._lengths.get(name, _Lengths()), pooled))
+            name: Rate(*self._rate(name, now_s), _means(self._lengths.get(name, _Lengths()), pooled))
             for name in sorted(self._names())
         }
 
     def trend(self, now_s: float) -> float:
-        """Growth of the rate per second of time, as a share of it; 0 unless it moves beyond doubt."""
+        """Relative growth of the rate per second; 0 unless it changes by `TREND_EVIDENCE` standard errors."""
         if self.history_s(now_s) < 2 * TREND_WINDOW_S:
             return 0.0
         late, early = (
@@ -218,10 +214,10 @@ class TrafficHistory:
         return (late - early) / max(late, early) / TREND_WINDOW_S
 
     def _names(self) -> set[str]:
-        return {name for each in self._bins for name in each.arrived}
+        return {name for found in self._bins for name in found.arrived}
 
     def _rate(self, name: str, now_s: float) -> tuple[float, float]:
-        """The rate, and the window that it is the mean of."""
+        """The rate per second, and the seconds over which it is a mean."""
         window_s = WINDOWS_S[0]
         recent = self._arrived(name, now_s, 0.0, window_s)
         for longer_s in WINDOWS_S[1:]:
@@ -229,8 +225,7 @@ class TrafficHistory:
             if past_s <= 0:
                 break
             past = self._arrived(name, now_s, window_s, longer_s)
-            # Under equal rates a count of n has variance n; the past says what n to expect, with one more so that
-            # an empty past is no certainty.
+            # A Poisson count of n has variance n; one more request keeps an empty past uncertain.
             expected = (past + recent + 1.0) / (past_s + window_s)
             error = math.sqrt(expected / window_s + expected / past_s)
             if abs(recent / window_s - past / past_s) > MAX_DEVIATION * error:
@@ -240,20 +235,20 @@ class TrafficHistory:
         return recent / known_s, known_s
 
     def _arrived(self, name: str, now_s: float, newest_s: float, oldest_s: float) -> float:
-        """Arrivals between `newest_s` and `oldest_s` ago: those that replicas counted, and a share of what the queue in
-        front of them grew by."""
-        inside = [each for each in self._bins if newest_s <= now_s - each.time_s < oldest_s]
-        counted = sum(each.arrived.get(name, 0) for each in inside)
-        total = sum(sum(each.arrived.values()) for each in inside)
+        """Arrivals between `newest_s` and `oldest_s` ago: those that replicas counted, and their share of the growth of
+        the queue in front of the replicas."""
+        inside = [found for found in self._bins if newest_s <= now_s - found.time_s < oldest_s]
+        counted = sum(found.arrived.get(name, 0) for found in inside)
+        total = sum(sum(found.arrived.values()) for found in inside)
         if not total:
             return float(counted)
-        before = next((each for each in reversed(self._bins) if now_s - each.time_s >= oldest_s), inside[0])
+        before = next((found for found in reversed(self._bins) if now_s - found.time_s >= oldest_s), inside[0])
         return counted * max(0.0, 1.0 + (inside[-1].queued - before.queued) / total)
 
 
-def _means(own: _Lengths, pooled: _Lengths) -> tuple[float | None, float | None]:
+def _means(own: _Lengths, pooled: _Lengths) -> tuple[float, float] | None:
     if pooled.ended <= 0:
-        return None, None
+        return None
     weight = own.ended + POOLED_REQUESTS
     share = POOLED_REQUESTS / pooled.ended
     output_tokens = (own.output_tokens + share * pooled.output_tokens) / weight

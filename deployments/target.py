@@ -24,6 +24,7 @@ from ray.serve.llm.deployment import LLMServer
 from cluster.counts import Counts, MetricsExport, TargetReport
 from cluster.request import MAX_NUM_WORKLOADS
 from cluster.settings import ClusterSettings, with_live
+from cluster.step_time import StepCosts
 from deployments import compat
 from deployments.autoscaling import MAX_STREAM_S, target_autoscaling
 from deployments.drafter import DEFAULT_MAX_NUM_SEQS, MAX_SMALL_MACHINE_CORES, head_directory, target_source
@@ -105,6 +106,7 @@ class TargetServer(LLMServer):
         self._head, self._heads = default, dict(by_workload)
 
     def _counted(self) -> TargetReport:
+        costs = self._recorder.step_costs
         return TargetReport(
             self._replica,
             self.edge.model,
@@ -112,7 +114,7 @@ class TargetServer(LLMServer):
             self._heads,
             self._recorder.workloads(),
             self._recorder.context_tokens(),
-            self._recorder.step_costs or None,
+            StepCosts.from_wire(costs) if costs else None,
             () if self._links is None else self._links.links,
         )
 

@@ -52,10 +52,8 @@ class FakeReplica:
         self.workloads[workload] = self.workloads.get(workload, WorkloadCounts()) + more
 
     def metrics(self, head: str = "head") -> dict[str, float]:
-        costs = None if self._costs is None else self._costs.to_wire()
-        return dict(
-            self._export.to_metrics(TargetReport(self.name, head=head, workloads=self.workloads, step_costs=costs))
-        )
+        report = TargetReport(self.name, head=head, workloads=self.workloads, step_costs=self._costs)
+        return self._export.to_metrics(report)
 
 
 def exported(

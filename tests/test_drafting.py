@@ -85,12 +85,6 @@ def test_without_a_drafter_only_zero_may_be_asked():
         resolve(policy, {"k": 1})
 
 
-def test_a_policy_cannot_go_beyond_its_own_limits():
-    for arguments in ((7, 8, 5), (7, 5, 6), (7, 5, -1), (7, 5, 5, {"code": 6})):
-        with pytest.raises(ValueError, match="outside"):
-            DepthPolicy(*arguments)
-
-
 def test_a_tag_is_taken_only_from_a_caller_that_may_set_one():
     chat = Caller("web", tags="refuse", workload="chat")
     for requested, headers, name in (

@@ -349,7 +349,9 @@ def test_one_message_lists_every_problem(catalog: Catalog) -> None:
     assert all(word in text for word in ("model.source", "drafter.head", "depth.colour", "engine.scheduler_cls"))
 
 
-@pytest.mark.parametrize("objective", [{"kind": "fast"}, {"max_tpot_ms": 0.0}, {"weight": -1.0}, {"limit_ms": 3.0}])
+@pytest.mark.parametrize(
+    "objective", [{"kind": "fast"}, {"max_tpot_ms": 0.0}, {"weight": -1.0}, {"weight": float("inf")}, {"limit_ms": 3.0}]
+)
 def test_an_objective_is_strict(objective: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         DepthSettings.model_validate({"objectives": {"x": objective}})
