@@ -392,9 +392,9 @@ class LimitSettings(Section):
 
 class CallerSettings(Section):
     """One caller. Its API key is given by `key_sha256` (64 hexadecimal digits) or by `key_env`, the environment
-    variable that holds it, which becomes `key_sha256` here. `tags`: whether it may set workload tags; `workload`: of its
-    requests without a tag; `max_k`: the largest K of its requests; and its limits of requests and tokens (prompt and
-    output).
+    variable that holds it, which becomes `key_sha256` here. `tags`: whether it may set workload tags; `workload`: of
+    its requests without a tag; `max_k`: the largest K of its requests; and its limits of requests and tokens (prompt
+    and output).
 
     No message repeats a value that may be a key: settings files and logs are read by more people than keys are for."""
 
