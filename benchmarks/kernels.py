@@ -158,24 +158,26 @@ def prepare(case: Preparation, device: str) -> dict[str, Any]:
     """Times of kernel and twin. Raises ValueError when they differ."""
     given: dict[str, Any] = {**case.tensors(device)}
     payload_RH, mask_H = given.pop("payload_RH"), given.pop("mask_hidden_H")
-    rows, twin_rows = (Rows.empty(len(case.start), case.num_rows, MAX_DEPTH, device) for _ in range(2))
     hidden, twin_hidden = (torch.empty(case.num_rows, HIDDEN, device=device, dtype=payload_RH.dtype) for _ in range(2))
     addresses_R = payload_RH.data_ptr() + payload_RH.stride(0) * payload_RH.itemsize * torch.arange(len(payload_RH))
     addresses_R = addresses_R.to(device)
-    options: dict[str, Any] = dict(block_size=BLOCK_SIZE, mask_token_id=MASK_TOKEN)
+    options: dict[str, Any] = dict(block_size=BLOCK_SIZE, mask_token_id=MASK_TOKEN, max_depth=MAX_DEPTH)
+    options["num_rows"] = case.num_rows
 
-    def kernel() -> None:
-        build_rows(**given, out=rows, max_depth=MAX_DEPTH, num_rows=case.num_rows, **options)
+    def kernel() -> Rows:
+        rows = build_rows(**given, **options)
         place_hidden_at(addresses_R, rows.sources_N, mask_H, hidden)
+        return rows
 
-    def twin() -> None:
-        build_rows_torch(**given, out=twin_rows, **options)
-        place_hidden(payload_RH, twin_rows.sources_N, mask_H, twin_hidden)
+    def twin() -> Rows:
+        rows = build_rows_torch(**given, **options)
+        place_hidden(payload_RH, rows.sources_N, mask_H, twin_hidden)
+        return rows
 
     found: dict[str, Any] = {"case": case.name, "num_rows": case.num_rows, "twin": timed([twin], device)}
     if device == "cuda":
         found["kernel"] = timed([kernel], device)
-        pairs = [(hidden, twin_hidden), *zip(vars(rows).values(), vars(twin_rows).values(), strict=True)]
+        pairs = [(hidden, twin_hidden), *zip(vars(kernel()).values(), vars(twin()).values(), strict=True)]
         if not all(torch.equal(one, other) for one, other in pairs):
             raise ValueError(f"{case.name}: kernel and twin differ")
     return found
@@ -195,10 +197,9 @@ def attend(case: Attention, device: str, sweep: bool) -> dict[str, Any]:
         plans |= {json.dumps(dataclasses.asdict(plan)): plan for plan in plans_beside(case)}
     for name, plan in plans.items():
         calls = [
-            lambda turn=turn, plan=plan: attention.paged_attention(*turn, block_size=BLOCK_SIZE, scale=SCALE, plan=plan)
-            for turn in turns
+            lambda turn=turn, plan=plan: attention.paged_attention(*turn, scale=SCALE, plan=plan) for turn in turns
         ]
-        out = attention.paged_attention(*turns[0], block_size=BLOCK_SIZE, scale=SCALE, plan=plan)
+        out = attention.paged_attention(*turns[0], scale=SCALE, plan=plan)
         if "twin" in found and (difference := float((out - twin_out).abs().max() / twin_out.abs().max())) > TOLERANCE:
             raise ValueError(f"{case.name}, {name}: kernel and twin differ by {difference:.3f} of the greatest")
         times = timed(calls, device)

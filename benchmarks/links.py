@@ -30,7 +30,7 @@ import torch
 from benchmarks.common import markdown
 from peagle.drafter.client import Link, LinkPool
 from peagle.drafter.engine import DraftEngine, HeadRuntime
-from peagle.drafter.parallel_pass import KnownDrafts, ParallelPass, PassBatch, PassLimits
+from peagle.drafter.parallel_pass import ParallelPass, PassBatch, PassLimits, PendingDrafts
 from peagle.drafter.protocol import Int32Array, Reducer, ServedHead, TargetShape, TargetStep
 from peagle.drafter.server import DrafterServer
 from peagle.provenance import conditions
@@ -68,11 +68,11 @@ class IdlePass:
         num_rows = shape.max_num_rows + shape.max_num_requests * shape.max_depth
         self.limits = PassLimits(
             shape.max_num_requests, num_rows, num_rows, blocks_each, num_blocks, BLOCK_SIZE, shape.max_depth,
-            shape.hidden_size, shape.vocab_size,
+            shape.hidden_size,
         )  # fmt: skip
 
-    def launch(self, batch: PassBatch) -> KnownDrafts:
-        return KnownDrafts(np.zeros((batch.num_requests, self.limits.max_depth), np.int32))
+    def launch(self, batch: PassBatch) -> PendingDrafts:
+        return lambda: np.zeros((batch.num_requests, self.limits.max_depth), np.int32)
 
 
 def engine_of(shape: TargetShape, device: str, bookkeeping: bool) -> Any:

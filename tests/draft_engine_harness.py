@@ -19,6 +19,7 @@ from torch import Tensor
 from peagle.config import DrafterConfig
 from peagle.draft import DraftSession
 from peagle.drafter.engine import DraftEngine, HeadRuntime
+from peagle.drafter.kvcache import NO_ROW
 from peagle.drafter.parallel_pass import ParallelPass
 from peagle.drafter.protocol import Int32Array, TargetShape, TargetStep, check_step
 from peagle.model import Drafter
@@ -144,12 +145,25 @@ def target_step(
     return made
 
 
+def cached_range(engine: DraftEngine, session: int, slot: int) -> tuple[int, int] | None:
+    """First position that is in the cache of a request, and the one after the last; None without a cache."""
+    for table in engine.tables.values():
+        if (row := int(table.find(session, np.array([slot]))[0])) != NO_ROW:
+            return int(table.cache_start_C[row]), int(table.num_rows_C[row])
+    return None
+
+
+def num_requests(engine: DraftEngine) -> int:
+    """Requests with rows in a cache."""
+    return sum(table.num_requests for table in engine.tables.values())
+
+
 def check_answer(engine: DraftEngine, session: int, work: Mapping[int, Rows], answer_BK: Int32Array) -> int:
     """Every request got the drafts of the rows that the engine says it holds. Returns how many got none."""
     num_refused = 0
     assert answer_BK.shape == (len(work), engine.max_depth)
     for (slot, rows), drafts_K in zip(work.items(), answer_BK.tolist(), strict=True):
-        end, cached = rows.start + rows.num_valid, engine.cached_range(session, slot)
+        end, cached = rows.start + rows.num_valid, cached_range(engine, session, slot)
         if cached is None:
             assert drafts_K == [-1] * engine.max_depth
             num_refused += 1

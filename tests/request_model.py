@@ -51,7 +51,7 @@ class Model:
     def step(self, session: int, work: dict[int, tuple[Request, int, int, int]], prompts: dict[int, Int32Array]) -> int:
         """work: slot -> (request, start, number of rows, depth). Returns how many requests got blocks."""
         table = self.table
-        table.begin_call()
+        table.call += 1
         table.release(session, prompts)
         slots = ids(*work)
         rows = table.find(session, slots)
@@ -79,7 +79,8 @@ class Model:
         num_masks = max(depth - 1, 0) if num_valid else 0
         for position in range(start, start + num_valid + num_masks):
             block = int(self.table.blocks_CN[row, position // BLOCK])
-            assert self.pool.may_write(ids(block)).all(), f"position {position} is in a block that others read"
+            assert self.pool._num_users_P[block] == 1, f"position {position} is in a block of two requests"
+            assert not self.pool._published_P[block], f"position {position} is in a block that others read"
             real = position < start + num_valid
             content = (self.table.cache_start_C[row], *request.tokens[: position + 2]) if real else ("mask", row)
             self.contents[block, position % BLOCK] = content
@@ -95,7 +96,7 @@ class Model:
     def check_counts(self) -> None:
         """Every block is used as often as tables name it, and is free, kept or used."""
         table, users = self.table, np.zeros(self.pool.num_blocks, int)
-        for row in np.flatnonzero(table._last_call_C >= 0):
+        for row in np.flatnonzero(table.last_call_C >= 0):
             np.add.at(users, table.blocks_CN[row, table._first_block_C[row] : table._end_block_C[row]], 1)
         assert (users == self.pool._num_users_P).all()
         assert self.pool.num_available == (users == 0).sum()

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from peagle.drafter.kvcache import NO_ROW, BlockPool, RequestTable, chain_key, root_key
+from peagle.drafter.kvcache import NO_ROW, RequestTable, chain_key, root_key
 from tests.request_model import BLOCK, DEPTH, Model, Request, ids, make_table
 
 
@@ -115,9 +115,9 @@ def test_truncating_into_a_shared_block_leaves_it_to_the_others() -> None:
 def test_truncating_into_a_block_of_its_own_withdraws_it() -> None:
     table, tokens = make_table(50), list(range(30))
     model, request = filled(table, 0, 0, tokens, 2 * BLOCK)
-    assert table.pool.num_published == 2
+    assert len(table.pool._block_of) == 2
     model.step(0, {0: (request, BLOCK + 2, 1, DEPTH)}, {})
-    assert table.pool.num_published == 1
+    assert len(table.pool._block_of) == 1
     assert table.counters.cold_starts == 0
 
 
@@ -125,14 +125,14 @@ def test_rows_of_a_cold_request_answer_for_no_prefix() -> None:
     table, tokens = make_table(50), list(range(30))
     model, request = Model(table), Request(tokens, 0)
     model.step(0, {0: (request, BLOCK, 3 * BLOCK, 1)}, {0: np.array(tokens[: BLOCK + 1], np.int32)})
-    assert (table.counters.cold_starts, table.pool.num_published) == (1, 0)
+    assert (table.counters.cold_starts, len(table.pool._block_of)) == (1, 0)
 
 
 def test_a_request_whose_tokens_are_not_known_publishes_nothing() -> None:
     table, tokens = make_table(50), list(range(30))
     model, _ = filled(table, 0, 0, tokens, BLOCK)
     model.step(0, {0: (Request([9, *tokens[1:]], 0), 0, 2 * BLOCK, 1)}, {0: ids()})
-    assert table.pool.num_published == 1
+    assert len(table.pool._block_of) == 1
 
 
 def test_keys_of_freed_blocks_are_forgotten() -> None:
@@ -144,14 +144,14 @@ def test_keys_of_freed_blocks_are_forgotten() -> None:
     table.release(0, [1])
     model.step(0, {1: (request, 0, BLOCK, 1)}, {1: ids()})
     model.step(0, {1: (request, BLOCK, BLOCK, 1)}, {})
-    assert table.pool.num_published == 1
+    assert len(table.pool._block_of) == 1
 
 
 def test_a_preempted_request_still_publishes() -> None:
     table, tokens = make_table(50), list(range(30))
     model, request = filled(table, 0, 0, tokens, BLOCK)
     model.step(0, {0: (request, 0, 2 * BLOCK, 1)}, {})
-    assert table.pool.num_published == 2
+    assert len(table.pool._block_of) == 2
 
 
 def test_blocks_for_mask_rows_are_part_of_what_a_step_needs() -> None:
@@ -209,11 +209,3 @@ def test_keys_differ_by_head_token_and_order() -> None:
     root = root_key("head", 1)
     assert len({root, root_key("other", 1), root_key("head", 2), chain_key(root, a), chain_key(root, b)}) == 5
     assert chain_key(chain_key(root, a), b) != chain_key(chain_key(root, b), a)
-
-
-def test_bad_pools_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_blocks = 0"):
-        BlockPool(0, 4)
-    pool = BlockPool(2, 4)
-    with pytest.raises(ValueError, match="3 blocks asked for, 2 available"):
-        pool.take(3)

@@ -24,9 +24,11 @@ from tests.draft_engine_harness import (
     VOCABULARY,
     Request,
     Rows,
+    cached_range,
     check_answer,
     expected_drafts,
     head_runtime,
+    num_requests,
     target_step,
 )
 
@@ -61,7 +63,7 @@ def test_a_step_older_than_one_answered_changes_nothing() -> None:
     run(engine, 1, 5, {0: Rows(request, 0, 9, 4)})
     [late] = engine.step([target_step(1, 4, {0: Rows(request, 0, 3, 4)}, finished=[0])])
     assert (late == -1).all()
-    assert engine.cached_range(1, 0) == (0, 9)
+    assert cached_range(engine, 1, 0) == (0, 9)
     assert engine.counters.stale_steps == 1
     run(engine, 1, 6, {0: Rows(request, 9, 2, 4)})
     assert engine.counters.cold_starts == 0
@@ -82,7 +84,7 @@ def test_the_same_slot_of_two_targets_is_two_requests() -> None:
     engine.step([target_step(1, 0, {0: Rows(mine, 0, 9, 4)}), target_step(2, 0, {0: Rows(yours, 0, 6, 4)})])
     run(engine, 1, 1, {0: Rows(mine, 9, 1, 4)})
     run(engine, 2, 1, {0: Rows(yours, 6, 1, 4)})
-    assert (engine.num_requests, engine.counters.cold_starts, engine.counters.passes) == (2, 0, 3)
+    assert (num_requests(engine), engine.counters.cold_starts, engine.counters.passes) == (2, 0, 3)
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -91,28 +93,28 @@ def test_a_prompt_says_that_another_request_has_the_slot(known: bool) -> None:
     run(engine, 1, 0, {0: Rows(old, 0, 2 * BLOCK, 4)}, prompts={0: prompt(old, 0)})
     tokens = prompt(new, 2 * BLOCK) if known else np.empty(0, np.int32)
     run(engine, 1, 1, {0: Rows(new, 2 * BLOCK, 3, 4)}, prompts={0: tokens})  # where the old one would have gone on
-    assert engine.cached_range(1, 0) == (2 * BLOCK, 2 * BLOCK + 3)
-    assert (engine.num_requests, engine.counters.cold_starts) == (1, 1)
+    assert cached_range(engine, 1, 0) == (2 * BLOCK, 2 * BLOCK + 3)
+    assert (num_requests(engine), engine.counters.cold_starts) == (1, 1)
 
 
 def test_a_gap_starts_cold_and_is_counted() -> None:
     engine, request = DraftEngine({0: head_runtime(0)}), make_request(0)
     run(engine, 1, 0, {0: Rows(request, 0, 9, 4)})
     run(engine, 1, 2, {0: Rows(request, 11, 2, 4)})
-    assert engine.cached_range(1, 0) == (11, 13)
+    assert cached_range(engine, 1, 0) == (11, 13)
     assert engine.counters.cold_starts == 1
     run(engine, 1, 3, {0: Rows(request, 0, 14, 4)})  # preempted: all of it comes again
-    assert engine.cached_range(1, 0) == (0, 14)
+    assert cached_range(engine, 1, 0) == (0, 14)
 
 
 def test_a_target_that_vanished_leaves_its_prefixes_and_its_room() -> None:
     engine, request = DraftEngine({0: head_runtime(0)}), make_request(0)
-    free = engine.num_free_blocks[0]
+    free = engine.tables[0].pool.num_available
     run(engine, 1, 7, {slot: Rows(request, 0, 4 * BLOCK + 1, 4) for slot in range(3)}, prompts={0: prompt(request, 0)})
-    assert engine.num_free_blocks[0] < free
+    assert engine.tables[0].pool.num_available < free
     engine.drop_session(1)
     engine.drop_session(1)
-    assert (engine.num_requests, engine.num_free_blocks[0]) == (0, free)
+    assert (num_requests(engine), engine.tables[0].pool.num_available) == (0, free)
     run(engine, 2, 0, {5: Rows(request, 4 * BLOCK, 2, 4)}, prompts={5: prompt(request, 4 * BLOCK)})
     assert engine.counters.prefix_hit_tokens == 4 * BLOCK
     run(engine, 1, 0, {0: Rows(request, 0, 3, 4)})  # the number is free again, and so are its steps
@@ -125,8 +127,8 @@ def test_a_session_that_is_never_dropped_is_evicted_when_others_need_room() -> N
     run(engine, 1, 0, {0: Rows(gone, 0, 7 * BLOCK, 1)})
     for step in range(12):
         run(engine, 2, step, {0: Rows(request, step * BLOCK, BLOCK, 1)})
-    assert engine.cached_range(1, 0) is None
-    assert engine.cached_range(2, 0) == (0, 12 * BLOCK)
+    assert cached_range(engine, 1, 0) is None
+    assert cached_range(engine, 2, 0) == (0, 12 * BLOCK)
     assert (engine.counters.evicted_requests, engine.counters.refused) == (1, 0)
 
 
@@ -134,7 +136,7 @@ def test_more_requests_than_the_cache_holds_get_no_drafts_and_no_error() -> None
     engine = DraftEngine({0: head_runtime(0, num_blocks=20)})
     requests = {slot: make_request(slot) for slot in range(12)}
     run(engine, 1, 0, {slot: Rows(request, 0, 10, 3) for slot, request in requests.items()})
-    assert (engine.num_requests, engine.counters.refused) == (6, 6)  # 12 rows are three blocks
+    assert (num_requests(engine), engine.counters.refused) == (6, 6)  # 12 rows are three blocks
     more = DraftEngine({0: head_runtime(0)}, max_num_requests=4)
     run(more, 1, 0, {slot: Rows(request, 0, 10, 3) for slot, request in requests.items()})
     assert (more.num_requests, more.counters.refused) == (4, 8)
@@ -144,7 +146,7 @@ def test_a_swapped_head_drafts_without_the_old_heads_rows() -> None:
     engine, request = DraftEngine({0: head_runtime(0)}), make_request(0)
     run(engine, 1, 0, {0: Rows(request, 0, 2 * BLOCK + 1, 4)}, prompts={0: prompt(request, 0)})
     engine.swap(0, head_runtime(1))
-    assert engine.cached_range(1, 0) is None
+    assert cached_range(engine, 1, 0) is None
     new = dataclasses.replace(request, head=1)
     start = 2 * BLOCK + 1
     [answer_BK] = engine.step([_as_head_zero(target_step(1, 1, {0: Rows(new, start, 2, 4)}))])
@@ -161,11 +163,11 @@ def _as_head_zero(step: TargetStep) -> TargetStep:
 
 def test_a_request_that_goes_to_another_head_leaves_nothing_behind() -> None:
     engine, request = DraftEngine({head: head_runtime(head) for head in (0, 1)}), make_request(0)
-    free = dict(engine.num_free_blocks)
+    free = engine.tables[0].pool.num_available
     run(engine, 1, 0, {0: Rows(request, 0, 9, 4)})
     run(engine, 1, 1, {0: Rows(dataclasses.replace(request, head=1), 9, 2, 4)})
-    assert engine.num_requests == 1
-    assert engine.num_free_blocks[0] == free[0]
+    assert num_requests(engine) == 1
+    assert engine.tables[0].pool.num_available == free
     run(engine, 1, 2, {0: Rows(request, 11, 2, 4)})
     assert engine.counters.cold_starts == 2
 
@@ -177,7 +179,7 @@ def test_requests_without_new_rows_keep_their_cache() -> None:
     run(engine, 1, 2, {0: Rows(request, 9, 2, 4)})
     assert engine.counters.cold_starts == 0
     assert engine.step([target_step(1, 3, {}, finished=[0])])[0].shape == (0, MAX_DEPTH)
-    assert engine.num_requests == 0
+    assert num_requests(engine) == 0
 
 
 def test_split_takes_those_that_wait_for_drafts_first() -> None:
@@ -198,7 +200,7 @@ def test_long_prompts_run_in_pieces() -> None:
     run(engine, 1, 0, {0: Rows(chunk, 0, 21, 0), 1: Rows(waiting, 0, 5, 4)})
     assert (engine.counters.passes, engine.counters.rows) == (4, 21 + 5 + 3)
     run(engine, 1, 1, {0: Rows(chunk, 21, 18, 4), 1: Rows(waiting, 5, 1, 4)})
-    assert engine.cached_range(1, 0) == (0, 39)
+    assert cached_range(engine, 1, 0) == (0, 39)
 
 
 def test_rows_are_gathered_where_too_many_of_others_lie_between() -> None:
@@ -224,16 +226,12 @@ def test_a_pass_that_fails_leaves_no_rows_behind(monkeypatch: pytest.MonkeyPatch
         patch.setattr(runtime.parallel_pass, "_compute", fail)
         with pytest.raises(RuntimeError, match="illegal memory"):
             engine.step([target_step(1, 1, {0: Rows(request, 9, 7, 4)})])
-    assert engine.cached_range(1, 0) == (0, 9)
+    assert cached_range(engine, 1, 0) == (0, 9)
     run(engine, 1, 2, {0: Rows(request, 9, 7, 4)})
     assert engine.counters.cold_starts == 0
 
 
 def test_engines_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ValueError, match="heads is empty"):
-        DraftEngine({})
-    with pytest.raises(ValueError, match="min_idle_calls = 0"):
-        DraftEngine({0: head_runtime(0)}, min_idle_calls=0)
     with pytest.raises(ValueError, match="max_num_rows = 3 holds no request that wants max_depth = 4 drafts"):
         DraftEngine({0: head_runtime(0, max_num_rows=3)})
 

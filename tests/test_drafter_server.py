@@ -23,7 +23,7 @@ from peagle.drafter.engine import DraftEngine
 from peagle.drafter.mailbox import Mailbox
 from peagle.drafter.protocol import PROTOCOL, Attached, Hello, Refused, frames_of, read_drafter_message
 from peagle.drafter.server import DrafterServer
-from tests.draft_engine_harness import CONFIG, head_runtime
+from tests.draft_engine_harness import CONFIG, head_runtime, num_requests
 from tests.transport_harness import (
     ROOT,
     SHAPE,
@@ -190,7 +190,7 @@ def test_two_targets_with_the_same_slots_are_kept_apart(shared: bool) -> None:
         for target in targets:
             target.pool.close()
         eventually(lambda: not server.report()["targets"])
-        assert server._engine.num_requests == 0  # type: ignore[attr-defined]
+        assert num_requests(server._engine) == 0  # type: ignore[attr-defined]
 
 
 TARGET = """

@@ -85,10 +85,7 @@ class Problem:
         return paged_attention_torch(*self.tensors, scale=self.scale, sliding_window=self.window)
 
     def kernel(self, plan: LaunchPlan | None) -> Tensor:
-        block_size = self.tensors[1].shape[1]
-        return paged_attention(
-            *self.tensors, block_size=block_size, scale=self.scale, sliding_window=self.window, plan=plan
-        )
+        return paged_attention(*self.tensors, scale=self.scale, sliding_window=self.window, plan=plan)
 
     def written_out(self) -> Tensor:
         """The definition, row by row, head by head and key by key."""
@@ -222,7 +219,7 @@ def test_a_captured_launch_follows_lengths_that_change_on_the_device(plan: Launc
 @needs_kernel
 def test_no_rows() -> None:
     problem = Problem.random(Shape(((5, 0, 0), (0, 0, 0))))
-    found = paged_attention(*problem.tensors, block_size=16, scale=problem.scale)
+    found = paged_attention(*problem.tensors, scale=problem.scale)
     assert found.shape == (0, 4, 64)
 
 
@@ -265,21 +262,3 @@ def test_every_batch_within_the_limits_has_its_kernel_among_the_distinct_ones(
     for requests in range(1, max_num_requests + 1):
         for rows in range(1, max_num_rows + 1):
             assert (plan_for(rows, requests, **heads, **sizes), block_requests(requests)) in kernels, (rows, requests)
-
-
-def test_arguments_that_do_not_fit_are_named() -> None:
-    problem = Problem.random(Shape(((5, 2, 0),), num_groups=2))
-    options = dict(scale=1.0)
-    with pytest.raises(ValueError, match="k_cache has shape"):
-        paged_attention(*problem.tensors, block_size=32, **options)
-    with pytest.raises(ValueError, match="sliding_window = 0"):
-        paged_attention(*problem.tensors, block_size=16, sliding_window=0, **options)
-    with pytest.raises(ValueError, match="context_B has shape"):
-        paged_attention(*problem.tensors[:6], problem.tensors[4], problem.tensors[7], block_size=16, **options)
-    with pytest.raises(ValueError, match="3 heads, which 2 heads"):
-        paged_attention(problem.tensors[0][:, :3], *problem.tensors[1:], block_size=16, **options)
-    with pytest.raises(ValueError, match="strides"):
-        paged_attention(
-            problem.tensors[0], problem.tensors[1], problem.tensors[2].transpose(0, 1).contiguous().transpose(0, 1),
-            *problem.tensors[3:], block_size=16, **options,
-        )  # fmt: skip

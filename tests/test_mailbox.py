@@ -331,7 +331,7 @@ def test_a_step_from_device_tensors_is_whole_when_it_is_ready(device: str) -> No
             hidden_RH = torch.randn(5, SERVED_SHAPE.hidden_size, dtype=torch.float64, device=device)
             step = new_step(number, host_4B, [[2, 2], [2, 2]], hidden_RH)
             mailbox.write_host_part(step)
-            mailbox.enqueue_device_part(step)
+            mailbox.write_device_part(step)
             eventually(lambda number=number: mailbox.is_ready(number))
             found = mailbox.read_step(number, 0)
             assert torch.equal(found.hidden_RH, hidden_RH.cpu())

@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.drafter.rows import MIN_BLOCK_REQUESTS, check_shape, uses_kernel
+from peagle.drafter.rows import MIN_BLOCK_REQUESTS, uses_kernel
 
 MIN_KEYS_PER_SPLIT = 256  # fewer keys cost more in partial results than the split saves
 MAX_SPLITS = 32
@@ -122,7 +122,6 @@ def paged_attention(
     context_B: Tensor,
     cache_start_B: Tensor,
     *,
-    block_size: int,
     scale: float,
     sliding_window: int | None = None,
     plan: LaunchPlan | None = None,
@@ -141,21 +140,10 @@ def paged_attention(
         plan: sizes of the launch, for tests and measurements; of no effect on the twin.
 
     Returns [N, A, D] of q's type; zeros in rows beyond first_row_B1[-1].
-    Raises ValueError when shapes do not fit together.
     """
     (num_rows, num_heads, head_size), (num_requests, num_columns) = q_NAD.shape, block_table_BN.shape
-    num_groups = k_cache.shape[2] if k_cache.dim() == 4 else 1
-    check_shape("k_cache", k_cache, None, block_size, num_groups, head_size)
-    check_shape("v_cache", v_cache, *k_cache.shape)
-    check_shape("first_row_B1", first_row_B1, num_requests + 1)
-    for name, tensor in (("start_B", start_B), ("context_B", context_B), ("cache_start_B", cache_start_B)):
-        check_shape(name, tensor, num_requests)
-    if num_heads % num_groups:
-        raise ValueError(f"q_NAD has {num_heads} heads, which {num_groups} heads of k_cache do not divide")
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window = {sliding_window} must be at least 1")
-    if k_cache.stride() != v_cache.stride() or q_NAD.stride(-1) != 1 or k_cache.stride(-1) != 1:
-        raise ValueError("k_cache and v_cache must have the same strides, and heads contiguous as those of q_NAD")
+    block_size, num_groups = k_cache.shape[1], k_cache.shape[2]
+    assert k_cache.stride() == v_cache.stride()
     if not uses_kernel(q_NAD):
         return paged_attention_torch(
             q_NAD, k_cache, v_cache, block_table_BN, first_row_B1, start_B, context_B, cache_start_B,
@@ -449,16 +437,11 @@ def write_kv(k_NGD: Tensor, v_NGD: Tensor, k_cache: Tensor, v_cache: Tensor, slo
     """Writes rows into the cache of one layer: row i at slot slots_N[i], nowhere where that is negative.
 
     k_NGD, v_NGD: rotated keys, and values; any strides but 1 in the last dimension. k_cache, v_cache: [num_blocks,
-    block_size, G, D]; slot s is place s % block_size of block s // block_size. Values take the cache's type. Raises
-    ValueError when shapes do not fit together.
+    block_size, G, D], of the same strides; slot s is place s % block_size of block s // block_size. Values take the
+    cache's type.
     """
     num_rows, num_groups, head_size = k_NGD.shape
-    check_shape("v_NGD", v_NGD, num_rows, num_groups, head_size)
-    check_shape("k_cache", k_cache, None, None, num_groups, head_size)
-    check_shape("v_cache", v_cache, *k_cache.shape)
-    check_shape("slots_N", slots_N, num_rows)
-    if k_cache.stride() != v_cache.stride() or any(x.stride(-1) != 1 for x in (k_NGD, v_NGD, k_cache)):
-        raise ValueError("k_cache and v_cache must have the same strides, and all heads must be contiguous")
+    assert k_cache.stride() == v_cache.stride()
     if not uses_kernel(k_NGD):
         write_kv_torch(k_NGD, v_NGD, k_cache, v_cache, slots_N)
     elif num_rows:

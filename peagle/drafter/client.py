@@ -405,11 +405,9 @@ class Link:
             if session.is_closed:
                 return False
             self.stats.num_cut_prompts += session.mailbox.write_host_part(step)
+            session.mailbox.write_device_part(step)
             if session.enqueued is not None:
-                session.mailbox.enqueue_device_part(step)
                 session.enqueued.record()
-            else:
-                session.mailbox.write_device_part(step)
         session.sent, self._last, self._sent_s = step.number, step, time.monotonic()
         session.num_rows[step.number % NUM_AREAS] = num_rows + int(step.depth_B.sum())
         session.known[step.slots_B] = True

@@ -183,42 +183,14 @@ class DraftEngine:
             turns, so requests in use miss some calls; with a full cache it is better to refuse new requests than to
             evict those in use back and forth.
         """
-        if max_num_requests < 1 or min_idle_calls < 1:
-            raise ValueError(
-                f"max_num_requests = {max_num_requests} and min_idle_calls = {min_idle_calls} must be at least 1"
-            )
-        if not heads:
-            raise ValueError("heads is empty: a drafter needs at least one head")
         self.counters = Counters()
         self._max_num_requests, self._min_idle_calls = max_num_requests, min_idle_calls
         self._heads: dict[int, HeadRuntime] = {}
-        self._tables: dict[int, RequestTable] = {}
+        self.tables: dict[int, RequestTable] = {}  # by head
         self._last_step: dict[int, int] = {}  # by session: the number of the step answered last
         self._found: dict[int, _Found] = {}  # by session
         for index, head in heads.items():
             self.swap(index, head)
-
-    @property
-    def max_depth(self) -> int:
-        """K: the most drafts that any of the heads gives."""
-        return self._max_depth
-
-    @property
-    def num_requests(self) -> int:
-        """Requests with rows in a cache."""
-        return sum(table.num_requests for table in self._tables.values())
-
-    @property
-    def num_free_blocks(self) -> Mapping[int, int]:
-        """By head: blocks that requests do not hold."""
-        return {index: table.pool.num_available for index, table in self._tables.items()}
-
-    def cached_range(self, session: int, slot: int) -> tuple[int, int] | None:
-        """First position that is in the cache of a request, and the one after the last; None without a cache."""
-        for table in self._tables.values():
-            if (found := table.range_of(session, slot)) is not None:
-                return found
-        return None
 
     def swap(self, index: int, head: HeadRuntime) -> None:
         """Put a head in the place of another, or in a new place. All rows of the old one are void and dropped."""
@@ -228,7 +200,7 @@ class DraftEngine:
                 f"head {index}: max_num_rows = {limits.max_num_rows} holds no request that wants "
                 f"max_depth = {limits.max_depth} drafts: raise it"
             )
-        self._tables[index] = RequestTable(
+        self.tables[index] = RequestTable(
             BlockPool(limits.num_blocks, limits.block_size),
             head.digest,
             self.counters,
@@ -238,19 +210,19 @@ class DraftEngine:
         )
         self._heads[index] = head
         self._found.clear()
-        self._max_depth = max(head.limits.max_depth for head in self._heads.values())
+        self.max_depth = max(head.limits.max_depth for head in self._heads.values())
 
     def release(self, session: int, slots: Iterable[int]) -> None:
         """These requests of a session ended."""
         ended = list(slots)
-        for table in self._tables.values():
+        for table in self.tables.values():
             table.release(session, ended)
 
     def drop_session(self, session: int) -> None:
         """A target went away. Its prefixes stay for others as long as there is room."""
         self._last_step.pop(session, None)
         self._found.pop(session, None)
-        for table in self._tables.values():
+        for table in self.tables.values():
             table.drop_session(session)
 
     def step(self, steps: Sequence[HostStep]) -> list[Int32Array]:
@@ -273,7 +245,7 @@ class DraftEngine:
         answers, first = [], 0
         for step, is_new in zip(steps, is_live, strict=True):
             end = first + (step.num_requests if is_new else 0)
-            nothing = (step.num_requests, self._max_depth)
+            nothing = (step.num_requests, self.max_depth)
             answers.append(drafts_FK[first:end] if is_new else np.full(nothing, NO_DRAFT, np.int32))
             first = end
         return answers
@@ -281,13 +253,13 @@ class DraftEngine:
     def _gathered(self, launched: Sequence[tuple[Requests, PendingDrafts]], num_requests: int) -> Int32Array:
         """[F, K] drafts of all requests of a call, once their passes are over."""
         if len(launched) == 1 and len(launched[0][0]) == num_requests:
-            drafts_FK = launched[0][1].wait()
-            if drafts_FK.shape[1] == self._max_depth:
+            drafts_FK = launched[0][1]()
+            if drafts_FK.shape[1] == self.max_depth:
                 return drafts_FK
-        drafts_FK = np.full((num_requests, self._max_depth), NO_DRAFT, np.int32)
+        drafts_FK = np.full((num_requests, self.max_depth), NO_DRAFT, np.int32)
         for part, pending in launched:
             wanting = part.depth_G > 0  # a piece that does not draft must not undo one that does
-            drafts_GK = pending.wait()
+            drafts_GK = pending()
             drafts_FK[part.flat_G[wanting], : drafts_GK.shape[1]] = drafts_GK[wanting]
         return drafts_FK
 
@@ -300,12 +272,12 @@ class DraftEngine:
 
     def _admit(self, index: int, steps: Sequence[HostStep], heads_F: Int32Array) -> Requests:
         """The requests of one head that have a table row and blocks now, and new rows to write."""
-        table, found = self._tables[index], self._found.get(steps[0].session) if len(steps) == 1 else None
-        table.begin_call()
+        table, found = self.tables[index], self._found.get(steps[0].session) if len(steps) == 1 else None
+        table.call += 1
         if found is not None and found.host_part is steps[0].host_part and found.version == table.version:
             start_G, num_valid_G = steps[0].start_B.astype(np.int64), steps[0].num_valid_B.astype(np.int64)
             requests = dataclasses.replace(found.requests, start_G=start_G, num_valid_G=num_valid_G)
-            table.touch(requests.table_rows_G)
+            table.last_call_C[requests.table_rows_G] = table.call
         else:
             requests = self._look_up(index, steps, heads_F)
         granted_G = table.place(requests.table_rows_G, requests.start_G, requests.num_valid_G, requests.depth_G)
@@ -314,7 +286,7 @@ class DraftEngine:
 
     def _look_up(self, index: int, steps: Sequence[HostStep], heads_F: Int32Array) -> Requests:
         """The requests of one head that have a table row, those that are new included."""
-        table, flat_G = self._tables[index], np.flatnonzero(heads_F == index)
+        table, flat_G = self.tables[index], np.flatnonzero(heads_F == index)
         mine = [np.flatnonzero(step.heads_B == index) for step in steps]
         slots = [step.slots_B[which] for step, which in zip(steps, mine, strict=True)]
         rows = [table.find(step.session, slots_G) for step, slots_G in zip(steps, slots, strict=True)]
@@ -341,7 +313,7 @@ class DraftEngine:
         self, index: int, steps: Sequence[HostStep], heads_F: Int32Array
     ) -> list[tuple[Requests, PendingDrafts]]:
         """Start the passes of one head and take their rows into its cache."""
-        requests, table, head = self._admit(index, steps, heads_F), self._tables[index], self._heads[index]
+        requests, table, head = self._admit(index, steps, heads_F), self.tables[index], self._heads[index]
         if not len(requests):
             return []
         launched = []

@@ -180,7 +180,7 @@ class EnqueuedDrafts:
         self._area, self._shape, self._max_depth = area, (num_requests, depth), max_depth
         self._drafts_BK: Int32Array | None = None
 
-    def wait(self) -> Int32Array:
+    def __call__(self) -> Int32Array:
         if self._drafts_BK is None:
             self._area.event.synchronize()
             num_requests, depth = self._shape
@@ -202,8 +202,7 @@ class GraphRunner:
         batches: Sequence[tuple[int, int]] = (),
     ) -> None:
         """batches: rows and requests of one batch for each kernel that a pass may need."""
-        self._batches = batches
-        self.limits, self.sizes = limits, sizes or GraphSizes.of(limits)
+        self._batches, self._limits, self.sizes = batches, limits, sizes or GraphSizes.of(limits)
         self._compute, self._device = compute, device
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._graph_for: dict[Key, Key | None] = {}  # after warm-up
@@ -211,8 +210,7 @@ class GraphRunner:
         self._stream = torch.cuda.Stream(device)
         self._layout = PassLayout(limits)
         self._areas = [_PinnedArea(self._layout.num_integers, limits) for _ in range(NUM_AREAS)]
-        self._row_bytes = limits.hidden_size * dtype.itemsize
-        self._row_begin_R = np.arange(limits.max_payload_rows, dtype=np.int64) * self._row_bytes
+        self._row_begin_R = np.arange(limits.max_payload_rows, dtype=np.int64) * (limits.hidden_size * dtype.itemsize)
         self._num_launches = 0
         self._is_warm = False
         with torch.cuda.stream(self._stream):
@@ -222,17 +220,12 @@ class GraphRunner:
         # Weights and cache were made on the caller's stream.
         torch.cuda.synchronize(device)
 
-    @property
-    def num_graphs(self) -> int:
-        """Graphs that exist."""
-        return len(self._graphs)
-
     def launch(self, batch: PassBatch) -> PendingDrafts:
         """Enqueues a pass and the way back of its drafts."""
         area = self._areas[self._num_launches % NUM_AREAS]
         self._num_launches += 1
         if area.pending is not None:
-            area.pending.wait()
+            area.pending()
         num_requests, num_rows, depth = batch.num_requests, int(batch.rows_B().sum()), int(batch.drafts_B().max())
         key = self._key_for(num_rows, num_requests, depth)
         with torch.cuda.stream(self._stream):
@@ -240,12 +233,15 @@ class GraphRunner:
             if key is None:
                 drafts_BK = self._compute(self._inputs(num_requests), num_rows, depth)
             else:
-                drafts_BK = self._replay(key)
+                if key not in self._graphs:
+                    self._graphs[key] = self._capture(key)
+                graph, drafts_BK = self._graphs[key]
+                graph.replay()
             depth = drafts_BK.shape[1]
             wanted = drafts_BK[:num_requests].flatten()
             area.drafts[: len(wanted)].copy_(wanted, non_blocking=True)
             area.event.record(self._stream)
-        area.pending = EnqueuedDrafts(area, num_requests, depth, self.limits.max_depth)
+        area.pending = EnqueuedDrafts(area, num_requests, depth, self._limits.max_depth)
         return area.pending
 
     def warm_up(self) -> int:
@@ -258,7 +254,7 @@ class GraphRunner:
             # Requests without rows: what runs before a capture then reads no payload and writes nothing to the cache.
             self._integers.zero_()
             for num_rows, num_requests in self._batches:  # passes without rows, to compile
-                self._compute(self._inputs(num_requests), num_rows, self.limits.max_depth)
+                self._compute(self._inputs(num_requests), num_rows, self._limits.max_depth)
             for key in self.sizes.full_batches():
                 if key not in self._graphs:
                     self._graphs[key] = self._capture(key)
@@ -312,13 +308,6 @@ class GraphRunner:
     def _inputs(self, num_requests: int) -> PassInputs:
         """Views of the places that `_send` fills."""
         return self._layout.inputs(self._integers, num_requests, self._blocks_BN)
-
-    def _replay(self, key: Key) -> Tensor:
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(key)
-        graph, drafts_BK = self._graphs[key]
-        graph.replay()
-        return drafts_BK
 
     def _capture(self, key: Key) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """A graph of the pass over what lies in its inputs; the pass runs once before, which compiles its kernels.

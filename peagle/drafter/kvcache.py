@@ -56,15 +56,13 @@ class BlockPool:
         divide the target's for the drafter to find the same prefix. That the drafter's keys ask for one token more
         costs nothing: for EAGLE heads, vLLM computes the last block that it found once more.
         """
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"num_blocks = {num_blocks} and block_size = {block_size} must be at least 1")
         self.num_blocks, self.block_size = num_blocks, block_size
         self.tokens_PT: Int32Array = np.zeros((num_blocks, block_size), np.int32)
         """[num_blocks, block_size], the token of each row; whoever writes a row's KV writes it here too."""
         self.num_evicted = 0
         self._num_users_P = np.zeros(num_blocks, np.int32)
         self._published_P = np.zeros(num_blocks, np.bool_)
-        self._key_of: list[bytes | None] = [None] * num_blocks
+        self.key_of: list[bytes | None] = [None] * num_blocks  # of sealed blocks, also where another is published
         self._block_of: dict[bytes, int] = {}
         self._free_P = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack, its top at _num_free - 1
         self._num_free = num_blocks
@@ -75,14 +73,9 @@ class BlockPool:
         """Blocks that `take` can give."""
         return self._num_free + len(self._idle)
 
-    @property
-    def num_published(self) -> int:
-        return len(self._block_of)
-
     def take(self, num_blocks: int) -> Int32Array:
         """Blocks for rows of one request each; free ones first, then the least recently used prefixes."""
-        if num_blocks > self.num_available:
-            raise ValueError(f"{num_blocks} blocks asked for, {self.num_available} available")
+        assert num_blocks <= self.num_available
         num_old = min(num_blocks, self._num_free)
         self._num_free -= num_old
         blocks = np.empty(num_blocks, np.int32)
@@ -113,25 +106,17 @@ class BlockPool:
             self._idle[block] = None
         freed = left[~kept]
         for block in freed.tolist():
-            self._key_of[block] = None
+            self.key_of[block] = None
         self._free_P[self._num_free : self._num_free + len(freed)] = freed
         self._num_free += len(freed)
-
-    def key_of(self, block: int) -> bytes | None:
-        """Key of a sealed block, also of one that is not the published block of its key; None before it is sealed."""
-        return self._key_of[block]
 
     def seal(self, block: int, parent: bytes) -> bytes:
         """The key of a full block with the key `parent` before it. Publishes it, unless another block has its key."""
         key = chain_key(parent, self.tokens_PT[block].tobytes())
-        self._key_of[block] = key
+        self.key_of[block] = key
         if self._block_of.setdefault(key, block) == block:
             self._published_P[block] = True
         return key
-
-    def may_write(self, blocks: Int32Array) -> npt.NDArray[np.bool_]:
-        """For each block: one request uses it, and it is not published."""
-        return (self._num_users_P[blocks] == 1) & ~self._published_P[blocks]
 
     def withdraw(self, block: int) -> bool:
         """Make a used block fit to be written again; False where another request uses it too."""
@@ -157,12 +142,12 @@ class BlockPool:
 
     def _forget(self, block: int) -> None:
         """Take away a block's key, and with it what it is published under."""
-        key = self._key_of[block]
+        key = self.key_of[block]
         if self._published_P[block]:
             assert key is not None
             del self._block_of[key]
             self._published_P[block] = False
-        self._key_of[block] = None
+        self.key_of[block] = None
 
 
 @dataclasses.dataclass
@@ -213,29 +198,19 @@ class RequestTable:
         self.cache_start_C = np.zeros(max_num_requests, np.int64)
         self._first_block_C = np.zeros(max_num_requests, np.int64)  # blocks [first, end) of a table row are its own
         self._end_block_C = np.zeros(max_num_requests, np.int64)
-        self._last_call_C = np.full(max_num_requests, -1, np.int64)  # -1: nobody's row
+        self.last_call_C = np.full(max_num_requests, -1, np.int64)  # that used the table row; -1: nobody's row
         self._owner_of: list[tuple[int, int]] = [(-1, -1)] * max_num_requests  # session, slot
         self._root_of: list[bytes | None] = [None] * max_num_requests
         self._free_rows = list(range(max_num_requests - 1, -1, -1))
         self._row_of_slot: dict[int, Int64Array] = {}  # by session
-        self._call = 0
+        self.call = 0
+        """Counts the engine's calls: what one has used is not evicted before the next."""
         self.version = 0
         """Counts changes of who has which table row: while it stays, so does what `find` found."""
 
     @property
     def num_requests(self) -> int:
         return len(self.num_rows_C) - len(self._free_rows)
-
-    def begin_call(self) -> None:
-        """What is looked up from here on is not evicted before the next call."""
-        self._call += 1
-
-    def range_of(self, session: int, slot: int) -> tuple[int, int] | None:
-        """`cache_start` and `num_rows` of a session's slot; None where it has no table row."""
-        row_of_slot = self._row_of_slot.get(session, ())
-        if slot >= len(row_of_slot) or (row := int(row_of_slot[slot])) < 0:
-            return None
-        return int(self.cache_start_C[row]), int(self.num_rows_C[row])
 
     def find(self, session: int, slots_B: npt.NDArray[np.integer]) -> Int64Array:
         """Table rows of a session's slots, `NO_ROW` where there is none; those found count as used now."""
@@ -245,12 +220,8 @@ class RequestTable:
         if (highest := int(slots_B.max())) >= len(row_of_slot):
             row_of_slot = self._widen(session, highest + 1)
         rows_B = row_of_slot[slots_B]
-        self._last_call_C[rows_B if rows_B.min() >= 0 else rows_B[rows_B >= 0]] = self._call
+        self.last_call_C[rows_B if rows_B.min() >= 0 else rows_B[rows_B >= 0]] = self.call
         return rows_B
-
-    def touch(self, rows_B: Int64Array) -> None:
-        """These rows are used now, as if `find` had found them."""
-        self._last_call_C[rows_B] = self._call
 
     def open(self, session: int, slot: int, prompt: Int32Array | None) -> int:
         """A table row for a slot that has none; `NO_ROW` if all are in use.
@@ -267,7 +238,7 @@ class RequestTable:
         if slot >= len(self._row_of_slot.get(session, ())):
             self._widen(session, slot + 1)
         self._row_of_slot[session][slot] = row
-        self._owner_of[row], self._last_call_C[row] = (session, slot), self._call
+        self._owner_of[row], self.last_call_C[row] = (session, slot), self.call
         if prompt is not None and len(prompt):
             self._root_of[row] = root_key(self.head_digest, int(prompt[0]))
             self._adopt(row, prompt)
@@ -291,7 +262,9 @@ class RequestTable:
         if total > self.pool.num_available:
             granted_B &= self._fitting(need_B, granted_B)
         if not granted_B.all():
-            self._refuse(rows_B[~granted_B])
+            for row in rows_B[~granted_B].tolist():
+                self.counters.refused += 1
+                self._close(row)
             need_B = np.where(granted_B, need_B, 0)
         if cold:
             self.counters.cold_starts += int(granted_B[cold].sum())
@@ -380,11 +353,6 @@ class RequestTable:
         fits_B[order[np.cumsum(need_B[order]) <= self.pool.num_available]] = True
         return fits_B
 
-    def _refuse(self, rows_B: Int64Array) -> None:
-        self.counters.refused += len(rows_B)
-        for row in rows_B.tolist():
-            self._close(row)
-
     def _extend(self, rows_B: Int64Array, need_B: Int64Array) -> None:
         """Take `need_B` more blocks for each request."""
         total = int(need_B.sum())
@@ -400,7 +368,7 @@ class RequestTable:
 
     def _seal(self, row: int, first: int, last: int) -> None:
         """The blocks of these columns are full: publish them, if what is before them is known."""
-        parent = self._root_of[row] if first == 0 else self.pool.key_of(int(self.blocks_CN[row, first - 1]))
+        parent = self._root_of[row] if first == 0 else self.pool.key_of[int(self.blocks_CN[row, first - 1])]
         if parent is None or self.cache_start_C[row]:
             return
         for block in self.blocks_CN[row, first:last].tolist():
@@ -408,8 +376,8 @@ class RequestTable:
 
     def _evict(self, enough: Callable[[], bool]) -> None:
         """Close the requests used longest ago, none of the last `min_idle_calls` calls, until there is enough."""
-        old = np.flatnonzero((self._last_call_C >= 0) & (self._last_call_C <= self._call - self.min_idle_calls))
-        for row in old[np.argsort(self._last_call_C[old], kind="stable")].tolist():
+        old = np.flatnonzero((self.last_call_C >= 0) & (self.last_call_C <= self.call - self.min_idle_calls))
+        for row in old[np.argsort(self.last_call_C[old], kind="stable")].tolist():
             if enough():
                 return
             self._close(row)
@@ -420,7 +388,7 @@ class RequestTable:
         self.version += 1
         session, slot = self._owner_of[row]
         self._row_of_slot[session][slot] = NO_ROW
-        self._owner_of[row], self._root_of[row], self._last_call_C[row] = (-1, -1), None, -1
+        self._owner_of[row], self._root_of[row], self.last_call_C[row] = (-1, -1), None, -1
         self._free_rows.append(row)
 
     def _widen(self, session: int, num_slots: int) -> Int64Array:

@@ -43,7 +43,7 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from peagle.drafter.protocol import MAX_PROMPT_TOKENS, NO_DRAFT, Int32Array, TargetShape, TargetStep, check_step
-from peagle.drafter.rows import INTERPRETED, check_shape, uses_kernel
+from peagle.drafter.rows import INTERPRETED, uses_kernel
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -305,14 +305,7 @@ class Mailbox:
         return num_cut
 
     def write_device_part(self, step: TargetStep[Tensor]) -> None:
-        """The rest of a step whose tensors are on the host; then `ready`."""
-        area, packed = self.area(step.number), torch.cat([step.start_B, step.num_valid_B, step.next_tokens_R])
-        area.device_part_t[: len(packed)] = packed
-        area.payload_RH[: len(step.hidden_RH)].copy_(step.hidden_RH)
-        area.ready[0] = step.number
-
-    def enqueue_device_part(self, step: TargetStep[Tensor]) -> None:
-        """The same from tensors of a GPU: three copies in the order of its current stream, the last one `ready`."""
+        """The rest of a step: three copies, on a GPU in the order of its current stream, the last one `ready`."""
         area, packed = self.area(step.number), torch.cat([step.start_B, step.num_valid_B, step.next_tokens_R])
         area.device_part_t[: len(packed)].copy_(packed, non_blocking=True)
         area.payload_RH[: len(step.hidden_RH)].copy_(step.hidden_RH, non_blocking=True)
@@ -328,7 +321,7 @@ class Mailbox:
         area = self.area(number)
         status_2 = torch.empty(2, dtype=torch.int64, device=out_BK.device)
         wait_for_word(area.done_t, number, self.abort_t, status_2, int(timeout_s * 1e9))
-        take_answer(area.drafts_BK_t[: len(out_BK)], status_2, out_BK, area.outcome_t, NO_DRAFT)
+        take_answer(area.drafts_BK_t[: len(out_BK)], status_2, out_BK, area.outcome_t)
 
     def is_done(self, number: int) -> bool:
         return int(self.area(number).done[0]) >= number
@@ -439,7 +432,7 @@ class Mailbox:
             for timeout_ns in (1 << 20, 1 << 40):
                 wait_for_word(area.done_t, 0, self.abort_t, status_2, timeout_ns)
             drafts_BK = torch.empty(1, self.shape.max_depth, dtype=torch.int32, device=device)
-            take_answer(area.drafts_BK_t[:1], status_2, drafts_BK, torch.empty_like(status_2), NO_DRAFT)
+            take_answer(area.drafts_BK_t[:1], status_2, drafts_BK, torch.empty_like(status_2))
 
     def unpin(self, device: torch.device) -> None:
         """Undo `pin`, before the memory goes and after the last work that uses it."""
@@ -464,16 +457,13 @@ def wait_for_word(word_1: Tensor, wanted: int, abort_1: Tensor, status_2: Tensor
     counts even with the abort word set or no time left.
 
     word_1, abort_1: int64 [1] of host memory, pinned where a GPU waits; written by others meanwhile.
-    status_2: int64 [2], written at the end: REACHED, ABORTED or TIMED_OUT, and the nanoseconds waited.
-
-    Raises ValueError for words of another type or size.
+    status_2: int64 [2], written at the end: REACHED, ABORTED or TIMED_OUT, and the nanoseconds waited. Under Triton's
+        interpreter, which has no timer, a read of the words counts 1 ns.
     """
-    for name, tensor, size in (("word_1", word_1, 1), ("abort_1", abort_1, 1), ("status_2", status_2, 2)):
-        if tensor.dtype != torch.int64:
-            raise ValueError(f"{name} is {tensor.dtype} and must be torch.int64")
-        check_shape(name, tensor, size)
-    wait = wait_for_word_triton if uses_kernel(status_2) else wait_for_word_torch
-    wait(word_1, wanted, abort_1, status_2, timeout_ns)
+    if uses_kernel(status_2):
+        _wait_kernel[(1,)](word_1, wanted, abort_1, status_2, timeout_ns, HAS_TIMER=not INTERPRETED, num_warps=1)
+    else:
+        wait_for_word_torch(word_1, wanted, abort_1, status_2, timeout_ns)
 
 
 def wait_for_word_torch(word_1: Tensor, wanted: int, abort_1: Tensor, status_2: Tensor, timeout_ns: int) -> None:
@@ -492,11 +482,6 @@ def wait_for_word_torch(word_1: Tensor, wanted: int, abort_1: Tensor, status_2: 
         elif (num_reads := num_reads + 1) > _NUM_QUICK_READS:
             time.sleep(_SLEEP_S)
     status_2[0], status_2[1] = status, waited_ns
-
-
-def wait_for_word_triton(word_1: Tensor, wanted: int, abort_1: Tensor, status_2: Tensor, timeout_ns: int) -> None:
-    """One warp on the current stream. Under the interpreter, which has no timer, a read of the words counts 1 ns."""
-    _wait_kernel[(1,)](word_1, wanted, abort_1, status_2, timeout_ns, HAS_TIMER=not INTERPRETED, num_warps=1)
 
 
 # The numbers change with every call: without this a kernel would be compiled anew for 1 and for multiples of 16.
@@ -527,34 +512,26 @@ def _wait_status(word_1, wanted, abort_1, waited, timeout):
     return tl.where(tl.load(word_1, volatile=True) >= wanted, 1, status).to(tl.int64)
 
 
-def take_answer(answer_BK: Tensor, status_2: Tensor, out_BK: Tensor, outcome_2: Tensor, missing: int) -> None:
-    """After a wait: out_BK becomes answer_BK if the word was reached, `missing` all over if not; outcome_2 the status.
+def take_answer(answer_BK: Tensor, status_2: Tensor, out_BK: Tensor, outcome_2: Tensor) -> None:
+    """After a wait: out_BK becomes answer_BK if the word was reached, `NO_DRAFT` all over if not; outcome_2 the status.
 
     answer_BK (int32, contiguous) and outcome_2 (int64 [2]) may lie in pinned host memory, which the kernel reads and
     writes in place: one launch for what would be two copies over the bus and two kernels. On a CPU it is done at once.
-
-    Raises ValueError for tensors of another type or size.
     """
-    check_shape("out_BK", out_BK, *answer_BK.shape)
-    check_shape("outcome_2", outcome_2, 2)
-    if {answer_BK.dtype, out_BK.dtype} != {torch.int32} or not (answer_BK.is_contiguous() and out_BK.is_contiguous()):
-        raise ValueError("answer_BK and out_BK must be int32 and contiguous")
-    (take_answer_triton if uses_kernel(out_BK) else take_answer_torch)(answer_BK, status_2, out_BK, outcome_2, missing)
-
-
-def take_answer_torch(answer_BK: Tensor, status_2: Tensor, out_BK: Tensor, outcome_2: Tensor, missing: int) -> None:
-    """The twin, on one device."""
-    out_BK.copy_(answer_BK)
-    out_BK.masked_fill_(status_2[:1, None] != REACHED, missing)
-    outcome_2.copy_(status_2)
-
-
-def take_answer_triton(answer_BK: Tensor, status_2: Tensor, out_BK: Tensor, outcome_2: Tensor, missing: int) -> None:
-    """One launch, a program for some numbers each."""
+    if not uses_kernel(out_BK):
+        take_answer_torch(answer_BK, status_2, out_BK, outcome_2)
+        return
     num_numbers = out_BK.numel()
     _take_answer_kernel[(max(1, triton.cdiv(num_numbers, _ANSWER_BLOCK)),)](
-        answer_BK, status_2, out_BK, outcome_2, num_numbers, missing, BLOCK=_ANSWER_BLOCK, num_warps=4
+        answer_BK, status_2, out_BK, outcome_2, num_numbers, NO_DRAFT, BLOCK=_ANSWER_BLOCK, num_warps=4
     )
+
+
+def take_answer_torch(answer_BK: Tensor, status_2: Tensor, out_BK: Tensor, outcome_2: Tensor) -> None:
+    """The twin, on one device."""
+    out_BK.copy_(answer_BK)
+    out_BK.masked_fill_(status_2[:1, None] != REACHED, NO_DRAFT)
+    outcome_2.copy_(status_2)
 
 
 @triton.jit(

@@ -12,8 +12,8 @@ D, I width of the MLP.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from peagle.config import DrafterConfig, HeadError
 from peagle.drafter.attention import distinct_batches, paged_attention, write_kv
 from peagle.drafter.protocol import NO_DRAFT, Int32Array
 from peagle.drafter.rows import (
-    Rows,
     add_norm,
     build_rows,
     first_rows,
@@ -38,9 +37,8 @@ from peagle.model import Attention, Drafter, Layer, rotary_tables
 if TYPE_CHECKING:
     from peagle.drafter.graphs import GraphSizes
 
-# What a pass is given and gives
-
-
+#: Waits for the drafts of a pass: [B, K], -1 where none is wanted; an array of the caller's own.
+PendingDrafts = Callable[[], Int32Array]
 PER_REQUEST = ("start_B", "num_valid_B", "row_offset_B", "depth_B", "cache_start_B")
 
 
@@ -60,12 +58,6 @@ class PassLimits:
     block_size: int
     max_depth: int
     hidden_size: int
-    vocab_size: int
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if (value := getattr(self, field.name)) < 1:
-                raise ValueError(f"{field.name} = {value} must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,23 +117,6 @@ class PassInputs:
     addresses_R: Tensor | None = None
 
 
-class PendingDrafts(Protocol):
-    """Draft ids of a pass that may still run."""
-
-    def wait(self) -> Int32Array:
-        """[B, K], -1 where no draft is wanted; an array of the caller's own."""
-
-
-@dataclasses.dataclass(frozen=True)
-class KnownDrafts:
-    """Drafts of a pass that is over."""
-
-    drafts_BK: Int32Array
-
-    def wait(self) -> Int32Array:
-        return self.drafts_BK
-
-
 def widened(drafts_BK: Int32Array, max_depth: int) -> Int32Array:
     """[B, depth] -> [B, max_depth], with -1 in the new columns; always a new array."""
     wide_BK = np.full((len(drafts_BK), max_depth), NO_DRAFT, np.int32)
@@ -198,108 +173,12 @@ def _joined(parts: list[Tensor], device: torch.device, dtype: torch.dtype) -> Te
     return whole
 
 
-@dataclasses.dataclass(frozen=True)
-class PagedCache:
-    """Keys and values of every layer, [num_blocks, block_size, G, D] each, and where requests have theirs.
-
-    block_table_BN: as `build_rows` takes it. start_B: first position of this pass; cache_start_B: first position that
-    has keys at all, later than 0 after a cold start.
-    """
-
-    keys: list[Tensor]
-    values: list[Tensor]
-    block_size: int
-    block_table_BN: Tensor
-    start_B: Tensor
-    cache_start_B: Tensor
-
-
-class PassLayers:
-    """The drafter's weights as the pass uses them, and the forward over its rows.
-
-    The same function as `Drafter.forward` with a cache: of the last layer, what nobody samples is computed no further
-    than its keys and values.
-
-    The joined matrices take the place of the drafter's own where these have the pass's type and device already, so that
-    weights are not held twice: the drafter's become views of them.
-    """
-
-    def __init__(self, drafter: Drafter, num_positions: int, device: torch.device, dtype: torch.dtype) -> None:
-        """num_positions: P, rotations are held for positions 0 .. P - 1."""
-        assert drafter.embed_tokens is not None
-        assert drafter.lm_head is not None
-        config = self.config = drafter.config
-        assert config.ptd_token_id is not None
-        self.mask_token_id = config.ptd_token_id
-        self.eps = config.rms_norm_eps
-
-        def placed(tensor: Tensor) -> Tensor:
-            return tensor.detach().to(device=device, dtype=dtype)
-
-        self.layers = [LayerWeights.of(layer, device, dtype) for layer in drafter.layers if isinstance(layer, Layer)]
-        first = drafter.layers[0]
-        assert isinstance(first, Layer)
-        self.hidden_norm_H = placed(first.hidden_norm.weight)
-        self.norm_H = placed(drafter.norm.weight)
-        self.embed_VH = placed(drafter.embed_tokens.weight)
-        # An embedding of the head's own has the mask token's in its row.
-        self.mask_embedding_H = placed(drafter.mask_token())
-        self.lm_head_VH = placed(drafter.lm_head.weight)
-        self.target_ids_V = drafter.target_ids.to(device=device, dtype=torch.int32)
-        positions_1P = torch.arange(num_positions, device=device)[None]
-        cos, sin = rotary_tables(positions_1P, config.head_dim, config.rope_theta, config.rope_scaling)
-        # Both halves of a head turn alike.
-        self.cos_PF, self.sin_PF = (table[0, 0, :, : config.head_dim // 2].contiguous() for table in (cos, sin))
-        with torch.no_grad():
-            self.mask_hidden_H = placed(drafter.reduce(drafter.mask_hidden.view(1, -1))[0])
-
-    @torch.no_grad()
-    def __call__(self, rows: Rows, hidden_NH: Tensor, cache: PagedCache) -> Tensor:
-        """Draft ids [B, depth] int32 in the target's vocabulary, -1 where none is wanted; keys and values are stored.
-
-        hidden_NH: of each row, the shared one in mask rows.
-        """
-        sampled_M = rows.sample_rows_BK.flatten()
-        x, stream_NH = first_rows(
-            rows.token_ids_N, hidden_NH, self.embed_VH, self.mask_token_id, self.mask_embedding_H,
-            self.layers[0].input_norm_H, self.hidden_norm_H, self.eps, self.config.norm_before_residual,
-        )  # fmt: skip
-        for index, layer in enumerate(self.layers):
-            is_last = index == len(self.layers) - 1
-            q_NAD = self._store_keys(index, x, rows, cache)
-            if is_last and not sampled_M.numel():
-                return rows.sample_rows_BK.to(torch.int32)
-            out_NX = paged_attention(
-                q_NAD, cache.keys[index], cache.values[index], cache.block_table_BN, rows.first_row_B1, cache.start_B,
-                rows.context_B, cache.cache_start_B, block_size=cache.block_size, scale=self.config.head_dim**-0.5,
-                sliding_window=self.config.sliding_window,
-            ).flatten(1)  # fmt: skip
-            if is_last:
-                # Rows that are padded samples read the last row, whose draft is dropped below.
-                out_NX, stream_NH = out_NX[sampled_M], stream_NH[sampled_M]
-            stream_NH, x = add_norm(stream_NH, F.linear(out_NX, layer.out, layer.out_bias), layer.mlp_norm_H, self.eps)
-            mlp_NH = F.linear(silu_mul(F.linear(x, layer.gate_up)), layer.down)
-            norm_H = self.norm_H if is_last else self.layers[index + 1].input_norm_H
-            stream_NH, x = add_norm(stream_NH, mlp_NH, norm_H, self.eps)
-        best_M = F.linear(x, self.lm_head_VH).argmax(dim=-1)
-        drafts_M = torch.where(sampled_M >= 0, self.target_ids_V[best_M], -1)
-        return drafts_M.view(rows.sample_rows_BK.shape)
-
-    def _store_keys(self, index: int, x: Tensor, rows: Rows, cache: PagedCache) -> Tensor:
-        """Queries [N, A, D] of a layer, rotated; its keys and values enter the cache."""
-        config, layer = self.config, self.layers[index]
-        num_queries, num_groups = config.num_attention_heads, config.num_key_value_heads
-        heads_NHD = F.linear(x, layer.qkv, layer.qkv_bias).unflatten(1, (-1, config.head_dim))
-        q_NAD, k_NGD = rotate_heads(
-            heads_NHD, num_queries, num_groups, rows.positions_N, self.cos_PF, self.sin_PF, layer.qk_norms, self.eps
-        )
-        v_NGD = heads_NHD[:, num_queries + num_groups :]
-        write_kv(k_NGD, v_NGD, cache.keys[index], cache.values[index], rows.slots_N)
-        return q_NAD
-
-
 class ParallelPass:
-    """One head's weights, its cache of keys and values, and the pass over them. Used by one thread at a time."""
+    """One head's weights, its cache of keys and values, and the pass over them. Used by one thread at a time.
+
+    The pass is the same function as `Drafter.forward` with a cache: of the last layer, what nobody samples is computed
+    no further than its keys and values.
+    """
 
     def __init__(
         self,
@@ -324,10 +203,13 @@ class ParallelPass:
         included; by default max_num_rows and K for each request. graph_sizes: batches that run as a CUDA graph;
         without effect on a CPU.
 
-        Raises HeadError for an EAGLE-3 head, ValueError for a limit below 1.
+        Raises HeadError for an EAGLE-3 head.
         """
-        self.drafter, config = drafter, drafter.config
+        config = self._config = drafter.config
         check_parallel(config, "the drafter")
+        assert drafter.embed_tokens is not None
+        assert drafter.lm_head is not None
+        assert config.ptd_token_id is not None
         self.device, self.dtype = torch.device(device), dtype
         context = max_context or config.max_position_embeddings + max_depth
         self.limits = PassLimits(
@@ -339,14 +221,30 @@ class ParallelPass:
             block_size=block_size,
             max_depth=max_depth,
             hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
         )
         num_positions = self.limits.max_blocks * block_size
-        self.layers = PassLayers(drafter, num_positions, self.device, dtype)
+
+        def placed(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(device=self.device, dtype=dtype)
+
+        layers = [layer for layer in drafter.layers if isinstance(layer, Layer)]
+        self._mask_token_id = config.ptd_token_id
+        self._layers = [LayerWeights.of(layer, self.device, dtype) for layer in layers]
+        self._hidden_norm_H, self._norm_H = placed(layers[0].hidden_norm.weight), placed(drafter.norm.weight)
+        self._embed_VH, self._lm_head_VH = placed(drafter.embed_tokens.weight), placed(drafter.lm_head.weight)
+        # An embedding of the head's own has the mask token's in its row.
+        self._mask_embedding_H = placed(drafter.mask_token())
+        self._target_ids_V = drafter.target_ids.to(device=self.device, dtype=torch.int32)
+        positions_1P = torch.arange(num_positions, device=self.device)[None]
+        tables = rotary_tables(positions_1P, config.head_dim, config.rope_theta, config.rope_scaling)
+        # Both halves of a head turn alike.
+        self._cos_PF, self._sin_PF = (table[0, 0, :, : config.head_dim // 2].contiguous() for table in tables)
+        with torch.no_grad():
+            self._mask_hidden_H = placed(drafter.reduce(drafter.mask_hidden.view(1, -1))[0])
         shape = (config.num_hidden_layers, 2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
         # Zeros, not whatever the memory held: a NaN under a mask is a NaN in the sum.
-        self._cache = torch.zeros(shape, dtype=dtype, device=self.device)
-        self._keys, self._values = list(self._cache[:, 0]), list(self._cache[:, 1])
+        self._cache_tensor = torch.zeros(shape, dtype=dtype, device=self.device)
+        self._cache = [(layer[0], layer[1]) for layer in self._cache_tensor]
         self._runner = None
         if self.device.type == "cuda":
             from peagle.drafter.graphs import GraphRunner  # which imports the batch from here
@@ -365,7 +263,7 @@ class ParallelPass:
 
     def run(self, batch: PassBatch) -> Int32Array:
         """Drafts [B, K] in host memory, -1 where none is wanted; waits for them."""
-        return self.launch(batch).wait()
+        return self.launch(batch)()
 
     @torch.no_grad()
     def launch(self, batch: PassBatch) -> PendingDrafts:
@@ -385,37 +283,61 @@ class ParallelPass:
         tensors = {name: torch.from_numpy(np.ascontiguousarray(getattr(batch, name))) for name in names}
         inputs = PassInputs(**tensors, payload_RH=pieces[0])
         drafts_BK = self._compute(inputs, int(batch.rows_B().sum()), int(batch.drafts_B().max()))
-        return KnownDrafts(widened(drafts_BK.numpy(), self.limits.max_depth))
+        found_BK = widened(drafts_BK.numpy(), self.limits.max_depth)
+        return lambda: found_BK
 
     def warm_up(self) -> int:
         """Captures the CUDA graphs of full batches, so that serving does not begin with them; returns how many there
         are. Only while no request has rows in the cache of a batch that runs. On a CPU nothing happens."""
         return 0 if self._runner is None else self._runner.warm_up()
 
-    def fill_cache(self, generator: torch.Generator) -> None:
-        """Normal numbers in place of every key and value, for measurements: zeros run faster than what is real."""
-        self._cache.normal_(generator=generator)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
+    @torch.no_grad()
     def _compute(self, inputs: PassInputs, num_rows: int, depth: int) -> Tensor:
-        """Drafts [B, depth] on the device; num_rows may be more than the batch has. Waits for nothing."""
+        """Drafts [B, depth] int32 in the target's vocabulary, -1 where none is wanted; waits for nothing.
+
+        num_rows may be more than the batch has.
+        """
+        config, eps = self._config, self._config.rms_norm_eps
         rows = build_rows(
             inputs.start_B, inputs.num_valid_B, inputs.row_offset_B, inputs.depth_B, inputs.next_tokens_R,
-            inputs.block_table_BN, block_size=self.limits.block_size, mask_token_id=self.layers.mask_token_id,
+            inputs.block_table_BN, block_size=self.limits.block_size, mask_token_id=self._mask_token_id,
             max_depth=depth, num_rows=num_rows,
         )  # fmt: skip
         hidden_NH = torch.empty(num_rows, self.limits.hidden_size, dtype=self.dtype, device=self.device)
         if inputs.addresses_R is not None:
-            place_hidden_at(inputs.addresses_R, rows.sources_N, self.layers.mask_hidden_H, hidden_NH)
+            place_hidden_at(inputs.addresses_R, rows.sources_N, self._mask_hidden_H, hidden_NH)
         else:
             assert inputs.payload_RH is not None
-            place_hidden(inputs.payload_RH, rows.sources_N, self.layers.mask_hidden_H, hidden_NH)
-        cache = PagedCache(
-            self._keys, self._values, self.limits.block_size, inputs.block_table_BN, inputs.start_B,
-            inputs.cache_start_B,
+            place_hidden(inputs.payload_RH, rows.sources_N, self._mask_hidden_H, hidden_NH)
+        sampled_M = rows.sample_rows_BK.flatten()
+        x, stream_NH = first_rows(
+            rows.token_ids_N, hidden_NH, self._embed_VH, self._mask_token_id, self._mask_embedding_H,
+            self._layers[0].input_norm_H, self._hidden_norm_H, eps, config.norm_before_residual,
         )  # fmt: skip
-        return self.layers(rows, hidden_NH, cache)
+        num_queries, num_groups = config.num_attention_heads, config.num_key_value_heads
+        for index, (layer, (keys, values)) in enumerate(zip(self._layers, self._cache, strict=True)):
+            is_last = index == len(self._layers) - 1
+            heads_NHD = F.linear(x, layer.qkv, layer.qkv_bias).unflatten(1, (-1, config.head_dim))
+            q_NAD, k_NGD = rotate_heads(
+                heads_NHD, num_queries, num_groups, rows.positions_N, self._cos_PF, self._sin_PF, layer.qk_norms, eps
+            )
+            write_kv(k_NGD, heads_NHD[:, num_queries + num_groups :], keys, values, rows.slots_N)
+            if is_last and not sampled_M.numel():
+                return rows.sample_rows_BK.to(torch.int32)
+            out_NX = paged_attention(
+                q_NAD, keys, values, inputs.block_table_BN, rows.first_row_B1, inputs.start_B, rows.context_B,
+                inputs.cache_start_B, scale=config.head_dim**-0.5, sliding_window=config.sliding_window,
+            ).flatten(1)  # fmt: skip
+            if is_last:
+                # Rows that are padded samples read the last row, whose draft is dropped below.
+                out_NX, stream_NH = out_NX[sampled_M], stream_NH[sampled_M]
+            stream_NH, x = add_norm(stream_NH, F.linear(out_NX, layer.out, layer.out_bias), layer.mlp_norm_H, eps)
+            mlp_NH = F.linear(silu_mul(F.linear(x, layer.gate_up)), layer.down)
+            stream_NH, x = add_norm(
+                stream_NH, mlp_NH, self._norm_H if is_last else self._layers[index + 1].input_norm_H, eps
+            )
+        best_M = F.linear(x, self._lm_head_VH).argmax(dim=-1)
+        return torch.where(sampled_M >= 0, self._target_ids_V[best_M], -1).view(rows.sample_rows_BK.shape)
 
 
 def check_parallel(config: DrafterConfig, source: str) -> None:

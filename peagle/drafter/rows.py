@@ -46,16 +46,6 @@ def uses_kernel(tensor: Tensor) -> bool:
     return INTERPRETED or tensor.is_cuda
 
 
-def check_shape(name: str, tensor: Tensor, *sizes: int | None) -> None:
-    """Raises ValueError, with the tensor's name, unless its shape is `sizes`, where None stands for any size."""
-    fits = tensor.dim() == len(sizes) and all(
-        want is None or have == want for have, want in zip(tensor.shape, sizes, strict=True)
-    )
-    if not fits:
-        wanted = ", ".join("any" if size is None else str(size) for size in sizes)
-        raise ValueError(f"{name} has shape {list(tensor.shape)} and must have [{wanted}]")
-
-
 # Rows of a pass
 
 
@@ -80,19 +70,6 @@ class Rows:
     first_row_B1: Tensor
     context_B: Tensor
 
-    @classmethod
-    def empty(cls, num_requests: int, num_rows: int, max_depth: int, device: torch.device | str) -> Rows:
-        """Tensors without values, to be given to `build_rows` as `out`."""
-        return cls(
-            token_ids_N=torch.empty(num_rows, dtype=torch.int64, device=device),
-            positions_N=torch.empty(num_rows, dtype=torch.int64, device=device),
-            slots_N=torch.empty(num_rows, dtype=torch.int64, device=device),
-            sources_N=torch.empty(num_rows, dtype=torch.int32, device=device),
-            sample_rows_BK=torch.empty(num_requests, max_depth, dtype=torch.int64, device=device),
-            first_row_B1=torch.empty(num_requests + 1, dtype=torch.int32, device=device),
-            context_B=torch.empty(num_requests, dtype=torch.int32, device=device),
-        )
-
 
 def build_rows(
     start_B: Tensor,
@@ -106,7 +83,6 @@ def build_rows(
     mask_token_id: int,
     max_depth: int,
     num_rows: int,
-    out: Rows | None = None,
 ) -> Rows:
     """Lays out the rows of one pass.
 
@@ -121,26 +97,22 @@ def build_rows(
         mask_token_id: token of the mask rows.
         max_depth: columns of `sample_rows_BK`.
         num_rows: N. All requests together must have no more rows; rows beyond N are left out, also from the samples.
-        out: tensors to write, as `Rows.empty` makes them.
-
-    Raises ValueError when shapes do not fit together.
     """
-    num_requests = start_B.shape[0] if start_B.dim() == 1 else -1
-    for name, tensor in (("num_valid_B", num_valid_B), ("row_offset_B", row_offset_B), ("depth_B", depth_B)):
-        check_shape(name, tensor, num_requests)
-    check_shape("start_B", start_B, num_requests)
-    check_shape("next_tokens_R", next_tokens_R, None)
-    check_shape("block_table_BN", block_table_BN, num_requests, None)
-    if out is None:
-        out = Rows.empty(num_requests, num_rows, max_depth, start_B.device)
-    check_shape("out.token_ids_N", out.token_ids_N, num_rows)
-    check_shape("out.sample_rows_BK", out.sample_rows_BK, num_requests, max_depth)
+    num_requests, device = len(start_B), start_B.device
     if not uses_kernel(start_B) or not num_requests:
-        build_rows_torch(
-            start_B, num_valid_B, row_offset_B, depth_B, next_tokens_R, block_table_BN, out,
-            block_size=block_size, mask_token_id=mask_token_id,
+        return build_rows_torch(
+            start_B, num_valid_B, row_offset_B, depth_B, next_tokens_R, block_table_BN,
+            block_size=block_size, mask_token_id=mask_token_id, max_depth=max_depth, num_rows=num_rows,
         )  # fmt: skip
-        return out
+    out = Rows(
+        token_ids_N=torch.empty(num_rows, dtype=torch.int64, device=device),
+        positions_N=torch.empty(num_rows, dtype=torch.int64, device=device),
+        slots_N=torch.empty(num_rows, dtype=torch.int64, device=device),
+        sources_N=torch.empty(num_rows, dtype=torch.int32, device=device),
+        sample_rows_BK=torch.empty(num_requests, max_depth, dtype=torch.int64, device=device),
+        first_row_B1=torch.empty(num_requests + 1, dtype=torch.int32, device=device),
+        context_B=torch.empty(num_requests, dtype=torch.int32, device=device),
+    )
     # One launch: programs of some rows each, and a last one for what is kept per request.
     block_requests = max(MIN_BLOCK_REQUESTS, triton.next_power_of_2(num_requests))
     block_rows = max(1, min(128, _SEARCHED_ELEMENTS // block_requests))
@@ -162,30 +134,28 @@ def build_rows_torch(
     depth_B: Tensor,
     next_tokens_R: Tensor,
     block_table_BN: Tensor,
-    out: Rows,
     *,
     block_size: int,
     mask_token_id: int,
-) -> None:
-    """The twin: the same tensors from plain torch."""
-    num_requests, max_depth = out.sample_rows_BK.shape
-    num_rows, num_payload_rows = len(out.token_ids_N), len(next_tokens_R)
+    max_depth: int,
+    num_rows: int,
+) -> Rows:
+    """The twin."""
+    num_requests, num_payload_rows = len(start_B), len(next_tokens_R)
     valid_B = num_valid_B.long().clamp(min=0)
     drafts_B = torch.where(valid_B > 0, depth_B.long().clamp(0, max_depth), 0)
     rows_B = valid_B + (drafts_B - 1).clamp(min=0)
     first_B1 = torch.cat([rows_B.new_zeros(1), rows_B.cumsum(0)])
-    out.first_row_B1.copy_(first_B1.clamp(max=num_rows))
-    out.context_B.copy_(start_B.long() + rows_B)
+    context_B = (start_B.long() + rows_B).int()
     depths_K = torch.arange(max_depth, device=start_B.device)
     sampled_BK = (first_B1[:-1] + valid_B - 1)[:, None] + depths_K
     sampled_BK[(depths_K >= drafts_B[:, None]) | (sampled_BK >= num_rows)] = -1
-    out.sample_rows_BK.copy_(sampled_BK)
-    if num_requests == 0:
-        out.token_ids_N.zero_(), out.positions_N.zero_(), out.slots_N.fill_(-1), out.sources_N.fill_(-1)
-        return
     index_N = torch.arange(num_rows, device=start_B.device)
     is_row_N = index_N < first_B1[-1]
-    request_N = torch.searchsorted(first_B1[1:], index_N, right=True).clamp(max=num_requests - 1)
+    request_N = torch.searchsorted(first_B1[1:], index_N, right=True).clamp(max=max(num_requests - 1, 0))
+    if not num_requests:  # the padding then reads a request without rows
+        valid_B = start_B = row_offset_B = valid_B.new_zeros(1)
+        block_table_BN = block_table_BN.new_zeros(1, 0)
     offset_N = index_N - first_B1[request_N]
     is_valid_N = is_row_N & (offset_N < valid_B[request_N])
     source_N = row_offset_B.long()[request_N] + offset_N
@@ -198,10 +168,15 @@ def build_rows_torch(
     block_N = padded_BN[request_N, column_N.clamp(0, num_columns)]
     slot_N = block_N * block_size + position_N % block_size
     token_N = torch.where(is_valid_N, given_N, mask_token_id)
-    out.token_ids_N.copy_(torch.where(is_row_N, token_N, 0))
-    out.positions_N.copy_(torch.where(is_row_N, position_N, 0))
-    out.slots_N.copy_(torch.where(is_row_N & (block_N >= 0), slot_N, -1))
-    out.sources_N.copy_(source_N)
+    return Rows(
+        token_ids_N=torch.where(is_row_N, token_N, 0),
+        positions_N=torch.where(is_row_N, position_N, 0),
+        slots_N=torch.where(is_row_N & (block_N >= 0), slot_N, -1),
+        sources_N=source_N.int(),
+        sample_rows_BK=sampled_BK,
+        first_row_B1=first_B1.clamp(max=num_rows).int(),
+        context_B=context_B,
+    )
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_rows", "max_depth"])  # each special value is a kernel to compile
@@ -258,15 +233,8 @@ def _build_rows_kernel(
 def place_hidden(payload_RH: Tensor, sources_N: Tensor, mask_hidden_H: Tensor, out_NH: Tensor) -> Tensor:
     """Writes and returns out_NH: row i is payload_RH[sources_N[i]], or mask_hidden_H where the source is -1.
 
-    sources_N: int, as in `Rows`. Values are converted to the type of out_NH. Plain torch,
-    for a payload that is one tensor on the device of the others; a GPU's pass has `place_hidden_at`.
-
-    Raises ValueError when shapes do not fit together.
+    Plain torch, for a payload that is one tensor on the device of the others; a GPU's pass has `place_hidden_at`.
     """
-    hidden_size = mask_hidden_H.shape[-1]
-    check_shape("mask_hidden_H", mask_hidden_H, None)
-    check_shape("payload_RH", payload_RH, None, hidden_size)
-    check_shape("out_NH", out_NH, len(sources_N), hidden_size)
     mask_1H = mask_hidden_H.to(out_NH.dtype)[None]
     # The shared hidden state is the last row, where -1 points.
     return out_NH.copy_(torch.cat([payload_RH.to(out_NH.dtype), mask_1H])[sources_N.long()])
@@ -279,13 +247,8 @@ def place_hidden_at(addresses_R: Tensor, sources_N: Tensor, mask_hidden_H: Tenso
 
     addresses_R: int64, in bytes, of memory that out_NH's device reaches (its own, or pinned host memory); multiples of
     `ALIGNMENT_BYTES` where a row's size is. Whoever calls keeps that memory until the kernel has run; only rows that a
-    source names are read. Raises ValueError when shapes do not fit together.
+    source names are read.
     """
-    check_shape("addresses_R", addresses_R, None)
-    check_shape("mask_hidden_H", mask_hidden_H, None)
-    check_shape("out_NH", out_NH, len(sources_N), len(mask_hidden_H))
-    if addresses_R.dtype != torch.int64 or not out_NH.is_contiguous() or mask_hidden_H.stride(0) != 1:
-        raise ValueError("addresses_R must be int64, out_NH and mask_hidden_H contiguous")
     num_rows, hidden_size = out_NH.shape
     if not num_rows:
         return out_NH
@@ -357,14 +320,9 @@ def accepted_rows(
         next_tokens_B: int, the token after each request's last valid row.
         input_ids_R: int, the token of each row.
 
-    The token after a rejected row means nothing; it is an input token or 0. Raises ValueError when shapes do not fit.
+    The token after a rejected row means nothing; it is an input token or 0.
     """
     num_requests = len(next_tokens_B)
-    check_shape("first_row_B1", first_row_B1, num_requests + 1)
-    check_shape("num_sampled_B", num_sampled_B, num_requests)
-    check_shape("input_ids_R", input_ids_R, None)
-    if num_drafts_up_to_B is not None:
-        check_shape("num_drafts_up_to_B", num_drafts_up_to_B, num_requests)
     if not uses_kernel(input_ids_R) or not num_requests:
         return accepted_rows_torch(first_row_B1, num_drafts_up_to_B, num_sampled_B, next_tokens_B, input_ids_R)
     num_valid_B = torch.empty(num_requests, dtype=torch.int32, device=input_ids_R.device)
