@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.common import markdown
 from peagle.drafter.client import Link, LinkPool
-from peagle.drafter.engine import DraftEngine, HeadRuntime
+from peagle.drafter.engine import DraftEngine
 from peagle.drafter.parallel_pass import ParallelPass, PassBatch, PassLimits, PendingDrafts
 from peagle.drafter.protocol import Int32Array, Reducer, ServedHead, TargetShape, TargetStep
 from peagle.drafter.server import DrafterServer
@@ -63,6 +63,8 @@ class CopyingEngine:
 class IdlePass:
     """Takes a batch as the drafter's pass does, and answers token 0 everywhere."""
 
+    digest = DIGEST
+
     def __init__(self, shape: TargetShape) -> None:
         num_blocks = shape.max_num_requests * (blocks_each := CONTEXT // BLOCK_SIZE)
         num_rows = shape.max_num_rows + shape.max_num_requests * shape.max_depth
@@ -79,7 +81,7 @@ def engine_of(shape: TargetShape, device: str, bookkeeping: bool) -> Any:
     """What drafts nothing."""
     if not bookkeeping:
         return CopyingEngine(shape.max_depth, device)
-    return DraftEngine({0: HeadRuntime(DIGEST, cast(ParallelPass, IdlePass(shape)))})
+    return DraftEngine({0: cast(ParallelPass, IdlePass(shape))})
 
 
 def serve(pipe: Connection, shape: TargetShape, device: str, bookkeeping: bool) -> None:

@@ -135,7 +135,7 @@ def new_pass(
 ) -> ParallelPass:
     """A pass for one batch size, its cache full of random numbers."""
     made = ParallelPass(
-        drafter, max_num_requests=num_requests, max_num_rows=num_requests * (2 * load.depth + 1),
+        drafter, digest="", max_num_requests=num_requests, max_num_rows=num_requests * (2 * load.depth + 1),
         num_blocks=num_requests * blocks_each(load), block_size=BLOCK_SIZE, max_depth=load.depth, device=device,
         dtype=dtype, max_context=blocks_each(load) * BLOCK_SIZE, graph_sizes=sizes,
     )  # fmt: skip

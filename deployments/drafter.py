@@ -24,7 +24,8 @@ from deployments.compat import be_no_nicer
 from deployments.replicas import DrafterReport, LiveHead
 from peagle.checkpoint import read_head_config
 from peagle.config import DrafterConfig
-from peagle.drafter.engine import DraftEngine, HeadRuntime
+from peagle.drafter.engine import DraftEngine
+from peagle.drafter.parallel_pass import ParallelPass
 from peagle.drafter.protocol import DTYPES, ServedHead
 from peagle.drafter.server import DrafterServer
 from peagle.drafter.serving import DrafterLimits, load_served_head
@@ -49,7 +50,7 @@ class LoadedHead:
 
     name: str
     config: DrafterConfig
-    runtime: HeadRuntime
+    runtime: ParallelPass
     served: ServedHead
 
     @property

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from peagle.config import DrafterConfig
 from peagle.draft import DraftSession
-from peagle.drafter.engine import DraftEngine, HeadRuntime
+from peagle.drafter.engine import DraftEngine
 from peagle.drafter.kvcache import NO_ROW
 from peagle.drafter.parallel_pass import ParallelPass
 from peagle.drafter.protocol import Int32Array, TargetShape, TargetStep, check_step
@@ -37,12 +37,12 @@ def drafter_of(head: int) -> Drafter:
     return random_drafter(CONFIG, seed=head)
 
 
-def head_runtime(head: int, **limits: int) -> HeadRuntime:
+def head_runtime(head: int, **limits: int) -> ParallelPass:
     sizes = dict(max_num_requests=16, max_num_rows=200, num_blocks=600, block_size=BLOCK, max_depth=MAX_DEPTH)
-    parallel_pass = ParallelPass(
-        drafter_of(head), **{**sizes, **limits}, device="cpu", dtype=torch.float64, max_context=200
+    settings = {**sizes, **limits}
+    return ParallelPass(
+        drafter_of(head), digest=f"digest{head}", **settings, device="cpu", dtype=torch.float64, max_context=200
     )
-    return HeadRuntime(f"digest{head}", parallel_pass)
 
 
 @functools.lru_cache(maxsize=100_000)

@@ -61,7 +61,7 @@ class Requests:
     def new_pass(self, device: str = "cpu", dtype: torch.dtype | None = None, **settings: object) -> ParallelPass:
         limits = {"max_num_requests": len(self.tokens), "max_num_rows": 256, "max_depth": MAX_DEPTH}
         return ParallelPass(
-            self.drafter, num_blocks=self.num_blocks, block_size=BLOCK_SIZE, device=device,
+            self.drafter, digest="", num_blocks=self.num_blocks, block_size=BLOCK_SIZE, device=device,
             dtype=dtype or self.drafter.fc.weight.dtype, max_context=BLOCK_SIZE * BLOCKS_PER_REQUEST,
             **(limits | settings),  # type: ignore[arg-type]
         )  # fmt: skip

@@ -139,7 +139,7 @@ def test_more_requests_than_the_cache_holds_get_no_drafts_and_no_error() -> None
     assert (num_requests(engine), engine.counters.refused) == (6, 6)  # 12 rows are three blocks
     more = DraftEngine({0: head_runtime(0)}, max_num_requests=4)
     run(more, 1, 0, {slot: Rows(request, 0, 10, 3) for slot, request in requests.items()})
-    assert (more.num_requests, more.counters.refused) == (4, 8)
+    assert (num_requests(more), more.counters.refused) == (4, 8)
 
 
 def test_a_swapped_head_drafts_without_the_old_heads_rows() -> None:
@@ -223,7 +223,7 @@ def test_a_pass_that_fails_leaves_no_rows_behind(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("CUDA error: an illegal memory access")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runtime.parallel_pass, "_compute", fail)
+        patch.setattr(runtime, "_compute", fail)
         with pytest.raises(RuntimeError, match="illegal memory"):
             engine.step([target_step(1, 1, {0: Rows(request, 9, 7, 4)})])
     assert cached_range(engine, 1, 0) == (0, 9)

@@ -21,7 +21,7 @@ import zmq
 from peagle.drafter import client
 from peagle.drafter.engine import DraftEngine
 from peagle.drafter.mailbox import Mailbox
-from peagle.drafter.protocol import PROTOCOL, Attached, Hello, Refused, frames_of, read_drafter_message
+from peagle.drafter.protocol import FROM_DRAFTER, PROTOCOL, Attached, Hello, Refused, frames_of, read_message
 from peagle.drafter.server import DrafterServer
 from tests.draft_engine_harness import CONFIG, head_runtime, num_requests
 from tests.transport_harness import (
@@ -111,7 +111,7 @@ def test_a_message_that_does_not_fit_is_refused_in_words_and_others_are_served(f
         target = Target(pool)
         target.check_step()
         assert socket_.poll(10_000)
-        answer, _ = read_drafter_message(socket_.recv_multipart(copy=False))
+        answer, _ = read_message(socket_.recv_multipart(copy=False), FROM_DRAFTER)
         assert isinstance(answer, Refused)
         assert reason in answer.reason
         assert server.report()["num_refused"] == 1

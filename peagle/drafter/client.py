@@ -18,11 +18,10 @@ import collections
 import dataclasses
 import hashlib
 import logging
-import math
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -34,7 +33,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from peagle.drafter.mailbox import NUM_AREAS, REACHED, TIMED_OUT, Mailbox, host_identity
 from peagle.drafter.protocol import (
-    MAX_NUM_HEADS,
+    FROM_DRAFTER,
     NO_DRAFT,
     Alive,
     Answer,
@@ -52,8 +51,8 @@ from peagle.drafter.protocol import (
     Welcome,
     WireError,
     frames_of,
-    read_drafter_message,
     read_drafts,
+    read_message,
     set_up,
     step_frames,
 )
@@ -86,13 +85,6 @@ class Deadlines:
 
     WEIGHT = 0.1  # of the newest answer
     NUM_PASSES = 3  # expected passes that a target waits: its own, and one each of others in front and of bad luck
-
-    def __post_init__(self) -> None:
-        if not 0 < self.min_s <= self.max_s < math.inf:
-            raise ValueError(
-                f"min_deadline_s = {self.min_s} and max_deadline_s = {self.max_s} must be above 0, finite and in this "
-                "order"
-            )
 
     def add(self, service_s: float, num_rows: int) -> None:
         """An answer to a step of num_rows rows took service_s seconds."""
@@ -183,7 +175,7 @@ class Connection:
             self._waker.clear()
         if self._socket in ready:  # before the monitor: what a drafter says last is read
             try:
-                received = read_drafter_message(self._socket.recv_multipart(copy=False))
+                received = read_message(self._socket.recv_multipart(copy=False), FROM_DRAFTER)
             except WireError as error:
                 raise WireError(f"{self.peer}: {error}") from error
             self._is_known, self.heard_s = True, time.monotonic()
@@ -329,11 +321,6 @@ class Link:
         if (session := self._session) is None:
             return "connecting"
         return "late" if session.is_late else "up"
-
-    @property
-    def is_connected(self) -> bool:
-        """Up or late: the drafter may still hold its requests."""
-        return self._session is not None
 
     @property
     def heads(self) -> Mapping[int, str]:
@@ -635,44 +622,6 @@ class Link:
 # The pool
 
 
-def _is_address(text: str) -> bool:
-    host, _, port = text.rpartition(":")
-    return bool(host) and port.isascii() and port.isdigit() and 0 < int(port) < 65536
-
-
-class KnownDrafter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A drafter that a target is told of. heads: index -> digest. key: what it lets targets in with, "" for nothing."""
-
-    address: str
-    heads: Annotated[
-        dict[
-            Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUM_HEADS)],
-            Annotated[str, msgspec.Meta(min_length=1)],
-        ],
-        msgspec.Meta(min_length=1),
-    ]
-    key: str = ""
-
-    def __post_init__(self) -> None:
-        if not _is_address(self.address):
-            raise ValueError(f"address = {self.address!r:.80} must be host:port")
-
-
-def read_drafters(drafters: object) -> dict[str, KnownDrafter]:
-    """By address, of `[{"address": "host:port", "heads": {index: digest}, "key": text}]`; the key may be left out.
-
-    Raises ValueError, naming the entry and the field, for anything else.
-    """
-    try:
-        known = msgspec.convert(drafters, list[KnownDrafter], strict=False)  # indices may be text, as JSON has them
-    except msgspec.ValidationError as error:
-        raise ValueError(f"drafters: {error}") from error
-    found = {drafter.address: drafter for drafter in known}
-    if len(found) < len(known):
-        raise ValueError(f"drafters: an address is there twice: {[drafter.address for drafter in known]}")
-    return found
-
-
 class LinkPool:
     """A target's drafters: which one each request belongs to, as they come, go and fail. For the engine's thread only.
 
@@ -692,10 +641,7 @@ class LinkPool:
         max_deadline_s: float = DEFAULT_MAX_DEADLINE_S,
         use_shared_memory: bool = True,
     ) -> None:
-        """Without drafters yet. use_shared_memory: False takes TCP also on one host.
-
-        Raises ValueError for deadlines out of order.
-        """
+        """Without drafters yet. use_shared_memory: False takes TCP also on one host."""
         self.device = torch.device(device)
         self._deadlines = Deadlines(min_deadline_s, max_deadline_s)
         self._hello = Hello(name, shape, tuple(aux_layer_ids), {}, host_identity() if use_shared_memory else "")
@@ -706,20 +652,22 @@ class LinkPool:
         self._link_of = np.full(shape.max_num_requests, -1, np.int64)  # by slot
         self._key_of: dict[int, str] = {}
 
-    def set_drafters(self, drafters: object) -> None:
-        """The drafters to use from now on, see `read_drafters`; does not wait for them. On a GPU their mailboxes are
-        registered with CUDA as they connect, so CUDA graphs are captured before.
+    def set_drafters(self, drafters: Iterable[Mapping[str, Any]]) -> None:
+        """The drafters to use from now on; does not wait for them. Those that are not named any more are drained.
 
-        Those that are not named any more are drained. Raises ValueError, and changes nothing, for a bad list.
+        drafters: `{"address": "host:port", "heads": {index: digest}, "key": text}` each; the key, with which it lets
+        targets in, may be left out. On a GPU their mailboxes are registered with CUDA as they connect, so CUDA graphs
+        are captured before.
         """
-        wanted = read_drafters(drafters)
+        wanted = {drafter["address"]: drafter for drafter in drafters}
         number_of = {link.address: number for number, link in self._links.items()}
         for address, drafter in wanted.items():
+            heads, key = {int(index): digest for index, digest in drafter["heads"].items()}, drafter.get("key", "")
             if (number := number_of.get(address)) is not None:
-                self._links[number].want(drafter.heads, drafter.key)
+                self._links[number].want(heads, key)
                 self._draining.discard(number)
                 continue
-            hello = msgspec.structs.replace(self._hello, heads=drafter.heads, key=drafter.key)
+            hello = msgspec.structs.replace(self._hello, heads=heads, key=key)
             deadlines = dataclasses.replace(self._deadlines)
             self._links[self._num_made] = Link(address, hello, deadlines, self.device, self._reducers)
             self._num_made += 1
@@ -727,25 +675,23 @@ class LinkPool:
         self._close_drained()
 
     def assign(
-        self, slots_B: Int32Array, heads_B: Int32Array, new_slots: Mapping[int, str] | Collection[int] = ()
+        self, slots_B: Int32Array, heads_B: Int32Array, new_slots: Mapping[int, str] | None = None
     ) -> list[tuple[Link, npt.NDArray[np.int64]]]:
         """Begin a step: for each link that takes part, the positions 0 .. B - 1 of its requests.
 
-        new_slots: requests that are new to the target, with their ids where they have some. Requests are in no group
-        while their drafter is late or none serves their head.
+        new_slots: ids of requests that are new to the target. Requests are in no group while their drafter is late or
+        none serves their head.
         """
         if new_slots:
-            keys = new_slots if isinstance(new_slots, Mapping) else {slot: f"{slot}" for slot in new_slots}
-            self.finish(slot for slot in keys if self._link_of[slot] >= 0)
-            self._key_of.update(keys)
+            self.finish(slot for slot in new_slots if self._link_of[slot] >= 0)
+            self._key_of.update(new_slots)
         usable = {number: link for number, link in self._links.items() if link.begin_step()}
         links_B = self._link_of[slots_B]
-        connected = [number for number, link in self._links.items() if link.is_connected]
+        connected = [number for number, link in self._links.items() if link.state != "connecting"]
         self._forget_reducers()
         for i in np.flatnonzero(~_is_one_of(links_B, connected)).tolist():
             slot, head = int(slots_B[i]), int(heads_B[i])
-            key = self._key_of.setdefault(slot, f"{slot}")
-            links_B[i] = self._link_of[slot] = self._choose(key, head, usable)
+            links_B[i] = self._link_of[slot] = self._choose(self._key_of.get(slot, f"{slot}"), head, usable)
         groups = []
         for number, link in usable.items():
             is_served_B = _is_one_of(heads_B, link.served_heads)
@@ -777,10 +723,6 @@ class LinkPool:
     def num_up(self) -> int:
         """Links that take steps now."""
         return sum(link.state == "up" for link in self._links.values())
-
-    def live_heads(self) -> set[int]:
-        """Heads with a link that takes steps now, if only of requests that it has already."""
-        return {head for link in self._links.values() if link.state == "up" for head in link.heads}
 
     def report(self) -> dict[str, Any]:
         """Plain values: the links and how many requests each has."""

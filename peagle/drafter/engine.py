@@ -143,22 +143,6 @@ def pass_batch(part: Requests, steps: Sequence[HostStep], table: RequestTable, l
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadRuntime:
-    """One head, ready to draft.
-
-    digest: `peagle.heads.head_digest`, which keeps apart the cached prefixes of different heads.
-    parallel_pass: owns the KV cache, whose blocks the engine hands out; its size is the memory limit.
-    """
-
-    digest: str
-    parallel_pass: ParallelPass
-
-    @property
-    def limits(self) -> PassLimits:
-        return self.parallel_pass.limits
-
-
-@dataclasses.dataclass(frozen=True)
 class _Found:
     """Requests of a session's step, all of one head and with table rows: those of the next one with that host part.
 
@@ -174,7 +158,7 @@ class DraftEngine:
     """Not safe for threads: one thread calls it."""
 
     def __init__(
-        self, heads: Mapping[int, HeadRuntime], *, max_num_requests: int = 1024, min_idle_calls: int = MIN_IDLE_CALLS
+        self, heads: Mapping[int, ParallelPass], *, max_num_requests: int = 1024, min_idle_calls: int = MIN_IDLE_CALLS
     ) -> None:
         """heads: by the index that steps name them with.
 
@@ -185,14 +169,14 @@ class DraftEngine:
         """
         self.counters = Counters()
         self._max_num_requests, self._min_idle_calls = max_num_requests, min_idle_calls
-        self._heads: dict[int, HeadRuntime] = {}
+        self._heads: dict[int, ParallelPass] = {}
         self.tables: dict[int, RequestTable] = {}  # by head
         self._last_step: dict[int, int] = {}  # by session: the number of the step answered last
         self._found: dict[int, _Found] = {}  # by session
         for index, head in heads.items():
             self.swap(index, head)
 
-    def swap(self, index: int, head: HeadRuntime) -> None:
+    def swap(self, index: int, head: ParallelPass) -> None:
         """Put a head in the place of another, or in a new place. All rows of the old one are void and dropped."""
         limits = head.limits
         if limits.max_num_rows < limits.max_depth:
@@ -318,7 +302,7 @@ class DraftEngine:
             return []
         launched = []
         for part in split(requests, head.limits.max_num_rows, head.limits.max_num_requests):
-            launched.append((part, head.parallel_pass.launch(pass_batch(part, steps, table, head.limits))))
+            launched.append((part, head.launch(pass_batch(part, steps, table, head.limits))))
             self.counters.passes += 1
             self.counters.rows += int((part.end_G - part.start_G).sum())
         tokens = [steps[i].next_tokens_R[requests[mine].payload_rows()] for i, mine in requests.by_step()]

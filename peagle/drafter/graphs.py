@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,8 +30,11 @@ from peagle.drafter.parallel_pass import PER_REQUEST, PassBatch, PassInputs, Pas
 from peagle.drafter.protocol import Int32Array
 from peagle.drafter.rows import ALIGNMENT_BYTES
 
+logger = logging.getLogger(__name__)
+
 NUM_AREAS = 4  # passes that may be under way before the host waits for the oldest
 MAX_BLOCKS_IN_PLACE = 1 << 14  # 64 KiB: some 3 us over the bus, less than another copy takes to launch
+MAX_ROWS = 1024  # of a graph
 _RECORD = 4  # int32 of a record
 
 #: compute(inputs, num_rows, depth) -> drafts [B, depth] on the device, waiting for nothing.
@@ -121,10 +126,10 @@ class GraphSizes:
     depths: tuple[int, ...]
 
     @classmethod
-    def of(cls, limits: PassLimits, max_graph_rows: int = 1024) -> GraphSizes:
+    def of(cls, limits: PassLimits) -> GraphSizes:
         """Steps of about an eighth, so that padding costs little, and K with the powers of two below it."""
-        most = min(max_graph_rows, limits.max_num_rows)
-        rows = [*range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, max_graph_rows + 1, 64)]
+        most = min(MAX_ROWS, limits.max_num_rows)
+        rows = [*range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, MAX_ROWS + 1, 64)]
         few = [1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, *range(80, 257, 16), *range(288, 1025, 32)]
         depths = {0, limits.max_depth, *(1 << n for n in range(limits.max_depth.bit_length()))}
         return cls(
@@ -327,21 +332,17 @@ class GraphRunner:
         return graph, drafts_BK
 
 
-def tell_compilations(tell: Callable[[str], None]) -> Callable[[], None]:
-    """Calls `tell` with the name of every kernel that this process compiles from here on; returns what ends that.
+@functools.cache
+def warn_of_compilations() -> None:
+    """Log the name of every kernel that this process compiles from here on.
 
     A kernel out of Triton's cache on disk counts too: loading it also takes longer than a pass.
     """
     before: Any = knobs.runtime.jit_post_compile_hook
 
     def hook(**compiled: Any) -> Any:
-        tell(str(getattr(compiled.get("fn"), "name", "of unknown name")))
+        name = getattr(compiled.get("fn"), "name", "of unknown name")
+        logger.warning("kernel %s was compiled after warm-up: targets may have waited", name)
         return None if before is None else before(**compiled)
 
-    def end() -> None:
-        # A hook that was put over this one stays; it goes on calling this one.
-        if knobs.runtime.jit_post_compile_hook is hook:
-            knobs.runtime.jit_post_compile_hook = before
-
     knobs.runtime.jit_post_compile_hook = hook
-    return end

@@ -130,9 +130,8 @@ class SharedMemory:
             self._lock_fd = None
 
 
-def sweep() -> int:
-    """Remove files whose maker died before the other side had them; how many."""
-    num_removed = 0
+def sweep() -> None:
+    """Remove files whose maker died before the other side had them."""
     for path in SHARED_DIR.glob(f"{_PREFIX}*"):
         try:
             if time.time() - path.stat().st_mtime < _MIN_AGE_S:
@@ -143,12 +142,10 @@ def sweep() -> int:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
-            num_removed += 1
         except BlockingIOError:
             pass
         finally:
             os.close(fd)
-    return num_removed
 
 
 # The mailbox

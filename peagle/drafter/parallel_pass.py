@@ -184,6 +184,7 @@ class ParallelPass:
         self,
         drafter: Drafter,
         *,
+        digest: str,
         max_num_requests: int,
         max_num_rows: int,
         num_blocks: int,
@@ -198,7 +199,8 @@ class ParallelPass:
         """drafter: a P-EAGLE head with its tables, as `load_runtime_head` gives it; where it has the pass's device and
         type already, its matrices become views of the joined ones.
 
-        max_num_rows: of one pass, those of the mask token included. max_context: positions that a request may reach,
+        digest: `peagle.heads.head_digest`, which keeps apart the cached prefixes of different heads. max_num_rows: of
+        one pass, those of the mask token included. max_context: positions that a request may reach,
         by default what the head's config.json says and K more. max_payload_rows: rows given to one pass, rejected ones
         included; by default max_num_rows and K for each request. graph_sizes: batches that run as a CUDA graph;
         without effect on a CPU.
@@ -210,7 +212,7 @@ class ParallelPass:
         assert drafter.embed_tokens is not None
         assert drafter.lm_head is not None
         assert config.ptd_token_id is not None
-        self.device, self.dtype = torch.device(device), dtype
+        self.digest, self.device, self.dtype = digest, torch.device(device), dtype
         context = max_context or config.max_position_embeddings + max_depth
         self.limits = PassLimits(
             max_num_requests=max_num_requests,

@@ -24,7 +24,7 @@ import hmac
 import os
 import types
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -56,10 +56,13 @@ class WireError(Exception):
 
 # The step and its sizes
 
+_Size = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
 
 @dataclasses.dataclass(frozen=True)
 class TargetShape:
-    """Sizes of one target engine, fixed for the life of a connection.
+    """Sizes of one target engine, fixed for the life of a connection; msgspec checks those of a hello.
 
     hidden_size: width of a reduced hidden row (the drafter's H).
     dtype: of those rows, a key of `DTYPES`.
@@ -69,20 +72,14 @@ class TargetShape:
     vocab_size: of the target; draft ids are below it.
     """
 
-    hidden_size: int
-    dtype: str
-    max_depth: int
-    max_num_requests: int
-    max_num_rows: int
-    vocab_size: int
+    hidden_size: _Size
+    dtype: Literal["bfloat16", "float16", "float32", "float64"]
+    max_depth: _Size
+    max_num_requests: _Size
+    max_num_rows: _Size
+    vocab_size: _Size
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype = {self.dtype!r} is none of {', '.join(sorted(DTYPES))}")
-        for name in ("hidden_size", "max_depth", "max_num_requests", "max_num_rows", "vocab_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-                raise ValueError(f"{name} = {value!r} must be a whole number from 1 to 2**31 - 1")
         if self.max_num_rows < self.max_num_requests:
             raise ValueError(
                 f"max_num_rows = {self.max_num_rows} is below max_num_requests = {self.max_num_requests}: every "
@@ -194,7 +191,6 @@ def _check_range(name: str, values: Int32Array, high: int) -> None:
 
 # Messages
 
-_Size = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _HeadIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUM_HEADS)]
 
 
@@ -228,10 +224,10 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     """A `TargetStep` over TCP; only valid rows travel. Frames: all integers in int32, then the hidden rows [R, H]."""
 
     number: int
-    num_requests: _Size
-    num_rows: _Size
-    num_finished: _Size
-    prompt_lengths: tuple[_Size, ...]
+    num_requests: _Count
+    num_rows: _Count
+    num_finished: _Count
+    prompt_lengths: tuple[_Count, ...]
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -273,8 +269,8 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
 
 TargetMessage = Hello | Attached | Step
 DrafterMessage = Welcome | Refused | Answer | Alive | Swapped | Bye
-_FROM_TARGET: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(TargetMessage)
-_FROM_DRAFTER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(DrafterMessage)
+FROM_TARGET: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(TargetMessage)
+FROM_DRAFTER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(DrafterMessage)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -283,17 +279,8 @@ def frames_of(message: TargetMessage | DrafterMessage, *raw: Any) -> list[Any]:
     return [PROTOCOL, _encode(message), *raw]
 
 
-def read_target_message(frames: Sequence[zmq.Frame]) -> tuple[TargetMessage, Sequence[zmq.Frame]]:
-    """A target's message and its raw frames. Raises WireError for anything else."""
-    return _read(frames, _FROM_TARGET)
-
-
-def read_drafter_message(frames: Sequence[zmq.Frame]) -> tuple[DrafterMessage, Sequence[zmq.Frame]]:
-    """A drafter's message and its raw frames. Raises WireError for anything else."""
-    return _read(frames, _FROM_DRAFTER)
-
-
-def _read(frames: Sequence[zmq.Frame], decoder: msgspec.msgpack.Decoder[Any]) -> tuple[Any, Sequence[zmq.Frame]]:
+def read_message(frames: Sequence[zmq.Frame], decoder: msgspec.msgpack.Decoder[Any]) -> tuple[Any, Sequence[zmq.Frame]]:
+    """A peer's message, by `FROM_TARGET` or `FROM_DRAFTER`, and its raw frames. Raises WireError for anything else."""
     said = frames[0].bytes if frames else b""
     if said != PROTOCOL or len(frames) < 2:
         raise WireError(
@@ -402,11 +389,6 @@ class Reducer:
         return self.fc_HX.shape[0]
 
     @property
-    def input_size(self) -> int:
-        """X."""
-        return self.fc_HX.shape[1]
-
-    @property
     def dtype(self) -> torch.dtype:
         """Of the weights and of the rows that leave."""
         return self.fc_HX.dtype
@@ -427,15 +409,10 @@ class Reducer:
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return weight * wide.to(x.dtype)
 
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Reducer:
-        """A copy elsewhere, or of another type."""
-
-        def moved(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device=device, dtype=dtype or self.dtype)
-
-        fc_HX = self.fc_HX.to(device=device, dtype=dtype or self.dtype)
-        norms = {"input_norm_X": moved(self.input_norm_X), "fc_norm_CS": moved(self.fc_norm_CS)}
-        return Reducer(fc_HX, eps=self.eps, **norms)
+    def to(self, device: torch.device) -> Reducer:
+        norms = {"input_norm_X": self.input_norm_X, "fc_norm_CS": self.fc_norm_CS}
+        moved = {name: None if norm is None else norm.to(device) for name, norm in norms.items()}
+        return Reducer(self.fc_HX.to(device), eps=self.eps, **moved)
 
     def to_bytes(self) -> bytes:
         """All of it as one safetensors image, for the answer to a target's hello."""

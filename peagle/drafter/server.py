@@ -9,7 +9,6 @@ what the engine does wrong those of the steps in hand; the server goes on.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import logging
 import queue
@@ -23,9 +22,11 @@ import numpy as np
 import torch
 import zmq
 
-from peagle.drafter.engine import DraftEngine, HeadRuntime
+from peagle.drafter.engine import DraftEngine
 from peagle.drafter.mailbox import Mailbox, host_identity, sweep
+from peagle.drafter.parallel_pass import ParallelPass
 from peagle.drafter.protocol import (
+    FROM_TARGET,
     NO_DRAFT,
     Alive,
     Answer,
@@ -44,8 +45,8 @@ from peagle.drafter.protocol import (
     WireError,
     check_swap,
     frames_of,
+    read_message,
     read_step,
-    read_target_message,
     refusal,
     set_up,
 )
@@ -78,10 +79,6 @@ class ServerStats:
     num_dropped: int = 0
     num_failures: int = 0
     busy_s: float = 0.0
-
-
-class TargetLost(Exception):
-    """The target is gone, or reads nothing."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -188,8 +185,8 @@ class DrafterServer:
         else:
             self._serving.join(timeout=10.0)
 
-    def swap(self, index: int, head: HeadRuntime, served: ServedHead, timeout_s: float = 60.0) -> None:
-        """Put another head (the engine's runtime of it, and how it is offered) into the place `index`.
+    def swap(self, index: int, head: ParallelPass, served: ServedHead, timeout_s: float = 60.0) -> None:
+        """Put another head (its pass, and how it is offered) into the place `index`.
 
         Happens between two passes; when this returns, the head drafts. Targets that use the old one are told and
         connect again.
@@ -244,11 +241,13 @@ class DrafterServer:
             self._beat_s = now_s = time.monotonic()
             has_mailboxes = any(peer.mailbox is not None for peer in self._peers.values())
             steps = []
-            if not has_mailboxes or now_s - checked_s > _CHECK_S or self._takes_tcp_steps():
+            has_tcp = any(peer.mailbox is None for peer in self._peers.values())
+            if not has_mailboxes or now_s - checked_s > _CHECK_S or has_tcp:
                 steps = self._look_around()
                 checked_s = now_s
             if now_s - alive_s > _ALIVE_S:
-                self._show_life()
+                for peer in list(self._peers.values()):
+                    self._tell(peer, Alive())
                 alive_s = now_s
             steps += self._read_mailboxes()
             if steps := [(peer, step) for peer, step in steps if peer.identity in self._peers]:
@@ -262,9 +261,6 @@ class DrafterServer:
         for peer in list(self._peers.values()):
             self._drop(peer, Bye("the drafter ends"))
         self._context.destroy()
-
-    def _takes_tcp_steps(self) -> bool:
-        return any(peer.mailbox is None for peer in self._peers.values())
 
     def _pause(self, idle_s: float, has_mailboxes: bool) -> None:
         if has_mailboxes:
@@ -297,7 +293,7 @@ class DrafterServer:
         """Act on one message; a step is returned."""
         peer = self._peers.get(identity)
         try:
-            message, raw = read_target_message(frames)
+            message, raw = read_message(frames, FROM_TARGET)
             if peer is None:
                 if not isinstance(message, Hello) or identity in self._greeted:
                     raise WireError(f"{type(message).__name__} came where a hello was due")
@@ -359,29 +355,25 @@ class DrafterServer:
         wanted = set(hello.heads.values()) - set(hello.known_reducers)
         reducers = {head.digest: head.reducer for head in self._heads.values() if head.digest in wanted}
         name = mailbox.memory.name if mailbox else ""
-        try:
-            self._send(identity, Welcome(name, problem, tuple(reducers)), *reducers.values())
-        except TargetLost as error:
-            self._lost(peer, error)
+        self._tell(peer, Welcome(name, problem, tuple(reducers)), *reducers.values())
 
     def _refuse(self, identity: bytes, reason: str) -> None:
         self.stats.num_refused += 1
         logger.warning("refused a target: %s", reason)
-        with contextlib.suppress(TargetLost):
-            self._send(identity, Refused(reason))
+        self._send(identity, Refused(reason))
 
-    def _send(self, identity: bytes, message: DrafterMessage, *raw: Any) -> None:
+    def _send(self, identity: bytes, message: DrafterMessage, *raw: Any) -> bool:
+        """False where the target is gone, or reads nothing."""
         try:
             self._socket.send_multipart([identity, *frames_of(message, *raw)], zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:
-            raise TargetLost(str(error)) from error
+        except zmq.ZMQError:
+            return False
+        return True
 
-    def _show_life(self) -> None:
-        for peer in list(self._peers.values()):
-            try:
-                self._send(peer.identity, Alive())
-            except TargetLost as error:
-                self._lost(peer, error)
+    def _tell(self, peer: Peer, message: DrafterMessage, *raw: Any) -> None:
+        if not self._send(peer.identity, message, *raw):
+            logger.info("lost %s", peer.hello.name)
+            self._drop(peer, Bye("it is gone"))
 
     def _read_mailboxes(self) -> list[tuple[Peer, TargetStep[Int32Array]]]:
         steps = []
@@ -409,10 +401,7 @@ class DrafterServer:
         self.stats.num_batches += 1
         self.stats.num_steps += len(steps)
         for (peer, step), drafts_BK in zip(steps, answers, strict=True):
-            try:
-                self._answer(peer, step, drafts_BK)
-            except TargetLost as error:
-                self._lost(peer, error)
+            self._answer(peer, step, drafts_BK)
 
     def _answer(self, peer: Peer, step: TargetStep[Int32Array], drafts_BK: Int32Array) -> None:
         """Give the drafts of a step, of any number of columns."""
@@ -423,7 +412,7 @@ class DrafterServer:
         drafts_BK = drafts_BK[:, :max_depth]
         peer.num_steps += 1
         if peer.mailbox is None:
-            self._send(peer.identity, Answer(step.number), np.ascontiguousarray(drafts_BK).data)
+            self._tell(peer, Answer(step.number), np.ascontiguousarray(drafts_BK).data)
         else:
             peer.mailbox.answer(step.number, drafts_BK, time.monotonic_ns() - peer.seen_ns)
 
@@ -432,18 +421,13 @@ class DrafterServer:
         logger.warning("dropped %s: %s", peer.hello.name, error)
         self._drop(peer, Bye(str(error)))
 
-    def _lost(self, peer: Peer, error: Exception) -> None:
-        logger.info("lost %s: %s", peer.hello.name, error)
-        self._drop(peer, Bye(str(error)))
-
     def _drop(self, peer: Peer, last_words: Bye | Swapped) -> None:
         """Say why, as far as the target listens, and let everything of it go."""
         if peer.identity not in self._peers:  # dropped for another step of the same batch
             return
         self._engine.drop_session(peer.session)
         del self._peers[peer.identity]
-        with contextlib.suppress(TargetLost):
-            self._send(peer.identity, last_words)
+        self._send(peer.identity, last_words)
         self._release(peer)
 
     def _release(self, peer: Peer) -> None:
@@ -455,7 +439,7 @@ class DrafterServer:
         if self._device.type == "cuda":
             mailbox.unpin(self._device)
 
-    def _swap(self, index: int, head: HeadRuntime, old: ServedHead, served: ServedHead) -> None:
+    def _swap(self, index: int, head: ParallelPass, old: ServedHead, served: ServedHead) -> None:
         self._engine.swap(index, head)
         self._heads[index] = served
         for peer in [peer for peer in self._peers.values() if old.digest in peer.hello.heads.values()]:

@@ -7,9 +7,7 @@ how the head is offered to targets.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-import logging
 import os
 import signal
 import sys
@@ -22,15 +20,13 @@ import torch
 
 from peagle.checkpoint import build_drafter, check_head_fits, load_head
 from peagle.config import UNNAMED_LAYERS, default_aux_layer_ids, read_target_config
-from peagle.drafter.engine import DraftEngine, HeadRuntime
-from peagle.drafter.graphs import tell_compilations
+from peagle.drafter.engine import DraftEngine
+from peagle.drafter.graphs import warn_of_compilations
 from peagle.drafter.parallel_pass import ParallelPass, cache_bytes_per_block, check_parallel
 from peagle.drafter.protocol import DTYPES, Reducer, ServedHead
 from peagle.drafter.server import DrafterServer
 from peagle.heads import head_digest, target_table
 from peagle.model import Drafter, RMSNorm
-
-logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
@@ -96,7 +92,7 @@ def load_served_head(
     limits: DrafterLimits,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-) -> tuple[HeadRuntime, ServedHead]:
+) -> tuple[ParallelPass, ServedHead]:
     """A head for the engine and for the server, warmed up.
 
     Raises:
@@ -117,6 +113,7 @@ def load_served_head(
         )
     parallel_pass = ParallelPass(
         drafter,
+        digest=head_digest(Path(head_dir)),
         max_num_requests=limits.max_num_requests,
         max_num_rows=limits.max_num_rows,
         num_blocks=num_blocks,
@@ -128,12 +125,12 @@ def load_served_head(
     )
     parallel_pass.warm_up()
     if parallel_pass.device.type == "cuda":
-        _warn_of_compilations()
-    digest, layer_ids = head_digest(Path(head_dir)), config.aux_layer_ids
+        warn_of_compilations()
+    layer_ids = config.aux_layer_ids
     if layer_ids == UNNAMED_LAYERS:
         layer_ids = default_aux_layer_ids(read_target_config(target_dir)["num_hidden_layers"])
     served = ServedHead(
-        digest=digest,
+        digest=parallel_pass.digest,
         reducer=reducer_of(drafter).to_bytes(),
         hidden_size=config.hidden_size,
         dtype=str(dtype).removeprefix("torch."),
@@ -141,14 +138,7 @@ def load_served_head(
         aux_layer_ids=layer_ids,
         max_depth=max_depth,
     )
-    return HeadRuntime(digest, parallel_pass), served
-
-
-@functools.cache
-def _warn_of_compilations() -> None:
-    tell_compilations(
-        lambda name: logger.warning("kernel %s was compiled after warm-up: targets may have waited", name)
-    )
+    return parallel_pass, served
 
 
 def serve_alone(
