@@ -23,13 +23,12 @@ from peagle.drafter.rows import (
     place_hidden,
     place_hidden_at,
     place_hidden_at_torch,
-    rms_norm,
     rotate_heads,
     rotate_heads_torch,
     silu_mul,
     silu_mul_torch,
 )
-from peagle.model import RMSNorm, rotary_tables, rotate
+from peagle.model import RMSNorm, rms_norm, rotary_tables, rotate
 from tests.head_factory import random_drafter
 from tests.kernel_device import DEVICE, needs_kernel
 from tests.pass_requests import STEPS, SWITCHES, Requests

@@ -106,32 +106,24 @@ class Deadlines:
 class LinkStats:
     """Counts since the link was made.
 
-    num_steps: sent. num_answered: in time. num_timeouts: deadlines missed. num_skipped: steps that were not sent,
-    because the link was not up. num_connections: agreed ones, the first included. num_bytes: sent and received over
-    TCP. num_cut_prompts: new requests whose tokens did not fit.
-
     Of the answers that came in time, last_service_s, sum_service_s: from when the drafter saw the step (over TCP: from
     when it was sent) to its answer; sum_wait_s: what the target waited, its GPU's stream or its host. What a wait is
     longer than the service is transfer; it is shorter where the target had other things to do meanwhile.
     """
 
-    num_steps: int = 0
-    num_answered: int = 0
+    num_steps: int = 0  # sent
+    num_answered: int = 0  # in time
     num_timeouts: int = 0
-    num_skipped: int = 0
+    num_skipped: int = 0  # not sent, because the link was not up
     num_connections: int = 0
-    num_bytes: int = 0
-    num_cut_prompts: int = 0
+    num_bytes: int = 0  # sent and received over TCP
+    num_cut_prompts: int = 0  # new requests whose tokens did not fit
     last_service_s: float = 0.0
     sum_service_s: float = 0.0
     sum_wait_s: float = 0.0
 
 
 # The connection
-
-
-class DrafterRefused(Exception):
-    """The drafter is one, but will not draft for this target; the text is its reason."""
 
 
 class HeadSwapped(Exception):
@@ -251,13 +243,13 @@ class Session:
 def introduce(connection: Connection, hello: Hello, known: Mapping[str, Reducer], device: torch.device) -> Session:
     """Agree with a drafter. known: reducers that the target has already, by digest.
 
-    Raises DrafterRefused with the drafter's words, WireError or ValueError for a peer that is no drafter, RuntimeError
-    where CUDA refuses the mailbox.
+    Raises WireError with the words of a drafter that refuses, WireError or ValueError for a peer that is no drafter,
+    RuntimeError where CUDA refuses the mailbox.
     """
     connection.send(frames_of(msgspec.structs.replace(hello, known_reducers=tuple(known))))
     welcome, raw = connection.receive_within(HELLO_TIMEOUT_S)
     if isinstance(welcome, Refused):
-        raise DrafterRefused(f"{connection.peer} refused: {welcome.reason}")
+        raise WireError(f"{connection.peer} refused: {welcome.reason}")
     if not isinstance(welcome, Welcome) or len(raw) != len(welcome.reducers):
         raise WireError(f"{connection.peer} answered the hello with {type(welcome).__name__} and {len(raw)} frames")
     reducers = dict(known)
@@ -539,7 +531,7 @@ class Link:
             except HeadSwapped as swap:
                 self._swap(swap)
                 continue
-            except (DrafterRefused, WireError, zmq.ZMQError, OSError, ValueError) as error:
+            except (WireError, zmq.ZMQError, OSError, ValueError) as error:
                 self.problem = str(error) or type(error).__name__
             except Exception as error:  # a thread that died would leave the link down for good
                 logger.exception("drafter link %s", self.address)

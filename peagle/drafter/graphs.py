@@ -175,23 +175,19 @@ class _PinnedArea:
         self.drafts = torch.empty(limits.max_num_requests * limits.max_depth, dtype=torch.int32, pin_memory=True)
         self.drafts_array = self.drafts.numpy()
         self.event = torch.cuda.Event()
-        self.pending: EnqueuedDrafts | None = None
+        self.pending: PendingDrafts | None = None
 
+    def enqueued(self, num_requests: int, depth: int, max_depth: int) -> PendingDrafts:
+        """Drafts on their way into the area; taken out when they are asked for or when the area is used again."""
 
-class EnqueuedDrafts:
-    """Drafts that come into an area; they are taken out when they are asked for or when the area is used again."""
+        @functools.cache
+        def take() -> Int32Array:
+            self.event.synchronize()
+            found_BK = self.drafts_array[: num_requests * depth].reshape(num_requests, depth)
+            return widened(found_BK, max_depth)
 
-    def __init__(self, area: _PinnedArea, num_requests: int, depth: int, max_depth: int) -> None:
-        self._area, self._shape, self._max_depth = area, (num_requests, depth), max_depth
-        self._drafts_BK: Int32Array | None = None
-
-    def __call__(self) -> Int32Array:
-        if self._drafts_BK is None:
-            self._area.event.synchronize()
-            num_requests, depth = self._shape
-            found_BK = self._area.drafts_array[: num_requests * depth].reshape(num_requests, depth)
-            self._drafts_BK = widened(found_BK, self._max_depth)
-        return self._drafts_BK
+        self.pending = take
+        return take
 
 
 class GraphRunner:
@@ -246,8 +242,7 @@ class GraphRunner:
             wanted = drafts_BK[:num_requests].flatten()
             area.drafts[: len(wanted)].copy_(wanted, non_blocking=True)
             area.event.record(self._stream)
-        area.pending = EnqueuedDrafts(area, num_requests, depth, self._limits.max_depth)
-        return area.pending
+        return area.enqueued(num_requests, depth, self._limits.max_depth)
 
     def warm_up(self) -> int:
         """Captures the graphs of full batches that do not exist yet; returns how many graphs there are.

@@ -154,20 +154,18 @@ class BlockPool:
 class Counters:
     """Sums since the engine started.
 
-    cold_starts: requests that began, or began again, without the rows before. prefix_hit_tokens: rows found by the
-    tokens of a prompt instead. evicted_requests, evicted_blocks: taken out for others. refused: requests of a step that
-    got no drafts and lost their rows because the cache was full or their context is longer than the head allows.
-    stale_steps: older than one already answered. passes, rows: run, mask rows included. drafts: given.
+    refused: requests of a step that got no drafts and lost their rows because the cache was full or their context is
+    longer than the head allows.
     """
 
-    cold_starts: int = 0
-    prefix_hit_tokens: int = 0
+    cold_starts: int = 0  # requests that began, or began again, without the rows before
+    prefix_hit_tokens: int = 0  # rows found by the tokens of a prompt instead
     evicted_requests: int = 0
     evicted_blocks: int = 0
     refused: int = 0
-    stale_steps: int = 0
+    stale_steps: int = 0  # older than one already answered
     passes: int = 0
-    rows: int = 0
+    rows: int = 0  # of passes, mask rows included
     drafts: int = 0
 
 

@@ -36,6 +36,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.nn import functional as F
 
+from peagle.model import rms_norm
+
 PROTOCOL = b"peagle/3"  # the first frame of every message; another release may have another
 MAX_NUM_HEADS = 63  # a bit each in a word of 64, the sign left out: `peagle.vllm.remote`
 MAX_PROMPT_TOKENS = 262_144  # of all new requests of one step; beyond, prompts travel empty
@@ -398,16 +400,10 @@ class Reducer:
         """aux_RX [R, C * S], the target's tapped hidden states in the order of its layers -> [R, H] in `dtype`."""
         x = aux_RX.to(self.dtype)
         if self.input_norm_X is not None:
-            x = self._normed(x, self.input_norm_X)
+            x = rms_norm(x, self.input_norm_X, self.eps)
         if self.fc_norm_CS is not None:
-            x = self._normed(x.unflatten(-1, tuple(self.fc_norm_CS.shape)), self.fc_norm_CS).flatten(-2)
+            x = rms_norm(x.unflatten(-1, tuple(self.fc_norm_CS.shape)), self.fc_norm_CS, self.eps).flatten(-2)
         return F.linear(x, self.fc_HX)
-
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """As `peagle.model.RMSNorm`, with a weight that may have a row for each tap."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return weight * wide.to(x.dtype)
 
     def to(self, device: torch.device) -> Reducer:
         norms = {"input_norm_X": self.input_norm_X, "fc_norm_CS": self.fc_norm_CS}

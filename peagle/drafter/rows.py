@@ -30,6 +30,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from peagle.model import rms_norm
+
 #: Read once, as Triton does: kernels are interpreted or compiled from the moment they are defined.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MIN_BLOCK_REQUESTS = 64  # lanes for requests, here and in the attention: each width is a kernel to compile
@@ -383,13 +385,6 @@ def _accepted_rows_kernel(
 
 
 # What a pass does to each row between its matrix products; the twins are the formulas of `peagle.model`
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `peagle.model.RMSNorm`: over the last dimension, in float32 (float64 stays). Plain torch on every device."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
 
 
 def first_rows(

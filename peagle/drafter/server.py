@@ -68,17 +68,13 @@ _MAX_MESSAGES = 64  # read in one turn
 
 @dataclasses.dataclass
 class ServerStats:
-    """num_batches: calls of the engine that were answered; num_steps: targets' steps in them; num_refused: newcomers
-    that were no targets, did not fit, or whose mailbox CUDA did not take; num_dropped: targets dropped for what they
-    sent; num_failures: calls of the engine that raised. busy_s: seconds with steps in hand."""
-
-    num_batches: int = 0
-    num_steps: int = 0
+    num_batches: int = 0  # calls of the engine that were answered
+    num_steps: int = 0  # targets' steps in them
     num_connections: int = 0
-    num_refused: int = 0
-    num_dropped: int = 0
-    num_failures: int = 0
-    busy_s: float = 0.0
+    num_refused: int = 0  # newcomers that were no targets, did not fit, or whose mailbox CUDA did not take
+    num_dropped: int = 0  # targets dropped for what they sent
+    num_failures: int = 0  # calls of the engine that raised
+    busy_s: float = 0.0  # with steps in hand
 
 
 @dataclasses.dataclass(eq=False)
