@@ -119,7 +119,7 @@ def test_a_drafter_started_by_hand_drafts_for_a_target_and_ends_when_asked(head_
         pool.set_drafters([drafter])
         eventually(lambda: pool.num_up)
         slots_B = np.arange(2, dtype=np.int32)
-        ((link, _),) = pool.assign(slots_B, slots_B * 0, [0, 1])
+        ((link, _),) = pool.assign(slots_B, slots_B * 0, {0: "a", 1: "b"})
         hidden_RH = link.reducers[0].reduce(torch.randn(8, config.fc_input_size))
         four = torch.full((2,), 4, dtype=torch.int32)
         step = TargetStep(slots_B, slots_B * 0, slots_B + 4, slots_B * 4, four * 0, four, four.repeat(4), hidden_RH)
