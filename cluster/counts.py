@@ -421,8 +421,8 @@ def from_metrics(replica: str, values: Mapping[str, float]) -> TargetReport:
             found[field_name][workload] = _whole(name, value)
     workloads = {}
     for workload in {name for field_name in NUMBERS for name in found[field_name]}:
-        numbers = [found[field_name].get(workload) for field_name in NUMBERS]
-        if None in numbers:
+        numbers = [found[field_name][workload] for field_name in NUMBERS if workload in found[field_name]]
+        if len(numbers) < len(NUMBERS):
             raise ValueError(f"counters of {workload!r} are missing: each of {', '.join(NUMBERS)} is exported")
         rows = [found[field_name].get(workload, {}) for field_name in BY_DEPTH]
         depths = range(1, 1 + max((depth for row in rows for depth in row), default=0))
