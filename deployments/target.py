@@ -183,6 +183,8 @@ class TargetServer(LLMServer):
     async def _events(self, admitted: Admitted, events: Any) -> Answer:
         """vLLM's server-sent events, with `drafting` in the last chunk that finishes a choice."""
         num_unfinished = admitted.num_sequences
+        # vLLM's first event names the role; with a grammar it waits for the first text, which may never come.
+        held = "" if grammars(admitted.fields) else None
         has_begun = False
         usage = Usage(0, 0)
         async with contextlib.aclosing(events):
@@ -190,6 +192,12 @@ class TargetServer(LLMServer):
                 if is_error_event(event):
                     failure = from_engine(event_document(event)["error"])
                     raise failure if has_begun and not self._client.errored else self._failure(admitted, failure)
+                if held == "":
+                    held = event
+                    continue
+                if held:
+                    yield held
+                    held = None
                 has_begun = True
                 if num_finished := num_finished_choices(event):
                     num_unfinished -= num_finished
@@ -200,6 +208,8 @@ class TargetServer(LLMServer):
                             usage = Usage(record.num_prompt_tokens, record.num_output_tokens)
                         event = event_with(event, drafting=self._field_of(admitted, record))
                 yield event
+        if held:
+            yield held
         yield usage
 
     def _drafting_field(self, admitted: Admitted, response_id: str) -> dict[str, Any]:

@@ -160,11 +160,15 @@ def test_a_grammar_that_allows_no_text_is_an_error_of_the_request(stream: bool) 
     failed = create_error_response(GenerationError("Internal server error"))
     event = f"data: {json.dumps(failed.model_dump())}\n\n"
     itself = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
-    replica = Replica(lambda _: events(event) if stream else failed)
+    replica = Replica(lambda _: events(chunk(), event) if stream else failed)
     (refused,) = items(replica, stream=stream, response_format=itself)
     assert (refused.status, refused.param) == (400, "response_format")
-    (plain,) = items(replica, stream=stream)
+    *_, plain = items(replica, stream=stream)
     assert plain.status == 500
+    if stream:
+        fine = Replica(lambda _: events(chunk(), chunk("stop"), "data: [DONE]\n\n"))
+        found = items(fine, stream=True, response_format=itself)
+        assert [type(item) for item in found] == [str, str, str, Usage]
 
 
 @pytest.mark.parametrize("call", ["chat", "completions"])
