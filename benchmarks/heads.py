@@ -2,11 +2,11 @@
 
     python -m benchmarks.heads --prompts FILE.jsonl --arms none HEAD:3 HEAD:7 OTHER:7 --out FILE.json
 
-An arm is `none`, or a head and its K. Every arm has an engine of its own, in a process of its own, with vLLM's own
-scheduler and graphs; all are started first and stay, so that the arms take turns at each load. The load is closed: c
-requests are always running, the same prompts in the same random order in every arm, answers greedy, up to the end token
-or `--max-tokens`. Tokens are counted as they leave the engine's process, until no prompt is left to begin. vLLM drafts
-in parallel only on its V1 model runner (PR #43010), and may give other arms V2: `--same-runner` gives V1 to all.
+An arm is `none`, or a head and its K, as vLLM serves it; HEAD:K+ours is on our worker. Every arm has an engine of its
+own, in a process of its own; all are started first and stay, so that the arms take turns at each load. The load is
+closed: c requests are always running, the same prompts in the same random order in every arm, answers greedy, up to the
+end token or `--max-tokens`. Tokens are counted as they leave the engine's process, until no prompt is left to begin.
+vLLM drafts in parallel only on its V1 model runner (PR #43010), and may give other arms V2: `--same-runner` gives V1.
 
 otps: output tokens/s. tokens_per_step: of a request, in steps after its prompt. step_ms, median_step_ms: such a step.
 num_identical: of num_answers, those with the tokens of the first arm's (in bfloat16 ties go either way).
@@ -31,9 +31,9 @@ from typing import Any
 
 from benchmarks.common import markdown
 from peagle.provenance import conditions
-from peagle.vllm.engine import cpu_environment
+from peagle.vllm.engine import ASYNC_SCHEDULER, V2_WORKER, cpu_environment
 
-NO_HEAD = "none"
+NO_HEAD, OURS = "none", "+ours"
 MAX_MODEL_LEN = 2048
 KV_CACHE_BYTES = 6 * 2**30
 """Fixed: engines that size their caches from free memory take each other's growth for their own."""
@@ -54,7 +54,7 @@ def parse_arm(text: str) -> tuple[str, int]:
     """
     if text == NO_HEAD:
         return text, 0
-    head, colon, k = text.rpartition(":")
+    head, colon, k = text.removesuffix(OURS).rpartition(":")
     if not (colon and head and k.isdecimal() and int(k) > 0):
         raise ValueError(f"--arms: {text!r} is neither {NO_HEAD} nor HEAD:K")
     return head, int(k)
@@ -99,6 +99,9 @@ class Load:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        from peagle.vllm import compat
+
+        compat.allow_v2()
         config = EngineArgs(**settings).create_engine_config(UsageContext.OPENAI_API_SERVER)
         self.runner = "V2" if config.use_v2_model_runner else "V1"
         self._engine = LLMEngine.from_vllm_config(config, UsageContext.OPENAI_API_SERVER, disable_log_stats=True)
@@ -221,6 +224,8 @@ def measure(args: argparse.Namespace, arms: dict[str, tuple[str, int]], target_d
     running = {}
     for name, arm in arms.items():
         settings = engine_settings(target_dir, arm, max(args.num_requests), on_gpu)
+        if name.endswith(OURS):
+            settings |= {"worker_cls": V2_WORKER, "scheduler_cls": ASYNC_SCHEDULER, "async_scheduling": True}
         ours, theirs = context.Pipe()
         process = context.Process(target=serve_arm, args=(settings, prompts, params, theirs), name=name)
         process.start()

@@ -102,8 +102,12 @@ def write_head(
     num_layers: int = 4,
     mlp_size: int = HEAD_MLP_SIZE,
     draft_vocab_size: int = DRAFT_VOCAB_SIZE,
+    parallel: bool = True,
 ) -> Path:
-    """A plain P-EAGLE head of random bf16 weights for `target`, the same for the same arguments."""
+    """A plain P-EAGLE head, or EAGLE-3 head if not `parallel`, of random bf16 weights for `target`.
+
+    The same for the same arguments.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -113,7 +117,7 @@ def write_head(
         num_layers=num_layers,
         intermediate_size=mlp_size,
         draft_vocab_size=draft_vocab_size,
-        ptd_token_id=target["vocab_size"] - 1,
+        ptd_token_id=target["vocab_size"] - 1 if parallel else None,
         num_depths=num_depths,
     )
     generator = torch.Generator().manual_seed(0)
@@ -128,7 +132,8 @@ def write_head(
         elif expected.required or name == "lm_head.weight":
             weights = torch.randn(expected.shape, generator=generator, dtype=torch.float32) * 0.02
             tensors[name] = weights.to(torch.bfloat16)
-    tensors["mask_hidden"] = tensors["mask_hidden"].view(1, 1, -1)
+    if parallel:
+        tensors["mask_hidden"] = tensors["mask_hidden"].view(1, 1, -1)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config.to_dict() | {"torch_dtype": "bfloat16"}, indent=2))

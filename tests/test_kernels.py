@@ -10,7 +10,13 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-FILES = ("test_kernels_attention.py", "test_kernels_rows.py", "test_kernels_wait.py")
+FILES = (
+    "test_kernels_attention.py",
+    "test_kernels_draft_rows.py",
+    "test_kernels_rows.py",
+    "test_kernels_speculator.py",
+    "test_kernels_wait.py",
+)
 
 
 def test_kernels_equal_their_twins_under_the_interpreter() -> None:

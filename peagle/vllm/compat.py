@@ -12,11 +12,15 @@ from typing import Any, Protocol
 
 from packaging.version import Version
 from vllm import __version__ as vllm_version
+from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
 
 OLDEST_VERSION = "0.29"
 NEWEST_TESTED_VERSION = "0.29"
+
+_V2_METHOD = "_get_v2_model_runner_unsupported_features"
+_V2_REFUSAL = "parallel drafting for EAGLE speculative decoding"
 
 Methods = Mapping[str, Sequence[str]]
 """Method -> parameters that it must have."""
@@ -69,6 +73,33 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
             "initialize_attn_backend": ("kv_cache_config",),
             "initialize_cudagraph_keys": ("cudagraph_mode",),
             "dummy_run": ("num_tokens",),
+        },
+    },
+    "v2 runner": {
+        "vllm.config:VllmConfig": {"_get_v2_model_runner_unsupported_features": ()},
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner": {
+            "initialize_kv_cache": ("kv_cache_config",),
+            "prepare_inputs": ("scheduler_output", "batch_req_state", "batch_desc"),
+            "execute_model": ("scheduler_output",),
+            "sample_tokens": ("grammar_output",),
+        },
+        "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager": {
+            "_init_candidates": (),
+            "capture": ("create_forward_fn",),
+        },
+        "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager": {"__init__": ("varlen_decode",)},
+        "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator": {
+            "propose": (
+                "input_batch",
+                "aux_hidden_states",
+                "num_sampled",
+                "num_rejected",
+                "last_sampled",
+                "next_prefill_tokens",
+                "dummy_run",
+            ),
+            "load_draft_model": ("target_model",),
+            "set_attn": ("block_tables",),
         },
     },
     "cpu runner": {
@@ -164,6 +195,28 @@ def missing_methods(path: str, methods: Methods) -> list[str]:
         elif lacking := [parameter for parameter in parameters if parameter not in present]:
             missing.append(f"parameter {', '.join(lacking)} of {name}.{method}()")
     return missing
+
+
+def allow_v2() -> None:
+    """Let vLLM's configuration choose its V2 model runner for P-EAGLE, where our worker brings the speculator for it.
+
+    vLLM asks its configuration in every process anew which runner to use, and knows no P-EAGLE on V2. So this is called
+    where this package meets vLLM: by the modules of the scheduler and of the worker, and by whoever makes the
+    configuration. It changes nothing for engines with another worker; the second call does nothing.
+    """
+    original = getattr(VllmConfig, _V2_METHOD, None)
+    if original is None or getattr(original, "allows_peagle", False):  # what is missing, `check` says
+        return
+
+    def unsupported(self: VllmConfig) -> list[str]:
+        found: list[str] = original(self)
+        worker: Any = self.parallel_config.worker_cls
+        if isinstance(worker, str) and worker.startswith("peagle."):
+            found = [feature for feature in found if feature != _V2_REFUSAL]
+        return found
+
+    unsupported.allows_peagle = True  # type: ignore[attr-defined]
+    setattr(VllmConfig, _V2_METHOD, unsupported)
 
 
 def drop_admission_padding(scheduled: _Scheduled) -> None:

@@ -19,12 +19,16 @@ from peagle.config import LLAMA_NAMES, QWEN_NAMES, DrafterConfig
 SYNC_SCHEDULER = "peagle.vllm.scheduler.PerRequestDepthScheduler"
 ASYNC_SCHEDULER = "peagle.vllm.scheduler.PerRequestDepthAsyncScheduler"
 CPU_WORKER = "peagle.vllm.workers.CPUWorker"
+V2_WORKER = "peagle.vllm.v2_worker.V2Worker"
 REMOTE_CPU_WORKER = "peagle.vllm.workers.RemoteCPUWorker"
 REMOTE_GPU_WORKER = "peagle.vllm.remote.RemoteGPUWorker"
 
 REMOTE_KEY = "peagle_remote"
 """Key of vLLM's `additional_config` under which the remote workers find sizes, layers and settings. It is part of the
 key of vLLM's compile cache, so no address of a drafter is in it."""
+
+CAPTURE_KEYS = frozenset({"max_cudagraph_capture_size", "cudagraph_capture_sizes"})
+MAX_GRAPH_TOKENS = 4096  # of the largest graph; 40 sizes take about 20 s at the start of a 30B target's engine
 
 OWNED_ENGINE_KEYS: Mapping[str, str] = {
     "model": "give the target directory",
@@ -102,8 +106,7 @@ def engine_kwargs(
         "scheduler_cls": ASYNC_SCHEDULER if async_scheduling else SYNC_SCHEDULER,
         **extra,
     }
-    if on_cpu:
-        kwargs["worker_cls"] = CPU_WORKER
+    kwargs["worker_cls"] = CPU_WORKER if on_cpu else V2_WORKER
     if target_dir is not None:
         kwargs["model"] = str(target_dir)
     if head_dir is None:
@@ -113,9 +116,25 @@ def engine_kwargs(
             raise ValueError("remote is set but there is no head: give the head that the drafter runs")
         return kwargs
     kwargs["speculative_config"] = _speculative_config(Path(head_dir), max_draft_tokens, parallel_drafting)
+    if not on_cpu and not CAPTURE_KEYS & {*extra, *(extra.get("compilation_config") or {})}:
+        rows = 1 + int(kwargs["speculative_config"]["num_speculative_tokens"])
+        kwargs["cudagraph_capture_sizes"] = capture_sizes(rows * int(extra.get("max_num_seqs", MAX_GRAPH_TOKENS)))
     if remote is not None:
         kwargs |= _remote_engine(kwargs, Path(head_dir), remote, on_cpu)
     return kwargs
+
+
+def capture_sizes(num_tokens: int) -> list[int]:
+    """Sizes of CUDA graphs, in tokens, for decoding batches of up to `num_tokens`, and half as much for prompts beside.
+
+    A batch is padded by at most an eighth. vLLM's own list stops at 512 tokens on Hopper, 64 requests at K = 7; beyond
+    it every step would be launched kernel by kernel.
+    """
+    most = min(num_tokens + num_tokens // 2, MAX_GRAPH_TOKENS)
+    sizes = [1, 2, 4, *range(8, 64, 8)]
+    for start in (64, 128, 256, 512, 1024, 2048):
+        sizes += range(start, 2 * start, max(16, start // 8))
+    return [*(size for size in sizes if size < most), most]
 
 
 def _speculative_config(head_dir: Path, max_draft_tokens: int | None, parallel_drafting: bool | None) -> dict[str, Any]:

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+compat.allow_v2()
+
 logger = logging.getLogger(__name__)
 
 WARNING_INTERVAL_S = 60.0

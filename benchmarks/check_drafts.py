@@ -1,0 +1,316 @@
+"""Checks P-EAGLE on vLLM's V2 runner, on a GPU: equal output, and drafts equal to `peagle.draft`.
+
+    python -m benchmarks.check_drafts --out FILE [--eager] [--backend TRITON_ATTN] [--dtype float32]
+
+A small target and a small head of random weights, prompts of mixed lengths in chunks, a K of its own for each request,
+some sequences that end at `max_model_len`, and a cache so small that requests are preempted. Two engines run in turn.
+The first has no drafts. The second drafts, but verifies tokens that this program makes up of the first one's output:
+the right ones up to a random place, then wrong ones, so that everything between no and all drafts is accepted. Its
+output must be the first one's. What the drafter really proposed is recorded with all that it read, and compared with
+the reference in float32.
+"""
+
+import argparse
+import json
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peagle.provenance import conditions
+
+NUM_DRAFTS, MAX_MODEL_LEN, CHUNK, NUM_REQUESTS, MAX_NUM_SEQS, NUM_OUTPUT = 5, 400, 128, 24, 8, 48
+PRESSED_BLOCKS = 56  # of 16 tokens: eight sequences of 400 need 200
+TARGET: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 2048,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+class Recorder:
+    """vLLM's `worker_extension_cls`: what the drafter read and proposed, and drafts that are verified in its place."""
+
+    model_runner: Any
+
+    def start_recording(self, oracle: dict[str, list[int]] | None) -> None:
+        """From now on, record. oracle: a request's whole output, whose tokens stand in for the drafts."""
+        speculator = self.model_runner.speculator
+        self.recorded: list[dict[str, Any]] = []
+        propose, wrong = speculator.propose, random.Random(0)
+
+        def recording(batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            drafts = propose(batch, *args, **kwargs)
+            if kwargs.get("dummy_run") or batch.req_ids[0].startswith("_"):
+                return drafts
+            num_sampled, num_rejected, last_sampled, next_prefill = args[4:8]
+            count, num_rows = batch.num_reqs, batch.num_tokens
+            step = {
+                "req_ids": list(batch.req_ids),
+                "first": batch.query_start_loc_np[: count + 1].tolist(),
+                "tokens": batch.input_ids[:num_rows].tolist(),
+                "positions": batch.positions[:num_rows].tolist(),
+                "num_sampled": num_sampled.tolist(),
+                "num_rejected": num_rejected.tolist(),
+                "newest": last_sampled[batch.idx_mapping].view(-1).tolist(),
+                "next_prompt": next_prefill.view(-1)[batch.idx_mapping].tolist(),
+                "taps": speculator.taps_NX[:num_rows].float().cpu(),
+                "drafts": drafts.tolist(),
+            }
+            self.recorded.append(step)
+            if oracle is None:
+                return drafts
+            made_up = drafts.clone()
+            for row, name in enumerate(step["req_ids"]):
+                output = oracle[name.split("-")[0]]
+                total = self.model_runner.req_states.total_len.gpu[batch.idx_mapping[row]].item()
+                prompt = int(self.model_runner.req_states.prompt_len.np[batch.idx_mapping_np[row]])
+                right = wrong.randint(0, NUM_DRAFTS)
+                for depth in range(NUM_DRAFTS):
+                    place = total - prompt + depth
+                    known = 0 <= place < len(output) and depth < right
+                    made_up[row, depth] = output[place] if known else wrong.randrange(2048)
+            return made_up
+
+        speculator.propose = recording
+
+    def take_recorded(self, path: str) -> int:
+        """Write what was recorded; the number of steps."""
+        torch.save(self.recorded, path)
+        return len(self.recorded)
+
+    def graph_kinds(self) -> dict[str, Any]:
+        """Captured graphs of target and drafter by mode."""
+        runner = self.model_runner
+        managers = {"target": runner.cudagraph_manager, "drafter": runner.speculator.graphs}
+        return {
+            name: {mode.name: len(descs) for mode, descs in manager._capture_descs.items()}
+            for name, manager in managers.items()
+        }
+
+
+def write_target(folder: Path, dtype: torch.dtype) -> Path:
+    """Random weights of a size that keeps hidden states apart from token to token."""
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(0)
+    hidden, heads, kv, dim = (
+        TARGET[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    middle, vocab = TARGET["intermediate_size"], TARGET["vocab_size"]
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) * columns**-0.5
+
+    tensors = {
+        "model.embed_tokens.weight": torch.randn(vocab, hidden, generator=generator),
+        "model.norm.weight": torch.ones(hidden),
+        "lm_head.weight": matrix(vocab, hidden),
+    }
+    for index in range(TARGET["num_hidden_layers"]):
+        layer = {
+            "self_attn.q_proj": matrix(heads * dim, hidden),
+            "self_attn.k_proj": matrix(kv * dim, hidden),
+            "self_attn.v_proj": matrix(kv * dim, hidden),
+            "self_attn.o_proj": matrix(hidden, heads * dim),
+            "mlp.gate_proj": matrix(middle, hidden),
+            "mlp.up_proj": matrix(middle, hidden),
+            "mlp.down_proj": matrix(hidden, middle),
+            "input_layernorm": torch.ones(hidden),
+            "post_attention_layernorm": torch.ones(hidden),
+        }
+        tensors |= {f"model.layers.{index}.{name}.weight": value for name, value in layer.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(TARGET | {"torch_dtype": str(dtype).removeprefix("torch.")}))
+    return folder
+
+
+def write_head(folder: Path, dtype: torch.dtype) -> Path:
+    """A P-EAGLE head of four layers, with a draft vocabulary that is every fourth token."""
+    from peagle.checkpoint import save_head
+    from peagle.config import DrafterConfig
+    from peagle.head_files import expected_tensors
+
+    config = DrafterConfig.for_target(
+        TARGET, num_layers=4, draft_vocab_size=512, ptd_token_id=2047, num_depths=NUM_DRAFTS, num_key_value_heads=2
+    )
+    generator, tensors = torch.Generator().manual_seed(1), {}
+    for name, expected in expected_tensors(config).items():
+        if name in ("embed_tokens.weight", "mask_embedding"):
+            continue
+        if name == "d2t":
+            tensors[name] = 3 * torch.arange(512)
+        elif name == "t2d":
+            tensors[name] = torch.arange(2048) % 4 == 0
+        elif "norm" in name:
+            tensors[name] = torch.ones(expected.shape)
+        else:
+            tensors[name] = torch.randn(expected.shape, generator=generator) * expected.shape[-1] ** -0.5
+    tensors["mask_hidden"] = torch.randn(tensors["mask_hidden"].shape, generator=generator)
+    floats = {name: tensor.to(dtype) for name, tensor in tensors.items() if tensor.is_floating_point()}
+    return save_head(folder, config, tensors | floats)
+
+
+def engine(folder: Path, args: argparse.Namespace, with_drafts: bool) -> Any:
+    from vllm import LLM
+
+    from peagle.vllm import compat
+    from peagle.vllm.engine import ASYNC_SCHEDULER, V2_WORKER
+
+    compat.allow_v2()
+    kwargs: dict[str, Any] = {
+        "model": str(folder / "target"),
+        "skip_tokenizer_init": True,
+        "dtype": args.dtype,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "max_num_batched_tokens": CHUNK,
+        "enable_prefix_caching": False,
+        "enforce_eager": args.eager,
+        "attention_backend": args.backend,
+        "num_gpu_blocks_override": PRESSED_BLOCKS,
+        "gpu_memory_utilization": 0.15,
+        "kv_cache_memory_bytes": 1 << 30,
+        "async_scheduling": True,
+    }
+    if with_drafts:
+        kwargs |= {
+            "speculative_config": {
+                "method": "eagle3",
+                "model": str(folder / "head"),
+                "num_speculative_tokens": NUM_DRAFTS,
+                "parallel_drafting": True,
+            },
+            "scheduler_cls": ASYNC_SCHEDULER,
+            "worker_cls": V2_WORKER,
+            "worker_extension_cls": "benchmarks.check_drafts.Recorder",
+        }
+    return LLM(**kwargs)
+
+
+def generate(llm: Any, with_depths: bool) -> list[list[int]]:
+    from vllm import SamplingParams, TokensPrompt
+
+    draw = random.Random(3)
+    prompts, params = [], []
+    for index in range(NUM_REQUESTS):
+        length = MAX_MODEL_LEN - NUM_OUTPUT // 2 if index % 6 == 5 else draw.choice([1, 2, 7, 60, 150, 300])
+        prompts.append(TokensPrompt(prompt_token_ids=[draw.randrange(2, 2000) for _ in range(length)]))
+        depth = draw.choice([None, 0, 1, 3, NUM_DRAFTS])
+        extra = {"peagle_k": depth} if with_depths and depth is not None else None
+        params.append(
+            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=NUM_OUTPUT, detokenize=False, extra_args=extra)
+        )
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def compare(steps: list[dict[str, Any]], head_dir: Path, target_dir: Path) -> dict[str, Any]:
+    """Drafts of every recorded step against the reference, which is given the same hidden states."""
+    from peagle.checkpoint import build_drafter, load_head
+    from peagle.draft import DraftSession
+    from peagle.heads import target_table
+
+    config, tensors = load_head(head_dir)
+    drafter = build_drafter(config, tensors, embed_VH=target_table(target_dir, "embed_tokens.weight").float())
+    sessions: dict[str, DraftSession] = {}
+    num_equal, num_all, by_depth, gaps, kinds = 0, 0, Counter[int](), [], Counter[str]()
+    for step in steps:
+        for row, name in enumerate(step["req_ids"]):
+            start, end = step["first"][row : row + 2]
+            context, valid = step["positions"][start], end - start - step["num_rejected"][row]
+            newest = step["newest"][row] if step["num_sampled"][row] else step["next_prompt"][row]
+            tokens = [*step["tokens"][start + 1 : start + valid], newest]
+            session = sessions.setdefault(name, DraftSession(drafter))
+            kinds["first" if context == 0 and not session.num_rows else "resumed" if context == 0 else "later"] += 1
+            session.truncate(context)
+            wanted = min(NUM_DRAFTS, MAX_MODEL_LEN - context - valid + 1)
+            found = session.propose(torch.tensor(tokens), step["taps"][start : start + valid], NUM_DRAFTS)
+            for depth in range(wanted):
+                expected, given = int(found.token_ids_K[depth]), step["drafts"][row][depth]
+                num_all += 1
+                if expected == given:
+                    num_equal += 1
+                    continue
+                by_depth[depth] += 1
+                logits = found.logits_KV[depth]
+                place = (drafter.target_ids == given).nonzero()
+                gap = float((logits.max() - logits[place[0, 0]]) / logits.std()) if len(place) else float("inf")
+                gaps.append(round(gap, 4))
+    return {
+        "num_drafts": num_all,
+        "equal_share": num_equal / max(1, num_all),
+        "unequal_by_depth": dict(by_depth),
+        "largest_gaps_in_std": sorted(gaps, reverse=True)[:10],
+        "rows_of_requests": dict(kinds),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/check"))
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--backend", default="TRITON_ATTN")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--phase", choices=("plain", "drafts"), required=True, help="one engine a process")
+    args = parser.parse_args()
+    plain = args.folder / f"plain-{args.dtype}-{args.backend}.json"
+    if args.phase == "plain":
+        write_target(args.folder / "target", getattr(torch, args.dtype))
+        write_head(args.folder / "head", getattr(torch, args.dtype))
+        plain.write_text(json.dumps(generate(engine(args.folder, args, False), False)))
+        return 0
+    expected = json.loads(plain.read_text())
+    llm = engine(args.folder, args, True)
+    llm.collective_rpc("start_recording", args=({str(index): one for index, one in enumerate(expected)},))
+    outputs = generate(llm, True)
+    path = str(args.folder / f"recorded-{args.dtype}-{args.eager}.pt")
+    num_steps = llm.collective_rpc("take_recorded", args=(path,))[0]
+    graphs = None if args.eager else llm.collective_rpc("graph_kinds")[0]
+    first_wrong = [
+        next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+        for one, other in zip(outputs, expected, strict=True)
+    ]
+    report = {
+        "backend": args.backend,
+        "dtype": args.dtype,
+        "eager": args.eager,
+        "num_steps": num_steps,
+        "num_equal_outputs": sum(one == other for one, other in zip(outputs, expected, strict=True)),
+        "num_outputs": len(outputs),
+        "first_wrong_token": first_wrong,
+        "graphs": graphs,
+    }
+    steps = torch.load(path, weights_only=False)
+    report["drafts"] = compare(steps, args.folder / "head", args.folder / "target")
+    accepted = Counter[int]()
+    for step in steps:
+        for num_sampled in step["num_sampled"]:
+            accepted[num_sampled] += 1
+    report["tokens_a_step"] = dict(sorted(accepted.items()))
+    args.out.write_text(json.dumps(report | {"conditions": conditions()}, indent=1))
+    sys.stdout.write(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,298 @@
+"""Speed of engines with random weights of a real shape, at equal synthetic acceptance: tokens/s and time of a step.
+
+    python -m benchmarks.engines --arm peagle-7 --out FILE [--requests 1 8 32] [--seconds 4]
+
+One engine a process. A cell keeps so many requests in flight, each replaced by another when it ends: prompts of 128
+random tokens, answers of 128 to 384, so steps with prompts are among those counted, as in service. Nothing is streamed.
+Steps, tokens and accepted drafts are vLLM's own counters over a window of time. All arms have the same CUDA graph
+sizes, the same sampling and the same acceptance by position; stock arms are vLLM as it comes.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from peagle.provenance import conditions
+
+SURVIVAL = (0.80, 0.64, 0.50, 0.39, 0.30, 0.22, 0.17, 0.13, 0.10, 0.075, 0.055, 0.04)
+"""Chance that the first i drafts are accepted; beyond the seventh continued by hand at the same ratio."""
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN, KV_BYTES = 256, 8192, 4096, 20 << 30
+PROMPT_TOKENS, OUTPUT_TOKENS = 128, (128, 384)
+WARM_S = 1.5
+COUNTERS = {
+    "tokens": "vllm:generation_tokens_total",
+    "steps": "vllm:iteration_tokens_total_count",
+    "request_steps": "vllm:spec_decode_num_drafts_total",
+    "drafts": "vllm:spec_decode_num_draft_tokens_total",
+    "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """kind: none, eagle3 (stock), stock (P-EAGLE as vLLM runs it, on its V1 runner) or peagle (ours). k: K_max."""
+
+    kind: str
+    k: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> "Arm":
+        kind, _, k = text.partition("-")
+        return cls(kind, int(k or 0))
+
+
+class Segments:
+    """vLLM's `worker_extension_cls`: random drafts, and on the V2 runner what a step's time on the GPU goes to.
+
+    Heads of random weights propose tokens that repeat, each in its own way, and a target with experts is faster on
+    equal tokens: so every arm verifies random ones.
+
+    target: inputs and forward; sampling: output matrix, verification, bookkeeping; drafting; rest: until the next step,
+    where the GPU waits for the host.
+    """
+
+    model_runner: Any
+
+    def make_drafts_random(self) -> None:
+        """From now on, whatever was drafted is replaced by random tokens."""
+        drafter: Any = getattr(self.model_runner, "speculator", None) or getattr(self.model_runner, "drafter", None)
+        if drafter is None:
+            return
+        propose = drafter.propose
+
+        def random_drafts(*args: Any, **kwargs: Any) -> Any:
+            return propose(*args, **kwargs).random_(0, 150_000)
+
+        drafter.propose = random_drafts
+
+    def start_segments(self) -> None:
+        """From now on, mark the ends of a step's parts on the GPU's stream."""
+        import torch
+
+        runner = self.model_runner
+        self.marks: list[list[Any]] = [[]]
+
+        def mark() -> None:
+            self.marks[-1].append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1][-1].record()
+
+        def around(owner: Any, name: str, is_first: bool, at_end: bool) -> None:
+            inner = getattr(owner, name)
+
+            def marked(*args: Any, **kwargs: Any) -> Any:
+                if is_first:
+                    self.marks.append([])
+                mark()
+                found = inner(*args, **kwargs)
+                if at_end:
+                    mark()
+                return found
+
+            setattr(owner, name, marked)
+
+        around(runner, "execute_model", True, True)
+        if runner.speculator is not None:
+            around(runner.speculator, "propose", False, True)
+        else:
+            around(runner, "sample_tokens", False, True)
+
+    def take_segments(self) -> dict[str, float]:
+        """Medians in ms since the last call."""
+        import torch
+
+        torch.cuda.synchronize()
+        steps = [step for step in self.marks[:-1] if len(step) == 4]
+        self.marks[:] = [[]]
+        if len(steps) < 2:
+            return {}
+        parts: dict[str, list[float]] = {"target": [], "sampling": [], "drafting": [], "rest": []}
+        for step, after in pairwise(steps):
+            parts["target"].append(step[0].elapsed_time(step[1]))
+            parts["sampling"].append(step[1].elapsed_time(step[2]))
+            parts["drafting"].append(step[2].elapsed_time(step[3]))
+            parts["rest"].append(step[3].elapsed_time(after[0]))
+        return {name: round(statistics.median(values), 4) for name, values in parts.items()}
+
+
+def engine_settings(arm: Arm, folder: Path, shape: dict[str, Any]) -> dict[str, Any]:
+    from benchmarks.models import write_head, write_target
+    from peagle.vllm import compat
+    from peagle.vllm.engine import ASYNC_SCHEDULER, V2_WORKER, capture_sizes
+
+    kwargs: dict[str, Any] = {
+        "model": str(write_target(folder / f"target-{arm.kind}-{arm.k}", shape)),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+        "kv_cache_memory_bytes": KV_BYTES,
+        "enable_prefix_caching": False,
+        "async_scheduling": True,
+        "cudagraph_capture_sizes": capture_sizes(MAX_NUM_SEQS * (1 + max(arm.k, 7))),
+    }
+    kwargs["worker_extension_cls"] = "benchmarks.engines.Segments"
+    if arm.kind == "none":
+        return kwargs
+    parallel = arm.kind != "eagle3"
+    head_dir = folder / f"head-{arm.kind}-{arm.k}"
+    if not (head_dir / "config.json").exists():
+        write_head(head_dir, arm.k, shape, num_layers=4 if parallel else 1, parallel=parallel)
+    kwargs["speculative_config"] = {
+        "method": "eagle3",
+        "model": str(head_dir),
+        "num_speculative_tokens": arm.k,
+        "parallel_drafting": parallel,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": list(SURVIVAL[: arm.k]),
+        "draft_load_config": {"load_format": "safetensors"},
+    }
+    if arm.kind == "peagle":
+        compat.allow_v2()
+        kwargs |= {"scheduler_cls": ASYNC_SCHEDULER, "worker_cls": V2_WORKER}
+    return kwargs
+
+
+def read_counters() -> dict[str, float]:
+    """vLLM's counters, summed over their labels; 0 for those that this engine has not."""
+    from prometheus_client import REGISTRY
+
+    found = dict.fromkeys(COUNTERS, 0.0)
+    names = {sample: name for name, sample in COUNTERS.items()}
+    for metric in REGISTRY.collect():
+        for sample in metric.samples:
+            if sample.name in names:
+                found[names[sample.name]] += sample.value
+    return found
+
+
+class Load:
+    """A number of requests in flight."""
+
+    def __init__(self, engine: Any, depths: tuple[int, ...] | None) -> None:
+        self._engine, self._depths, self._count = engine, depths, 0
+
+    async def measure(self, num_requests: int, seconds: float, segments_s: float) -> dict[str, Any]:
+        clients = [asyncio.create_task(self._client(index)) for index in range(num_requests)]
+        await asyncio.sleep(WARM_S)
+        before, start_s = read_counters(), time.perf_counter()
+        await asyncio.sleep(seconds)
+        after, elapsed_s = read_counters(), time.perf_counter() - start_s
+        segments = {}
+        if segments_s:
+            await self._engine.collective_rpc("take_segments")
+            await asyncio.sleep(segments_s)
+            segments = (await self._engine.collective_rpc("take_segments"))[0]
+        for client in clients:
+            client.cancel()
+        for result in await asyncio.gather(*clients, return_exceptions=True):
+            if not isinstance(result, asyncio.CancelledError):
+                raise RuntimeError(f"a client ended: {result}")
+        await asyncio.sleep(0.3)
+        done = {name: after[name] - before[name] for name in COUNTERS}
+        return {
+            "num_requests": num_requests,
+            "seconds": round(elapsed_s, 3),
+            "tokens_per_s": round(done["tokens"] / elapsed_s, 1),
+            "step_ms": round(1e3 * elapsed_s / done["steps"], 4) if done["steps"] else None,
+            "steps": done["steps"],
+            "accepted_length": round(1 + done["accepted"] / done["request_steps"], 3) if done["drafts"] else 1.0,
+            "drafts_a_step": round(done["drafts"] / done["request_steps"], 3) if done["drafts"] else 0.0,
+            "segments_ms": segments,
+        }
+
+    async def _client(self, index: int) -> None:
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        draw, is_first = random.Random(index), True
+        while True:
+            self._count += 1
+            length = draw.randint(*OUTPUT_TOKENS)
+            params = SamplingParams(
+                temperature=0.0,
+                ignore_eos=True,
+                # The first ones end at different times.
+                max_tokens=draw.randint(16, length) if is_first else length,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                extra_args={"peagle_k": draw.choice(self._depths)} if self._depths else None,
+            )
+            is_first = False
+            prompt = TokensPrompt(prompt_token_ids=[draw.randrange(1000, 40_000) for _ in range(PROMPT_TOKENS)])
+            async for _ in self._engine.generate(prompt, params, f"{id(self)}-{self._count}"):
+                pass
+
+
+async def run(args: argparse.Namespace) -> dict[str, Any]:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from benchmarks import models
+    from peagle.vllm.step_measure import read_steps
+
+    arm, shape = Arm.parse(args.arm), dict(getattr(models, args.shape))
+    if args.num_layers:
+        shape["num_hidden_layers"] = args.num_layers
+    settings = engine_settings(arm, args.folder, shape)
+    start_s = time.perf_counter()
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
+    await engine.get_supported_tasks()
+    report: dict[str, Any] = {"arm": args.arm, "shape": args.shape, "start_s": round(time.perf_counter() - start_s, 1)}
+    report["measured_at_start"] = read_steps(engine.vllm_config.instance_id)
+    report["rows"] = []
+    await engine.collective_rpc("make_drafts_random")
+    for mix in args.depths or ["all"]:
+        depths = None if mix == "all" else tuple(map(int, mix.split("/")))
+        load = Load(engine, depths)
+        for num_requests in args.requests if mix == "all" else args.mixed_requests:
+            row = {"depths": mix, **await load.measure(num_requests, args.seconds, 0.0)}
+            report["rows"].append(row)
+            args.out.write_text(
+                json.dumps(report | {"settings": _shown(settings), "conditions": conditions()}, indent=1)
+            )
+            log = {key: row[key] for key in ("depths", "num_requests", "tokens_per_s", "step_ms", "accepted_length")}
+            with args.out.with_suffix(".log").open("a") as file:
+                file.write(json.dumps({"arm": args.arm, **log}) + "\n")
+    if arm.kind != "stock":
+        await engine.collective_rpc("start_segments")
+        report["segments"] = [await Load(engine, None).measure(count, 0.2, 1.0) for count in (1, 32, 128)]
+        args.out.write_text(json.dumps(report | {"settings": _shown(settings), "conditions": conditions()}, indent=1))
+    with contextlib.suppress(Exception):
+        engine.shutdown()
+    return report
+
+
+def _shown(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name != "model"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arm", required=True, help="none, eagle3-K, stock-K or peagle-K")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/bench-engines"))
+    parser.add_argument("--shape", default="QWEN3_CODER_30B", help="a name of benchmarks.models")
+    parser.add_argument("--num-layers", type=int, help="fewer layers of the target, to try things out")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--mixed-requests", type=int, nargs="+", default=[8, 128], help="with other --depths than all")
+    parser.add_argument("--depths", nargs="+", help="K of requests: all (K_max), or such as 3 or 0/3/7, drawn from")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    asyncio.run(run(args))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,184 @@
+"""The rows of P-EAGLE's one pass over a batch of vLLM's V2 model runner, laid out by one kernel on the GPU.
+
+Enters: what the runner knows after sampling, all of it on the GPU: the target's rows, how many tokens of each request
+were sampled and rejected. Leaves: tokens, positions, cache slots, sources of hidden states, sampled rows. The host
+never learns how many drafts were rejected, so a request has a number of rows that does not depend on it:
+
+    q target rows at positions c .. c + q - 1, r of them rejected, n = q - r, K drafts; Q rows of the pass:
+    Q - n - K + 1 unused rows | n rows at c .. c + n - 1: the next tokens | K - 1 mask rows at c + n .. c + n + K - 2
+
+Q is q + K - 1 (`stride` 0: requests lie one after another) or the same for all (`stride`, for full CUDA graphs). Unused
+rows come first: FlashAttention aligns the last row with the last key, so row i of the used ones sees keys up to c + i
+and the number of keys, c + n + K - 1, is exact. Where that exceeds the longest sequence, the last mask rows are unused.
+
+B requests, N target rows, R rows of the pass, S places of requests in the runner, C columns of the block table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_BLOCK_ROWS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftRows:
+    """Buffers at fixed addresses, as CUDA graphs need them; a pass uses the first rows and requests.
+
+    token_ids_R: int32. positions_R: int64; 0 in unused rows.
+    slots_GR: int64, place in the flat KV cache of each cache group; -1: not to be written.
+    sources_R: int64, 1 + target row whose hidden state enters; 0: the shared hidden state of the mask rows.
+    sample_rows_BK: int64, flat: row that proposes draft d of request b at b * K + d. Drafts beyond the longest
+        sequence come from the last row, and no one verifies them.
+    first_row_B1: int32. context_B: int32, keys of a request; 0 beyond the batch.
+    """
+
+    token_ids_R: Tensor
+    positions_R: Tensor
+    slots_GR: Tensor
+    sources_R: Tensor
+    sample_rows_BK: Tensor
+    first_row_B1: Tensor
+    context_B: Tensor
+
+    @classmethod
+    def empty(
+        cls, max_requests: int, max_rows: int, num_drafts: int, num_groups: int, device: torch.device
+    ) -> DraftRows:
+        """Buffers of zeros for at most so many requests and rows; slots are -1."""
+
+        def zeros(*sizes: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(*sizes, dtype=dtype, device=device)
+
+        return cls(
+            token_ids_R=zeros(max_rows, dtype=torch.int32),
+            positions_R=zeros(max_rows),
+            slots_GR=zeros(num_groups, max_rows) - 1,
+            sources_R=zeros(max_rows),
+            sample_rows_BK=zeros(max_requests * num_drafts),
+            first_row_B1=zeros(max_requests + 1, dtype=torch.int32),
+            context_B=zeros(max_requests, dtype=torch.int32),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetRows:
+    """What the runner knows after sampling.
+
+    first_row_B1: int32. input_ids_N: int32. positions_N: int64. place_B: int, a request's index in the S-tensors.
+    num_sampled_B, num_rejected_B: int32, both 0 where a prompt is not finished.
+    last_sampled_S, next_prefill_S: the newest token, and the next of the prompt where a prompt is not finished.
+    """
+
+    first_row_B1: Tensor
+    input_ids_N: Tensor
+    positions_N: Tensor
+    place_B: Tensor
+    num_sampled_B: Tensor
+    num_rejected_B: Tensor
+    last_sampled_S: Tensor
+    next_prefill_S: Tensor
+
+
+def write_rows(
+    target: TargetRows,
+    block_table_BC: Tensor,
+    out: DraftRows,
+    *,
+    group: int,
+    num_drafts: int,
+    stride: int,
+    max_query_len: int,
+    num_rows: int,
+    block_size: int,
+    mask_token_id: int,
+    max_model_len: int,
+) -> None:
+    """Lays out the rows of one pass, for one cache group.
+
+    Args:
+        block_table_BC: cache block of positions [j * block_size, (j + 1) * block_size) in column j; block 0 is never
+            written.
+        stride: rows of each request, at least q + K - 1; 0: exactly that many.
+        max_query_len: the largest q, known to the host.
+        num_rows: rows that run, those of the batch and padding after them.
+    """
+    num_requests = len(target.place_B)
+    most_rows = stride or max_query_len + num_drafts - 1
+    block = min(MAX_BLOCK_ROWS, triton.next_power_of_2(most_rows))
+    _write_rows_kernel[(num_requests + 1, triton.cdiv(most_rows, block))](
+        target.first_row_B1, target.input_ids_N, target.positions_N, target.place_B,
+        target.num_sampled_B, target.num_rejected_B, target.last_sampled_S, target.next_prefill_S, block_table_BC,
+        out.token_ids_R, out.positions_R, out.slots_GR[group], out.sources_R,
+        out.sample_rows_BK, out.first_row_B1, out.context_B,
+        len(out.context_B), num_rows, block_table_BC.stride(0), stride, mask_token_id,
+        BLOCK_SIZE=block_size, MAX_MODEL_LEN=max_model_len, K=num_drafts, BLOCK=block,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # each special value is a kernel to compile
+def _write_rows_kernel(
+    target_row_B1, input_ids_N, target_positions_N, place_B,
+    num_sampled_B, num_rejected_B, last_sampled_S, next_prefill_S, block_table_BC,
+    token_ids_R, positions_R, slots_R, sources_R, sample_rows_BK, first_row_B1, context_B,
+    max_requests, num_rows, table_stride, stride, mask_token_id,
+    BLOCK_SIZE: tl.constexpr, MAX_MODEL_LEN: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (b, i): block i of request b; the last b: everything beyond the batch."""
+    request = tl.program_id(0)
+    num_requests = tl.num_programs(0) - 1
+    start = tl.load(target_row_B1 + request)
+    first = tl.where(stride > 0, request * stride, start + request * (K - 1))
+    offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if request == num_requests:
+        if tl.program_id(1) == 0:
+            for i in range(first, num_rows, BLOCK):
+                row = i + tl.arange(0, BLOCK)
+                tl.store(token_ids_R + row, 0, mask=row < num_rows)
+                tl.store(positions_R + row, 0, mask=row < num_rows)
+                tl.store(slots_R + row, -1, mask=row < num_rows)
+                tl.store(sources_R + row, 0, mask=row < num_rows)
+            for i in range(num_requests, max_requests + 1, BLOCK):
+                index = i + tl.arange(0, BLOCK)
+                tl.store(first_row_B1 + index, first, mask=index <= max_requests)
+                tl.store(context_B + index, 0, mask=index < max_requests)
+            for i in range(num_requests * K, max_requests * K, BLOCK):
+                index = i + tl.arange(0, BLOCK)
+                tl.store(sample_rows_BK + index, 0, mask=index < max_requests * K)
+    else:
+        query_len = tl.load(target_row_B1 + request + 1) - start
+        num_valid = query_len - tl.load(num_rejected_B + request)
+        context = tl.load(target_positions_N + start).to(tl.int32)
+        num_used = tl.minimum(num_valid + K - 1, MAX_MODEL_LEN - context)
+        num_slots = tl.where(stride > 0, stride, query_len + K - 1)
+        num_unused = num_slots - num_used
+        place = tl.load(place_B + request)
+        newest = tl.load(last_sampled_S + place).to(tl.int32)
+        if tl.load(num_sampled_B + request) == 0:
+            newest = tl.load(next_prefill_S + place).to(tl.int32)
+
+        index = offset - num_unused
+        is_used = (index >= 0) & (offset < num_slots)
+        is_valid = is_used & (index < num_valid)
+        given = tl.load(input_ids_N + start + index + 1, mask=is_valid & (index < num_valid - 1), other=0)
+        token = tl.where(index == num_valid - 1, newest, given)
+        token = tl.where(is_used, tl.where(is_valid, token, mask_token_id), 0)
+        position = tl.where(is_used, context + index, 0)
+        block_id = tl.load(block_table_BC + request * table_stride + position // BLOCK_SIZE, mask=is_used, other=0)
+        slot = tl.where(block_id > 0, block_id.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+        row, is_row = first + offset, offset < num_slots
+        tl.store(token_ids_R + row, token, mask=is_row)
+        tl.store(positions_R + row, position.to(tl.int64), mask=is_row)
+        tl.store(slots_R + row, slot, mask=is_row)
+        tl.store(sources_R + row, tl.where(is_valid, 1 + start + index, 0).to(tl.int64), mask=is_row)
+        if tl.program_id(1) == 0:
+            tl.store(first_row_B1 + request, first)
+            tl.store(context_B + request, context + num_used)
+            for depth in range(K):
+                sampled = num_unused + tl.minimum(num_valid - 1 + depth, num_used - 1)
+                tl.store(sample_rows_BK + request * K + depth, (first + sampled).to(tl.int64))

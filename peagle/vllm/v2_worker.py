@@ -1,0 +1,87 @@
+"""vLLM's GPU worker on its V2 model runner, for targets with a P-EAGLE head, an EAGLE-3 head or none.
+
+Given to vLLM as an import string, `worker_cls=V2_WORKER` of `peagle.vllm.engine`. With a P-EAGLE head it brings the
+speculator (`peagle.vllm.speculator`), and full CUDA graphs for decoding steps of any mix of 0..K_max drafts a request.
+With an EAGLE-3 head or none the runner is vLLM's own. Each engine measures its decoding steps when it starts
+(`peagle.vllm.step_measure`).
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker.gpu.attn_utils import get_attn_cg_support
+from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
+
+from peagle.vllm import compat
+from peagle.vllm.speculator import PEagleSpeculator, most_rows
+from peagle.vllm.step_measure import measure_steps, write_steps
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.worker_base import CompilationTimes
+
+compat.allow_v2()
+
+
+class RaggedModelRunner(GPUModelRunner):
+    """vLLM's V2 runner, whose full graphs for decoding serve any mix of 1..1 + K_max rows a request.
+
+    vLLM has such graphs, chosen by the rows in all, for its adaptive verification. Here the scheduler trims drafts.
+    """
+
+    speculator: PEagleSpeculator
+    cudagraph_manager: ModelCudaGraphManager
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(*args, **kwargs)
+        drafter_layers = self.speculator.draft_attn_layer_names
+        layers = {name for group in self.kv_cache_config.kv_cache_groups for name in group.layer_names}
+        found = get_attn_cg_support(self.attn_groups, self.vllm_config, checked_layer_names=layers - drafter_layers)
+        found = found.narrow(*self.model_state.get_additional_cg_support())
+        # Other attention has graphs for K_max drafts of every request; what else there is runs piecewise.
+        if found.min_cg_support == AttentionCGSupport.ALWAYS:
+            self.cudagraph_manager = ModelCudaGraphManager(
+                self.vllm_config,
+                self.device,
+                self.cudagraph_manager.cudagraph_mode,
+                decode_query_len=self.decode_query_len,
+                lora_capture_cases=self.lora_capture_cases,
+                varlen_decode=True,
+            )
+
+    def prepare_inputs(self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any) -> Any:
+        """vLLM's. A replay is planned for as many rows a request as its graph was captured for."""
+        batch = super().prepare_inputs(scheduler_output, batch_req_state, batch_desc)
+        if batch_desc.cg_mode == CUDAGraphMode.FULL and batch_desc.max_query_len is not None:
+            batch.max_query_len = batch_desc.max_query_len
+        return batch
+
+
+class V2Worker(Worker):
+    """Drop-in for vLLM's GPU worker."""
+
+    def init_device(self) -> None:
+        """vLLM's set-up of the device and its model runner, then P-EAGLE's speculator. No model is loaded yet."""
+        config = self.vllm_config
+        if not self.use_v2_model_runner:
+            raise ValueError("vLLM chose its V1 model runner, whose reasons are in its log; this worker runs V2")
+        compat.check("v2 runner")
+        super().init_device()
+        assert self.device is not None
+        if config.speculative_config is None or not config.speculative_config.parallel_drafting:
+            return
+        runner: Any = self.model_runner
+        runner.__class__ = RaggedModelRunner
+        runner.speculator = PEagleSpeculator(config, self.device)
+        # The drafter's passes have more rows than the target's steps, and both are compiled for the same sizes.
+        if endpoints := config.compilation_config.compile_ranges_endpoints:
+            endpoints[-1] = max(endpoints[-1], most_rows(config))
+
+    def compile_or_warm_up_model(self) -> "CompilationTimes":
+        times = super().compile_or_warm_up_model()
+        points = measure_steps(self)
+        if self.rank == 0:
+            write_steps(self.vllm_config, points)
+        return times

@@ -1,0 +1,128 @@
+"""Tests of `peagle.vllm.draft_rows`: the kernel, on a GPU or interpreted, against a loop over requests and rows."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from peagle.vllm.draft_rows import DraftRows, TargetRows, write_rows
+from tests.kernel_device import DEVICE, needs_kernel
+
+pytestmark = needs_kernel
+
+MASK, BLOCK_SIZE, MAX_MODEL_LEN, MAX_REQUESTS, NUM_PLACES = 999, 4, 40, 9, 12
+
+
+@dataclasses.dataclass
+class Request:
+    """One request of a batch: `tokens` are the target's input ids, from position `context` on."""
+
+    context: int
+    tokens: list[int]
+    num_rejected: int
+    is_prompt: bool
+    newest: int
+    next_prompt: int
+    place: int
+    blocks: list[int]
+
+
+def make_requests(seed: int, num_requests: int, num_drafts: int, longest: int) -> list[Request]:
+    generator = random.Random(seed)
+    places = generator.sample(range(NUM_PLACES), num_requests)
+    found = []
+    for place in places:
+        is_prompt = generator.random() < 0.3 and longest > num_drafts + 1
+        query = generator.randint(1, longest if is_prompt else num_drafts + 1)
+        context = generator.choice([0, 3, MAX_MODEL_LEN - query, generator.randint(0, MAX_MODEL_LEN - query)])
+        rejected = 0 if is_prompt else generator.randint(0, query - 1)
+        blocks = [generator.randint(1, 500) for _ in range(MAX_MODEL_LEN // BLOCK_SIZE)]
+        if generator.random() < 0.2:
+            blocks[0] = 0
+        tokens = [generator.randint(0, 900) for _ in range(query)]
+        found.append(
+            Request(context, tokens, rejected, is_prompt, generator.randint(0, 900), 900 - place, place, blocks)
+        )
+    return found
+
+
+def plain_rows(
+    requests: list[Request], num_drafts: int, stride: int
+) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
+    """Rows (token, position, slot, source), keys of each request, sampled rows: by the table in the module."""
+    rows: list[tuple[int, ...]] = []
+    contexts, sampled, target_row = [], [], 0
+    for one in requests:
+        valid = len(one.tokens) - one.num_rejected
+        used: list[tuple[int, ...]] = []
+        for i in range(valid + num_drafts - 1):
+            position = one.context + i
+            if position >= MAX_MODEL_LEN:
+                break
+            newest = one.next_prompt if one.is_prompt else one.newest
+            real = newest if i == valid - 1 else one.tokens[i + 1] if i < valid else MASK
+            block = one.blocks[position // BLOCK_SIZE]
+            slot = block * BLOCK_SIZE + position % BLOCK_SIZE if block else -1
+            used.append((real, position, slot, 1 + target_row + i if i < valid else 0))
+        total = stride or len(one.tokens) + num_drafts - 1
+        rows += [(0, 0, -1, 0)] * (total - len(used))
+        sampled += [len(rows) + min(valid - 1 + depth, len(used) - 1) for depth in range(num_drafts)]
+        rows += used
+        contexts.append(one.context + len(used))
+        target_row += len(one.tokens)
+    return rows, contexts, sampled
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 7])
+@pytest.mark.parametrize("uniform", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_are_those_of_the_loop(num_drafts: int, uniform: bool, seed: int) -> None:
+    num_requests = [1, 4, MAX_REQUESTS, 6][seed]
+    requests = make_requests(seed, num_requests, num_drafts, num_drafts + 1 if uniform else 20)
+    stride = 2 * num_drafts if uniform else 0
+    rows, contexts, sampled = plain_rows(requests, num_drafts, stride)
+    num_padded = len(rows) + 5
+
+    def tensor(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+    lengths = [len(one.tokens) for one in requests]
+    last, prefill = [0] * NUM_PLACES, [0] * NUM_PLACES
+    for one in requests:
+        last[one.place], prefill[one.place] = one.newest, one.next_prompt
+    target = TargetRows(
+        first_row_B1=tensor([sum(lengths[:i]) for i in range(num_requests + 1)] + [sum(lengths)] * 2),
+        input_ids_N=tensor([token for one in requests for token in one.tokens]),
+        positions_N=tensor([one.context + i for one in requests for i in range(len(one.tokens))], torch.int64),
+        place_B=tensor([one.place for one in requests], torch.int64),
+        num_sampled_B=tensor([0 if one.is_prompt else 1 for one in requests]),
+        num_rejected_B=tensor([one.num_rejected for one in requests]),
+        last_sampled_S=tensor(last, torch.int64).view(-1, 1),
+        next_prefill_S=tensor(prefill),
+    )
+    out = DraftRows.empty(MAX_REQUESTS, num_padded, num_drafts, 2, torch.device(DEVICE))
+    for buffer in (out.token_ids_R, out.positions_R, out.slots_GR, out.sources_R, out.sample_rows_BK, out.context_B):
+        buffer.fill_(-7)
+    table = tensor([block for one in requests for block in one.blocks]).view(num_requests, -1)
+    write_rows(
+        target,
+        table,
+        out,
+        group=1,
+        num_drafts=num_drafts,
+        stride=stride,
+        max_query_len=max(lengths),
+        num_rows=num_padded,
+        block_size=BLOCK_SIZE,
+        mask_token_id=MASK,
+        max_model_len=MAX_MODEL_LEN,
+    )
+    columns = (out.token_ids_R, out.positions_R, out.slots_GR[1], out.sources_R)
+    found = list(zip(*(column.tolist() for column in columns), strict=True))
+    assert found == rows + [(0, 0, -1, 0)] * 5
+    assert out.context_B.tolist() == contexts + [0] * (MAX_REQUESTS - num_requests)
+    assert out.sample_rows_BK.tolist() == sampled + [0] * (num_drafts * (MAX_REQUESTS - num_requests))
+    firsts = [stride * i if stride else sum(lengths[:i]) + i * (num_drafts - 1) for i in range(num_requests + 1)]
+    assert out.first_row_B1.tolist() == firsts + [len(rows)] * (MAX_REQUESTS - num_requests)
+    assert out.slots_GR[0].eq(-7).all()

@@ -1,0 +1,209 @@
+"""Tests of `peagle.vllm.speculator` without vLLM's engine: a small runner of our own calls it as vLLM's V2 runner does.
+
+The network is `peagle.model.Drafter`, whose attention reads and writes a paged cache by the metadata that a pass
+brings; the reference is `peagle.draft`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from peagle.checkpoint import build_drafter
+from peagle.draft import DraftSession
+from tests.head_factory import REDUCED, head_tensors
+from tests.kernel_device import DEVICE, needs_kernel
+
+pytestmark = needs_kernel
+if DEVICE == "cpu":
+    speculator = pytest.importorskip("peagle.vllm.speculator")
+
+MAX_REQUESTS, MAX_LEN, BLOCK, NUM_BLOCKS, MAX_TOKENS = 4, 48, 4, 60, 40
+
+
+class Network:
+    """vLLM's network of a head, as far as the speculator uses it, over a paged cache."""
+
+    def __init__(self, drafter: Any, rows: Any) -> None:
+        self._drafter, self._rows = drafter, rows
+        self.lm_head = drafter.lm_head
+        self.draft_id_to_target_id = drafter.target_ids - torch.arange(len(drafter.target_ids))
+        shape = NUM_BLOCKS * BLOCK, drafter.config.num_key_value_heads, drafter.config.head_dim
+        self._keys = [torch.full(shape, 1e4) for _ in drafter.layers]
+        self._values = [torch.full(shape, 1e4) for _ in drafter.layers]
+        self.tables_BC: Tensor
+
+    def combine_hidden_states(self, taps: Tensor) -> Tensor:
+        return self._drafter.reduce(taps)
+
+    @staticmethod
+    def logits_processor(lm_head: Any, normed: Tensor) -> Tensor:
+        return lm_head(normed)
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor, inputs_embeds: None) -> Any:
+        embeds = self._drafter.embed(input_ids.long()[None])
+        normed, back = self._drafter(embeds, hidden_states[None], positions[None], self._attend)
+        return normed[0], back[0]
+
+    def _attend(self, layer: int, q_BATD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
+        rows, out = self._rows(), torch.zeros_like(q_BATD)
+        keys, values = self._keys[layer], self._values[layer]
+        for row in range(q_BATD.shape[2]):
+            if (slot := int(rows.slots_GR[0, row])) >= 0:
+                keys[slot], values[slot] = k_BGTD[0, :, row], v_BGTD[0, :, row]
+        for request, table in enumerate(self.tables_BC.tolist()):
+            first, end = rows.first_row_B1[request : request + 2].tolist()
+            context = int(rows.context_B[request])
+            slots = [table[p // BLOCK] * BLOCK + p % BLOCK for p in range(context)]
+            for row in range(first, end):
+                seen = slots[: max(0, context - (end - 1 - row))]
+                if seen:
+                    k, v = keys[seen].transpose(0, 1)[None], values[seen].transpose(0, 1)[None]
+                    out[:, :, row : row + 1] = F.scaled_dot_product_attention(
+                        q_BATD[:, :, row : row + 1], k, v, enable_gqa=True
+                    )
+        return out
+
+
+class Graphs:
+    """Full graphs for a padded number of requests, or none."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def dispatch(self, num_requests: int, num_rows: int, uniform: int | None, num_loras: int) -> Any:
+        mode = speculator.CUDAGraphMode
+        if uniform is None:
+            return SimpleNamespace(cg_mode=mode.NONE, num_tokens=num_rows + 3, num_reqs=None)
+        padded = min(num_requests + 1, MAX_REQUESTS)
+        return SimpleNamespace(cg_mode=mode.FULL, num_tokens=padded * uniform, num_reqs=padded)
+
+    def run_fullgraph(self, desc: Any) -> None:
+        num_targets = desc.num_reqs * (1 + self._owner.num_speculative_steps)
+        self._owner._draft(desc.num_reqs, num_targets, desc.num_tokens, None, None, desc.cg_mode)
+
+
+def make_speculator(drafter: Any, num_drafts: int, with_graphs: bool) -> Any:
+    one = object.__new__(speculator.PEagleSpeculator)
+    one.vllm_config, one.device, one.dtype = None, torch.device("cpu"), torch.float32
+    one.num_speculative_steps, one.stride = num_drafts, 2 * num_drafts
+    one.max_num_reqs, one.max_num_tokens, one.max_model_len = MAX_REQUESTS, MAX_TOKENS, MAX_LEN
+    one.max_rows = MAX_TOKENS + MAX_REQUESTS * 2 * num_drafts
+    one.mask_token_id, one.hidden_size = drafter.config.ptd_token_id, drafter.config.hidden_size
+    one.draft_tokens = torch.zeros(MAX_REQUESTS, num_drafts, dtype=torch.int64)
+    one.arange = torch.arange(MAX_REQUESTS + 1, dtype=torch.int32)
+    one.rows = speculator.DraftRows.empty(MAX_REQUESTS, one.max_rows, num_drafts, 1, one.device)
+    one.model = Network(drafter, lambda: one.rows)
+    one.groups, one.builders, one.attn_groups = [0], [], [[]]
+    one.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["a"])])
+    tables = torch.zeros(MAX_REQUESTS, MAX_LEN // BLOCK, dtype=torch.int32)
+    one.block_tables = SimpleNamespace(input_block_tables=[tables], kernel_block_sizes=[BLOCK])
+    one.taps_NX = torch.zeros(MAX_TOKENS, drafter.config.fc_input_size)
+    one.hidden_MH = torch.zeros(one.max_rows, one.hidden_size)
+    one.reduced_NH = torch.zeros(1 + MAX_TOKENS, one.hidden_size)
+    one.reduced_NH[:1] = drafter.reduce(drafter.mask_hidden[0])
+    one.graphs = Graphs(one) if with_graphs else None
+    return one
+
+
+@pytest.mark.parametrize("with_graphs", [False, True])
+@pytest.mark.parametrize("num_drafts", [1, 4])
+def test_drafts_are_the_reference_s(num_drafts: int, with_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in chunks beside decoding, rejections, requests that come and go, sequences up to the longest."""
+    monkeypatch.setattr(speculator, "set_forward_context", lambda *args, **kwargs: contextlib.nullcontext())
+    drafter = build_drafter(REDUCED, head_tensors(REDUCED))
+    one = make_speculator(drafter, num_drafts, with_graphs)
+    draw, generator = random.Random(num_drafts), torch.Generator().manual_seed(0)
+    width, vocabulary = REDUCED.fc_input_size, REDUCED.vocab_size
+    free, live = list(range(MAX_REQUESTS)), []
+    num_compared = 0
+    with torch.inference_mode():
+        for _ in range(24):
+            while free and draw.random() < 0.5:
+                place = free.pop()
+                length = draw.choice([1, 3, 11, 30])
+                prompt = [draw.randrange(vocabulary) for _ in range(length)]
+                blocks = [1 + place * (MAX_LEN // BLOCK) + index for index in range(MAX_LEN // BLOCK)]
+                live.append(
+                    SimpleNamespace(
+                        place=place, tokens=prompt, computed=0, blocks=blocks, session=DraftSession(drafter)
+                    )
+                )
+            draw.shuffle(live)
+            batch, budget = [], MAX_TOKENS
+            for request in live:
+                left = len(request.tokens) - request.computed
+                query = min(left, draw.choice([3, 8, 30])) if left > 1 else 1 + draw.randint(0, num_drafts)
+                query = min(query, MAX_LEN - request.computed - 1, budget)
+                if query > 0:
+                    batch.append((request, query))
+                    budget -= query
+            if not batch:
+                continue
+            columns: dict[str, list[Any]] = {name: [] for name in ("ids", "positions", "sampled", "rejected", "real")}
+            taps, first = torch.randn(sum(q for _, q in batch), width, generator=generator), [0]
+            last = torch.zeros(MAX_REQUESTS, 1, dtype=torch.int64)
+            prefill = torch.zeros(1, MAX_REQUESTS, dtype=torch.int32)
+            expected = []
+            for row, (request, query) in enumerate(batch):
+                context, known = request.computed, request.tokens[request.computed : request.computed + query]
+                columns["ids"] += known + [draw.randrange(vocabulary) for _ in range(query - len(known))]
+                columns["positions"] += range(context, context + query)
+                is_unfinished = context + query < len(request.tokens)
+                rejected = 0 if is_unfinished or len(known) > 1 else draw.randint(0, query - 1)
+                valid = query - rejected
+                if is_unfinished:
+                    prefill[0, request.place] = request.tokens[context + query]
+                else:
+                    request.tokens += columns["ids"][first[-1] + len(known) : first[-1] + valid]
+                    request.tokens.append(draw.randrange(vocabulary))
+                    last[request.place] = request.tokens[-1]
+                columns["sampled"].append(0 if is_unfinished else 1)
+                columns["rejected"].append(rejected)
+                request.computed = context + valid
+                one.block_tables.input_block_tables[0][row] = torch.tensor(request.blocks)
+                given = torch.tensor(request.tokens[context + 1 : context + valid + 1])
+                drafts = request.session.propose(given, taps[first[-1] : first[-1] + valid], num_drafts)
+                expected.append((drafts.token_ids_K.tolist(), MAX_LEN - context - valid + 1))
+                first.append(first[-1] + query)
+            one.model.tables_BC = one.block_tables.input_block_tables[0][: len(batch)]
+            proposed = one.propose(
+                SimpleNamespace(
+                    num_reqs=len(batch),
+                    num_tokens=first[-1],
+                    num_scheduled_tokens=torch.tensor([q for _, q in batch]).numpy(),
+                    query_start_loc=torch.tensor(first, dtype=torch.int32),
+                    query_start_loc_np=torch.tensor(first, dtype=torch.int32).numpy(),
+                    input_ids=torch.tensor(columns["ids"], dtype=torch.int32),
+                    positions=torch.tensor(columns["positions"]),
+                    idx_mapping=torch.tensor([request.place for request, _ in batch]),
+                    seq_lens_cpu_upper_bound=torch.tensor(
+                        [request.computed + columns["rejected"][row] for row, (request, _) in enumerate(batch)]
+                    ).int(),
+                ),
+                {},
+                {},
+                taps,
+                list(taps.chunk(3, dim=-1)),
+                torch.tensor(columns["sampled"], dtype=torch.int32),
+                torch.tensor(columns["rejected"], dtype=torch.int32),
+                last,
+                prefill,
+                None,
+                None,
+            )
+            for (wanted, usable), found in zip(expected, proposed.tolist(), strict=True):
+                assert found[:usable] == wanted[:usable]
+                num_compared += min(usable, num_drafts)
+            for request in [request for request, _ in batch]:
+                if len(request.tokens) >= MAX_LEN - 1 or draw.random() < 0.05:
+                    live.remove(request)
+                    free.append(request.place)
+    assert num_compared > 30
