@@ -12,9 +12,14 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
+import signal
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +43,8 @@ COUNTERS = {
 
 @dataclass(frozen=True)
 class Arm:
-    """kind: none, eagle3 (stock), stock (P-EAGLE as vLLM runs it, on its V1 runner) or peagle (ours). k: K_max."""
+    """kind: none, eagle3 (stock), stock (P-EAGLE as vLLM runs it, on its V1 runner), peagle (ours, colocated) or remote
+    (ours, the drafter on another GPU). k: K_max."""
 
     kind: str
     k: int = 0
@@ -66,10 +72,10 @@ class Segments:
         drafter: Any = getattr(self.model_runner, "speculator", None) or getattr(self.model_runner, "drafter", None)
         if drafter is None:
             return
-        propose = drafter.propose
+        propose, vocab_size = drafter.propose, self.model_runner.model_config.get_vocab_size()
 
         def random_drafts(*args: Any, **kwargs: Any) -> Any:
-            return propose(*args, **kwargs).random_(0, 150_000)
+            return propose(*args, **kwargs).random_(0, vocab_size)
 
         drafter.propose = random_drafts
 
@@ -123,43 +129,67 @@ class Segments:
 
 
 def engine_settings(arm: Arm, folder: Path, shape: dict[str, Any]) -> dict[str, Any]:
-    from benchmarks.models import write_head, write_target
+    """Keyword arguments of vLLM's `AsyncEngineArgs`."""
+    from benchmarks.models import write_embedding, write_head, write_target
     from peagle.vllm import compat
-    from peagle.vllm.engine import ASYNC_SCHEDULER, V2_WORKER, capture_sizes
+    from peagle.vllm.engine import RemoteSettings, capture_sizes, engine_kwargs
 
-    kwargs: dict[str, Any] = {
-        "model": str(write_target(folder / f"target-{arm.kind}-{arm.k}", shape)),
+    name = f"{arm.kind}-{arm.k}"
+    target_dir, head_dir = write_target(folder / f"target-{name}", shape), folder / f"head-{name}"
+    common: dict[str, Any] = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "dtype": "bfloat16",
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": MAX_NUM_SEQS,
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
         "kv_cache_memory_bytes": KV_BYTES,
         "enable_prefix_caching": False,
-        "async_scheduling": True,
         "cudagraph_capture_sizes": capture_sizes(MAX_NUM_SEQS * (1 + max(arm.k, 7))),
+        "worker_extension_cls": "benchmarks.engines.Segments",
     }
-    kwargs["worker_extension_cls"] = "benchmarks.engines.Segments"
+    stock = {"model": str(target_dir), "dtype": "bfloat16", "async_scheduling": True, **common}
     if arm.kind == "none":
-        return kwargs
+        return stock
     parallel = arm.kind != "eagle3"
-    head_dir = folder / f"head-{arm.kind}-{arm.k}"
     if not (head_dir / "config.json").exists():
         write_head(head_dir, arm.k, shape, num_layers=4 if parallel else 1, parallel=parallel)
-    kwargs["speculative_config"] = {
-        "method": "eagle3",
-        "model": str(head_dir),
-        "num_speculative_tokens": arm.k,
-        "parallel_drafting": parallel,
+    if arm.kind in ("peagle", "remote"):
+        compat.allow_v2()
+        remote = None
+        if arm.kind == "remote":
+            write_embedding(target_dir, shape)  # the drafter's process reads it there
+            remote = RemoteSettings(min_deadline_s=0.2)
+        kwargs = engine_kwargs(
+            target_dir, head_dir, dtype="bfloat16", async_scheduling=True, on_cpu=False, remote=remote, extra=common
+        )
+    else:
+        speculative = {"method": "eagle3", "model": str(head_dir), "num_speculative_tokens": arm.k}
+        kwargs = {**stock, "speculative_config": {**speculative, "parallel_drafting": parallel}}
+    kwargs["speculative_config"] |= {
         "rejection_sample_method": "synthetic",
         "synthetic_acceptance_rates": list(SURVIVAL[: arm.k]),
         "draft_load_config": {"load_format": "safetensors"},
     }
-    if arm.kind == "peagle":
-        compat.allow_v2()
-        kwargs |= {"scheduler_cls": ASYNC_SCHEDULER, "worker_cls": V2_WORKER}
     return kwargs
+
+
+@contextlib.contextmanager
+def drafter(settings: dict[str, Any], gpu: str, log: Path) -> Iterator[dict[str, Any]]:
+    """A drafter's process on `gpu`, as `set_drafters` takes it."""
+    command = [sys.executable, "-m", "deployments.cli", "drafter", "--target", settings["model"]]
+    command += ["--head", settings["speculative_config"]["model"], "--max-num-requests", str(MAX_NUM_SEQS)]
+    command += ["--max-num-rows", str(MAX_NUM_BATCHED_TOKENS), "--max-context", "2048", "--cache-gib", "8"]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env, start_new_session=True
+        )
+        try:
+            assert process.stdout is not None
+            yield json.loads(process.stdout.readline())
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(20)
 
 
 def read_counters() -> dict[str, float]:
@@ -250,6 +280,29 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     report: dict[str, Any] = {"arm": args.arm, "shape": args.shape, "start_s": round(time.perf_counter() - start_s, 1)}
     report["measured_at_start"] = read_steps(engine.vllm_config.instance_id)
     report["rows"] = []
+    with contextlib.ExitStack() as stack:
+        if arm.kind == "remote":
+            found = stack.enter_context(drafter(settings, args.drafter_gpu, args.out.with_suffix(".drafter")))
+            await engine.collective_rpc("set_drafters", args=([found],))
+            while not (await engine.collective_rpc("remote_report"))[0]["pool"]["num_up"]:
+                await asyncio.sleep(0.2)
+        await measure_arm(engine, args, report, settings)
+        if arm.kind == "remote":
+            report["remote"] = (await engine.collective_rpc("remote_report"))[0]
+            write(args.out, report, settings)
+    with contextlib.suppress(Exception):
+        engine.shutdown()
+    return report
+
+
+def write(out: Path, report: dict[str, Any], settings: dict[str, Any]) -> None:
+    """What is known so far, with the engine's settings and the conditions."""
+    shown = {name: value for name, value in settings.items() if name != "model"}
+    out.write_text(json.dumps(report | {"settings": shown, "conditions": conditions()}, indent=1))
+
+
+async def measure_arm(engine: Any, args: argparse.Namespace, report: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Every cell, then where a step's time goes; written as it comes."""
     await engine.collective_rpc("make_drafts_random")
     for mix in args.depths or ["all"]:
         depths = None if mix == "all" else tuple(map(int, mix.split("/")))
@@ -257,28 +310,20 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         for num_requests in args.requests if mix == "all" else args.mixed_requests:
             row = {"depths": mix, **await load.measure(num_requests, args.seconds, 0.0)}
             report["rows"].append(row)
-            args.out.write_text(
-                json.dumps(report | {"settings": _shown(settings), "conditions": conditions()}, indent=1)
-            )
+            write(args.out, report, settings)
             log = {key: row[key] for key in ("depths", "num_requests", "tokens_per_s", "step_ms", "accepted_length")}
             with args.out.with_suffix(".log").open("a") as file:
                 file.write(json.dumps({"arm": args.arm, **log}) + "\n")
-    if arm.kind != "stock":
+    if not args.arm.startswith("stock"):
         await engine.collective_rpc("start_segments")
         report["segments"] = [await Load(engine, None).measure(count, 0.2, 1.0) for count in (1, 32, 128)]
-        args.out.write_text(json.dumps(report | {"settings": _shown(settings), "conditions": conditions()}, indent=1))
-    with contextlib.suppress(Exception):
-        engine.shutdown()
-    return report
-
-
-def _shown(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name != "model"}
+        write(args.out, report, settings)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arm", required=True, help="none, eagle3-K, stock-K or peagle-K")
+    parser.add_argument("--arm", required=True, help="none, eagle3-K, stock-K, peagle-K or remote-K")
+    parser.add_argument("--drafter-gpu", default="1", help="of a remote drafter")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/bench-engines"))
     parser.add_argument("--shape", default="QWEN3_CODER_30B", help="a name of benchmarks.models")

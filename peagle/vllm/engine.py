@@ -21,7 +21,7 @@ ASYNC_SCHEDULER = "peagle.vllm.scheduler.PerRequestDepthAsyncScheduler"
 CPU_WORKER = "peagle.vllm.workers.CPUWorker"
 V2_WORKER = "peagle.vllm.v2_worker.V2Worker"
 REMOTE_CPU_WORKER = "peagle.vllm.workers.RemoteCPUWorker"
-REMOTE_GPU_WORKER = "peagle.vllm.remote.RemoteGPUWorker"
+REMOTE_GPU_WORKER = "peagle.vllm.remote_speculator.RemoteV2Worker"
 
 REMOTE_KEY = "peagle_remote"
 """Key of vLLM's `additional_config` under which the remote workers find sizes, layers and settings. It is part of the

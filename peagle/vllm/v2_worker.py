@@ -31,12 +31,12 @@ class RaggedModelRunner(GPUModelRunner):
     vLLM has such graphs, chosen by the rows in all, for its adaptive verification. Here the scheduler trims drafts.
     """
 
-    speculator: PEagleSpeculator
+    speculator: Any
     cudagraph_manager: ModelCudaGraphManager
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
-        drafter_layers = self.speculator.draft_attn_layer_names
+        drafter_layers: set[str] = getattr(self.speculator, "draft_attn_layer_names", set())
         layers = {name for group in self.kv_cache_config.kv_cache_groups for name in group.layer_names}
         found = get_attn_cg_support(self.attn_groups, self.vllm_config, checked_layer_names=layers - drafter_layers)
         found = found.narrow(*self.model_state.get_additional_cg_support())
@@ -62,17 +62,22 @@ class RaggedModelRunner(GPUModelRunner):
 class V2Worker(Worker):
     """Drop-in for vLLM's GPU worker."""
 
+    model_runner: Any
+
     def init_device(self) -> None:
         """vLLM's set-up of the device and its model runner, then P-EAGLE's speculator. No model is loaded yet."""
-        config = self.vllm_config
         if not self.use_v2_model_runner:
             raise ValueError("vLLM chose its V1 model runner, whose reasons are in its log; this worker runs V2")
-        compat.check("v2 runner")
         super().init_device()
+        speculative = self.vllm_config.speculative_config
+        if speculative is not None and speculative.parallel_drafting:
+            compat.check("v2 runner")
+            self.install_speculator()
+
+    def install_speculator(self) -> None:
+        """Make the finished runner one with a colocated P-EAGLE drafter."""
+        config, runner = self.vllm_config, self.model_runner
         assert self.device is not None
-        if config.speculative_config is None or not config.speculative_config.parallel_drafting:
-            return
-        runner: Any = self.model_runner
         runner.__class__ = RaggedModelRunner
         runner.speculator = PEagleSpeculator(config, self.device)
         # The drafter's passes have more rows than the target's steps, and both are compiled for the same sizes.

@@ -1,0 +1,198 @@
+"""A remote drafter on vLLM's V2 model runner: a speculator that sends each step's rows away and waits for the drafts.
+
+The engine keeps vLLM's `eagle3` + `parallel_drafting` configuration, so taps, schedulers and rejection sampling are
+those of a colocated drafter, and so are the target's graphs (`peagle.vllm.v2_worker`); it loads no head and has no
+cache for one. What is sent, and to whom, is `peagle.vllm.remote.StepSender`'s. Everything happens in the order of the
+GPU's stream: the host waits for nothing, and tokens have left for the client when the stream waits for drafts.
+
+Of the ranks of a tensor-parallel group the first sends; the others get its drafts by a broadcast.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from peagle.drafter.rows import accepted_rows
+from peagle.drafter.steps import Int32Array
+from peagle.vllm.acceptance import WorkerReport, drafts_wanted, head_of
+from peagle.vllm.remote import EngineStep, RemoteControl, StepSender, _check_config, make_sender, read_settings
+from peagle.vllm.v2_worker import RaggedModelRunner, V2Worker
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+@dataclasses.dataclass(eq=False)
+class _Known:
+    """A request of the engine, running or preempted. tokens: its prompt, after a preemption its answer so far too."""
+
+    head: int
+    depth: int
+    tokens: Sequence[int]
+
+
+class RemoteSpeculator(BaseSpeculator):
+    """Stands where vLLM's V2 runner has its drafter."""
+
+    supports_mm_inputs = False
+    draft_logits = None
+
+    def __init__(self, config: VllmConfig, device: torch.device) -> None:
+        """Raises ValueError for settings that do not go with a remote drafter; the message names them."""
+        _check_config(config)
+        if not config.scheduler_config.async_scheduling:
+            raise ValueError("a remote drafter on a GPU needs async_scheduling: leave it on")
+        self.sender: StepSender | None = None  # None on ranks that do not send
+        if get_tp_group().rank_in_group == 0:
+            self.sender = make_sender(config, device, read_settings(config.additional_config))
+        self._device, self._k_max = device, config.num_speculative_tokens
+        max_requests = config.scheduler_config.max_num_seqs
+        self._ordinal_B = torch.arange(1, max_requests + 1, dtype=torch.int32, device=device)
+        self._known: dict[str, _Known] = {}
+        self.num_drafts: dict[str, int] = {}
+        """By request that the last step wanted drafts for: how many will come, unless its drafter is lost meanwhile."""
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """No pass, no graphs."""
+
+    def capture(self) -> None:
+        """No pass, no graphs."""
+
+    def add(self, scheduled: "SchedulerOutput") -> None:
+        """Take in requests that start in this step, or come back after a preemption."""
+        for new in scheduled.scheduled_new_reqs:
+            params = new.sampling_params
+            head = head_of(params.extra_args if params is not None else None)
+            known = self._known.setdefault(new.req_id, _Known(head, drafts_wanted(params, self._k_max), ()))
+            known.tokens = new.prefill_token_ids or ()
+
+    def forget(self, scheduled: "SchedulerOutput") -> None:
+        """Drop requests that have ended. A preempted one keeps its place at the drafter."""
+        for request_id in scheduled.finished_req_ids:
+            self._known.pop(request_id, None)
+
+    def propose(  # type: ignore[override]
+        self,
+        input_batch: InputBatch,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Tensor,
+        aux_hidden_states: list[Tensor] | None,
+        num_sampled: Tensor,
+        num_rejected: Tensor,
+        last_sampled: Tensor,
+        next_prefill_tokens: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Drafts of every request of the batch, [B, K] int64; 0 where nobody proposes any."""
+        num_requests = input_batch.num_reqs
+        drafts_BK = torch.zeros(num_requests, self._k_max, dtype=torch.int32, device=self._device)
+        if dummy_run:
+            return drafts_BK.long()
+        if self.sender is not None:
+            assert aux_hidden_states, "the target returned no tapped hidden states"
+            place_B = input_batch.idx_mapping
+            newest_B = torch.where(num_sampled > 0, last_sampled[place_B, 0], next_prefill_tokens[0, place_B])
+            step = self._engine_step(input_batch, aux_hidden_states, num_sampled, newest_B)
+            sent = self.sender.send(step)
+            drafts_BK = self.sender.enqueue_wait(sent, num_requests)
+            found_B = np.zeros(num_requests, dtype=np.int32)
+            for message in sent:
+                found_B[message.members_M] = self._k_max
+            asked = zip(input_batch.req_ids, step.depth_B, found_B, strict=True)
+            self.num_drafts = {request_id: int(found) for request_id, depth, found in asked if depth}
+        if get_tp_group().world_size > 1:
+            drafts_BK = get_tp_group().broadcast(drafts_BK, src=0)
+        return drafts_BK.long()
+
+    def _engine_step(self, batch: InputBatch, aux: list[Tensor], num_sampled_B: Tensor, newest_B: Tensor) -> EngineStep:
+        """The step as `StepSender` takes it; tensors are computed in the order of the stream."""
+        count = batch.num_reqs
+        drafts_up_to_B = (
+            batch.cu_num_logits[1 : count + 1] - self._ordinal_B[:count] if batch.num_draft_tokens else None
+        )
+        num_valid_B, next_tokens_R = accepted_rows(
+            batch.query_start_loc[: count + 1],
+            drafts_up_to_B,
+            num_sampled_B,
+            newest_B,
+            batch.input_ids[: batch.num_tokens],
+        )
+        known = [self._known[request_id] for request_id in batch.req_ids]
+        k_B = np.array([one.depth for one in known], dtype=np.int32)
+        ends_B = batch.num_computed_tokens_np + batch.num_scheduled_tokens
+        offset_B1 = batch.query_start_loc_np[: count + 1].astype(np.int32)
+
+        def prompt_of(index: int) -> Int32Array:
+            tokens = known[index].tokens[: int(batch.num_computed_tokens_np[index]) + 1]
+            return np.array(tokens, dtype=np.int32)
+
+        return EngineStep(
+            request_ids=batch.req_ids,
+            requests=self._known,
+            heads_B=np.array([one.head for one in known], dtype=np.int32),
+            depth_B=np.where(ends_B < batch.prefill_len_np, 0, k_B).astype(np.int32),
+            # A request with K = 0 never drafts; its prompt may serve another one from the drafter's cache.
+            wanted_B=(k_B > 0) | batch.is_prefilling_np,
+            row_offset_B=offset_B1[:-1],
+            num_rows_B=np.diff(offset_B1),
+            start_B=batch.positions[batch.query_start_loc[:count]].int(),
+            num_valid_B=num_valid_B,
+            next_tokens_R=next_tokens_R,
+            aux=aux,
+            prompt_of=prompt_of,
+        )
+
+
+class RemoteModelRunner(RaggedModelRunner):
+    """vLLM's V2 runner with a remote drafter."""
+
+    speculator: RemoteSpeculator
+
+    @property
+    def remote(self) -> StepSender | None:
+        """The sending side; None on ranks that do not send, and when the engine is down."""
+        return self.speculator.sender if self.speculator is not None else None
+
+    def finish_requests(self, scheduler_output: "SchedulerOutput") -> None:
+        super().finish_requests(scheduler_output)
+        self.speculator.forget(scheduler_output)
+
+    def add_requests(self, scheduler_output: "SchedulerOutput") -> None:
+        super().add_requests(scheduler_output)
+        self.speculator.add(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """vLLM's own; its output says which drafts, planned for this step, there were (`WorkerReport`)."""
+        before, self.speculator.num_drafts = self.speculator.num_drafts, {}
+        output: Any = super().sample_tokens(grammar_output)
+        inner = getattr(output, "model_runner_output", output)
+        if self.remote is not None and (request_ids := getattr(inner, "req_ids", None)) is not None:
+            WorkerReport([before.get(request_id, -1) for request_id in request_ids]).attach_to(inner)
+        return output
+
+    def remote_report(self) -> dict[str, Any]:
+        """Plain values; empty on ranks that do not send."""
+        return {} if self.remote is None else self.remote.report()
+
+
+class RemoteV2Worker(RemoteControl, V2Worker):
+    """`V2Worker` for a target with a remote drafter. Without drafters, which come by `set_drafters`, the target serves
+    as without speculation."""
+
+    def install_speculator(self) -> None:
+        assert self.device is not None
+        runner: Any = self.model_runner
+        runner.__class__ = RemoteModelRunner
+        runner.speculator = RemoteSpeculator(self.vllm_config, self.device)
