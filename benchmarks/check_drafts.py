@@ -145,9 +145,8 @@ def write_target(folder: Path, dtype: torch.dtype) -> Path:
 
 def write_head(folder: Path, dtype: torch.dtype) -> Path:
     """A P-EAGLE head of four layers, with a draft vocabulary that is every fourth token."""
-    from peagle.checkpoint import save_head
+    from peagle.checkpoint import expected_tensors, save_head
     from peagle.config import DrafterConfig
-    from peagle.checkpoint import expected_tensors
 
     config = DrafterConfig.for_target(
         TARGET, num_layers=4, draft_vocab_size=512, ptd_token_id=2047, num_depths=NUM_DRAFTS, num_key_value_heads=2
