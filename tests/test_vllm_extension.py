@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 
@@ -30,7 +31,15 @@ from peagle.vllm.acceptance import (
     decode_steps,
     encode_steps,
 )
-from peagle.vllm.engine import ASYNC_SCHEDULER, CPU_WORKER, OWNED_ENGINE_KEYS, SYNC_SCHEDULER, engine_kwargs
+from peagle.vllm.engine import (
+    ASYNC_SCHEDULER,
+    CPU_WORKER,
+    OWNED_ENGINE_KEYS,
+    SYNC_SCHEDULER,
+    V2_WORKER,
+    capture_sizes,
+    engine_kwargs,
+)
 from peagle.vllm.scheduler import PerRequestDepthScheduler
 
 
@@ -69,7 +78,24 @@ def test_engine_kwargs_on_a_gpu(head: Path) -> None:
     kwargs = engine_kwargs(None, head, async_scheduling=True, on_cpu=False)
     assert kwargs["scheduler_cls"] == ASYNC_SCHEDULER
     assert kwargs["speculative_config"]["num_speculative_tokens"] == 7
-    assert not {"model", "worker_cls"} & kwargs.keys()
+    assert kwargs["worker_cls"] == V2_WORKER
+    assert "model" not in kwargs
+    # Without max_num_seqs the largest graphs there may be; with it a full batch of 1 + K_max rows, and half as much.
+    assert kwargs["cudagraph_capture_sizes"] == capture_sizes(4096)
+    few = engine_kwargs(None, head, async_scheduling=True, on_cpu=False, extra={"max_num_seqs": 8})
+    assert few["cudagraph_capture_sizes"] == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96]
+    own = {"compilation_config": {"cudagraph_capture_sizes": [1, 2]}}
+    assert "cudagraph_capture_sizes" not in engine_kwargs(None, head, async_scheduling=True, on_cpu=False, extra=own)
+
+
+def test_v2_is_allowed_for_our_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = ["dual batch overlap", "parallel drafting for EAGLE speculative decoding"]
+    monkeypatch.setattr(VllmConfig, "_get_v2_model_runner_unsupported_features", lambda config: list(features))
+    compat.allow_v2()
+    compat.allow_v2()
+    for worker, found in ((V2_WORKER, features[:1]), ("vllm.v1.worker.gpu_worker.Worker", features)):
+        config: Any = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=worker))
+        assert VllmConfig._get_v2_model_runner_unsupported_features(config) == found
 
 
 @pytest.mark.parametrize(
