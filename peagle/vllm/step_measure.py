@@ -8,15 +8,15 @@ equal ones would all go to the same experts; their context is an empty cache.
 
 import json
 import logging
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from vllm import SamplingParams
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+from peagle.vllm.trimming import document_path
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +27,6 @@ MAX_STEPS_AHEAD = 2
 """Steps that the host may be ahead of the GPU, as in an engine: the runner's buffers are made for so many."""
 
 
-def path_of(instance_id: str) -> Path:
-    """Where rank 0 of the engine with vLLM's `instance_id` writes its document."""
-    return Path(tempfile.gettempdir()) / f"peagle-steps-{instance_id}.json"
-
-
 def write_steps(config: Any, points: list[dict[str, Any]]) -> None:
     """Write the document: {"device", "max_draft_tokens", "context_tokens", "points"}."""
     document = {
@@ -40,13 +35,13 @@ def write_steps(config: Any, points: list[dict[str, Any]]) -> None:
         "context_tokens": CONTEXT_TOKENS,
         "points": points,
     }
-    path_of(config.instance_id).write_text(json.dumps(document))
+    document_path(config.instance_id).write_text(json.dumps(document), encoding="utf-8")
 
 
 def read_steps(instance_id: str) -> dict[str, Any] | None:
     """The document of an engine on this host; None where there is none, as on another host."""
     try:
-        document: dict[str, Any] = json.loads(path_of(instance_id).read_text())
+        document: dict[str, Any] = json.loads(document_path(instance_id).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     return document
