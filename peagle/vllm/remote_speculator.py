@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from peagle.drafter.rows import accepted_rows
-from peagle.drafter.steps import Int32Array
+from peagle.drafter.protocol import Int32Array
 from peagle.vllm.acceptance import WorkerReport, drafts_wanted, head_of
 from peagle.vllm.remote import EngineStep, RemoteControl, StepSender, _check_config, make_sender, read_settings
 from peagle.vllm.v2_worker import RaggedModelRunner, V2Worker
@@ -58,7 +58,7 @@ class RemoteSpeculator(BaseSpeculator):
         self._ordinal_B = torch.arange(1, max_requests + 1, dtype=torch.int32, device=device)
         self._known: dict[str, _Known] = {}
         self.num_drafts: dict[str, int] = {}
-        """By request that the last step wanted drafts for: how many will come, unless its drafter is lost meanwhile."""
+        """By request that the last step wanted drafts for: how many will come, as far as the last answers say."""
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """No pass, no graphs."""
@@ -108,8 +108,9 @@ class RemoteSpeculator(BaseSpeculator):
             sent = self.sender.send(step)
             drafts_BK = self.sender.enqueue_wait(sent, num_requests)
             found_B = np.zeros(num_requests, dtype=np.int32)
+            has_drafts_B = self.sender.has_drafts()
             for message in sent:
-                found_B[message.members_M] = self._k_max
+                found_B[message.members_M] = self._k_max * has_drafts_B[message.members_M]
             asked = zip(input_batch.req_ids, step.depth_B, found_B, strict=True)
             self.num_drafts = {request_id: int(found) for request_id, depth, found in asked if depth}
         if get_tp_group().world_size > 1:
