@@ -20,8 +20,8 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from peagle.drafter.rows import accepted_rows
 from peagle.drafter.protocol import Int32Array
+from peagle.drafter.rows import accepted_rows
 from peagle.vllm.acceptance import WorkerReport, drafts_wanted, head_of
 from peagle.vllm.remote import EngineStep, RemoteControl, StepSender, _check_config, make_sender, read_settings
 from peagle.vllm.v2_worker import RaggedModelRunner, V2Worker
