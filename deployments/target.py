@@ -49,6 +49,7 @@ from deployments.edge import (
 from deployments.replicas import DrafterLinks
 from deployments.telemetry import make_control
 from peagle.heads import head_digest
+from peagle.vllm import compat as vllm_compat
 from peagle.vllm.acceptance import DraftingRecorder
 from peagle.vllm.engine import RemoteSettings, engine_kwargs, openmp_preload
 from peagle.vllm.limits import GRAMMAR_KEY, GrammarLimits, guard
@@ -325,6 +326,8 @@ def engine_config(settings: ClusterSettings, target: str | None = None, head_dir
         remote=None if links is None else RemoteSettings(links.min_deadline_ms / 1000, links.max_deadline_ms / 1000),
         extra=extra,
     )
+    if not on_cpu:
+        vllm_compat.allow_v2()  # vLLM's configuration is made in this process too
     if drafter is not None:
         kwargs["speculative_config"] |= drafter.engine_options
     scaling = target_autoscaling(settings)
