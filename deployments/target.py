@@ -107,7 +107,11 @@ class TargetServer(LLMServer):
         self._head, self._heads = default, dict(by_workload)
 
     def _counted(self) -> TargetReport:
-        costs = self._recorder.step_costs
+        costs = None
+        try:
+            costs = StepCosts.from_wire(self._recorder.step_costs) if self._recorder.step_costs else None
+        except ValueError:  # the counts go out all the same
+            logger.exception("the scheduler's step costs are left out of the report")
         return TargetReport(
             self._replica,
             self.edge.model,
@@ -115,7 +119,7 @@ class TargetServer(LLMServer):
             self._heads,
             self._recorder.workloads(),
             self._recorder.context_tokens(),
-            StepCosts.from_wire(costs) if costs else None,
+            costs,
             () if self._links is None else self._links.links,
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
@@ -18,6 +19,11 @@ from tests.warm_engine import start_engines_warm
 
 if TYPE_CHECKING:
     from tests.service_harness import Service
+
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("machine", deadline=None)
+hypothesis.settings.load_profile("machine")
 
 
 @functools.cache
