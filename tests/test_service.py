@@ -249,15 +249,15 @@ def test_what_clients_see_is_in_the_metrics(service):
 def test_limits_change_without_a_new_engine(service):
     """As `peagle serve` does it with a changed config."""
     pids = service.processes(TARGET_NAME)
-    assert service.ask(n=2, max_tokens=2).status_code == 200
+    assert service.ask(n=2, max_tokens=2, temperature=1).status_code == 200
     service.change_live(limits={"max_num_sequences": 1})
     end = time.monotonic() + 60
-    while service.ask(n=2, max_tokens=2).status_code != 400:
+    while service.ask(n=2, max_tokens=2, temperature=1).status_code != 400:
         assert time.monotonic() < end, "the ingress goes on with the old limits"
         time.sleep(0.5)
     assert service.processes(TARGET_NAME) == pids
     service.change_live()
-    while service.ask(n=2, max_tokens=2).status_code != 200:
+    while service.ask(n=2, max_tokens=2, temperature=1).status_code != 200:
         assert time.monotonic() < end + 60
         time.sleep(0.5)
     assert service.processes(TARGET_NAME) == pids
