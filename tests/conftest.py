@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 import torch
+from hypothesis import HealthCheck
 from xdist.scheduler import LoadScopeScheduling
 
 from peagle.embedded import DEFAULT_TARGET, prepare_target
@@ -19,6 +20,12 @@ from tests.warm_engine import start_engines_warm
 
 if TYPE_CHECKING:
     from tests.service_harness import Service
+
+# The same cases in every run, however slow the machine is at the moment.
+hypothesis.settings.register_profile(
+    "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("suite")
 
 
 # How long an example takes says how busy the machine is.

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
+from vllm import SamplingParams
 from vllm.platforms import current_platform
 
 from peagle.vllm.acceptance import DEPTH_KEY
@@ -94,7 +95,7 @@ def test_one_request_with_drafts_brings_the_pass_back_for_all(
 def step(ks: list[Any], num_computed: list[int], **changes: Any) -> Any:
     """What deciding reads of a model runner, four prompt tokens a request."""
     ids = [f"r{i}" for i in range(len(ks))]
-    params = [SimpleNamespace(extra_args=None if k is None else {DEPTH_KEY: k}) for k in ks]
+    params = [SamplingParams(extra_args=None if k is None else {DEPTH_KEY: k}) for k in ks]
     return SimpleNamespace(
         **{
             "drafter": object.__new__(ChunkedProposer),
@@ -133,5 +134,5 @@ def test_which_steps_are_skipped(made: Any, skips: bool) -> None:
 @pytest.mark.parametrize(("k", "depth"), [(None, 5), (0, 0), (3, 3), (9, 5), (-1, 0), ("2", 5), (True, 5), (2.5, 5)])
 def test_the_worker_reads_k_as_the_scheduler_does(k: Any, depth: int) -> None:
     extra_args = None if k is None else {DEPTH_KEY: k}
-    assert depth_in_batch(SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra_args)), 5) == depth
+    assert depth_in_batch(SimpleNamespace(sampling_params=SamplingParams(extra_args=extra_args)), 5) == depth
     assert depth_in_batch(SimpleNamespace(sampling_params=None), 5) == 5
