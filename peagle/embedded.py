@@ -98,8 +98,8 @@ def prepare_target(
 ) -> Path:
     """Checkpoint directory of the embedded target `name`, converted at the first call and reused afterwards.
 
-    The first call takes about half a minute, and the room that `EmbeddedTarget.num_bytes` says. `verify` hashes every file of
-    a checkpoint that is reused.
+    The first call takes about half a minute, and the room that `EmbeddedTarget.num_bytes` says. `verify` hashes every
+    file of a checkpoint that is reused.
 
     Raises ValueError for a name that is not embedded, FileNotFoundError when the package is not installed,
     ValueError when its file is not the one expected, CacheError when the cache directory is full or not writable.

@@ -15,7 +15,7 @@ from peagle.vllm.engine import (
     RemoteSettings,
     engine_kwargs,
 )
-from peagle.vllm.remote import _check_config, read_settings
+from peagle.vllm.remote import check_config, read_settings
 from tests.head_factory import CONFIG
 
 
@@ -91,9 +91,9 @@ def config(**changes: Any) -> Any:
 
 
 def test_engines_that_a_remote_drafter_cannot_serve() -> None:
-    _check_config(config())
+    check_config(config())
     for changes in ({"method": "ngram"}, {"parallel_drafting": False}):
         with pytest.raises(ValueError, match="needs speculative_config of a P-EAGLE head"):
-            _check_config(config(**changes))
+            check_config(config(**changes))
     with pytest.raises(ValueError, match="does not go with enable_prompt_embeds, a multimodal model: leave"):
-        _check_config(config(enable_prompt_embeds=True, is_multimodal_model=True))
+        check_config(config(enable_prompt_embeds=True, is_multimodal_model=True))

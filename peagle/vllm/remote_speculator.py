@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from peagle.drafter.protocol import Int32Array
 from peagle.drafter.rows import accepted_rows
 from peagle.vllm.acceptance import WorkerReport, drafts_wanted, head_of
-from peagle.vllm.remote import EngineStep, RemoteControl, StepSender, _check_config, make_sender, read_settings
+from peagle.vllm.remote import EngineStep, RemoteControl, StepSender, check_config, make_sender, read_settings
 from peagle.vllm.v2_worker import RaggedModelRunner, V2Worker
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class RemoteSpeculator(BaseSpeculator):
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         """Raises ValueError for settings that do not go with a remote drafter; the message names them."""
-        _check_config(config)
+        check_config(config)
         if not config.scheduler_config.async_scheduling:
             raise ValueError("a remote drafter on a GPU needs async_scheduling: leave it on")
         self.sender: StepSender | None = None  # None on ranks that do not send
