@@ -28,11 +28,6 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 
 
-# How long an example takes says how busy the machine is.
-hypothesis.settings.register_profile("machine", deadline=None)
-hypothesis.settings.load_profile("machine")
-
-
 @functools.cache
 def starts_engines(path: Path) -> bool:
     """Whether a test of this module talks to an engine or to Ray."""
