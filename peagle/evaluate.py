@@ -15,14 +15,12 @@ repetition and their counts pooled, for tokens of one answer are not independent
 is too narrow.
 
 Why a walk over a finished text is right. The head drafts the same tokens whatever came after the prefix: vLLM takes
-the most likely ones (`draft_sample_method="greedy"`, its default, for requests of any temperature). Greedy decoding
-accepts a draft exactly if it is the answer's next token. So does decoding at a temperature: without draft probabilities
-vLLM's rejection sampler takes the draft's for 1, accepts draft d with probability p(d), p being the target's
-distribution at that temperature, and otherwise samples from p with d left out. The token that comes out is d exactly if
-d was accepted, and its distribution is p. An answer sampled from the target without drafts has that distribution too,
-and goes on with d with the same probability. `draft_sample_method="probabilistic"` would end this: drafts would be
-random, accepted with probability min(1, p / q); the text would not tell, and one would have to average sum(min(p, q)).
-(Read in vLLM 0.29: v1/sample/rejection_sampler.py and config/speculative.py, for `rejection_sample_method="standard"`.)
+the most likely ones (`draft_sample_method="greedy"`, its default, at any temperature). Greedy decoding accepts a draft
+exactly if it is the answer's next token. So does decoding at a temperature: without draft probabilities vLLM's
+rejection sampler accepts draft d with probability p(d), p being the target's distribution, and otherwise samples from p
+with d left out. The token that comes out is d exactly if d was accepted, and its distribution is p, which is that of
+an answer sampled without drafts. `draft_sample_method="probabilistic"` would end this: drafts would be random, accepted
+with probability min(1, p / q). (vLLM 0.29: v1/sample/rejection_sampler.py, `rejection_sample_method="standard"`.)
 
 Exact but for two things: the last step of an answer is not credited past its end, and in bfloat16 the target's most
 likely token may differ between batch shapes.
@@ -33,6 +31,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from peagle.checkpoint import build_drafter, load_head
 from peagle.config import DrafterConfig
 from peagle.model import Drafter
 from peagle.provenance import conditions
@@ -300,51 +300,39 @@ def summarize(found: Replay, groups: list[list[str]]) -> dict[str, Any]:
     return dict(sorted(summary.items()))
 
 
-def evaluate(drafter: Drafter, target: Target, data: Conversations, categories: list[str]) -> dict[str, Any]:
-    """AL for K = 1..K_max and survival at K_max, by group; categories: one per conversation.
+def evaluate(drafter: Drafter, target: Target, answers: Answers) -> dict[str, Any]:
+    """AL for K = 1..K_max and survival at K_max, by group.
 
     Returns {group: {"num_answers", "num_tokens", "acceptance_length": {K: AL}, "survival": [S_1..], both with "_95"
     for intervals, "skipped": {reason: number}}}; a group without any answer walked has no figures.
     """
-    return summarize(replay(drafter, target, data), group_names(data, categories))
+    return summarize(replay(drafter, target, answers.data), group_names(answers.data, answers.categories))
 
 
-def load_answers(folder: str | Path, max_per_category: int | None = None) -> tuple[Conversations, list[str]]:
-    """Answers written by `peagle.vllm.generate --prompts`, and their categories."""
-    answers = first_of_each(load_folder(folder), max_per_category)
-    return answers.data, answers.categories
+def load_answers(folder: str | Path, max_per_category: int | None = None) -> Answers:
+    """Answers that `peagle generate --prompts` wrote, or the first so many of each category.
 
-
-def first_of_each(answers: Answers, max_per_category: int | None) -> Answers:
-    """The first so many answers of each category; all where None. Raises ValueError below 1."""
-    if max_per_category is None:
-        return answers
-    if max_per_category < 1:
-        raise ValueError(f"max_per_category is {max_per_category}: give at least 1")
-    seen: dict[str, int] = {}
-    chosen = []
-    for index, category in enumerate(answers.categories):
-        seen[category] = seen.get(category, 0) + 1
-        if seen[category] <= max_per_category:
-            chosen.append(index)
-    return Answers(answers.data.select(chosen), [answers.categories[index] for index in chosen], answers.temperature)
-
-
-def load_folder(folder: str | Path) -> Answers:
-    """Raises ValueError when manifest.json has no categories, or not one for each answer."""
+    Raises ValueError when manifest.json has no categories, or not one for each answer.
+    """
     data = Conversations.load(folder)
     manifest = json.loads((Path(folder) / "manifest.json").read_text(encoding="utf-8"))
     categories = manifest.get("categories")
     if categories is None or len(categories) != len(data):
         count = "no" if categories is None else len(categories)
         raise ValueError(f"{folder}: manifest.json names {count} categories for {len(data)} conversations")
+    if max_per_category is not None:
+        seen: Counter[str] = Counter()
+        chosen = []
+        for index, category in enumerate(categories):
+            seen[category] += 1
+            if seen[category] <= max_per_category:
+                chosen.append(index)
+        data, categories = data.select(chosen), [categories[index] for index in chosen]
     return Answers(data, categories, float(manifest.get("temperature") or 0.0))
 
 
 def load_drafter(head_dir: Path, target: Target) -> Drafter:
     """A head on the target's device and in its type."""
-    from peagle.checkpoint import build_drafter, load_head
-
     config, tensors = load_head(head_dir)
     tables = {"embed_VH": target.embed_VS, "lm_head_VH": target.lm_head_VS}
     return build_drafter(config, tensors, **tables, dtype=target.embed_VS.dtype, device=target.device)
@@ -389,21 +377,15 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def describe(config: DrafterConfig) -> str:
-    kind = "EAGLE-3" if config.ptd_token_id is None else "P-EAGLE"
-    return f"{kind}, {config.num_hidden_layers} layer{'s' if config.num_hidden_layers > 1 else ''}"
+def kind(config: DrafterConfig) -> str:
+    name = "EAGLE-3" if config.ptd_token_id is None else "P-EAGLE"
+    return f"{name}, {config.num_hidden_layers} layer{'s' if config.num_hidden_layers > 1 else ''}"
 
 
 def common_depths(configs: list[DrafterConfig]) -> int:
     """K_max for several heads: the least of the P-EAGLE heads, for EAGLE-3 can go on beyond what it was trained for."""
     limits = [config.num_depths for config in configs if config.ptd_token_id is not None]
     return min(limits) if limits else max(config.num_depths for config in configs)
-
-
-def load_target(target_dir: str | Path) -> Target:
-    """On a GPU in bfloat16, else on the CPU in float32."""
-    on_gpu = torch.cuda.is_available()
-    return Target(target_dir, device="cuda" if on_gpu else "cpu", dtype=torch.bfloat16 if on_gpu else torch.float32)
 
 
 def traces(found: Replay, answers: Answers) -> dict[str, Any]:
@@ -469,25 +451,22 @@ def evaluate_heads(
 
     against: a second head, for the ratio of AL. num_draft_tokens: K_max, by default what the heads were trained for.
     """
-    target = load_target(target_dir)
+    on_gpu = torch.cuda.is_available()
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    target = Target(target_dir, device="cuda" if on_gpu else "cpu", dtype=dtype)
     paths = [head, *([against] if against else [])]
     drafters = [load_drafter(path, target) for path in paths]
     num_depths = num_draft_tokens or common_depths([drafter.config for drafter in drafters])
     heads = [
-        {"path": str(path), "kind": describe(drafter.config), "num_depths": drafter.config.num_depths}
+        {"path": str(path), "kind": kind(drafter.config), "num_depths": drafter.config.num_depths}
         for path, drafter in zip(paths, drafters, strict=True)
     ]
-    document: dict[str, Any] = {
-        "made": conditions(),
-        "target": target_dir,
-        "heads": heads,
-        "num_depths": num_depths,
-        "sets": [],
-    }
+    document: dict[str, Any] = {"made": conditions(), "target": target_dir, "heads": heads, "num_depths": num_depths}
+    document["sets"] = []
     accepted: list[np.ndarray] = []
     stored: dict[str, list[Any]] = {}
     for folder in answers:
-        loaded = load_folder(folder)
+        loaded = load_answers(folder)
         result, found = evaluate_folder(drafters, target, loaded, num_depths, max_tokens)
         document["sets"].append({"answers": str(folder), **result})
         accepted += found.accepted

@@ -2,9 +2,8 @@
 
     peagle convert SOURCE_DIR OUT_DIR
 
-Enters: a directory as `speculators` saves it. Leaves: a plain head, in the form that stock vLLM and this package
-read. vLLM reads the source too, but not all of it: of a `peagle` checkpoint its translation drops `fc_norm` and
-`norm_output`, and of a drafter with Llama layers it sizes `fc` for three taps whatever their number.
+The head is a plain one. vLLM reads the source too, but not all of it: of a `peagle` checkpoint its translation drops
+`fc_norm` and `norm_output`, and of a drafter with Llama layers it sizes `fc` for three taps whatever their number.
 
 What a setting means is as in speculators 0.9; the layers' settings have the defaults of transformers. Nothing is left
 out silently: settings and tensors that are not known are an error that names them.
@@ -54,9 +53,8 @@ class Source:
 def read_speculators(source_dir: str | Path) -> Source:
     """Read a checkpoint of the `speculators` package.
 
-    Raises:
-        HeadError: no such directory, a checkpoint of another kind or algorithm, a setting that this package does not
-            know or implement, missing, spare, wrong-shaped or wrong-typed tensors; all of a kind in one message.
+    Raises HeadError for a missing directory, a checkpoint of another kind, a setting that is not known or implemented,
+    and missing, spare or wrong tensors; all of a kind in one message.
     """
     path = Path(source_dir) / "config.json"
     config = DrafterConfig.from_dict(plain_config(read_json(path), str(path)), str(path))

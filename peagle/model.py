@@ -1,8 +1,6 @@
 """The drafter network: the same function as vLLM's `LlamaForCausalLMEagle3`, in plain torch.
 
-Enters: embeddings of the token that follows each row, the target's hidden states reduced by `fc`, and positions.
-Leaves: hidden states whose `lm_head` logits propose one token a row. How rows see each other is the caller's
-(`attend`): a COD mask in training, a KV cache in drafting. Nothing here knows of sampling, masks or caches.
+How rows see each other is the caller's (`attend`): a COD mask in training, a KV cache in drafting.
 
 Parameter names are the checkpoint's. `embed_tokens` and `lm_head` are the target's and stay frozen, unless the drafter
 gets an embedding table of its own; the mask token's embedding and its hidden state are ours (`mask_embedding`,

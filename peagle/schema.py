@@ -1,8 +1,7 @@
 """Records that are read from outside: strict pydantic models, and errors that say where, what, what to write instead.
 
-Enters: pydantic's `ValidationError`. Leaves: one line for each thing to mend, with its path in the file and the nearest
-valid key. Settings of the cluster (`cluster.settings`) and recipes of training (`peagle.train.recipe`) are made of
-`Section`s. A validator raises `ValueError`, or `Problems` for several, with text that continues the path of its field
+Settings of the cluster (`cluster.settings`) and recipes of training (`peagle.train.recipe`) are made of `Section`s. A
+validator raises `ValueError`, or `Problems` for several, with text that continues the path of its field
 (`.max is 8, above ...`), or a whole line where it is about another path. Imports nothing but pydantic.
 """
 

@@ -1,8 +1,7 @@
 """The cache directory: directories that are built once, checked by hash, and never seen half-written.
 
-What enters: a name, the bytes that the result needs, and a function that writes the files into a directory it is given.
-What leaves: the path of a complete directory with a ``manifest.json`` (sha256, size and mtime of every file).
-This module knows nothing about models; `peagle.embedded` and `peagle.heads` say what is built.
+Each holds a ``manifest.json`` (sha256, size and mtime of every file). `peagle.embedded` and `peagle.heads` say what is
+built.
 """
 
 import errno
@@ -20,8 +19,7 @@ from filelock import FileLock, Timeout
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_HASH_CHUNK_BYTES = 1 << 22
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 Report = Callable[[str], None]
 
@@ -39,19 +37,12 @@ def cache_root(cache_dir: Path | None = None) -> Path:
 
 
 def sha256_of(path: Path) -> str:
-    """Hex sha256 of one file, read in chunks."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_HASH_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_bytes(path: Path, data: bytes | memoryview) -> None:
-    """Write a file and force it to the disk, so that a full disk shows here and not in a later reader.
-
-    Raises OSError as the system gives it (ENOSPC and the like).
-    """
+    """Write a file and force it to the disk, so that a full disk shows here and not in a later reader."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -102,40 +93,26 @@ def prepare_directory(
     if is_intact(final, full=verify):
         return final
     try:
-        _make_directory(final.parent)
-        with _locked(final, report):
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except FileNotFoundError as error:  # a file system that makes no directories, such as /proc
+            raise PermissionError(errno.EACCES, error.strerror, str(root)) from error
+        lock = FileLock(root / f".{name}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            report(f"another process prepares {final}; waiting for it")
+            lock.acquire()
+        try:
             if not is_intact(final, full=verify):
                 _build(final, num_bytes, build, report)
+        finally:
+            lock.release()
     except OSError as error:
         if isinstance(error, CacheError):
             raise
         raise _explained(error, final, num_bytes) from error
     return final
-
-
-def _make_directory(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except FileNotFoundError as error:  # a file system that makes no directories, such as /proc
-        raise PermissionError(errno.EACCES, error.strerror, str(directory)) from error
-
-
-class _locked:
-    """Hold the lock file beside `final`, saying so when another process has it."""
-
-    def __init__(self, final: Path, report: Report):
-        self._lock = FileLock(final.parent / f".{final.name}.lock")
-        self._final, self._report = final, report
-
-    def __enter__(self) -> None:
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            self._report(f"another process prepares {self._final}; waiting for it")
-            self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
 
 def _build(final: Path, num_bytes: int, build: Callable[[Path], None], report: Report) -> None:
@@ -144,7 +121,8 @@ def _build(final: Path, num_bytes: int, build: Callable[[Path], None], report: R
         shutil.rmtree(debris, ignore_errors=True)
     if final.exists():
         report(f"{final} is damaged or incomplete; preparing it again")
-    _require_space(final, num_bytes)
+    if shutil.disk_usage(final.parent).free < num_bytes:
+        raise _explained(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), final, num_bytes)
     partial = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".partial", dir=final.parent))
     try:
         partial.chmod(0o755)
@@ -179,15 +157,10 @@ def _sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _require_space(final: Path, num_bytes: int) -> None:
-    if shutil.disk_usage(final.parent).free < num_bytes:
-        raise _explained(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), final, num_bytes)
-
-
 def _explained(error: OSError, final: Path, num_bytes: int) -> OSError:
     """`error` as a CacheError that names the directory, the cause and the way out; any other error as it is."""
     directory = final.parent
-    if error.errno in _NO_SPACE:
+    if error.errno in NO_SPACE:
         free = shutil.disk_usage(directory).free
         what = f"no room: {num_bytes:,} bytes are needed, {free:,} are free ({error.strerror})"
     elif error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:

@@ -276,4 +276,4 @@ def test_program_writes_table_json_plot_and_traces(target: Target, folders: Path
 def test_wrong_manifests_are_named(folders: Path, manifest: dict, message: str) -> None:
     write_manifest(folders / "greedy", manifest)
     with pytest.raises(ValueError, match=message):
-        program.load_folder(folders / "greedy")
+        program.load_answers(folders / "greedy")

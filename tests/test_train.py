@@ -66,7 +66,7 @@ def test_head_loads_and_beats_chance(small) -> None:
     assert provenance["training"]["num_steps"] == 60
     target = Target(small / "target")
     drafter = build_drafter(*load_head(head), embed_VH=target.embed_VS, lm_head_VH=target.lm_head_VS)
-    groups = evaluate(drafter, target, *load_answers(small / "data"))
+    groups = evaluate(drafter, target, load_answers(small / "data"))
     assert set(groups) >= {"all", "even", "odd"}
     # By chance one token in 64, an AL of 1.02. The head is stored in bfloat16: hence the tolerance to the run's figure.
     assert groups["all"]["acceptance_length"]["4"] > 1.2

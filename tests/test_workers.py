@@ -86,7 +86,7 @@ def test_workers_go_on_as_if_they_had_not_stopped(tmp_path) -> None:
     for name, value in whole["drafter"].items():
         torch.testing.assert_close(cut["drafter"][name], value, rtol=0, atol=0, msg=name)
     alone = Recipe.load(small / "recipe.yaml", [f"output={small / 'cut'}", "cod.ratio=0.6"])
-    with pytest.raises(ValueError, match=r"was made by 2 workers, this run has 1"):
+    with pytest.raises(ValueError, match=r"was made with 2 workers, this run has 1"):
         Trainer(alone).run()
 
 

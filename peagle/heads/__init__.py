@@ -6,8 +6,7 @@ draft vocabulary as its own ``lm_head.weight`` [V_draft, H]. So `prepare_head` w
 head: the target's embedding table with that one row replaced, the target's output rows at ``d2t``, and every other
 tensor as shipped. With the whole vocabulary it has no ``lm_head.weight``: vLLM then shares the target's.
 
-What enters: a head (shipped name or directory) and a target checkpoint. What leaves: the path of a head that stock vLLM
-loads. Importing this module loads neither torch nor vLLM.
+Importing this module loads neither torch nor vLLM.
 """
 
 import hashlib

@@ -275,7 +275,10 @@ def frequent_tokens(count_V: Tensor, size: int, always: Iterable[int] = ()) -> T
     return ranked.sort(descending=True, stable=True).indices[:size].sort().values
 
 
-def write_manifest(folder: str | Path, manifest: dict[str, Any]) -> None:
+def write_manifest(folder: str | Path, manifest: dict[str, Any], target_dir: str | Path | None = None) -> None:
+    """Writes `manifest.json`; with a target, also its tokenizer and the conditions of this run."""
+    if target_dir is not None:
+        manifest = manifest | {"tokenizer": tokenizer_hash(target_dir), "made": conditions()}
     path = Path(folder) / "manifest.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
@@ -378,7 +381,6 @@ def read_jsonl(path: str | Path, *, need_answers: bool = False) -> list[Prompt]:
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
-    """Ids of the tokens that text does not contain, named ones and added ones."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return frozenset([*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)])
 
@@ -539,7 +541,9 @@ def check_data_fits(folder: str | Path, target_dir: str | Path, batches: PackedB
     data = batches.data if batches else Conversations.load(folder)
     config = read_target_config(target_dir)
     vocab_size, num_positions = config["vocab_size"], config.get("max_position_embeddings")
-    ours, theirs = tokenizer_hash(target_dir), _recorded_hash(folder)
+    manifest = Path(folder) / "manifest.json"
+    theirs = json.loads(manifest.read_text(encoding="utf-8")).get("tokenizer") if manifest.exists() else None
+    ours = tokenizer_hash(target_dir)
     if theirs is None:
         logger.info("%s names no tokenizer: only the range of its token ids is checked", folder)
     elif ours is not None and ours != theirs:
@@ -560,13 +564,6 @@ def check_data_fits(folder: str | Path, target_dir: str | Path, batches: PackedB
             f"data: conversations of {folder} have up to {longest} tokens, the target {target_dir} has "
             f"{num_positions} positions (max_position_embeddings): lower batch.max_tokens to {num_positions}"
         )
-
-
-def _recorded_hash(folder: str | Path) -> str | None:
-    path = Path(folder) / "manifest.json"
-    if not path.exists():
-        return None
-    return json.loads(path.read_text(encoding="utf-8")).get("tokenizer")
 
 
 # ---- training data from conversations that exist already
@@ -602,12 +599,6 @@ def tokenize_file(target_dir: Path, file: Path, out: Path) -> dict[str, int]:
     totals["num_earlier_answers"] = sum(
         message["role"] == "assistant" for prompt in given for message in prompt.messages
     )
-    manifest = {
-        "totals": totals,
-        "answers": "as given",
-        "source": {"file": str(file), "sha256": sha256_of(file)},
-        "tokenizer": tokenizer_hash(target_dir),
-        "made": conditions(),
-    }
-    write_manifest(out, manifest)
+    source = {"file": str(file), "sha256": sha256_of(file)}
+    write_manifest(out, {"totals": totals, "answers": "as given", "source": source}, target_dir)
     return totals

@@ -2,9 +2,9 @@
 
     peagle store RECIPE [section.key=value ...] [--max-batches N]
 
-Enters: a recipe with `stored_states`. Leaves: in that folder one `batch-*.safetensors` for each batch, with its tokens,
-documents, positions, answers and states in the dtype that the target runs in, and `states.json`, which says what they
-are of. A run that is cut short goes on with the batches that are missing. `StoredBatches` reads them for training.
+The folder `stored_states` of the recipe gets one `batch-*.safetensors` for each batch, with its tokens, documents,
+positions, answers and states in the dtype that the target runs in, and `states.json`, which says what they are of. A
+run that is cut short goes on with the batches that are missing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from peagle.config import default_aux_layer_ids, read_target_config
 from peagle.provenance import conditions
-from peagle.store import write_bytes
+from peagle.store import NO_SPACE, write_bytes
 from peagle.train.data import Batch, Conversations, PackedBatches, check_data_fits, target_hash
 from peagle.train.recipe import Recipe
 from peagle.train.target import Target
@@ -36,7 +36,6 @@ from peagle.train.target import Target
 logger = logging.getLogger(__name__)
 
 MANIFEST = "states.json"
-_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _INTEGERS = ("tokens_BN", "document_BN", "position_BN")
 
 
@@ -61,22 +60,15 @@ def new_batches(recipe: Recipe, dtype: torch.dtype) -> PackedBatches:
     dtype: that the target runs in. Raises ValueError when data or stored states are not of this target and recipe.
     """
     data = Conversations.load(recipe.data)
-    batches = (
-        StoredBatches(recipe, data, dtype) if recipe.states == "stored" else PackedBatches(data, **packing(recipe))
-    )
+    stored = recipe.states == "stored"
+    batches = StoredBatches(recipe, data, dtype) if stored else PackedBatches(data, **packing(recipe))
     check_data_fits(recipe.data, recipe.target_dir(), batches)
     return batches
 
 
 def packing(recipe: Recipe) -> dict[str, Any]:
     """Arguments of `PackedBatches`."""
-    batch = recipe.batch
-    return {
-        "num_sequences": batch.num_sequences,
-        "max_tokens": batch.max_tokens,
-        "seed": recipe.seed,
-        "long": batch.long,
-    }
+    return {"seed": recipe.seed, **recipe.batch.model_dump(include={"num_sequences", "max_tokens", "long"})}
 
 
 def describe(recipe: Recipe, data: Conversations, dtype: torch.dtype) -> dict[str, Any]:
@@ -166,7 +158,7 @@ def _write(path: Path, batch: Batch, aux_BNX: Tensor, last_BNS: Tensor) -> None:
         write_bytes(partial, save({name: tensor.contiguous() for name, tensor in tensors.items()}))
     except OSError as error:
         partial.unlink(missing_ok=True)
-        if error.errno not in _NO_SPACE:
+        if error.errno not in NO_SPACE:
             raise
         raise OSError(
             error.errno,

@@ -305,7 +305,7 @@ class Trainer:
         if self.recipe.evaluate.data is None or not self.workers.leads:
             return {}
         self.average.swap()
-        groups = evaluate(self.drafter, self.target, *load_answers(self.recipe.evaluate.data, max_conversations))
+        groups = evaluate(self.drafter, self.target, load_answers(self.recipe.evaluate.data, max_conversations))
         self.average.swap()
         for group in ("all", "non-looping", "humaneval"):
             if group in groups:
@@ -351,28 +351,17 @@ class Trainer:
         asked, made = self.recipe.model_dump(), state["recipe"]
         compared = {section: (asked[section], made[section]) for section in ("target", "seed", "drafter", "batch")}
         compared["optimizer.name"] = asked["optimizer"]["name"], made["optimizer"]["name"]
-        for key, (ours, theirs) in compared.items():
-            if ours != theirs:
-                raise ValueError(
-                    f"{path} was made with {key} = {theirs}, the recipe says {ours}: use another output folder"
-                )
-        if not isinstance(state["random"], list):
-            raise ValueError(f"{path} was made by an earlier version: use another output folder")
-        if (num_workers := len(state["random"])) != self.workers.size:
-            raise ValueError(
-                f"{path} was made by {num_workers} workers, this run has {self.workers.size}: each has a share of the "
-                "batches and draws rows of its own. Start as many, or use another output folder"
-            )
-        if not torch.equal(self.drafter.target_ids, state["target_ids"]):
-            raise ValueError(
-                f"{path} was made with another draft vocabulary: the answers in {self.recipe.data} have changed, and "
-                "with them their most frequent tokens. Use another output folder"
-            )
-        if state.get("data", self.data_digest) != self.data_digest:
-            raise ValueError(
-                f"{path} was made with other data: the conversations in {self.recipe.data} have changed, and with them "
-                "all batches. Use another output folder"
-            )
+        problem = next(
+            (f"{key} = {old}, the recipe says {new}" for key, (new, old) in compared.items() if new != old), ""
+        )
+        if not problem and len(state["random"]) != self.workers.size:
+            problem = f"{len(state['random'])} workers, this run has {self.workers.size}"
+        if not problem and not torch.equal(self.drafter.target_ids, state["target_ids"]):
+            problem = f"another draft vocabulary: the answers in {self.recipe.data} have changed"
+        if not problem and state["data"] != self.data_digest:
+            problem = f"other data: the conversations in {self.recipe.data} have changed, and with them all batches"
+        if problem:
+            raise ValueError(f"{path} was made with {problem}: use another output folder")
         with torch.no_grad():
             for name, parameter in self.drafter.trainable().items():
                 parameter.copy_(state["drafter"][name])

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from peagle.provenance import conditions
 from peagle.store import sha256_of
 from peagle.train.data import (
     ChatTemplate,
@@ -53,10 +52,10 @@ MIN_DISTINCT_SHARE = 0.6
 
 
 class Writer:
-    """One vLLM engine that writes user turns and answers as token ids, and counts whatever it drops. seed: of the
-    engine; engines with one seed would write the same free user turns."""
+    """One vLLM engine that writes user turns and answers as token ids, and counts whatever it drops."""
 
-    def __init__(self, target_dir: Path, recipe: GenerateRecipe, seed: int = 0) -> None:
+    def __init__(self, target_dir: Path, recipe: GenerateRecipe, seed: int) -> None:
+        """seed: of the engine; engines with one seed would write the same free user turns."""
         from transformers import AutoTokenizer
         from vllm import LLM
 
@@ -87,7 +86,7 @@ class Writer:
         or hold special tokens, that repeat themselves, and that begin as one before does.
         """
         recipe = self.recipe
-        counts = dict.fromkeys(["asked", "unended", "unusable", "repeating", "duplicate"], 0) | {"asked": count}
+        dropped = dict.fromkeys(["unended", "unusable", "repeating", "duplicate"], 0)
         begun = begin_user_turns(self.template, recipe.openings, recipe.shares, count, seed)
         sampling = {"temperature": 1.0, "top_p": 0.95, "max_tokens": recipe.max_user_tokens}
         outputs = self._write(begun, [sampling] * count)
@@ -97,17 +96,17 @@ class Writer:
             turn = prompt[len(self.template.before) :] + written
             key = tuple(turn[:NUM_KEY_TOKENS])
             if self.template.is_chat and output.finish_reason != "stop":
-                counts["unended"] += 1
+                dropped["unended"] += 1
             elif len(turn) < MIN_USER_TOKENS or self.special_ids.intersection(written):
-                counts["unusable"] += 1
+                dropped["unusable"] += 1
             elif distinct_share(written, 4) <= MIN_DISTINCT_SHARE:
-                counts["repeating"] += 1
+                dropped["repeating"] += 1
             elif key in kept:
-                counts["duplicate"] += 1
+                dropped["duplicate"] += 1
             else:
                 kept[key] = self.template.before + turn + self.template.after
-        named = {"num_asked" if key == "asked" else f"num_turns_{key}": value for key, value in counts.items()}
-        return list(kept.values()), named
+        counts = {"num_asked": count} | {f"num_turns_{reason}": number for reason, number in dropped.items()}
+        return list(kept.values()), counts
 
     def fitting(self, prompts: list[Prompt]) -> dict[int, list[int]]:
         """Index -> token ids of the prompts that leave room for an answer in `max_model_len`."""
@@ -246,24 +245,15 @@ def run_all(recipe: Recipe) -> dict[str, int]:
         raise RuntimeError(f"generate: workers {failed} failed; what they finished is kept in {folder}")
     totals, rounds = collect(folder)
     source = {"file": prompts, "sha256": sha256_of(Path(prompts))} if prompts else None
-    write_manifest(
-        folder,
-        {
-            "totals": totals,
-            "rounds": rounds,
-            "prompts": source,
-            "tokenizer": tokenizer_hash(recipe.target_dir()),
-            "recipe": recipe.model_dump(),
-            "made": conditions(),
-        },
-    )
+    manifest = {"totals": totals, "rounds": rounds, "prompts": source, "recipe": recipe.model_dump()}
+    write_manifest(folder, manifest, recipe.target_dir())
     return totals
 
 
 def check_parts(folder: Path, settings: str) -> None:
     """Raises ValueError for parts that were made with other settings. Parts that say nothing of theirs pass."""
     for part in sorted(folder.glob("part-*.npz")):
-        record = folder / f"{part.stem.replace('part', 'round', 1)}.json"
+        record = round_file(part)
         made = json.loads(record.read_text(encoding="utf-8")).get("settings") if record.exists() else None
         if made not in (None, settings):
             raise ValueError(
@@ -272,19 +262,20 @@ def check_parts(folder: Path, settings: str) -> None:
             )
 
 
+def round_file(part: Path) -> Path:
+    """Where the record of a part is."""
+    return part.with_name(f"{part.stem.replace('part', 'round', 1)}.json")
+
+
 def collect(folder: Path) -> tuple[dict[str, int], list[dict[str, Any]]]:
     """Totals over the records of all parts, and these records.
 
     A count that older records lack has no total. Prompts that different parts share are counted (and kept).
     """
-    records = [folder / f"{part.stem.replace('part', 'round', 1)}.json" for part in sorted(folder.glob("part-*.npz"))]
+    records = [round_file(part) for part in sorted(folder.glob("part-*.npz"))]
     rounds = [json.loads(path.read_text(encoding="utf-8")) for path in records if path.exists()]
-    counted = [
-        key
-        for key in (rounds[0] if rounds else {})
-        if key.startswith("num_") and all(key in record for record in rounds)
-    ]
-    totals = {key: sum(record[key] for record in rounds) for key in counted}
+    counted = [key for key in rounds[0] if key.startswith("num_")] if rounds else []
+    totals = {key: sum(made[key] for made in rounds) for key in counted if all(key in made for made in rounds)}
     seen = Counter(tokens[:prompt].tobytes() for tokens, prompt in Conversations.load(folder).documents())
     return totals | {"num_repeated_prompts": seen.total() - len(seen)}, rounds
 
@@ -312,7 +303,5 @@ def answer_prompts(recipe: Recipe, file: Path, out: Path, max_tokens: int, tempe
         "num_left_out": num_left_out,
         "num_unfinished": num_unfinished,
         "prompts": {"file": str(file), "sha256": sha256_of(file)},
-        "tokenizer": tokenizer_hash(recipe.target_dir()),
-        "made": conditions(),
     }
-    write_manifest(out, manifest)
+    write_manifest(out, manifest, recipe.target_dir())
