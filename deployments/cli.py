@@ -125,13 +125,9 @@ def drafter(
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     limits = dict(
-        max_num_requests=max_num_requests,
-        max_num_rows=max_num_rows,
-        max_depth=max_depth,
-        cache_gib=cache_gib,
-        block_size=block_size,
-        max_context=max_context,
-    )
+        max_num_requests=max_num_requests, max_num_rows=max_num_rows, max_depth=max_depth, cache_gib=cache_gib,
+        block_size=block_size, max_context=max_context,
+    )  # fmt: skip
     given = {name: value for name, value in limits.items() if value is not None}
     raise typer.Exit(serve_alone(head, target, host=host, port=port, device=device, dtype=dtype, **given))
 
@@ -242,11 +238,11 @@ def train(
     from peagle.train.recipe import Recipe
 
     log_to_stderr()
-    Recipe.load(recipe, overrides)  # a wrong recipe is refused before torch loads
+    loaded = Recipe.load(recipe, overrides)  # a wrong recipe is refused before torch loads
     if num_workers is None:
         from peagle.train.trainer import train_head
 
-        head = train_head(Recipe.load(recipe, overrides))
+        head = train_head(loaded)
     else:
         from deployments.train import train as train_together
 

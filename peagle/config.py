@@ -11,7 +11,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-DEFAULT_THETA = 10000.0
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 QWEN_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
 #: Names under which vLLM 0.29 knows the two kinds of layers; the first of each is the one written.
@@ -69,7 +68,7 @@ class Llama3Rope:
 
 def rope_theta(raw: dict[str, Any]) -> float:
     """Base alone, whatever the kind of RoPE."""
-    return float(_rope_settings(raw).get("rope_theta") or raw.get("rope_theta") or DEFAULT_THETA)
+    return float(_rope_settings(raw).get("rope_theta") or raw.get("rope_theta") or 10000.0)
 
 
 def _rope_settings(raw: dict[str, Any]) -> dict[str, Any]:

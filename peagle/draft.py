@@ -1,8 +1,7 @@
 """Drafting in plain torch, with a KV cache: K tokens by one forward pass (P-EAGLE) or one by each of K (EAGLE-3).
 
-Enters: the tokens that the target has committed since the last time, and the target's hidden states at the rows before
-them. Leaves: K draft tokens. The engine's own drafter (vLLM's `eagle3`, with `parallel_drafting` for P-EAGLE) is the
-same function; this one is for reading, for evaluation and for tests, one request at a time.
+The engine's own drafter (vLLM's `eagle3`, with `parallel_drafting` for P-EAGLE) is the same function; this one is for
+reading, for evaluation and for tests, one request at a time.
 
 The rows of P-EAGLE's pass (arXiv 2602.01469, section 2). Tokens are counted from 0; n are committed and token n - 1 is
 the newest, whose hidden state the target has not computed yet. As in EAGLE, tokens are shifted by one against hidden
@@ -67,10 +66,7 @@ class KVCache:
 
 @dataclasses.dataclass(frozen=True)
 class Drafts:
-    """Draft tokens of one pass.
-
-    token_ids_K: int64, in the target's vocabulary. logits_KV: [K, V_draft], over the draft vocabulary.
-    """
+    """Draft tokens of one pass: token_ids_K int64 in the target's vocabulary, logits_KV over the draft vocabulary."""
 
     token_ids_K: Tensor
     logits_KV: Tensor
@@ -97,17 +93,10 @@ class DraftSession:
     def propose(self, next_token_ids_T: Tensor, aux_TX: Tensor, num_drafts: int) -> Drafts:
         """Add T rows and propose the tokens after them, greedily.
 
-        Args:
-            next_token_ids_T: int, row i's token: the one *after* position num_rows + i. The last entry is the token
-                that the target emitted last.
-            aux_TX: [T, C * S], the target's tapped hidden states at positions num_rows .. num_rows + T - 1.
-            num_drafts: K, at least 1. Heads are trained for `config.num_depths`; more is allowed, as in vLLM.
-
-        Returns:
-            The K most likely tokens, each at its own depth. A smaller K gives the first tokens of a larger one.
-
-        Raises:
-            ValueError: no rows, shapes that do not fit together, or num_drafts below 1.
+        next_token_ids_T: int, row i's token: the one *after* position num_rows + i; the last is the token that the
+        target emitted last. aux_TX: [T, C * S], the target's tapped hidden states at positions num_rows .. num_rows + T
+        - 1. num_drafts: K; heads are trained for `config.num_depths`, more is allowed, as in vLLM. A smaller K gives
+        the first tokens of a larger one. Raises ValueError for no rows, shapes that do not fit together, or K below 1.
         """
         config = self.drafter.config
         num_new = next_token_ids_T.shape[0]

@@ -71,6 +71,8 @@ def plain_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
 
     raw: the `config.json` of the source, whose name is `source`. Raises HeadError as `read_speculators`.
     """
+    from transformers import AutoConfig
+
     method, layer = raw.get("speculators_model_type"), raw.get("transformer_layer_config")
     if method not in ("peagle", "eagle3"):
         raise HeadError(f"{source}: speculators_model_type = {method!r}, only peagle and eagle3 can be read")
@@ -83,9 +85,10 @@ def plain_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     if method == "peagle" and not isinstance(raw.get("mask_token_id"), int):
         raise HeadError(f"{source}: mask_token_id = {raw.get('mask_token_id')!r}, a peagle checkpoint needs a token")
     plain: dict[str, Any] = {"architectures": [ARCHITECTURES[layer["model_type"]]]}
-    plain |= {key: value for key, value in _with_defaults(layer).items() if key in LAYER_KEYS}
-    plain["draft_vocab_size"] = raw.get("draft_vocab_size")
-    plain["target_hidden_size"] = raw.get("target_hidden_size")
+    # transformers leaves out the layers' settings that have its defaults when it saves.
+    settings = AutoConfig.for_model(**layer).to_dict()
+    plain |= {key: value for key, value in settings.items() if key in LAYER_KEYS}
+    plain |= {key: raw.get(key) for key in ("draft_vocab_size", "target_hidden_size")}
     # Where the setting is missing, vLLM's translation has it for EAGLE-3 and not for P-EAGLE.
     plain["norm_before_residual"] = raw.get("norm_before_residual", method == "eagle3")
     plain |= {key: raw.get(key, False) for key in ("norm_before_fc", "fc_norm", "norm_output")}
@@ -97,14 +100,6 @@ def plain_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     if (num_depths := methods[0].get("speculative_tokens")) is not None:
         plain["num_depths"] = num_depths
     return plain
-
-
-def _with_defaults(layer: dict[str, Any]) -> dict[str, Any]:
-    """All settings of the layers: transformers leaves out those that have its defaults when it saves."""
-    from transformers import AutoConfig
-
-    settings = dict(layer)
-    return dict(AutoConfig.for_model(settings.pop("model_type"), **settings).to_dict())
 
 
 def convert(source_dir: str | Path, out_dir: str | Path) -> Source:

@@ -14,10 +14,10 @@ from peagle.draft import KVCache
 from peagle.model import Drafter
 from peagle.train.cod import chain_lengths
 from peagle.train.data import Batch
-from peagle.train.losses import plain_losses
 from peagle.train.passes import Eagle3Pass, States, block_masks, unrolled_rows
 from peagle.train.recipe import Recipe
 from tests.head_factory import TARGET, random_drafter
+from tests.plain_losses import plain_losses
 
 NUM_STEPS = 4
 CONFIG = DrafterConfig.for_target(TARGET, num_layers=2, num_depths=NUM_STEPS, fc_norm=True)

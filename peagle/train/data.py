@@ -96,11 +96,8 @@ class Conversations:
 
     def select(self, indices: list[int]) -> Conversations:
         documents = list(self.documents())
-        chosen = [documents[index] for index in indices]
-        return Conversations.from_lists(
-            [tokens[:prompt].tolist() for tokens, prompt in chosen],
-            [tokens[prompt:].tolist() for tokens, prompt in chosen],
-        )
+        chosen = [(tokens.tolist(), prompt) for tokens, prompt in map(documents.__getitem__, indices)]
+        return Conversations.from_lists([t[:n] for t, n in chosen], [t[n:] for t, n in chosen])
 
     def documents(self) -> Iterator[tuple[np.ndarray, int]]:
         """Each conversation's tokens and prompt length."""
@@ -381,8 +378,8 @@ def read_jsonl(path: str | Path, *, need_answers: bool = False) -> list[Prompt]:
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return frozenset([*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)])
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset([*tokenizer.all_special_ids, *(token_id for token_id, token in added if token.special)])
 
 
 class ChatTemplate:
@@ -449,12 +446,9 @@ def begin_user_turns(
     """
     rng = random.Random(seed)
     encoded = {group: [template.encode(text) for text in texts] for group, texts in openings.items()}
-    groups = [*shares, None]
-    weights = [*shares.values(), 1 - sum(shares.values())]
-    begun = []
-    for group in rng.choices(groups, weights, k=count):
-        begun.append(template.before + (rng.choice(encoded[group]) if group else []))
-    return begun
+    groups, weights = [*shares, None], [*shares.values(), 1 - sum(shares.values())]
+    chosen = rng.choices(groups, weights, k=count)
+    return [template.before + (rng.choice(encoded[group]) if group else []) for group in chosen]
 
 
 def cut_loop(answer: list[int], ngram: int = 8, max_repeats: int = 64) -> list[int]:
@@ -534,9 +528,7 @@ def check_tokenizer(tokenizer: Any, target_dir: str | Path) -> None:
 
 def check_data_fits(folder: str | Path, target_dir: str | Path, batches: PackedBatches | None = None) -> None:
     """Raises ValueError when conversations were tokenized by another tokenizer than the target's, hold ids beyond its
-    vocabulary, or are longer than its positions.
-
-    batches: of the folder's conversations, where they are loaded already; only what these use must be short enough.
+    vocabulary, or are longer than its positions. batches: of the folder; only what these use must be short enough.
     """
     data = batches.data if batches else Conversations.load(folder)
     config = read_target_config(target_dir)
@@ -574,11 +566,9 @@ CONVERSATIONS_PER_PART = 10_000
 def tokenize_file(target_dir: Path, file: Path, out: Path) -> dict[str, int]:
     """Makes a data folder from JSONL lines with answers (`read_jsonl`), without an engine; returns its totals.
 
-    The answers are the given ones (off-policy). The last answer of a conversation is what is learned; earlier ones are
-    context (and counted).
-
-    Raises ValueError naming wrong lines, messages that the chat template refuses, a tokenizer that is not the target's,
-    and a folder that holds data already.
+    The last answer of a conversation is what is learned; earlier ones are context (and counted). Raises ValueError
+    naming wrong lines, messages that the chat template refuses, a tokenizer that is not the target's, and a folder that
+    holds data already.
     """
     from transformers import AutoTokenizer
 
@@ -596,9 +586,8 @@ def tokenize_file(target_dir: Path, file: Path, out: Path) -> dict[str, int]:
         made.save_part(out, f"{number:03d}")
         totals["num_tokens"] += int(made.lengths.sum())
         totals["num_answer_tokens"] += made.num_answer_tokens
-    totals["num_earlier_answers"] = sum(
-        message["role"] == "assistant" for prompt in given for message in prompt.messages
-    )
+    roles = [message["role"] for prompt in given for message in prompt.messages]
+    totals["num_earlier_answers"] = roles.count("assistant")
     source = {"file": str(file), "sha256": sha256_of(file)}
     write_manifest(out, {"totals": totals, "answers": "as given", "source": source}, target_dir)
     return totals

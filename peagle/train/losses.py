@@ -52,14 +52,13 @@ def statistics(logits_UV: Tensor) -> tuple[Tensor, Tensor]:
 class Distributions:
     """The target at U tokens.
 
-    logits_UV, logsumexp_U: over the draft vocabulary. argmax_U: most likely token of the whole vocabulary, an id of the
-    target. draft_U: the same as an index into the draft vocabulary, -1 where that lacks it.
+    logits_UV, logsumexp_U: over the draft vocabulary. best_U: index into it of the most likely token of the whole
+    vocabulary, -1 where the draft vocabulary lacks that.
     """
 
     logits_UV: Tensor
     logsumexp_U: Tensor
-    argmax_U: Tensor
-    draft_U: Tensor
+    best_U: Tensor
 
 
 class TargetLogits:
@@ -67,7 +66,7 @@ class TargetLogits:
 
     Rows share labels. The logits of all N tokens are held where they are few enough, else they are made from the
     target's last hidden states as they are asked for, and `walk` visits rows in the order of their labels, so that each
-    is made once. Callers do not see which.
+    is made once.
 
         N = 16,384 tokens in bf16:  V = 49,152 takes 1.6 GB and is held, V = 201,088 takes 6.6 GB and is not
 
@@ -93,7 +92,10 @@ class TargetLogits:
         num_tokens, vocabulary = hidden_NS.shape[0], lm_head_VS.shape[0]
         reduced = target_ids_V is not None and len(target_ids_V) < vocabulary
         self.target_ids_V = target_ids_V if reduced else None
-        self._index_V = _inverse(target_ids_V, vocabulary) if target_ids_V is not None and reduced else None
+        self._index_V: Tensor | None = None  # id of the target -> index into the draft vocabulary, or -1
+        if target_ids_V is not None and reduced:
+            self._index_V = target_ids_V.new_full((vocabulary,), -1)
+            self._index_V[target_ids_V] = torch.arange(len(target_ids_V), device=target_ids_V.device)
         self._hidden_NS, self._lm_head_VS, self._statistics = hidden_NS, lm_head_VS, statistics
         self.vocabulary_size = len(target_ids_V) if target_ids_V is not None else vocabulary
         self._whole: Distributions | None = None
@@ -129,16 +131,11 @@ class TargetLogits:
         for (start, end), first, last in zip(spans, firsts, lasts, strict=True):
             yield order_R[start:end], token_U[first : last + 1], index_R[start:end] - first
 
-    def ids(self, draft_R: Tensor) -> Tensor:
-        """Index into the draft vocabulary -> id of the target."""
-        return draft_R if self.target_ids_V is None else self.target_ids_V[draft_R]
-
     def _distributions(self, whole_UV: Tensor, draft_UV: Tensor) -> Distributions:
-        logsumexp_U, argmax_U = self._statistics(draft_UV)
-        if self._index_V is None:
-            return Distributions(draft_UV, logsumexp_U, argmax_U, argmax_U)
-        argmax_U = whole_UV.argmax(-1)
-        return Distributions(draft_UV, logsumexp_U, argmax_U, self._index_V[argmax_U])
+        logsumexp_U, best_U = self._statistics(draft_UV)
+        if self._index_V is not None:
+            best_U = self._index_V[whole_UV.argmax(-1)]
+        return Distributions(draft_UV, logsumexp_U, best_U)
 
     @torch.no_grad()
     def _made_whole(self, chunk: int) -> Distributions:
@@ -153,15 +150,8 @@ class TargetLogits:
                 whole_UV = hidden_US @ self._lm_head_VS.T
                 torch.index_select(whole_UV, 1, self.target_ids_V, out=out_UV)
             parts.append(self._distributions(whole_UV, out_UV))
-        sums, tops, drafts = ([getattr(p, name) for p in parts] for name in ("logsumexp_U", "argmax_U", "draft_U"))
-        return Distributions(logits_NV, torch.cat(sums), torch.cat(tops), torch.cat(drafts))
-
-
-def _inverse(target_ids_V: Tensor, vocabulary: int) -> Tensor:
-    """Id of the target [V] -> index into the draft vocabulary, -1 where that lacks it."""
-    index_V = target_ids_V.new_full((vocabulary,), -1)
-    index_V[target_ids_V] = torch.arange(len(target_ids_V), device=target_ids_V.device)
-    return index_V
+        sums, best = [part.logsumexp_U for part in parts], [part.best_U for part in parts]
+        return Distributions(logits_NV, torch.cat(sums), torch.cat(best))
 
 
 def _spans(num_rows: int, chunk: int) -> list[tuple[int, int]]:
@@ -174,33 +164,12 @@ def _spans(num_rows: int, chunk: int) -> list[tuple[int, int]]:
 
 
 class Scored(NamedTuple):
-    """total: weighted sum of losses_R, the only one with a gradient, and that only to the hidden states.
-
-    losses_R: unweighted. argmax_R: drafts, as ids of the target. correct_R: the draft is the target's most likely token
-    of its whole vocabulary. outside_R: the draft vocabulary lacks that token, so no draft can be correct.
+    """total: weighted sum of the losses; its gradient goes to the hidden states only. correct_R: the draft is the
+    target's most likely token of its whole vocabulary.
     """
 
     total: Tensor
-    losses_R: Tensor
-    argmax_R: Tensor
     correct_R: Tensor
-    outside_R: Tensor
-
-
-def plain_losses(name: str, logits_RV: Tensor, target_RV: Tensor, draft_R: Tensor) -> Tensor:
-    """Plain twin of `ChunkedLoss`: loss of each row from logits of drafter and target over the draft vocabulary.
-
-    draft_R: the target's most likely token as an index into it, or -1.
-    """
-    log_q, log_p = logits_RV.log_softmax(-1), target_RV.log_softmax(-1)
-    if name == "soft":
-        return -(log_p.exp() * log_q).sum(-1)
-    if name == "hard":
-        return torch.where(draft_R < 0, 0, -log_q.gather(-1, draft_R.clamp_min(0)[:, None]).squeeze(-1))
-    if name == "reverse_kl":
-        return (log_q.exp() * (log_q - log_p)).sum(-1)
-    assert name == "tv", name
-    return 0.5 * (log_q.exp() - log_p.exp()).abs().sum(-1)
 
 
 class ChainWeights:
@@ -252,11 +221,11 @@ def _soft(logits_PV: Tensor, target_UV: Tensor, logsumexp_U: Tensor, _: Tensor, 
     return loss_P, argmax_P
 
 
-def _hard(logits_PV: Tensor, _: Tensor, __: Tensor, draft_U: Tensor, index_P: Tensor) -> Any:
+def _hard(logits_PV: Tensor, _: Tensor, __: Tensor, best_U: Tensor, index_P: Tensor) -> Any:
     wide, exponent, total, logsumexp = wide_softmax(logits_PV)
-    draft_P1 = draft_U[index_P, None]
-    known, hit = draft_P1 >= 0, torch.arange(wide.shape[1], device=wide.device) == draft_P1
-    loss_P1 = torch.where(known, logsumexp - wide.gather(1, draft_P1.clamp_min(0)), 0)
+    best_P1 = best_U[index_P, None]
+    known, hit = best_P1 >= 0, torch.arange(wide.shape[1], device=wide.device) == best_P1
+    loss_P1 = torch.where(known, logsumexp - wide.gather(1, best_P1.clamp_min(0)), 0)
     argmax_P = logits_PV.argmax(-1)
     logits_PV.copy_(torch.where(known, exponent / total - hit.to(wide.dtype), 0))
     return loss_P1.squeeze(-1), argmax_P
@@ -304,7 +273,7 @@ def _score(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of one chunk: loss, gradient of hidden_PH, most likely token. Its logits die with the call."""
     logits_PV = hidden_PH @ lm_head_VH.T
-    loss_P, argmax_P = kernel(logits_PV, target.logits_UV, target.logsumexp_U, target.draft_U, index_P)
+    loss_P, argmax_P = kernel(logits_PV, target.logits_UV, target.logsumexp_U, target.best_U, index_P)
     return loss_P, logits_PV @ lm_head_VH, argmax_P
 
 
@@ -324,24 +293,20 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_RH = hidden_RH.to(lm_head_VH.dtype)
         gradient_RH = torch.empty_like(hidden_RH)
         losses_R = hidden_RH.new_empty(len(label_R), dtype=torch.promote_types(hidden_RH.dtype, torch.float32))
-        draft_R, target_R = torch.empty_like(label_R), torch.empty_like(label_R)
-        outside_R = torch.empty_like(label_R, dtype=torch.bool)
+        correct_R = torch.empty_like(label_R, dtype=torch.bool)
         for rows, token_U, index_P in labels.walk(label_R, chunk):
             target = labels.at(token_U)
-            scored = _score(kernel, hidden_RH[rows], lm_head_VH, target, index_P)
-            losses_R[rows], gradient_RH[rows], draft_R[rows] = scored
-            target_R[rows], outside_R[rows] = target.argmax_U[index_P], target.draft_U[index_P] < 0
+            losses_R[rows], gradient_RH[rows], draft_P = _score(kernel, hidden_RH[rows], lm_head_VH, target, index_P)
+            correct_R[rows] = draft_P == target.best_U[index_P]
             del target  # or two chunks of the target's logits would live while the next is made
-        argmax_R = labels.ids(draft_R)
-        correct_R = argmax_R == target_R
         # A row's gradient is linear in its weight, so the weights may wait until every draft is known.
         weight_R = weigh if isinstance(weigh, Tensor) else weigh(correct_R)
         ctx.save_for_backward(gradient_RH, weight_R)
-        ctx.mark_non_differentiable(losses_R, argmax_R, correct_R, outside_R)
-        return (losses_R * weight_R).sum(), losses_R, argmax_R, correct_R, outside_R
+        ctx.mark_non_differentiable(correct_R)
+        return (losses_R * weight_R).sum(), correct_R
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_total: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         gradient_RH, weight_R = ctx.saved_tensors
         gradient_RH = gradient_RH * (weight_R.to(grad_total.dtype) * grad_total)[:, None]
         return gradient_RH.to(ctx.dtype), None, None, None, None, None, None

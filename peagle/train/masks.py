@@ -84,16 +84,14 @@ class Sight:
         """FlexAttention's form of `dense`: the rule, and what is known of the tiles of tile x tile rows beforehand.
 
         The least and greatest anchor, offset and position of a tile bound what it can hold: tiles where nobody sees
-        anybody are skipped, those where everybody sees everybody are not asked the rule. Since anchors only grow within
-        the rows of offset 0, and again within the mask rows, the bounds are tight. The generic `create_block_mask`
-        evaluates the rule at all T * U pairs, and its compiled form of this rule never gets through ptxas with Triton
-        3.6.
+        anybody are skipped, those where everybody sees everybody are not asked the rule. The bounds are tight, since
+        anchors only grow within the rows of offset 0, and again within the mask rows. (`create_block_mask` evaluates
+        the rule at all T * U pairs, and its compiled form of this rule never gets through ptxas with Triton 3.6.)
         """
         num_queries, num_keys = self.first_BT.shape[1], self.anchor_BU.shape[1]
         near_BQK, full_BQK = self._tiles(tile)
-        partial = _ordered(near_BQK & ~full_BQK)
         return BlockMask.from_kv_blocks(
-            *partial,
+            *_ordered(near_BQK & ~full_BQK),
             *_ordered(full_BQK),
             BLOCK_SIZE=tile,
             mask_mod=self.rule(),
@@ -149,21 +147,18 @@ def _tile_bounds(values_BT: Tensor, tile: int) -> tuple[Tensor, Tensor]:
 class MaskTable:
     """Boolean masks equal to `dense`, for sequences of up to `max_tokens` tokens and K = `num_depths`.
 
-    Who sees whom depends on anchors and offsets, never on the sequence's length. Seen as blocks [N, N] of anchors, one
-    for each pair of query offset g and key offset h, the mask has three kinds only:
+    Seen as blocks [N, N] of anchors, one for each pair of query offset g and key offset h, the mask has three kinds:
 
         h = 0        lower triangle: the row at anchor a sees every row of offset 0 at anchors <= a
         1 <= h <= g  diagonal: it sees its own chain
         h > g        nothing
 
-    The table is the triangle, at the greatest length that will be asked for: the K blocks (g, 0) of every example are
-    one view of its top left corner, and the rows that COD keeps are picked from that view. The diagonal needs no table,
-    since `CodRows` sets the kept rows of a chain side by side: whoever stands d rows before a row is of its chain or is
-    not seen.
+    The table is the triangle at the greatest length: the K blocks (g, 0) of every example are one view of its top left
+    corner, from which the rows that COD keeps are picked. The diagonal needs no table: `CodRows` sets the kept rows of
+    a chain side by side.
 
-    The table takes max_tokens ** 2 bytes on `device` (4 MiB at 2,048 tokens, 400 MiB at 20,480), the masks of B
-    sequences B * T ** 2 (69 MiB at 2,048 tokens, K = 8, r = 0.8), and N ** 2 + 2 * N * T bytes are held while one is
-    made. max_bytes: limit on all of these together. Raises ValueError when the table alone is over it.
+    max_bytes: limit on the table (max_tokens ** 2 bytes), the masks of B sequences (B * T ** 2) and what is held while
+    one is made (N ** 2 + 2 * N * T) together. Raises ValueError when the table alone is over it.
     """
 
     def __init__(
@@ -193,9 +188,8 @@ class MaskTable:
     def dense(self, rows: CodRows, document_BN: Tensor, window: int | None = None) -> Tensor:
         """Boolean mask [B, T, T], True where the row of dimension 1 sees the row of dimension 2.
 
-        rows: in the order of `sample_rows`, of at most `num_depths` offsets. document_BN: document id of each token;
-        rows of different documents never see each other. window: W, a row sees itself and the W - 1 positions before.
-        Raises ValueError for a sequence that the table does not hold and for masks over the limit.
+        rows: in the order of `sample_rows`, of at most `num_depths` offsets; else as `Sight.of`. Raises ValueError for
+        a sequence that the table does not hold and for masks over the limit.
         """
         batch, num_rows = rows.anchor_BT.shape
         num_tokens = rows.num_tokens

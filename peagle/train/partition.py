@@ -35,11 +35,7 @@ Method = Literal["kept", "recomputed"]
 
 @dataclasses.dataclass(frozen=True)
 class PackedSequence:
-    """What one sequence brings into a pass.
-
-    tokens_1N, document_1N (-1: padding), aux_1NX (the target's tapped hidden states, C * S wide); rows: of one
-    sequence; position_1T: position of each row in its document.
-    """
+    """document_1N: -1 on padding; aux_1NX: the target's tapped hidden states; position_1T: within the document."""
 
     tokens_1N: Tensor
     document_1N: Tensor

@@ -1,9 +1,7 @@
 """One training pass of a drafter: from a batch and the target's states to gradients.
 
-A pass adds gradients to the drafter's parameters and reports what it saw; the trainer around it
-(`peagle.train.trainer`) owns optimizer, schedule and files. `PEaglePass` trains P-EAGLE (paper section 3),
-`Eagle3Pass` EAGLE-3 by its training-time test: the drafter is unrolled on its own hidden states (arXiv 2503.01840,
-section 3.2).
+`PEaglePass` trains P-EAGLE (paper section 3), `Eagle3Pass` EAGLE-3 by its training-time test: the drafter is unrolled
+on its own hidden states (arXiv 2503.01840, section 3.2).
 
 The unroll. A chain starts at an anchor a (`peagle.train.cod`). Its row at step k, in the place of P-EAGLE's offset k,
 is what vLLM computes when it drafts the chain's token k + 1 after the tokens up to a + 1:
@@ -15,8 +13,8 @@ is what vLLM computes when it drafts the chain's token k + 1 after the tokens up
 It sees what vLLM's KV cache holds by then: rows of step 0 at anchors <= a of its document, then its own chain's rows of
 steps 1..k. All anchors take step k together, and gradients flow back through all steps.
 
-Chains read the true tokens, where decoding reads those that it drafted. The two are the same as far as drafts are
-right, and no draft behind a wrong one is ever used: rows, labels and accepted lengths of a walk need no more.
+Chains read the true tokens. These are the drafted ones as far as drafts are right, and no draft behind a wrong one is
+ever used.
 
 Attention of a step is that over the rows of step 0, the same causal mask at every step, joined by log-sum-exp with the
 at most K - 1 keys of the own chain, one dot product each. So every step has the same static shapes and shares one block
@@ -295,27 +293,18 @@ def _plain_attention(
 
 
 def new_drafter(recipe: Recipe, target: Target, batches: PackedBatches, random: torch.Generator) -> Drafter:
-    """A drafter of the recipe's shape on the target's device, sharing the target's tables.
-
-    Untrained, but for the tensors of the head that it starts from, where the recipe names one.
-    """
+    """A drafter of the recipe's shape on the target's device, sharing the target's tables."""
     wanted = recipe.drafter
     shape: dict[str, Any] = {"aux_layer_ids": tuple(wanted.aux_layer_ids)} if wanted.aux_layer_ids else {}
     vocabulary = None
     if wanted.draft_vocab_size is not None:
         counts = answer_token_counts(batches.data, target.config["vocab_size"])
-        vocabulary = frequent_tokens(counts, wanted.draft_vocab_size, always=_end_tokens(target.config))
+        ends = target.config.get("eos_token_id")  # one, several or none
+        always = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        vocabulary = frequent_tokens(counts, wanted.draft_vocab_size, always)
         shape["draft_vocab_size"] = wanted.draft_vocab_size
-    config = DrafterConfig.for_target(
-        target.config,
-        num_layers=wanted.num_layers,
-        num_depths=wanted.num_depths,
-        ptd_token_id=wanted.ptd_token_id,
-        fc_norm=wanted.fc_norm,
-        norm_before_residual=wanted.norm_before_residual,
-        sliding_window=wanted.sliding_window,
-        **shape,
-    )
+    same = {"num_layers", "num_depths", "ptd_token_id", "fc_norm", "norm_before_residual", "sliding_window"}
+    config = DrafterConfig.for_target(target.config, **wanted.model_dump(include=same), **shape)
     drafter = Drafter(config).to(target.device)
     drafter.share_target(target.embed_VS, target.lm_head_VS, vocabulary)
     if wanted.trainable_embedding:
@@ -353,12 +342,6 @@ def start_from(drafter: Drafter, head_dir: str | Path) -> list[str]:
         if theirs != ours:
             logger.warning("started from a head with %s = %s, this drafter has %s", name, theirs, ours)
     return taken
-
-
-def _end_tokens(target: dict[str, Any]) -> list[int]:
-    """End-of-text tokens that the target's config.json names: one, several or none."""
-    ends = target.get("eos_token_id")
-    return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def new_pass(recipe: Recipe, random: torch.Generator, *, compiled: bool) -> PEaglePass | Eagle3Pass:

@@ -21,11 +21,9 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 class Target:
     """A causal language model whose layers' inputs can be tapped. All of it is frozen.
 
-    config: `config.json` of its text model.
-
-    Raises ValueError for a target whose tables have another shape than its config says, whose logits are more than its
-    output matrix applied to its last hidden state, whose layers are neither full nor sliding-window attention, or in
-    which a packed document changes with its neighbour.
+    config: `config.json` of its text model. Raises ValueError for a target whose tables have another shape than its
+    config says, whose logits are more than its output matrix applied to its last hidden state, whose layers are neither
+    full nor sliding-window attention, or in which a packed document changes with its neighbour.
     """
 
     def __init__(
@@ -130,17 +128,13 @@ class Target:
         if not torch.allclose(last_BNS[0, 5:], last_BNS[1, 5:], rtol=1e-3, atol=1e-3 * float(last_BNS.abs().max())):
             raise ValueError(f"target {source}: a packed document changes with the one before it")
         logits_NV = self.model(input_ids=tokens_BN[:1, :5], use_cache=False).logits[0]
-        _check_logits(source, logits_NV.float(), (last_BNS[0, :5] @ self.lm_head_VS.T).float())
-
-
-def _check_logits(source: str, logits_NV: Tensor, expected_NV: Tensor) -> None:
-    """The model's own logits against its output matrix applied to its last hidden state: capped, scaled or biased?"""
-    difference = float((logits_NV - expected_NV).abs().max())
-    if difference > 0.03 * float(expected_NV.abs().max()):
-        raise ValueError(
-            f"target {source}: its logits differ from output matrix x last hidden state by up to {difference:.3g} (of "
-            f"{float(expected_NV.abs().max()):.3g}): it caps, scales or biases them, or its attention cannot be packed"
-        )
+        expected_NV = (last_BNS[0, :5] @ self.lm_head_VS.T).float()
+        difference, greatest = float((logits_NV.float() - expected_NV).abs().max()), float(expected_NV.abs().max())
+        if difference > 0.03 * greatest:
+            raise ValueError(
+                f"target {source}: its logits differ from output matrix x last hidden state by up to {difference:.3g} "
+                f"(of {greatest:.3g}): it caps, scales or biases them, or its attention cannot be packed"
+            )
 
 
 def _load(target_dir: str | Path, dtype: torch.dtype) -> Any:

@@ -72,7 +72,7 @@ class Workers:
         if self.size == 1:
             return value
         shared = torch.tensor(value, dtype=torch.float64, device=device)
-        dist.broadcast(shared, src=0)
+        self.share([shared])
         return float(shared)
 
     def average(self, parameters: Iterable[Tensor], num_passes: int) -> None:
@@ -102,11 +102,13 @@ class Optimizer:
     def __init__(self, parameters: dict[str, nn.Parameter], recipe: OptimizerRecipe, *, fused: bool) -> None:
         self.recipe = recipe
         self.parameters = list(parameters.values())
-        matrices = [
-            p for name, p in parameters.items() if recipe.name == "muon" and p.ndim == 2 and name.startswith("layers.")
-        ]
-        chosen = {id(p) for p in matrices}
-        others = [p for p in self.parameters if id(p) not in chosen]
+        by_muon = {
+            name
+            for name, p in parameters.items()
+            if recipe.name == "muon" and p.ndim == 2 and name.startswith("layers.")
+        }
+        matrices = [p for name, p in parameters.items() if name in by_muon]
+        others = [p for name, p in parameters.items() if name not in by_muon]
         adamw = torch.optim.AdamW(
             others, lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay, fused=fused
         )
@@ -217,9 +219,8 @@ class Trainer:
     def run(self) -> Path:
         """Trains to the end of the schedule and writes the head. Returns its directory.
 
-        Raises:
-            FloatingPointError: loss or gradient is no number. The last checkpoint is kept.
-            torch.OutOfMemoryError: names the settings to change.
+        Raises FloatingPointError when loss or gradient is no number (the last checkpoint is kept), and
+        torch.OutOfMemoryError naming the settings to change.
         """
         self.output.mkdir(parents=True, exist_ok=True)
         self.resume()
@@ -292,7 +293,9 @@ class Trainer:
                 "minutes": round(self.elapsed_s / 60, 2),
                 "num_workers": self.workers.size,
                 "tokens_per_s": round(self.timed_tokens / self.elapsed_s) if self.elapsed_s else None,
-                "peak_memory_bytes": peak_memory_bytes(self.device),
+                "peak_memory_bytes": torch.cuda.max_memory_allocated(self.device)
+                if self.device.type == "cuda"
+                else None,
                 **self.batches.counts,
             },
             "acceptance_offline": groups,
@@ -396,11 +399,6 @@ class LossTally:
             counter.zero_()
         self._passes = 0
         return {"loss": round(loss, 5), "accuracy": accuracy}
-
-
-def peak_memory_bytes(device: torch.device) -> int | None:
-    """Most memory that tensors held at once on a GPU; None on a CPU, where torch does not count."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def memory_advice(recipe: Recipe) -> str:
