@@ -25,10 +25,8 @@ def train_worker(settings: dict[str, Any]) -> None:
 def train(recipe: Path, overrides: list[str], num_workers: int, *, use_gpu: bool | None = None) -> Path:
     """Trains with `num_workers` workers, one GPU (or CPU) each. Returns the head's directory.
 
-    use_gpu: None for where this machine has one.
-
-    Relative paths of the recipe mean this process's directory. Raises ValueError for a wrong recipe before any worker
-    starts, and Ray's TrainingFailedError, with a worker's error in it, when one fails.
+    use_gpu: None for where this machine has one. Raises ValueError for a wrong recipe before any worker starts, and
+    Ray's TrainingFailedError, with a worker's error in it, when one fails.
     """
     loaded = Recipe.load(recipe, overrides)
     use_gpu = torch.cuda.is_available() if use_gpu is None else use_gpu

@@ -345,10 +345,10 @@ def _is_count(value: object, at_least: int = 1) -> bool:
 # ---- heads and targets on disk
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A head's `config.json` as it is. Raises HeadError when there is none or it holds no JSON object."""
+def read_json(path: Path, kind: str = "head") -> dict[str, Any]:
+    """The `config.json` of a head or target. Raises HeadError when there is none or it holds no JSON object."""
     if not path.is_file():
-        raise HeadError(f"no head at {path.parent}: {path} does not exist")
+        raise HeadError(f"no {kind} at {path.parent}: {path} does not exist")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -127,12 +127,7 @@ def figures(counts: AnswerCounts) -> dict[str, Any]:
 
 
 def ratios(ours: AnswerCounts, theirs: AnswerCounts, depths: Sequence[int]) -> dict[str, Any]:
-    """AL of one head over another's on the same answers at each K, with 95% intervals of the paired bootstrap.
-
-    Raises ValueError when the two did not walk the same answers.
-    """
-    if not np.array_equal(ours.num_tokens, theirs.num_tokens):
-        raise ValueError("ratios: the two heads must be walked over the same answers")
+    """AL of one head over another's on the same answers at each K, with 95% intervals of the paired bootstrap."""
     columns = [k - 1 for k in depths]
     ours_steps, theirs_steps = ours.num_steps[:, columns], theirs.num_steps[:, columns]
     # The tokens are the same, so a ratio of lengths is that of steps the other way round.
@@ -388,18 +383,6 @@ def common_depths(configs: list[DrafterConfig]) -> int:
     return min(limits) if limits else max(config.num_depths for config in configs)
 
 
-def traces(found: Replay, answers: Answers) -> dict[str, Any]:
-    """What `save_traces` stores of each answer beside its anchors."""
-    texts = list(answers.data.documents())
-    return {
-        "category": [answers.categories[index] for index in found.walked],
-        "temperature": [answers.temperature] * len(found.walked),
-        "distinct_share": [
-            distinct_share(tokens[prompt:].tolist()) for tokens, prompt in map(texts.__getitem__, found.walked)
-        ],
-    }
-
-
 def plot_acceptance(document: dict[str, Any], path: Path) -> None:
     """A PNG of `evaluate_heads`' document: a row a set of answers, AL by K on the left, survival by depth on the right.
 
@@ -464,14 +447,17 @@ def evaluate_heads(
     document: dict[str, Any] = {"made": conditions(), "target": target_dir, "heads": heads, "num_depths": num_depths}
     document["sets"] = []
     accepted: list[np.ndarray] = []
-    stored: dict[str, list[Any]] = {}
+    stored: dict[str, list[Any]] = {"category": [], "temperature": [], "distinct_share": []}
     for folder in answers:
         loaded = load_answers(folder)
         result, found = evaluate_folder(drafters, target, loaded, num_depths, max_tokens)
         document["sets"].append({"answers": str(folder), **result})
         accepted += found.accepted
-        for name, values in traces(found, loaded).items():
-            stored.setdefault(name, []).extend(values)
+        texts = list(loaded.data.documents())
+        for tokens, prompt in map(texts.__getitem__, found.walked):
+            stored["distinct_share"].append(distinct_share(tokens[prompt:].tolist()))
+        stored["category"] += [loaded.categories[index] for index in found.walked]
+        stored["temperature"] += [loaded.temperature] * len(found.walked)
         yield f"{folder}: temperature {loaded.temperature:g}, {heads[0]['kind']}\n{table(result)}"
     if traces_file:
         save_traces(traces_file, accepted, stored, num_depths)

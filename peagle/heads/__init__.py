@@ -10,14 +10,13 @@ Importing this module loads neither torch nor vLLM.
 """
 
 import hashlib
-import json
 import logging
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from peagle.checkpoint import check_head, is_plain, read_tensor_specs, weight_files
-from peagle.config import DrafterConfig, HeadError
+from peagle.config import DrafterConfig, HeadError, read_json
 from peagle.store import Report, cache_root, prepare_directory, sha256_of, write_bytes
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def prepare_head(
     needs, CacheError when the cache directory is full or not writable.
     """
     head_dir = _head_directory(head)
-    target = _target_config(target_dir)
+    target = read_json(Path(target_dir) / "config.json", "target")
     config = check_head(head_dir, target)
     names = read_tensor_specs(head_dir).keys()
     if is_plain(config, names):
@@ -90,19 +89,6 @@ def _head_directory(head: str | Path) -> Path:
     return directory.resolve()
 
 
-def _target_config(target_dir: Path) -> dict[str, Any]:
-    path = Path(target_dir) / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(f"target {target_dir}: {path} does not exist") from error
-    except ValueError as error:
-        raise ValueError(f"target {target_dir}: {path} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"target {target_dir}: {path} must hold a JSON object")
-    return config
-
-
 def _needed_tables(target_dir: Path, config: DrafterConfig, names: Collection[str]) -> "dict[str, torch.Tensor]":
     """The target's tables [V, H] that a shipped head with these tensors lacks, by their names in a head."""
     tables = {}
@@ -125,7 +111,11 @@ def target_table(target_dir: Path, name: str) -> "torch.Tensor":
                 found += [(path, one, file.get_tensor(one)) for one in stored]
         except SafetensorError as error:
             raise ValueError(f"target {target_dir}: {path} cannot be read: {error}") from error
-    if not found and name == "lm_head.weight" and _target_config(target_dir).get("tie_word_embeddings", True):
+    if (
+        not found
+        and name == "lm_head.weight"
+        and read_json(Path(target_dir) / "config.json", "target").get("tie_word_embeddings", True)
+    ):
         return target_table(target_dir, "embed_tokens.weight")
     if len(found) != 1:
         where = ", ".join(f"{one} in {path.name}" for path, one, _ in found) or "none"

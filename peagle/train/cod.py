@@ -26,19 +26,12 @@ def kept_per_offset(num_tokens: int, num_depths: int, ratio: float, floor: float
     """Anchors kept at offsets 0..K-1: N at the first, then a share r of the one before, rounded down.
 
     floor: least share of N kept at any offset, rounded down; 0 as published, 0.2 in the public port (speculators).
-    Raises ValueError for a ratio or floor outside (0, 1] and [0, 1].
     """
-    if not 0 < ratio <= 1 or not 0 <= floor <= 1:
-        raise ValueError(f"cod: ratio = {ratio} must be in (0, 1] and floor = {floor} in [0, 1]")
     kept = [num_tokens]
     for _ in range(1, num_depths):
-        kept.append(max(_share(kept[-1], ratio), _share(num_tokens, floor)))
+        # The small term keeps products such as 0.7 * 10 from falling under the whole number they stand for.
+        kept.append(max(int(kept[-1] * ratio + 1e-9), int(num_tokens * floor + 1e-9)))
     return kept
-
-
-def _share(count: int, ratio: float) -> int:
-    # The small term keeps products such as 0.7 * 10 from falling under the whole number they stand for.
-    return int(count * ratio + 1e-9)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +66,11 @@ def sample_rows(
 
     chain_BN: int, how many offsets (0..K) of the chain at each anchor have a label that is worth a loss. Offset g draws
     from the chains kept at offset g - 1 that are still worth one; only where these are too few, others fill the fixed
-    number of rows, and no loss looks at them. generator: on the device of `chain_BN`. Raises as `kept_per_offset`.
+    number of rows, and no loss looks at them. generator: on the device of `chain_BN`.
 
-    One random order is drawn, and offset g keeps a prefix of it. That is the same as drawing at each offset anew a
-    uniform subset of what the offset before kept: a prefix, known as a set, is still in uniformly random order, so its
-    own prefix is a uniform subset of it. Moving the ended chains behind the others keeps the order of both.
+    One random order is drawn, and offset g keeps a prefix of it: the same as drawing at each offset anew a uniform
+    subset of what the offset before kept, for a prefix, known as a set, is still in uniformly random order. Moving the
+    ended chains behind the others keeps the order of both.
     """
     batch, num_tokens = chain_BN.shape
     device = chain_BN.device
@@ -134,7 +127,7 @@ def attend_under(mask: Tensor | BlockMask) -> Attend:
 
 
 def next_tokens(tokens_BN: Tensor) -> Tensor:
-    """Token a + 1 of each anchor a; the last one has none and gets its own, which no loss ever looks at."""
+    """Token a + 1 of each anchor a; the last one has none and gets its own, which no loss looks at."""
     return torch.cat([tokens_BN[:, 1:], tokens_BN[:, -1:]], dim=1)
 
 

@@ -146,9 +146,8 @@ def pack(lengths: np.ndarray, max_tokens: int, order: np.ndarray, max_open: int 
 class PackedBatches:
     """Endless batches of packed conversations, reshuffled each epoch; the same seed and skip give the same batches.
 
-    long: what becomes of a conversation of more than `max_tokens`. "leave_out": it is not used; "cut": its first
-    `max_tokens` are, if any of its answer is among them. `counts` says how many conversations and tokens of one epoch
-    are used, left out and cut.
+    long: a conversation of more than `max_tokens` is left out, or cut, if any of its answer is within these. `counts`:
+    conversations and tokens of one epoch that are used, left out and cut.
     """
 
     def __init__(
@@ -237,18 +236,10 @@ class PackedBatches:
 
 
 def answer_token_counts(data: Conversations, vocab_size: int) -> Tensor:
-    """count_V [vocab_size] int64: how often each token of the target occurs in the answers.
-
-    Raises ValueError when the data holds a token outside the vocabulary.
-    """
+    """count_V [vocab_size] int64: how often each token of the target occurs in the answers."""
     starts = data.lengths.cumsum(dtype=np.int64) - data.lengths
     position = np.arange(len(data.tokens)) - np.repeat(starts, data.lengths)
     answers = data.tokens[position >= np.repeat(data.prompt_lengths, data.lengths)]
-    if answers.size and not 0 <= int(answers.min()) <= int(answers.max()) < vocab_size:
-        raise ValueError(
-            f"data: answers hold tokens {int(answers.min())}..{int(answers.max())}, the target's vocabulary is "
-            f"0..{vocab_size - 1}: they were written with another tokenizer"
-        )
     return torch.from_numpy(np.bincount(answers, minlength=vocab_size))
 
 

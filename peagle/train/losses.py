@@ -173,11 +173,10 @@ class Scored(NamedTuple):
 
 
 class ChainWeights:
-    """Weights of the useful rows of a pass: offset_decay ** offset, times `reach` behind a wrong draft of the chain.
+    """Weights of the useful rows of a pass: offset_decay ** offset, times `reach` behind a wrong draft of the chain,
+    which decoding never gets to.
 
-    Decoding stops at the first wrong draft, so it never gets to what a chain proposes behind one. Weights are shares of
-    the pass's sum of offset_decay ** offset: they add up to 1 where every draft is right, `reach` takes from that and
-    leaves the weights of other rows alone.
+    Weights are shares of the pass's sum of offset_decay ** offset: they add up to 1 where every draft is right.
     """
 
     def __init__(
@@ -322,9 +321,6 @@ class ChunkedLoss:
     def __init__(
         self, name: str, chunk: int = 8192, compiled: bool = False, max_whole_bytes: int = MAX_WHOLE_BYTES
     ) -> None:
-        """Raises ValueError for a name that is none of KERNELS."""
-        if name not in KERNELS:
-            raise ValueError(f"loss.name = {name!r}: must be one of {', '.join(KERNELS)}")
         self.chunk, self._max_whole_bytes = chunk, max_whole_bytes
         self._kernel = _compiled(KERNELS[name]) if compiled else KERNELS[name]
         self._statistics = _compiled(statistics) if compiled else statistics

@@ -46,9 +46,7 @@ class PackedSequence:
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Own rows of a segment, as numbers within the T rows: of offset 0 from start to stop, of mask tokens from
-    chain_start to chain_stop.
-    """
+    """Numbers of its rows within the T: offset 0 from start to stop, mask tokens from chain_start to chain_stop."""
 
     start: int
     stop: int
@@ -136,9 +134,9 @@ class Partition:
     """Passes over one sequence in S segments; holds the compiled functions.
 
     block_mask: masks for FlexAttention, which a GPU needs compiled (`compiled`), else dense ones. dynamic: compile for
-    changing shapes at once; by default only after a shape has changed. With "kept" it never does as long as N, T and S
-    stay the same. autocast: the drafter runs in bfloat16 on a GPU; losses and backward passes are not under it. tile:
-    rows are padded to a multiple of it. Raises ValueError for S < 1.
+    changing shapes at once; by default only after one has changed, which with "kept" happens with N, T and S alone.
+    autocast: the drafter runs in bfloat16 on a GPU, losses and backward passes don't. tile: rows are padded to a
+    multiple of it. Raises ValueError for S < 1.
     """
 
     def __init__(

@@ -116,10 +116,7 @@ class PEaglePass:
     """P-EAGLE: all depths of the kept chains in one pass under the COD mask, or a sequence at a time in S segments."""
 
     def __init__(self, recipe: Recipe, random: torch.Generator, *, compiled: bool) -> None:
-        """random: where rows are drawn from, on the device of the batches. compiled: torch.compile, for a GPU.
-
-        Raises ValueError for sequences too long for dense masks (`peagle.train.masks`).
-        """
+        """random: where rows are drawn from. Raises ValueError for sequences too long for dense masks."""
         self.recipe, self.random = recipe, random
         self.score = ChunkedLoss(recipe.loss.name, recipe.loss.chunk, compiled)
         batch, num_depths = recipe.batch, recipe.drafter.num_depths

@@ -116,19 +116,16 @@ class Writer:
     def answers(
         self, prompts: list[list[int]], max_tokens: int, temperatures: list[float]
     ) -> tuple[list[list[int]], int]:
-        """The target's answers, with their end token where they came to an end, and how many did not.
+        """The target's answers, with their end token, and how many have none (`max_tokens`, or no room).
 
-        temperatures: one a prompt. An answer comes to no end at `max_tokens`, and where `max_model_len` is full.
+        temperatures: one a prompt.
         """
         outputs = self._write(prompts, [{"temperature": value, "max_tokens": max_tokens} for value in temperatures])
         num_unfinished = sum(output.finish_reason != "stop" for output in outputs)
         return [list(output.token_ids) for output in outputs], num_unfinished
 
     def conversations(self, count: int, seed: int, given: list[Prompt]) -> tuple[Conversations, dict[str, int]]:
-        """One round: `count` user turns asked of the target, those kept and the given prompts answered.
-
-        Loops are cut short. Every prompt, answer and token that is dropped is counted.
-        """
+        """One round: `count` user turns asked of the target, those kept and the given prompts answered."""
         recipe = self.recipe
         prompts, counts = self.user_turns(count, seed)
         fitting = self.fitting(given)
@@ -206,8 +203,7 @@ def visible_gpus() -> list[str]:
 
 def worker_environment(worker: int, gpus: list[str]) -> dict[str, str]:
     """Environment of a worker: of several GPUs it sees one, dealt out in turn."""
-    own = {"CUDA_VISIBLE_DEVICES": gpus[worker % len(gpus)]} if len(gpus) > 1 else {}
-    return {**os.environ, **own}
+    return os.environ | ({"CUDA_VISIBLE_DEVICES": gpus[worker % len(gpus)]} if len(gpus) > 1 else {})
 
 
 _WORKER = """
