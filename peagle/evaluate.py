@@ -326,13 +326,6 @@ def load_answers(folder: str | Path, max_per_category: int | None = None) -> Ans
     return Answers(data, categories, float(manifest.get("temperature") or 0.0))
 
 
-def load_drafter(head_dir: Path, target: Target) -> Drafter:
-    """A head on the target's device and in its type."""
-    config, tensors = load_head(head_dir)
-    tables = {"embed_VH": target.embed_VS, "lm_head_VH": target.lm_head_VS}
-    return build_drafter(config, tensors, **tables, dtype=target.embed_VS.dtype, device=target.device)
-
-
 def evaluate_folder(
     drafters: list[Drafter], target: Target, answers: Answers, num_depths: int, max_tokens: int | None
 ) -> tuple[dict[str, Any], Replay]:
@@ -438,7 +431,8 @@ def evaluate_heads(
     dtype = torch.bfloat16 if on_gpu else torch.float32
     target = Target(target_dir, device="cuda" if on_gpu else "cpu", dtype=dtype)
     paths = [head, *([against] if against else [])]
-    drafters = [load_drafter(path, target) for path in paths]
+    tables = {"embed_VH": target.embed_VS, "lm_head_VH": target.lm_head_VS}
+    drafters = [build_drafter(*load_head(path), **tables, dtype=dtype, device=target.device) for path in paths]
     num_depths = num_draft_tokens or common_depths([drafter.config for drafter in drafters])
     heads = [
         {"path": str(path), "kind": kind(drafter.config), "num_depths": drafter.config.num_depths}

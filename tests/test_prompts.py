@@ -116,7 +116,9 @@ def test_turns_are_rendered_as_the_template_does(template) -> None:
     assert template.end_ids == {tokenizer.eos_token_id}
     # Prompts that the target writes itself are joined from these pieces.
     for text in ("Complete this.\n\n```python\ndef f(a: int = 12):\n    ", "Hi", "naïve 東京  42"):
-        assert template.before + template.encode(text) + template.after == template.render(Prompt.user(text))
+        assert template.before + template.encode(text) + template.after == template.render(
+            Prompt(({"role": "user", "content": text},))
+        )
 
 
 def test_the_turns_end_may_differ_from_the_texts_end(target_dir) -> None:

@@ -292,11 +292,6 @@ class Prompt:
     answer: str | None = None
     where: str = "prompt"
 
-    @classmethod
-    def user(cls, text: str, category: str = "default") -> Prompt:
-        """A single user turn."""
-        return cls(({"role": "user", "content": text},), category)
-
 
 class Message(BaseModel):
     """A message as OpenAI's API has it; other keys are ignored."""

@@ -339,10 +339,3 @@ def start_from(drafter: Drafter, head_dir: str | Path) -> list[str]:
         if theirs != ours:
             logger.warning("started from a head with %s = %s, this drafter has %s", name, theirs, ours)
     return taken
-
-
-def new_pass(recipe: Recipe, random: torch.Generator, *, compiled: bool) -> PEaglePass | Eagle3Pass:
-    """random: where conditional drop-token sampling draws from; compiled: torch.compile (GPU)."""
-    if recipe.drafter.method == "eagle3":
-        return Eagle3Pass(recipe, compiled=compiled)
-    return PEaglePass(recipe, random, compiled=compiled)

@@ -1,9 +1,7 @@
 """Trains a head from a recipe; goes on from its last checkpoint by itself.
 
-Each step: the target's hidden states and logits of a packed batch (recomputed, or stored), rows by conditional
-drop-token sampling, one pass of the drafter under the COD mask, soft cross-entropy to the target's distribution at
-every useful row. `output/checkpoint.pt` resumes a run, `output/head/` is the head, `output/log.jsonl` the figures on
-the way.
+Each step is a pass (`peagle.train.passes`) over a packed batch. `output/checkpoint.pt` resumes a run, `output/head/` is
+the head, `output/log.jsonl` the figures on the way.
 
 Data-parallel training: every worker has the whole drafter, batches of its own, and the mean of all gradients. Whoever
 starts the workers (Ray Train, torchrun) also starts torch.distributed's default process group; without one there is a
@@ -31,7 +29,7 @@ from peagle.checkpoint import save_drafter
 from peagle.evaluate import evaluate, load_answers
 from peagle.provenance import conditions
 from peagle.train.data import Batch, check_data_fits
-from peagle.train.passes import PassReport, States, new_drafter, new_pass
+from peagle.train.passes import Eagle3Pass, PassReport, PEaglePass, States, new_drafter
 from peagle.train.recipe import OptimizerRecipe, Recipe, ScheduleRecipe
 from peagle.train.stored import new_batches, states_of
 from peagle.train.target import Target
@@ -207,7 +205,11 @@ class Trainer:
             self.random.manual_seed(hash((recipe.seed, self.workers.rank)) % 2**63)
         self.optimizer = Optimizer(owned, recipe.optimizer, fused=on_gpu)
         self.average = MovingAverage(owned, recipe.optimizer.ema_decay)
-        self._pass = new_pass(recipe, self.random, compiled=self.compiled)
+        self._pass: PEaglePass | Eagle3Pass
+        if recipe.drafter.method == "eagle3":
+            self._pass = Eagle3Pass(recipe, compiled=self.compiled)
+        else:
+            self._pass = PEaglePass(recipe, self.random, compiled=self.compiled)
         self.output = Path(recipe.output)
 
     def run_pass(self, batch: Batch) -> PassReport:
