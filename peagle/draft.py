@@ -39,29 +39,26 @@ class KVCache:
     """Keys and values of one request's rows, for each layer of the drafter: [1, G, num_rows, D], rotated already."""
 
     def __init__(self, num_layers: int) -> None:
-        self._keys: list[Tensor | None] = [None] * num_layers
-        self._values: list[Tensor | None] = [None] * num_layers
+        self._layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
 
     @property
     def num_rows(self) -> int:
         """Rows that every layer holds; row i stands at position i."""
-        last = self._keys[-1]
-        return 0 if last is None else last.shape[2]
+        last = self._layers[-1]
+        return 0 if last is None else last[0].shape[2]
 
     def append(self, layer_index: int, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
         """Add T rows to one layer; return all its keys and values, [1, G, num_rows + T, D] each."""
-        old_keys, old_values = self._keys[layer_index], self._values[layer_index]
-        keys = k_BGTD if old_keys is None else torch.cat([old_keys, k_BGTD], dim=2)
-        values = v_BGTD if old_values is None else torch.cat([old_values, v_BGTD], dim=2)
-        self._keys[layer_index], self._values[layer_index] = keys, values
-        return keys, values
+        if (old := self._layers[layer_index]) is not None:
+            k_BGTD, v_BGTD = torch.cat([old[0], k_BGTD], dim=2), torch.cat([old[1], v_BGTD], dim=2)
+        self._layers[layer_index] = k_BGTD, v_BGTD
+        return k_BGTD, v_BGTD
 
     def truncate(self, num_rows: int) -> None:
         """Forget all rows from position num_rows on. Raises ValueError unless 0 <= num_rows <= self.num_rows."""
         if not 0 <= num_rows <= self.num_rows:
             raise ValueError(f"cannot truncate to {num_rows} rows: the cache holds {self.num_rows}")
-        self._keys = [None if keys is None else keys[:, :, :num_rows] for keys in self._keys]
-        self._values = [None if values is None else values[:, :, :num_rows] for values in self._values]
+        self._layers = [layer and (layer[0][:, :, :num_rows], layer[1][:, :, :num_rows]) for layer in self._layers]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -127,9 +127,7 @@ def _join_key(head_dir: Path, tables: "dict[str, torch.Tensor]") -> str:
     """Ten hex digits that change with the head, the target's tables and the way of joining."""
     import torch
 
-    digest = hashlib.sha256(str(_JOIN).encode())
-    for path in (head_dir / "config.json", *weight_files(head_dir)):
-        digest.update(sha256_of(path).encode())
+    digest = hashlib.sha256(f"{_JOIN} {head_digest(head_dir)}".encode())
     for name, table_VH in tables.items():
         digest.update(f" {name} {table_VH.dtype} {tuple(table_VH.shape)}".encode())
         digest.update(table_VH.contiguous().view(torch.uint8).numpy().data)

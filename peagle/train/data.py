@@ -496,9 +496,8 @@ def target_hash(target_dir: str | Path) -> str:
 
 
 def check_tokenizer(tokenizer: Any, target_dir: str | Path) -> None:
-    """Raises ValueError when the tokenizer makes ids that the target's embedding table does not have.
-
-    Special tokens beyond the table pass: some targets name tokens of inputs that their text model lacks.
+    """Raises ValueError when the tokenizer makes ids that the target's embedding table does not have, special ones
+    aside: some targets name tokens of inputs that their text model lacks.
     """
     vocab_size = read_target_config(target_dir)["vocab_size"]
     special = special_ids(tokenizer)

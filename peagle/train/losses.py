@@ -6,9 +6,8 @@ p is the target's distribution, q the drafter's, both over the draft vocabulary:
     hard        cross-entropy -log q(y) to the target's most likely token y; none where the draft vocabulary lacks y
     reverse_kl  KL(q || p)
     tv          total variation distance 1/2 sum_v |q(v) - p(v)|: one minus the probability that rejection sampling
-                accepts a token drafted from q (Leviathan et al., arXiv 2211.17192, section 3.2). Its gradient fades
-                where q puts no weight yet, so it is for a head that another loss has started (compare LK losses, arXiv
-                2602.23881)
+                accepts a token drafted from q (arXiv 2211.17192, section 3.2). Its gradient fades where q puts no
+                weight yet, so it is for a head that another loss has started (compare arXiv 2602.23881)
 
 `lm_head` is frozen, so the only gradient needed is that of the hidden states, and it is formed chunk by chunk in the
 forward pass: at most one chunk of logits [chunk, V] lives. A kernel turns logits into their gradient in place.
@@ -64,11 +63,8 @@ class Distributions:
 class TargetLogits:
     """What the target says at the N tokens of a batch; the label of a drafter's row is an index into them.
 
-    Rows share labels. The logits of all N tokens are held where they are few enough, else they are made from the
-    target's last hidden states as they are asked for, and `walk` visits rows in the order of their labels, so that each
-    is made once.
-
-        N = 16,384 tokens in bf16:  V = 49,152 takes 1.6 GB and is held, V = 201,088 takes 6.6 GB and is not
+    The logits of all N tokens are held where they are few enough, else they are made from the target's last hidden
+    states as they are asked for, and `walk` visits rows in the order of their labels, so that each is made once.
 
     A reduced draft vocabulary takes V_draft of the target's V tokens: distributions are renormalised over them, while
     the most likely token stays that of the whole vocabulary.

@@ -18,8 +18,7 @@ ever used.
 
 Attention of a step is that over the rows of step 0, the same causal mask at every step, joined by log-sum-exp with the
 at most K - 1 keys of the own chain, one dot product each. So every step has the same static shapes and shares one block
-mask; a mask over all steps' keys would grow with k and need a kernel a step. (A sliding window moves on with the steps:
-one mask a step then.)
+mask. (A sliding window moves on with the steps: one mask a step then.)
 """
 
 from __future__ import annotations
@@ -316,11 +315,10 @@ def new_drafter(recipe: Recipe, target: Target, batches: PackedBatches, random: 
 
 @torch.no_grad()
 def start_from(drafter: Drafter, head_dir: str | Path) -> list[str]:
-    """Overwrites the drafter's own tensors by those of equal name and shape of a head, of whichever kind.
+    """Overwrites the drafter's own tensors by those of equal name and shape of a head; returns their names.
 
-    An EAGLE-3 head of one layer gives a P-EAGLE drafter its first layer, fc and norms. Returns the names taken; logs
-    them, what is left as drawn, and settings in which the two differ though the tensors fit. Raises HeadError when the
-    head cannot be read or nothing fits.
+    Logs them, what is left as drawn, and settings in which the two differ though the tensors fit. Raises HeadError when
+    the head cannot be read or nothing fits.
     """
     config, tensors = load_head(head_dir)
     own = drafter.trainable()

@@ -235,7 +235,12 @@ class Trainer:
                 "optimizer.muon_lr, or optimizer.max_grad_norm, and start again"
             ) from error
         except torch.OutOfMemoryError as error:
-            raise torch.OutOfMemoryError(f"{memory_advice(self.recipe)} ({error})") from error
+            batch = self.recipe.batch
+            raise torch.OutOfMemoryError(
+                f"out of memory: raise batch.num_segments (now {batch.num_segments}), or lower batch.num_sequences (now "
+                f"{batch.num_sequences}; batch.num_accumulated keeps the step's size), batch.max_tokens (now "
+                f"{batch.max_tokens}) or loss.chunk (now {self.recipe.loss.chunk}) ({error})"
+            ) from error
         return self.finish()
 
     def _loop(self) -> None:
@@ -401,16 +406,6 @@ class LossTally:
             counter.zero_()
         self._passes = 0
         return {"loss": round(loss, 5), "accuracy": accuracy}
-
-
-def memory_advice(recipe: Recipe) -> str:
-    """Which settings make a pass smaller, with their values."""
-    batch = recipe.batch
-    return (
-        f"out of memory: raise batch.num_segments (now {batch.num_segments}), or lower batch.num_sequences (now "
-        f"{batch.num_sequences}; batch.num_accumulated keeps the step's size), batch.max_tokens (now "
-        f"{batch.max_tokens}) or loss.chunk (now {recipe.loss.chunk})"
-    )
 
 
 def train_head(recipe: Recipe, device: str | None = None) -> Path:
