@@ -237,8 +237,8 @@ class Trainer:
         except torch.OutOfMemoryError as error:
             batch = self.recipe.batch
             raise torch.OutOfMemoryError(
-                f"out of memory: raise batch.num_segments (now {batch.num_segments}), or lower batch.num_sequences (now "
-                f"{batch.num_sequences}; batch.num_accumulated keeps the step's size), batch.max_tokens (now "
+                f"out of memory: raise batch.num_segments (now {batch.num_segments}), or lower batch.num_sequences "
+                f"(now {batch.num_sequences}; batch.num_accumulated keeps the step's size), batch.max_tokens (now "
                 f"{batch.max_tokens}) or loss.chunk (now {self.recipe.loss.chunk}) ({error})"
             ) from error
         return self.finish()
