@@ -148,7 +148,7 @@ def test_a_full_cache_does_not_look_like_rejected_drafts(
     jobs = [Job(prompt, NUM_TOKENS) for prompt in prompts]
     engine.connect(drafters[0])
     check(roomy := engine.run(jobs), reference)
-    drafters.append(DrafterProcess([head_dir], target_dir, "--cache-gib", "0.001", "--max-context", "160"))
+    drafters.append(DrafterProcess([head_dir], target_dir, "--cache-gib", "0.00105", "--max-context", "160"))
     engine.set_drafters([])
     engine.run(jobs[:1])  # a step in which the worker lets the first one go
     engine.connect(drafters[-1])
