@@ -134,7 +134,7 @@ def test_hung_and_resumed(
     raise AssertionError("a drafter that goes on never drafts again")
 
 
-def test_a_full_cache_does_not_look_like_rejected_drafts(
+def test_requests_without_drafts_do_not_look_like_rejected_ones(
     engine: RemoteEngine,
     drafters: list[DrafterProcess],
     prompts: list[list[int]],
@@ -142,20 +142,22 @@ def test_a_full_cache_does_not_look_like_rejected_drafts(
     target_dir: Path,
     head_dir: Path,
 ) -> None:
-    """A drafter with room for a few of the requests leaves the others without drafts. Their steps count neither as
-    verified nor as rejected, so what is measured of acceptance stays about what it is with room for all (a request that
-    gets its room late is drafted from half its context)."""
+    """A drafter refuses requests, here those that have outgrown it. Their steps count neither as verified nor as
+    rejected, so what is measured of acceptance stays about what it is with drafts for all."""
     jobs = [Job(prompt, NUM_TOKENS) for prompt in prompts]
     engine.connect(drafters[0])
-    check(roomy := engine.run(jobs), reference)
-    drafters.append(DrafterProcess([head_dir], target_dir, "--cache-gib", "0.00105", "--max-context", "160"))
+    check(all_drafted := engine.run(jobs), reference)
+    drafters.append(DrafterProcess([head_dir], target_dir, "--max-context", "64"))
     engine.set_drafters([])
     engine.run(jobs[:1])  # a step in which the worker lets the first one go
     engine.connect(drafters[-1])
-    check(cramped := engine.run(jobs), reference)
-    counts = [sum((one.drafting.counts for one in results if one.drafting), Counts()) for results in (roomy, cramped)]
+    check(some_drafted := engine.run(jobs), reference)
+    counts = [
+        sum((one.drafting.counts for one in results if one.drafting), Counts())
+        for results in (all_drafted, some_drafted)
+    ]
     num_tokens = NUM_PROMPTS * (NUM_TOKENS - 1)  # the first token comes out of the prompt
     num_undrafted = [num_tokens - found.num_steps - found.num_accepted_tokens for found in counts]
-    assert num_undrafted[1] > num_tokens / 5 > num_undrafted[0]
+    assert num_undrafted[1] > num_tokens / 3 > num_undrafted[0]
     accepted = [found.num_accepted_tokens / found.num_steps for found in counts]
     assert accepted[1] > 0.6 * accepted[0] > 0.1
