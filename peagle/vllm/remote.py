@@ -613,9 +613,6 @@ class RemoteControl:
 
         drafters: of each {"address": "host:port", "heads": {index: digest}}. Connecting goes on in the background;
         requests of a drafter that is no longer listed are finished there.
-
-        Raises:
-            ValueError: names the field that is wrong; the drafters stay as they were.
         """
         if self.model_runner.remote is not None:
             self.model_runner.remote.pool.set_drafters(list(drafters))
