@@ -191,5 +191,5 @@ def test_image_file_builds_what_the_manifest_runs(machine: Machine, path: Path) 
     for sources in re.findall(r"^COPY (.+) \S+$", text, flags=re.MULTILINE):
         missing = [name for name in sources.split() if not (ROOT / name).exists()]
         assert not missing, f"{machine.dockerfile} copies what is not there: {missing}"
-    # `depth.step_times: configs/...` must be found from where Ray starts.
+    # `serve run configs/...` must find its file from where Ray starts.
     assert re.search(r"^RUN ln -s /opt/peagle/configs (/home/ray)/configs\nWORKDIR \1\n\Z", text, flags=re.MULTILINE)
