@@ -301,8 +301,8 @@ class AcceptanceBook:
             0.01..0.99, so that data can move them.
         design_effect: steps worth one independent step, because steps of one request resemble each other; also for
             trials, the prior's included. In benchmarks/results/2026-11-21-traces-smollm2-135m.npz the variance of a_i
-            between requests is 3.6 times the binomial one (median over tasks and depths, quartiles 2.4 and 4.8). There
-            a request that accepts more at one depth also does at the next, so intervals of deep S_i are still too narrow.
+            between requests is 3.6 times the binomial one (median over tasks and depths, quartiles 2.4 and 4.8). A
+            request that accepts more at one depth also does at the next, so intervals of deep S_i are too narrow.
     """
 
     def __init__(
