@@ -421,8 +421,9 @@ class Edge:
     def use(self, settings: ClusterSettings, control: DepthControl | None) -> None:
         """Go on with other limits, callers, depths and aliases; requests that run keep theirs."""
         self.control = control
-        if settings.named_workloads() != self._settings.named_workloads():
-            self._workloads = Workloads(known=settings.named_workloads(), aliases=settings.model.aliases)
+        names, aliases = settings.named_workloads(), settings.model.aliases
+        if (names, aliases) != (self._settings.named_workloads(), self._settings.model.aliases):
+            self._workloads = Workloads(known=names, aliases=aliases)
         self._settings = settings
         self._policy = settings.depth_policy()
         self._callers = settings.caller_table()

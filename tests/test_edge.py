@@ -599,3 +599,13 @@ def test_limits_callers_depths_and_aliases_change_while_the_edge_serves() -> Non
     drafting = chat(backend, headers=bearer(SECRET), model="other").json()["drafting"]
     assert (drafting["workload"], drafting["k"]) == ("chat", 2)
     assert SECRET not in json.dumps(live)
+
+
+def test_an_alias_of_a_workload_that_has_a_name_already_changes_live() -> None:
+    before = cluster()
+    depth = before.depth.model_copy(update={"by_workload": {"code": 2}})
+    named = before.model_copy(update={"depth": depth})
+    backend = Echo(named)
+    model = before.model.model_copy(update={"aliases": {"other": "code"}})
+    backend.edge.use(named.model_copy(update={"model": model}), None)
+    assert chat(backend, model="other").json()["drafting"]["workload"] == "code"
