@@ -134,6 +134,7 @@ def test_hung_and_resumed(
     raise AssertionError("a drafter that goes on never drafts again")
 
 
+@pytest.mark.long
 def test_requests_without_drafts_do_not_look_like_rejected_ones(
     engine: RemoteEngine,
     drafters: list[DrafterProcess],
