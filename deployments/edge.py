@@ -502,6 +502,10 @@ class Edge:
             drafting = self.control.settle(drafting, time.monotonic(), caller.max_k)
         return drafting
 
+    def know(self, workload: str) -> None:
+        """Tell `workload`, which another edge has found, apart from now on."""
+        self._workloads.of(workload)
+
     async def answer(
         self,
         call: Call,

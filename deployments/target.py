@@ -156,6 +156,7 @@ class TargetServer(LLMServer):
 
     async def generate(self, admitted: Admitted) -> Answer:
         """The engine's answer to what an edge has admitted, see `deployments.edge.Answer`."""
+        self.edge.know(admitted.drafting.workload)  # so that calls by handle find the same workloads
         ids, is_complete = engine_ids(admitted), False
         try:
             if self._client.errored:
