@@ -46,7 +46,6 @@ def absolute_paths(recipe: Recipe) -> list[str]:
         "data": recipe.data,
         "output": recipe.output,
         "evaluate.data": recipe.evaluate.data,
-        "stored_states": recipe.stored_states,
         "drafter.start_from": recipe.drafter.start_from,
         "target": recipe.target if Path(recipe.target).is_dir() else None,
     }

@@ -1,4 +1,4 @@
-"""The three forms of the COD mask against its definition, and against each other."""
+"""The two forms of the COD mask against its definition, and against each other."""
 
 import dataclasses
 
@@ -8,7 +8,6 @@ import torch
 from peagle.config import DrafterConfig, HeadError
 from peagle.train import masks
 from peagle.train.cod import CodRows, attend_under, chain_lengths, sample_rows
-from peagle.train.masks import MaskTable
 from tests.head_factory import CONFIG
 
 MAX_TOKENS = 48
@@ -51,30 +50,10 @@ def segment(rows: CodRows, start: int, stop: int, num_blanks: int) -> tuple[list
 @pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
 @pytest.mark.parametrize(("num_depths", "ratio"), [(1, 0.5), (4, 0.7), (8, 0.8), (3, 1.0)])
 def test_dense_masks_equal_the_definition(num_depths: int, ratio: float, window: int | None) -> None:
-    table = MaskTable(MAX_TOKENS, 8)
     for num_tokens in (5, 16, 31, MAX_TOKENS):
         rows, document_BN = rows_and_documents(num_tokens, num_depths, ratio, seed=num_tokens)
         wanted = by_definition(rows, document_BN, window)
         assert torch.equal(masks.dense(rows, document_BN, window), wanted)
-        assert torch.equal(table.dense(rows, document_BN, window), wanted)
-        assert table.prefix(num_tokens).data_ptr() == table.prefix(MAX_TOKENS).data_ptr(), "copied, not viewed"
-
-
-def test_a_longer_sequence_than_the_table_is_refused() -> None:
-    rows, document_BN = rows_and_documents(MAX_TOKENS + 1, 4, 0.7, seed=0)
-    with pytest.raises(ValueError, match="49 tokens, but the table holds 48"):
-        MaskTable(MAX_TOKENS, 4).dense(rows, document_BN)
-
-
-def test_memory_over_the_limit_is_refused_before_it_is_taken() -> None:
-    with pytest.raises(ValueError, match=r"table of 1000000 tokens .* attention: flex"):
-        MaskTable(1_000_000, 8)
-    rows, document_BN = rows_and_documents(16, 4, 0.7, seed=0)
-    # Table, two masks of 38 rows, and what is held while one is made.
-    needed = MAX_TOKENS**2 + 2 * 38**2 + 16 * (16 + 2 * 38)
-    MaskTable(MAX_TOKENS, 4, max_bytes=needed).dense(rows, document_BN)
-    with pytest.raises(ValueError, match=r"2 x 38 rows .* max_bytes .* attention: flex"):
-        MaskTable(MAX_TOKENS, 4, max_bytes=needed - 1).dense(rows, document_BN)
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -12,7 +12,6 @@ from peagle.train.data import (
     PackedBatches,
     check_data_fits,
     check_tokenizer,
-    target_hash,
     tokenize_file,
     tokenizer_hash,
     write_manifest,
@@ -101,15 +100,3 @@ def test_given_answers_become_training_data(target_dir, tmp_path) -> None:
     check_data_fits(tmp_path / "out", target_dir)
     with pytest.raises(ValueError, match="holds data already"):
         tokenize_file(target_dir, file, tmp_path / "out")
-
-
-def test_another_target_has_another_hash(target_dir, tmp_path) -> None:
-    def rename(config) -> None:
-        config["rope_theta"] = 1.0
-
-    first = changed_target(target_dir, tmp_path / "first", "config.json", rename)
-    assert target_hash(first) != target_hash(target_dir)
-    (first / "model.safetensors").write_bytes(bytes(5_000_000))
-    before = target_hash(first)
-    (first / "model.safetensors").write_bytes(bytes(2_600_000) + b"x" + bytes(2_399_999))
-    assert target_hash(first) != before

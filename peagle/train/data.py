@@ -458,8 +458,6 @@ def distinct_share(answer: list[int], ngram: int = 8) -> float:
 
 # ---- do data, tokenizer and target belong together? A drafter trained on ids of another tokenizer learns noise
 
-_SAMPLE_BYTES = 1 << 20
-
 
 def tokenizer_hash(target_dir: str | Path) -> str | None:
     """16 hex digits that say how text becomes ids; None for a target without `tokenizer.json`.
@@ -476,23 +474,6 @@ def tokenizer_hash(target_dir: str | Path) -> str | None:
     if merges:
         content["model"]["merges"] = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def target_hash(target_dir: str | Path) -> str:
-    """16 hex digits of the target's configuration and weights: of each file its size and three samples of 1 MiB.
-
-    Training changes weights everywhere, so a fine-tuned target has another hash.
-    """
-    directory = Path(target_dir)
-    hashed = hashlib.sha256(json.dumps(read_target_config(directory), sort_keys=True).encode())
-    for path in sorted(directory.glob("*.safetensors")):
-        size = path.stat().st_size
-        hashed.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            for start in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
-                file.seek(start)
-                hashed.update(file.read(_SAMPLE_BYTES))
-    return hashed.hexdigest()[:16]
 
 
 def check_tokenizer(tokenizer: Any, target_dir: str | Path) -> None:

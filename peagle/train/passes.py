@@ -40,7 +40,6 @@ from peagle.train import masks
 from peagle.train.cod import CodRows, chain_lengths, draft_rows, label_rows, sample_rows
 from peagle.train.data import Batch, PackedBatches, answer_token_counts, frequent_tokens
 from peagle.train.losses import ChainWeights, ChunkedLoss
-from peagle.train.masks import MaskTable
 from peagle.train.partition import PackedSequence, Partition
 from peagle.train.recipe import Recipe
 from peagle.train.target import Target
@@ -115,18 +114,15 @@ class PEaglePass:
     """P-EAGLE: all depths of the kept chains in one pass under the COD mask, or a sequence at a time in S segments."""
 
     def __init__(self, recipe: Recipe, random: torch.Generator, *, compiled: bool) -> None:
-        """random: where rows are drawn from. Raises ValueError for sequences too long for dense masks."""
+        """random: where rows are drawn from."""
         self.recipe, self.random = recipe, random
         self.score = ChunkedLoss(recipe.loss.name, recipe.loss.chunk, compiled)
-        batch, num_depths = recipe.batch, recipe.drafter.num_depths
-        blocks = compiled and recipe.attention == "flex"
-        self._partition = self._table = None
-        if batch.num_segments > 1:
-            self._partition = Partition(batch.num_segments, batch.partition, block_mask=blocks, compiled=compiled)
-        elif not blocks:
-            self._table = MaskTable(batch.max_tokens, num_depths, random.device)
-        # A BlockMask's attention must run compiled.
-        self._draft_rows = torch.compile(draft_rows, dynamic=False, fullgraph=blocks) if compiled else draft_rows
+        self._mask = masks.block if compiled else masks.dense  # a BlockMask's attention must run compiled
+        self._partition: Partition | None = None
+        if recipe.batch.num_segments > 1:
+            num_segments, method = recipe.batch.num_segments, recipe.batch.partition
+            self._partition = Partition(num_segments, method, block_mask=compiled, compiled=compiled)
+        self._draft_rows = torch.compile(draft_rows, dynamic=False, fullgraph=True) if compiled else draft_rows
 
     def __call__(self, drafter: Drafter, batch: Batch, states: States) -> PassReport:
         """Adds the gradients of the batch's mean loss to the drafter's parameters."""
@@ -150,11 +146,7 @@ class PEaglePass:
     def _normed(self, drafter: Drafter, batch: Batch, states: States, rows: CodRows, position_BT: Tensor) -> Tensor:
         window, device = drafter.config.sliding_window, batch.tokens_BN.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            mask: Tensor | BlockMask
-            if self._table is None:
-                mask = masks.block(rows, batch.document_BN, window=window)
-            else:
-                mask = self._table.dense(rows, batch.document_BN, window)
+            mask = self._mask(rows, batch.document_BN, window=window)
             return self._draft_rows(drafter, batch.tokens_BN, states.aux_BNX, position_BT, mask)
 
 
@@ -170,7 +162,7 @@ class Eagle3Pass:
         check_window(recipe.drafter.sliding_window, recipe.drafter.num_depths)
         self.recipe = recipe
         self.score = ChunkedLoss(recipe.loss.name, recipe.loss.chunk, compiled)
-        self._block_mask = compiled and recipe.attention == "flex"
+        self._block_mask = compiled
         self._draft_rows = torch.compile(unrolled_rows, dynamic=False, fullgraph=True) if compiled else unrolled_rows
 
     def __call__(self, drafter: Drafter, batch: Batch, states: States) -> PassReport:

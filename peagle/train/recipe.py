@@ -154,16 +154,9 @@ class Recipe(Section):
     target: str = Field(description="name of the embedded target, or a directory with a Hugging Face checkpoint")
     data: str = Field(description="folder of training conversations")
     output: str = Field(description="folder of checkpoints and, at the end, of the head")
-    states: Literal["recomputed", "stored"] = Field(
-        "recomputed", description="the target's hidden states: computed in every step, or read from stored_states"
-    )
-    stored_states: str | None = Field(None, description="folder that `peagle store` writes")
     seed: int = 0
     device: Literal["auto", "cuda", "cpu"] = "auto"
     compile: bool = Field(True, description="torch.compile on a GPU; never used on a CPU")
-    attention: Literal["flex", "dense"] = Field(
-        "flex", description="form of the mask on a GPU; dense needs T * T memory"
-    )
     log_every_steps: int = Field(50, ge=1)
     save_every_steps: int = Field(1000, ge=1)
     generate: GenerateRecipe = Field(default_factory=GenerateRecipe)
@@ -174,12 +167,6 @@ class Recipe(Section):
     schedule: ScheduleRecipe = Field(default_factory=ScheduleRecipe)
     loss: LossRecipe = Field(default_factory=LossRecipe)
     evaluate: EvaluateRecipe = Field(default_factory=EvaluateRecipe)
-
-    @model_validator(mode="after")
-    def _states_somewhere(self) -> Recipe:
-        if self.states == "stored" and not self.stored_states:
-            raise ValueError("stored_states: `states: stored` needs the folder that they are in")
-        return self
 
     @classmethod
     def load(cls, path: str | Path, overrides: list[str] | None = None) -> Recipe:

@@ -28,10 +28,9 @@ from tqdm import tqdm
 from peagle.checkpoint import save_drafter
 from peagle.evaluate import evaluate, load_answers
 from peagle.provenance import conditions
-from peagle.train.data import Batch, check_data_fits
+from peagle.train.data import Batch, Conversations, PackedBatches, check_data_fits
 from peagle.train.passes import Eagle3Pass, PassReport, PEaglePass, States, new_drafter
 from peagle.train.recipe import OptimizerRecipe, Recipe, ScheduleRecipe
-from peagle.train.stored import new_batches, states_of
 from peagle.train.target import Target
 
 logger = logging.getLogger(__name__)
@@ -193,7 +192,9 @@ class Trainer:
         self.compiled = recipe.compile and on_gpu
         dtype = torch.bfloat16 if on_gpu else torch.float32
         self.target = Target(recipe.target_dir(), device=str(self.device), dtype=dtype, compiled=self.compiled)
-        self.batches = new_batches(recipe, dtype)
+        packing = recipe.batch.model_dump(include={"num_sequences", "max_tokens", "long"})
+        self.batches = PackedBatches(Conversations.load(recipe.data), seed=recipe.seed, **packing)
+        check_data_fits(recipe.data, recipe.target_dir(), self.batches)
         self.data_digest = self.batches.data.digest()
         if recipe.evaluate.data:  # found at the start, not after the training
             check_data_fits(recipe.evaluate.data, recipe.target_dir())
@@ -215,7 +216,9 @@ class Trainer:
     def run_pass(self, batch: Batch) -> PassReport:
         """Adds the gradients of one batch."""
         config = self.drafter.config
-        aux_BNX, last_BNS = states_of(batch, self.target, config.aux_layer_ids)
+        aux_BNX, last_BNS = self.target.states(
+            batch.tokens_BN, batch.document_BN, batch.position_BN, config.aux_layer_ids
+        )
         return self._pass(self.drafter, batch, States(aux_BNX, last_BNS, self.target.lm_head_VS))
 
     def run(self) -> Path:
