@@ -7,7 +7,7 @@ The first form has the shape of Llama-3.1-8B with random weights and a P-EAGLE h
 acceptance (`SURVIVAL`): output tokens/s of a closed load of 128 prompt tokens and `--output-tokens`, and where the time
 of a remote step goes. The second has the embedded small model and its head: greedy output of a few texts, which
 must be the same in each placement, and tokens a step. Each placement runs in a process of its own. The target runs on
-GPU `--target-gpu`, the remote drafter (`peagle drafter`) on `--drafter-gpu`; both may be the same.
+GPU `--target-gpu`, the remote drafter (`benchmarks.drafter`) on `--drafter-gpu`; both may be the same.
 """
 
 import argparse
@@ -217,7 +217,7 @@ def settings_of(placement: str, args: argparse.Namespace) -> dict[str, Any]:
 def drafter(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A drafter's process, as `set_drafters` takes it."""
     target, head = models(args.folder, args.check)
-    command = [sys.executable, "-m", "deployments.cli", "drafter", "--head", str(head), "--target", str(target)]
+    command = [sys.executable, "-m", "benchmarks.drafter", "--head", str(head), "--target", str(target)]
     command += ["--max-num-requests", str(args.max_num_seqs), "--max-num-rows", "8192", "--max-depth", str(K_MAX)]
     command += ["--max-context", "2048", "--cache-gib", "4"]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(args.drafter_gpu)}

@@ -101,37 +101,6 @@ def view(
         typer.echo()
 
 
-@app.command()
-def drafter(
-    head: Annotated[list[Path], typer.Option(help="directory of a head; again for more heads")],
-    target: Annotated[Path, typer.Option(help="directory of the target's checkpoint")],
-    host: Annotated[str, typer.Option(help="interface to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: a free one")] = 0,
-    device: Annotated[str | None, typer.Option(help="default: a GPU where there is one")] = None,
-    dtype: Annotated[str | None, typer.Option(help="default: bfloat16 on a GPU, float32 on a CPU")] = None,
-    max_num_requests: Annotated[int | None, typer.Option(help="that may be drafted for at once")] = None,
-    max_num_rows: Annotated[int | None, typer.Option(help="rows of one pass")] = None,
-    max_depth: Annotated[int | None, typer.Option(help="K_max; default: what the head was trained for")] = None,
-    cache_gib: Annotated[float | None, typer.Option(help="key/value cache of each head")] = None,
-    block_size: Annotated[int | None, typer.Option(help="tokens of one block of the cache")] = None,
-    max_context: Annotated[int | None, typer.Option(help="default: what the head's config.json says")] = None,
-) -> None:
-    """Serve a drafter by itself, without Ray.
-
-    Its address and the digests of its heads, which targets name, are printed as one line of JSON as soon as targets may
-    connect. With PEAGLE_DRAFTER_KEY in its environment only targets that name this key are let in.
-    """
-    from peagle.drafter.serving import serve_alone
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    limits = dict(
-        max_num_requests=max_num_requests, max_num_rows=max_num_rows, max_depth=max_depth, cache_gib=cache_gib,
-        block_size=block_size, max_context=max_context,
-    )  # fmt: skip
-    given = {name: value for name, value in limits.items() if value is not None}
-    raise typer.Exit(serve_alone(head, target, host=host, port=port, device=device, dtype=dtype, **given))
-
-
 # ---- targets and heads
 
 
@@ -213,20 +182,6 @@ def tokenize(
 
 
 @app.command()
-def store(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
-    max_batches: Annotated[int | None, typer.Option(help="only so many batches of an epoch")] = None,
-) -> None:
-    """Store the target's hidden states of the recipe's batches, for `states: stored`."""
-    from peagle.train.recipe import Recipe
-    from peagle.train.stored import write_states
-
-    log_to_stderr()
-    typer.echo(f"states written to {write_states(Recipe.load(recipe, overrides), max_batches=max_batches)}")
-
-
-@app.command()
 def train(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -261,7 +216,7 @@ def evaluate(
         int | None, typer.Option(help="leave out answers longer than this, prompt included (counted)")
     ] = None,
     traces: Annotated[Path | None, typer.Option(help="write what every anchor would accept (.npz)")] = None,
-    out: Annotated[Path | None, typer.Option(help="folder for evaluation.json and evaluation.png")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for evaluation.json")] = None,
 ) -> None:
     """Measure the acceptance of a head on answers of its target, for every K."""
     from peagle.evaluate import evaluate_heads

@@ -1,4 +1,4 @@
-"""A drafter in a process of its own, as `peagle drafter` starts it, for tests that use, stop and kill it."""
+"""A drafter in a process of its own (`benchmarks.drafter`), for tests that use, stop and kill it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,7 @@ class DrafterProcess:
 
     def __init__(self, head_dirs: Sequence[Path], target_dir: Path, *options: str, port: int = 0) -> None:
         heads = [part for head_dir in head_dirs for part in ("--head", str(head_dir))]
-        command = [
-            sys.executable,
-            "-m",
-            "deployments.cli",
-            "drafter",
-            *heads,
-            "--target",
-            str(target_dir),
-            "--device",
-            "cpu",
-        ]
+        command = [sys.executable, "-m", "benchmarks.drafter", *heads, "--target", str(target_dir), "--device", "cpu"]
         self._process = subprocess.Popen(
             [*command, "--port", str(port), *options],
             env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

@@ -83,7 +83,6 @@ def test_help_loads_no_engine() -> None:
     "line",
     [
         "train none.yaml --num-workers 4 seed=1",
-        "store none.yaml --max-batches 2 seed=1",
         "generate none.yaml --prompts none.jsonl --out none seed=1",
         "tokenize none.yaml none.jsonl --out none",
     ],

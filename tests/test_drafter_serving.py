@@ -1,4 +1,4 @@
-"""A drafter's head, loaded with its target's tables, and `peagle drafter`, which serves it by itself."""
+"""A drafter's head, loaded with its target's tables, and a drafter's process that serves it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from peagle.checkpoint import build_drafter, load_head, save_head
 from peagle.config import HeadError
 from peagle.drafter.client import LinkPool
 from peagle.drafter.protocol import TargetShape, TargetStep
-from peagle.drafter.serving import load_runtime_head
+from peagle.drafter.serving import DrafterLimits, load_runtime_head, load_served_head
 from peagle.heads import prepare_head, shipped_heads
 from peagle.model import Drafter
 from peagle.train.target import Target
@@ -102,10 +102,7 @@ def test_the_shipped_head_drafts_as_its_session(shipped: Drafter, target_dir: Pa
         assert parallel_pass.run(requests.batch(steps)).tolist() == [requests.expected(step) for step in steps]
 
 
-# `peagle drafter`
-
-
-COMMAND = [sys.executable, "-m", "deployments.cli", "drafter"]
+COMMAND = [sys.executable, "-m", "benchmarks.drafter"]
 
 
 def test_a_drafter_started_by_hand_drafts_for_a_target_and_ends_when_asked(head_dir: Path, target_dir: Path) -> None:
@@ -132,19 +129,8 @@ def test_a_drafter_started_by_hand_drafts_for_a_target_and_ends_when_asked(head_
         pool.close()
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"--head": "/nowhere"}, "/nowhere"),
-        ({"--cache-gib": "0.0001"}, "cache_gib = 0.0001 holds"),
-        ({"--max-num-requests": "0"}, "max_num_requests = 0 must be at least 1"),
-    ],
-)
-def test_bad_input_is_named(changes: dict[str, str], problem: str, head_dir: Path, target_dir: Path) -> None:
-    options = {"--head": str(head_dir), "--target": str(target_dir)} | changes
-    done = subprocess.run(
-        [*COMMAND, *[part for option in options.items() for part in option]], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 1
-    assert problem in done.stderr
-    assert "Traceback" not in done.stderr
+def test_limits_that_cannot_be_are_named(head_dir: Path, target_dir: Path) -> None:
+    with pytest.raises(ValueError, match="max_num_requests = 0 must be at least 1"):
+        DrafterLimits(max_num_requests=0)
+    with pytest.raises(ValueError, match=r"cache_gib = 0.0001 holds \d+ blocks .* or a smaller max_context"):
+        load_served_head(head_dir, target_dir, DrafterLimits(cache_gib=0.0001))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.plot_acceptance import plot_acceptance
 from deployments.cli import main
 from peagle import evaluate as program
 from peagle.checkpoint import save_drafter
@@ -264,6 +265,7 @@ def test_program_writes_table_json_plot_and_traces(target: Target, folders: Path
         ours, theirs = (one[side]["all"]["acceptance_length"]["3"] for side in ("groups", "against"))
         assert one["ratios"]["all"]["ratio"]["3"] == pytest.approx(ours / theirs, abs=1e-3)
     assert "ratio K=3" in capsys.readouterr().out
+    plot_acceptance(document, folders / "out" / "evaluation.png")
     image = (folders / "out" / "evaluation.png").read_bytes()
     assert image.startswith(b"\x89PNG")
     assert len(image) < 150_000

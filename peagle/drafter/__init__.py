@@ -12,6 +12,5 @@ The way of one hidden row, from a target's step to the draft tokens, and the for
     parallel_pass Rows          the P-EAGLE pass: `rows` lays them out, `attention` reads and writes the paged cache
     engine        drafts [B, K] -1 where there is no draft; the same way back, to `Link.wait` or `Link.enqueue_wait`
 
-`serving` loads heads and runs a drafter without Ray; `deployments.drafter` runs it as Ray Serve replicas. Nothing here
-imports vLLM or Ray.
+`serving` loads heads; `deployments.drafter` runs the server as Ray Serve replicas. Nothing here imports vLLM or Ray.
 """

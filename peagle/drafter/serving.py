@@ -1,4 +1,4 @@
-"""Heads made ready to be served, and a drafter by itself, without Ray (`serve_alone`).
+"""Heads made ready to be served by a drafter.
 
 Enters: a head directory and its target's checkpoint. Leaves: a pass with the cache that fits its memory, warmed up, and
 how the head is offered to targets.
@@ -7,24 +7,15 @@ how the head is offered to targets.
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import signal
-import sys
-import threading
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from peagle.checkpoint import build_drafter, check_head_fits, load_head
 from peagle.config import UNNAMED_LAYERS, default_aux_layer_ids, read_target_config
-from peagle.drafter.engine import DraftEngine
 from peagle.drafter.graphs import warn_of_compilations
 from peagle.drafter.parallel_pass import ParallelPass, cache_bytes_per_block, check_parallel
-from peagle.drafter.protocol import DTYPES, Reducer, ServedHead
-from peagle.drafter.server import DrafterServer
+from peagle.drafter.protocol import Reducer, ServedHead
 from peagle.heads import head_digest, target_table
 from peagle.model import Drafter, RMSNorm
 
@@ -139,45 +130,3 @@ def load_served_head(
         max_depth=max_depth,
     )
     return parallel_pass, served
-
-
-def serve_alone(
-    heads: Sequence[Path],
-    target_dir: Path,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    device: str | None = None,
-    dtype: str | None = None,
-    **limits: Any,
-) -> int:
-    """Serve until SIGINT or SIGTERM; write the address and the heads' digests to standard output as a line of JSON.
-
-    port: 0 for a free one. device, dtype (a key of `DTYPES`): by default a GPU in bfloat16 where there is one, else the
-    CPU in float32. limits: fields of `DrafterLimits`. With `PEAGLE_DRAFTER_KEY` in the environment only targets that
-    name this key are let in. Returns the exit status: 0 when it was asked to stop, 1 when it failed.
-
-    Raises ValueError or OSError for bad input.
-    """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = dtype or ("bfloat16" if device.startswith("cuda") else "float32")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r}: must be one of {', '.join(sorted(DTYPES))}")
-    sizes = DrafterLimits(**limits)
-    loaded = [load_served_head(head_dir, target_dir, sizes, device, DTYPES[dtype]) for head_dir in heads]
-    runtimes = {i: runtime for i, (runtime, _) in enumerate(loaded)}
-    served = {i: served for i, (_, served) in enumerate(loaded)}
-    engine = DraftEngine(runtimes, max_num_requests=sizes.max_num_requests)
-    key = os.environ.get("PEAGLE_DRAFTER_KEY", "")
-    server = DrafterServer(engine, served, host, port, device=device, key=key)
-    stopped = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopped.set())
-    server.start()
-    digests = {str(index): head.digest for index, head in server.heads.items()}
-    sys.stdout.write(json.dumps({"address": server.address, "heads": digests}) + "\n")
-    sys.stdout.flush()
-    while not stopped.wait(1.0) and server.is_healthy():
-        pass
-    server.stop()
-    return 0 if stopped.is_set() else 1

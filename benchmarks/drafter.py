@@ -1,0 +1,66 @@
+"""A drafter in a process of its own, without Ray: for `benchmarks.remote`, and for tests that kill it.
+
+    python -m benchmarks.drafter --head DIR [--head DIR2] --target DIR [--port N] [--max-context N] ...
+
+The service runs the same server as `deployments.drafter`. Here its address and the digests of its heads, which targets
+name, are written to standard output as one line of JSON as soon as targets may connect. SIGINT or SIGTERM ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peagle.drafter.engine import DraftEngine
+from peagle.drafter.protocol import DTYPES
+from peagle.drafter.server import DrafterServer
+from peagle.drafter.serving import DrafterLimits, load_served_head
+
+LIMITS = ("max_num_requests", "max_num_rows", "max_depth", "cache_gib", "block_size", "max_context")
+
+
+def serve(args: argparse.Namespace, limits: DrafterLimits) -> int:
+    """The exit status: 0 when it was asked to stop, 1 when it failed."""
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = DTYPES[args.dtype or ("bfloat16" if device.startswith("cuda") else "float32")]
+    loaded = [load_served_head(head, args.target, limits, device, dtype) for head in args.head]
+    engine = DraftEngine({i: head for i, (head, _) in enumerate(loaded)}, max_num_requests=limits.max_num_requests)
+    server = DrafterServer(engine, {i: served for i, (_, served) in enumerate(loaded)}, port=args.port, device=device)
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    server.start()
+    digests = {str(index): head.digest for index, head in server.heads.items()}
+    sys.stdout.write(json.dumps({"address": server.address, "heads": digests}) + "\n")
+    sys.stdout.flush()
+    while not stopped.wait(1.0) and server.is_healthy():
+        pass
+    server.stop()
+    return 0 if stopped.is_set() else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--head", type=Path, action="append", required=True, help="directory; again for more heads")
+    parser.add_argument("--target", type=Path, required=True, help="directory of the target's checkpoint")
+    parser.add_argument("--port", type=int, default=0, help="0: a free one")
+    parser.add_argument("--device", help="default: a GPU where there is one")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: bfloat16 on a GPU, float32 on a CPU")
+    for name in LIMITS:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float if name == "cache_gib" else int)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    given: dict[str, Any] = {name: value for name in LIMITS if (value := getattr(args, name)) is not None}
+    return serve(args, DrafterLimits(**given))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
