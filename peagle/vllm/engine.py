@@ -7,14 +7,13 @@ starts nothing.
 
 import dataclasses
 import importlib.metadata
-import json
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peagle.config import LLAMA_NAMES, QWEN_NAMES, DrafterConfig
+from peagle.config import DrafterConfig, read_head_config
 
 SYNC_SCHEDULER = "peagle.vllm.scheduler.PerRequestDepthScheduler"
 ASYNC_SCHEDULER = "peagle.vllm.scheduler.PerRequestDepthAsyncScheduler"
@@ -30,15 +29,8 @@ key of vLLM's compile cache, so no address of a drafter is in it."""
 CAPTURE_KEYS = frozenset({"max_cudagraph_capture_size", "cudagraph_capture_sizes"})
 MAX_GRAPH_TOKENS = 4096  # of the largest graph; 40 sizes take about 20 s at the start of a 30B target's engine
 
-OWNED_ENGINE_KEYS: Mapping[str, str] = {
-    "model": "give the target directory",
-    "dtype": "give dtype",
-    "speculative_config": "give the head and max_draft_tokens",
-    "scheduler_cls": "per-request depth needs its own scheduler",
-    "async_scheduling": "give async_scheduling, which also picks the scheduler",
-    "worker_cls": "give on_cpu and remote, which pick the worker",
-}
-"""Engine settings that `engine_kwargs` decides, with what to use instead."""
+DECIDED_KEYS = ("model", "dtype", "speculative_config", "scheduler_cls", "async_scheduling", "worker_cls")
+"""Engine settings that follow from the other arguments of `engine_kwargs`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +73,7 @@ def engine_kwargs(
     Args:
         target_dir: checkpoint of the target; None leaves `model` out (`ray.serve.llm` sets it from its own setting).
         head_dir: prepared head in vLLM's format; None means no speculation.
-        max_draft_tokens: K_max, at least 1; None takes the depth that the head was trained for (`num_depths`).
+        max_draft_tokens: K_max, from 1 to what the head was trained for (its `num_depths`), which None takes.
         parallel_drafting: all drafts in one pass (P-EAGLE) or one after another (EAGLE-3); None takes what the head was
             trained for, one pass if it has a mask token.
         dtype: of target and drafter. On a CPU without bf16 arithmetic: "float32".
@@ -95,9 +87,8 @@ def engine_kwargs(
             not go with the others, asynchronous scheduling on a CPU.
     """
     extra = dict(extra or {})
-    for key, hint in OWNED_ENGINE_KEYS.items():
-        if key in extra:
-            raise ValueError(f"engine setting {key!r} is not free: {hint}")
+    if taken := [key for key in DECIDED_KEYS if key in extra]:
+        raise ValueError(f"engine settings {taken} are not free: they follow from the other arguments")
     if on_cpu and async_scheduling:
         raise ValueError("async_scheduling must be off on a CPU: vLLM runs it on GPUs only")
     kwargs: dict[str, Any] = {
@@ -115,12 +106,13 @@ def engine_kwargs(
         if remote is not None:
             raise ValueError("remote is set but there is no head: give the head that the drafter runs")
         return kwargs
-    kwargs["speculative_config"] = _speculative_config(Path(head_dir), max_draft_tokens, parallel_drafting)
+    head = read_head_config(head_dir)
+    kwargs["speculative_config"] = _speculative_config(head, str(head_dir), max_draft_tokens, parallel_drafting)
     if not on_cpu and not CAPTURE_KEYS & {*extra, *(extra.get("compilation_config") or {})}:
         rows = 1 + int(kwargs["speculative_config"]["num_speculative_tokens"])
         kwargs["cudagraph_capture_sizes"] = capture_sizes(rows * int(extra.get("max_num_seqs", MAX_GRAPH_TOKENS)))
     if remote is not None:
-        kwargs |= _remote_engine(kwargs, Path(head_dir), remote, on_cpu)
+        kwargs |= _remote_engine(kwargs, head, remote, on_cpu)
     return kwargs
 
 
@@ -137,65 +129,40 @@ def capture_sizes(num_tokens: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
-def _speculative_config(head_dir: Path, max_draft_tokens: int | None, parallel_drafting: bool | None) -> dict[str, Any]:
+def _speculative_config(
+    head: DrafterConfig, head_dir: str, max_draft_tokens: int | None, parallel_drafting: bool | None
+) -> dict[str, Any]:
     """vLLM's setting of the same name for this head."""
-    config = _head_config(head_dir)
-    parallel = config.get("pard_token", config.get("ptd_token_id")) is not None
+    parallel = head.ptd_token_id is not None
     if parallel_drafting is not None and parallel_drafting != parallel:
         kind = "has a mask token (P-EAGLE)" if parallel else "has no mask token (EAGLE-3)"
         raise ValueError(f"parallel_drafting is {parallel_drafting}, but head {head_dir} {kind}: write {parallel}")
+    wanted = head.num_depths if max_draft_tokens is None else max_draft_tokens
+    if type(wanted) is not int or not 1 <= wanted <= head.num_depths:
+        raise ValueError(
+            f"max_draft_tokens must be an integer from 1 to {head.num_depths}, the depths that head {head_dir} was "
+            f"trained for, not {wanted!r}; for no drafts leave the head out"
+        )
     return {
         "method": "eagle3",
-        "model": str(head_dir),
-        "num_speculative_tokens": _max_draft_tokens(head_dir, config.get("num_depths"), max_draft_tokens),
+        "model": head_dir,
+        "num_speculative_tokens": wanted,
         "parallel_drafting": parallel,
     }
 
 
-def _remote_engine(kwargs: Mapping[str, Any], head_dir: Path, remote: RemoteSettings, on_cpu: bool) -> dict[str, Any]:
+def _remote_engine(
+    kwargs: Mapping[str, Any], head: DrafterConfig, remote: RemoteSettings, on_cpu: bool
+) -> dict[str, Any]:
     """`worker_cls` and `additional_config` of an engine with these other settings and a remote drafter."""
-    if not kwargs["speculative_config"]["parallel_drafting"]:
-        raise ValueError(f"remote is set, but head {head_dir} is an EAGLE-3 head: a remote drafter runs P-EAGLE heads")
+    if head.ptd_token_id is None:
+        raise ValueError("remote is set, but the head is an EAGLE-3 head: a remote drafter runs P-EAGLE heads")
     additional_config = dict(kwargs.get("additional_config") or {})
     if REMOTE_KEY in additional_config:
         raise ValueError(f"additional_config[{REMOTE_KEY!r}] is not free: give remote")
-    config = DrafterConfig.from_dict(_head_config(head_dir), str(head_dir))
-    about = {"hidden_size": config.hidden_size, "aux_layer_ids": list(config.aux_layer_ids)}
+    about = {"hidden_size": head.hidden_size, "aux_layer_ids": list(head.aux_layer_ids)}
     additional_config[REMOTE_KEY] = {**about, **dataclasses.asdict(remote)}
     return {"worker_cls": REMOTE_CPU_WORKER if on_cpu else REMOTE_GPU_WORKER, "additional_config": additional_config}
-
-
-def _head_config(head_dir: Path) -> dict[str, Any]:
-    """The head's config.json."""
-    try:
-        config = json.loads((head_dir / "config.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"head {head_dir}: config.json cannot be read ({error}); give a head directory") from error
-    known = {*LLAMA_NAMES, *QWEN_NAMES}
-    if not isinstance(config, dict) or known.isdisjoint(config.get("architectures") or []):
-        raise ValueError(
-            f"head {head_dir}: config.json names no architecture of a drafter ({', '.join(sorted(known))})"
-        )
-    return config
-
-
-def _max_draft_tokens(head_dir: str | Path, num_depths: int | None, wanted: int | None) -> int:
-    """K_max: `wanted`, checked against the head, or the head's own."""
-    if wanted is None:
-        if num_depths is None:
-            raise ValueError(
-                f"head {head_dir}: config.json does not say its depth ('num_depths'); set max_draft_tokens"
-            )
-        return int(num_depths)
-    if type(wanted) is not int or wanted < 1:
-        raise ValueError(
-            f"max_draft_tokens must be an integer of at least 1, not {wanted!r}; for no drafts leave the head out"
-        )
-    if num_depths is not None and wanted > num_depths:
-        raise ValueError(
-            f"max_draft_tokens is {wanted}, but head {head_dir} was trained for {num_depths}: use at most {num_depths}"
-        )
-    return wanted
 
 
 # ---- environment variables with which vLLM's CPU engine is at its speed; read while an engine's libraries load
