@@ -21,7 +21,16 @@ import zmq
 from peagle.drafter import client
 from peagle.drafter.engine import DraftEngine
 from peagle.drafter.mailbox import Mailbox
-from peagle.drafter.protocol import FROM_DRAFTER, PROTOCOL, Attached, Hello, Refused, frames_of, read_message
+from peagle.drafter.protocol import (
+    FROM_DRAFTER,
+    MAX_FRAME_BYTES,
+    PROTOCOL,
+    Attached,
+    Hello,
+    Refused,
+    frames_of,
+    read_message,
+)
 from peagle.drafter.server import DrafterServer
 from tests.draft_engine_harness import CONFIG, head_runtime, num_requests
 from tests.transport_harness import (
@@ -88,7 +97,7 @@ HELLO = Hello("target", SHAPE, CONFIG.aux_layer_ids, {0: "digest0"}, "another ho
 @pytest.mark.parametrize(
     ("frames", "reason"),
     [
-        ([b"hello"], "it speaks b'hello', this side b'peagle/3': run the same release"),
+        ([b"hello"], "it speaks b'hello', this side b'peagle/4': run the same release"),
         ([b"peagle/2", b"\x80"], "it speaks b'peagle/2'"),
         ([PROTOCOL], "it speaks"),
         ([PROTOCOL, b""], "a message that does not fit"),
@@ -142,6 +151,33 @@ def test_who_speaks_another_protocol_costs_nobody_else_anything(data: bytes) -> 
             Target(pool).check_step()
             assert server.is_healthy()
             pool.close()
+
+
+def test_a_drafter_with_a_key_reads_nothing_of_a_stranger() -> None:
+    """Who does not know the key gets no message through, and so makes the drafter keep nothing."""
+    with running(make_server(key="secret")) as server, stranger(server) as socket_:
+        socket_.send_multipart([*frames_of(HELLO), bytes(1 << 20)])
+        pool = make_pool()
+        pool.set_drafters([entry(server.address, {0: "digest0"}) | {"key": "secret"}])
+        eventually(lambda: pool.num_up)
+        Target(pool).check_step()
+        assert not socket_.poll(500), "it was answered"
+        assert server.report()["num_connections"] == 1
+        assert server.report()["num_refused"] == 0
+        pool.close()
+
+
+def test_a_frame_that_no_target_sends_ends_its_connection_unread() -> None:
+    with running(make_server()) as server:
+        host, _, port = server.address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=20) as other:
+            greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+            ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+            other.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)
+            other.sendall(b"\x02" + (MAX_FRAME_BYTES + 1).to_bytes(8, "big"))  # a long frame's head, and no more
+            while other.recv(4096):
+                pass
+        assert server.is_healthy()
 
 
 def test_strangers_that_say_nothing_do_not_keep_targets_out() -> None:

@@ -34,7 +34,9 @@ from zmq.utils.monitor import recv_monitor_message
 from peagle.drafter.mailbox import NUM_AREAS, REACHED, TIMED_OUT, Mailbox, host_identity
 from peagle.drafter.protocol import (
     FROM_DRAFTER,
+    MAX_REPLY_BYTES,
     NO_DRAFT,
+    USER,
     Alive,
     Answer,
     Attached,
@@ -66,7 +68,8 @@ _NUM_QUICK_READS = 50
 _CLOSE_S = 2.0
 _NO_TOKENS = np.zeros(0, np.int32)
 _LOST = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
-_FOREIGN = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_MECHANISM_MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
+_FOREIGN = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 logger = logging.getLogger(__name__)
 
 
@@ -137,14 +140,19 @@ class HeadSwapped(Exception):
 class Connection:
     """A socket that connects to one drafter once. Used by the link's thread only."""
 
-    def __init__(self, context: zmq.Context[Any], address: str, waker: Waker) -> None:
-        """waker: ends a `receive` that waits. Raises ZMQError for an address that cannot be resolved."""
+    def __init__(self, context: zmq.Context[Any], address: str, key: str, waker: Waker) -> None:
+        """key: of the drafter, "" for none. waker: ends a `receive` that waits.
+
+        Raises ZMQError for an address that cannot be resolved.
+        """
         self.peer, self._waker = f"drafter {address}", waker
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.reconnect_ivl = -1  # a connection that is lost takes its agreement with it
-        set_up(self._socket)
-        self._monitor = self._socket.get_monitor_socket(_LOST | _FOREIGN)
+        set_up(self._socket, MAX_REPLY_BYTES)
+        if key:
+            self._socket.plain_username, self._socket.plain_password = USER, key.encode()
+        self._monitor = self._socket.get_monitor_socket(_LOST | _FOREIGN | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         self._poller = zmq.Poller()
         for source in (self._socket, self._monitor, waker.fileno()):
             self._poller.register(source, zmq.POLLIN)
@@ -173,7 +181,10 @@ class Connection:
             self._is_known, self.heard_s = True, time.monotonic()
             return received
         if self._monitor in ready:
-            if recv_monitor_message(self._monitor)["event"] & _FOREIGN:
+            event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH or event["value"] == _MECHANISM_MISMATCH:
+                raise WireError(f"{self.peer} refused: its key is missing or another one")
+            if event["event"] & _FOREIGN:
                 raise WireError(f"{self.peer} does not speak this protocol")
             raise WireError(
                 f"{self.peer} " + ("closed the connection" if self._is_known else "refused: nobody listens")
@@ -290,10 +301,16 @@ class Link:
     """
 
     def __init__(
-        self, address: str, hello: Hello, deadlines: Deadlines, device: torch.device, reducers: dict[str, Reducer]
+        self,
+        address: str,
+        key: str,
+        hello: Hello,
+        deadlines: Deadlines,
+        device: torch.device,
+        reducers: dict[str, Reducer],
     ) -> None:
-        """hello: what to say at connecting. reducers: by digest, filled here, kept by the caller for all its links."""
-        self.address, self.stats = address, LinkStats()
+        """key, hello: with what to connect. reducers: by digest, filled here, kept by the caller for all its links."""
+        self.address, self._key, self.stats = address, key, LinkStats()
         self.problem = ""  # the last thing that went wrong, in words
         self._hello, self._deadlines, self._device, self._reducers = hello, deadlines, device, reducers
         self._session: Session | None = None  # of the link's thread, read by the engine's
@@ -447,10 +464,9 @@ class Link:
     def want(self, heads: Mapping[int, str], key: str = "") -> None:
         """Ask for other heads, or with another key: the connection is made anew, unless it has these."""
         with self._hello_lock:
-            wanted = msgspec.structs.replace(self._hello, heads=dict(heads), key=key)
-            if wanted == self._hello:
+            if (heads, key) == (self._hello.heads, self._key):
                 return
-            self._hello = wanted
+            self._hello, self._key = msgspec.structs.replace(self._hello, heads=dict(heads)), key
         if (session := self._session) is not None:
             session.is_unwanted = True
             self._waker.wake()
@@ -518,7 +534,7 @@ class Link:
         while not self._stopped.is_set():
             connection: Connection | None = None
             try:
-                connection = Connection(context, self.address, self._waker)
+                connection = Connection(context, self.address, self._key, self._waker)
                 session = introduce(connection, self._hello, dict(self._reducers), self._device)
                 try:
                     if not self._take_up(session):
@@ -659,9 +675,9 @@ class LinkPool:
                 self._links[number].want(heads, key)
                 self._draining.discard(number)
                 continue
-            hello = msgspec.structs.replace(self._hello, heads=heads, key=key)
+            hello = msgspec.structs.replace(self._hello, heads=heads)
             deadlines = dataclasses.replace(self._deadlines)
-            self._links[self._num_made] = Link(address, hello, deadlines, self.device, self._reducers)
+            self._links[self._num_made] = Link(address, key, hello, deadlines, self.device, self._reducers)
             self._num_made += 1
         self._draining |= {number for address, number in number_of.items() if address not in wanted}
         self._close_drained()

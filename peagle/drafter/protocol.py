@@ -1,17 +1,18 @@
 """What a target and a drafter say to each other: the step record, the messages, and their form on the wire.
 
     target                                            drafter
-    Hello: shape, layers, heads by digest, key    ->
+    Hello: shape, layers, heads by digest         ->
                                                   <-  Refused: why, in words
                                                   <-  Welcome: mailbox or none; one frame for each reducer
     Attached: whether it has the mailbox          ->  (only where a mailbox was named)
-    Step: one target step                         ->  (only without a mailbox; frames: integers, hidden rows)
+    Step: one target step                         ->  (only without a mailbox; frames: hidden rows)
                                                   <-  Answer: to a step (frame: draft ids)
                                                   <-  Alive, twice a second
                                                   <-  Swapped or Bye: the connection is over
 
 A message is a zmq multipart message over TCP: `PROTOCOL`, the msgpack of one of the structs, and raw frames. With a
-shared mailbox (`peagle.drafter.mailbox`) steps and drafts pass through memory, and only the rest goes over TCP.
+shared mailbox (`peagle.drafter.mailbox`) steps and drafts pass through memory, and only the rest goes over TCP. A
+drafter with a key asks for it in zmq's handshake (the mechanism PLAIN), before it reads any message.
 
 Dimensions: B requests of a step, R rows of its payload, H hidden size, K the most drafts that a request may ask for.
 """
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hmac
 import os
 import types
 from collections.abc import Mapping, Sequence
@@ -38,11 +38,13 @@ from torch.nn import functional as F
 
 from peagle.model import rms_norm
 
-PROTOCOL = b"peagle/3"  # the first frame of every message; another release may have another
+PROTOCOL = b"peagle/4"  # the first frame of every message; another release may have another
 MAX_NUM_HEADS = 63  # a bit each in a word of 64, the sign left out: `peagle.vllm.remote`
 MAX_PROMPT_TOKENS = 262_144  # of all new requests of one step; beyond, prompts travel empty
 MAX_PAYLOAD_BYTES = 1 << 30  # of one step's hidden rows
-MAX_MESSAGE_BYTES = MAX_PAYLOAD_BYTES + (1 << 24)  # of one frame: a larger one ends its connection unread
+MAX_FRAME_BYTES = 1 << 24  # that a target may send; a larger one ends its connection unread. Payloads travel in pieces
+MAX_REPLY_BYTES = 1 << 30  # of one frame of a drafter: a reducer of the widest targets has some 400 MB
+USER = b"target"  # beside the key
 NO_DRAFT = -1  # fills the draft ids of a request from its number of drafts on
 DTYPES: Mapping[str, torch.dtype] = types.MappingProxyType(
     {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
@@ -200,8 +202,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     """A target introduces itself.
 
     name: of the target, for people. aux_layer_ids: the tapped layers. heads: index -> digest; the indices are the
-    target's own. host: of `host_identity`. known_reducers: digests of heads whose reducer the target has already. key:
-    of the drafter, "" where it asks for none.
+    target's own. host: of `host_identity`. known_reducers: digests of heads whose reducer the target has already.
     """
 
     name: str
@@ -210,10 +211,6 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     heads: dict[_HeadIndex, str]
     host: str
     known_reducers: tuple[str, ...] = ()
-    key: str = ""
-
-    def __repr__(self) -> str:
-        return f"Hello({self.name!r}, {self.shape}, heads={self.heads})"  # without the key
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
@@ -223,13 +220,20 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """A `TargetStep` over TCP; only valid rows travel. Frames: all integers in int32, then the hidden rows [R, H]."""
+    """A `TargetStep` over TCP; arrays as the bytes of int32. Only valid rows travel, so their offsets are known.
+
+    Frames: the hidden rows [R, H], in pieces of `MAX_FRAME_BYTES`.
+    """
 
     number: int
-    num_requests: _Count
-    num_rows: _Count
-    num_finished: _Count
-    prompt_lengths: tuple[_Count, ...]
+    slots_B: bytes
+    heads_B: bytes
+    depth_B: bytes
+    start_B: bytes
+    num_valid_B: bytes
+    next_tokens_R: bytes
+    prompts: dict[int, bytes]
+    finished_slots: tuple[int, ...]
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -297,57 +301,55 @@ def read_message(frames: Sequence[zmq.Frame], decoder: msgspec.msgpack.Decoder[A
 def step_frames(step: TargetStep[Int32Array]) -> list[Any]:
     """A step that has passed `check_step`. The hidden rows are a view of the step's memory where all are valid."""
     rows = valid_rows(step)
-    packed_offset_B = (np.cumsum(step.num_valid_B) - step.num_valid_B).astype(np.int32)
-    prompts = list(step.prompts.items())
-    integers = np.concatenate(
-        [step.slots_B, step.heads_B, step.depth_B, packed_offset_B, step.start_B, step.num_valid_B]
-        + [step.next_tokens_R[rows], np.asarray(step.finished_slots), np.asarray([slot for slot, _ in prompts])]
-        + [token_ids for _, token_ids in prompts],
-        dtype=np.int32,
-        casting="unsafe",
-    )
     is_whole = len(rows) == len(step.hidden_RH) and np.array_equal(rows, np.arange(len(rows)))
     hidden_RH = step.hidden_RH if is_whole else step.hidden_RH[torch.from_numpy(rows)]
-    header = Step(
-        number=step.number,
-        num_requests=step.num_requests,
-        num_rows=len(rows),
-        num_finished=len(step.finished_slots),
-        prompt_lengths=tuple(len(token_ids) for _, token_ids in prompts),
+    message = Step(
+        step.number,
+        **{name: getattr(step, name).tobytes() for name in _PER_REQUEST},
+        next_tokens_R=step.next_tokens_R[rows].tobytes(),
+        prompts={slot: token_ids.tobytes() for slot, token_ids in step.prompts.items()},
+        finished_slots=tuple(step.finished_slots),
     )
-    return frames_of(header, integers.data, hidden_RH.contiguous().view(torch.uint8).numpy().data)
+    payload = hidden_RH.contiguous().view(torch.uint8).numpy().reshape(-1).data
+    pieces = [payload[first : first + MAX_FRAME_BYTES] for first in range(0, len(payload), MAX_FRAME_BYTES)]
+    return frames_of(message, *pieces)
 
 
-def read_step(header: Step, raw: Sequence[zmq.Frame], session: int, shape: TargetShape) -> TargetStep[Int32Array]:
+def read_step(message: Step, raw: Sequence[zmq.Frame], session: int, shape: TargetShape) -> TargetStep[Int32Array]:
     """Inverse of `step_frames`, checked; the hidden rows are a view. Raises WireError or ValueError."""
-    num_requests, num_rows, prompt_lengths = header.num_requests, header.num_rows, header.prompt_lengths
-    lengths = [num_requests] * 6 + [num_rows, header.num_finished, len(prompt_lengths), *prompt_lengths]
-    sizes = (4 * sum(lengths), num_rows * shape.hidden_size * shape.torch_dtype.itemsize)
-    if (found := tuple(len(frame.buffer) for frame in raw)) != sizes:
-        raise WireError(
-            f"a step of {num_requests} requests and {num_rows} rows has frames of {found} bytes, not {sizes}"
-        )
-    if num_requests > shape.max_num_requests or num_rows > shape.max_num_rows:
-        raise WireError(
-            f"{num_requests} requests with {num_rows} rows are more than the agreed {shape.max_num_requests} and "
-            f"{shape.max_num_rows}"
-        )
-    integers = np.frombuffer(raw[0].buffer, np.int32).copy()  # aligned, as a frame's memory need not be
-    columns = np.split(integers, np.cumsum(lengths)[:-1])
-    hidden = torch.frombuffer(raw[1].buffer, dtype=torch.uint8) if num_rows else torch.empty(0, dtype=torch.uint8)
+    columns = {name: _ints(getattr(message, name)) for name in _PER_REQUEST}
+    next_tokens_R, num_valid_B = _ints(message.next_tokens_R), columns["num_valid_B"]
+    num_rows = len(next_tokens_R)
+    row_bytes = shape.hidden_size * shape.torch_dtype.itemsize
+    if len({len(column) for column in columns.values()}) > 1 or num_rows != num_valid_B.sum():
+        raise WireError(f"a step of {[len(column) for column in columns.values()]} requests and {num_rows} rows")
+    if num_rows > shape.max_num_rows:
+        raise WireError(f"{num_rows} rows are more than the agreed {shape.max_num_rows}")
+    if (num_bytes := sum(len(frame.buffer) for frame in raw)) != num_rows * row_bytes:
+        raise WireError(f"{num_rows} rows have {num_rows * row_bytes} bytes, not {num_bytes}")
+    payload = raw[0].buffer if len(raw) == 1 else bytearray().join(frame.buffer for frame in raw)
+    hidden = torch.frombuffer(payload, dtype=torch.uint8) if num_rows else torch.empty(0, dtype=torch.uint8)
     if hidden.data_ptr() % 16:
         hidden = hidden.clone()
-    slots_B, heads_B, depth_B, row_offset_B, start_B, num_valid_B, next_tokens_R, finished, prompt_slots = columns[:9]
     step = TargetStep(
-        slots_B, heads_B, depth_B, row_offset_B, start_B, num_valid_B, next_tokens_R,
-        hidden.view(shape.torch_dtype).view(num_rows, shape.hidden_size),
-        prompts=dict(zip(prompt_slots.tolist(), columns[9:], strict=True)),
-        finished_slots=finished.tolist(),
+        **columns,
+        row_offset_B=(np.cumsum(num_valid_B) - num_valid_B).astype(np.int32),
+        next_tokens_R=next_tokens_R,
+        hidden_RH=hidden.view(shape.torch_dtype).view(num_rows, shape.hidden_size),
+        prompts={slot: _ints(token_ids) for slot, token_ids in message.prompts.items()},
+        finished_slots=message.finished_slots,
         session=session,
-        number=header.number,
-    )  # fmt: skip
+        number=message.number,
+    )
     check_step(step, shape)
     return step
+
+
+_PER_REQUEST = ("slots_B", "heads_B", "depth_B", "start_B", "num_valid_B")
+
+
+def _ints(data: bytes) -> Int32Array:
+    return np.frombuffer(data, np.int32).copy()  # writable
 
 
 def read_drafts(
@@ -451,10 +453,8 @@ class ServedHead:
 _SHARED_FIELDS = ("hidden_size", "dtype", "vocab_size", "aux_layer_ids")
 
 
-def refusal(hello: Hello, heads: Mapping[int, ServedHead], key: str = "") -> str | None:
-    """Why these heads cannot draft for this target; None where they can. key: the drafter's secret, "" for none."""
-    if key and not hmac.compare_digest(hello.key.encode(), key.encode()):
-        return "the drafter's key is missing or another one: name it beside the drafter's address"
+def refusal(hello: Hello, heads: Mapping[int, ServedHead]) -> str | None:
+    """Why these heads cannot draft for this target; None where they can."""
     if not hello.heads:
         return "the target names no head"
     shape, by_digest = hello.shape, {head.digest: head for head in heads.values()}
@@ -471,7 +471,7 @@ def refusal(hello: Hello, heads: Mapping[int, ServedHead], key: str = "") -> str
         if shape.max_depth > head.max_depth:
             return (
                 f"head {digest}: the target asks for up to {shape.max_depth} drafts, this drafter gives "
-                f"{head.max_depth}: start it with a larger --max-depth"
+                f"{head.max_depth}: start it with a larger max_depth"
             )
     return None
 
@@ -519,10 +519,10 @@ class Waker:
         os.close(self._fd)
 
 
-def set_up(socket: zmq.Socket[bytes]) -> None:
+def set_up(socket: zmq.Socket[bytes], max_frame_bytes: int) -> None:
     """What both sides want of their socket: bounded frames and queues, and a peer whose host went away noticed within
     half a minute."""
-    socket.maxmsgsize = MAX_MESSAGE_BYTES
+    socket.maxmsgsize = max_frame_bytes
     socket.rcvhwm = 64
     socket.handshake_ivl = 5000
     socket.setsockopt(zmq.IPV6, 1)

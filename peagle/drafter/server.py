@@ -21,13 +21,16 @@ from typing import Any
 import numpy as np
 import torch
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from peagle.drafter.engine import DraftEngine
 from peagle.drafter.mailbox import Mailbox, host_identity, sweep
 from peagle.drafter.parallel_pass import ParallelPass
 from peagle.drafter.protocol import (
     FROM_TARGET,
+    MAX_FRAME_BYTES,
     NO_DRAFT,
+    USER,
     Alive,
     Answer,
     Attached,
@@ -128,25 +131,34 @@ class DrafterServer:
         device: torch.device | str = "cpu",
         key: str = "",
     ) -> None:
-        """heads: by the engine's numbers. port: 0 for a free one. device: of the engine. key: targets must name it; ""
-        lets in whoever reaches the port. The key goes over the wire as it is.
+        """heads: by the engine's numbers. port: 0 for a free one. device: of the engine. key: up to 255 bytes, which
+        targets must name before anything of theirs is read; "" lets in whoever reaches the port. The key goes over the
+        wire as it is.
 
         Raises ValueError without a head or with one twice, OSError when the port is taken.
         """
         digests = [head.digest for head in heads.values()]
         if not digests or len(set(digests)) < len(digests):
             raise ValueError(f"heads = {digests} must be one or more, each once")
-        self._engine, self._heads, self._device, self._key = engine, dict(heads), torch.device(device), key
+        self._engine, self._heads, self._device = engine, dict(heads), torch.device(device)
         self._spin_s = _GPU_SPIN_S if self._device.type == "cuda" else _SPIN_S
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.router_mandatory = 1  # who is gone is noticed at the next message to it
         self._socket.linger = _LINGER_MS
-        set_up(self._socket)
+        set_up(self._socket, MAX_FRAME_BYTES)
+        self._authenticator: ThreadAuthenticator | None = None
+        if key:
+            quiet = logging.getLogger(f"{__name__}.authenticator")
+            quiet.setLevel(logging.INFO)  # below, it would log the key
+            self._authenticator = ThreadAuthenticator(self._context, log=quiet)
+            self._authenticator.start()
+            self._authenticator.configure_plain(passwords={USER.decode(): key})
+            self._socket.plain_server = 1
         try:
             self._socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self._end(linger=0)
             raise OSError(error.errno, f"{host}:{port}: {error}") from error
         self.address = f"{host}:{str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT)).rpartition(':')[2]}"
         self.stats, self.last_error = ServerStats(), ""
@@ -177,7 +189,7 @@ class DrafterServer:
         self._stopped.set()
         self._waker.wake()
         if self._serving.ident is None:
-            self._context.destroy(linger=0)
+            self._end(linger=0)
         else:
             self._serving.join(timeout=10.0)
 
@@ -256,7 +268,12 @@ class DrafterServer:
         self._look_around()  # who has just been welcomed hears it too
         for peer in list(self._peers.values()):
             self._drop(peer, Bye("the drafter ends"))
-        self._context.destroy()
+        self._end()
+
+    def _end(self, linger: int | None = None) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.destroy(linger)
 
     def _pause(self, idle_s: float, has_mailboxes: bool) -> None:
         if has_mailboxes:
@@ -311,7 +328,7 @@ class DrafterServer:
         return None
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
-        if (reason := refusal(hello, self._heads, self._key)) is not None:
+        if (reason := refusal(hello, self._heads)) is not None:
             self._refuse(identity, reason)
         elif hello.host and hello.host == host_identity():
             self._greeted[identity] = hello, self._maker.submit(self._make_mailbox, hello)
