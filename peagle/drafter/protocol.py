@@ -317,12 +317,12 @@ def step_frames(step: TargetStep[Int32Array]) -> list[Any]:
 
 def read_step(message: Step, raw: Sequence[zmq.Frame], session: int, shape: TargetShape) -> TargetStep[Int32Array]:
     """Inverse of `step_frames`, checked; the hidden rows are a view. Raises WireError or ValueError."""
-    columns = {name: _ints(getattr(message, name)) for name in _PER_REQUEST}
-    next_tokens_R, num_valid_B = _ints(message.next_tokens_R), columns["num_valid_B"]
-    num_rows = len(next_tokens_R)
-    row_bytes = shape.hidden_size * shape.torch_dtype.itemsize
-    if len({len(column) for column in columns.values()}) > 1 or num_rows != num_valid_B.sum():
-        raise WireError(f"a step of {[len(column) for column in columns.values()]} requests and {num_rows} rows")
+    columns = [_ints(getattr(message, name)) for name in _PER_REQUEST]
+    slots_B, heads_B, depth_B, start_B, num_valid_B = columns
+    next_tokens_R = _ints(message.next_tokens_R)
+    num_rows, row_bytes = len(next_tokens_R), shape.hidden_size * shape.torch_dtype.itemsize
+    if len({len(column) for column in columns}) > 1 or num_rows != num_valid_B.sum():
+        raise WireError(f"a step of {[len(column) for column in columns]} requests and {num_rows} rows")
     if num_rows > shape.max_num_rows:
         raise WireError(f"{num_rows} rows are more than the agreed {shape.max_num_rows}")
     if (num_bytes := sum(len(frame.buffer) for frame in raw)) != num_rows * row_bytes:
@@ -332,8 +332,12 @@ def read_step(message: Step, raw: Sequence[zmq.Frame], session: int, shape: Targ
     if hidden.data_ptr() % 16:
         hidden = hidden.clone()
     step = TargetStep(
-        **columns,
+        slots_B=slots_B,
+        heads_B=heads_B,
+        depth_B=depth_B,
         row_offset_B=(np.cumsum(num_valid_B) - num_valid_B).astype(np.int32),
+        start_B=start_B,
+        num_valid_B=num_valid_B,
         next_tokens_R=next_tokens_R,
         hidden_RH=hidden.view(shape.torch_dtype).view(num_rows, shape.hidden_size),
         prompts={slot: _ints(token_ids) for slot, token_ids in message.prompts.items()},
