@@ -31,7 +31,7 @@ SURVIVAL = (0.80, 0.64, 0.50, 0.39, 0.30, 0.22, 0.17, 0.13, 0.10, 0.075, 0.055, 
 """Chance that the first i drafts are accepted; beyond the seventh continued by hand at the same ratio."""
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN, KV_BYTES = 256, 8192, 4096, 20 << 30
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, (128, 384)
-WARM_S = 1.5
+WARM_S, LEARNING_S = 1.5, 4.0
 COUNTERS = {
     "tokens": "vllm:generation_tokens_total",
     "steps": "vllm:iteration_tokens_total_count",
@@ -205,15 +205,57 @@ def read_counters() -> dict[str, float]:
     return found
 
 
-class Load:
-    """A number of requests in flight."""
+class LearnedDepths:
+    """K of each request as the service decides it, from what this engine counts and reports."""
 
-    def __init__(self, engine: Any, depths: tuple[int, ...] | None) -> None:
-        self._engine, self._depths, self._count = engine, depths, 0
+    def __init__(self, engine: Any, k_max: int) -> None:
+        from cluster.control import DepthControl
+        from cluster.request import DepthPolicy
+        from peagle.vllm.acceptance import DraftingRecorder
+
+        self._recorder, self._k_max = DraftingRecorder(), k_max
+        self._recorder.attach(engine)
+        self._control = DepthControl(DepthPolicy(k_max, k_max, k_max), on_gpu=True)
+
+    async def observe_forever(self) -> None:
+        from cluster.counts import TargetReport
+        from cluster.step_time import StepCosts
+
+        while True:
+            costs = StepCosts.from_wire(self._recorder.step_costs) if self._recorder.step_costs else None
+            report = TargetReport(
+                "engine",
+                head="head",
+                workloads=self._recorder.workloads(),
+                context_tokens=self._recorder.context_tokens(),
+                step_costs=costs,
+            )
+            self._control.observe([report], time.monotonic())
+            await asyncio.sleep(0.5)
+
+    def extra_args(self) -> dict[str, Any]:
+        from cluster.request import Drafting
+        from peagle.vllm.acceptance import DEPTH_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+
+        drafting = self._control.settle(Drafting("load", self._k_max, "default"), time.monotonic())
+        args = {DEPTH_KEY: drafting.max_k, WORKLOAD_KEY: drafting.workload}
+        return {**args, SURVIVAL_KEY: list(drafting.survival)} if drafting.survival else args
+
+
+class Load:
+    """A number of requests in flight. depths: K of a request is drawn from these; None: K_max."""
+
+    def __init__(self, engine: Any, depths: tuple[int, ...] | None, learned: LearnedDepths | None = None) -> None:
+        self._engine, self._depths, self._learned, self._count = engine, depths, learned, 0
+
+    def _extra_args(self, draw: random.Random) -> dict[str, Any] | None:
+        if self._learned is not None:
+            return self._learned.extra_args()
+        return {"peagle_k": draw.choice(self._depths)} if self._depths else None
 
     async def measure(self, num_requests: int, seconds: float, segments_s: float) -> dict[str, Any]:
         clients = [asyncio.create_task(self._client(index)) for index in range(num_requests)]
-        await asyncio.sleep(WARM_S)
+        await asyncio.sleep(WARM_S if self._learned is None else LEARNING_S)
         before, start_s = read_counters(), time.perf_counter()
         await asyncio.sleep(seconds)
         after, elapsed_s = read_counters(), time.perf_counter() - start_s
@@ -255,7 +297,7 @@ class Load:
                 max_tokens=draw.randint(16, length) if is_first else length,
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
-                extra_args={"peagle_k": draw.choice(self._depths)} if self._depths else None,
+                extra_args=self._extra_args(draw),
             )
             is_first = False
             prompt = TokensPrompt(prompt_token_ids=[draw.randrange(1000, 40_000) for _ in range(PROMPT_TOKENS)])
@@ -304,16 +346,22 @@ def write(out: Path, report: dict[str, Any], settings: dict[str, Any]) -> None:
 async def measure_arm(engine: Any, args: argparse.Namespace, report: dict[str, Any], settings: dict[str, Any]) -> None:
     """Every cell, then where a step's time goes; written as it comes."""
     await engine.collective_rpc("make_drafts_random")
+    learned, observing = None, None
+    if "learned" in (args.depths or ()):
+        learned = LearnedDepths(engine, Arm.parse(args.arm).k)
+        observing = asyncio.create_task(learned.observe_forever())
     for mix in args.depths or ["all"]:
-        depths = None if mix == "all" else tuple(map(int, mix.split("/")))
-        load = Load(engine, depths)
-        for num_requests in args.requests if mix == "all" else args.mixed_requests:
+        depths = None if mix in ("all", "learned") else tuple(map(int, mix.split("/")))
+        load = Load(engine, depths, learned if mix == "learned" else None)
+        for num_requests in args.requests if depths is None else args.mixed_requests:
             row = {"depths": mix, **await load.measure(num_requests, args.seconds, 0.0)}
             report["rows"].append(row)
             write(args.out, report, settings)
             log = {key: row[key] for key in ("depths", "num_requests", "tokens_per_s", "step_ms", "accepted_length")}
             with args.out.with_suffix(".log").open("a") as file:
                 file.write(json.dumps({"arm": args.arm, **log}) + "\n")
+    if observing is not None:
+        observing.cancel()
     if not args.arm.startswith("stock"):
         await engine.collective_rpc("start_segments")
         report["segments"] = [await Load(engine, None).measure(count, 0.2, 1.0) for count in (1, 32, 128)]
@@ -331,7 +379,11 @@ def main() -> int:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--mixed-requests", type=int, nargs="+", default=[8, 128], help="with other --depths than all")
-    parser.add_argument("--depths", nargs="+", help="K of requests: all (K_max), or such as 3 or 0/3/7, drawn from")
+    parser.add_argument(
+        "--depths",
+        nargs="+",
+        help="K of requests: all (K_max), learned (as the service does), or such as 3 or 0/3/7, drawn from",
+    )
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -102,7 +102,7 @@ def test_rows_are_those_of_the_loop(num_drafts: int, uniform: bool, seed: int) -
         next_prefill_S=tensor(prefill),
     )
     out = DraftRows.empty(MAX_REQUESTS, num_padded, num_drafts, 2, torch.device(DEVICE))
-    for buffer in (out.token_ids_R, out.positions_R, out.slots_GR, out.sources_R, out.sample_rows_BK, out.context_B):
+    for buffer in (out.token_ids_R, out.positions_R, out.slots_GR, out.sources_R, out.sample_rows_BD, out.context_B):
         buffer.fill_(-7)
     table = tensor([block for one in requests for block in one.blocks]).view(num_requests, -1)
     write_rows(
@@ -122,7 +122,7 @@ def test_rows_are_those_of_the_loop(num_drafts: int, uniform: bool, seed: int) -
     found = list(zip(*(column.tolist() for column in columns), strict=True))
     assert found == rows + [(0, 0, -1, 0)] * 5
     assert out.context_B.tolist() == contexts + [0] * (MAX_REQUESTS - num_requests)
-    assert out.sample_rows_BK.tolist() == sampled + [0] * (num_drafts * (MAX_REQUESTS - num_requests))
+    assert out.sample_rows_BD.tolist() == sampled + [0] * (num_drafts * (MAX_REQUESTS - num_requests))
     firsts = [stride * i if stride else sum(lengths[:i]) + i * (num_drafts - 1) for i in range(num_requests + 1)]
     assert out.first_row_B1.tolist() == firsts + [len(rows)] * (MAX_REQUESTS - num_requests)
     assert out.slots_GR[0].eq(-7).all()

@@ -11,6 +11,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -79,21 +80,38 @@ class Graphs:
         self._owner = owner
 
     def dispatch(self, num_requests: int, num_rows: int, uniform: int | None, num_loras: int) -> Any:
-        mode = speculator.CUDAGraphMode
-        if uniform is None:
-            return SimpleNamespace(cg_mode=mode.NONE, num_tokens=num_rows + 3, num_reqs=None)
+        return SimpleNamespace(cg_mode=speculator.CUDAGraphMode.NONE, num_tokens=num_rows + 3)
+
+    def full_graph(self, num_requests: int, depth: int, max_query_len: int) -> Any:
+        depths = speculator.pass_depths(self._owner.num_speculative_steps)
+        depth = next((deep for deep in depths if deep >= max(depth, max_query_len - 1)), 0)
+        if not depth:
+            return None
         padded = min(num_requests + 1, MAX_REQUESTS)
-        return SimpleNamespace(cg_mode=mode.FULL, num_tokens=padded * uniform, num_reqs=padded)
+        return SimpleNamespace(num_tokens=padded * 2 * depth, num_reqs=padded, uniform_token_count=2 * depth)
 
     def run_fullgraph(self, desc: Any) -> None:
-        num_targets = desc.num_reqs * (1 + self._owner.num_speculative_steps)
-        self._owner._draft(desc.num_reqs, num_targets, desc.num_tokens, None, None, desc.cg_mode)
+        depth = desc.uniform_token_count // 2
+        num_targets, mode = desc.num_reqs * (1 + depth), speculator.CUDAGraphMode.FULL
+        self._owner._draft(desc.num_reqs, num_targets, desc.num_tokens, depth, None, None, mode)
+
+
+class Tables:
+    """Block tables by place, and those of a batch in its order."""
+
+    def __init__(self, input_block_tables: list[Tensor]) -> None:
+        self.input_block_tables, self.kernel_block_sizes = input_block_tables, [BLOCK]
+        self.by_place = torch.zeros_like(input_block_tables[0])
+
+    def gather_block_tables(self, places: Tensor, num_padded: int) -> None:
+        self.input_block_tables[0][:num_padded] = 0
+        self.input_block_tables[0][: len(places)] = self.by_place[places]
 
 
 def make_speculator(drafter: Any, num_drafts: int, with_graphs: bool) -> Any:
     one = object.__new__(speculator.PEagleSpeculator)
     one.vllm_config, one.device, one.dtype = None, torch.device("cpu"), torch.float32
-    one.num_speculative_steps, one.stride = num_drafts, 2 * num_drafts
+    one.num_speculative_steps, one._num_ahead, one._without_drafts = num_drafts, num_drafts, set()
     one.max_num_reqs, one.max_num_tokens, one.max_model_len = MAX_REQUESTS, MAX_TOKENS, MAX_LEN
     one.max_rows = MAX_TOKENS + MAX_REQUESTS * 2 * num_drafts
     one.mask_token_id, one.hidden_size = drafter.config.ptd_token_id, drafter.config.hidden_size
@@ -104,7 +122,7 @@ def make_speculator(drafter: Any, num_drafts: int, with_graphs: bool) -> Any:
     one.groups, one.builders, one.attn_groups = [0], [], [[]]
     one.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["a"])])
     tables = torch.zeros(MAX_REQUESTS, MAX_LEN // BLOCK, dtype=torch.int32)
-    one.block_tables = SimpleNamespace(input_block_tables=[tables], kernel_block_sizes=[BLOCK])
+    one.block_tables = Tables([tables])
     one.taps_NX = torch.zeros(MAX_TOKENS, drafter.config.fc_input_size)
     one.hidden_MH = torch.zeros(one.max_rows, one.hidden_size)
     one.reduced_NH = torch.zeros(1 + MAX_TOKENS, one.hidden_size)
@@ -116,25 +134,30 @@ def make_speculator(drafter: Any, num_drafts: int, with_graphs: bool) -> Any:
 @pytest.mark.parametrize("with_graphs", [False, True])
 @pytest.mark.parametrize("num_drafts", [1, 4])
 def test_drafts_are_the_reference_s(num_drafts: int, with_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts in chunks beside decoding, rejections, requests that come and go, sequences up to the longest."""
+    """Prompts in chunks beside decoding, rejections, requests that come and go, some with K = 0, sequences up to the
+    longest, and fewer drafts than K_max ahead."""
+    monkeypatch.setattr(speculator, "async_copy_to_gpu", lambda array, device: torch.from_numpy(array).to(device))
     monkeypatch.setattr(speculator, "set_forward_context", lambda *args, **kwargs: contextlib.nullcontext())
     drafter = build_drafter(REDUCED, head_tensors(REDUCED))
     one = make_speculator(drafter, num_drafts, with_graphs)
     draw, generator = random.Random(num_drafts), torch.Generator().manual_seed(0)
     width, vocabulary = REDUCED.fc_input_size, REDUCED.vocab_size
     free, live = list(range(MAX_REQUESTS)), []
-    num_compared = 0
+    num_compared, num_alone = 0, 0
     with torch.inference_mode():
-        for _ in range(24):
+        for _ in range(32):
+            new: list[Any] = []
             while free and draw.random() < 0.5:
                 place = free.pop()
                 length = draw.choice([1, 3, 11, 30])
                 prompt = [draw.randrange(vocabulary) for _ in range(length)]
                 blocks = [1 + place * (MAX_LEN // BLOCK) + index for index in range(MAX_LEN // BLOCK)]
+                one.block_tables.by_place[place] = torch.tensor(blocks)
+                max_k = draw.choice([0, num_drafts, num_drafts])
+                params = SimpleNamespace(extra_args={"peagle_k": max_k}, logit_bias=None, min_p=0.0)
+                new.append(SimpleNamespace(req_id=str(place), sampling_params=params))
                 live.append(
-                    SimpleNamespace(
-                        place=place, tokens=prompt, computed=0, blocks=blocks, session=DraftSession(drafter)
-                    )
+                    SimpleNamespace(place=place, tokens=prompt, computed=0, max_k=max_k, session=DraftSession(drafter))
                 )
             draw.shuffle(live)
             batch, budget = [], MAX_TOKENS
@@ -145,9 +168,11 @@ def test_drafts_are_the_reference_s(num_drafts: int, with_graphs: bool, monkeypa
                 if query > 0:
                     batch.append((request, query))
                     budget -= query
+            ahead = draw.randint(0, num_drafts)
+            one.add(SimpleNamespace(scheduled_new_reqs=new, peagle_drafts_ahead=ahead))
             if not batch:
                 continue
-            columns: dict[str, list[Any]] = {name: [] for name in ("ids", "positions", "sampled", "rejected", "real")}
+            columns: dict[str, list[Any]] = {name: [] for name in ("ids", "positions", "sampled", "rejected", "prompt")}
             taps, first = torch.randn(sum(q for _, q in batch), width, generator=generator), [0]
             last = torch.zeros(MAX_REQUESTS, 1, dtype=torch.int64)
             prefill = torch.zeros(1, MAX_REQUESTS, dtype=torch.int32)
@@ -168,15 +193,21 @@ def test_drafts_are_the_reference_s(num_drafts: int, with_graphs: bool, monkeypa
                 columns["sampled"].append(0 if is_unfinished else 1)
                 columns["rejected"].append(rejected)
                 request.computed = context + valid
-                one.block_tables.input_block_tables[0][row] = torch.tensor(request.blocks)
+                one.block_tables.input_block_tables[0][row] = one.block_tables.by_place[request.place]
                 given = torch.tensor(request.tokens[context + 1 : context + valid + 1])
                 drafts = request.session.propose(given, taps[first[-1] : first[-1] + valid], num_drafts)
-                expected.append((drafts.token_ids_K.tolist(), MAX_LEN - context - valid + 1))
+                takes_part = request.max_k > 0 or len(known) > 1 or is_unfinished or context == 0
+                num_usable = min(ahead, MAX_LEN - context - valid + 1) if takes_part else 0
+                expected.append((drafts.token_ids_K.tolist(), num_usable))
+                columns["prompt"].append(len(known) > 1 or is_unfinished or context == 0)
                 first.append(first[-1] + query)
-            one.model.tables_BC = one.block_tables.input_block_tables[0][: len(batch)]
+            one.model.tables_BC = one.block_tables.input_block_tables[0]
+            num_alone += any(request.max_k == 0 for request, _ in batch)
             proposed = one.propose(
                 SimpleNamespace(
                     num_reqs=len(batch),
+                    req_ids=[str(request.place) for request, _ in batch],
+                    is_prefilling_np=np.array(columns["prompt"]),
                     num_tokens=first[-1],
                     num_scheduled_tokens=torch.tensor([q for _, q in batch]).numpy(),
                     query_start_loc=torch.tensor(first, dtype=torch.int32),
@@ -201,9 +232,11 @@ def test_drafts_are_the_reference_s(num_drafts: int, with_graphs: bool, monkeypa
             )
             for (wanted, usable), found in zip(expected, proposed.tolist(), strict=True):
                 assert found[:usable] == wanted[:usable]
-                num_compared += min(usable, num_drafts)
+                num_compared += max(0, usable)
             for request in [request for request, _ in batch]:
                 if len(request.tokens) >= MAX_LEN - 1 or draw.random() < 0.05:
                     live.remove(request)
                     free.append(request.place)
-    assert num_compared > 30
+                    one.forget([str(request.place)])
+    assert num_compared > 20 * num_drafts**0.5
+    assert num_alone > 5

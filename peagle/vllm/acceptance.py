@@ -51,6 +51,16 @@ def drafts_wanted(params: Any, k_max: int) -> int:
     return min(max(wanted, 0), k_max) if type(wanted) is int else k_max
 
 
+def plan_drafts_ahead(scheduled: Any, num_drafts: int) -> None:
+    """Write on a `SchedulerOutput`: in the step after it, no request has more than `num_drafts` drafts verified."""
+    scheduled.peagle_drafts_ahead = num_drafts
+
+
+def drafts_ahead(scheduled: Any, k_max: int) -> int:
+    """What `plan_drafts_ahead` wrote; without, `k_max`."""
+    return min(getattr(scheduled, "peagle_drafts_ahead", k_max), k_max)
+
+
 def needs_no_drafts(params: Any) -> bool:
     """Whether vLLM's rejection sampler knows nothing of what these `SamplingParams` ask for."""
     return bool(params.logit_bias) or params.min_p > MIN_P_EPSILON

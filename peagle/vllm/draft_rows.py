@@ -4,12 +4,12 @@ Enters: what the runner knows after sampling, all of it on the GPU: the target's
 were sampled and rejected. Leaves: tokens, positions, cache slots, sources of hidden states, sampled rows. The host
 never learns how many drafts were rejected, so a request has a number of rows that does not depend on it:
 
-    q target rows at positions c .. c + q - 1, r of them rejected, n = q - r, K drafts; Q rows of the pass:
-    Q - n - K + 1 unused rows | n rows at c .. c + n - 1: the next tokens | K - 1 mask rows at c + n .. c + n + K - 2
+    q target rows at positions c .. c + q - 1, r of them rejected, n = q - r, D drafts; Q rows of the pass:
+    Q - n - D + 1 unused rows | n rows at c .. c + n - 1: the next tokens | D - 1 mask rows at c + n .. c + n + D - 2
 
-Q is q + K - 1 (`stride` 0: requests lie one after another) or the same for all (`stride`, for full CUDA graphs). Unused
+Q is q + D - 1 (`stride` 0: requests lie one after another) or the same for all (`stride`, for full CUDA graphs). Unused
 rows come first: FlashAttention aligns the last row with the last key, so row i of the used ones sees keys up to c + i
-and the number of keys, c + n + K - 1, is exact. Where that exceeds the longest sequence, the last mask rows are unused.
+and the number of keys, c + n + D - 1, is exact. Where that exceeds the longest sequence, the last mask rows are unused.
 
 B requests, N target rows, R rows of the pass, S places of requests in the runner, C columns of the block table.
 """
@@ -33,7 +33,7 @@ class DraftRows:
     token_ids_R: int32. positions_R: int64; 0 in unused rows.
     slots_GR: int64, place in the flat KV cache of each cache group; -1: not to be written.
     sources_R: int64, 1 + target row whose hidden state enters; 0: the shared hidden state of the mask rows.
-    sample_rows_BK: int64, flat: row that proposes draft d of request b at b * K + d. Drafts beyond the longest
+    sample_rows_BD: int64, flat: row that proposes draft d of request b at b * D + d. Drafts beyond the longest
         sequence come from the last row, and no one verifies them.
     first_row_B1: int32. context_B: int32, keys of a request; 0 beyond the batch.
     """
@@ -42,7 +42,7 @@ class DraftRows:
     positions_R: Tensor
     slots_GR: Tensor
     sources_R: Tensor
-    sample_rows_BK: Tensor
+    sample_rows_BD: Tensor
     first_row_B1: Tensor
     context_B: Tensor
 
@@ -60,7 +60,7 @@ class DraftRows:
             positions_R=zeros(max_rows),
             slots_GR=zeros(num_groups, max_rows) - 1,
             sources_R=zeros(max_rows),
-            sample_rows_BK=zeros(max_requests * num_drafts),
+            sample_rows_BD=zeros(max_requests * num_drafts),
             first_row_B1=zeros(max_requests + 1, dtype=torch.int32),
             context_B=zeros(max_requests, dtype=torch.int32),
         )
@@ -104,7 +104,7 @@ def write_rows(
     Args:
         block_table_BC: cache block of positions [j * block_size, (j + 1) * block_size) in column j; block 0 is never
             written.
-        stride: rows of each request, at least q + K - 1; 0: exactly that many.
+        stride: rows of each request, at least q + D - 1; 0: exactly that many.
         max_query_len: the largest q, known to the host.
         num_rows: rows that run, those of the batch and padding after them.
     """
@@ -115,9 +115,9 @@ def write_rows(
         target.first_row_B1, target.input_ids_N, target.positions_N, target.place_B,
         target.num_sampled_B, target.num_rejected_B, target.last_sampled_S, target.next_prefill_S, block_table_BC,
         out.token_ids_R, out.positions_R, out.slots_GR[group], out.sources_R,
-        out.sample_rows_BK, out.first_row_B1, out.context_B,
+        out.sample_rows_BD, out.first_row_B1, out.context_B,
         len(out.context_B), num_rows, block_table_BC.stride(0), stride, mask_token_id,
-        BLOCK_SIZE=block_size, MAX_MODEL_LEN=max_model_len, K=num_drafts, BLOCK=block,
+        BLOCK_SIZE=block_size, MAX_MODEL_LEN=max_model_len, D=num_drafts, BLOCK=block,
     )  # fmt: skip
 
 
@@ -125,15 +125,15 @@ def write_rows(
 def _write_rows_kernel(
     target_row_B1, input_ids_N, target_positions_N, place_B,
     num_sampled_B, num_rejected_B, last_sampled_S, next_prefill_S, block_table_BC,
-    token_ids_R, positions_R, slots_R, sources_R, sample_rows_BK, first_row_B1, context_B,
+    token_ids_R, positions_R, slots_R, sources_R, sample_rows_BD, first_row_B1, context_B,
     max_requests, num_rows, table_stride, stride, mask_token_id,
-    BLOCK_SIZE: tl.constexpr, MAX_MODEL_LEN: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, MAX_MODEL_LEN: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (b, i): block i of request b; the last b: everything beyond the batch."""
     request = tl.program_id(0)
     num_requests = tl.num_programs(0) - 1
     start = tl.load(target_row_B1 + request)
-    first = tl.where(stride > 0, request * stride, start + request * (K - 1))
+    first = tl.where(stride > 0, request * stride, start + request * (D - 1))
     offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if request == num_requests:
         if tl.program_id(1) == 0:
@@ -147,15 +147,15 @@ def _write_rows_kernel(
                 index = i + tl.arange(0, BLOCK)
                 tl.store(first_row_B1 + index, first, mask=index <= max_requests)
                 tl.store(context_B + index, 0, mask=index < max_requests)
-            for i in range(num_requests * K, max_requests * K, BLOCK):
+            for i in range(num_requests * D, max_requests * D, BLOCK):
                 index = i + tl.arange(0, BLOCK)
-                tl.store(sample_rows_BK + index, 0, mask=index < max_requests * K)
+                tl.store(sample_rows_BD + index, 0, mask=index < max_requests * D)
     else:
         query_len = tl.load(target_row_B1 + request + 1) - start
         num_valid = query_len - tl.load(num_rejected_B + request)
         context = tl.load(target_positions_N + start).to(tl.int32)
-        num_used = tl.minimum(num_valid + K - 1, MAX_MODEL_LEN - context)
-        num_slots = tl.where(stride > 0, stride, query_len + K - 1)
+        num_used = tl.minimum(num_valid + D - 1, MAX_MODEL_LEN - context)
+        num_slots = tl.where(stride > 0, stride, query_len + D - 1)
         num_unused = num_slots - num_used
         place = tl.load(place_B + request)
         newest = tl.load(last_sampled_S + place).to(tl.int32)
@@ -179,6 +179,6 @@ def _write_rows_kernel(
         if tl.program_id(1) == 0:
             tl.store(first_row_B1 + request, first)
             tl.store(context_B + request, context + num_used)
-            for depth in range(K):
+            for depth in range(D):
                 sampled = num_unused + tl.minimum(num_valid - 1 + depth, num_used - 1)
-                tl.store(sample_rows_BK + request * K + depth, (first + sampled).to(tl.int64))
+                tl.store(sample_rows_BD + request * D + depth, (first + sampled).to(tl.int64))

@@ -9,7 +9,7 @@ Of the ranks of a tensor-parallel group the first sends; the others get its draf
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from peagle.drafter.protocol import Int32Array
 from peagle.drafter.rows import accepted_rows
-from peagle.vllm.acceptance import WorkerReport, drafts_wanted, head_of
+from peagle.vllm.acceptance import WorkerReport, drafts_ahead, drafts_wanted, head_of
 from peagle.vllm.remote import EngineStep, RemoteControl, StepSender, check_config, make_sender, read_settings
 from peagle.vllm.v2_worker import RaggedModelRunner, V2Worker
 
@@ -57,6 +57,7 @@ class RemoteSpeculator(BaseSpeculator):
         max_requests = config.scheduler_config.max_num_seqs
         self._ordinal_B = torch.arange(1, max_requests + 1, dtype=torch.int32, device=device)
         self._known: dict[str, _Known] = {}
+        self._num_ahead = self._k_max
         self.num_drafts: dict[str, int] = {}
         """By request that the last step wanted drafts for: how many will come, as far as the last answers say."""
 
@@ -73,10 +74,12 @@ class RemoteSpeculator(BaseSpeculator):
             head = head_of(params.extra_args if params is not None else None)
             known = self._known.setdefault(new.req_id, _Known(head, drafts_wanted(params, self._k_max), ()))
             known.tokens = new.prefill_token_ids or ()
+        # A request whose drafter had none gets 0 drafts until an answer holds some: at least one is asked for.
+        self._num_ahead = max(1, drafts_ahead(scheduled, self._k_max))
 
-    def forget(self, scheduled: "SchedulerOutput") -> None:
+    def forget(self, request_ids: Iterable[str]) -> None:
         """Drop requests that have ended. A preempted one keeps its place at the drafter."""
-        for request_id in scheduled.finished_req_ids:
+        for request_id in request_ids:
             self._known.pop(request_id, None)
 
     def propose(  # type: ignore[override]
@@ -143,7 +146,7 @@ class RemoteSpeculator(BaseSpeculator):
             request_ids=batch.req_ids,
             requests=self._known,
             heads_B=np.array([one.head for one in known], dtype=np.int32),
-            depth_B=np.where(ends_B < batch.prefill_len_np, 0, k_B).astype(np.int32),
+            depth_B=np.where(ends_B < batch.prefill_len_np, 0, np.minimum(k_B, self._num_ahead)).astype(np.int32),
             # A request with K = 0 never drafts; its prompt may serve another one from the drafter's cache.
             wanted_B=(k_B > 0) | batch.is_prefilling_np,
             row_offset_B=offset_B1[:-1],
@@ -165,14 +168,6 @@ class RemoteModelRunner(RaggedModelRunner):
     def remote(self) -> StepSender | None:
         """The sending side; None on ranks that do not send, and when the engine is down."""
         return self.speculator.sender if self.speculator is not None else None
-
-    def finish_requests(self, scheduler_output: "SchedulerOutput") -> None:
-        super().finish_requests(scheduler_output)
-        self.speculator.forget(scheduler_output)
-
-    def add_requests(self, scheduler_output: "SchedulerOutput") -> None:
-        super().add_requests(scheduler_output)
-        self.speculator.add(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's own; its output says which drafts, planned for this step, there were (`WorkerReport`)."""

@@ -29,6 +29,7 @@ from peagle.vllm.acceptance import (
     WorkerReport,
     drafts_wanted,
     encode_steps,
+    plan_drafts_ahead,
 )
 from peagle.vllm.limits import bound_grammars, max_grammar_s
 from peagle.vllm.trimming import Trimmer, make_trimmer
@@ -244,4 +245,7 @@ class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
     def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:
         super()._update_after_schedule(scheduler_output)
         found = [self.requests[request_id] for request_id in scheduler_output.num_scheduled_tokens]
-        self._trim([request for request in found if not request.is_prefill_chunk and request.spec_token_ids])
+        drafting = [request for request in found if not request.is_prefill_chunk and request.spec_token_ids]
+        self._trim(drafting)
+        # This step's pass makes the drafts of the next one.
+        plan_drafts_ahead(scheduler_output, max((len(request.spec_token_ids) for request in drafting), default=0))

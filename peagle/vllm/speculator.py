@@ -4,10 +4,14 @@ Enters: the target's three tapped hidden states, and what was sampled and reject
 tokens a request, in the target's vocabulary; equal to `peagle.draft`. The rows of the pass are those of
 `peagle.vllm.draft_rows`.
 
-Batches in which no request has more than 1 + K_max target rows, that is decoding ones, give every request 2 K_max rows.
-So one graph for each number of requests serves them, whatever was rejected or trimmed, and holds everything from `fc`
-to the choice of draft tokens. Other batches, with prompts in them, run densely packed, on vLLM's piecewise graphs where
-their size has one. Greedy drafts only: vLLM's rejection sampling keeps the output's distribution with them.
+A pass drafts to a depth D: K_max, about half of it, or 1, the least of these that covers what the scheduler verifies in
+the next step. It has D - 1 mask rows a request; draft d does not depend on the mask rows after it. Requests with K = 0
+take part with their prompts only, which a later request may find in the prefix cache.
+
+Batches in which no request has more than 1 + D target rows, that is decoding ones, give every request 2 D rows. So one
+graph for each number of requests and depth serves them, whatever was rejected or trimmed, and holds everything from
+`fc` to the choice of draft tokens. Other batches, with prompts in them, run densely packed, on vLLM's piecewise graphs
+where their size has one. Greedy drafts only: vLLM's rejection sampling keeps the output's distribution with them.
 
 R requests, N target rows, M rows of the pass, H drafter's hidden size, X = 3 times the target's.
 """
@@ -15,10 +19,12 @@ R requests, N target rows, M rows of the pass, H drafter's hidden size, X = 3 ti
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
@@ -26,17 +32,25 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.buffer_utils import async_copy_to_gpu
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 
+from peagle.vllm.acceptance import drafts_ahead, drafts_wanted
 from peagle.vllm.draft_rows import DraftRows, TargetRows, write_rows
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
 MAX_NUM_SPLITS, MAX_SPLIT_REQUESTS = 32, 32
+
+MIN_SHALLOW_REQUESTS = 32
+"""From so many requests on, fewer mask rows make a pass faster, and there are full graphs for depths below K_max."""
 
 
 def most_rows(config: VllmConfig) -> int:
@@ -52,26 +66,49 @@ def request_counts(most: int) -> list[int]:
     return [*(count for count in counts if count < most), most]
 
 
+def pass_depths(k_max: int) -> list[int]:
+    """Depths that passes draft to, ascending."""
+    return sorted({1, (k_max + 1) // 2, k_max})
+
+
 class DraftGraphs(CudaGraphManager):
-    """Graphs of passes: full ones for some numbers of requests, piecewise ones for the engine's sizes in rows."""
+    """Graphs of passes: full ones for some numbers of requests at each depth, piecewise ones for the engine's sizes in
+    rows."""
 
     def _init_candidates(self) -> None:
+        self._full: dict[int, list[BatchExecutionDescriptor]] = {}
         full, piecewise = [], []
         if self.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
-            limit = min(self.max_num_reqs, most_rows(self.vllm_config) // self.decode_query_len)
-            for count in request_counts(limit):
-                num_rows = count * self.decode_query_len
-                full.append(BatchExecutionDescriptor(CUDAGraphMode.FULL, num_rows, count, self.decode_query_len))
+            *shallow, k_max = pass_depths(self.vllm_config.num_speculative_tokens)
+            for depth in (*shallow, k_max):
+                stride, least = 2 * depth, 1 if depth == k_max else MIN_SHALLOW_REQUESTS
+                limit = min(self.max_num_reqs, most_rows(self.vllm_config) // stride)
+                self._full[depth] = [
+                    BatchExecutionDescriptor(CUDAGraphMode.FULL, count * stride, count, stride)
+                    for count in request_counts(limit)
+                    if count >= least
+                ]
+                full += self._full[depth]
         if self.cudagraph_mode.mixed_mode() == CUDAGraphMode.PIECEWISE and not self.use_breakable_cg:
             for size in sorted(self.compilation_config.cudagraph_capture_sizes or []):
                 piecewise.append(BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, size, None))
         for descs in filter(None, (full, piecewise)):
-            self._capture_descs[descs[0].cg_mode] = descs[::-1]
-            start = 0
-            for desc in descs:
-                for num_rows in range(start, desc.num_tokens + 1):
-                    self._candidates.setdefault((num_rows, 0), []).append(desc)
-                start = desc.num_tokens + 1
+            self._capture_descs[descs[0].cg_mode] = sorted(descs, key=lambda desc: desc.num_tokens, reverse=True)
+        start = 0
+        for desc in piecewise:
+            for num_rows in range(start, desc.num_tokens + 1):
+                self._candidates[num_rows, 0] = [desc]
+            start = desc.num_tokens + 1
+
+    def full_graph(self, num_requests: int, depth: int, max_query_len: int) -> BatchExecutionDescriptor | None:
+        """The smallest full graph of a pass to `depth` or deeper; None where there is none, or a request has more than
+        `max_query_len` rows."""
+        fitting = []
+        for deep, descs in self._full.items():
+            if deep >= depth and deep + 1 >= max_query_len:
+                place = bisect_left(descs, num_requests, key=lambda desc: desc.num_reqs or 0)
+                fitting += descs[place : place + 1]
+        return min(fitting, key=lambda desc: desc.num_tokens, default=None)
 
 
 class PEagleSpeculator(DraftModelSpeculator):
@@ -85,7 +122,10 @@ class PEagleSpeculator(DraftModelSpeculator):
         """Raises ValueError for settings that it was not made for; the message names them."""
         super().__init__(vllm_config, device)
         _check_settings(vllm_config)
-        self.stride = 2 * self.num_speculative_steps
+        self._without_drafts: set[str] = set()
+        """Requests with K = 0."""
+        self._num_ahead = self.num_speculative_steps
+        """Drafts of a request that the next step verifies at most."""
         self.max_rows = most_rows(vllm_config)
         self.mask_token_id = get_parallel_drafting_token_id(self.draft_model_config.hf_config)
         self.graphs = None
@@ -125,30 +165,46 @@ class PEagleSpeculator(DraftModelSpeculator):
         ):
             logger.warning("the drafter's attention (%s) has no full CUDA graphs", support.min_cg_attn_backend)
             cudagraph_mode = CUDAGraphMode.NONE
-        self.graphs = DraftGraphs(self.vllm_config, self.device, cudagraph_mode, decode_query_len=self.stride)
+        stride = 2 * self.num_speculative_steps
+        self.graphs = DraftGraphs(self.vllm_config, self.device, cudagraph_mode, decode_query_len=stride)
 
     def capture(self) -> None:
         assert self.graphs is not None
         self.graphs.capture(self._prepare_capture, "Capturing P-EAGLE's CUDA graphs")
 
+    def add(self, scheduled: SchedulerOutput) -> None:
+        """Take in the requests that start in this step, and what the scheduler plans for the next one."""
+        for new in scheduled.scheduled_new_reqs:
+            if not drafts_wanted(new.sampling_params, self.num_speculative_steps):
+                self._without_drafts.add(new.req_id)
+        self._num_ahead = drafts_ahead(scheduled, self.num_speculative_steps)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Drop requests that have ended."""
+        self._without_drafts.difference_update(request_ids)
+
     def _prepare_capture(self, desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:
         """vLLM's `CreateForwardFn`: a batch of requests without any context, which writes nothing to the cache."""
         rows, count = self.rows, desc.num_reqs or min(desc.num_tokens, self.max_num_reqs)
-        for buffer in (rows.token_ids_R, rows.positions_R, rows.sources_R, rows.sample_rows_BK, rows.context_B):
+        for buffer in (rows.token_ids_R, rows.positions_R, rows.sources_R, rows.sample_rows_BD, rows.context_B):
             buffer.zero_()
         rows.slots_GR.fill_(-1)
         metadata = slots = None
+        depth = self.num_speculative_steps
         if desc.cg_mode == CUDAGraphMode.FULL:
-            rows.context_B[:count] = self.stride
-            rows.first_row_B1.copy_(self.arange.clamp(max=count) * self.stride)
+            assert desc.uniform_token_count is not None
+            stride = desc.uniform_token_count
+            depth = stride // 2
+            rows.context_B[:count] = stride
+            rows.first_row_B1.copy_(self.arange.clamp(max=count) * stride)
             self.block_tables.get_dummy_block_tables(count)
-            first_row_B1 = self.arange[: count + 1] * self.stride
-            context_B = torch.full((count,), self.stride, dtype=torch.int32)
+            first_row_B1 = self.arange[: count + 1] * stride
+            context_B = torch.full((count,), stride, dtype=torch.int32)
             metadata, slots = self._attention(
-                desc.num_tokens, first_row_B1, context_B, self.stride, self.max_model_len, for_capture=True
+                desc.num_tokens, first_row_B1, context_B, stride, self.max_model_len, for_capture=True
             )
-        num_targets = count * (1 + self.num_speculative_steps)
-        return lambda mode: self._draft(count, num_targets, desc.num_tokens, metadata, slots, mode)
+        num_targets = count * (1 + depth)
+        return lambda mode: self._draft(count, num_targets, desc.num_tokens, depth, metadata, slots, mode)
 
     @torch.inference_mode()
     def propose(  # type: ignore[override]
@@ -169,21 +225,20 @@ class PEagleSpeculator(DraftModelSpeculator):
         is_profile: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        """Draft tokens of every request of the batch, [R, K_max] int64; those of unfinished prompts mean nothing."""
+        """Draft tokens of every request of the batch, [R, K_max] int64; those that the scheduler does not plan to
+        verify mean nothing."""
         assert aux_hidden_states, "the target returned no tapped hidden states"
-        num_requests, num_targets = input_batch.num_reqs, input_batch.num_tokens
-        num_drafts, max_query_len = self.num_speculative_steps, int(input_batch.num_scheduled_tokens.max())
-        torch.cat([tap_NH[:num_targets] for tap_NH in aux_hidden_states], dim=-1, out=self.taps_NX[:num_targets])
-        num_rows = num_targets + num_requests * (num_drafts - 1)
+        num_requests, k_max = input_batch.num_reqs, self.num_speculative_steps
         if dummy_run and skip_attn_for_dummy_run:  # memory is profiled before there is a cache
-            self.rows = DraftRows.empty(self.max_num_reqs, self.max_rows, num_drafts, 1, self.device)
-            self._draft(num_requests, num_targets, min(num_rows, self.max_rows), None, None, CUDAGraphMode.NONE)
+            self._take_taps(aux_hidden_states, input_batch.num_tokens)
+            self.rows = DraftRows.empty(self.max_num_reqs, self.max_rows, k_max, 1, self.device)
+            num_rows = min(input_batch.num_tokens + num_requests * (k_max - 1), self.max_rows)
+            self._draft(num_requests, input_batch.num_tokens, num_rows, k_max, None, None, CUDAGraphMode.NONE)
             return self.draft_tokens[:num_requests]
 
-        desc = self._graph_for(num_requests, num_rows, max_query_len, is_profile)
-        is_full = desc.cg_mode == CUDAGraphMode.FULL
-        stride = self.stride if is_full else 0
-        num_rows = desc.num_tokens if is_full else num_rows
+        members_M = None if dummy_run else self._members(input_batch)
+        if members_M is not None and not len(members_M):
+            return self.draft_tokens[:num_requests]
         target = TargetRows(
             first_row_B1=input_batch.query_start_loc,
             input_ids_N=input_batch.input_ids,
@@ -194,57 +249,96 @@ class PEagleSpeculator(DraftModelSpeculator):
             last_sampled_S=last_sampled,
             next_prefill_S=next_prefill_tokens,
         )
+        lengths_B, most_keys_B = input_batch.num_scheduled_tokens, input_batch.seq_lens_cpu_upper_bound[:num_requests]
+        if members_M is None:
+            self._take_taps(aux_hidden_states, input_batch.num_tokens)
+        else:
+            lengths_B, most_keys_B = lengths_B[members_M], most_keys_B[torch.from_numpy(members_M)]
+            target, member_rows_N = _only(target, members_M, input_batch.query_start_loc_np, lengths_B, self.device)
+            self._take_taps(aux_hidden_states, len(member_rows_N), member_rows_N)
+        depth = k_max if dummy_run else next(deep for deep in pass_depths(k_max) if deep >= self._num_ahead)
+        self._run_pass(target, lengths_B, most_keys_B, depth, members_M is not None, is_profile)
+        if members_M is None:
+            return self.draft_tokens[:num_requests]
+        drafts_BK = torch.zeros(num_requests, k_max, dtype=self.draft_tokens.dtype, device=self.device)
+        drafts_BK[async_copy_to_gpu(members_M, device=self.device)] = self.draft_tokens[: len(members_M)]
+        return drafts_BK
+
+    def _members(self, batch: InputBatch) -> np.ndarray[Any, Any] | None:
+        """Indices of the requests that take part in the pass; None: all."""
+        if not self._without_drafts:
+            return None
+        drafts_B = [request_id not in self._without_drafts for request_id in batch.req_ids]
+        takes_part_B = np.array(drafts_B) | batch.is_prefilling_np
+        return None if takes_part_B.all() else takes_part_B.nonzero()[0]
+
+    def _take_taps(self, taps: list[Tensor], num_rows: int, rows_N: Tensor | None = None) -> None:
+        """The target's hidden states into the buffer: its first `num_rows` rows, or `rows_N` of them."""
+        chosen = [tap_NH[:num_rows] if rows_N is None else tap_NH[rows_N] for tap_NH in taps]
+        torch.cat(chosen, dim=-1, out=self.taps_NX[:num_rows])
+
+    def _run_pass(
+        self,
+        target: TargetRows,
+        lengths_B: np.ndarray[Any, Any],
+        most_keys_B: Tensor,
+        depth: int,
+        is_part: bool,
+        is_profile: bool,
+    ) -> None:
+        """Lay out the rows and draft to `depth`, or deeper where a full graph is.
+
+        Args:
+            lengths_B: target rows of each request. most_keys_B: what no request's number of keys exceeds. Host's view.
+            is_part: some requests of the batch do not take part.
+        """
+        num_requests, num_targets, max_query_len = len(lengths_B), int(lengths_B.sum()), int(lengths_B.max())
+        desc, stride = None, 0
+        if self.graphs is not None and not is_profile:
+            desc = self.graphs.full_graph(num_requests, depth, max_query_len)
+        if desc is not None:
+            assert desc.uniform_token_count is not None
+            assert desc.num_reqs is not None
+            stride, num_padded, num_rows = desc.uniform_token_count, desc.num_reqs, desc.num_tokens
+            depth = stride // 2
+            first_row_B1 = self.arange[: num_padded + 1].clamp(max=num_requests) * stride
+        else:
+            num_padded, num_rows = num_requests, num_targets + num_requests * (depth - 1)
+            ends_B = torch.from_numpy(np.cumsum(lengths_B + (depth - 1), dtype=np.int32))
+            first_row_B1 = torch.cat([ends_B.new_zeros(1), ends_B])
+        run_rows, mode = num_rows, CUDAGraphMode.FULL
+        if desc is None:
+            mode = CUDAGraphMode.NONE
+            if self.graphs is not None and not is_profile:
+                piecewise = self.graphs.dispatch(num_requests, num_rows, None, 0)
+                run_rows, mode = piecewise.num_tokens, piecewise.cg_mode
+        if is_part:  # the target is done with its own
+            self.block_tables.gather_block_tables(target.place_B, num_padded)
         for group in self.groups:
             write_rows(
                 target,
                 self.block_tables.input_block_tables[group],
                 self.rows,
                 group=group,
-                num_drafts=num_drafts,
+                num_drafts=depth,
                 stride=stride,
                 max_query_len=max_query_len,
-                num_rows=desc.num_tokens,
+                num_rows=run_rows,
                 block_size=self.block_tables.kernel_block_sizes[group],
                 mask_token_id=self.mask_token_id,
                 max_model_len=self.max_model_len,
             )
-        first_row_B1, context_B = self._host_rows(input_batch, stride, desc.num_reqs if is_full else num_requests)
+        context_B = torch.zeros(num_padded, dtype=torch.int32)
+        context_B[:num_requests] = (most_keys_B + (depth - 1)).clamp(max=self.max_model_len)
         # Full graphs read these through the builder's buffers, so they are built for a replay too.
         metadata, slots = self._attention(
-            num_rows, first_row_B1, context_B, stride or max_query_len + num_drafts - 1, int(context_B.max())
+            num_rows, first_row_B1, context_B, stride or max_query_len + depth - 1, int(context_B.max())
         )
-        if is_full:
+        if desc is not None:
             assert self.graphs is not None
             self.graphs.run_fullgraph(desc)
         else:
-            self._draft(num_requests, num_targets, desc.num_tokens, metadata, slots, desc.cg_mode)
-        return self.draft_tokens[:num_requests]
-
-    def _graph_for(
-        self, num_requests: int, num_rows: int, max_query_len: int, is_profile: bool
-    ) -> BatchExecutionDescriptor:
-        """The graph of a pass with so many requests and rows; of no graph, with mode NONE."""
-        if is_profile or self.graphs is None:
-            return BatchExecutionDescriptor(CUDAGraphMode.NONE, num_rows, num_requests)
-        if max_query_len <= 1 + self.num_speculative_steps:
-            desc = self.graphs.dispatch(num_requests, num_requests * self.stride, self.stride, 0)
-            if desc.cg_mode == CUDAGraphMode.FULL:
-                return desc
-        return self.graphs.dispatch(num_requests, num_rows, None, 0)
-
-    def _host_rows(self, batch: InputBatch, stride: int, num_padded: int | None) -> tuple[Tensor, Tensor]:
-        """The host's view: first rows [num_padded + 1], and what no request's number of keys exceeds [num_padded]."""
-        count, num_masks = batch.num_reqs, self.num_speculative_steps - 1
-        num_padded = num_padded or count
-        if stride:
-            first_row_B1 = self.arange[: num_padded + 1].clamp(max=count) * stride
-        else:
-            first_row_B1 = (
-                torch.from_numpy(batch.query_start_loc_np[: count + 1]) + self.arange[: count + 1] * num_masks
-            )
-        context_B = torch.zeros(num_padded, dtype=torch.int32)
-        context_B[:count] = (batch.seq_lens_cpu_upper_bound[:count] + num_masks).clamp(max=self.max_model_len)
-        return first_row_B1, context_B
+            self._draft(num_requests, num_targets, run_rows, depth, metadata, slots, mode)
 
     def _attention(
         self,
@@ -283,6 +377,7 @@ class PEagleSpeculator(DraftModelSpeculator):
         num_requests: int,
         num_targets: int,
         num_rows: int,
+        depth: int,
         attn_metadata: dict[str, Any] | None,
         slots: dict[str, Tensor] | None,
         mode: CUDAGraphMode,
@@ -305,11 +400,35 @@ class PEagleSpeculator(DraftModelSpeculator):
                 hidden_states=self.hidden_MH[:num_rows],
                 inputs_embeds=None,
             )
-        sampled = rows.sample_rows_BK[: num_requests * self.num_speculative_steps]
+        sampled = rows.sample_rows_BD[: num_requests * depth]
         draft_ids = model.logits_processor(model.lm_head, normed_MH[sampled]).argmax(dim=-1)
         if model.draft_id_to_target_id is not None:
             draft_ids = draft_ids + model.draft_id_to_target_id[draft_ids]
-        self.draft_tokens[:num_requests] = draft_ids.view(num_requests, -1)
+        self.draft_tokens[:num_requests, :depth] = draft_ids.view(num_requests, depth)
+
+
+def _only(
+    target: TargetRows,
+    members_M: np.ndarray[Any, Any],
+    first_row_np: np.ndarray[Any, Any],
+    lengths_M: np.ndarray[Any, Any],
+    device: torch.device,
+) -> tuple[TargetRows, Tensor]:
+    """The target's rows of some requests of the batch, one after another, and which rows these are."""
+    ends_M = np.cumsum(lengths_M)
+    rows_N = np.arange(ends_M[-1]) + np.repeat(first_row_np[members_M] - ends_M + lengths_M, lengths_M)
+    members, rows = (async_copy_to_gpu(indices, device=device) for indices in (members_M, rows_N))
+    chosen = TargetRows(
+        first_row_B1=async_copy_to_gpu(np.concatenate([[0], ends_M]).astype(np.int32), device=device),
+        input_ids_N=target.input_ids_N[rows],
+        positions_N=target.positions_N[rows],
+        place_B=target.place_B[members],
+        num_sampled_B=target.num_sampled_B[members],
+        num_rejected_B=target.num_rejected_B[members],
+        last_sampled_S=target.last_sampled_S,
+        next_prefill_S=target.next_prefill_S,
+    )
+    return chosen, rows
 
 
 def _check_settings(config: VllmConfig) -> None:

@@ -16,6 +16,7 @@ from vllm import SamplingParams
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
+from peagle.vllm.acceptance import DEPTH_KEY, plan_drafts_ahead
 from peagle.vllm.trimming import document_path
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ def read_steps(instance_id: str) -> dict[str, Any] | None:
 def measure_steps(worker: Any) -> list[dict[str, Any]]:
     """Points {"num_requests", "num_tokens", "step_s"}: R requests with N rows in all, decoding only.
 
-    For each R no drafts, all K_max, and some between; K_max + 1 rows a request at most.
+    For each R no drafts, 1, half of K_max, and K_max; at most K_max + 1 rows a request.
     """
     config, start_s = worker.vllm_config, time.perf_counter()
     k_max = config.num_speculative_tokens
@@ -61,15 +62,17 @@ def measure_steps(worker: Any) -> list[dict[str, Any]]:
     for num_requests in sorted({*REQUEST_COUNTS, scheduler.max_num_seqs}):
         if num_requests > scheduler.max_num_seqs:
             break
-        batch = _Batch(worker, num_requests)
-        if not batch.fits:
-            break
-        batch.admit()
-        for depth in sorted({0, k_max // 4, k_max // 2, k_max}):
-            if num_requests * (1 + depth) <= scheduler.max_num_batched_tokens:
-                point = {"num_requests": num_requests, "num_tokens": num_requests * (1 + depth)}
-                points.append({**point, "step_s": batch.time_steps(depth)})
-        batch.finish()
+        # Without drafts the requests have K = 0: nothing is drafted either.
+        for max_k, depths in ((0, {0}), (k_max, {1, k_max // 2, k_max} - {0})):
+            batch = _Batch(worker, num_requests, max_k)
+            if not batch.fits:
+                break
+            batch.admit()
+            for depth in sorted(depth for depth in depths if depth <= max_k):
+                if num_requests * (1 + depth) <= scheduler.max_num_batched_tokens:
+                    point = {"num_requests": num_requests, "num_tokens": num_requests * (1 + depth)}
+                    points.append({**point, "step_s": batch.time_steps(depth)})
+            batch.finish()
     worker.model_runner.kv_connector.set_disabled(False)
     logger.info("measured %d decoding steps in %.1f s", len(points), time.perf_counter() - start_s)
     return points
@@ -78,13 +81,11 @@ def measure_steps(worker: Any) -> list[dict[str, Any]]:
 class _Batch:
     """R requests of the worker's runner, at `CONTEXT_TOKENS` of context or what the engine allows."""
 
-    def __init__(self, worker: Any, num_requests: int) -> None:
+    def __init__(self, worker: Any, num_requests: int, max_k: int) -> None:
         self._worker, self._runner = worker, worker.model_runner
         self._ids = [f"_peagle_measured_{index}" for index in range(num_requests)]
-        config = worker.vllm_config
-        self._k_max = config.num_speculative_tokens
-        self._num_steps = 4 * (NUM_WARM_STEPS + NUM_STEPS)
-        grown = self._num_steps * (1 + self._k_max) + config.num_lookahead_tokens
+        self._max_k, self._num_steps = max_k, 4 * (NUM_WARM_STEPS + NUM_STEPS)
+        grown = self._num_steps * (1 + max_k) + worker.vllm_config.num_lookahead_tokens
         self._context = min(CONTEXT_TOKENS, worker.model_config.max_model_len - grown - 1)
         # Each request has blocks of its own for what it writes; all share the blocks of the context before.
         self._blocks = [
@@ -100,7 +101,11 @@ class _Batch:
         """One step in which the requests appear, with one token each left to compute."""
         output = SchedulerOutput.make_empty()
         num_blocks, vocabulary = self._runner.kv_cache_config.num_blocks - 1, self._worker.model_config.get_vocab_size()
-        params = SamplingParams(temperature=0.0, max_tokens=self._worker.model_config.max_model_len)
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=self._worker.model_config.max_model_len,
+            extra_args={DEPTH_KEY: self._max_k},
+        )
         for index, request_id in enumerate(self._ids):
             tokens = [(index * 7919 + 13 * position) % vocabulary for position in range(self._context + 1)]
             blocks = tuple(
@@ -159,6 +164,7 @@ class _Batch:
         if depth:
             output.scheduled_spec_decode_tokens = {request_id: [-1] * depth for request_id in self._ids}
         output.num_common_prefix_blocks = [0] * len(self._blocks)
+        plan_drafts_ahead(output, depth)
         self._worker.execute_model(output)
         self._worker.sample_tokens(None)
         self._computed += 1 + depth

@@ -20,6 +20,7 @@ from peagle.vllm.speculator import PEagleSpeculator, most_rows
 from peagle.vllm.step_measure import measure_steps, write_steps
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.worker_base import CompilationTimes
 
 compat.allow_v2()
@@ -50,6 +51,14 @@ class RaggedModelRunner(GPUModelRunner):
                 lora_capture_cases=self.lora_capture_cases,
                 varlen_decode=True,
             )
+
+    def add_requests(self, scheduler_output: "SchedulerOutput") -> None:
+        super().add_requests(scheduler_output)
+        self.speculator.add(scheduler_output)
+
+    def finish_requests(self, scheduler_output: "SchedulerOutput") -> None:
+        super().finish_requests(scheduler_output)
+        self.speculator.forget(scheduler_output.finished_req_ids)
 
     def prepare_inputs(self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any) -> Any:
         """vLLM's. A replay is planned for as many rows a request as its graph was captured for."""
