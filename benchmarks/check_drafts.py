@@ -22,8 +22,10 @@ import torch
 
 from peagle.provenance import conditions
 
-NUM_DRAFTS, MAX_MODEL_LEN, CHUNK, NUM_REQUESTS, MAX_NUM_SEQS, NUM_OUTPUT = 5, 400, 128, 24, 8, 48
-PRESSED_BLOCKS = 56  # of 16 tokens: eight sequences of 400 need 200
+NUM_DRAFTS, MAX_MODEL_LEN, CHUNK, NUM_REQUESTS, MAX_NUM_SEQS, NUM_OUTPUT = 5, 400, 256, 48, 36, 48
+PRESSED_BLOCKS = 300  # of 16 tokens: 36 sequences of 400 need 900
+ROUNDS: tuple[tuple[int | None, ...], ...] = ((None, 0, 1, 3, NUM_DRAFTS), (0, 1), (1, 3), (0,))
+"""K of the requests that run together."""
 TARGET: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -56,10 +58,11 @@ class Recorder:
         propose, wrong = speculator.propose, random.Random(0)
 
         def recording(batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            members, num_ahead = speculator._members(batch), speculator._num_ahead
             drafts = propose(batch, *args, **kwargs)
             if kwargs.get("dummy_run") or batch.req_ids[0].startswith("_"):
                 return drafts
-            num_sampled, num_rejected, last_sampled, next_prefill = args[4:8]
+            taps, num_sampled, num_rejected, last_sampled, next_prefill = args[3:8]
             count, num_rows = batch.num_reqs, batch.num_tokens
             step = {
                 "req_ids": list(batch.req_ids),
@@ -70,8 +73,10 @@ class Recorder:
                 "num_rejected": num_rejected.tolist(),
                 "newest": last_sampled[batch.idx_mapping].view(-1).tolist(),
                 "next_prompt": next_prefill.view(-1)[batch.idx_mapping].tolist(),
-                "taps": speculator.taps_NX[:num_rows].float().cpu(),
+                "taps": torch.cat([tap[:num_rows] for tap in taps], dim=-1).float().cpu(),
                 "drafts": drafts.tolist(),
+                "members": list(range(count)) if members is None else members.tolist(),
+                "num_ahead": num_ahead,
             }
             self.recorded.append(step)
             if oracle is None:
@@ -209,17 +214,22 @@ def generate(llm: Any, with_depths: bool) -> list[list[int]]:
     from vllm import SamplingParams, TokensPrompt
 
     draw = random.Random(3)
-    prompts, params = [], []
-    for index in range(NUM_REQUESTS):
-        length = MAX_MODEL_LEN - NUM_OUTPUT // 2 if index % 6 == 5 else draw.choice([1, 2, 7, 60, 150, 300])
-        prompts.append(TokensPrompt(prompt_token_ids=[draw.randrange(2, 2000) for _ in range(length)]))
-        depth = draw.choice([None, 0, 1, 3, NUM_DRAFTS])
-        extra = {"peagle_k": depth} if with_depths and depth is not None else None
-        params.append(
-            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=NUM_OUTPUT, detokenize=False, extra_args=extra)
-        )
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    tokens = []
+    for depths in ROUNDS:
+        prompts, params = [], []
+        for index in range(NUM_REQUESTS):
+            length = MAX_MODEL_LEN - NUM_OUTPUT // 2 if index % 6 == 5 else draw.choice([1, 2, 7, 60, 150, 300])
+            prompts.append(TokensPrompt(prompt_token_ids=[draw.randrange(2, 2000) for _ in range(length)]))
+            depth = draw.choice(depths)
+            extra = {"peagle_k": depth} if with_depths and depth is not None else None
+            params.append(
+                SamplingParams(
+                    temperature=0.0, ignore_eos=True, max_tokens=NUM_OUTPUT, detokenize=False, extra_args=extra
+                )
+            )
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        tokens += [list(output.outputs[0].token_ids) for output in outputs]
+    return tokens
 
 
 def compare(steps: list[dict[str, Any]], head_dir: Path, target_dir: Path) -> dict[str, Any]:
@@ -233,7 +243,8 @@ def compare(steps: list[dict[str, Any]], head_dir: Path, target_dir: Path) -> di
     sessions: dict[str, DraftSession] = {}
     num_equal, num_all, by_depth, gaps, kinds = 0, 0, Counter[int](), [], Counter[str]()
     for step in steps:
-        for row, name in enumerate(step["req_ids"]):
+        for row in step["members"]:
+            name = step["req_ids"][row]
             start, end = step["first"][row : row + 2]
             context, valid = step["positions"][start], end - start - step["num_rejected"][row]
             newest = step["newest"][row] if step["num_sampled"][row] else step["next_prompt"][row]
@@ -241,7 +252,7 @@ def compare(steps: list[dict[str, Any]], head_dir: Path, target_dir: Path) -> di
             session = sessions.setdefault(name, DraftSession(drafter))
             kinds["first" if context == 0 and not session.num_rows else "resumed" if context == 0 else "later"] += 1
             session.truncate(context)
-            wanted = min(NUM_DRAFTS, MAX_MODEL_LEN - context - valid + 1)
+            wanted = min(step["num_ahead"], MAX_MODEL_LEN - context - valid + 1)
             found = session.propose(torch.tensor(tokens), step["taps"][start : start + valid], NUM_DRAFTS)
             for depth in range(wanted):
                 expected, given = int(found.token_ids_K[depth]), step["drafts"][row][depth]
@@ -306,6 +317,8 @@ def main() -> int:
         for num_sampled in step["num_sampled"]:
             accepted[num_sampled] += 1
     report["tokens_a_step"] = dict(sorted(accepted.items()))
+    report["steps_by_drafts_ahead"] = dict(sorted(Counter(step["num_ahead"] for step in steps).items()))
+    report["steps_with_requests_left_out"] = sum(len(step["members"]) < len(step["req_ids"]) for step in steps)
     args.out.write_text(json.dumps(report | {"conditions": conditions()}, indent=1))
     sys.stdout.write(json.dumps(report, indent=1) + "\n")
     return 0

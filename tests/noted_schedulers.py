@@ -8,7 +8,8 @@ from typing import Any
 from peagle.vllm.scheduler import PerRequestDepthAsyncScheduler, PerRequestDepthScheduler
 
 NOTES = "TEST_STEP_NOTES"
-"""Environment variable: the file that gets {"prompt_tokens": n, "drafts": [K of each decode]} for each step."""
+"""Environment variable: the file that gets {"prompt_tokens": n, "drafts": [K of each decode]} for each step;
+with asynchronous scheduling also "ahead": most drafts of a request in the next step."""
 
 
 class _Noted:
@@ -21,6 +22,8 @@ class _Noted:
             "prompt_tokens": sum(num for name, num in scheduled if is_prompt.get(name, True)),
             "drafts": [drafts.get(name, 0) for name, _ in scheduled if not is_prompt.get(name, True)],
         }
+        if (ahead := getattr(output, "peagle_drafts_ahead", -1)) >= 0:
+            note["ahead"] = ahead
         with Path(os.environ[NOTES]).open("a", encoding="utf-8") as file:
             file.write(json.dumps(note) + "\n")
         return output

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,14 @@ def test_no_step_verifies_more_than_k_and_none_leaves_a_request_out(seen: Seen) 
     drafts = [drafts for step in seen.steps for drafts in step["drafts"]]
     assert max(drafts) <= K_MAX
     assert sum(drafts) > len(drafts), "on this engine most drafts are worth their time"
+
+
+def test_a_step_verifies_what_the_step_before_was_told_to_draft(seen: Seen) -> None:
+    """The GPU worker drafts no deeper than that. With synchronous scheduling it is told nothing."""
+    told = [(before["ahead"], max(after["drafts"], default=0)) for before, after in pairwise(seen.steps)
+            if "ahead" in before]  # fmt: skip
+    assert all(deepest <= ahead for ahead, deepest in told)
+    assert not told or max(ahead for ahead, _ in told) > min(ahead for ahead, _ in told)
 
 
 def test_the_client_hears_what_steps_take(seen: Seen) -> None:
