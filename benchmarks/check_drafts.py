@@ -238,6 +238,7 @@ def compare(steps: list[dict[str, Any]], head_dir: Path, target_dir: Path) -> di
     from peagle.draft import DraftSession
     from peagle.heads import target_table
 
+    torch.set_num_threads(1)  # small operations, and perhaps another check beside this one
     config, tensors = load_head(head_dir)
     drafter = build_drafter(config, tensors, embed_VH=target_table(target_dir, "embed_tokens.weight").float())
     sessions: dict[str, DraftSession] = {}

@@ -20,6 +20,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from cluster.counts import Counts, MetricsExport, TargetReport
 from cluster.request import MAX_NUM_WORKLOADS
@@ -49,9 +50,8 @@ from deployments.edge import (
 from deployments.replicas import DrafterLinks
 from deployments.telemetry import make_control
 from peagle.heads import head_digest
-from peagle.vllm import compat as vllm_compat
 from peagle.vllm.acceptance import DraftingRecorder
-from peagle.vllm.engine import RemoteSettings, engine_kwargs, openmp_preload
+from peagle.vllm.engine import ASYNC_SCHEDULER, RemoteSettings, engine_kwargs, openmp_preload
 from peagle.vllm.limits import GRAMMAR_KEY, GrammarLimits, guard
 
 logger = logging.getLogger(__name__)
@@ -331,8 +331,10 @@ def engine_config(settings: ClusterSettings, target: str | None = None, head_dir
         remote=None if links is None else RemoteSettings(links.min_deadline_ms / 1000, links.max_deadline_ms / 1000),
         extra=extra,
     )
-    if not on_cpu:
-        vllm_compat.allow_v2()  # vLLM's configuration is made in this process too
+    if kwargs.get("scheduler_cls") == ASYNC_SCHEDULER:
+        # Ray makes vLLM's configuration in a task, and it is read in other processes again. Each of them imports the
+        # scheduler when it unpickles its class, and with it the permission for vLLM's V2 runner.
+        kwargs["scheduler_cls"] = resolve_obj_by_qualname(ASYNC_SCHEDULER)
     if drafter is not None:
         kwargs["speculative_config"] |= drafter.engine_options
     scaling = target_autoscaling(settings)
