@@ -5,20 +5,27 @@ The engine itself is in test_engine.py.
 
 import json
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from ray import cloudpickle
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from cluster.counts import Counts, WorkloadCounts
+from cluster.settings import load_settings
+from deployments.app import catalog
+from deployments.target import engine_config
 from peagle.config import DEFAULT_NUM_DEPTHS
 from peagle.vllm import compat
 from peagle.vllm.acceptance import (
@@ -98,6 +105,18 @@ def test_v2_is_allowed_for_our_worker_alone(monkeypatch: pytest.MonkeyPatch) -> 
     for worker, found in ((V2_WORKER, features[:1]), ("vllm.v1.worker.gpu_worker.Worker", features)):
         config: Any = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=worker))
         assert VllmConfig._get_v2_model_runner_unsupported_features(config) == found
+
+
+def test_who_reads_a_target_s_configuration_for_a_gpu_may_choose_v2() -> None:
+    """Ray makes vLLM's configuration of it in a task, in a process of its own."""
+    args = yaml.safe_load((Path(__file__).parents[1] / "configs/gpu.yaml").read_text())["applications"][0]["args"]
+    pickled = cloudpickle.dumps(engine_config(load_settings(args, catalog(), {})))
+    check = (
+        "import pickle, sys; pickle.load(sys.stdin.buffer); from vllm.config import VllmConfig; "
+        "print(VllmConfig._get_v2_model_runner_unsupported_features.allows_peagle)"
+    )
+    done = subprocess.run([sys.executable, "-c", check], input=pickled, capture_output=True, timeout=120, check=False)
+    assert done.stdout.decode().splitlines()[-1:] == ["True"], done.stderr.decode()
 
 
 @pytest.mark.parametrize(
