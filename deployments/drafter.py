@@ -8,6 +8,7 @@ hands their addresses to the targets, and brings new heads as `user_config`.
 import asyncio
 import dataclasses
 import logging
+import math
 import os
 import secrets
 import time
@@ -19,11 +20,10 @@ import torch
 from ray import serve
 
 import peagle.heads
-from cluster.settings import ROW_DTYPES, SHARED_SHAPE, Catalog, ClusterSettings, DrafterSettings, swapped
+from cluster.settings import ROW_DTYPES, Catalog, ClusterSettings, DrafterSettings, swapped
 from deployments.compat import be_no_nicer
 from deployments.replicas import DrafterReport, LiveHead
 from peagle.checkpoint import read_head_config
-from peagle.config import DrafterConfig
 from peagle.drafter.engine import DraftEngine
 from peagle.drafter.parallel_pass import ParallelPass
 from peagle.drafter.protocol import DTYPES, ServedHead
@@ -49,7 +49,6 @@ class LoadedHead:
     """`runtime` drafts; `served` is what targets get to know of it."""
 
     name: str
-    config: DrafterConfig
     runtime: ParallelPass
     served: ServedHead
 
@@ -94,63 +93,46 @@ class HeadLoader:
 
     def __init__(self, settings: ClusterSettings) -> None:
         """Prepares the target's checkpoint, which heads share tables with. Raises ValueError for a damaged one."""
-        assert settings.drafter is not None
-        assert settings.drafter.replicas is not None
-        self._drafter: DrafterSettings = settings.drafter
-        self._replicas = settings.drafter.replicas
+        drafter, engine = settings.drafter, settings.engine
+        assert drafter is not None
+        assert drafter.replicas is not None
+        assert drafter.max_draft_tokens is not None
+        self._max_draft_tokens: int = drafter.max_draft_tokens
+        self._cache_gib = drafter.replicas.cache_gib / len(drafter.heads)
         self._target = target_source(settings.model.source)
-        self._target_dir = local_directory(self._target) or Path(self._target)
-        self._dtype_name = ROW_DTYPES[settings.engine["dtype"]]
-        self._max_model_len: int | None = settings.engine.get("max_model_len")
-        self.device = torch.device("cuda" if self._replicas.num_gpus else "cpu")
-        num_at_targets = settings.max_num_targets * settings.engine.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS)
-        self.max_num_requests: int = self._replicas.max_num_requests or num_at_targets
-
-    @property
-    def max_draft_tokens(self) -> int:
-        """K_max."""
-        assert self._drafter.max_draft_tokens is not None
-        return self._drafter.max_draft_tokens
+        self._dtype = DTYPES[ROW_DTYPES[engine["dtype"]]]
+        self._max_model_len: float = engine.get("max_model_len", math.inf)
+        self.device = torch.device("cuda" if drafter.replicas.num_gpus else "cpu")
+        num_at_targets = settings.max_num_targets * engine.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS)
+        self.max_num_requests: int = drafter.replicas.max_num_requests or num_at_targets
 
     def directory(self, name: str) -> Path:
         """A head's directory, ready. Raises ValueError for a damaged head, or one of another target."""
         return head_directory(name, self._target)
 
-    def load(self, name: str, like: DrafterConfig | None = None) -> LoadedHead:
+    def load(self, name: str) -> LoadedHead:
         """A head with its share of the cache: the heads share `cache_gib` evenly.
 
-        `like`: a head that the targets are connected for, whose shape this one must have.
-
         Raises:
-            ValueError: a damaged head, one of another target or shape, one of fewer depths than K_max, or a cache too
-                small for one request of the longest context.
+            ValueError: a damaged head, one of another target, one of fewer depths than K_max, or a cache too small for
+                one request of the longest context.
         """
         directory = self.directory(name)
         config = read_head_config(directory)
-        if config.num_depths < self.max_draft_tokens:
+        if config.num_depths < self._max_draft_tokens:
             raise ValueError(
-                f"the head {name} was trained for {config.num_depths} depths, the targets draft {self.max_draft_tokens}"
+                f"the head {name} was trained for {config.num_depths} depths, the targets draft "
+                f"{self._max_draft_tokens}"
             )
-        if like is not None:
-            _check_shape(name, config, like)
         limits = DrafterLimits(
             max_num_requests=self.max_num_requests,
-            max_num_rows=max(MAX_NUM_ROWS, self.max_num_requests * 2 * (1 + self.max_draft_tokens)),
-            max_depth=self.max_draft_tokens,
-            cache_gib=self._replicas.cache_gib / len(self._drafter.heads),
-            max_context=min(self._max_model_len or config.max_position_embeddings, config.max_position_embeddings),
+            max_num_rows=max(MAX_NUM_ROWS, self.max_num_requests * 2 * (1 + self._max_draft_tokens)),
+            max_depth=self._max_draft_tokens,
+            cache_gib=self._cache_gib,
+            max_context=int(min(self._max_model_len, config.max_position_embeddings)),
         )
-        dtype = DTYPES[self._dtype_name]
-        runtime, served = load_served_head(directory, self._target_dir, limits, self.device, dtype)
-        return LoadedHead(name, config, runtime, served)
-
-
-def _check_shape(name: str, config: DrafterConfig, like: DrafterConfig) -> None:
-    for field in SHARED_SHAPE:
-        if (ours := getattr(config, field)) != (theirs := getattr(like, field)):
-            raise ValueError(
-                f"the head {name} has {field} {ours}, the running targets send rows for {theirs}: deploy anew"
-            )
+        target_dir = local_directory(self._target) or Path(self._target)
+        return LoadedHead(name, *load_served_head(directory, target_dir, limits, self.device, self._dtype))
 
 
 MAX_DRAIN_S = 60.0
@@ -174,10 +156,7 @@ class DrafterReplica:
         if not settings.drafter.replicas.num_gpus:
             torch.set_num_threads(num_threads())
         self._loader = HeadLoader(settings)
-        self._heads: dict[int, LoadedHead] = {}
-        for index, name in enumerate(self._settings.heads):
-            like = self._heads[0].config if self._heads else None
-            self._heads[index] = self._loader.load(name, like)
+        self._heads = {index: self._loader.load(name) for index, name in enumerate(self._settings.heads)}
         self._engine = DraftEngine(
             {index: head.runtime for index, head in self._heads.items()}, max_num_requests=self._loader.max_num_requests
         )
@@ -240,7 +219,7 @@ class DrafterReplica:
         changed = {}
         for index, name in enumerate(asked.heads):
             if head_digest(self._loader.directory(name)) != self._heads[index].digest:
-                changed[index] = self._loader.load(name, self._heads[index].config)
+                changed[index] = self._loader.load(name)
         return changed
 
     async def __del__(self) -> None:

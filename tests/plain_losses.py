@@ -11,9 +11,5 @@ def plain_losses(name: str, logits_RV: Tensor, target_RV: Tensor, draft_R: Tenso
     log_q, log_p = logits_RV.log_softmax(-1), target_RV.log_softmax(-1)
     if name == "soft":
         return -(log_p.exp() * log_q).sum(-1)
-    if name == "hard":
-        return where(draft_R < 0, 0, -log_q.gather(-1, draft_R.clamp_min(0)[:, None]).squeeze(-1))
-    if name == "reverse_kl":
-        return (log_q.exp() * (log_q - log_p)).sum(-1)
-    assert name == "tv", name
-    return 0.5 * (log_q.exp() - log_p.exp()).abs().sum(-1)
+    assert name == "hard", name
+    return where(draft_R < 0, 0, -log_q.gather(-1, draft_R.clamp_min(0)[:, None]).squeeze(-1))

@@ -89,8 +89,6 @@ def test_twins_are_what_their_names_say() -> None:
     entropy_R = -(p * p.log()).sum(-1)
     torch.testing.assert_close(twin["soft"] - entropy_R, F.kl_div(q.log(), p, reduction="none").sum(-1))
     torch.testing.assert_close(twin["hard"], F.cross_entropy(logits_RV, best_R, reduction="none"))
-    torch.testing.assert_close(twin["reverse_kl"], F.kl_div(p.log(), q, reduction="none").sum(-1))
-    torch.testing.assert_close(twin["tv"], 1 - torch.minimum(p, q).sum(-1))
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -191,16 +189,14 @@ def test_no_rows_are_no_loss() -> None:
         assert hidden_RH.grad.shape == (0, 8)
 
 
-@pytest.mark.parametrize("name", ["soft", "reverse_kl", "tv"])
-def test_loss_is_least_where_the_drafter_agrees(name: str) -> None:
+def test_loss_is_least_where_the_drafter_agrees() -> None:
     problem = dataclasses.replace(Problem.draw(num_rows=11), label_R=torch.arange(11))
     hidden_RH = problem.target_NH.clone().requires_grad_()
-    scored = problem.score(ChunkedLoss(name, 4), hidden_RH)
+    scored = problem.score(ChunkedLoss("soft", 4), hidden_RH)
     scored.total.backward()
     assert scored.correct_R.all()
-    assert problem.score(ChunkedLoss(name, 4), problem.target_NH + 0.1).total > scored.total
-    if name != "tv":  # whose least value is a corner
-        assert hidden_RH.grad.abs().max() < 1e-12
+    assert problem.score(ChunkedLoss("soft", 4), problem.target_NH + 0.1).total > scored.total
+    assert hidden_RH.grad.abs().max() < 1e-12
 
 
 @pytest.mark.gpu

@@ -246,10 +246,10 @@ class Heads:
     def directory(self, name: str) -> Path:
         return Path(name)
 
-    def load(self, name: str, like: Any = None) -> Any:
+    def load(self, name: str) -> Any:
         if Path(name).name == "broken":
             raise KeyError("fc.weight")
-        return SimpleNamespace(name=name, digest=Path(name).name, config=None, runtime=None, served=None)
+        return SimpleNamespace(name=name, digest=Path(name).name, runtime=None, served=None)
 
 
 @pytest.fixture

@@ -2,12 +2,8 @@
 
 p is the target's distribution, q the drafter's, both over the draft vocabulary:
 
-    soft        cross-entropy -sum_v p(v) log q(v): forward KL(p || q) up to the target's own entropy
-    hard        cross-entropy -log q(y) to the target's most likely token y; none where the draft vocabulary lacks y
-    reverse_kl  KL(q || p)
-    tv          total variation distance 1/2 sum_v |q(v) - p(v)|: one minus the probability that rejection sampling
-                accepts a token drafted from q (arXiv 2211.17192, section 3.2). Its gradient fades where q puts no
-                weight yet, so it is for a head that another loss has started (compare arXiv 2602.23881)
+    soft    cross-entropy -sum_v p(v) log q(v): forward KL(p || q) up to the target's own entropy
+    hard    cross-entropy -log q(y) to the target's most likely token y; none where the draft vocabulary lacks y
 
 `lm_head` is frozen, so the only gradient needed is that of the hidden states, and it is formed chunk by chunk in the
 forward pass: at most one chunk of logits [chunk, V] lives. A kernel turns logits into their gradient in place.
@@ -200,17 +196,12 @@ class ChainWeights:
         return weights
 
 
-def _gathered(target_UV: Tensor, logsumexp_U: Tensor, index_P: Tensor, like: Tensor) -> Tensor:
-    """Log-probabilities of the target for each row of a chunk."""
-    return target_UV[index_P].to(like.dtype) - logsumexp_U[index_P, None]
-
-
 # Kernels: (loss_P, argmax_P) of one chunk; `logits_PV` becomes the gradient of the loss with respect to it.
 
 
 def _soft(logits_PV: Tensor, target_UV: Tensor, logsumexp_U: Tensor, _: Tensor, index_P: Tensor) -> Any:
     wide, exponent, total, logsumexp = wide_softmax(logits_PV)
-    p = _gathered(target_UV, logsumexp_U, index_P, wide).exp()
+    p = (target_UV[index_P].to(wide.dtype) - logsumexp_U[index_P, None]).exp()
     loss_P, argmax_P = logsumexp.squeeze(-1) - (p * wide).sum(-1), logits_PV.argmax(-1)
     logits_PV.copy_(exponent / total - p)
     return loss_P, argmax_P
@@ -226,25 +217,7 @@ def _hard(logits_PV: Tensor, _: Tensor, __: Tensor, best_U: Tensor, index_P: Ten
     return loss_P1.squeeze(-1), argmax_P
 
 
-def _reverse_kl(logits_PV: Tensor, target_UV: Tensor, logsumexp_U: Tensor, _: Tensor, index_P: Tensor) -> Any:
-    wide, exponent, total, logsumexp = wide_softmax(logits_PV)
-    q, ratio = exponent / total, wide - logsumexp - _gathered(target_UV, logsumexp_U, index_P, wide)
-    loss_P1, argmax_P = (q * ratio).sum(-1, keepdim=True), logits_PV.argmax(-1)
-    logits_PV.copy_(q * (ratio - loss_P1))
-    return loss_P1.squeeze(-1), argmax_P
-
-
-def _tv(logits_PV: Tensor, target_UV: Tensor, logsumexp_U: Tensor, _: Tensor, index_P: Tensor) -> Any:
-    wide, exponent, total, _lse = wide_softmax(logits_PV)
-    q = exponent / total
-    excess = q - _gathered(target_UV, logsumexp_U, index_P, wide).exp()
-    side = 0.5 * excess.sign()
-    loss_P, argmax_P = 0.5 * excess.abs().sum(-1), logits_PV.argmax(-1)
-    logits_PV.copy_(q * (side - (q * side).sum(-1, keepdim=True)))
-    return loss_P, argmax_P
-
-
-KERNELS = {"soft": _soft, "hard": _hard, "reverse_kl": _reverse_kl, "tv": _tv}
+KERNELS = {"soft": _soft, "hard": _hard}
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -131,7 +131,7 @@ class ScheduleRecipe(Section):
 
 
 class LossRecipe(Section):
-    name: Literal["soft", "hard", "reverse_kl", "tv"] = Field(
+    name: Literal["soft", "hard"] = Field(
         "soft",
         description="soft: forward KL to the target's distribution; hard: cross-entropy to its most likely token",
     )
