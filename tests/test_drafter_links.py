@@ -478,3 +478,21 @@ def test_a_drafter_that_asks_for_a_key_drafts_once_it_is_named() -> None:
         eventually(lambda: pool.num_up)
         Target(pool).check_step()
         pool.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"address": 7}, r"'address': 7.* Expected `str`, got `int` - at `\$.address`"),
+        ({"address": "nowhere"}, r"'nowhere'.* matching regex"),
+        ({"heads": {"first": "digest0"}}, r"'first'.* Expected `int`"),
+        ({"heads": {63: "digest0"}}, r"Expected `int` <= 62"),
+        ({"head": "digest0"}, "unknown field `head`"),
+    ],
+)
+def test_a_drafter_that_cannot_be_is_named_without_its_key(change: dict[str, Any], problem: str) -> None:
+    pool = make_pool()
+    with pytest.raises(ValueError, match=problem) as raised:
+        pool.set_drafters([entry("127.0.0.1:1", HEADS) | {"key": "secret"} | change])
+    assert "secret" not in str(raised.value)
+    assert pool.report()["links"] == []

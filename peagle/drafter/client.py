@@ -21,7 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -42,6 +42,7 @@ from peagle.drafter.protocol import (
     Attached,
     Bye,
     DrafterMessage,
+    HeadIndex,
     Hello,
     Int32Array,
     Reducer,
@@ -630,6 +631,26 @@ class Link:
 # The pool
 
 
+class DrafterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A drafter to connect to. address: "host:port". heads: index -> digest. key: with which it lets targets in."""
+
+    address: Annotated[str, msgspec.Meta(pattern=r"^\S+:\d+$")]
+    heads: dict[HeadIndex, str]
+    key: str = ""
+
+
+def _read_entry(drafter: Any) -> DrafterEntry:
+    try:
+        return msgspec.convert(drafter, DrafterEntry, strict=False)
+    except msgspec.ValidationError as error:
+        shown = (
+            {name: value for name, value in drafter.items() if name != "key"}
+            if isinstance(drafter, Mapping)
+            else drafter
+        )
+        raise ValueError(f"the drafter {shown!r:.200} cannot be used: {error}") from error
+
+
 class LinkPool:
     """A target's drafters: which one each request belongs to, as they come, go and fail. For the engine's thread only.
 
@@ -660,24 +681,24 @@ class LinkPool:
         self._link_of = np.full(shape.max_num_requests, -1, np.int64)  # by slot
         self._key_of: dict[int, str] = {}
 
-    def set_drafters(self, drafters: Iterable[Mapping[str, Any]]) -> None:
+    def set_drafters(self, drafters: Iterable[Any]) -> None:
         """The drafters to use from now on; does not wait for them. Those that are not named any more are drained.
 
-        drafters: `{"address": "host:port", "heads": {index: digest}, "key": text}` each; the key, with which it lets
-        targets in, may be left out. On a GPU their mailboxes are registered with CUDA as they connect, so CUDA graphs
-        are captured before.
+        drafters: the fields of `DrafterEntry` each. On a GPU their mailboxes are registered with CUDA as they connect,
+        so CUDA graphs are captured before.
+
+        Raises ValueError naming the drafter and its wrong field; nothing has changed then.
         """
-        wanted = {drafter["address"]: drafter for drafter in drafters}
+        wanted = {entry.address: entry for entry in map(_read_entry, drafters)}
         number_of = {link.address: number for number, link in self._links.items()}
-        for address, drafter in wanted.items():
-            heads, key = {int(index): digest for index, digest in drafter["heads"].items()}, drafter.get("key", "")
+        for address, entry in wanted.items():
             if (number := number_of.get(address)) is not None:
-                self._links[number].want(heads, key)
+                self._links[number].want(entry.heads, entry.key)
                 self._draining.discard(number)
                 continue
-            hello = msgspec.structs.replace(self._hello, heads=heads)
+            hello = msgspec.structs.replace(self._hello, heads=entry.heads)
             deadlines = dataclasses.replace(self._deadlines)
-            self._links[self._num_made] = Link(address, key, hello, deadlines, self.device, self._reducers)
+            self._links[self._num_made] = Link(address, entry.key, hello, deadlines, self.device, self._reducers)
             self._num_made += 1
         self._draining |= {number for address, number in number_of.items() if address not in wanted}
         self._close_drained()

@@ -195,7 +195,7 @@ def _check_range(name: str, values: Int32Array, high: int) -> None:
 
 # Messages
 
-_HeadIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUM_HEADS)]
+HeadIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUM_HEADS)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -208,7 +208,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     name: str
     shape: TargetShape
     aux_layer_ids: tuple[int, ...]
-    heads: dict[_HeadIndex, str]
+    heads: dict[HeadIndex, str]
     host: str
     known_reducers: tuple[str, ...] = ()
 

@@ -611,8 +611,8 @@ class RemoteControl:
     def set_drafters(self, drafters: Sequence[dict[str, Any]]) -> None:
         """`collective_rpc("set_drafters", args=(drafters,))`: from now on drafts come from these, and no others.
 
-        drafters: of each {"address": "host:port", "heads": {index: digest}}. Connecting goes on in the background;
-        requests of a drafter that is no longer listed are finished there.
+        drafters: the fields of `peagle.drafter.client.DrafterEntry` each. Connecting goes on in the background;
+        requests of a drafter that is no longer listed are finished there. Raises ValueError naming the wrong one.
         """
         if self.model_runner.remote is not None:
             self.model_runner.remote.pool.set_drafters(list(drafters))
