@@ -13,12 +13,14 @@ from tests.engine_harness import Job, Result
 K_MAX = 7
 MIXED = (0, 2, K_MAX, 5, None)
 PROMPT_LENGTHS = (1, 2, 3, 5, 8, 16, 17, 31, 33, 40, 48, 64, 65, 300)
-NUM_SHORT, NUM_LONG = 24, 64  # output tokens
+BATCH = (0, 1, 4, 6, 8, 10, 12, 13)
+"""Places of the prompts that run together: lengths around a block of 32, and one of two prefill chunks."""
+NUM_SHORT, NUM_LONG = 16, 64  # output tokens
 MAX_MODEL_LEN = 768
 NEARLY_FULL = MAX_MODEL_LEN - 30
-NUM_BLOCKS = 48  # of 32 tokens: room for the short outputs of all prompts at once, not for the long ones
+NUM_BLOCKS = 30  # of 32 tokens: room for the short outputs of a batch at once, not for the long ones
 PREFILL_CHUNK = 256
-NUM_SAMPLES = 160
+NUM_SAMPLES = 128
 TEXT = (
     "The river rises in the hills above the town and runs for ninety miles before it meets the sea. In spring the "
     "water is high, and the old mill by the bridge, which once ground corn for the whole valley, stands with its feet "

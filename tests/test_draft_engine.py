@@ -133,7 +133,7 @@ def questions(target: Target, target_dir: Path) -> tuple[list[list[int]], list[l
     return prompts, greedy_answers(target, prompts)
 
 
-IN_SHORT = ("p-eagle, all switches", "eagle3, all switches")
+IN_SHORT = ("p-eagle, all switches",)
 
 
 @pytest.fixture(

@@ -19,6 +19,7 @@ from cluster.counts import Counts
 from cluster.request import DEFAULT_WORKLOAD
 from peagle.vllm.limits import GRAMMAR_KEY
 from tests.engine_cases import (
+    BATCH,
     K_MAX,
     MIXED,
     NEARLY_FULL,
@@ -103,29 +104,26 @@ def engine(
 
 
 @both_schedulers
-@pytest.mark.parametrize("ks", [(K_MAX,), MIXED], ids=["K_max", "mixed"])
-def test_greedy_output_is_the_targets(
-    engine: RunningEngine, prompts: Prompts, reference: Reference, ks: tuple[int | None, ...]
-) -> None:
-    compare_with_reference(engine, prompts, reference, ks)
+def test_greedy_output_is_the_targets(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
+    compare_with_reference(engine, prompts, reference, MIXED)
 
 
 @only_sync
-@pytest.mark.parametrize("k", [0, 2])
-def test_one_small_k_for_all(engine: RunningEngine, prompts: Prompts, reference: Reference, k: int) -> None:
-    """The batch is uniform, but narrower than the engine's K_max; the asynchronous engine has both K in its mix."""
+@pytest.mark.parametrize("k", [0, 2, K_MAX])
+def test_one_k_for_all(engine: RunningEngine, prompts: Prompts, reference: Reference, k: int) -> None:
+    """The batch is uniform, but mostly narrower than the engine's K_max; the asynchronous engine has all in its mix."""
     compare_with_reference(engine, prompts, reference, (k,))
 
 
 def compare_with_reference(
     engine: RunningEngine, prompts: Prompts, reference: Reference, ks: tuple[int | None, ...]
 ) -> None:
-    """Run all prompts at once, with `ks` in turn, and compare tokens and counts."""
-    depths = [ks[place % len(ks)] for place in range(len(prompts))]
+    """Run the prompts of a batch at once, with `ks` in turn, and compare tokens and counts."""
+    depths = [ks[number % len(ks)] for number in range(len(BATCH))]
     preempted_before = engine.num_preempted
-    results = engine.run([Job(prompt, NUM_SHORT, k=k) for prompt, k in zip(prompts, depths, strict=True)])
-    for result, expected, k in zip(results, reference["greedy"], depths, strict=True):
-        assert result.tokens[0] == expected.tokens[0][:NUM_SHORT]
+    results = engine.run([Job(prompts[place], NUM_SHORT, k=k) for place, k in zip(BATCH, depths, strict=True)])
+    for result, place, k in zip(results, BATCH, depths, strict=True):
+        assert result.tokens[0] == reference["greedy"][place].tokens[0][:NUM_SHORT]
         check_counts(result, K_MAX if k is None else k)
     assert engine.num_preempted == preempted_before
 
@@ -134,13 +132,13 @@ def compare_with_reference(
 def test_every_acceptance_is_counted(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
     """With scripted drafts all acceptance lengths 0..K come up, and each step's counts are known beforehand."""
     jobs = []
-    for place, (prompt, expected) in enumerate(zip(prompts, reference["greedy"], strict=True)):
-        continuation = expected.tokens[0]
-        jobs.append(Job(prompt, NUM_SHORT, k=MIXED[place % len(MIXED)], continuation=continuation, workload=str(place)))
+    for number, place in enumerate(BATCH):
+        continuation, k = reference["greedy"][place].tokens[0], MIXED[number % len(MIXED)]
+        jobs.append(Job(prompts[place], 24, k=k, continuation=continuation, workload=str(place)))
     results = engine.run(jobs)
-    for job, result, expected in zip(jobs, results, reference["greedy"], strict=True):
-        steps = scripted_steps(1, NUM_SHORT, K_MAX if job.k is None else job.k, K_MAX)
-        assert result.tokens[0] == expected.tokens[0][:NUM_SHORT]
+    for job, result, place in zip(jobs, results, BATCH, strict=True):
+        steps = scripted_steps(1, 24, K_MAX if job.k is None else job.k, K_MAX)
+        assert result.tokens[0] == reference["greedy"][place].tokens[0][:24]
         assert result.steps == steps
         assert result.drafting is not None
         assert (result.drafting.workload, result.drafting.max_k) == (job.workload, job.k)
@@ -165,17 +163,16 @@ def test_decode_admitted_beside_others_verifies_k_from_its_first_step(
     assert NUM_SHORT <= 1 + stats.num_steps + stats.num_accepted_tokens <= NUM_SHORT + 2
 
 
-@both_schedulers
 def test_preemption_changes_nothing(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
     preempted_before = engine.num_preempted
     jobs = [  # Of similar speed, so that all are long at the same time.
-        Job(prompt, NUM_LONG, k=2 + place % 2, continuation=expected.tokens[0])
-        for place, (prompt, expected) in enumerate(zip(prompts, reference["greedy"], strict=True))
+        Job(prompts[place], NUM_LONG, k=2 + number % 2, continuation=reference["greedy"][place].tokens[0])
+        for number, place in enumerate(BATCH)
     ]
     results = engine.run(jobs)
     assert engine.num_preempted > preempted_before
-    for job, result, expected in zip(jobs, results, reference["greedy"], strict=True):
-        assert result.tokens[0] == expected.tokens[0][:NUM_LONG]
+    for job, result, place in zip(jobs, results, BATCH, strict=True):
+        assert result.tokens[0] == reference["greedy"][place].tokens[0][:NUM_LONG]
         check_counts(result, job.k)
 
 

@@ -44,7 +44,7 @@ def reference(prompts: list[list[int]], target_dir: Path, environment: None) -> 
     return reference_results(target_dir, engine_settings(90), [Job(prompt, NUM_TOKENS) for prompt in prompts])
 
 
-@pytest.fixture(scope="module", params=["sync", pytest.param("async", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["sync", "async"])
 def engine(
     request: pytest.FixtureRequest, reference: list[Result], target_dir: Path, head_dir: Path, environment: None
 ) -> Iterator[CountingEngine]:
@@ -65,6 +65,7 @@ def check_text(results: list[Result], reference: list[Result], ks: list[int]) ->
 
 
 @pytest.mark.engine
+@pytest.mark.long
 @only_cpu
 def test_without_drafts_only_prompts_go_through_the_pass(
     engine: CountingEngine, prompts: list[list[int]], reference: list[Result]
@@ -77,6 +78,7 @@ def test_without_drafts_only_prompts_go_through_the_pass(
 
 
 @pytest.mark.engine
+@pytest.mark.long
 @only_cpu
 def test_one_request_with_drafts_brings_the_pass_back_for_all(
     engine: CountingEngine, prompts: list[list[int]], reference: list[Result]

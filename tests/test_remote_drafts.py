@@ -41,6 +41,7 @@ from tests.test_draft_engine import (
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.long,
     pytest.mark.skipif(not current_platform.is_cpu(), reason="the drafter process of the tests is a CPU process"),
 ]
 
@@ -162,21 +163,18 @@ def test_all_acceptance_lengths(tmp_path: Path, setting: Setting, drafter: Draft
         assert acceptance_lengths(records, request) >= set(range(1, NUM_DRAFTS))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("place", ["colocated", "remote"])
 def test_prompts_in_chunks(tmp_path: Path, setting: Setting, drafter: DrafterProcess, place: str) -> None:
     """At the end of an unfinished chunk the next token is the prompt's own; stock vLLM has another one there."""
     check(setting, run(tmp_path, setting, drafter if place == "remote" else None, CHUNKS))
 
 
-@pytest.mark.long
 def test_preemption(tmp_path: Path, setting: Setting, drafter: DrafterProcess) -> None:
     records = run(tmp_path, setting, drafter, FEW_BLOCKS)
     assert sum(entry["num_preempted"] > 0 for entry in records) > 5
     check(setting, records)
 
 
-@pytest.mark.long
 def test_prefix_cache_hits(tmp_path: Path, setting: Setting, drafter: DrafterProcess) -> None:
     """The second time the target computes only the end of the long prompt; the drafter has its rows of the first."""
     records = run(tmp_path, setting, drafter, CACHED, rounds=2)

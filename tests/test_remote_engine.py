@@ -18,6 +18,7 @@ from peagle.heads import prepare_head
 from peagle.vllm.engine import RemoteSettings
 from tests.drafter_process import DrafterProcess
 from tests.engine_cases import (
+    BATCH,
     K_MAX,
     MIXED,
     NUM_BLOCKS,
@@ -45,7 +46,7 @@ SCRIPTED = "tests.scripted_drafts.ScriptedDraftScheduler"
 def prompts(target_dir: Path) -> list[list[int]]:
     """Different prompts of 1 to 300 tokens; the longest needs two prefill chunks."""
     tokens = AutoTokenizer.from_pretrained(target_dir)(TEXT * 6)["input_ids"]
-    return [tokens[7 * place : 7 * place + length] for place, length in enumerate(PROMPT_LENGTHS)]
+    return [tokens[7 * place : 7 * place + PROMPT_LENGTHS[place]] for place in BATCH]
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +140,9 @@ def test_heads_of_one_drafter_serve_their_own_requests(
     engine: RemoteEngine, prompts: list[list[int]], reference: list[Result]
 ) -> None:
     """In one batch: of the trained head some drafts are right, of the random one hardly any."""
-    jobs = [Job(prompt, NUM_LONG, k=4, head=place % 2) for place, prompt in enumerate(prompts[:12])]
+    jobs = [Job(prompt, 48, k=4, head=place % 2) for place, prompt in enumerate(prompts)]
     results = engine.run(jobs)
-    check(results, reference[:12], NUM_LONG)
+    check(results, reference, 48)
     num_accepted = [
         sum(one.drafting.counts.num_accepted_tokens for one in results[head::2] if one.drafting is not None)
         for head in (0, 1)
@@ -165,13 +166,13 @@ def test_preemption_changes_nothing(engine: RemoteEngine, prompts: list[list[int
 def test_aborted_requests_leave_the_drafter(
     engine: RemoteEngine, prompts: list[list[int]], reference: list[Result]
 ) -> None:
-    gone = [Job(prompts[place], NUM_LONG, k=3, abort_after=8) for place in (6, 7, 8)]
-    stays = Job(prompts[5], NUM_LONG, k=3)
+    gone = [Job(prompts[place], NUM_LONG, k=3, abort_after=8) for place in (4, 5, 6)]
+    stays = Job(prompts[3], NUM_SHORT, k=3)
     results = engine.run([*gone, stays])
-    check(results[3:], reference[5:6], NUM_LONG)
+    check(results[3:], reference[3:4], NUM_SHORT)
     assert only_link(engine)["num_requests"] <= 1
-    (again,) = engine.run([Job(prompts[6], NUM_SHORT, k=3)])
-    check([again], reference[6:7], NUM_SHORT)
+    (again,) = engine.run([Job(prompts[4], NUM_SHORT, k=3)])
+    check([again], reference[4:5], NUM_SHORT)
     assert only_link(engine)["num_requests"] == 1
 
 
@@ -181,10 +182,10 @@ def test_without_a_drafter_nothing_is_verified(
     """None is named: no drafts, and in asynchronous scheduling no placeholders for them either."""
     engine.set_drafters([])
     engine.run([Job(prompts[0], 2)])  # a step in which the worker notices
-    results = engine.run([Job(prompt, NUM_SHORT) for prompt in prompts[:6]])
-    check(results, reference[:6], NUM_SHORT)
+    results = engine.run([Job(prompt, NUM_SHORT) for prompt in prompts[:4]])
+    check(results, reference[:4], NUM_SHORT)
     assert num_steps(results) == 0
     engine.connect(drafter)
-    results = engine.run([Job(prompt, NUM_SHORT) for prompt in prompts[:6]])
-    check(results, reference[:6], NUM_SHORT)
+    results = engine.run([Job(prompt, NUM_SHORT) for prompt in prompts[:4]])
+    check(results, reference[:4], NUM_SHORT)
     assert num_steps(results) > 0

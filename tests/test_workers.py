@@ -18,6 +18,7 @@ EXACT = ("cod.ratio=1.0", "optimizer.name=adamw", "optimizer.lr=0.001", "schedul
 
 
 @pytest.mark.service
+@pytest.mark.long
 def test_two_workers_equal_one_that_accumulates(tmp_path) -> None:
     small = write_small_run(tmp_path)
     together = [*EXACT, f"output={small / 'two'}", "batch.num_sequences=2", "save_every_steps=6"]
