@@ -27,13 +27,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from benchmarks.common import markdown
 from peagle.drafter import attention
-from peagle.drafter.rows import Rows, build_rows, build_rows_torch, place_hidden, place_hidden_at
+from peagle.drafter import rows as row_kernels
+from peagle.drafter.rows import Rows, build_rows, place_hidden, place_hidden_at
 from peagle.provenance import conditions
 
 HIDDEN, HEADS, GROUPS, HEAD, BLOCK_SIZE, MAX_DEPTH, MASK_TOKEN = 4096, 32, 8, 128, 16, 7, 5
@@ -170,7 +172,8 @@ def prepare(case: Preparation, device: str) -> dict[str, Any]:
         return rows
 
     def twin() -> Rows:
-        rows = build_rows_torch(**given, **options)
+        with mock.patch.object(row_kernels, "uses_kernel", return_value=False):
+            rows = build_rows(**given, **options)
         place_hidden(payload_RH, rows.sources_N, mask_H, twin_hidden)
         return rows
 
@@ -188,8 +191,9 @@ def attend(case: Attention, device: str, sweep: bool) -> dict[str, Any]:
     turns = case.tensors(device)
     found: dict[str, Any] = {"case": case.name, "kv_bytes": case.kv_bytes}
     if case.batch * case.context <= TWIN_LIMIT_KEYS:
-        twin_out = attention.paged_attention_torch(*turns[0], scale=SCALE)
-        found["twin"] = timed([lambda: attention.paged_attention_torch(*turns[0], scale=SCALE)], device)
+        with mock.patch.object(attention, "uses_kernel", return_value=False):
+            twin_out = attention.paged_attention(*turns[0], scale=SCALE)
+            found["twin"] = timed([lambda: attention.paged_attention(*turns[0], scale=SCALE)], device)
     if device != "cuda":
         return found
     plans: dict[str, attention.LaunchPlan | None] = {"kernel": None}

@@ -13,13 +13,11 @@ from peagle.drafter.attention import (
     block_requests,
     distinct_batches,
     paged_attention,
-    paged_attention_torch,
     plan_for,
     write_kv,
-    write_kv_torch,
 )
 from peagle.drafter.rows import INTERPRETED
-from tests.kernel_device import DEVICE, needs_kernel
+from tests.kernel_device import DEVICE, needs_kernel, twin
 
 SPLIT = LaunchPlan(block_m=16, block_n=16, num_splits=3, phased=False, num_warps=4, num_stages=2)
 WHOLE = LaunchPlan(block_m=32, block_n=32, num_splits=1, phased=True, num_warps=4, num_stages=2)
@@ -82,7 +80,7 @@ class Problem:
         return cls((floats[0][:, : shape.num_heads], *floats[1:], *integers), shape.head_size**-0.5, shape.window)
 
     def twin(self) -> Tensor:
-        return paged_attention_torch(*self.tensors, scale=self.scale, sliding_window=self.window)
+        return twin(paged_attention)(*self.tensors, scale=self.scale, sliding_window=self.window)
 
     def kernel(self, plan: LaunchPlan | None) -> Tensor:
         return paged_attention(*self.tensors, scale=self.scale, sliding_window=self.window, plan=plan)
@@ -232,7 +230,7 @@ def test_writes_equal_their_twin_and_leave_other_places_alone(groups: int, head_
     # A layer's caches beside those of another, as an allocator may lay them out.
     found, expected = (torch.full((3, 2, 16, groups, head_size), 7.0, device=DEVICE) for _ in range(2))
     write_kv(fused[:, :groups], fused[:, groups:], found[:, 0], found[:, 1], slots_N)
-    write_kv_torch(fused[:, :groups], fused[:, groups:], expected[:, 0], expected[:, 1], slots_N)
+    twin(write_kv)(fused[:, :groups], fused[:, groups:], expected[:, 0], expected[:, 1], slots_N)
     assert torch.equal(found, expected)
     assert int((found != 7.0).flatten(3).any(-1).sum()) == 2 * 7
 

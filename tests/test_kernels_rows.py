@@ -13,24 +13,17 @@ from peagle.drafter.rows import (
     BLOCK_ROWS,
     Rows,
     accepted_rows,
-    accepted_rows_torch,
     add_norm,
-    add_norm_torch,
     build_rows,
-    build_rows_torch,
     first_rows,
-    first_rows_torch,
     place_hidden,
     place_hidden_at,
-    place_hidden_at_torch,
     rotate_heads,
-    rotate_heads_torch,
     silu_mul,
-    silu_mul_torch,
 )
 from peagle.model import RMSNorm, rms_norm, rotary_tables, rotate
 from tests.head_factory import random_drafter
-from tests.kernel_device import DEVICE, needs_kernel
+from tests.kernel_device import DEVICE, needs_kernel, twin
 from tests.pass_requests import STEPS, SWITCHES, Requests
 
 MASK = 999
@@ -129,7 +122,7 @@ def test_twin_lays_rows_out_as_the_definition(name: str, dtype: torch.dtype) -> 
     requests = CASES[name]
     arguments = tensors(requests, 16, dtype)
     num_rows = len(by_loop(requests, arguments, 16, 7, 0).token_ids_N) + 5
-    found = build_rows_torch(*arguments, block_size=16, mask_token_id=MASK, max_depth=7, num_rows=num_rows)
+    found = twin(build_rows)(*arguments, block_size=16, mask_token_id=MASK, max_depth=7, num_rows=num_rows)
     assert_same(found, by_loop(requests, arguments, 16, 7, num_rows))
 
 
@@ -145,7 +138,7 @@ def test_kernel_equals_twin_on_random_batches(num_requests: int) -> None:
     # The last size is too small for all rows: those beyond it are left out of everything.
     for num_rows in (16 * num_requests, 3 * num_requests):
         found = build_rows(*arguments, max_depth=5, num_rows=num_rows, **options)
-        assert_same(found, build_rows_torch(*arguments, max_depth=5, num_rows=num_rows, **options))
+        assert_same(found, twin(build_rows)(*arguments, max_depth=5, num_rows=num_rows, **options))
 
 
 @needs_kernel
@@ -163,7 +156,7 @@ def test_hidden_rows_by_address_equal_their_twin(hidden_size: int, num_rows: int
     out = torch.full((num_rows, hidden_size), float("nan"), dtype=dtype, device=DEVICE)
     expected = torch.full((num_rows, hidden_size), float("nan"), dtype=dtype)
     assert place_hidden_at(records_R2[:, 0], sources_N, mask_H, out) is out
-    place_hidden_at_torch(records_R2[:, 0].cpu(), sources_N.cpu(), mask_H.cpu(), expected)
+    twin(place_hidden_at)(records_R2[:, 0].cpu(), sources_N.cpu(), mask_H.cpu(), expected)
     assert torch.equal(out.cpu(), expected)
     for row, source in zip(expected, sources_N.tolist(), strict=True):
         assert torch.equal(row, mask_H.cpu() if source < 0 else payloads[source % 2][source // 2])
@@ -263,7 +256,7 @@ ACCEPTED = {
 def test_accepted_rows_twin_follows_the_rule(name: str, dtype: torch.dtype) -> None:
     first, up_to, sampled, after, inputs = ACCEPTED[name].tensors(dtype)
     host = [tensor if tensor is None else tensor.cpu() for tensor in (first, up_to, sampled, after, inputs)]
-    num_valid_B, next_tokens_R = accepted_rows_torch(*host)  # type: ignore[arg-type]
+    num_valid_B, next_tokens_R = twin(accepted_rows)(*host)  # type: ignore[arg-type]
     valid, tokens = ACCEPTED[name].expected()
     assert num_valid_B.tolist() == valid
     assert {row: int(next_tokens_R[row]) for row in tokens} == tokens
@@ -309,7 +302,7 @@ def test_first_rows(num_rows: int, size: int, dtype: torch.dtype, keeps_normed: 
     weights = [normal(size, dtype=dtype, seed=seed) for seed in (1, 2, 3)]
     arguments = (ids_N, normal(num_rows, size, dtype=dtype), normal(7, size, dtype=dtype, seed=4), 6, *weights, EPS)
     found = first_rows(*arguments, keeps_normed)
-    for have, expected in zip(found, first_rows_torch(*arguments, keeps_normed), strict=True):
+    for have, expected in zip(found, twin(first_rows)(*arguments, keeps_normed), strict=True):
         equal(have, expected)
 
 
@@ -319,7 +312,7 @@ def test_first_rows(num_rows: int, size: int, dtype: torch.dtype, keeps_normed: 
 def test_add_norm(num_rows: int, size: int, dtype: torch.dtype) -> None:
     stream, added = (normal(num_rows, size, dtype=dtype, seed=seed) for seed in (0, 1))
     arguments = (stream, added, normal(size, dtype=dtype, seed=2), EPS)
-    for found, expected in zip(add_norm(*arguments), add_norm_torch(*arguments), strict=True):
+    for found, expected in zip(add_norm(*arguments), twin(add_norm)(*arguments), strict=True):
         equal(found, expected)
 
 
@@ -334,7 +327,7 @@ def test_rotate_heads(num_queries: int, num_groups: int, head_size: int, dtype: 
     positions_N = torch.tensor([0, 49, 17], device=DEVICE)
     arguments = (heads_NHD, num_queries, num_groups, positions_N, cos_PF, sin_PF, norms, EPS)
     found = rotate_heads(*arguments)
-    for have, expected in zip(found, rotate_heads_torch(*arguments), strict=True):
+    for have, expected in zip(found, twin(rotate_heads)(*arguments), strict=True):
         equal(have, expected)
 
 
@@ -343,7 +336,7 @@ def test_rotate_heads(num_queries: int, num_groups: int, head_size: int, dtype: 
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 48), (4, 1536)])
 def test_silu_mul(num_rows: int, size: int, dtype: torch.dtype) -> None:
     gate_up = normal(num_rows, 2 * size, dtype=dtype) * 4
-    equal(silu_mul(gate_up), silu_mul_torch(gate_up))
+    equal(silu_mul(gate_up), twin(silu_mul)(gate_up))
 
 
 @needs_kernel
@@ -367,12 +360,12 @@ def test_the_twins_are_the_drafters_formulas() -> None:
     x = normal(4, 32)
     norm = RMSNorm(32, EPS).to(DEVICE)
     norm.weight.data.copy_(normal(32, seed=1))
-    added, normed = add_norm_torch(x, x, norm.weight.detach(), EPS)
+    added, normed = twin(add_norm)(x, x, norm.weight.detach(), EPS)
     equal(normed, norm(added).detach())
     gate_up = normal(4, 20)
-    equal(silu_mul_torch(gate_up), F.silu(gate_up[:, :10]) * gate_up[:, 10:])
+    equal(twin(silu_mul)(gate_up), F.silu(gate_up[:, :10]) * gate_up[:, 10:])
     heads_NHD, positions_N = normal(4, 8, 16), torch.tensor([3, 0, 9, 40], device=DEVICE)
-    q_NAD, k_NGD = rotate_heads_torch(heads_NHD, 4, 2, positions_N, *tables(50, 16), None, EPS)
+    q_NAD, k_NGD = twin(rotate_heads)(heads_NHD, 4, 2, positions_N, *tables(50, 16), None, EPS)
     rotated = rotate(heads_NHD.transpose(0, 1)[None], *rotary_tables(positions_N[None], 16, 10000.0))[0].transpose(0, 1)
     equal(q_NAD, rotated[:, :4])
     equal(k_NGD, rotated[:, 4:6])
@@ -380,6 +373,6 @@ def test_the_twins_are_the_drafters_formulas() -> None:
 
 def test_the_mask_token_has_an_embedding_of_its_own() -> None:
     ids_N, embed_VH, mask_H, ones_H = torch.tensor([1, 2, 1]), normal(3, 8).cpu(), torch.full((8,), 5.0), torch.ones(8)
-    both, _ = first_rows_torch(ids_N, torch.zeros(3, 8), embed_VH, 2, mask_H, ones_H, ones_H, EPS, False)
+    both, _ = twin(first_rows)(ids_N, torch.zeros(3, 8), embed_VH, 2, mask_H, ones_H, ones_H, EPS, False)
     torch.testing.assert_close(both[1, :8], torch.ones(8), rtol=1e-4, atol=1e-4)
     equal(both[0, :8], rms_norm(embed_VH[1], ones_H, EPS))

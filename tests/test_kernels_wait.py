@@ -15,16 +15,15 @@ from peagle.drafter.mailbox import (
     REACHED,
     TIMED_OUT,
     take_answer,
-    take_answer_torch,
     wait_for_word,
-    wait_for_word_torch,
 )
 from peagle.drafter.rows import INTERPRETED
-from tests.kernel_device import DEVICE, needs_kernel
+from tests.kernel_device import DEVICE, needs_kernel, twin
 
 Wait = Callable[[Tensor, int, Tensor, Tensor, int], None]
+plain_wait = twin(wait_for_word)
 WAITS = [
-    pytest.param(wait_for_word_torch, id="twin"),
+    pytest.param(plain_wait, id="twin"),
     pytest.param(wait_for_word, id="kernel", marks=needs_kernel),
 ]
 ENOUGH_NS = 20_000_000_000
@@ -37,7 +36,7 @@ def words(*values: int) -> list[Tensor]:
 
 
 def status_of(wait: Wait) -> Tensor:
-    return torch.zeros(2, dtype=torch.int64, device="cpu" if wait is wait_for_word_torch else DEVICE)
+    return torch.zeros(2, dtype=torch.int64, device="cpu" if wait is plain_wait else DEVICE)
 
 
 @pytest.mark.parametrize("wait", WAITS)
@@ -80,7 +79,7 @@ def test_a_word_written_meanwhile_ends_the_wait(wait: Wait, which: str) -> None:
     timer.start()
     wait(word_1, 3, abort_1, status_2, ENOUGH_NS)
     assert status_2[0].item() == (REACHED if which == "word" else ABORTED)
-    assert wait is not wait_for_word_torch or status_2[1].item() >= 10_000_000
+    assert wait is not plain_wait or status_2[1].item() >= 10_000_000
     timer.join()
 
 
@@ -122,6 +121,6 @@ def test_an_answer_is_taken_if_it_came(status: int, num_requests: int) -> None:
         torch.cuda.synchronize()
     assert outcome_2.tolist() == [0, status, 12_345]
     expected_BK, expected_2 = torch.full((num_requests, 3), 77, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
-    take_answer_torch(answer_BK, status_2.cpu(), expected_BK, expected_2)
+    twin(take_answer)(answer_BK, status_2.cpu(), expected_BK, expected_2)
     assert out_BK.tolist() == expected_BK.tolist()
     assert expected_BK.tolist() == (answer_BK.tolist() if status == REACHED else [[-1] * 3] * num_requests)

@@ -144,11 +144,34 @@ def paged_attention(
     (num_rows, num_heads, head_size), (num_requests, num_columns) = q_NAD.shape, block_table_BN.shape
     block_size, num_groups = k_cache.shape[1], k_cache.shape[2]
     assert k_cache.stride() == v_cache.stride()
-    if not uses_kernel(q_NAD):
-        return paged_attention_torch(
-            q_NAD, k_cache, v_cache, block_table_BN, first_row_B1, start_B, context_B, cache_start_B,
-            scale=scale, sliding_window=sliding_window,
-        )  # fmt: skip
+    if not uses_kernel(q_NAD):  # torch's own attention, request by request; reads lengths on the host
+        starts, ends, lows = start_B.tolist(), context_B.tolist(), cache_start_B.tolist()
+        out = torch.zeros_like(q_NAD, memory_format=torch.contiguous_format)
+        for request, (begin, end) in enumerate(itertools.pairwise(first_row_B1.tolist())):
+            if begin == end:
+                continue
+            low, start = lows[request], starts[request]
+            if sliding_window is not None:
+                low = max(low, start - sliding_window + 1)
+            first, end_column = low // block_size, math.ceil(ends[request] / block_size)
+            blocks, first_key = block_table_BN[request, first:end_column].long().clamp(min=0), first * block_size
+            keys, values = (cache[blocks].flatten(0, 1).transpose(0, 1)[None] for cache in (k_cache, v_cache))
+            num_keys = min(ends[request], num_columns * block_size) - first_key
+            keys, values = keys[:, :, :num_keys], values[:, :, :num_keys]
+            if low > first_key:  # never written: a NaN there would pass through a weight of zero
+                keys[:, :, : low - first_key] = 0
+                values[:, :, : low - first_key] = 0
+            key_U = torch.arange(first_key, first_key + num_keys, device=q_NAD.device)
+            row_T1 = torch.arange(start, start + end - begin, device=q_NAD.device)[:, None]
+            visible_TU = (key_U <= row_T1) & (key_U >= low)
+            if sliding_window is not None:
+                visible_TU &= key_U > row_T1 - sliding_window
+            q_1ATD = q_NAD[begin:end].transpose(0, 1)[None]
+            attended_1ATD = F.scaled_dot_product_attention(
+                q_1ATD, keys, values, attn_mask=visible_TU, scale=scale, enable_gqa=True
+            )
+            out[begin:end] = attended_1ATD[0].transpose(0, 1)
+        return out
     out = torch.empty(num_rows, num_heads, head_size, dtype=q_NAD.dtype, device=q_NAD.device)
     if num_rows == 0:
         return out
@@ -187,51 +210,6 @@ def paged_attention(
             num_requests, num_rows, num_columns, sliding_window or 0, num_heads, out.stride(0), out.stride(1),
             BLOCK_S=block_s, BLOCK_A=block_a, **common, num_warps=4,
         )  # fmt: skip
-    return out
-
-
-def paged_attention_torch(
-    q_NAD: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table_BN: Tensor,
-    first_row_B1: Tensor,
-    start_B: Tensor,
-    context_B: Tensor,
-    cache_start_B: Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-) -> Tensor:
-    """The twin: torch's own attention, request by request. Reads lengths on the host: for CPUs and for tests."""
-    block_size, num_columns = k_cache.shape[1], block_table_BN.shape[1]
-    first_row = first_row_B1.tolist()
-    starts, ends, lows = start_B.tolist(), context_B.tolist(), cache_start_B.tolist()
-    out = torch.zeros_like(q_NAD, memory_format=torch.contiguous_format)
-    for request, (begin, end) in enumerate(itertools.pairwise(first_row)):
-        if begin == end:
-            continue
-        low, start = lows[request], starts[request]
-        if sliding_window is not None:
-            low = max(low, start - sliding_window + 1)
-        blocks = block_table_BN[request, low // block_size : math.ceil(ends[request] / block_size)].long().clamp(min=0)
-        first_key = low // block_size * block_size
-        keys, values = (cache[blocks].flatten(0, 1).transpose(0, 1)[None] for cache in (k_cache, v_cache))
-        num_keys = min(ends[request], num_columns * block_size) - first_key
-        keys, values = keys[:, :, :num_keys], values[:, :, :num_keys]
-        if low > first_key:  # never written: a NaN there would pass through a weight of zero
-            keys[:, :, : low - first_key] = 0
-            values[:, :, : low - first_key] = 0
-        key_U = torch.arange(first_key, first_key + num_keys, device=q_NAD.device)
-        row_T1 = torch.arange(start, start + end - begin, device=q_NAD.device)[:, None]
-        visible_TU = (key_U <= row_T1) & (key_U >= low)
-        if sliding_window is not None:
-            visible_TU &= key_U > row_T1 - sliding_window
-        q_1ATD = q_NAD[begin:end].transpose(0, 1)[None]
-        attended_1ATD = F.scaled_dot_product_attention(
-            q_1ATD, keys, values, attn_mask=visible_TU, scale=scale, enable_gqa=True
-        )
-        out[begin:end] = attended_1ATD[0].transpose(0, 1)
     return out
 
 
@@ -442,8 +420,12 @@ def write_kv(k_NGD: Tensor, v_NGD: Tensor, k_cache: Tensor, v_cache: Tensor, slo
     """
     num_rows, num_groups, head_size = k_NGD.shape
     assert k_cache.stride() == v_cache.stride()
-    if not uses_kernel(k_NGD):
-        write_kv_torch(k_NGD, v_NGD, k_cache, v_cache, slots_N)
+    if not uses_kernel(k_NGD):  # picks the rows that have a slot, whose number the host must know
+        kept = slots_N >= 0
+        slot = slots_N[kept].long()
+        block, place = slot // k_cache.shape[1], slot % k_cache.shape[1]
+        k_cache[block, place] = k_NGD[kept].to(k_cache.dtype)
+        v_cache[block, place] = v_NGD[kept].to(v_cache.dtype)
     elif num_rows:
         write_kv_kernel[(num_rows,)](
             k_NGD, v_NGD, k_cache, v_cache, slots_N, k_cache.shape[1], num_groups,
@@ -452,15 +434,6 @@ def write_kv(k_NGD: Tensor, v_NGD: Tensor, k_cache: Tensor, v_cache: Tensor, slo
             HEAD=head_size, BLOCK_D=triton.next_power_of_2(head_size), BLOCK_G=triton.next_power_of_2(num_groups),
             num_warps=4,
         )  # fmt: skip
-
-
-def write_kv_torch(k_NGD: Tensor, v_NGD: Tensor, k_cache: Tensor, v_cache: Tensor, slots_N: Tensor) -> None:
-    """The twin: picks the rows that have a slot, whose number the host must know."""
-    kept = slots_N >= 0
-    slot = slots_N[kept].long()
-    block, place = slot // k_cache.shape[1], slot % k_cache.shape[1]
-    k_cache[block, place] = k_NGD[kept].to(k_cache.dtype)
-    v_cache[block, place] = v_NGD[kept].to(v_cache.dtype)
 
 
 @triton.jit

@@ -459,12 +459,7 @@ def wait_for_word(word_1: Tensor, wanted: int, abort_1: Tensor, status_2: Tensor
     """
     if uses_kernel(status_2):
         _wait_kernel[(1,)](word_1, wanted, abort_1, status_2, timeout_ns, HAS_TIMER=not INTERPRETED, num_warps=1)
-    else:
-        wait_for_word_torch(word_1, wanted, abort_1, status_2, timeout_ns)
-
-
-def wait_for_word_torch(word_1: Tensor, wanted: int, abort_1: Tensor, status_2: Tensor, timeout_ns: int) -> None:
-    """The twin for CPU tensors: blocks the thread, the clock is the host's monotonic one."""
+        return
     start_ns = time.monotonic_ns()
     word, abort = word_1.numpy(), abort_1.numpy()  # a read of an aligned 64-bit word is one load
     num_reads, status = 0, 0
@@ -516,19 +511,14 @@ def take_answer(answer_BK: Tensor, status_2: Tensor, out_BK: Tensor, outcome_2: 
     writes in place: one launch for what would be two copies over the bus and two kernels. On a CPU it is done at once.
     """
     if not uses_kernel(out_BK):
-        take_answer_torch(answer_BK, status_2, out_BK, outcome_2)
+        out_BK.copy_(answer_BK)
+        out_BK.masked_fill_(status_2[:1, None] != REACHED, NO_DRAFT)
+        outcome_2.copy_(status_2)
         return
     num_numbers = out_BK.numel()
     _take_answer_kernel[(max(1, triton.cdiv(num_numbers, _ANSWER_BLOCK)),)](
         answer_BK, status_2, out_BK, outcome_2, num_numbers, NO_DRAFT, BLOCK=_ANSWER_BLOCK, num_warps=4
     )
-
-
-def take_answer_torch(answer_BK: Tensor, status_2: Tensor, out_BK: Tensor, outcome_2: Tensor) -> None:
-    """The twin, on one device."""
-    out_BK.copy_(answer_BK)
-    out_BK.masked_fill_(status_2[:1, None] != REACHED, NO_DRAFT)
-    outcome_2.copy_(status_2)
 
 
 @triton.jit(

@@ -11,8 +11,8 @@ start..start + n - 1, then K - 1 rows of the mask token. With start = 4, n = 2, 
 Rejected rows never appear: the next start lies before them. `accepted_rows` runs at the target and says which rows of
 its step are valid, and the token after each.
 
-Every function has a Triton kernel for GPUs (and for Triton's interpreter) beside a plain twin, `..._torch`, for other
-devices. Sums of kernels are in float32, roundings are those of the twins.
+Every function has a Triton kernel for GPUs (and for Triton's interpreter), and above its launch the same in plain torch
+for other devices, its twin. Sums of kernels are in float32, roundings are those of the twins.
 
 B requests, N rows, R payload rows, K drafts at most, H hidden size, I width of the MLP, A query heads and G key heads
 of D = 2F numbers, P positions.
@@ -100,12 +100,43 @@ def build_rows(
         max_depth: columns of `sample_rows_BK`.
         num_rows: N. All requests together must have no more rows; rows beyond N are left out, also from the samples.
     """
-    num_requests, device = len(start_B), start_B.device
+    num_requests, num_payload_rows, device = len(start_B), len(next_tokens_R), start_B.device
     if not uses_kernel(start_B) or not num_requests:
-        return build_rows_torch(
-            start_B, num_valid_B, row_offset_B, depth_B, next_tokens_R, block_table_BN,
-            block_size=block_size, mask_token_id=mask_token_id, max_depth=max_depth, num_rows=num_rows,
-        )  # fmt: skip
+        valid_B = num_valid_B.long().clamp(min=0)
+        drafts_B = torch.where(valid_B > 0, depth_B.long().clamp(0, max_depth), 0)
+        rows_B = valid_B + (drafts_B - 1).clamp(min=0)
+        first_B1 = torch.cat([rows_B.new_zeros(1), rows_B.cumsum(0)])
+        context_B = (start_B.long() + rows_B).int()
+        depths_K = torch.arange(max_depth, device=device)
+        sampled_BK = (first_B1[:-1] + valid_B - 1)[:, None] + depths_K
+        sampled_BK[(depths_K >= drafts_B[:, None]) | (sampled_BK >= num_rows)] = -1
+        index_N = torch.arange(num_rows, device=device)
+        is_row_N = index_N < first_B1[-1]
+        request_N = torch.searchsorted(first_B1[1:], index_N, right=True).clamp(max=max(num_requests - 1, 0))
+        if not num_requests:  # the padding then reads a request without rows
+            valid_B = start_B = row_offset_B = valid_B.new_zeros(1)
+            block_table_BN = block_table_BN.new_zeros(1, 0)
+        offset_N = index_N - first_B1[request_N]
+        is_valid_N = is_row_N & (offset_N < valid_B[request_N])
+        source_N = row_offset_B.long()[request_N] + offset_N
+        in_payload_N = is_valid_N & (source_N >= 0) & (source_N < num_payload_rows)
+        source_N = torch.where(in_payload_N, source_N, -1)
+        given_N = torch.cat([next_tokens_R.long(), next_tokens_R.new_zeros(1, dtype=torch.int64)])[source_N]
+        position_N = start_B.long()[request_N] + offset_N
+        column_N, num_columns = position_N // block_size, block_table_BN.shape[1]
+        padded_BN = F.pad(block_table_BN.long(), (0, 1), value=-1)
+        block_N = padded_BN[request_N, column_N.clamp(0, num_columns)]
+        slot_N = block_N * block_size + position_N % block_size
+        token_N = torch.where(is_valid_N, given_N, mask_token_id)
+        return Rows(
+            token_ids_N=torch.where(is_row_N, token_N, 0),
+            positions_N=torch.where(is_row_N, position_N, 0),
+            slots_N=torch.where(is_row_N & (block_N >= 0), slot_N, -1),
+            sources_N=source_N.int(),
+            sample_rows_BK=sampled_BK,
+            first_row_B1=first_B1.clamp(max=num_rows).int(),
+            context_B=context_B,
+        )
     out = Rows(
         token_ids_N=torch.empty(num_rows, dtype=torch.int64, device=device),
         positions_N=torch.empty(num_rows, dtype=torch.int64, device=device),
@@ -122,63 +153,11 @@ def build_rows(
         start_B, num_valid_B, row_offset_B, depth_B, next_tokens_R, block_table_BN,
         out.token_ids_N, out.positions_N, out.slots_N, out.sources_N,
         out.sample_rows_BK, out.first_row_B1, out.context_B,
-        num_requests, len(next_tokens_R), next_tokens_R.stride(0), num_rows, block_table_BN.stride(0),
+        num_requests, num_payload_rows, next_tokens_R.stride(0), num_rows, block_table_BN.stride(0),
         block_table_BN.shape[1], block_size, mask_token_id, max_depth,
         BLOCK_B=block_requests, BLOCK_N=block_rows, num_warps=4,
     )  # fmt: skip
     return out
-
-
-def build_rows_torch(
-    start_B: Tensor,
-    num_valid_B: Tensor,
-    row_offset_B: Tensor,
-    depth_B: Tensor,
-    next_tokens_R: Tensor,
-    block_table_BN: Tensor,
-    *,
-    block_size: int,
-    mask_token_id: int,
-    max_depth: int,
-    num_rows: int,
-) -> Rows:
-    """The twin."""
-    num_requests, num_payload_rows = len(start_B), len(next_tokens_R)
-    valid_B = num_valid_B.long().clamp(min=0)
-    drafts_B = torch.where(valid_B > 0, depth_B.long().clamp(0, max_depth), 0)
-    rows_B = valid_B + (drafts_B - 1).clamp(min=0)
-    first_B1 = torch.cat([rows_B.new_zeros(1), rows_B.cumsum(0)])
-    context_B = (start_B.long() + rows_B).int()
-    depths_K = torch.arange(max_depth, device=start_B.device)
-    sampled_BK = (first_B1[:-1] + valid_B - 1)[:, None] + depths_K
-    sampled_BK[(depths_K >= drafts_B[:, None]) | (sampled_BK >= num_rows)] = -1
-    index_N = torch.arange(num_rows, device=start_B.device)
-    is_row_N = index_N < first_B1[-1]
-    request_N = torch.searchsorted(first_B1[1:], index_N, right=True).clamp(max=max(num_requests - 1, 0))
-    if not num_requests:  # the padding then reads a request without rows
-        valid_B = start_B = row_offset_B = valid_B.new_zeros(1)
-        block_table_BN = block_table_BN.new_zeros(1, 0)
-    offset_N = index_N - first_B1[request_N]
-    is_valid_N = is_row_N & (offset_N < valid_B[request_N])
-    source_N = row_offset_B.long()[request_N] + offset_N
-    in_payload_N = is_valid_N & (source_N >= 0) & (source_N < num_payload_rows)
-    source_N = torch.where(in_payload_N, source_N, -1)
-    given_N = torch.cat([next_tokens_R.long(), next_tokens_R.new_zeros(1, dtype=torch.int64)])[source_N]
-    position_N = start_B.long()[request_N] + offset_N
-    column_N, num_columns = position_N // block_size, block_table_BN.shape[1]
-    padded_BN = F.pad(block_table_BN.long(), (0, 1), value=-1)
-    block_N = padded_BN[request_N, column_N.clamp(0, num_columns)]
-    slot_N = block_N * block_size + position_N % block_size
-    token_N = torch.where(is_valid_N, given_N, mask_token_id)
-    return Rows(
-        token_ids_N=torch.where(is_row_N, token_N, 0),
-        positions_N=torch.where(is_row_N, position_N, 0),
-        slots_N=torch.where(is_row_N & (block_N >= 0), slot_N, -1),
-        sources_N=source_N.int(),
-        sample_rows_BK=sampled_BK,
-        first_row_B1=first_B1.clamp(max=num_rows).int(),
-        context_B=context_B,
-    )
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_rows", "max_depth"])  # each special value is a kernel to compile
@@ -254,26 +233,21 @@ def place_hidden_at(addresses_R: Tensor, sources_N: Tensor, mask_hidden_H: Tenso
     num_rows, hidden_size = out_NH.shape
     if not num_rows:
         return out_NH
-    if not uses_kernel(out_NH):
-        return place_hidden_at_torch(addresses_R, sources_N, mask_hidden_H, out_NH)
+    if not uses_kernel(out_NH):  # addresses of host memory
+        row_bytes = out_NH.shape[1] * out_NH.itemsize
+        for row_H, source in zip(out_NH, sources_N.tolist(), strict=True):
+            if source < 0:
+                row_H.copy_(mask_hidden_H)
+            else:
+                found = (ctypes.c_char * row_bytes).from_address(int(addresses_R[source]))
+                row_H.copy_(torch.frombuffer(found, dtype=out_NH.dtype))
+        return out_NH
     block = min(_MAX_BLOCK_H, triton.next_power_of_2(hidden_size))
     _place_hidden_at_kernel[(num_rows, triton.cdiv(hidden_size, block))](
         addresses_R, sources_N, mask_hidden_H, out_NH, addresses_R.stride(0), hidden_size,
         BLOCK_H=block, ALIGNMENT=ALIGNMENT_BYTES if hidden_size * out_NH.itemsize % ALIGNMENT_BYTES == 0 else 1,
         num_warps=4,
     )  # fmt: skip
-    return out_NH
-
-
-def place_hidden_at_torch(addresses_R: Tensor, sources_N: Tensor, mask_hidden_H: Tensor, out_NH: Tensor) -> Tensor:
-    """The twin, for addresses in host memory."""
-    row_bytes = out_NH.shape[1] * out_NH.itemsize
-    for row_H, source in zip(out_NH, sources_N.tolist(), strict=True):
-        if source < 0:
-            row_H.copy_(mask_hidden_H)
-        else:
-            found = (ctypes.c_char * row_bytes).from_address(int(addresses_R[source]))
-            row_H.copy_(torch.frombuffer(found, dtype=out_NH.dtype))
     return out_NH
 
 
@@ -326,7 +300,14 @@ def accepted_rows(
     """
     num_requests = len(next_tokens_B)
     if not uses_kernel(input_ids_R) or not num_requests:
-        return accepted_rows_torch(first_row_B1, num_drafts_up_to_B, num_sampled_B, next_tokens_B, input_ids_R)
+        num_valid_B = first_row_B1.diff().int()
+        if num_drafts_up_to_B is not None:
+            num_drafts_B = num_drafts_up_to_B.diff(prepend=num_drafts_up_to_B.new_zeros(1))
+            num_valid_B -= (num_drafts_B + 1 - num_sampled_B).masked_fill(num_drafts_B == 0, 0)
+        next_tokens_R = F.pad(input_ids_R[1:].int(), (0, min(1, len(input_ids_R))))
+        last_B = first_row_B1[:-1] + (num_valid_B - 1).clamp(min=0)
+        next_tokens_R[last_B.long()] = next_tokens_B.int()
+        return num_valid_B, next_tokens_R
     num_valid_B = torch.empty(num_requests, dtype=torch.int32, device=input_ids_R.device)
     next_tokens_R = torch.empty(len(input_ids_R), dtype=torch.int32, device=input_ids_R.device)
     has_drafts = num_drafts_up_to_B is not None
@@ -334,24 +315,6 @@ def accepted_rows(
         first_row_B1, num_drafts_up_to_B if has_drafts else num_sampled_B, num_sampled_B, next_tokens_B, input_ids_R,
         num_valid_B, next_tokens_R, len(input_ids_R), HAS_DRAFTS=has_drafts, BLOCK=BLOCK_ROWS, num_warps=4,
     )  # fmt: skip
-    return num_valid_B, next_tokens_R
-
-
-def accepted_rows_torch(
-    first_row_B1: Tensor,
-    num_drafts_up_to_B: Tensor | None,
-    num_sampled_B: Tensor,
-    next_tokens_B: Tensor,
-    input_ids_R: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The twin."""
-    num_valid_B = first_row_B1.diff().int()
-    if num_drafts_up_to_B is not None:
-        num_drafts_B = num_drafts_up_to_B.diff(prepend=num_drafts_up_to_B.new_zeros(1))
-        num_valid_B -= (num_drafts_B + 1 - num_sampled_B).masked_fill(num_drafts_B == 0, 0)
-    next_tokens_R = F.pad(input_ids_R[1:].int(), (0, min(1, len(input_ids_R))))
-    last_B = first_row_B1[:-1] + (num_valid_B - 1).clamp(min=0)
-    next_tokens_R[last_B.long()] = next_tokens_B.int()
     return num_valid_B, next_tokens_R
 
 
@@ -402,10 +365,11 @@ def first_rows(
     [N, H]: the hidden states, normed with `norm_before_residual`. The mask token has an embedding of its own.
     """
     if not _fits_kernel(hidden_NH):
-        return first_rows_torch(
-            token_ids_N, hidden_NH, embed_VH, mask_token_id, mask_embedding_H, input_norm_H, hidden_norm_H, eps,
-            norm_before_residual,
-        )  # fmt: skip
+        embeds_NH = F.embedding(token_ids_N, embed_VH)
+        embeds_NH = torch.where((token_ids_N == mask_token_id)[:, None], mask_embedding_H, embeds_NH)
+        normed_NH = rms_norm(hidden_NH, hidden_norm_H, eps)
+        both_N2H = torch.cat([rms_norm(embeds_NH, input_norm_H, eps), normed_NH], dim=-1)
+        return both_N2H, normed_NH if norm_before_residual else hidden_NH
     num_rows, size = hidden_NH.shape
     both_N2H = hidden_NH.new_empty(num_rows, 2 * size)
     stream_NH = torch.empty_like(hidden_NH) if norm_before_residual else hidden_NH
@@ -414,24 +378,6 @@ def first_rows(
         size, mask_token_id, eps, KEEPS_NORMED=norm_before_residual, **_row_sizes(size),
     )  # fmt: skip
     return both_N2H, stream_NH
-
-
-def first_rows_torch(
-    token_ids_N: Tensor,
-    hidden_NH: Tensor,
-    embed_VH: Tensor,
-    mask_token_id: int,
-    mask_embedding_H: Tensor,
-    input_norm_H: Tensor,
-    hidden_norm_H: Tensor,
-    eps: float,
-    norm_before_residual: bool,
-) -> tuple[Tensor, Tensor]:
-    embeds_NH = F.embedding(token_ids_N, embed_VH)
-    embeds_NH = torch.where((token_ids_N == mask_token_id)[:, None], mask_embedding_H, embeds_NH)
-    normed_NH = rms_norm(hidden_NH, hidden_norm_H, eps)
-    both_N2H = torch.cat([rms_norm(embeds_NH, input_norm_H, eps), normed_NH], dim=-1)
-    return both_N2H, normed_NH if norm_before_residual else hidden_NH
 
 
 @triton.jit
@@ -477,16 +423,12 @@ def first_rows_kernel(
 def add_norm(stream_NH: Tensor, added_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The residual stream with what a block adds to it, and its norm, both [N, H]."""
     if not _fits_kernel(stream_NH):
-        return add_norm_torch(stream_NH, added_NH, weight_H, eps)
+        stream_NH = stream_NH + added_NH
+        return stream_NH, rms_norm(stream_NH, weight_H, eps)
     (num_rows, size), sum_NH = stream_NH.shape, torch.empty_like(stream_NH)
     normed_NH = torch.empty_like(stream_NH)
     add_norm_kernel[(num_rows,)](stream_NH, added_NH, weight_H, sum_NH, normed_NH, size, eps, **_row_sizes(size))
     return sum_NH, normed_NH
-
-
-def add_norm_torch(stream_NH: Tensor, added_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    stream_NH = stream_NH + added_NH
-    return stream_NH, rms_norm(stream_NH, weight_H, eps)
 
 
 @triton.jit
@@ -518,7 +460,17 @@ def rotate_heads(
     of queries and of keys, where both are normed first (Qwen 3).
     """
     if not _fits_kernel(heads_NHD):
-        return rotate_heads_torch(heads_NHD, num_queries, num_groups, positions_N, cos_PF, sin_PF, norms, eps)
+        cos_N1F, sin_N1F = cos_PF[positions_N, None], sin_PF[positions_N, None]
+
+        def rotated(x_NAD: Tensor) -> Tensor:
+            first, second = x_NAD.chunk(2, dim=-1)
+            both = torch.cat([first * cos_N1F - second * sin_N1F, second * cos_N1F + first * sin_N1F], dim=-1)
+            return both.to(x_NAD.dtype)
+
+        q_NAD, k_NGD = heads_NHD[:, : num_queries + num_groups].split((num_queries, num_groups), dim=1)
+        if norms is not None:
+            q_NAD, k_NGD = rms_norm(q_NAD, norms[0], eps), rms_norm(k_NGD, norms[1], eps)
+        return rotated(q_NAD), rotated(k_NGD)
     (num_rows, _, head_size), num_heads = heads_NHD.shape, num_queries + num_groups
     out_NHD = heads_NHD.new_empty(num_rows, num_heads, head_size)
     block_f = triton.next_power_of_2(head_size // 2)
@@ -530,29 +482,6 @@ def rotate_heads(
         HAS_NORM=norms is not None, HALF=head_size // 2, BLOCK_F=block_f, BLOCK_A=block_a, num_warps=4,
     )  # fmt: skip
     return out_NHD[:, :num_queries], out_NHD[:, num_queries:]
-
-
-def rotate_heads_torch(
-    heads_NHD: Tensor,
-    num_queries: int,
-    num_groups: int,
-    positions_N: Tensor,
-    cos_PF: Tensor,
-    sin_PF: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    cos_N1F, sin_N1F = cos_PF[positions_N, None], sin_PF[positions_N, None]
-
-    def rotated(x_NAD: Tensor) -> Tensor:
-        first, second = x_NAD.chunk(2, dim=-1)
-        both = torch.cat([first * cos_N1F - second * sin_N1F, second * cos_N1F + first * sin_N1F], dim=-1)
-        return both.to(x_NAD.dtype)
-
-    q_NAD, k_NGD = heads_NHD[:, : num_queries + num_groups].split((num_queries, num_groups), dim=1)
-    if norms is not None:
-        q_NAD, k_NGD = rms_norm(q_NAD, norms[0], eps), rms_norm(k_NGD, norms[1], eps)
-    return rotated(q_NAD), rotated(k_NGD)
 
 
 @triton.jit
@@ -594,17 +523,13 @@ def rotate_kernel(
 def silu_mul(gate_up_N2I: Tensor) -> Tensor:
     """[N, 2I], gate beside up -> silu(gate) * up [N, I]."""
     if not _fits_kernel(gate_up_N2I):
-        return silu_mul_torch(gate_up_N2I)
+        gate_NI, up_NI = gate_up_N2I.chunk(2, dim=-1)
+        return F.silu(gate_NI) * up_NI
     num_rows, size = gate_up_N2I.shape[0], gate_up_N2I.shape[1] // 2
     out_NI = gate_up_N2I.new_empty(num_rows, size)
     grid = (num_rows, triton.cdiv(size, _GATED_ELEMENTS))
     silu_mul_kernel[grid](gate_up_N2I, out_NI, size, BLOCK=_GATED_ELEMENTS, num_warps=4)
     return out_NI
-
-
-def silu_mul_torch(gate_up_N2I: Tensor) -> Tensor:
-    gate_NI, up_NI = gate_up_N2I.chunk(2, dim=-1)
-    return F.silu(gate_NI) * up_NI
 
 
 @triton.jit
