@@ -31,7 +31,7 @@ from typing import Any
 
 from benchmarks.common import markdown
 from peagle.provenance import conditions
-from peagle.vllm.engine import ASYNC_SCHEDULER, V2_WORKER, cpu_environment
+from peagle.vllm.engine import ASYNC_SCHEDULER, V2_WORKER, openmp_preload
 
 NO_HEAD, OURS = "none", "+ours"
 MAX_MODEL_LEN = 2048
@@ -44,6 +44,18 @@ LEAST_PROMPTS, WAVES = 32, 4
 """Prompts of a load: so many, and so many for each of its requests, as far as there are."""
 WARM_TOKENS = 8
 """Of each prompt's answer before anything is measured: vLLM compiles kernels for a prompt's length at its first use."""
+
+
+def cpu_environment() -> dict[str, str]:
+    """With which vLLM's CPU engine is at its speed; what this process has already, it keeps.
+
+    vLLM alone leaves a core free for processes that mostly wait. Engine processes are spawned, so that LD_PRELOAD takes
+    effect.
+    """
+    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
+    added = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_CPU_OMP_THREADS_BIND": cores}
+    preload = openmp_preload(os.environ.get("LD_PRELOAD", ""))
+    return added | os.environ | ({"LD_PRELOAD": preload} if preload else {})
 
 
 def parse_arm(text: str) -> tuple[str, int]:

@@ -355,7 +355,7 @@ class DrafterAutoscaler(_Autoscaler):
     def __init__(self, clock: Callable[[], float] = time.monotonic, board: Board | None = None) -> None:
         super().__init__(clock, board)
         self._pool: tuple[int, int] | None = None
-        self._decided_s, self._heard_s = -1.0, 0.0
+        self._decided_s, self._decision_seen_s = -1.0, 0.0
 
     def _wanted(self, ctx: AutoscalingContext, exchange: Exchange) -> int:
         now_s = self._clock()
@@ -367,9 +367,9 @@ class DrafterAutoscaler(_Autoscaler):
         if decision is None or decision["drafter"] is None:
             return ctx.target_num_replicas
         if decision["time_s"] != self._decided_s:
-            self._decided_s, self._heard_s = decision["time_s"], now_s
+            self._decided_s, self._decision_seen_s = decision["time_s"], now_s
         wanted: int = decision["drafter"]["num_wanted"]
-        return wanted if now_s - self._heard_s < SILENT_S else ctx.target_num_replicas
+        return wanted if now_s - self._decision_seen_s < SILENT_S else ctx.target_num_replicas
 
 
 def exported_metrics(ctx: AutoscalingContext) -> dict[str, tuple[float, dict[str, float]]]:

@@ -58,17 +58,6 @@ def test_a_repeated_step_gives_the_same_drafts() -> None:
     assert engine.counters.cold_starts == 0
 
 
-def test_a_step_older_than_one_answered_changes_nothing() -> None:
-    engine, request = DraftEngine({0: head_runtime(0)}), make_request(0)
-    run(engine, 1, 5, {0: Rows(request, 0, 9, 4)})
-    [late] = engine.step([target_step(1, 4, {0: Rows(request, 0, 3, 4)}, finished=[0])])
-    assert (late == -1).all()
-    assert cached_range(engine, 1, 0) == (0, 9)
-    assert engine.counters.stale_steps == 1
-    run(engine, 1, 6, {0: Rows(request, 9, 2, 4)})
-    assert engine.counters.cold_starts == 0
-
-
 def test_two_steps_of_one_target_in_one_call_follow_each_other() -> None:
     engine, request, other = DraftEngine({0: head_runtime(0)}), make_request(0), make_request(1)
     sent = [{0: Rows(request, 0, 9, 4)}, {3: Rows(other, 0, 5, 2)}, {0: Rows(request, 9, 2, 3)}]
@@ -117,8 +106,6 @@ def test_a_target_that_vanished_leaves_its_prefixes_and_its_room() -> None:
     assert (num_requests(engine), engine.tables[0].pool.num_available) == (0, free)
     run(engine, 2, 0, {5: Rows(request, 4 * BLOCK, 2, 4)}, prompts={5: prompt(request, 4 * BLOCK)})
     assert engine.counters.prefix_hit_tokens == 4 * BLOCK
-    run(engine, 1, 0, {0: Rows(request, 0, 3, 4)})  # the number is free again, and so are its steps
-    assert engine.counters.stale_steps == 0
 
 
 def test_a_session_that_is_never_dropped_is_evicted_when_others_need_room() -> None:
@@ -334,7 +321,7 @@ def test_drafts_equal_those_of_a_session_for_each_request(heads: list[int], limi
     counters = engine.counters
     assert counters.drafts > 300
     assert counters.prefix_hit_tokens > 0
-    assert (counters.refused, counters.evicted_requests, counters.stale_steps) == (0, 0, 0)
+    assert (counters.refused, counters.evicted_requests) == (0, 0)
     if limits:
         assert counters.passes > 1.5 * 120
 

@@ -158,7 +158,7 @@ class Connection:
         for source in (self._socket, self._monitor, waker.fileno()):
             self._poller.register(source, zmq.POLLIN)
         self._is_known = False
-        self.heard_s = time.monotonic()
+        self.last_message_s = time.monotonic()
         self._socket.connect(f"tcp://{address}")
 
     def send(self, frames: list[Any]) -> int:
@@ -179,7 +179,7 @@ class Connection:
                 received = read_message(self._socket.recv_multipart(copy=False), FROM_DRAFTER)
             except WireError as error:
                 raise WireError(f"{self.peer}: {error}") from error
-            self._is_known, self.heard_s = True, time.monotonic()
+            self._is_known, self.last_message_s = True, time.monotonic()
             return received
         if self._monitor in ready:
             event = recv_monitor_message(self._monitor)
@@ -588,7 +588,7 @@ class Link:
                 self._carry(session, connection, number)
                 number += 1
             elif (received := connection.receive(_CHECK_S)) is not None:
-                self._heed(connection, received[0])
+                self._act_on(connection, received[0])
             is_waiting = session.sent > 0 and not session.mailbox.is_done(session.sent)
             self._check_silence(connection, is_waiting)
 
@@ -601,7 +601,7 @@ class Link:
         begin_ns = time.monotonic_ns()
         step = mailbox.read_step(number, 0)
         self.stats.num_bytes += connection.send(step_frames(step))
-        connection.heard_s = time.monotonic()  # silence counts from here on
+        connection.last_message_s = time.monotonic()  # silence counts from here on
         while not (self._stopped.is_set() or session.is_unwanted):
             if (received := connection.receive(_CHECK_S)) is None:
                 self._check_silence(connection, True)
@@ -612,9 +612,9 @@ class Link:
                 self.stats.num_bytes += drafts_BK.nbytes
                 mailbox.answer(number, drafts_BK, time.monotonic_ns() - begin_ns)
                 return
-            self._heed(connection, message)
+            self._act_on(connection, message)
 
-    def _heed(self, connection: Connection, message: DrafterMessage) -> None:
+    def _act_on(self, connection: Connection, message: DrafterMessage) -> None:
         if isinstance(message, Swapped):
             raise HeadSwapped(message)
         if isinstance(message, Bye):
@@ -623,7 +623,7 @@ class Link:
             raise WireError(f"{connection.peer} sent {type(message).__name__} out of turn")
 
     def _check_silence(self, connection: Connection, is_waiting: bool) -> None:
-        silence_s = time.monotonic() - connection.heard_s
+        silence_s = time.monotonic() - connection.last_message_s
         if is_waiting and silence_s > MAX_SILENCE_S:
             raise WireError(f"{connection.peer} gave no sign of life for {silence_s:.0f} s")
 

@@ -171,7 +171,6 @@ class DraftEngine:
         self._max_num_requests, self._min_idle_calls = max_num_requests, min_idle_calls
         self._heads: dict[int, ParallelPass] = {}
         self.tables: dict[int, RequestTable] = {}  # by head
-        self._last_step: dict[int, int] = {}  # by session: the number of the step answered last
         self._found: dict[int, _Found] = {}  # by session
         for index, head in heads.items():
             self.swap(index, head)
@@ -204,7 +203,6 @@ class DraftEngine:
 
     def drop_session(self, session: int) -> None:
         """A target went away. Its prefixes stay for others as long as there is room."""
-        self._last_step.pop(session, None)
         self._found.pop(session, None)
         for table in self.tables.values():
             table.drop_session(session)
@@ -212,27 +210,18 @@ class DraftEngine:
     def step(self, steps: Sequence[HostStep]) -> list[Int32Array]:
         """Draft ids of each step's requests, [B, K] each, `NO_DRAFT` from a request's depth on.
 
-        A request that is refused for lack of cache has none. So have all requests of a step that is older than one its
-        session was already answered for; such a step changes nothing.
+        A request that is refused for lack of cache has none.
         """
         if len(steps) > 1 and len({step.session for step in steps}) < len(steps):
             return [self.step([step])[0] for step in steps]  # a later step needs an earlier one's rows
-        is_live = [self._is_new(step) for step in steps]
-        live = [step for step, is_new in zip(steps, is_live, strict=True) if is_new]
-        for step in live:
+        for step in steps:
             if ended := [*step.finished_slots, *step.prompts]:
                 self.release(step.session, ended)
-        heads_F = _joined([step.heads_B for step in live]) if live else np.zeros(0, np.int32)
-        launched = [part for index in _distinct(heads_F) for part in self._launch(index, live, heads_F)]
+        heads_F = _joined([step.heads_B for step in steps])
+        launched = [part for index in _distinct(heads_F) for part in self._launch(index, steps, heads_F)]
         drafts_FK = self._gathered(launched, len(heads_F))
         self.counters.drafts += int((drafts_FK != NO_DRAFT).sum())
-        answers, first = [], 0
-        for step, is_new in zip(steps, is_live, strict=True):
-            end = first + (step.num_requests if is_new else 0)
-            nothing = (step.num_requests, self.max_depth)
-            answers.append(drafts_FK[first:end] if is_new else np.full(nothing, NO_DRAFT, np.int32))
-            first = end
-        return answers
+        return np.split(drafts_FK, np.cumsum([step.num_requests for step in steps])[:-1])
 
     def _gathered(self, launched: Sequence[tuple[Requests, PendingDrafts]], num_requests: int) -> Int32Array:
         """[F, K] drafts of all requests of a call, once their passes are over."""
@@ -246,13 +235,6 @@ class DraftEngine:
             drafts_GK = pending()
             drafts_FK[part.flat_G[wanting], : drafts_GK.shape[1]] = drafts_GK[wanting]
         return drafts_FK
-
-    def _is_new(self, step: HostStep) -> bool:
-        if step.number < self._last_step.get(step.session, step.number):
-            self.counters.stale_steps += 1
-            return False
-        self._last_step[step.session] = step.number
-        return True
 
     def _admit(self, index: int, steps: Sequence[HostStep], heads_F: Int32Array) -> Requests:
         """The requests of one head that have a table row and blocks now, and new rows to write."""

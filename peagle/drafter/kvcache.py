@@ -163,7 +163,6 @@ class Counters:
     evicted_requests: int = 0
     evicted_blocks: int = 0
     refused: int = 0
-    stale_steps: int = 0  # older than one already answered
     passes: int = 0
     rows: int = 0  # of passes, mask rows included
     drafts: int = 0

@@ -107,8 +107,8 @@ def target_table(target_dir: Path, name: str) -> "torch.Tensor":
     for path in sorted(Path(target_dir).glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
-                stored = [one for one in file.keys() if one.endswith(name)]  # noqa: SIM118 (no mapping)
-                found += [(path, one, file.get_tensor(one)) for one in stored]
+                matching = [key for key in file.keys() if key.endswith(name)]  # noqa: SIM118 (no mapping)
+                found += [(path, key, file.get_tensor(key)) for key in matching]
         except SafetensorError as error:
             raise ValueError(f"target {target_dir}: {path} cannot be read: {error}") from error
     if (
@@ -118,7 +118,7 @@ def target_table(target_dir: Path, name: str) -> "torch.Tensor":
     ):
         return target_table(target_dir, "embed_tokens.weight")
     if len(found) != 1:
-        where = ", ".join(f"{one} in {path.name}" for path, one, _ in found) or "none"
+        where = ", ".join(f"{key} in {path.name}" for path, key, _ in found) or "none"
         raise ValueError(f"target {target_dir}: one {name} is needed in its safetensors, found {where}")
     return found[0][2]
 

@@ -100,7 +100,7 @@ def _segments(rows: CodRows, bounds: list[int], firsts: list[int]) -> list[Segme
     chain_anchors = rows.anchor_BT[0, rows.num_tokens :].contiguous()
     found = torch.searchsorted(chain_anchors, chain_anchors.new_tensor(firsts)).tolist()
     cuts = [rows.num_tokens + cut for cut in found]
-    return [Segment(*one) for one in zip(bounds, bounds[1:], cuts, cuts[1:], strict=False)]
+    return [Segment(*edges) for edges in zip(bounds, bounds[1:], cuts, cuts[1:], strict=False)]
 
 
 def segment_rows(

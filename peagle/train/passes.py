@@ -136,9 +136,9 @@ class PEaglePass:
             return losses.report()
         num_rows = rows.anchor_BT.shape[1]
         for b in range(len(chain_BN)):
-            one = slice(b, b + 1)
+            at = slice(b, b + 1)
             sequence = PackedSequence(
-                batch.tokens_BN[one], batch.document_BN[one], states.aux_BNX[one], rows.select(b), position_BT[one]
+                batch.tokens_BN[at], batch.document_BN[at], states.aux_BNX[at], rows.select(b), position_BT[at]
             )
             self._partition.backward(drafter, sequence, functools.partial(losses, first=b * num_rows))
         return losses.report()
@@ -314,7 +314,7 @@ def start_from(drafter: Drafter, head_dir: str | Path) -> list[str]:
     """
     config, tensors = load_head(head_dir)
     own = drafter.trainable()
-    taken = [name for name, one in own.items() if name in tensors and tensors[name].shape == one.shape]
+    taken = [name for name, value in own.items() if name in tensors and tensors[name].shape == value.shape]
     if not taken:
         raise HeadError(
             f"drafter.start_from: no tensor of {head_dir} has name and shape of one of this drafter's (its hidden_size "

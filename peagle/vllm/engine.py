@@ -1,13 +1,12 @@
 """The settings with which vLLM serves a target together with a P-EAGLE head, or an EAGLE-3 head to compare with.
 
 Enters: directories and numbers. Leaves: keyword arguments for `LLM`, `AsyncEngineArgs`, or `engine_kwargs` of
-`ray.serve.llm`, and environment variables for an engine on a CPU. Reads the head's config.json; imports no vLLM and
-starts nothing.
+`ray.serve.llm`, and the LD_PRELOAD of an engine on a CPU. Reads the head's config.json; imports no vLLM and starts
+nothing.
 """
 
 import dataclasses
 import importlib.metadata
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -165,27 +164,7 @@ def _remote_engine(
     return {"worker_cls": REMOTE_CPU_WORKER if on_cpu else REMOTE_GPU_WORKER, "additional_config": additional_config}
 
 
-# ---- environment variables with which vLLM's CPU engine is at its speed; read while an engine's libraries load
-
-MAX_SMALL_MACHINE_CORES = 4
-
-
-def cpu_environment(inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What to add to `inherited` for an engine on this machine's CPU; what it has already, it keeps.
-
-    Intel's OpenMP runtime comes before any other (vLLM warns that speculation is slow without it); the KV cache gets a
-    size of its own (GiB); and where there are few cores all of them compute: vLLM alone keeps one free for processes
-    that mostly wait. Engine processes are spawned, so that the first of these takes effect.
-    """
-    found = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) <= MAX_SMALL_MACHINE_CORES:
-        found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(core) for core in cores)
-    added = {name: value for name, value in found.items() if name not in inherited}
-    preload = openmp_preload(inherited.get("LD_PRELOAD", ""))
-    if preload != inherited.get("LD_PRELOAD", ""):
-        added["LD_PRELOAD"] = preload
-    return added
+# ---- Intel's OpenMP runtime, without which speculation on a CPU is slow; read while an engine's libraries load
 
 
 def openmp_preload(preload: str) -> str:

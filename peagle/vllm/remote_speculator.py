@@ -134,7 +134,7 @@ class RemoteSpeculator(BaseSpeculator):
             batch.input_ids[: batch.num_tokens],
         )
         known = [self._known[request_id] for request_id in batch.req_ids]
-        k_B = np.array([one.depth for one in known], dtype=np.int32)
+        k_B = np.array([request.depth for request in known], dtype=np.int32)
         ends_B = batch.num_computed_tokens_np + batch.num_scheduled_tokens
         offset_B1 = batch.query_start_loc_np[: count + 1].astype(np.int32)
 
@@ -145,7 +145,7 @@ class RemoteSpeculator(BaseSpeculator):
         return EngineStep(
             request_ids=batch.req_ids,
             requests=self._known,
-            heads_B=np.array([one.head for one in known], dtype=np.int32),
+            heads_B=np.array([request.head for request in known], dtype=np.int32),
             depth_B=np.where(ends_B < batch.prefill_len_np, 0, np.minimum(k_B, self._num_ahead)).astype(np.int32),
             # A request with K = 0 never drafts; its prompt may serve another one from the drafter's cache.
             wanted_B=(k_B > 0) | batch.is_prefilling_np,
