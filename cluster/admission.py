@@ -44,6 +44,12 @@ class Allowance:
         self._fill(now_s)
         self._level -= amount
 
+    def change(self, per_minute: float, now_s: float) -> None:
+        """Another rate from now on; the level keeps its part of it."""
+        self._fill(now_s)
+        self._level *= per_minute / self.per_minute
+        self.per_minute = per_minute
+
     def _fill(self, now_s: float) -> None:
         new = self.per_minute / 60 * max(0.0, now_s - self._filled_s)
         self._level, self._filled_s = min(self.per_minute, self._level + new), now_s
@@ -62,17 +68,22 @@ class _Line:
 
 
 class Admission:
-    """The places of one service.
+    """The places of one replica. All but the clock may be changed at any time.
 
     Args:
-        max_running: sequences that run at a time; a request that weighs more runs alone. May be changed at any time.
+        max_running: sequences that run at a time; a request that weighs more runs alone.
         max_queued: requests that wait for a place.
         clock: monotonic seconds.
+
+    Attributes:
+        num_replicas: that share the requests of every caller. Each applies its part of a caller's limits, of running
+            requests rounded up.
     """
 
     def __init__(self, max_running: int, max_queued: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_running = max_running
         self.max_queued = max_queued
+        self.num_replicas = 1
         self.num_running = 0
         self.num_queued = 0
         self._clock = clock
@@ -121,20 +132,26 @@ class Admission:
 
     def _line_of(self, caller: Caller) -> _Line:
         line = self._lines.setdefault(caller.name, _Line())
-        line.limit = caller.max_running_requests
-        for name, per_minute in (("requests", caller.requests_per_minute), ("tokens", caller.tokens_per_minute)):
+        most = caller.max_running_requests
+        line.limit = None if most is None else -(-most // self.num_replicas)
+        now_s = self._clock()
+        for name, per_minute in _rates_of(caller).items():
             rate = line.rates.get(name)
-            if per_minute is None:
+            share = None if per_minute is None else per_minute / self.num_replicas
+            if share is None:
                 line.rates.pop(name, None)
-            elif rate is None or rate.per_minute != per_minute:
-                line.rates[name] = Allowance(per_minute, self._clock())
+            elif rate is None:
+                line.rates[name] = Allowance(share, now_s)
+            elif rate.per_minute != share:
+                rate.change(share, now_s)
         return line
 
     def _check_rates(self, caller: Caller, line: _Line) -> None:
         now_s = self._clock()
         for name, rate in line.rates.items():
             if wait_s := rate.wait_s(1.0, now_s):
-                raise BusyError(f"the caller {caller.name} has used up its {rate.per_minute:g} {name} a minute", wait_s)
+                most = _rates_of(caller)[name]
+                raise BusyError(f"the caller {caller.name} has used up its {most:g} {name} a minute", wait_s)
         if "requests" in line.rates:
             line.rates["requests"].use(1.0, now_s)
 
@@ -179,3 +196,7 @@ class Admission:
             line.waiting.remove((turn, weight))
             self.num_queued -= 1
         self._hand_out_places()
+
+
+def _rates_of(caller: Caller) -> dict[str, float | None]:
+    return {"requests": caller.requests_per_minute, "tokens": caller.tokens_per_minute}

@@ -1,9 +1,9 @@
 """K of each request from what the targets report: posteriors, load and step costs in one object.
 
 Enters: the reports of the target replicas, about once a second. Leaves: a `Drafting` for each request that nobody fixed
-a K for, and a document that shows what is believed and why. Each ingress replica has one over all targets; each target
-replica has one over itself, for requests that come by a deployment handle past the ingress. Never knows: HTTP, Ray, the
-engine. No clock of its own.
+a K for, and a document that shows what is believed and why. The router has one over all targets and publishes its
+choices as `Guidance`; the control of a target follows these, and decides on what the target itself has counted only
+where it hears nothing. Never knows: HTTP, Ray, the engine. No clock of its own.
 """
 
 import dataclasses
@@ -11,24 +11,40 @@ import logging
 import math
 import random
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.acceptance import AcceptanceBook
 from cluster.counts import Ledger, TargetReport
-from cluster.depth import DepthChooser, Objective
+from cluster.depth import Choice, DepthChooser, Objective
 from cluster.request import DEFAULT_WORKLOAD, DepthPolicy, Drafting
 from cluster.step_time import StepCosts, average_costs, guessed_costs
 
 logger = logging.getLogger(__name__)
 
 MAX_REPORT_AGE_S = 30.0
-"""Reports older than this decide nothing: K is then the operator's default."""
+"""Reports older than this decide nothing: K is then the operator's default. Nor does guidance that is older."""
 
 LOAD_WEIGHT = 0.5
 """Weight of the newest reading in the mean load; readings come about once a second."""
 
 FORMAT = 2
 """Of the snapshot."""
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """What the router tells every target replica, once a second.
+
+    Attributes:
+        num_targets: target replicas that run.
+        workloads: names that any of them has told apart.
+        choices: of K by workload, that of `default` for every other; {} where K is not chosen, or on no fresh reports.
+    """
+
+    num_targets: int = 1
+    workloads: tuple[str, ...] = ()
+    choices: Mapping[str, Choice] = field(default_factory=dict)
 
 
 class DepthControl:
@@ -68,6 +84,8 @@ class DepthControl:
         self._context_tokens = 0.0
         self._observed_s = -math.inf
         self._choices: dict[str, Drafting] = {}
+        self._followed: Mapping[str, Choice] = {}
+        self._followed_s = -math.inf
 
     @property
     def costs(self) -> StepCosts:
@@ -113,24 +131,59 @@ class DepthControl:
         """
         if drafting.source != "default" or not self.is_adaptive:
             return drafting
-        silent_s = now_s - self._observed_s
-        if not 0 <= silent_s <= MAX_REPORT_AGE_S:
+        workload, silent_s = drafting.workload, now_s - self._observed_s
+        if self.follows(now_s):
+            choice = self._followed.get(workload) or self._followed[DEFAULT_WORKLOAD].of(workload)
+            settled = choice.draw(self._random)
+        elif 0 <= silent_s <= MAX_REPORT_AGE_S:
+            settled = self._chooser.decide(workload, self.book, self._load, self._context_tokens, now_s, self._random)
+        else:
             since = "yet" if math.isinf(silent_s) else f"for {abs(silent_s):.0f} s"
             return dataclasses.replace(drafting, reason=f"no target has reported {since}: the default K")
-        workload, book, load = drafting.workload, self.book, self._load
-        settled = self._chooser.decide(workload, book, load, self._context_tokens, now_s, self._random)
-        settled = dataclasses.replace(settled, survival=tuple(round(value, 4) for value in settled.survival))
-        # With K = 0 the drafter's pass is left out, which steps that may draft could not do.
-        if self._lets_steps_decide and settled.source == "learned" and settled.k > 0:
-            settled = dataclasses.replace(settled, max_k=self.policy.max_k)
+        settled = self._as_played(settled)
         if settled.source != "probe":
             self._choices[workload] = settled
-        if max_k is None or settled.max_k <= max_k:
+        max_k = self.policy.max_k if max_k is None else min(max_k, self.policy.max_k)
+        if settled.max_k <= max_k:
             return settled
         if settled.k <= max_k:
             return dataclasses.replace(settled, max_k=max_k)
         reason = f"{settled.reason}; the caller's limit"  # the time per token that was expected is of another K
         return dataclasses.replace(settled, k=max_k, max_k=max_k, reason=reason, expected_tpot_s=None)
+
+    def _as_played(self, chosen: Drafting) -> Drafting:
+        """A choice as the scheduler gets it, with what it may decide at each step."""
+        chosen = dataclasses.replace(chosen, survival=tuple(round(value, 4) for value in chosen.survival))
+        # With K = 0 the drafter's pass is left out, which steps that may draft could not do.
+        if self._lets_steps_decide and chosen.source == "learned" and chosen.k > 0:
+            chosen = dataclasses.replace(chosen, max_k=max(chosen.k, self.policy.max_k))
+        return chosen
+
+    def guidance(self, num_targets: int, now_s: float) -> Guidance:
+        """What the controls of `num_targets` target replicas are to `follow`. Raises what the choice of K raises."""
+        workloads = tuple(sorted({*self.book.workloads(), *self._load}))
+        if not self.is_adaptive or not 0 <= now_s - self._observed_s <= MAX_REPORT_AGE_S:
+            return Guidance(num_targets, workloads)
+        load = self._load or {DEFAULT_WORKLOAD: 1.0}
+        planned = self._chooser.choices(load.keys(), self.book, load, self._context_tokens, now_s, self._random)
+        choices = dict(planned)
+        is_measured = all(choice.drafting.source == "learned" for choice in planned.values())
+        for workload in (DEFAULT_WORKLOAD, *workloads):
+            if is_measured and load.get(workload, 0.0) < 1.0:
+                choices[workload] = self._chooser.choice_beside(workload, self.book, self._context_tokens)
+            elif workload not in choices:
+                choices[workload] = next(iter(planned.values())).of(workload)
+        self._choices = {workload: self._as_played(choice.drafting) for workload, choice in choices.items()}
+        return Guidance(num_targets, workloads, choices)
+
+    def follow(self, guidance: Guidance, now_s: float) -> None:
+        """Choose by these from now on. Guidance without choices leaves the last one, until it is too old."""
+        if guidance.choices:
+            self._followed, self._followed_s = guidance.choices, now_s
+
+    def follows(self, now_s: float) -> bool:
+        """Whether the last guidance decides."""
+        return 0 <= now_s - self._followed_s <= MAX_REPORT_AGE_S
 
     def document(self, now_s: float) -> dict[str, Any]:
         """What is believed and chosen, as JSON: see `cluster.view`."""

@@ -2,7 +2,7 @@
 
 Enters: survivals, load and step costs. Leaves: drafts of each request of one step (`allocate`, in the scheduler), K of
 each workload of a replica (`best_depths`), and K of the next request, held steady over time (`DepthChooser`, in the
-ingress). Never knows: HTTP, Ray, vLLM. No clock and no random generator of its own.
+router). Never knows: HTTP, Ray, vLLM. No clock and no random generator of its own.
 
 **Worth of a draft.** S_i is the survival of depth i, L(k) = 1 + S_1 + ... + S_k the expected tokens of a step at K = k
 (policy-and-apis.md, D1). P-EAGLE drafts K_max in one pass whatever K is, so drafting does not depend on K and only
@@ -39,7 +39,7 @@ its K, and tokens / (decoding + a constant for each token) is greatest where tok
 import copy
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, combinations, pairwise, product
 from types import MappingProxyType
@@ -444,8 +444,27 @@ MAX_PROBE_LOSS = 0.005
 """The share of a replica's tokens that probes may cost, at the most."""
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What the requests of a workload get: `probe` in `probe_share` of them, else `drafting`."""
+
+    drafting: Drafting
+    probe_share: float = 0.0
+    probe: Drafting | None = None
+
+    def draw(self, random: random.Random) -> Drafting:
+        if self.probe is not None and random.random() < self.probe_share:
+            return self.probe
+        return self.drafting
+
+    def of(self, workload: str) -> "Choice":
+        """The same for another workload."""
+        probe = None if self.probe is None else replace(self.probe, workload=workload)
+        return Choice(replace(self.drafting, workload=workload), self.probe_share, probe)
+
+
 class DepthChooser:
-    """Chooses K per workload for the requests of one ingress replica. Not thread-safe.
+    """Chooses K per workload. Not thread-safe.
 
     All workloads are planned together, at most every `REPLAN_S`. The plan replaces what is in force when it is better
     by `MIN_GAIN` (a third of it, once nothing changed for `PATIENCE` dwells), better in `MIN_PROBABILITY` of draws
@@ -476,8 +495,8 @@ class DepthChooser:
         self._max_k, self._probe_share = max_k, probe_share
         self._objectives = dict(objectives)
         self._depths: dict[str, int] = {}
-        self._decisions: dict[str, Drafting] = {}
-        self._probes: dict[str, tuple[float, Drafting]] = {}  # by workload: share of its requests, and what these get
+        self._choices: dict[str, Choice] = {}
+        self._planned: Demand | None = None
         self._planned_s = self._changed_s = -math.inf
 
     @property
@@ -509,15 +528,47 @@ class DepthChooser:
         Raises:
             SurvivalError, ValueError: the posterior, the load or the time is not usable. What is in force stays.
         """
+        if workload not in num_requests:
+            num_requests = {workload: 1.0, **num_requests}
+        return self.choices({workload}, book, num_requests, context_tokens, now_s, random)[workload].draw(random)
+
+    def choices(
+        self,
+        workloads: Set[str],
+        book: AcceptanceBook,
+        num_requests: Mapping[str, float],
+        context_tokens: float,
+        now_s: float,
+        random: random.Random,
+    ) -> Mapping[str, Choice]:
+        """The choices of all workloads that are planned, `workloads` among them, which stand in `num_requests`. The
+        other arguments are those of `decide`, which raises the same."""
         if not math.isfinite(now_s):
             raise ValueError(f"now_s is {now_s}: the time is a finite number of seconds")
         if now_s < self._planned_s:
             self._planned_s, self._changed_s = -math.inf, min(self._changed_s, now_s)
-        if workload not in self._decisions or now_s - self._planned_s >= REPLAN_S:
-            self._replan({workload: 1.0, **num_requests}, context_tokens, book, now_s, random)
-        if (probe := self._probes.get(workload)) is not None and random.random() < probe[0]:
-            return probe[1]
-        return self._decisions[workload]
+        if not workloads <= self._choices.keys() or now_s - self._planned_s >= REPLAN_S:
+            self._replan(num_requests, context_tokens, book, now_s, random)
+        return self._choices
+
+    def choice_beside(self, workload: str, book: AcceptanceBook, context_tokens: float) -> Choice:
+        """What one request of a workload gets that sends hardly any, beside the requests that are planned, at their K.
+
+        In the plan a hundredth of a request would count with whole drafts.
+
+        Raises:
+            SurvivalError: the posterior is not usable.
+        """
+        survival = book.survival(workload).gains()[: self._max_k]
+        demand = Demand(workload, 1.0, survival, self._max_k, self._objectives.get(workload, THROUGHPUT))
+        is_shared = self._planned is not None and 1.0 + self._planned.num_requests >= MIN_SHARED
+        steps = SharedSteps(
+            [demand, self._planned] if self._planned and is_shared else [demand], self.costs, context_tokens
+        )
+        depths = best_assignment(steps)
+        plan = steps.plan(depths)
+        decision = Drafting(workload, depths[0], "learned", plan.reason, tuple(survival), plan.tpot_s[workload])
+        return self._with_probe(decision, steps, depths, 0) if decision.k < self._max_k else Choice(decision)
 
     def _replan(
         self,
@@ -544,7 +595,7 @@ class DepthChooser:
             demands.append(
                 Demand(name, num, worth, self._max_k, objective, min_k=min(1, self._max_k) if is_cold else 0)
             )
-        decisions, probes = {}, {}
+        choices = {}
         for group in sharing_groups(demands):
             steps = SharedSteps(group, self.costs, context_tokens)
             assignment, kept = self._settled(steps, context_tokens, believed, book, now_s, random)
@@ -554,14 +605,18 @@ class DepthChooser:
                 name = demand.workload
                 source: Source = "default" if is_cold else "learned"
                 decision = Drafting(name, assignment[index], source, reason, tuple(demand.survival), plan.tpot_s[name])
-                decisions[name] = decision
+                choices[name] = Choice(decision)
                 if decision.k < self._max_k and self._probe_share > 0:
-                    probes[name] = self._probe(decision, steps, assignment, index)
-        depths = {name: decision.k for name, decision in decisions.items()}
+                    choices[name] = self._with_probe(decision, steps, assignment, index)
+        depths = {name: choice.drafting.k for name, choice in choices.items()}
+        total = sum(numbers.values())
+        mean_k = round(sum(num * depths[name] for name, num in numbers.items()) / total)
+        added = sum(demand.num_requests * sum(demand.survival[: depths[demand.workload]]) for demand in demands) / total
+        self._planned = Demand("", total, (min(1.0, added / max(1, mean_k)),) * mean_k, mean_k, min_k=mean_k)
         if not self._depths or any(self._depths.get(name, k) != k for name, k in depths.items()):
             self._changed_s = now_s
         known = {name: self._depths[name] for name in book.workloads() if name in self._depths}
-        self._depths, self._decisions, self._probes, self._planned_s = known | depths, decisions, probes, now_s
+        self._depths, self._choices, self._planned_s = known | depths, choices, now_s
 
     def _settled(
         self,
@@ -609,10 +664,8 @@ class DepthChooser:
             return now, f"kept, for a gain of {gain:.1%} is not certain"
         return best, ""
 
-    def _probe(
-        self, decision: Drafting, steps: SharedSteps, depths: tuple[int, ...], index: int
-    ) -> tuple[float, Drafting]:
-        """The share of a workload's requests that probe, and what these get."""
+    def _with_probe(self, decision: Drafting, steps: SharedSteps, depths: tuple[int, ...], index: int) -> Choice:
+        """A decision, and the share of the workload's requests that probe beyond it."""
         step_s = steps.step_s_with_probe(depths, index, self._max_k)
         loss = step_s / float(steps.step_s(np.array([depths]))[0]) - 1.0
         share = FREE_PROBE_FACTOR * self._probe_share
@@ -620,4 +673,5 @@ class DepthChooser:
             share = min(self._probe_share, MAX_PROBE_LOSS / (loss * steps.num_requests))
         reason = f"probe: {share:.2g} of requests go to K={self._max_k} to see what lies beyond K={decision.k}"
         tpot_s = step_s / (1.0 + sum(steps.demands[index].survival))
-        return share, Drafting(decision.workload, self._max_k, "probe", reason, expected_tpot_s=tpot_s)
+        probe = Drafting(decision.workload, self._max_k, "probe", reason, expected_tpot_s=tpot_s)
+        return Choice(decision, share, probe)

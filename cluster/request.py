@@ -321,6 +321,11 @@ class Workloads:
         name = fingerprint(prompt)
         return DEFAULT_WORKLOAD if name is None else self._admitted(name, self._min_num_requests)
 
+    def remember(self, name: str) -> None:
+        """Tell `name` apart, which others have found, where there is room. Does not count as a request of it."""
+        if name not in self._kept and len(self._others) < self._max_num_others:
+            self._others.setdefault(name)
+
     def names(self) -> tuple[str, ...]:
         """The present workloads: those that always stay by name, then the others, least recently used first."""
         return (*sorted(self._kept), *self._others)

@@ -152,13 +152,14 @@ class ModelSettings(Section):
 
 class TargetSettings(Section):
     """Replicas of the target. `bundle`: Ray resources of each engine worker, e.g. {GPU: 1} or {CPU: 1}; `num_cpus`:
-    of the replica's own process; `env`: environment variables of the replica and its engine."""
+    of the replica's own process; `max_ongoing_requests`: what Serve itself lets in, so much that `limits` comes first;
+    `env`: environment variables of the replica and its engine."""
 
     num_replicas: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=1.0, ge=0)
     bundle: dict[str, float] = Field(default_factory=lambda: {"GPU": 1.0})
     accelerator_type: str | None = None
-    max_ongoing_requests: int = Field(default=256, ge=1)
+    max_ongoing_requests: int = Field(default=4096, ge=1)
     env: dict[str, str] = Field(default_factory=dict)
 
     @property
@@ -364,17 +365,19 @@ class DepthSettings(Section):
 
 
 class IngressSettings(Section):
-    """Replicas of the ingress. `allow_origins`: web pages that a browser may call from (CORS), none by default."""
+    """The way of HTTP. Target replicas answer it themselves, beside one router that learns for all of them; with
+    `num_replicas` above 0 so many ingress replicas stand before the targets instead. `num_cpus`: of the router, or of
+    each ingress replica; `allow_origins`: web pages that a browser may call from (CORS), none by default."""
 
-    num_replicas: int = Field(default=1, ge=1)
+    num_replicas: int = Field(default=0, ge=0)
     num_cpus: float = Field(default=1.0, ge=0)
     max_ongoing_requests: int = Field(default=1024, ge=1)
     allow_origins: list[str] = Field(default_factory=list)
 
 
 class LimitSettings(Section):
-    """Limits of one request, beyond which it gets 400 (413 for its size), and of all requests of an ingress replica:
-    beyond `max_running_requests` a request waits, beyond `max_queued_requests` it gets 429 with Retry-After.
+    """Limits of one request, beyond which it gets 400 (413 for its size), and of all requests of a replica that answers
+    HTTP: beyond `max_running_requests` a request waits, beyond `max_queued_requests` it gets 429 with Retry-After.
 
     `max_num_sequences`: n (or best_of) times the number of prompts of one request. `max_grammar_bytes`,
     `max_grammar_choices`, `grammar_timeout_s`: a grammar, schema or list of choices, and the time to compile it."""
@@ -795,7 +798,7 @@ def _with_drafter(raw: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, A
 
 
 def live_config(settings: ClusterSettings) -> dict[str, Any]:
-    """What changes without a new engine, as the `user_config` of ingress and target: plain values."""
+    """What changes without a new engine, as the `user_config` of router, ingress and target: plain values."""
     sections = settings.model_dump(mode="json", include={"depth", "limits", "callers"})
     return {"aliases": dict(settings.model.aliases), **sections}
 

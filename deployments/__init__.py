@@ -4,5 +4,6 @@ APP_NAME = "peagle"
 """The application's name in the YAML files of `configs/`."""
 
 TARGET_NAME = "target"
+ROUTER_NAME = "router"
 INGRESS_NAME = "ingress"
 DRAFTER_NAME = "drafter"

@@ -15,26 +15,26 @@ from ray.serve.llm import build_llm_deployment
 
 import peagle.heads
 from cluster.settings import Catalog, ClusterSettings, live_config, load_settings
-from deployments import DRAFTER_NAME, INGRESS_NAME, TARGET_NAME, compat
+from deployments import DRAFTER_NAME, INGRESS_NAME, ROUTER_NAME, TARGET_NAME, compat
 from deployments.autoscaling import drafter_autoscaling
 from deployments.drafter import MAX_DRAIN_S, DrafterReplica
-from deployments.ingress import Ingress
+from deployments.router import Ingress, Router
 from deployments.target import TargetServer, engine_config
 from peagle.checkpoint import check_head, read_head_config
 from peagle.embedded import embedded_targets
 from peagle.schema import SettingsError
 
 HEALTH_CHECK_PERIOD_S = 2.0
-"""A drafter or an ingress that died is noticed and replaced soon: until then targets decode without drafts, or clients
-wait."""
+"""A drafter or a router that died is noticed and replaced soon: until then targets decode without drafts, or choose K
+by the last guidance."""
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """The application that `serve run` deploys: an ingress, the target's replicas, and with `placement: remote` the
-    drafter's.
+    """The application that `serve run` deploys: the target's replicas, which answer HTTP, with the router, and with
+    `placement: remote` the drafter's; or, with `ingress.num_replicas`, ingress replicas before the targets.
 
     Each deployment gets what it uses: Serve starts the replicas of a deployment anew when what they are made from
-    changes. What its edge can change while requests run is its `user_config`.
+    changes. What can change while requests run is its `user_config`.
 
     Raises:
         SettingsError: lists every problem of `args`.
@@ -43,30 +43,46 @@ def build(args: dict[str, Any]) -> serve.Application:
     compat.check()
     settings = load_settings(args, catalog(), os.environ)
     check_files(settings)
-    live = live_config(settings)
     drafter = bind_drafter(settings)
-    target = build_llm_deployment(
+    if settings.ingress.num_replicas:
+        target = bind_target(settings, TargetServer, drafter=drafter)
+        return bind_router(settings, serve.ingress(None)(Ingress), INGRESS_NAME, drafter, target)
+    router = bind_router(settings, Router, ROUTER_NAME, drafter)
+    return bind_target(settings, serve.ingress(None)(TargetServer), drafter=drafter, router=router)
+
+
+def bind_target(
+    settings: ClusterSettings, server: type[TargetServer], **handles: serve.Application | None
+) -> serve.Application:
+    """The deployment of targets; `handles`: of what its replicas talk to."""
+    return build_llm_deployment(
         engine_config(settings),
-        bind_kwargs={"settings": settings, "drafter": drafter},
-        deployment_cls=TargetServer,
-        # The ingress logs every HTTP request; the target would log its own once-a-second health question.
+        bind_kwargs={"settings": settings, **handles},
+        deployment_cls=server,
         override_serve_options={
             "name": TARGET_NAME,
-            "user_config": live,
-            "logging_config": {"enable_access_log": False},
+            "user_config": live_config(settings),
+            "logging_config": {"enable_access_log": False},  # a line a second, of the router's questions, otherwise
         },
     )
-    ingress: Any = serve.deployment(
-        serve.ingress(None)(Ingress),
-        name=INGRESS_NAME,
-        num_replicas=settings.ingress.num_replicas,
+
+
+def bind_router(
+    settings: ClusterSettings, router: type[Router], name: str, *handles: serve.Application | None
+) -> serve.Application:
+    """The deployment of the router, or of ingress replicas; `handles`: of drafter and target."""
+    deployment: Any = serve.deployment(
+        router,
+        name=name,
+        num_replicas=max(1, settings.ingress.num_replicas),
         max_ongoing_requests=settings.ingress.max_ongoing_requests,
         ray_actor_options={"num_cpus": settings.ingress.num_cpus},
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        user_config=live,
+        user_config=live_config(settings),
+        logging_config={"enable_access_log": name == INGRESS_NAME},
     )
-    application: serve.Application = ingress.bind(settings, target, drafter)
-    return application
+    bound: serve.Application = deployment.bind(settings, *handles)
+    return bound
 
 
 def bind_drafter(settings: ClusterSettings) -> serve.Application | None:

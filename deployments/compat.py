@@ -5,6 +5,7 @@ private in vLLM is in `peagle.vllm.compat`.
 """
 
 import asyncio
+import contextlib
 import importlib
 import importlib.metadata
 import json
@@ -27,6 +28,11 @@ SEAMS = (
     "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine.start",
     "ray._private.authentication.authentication_token_setup:maybe_enable_token_auth_if_token_available",
     "ray.dashboard.modules.serve.sdk:ServeSubmissionClient.deploy_applications",
+    "ray.serve._private.haproxy:get_haproxy_binary",
+    "ray.serve._private.constants:RAY_SERVE_HAPROXY_CONFIG_FILE_LOC",
+    "ray.serve._private.router:AsyncioRouter.request_router",
+    "ray.serve._private.request_router.request_router:RequestRouter.curr_replicas",
+    "ray.serve._private.proxy_router:ProxyRouter.match_route",
 )
 
 
@@ -143,19 +149,68 @@ def serve_client(dashboard: str) -> Any:
     return ServeSubmissionClient(dashboard)
 
 
-# ---- Serve's HTTP proxy
+# ---- Serve's ways of HTTP: HAProxy, and its own proxy in Python, which takes what HAProxy finds no replica for
+
+RETRY_AFTER_S = 5
+NOT_READY = (
+    "{} is not ready: no replica is up (still loading, or restarting). Try again in "
+    f"{RETRY_AFTER_S} seconds; GET /health answers 200 when it is ready."
+)
+NOT_READY_CODE = "model_not_ready"
+LOST = "The server that worked on this request has stopped. Send the request again."
+WATCH_INTERVAL_S = 0.25
+
+
+def why_no_haproxy() -> str:
+    """Why HTTP cannot go through Serve's HAProxy on this machine, "" where it can."""
+    from ray.serve._private.haproxy import get_haproxy_binary
+
+    try:
+        get_haproxy_binary()
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def warn_without_haproxy() -> None:
+    """Log what to set where this Ray was started without HAProxy: everything works, and streams take more time."""
+    from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
+
+    if not RAY_SERVE_ENABLE_HA_PROXY:
+        logger.warning(
+            "HTTP goes through Serve's proxy in Python, which costs each chunk of a stream about a millisecond of CPU: "
+            "start Ray with RAY_SERVE_ENABLE_HA_PROXY=1 in its environment, on every node (`peagle serve` does)"
+        )
+
+
+def write_error_page() -> None:
+    """Let this node's HAProxy, where there is one, answer for a replica that it has lost as everything else does: with
+    503 in OpenAI's form. Its own page is plain text and code 500. It reads the page when it takes the next replica."""
+    import ray
+    from ray.serve._private.constants import RAY_SERVE_HAPROXY_CONFIG_FILE_LOC
+
+    folder = Path(RAY_SERVE_HAPROXY_CONFIG_FILE_LOC).parent / ray.get_runtime_context().get_node_id()
+    start, body = error_messages({"status": 500, "headers": []}, b"")
+    headers = [b": ".join(header) for header in start["headers"]]
+    page = b"\r\n".join([b"HTTP/1.1 503 Service Unavailable", *headers, b"", body["body"]])
+    for path in folder.glob("500.http"):
+        try:
+            path.write_bytes(page)
+        except OSError as error:
+            logger.warning("%s cannot be written (%s): of a lost replica HAProxy says 500", path, error)
 
 
 def proxy_middlewares() -> list[Any]:
-    """For RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH: the errors that the proxy itself answers, as plain text, come in
-    OpenAI's form. An ingress replica that died gives 503, for the request may be sent again."""
+    """For RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH: what Serve's proxy answers itself comes in OpenAI's form, and what
+    no replica is there for does not wait."""
     from starlette.middleware import Middleware
 
-    return [Middleware(PlainErrors)]
+    return [Middleware(PlainErrors), Middleware(NoReplica)]
 
 
 class PlainErrors:
-    """ASGI middleware that turns error responses of plain text into JSON."""
+    """ASGI middleware that turns error responses of plain text into JSON. A replica that died gives 503: the request
+    may be sent again."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -185,13 +240,83 @@ class PlainErrors:
         await self._app(scope, receive, send_json)
 
 
+class NoReplica:
+    """ASGI middleware of Serve's proxy: a request for a deployment without a running replica gets 503 with Retry-After,
+    where the proxy by itself would hold it back until there is one; and autoscaling is told of it, because nothing else
+    wakes a deployment that was scaled to zero. The router answers GET /metrics all the same.
+
+    Serve puts it before the HTTP server of each replica too, where it does nothing.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        while not hasattr(app, "proxy_router") and hasattr(app, "_app"):
+            app = app._app
+        self._routes = getattr(app, "proxy_router", None)
+        self._scaling: dict[str, Any] = {}
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        path = str(scope.get("path", ""))
+        is_ours = self._routes is not None and scope["type"] == "http" and not path.startswith("/-/")
+        match = self._routes.match_route(path) if is_ours else None
+        if match is None:
+            await self._app(scope, receive, send)
+        elif not await self._is_answered(match[1], scope, receive, send):
+            await (await self._refusal(match[1].app_name, path))(scope, receive, send)
+
+    async def _is_answered(self, handle: Any, scope: Any, receive: Any, send: Any) -> bool:
+        """Let a replica answer. False, with nothing sent, where none is left before one begins to."""
+        has_begun = False
+
+        async def send_noted(message: Any) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        if not num_replicas(handle):
+            return False
+        task = asyncio.ensure_future(self._app(scope, receive, send_noted))
+        try:
+            while not (await asyncio.wait({task}, timeout=None if has_begun else WATCH_INTERVAL_S))[0]:
+                if not has_begun and not num_replicas(handle):
+                    return False
+            task.result()
+            return True
+        finally:
+            task.cancel()
+
+    async def _refusal(self, app_name: str, path: str) -> Any:
+        from ray import serve
+        from starlette.responses import JSONResponse, Response
+
+        from deployments import ROUTER_NAME
+        from deployments.autoscaling import ClusterBoard, ScalingView  # it needs this module
+
+        if path.endswith("/metrics"):
+            with contextlib.suppress(Exception):  # no router either, or another application
+                async with asyncio.timeout(1.0):
+                    return Response(await serve.get_deployment_handle(ROUTER_NAME, app_name).metrics.remote())
+        await self._scaling.setdefault(app_name, ScalingView(ClusterBoard(app_name))).ask()
+        error = {"message": NOT_READY.format("The service"), "type": "server_error", "param": None}
+        headers = {"Retry-After": str(RETRY_AFTER_S)}
+        return JSONResponse({"error": {**error, "code": NOT_READY_CODE}}, status_code=503, headers=headers)
+
+
+def num_replicas(handle: Any) -> int:
+    """Running replicas of a deployment, as a handle knows them without asking."""
+    router = handle._router._asyncio_router
+    return len(
+        (router._running_replicas if router.request_router is None else router.request_router.curr_replicas) or ()
+    )
+
+
 def error_messages(start: dict[str, Any], text: bytes) -> list[dict[str, Any]]:
     """The ASGI messages of an error response in OpenAI's form."""
     status, message = start["status"], text.decode("utf-8", "replace")
     headers = [item for item in start["headers"] if item[0].lower() not in (b"content-type", b"content-length")]
     if status == 500:
-        status, message = 503, "The server that worked on this request has stopped. Send the request again."
-        headers.append((b"retry-after", b"5"))
+        status, message = 503, LOST
+        headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
     kind = "server_error" if status >= 500 else "invalid_request_error"
     error = {"message": message, "type": kind, "param": None, "code": "server_lost" if status == 503 else None}
     body = json.dumps({"error": error}).encode()

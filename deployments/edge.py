@@ -2,8 +2,8 @@
 
 Enters: the body of an HTTP request, or a dictionary by deployment handle, with its caller and headers. Leaves: an
 `Admitted` request that the engine can take as it is (checked, within the limits, with its workload and K), and the
-engine's answer with a `drafting` field, or an `ApiError` in OpenAI's form. The same code runs in an ingress replica and
-in a target replica: nothing here knows Ray, or where the engine is.
+engine's answer with a `drafting` field, or an `ApiError` in OpenAI's form. The same code runs in a target replica and,
+where there are any, in ingress replicas: nothing here knows Ray, or where the engine is.
 """
 
 import asyncio
@@ -46,6 +46,7 @@ from cluster.request import (
     system_prompt,
 )
 from cluster.settings import ClusterSettings, LimitSettings, nearest
+from deployments.compat import NOT_READY, NOT_READY_CODE, RETRY_AFTER_S
 from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,6 @@ MAX_INTEGER = 2**63 - 1
 OPEN_PATHS = ("/health", "/metrics")
 """For probes and Prometheus: they need no key."""
 
-RETRY_AFTER_S = 5
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -133,12 +133,7 @@ def _encodable(text: str) -> str:
 
 def not_ready(model: str) -> ApiError:
     """No replica of the target can answer: at the start until the engine has loaded, later when all are gone."""
-    return ApiError(
-        503,
-        f"The model {model!r} is not ready: no replica is up (still loading, or restarting). Try again in "
-        f"{RETRY_AFTER_S} seconds; GET /health answers 200 when it is ready.",
-        code="model_not_ready",
-    )
+    return ApiError(503, NOT_READY.format(f"The model {model!r}"), code=NOT_READY_CODE)
 
 
 def engine_lost() -> ApiError:
@@ -333,7 +328,7 @@ def grammars(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Admitted:
-    """A request as the engine gets it. Travels from an ingress replica to a target replica.
+    """A request as the engine gets it. May travel from an ingress replica to a target replica.
 
     `fields`: vLLM's fields of the body, with what the edge decided in `vllm_xargs`. `num_sequences`: its weight."""
 
@@ -444,6 +439,12 @@ class Edge:
     def limits(self) -> LimitSettings:
         return self._settings.limits
 
+    def models(self) -> dict[str, dict[str, Any]]:
+        """Model cards by id, the served model first."""
+        card = {"object": "model", "created": 0, "owned_by": "peagle", "permission": []}
+        names = (self.model, *self._settings.model.aliases)
+        return {name: {"id": name, **card} for name in names}
+
     def caller_of(self, authorization: str | None) -> Caller:
         """Who sends a request with this Authorization header. Raises ApiError (401)."""
         if self._callers is None:
@@ -504,7 +505,7 @@ class Edge:
 
     def know(self, workload: str) -> None:
         """Tell `workload`, which another edge has found, apart from now on."""
-        self._workloads.of(workload)
+        self._workloads.remember(workload)
 
     async def answer(
         self,
@@ -622,9 +623,6 @@ class Backend(Protocol):
 
     def generate(self, admitted: Admitted) -> Answer: ...
 
-    def models(self) -> dict[str, dict[str, Any]]:
-        """Model cards by id, the served model first."""
-
     async def health(self) -> dict[str, Any]:
         """Raises ApiError (503) where a request would not be served."""
 
@@ -653,11 +651,11 @@ def make_app(backend: Backend, allow_origins: list[str]) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": list(backend.models().values())})
+        return JSONResponse({"object": "list", "data": list(backend.edge.models().values())})
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
-        if (card := backend.models().get(model)) is None:
+        if (card := backend.edge.models().get(model)) is None:
             raise ApiError(404, f"the model {model!r:.80} is not served here", param="model", code="model_not_found")
         return JSONResponse(card)
 

@@ -1,4 +1,4 @@
-"""``peagle manifest configs/local.yaml``: the KubeRay RayService of a config, as YAML.
+"""``peagle manifest configs/local.yaml``: the KubeRay RayService of a config, and a NetworkPolicy for it, as YAML.
 
 What enters: a Serve config file of `configs/`. What leaves: a manifest whose `serveConfigV2` is that file and whose
 pods are sized from its settings, so nothing is written twice. Memory and CPUs of pods with GPUs are room to start with,
@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from cluster.settings import ClusterSettings
-from deployments.up import RAY_ENVIRONMENT, read_config, replica_resources
+from deployments.up import INGRESS_ENVIRONMENT, RAY_ENVIRONMENT, read_config, replica_resources
 
 HEAD_MEMORY = "4Gi"
 CPUS_PER_GPU = 8
@@ -54,7 +54,32 @@ def render(path: Path) -> str:
             "# Needs NVIDIA's device plugin on the nodes; for gated models a secret hf-token with the key token.\n"
             "# With a persistentVolumeClaim as volume `models` a checkpoint is downloaded once, not by each pod.\n"
         )
-    return header + yaml.dump(rayservice(path.stem, config, settings), Dumper=_Dumper, sort_keys=False, width=120)
+    documents = rayservice(path.stem, config, settings), network_policy(path.stem, config)
+    return header + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120)
+
+
+def _labels(name: str) -> dict[str, str]:
+    """Of every pod of the service, besides KubeRay's."""
+    return {"peagle-service": f"peagle-{name}"}
+
+
+def network_policy(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Who may talk to the pods: everyone to the port of HTTP, the pods to each other, KubeRay to all. What else listens
+    in them (replicas behind HAProxy, HAProxy's pages, drafters, Ray) asks for no API key."""
+    operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": f"peagle-{name}"},
+        "spec": {
+            "podSelector": {"matchLabels": _labels(name)},
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"ports": [{"protocol": "TCP", "port": _port(config)}]},
+                {"from": [{"podSelector": {"matchLabels": _labels(name)}}, operator]},
+            ],
+        },
+    }
 
 
 def rayservice(name: str, config: dict[str, Any], settings: ClusterSettings) -> dict[str, Any]:
@@ -71,8 +96,8 @@ def rayservice(name: str, config: dict[str, Any], settings: ClusterSettings) -> 
                 "authOptions": {"mode": "token"},
                 # KubeRay then adds and removes pods as Serve asks for replicas.
                 **({} if settings.autoscaling is None else {"enableInTreeAutoscaling": True}),
-                "headGroupSpec": _head(_machine(settings)),
-                "workerGroupSpecs": [_workers(settings, _port(config))],
+                "headGroupSpec": _head(name, settings),
+                "workerGroupSpecs": [_workers(name, settings, _port(config))],
             },
         },
     }
@@ -97,21 +122,21 @@ def _machine(settings: ClusterSettings) -> Machine:
     return GPU if settings.target.has_gpu else CPU
 
 
-def _head(machine: Machine) -> dict[str, Any]:
+def _head(name: str, settings: ClusterSettings) -> dict[str, Any]:
     """The head pod keeps the cluster's books and runs no replica: losing a replica must not take the cluster along."""
     ports = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
     return {
         "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
-        "template": {"spec": _pod("ray-head", ports, machine, {"cpu": "1", "memory": HEAD_MEMORY})},
+        "template": _pod(name, "ray-head", ports, settings, {"cpu": "1", "memory": HEAD_MEMORY}),
     }
 
 
-def _workers(settings: ClusterSettings, port: int) -> dict[str, Any]:
+def _workers(name: str, settings: ClusterSettings, port: int) -> dict[str, Any]:
     """One pod a target replica, all its engine's workers in it, with room for the drafters, so that Ray can place one
     beside each target. KubeRay adds probes: a worker is ready when Serve's proxy on it answers."""
     target, ingress, machine = settings.target, settings.ingress, _machine(settings)
     needed = replica_resources(settings)
-    num_cpus = needed["CPU"] + ingress.num_cpus * ingress.num_replicas
+    num_cpus = needed["CPU"] + ingress.num_cpus * max(1, ingress.num_replicas)
     num_gpus = needed.get("GPU", 0.0)
     if settings.drafter is not None and (drafters := settings.drafter.replicas) is not None:
         num_drafters = math.ceil(drafters.num_replicas / target.num_replicas)
@@ -124,28 +149,32 @@ def _workers(settings: ClusterSettings, port: int) -> dict[str, Any]:
     fewest = most = target.num_replicas
     if settings.autoscaling is not None:
         fewest, most = settings.autoscaling.target.min, settings.autoscaling.target.max
-    pod = _pod("ray-worker", {"serve": port}, machine, resources)
+    pod = _pod(name, "ray-worker", {"serve": port}, settings, resources)
     if num_gpus:
-        pod["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+        pod["spec"]["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
     return {
         "groupName": "target",
         "replicas": fewest,
         "minReplicas": fewest,
         "maxReplicas": most,
         "rayStartParams": {},
-        "template": {"spec": pod},
+        "template": pod,
     }
 
 
-def _pod(name: str, ports: dict[str, int], machine: Machine, resources: dict[str, str]) -> dict[str, Any]:
+def _pod(
+    service: str, name: str, ports: dict[str, int], settings: ClusterSettings, resources: dict[str, str]
+) -> dict[str, Any]:
+    """A pod template of one container, `name`."""
+    machine = _machine(settings)
+    environment = {"RAY_USAGE_STATS_ENABLED": "0", **RAY_ENVIRONMENT}
+    if settings.ingress.num_replicas:
+        environment |= INGRESS_ENVIRONMENT
     container = {
         "name": name,
         "image": machine.image,
         "ports": [{"name": port, "containerPort": number} for port, number in ports.items()],
-        "env": [
-            {"name": variable, "value": value}
-            for variable, value in {"RAY_USAGE_STATS_ENABLED": "0", **RAY_ENVIRONMENT}.items()
-        ],
+        "env": [{"name": variable, "value": value} for variable, value in environment.items()],
         # Requests equal limits: an engine that is squeezed for CPU or memory drags every request of its replica.
         "resources": {"requests": dict(resources), "limits": dict(resources)},
         "securityContext": {"runAsNonRoot": True, "allowPrivilegeEscalation": False},
@@ -160,7 +189,7 @@ def _pod(name: str, ports: dict[str, int], machine: Machine, resources: dict[str
     if "nvidia.com/gpu" in resources:
         container["volumeMounts"] = [*container["volumeMounts"], MODELS]
         volumes.append({"name": MODELS["name"], "emptyDir": {}})
-    return {"containers": [container], "volumes": volumes}
+    return {"metadata": {"labels": _labels(service)}, "spec": {"containers": [container], "volumes": volumes}}
 
 
 class _Dumper(yaml.SafeDumper):

@@ -1,8 +1,9 @@
-"""The target: a replica of `ray.serve.llm`'s server with P-EAGLE inside its vLLM engine.
+"""The target: a replica of `ray.serve.llm`'s server with P-EAGLE inside its vLLM engine, and with HTTP of its own.
 
-Enters: requests that an edge has admitted, in an ingress replica or, for calls by deployment handle, here. Leaves: the
-engine's answers with a `drafting` field that says how they were drafted, and counts. How the engine is configured from
-the settings stands here too.
+Enters: requests, over HTTP past every other Python process (Ray Serve's HAProxy forwards bytes to this one) or by
+deployment handle, which go through the same edge; or what the edge of an ingress replica has admitted. Leaves: the
+engine's answers with a `drafting` field that says how they were drafted, and counts. K is chosen as the router says
+(`deployments.router`). How the engine is configured from the settings stands here too.
 """
 
 import asyncio
@@ -16,12 +17,14 @@ from collections.abc import AsyncIterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from cluster.control import Guidance
 from cluster.counts import Counts, MetricsExport, TargetReport
 from cluster.request import MAX_NUM_WORKLOADS
 from cluster.settings import ClusterSettings, with_live
@@ -43,11 +46,13 @@ from deployments.edge import (
     from_engine,
     grammars,
     is_error_event,
+    make_app,
+    not_ready,
     num_finished_choices,
     num_prompts,
     whole_answer,
 )
-from deployments.replicas import DrafterLinks
+from deployments.replicas import POLL_INTERVAL_S, POLL_TIMEOUT_S, REPLICA_LOST, DrafterLinks
 from deployments.telemetry import make_control
 from peagle.heads import head_digest
 from peagle.vllm.acceptance import DraftingRecorder
@@ -64,11 +69,17 @@ class TargetServer(LLMServer):
     """One replica. Its constructor returns when the engine answers, so a running replica is a ready one."""
 
     async def __init__(  # type: ignore[misc]
-        self, llm_config: LLMConfig, *, settings: ClusterSettings, drafter: DeploymentHandle[Any] | None = None
+        self,
+        llm_config: LLMConfig,
+        *,
+        settings: ClusterSettings,
+        drafter: DeploymentHandle[Any] | None = None,
+        router: DeploymentHandle[Any] | None = None,
     ) -> None:
         """`llm_config` sized the placement group when the application was built; the engine's own configuration is
         made here, where the checkpoints are prepared: each node has its own cache. `drafter`: the deployment of remote
-        drafters, where there is one."""
+        drafters, where there is one. `router`: None where ingress replicas stand before the targets; K of calls by
+        handle is then chosen by what this replica alone has seen."""
         compat.be_no_nicer()
         if not settings.target.has_gpu:
             use_all_cores_of_a_small_machine()
@@ -85,16 +96,21 @@ class TargetServer(LLMServer):
         self._recorder.attach(self._client)
         self._export = MetricsExport()
         guard(self._client, grammar_limits(settings))
-        # For calls by deployment handle. It decides on what this replica alone has seen.
         self.edge = Edge(settings, make_control(settings), QUEUED_PER_RUNNING * max_num_seqs(settings))
+        self._router, self._num_targets = router, 1
+        self._learning = asyncio.get_running_loop().create_task(self._learn_forever())
+        compat.write_error_page()
         self._aborts: set[asyncio.Task[None]] = set()
         self._links: DrafterLinks | None = None
         if drafter is not None and settings.drafter is not None:
             self._links = DrafterLinks(drafter, self._client.collective_rpc, settings.drafter, self._is_busy)
             self._links.start(self._set_heads)
 
+    async def __serve_build_asgi_app__(self) -> FastAPI:
+        return make_app(self, self._settings.ingress.allow_origins)
+
     async def reconfigure(self, user_config: Mapping[str, Any] | None) -> None:
-        """Take other limits, depths and aliases while requests run (`cluster.settings.live_config`)."""
+        """Take other limits, callers, depths and aliases while requests run (`cluster.settings.live_config`)."""
         if user_config is not None:
             self._settings = with_live(self._settings, user_config)
             self.edge.use(self._settings, make_control(self._settings, self.edge.control))
@@ -126,17 +142,64 @@ class TargetServer(LLMServer):
     async def report(self) -> TargetReport:
         """What this replica has counted. Raises what the engine died of, if it did."""
         await self.check_health()
-        report = self._counted()
-        try:
-            if self.edge.control is not None:
-                self.edge.control.observe([report], time.monotonic())
-        except Exception:  # what is decided for calls by handle grows old meanwhile; the report goes out all the same
-            logger.exception("this replica's own counts cannot be taken in")
-        return report
+        return self._counted()
 
     async def edge_metrics(self) -> tuple[str, list[Any]]:
-        """This replica, and what callers by handle saw, as `EdgeMetrics.families`."""
+        """This replica, and what its clients saw, as `EdgeMetrics.families`."""
         return self._replica, self.edge.metrics.families()
+
+    async def _learn_forever(self) -> None:
+        """Once a second take the router's guidance; without any, learn from this replica's own counts."""
+        problem = ""
+        while True:
+            await asyncio.sleep(POLL_INTERVAL_S)
+            try:
+                if self._router is not None:
+                    await self._take_guidance(self._router)
+                problem = ""
+            except Exception as error:  # requests are served on, by the last guidance
+                if repr(error) != problem:
+                    problem = repr(error)
+                    logger.warning("the router gives no guidance", exc_info=error)
+            try:
+                control, now_s = self.edge.control, time.monotonic()
+                if control is not None and not control.follows(now_s):
+                    control.observe([self._counted()], now_s)
+            except Exception:
+                logger.exception("this replica's own counts cannot be taken in")
+
+    async def _take_guidance(self, router: DeploymentHandle[Any]) -> None:
+        async with asyncio.timeout(POLL_TIMEOUT_S):
+            guidance: Guidance = await router.guidance.remote()
+        self._num_targets = self.edge.admission.num_replicas = max(1, guidance.num_targets)
+        for workload in guidance.workloads:
+            self.edge.know(workload)
+        if self.edge.control is not None:
+            self.edge.control.follow(guidance, time.monotonic())
+
+    # ---- what the HTTP API shows besides answers
+
+    async def health(self) -> dict[str, Any]:
+        if self._client.errored:
+            raise not_ready(self.edge.model)
+        return {"status": "ready", "model": self.edge.model, "num_target_replicas": self._num_targets}
+
+    async def metrics(self) -> bytes:
+        """Of all replicas. Raises ApiError (503) while the router is down."""
+        return bytes(await self._of_the_service("metrics"))
+
+    async def drafting(self) -> dict[str, Any]:
+        """Of all replicas. Raises ApiError (503) while the router is down."""
+        return dict(await self._of_the_service("drafting"))
+
+    async def _of_the_service(self, page: str) -> Any:
+        try:
+            async with asyncio.timeout(POLL_TIMEOUT_S):
+                return await getattr(self._router, page).remote()
+        except (*REPLICA_LOST, TimeoutError) as error:
+            raise ApiError(
+                503, f"The router, which knows the {page} of the service, does not answer; requests are served."
+            ) from error
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve hands to the policy of autoscaling (`deployments.autoscaling`), every few seconds."""
@@ -156,7 +219,7 @@ class TargetServer(LLMServer):
 
     async def generate(self, admitted: Admitted) -> Answer:
         """The engine's answer to what an edge has admitted, see `deployments.edge.Answer`."""
-        self.edge.know(admitted.drafting.workload)  # so that calls by handle find the same workloads
+        self.edge.know(admitted.drafting.workload)  # found by an ingress: calls by handle find the same workloads
         ids, is_complete = engine_ids(admitted), False
         try:
             if self._client.errored:
@@ -287,10 +350,11 @@ def prepare(settings: ClusterSettings) -> tuple[str, Path | None]:
 def replica_env(settings: ClusterSettings, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Environment variables of a replica and its engine.
 
+    Serve runs a replica's code in a thread of its own by default, from which each chunk of a stream would cross over.
     On a CPU, vLLM's speculative decoding wants Intel's OpenMP runtime loaded before any other (vLLM warns without it),
-    and the KV cache gets a size of its own (in GiB). `target.env` wins over both.
+    and the KV cache gets a size of its own (in GiB). `target.env` wins over all.
     """
-    env: dict[str, str] = {}
+    env = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
     if not settings.target.has_gpu:
         if preload := openmp_preload(inherited.get("LD_PRELOAD", "")):
             env["LD_PRELOAD"] = preload

@@ -29,7 +29,8 @@ from ray.serve.schema import ServeDeploySchema
 
 import peagle.heads
 from cluster.settings import Catalog, ClusterSettings, live_config, load_settings
-from deployments import DRAFTER_NAME, INGRESS_NAME, TARGET_NAME, compat
+from deployments import DRAFTER_NAME, INGRESS_NAME, ROUTER_NAME, TARGET_NAME, compat
+from deployments.autoscaling import MAX_STREAM_S
 from peagle.checkpoint import read_head_config
 from peagle.embedded import embedded_targets
 
@@ -43,10 +44,28 @@ SOCKETS_INTERVAL_S = 10.0
 RAY_ENVIRONMENT = {
     # By Ray's default of 15 any other process of the machine starves the engines.
     "RAY_worker_niceness": "0",
-    # Errors that Serve's proxy answers itself come in OpenAI's form.
+    # What Serve's proxy answers itself comes in OpenAI's form and at once.
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.compat:proxy_middlewares",
+    # HAProxy takes HTTP to the replicas, and not Serve's proxy in Python.
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    # Each change of its servers starts a new HAProxy beside the old one, which may finish the streams that it has.
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": f"{MAX_STREAM_S:.0f}",
+    # A replica that refuses a connection is dead: the request goes to the next one at once.
+    "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
+    # So long HAProxy takes to hear that a replica is to go; whoever still comes is sent to another one.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
 }
 """Of the processes that start Ray, on every node."""
+
+INGRESS_ENVIRONMENT = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+"""Also, where HTTP goes through ingress replicas: chunks go from process to process by gRPC and not as Ray objects."""
+
+HAPROXY_PORTS = {
+    "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
+    "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
+}
+"""Ports that HAProxy needs besides that of HTTP, with Ray's defaults."""
 
 Say = Callable[[str], None]
 
@@ -145,13 +164,14 @@ def live_form(config: Mapping[str, Any], settings: ClusterSettings) -> dict[str,
     if settings.autoscaling is None:
         args.pop("depth", None)
     args["model"] = {key: value for key, value in args["model"].items() if key != "aliases"}
-    origins = args.pop("ingress", {}).get("allow_origins")
-    if origins:
-        args["ingress"] = {"allow_origins": origins}
-    ingress = settings.ingress
+    origins, ingress = args.pop("ingress", {}).get("allow_origins"), settings.ingress
+    # Their presence decides on the way of HTTP, their number does not.
+    kept = {"num_replicas": min(1, ingress.num_replicas), "allow_origins": origins}
+    if kept := {key: value for key, value in kept.items() if value}:
+        args["ingress"] = kept
     changes: dict[str, dict[str, Any]] = {
-        INGRESS_NAME: {
-            "num_replicas": ingress.num_replicas,
+        INGRESS_NAME if ingress.num_replicas else ROUTER_NAME: {
+            "num_replicas": max(1, ingress.num_replicas),
             "max_ongoing_requests": ingress.max_ongoing_requests,
             "ray_actor_options": {"num_cpus": ingress.num_cpus},
             "user_config": live,
@@ -193,7 +213,7 @@ def replica_resources(settings: ClusterSettings) -> dict[str, float]:
 def resources(settings: ClusterSettings) -> dict[str, float]:
     """Ray resources of all replicas together, at the most."""
     needed = {name: settings.max_num_targets * number for name, number in replica_resources(settings).items()}
-    needed["CPU"] += settings.ingress.num_replicas * settings.ingress.num_cpus
+    needed["CPU"] += max(1, settings.ingress.num_replicas) * settings.ingress.num_cpus
     if settings.drafter is not None and (drafters := settings.drafter.replicas) is not None:
         needed["CPU"] += settings.max_num_drafters * drafters.num_cpus
         needed["GPU"] = needed.get("GPU", 0.0) + settings.max_num_drafters * (drafters.num_gpus or 0.0)
@@ -201,7 +221,7 @@ def resources(settings: ClusterSettings) -> dict[str, float]:
 
 
 def num_logical_cpus(settings: ClusterSettings) -> int:
-    """CPUs that Ray is told to have. They are places for processes, not cores: replicas, ingress and engine workers
+    """CPUs that Ray is told to have. They are places for processes, not cores: replicas, router and engine workers
     each take some, and on a small machine nothing would ever be scheduled with the number of cores."""
     return max(MIN_LOGICAL_CPUS, int(resources(settings)["CPU"]) + 3, os.cpu_count() or 1)
 
@@ -231,20 +251,37 @@ def ray_cluster(config: Mapping[str, Any], settings: ClusterSettings, detach: bo
             _require_free_port(*_address(config))
             num_cpus = num_logical_cpus(settings)
             say(f"starting Ray on this machine ({num_cpus} logical CPUs)")
-            address = stack.enter_context(_own_ray(num_cpus, detach))
+            env = {**ray_environment(settings, say), **os.environ}
+            address = stack.enter_context(_own_ray(num_cpus, env, detach))
             context = ray.init(address=address, **quiet)
         stack.callback(ray.shutdown)
         yield f"http://{context.dashboard_url}"
 
 
+def ray_environment(settings: ClusterSettings, say: Say) -> dict[str, str]:
+    """What a Ray that starts on this machine is to have in its environment, ports that are free here included."""
+    made = dict(RAY_ENVIRONMENT)
+    if settings.ingress.num_replicas:
+        made |= INGRESS_ENVIRONMENT
+    if reason := compat.why_no_haproxy():
+        say(f"without HAProxy, streams go through Serve's slower proxy in Python: {reason}")
+        del made["RAY_SERVE_ENABLE_HA_PROXY"]
+        return made
+    for name, port in HAPROXY_PORTS.items():
+        while not _is_free("0.0.0.0", port):
+            port += 1
+        made[name] = str(port)
+    return made
+
+
 @contextlib.contextmanager
-def _own_ray(num_cpus: int, detach: bool) -> Iterator[str]:
+def _own_ray(num_cpus: int, environ: Mapping[str, str], detach: bool) -> Iterator[str]:
     """Ray in a session of its own: a signal to this program's process group reaches only this program, which then
     stops engines, Serve and Ray in that order. Gives the cluster's address."""
     # Ray's processes inherit this environment; the checkout is importable there also when it is not installed.
     root = str(Path(__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    env = {**RAY_ENVIRONMENT, **os.environ, "PYTHONPATH": path}
+    path = os.pathsep.join(filter(None, [root, environ.get("PYTHONPATH")]))
+    env = {**environ, "PYTHONPATH": path}
     if detach:
         command = [_tool("ray"), "start", "--head", "--num-cpus", str(num_cpus), "--disable-usage-stats"]
         done = subprocess.run(command, capture_output=True, text=True, env=env, start_new_session=True)
@@ -346,6 +383,14 @@ def abandoned_segments(since_s: float) -> list[Path]:
             if is_ours and (is_segment or (owner and not Path(f"/proc/{owner[1]}").exists())):
                 found.append(path)
     return found
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        socket.create_server((host, port)).close()
+    except OSError:
+        return False
+    return True
 
 
 def _require_free_port(host: str, port: int) -> None:
@@ -475,6 +520,7 @@ def _answers(url: str) -> bool:
 WAITS_FOR = {
     TARGET_NAME: "the engine to load the model",
     DRAFTER_NAME: "the head to load",
+    ROUTER_NAME: "the router",
     INGRESS_NAME: "the HTTP API",
 }
 

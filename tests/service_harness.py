@@ -30,7 +30,7 @@ from benchmarks.common import free_port
 from cluster.settings import load_settings
 from deployments import APP_NAME
 from deployments.app import catalog
-from deployments.up import RAY_ENVIRONMENT, live_form
+from deployments.up import live_form, ray_environment
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CONFIG = CONFIGS / "local.yaml"
@@ -163,9 +163,10 @@ def running_service(config: Path = CONFIG, **sections: dict[str, Any]) -> Iterat
     args = written["applications"][0]["args"]
     for name, keys in sections.items():
         args[name] = {**args.get(name, {}), **keys}
-    document = live_form(written, load_settings(args, catalog(), os.environ))
+    settings = load_settings(args, catalog(), os.environ)
+    document = live_form(written, settings)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in RAY_ENVIRONMENT.items():
+        for name, value in ray_environment(settings, print).items():
             patch.setenv(name, value)
         # Two logical CPUs, whatever the machine has: what the file asks for must fit the smallest.
         ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="test-service")

@@ -186,6 +186,29 @@ def test_rates_are_refused_with_the_time_to_wait_and_come_back() -> None:
     played(play, max_running=10, max_queued=10, clock=lambda: now_s)
 
 
+def test_replicas_share_the_limits_of_a_caller() -> None:
+    now_s = 0.0
+    caller = Caller("web", max_running_requests=5, requests_per_minute=6, tokens_per_minute=600)
+
+    async def play(requests: Requests) -> None:
+        nonlocal now_s
+        requests.admission.num_replicas = 3
+        for number in range(3):
+            await requests.send(f"first-{number}", caller)
+        assert len(requests.running) == 2, "a third of 5, rounded up; and a third of 6 a minute"
+        assert requests.refused[0].retry_after_s == 30
+        assert "6 requests a minute" in requests.refused[0].message, "the limit that the operator set"
+        # A replica less: the part of the minute that is used up stays used up.
+        requests.admission.num_replicas = 2
+        await requests.send("second", caller)
+        assert len(requests.refused) == 2
+        now_s += 60
+        await requests.send("third", caller)
+        assert "third" in requests.running
+
+    played(play, max_running=8, max_queued=8, clock=lambda: now_s)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     moves=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 4), st.booleans()), max_size=40),

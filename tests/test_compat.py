@@ -37,8 +37,7 @@ def test_another_version_that_has_them_is_warned_of(monkeypatch: pytest.MonkeyPa
 
 
 def proxied(answer: Any) -> httpx.Response:
-    (middleware,) = compat.proxy_middlewares()
-    app = Starlette(routes=[Route("/", lambda _: answer)], middleware=[middleware])
+    app = Starlette(routes=[Route("/", lambda _: answer)], middleware=compat.proxy_middlewares())
 
     async def ask() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:

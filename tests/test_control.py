@@ -2,6 +2,7 @@
 
 import json
 import logging
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -207,3 +208,79 @@ def test_the_document_says_what_is_believed_and_the_view_shows_it() -> None:
     assert "learned" in line
     assert f"{100 * mean:.0f} (" in line
     assert "step times learned over 1000 steps of 1 engine" in text
+
+
+# ---- the router's choices, followed by targets
+
+
+def test_a_target_chooses_as_the_router_does_whatever_it_has_seen_itself() -> None:
+    router, target = control(), control()
+    router.observe([report()], 0.0)
+    target.observe([report(workloads={"chat": counts(0.95, 5000), "code": counts(0.1, 5000)})], 0.0)
+    assert k_of(target, "chat", 0.1) > k_of(target, "code", 0.1)
+    guidance = pickle.loads(pickle.dumps(router.guidance(3, 0.5)))
+    assert (guidance.num_targets, guidance.workloads) == (3, ("chat", "code"))
+    target.follow(guidance, 0.6)
+    for workload in ("chat", "code"):
+        assert k_of(target, workload, 1.0) == k_of(router, workload, 1.0)
+    followed = [target.settle(Drafting("code", 3, "default"), 1.0) for _ in range(500)]
+    settled = next(each for each in followed if each.source == "learned")
+    assert (settled.survival, settled.max_k) == (learned(router, "code").survival, K_MAX)
+    unseen = target.settle(Drafting("never-seen", 3, "default"), 1.0)
+    assert unseen.workload == "never-seen"
+    assert unseen.source in ("learned", "probe"), "judged like all traffic together"
+
+
+def test_targets_probe_as_often_as_the_router_says() -> None:
+    router, target = control(), control()
+    router.observe([report(workloads={"code": counts(0.6, 5000)})], 0.0)
+    target.follow(router.guidance(1, 0.0), 0.0)
+    share = router.guidance(1, 0.0).choices["code"].probe_share
+    assert 0 < share < 0.1
+    drawn = [target.settle(Drafting("code", 3, "default"), 1.0).source for _ in range(5000)]
+    assert 0.5 * share < drawn.count("probe") / 5000 < 2 * share
+
+
+def test_a_target_that_hears_nothing_goes_on_with_what_it_heard_and_then_with_its_own() -> None:
+    router, target = control(), control()
+    router.observe([report()], 0.0)
+    target.follow(router.guidance(1, 0.0), 0.0)
+    before = k_of(target, "code", 1.0)
+    assert before != k_of(target, "chat", 1.0)
+    silent_s = MAX_REPORT_AGE_S + 1
+    target.follow(control().guidance(1, 5.0), 5.0)  # of a router that begins anew and has no reports yet
+    assert not control().guidance(1, 5.0).choices
+    assert k_of(target, "code", MAX_REPORT_AGE_S) == before
+    assert target.settle(Drafting("code", 3, "default"), silent_s).source == "default"
+    target.observe([report(workloads={"code": counts(0.05, 5000)})], silent_s)
+    assert k_of(target, "code", silent_s) < before
+
+
+def test_a_workload_without_requests_has_its_own_k_in_the_guidance() -> None:
+    router, target = control(), control()
+    router.observe([report()], 0.0)
+    idle = {"code": counts(0.95, 5000, num_running=0), "chat": counts(0.2, 5000, num_running=4)}
+    for second in range(1, 12):
+        router.observe([report(workloads=idle)], float(second))
+    target.follow(router.guidance(1, 12.0), 12.0)
+    assert k_of(target, "code", 12.0) > k_of(target, "chat", 12.0)
+
+
+def test_guidance_of_a_deeper_limit_is_cut_to_the_own_one() -> None:
+    """While a lower `depth.max` reaches router and targets one after the other."""
+    router = control()
+    router.observe([report()], 0.0)
+    target = DepthControl(DepthPolicy(K_MAX, 2, 2), seed=0)
+    target.follow(router.guidance(1, 0.0), 0.0)
+    for _ in range(50):
+        settled = target.settle(Drafting("code", 2, "default"), 0.0)
+        assert settled.k <= settled.max_k <= 2
+
+
+def test_a_fixed_policy_gives_names_and_no_choices() -> None:
+    router, target = control(is_adaptive=False), control(is_adaptive=False)
+    router.observe([report()], 0.0)
+    guidance = router.guidance(1, 0.0)
+    assert (guidance.workloads, guidance.choices) == (("chat", "code"), {})
+    target.follow(guidance, 0.0)
+    assert target.settle(Drafting("code", 3, "default"), 0.0) == Drafting("code", 3, "default")

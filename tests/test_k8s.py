@@ -50,11 +50,16 @@ def validator() -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(schema)
 
 
+def loaded(text: str) -> dict[str, Any]:
+    """The RayService of a manifest."""
+    service, policy = yaml.safe_load_all(text)
+    assert (service["kind"], policy["kind"]) == ("RayService", "NetworkPolicy")
+    return dict(service)
+
+
 @pytest.fixture(scope="module")
 def manifest() -> dict[str, Any]:
-    loaded = yaml.safe_load(MANIFEST.read_text(encoding="utf-8"))
-    assert isinstance(loaded, dict)
-    return loaded
+    return loaded(MANIFEST.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(("config", "manifest"), [(CONFIG, MANIFEST), (GPU_CONFIG, GPU_MANIFEST)])
@@ -66,7 +71,7 @@ def test_committed_manifest_is_the_generated_one(config: Path, manifest: Path) -
 def test_manifest_satisfies_kuberays_schema(validator: Any, path: Path) -> None:
     errors = [
         f"{'.'.join(map(str, error.absolute_path))}: {error.message}"
-        for error in validator.iter_errors(yaml.safe_load(path.read_text(encoding="utf-8")))
+        for error in validator.iter_errors(loaded(path.read_text(encoding="utf-8")))
     ]
     assert errors == []
 
@@ -130,9 +135,7 @@ def test_a_pod_has_the_gpus_of_its_engine_and_of_the_drafters_beside_it(tmp_path
 
     def made() -> dict[str, Any]:
         path.write_text(yaml.dump(raw))
-        loaded = yaml.safe_load(render(path))
-        assert isinstance(loaded, dict)
-        return loaded
+        return loaded(render(path))
 
     assert limits(made()) == {"cpu": "8", "memory": GPU.worker_memory, "nvidia.com/gpu": "1"}
     args["engine"]["tensor_parallel_size"] = 2
@@ -144,18 +147,42 @@ def test_a_pod_has_the_gpus_of_its_engine_and_of_the_drafters_beside_it(tmp_path
 
 
 def test_pods_for_gpus_can_run_on_their_nodes_and_keep_what_they_download(manifest: dict[str, Any]) -> None:
-    workers, plain = (_workers(one)["template"]["spec"] for one in (yaml.safe_load(GPU_MANIFEST.read_text()), manifest))
+    workers, plain = (_workers(one)["template"]["spec"] for one in (loaded(GPU_MANIFEST.read_text()), manifest))
     assert workers["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
     mounts = {mount["name"]: mount["mountPath"] for mount in workers["containers"][0]["volumeMounts"]}
     assert mounts.keys() == {volume["name"] for volume in workers["volumes"]}
     # The head runs no replica: it must not hold a claim that only one node can mount.
-    head = yaml.safe_load(GPU_MANIFEST.read_text())["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
+    head = loaded(GPU_MANIFEST.read_text())["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
     assert [volume["name"] for volume in head["volumes"]] == ["shared-memory"]
     image_file = (ROOT / GPU.dockerfile).read_text(encoding="utf-8")
     assert f"PEAGLE_CACHE={mounts['models']}/peagle" in image_file
     assert "HF_HUB_OFFLINE" not in image_file
     assert "tolerations" not in plain
     assert "nvidia.com/gpu" not in limits(manifest)
+
+
+def test_from_outside_only_the_port_of_http_is_reached(manifest: dict[str, Any]) -> None:
+    """Replicas, HAProxy's pages, drafters and Ray ask for no API key."""
+    _, policy = yaml.safe_load_all(MANIFEST.read_text(encoding="utf-8"))
+    rules = policy["spec"]["ingress"]
+    assert [rule["ports"] for rule in rules if "from" not in rule] == [[{"protocol": "TCP", "port": 8000}]]
+    cluster = manifest["spec"]["rayClusterConfig"]
+    selected = policy["spec"]["podSelector"]["matchLabels"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert group["template"]["metadata"]["labels"] == selected
+
+
+def test_every_pod_starts_ray_with_what_the_way_of_http_needs(tmp_path: Path) -> None:
+    raw = yaml.safe_load(CONFIG.read_text())
+    path = tmp_path / "c.yaml"
+    for section, is_optimized in ({}, False), ({"num_replicas": 2}, True):
+        raw["applications"][0]["args"]["ingress"] = section
+        path.write_text(yaml.dump(raw))
+        cluster = loaded(render(path))["spec"]["rayClusterConfig"]
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+            env = {one["name"]: one.get("value") for one in group["template"]["spec"]["containers"][0]["env"]}
+            assert env["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+            assert ("RAY_SERVE_THROUGHPUT_OPTIMIZED" in env) == is_optimized
 
 
 def test_wrong_settings_make_no_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +201,7 @@ def test_wrong_settings_make_no_manifest(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_pods_come_and_go_with_replicas(manifest: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    scaled = yaml.safe_load(render(ROOT / "configs" / "local-autoscale.yaml"))
+    scaled = loaded(render(ROOT / "configs" / "local-autoscale.yaml"))
     workers = _workers(scaled)
     assert (workers["replicas"], workers["minReplicas"], workers["maxReplicas"]) == (1, 1, 2)
     assert scaled["spec"]["rayClusterConfig"]["enableInTreeAutoscaling"] is True
@@ -185,7 +212,7 @@ def test_pods_come_and_go_with_replicas(manifest: dict[str, Any], monkeypatch: p
 def test_image_file_builds_what_the_manifest_runs(machine: Machine, path: Path) -> None:
     text = (ROOT / machine.dockerfile).read_text(encoding="utf-8")
     assert f"-f {machine.dockerfile} -t {machine.image} " in text
-    cluster = yaml.safe_load(path.read_text(encoding="utf-8"))["spec"]["rayClusterConfig"]
+    cluster = loaded(path.read_text(encoding="utf-8"))["spec"]["rayClusterConfig"]
     for group in (cluster["headGroupSpec"], cluster["workerGroupSpecs"][0]):
         assert group["template"]["spec"]["containers"][0]["image"] == machine.image
     for sources in re.findall(r"^COPY (.+) \S+$", text, flags=re.MULTILINE):

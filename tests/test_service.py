@@ -33,14 +33,13 @@ def service(application):
 
 
 def test_a_request_that_comes_while_the_engine_loads_gets_503_and_never_waits(service):
-    # The ingress notices within a second that the target is there.
     assert set(service.statuses[:-1]) == {"DEPLOYING"}
     refused = [response for response in service.early if response.status_code == 503]
     assert len(refused) >= 4
     for response in refused:
         assert int(response.headers["retry-after"]) > 0
         assert response.json()["error"]["code"] == "model_not_ready"
-    # Before the ingress itself is up, Ray Serve's proxy holds requests back; afterwards each answer is immediate.
+    # The first ones come while Serve's proxy itself starts.
     assert all(response.elapsed.total_seconds() < 2 for response in refused[2:])
 
 
@@ -253,7 +252,7 @@ def test_limits_change_without_a_new_engine(service):
     service.change_live(limits={"max_num_sequences": 1})
     end = time.monotonic() + 60
     while service.ask(n=2, max_tokens=2, temperature=1).status_code != 400:
-        assert time.monotonic() < end, "the ingress goes on with the old limits"
+        assert time.monotonic() < end, "the target goes on with the old limits"
         time.sleep(0.5)
     assert service.processes(TARGET_NAME) == pids
     service.change_live()

@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
@@ -9,28 +10,43 @@ import ray
 from ray import serve
 
 from deployments import APP_NAME, TARGET_NAME
+from tests.service_harness import QUESTION, Service
 
 pytestmark = pytest.mark.service
+
+
+def last_event(application: Service, fields: dict[str, Any]) -> str:
+    """Of a stream, read to its end."""
+    body = {"model": application.model, "messages": QUESTION, "stream": True, **fields}
+    with httpx.stream("POST", f"{application.url}/v1/chat/completions", json=body, timeout=60) as response:
+        assert response.status_code == 200
+        return [line for line in response.iter_lines() if line][-1]
 
 
 def test_without_any_replica_requests_get_503_at_once_and_never_hang(application):
     names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
     (replica,) = [name for name in names if name and f"{APP_NAME}#{TARGET_NAME}#" in name]
-    with ThreadPoolExecutor(1) as pool:
-        broken = pool.submit(application.ask, max_tokens=1500, ignore_eos=True)
+    long = {"max_tokens": 1500, "ignore_eos": True}
+    with ThreadPoolExecutor(2) as pool:
+        broken, broken_stream = pool.submit(application.ask, **long), pool.submit(last_event, application, long)
         time.sleep(2)
         ray.kill(ray.get_actor(replica, namespace="serve"))
         killed = time.monotonic()
-        # The request that was being answered is told, and what comes next is refused at once.
-        assert broken.result(timeout=20).status_code == 503
+        # The requests that were being answered are told, and what comes next is refused at once.
+        response = broken.result(timeout=20)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "server_lost")
+        with pytest.raises(httpx.RemoteProtocolError, match="incomplete chunked read"):
+            broken_stream.result(timeout=20)
+    codes = []
     while time.monotonic() < killed + 10:
         response = application.ask()
         assert response.status_code == 503, response.text
-        assert response.json()["error"]["code"] == "model_not_ready"
         assert "retry-after" in response.headers
         assert response.elapsed.total_seconds() < 5
+        codes.append(response.json()["error"]["code"])
         assert httpx.get(f"{application.url}/health").status_code == 503 or time.monotonic() < killed + 5
         time.sleep(0.5)
+    assert set(codes[2:]) == {"model_not_ready"}
     (gauge,) = application.metrics()["peagle_target_replicas"].values()
     assert gauge == 0
     assert serve.status().applications[APP_NAME].status != "RUNNING"

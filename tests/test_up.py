@@ -176,7 +176,6 @@ def running(machine: Any, tmp_path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "sections",
     [
-        {"ingress": {"num_replicas": 3}},
         {"ingress": {"num_cpus": 0.25}},
         {"target": {"bundle": {"CPU": 1.0}, "num_replicas": 2}},
         {"drafter": {**REMOTE, "replicas": {"num_replicas": 2, "num_cpus": 0.5}}},
@@ -187,13 +186,28 @@ def running(machine: Any, tmp_path: Path) -> dict[str, Any]:
     ],
 )
 def test_what_needs_no_new_engine_starts_none(tmp_path: Path, machine: Any, sections: dict[str, Any]) -> None:
-    """A changed number of ingress replicas once redeployed the target."""
     (before,) = running(machine, tmp_path)["applications"]
     up.up(Path(write(tmp_path / "after.yaml", served(**sections))), say=lambda _: None)
     ((after,),) = [deployed["applications"] for deployed in machine.serve.deployed]
     assert before["args"] == after["args"], "Serve starts all replicas anew when these change"
     assert before["deployments"] != after["deployments"]
     assert machine.stopped == [], "and the service is not this program's to stop"
+
+
+def test_ingress_replicas_change_in_number_without_a_new_engine(tmp_path: Path) -> None:
+    """A changed number of ingress replicas once redeployed the target. Whether there are any is another application."""
+    made = [
+        live_form(*read_config(Path(write(tmp_path / "c.yaml", served(ingress={"num_replicas": number})))))
+        for number in (0, 1, 3)
+    ]
+    none, one, three = [form["applications"][0] for form in made]
+    assert none["args"] != one["args"] == three["args"]
+    by_name = [{options["name"]: options for options in form["deployments"]} for form in (none, one, three)]
+    assert [set(options) for options in by_name] == [
+        {"router", "target", "drafter"},
+        *[{"ingress", "target", "drafter"}] * 2,
+    ]
+    assert [options["ingress"]["num_replicas"] for options in by_name[1:]] == [1, 3]
 
 
 def test_options_that_the_file_itself_gives_to_deployments_stay(tmp_path: Path) -> None:
@@ -304,10 +318,10 @@ def test_usage_has_a_url_a_curl_line_and_a_python_line() -> None:
 
 
 def test_progress_counts_running_replicas() -> None:
-    deployments = {"target": {"replicas": [{"state": "RUNNING"}, {"state": "STARTING"}]}, "ingress": {"replicas": []}}
+    deployments = {"target": {"replicas": [{"state": "RUNNING"}, {"state": "STARTING"}]}, "router": {"replicas": []}}
     line = progress("peagle", {"status": "DEPLOYING", "deployments": deployments})
     assert line == (
-        "peagle deploying: ingress 0/1, target 1/2 running, waits for the HTTP API, the engine to load the model"
+        "peagle deploying: router 0/1, target 1/2 running, waits for the router, the engine to load the model"
     )
     waiting = {"target": {"replicas": [{"state": "PENDING_ALLOCATION"}]}}
     assert progress("peagle", {"status": "DEPLOYING", "deployments": waiting}).endswith("waits for free resources")

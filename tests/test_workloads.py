@@ -163,3 +163,14 @@ def test_memory_is_bounded_whatever_comes():
     later, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert later < 2 * size
+
+
+def test_names_that_others_found_are_told_apart_at_once_and_count_as_no_request():
+    workloads = Workloads(max_num=3, known=["kept"])
+    for _ in range(100):
+        workloads.remember("kept")
+        workloads.remember("sys-12345678")
+        workloads.remember("no-room-for-this")
+    assert workloads.names() == ("default", "kept", "sys-12345678")
+    # 100 requests would keep their place against these.
+    assert [workloads.of("busier") for _ in range(3)] == ["default", "default", "busier"]

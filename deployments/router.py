@@ -1,8 +1,11 @@
-"""The ingress: OpenAI's HTTP API in front of the targets, and what they count gathered in one place.
+"""The router, which learns for all targets and speaks for the whole service; and the ingress, a router that answers
+HTTP itself.
 
-Enters: HTTP requests. Leaves: what its edge admits, to a target replica; answers; and the pages of the whole service:
-/health, /metrics, /drafting. Ready means ready: while no target replica runs, a request gets 503 with Retry-After and
-does not wait.
+Enters: the targets' reports, once a second. Leaves: `Guidance`, which each target takes once a second, so that all
+choose K by what the whole cluster has seen; the saved state; and what /metrics and /drafting show. By default clients
+talk to the targets, past this process (`deployments.target`). With `ingress.num_replicas` the ingress replicas stand
+before the targets instead: what their edges admit goes to a target by handle. Ready means ready: while no target
+replica runs, a request gets 503 with Retry-After and does not wait.
 """
 
 import asyncio
@@ -16,19 +19,12 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from cluster.control import Guidance
 from cluster.counts import TargetReport
 from cluster.settings import ClusterSettings, live_config, with_live
-from deployments import INGRESS_NAME
+from deployments import INGRESS_NAME, TARGET_NAME, compat
 from deployments.autoscaling import ClusterBoard, ScalingView, scaling_metrics
-from deployments.compat import ask_each
-from deployments.edge import (
-    Admitted,
-    Answer,
-    Edge,
-    engine_lost,
-    make_app,
-    not_ready,
-)
+from deployments.edge import Admitted, Answer, Edge, engine_lost, make_app, not_ready
 from deployments.replicas import POLL_TIMEOUT_S, REPLICA_LOST, DrafterReport, ReplicaMonitor, is_lost
 from deployments.target import QUEUED_PER_RUNNING, max_num_seqs
 from deployments.telemetry import (
@@ -51,27 +47,31 @@ WATCH_INTERVAL_S = 1.0
 FIRST_POLL_S = 2.0
 
 
-class Ingress:
-    """One replica of the ingress, for one model."""
+class Router:
+    """What all targets have in common, for one model."""
 
     async def __init__(
-        self, settings: ClusterSettings, target: DeploymentHandle[Any], drafter: DeploymentHandle[Any] | None = None
+        self,
+        settings: ClusterSettings,
+        drafter: DeploymentHandle[Any] | None = None,
+        target: DeploymentHandle[Any] | None = None,
     ) -> None:
-        """`drafter`: the deployment of remote drafters, where there is one."""
+        """`drafter`: the deployment of remote drafters, where there is one. `target`: of the targets; None where they
+        stand before this deployment in the application, which then cannot be bound to them."""
+        context = serve.get_replica_context()
         self._settings = settings
-        self._replica = serve.get_replica_context().replica_id.unique_id
-        self._target = target
+        self._replica = context.replica_id.unique_id
+        self._target = target or serve.get_deployment_handle(TARGET_NAME, app_name=context.app_name)
+        self._edges = {"target": self._target}
         self._state = StateFile(settings.depth.state)
-        control = make_control(settings)
-        self._state.restore(control)
-        self.edge = Edge(settings, control)
-        self._warn_without_callers()
+        self.control = make_control(settings)
+        self._state.restore(self.control)
         self._head_counts = HeadCounts()
-        self._monitor = ReplicaMonitor(target, TargetReport, self._observe)
+        self._monitor = ReplicaMonitor(self._target, TargetReport, self._observe)
         self._drafters = None if drafter is None else ReplicaMonitor(drafter, DrafterReport, lambda _: None)
-        self._scaling: ScalingView | None = None
-        if settings.autoscaling is not None:
-            self._scaling = ScalingView(ClusterBoard(serve.get_replica_context().app_name))
+        self._scaling = None if settings.autoscaling is None else ScalingView(ClusterBoard(context.app_name))
+        self._warn_without_callers()
+        compat.warn_without_haproxy()
         # A replica that takes another's place must know the targets before its first request.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_POLL_S):
@@ -80,15 +80,12 @@ class Ingress:
             if monitor is not None:
                 monitor.start()
 
-    async def __serve_build_asgi_app__(self) -> FastAPI:
-        return make_app(self, self._settings.ingress.allow_origins)
-
     async def reconfigure(self, user_config: Mapping[str, Any] | None) -> None:
         """Take other limits, callers, depths and aliases while requests run (`cluster.settings.live_config`)."""
         if user_config is None or user_config == live_config(self._settings):
             return
         self._settings = with_live(self._settings, user_config)
-        self.edge.use(self._settings, make_control(self._settings, self.edge.control))
+        self.control = make_control(self._settings, self.control)
         self._state = StateFile(self._settings.depth.state)
         self._warn_without_callers()
 
@@ -99,34 +96,22 @@ class Ingress:
                 "and may set workload tags."
             )
 
-    def models(self) -> dict[str, dict[str, Any]]:
-        card = {"object": "model", "created": 0, "owned_by": "peagle", "permission": []}
-        names = (self.edge.model, *self._settings.model.aliases)
-        return {name: {"id": name, **card} for name in names}
-
-    async def health(self) -> dict[str, Any]:
-        if not self._monitor.num_ready:
-            raise not_ready(self.edge.model)
-        return {"status": "ready", "model": self.edge.model, "num_target_replicas": self._monitor.num_ready}
-
-    async def edge_metrics(self) -> tuple[str, list[Any]]:
-        """This replica, and what its clients saw, as `EdgeMetrics.families`."""
-        return self._replica, self.edge.metrics.families()
+    async def guidance(self) -> Guidance:
+        """What targets choose K by, as of the last reports."""
+        return self.control.guidance(self._monitor.num_ready or 0, time.monotonic())
 
     async def metrics(self) -> bytes:
-        """Over all replicas: whichever ingress replica answers, it says the same, but for counts by head."""
+        """Prometheus text over all replicas. Whoever asks, it says the same, but for counts by head."""
         reports = await self._monitor.refresh()
         families = target_metrics(reports, self._monitor.num_ready or 0)
         families += head_metrics(self._head_counts.by_head(), self._replica)
-        families += depth_metrics(self._document(), self.edge.model)
+        families += depth_metrics(self._document(), self._settings.model.id)
         families += scaling_metrics(await self._scaled())
         if self._drafters is not None:
             families += drafter_metrics(await self._drafters.refresh(), reports)
-        context = serve.get_replica_context()
-        ingress = serve.get_deployment_handle(INGRESS_NAME, app_name=context.app_name)
-        for handle, where in ((ingress, "ingress"), (self._target, "target")):
+        for where, handle in self._edges.items():
             with contextlib.suppress(*REPLICA_LOST, TimeoutError):  # what nobody counts is not shown
-                for answer in await ask_each(handle, "edge_metrics", POLL_TIMEOUT_S):
+                for answer in await compat.ask_each(handle, "edge_metrics", POLL_TIMEOUT_S):
                     if isinstance(answer, tuple):
                         replica, found = answer
                         families += labelled(found, edge=where, replica=replica)
@@ -149,16 +134,47 @@ class Ingress:
         return None if self._scaling is None else await self._scaling.document()
 
     def _document(self) -> dict[str, Any]:
-        assert self.edge.control is not None
-        return {"model": self.edge.model, **self.edge.control.document(time.monotonic())}
+        return {"model": self._settings.model.id, **self.control.document(time.monotonic())}
 
     def _observe(self, reports: Sequence[TargetReport]) -> None:
+        if reports:
+            self._head_counts.take(reports)
+            self.control.observe(reports, time.monotonic())
+            self._state.save_soon(self.control)
+
+
+class Ingress(Router):
+    """One of the replicas that answer HTTP in the targets' place."""
+
+    async def __init__(
+        self, settings: ClusterSettings, drafter: DeploymentHandle[Any] | None, target: DeploymentHandle[Any]
+    ) -> None:
+        self.edge = Edge(settings)
+        await super().__init__(settings, drafter, target)
+        self.edge.control = self.control
+        own = serve.get_deployment_handle(INGRESS_NAME, app_name=serve.get_replica_context().app_name)
+        self._edges = {"ingress": own, **self._edges}
+
+    async def __serve_build_asgi_app__(self) -> FastAPI:
+        return make_app(self, self._settings.ingress.allow_origins)
+
+    async def reconfigure(self, user_config: Mapping[str, Any] | None) -> None:
+        await super().reconfigure(user_config)
+        self.edge.use(self._settings, self.control)
+
+    async def health(self) -> dict[str, Any]:
+        if not self._monitor.num_ready:
+            raise not_ready(self.edge.model)
+        return {"status": "ready", "model": self.edge.model, "num_target_replicas": self._monitor.num_ready}
+
+    async def edge_metrics(self) -> tuple[str, list[Any]]:
+        """This replica, and what its clients saw, as `EdgeMetrics.families`."""
+        return self._replica, self.edge.metrics.families()
+
+    def _observe(self, reports: Sequence[TargetReport]) -> None:
+        super()._observe(reports)
         num_targets = max(1, self._monitor.num_ready or 0)
         self.edge.set_max_running(QUEUED_PER_RUNNING * num_targets * max_num_seqs(self._settings))
-        if reports and self.edge.control is not None:
-            self._head_counts.take(reports)
-            self.edge.control.observe(reports, time.monotonic())
-            self._state.save_soon(self.edge.control)
 
     async def generate(self, admitted: Admitted) -> Answer:
         """A target replica's answer to what the edge has admitted."""
