@@ -2,8 +2,8 @@
 learned.
 
 Enters: `TargetReport`s, `DrafterReport`s, the edges' own metrics, and decisions. Leaves: text and JSON. There is one
-way into Prometheus: an ingress replica asks all replicas when `/metrics` is read, so that one address says everything,
-with every replica once. Ray's own metrics would need a scraper on every node, come in steps of 10 s, and name no
+way into Prometheus: the router asks all replicas when `/metrics` is read, so that one address says everything, with
+every replica once. Ray's own metrics would need a scraper on every node, come in steps of 10 s, and name no
 replica.
 
 Denominators: `draft_tokens{depth=i}` counts the steps that verified at least i drafts, so accepted_tokens{depth=i} /

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,8 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from cluster.counts import Counts
+from cluster.control import DepthControl
+from cluster.counts import Counts, TargetReport, WorkloadCounts
 from deployments.edge import Admitted, ApiError, Edge, Usage
 from deployments.target import TargetServer
 from peagle.vllm.acceptance import RequestDrafting
@@ -208,3 +210,33 @@ def test_a_call_by_handle_goes_through_the_same_edge() -> None:
     assert (answer["drafting"]["k"], answer["drafting"]["source"]) == (3, "request")
     (refused,) = asyncio.run(run(drafting={"k": 99}))
     assert (refused["status"], refused["error"]["param"]) == (400, "drafting.k")
+
+
+def test_a_target_follows_the_router_and_goes_on_when_it_is_silent() -> None:
+    """One that is restarting raises; requests are served on by what it said last, and then by the target's own."""
+    guiding = DepthControl(cluster().depth_policy(), seed=0)
+    counts = Counts([5000] * 7, [5000] + [1] * 6, [1] * 7)
+    guiding.observe(
+        [TargetReport("a", head="h", workloads={"found": WorkloadCounts(4, counts=counts)})], time.monotonic()
+    )
+    answers: list[Any] = [guiding.guidance(3, time.monotonic()), RuntimeError("restarting")]
+
+    async def ask() -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def run() -> None:
+        replica = Replica(whole)
+        replica.edge.use(cluster(), DepthControl(cluster().depth_policy(), seed=0))
+        router: Any = SimpleNamespace(guidance=SimpleNamespace(remote=ask))
+        await replica._take_guidance(router)
+        assert (replica._num_targets, replica.edge.admission.num_replicas) == (3, 3)
+        with pytest.raises(RuntimeError):
+            await replica._take_guidance(router)
+        messages = [{"role": "user", "content": "Hi"}]
+        admitted = replica.edge.admit("chat", {"messages": messages, "drafting": {"workload": "found"}})
+        assert admitted.drafting.source in ("learned", "probe")
+
+    asyncio.run(run())
