@@ -30,7 +30,7 @@ from deployments import INGRESS_NAME, TARGET_NAME
 from deployments.edge import Edge
 from deployments.router import Ingress
 from deployments.target import TargetServer
-from deployments.up import INGRESS_ENVIRONMENT, ray_environment
+from deployments.up import ray_environment
 from peagle.provenance import conditions
 from peagle.vllm.acceptance import RequestDrafting
 
@@ -47,15 +47,15 @@ NUM_WARMUP_CHUNKS = 20
 class EngineLess(TargetServer):
     """A target whose vLLM answers every request with as many chunks as it has `max_tokens`."""
 
-    async def __init__(self, settings: ClusterSettings) -> None:
+    async def __init__(self, settings: ClusterSettings) -> None:  # type: ignore[misc]
         self._settings, self._replica = settings, serve.get_replica_context().replica_id.unique_id
         self.edge, self._num_targets = Edge(settings), 1
         self._head, self._heads, self._aborts, self._router = "digest", {}, set(), None
         self._client = SimpleNamespace(errored=False, abort=self._abort)
         record = RequestDrafting("x", "default", 7, Counts(), num_output_tokens=9, num_prompt_tokens=4)
-        self._recorder = SimpleNamespace(pop=lambda _: record)
+        self._recorder = SimpleNamespace(pop=lambda _: record)  # type: ignore[assignment]
         chat = SimpleNamespace(create_chat_completion=self._chat)
-        self.engine = SimpleNamespace(_oai_serving_chat=chat)
+        self.engine = SimpleNamespace(_oai_serving_chat=chat)  # type: ignore[assignment]
 
     async def reconfigure(self, user_config: Any) -> None: ...
 
@@ -95,10 +95,12 @@ def application(arm: str) -> serve.Application:
     options = {"num_cpus": 0.1, "runtime_env": {"env_vars": env}}
     common: dict[str, Any] = {"max_ongoing_requests": 4096, "ray_actor_options": options}
     server = EngineLess if arm == "ingress" else serve.ingress(None)(EngineLess)
-    target: Any = serve.deployment(server, name=TARGET_NAME, **common).bind(settings)
-    if arm != "ingress":
-        return target  # type: ignore[no-any-return]
-    return serve.deployment(serve.ingress(None)(Ingress), name=INGRESS_NAME, **common).bind(settings, None, target)
+    deployment: Any = serve.deployment(server, name=TARGET_NAME, **common)
+    bound: serve.Application = deployment.bind(settings)
+    if arm == "ingress":
+        deployment = serve.deployment(serve.ingress(None)(Ingress), name=INGRESS_NAME, **common)
+        bound = deployment.bind(settings, None, bound)
+    return bound
 
 
 def cpu_seconds() -> dict[str, float]:
@@ -118,19 +120,18 @@ def measured(arm: str, num_streams: int, num_chunks: int) -> dict[str, Any]:
     settings = ClusterSettings(
         model=ModelSettings(source="org/m"), ingress=IngressSettings(num_replicas=arm == "ingress")
     )
-    env = ray_environment(settings, sys.stderr.write) | (INGRESS_ENVIRONMENT if arm == "ingress" else {})
+    env = ray_environment(settings, print)
     if arm == "proxy":
         del env["RAY_SERVE_ENABLE_HA_PROXY"]
     os.environ.update(env)
     with running_applications(lambda: {"streams": application(arm)}, "/health") as url:
         for number in (NUM_WARMUP_CHUNKS, num_chunks):
-            before, started_s = cpu_seconds(), time.monotonic()
+            before = cpu_seconds()
             command = [sys.executable, "-m", "benchmarks.streams", "--client", url, "--streams", str(num_streams)]
             done = subprocess.run([*command, "--chunks", str(number)], check=True, capture_output=True, text=True)
-            after, total = cpu_seconds(), int(done.stdout.split()[0])
-            seconds = float(done.stdout.split()[1])
+            after = cpu_seconds()
+    total, seconds = map(float, done.stdout.split())
     assert total >= num_streams * num_chunks, done.stdout
-    del started_s
     by_process = {kind: 1e6 * (after[kind] - before[kind]) / total for kind in after if after[kind] > before[kind]}
     return {"way": ARMS[arm], "chunks_per_s": total / seconds, "us_per_chunk": by_process}
 

@@ -257,8 +257,9 @@ class NoReplica:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = str(scope.get("path", ""))
-        is_ours = self._routes is not None and scope["type"] == "http" and not path.startswith("/-/")
-        match = self._routes.match_route(path) if is_ours else None
+        match = None
+        if self._routes is not None and scope["type"] == "http" and not path.startswith("/-/"):
+            match = self._routes.match_route(path)
         if match is None:
             await self._app(scope, receive, send)
         elif not await self._is_answered(match[1], scope, receive, send):

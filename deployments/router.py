@@ -50,7 +50,7 @@ FIRST_POLL_S = 2.0
 class Router:
     """What all targets have in common, for one model."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]
         self,
         settings: ClusterSettings,
         drafter: DeploymentHandle[Any] | None = None,
@@ -146,7 +146,7 @@ class Router:
 class Ingress(Router):
     """One of the replicas that answer HTTP in the targets' place."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]
         self, settings: ClusterSettings, drafter: DeploymentHandle[Any] | None, target: DeploymentHandle[Any]
     ) -> None:
         self.edge = Edge(settings)
