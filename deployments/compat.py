@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,8 @@ NOT_READY = (
 NOT_READY_CODE = "model_not_ready"
 LOST = "The server that worked on this request has stopped. Send the request again."
 WATCH_INTERVAL_S = 0.25
+MAX_WAIT_S = 0.5
+"""For a replica to come, at the most."""
 
 
 def why_no_haproxy() -> str:
@@ -274,17 +277,28 @@ class NoReplica:
             has_begun = True
             await send(message)
 
-        if not num_replicas(handle):
+        if not await self._comes(handle, MAX_WAIT_S):
             return False
         task = asyncio.ensure_future(self._app(scope, receive, send_noted))
         try:
             while not (await asyncio.wait({task}, timeout=None if has_begun else WATCH_INTERVAL_S))[0]:
-                if not has_begun and not num_replicas(handle):
+                # A replica that takes new settings still works on what it has.
+                if not has_begun and not await self._comes(handle, 4 * MAX_WAIT_S) and not task.done():
                     return False
             task.result()
             return True
         finally:
             task.cancel()
+
+    @staticmethod
+    async def _comes(handle: Any, max_wait_s: float) -> bool:
+        """Whether a replica is there. Serve leaves one out for a moment while it hands it new settings."""
+        end_s = time.monotonic() + max_wait_s
+        while not num_replicas(handle):
+            if time.monotonic() > end_s:
+                return False
+            await asyncio.sleep(WATCH_INTERVAL_S / 5)
+        return True
 
     async def _refusal(self, app_name: str, path: str) -> Any:
         from ray import serve
