@@ -33,11 +33,10 @@ def test_without_any_replica_requests_get_503_at_once_and_never_hang(application
         ray.kill(ray.get_actor(replica, namespace="serve"))
         killed = time.monotonic()
         # The requests that were being answered are told, and what comes next is refused at once.
-        try:
-            response = broken.result(timeout=20)
+        # A closed connection is HAProxy's way where its own one to the replica had served other requests before.
+        if not isinstance(broken.exception(timeout=20), httpx.RemoteProtocolError):
+            response = broken.result()
             assert (response.status_code, response.json()["error"]["code"]) == (503, "server_lost")
-        except httpx.RemoteProtocolError as error:  # HAProxy's way where its connection had served others before
-            assert "without sending a response" in str(error)
         with pytest.raises(httpx.RemoteProtocolError, match="incomplete chunked read"):
             broken_stream.result(timeout=20)
     codes = []
