@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 IMPATIENT = RemoteSettings(min_deadline_s=0.5, max_deadline_s=3.0)
-NUM_TOKENS, AFTER_TOKENS = 72, 8
+NUM_TOKENS, NUM_LONG, AFTER_TOKENS = 40, 72, 8
 NUM_PROMPTS = 6
 
 
@@ -32,7 +32,7 @@ def prompts(target_dir: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def reference(prompts: list[list[int]], target_dir: Path, environment: None) -> list[Result]:
-    return reference_results(target_dir, engine_settings(90), [Job(prompt, NUM_TOKENS) for prompt in prompts])
+    return reference_results(target_dir, engine_settings(90), [Job(prompt, NUM_LONG) for prompt in prompts])
 
 
 @pytest.fixture(scope="module", params=[pytest.param("sync", marks=pytest.mark.long), "async"])
@@ -56,8 +56,8 @@ def drafters(target_dir: Path, head_dir: Path, environment: None) -> Iterator[li
 
 
 def check(results: list[Result], reference: list[Result]) -> None:
-    for result, expected in zip(results, reference, strict=True):
-        assert result.tokens == expected.tokens
+    for result, expected in zip(results, reference, strict=False):
+        assert result.tokens[0] == expected.tokens[0][: len(result.tokens[0])]
         assert result.finish_reasons == ["length"]
 
 
@@ -76,7 +76,7 @@ def test_killed_and_restarted(
 ) -> None:
     first = drafters[0]
     engine.connect(first)
-    jobs = [Job(prompt, NUM_TOKENS) for prompt in prompts]
+    jobs = [Job(prompt, NUM_TOKENS) for prompt in prompts[:4]]
     check(results := engine.run_while(jobs, AFTER_TOKENS, first.kill), reference)
     assert num_verified(results) > 0
     engine.wait_for(lambda links: links[first.entry["address"]]["state"] == "connecting")
@@ -101,7 +101,7 @@ def test_restarted_under_load(
     """Killed in mid generation; requests under way go on with the other drafter, from a cold start."""
     drafters.append(DrafterProcess([head_dir], target_dir))
     engine.connect(*drafters)
-    jobs = [Job(prompt, NUM_TOKENS) for prompt in prompts]
+    jobs = [Job(prompt, NUM_TOKENS) for prompt in prompts[:4]]
     answered = {address: link["num_answered"] for address, link in engine.links().items()}
     check(engine.run_while(jobs, AFTER_TOKENS, drafters[0].kill), reference)
     links = engine.links()
@@ -117,7 +117,7 @@ def test_hung_and_resumed(
     drafter = drafters[0]
     address = drafter.entry["address"]
     engine.connect(drafter)
-    jobs = [Job(prompt, NUM_TOKENS) for prompt in prompts]
+    jobs = [Job(prompt, NUM_TOKENS) for prompt in prompts[:4]]
     num_timeouts = engine.links()[address]["num_timeouts"]
     try:
         check(results := engine.run_while(jobs, AFTER_TOKENS, drafter.freeze), reference)
@@ -145,7 +145,7 @@ def test_requests_without_drafts_do_not_look_like_rejected_ones(
 ) -> None:
     """A drafter refuses requests, here those that have outgrown it. Their steps count neither as verified nor as
     rejected, so what is measured of acceptance stays about what it is with drafts for all."""
-    jobs = [Job(prompt, NUM_TOKENS) for prompt in prompts]
+    jobs = [Job(prompt, NUM_LONG) for prompt in prompts]
     engine.connect(drafters[0])
     check(all_drafted := engine.run(jobs), reference)
     drafters.append(DrafterProcess([head_dir], target_dir, "--max-context", "64"))
@@ -157,7 +157,7 @@ def test_requests_without_drafts_do_not_look_like_rejected_ones(
         sum((one.drafting.counts for one in results if one.drafting), Counts())
         for results in (all_drafted, some_drafted)
     ]
-    num_tokens = NUM_PROMPTS * (NUM_TOKENS - 1)  # the first token comes out of the prompt
+    num_tokens = NUM_PROMPTS * (NUM_LONG - 1)  # the first token comes out of the prompt
     num_undrafted = [num_tokens - found.num_steps - found.num_accepted_tokens for found in counts]
     assert num_undrafted[1] > num_tokens / 3 > num_undrafted[0]
     accepted = [found.num_accepted_tokens / found.num_steps for found in counts]
