@@ -33,16 +33,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.algorithm_1 import PublishedPartition, cut_by_position
 from benchmarks.common import markdown
 from peagle.config import DrafterConfig
 from peagle.model import Drafter, initialize
 from peagle.provenance import conditions
 from peagle.train.cod import CodRows, chain_lengths, label_rows, sample_rows
 from peagle.train.losses import ChunkedLoss
-from peagle.train.partition import LossOf, Method, PackedSequence, Partition, cut_by_position, cut_by_rows
+from peagle.train.partition import LossOf, PackedSequence, Partition, cut_by_rows
 
 GIB = 1 << 30
-METHODS: tuple[Method, ...] = ("kept", "recomputed")
+METHODS: dict[str, type[Partition]] = {"kept": Partition, "recomputed": PublishedPartition}
+WHOLE = "recomputed"  # which with one segment is the whole pass
 CHECK_SEGMENTS = 4
 COLUMNS = ("tokens", "S", "method", "peak GiB", "above GiB", "seconds", "tokens/s", "rows computed", "difference")
 
@@ -216,15 +218,16 @@ def measure_lengths(problem: Problem, args: argparse.Namespace, on_case: Callabl
     """Every case of every length, S = 1 first."""
     on_gpu = problem.device == "cuda"
     score = ChunkedLoss("soft", args.chunk, compiled=on_gpu, max_whole_bytes=0)
-    partition = Partition(1, block_mask=on_gpu, compiled=on_gpu, dynamic=True)
+    partitions = {name: kind(1, block_mask=on_gpu, compiled=on_gpu, dynamic=True) for name, kind in METHODS.items()}
     for num_tokens in args.tokens:
         problem.load(num_tokens, args.depths, args.ratio)
         rows = problem.sequence.rows
         whole: dict[str, Tensor] = {}
-        cases: list[tuple[int, Method]] = [(1, "kept")] if 1 in args.segments else []
+        cases = [(1, WHOLE)] if 1 in args.segments else []
         cases += [(s, method) for method in args.method for s in sorted(args.segments) if s > 1]
         for num_segments, method in cases:
-            partition.num_segments, partition.method = num_segments, method
+            partition = partitions[method]
+            partition.num_segments = num_segments
             case: dict[str, Any] = {"num_tokens": num_tokens, "num_segments": num_segments}
             case["method"] = "whole" if num_segments == 1 else method
             case |= {"num_rows": rows.anchor_BT.shape[1], "rows_computed": rows_computed(rows, method, num_segments)}
@@ -244,9 +247,9 @@ def check(problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
     whole: dict[str, Tensor] = {}
     for autocast in (False, True) if problem.device == "cuda" else (False,):
         dtype = "bfloat16" if autocast else "float32"
-        for num_segments, method in ((1, "kept"), *((CHECK_SEGMENTS, method) for method in METHODS)):
+        for num_segments, method in ((1, WHOLE), *((CHECK_SEGMENTS, method) for method in METHODS)):
             problem.clear()
-            problem.run(Partition(num_segments, method, autocast=autocast), score)
+            problem.run(METHODS[method](num_segments, autocast=autocast), score)
             whole = whole or problem.gradient()
             found[f"{dtype}_{method if num_segments > 1 else 'whole'}"] = problem.difference(whole)
     return found
@@ -268,7 +271,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 20480], help="lengths N")
     parser.add_argument("--segments", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of segments S")
-    parser.add_argument("--method", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--method", nargs="+", choices=tuple(METHODS), default=list(METHODS))
     parser.add_argument("--shape", choices=tuple(SHAPES), default="gpt-oss-20b")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--depths", type=int, default=8, help="K")

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
+from benchmarks.algorithm_1 import PublishedPartition
 from benchmarks.partition import main, table
-from peagle.train.partition import Partition
 
 
 def run(monkeypatch: pytest.MonkeyPatch, path, *options: str) -> dict:
@@ -36,14 +36,14 @@ def test_all_cases_agree(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
 
 
 def test_case_without_memory_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    backward = Partition.backward
+    backward = PublishedPartition.backward
 
-    def scarce(self: Partition, *args: object) -> None:
-        if self.num_segments < 4 and args[1].rows.num_tokens == 64:
+    def scarce(self: PublishedPartition, *args: object) -> None:
+        if args[1].rows.num_tokens == 64:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         backward(self, *args)
 
-    monkeypatch.setattr(Partition, "backward", scarce)
+    monkeypatch.setattr(PublishedPartition, "backward", scarce)
     found = run(monkeypatch, tmp_path / "found.json", "--tokens", "64", "--segments", "1", "4", "--method", "kept")
     whole, kept = found["cases"]
     assert whole["out_of_memory"]

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.algorithm_1 import PublishedPartition, cut_by_position
 from peagle.draft import DraftSession
 from peagle.model import Drafter
 from peagle.train import masks
 from peagle.train.cod import CodRows, draft_rows, sample_rows
-from peagle.train.partition import PackedSequence, Partition, Segment, _SequencePass, cut_by_position, cut_by_rows
+from peagle.train.partition import PackedSequence, Partition, Segment, SequencePass, cut_by_rows
 from tests.head_factory import CONFIG, random_drafter
 from tests.packed import DOCUMENTS, NUM_TOKENS, packed_sequence
 
 LONG = dataclasses.replace(CONFIG, num_hidden_layers=3)
+KINDS = [Partition, PublishedPartition]
 
 
 class SoftLoss:
@@ -59,21 +61,21 @@ def worst_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> flo
     return max(float((found[name] - want).abs().max() / want.abs().max()) for name, want in wanted.items())
 
 
-@pytest.mark.parametrize("method", ["kept", "recomputed"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ratio", [0.6, 1.0])
 @pytest.mark.parametrize(
     "switches",
     [{}, {"fc_norm": True, "attention_bias": True}, {"norm_before_residual": True, "sliding_window": 6}],
     ids=lambda switches: "+".join(switches) or "plain",
 )
-def test_segments_have_the_gradient_of_the_whole_pass(method: str, ratio: float, switches: dict) -> None:
+def test_segments_have_the_gradient_of_the_whole_pass(kind: type[Partition], ratio: float, switches: dict) -> None:
     config = dataclasses.replace(LONG, **switches)
     drafter, sequence = random_drafter(config), packed_sequence(config, ratio)
     wanted = whole_gradients(drafter, sequence)
     assert {"mask_hidden", "mask_embedding", "fc.weight"} <= wanted.keys()
     for num_segments in (1, 3, 8):
         loss_of = SoftLoss(drafter, sequence)
-        Partition(num_segments, method, tile=8).backward(drafter, sequence, loss_of)
+        kind(num_segments, tile=8).backward(drafter, sequence, loss_of)
         assert sorted(loss_of.asked) == list(range(sequence.rows.anchor_BT.shape[1]))
         assert worst_difference(gradients(drafter), wanted) < 1e-12
 
@@ -88,8 +90,10 @@ def test_gradient_of_the_embedding_table() -> None:
     assert worst_difference(gradients(drafter), wanted) < 1e-12
 
 
-@pytest.mark.parametrize(("method", "cut"), [("kept", cut_by_rows), ("recomputed", cut_by_position)])
-def test_a_cut_through_a_chain_changes_the_gradient(monkeypatch: pytest.MonkeyPatch, method: str, cut) -> None:
+@pytest.mark.parametrize(("kind", "cut"), [(Partition, cut_by_rows), (PublishedPartition, cut_by_position)])
+def test_a_cut_through_a_chain_changes_the_gradient(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Partition], cut
+) -> None:
     """The comparison above can fail: it does when a boundary moves into a chain."""
     drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 1.0)
     wanted = whole_gradients(drafter, sequence)
@@ -100,13 +104,13 @@ def test_a_cut_through_a_chain_changes_the_gradient(monkeypatch: pytest.MonkeyPa
         moved = dataclasses.replace(rest[0], chain_start=rest[0].chain_start + 1)
         return [dataclasses.replace(first, chain_stop=first.chain_stop + 1), moved, *rest[1:]]
 
-    monkeypatch.setattr(f"peagle.train.partition.{cut.__name__}", split)
-    Partition(3, method, tile=8).backward(drafter, sequence, SoftLoss(drafter, sequence))
+    monkeypatch.setattr(f"{kind.__module__}.{cut.__name__}", split)
+    kind(3, tile=8).backward(drafter, sequence, SoftLoss(drafter, sequence))
     assert worst_difference(gradients(drafter), wanted) > 1e-3
 
 
-@pytest.mark.parametrize("method", ["kept", "recomputed"])
-def test_segments_without_a_label_still_pass_gradients_on(method: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_segments_without_a_label_still_pass_gradients_on(kind: type[Partition]) -> None:
     drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 0.8)
 
     class LastRows(SoftLoss):
@@ -115,7 +119,7 @@ def test_segments_without_a_label_still_pass_gradients_on(method: str) -> None:
             return super().__call__(normed_RH[late_R], index_R[late_R]) if late_R.any() else torch.zeros(())
 
     wanted = whole_gradients(drafter, sequence, LastRows(drafter, sequence))
-    Partition(4, method, tile=8).backward(drafter, sequence, LastRows(drafter, sequence))
+    kind(4, tile=8).backward(drafter, sequence, LastRows(drafter, sequence))
     assert worst_difference(gradients(drafter), wanted) < 1e-12
 
 
@@ -138,26 +142,26 @@ class CountedLoss(SoftLoss):
         return super().__call__(normed_RH, index_R)
 
 
-def greatest_graph(method: str, num_segments: int) -> int:
+def greatest_graph(kind: type[Partition], num_segments: int) -> int:
     drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 0.8)
     counted = CountedLoss(drafter, sequence)
     with torch.autograd.graph.saved_tensors_hooks(counted.pack, lambda saved: saved):
-        Partition(num_segments, method, tile=1).backward(drafter, sequence, counted)
+        kind(num_segments, tile=1).backward(drafter, sequence, counted)
     return max(counted.found)
 
 
 def test_memory_falls_with_the_segments() -> None:
     """What autograd holds. The last segment of Algorithm 1 still has all rows of offset 0, N of T = 3.4 N here."""
-    whole = greatest_graph("kept", 1)
-    kept, recomputed = greatest_graph("kept", 4), greatest_graph("recomputed", 4)
+    whole = greatest_graph(PublishedPartition, 1)
+    kept, recomputed = greatest_graph(Partition, 4), greatest_graph(PublishedPartition, 4)
     assert kept < whole / 2.5
     assert kept < 0.8 * recomputed < 0.8 * whole
 
 
 @torch.no_grad()
 def forward(partition: Partition, drafter: Drafter, sequence: PackedSequence) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of each segment and their numbers, as the way "kept" computes them."""
-    run = _SequencePass(partition, drafter, sequence)
+    """Rows of each segment and their numbers, as a partition computes them."""
+    run = SequencePass(partition, drafter, sequence)
     kept = run.sweep(sequence.rows.num_tokens)
     for segment in cut_by_rows(sequence.rows, partition.num_segments):
         normed_RH, _ = run(segment, segment.start, run.max_rows, kept)
@@ -206,11 +210,11 @@ def test_block_masks_give_the_rows_of_dense_ones() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", ["kept", "recomputed"])
-def test_compiled_segments_on_a_gpu(method: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_segments_on_a_gpu(kind: type[Partition]) -> None:
     config = dataclasses.replace(LONG, head_dim=16, sliding_window=30, fc_norm=True)
     drafter = random_drafter(config).float().cuda()
-    partition = Partition(3, method, block_mask=True, compiled=True, autocast=False)
+    partition = kind(3, block_mask=True, compiled=True, autocast=False)
     for seed in range(3):
         sequence = packed_sequence(config, 0.8, seed)
         rows = CodRows(sequence.rows.anchor_BT.cuda(), sequence.rows.offset_BT.cuda(), NUM_TOKENS)
@@ -223,12 +227,12 @@ def test_compiled_segments_on_a_gpu(method: str) -> None:
         assert worst_difference(gradients(drafter), wanted) < 1e-3
 
 
-@pytest.mark.parametrize("method", ["kept", "recomputed"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_segments", [0, NUM_TOKENS + 1])
-def test_segments_beyond_the_tokens_are_refused(method: str, num_segments: int) -> None:
+def test_segments_beyond_the_tokens_are_refused(kind: type[Partition], num_segments: int) -> None:
     drafter, sequence = random_drafter(CONFIG), packed_sequence(CONFIG, 0.8)
     with pytest.raises(ValueError, match=f"num_segments = {num_segments} must be"):
-        Partition(num_segments, method).backward(drafter, sequence, SoftLoss(drafter, sequence))
+        kind(num_segments).backward(drafter, sequence, SoftLoss(drafter, sequence))
 
 
 # ---- how a sequence is cut: the paper's assignment, and one that shares the rows evenly

@@ -1,24 +1,21 @@
 """One long sequence trained in segments: the gradient of the whole pass, the memory of a part (paper section 3.2).
 
 Rows of offset 0 are seen by every later row, so a cut between anchors leaves one kind of dependence across it: rows see
-the keys and values of the offset-0 rows before their segment. Two ways to give them these:
+the keys and values of the offset-0 rows before their segment. A sweep without gradients keeps these. Then the segments
+run from the last to the first, each with its own rows alone and with the kept keys and values of earlier ones as
+inputs. Their gradients add up until the segment that owns the rows passes them on through its own keys and values.
+Every row is computed with gradients once, and no segment holds more than about T / S.
 
-    recomputed   Algorithm 1 of the paper. Boundaries at multiples of N / S; each segment computes all rows of offset 0
-                 before its right boundary again, with gradients. One forward and backward pass a segment. The last
-                 segment still holds all N rows of offset 0.
-    kept         A sweep without gradients keeps the keys and values of the rows of offset 0. Then the segments run from
-                 the last to the first, each with its own rows alone and with the kept keys and values of earlier ones
-                 as inputs. Their gradients add up until the segment that owns the rows passes them on through its own
-                 keys and values. Every row is computed with gradients once, and no segment holds more than about T / S.
+The paper's Algorithm 1 computes the earlier rows again in every segment instead, with gradients, which takes more time
+and memory (`benchmarks.algorithm_1`; figures in benchmarks/README.md).
 
-A chain is never split in either: its rows of mask tokens see each other, and one segment holds them all.
+A chain is never split: its rows of mask tokens see each other, and one segment holds them all.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,7 +27,6 @@ from peagle.train.masks import Sight
 
 #: loss_of(normed_RH, index_R) -> scalar: the share of the loss that R rows have, numbered within the pass's T rows.
 LossOf = Callable[[Tensor, Tensor], Tensor]
-Method = Literal["kept", "recomputed"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,40 +59,27 @@ class Segment:
         return torch.cat([plain, torch.arange(self.chain_start, self.chain_stop, device=device)])
 
 
-def cut_by_position(rows: CodRows, num_segments: int) -> list[Segment]:
-    """Algorithm 1: boundaries at multiples of N / S, depths 0 and 1 by position, deeper rows where their chain is.
-
-    In closed form: a row of offset 0 goes by its anchor, all others by anchor + 1, where the chain's first mask row
-    stands. Raises ValueError for S > N.
-    """
-    _check(rows, num_segments)
-    bounds = [s * rows.num_tokens // num_segments for s in range(num_segments + 1)]
-    firsts = [0, *(bound - 1 for bound in bounds[1:-1]), rows.num_tokens]
-    return _segments(rows, bounds, firsts)
-
-
 def cut_by_rows(rows: CodRows, num_segments: int) -> list[Segment]:
     """Segments of about T / S rows each, at most T / S + K; a chain goes with its anchor.
 
     Anchors with a label hold up to K rows and others one, so that equal numbers of positions would not be equal work.
     Raises ValueError for S > N.
     """
-    _check(rows, num_segments)
     num_tokens, num_rows = rows.num_tokens, rows.anchor_BT.shape[1]
     anchor_N = torch.arange(num_tokens + 1, device=rows.anchor_BT.device)
     before_N = anchor_N + torch.searchsorted(rows.anchor_BT[0, num_tokens:].contiguous(), anchor_N)
     wanted = [s * num_rows // num_segments for s in range(num_segments + 1)]
     bounds = torch.searchsorted(before_N, before_N.new_tensor(wanted)).tolist()
-    return [segment for segment in _segments(rows, bounds, bounds) if segment.num_rows]
+    return [segment for segment in segments_at(rows, bounds, bounds) if segment.num_rows]
 
 
-def _check(rows: CodRows, num_segments: int) -> None:
-    if num_segments > rows.num_tokens:
+def segments_at(rows: CodRows, bounds: list[int], firsts: list[int]) -> list[Segment]:
+    """bounds: of the rows of offset 0; firsts: least anchor of each segment's chains, and N.
+
+    Raises ValueError for more segments than tokens.
+    """
+    if (num_segments := len(bounds) - 1) > rows.num_tokens:
         raise ValueError(f"num_segments = {num_segments} must be at most {rows.num_tokens}, the tokens of a sequence")
-
-
-def _segments(rows: CodRows, bounds: list[int], firsts: list[int]) -> list[Segment]:
-    """bounds: of the rows of offset 0; firsts: least anchor of each segment's chains, and N."""
     chain_anchors = rows.anchor_BT[0, rows.num_tokens :].contiguous()
     found = torch.searchsorted(chain_anchors, chain_anchors.new_tensor(firsts)).tolist()
     cuts = [rows.num_tokens + cut for cut in found]
@@ -134,7 +117,7 @@ class Partition:
     """Passes over one sequence in S segments; holds the compiled functions.
 
     block_mask: masks for FlexAttention, which a GPU needs compiled (`compiled`), else dense ones. dynamic: compile for
-    changing shapes at once; by default only after one has changed, which with "kept" happens with N, T and S alone.
+    changing shapes at once; by default only after one has changed, which happens with N, T and S alone.
     autocast: the drafter runs in bfloat16 on a GPU, losses and backward passes don't. tile: rows are padded to a
     multiple of it. Raises ValueError for S < 1.
     """
@@ -142,7 +125,6 @@ class Partition:
     def __init__(
         self,
         num_segments: int,
-        method: Method = "kept",
         *,
         block_mask: bool = False,
         compiled: bool = False,
@@ -152,7 +134,7 @@ class Partition:
     ) -> None:
         if num_segments < 1:
             raise ValueError(f"num_segments = {num_segments} must be at least 1")
-        self.num_segments, self.method, self.tile = num_segments, method, tile
+        self.num_segments, self.tile = num_segments, tile
         self.block_mask, self.autocast = block_mask, autocast
         self._inputs, self._rows = row_inputs, segment_rows
         if compiled:
@@ -164,22 +146,7 @@ class Partition:
 
         The loss is asked for once a segment, of its own rows. Raises ValueError for S > N.
         """
-        if self.num_segments == 1 or self.method == "recomputed":
-            self._backward_recomputed(drafter, sequence, loss_of)
-        else:
-            self._backward_kept(drafter, sequence, loss_of)
-
-    def _backward_recomputed(self, drafter: Drafter, sequence: PackedSequence, loss_of: LossOf) -> None:
-        run = _SequencePass(self, drafter, sequence)
-        for segment in cut_by_position(sequence.rows, self.num_segments):
-            normed_RH, _ = run(segment, 0, self._padded(segment.start + segment.num_rows), None)
-            loss = loss_of(normed_RH[segment.start :], segment.index(run.device))
-            del normed_RH
-            if loss.requires_grad:
-                loss.backward()
-
-    def _backward_kept(self, drafter: Drafter, sequence: PackedSequence, loss_of: LossOf) -> None:
-        run = _SequencePass(self, drafter, sequence)
+        run = SequencePass(self, drafter, sequence)
         segments = cut_by_rows(sequence.rows, self.num_segments)
         kept = run.sweep(segments[-1].start)
         # Segments add to it one after another, which bfloat16 would lose.
@@ -200,11 +167,11 @@ class Partition:
                 assert earlier.grad is not None
                 gradient[..., : segment.start, :] += earlier.grad[..., : segment.start, :]
 
-    def _padded(self, num_rows: int) -> int:
+    def padded(self, num_rows: int) -> int:
         return -(-num_rows // self.tile) * self.tile
 
 
-class _SequencePass:
+class SequencePass:
     """One sequence on its way through a partition."""
 
     def __init__(self, partition: Partition, drafter: Drafter, sequence: PackedSequence) -> None:
@@ -212,9 +179,9 @@ class _SequencePass:
         self.device = sequence.tokens_1N.device
         self.next_1N = next_tokens(sequence.tokens_1N)
         self.sight = Sight.of(sequence.rows, sequence.document_1N, drafter.config.sliding_window)
-        #: rows of every call in "kept": the greatest segment that `cut_by_rows` can make
+        #: rows of every call: the greatest segment that `cut_by_rows` can make
         num_rows = sequence.rows.anchor_BT.shape[1]
-        self.max_rows = partition._padded(-(-num_rows // partition.num_segments) + drafter.config.num_depths)
+        self.max_rows = partition.padded(-(-num_rows // partition.num_segments) + drafter.config.num_depths)
 
     def __call__(
         self, segment: Segment, start: int, num_queries: int, earlier: Tensor | None

@@ -120,8 +120,7 @@ class PEaglePass:
         self._mask = masks.block if compiled else masks.dense  # a BlockMask's attention must run compiled
         self._partition: Partition | None = None
         if recipe.batch.num_segments > 1:
-            num_segments, method = recipe.batch.num_segments, recipe.batch.partition
-            self._partition = Partition(num_segments, method, block_mask=compiled, compiled=compiled)
+            self._partition = Partition(recipe.batch.num_segments, block_mask=compiled, compiled=compiled)
         self._draft_rows = torch.compile(draft_rows, dynamic=False, fullgraph=True) if compiled else draft_rows
 
     def __call__(self, drafter: Drafter, batch: Batch, states: States) -> PassReport:

@@ -97,10 +97,7 @@ class BatchRecipe(Section):
     num_sequences: int = Field(8, ge=1, description="packed sequences of one pass")
     max_tokens: int = Field(2048, ge=16, description="tokens of one packed sequence")
     num_segments: int = Field(
-        1, ge=1, description="S: parts that each sequence is worked through in (paper algorithm 1)"
-    )
-    partition: Literal["kept", "recomputed"] = Field(
-        "kept", description="kept: earlier keys and values are kept; recomputed: as published, each segment redoes them"
+        1, ge=1, description="S: parts that each sequence is worked through in (paper section 3.2)"
     )
     long: Literal["leave_out", "cut"] = Field(
         "leave_out",
