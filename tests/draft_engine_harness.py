@@ -29,7 +29,6 @@ CONFIG = DrafterConfig.for_target(TARGET, num_layers=2, ptd_token_id=99, num_dep
 BLOCK = 4
 MAX_DEPTH = 4
 VOCABULARY = 99
-_HOST_PARTS: dict[bytes, bytes] = {}
 
 
 @functools.cache
@@ -131,15 +130,12 @@ def target_step(
 
     slots_B, heads_B = column(list(work)), column([rows.request.head for rows in work.values()])
     offset_B, depth_B = column(offsets), column([rows.depth for rows in work.values()])
-    content = b"".join(array.tobytes() for array in (slots_B, heads_B, offset_B, depth_B))
     made = TargetStep(
         slots_B, heads_B, depth_B, offset_B,
         start_B=column([rows.start for rows in work.values()]),
         num_valid_B=column([rows.num_valid for rows in work.values()]),
         next_tokens_R=tokens_R, hidden_RH=hidden_RH, finished_slots=finished or [], prompts=prompts or {},
         session=session, number=step,
-        # As a mailbox gives it: the same object while the host part stays equal.
-        host_part=_HOST_PARTS.setdefault(content, content),
     )  # fmt: skip
     check_step(made, TargetShape(CONFIG.hidden_size, "float64", MAX_DEPTH, 64, 4096, VOCABULARY))
     return made

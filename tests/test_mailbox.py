@@ -96,29 +96,6 @@ def test_an_area_is_written_again_only_after_its_answer() -> None:
     assert not mailbox.is_free(NUM_AREAS + 2)
 
 
-def test_a_host_part_is_read_ahead_and_known_again_while_it_stays_equal() -> None:
-    mailbox, host_parts = Mailbox.private(SHAPE), []
-    host_4B = np.stack([ints(3, 1), ints(0, 0), ints(3, 2), ints(0, 5)])
-    for number, num_rows in ((1, 7), (2, 7), (3, 8)):
-        mailbox.read_ahead(number)  # too early: nothing is there
-        step = new_step(number, host_4B, [[8, 2], [4, 2]], torch.zeros(num_rows, SHAPE.hidden_size))
-        mailbox.write_host_part(step)
-        mailbox.read_ahead(number)
-        mailbox.area(number).host_4B.fill(-1)
-        mailbox.write_device_part(step)
-        found = mailbox.read_step(number, 1)
-        assert (found.number, found.slots_B.tolist(), found.depth_B.tolist()) == (number, [3, 1], [3, 2])
-        host_parts.append(found.host_part)
-        mailbox.answer(number, np.zeros((2, 3), np.int32), 0)
-    assert host_parts[0] is host_parts[1]
-    assert host_parts[2] is not host_parts[1], "of another number of rows it would have to be checked anew"
-    step = new_step(4, host_4B, [[8, 2], [4, 4]], torch.zeros(8, SHAPE.hidden_size))
-    mailbox.write_host_part(step)
-    mailbox.write_device_part(step)
-    with pytest.raises(ValueError, match="reaches beyond the 8 rows"):
-        mailbox.read_step(4, 1)
-
-
 def test_a_step_without_requests_only_tells_who_ended() -> None:
     mailbox = Mailbox.private(SHAPE)
     step = new_step(1, np.zeros((4, 0), np.int32), [[], []], torch.zeros(0, 6), finished_slots=[0, 3])

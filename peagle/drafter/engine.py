@@ -142,18 +142,6 @@ def pass_batch(part: Requests, steps: Sequence[HostStep], table: RequestTable, l
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Found:
-    """Requests of a session's step, all of one head and with table rows: those of the next one with that host part.
-
-    version: of the table that they were found in.
-    """
-
-    host_part: bytes
-    version: int
-    requests: Requests
-
-
 class DraftEngine:
     """Not safe for threads: one thread calls it."""
 
@@ -171,7 +159,6 @@ class DraftEngine:
         self._max_num_requests, self._min_idle_calls = max_num_requests, min_idle_calls
         self._heads: dict[int, ParallelPass] = {}
         self.tables: dict[int, RequestTable] = {}  # by head
-        self._found: dict[int, _Found] = {}  # by session
         for index, head in heads.items():
             self.swap(index, head)
 
@@ -192,7 +179,6 @@ class DraftEngine:
             min_idle_calls=self._min_idle_calls,
         )
         self._heads[index] = head
-        self._found.clear()
         self.max_depth = max(head.limits.max_depth for head in self._heads.values())
 
     def release(self, session: int, slots: Iterable[int]) -> None:
@@ -203,7 +189,6 @@ class DraftEngine:
 
     def drop_session(self, session: int) -> None:
         """A target went away. Its prefixes stay for others as long as there is room."""
-        self._found.pop(session, None)
         for table in self.tables.values():
             table.drop_session(session)
 
@@ -238,21 +223,8 @@ class DraftEngine:
 
     def _admit(self, index: int, steps: Sequence[HostStep], heads_F: Int32Array) -> Requests:
         """The requests of one head that have a table row and blocks now, and new rows to write."""
-        table, found = self.tables[index], self._found.get(steps[0].session) if len(steps) == 1 else None
-        table.call += 1
-        if found is not None and found.host_part is steps[0].host_part and found.version == table.version:
-            start_G, num_valid_G = steps[0].start_B.astype(np.int64), steps[0].num_valid_B.astype(np.int64)
-            requests = dataclasses.replace(found.requests, start_G=start_G, num_valid_G=num_valid_G)
-            table.last_call_C[requests.table_rows_G] = table.call
-        else:
-            requests = self._look_up(index, steps, heads_F)
-        granted_G = table.place(requests.table_rows_G, requests.start_G, requests.num_valid_G, requests.depth_G)
-        granted_G &= requests.num_valid_G > 0
-        return requests if granted_G.all() else requests[granted_G]
-
-    def _look_up(self, index: int, steps: Sequence[HostStep], heads_F: Int32Array) -> Requests:
-        """The requests of one head that have a table row, those that are new included."""
         table, flat_G = self.tables[index], np.flatnonzero(heads_F == index)
+        table.call += 1
         mine = [np.flatnonzero(step.heads_B == index) for step in steps]
         slots = [step.slots_B[which] for step, which in zip(steps, mine, strict=True)]
         rows = [table.find(step.session, slots_G) for step, slots_G in zip(steps, slots, strict=True)]
@@ -270,10 +242,9 @@ class DraftEngine:
         if not (opened_G := requests.table_rows_G != NO_ROW).all():
             self.counters.refused += int((~opened_G).sum())
             requests = requests[opened_G]
-        is_whole = len(steps) == 1 and len(requests) == len(heads_F)
-        if is_whole and (host_part := steps[0].host_part) is not None:
-            self._found[steps[0].session] = _Found(host_part, table.version, requests)
-        return requests
+        granted_G = table.place(requests.table_rows_G, requests.start_G, requests.num_valid_G, requests.depth_G)
+        granted_G &= requests.num_valid_G > 0
+        return requests if granted_G.all() else requests[granted_G]
 
     def _launch(
         self, index: int, steps: Sequence[HostStep], heads_F: Int32Array

@@ -202,8 +202,6 @@ class RequestTable:
         self._row_of_slot: dict[int, Int64Array] = {}  # by session
         self.call = 0
         """Counts the engine's calls: what one has used is not evicted before the next."""
-        self.version = 0
-        """Counts changes of who has which table row: while it stays, so does what `find` found."""
 
     @property
     def num_requests(self) -> int:
@@ -231,7 +229,6 @@ class RequestTable:
         if not self._free_rows:
             return NO_ROW
         row = self._free_rows.pop()
-        self.version += 1
         if slot >= len(self._row_of_slot.get(session, ())):
             self._widen(session, slot + 1)
         self._row_of_slot[session][slot] = row
@@ -382,7 +379,6 @@ class RequestTable:
 
     def _close(self, row: int) -> None:
         self._reset(row, 0)
-        self.version += 1
         session, slot = self._owner_of[row]
         self._row_of_slot[session][slot] = NO_ROW
         self._owner_of[row], self._root_of[row], self.last_call_C[row] = (-1, -1), None, -1

@@ -30,7 +30,6 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -184,18 +183,6 @@ class Area:
             object.__setattr__(self, f"{name}_t", torch.from_numpy(getattr(self, name)))
 
 
-@dataclasses.dataclass(frozen=True)
-class _HostPart:
-    """Copies of what the target's host wrote. content: the bytes of host_4B, the same object while they stay equal."""
-
-    number: int
-    num_rows: int
-    content: bytes
-    host_4B: Int32Array
-    finished_slots: Sequence[int]
-    prompts: Mapping[int, Int32Array]
-
-
 class _Carver:
     """Cuts views out of a buffer one after another; with no buffer it only counts the bytes."""
 
@@ -253,8 +240,6 @@ class Mailbox:
         self._abort = carver.words(1)
         self.abort_t = torch.from_numpy(self._abort)
         self.areas = tuple(carver.area(shape) for _ in range(NUM_AREAS))
-        self._host_part: _HostPart | None = None
-        self._checked: _HostPart | None = None
 
     @classmethod
     def create(cls, shape: TargetShape) -> Mailbox:
@@ -343,22 +328,19 @@ class Mailbox:
     def is_ready(self, number: int) -> bool:
         return int(self.area(number).ready[0]) == number
 
-    def read_ahead(self, number: int) -> None:
-        """Take the host part of a step, if it is there: mostly it is long before the step is ready.
-
-        Raises ValueError for sizes that do not fit.
-        """
-        is_known = self._host_part is not None and self._host_part.number == number
-        if not is_known and int(self.area(number).counts[0]) == number:
-            self._host_part = self._read_host_part(number)
-
     def read_step(self, number: int, session: int) -> TargetStep[Int32Array]:
         """A step that is ready. `hidden_RH` is a view, the rest copies. Raises ValueError for what does not fit."""
-        if (host := self._host_part) is None or host.number != number:
-            host = self._read_host_part(number)
-        num_requests, num_rows = host.host_4B.shape[1], host.num_rows
-        device_part = self.area(number).device_part[: 2 * num_requests + num_rows].copy()
-        slots_B, heads_B, depth_B, row_offset_B = host.host_4B
+        area, shape = self.area(number), self.shape
+        counted, num_requests, num_rows, num_finished, num_prompts = sizes = area.counts.tolist()
+        limits = (number, shape.max_num_requests, shape.max_num_rows, shape.max_num_requests, shape.max_num_requests)
+        if counted != number or any(not 0 <= n <= limit for n, limit in zip(sizes, limits, strict=True)):
+            raise ValueError(f"the host part of step {number} says step {counted} with sizes {sizes[1:]}")
+        lengths = area.prompt_lengths_B[:num_prompts].tolist()
+        if any(length < 0 for length in lengths) or sum(lengths) > MAX_PROMPT_TOKENS:
+            raise ValueError(f"prompts of {lengths} tokens, at most {MAX_PROMPT_TOKENS} together")
+        prompts = np.split(area.prompt_tokens_P[: sum(lengths)].copy(), np.cumsum(lengths)[:-1])
+        slots_B, heads_B, depth_B, row_offset_B = area.host_4B[:, :num_requests].copy()
+        device_part = area.device_part[: 2 * num_requests + num_rows].copy()
         step = TargetStep(
             slots_B=slots_B,
             heads_B=heads_B,
@@ -367,42 +349,14 @@ class Mailbox:
             start_B=device_part[:num_requests],
             num_valid_B=device_part[num_requests : 2 * num_requests],
             next_tokens_R=device_part[2 * num_requests :],
-            hidden_RH=self.area(number).payload_RH[:num_rows],
-            prompts=host.prompts,
-            finished_slots=host.finished_slots,
+            hidden_RH=area.payload_RH[:num_rows],
+            prompts=dict(zip(area.prompt_slots_B[:num_prompts].tolist(), prompts, strict=False)),
+            finished_slots=area.finished_B[:num_finished].tolist(),
             session=session,
             number=number,
-            host_part=host.content,
         )
-        is_known = self._checked is not None and host.content is self._checked.content
-        check_step(step, self.shape, knows_host_part=is_known)
-        self._checked = host
+        check_step(step, shape)
         return step
-
-    def _read_host_part(self, number: int) -> _HostPart:
-        area, shape = self.area(number), self.shape
-        counted, num_requests, num_rows, num_finished, num_prompts = sizes = area.counts.tolist()
-        limits = (number, shape.max_num_requests, shape.max_num_rows, shape.max_num_requests, shape.max_num_requests)
-        if counted != number or any(not 0 <= n <= limit for n, limit in zip(sizes, limits, strict=True)):
-            raise ValueError(f"the host part of step {number} says step {counted} with sizes {sizes[1:]}")
-        content: bytes = area.host_4B[:, :num_requests].tobytes()
-        # While the same requests decode, step after step has the same host part.
-        if (old := self._checked) is not None and old.num_rows == num_rows and old.content == content:
-            content = old.content
-        lengths = area.prompt_lengths_B[:num_prompts].tolist()
-        if any(length < 0 for length in lengths) or sum(lengths) > MAX_PROMPT_TOKENS:
-            raise ValueError(f"prompts of {lengths} tokens, at most {MAX_PROMPT_TOKENS} together")
-        ends = np.cumsum([0, *lengths])
-        tokens = area.prompt_tokens_P[: ends[-1]].copy()
-        slots = area.prompt_slots_B[:num_prompts].tolist()
-        return _HostPart(
-            number,
-            num_rows,
-            content,
-            np.frombuffer(content, np.int32).reshape(_HOST_ROWS, num_requests),
-            area.finished_B[:num_finished].tolist(),
-            {slot: tokens[ends[i] : ends[i + 1]] for i, slot in enumerate(slots)},
-        )
 
     def answer(self, number: int, drafts_BK: Int32Array, service_ns: int) -> None:
         """Drafts of a step, [B, max_depth]; then `done`."""

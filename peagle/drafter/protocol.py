@@ -123,8 +123,6 @@ class TargetStep(Generic[Ints]):
         may be finished and, for a new request, used in the same step.
     session: at the drafter, the connection; slots of different sessions are different requests.
     number: counts up within a session, gaps allowed (steps that were given up).
-    host_part: the same object in steps of a session whose slots, heads, row offsets and depths are all equal, so that
-        what was found out about them holds again; None where nobody compared.
     """
 
     slots_B: Int32Array
@@ -139,7 +137,6 @@ class TargetStep(Generic[Ints]):
     finished_slots: Sequence[int] = ()
     session: int = 0
     number: int = 0
-    host_part: bytes | None = None
 
     @property
     def num_requests(self) -> int:
@@ -153,19 +150,18 @@ def valid_rows(step: TargetStep[Int32Array]) -> npt.NDArray[np.int64]:
     return np.arange(len(shift)) + shift
 
 
-def check_step(step: TargetStep[Int32Array], shape: TargetShape, *, knows_host_part: bool = False) -> None:
+def check_step(step: TargetStep[Int32Array], shape: TargetShape) -> None:
     """Raise ValueError, naming the field, unless all values fit `shape`: what comes from a peer is checked here.
 
-    A wrong row or token would be a wild read on the drafter's GPU. knows_host_part: slots, heads, row offsets and
-    depths are those of a step that was checked.
+    A wrong row or token would be a wild read on the drafter's GPU.
     """
     num_rows = len(step.next_tokens_R)
-    if not knows_host_part:
-        _check_range("slots_B", step.slots_B, shape.max_num_requests - 1)
-        if step.num_requests and np.bincount(step.slots_B).max() > 1:
-            raise ValueError(f"slots_B {step.slots_B.tolist()} names a slot twice")
-        _check_range("depth_B", step.depth_B, shape.max_depth)
-        _check_range("row_offset_B", step.row_offset_B, num_rows)
+    _check_range("slots_B", step.slots_B, shape.max_num_requests - 1)
+    if step.num_requests and np.bincount(step.slots_B).max() > 1:
+        raise ValueError(f"slots_B {step.slots_B.tolist()} names a slot twice")
+    _check_range("heads_B", step.heads_B, MAX_NUM_HEADS - 1)
+    _check_range("depth_B", step.depth_B, shape.max_depth)
+    _check_range("row_offset_B", step.row_offset_B, num_rows)
     _check_range("start_B", step.start_B, 2**31 - 1 - shape.max_num_rows - shape.max_depth)
     _check_range("num_valid_B", step.num_valid_B, num_rows)
     if (step.row_offset_B + step.num_valid_B > num_rows).any():

@@ -95,27 +95,24 @@ class Peer:
     engine_heads: Mapping[int, int]
     num_steps: int = 0
     seen_ns: int = 0
-    _known_heads: tuple[bytes, Int32Array | None] = (b"", None)
 
     def poll_mailbox(self) -> TargetStep[Int32Array] | None:
         """The next step, if it is there. Raises ValueError for one that does not fit."""
         assert self.mailbox is not None
         if not self.mailbox.is_ready(self.num_steps + 1):
-            self.mailbox.read_ahead(self.num_steps + 1)
             return None
         self.seen_ns = time.monotonic_ns()
         return self.translated(self.mailbox.read_step(self.num_steps + 1, self.session))
 
     def translated(self, step: TargetStep[Int32Array]) -> TargetStep[Int32Array]:
-        """The step with the engine's heads. Mostly those of the step before, which are looked up."""
-        named = step.heads_B.tobytes()
-        if named != self._known_heads[0]:
-            if unknown := set(np.unique(step.heads_B).tolist()) - set(self.engine_heads):
-                raise ValueError(f"heads_B names head {min(unknown)}, agreed were {sorted(self.engine_heads)}")
-            translated_B = np.array([self.engine_heads[head] for head in step.heads_B.tolist()], np.int32)
-            self._known_heads = (named, None if np.array_equal(translated_B, step.heads_B) else translated_B)
-        heads_B = self._known_heads[1]
-        return step if heads_B is None else dataclasses.replace(step, heads_B=heads_B)
+        """The step with the engine's heads. Raises ValueError for a head that was not agreed."""
+        named = np.unique(step.heads_B).tolist()
+        if unknown := set(named) - self.engine_heads.keys():
+            raise ValueError(f"heads_B names head {min(unknown)}, agreed were {sorted(self.engine_heads)}")
+        if all(self.engine_heads[head] == head for head in named):
+            return step
+        engine_heads_H = np.array([self.engine_heads.get(head, -1) for head in range(max(named) + 1)], np.int32)
+        return dataclasses.replace(step, heads_B=engine_heads_H[step.heads_B])
 
 
 class DrafterServer:
