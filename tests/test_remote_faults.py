@@ -16,6 +16,7 @@ from tests.remote_harness import RemoteEngine
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.long,
     pytest.mark.skipif(not current_platform.is_cpu(), reason="the drafter process of the tests is a CPU process"),
 ]
 
@@ -35,7 +36,7 @@ def reference(prompts: list[list[int]], target_dir: Path, environment: None) -> 
     return reference_results(target_dir, engine_settings(90), [Job(prompt, NUM_LONG) for prompt in prompts])
 
 
-@pytest.fixture(scope="module", params=[pytest.param("sync", marks=pytest.mark.long), "async"])
+@pytest.fixture(scope="module", params=["sync", "async"])
 def engine(
     request: pytest.FixtureRequest, reference: list[Result], target_dir: Path, head_dir: Path
 ) -> Iterator[RemoteEngine]:
@@ -134,7 +135,6 @@ def test_hung_and_resumed(
     raise AssertionError("a drafter that goes on never drafts again")
 
 
-@pytest.mark.long
 def test_requests_without_drafts_do_not_look_like_rejected_ones(
     engine: RemoteEngine,
     drafters: list[DrafterProcess],

@@ -14,7 +14,7 @@ from tests.engine_cases import K_MAX, TEXT, engine_settings
 from tests.engine_harness import Job, Result, RunningEngine, drafted_kwargs, reference_results
 from tests.noted_schedulers import NOTES
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 NUM_RUNNING = 3
 SETTINGS: dict[str, Any] = {**engine_settings(90), "max_num_seqs": NUM_RUNNING}
@@ -45,7 +45,7 @@ class Seen:
     step_costs: str
 
 
-@pytest.fixture(scope="module", params=["sync", pytest.param("async", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["sync", "async"])
 def seen(
     request: pytest.FixtureRequest,
     reference: list[Result],
