@@ -1,5 +1,6 @@
 """What several benchmarks need: applications of Ray Serve that end with the benchmark, and tables."""
 
+import os
 import random
 import socket
 import time
@@ -11,6 +12,8 @@ import httpx
 import ray
 from ray import serve
 from ray.serve import Application
+
+from deployments.up import ray_environment
 
 READY_TIMEOUT_S = 600.0
 
@@ -36,6 +39,8 @@ def running_applications(make: Callable[[], Mapping[str, Application]], ready: s
         RuntimeError: not ready after `READY_TIMEOUT_S`, with Serve's own words.
     """
     url = f"http://127.0.0.1:{(port := free_port())}"
+    before = dict(os.environ)
+    os.environ.update({**ray_environment(False, print), **before})  # Ray's processes take it from this one
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     try:
         prefix = "/{}" if len(applications := make()) > 1 else "/"
@@ -53,6 +58,8 @@ def running_applications(make: Callable[[], Mapping[str, Application]], ready: s
     finally:
         serve.shutdown()  # type: ignore[no-untyped-call]
         ray.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

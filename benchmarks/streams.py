@@ -117,13 +117,7 @@ def cpu_seconds() -> dict[str, float]:
 
 def measured(arm: str, num_streams: int, num_chunks: int) -> dict[str, Any]:
     """One arm: chunks per second, and microseconds of CPU a chunk by process."""
-    settings = ClusterSettings(
-        model=ModelSettings(source="org/m"), ingress=IngressSettings(num_replicas=arm == "ingress")
-    )
-    env = ray_environment(settings, print)
-    if arm == "proxy":
-        del env["RAY_SERVE_ENABLE_HA_PROXY"]
-    os.environ.update(env)
+    os.environ.update(ray_environment(arm == "ingress", print), RAY_SERVE_ENABLE_HA_PROXY=str(int(arm != "proxy")))
     with running_applications(lambda: {"streams": application(arm)}, "/health") as url:
         for number in (NUM_WARMUP_CHUNKS, num_chunks):
             before = cpu_seconds()

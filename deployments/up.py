@@ -254,18 +254,16 @@ def ray_cluster(config: Mapping[str, Any], settings: ClusterSettings, detach: bo
             _require_free_port(*_address(config))
             num_cpus = num_logical_cpus(settings)
             say(f"starting Ray on this machine ({num_cpus} logical CPUs)")
-            env = {**ray_environment(settings, say), **os.environ}
+            env = {**ray_environment(settings.ingress.num_replicas > 0, say), **os.environ}
             address = stack.enter_context(_own_ray(num_cpus, env, detach))
             context = ray.init(address=address, **quiet)
         stack.callback(ray.shutdown)
         yield f"http://{context.dashboard_url}"
 
 
-def ray_environment(settings: ClusterSettings, say: Say) -> dict[str, str]:
+def ray_environment(has_ingress: bool, say: Say) -> dict[str, str]:
     """What a Ray that starts on this machine is to have in its environment, ports that are free here included."""
-    made = dict(RAY_ENVIRONMENT)
-    if settings.ingress.num_replicas:
-        made |= INGRESS_ENVIRONMENT
+    made = RAY_ENVIRONMENT | (INGRESS_ENVIRONMENT if has_ingress else {})
     if reason := compat.why_no_haproxy():
         say(f"without HAProxy, streams go through Serve's slower proxy in Python: {reason}")
         del made["RAY_SERVE_ENABLE_HA_PROXY"]
