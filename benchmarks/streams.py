@@ -4,14 +4,14 @@
 
 The application is the product's: its edge, its HTTP API, its target between vLLM's API objects and the edge. Only vLLM
 is left out: ready-made server-sent events stand in its place, and all streams go at once, as fast as they can. Each
-arm starts a Ray of its own. CPU time is read from the processes before and after; the client is another process.
+arm starts a Ray of its own. CPU time is read from the processes before and after; the client is the process that runs
+this.
 """
 
 import argparse
 import asyncio
 import json
 import os
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -121,17 +121,16 @@ def measured(arm: str, num_streams: int, num_chunks: int) -> dict[str, Any]:
     with running_applications(lambda: {"streams": application(arm)}, "/health") as url:
         for number in (NUM_WARMUP_CHUNKS, num_chunks):
             before = cpu_seconds()
-            command = [sys.executable, "-m", "benchmarks.streams", "--client", url, "--streams", str(num_streams)]
-            done = subprocess.run([*command, "--chunks", str(number)], check=True, capture_output=True, text=True)
+            total, seconds = asyncio.run(client(url, num_streams, number))
             after = cpu_seconds()
-    total, seconds = map(float, done.stdout.split())
-    assert total >= num_streams * num_chunks, done.stdout
+    if total < num_streams * num_chunks:
+        raise SystemExit(f"error: of {num_streams} streams of {num_chunks} chunks only {total} chunks came")
     by_process = {kind: 1e6 * (after[kind] - before[kind]) / total for kind in after if after[kind] > before[kind]}
     return {"way": ARMS[arm], "chunks_per_s": total / seconds, "us_per_chunk": by_process}
 
 
-async def client(url: str, num_streams: int, num_chunks: int) -> None:
-    """Open all streams and read them; write how many events came, and in how many seconds."""
+async def client(url: str, num_streams: int, num_chunks: int) -> tuple[int, float]:
+    """Open all streams and read them: how many chunks came, and in how many seconds."""
     host, port = url.removeprefix("http://").split(":")
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": num_chunks, "stream": True}
     text = json.dumps(body)
@@ -150,7 +149,7 @@ async def client(url: str, num_streams: int, num_chunks: int) -> None:
 
     started_s = time.monotonic()
     total = sum(await asyncio.gather(*(read() for _ in range(num_streams))))
-    sys.stdout.write(f"{total} {time.monotonic() - started_s}\n")
+    return total, time.monotonic() - started_s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -158,12 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, default=64, help="open at a time (default: 64)")
     parser.add_argument("--chunks", type=int, default=400, help="of each stream (default: 400)")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--client", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
-    if options.client:
-        asyncio.run(client(options.client, options.streams, options.chunks))
-        return 0
     before = dict(os.environ)
     arms = {}
     for arm in options.arms:

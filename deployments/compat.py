@@ -29,7 +29,7 @@ SEAMS = (
     "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine.start",
     "ray._private.authentication.authentication_token_setup:maybe_enable_token_auth_if_token_available",
     "ray.dashboard.modules.serve.sdk:ServeSubmissionClient.deploy_applications",
-    "ray.serve._private.haproxy:get_haproxy_binary",
+    "ray.serve._private.haproxy:_resolve_haproxy_binary",
     "ray.serve._private.constants:RAY_SERVE_HAPROXY_CONFIG_FILE_LOC",
     "ray.serve._private.router:AsyncioRouter.request_router",
     "ray.serve._private.request_router.request_router:RequestRouter.curr_replicas",
@@ -166,10 +166,10 @@ MAX_WAIT_S = 0.5
 
 def why_no_haproxy() -> str:
     """Why HTTP cannot go through Serve's HAProxy on this machine, "" where it can."""
-    from ray.serve._private.haproxy import get_haproxy_binary
+    from ray.serve._private.haproxy import _resolve_haproxy_binary  # the public one logs
 
     try:
-        get_haproxy_binary()
+        _resolve_haproxy_binary()
     except (OSError, RuntimeError) as error:
         return str(error)
     return ""

@@ -285,6 +285,26 @@ def test_processes_segments_and_sockets_of_a_session_are_found_and_ended(tmp_pat
     assert done.stdout.strip() == "found", done.stdout + done.stderr
 
 
+def test_a_machine_without_haproxy_serves_all_the_same_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(up.compat, "why_no_haproxy", lambda: "no binary")
+    env = up.ray_environment(False, said.append)
+    assert not {"RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_THROUGHPUT_OPTIMIZED"} & env.keys()
+    (line,) = said
+    assert "no binary" in line
+
+
+def test_ports_of_haproxy_that_others_use_are_left_to_them() -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):  # somebody listens there already
+            other.bind(("0.0.0.0", up.HAPROXY_PORTS["RAY_SERVE_HAPROXY_STATS_PORT"]))
+            other.listen()
+        env = up.ray_environment(True, pytest.fail)
+    assert int(env["RAY_SERVE_HAPROXY_STATS_PORT"]) > up.HAPROXY_PORTS["RAY_SERVE_HAPROXY_STATS_PORT"]
+    assert env["RAY_SERVE_THROUGHPUT_OPTIMIZED"] == env["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+
+
 def test_logical_cpus_cover_every_process() -> None:
     """Three replicas of 4.5 CPUs and two ingresses of one: 15.5, and room for the build task."""
     settings = ClusterSettings(
