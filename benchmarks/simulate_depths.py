@@ -2,7 +2,7 @@
 
     python -m benchmarks.simulate_depths [--mix code-chat] [--requests 600]
 
-A closed loop of clients sends requests whose drafts are accepted as a real head's were (`peagle evaluate --traces`) to
+A closed loop of clients sends requests whose drafts are accepted as a real head's were (`benchmarks.traces`) to
 an engine whose steps take what was measured on a real one. The learned arm is the product's own code: `DepthControl`
 hears a report each second, and the scheduler's `Trimmer` sees every step's time and trims every step. It knows the
 engine by its guess alone, or by points as an engine measures them at its start (`--points`).
@@ -70,7 +70,7 @@ class Answer:
 
 
 def load_answers(path: str | Path = TRACES, max_draft_tokens: int = K_MAX) -> list[Answer]:
-    """Answers of a file that `peagle evaluate --traces` wrote, as if drafted at a lesser K_max where theirs is more."""
+    """Answers of a file that `benchmarks.traces` wrote, as if drafted at a lesser K_max where theirs is more."""
     with np.load(path, allow_pickle=False) as stored:
         ends = np.cumsum(stored["num_anchors"], dtype=np.int64)
         accepted = np.minimum(stored["accepted"], max_draft_tokens).astype(np.uint8).tobytes()

@@ -18,8 +18,8 @@ draft that is accepted now leaves a harder place to draft from, and S_i itself w
 In one step each draft is decided by itself: with m drafts the best ones are the m of greatest survival over all
 requests, always a prefix of each request's, so one sort and one pass over m finds the optimum for any t (the global
 ranking of vLLM's adaptive verification, PR 52228). Across workloads a depth is a lump of b_c tokens: up to
-`MAX_ENUMERATED` assignments are all compared; beyond, the best point of the path on which the draft of greatest worth
-comes next is improved by changes of one or two workloads (tests/test_depth.py holds its distance from the optimum).
+`MAX_ENUMERATED` assignments are all compared; beyond, the best K for all is improved by changes of one or two workloads
+(tests/test_depth.py holds its distance from the optimum).
 
 **Several workloads.** Weights w_c count tokens. A workload whose objective is `latency` enters by the harmonic mean of
 L, the others by the sum:
@@ -375,7 +375,7 @@ def best_assignment(steps: SharedSteps, max_enumerated: int = MAX_ENUMERATED) ->
     lows, highs = np.array([(ks[0], ks[-1]) for ks in ranges]).T
     uniform = np.clip(np.arange(highs.max() + 1)[:, None], lows, highs)
     # Several starts, because with limits and staircases an improvement may end where only larger changes lead on.
-    starts = (uniform, _path(steps, lows, highs), lows[None], highs[None])
+    starts = (uniform, lows[None], highs[None])
     return min((_improved(steps, *steps.best_of(start), ranges) for start in starts), key=lambda found: found[1])[0]
 
 
@@ -389,17 +389,6 @@ def _improved(
             break
         depths, rank = better, better_rank
     return depths, rank
-
-
-def _path(steps: SharedSteps, lows: Depths, highs: Depths) -> Depths:
-    """Assignments from the fewest drafts to the most; each adds the draft of greatest worth per token."""
-    path = [lows]
-    while (open_ := np.flatnonzero(path[-1] < highs)).size:
-        deeper = np.tile(path[-1], (len(open_), 1))
-        deeper[np.arange(len(open_)), open_] += 1
-        added = steps.worth(deeper) - steps.worth(path[-1][None])
-        path.append(deeper[int(np.argmax(added / steps.shares[open_]))])
-    return np.array(path)
 
 
 def _neighbours(steps: SharedSteps, depths: tuple[int, ...], ranges: Sequence[range]) -> Depths:

@@ -215,7 +215,6 @@ def evaluate(
     max_tokens: Annotated[
         int | None, typer.Option(help="leave out answers longer than this, prompt included (counted)")
     ] = None,
-    traces: Annotated[Path | None, typer.Option(help="write what every anchor would accept (.npz)")] = None,
     out: Annotated[Path | None, typer.Option(help="folder for evaluation.json")] = None,
 ) -> None:
     """Measure the acceptance of a head on answers of its target, for every K."""
@@ -223,7 +222,7 @@ def evaluate(
 
     for part in evaluate_heads(
         head, answers, target, against=against, num_draft_tokens=num_draft_tokens, max_tokens=max_tokens,
-        traces_file=traces, out=out,
+        out=out,
     ):  # fmt: skip
         typer.echo(part)
 

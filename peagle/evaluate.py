@@ -32,7 +32,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,19 +148,6 @@ def members(groups: Sequence[Sequence[str]]) -> dict[str, np.ndarray]:
         for name in names:
             found.setdefault(name, []).append(index)
     return {name: np.array(found[name]) for name in sorted(found)}
-
-
-def save_traces(path: Any, accepted: Sequence[np.ndarray], answers: Mapping[str, Any], num_depths: int) -> None:
-    """Writes what every anchor would accept, so that any policy of K can be replayed: `walk` is the fixed one.
-
-    answers: further arrays, one entry an answer (as `category`). Stored: `accepted` (uint8, all answers end to end),
-    `num_anchors` (of each answer), `num_depths`.
-    """
-    arrays = {name: np.asarray(values) for name, values in answers.items()}
-    arrays["accepted"] = np.concatenate([*accepted, np.zeros(0)]).astype(np.uint8)
-    arrays["num_anchors"] = np.array([len(accepted_N) for accepted_N in accepted], np.int32)
-    arrays["num_depths"] = np.array(num_depths)
-    np.savez_compressed(path, allow_pickle=False, **arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,8 +315,8 @@ def load_answers(folder: str | Path, max_per_category: int | None = None) -> Ans
 
 def evaluate_folder(
     drafters: list[Drafter], target: Target, answers: Answers, num_depths: int, max_tokens: int | None
-) -> tuple[dict[str, Any], Replay]:
-    """Figures of one folder: of the first drafter, of the second, and their ratio; and the first one's replay."""
+) -> dict[str, Any]:
+    """Figures of one folder: of the first drafter, of the second, and their ratio."""
     groups = group_names(answers.data, answers.categories)
     first, *others = [replay(drafter, target, answers.data, num_depths, max_tokens) for drafter in drafters]
     result: dict[str, Any] = {"temperature": answers.temperature, "groups": summarize(first, groups)}
@@ -341,7 +328,7 @@ def evaluate_folder(
             name: ratios(ours.select(chosen), theirs.select(chosen), depths)
             for name, chosen in members([groups[index] for index in first.walked]).items()
         }
-    return result, first
+    return result
 
 
 def table(result: dict[str, Any]) -> str:
@@ -384,7 +371,6 @@ def evaluate_heads(
     against: Path | None = None,
     num_draft_tokens: int | None = None,
     max_tokens: int | None = None,
-    traces_file: Path | None = None,
     out: Path | None = None,
 ) -> Iterator[str]:
     """Yields a table for each folder of answers; then writes evaluation.json into `out`, if given.
@@ -395,8 +381,12 @@ def evaluate_heads(
     dtype = torch.bfloat16 if on_gpu else torch.float32
     target = Target(target_dir, device="cuda" if on_gpu else "cpu", dtype=dtype)
     paths = [head, *([against] if against else [])]
-    tables = {"embed_VH": target.embed_VS, "lm_head_VH": target.lm_head_VS}
-    drafters = [build_drafter(*load_head(path), **tables, dtype=dtype, device=target.device) for path in paths]
+    drafters = [
+        build_drafter(
+            *load_head(path), embed_VH=target.embed_VS, lm_head_VH=target.lm_head_VS, dtype=dtype, device=target.device
+        )
+        for path in paths
+    ]
     num_depths = num_draft_tokens or common_depths([drafter.config for drafter in drafters])
     heads = [
         {"path": str(path), "kind": kind(drafter.config), "num_depths": drafter.config.num_depths}
@@ -404,21 +394,11 @@ def evaluate_heads(
     ]
     document: dict[str, Any] = {"made": conditions(), "target": target_dir, "heads": heads, "num_depths": num_depths}
     document["sets"] = []
-    accepted: list[np.ndarray] = []
-    stored: dict[str, list[Any]] = {"category": [], "temperature": [], "distinct_share": []}
     for folder in answers:
         loaded = load_answers(folder)
-        result, found = evaluate_folder(drafters, target, loaded, num_depths, max_tokens)
+        result = evaluate_folder(drafters, target, loaded, num_depths, max_tokens)
         document["sets"].append({"answers": str(folder), **result})
-        accepted += found.accepted
-        texts = list(loaded.data.documents())
-        for tokens, prompt in map(texts.__getitem__, found.walked):
-            stored["distinct_share"].append(distinct_share(tokens[prompt:].tolist()))
-        stored["category"] += [loaded.categories[index] for index in found.walked]
-        stored["temperature"] += [loaded.temperature] * len(found.walked)
         yield f"{folder}: temperature {loaded.temperature:g}, {heads[0]['kind']}\n{table(result)}"
-    if traces_file:
-        save_traces(traces_file, accepted, stored, num_depths)
     if out:
         out.mkdir(parents=True, exist_ok=True)
         (out / "evaluation.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

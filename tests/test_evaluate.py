@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks import traces
 from benchmarks.plot_acceptance import plot_acceptance
 from deployments.cli import main
 from peagle import evaluate as program
@@ -255,7 +256,7 @@ def folders(target: Target, tmp_path: Path) -> Path:
 def test_program_writes_table_json_plot_and_traces(target: Target, folders: Path, capsys) -> None:
     arguments = ["evaluate", folders / "p-eagle", folders / "greedy", folders / "sampled"]
     arguments += ["--against", folders / "eagle3", "--target", target.model.config._name_or_path]
-    arguments += ["--traces", folders / "t.npz", "--out", folders / "out"]
+    arguments += ["--out", folders / "out"]
     assert main([str(argument) for argument in arguments]) == 0
     document = json.loads((folders / "out" / "evaluation.json").read_text())
     assert [head["kind"] for head in document["heads"]] == ["P-EAGLE, 2 layers", "EAGLE-3, 1 layer"]
@@ -269,6 +270,8 @@ def test_program_writes_table_json_plot_and_traces(target: Target, folders: Path
     image = (folders / "out" / "evaluation.png").read_bytes()
     assert image.startswith(b"\x89PNG")
     assert len(image) < 150_000
+    arguments = [*arguments[1:4], "--target", target.model.config._name_or_path, "--out", folders / "t.npz"]
+    traces.main([str(argument) for argument in arguments])
     with np.load(folders / "t.npz") as stored:
         assert len(stored["num_anchors"]) == len(stored["category"]) == 20
         assert stored["num_anchors"].sum() == len(stored["accepted"])

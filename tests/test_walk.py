@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from peagle.evaluate import AnswerCounts, figures, members, ratios, save_traces, walk
+from benchmarks.traces import save_traces
+from peagle.evaluate import AnswerCounts, figures, members, ratios, walk
 
 
 def random_answers(rng: np.random.Generator, num_answers: int, chance: np.ndarray) -> list[np.ndarray]:
