@@ -33,9 +33,6 @@ TEXT = (
 SAMPLED_TEXT = "The capital of Italy is Rome. The capital of"
 
 
-both_schedulers = pytest.mark.parametrize("engine", ["sync", "async"], indirect=True)
-"""For a fixture that is one of them in `make test`: this test runs on both all the same."""
-
 only_sync = pytest.mark.parametrize("engine", ["sync"], indirect=True)
 """For scripted drafts: asynchronous scheduling leaves the drafts in the worker, where no scheduler can replace them."""
 

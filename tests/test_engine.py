@@ -1,8 +1,8 @@
 """A real vLLM engine with a P-EAGLE head: output unchanged whatever K, exactly K drafts verified, all of them counted.
 
-Tests run on vLLM's synchronous scheduler, `both_schedulers` and all of `make test-all` on the asynchronous one too. The
-same target without drafts wrote the reference, in float32, where two orders of summation hardly ever pick another
-token: outputs must be equal.
+Tests run on vLLM's synchronous scheduler, and in `make test-all` on the asynchronous one too, which
+test_remote_engine.py runs on in `make test`. The same target without drafts wrote the reference, in float32, where two
+orders of summation hardly ever pick another token: outputs must be equal.
 """
 
 import itertools
@@ -30,7 +30,6 @@ from tests.engine_cases import (
     PROMPT_LENGTHS,
     SAMPLED_TEXT,
     TEXT,
-    both_schedulers,
     check_counts,
     chi_square_p_value,
     engine_settings,
@@ -103,7 +102,6 @@ def engine(
     running.shutdown()
 
 
-@both_schedulers
 def test_greedy_output_is_the_targets(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
     compare_with_reference(engine, prompts, reference, MIXED)
 
@@ -146,7 +144,6 @@ def test_every_acceptance_is_counted(engine: RunningEngine, prompts: Prompts, re
         assert engine.recorder.workloads()[str(job.workload)].counts == Counts.from_steps(steps)
 
 
-@both_schedulers
 def test_decode_admitted_beside_others_verifies_k_from_its_first_step(
     engine: RunningEngine, prompts: Prompts, reference: Reference
 ) -> None:
@@ -188,7 +185,6 @@ def test_context_limit(engine: RunningEngine, text_tokens: list[int], reference:
     assert result.drafting.counts == Counts.from_steps(result.steps)
 
 
-@both_schedulers
 def test_aborted_requests_stay_in_the_totals(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
     gone = Job(prompts[6], NUM_LONG, k=3, workload="gone", abort_after=12)
     stays = Job(prompts[5], NUM_SHORT, k=3, workload="stays")
@@ -236,7 +232,6 @@ def test_bad_k_neither_crashes_nor_is_obeyed(
     check_counts(result, obeyed)
 
 
-@both_schedulers
 def test_grammar(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
     """A grammar rules out drafts before verification; such drafts do not count as verified."""
     ks = (0, 2, K_MAX)

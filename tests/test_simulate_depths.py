@@ -35,7 +35,12 @@ def pools(mix: str) -> dict[str, list[Answer]]:
 
 @pytest.mark.parametrize(
     ("engine", "concurrency", "mix"),
-    [("gpu", 32, "code"), ("slow cpu", 8, "code-chat"), ("h200", 32, "code-chat"), ("cpu", 4, "code")],
+    [
+        ("gpu", 32, "code"),
+        ("h200", 32, "code-chat"),
+        pytest.param("slow cpu", 8, "code-chat", marks=pytest.mark.long),
+        pytest.param("cpu", 4, "code", marks=pytest.mark.long),
+    ],
 )
 def test_from_the_guess_alone_learned_k_is_near_the_best_fixed_k_after_its_first_steps(engine, concurrency, mix):
     """0.95 of it from the 50th step on."""
