@@ -3,9 +3,9 @@
     python -m benchmarks.streams [--streams 64] [--chunks 400] [--arms direct ingress proxy] [--out FILE]
 
 The application is the product's: its edge, its HTTP API, its target between vLLM's API objects and the edge. Only vLLM
-is left out: ready-made server-sent events stand in its place, and all streams go at once, as fast as they can. Each
-arm starts a Ray of its own. CPU time is read from the processes before and after; the client is the process that runs
-this.
+is left out: ready-made server-sent events stand in its place, a chunk of each stream every 20 ms, or as fast as the way
+lets them. Each arm starts a Ray of its own. CPU time is read from the processes before and after; the client is the
+process that runs this.
 """
 
 import argparse
@@ -42,6 +42,8 @@ ARMS = {
 }
 KINDS = {"haproxy": "haproxy", "ProxyActor": "proxy", f":{INGRESS_NAME}": "ingress", f":{TARGET_NAME}": "target"}
 NUM_WARMUP_CHUNKS = 20
+STEP_S = 0.02
+"""Between the chunks of a stream. Chunks without a pause between them would travel several at a time."""
 
 
 class EngineLess(TargetServer):
@@ -77,7 +79,7 @@ async def events(number: int) -> AsyncIterator[str]:
     middle = f"data: {json.dumps(document, separators=(',', ':'))}\n\n"
     choice["finish_reason"] = "length"
     for _ in range(number - 1):
-        await asyncio.sleep(0)
+        await asyncio.sleep(STEP_S)
         yield middle
     yield f"data: {json.dumps(document, separators=(',', ':'))}\n\n"
     yield "data: [DONE]\n\n"

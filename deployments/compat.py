@@ -16,6 +16,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from deployments import INGRESS_NAME, ROUTER_NAME, TARGET_NAME
+
 logger = logging.getLogger(__name__)
 
 RAY_VERSION = "2.60"
@@ -31,7 +33,7 @@ SEAMS = (
     "ray.dashboard.modules.serve.sdk:ServeSubmissionClient.deploy_applications",
     "ray.serve._private.haproxy:_resolve_haproxy_binary",
     "ray.serve._private.constants:RAY_SERVE_HAPROXY_CONFIG_FILE_LOC",
-    "ray.serve._private.router:AsyncioRouter.request_router",
+    "ray.serve._private.router:AsyncioRouter.update_deployment_targets",
     "ray.serve._private.request_router.request_router:RequestRouter.curr_replicas",
     "ray.serve._private.proxy_router:ProxyRouter.match_route",
 )
@@ -244,9 +246,9 @@ class PlainErrors:
 
 
 class NoReplica:
-    """ASGI middleware of Serve's proxy: a request for a deployment without a running replica gets 503 with Retry-After,
-    where the proxy by itself would hold it back until there is one; and autoscaling is told of it, because nothing else
-    wakes a deployment that was scaled to zero. The router answers GET /metrics all the same.
+    """ASGI middleware of Serve's proxy: a request for a service of ours without a running replica gets 503 with
+    Retry-After, where the proxy by itself would hold it back until there is one; and autoscaling is told of it, because
+    nothing else wakes a deployment that was scaled to zero. The router answers GET /metrics all the same.
 
     Serve puts it before the HTTP server of each replica too, where it does nothing.
     """
@@ -263,19 +265,20 @@ class NoReplica:
         match = None
         if self._routes is not None and scope["type"] == "http" and not path.startswith("/-/"):
             match = self._routes.match_route(path)
-        if match is None:
+        if match is None or match[1].deployment_name not in (TARGET_NAME, INGRESS_NAME):
             await self._app(scope, receive, send)
         elif not await self._is_answered(match[1], scope, receive, send):
-            await (await self._refusal(match[1].app_name, path))(scope, receive, send)
+            await (await self._refusal(match[1].app_name, scope))(scope, receive, send)
 
     async def _is_answered(self, handle: Any, scope: Any, receive: Any, send: Any) -> bool:
         """Let a replica answer. False, with nothing sent, where none is left before one begins to."""
-        has_begun = False
+        has_begun = is_refused = False
 
         async def send_noted(message: Any) -> None:
             nonlocal has_begun
-            has_begun = True
-            await send(message)
+            if not is_refused:  # Serve's proxy may have words of its own for what is cancelled
+                has_begun = True
+                await send(message)
 
         if not await self._comes(handle, MAX_WAIT_S):
             return False
@@ -283,7 +286,8 @@ class NoReplica:
         try:
             while not (await asyncio.wait({task}, timeout=None if has_begun else WATCH_INTERVAL_S))[0]:
                 # A replica that takes new settings still works on what it has.
-                if not has_begun and not await self._comes(handle, 4 * MAX_WAIT_S) and not task.done():
+                if not has_begun and not await self._comes(handle, 4 * MAX_WAIT_S) and not (has_begun or task.done()):
+                    is_refused = True
                     return False
             task.result()
             return True
@@ -300,18 +304,18 @@ class NoReplica:
             await asyncio.sleep(WATCH_INTERVAL_S / 5)
         return True
 
-    async def _refusal(self, app_name: str, path: str) -> Any:
+    async def _refusal(self, app_name: str, scope: Any) -> Any:
         from ray import serve
         from starlette.responses import JSONResponse, Response
 
-        from deployments import ROUTER_NAME
         from deployments.autoscaling import ClusterBoard, ScalingView  # it needs this module
 
-        if path.endswith("/metrics"):
+        if scope["path"].endswith("/metrics"):
             with contextlib.suppress(Exception):  # no router either, or another application
                 async with asyncio.timeout(1.0):
                     return Response(await serve.get_deployment_handle(ROUTER_NAME, app_name).metrics.remote())
-        await self._scaling.setdefault(app_name, ScalingView(ClusterBoard(app_name))).ask()
+        if scope["method"] == "POST":  # a probe wakes nothing
+            await self._scaling.setdefault(app_name, ScalingView(ClusterBoard(app_name))).ask()
         error = {"message": NOT_READY.format("The service"), "type": "server_error", "param": None}
         headers = {"Retry-After": str(RETRY_AFTER_S)}
         return JSONResponse({"error": {**error, "code": NOT_READY_CODE}}, status_code=503, headers=headers)
@@ -320,9 +324,8 @@ class NoReplica:
 def num_replicas(handle: Any) -> int:
     """Running replicas of a deployment, as a handle knows them without asking."""
     router = handle._router._asyncio_router
-    return len(
-        (router._running_replicas if router.request_router is None else router.request_router.curr_replicas) or ()
-    )
+    found = router._running_replicas if router._request_router is None else router._request_router.curr_replicas
+    return len(found or ())
 
 
 def error_messages(start: dict[str, Any], text: bytes) -> list[dict[str, Any]]:

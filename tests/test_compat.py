@@ -5,7 +5,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -75,6 +77,84 @@ def test_what_the_service_answers_passes_as_it_is() -> None:
     refused = {"error": {"message": "no"}}
     response = proxied(JSONResponse(refused, 500))
     assert (response.status_code, json.loads(response.content)) == (500, refused)
+
+
+class Proxy:
+    """In the place of Serve's: hands a request to the replica that there is, or waits for one. `seconds`: that the
+    replica takes to begin its answer."""
+
+    def __init__(self, num_replicas: int, seconds: float = 0.0, deployment: str = "target") -> None:
+        self.replicas = dict.fromkeys(range(num_replicas))
+        self.seconds, self.num_asked = seconds, 0
+        router = SimpleNamespace(_request_router=SimpleNamespace(curr_replicas=self.replicas))
+        handle = SimpleNamespace(
+            deployment_name=deployment, app_name="app", _router=SimpleNamespace(_asyncio_router=router)
+        )
+        self.proxy_router = SimpleNamespace(match_route=lambda path: ("/", handle, False))
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.num_asked += 1
+        try:
+            while not self.replicas:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            await PlainTextResponse("cancelled", 499)(scope, receive, send)
+            raise
+        await PlainTextResponse("fine")(scope, receive, send)
+
+
+async def through(proxy: Proxy, path: str = "/v1/models") -> tuple[httpx.Response, float]:
+    transport = httpx.ASGITransport(compat.NoReplica(proxy))
+    started_s = time.monotonic()
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        return await client.get(path), time.monotonic() - started_s
+
+
+def test_without_a_replica_a_request_is_refused_within_a_second() -> None:
+    proxy = Proxy(0)
+    response, took_s = asyncio.run(through(proxy))
+    assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+    assert response.json()["error"]["code"] == "model_not_ready"
+    assert took_s < 1
+    assert proxy.num_asked == 0
+
+
+def test_a_replica_may_take_its_time_also_while_it_takes_new_settings() -> None:
+    async def run() -> None:
+        proxy = Proxy(1, seconds=1.0)
+        answer = asyncio.ensure_future(through(proxy))
+        await asyncio.sleep(0.1)
+        proxy.replicas.clear()
+        await asyncio.sleep(0.7)
+        proxy.replicas[1] = None
+        response, _ = await answer
+        assert (response.status_code, response.text) == (200, "fine")
+
+    asyncio.run(run())
+
+
+def test_one_whose_last_replica_goes_before_its_answer_is_refused_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "MAX_WAIT_S", 0.05)
+
+    async def run() -> None:
+        proxy = Proxy(1, seconds=60.0)
+        answer = asyncio.ensure_future(through(proxy))
+        await asyncio.sleep(0.1)
+        proxy.replicas.clear()
+        response, _ = await answer
+        assert response.json()["error"]["code"] == "model_not_ready", "and not what the proxy says of the end"
+
+    asyncio.run(run())
+
+
+def test_other_applications_and_probes_of_the_proxy_are_left_alone() -> None:
+    async def run(proxy: Proxy, path: str) -> int:
+        asyncio.get_running_loop().call_later(0.8, proxy.replicas.setdefault, 1)
+        return (await through(proxy, path))[0].status_code
+
+    assert asyncio.run(run(Proxy(0, deployment="another"), "/v1/models")) == 200
+    assert asyncio.run(run(Proxy(0), "/-/healthz")) == 200
 
 
 NICE = """
