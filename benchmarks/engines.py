@@ -54,6 +54,9 @@ class Arm:
         kind, _, k = text.partition("-")
         return cls(kind, int(k or 0))
 
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.k}" if self.k or self.kind == "ours" else self.kind
+
 
 class Segments:
     """vLLM's `worker_extension_cls`: random drafts, and on the V2 runner what a step's time on the GPU goes to.
