@@ -79,6 +79,8 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
         "vllm.config:VllmConfig": {"_get_v2_model_runner_unsupported_features": ()},
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner": {
             "initialize_kv_cache": ("kv_cache_config",),
+            "add_requests": ("scheduler_output",),
+            "finish_requests": ("scheduler_output",),
             "prepare_inputs": ("scheduler_output", "batch_req_state", "batch_desc"),
             "execute_model": ("scheduler_output",),
             "sample_tokens": ("grammar_output",),
@@ -87,6 +89,7 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
             "_init_candidates": (),
             "capture": ("create_forward_fn",),
         },
+        "vllm.v1.worker.gpu.block_table:BlockTables": {"gather_block_tables": ("idx_mapping", "num_reqs_padded")},
         "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager": {"__init__": ("varlen_decode",)},
         "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator": {
             "propose": (
