@@ -7,6 +7,7 @@ exit status is 1. `peagle --traceback ...` shows where any error comes from.
 
 from __future__ import annotations
 
+import codecs
 import json
 import logging
 import signal
@@ -14,9 +15,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    import httpx
 
 app = typer.Typer(
     name="peagle",
@@ -99,6 +103,71 @@ def view(
             return
         time.sleep(watch)
         typer.echo()
+
+
+@app.command()
+def chat(
+    question: Annotated[str | None, typer.Argument(help="ask this and end; default: a conversation")] = None,
+    url: Annotated[str, typer.Option(help="of the service")] = "http://127.0.0.1:8000",
+    max_tokens: Annotated[int, typer.Option(help="of an answer")] = 512,
+    temperature: Annotated[float, typer.Option(help="0: the likeliest token")] = 0.0,
+    k: Annotated[int | None, typer.Option("-k", help="drafts verified per step; default: the service decides")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="PEAGLE_API_KEY", help="of a caller of the service")] = None,
+) -> None:
+    """Talk to a running service; accepted draft tokens are shown in green. An empty line or Ctrl-D ends."""
+    import httpx
+
+    messages: list[dict[str, str]] = []
+    body = {"max_tokens": max_tokens, "temperature": temperature, "stream": True, "logprobs": True}
+    body |= {} if k is None else {"drafting": {"k": k}}
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    with httpx.Client(base_url=url, headers=headers, timeout=600) as client:
+        try:
+            body["model"] = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+            while content := question or _read_line():
+                messages.append({"role": "user", "content": content})
+                messages.append({"role": "assistant", "content": _show_answer(client, {**body, "messages": messages})})
+                if question:
+                    return
+        except httpx.HTTPError as error:
+            raise OSError(f"{url} does not answer: {error}") from error
+
+
+def _show_answer(client: httpx.Client, body: dict[str, Any]) -> str:
+    """Print the answer to a chat as it comes; its text. A chunk is what one step gave: accepted drafts, then one token
+    of the target's own. Raises ValueError with the service's words where it refuses."""
+    answer, num_tokens, start_s, drafting = "", 0, time.monotonic(), {}
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may need several tokens
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            raise ValueError(json.loads(response.read())["error"]["message"])
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                raise ValueError(chunk["error"]["message"])
+            drafting = chunk.get("drafting", drafting)
+            tokens = [
+                token for choice in chunk["choices"] for token in (choice.get("logprobs") or {}).get("content") or ()
+            ]
+            for place, token in enumerate(tokens, start=1):
+                text = decoder.decode(bytes(token["bytes"]))
+                typer.echo(typer.style(text, fg="green") if place < len(tokens) else text, nl=False)
+                answer += text
+            num_tokens += len(tokens)
+    speed = f"{num_tokens / (time.monotonic() - start_s):.0f} tokens/s"
+    k, source = drafting.get("k", 0), drafting.get("source", "no drafter")
+    steps = f"{drafting.get('acceptance_length', 1.0):.2f} tokens a step"
+    typer.secho(f"\n[K = {k} ({source}), {steps}, {speed}]", dim=True)
+    return answer
+
+
+def _read_line() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
 
 
 # ---- targets and heads
