@@ -22,6 +22,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
+from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from cluster.control import Guidance
@@ -105,6 +106,7 @@ class TargetServer(LLMServer):
         if drafter is not None and settings.drafter is not None:
             self._links = DrafterLinks(drafter, self._client.collective_rpc, settings.drafter, self._is_busy)
             self._links.start(self._set_heads)
+        freeze_gc_heap()  # as vLLM's own server: a full collection of all that is loaded would hold up every stream
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         return make_app(self, self._settings.ingress.allow_origins)
