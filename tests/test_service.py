@@ -5,6 +5,7 @@ engine loaded.
 """
 
 import asyncio
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,9 +15,10 @@ import httpx
 import openai
 import pytest
 import ray
+from typer.testing import CliRunner
 
 from benchmarks.service import choose_prompts
-from deployments import TARGET_NAME
+from deployments import TARGET_NAME, cli
 from deployments.client import TargetClient, TargetError
 from tests.service_harness import BAD_REQUESTS, PROMPTS, QUESTION, json_schema
 
@@ -41,6 +43,20 @@ def test_a_request_that_comes_while_the_engine_loads_gets_503_and_never_waits(se
         assert response.json()["error"]["code"] == "model_not_ready"
     # The first ones come while Serve's proxy itself starts.
     assert all(response.elapsed.total_seconds() < 2 for response in refused[2:])
+
+
+def test_peagle_chat_shows_the_answer_and_which_tokens_were_drafted(service):
+    question = "Count from one to ten in digits."
+    command = ["chat", question, "--url", service.url, "--max-tokens", "24", "-k", "5"]
+    done = CliRunner().invoke(cli.app, command, color=True)
+    assert done.exit_code == 0, done.output
+    answer = service.ask(model=service.model, messages=[{"role": "user", "content": question}], max_tokens=24,
+                         temperature=0).json()  # fmt: skip
+    green = "".join(re.findall(r"\x1b\[32m(.*?)\x1b\[0m", done.output, flags=re.DOTALL))
+    plain = re.sub(r"\x1b\[\d+m", "", done.output)
+    assert plain.startswith(answer["choices"][0]["message"]["content"])
+    assert 0 < len(green) < len(plain)
+    assert "[K = 5 (request), " in plain
 
 
 def test_chat_and_completions_with_the_openai_client(service):
