@@ -118,7 +118,7 @@ def chat(
     import httpx
 
     messages: list[dict[str, str]] = []
-    body = {"max_tokens": max_tokens, "temperature": temperature, "stream": True, "logprobs": True}
+    body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "stream": True, "logprobs": True}
     body |= {} if k is None else {"drafting": {"k": k}}
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with httpx.Client(base_url=url, headers=headers, timeout=600) as client:
@@ -136,7 +136,8 @@ def chat(
 def _show_answer(client: httpx.Client, body: dict[str, Any]) -> str:
     """Print the answer to a chat as it comes; its text. A chunk is what one step gave: accepted drafts, then one token
     of the target's own. Raises ValueError with the service's words where it refuses."""
-    answer, num_tokens, start_s, drafting = "", 0, time.monotonic(), {}
+    answer, num_tokens, start_s = "", 0, time.monotonic()
+    drafting: dict[str, Any] = {}
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may need several tokens
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:

@@ -45,8 +45,9 @@ from cluster.request import (
     resolve,
     system_prompt,
 )
-from cluster.settings import ClusterSettings, LimitSettings, nearest
+from cluster.settings import ClusterSettings, LimitSettings
 from deployments.compat import NOT_READY, NOT_READY_CODE, RETRY_AFTER_S
+from peagle.schema import nearest
 from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class ApiError(Exception):
         self.retry_after_s = RETRY_AFTER_S if status == 503 and retry_after_s is None else retry_after_s
 
     def __reduce__(self) -> tuple[Any, ...]:
-        kwargs = {"param": self.param, "code": self.code, "retry_after_s": self.retry_after_s}
+        kwargs: dict[str, Any] = {"param": self.param, "code": self.code, "retry_after_s": self.retry_after_s}
         return functools.partial(ApiError, **kwargs), (self.status, self.message)
 
     def body(self) -> dict[str, Any]:
@@ -514,7 +515,7 @@ class Edge:
         generate: Generate,
         caller: Caller = ANYONE,
         headers: Mapping[str, str] | None = None,
-    ) -> AsyncIterator[str]:
+    ) -> AsyncGenerator[str]:
         """The answer to a request, from its admission to its end: one JSON text, or server-sent events.
 
         Raises:

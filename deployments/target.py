@@ -90,8 +90,7 @@ class TargetServer(LLMServer):
         self._client = compat.engine_client(self)
         self._settings = settings
         self._replica = serve.get_replica_context().replica_id.unique_id
-        is_colocated = head_dir is not None and drafter is None
-        self._head = await asyncio.to_thread(head_digest, head_dir) if is_colocated else ""
+        self._head = "" if head_dir is None or drafter is not None else await asyncio.to_thread(head_digest, head_dir)
         self._heads: Mapping[str, str] = {}
         self._recorder = DraftingRecorder(max_workloads=MAX_NUM_WORKLOADS + len(settings.named_workloads()))
         self._recorder.attach(self._client)

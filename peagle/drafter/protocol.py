@@ -62,6 +62,7 @@ class WireError(Exception):
 
 _Size = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +78,7 @@ class TargetShape:
     """
 
     hidden_size: _Size
-    dtype: Literal["bfloat16", "float16", "float32", "float64"]
+    dtype: DtypeName
     max_depth: _Size
     max_num_requests: _Size
     max_num_rows: _Size

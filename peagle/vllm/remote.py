@@ -18,7 +18,7 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from peagle.config import UNNAMED_LAYERS, default_aux_layer_ids
 from peagle.drafter.client import LinkPool
-from peagle.drafter.protocol import NO_DRAFT, Int32Array, TargetShape, TargetStep
+from peagle.drafter.protocol import NO_DRAFT, DtypeName, Int32Array, TargetShape, TargetStep
 from peagle.drafter.rows import accepted_rows
 from peagle.vllm import compat
 from peagle.vllm.acceptance import WorkerReport, drafts_wanted, head_of
@@ -583,7 +583,7 @@ def make_sender(config: Any, device: torch.device, settings: RemoteSettings) -> 
     about = config.additional_config[REMOTE_KEY]
     shape = TargetShape(
         hidden_size=about["hidden_size"],
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=cast(DtypeName, str(model.dtype).removeprefix("torch.")),
         max_depth=config.speculative_config.num_speculative_tokens,
         max_num_requests=scheduler.max_num_seqs,
         max_num_rows=scheduler.max_num_batched_tokens,
