@@ -183,7 +183,7 @@ def warn_without_haproxy() -> None:
 
     if not RAY_SERVE_ENABLE_HA_PROXY:
         logger.warning(
-            "HTTP goes through Serve's proxy in Python, which costs each chunk of a stream about a millisecond of CPU: "
+            "HTTP goes through Serve's proxy in Python, which costs each chunk of a stream three times the CPU: "
             "start Ray with RAY_SERVE_ENABLE_HA_PROXY=1 in its environment, on every node (`peagle serve` does)"
         )
 
