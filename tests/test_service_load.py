@@ -46,7 +46,7 @@ def test_a_thousand_open_streams_are_all_answered(service: Service) -> None:
 def test_a_client_that_does_not_read_holds_up_nobody_and_loses_nothing(service: Service) -> None:
     host, port = service.url.removeprefix("http://").split(":")
     body = {
-        "model": service.model, "messages": QUESTION, "max_tokens": 1000, "temperature": 0, "ignore_eos": True,
+        "model": service.model, "messages": QUESTION, "max_tokens": 200, "temperature": 0, "ignore_eos": True,
         "stream": True, "logprobs": True, "top_logprobs": 20,
     }  # fmt: skip
     text = json.dumps(body)
@@ -62,5 +62,5 @@ def test_a_client_that_does_not_read_holds_up_nobody_and_loses_nothing(service: 
         slow.settimeout(60)
         received = b"".join(iter(lambda: slow.recv(1 << 16), b""))
     assert received.endswith(b"0\r\n\r\n")
-    assert b'"completion_tokens"' in received or received.count(b"data: ") > 50
+    assert received.count(b"data: ") > 50
     assert b"data: [DONE]" in received
