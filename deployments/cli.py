@@ -149,9 +149,11 @@ def _show_answer(client: httpx.Client, body: dict[str, Any]) -> str:
             if "error" in chunk:
                 raise ValueError(chunk["error"]["message"])
             drafting = chunk.get("drafting", drafting)
-            tokens = [
-                token for choice in chunk["choices"] for token in (choice.get("logprobs") or {}).get("content") or ()
-            ]
+            choice = next(iter(chunk["choices"]), {})
+            tokens = list((choice.get("logprobs") or {}).get("content") or ())
+            text = choice.get("delta", {}).get("content") or ""
+            if choice.get("finish_reason") == "stop" and tokens and tokens[-1]["token"] not in text:
+                tokens.pop()  # the token that ends a turn is no text
             for place, token in enumerate(tokens, start=1):
                 text = decoder.decode(bytes(token["bytes"]))
                 typer.echo(typer.style(text, fg="green") if place < len(tokens) else text, nl=False)
