@@ -149,7 +149,7 @@ def _show_answer(client: httpx.Client, body: dict[str, Any]) -> str:
             if "error" in chunk:
                 raise ValueError(chunk["error"]["message"])
             drafting = chunk.get("drafting", drafting)
-            choice = next(iter(chunk["choices"]), {})
+            choice: dict[str, Any] = next(iter(chunk["choices"]), {})
             tokens = list((choice.get("logprobs") or {}).get("content") or ())
             text = choice.get("delta", {}).get("content") or ""
             if choice.get("finish_reason") == "stop" and tokens and tokens[-1]["token"] not in text:
