@@ -107,7 +107,7 @@ def servers(options: argparse.Namespace, arms: list[Arm]) -> Iterator[dict[Arm, 
         started: dict[Arm, tuple[subprocess.Popen[bytes], str, float]] = {}
         for index, arm in enumerate(arms):
             port = FIRST_PORT + index
-            env = dict(os.environ)
+            env = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ}  # GiB: what a target of ours takes on a CPU
             if options.gpus:
                 env["CUDA_VISIBLE_DEVICES"] = options.gpus[index]
             log = stack.enter_context((options.folder / f"{arm}.log").open("wb"))
@@ -202,6 +202,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/headline"), help="for models and logs")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are stopped then too
     options.folder.mkdir(parents=True, exist_ok=True)
     arms = [Arm.parse(text) for text in options.arms]
     report: dict[str, Any] = {"ready_s": {}, "rows": [], "options": {k: str(v) for k, v in vars(options).items()}}

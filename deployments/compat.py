@@ -32,6 +32,7 @@ SEAMS = (
     "ray._private.authentication.authentication_token_setup:maybe_enable_token_auth_if_token_available",
     "ray.dashboard.modules.serve.sdk:ServeSubmissionClient.deploy_applications",
     "ray.serve._private.haproxy:_resolve_haproxy_binary",
+    "ray.serve._private.constants:RAY_SERVE_ENABLE_HA_PROXY",
     "ray.serve._private.constants:RAY_SERVE_HAPROXY_CONFIG_FILE_LOC",
     "ray.serve._private.router:AsyncioRouter.update_deployment_targets",
     "ray.serve._private.request_router.request_router:RequestRouter.curr_replicas",

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 MAX_NUM_SPLITS, MAX_SPLIT_REQUESTS = 32, 32
 
 MIN_SHALLOW_REQUESTS = 32
-"""From so many requests on, fewer mask rows make a pass faster, and there are full graphs for depths below K_max."""
+"""Smaller batches draft to K_max in its full graphs, so that fewer graphs have to be captured."""
 
 
 def most_rows(config: VllmConfig) -> int:
@@ -293,9 +293,8 @@ class PEagleSpeculator(DraftModelSpeculator):
             is_part: some requests of the batch do not take part.
         """
         num_requests, num_targets, max_query_len = len(lengths_B), int(lengths_B.sum()), int(lengths_B.max())
-        desc, stride = None, 0
-        if self.graphs is not None and not is_profile:
-            desc = self.graphs.full_graph(num_requests, depth, max_query_len)
+        graphs, stride = None if is_profile else self.graphs, 0
+        desc = None if graphs is None else graphs.full_graph(num_requests, depth, max_query_len)
         if desc is not None:
             assert desc.uniform_token_count is not None
             assert desc.num_reqs is not None
@@ -306,12 +305,10 @@ class PEagleSpeculator(DraftModelSpeculator):
             num_padded, num_rows = num_requests, num_targets + num_requests * (depth - 1)
             ends_B = torch.from_numpy(np.cumsum(lengths_B + (depth - 1), dtype=np.int32))
             first_row_B1 = torch.cat([ends_B.new_zeros(1), ends_B])
-        run_rows, mode = num_rows, CUDAGraphMode.FULL
-        if desc is None:
-            mode = CUDAGraphMode.NONE
-            if self.graphs is not None and not is_profile:
-                piecewise = self.graphs.dispatch(num_requests, num_rows, None, 0)
-                run_rows, mode = piecewise.num_tokens, piecewise.cg_mode
+        run_rows, mode = num_rows, CUDAGraphMode.NONE
+        if desc is None and graphs is not None:
+            piecewise = graphs.dispatch(num_requests, num_rows, None, 0)
+            run_rows, mode = piecewise.num_tokens, piecewise.cg_mode
         if is_part:  # the target is done with its own
             self.block_tables.gather_block_tables(target.place_B, num_padded)
         for group in self.groups:
@@ -334,9 +331,8 @@ class PEagleSpeculator(DraftModelSpeculator):
         metadata, slots = self._attention(
             num_rows, first_row_B1, context_B, stride or max_query_len + depth - 1, int(context_B.max())
         )
-        if desc is not None:
-            assert self.graphs is not None
-            self.graphs.run_fullgraph(desc)
+        if graphs is not None and desc is not None:
+            graphs.run_fullgraph(desc)
         else:
             self._draft(num_requests, num_targets, run_rows, depth, metadata, slots, mode)
 
