@@ -71,6 +71,8 @@ class Head(Protocol):
     @property
     def num_depths(self) -> int: ...
     @property
+    def max_depths(self) -> int: ...
+    @property
     def ptd_token_id(self) -> int | None: ...
 
 
@@ -263,7 +265,7 @@ class DrafterSettings(Section):
         max_draft_tokens = self.max_draft_tokens or (None if head is None else head.num_depths)
         if max_draft_tokens is None:
             problems.append(".max_draft_tokens is missing: the head is not here yet, so its depths are not known")
-        elif head is not None and max_draft_tokens > head.num_depths:
+        elif head is not None and max_draft_tokens > head.max_depths:
             problems.append(
                 f".max_draft_tokens is {max_draft_tokens}, but the head {self.head} was trained for {head.num_depths} "
                 f"depths (its num_depths): write {head.num_depths} or less"
@@ -311,7 +313,7 @@ class DrafterSettings(Section):
             for what in SHARED_SHAPE
             if default is not None and getattr(head, what) != getattr(default, what)
         ]
-        if max_draft_tokens is not None and head.num_depths < max_draft_tokens:
+        if max_draft_tokens is not None and head.max_depths < max_draft_tokens:
             problems.append(
                 f"{key}: the head {name} was trained for {head.num_depths} depths (its num_depths), fewer than "
                 f"drafter.max_draft_tokens, {max_draft_tokens}: lower that, or take another head"

@@ -202,14 +202,13 @@ def convert(
     source: Annotated[Path, typer.Argument(help="directory with config.json and safetensors")],
     out: Annotated[Path, typer.Argument(help="directory of the head")],
 ) -> None:
-    """Convert a head of another trainer (speculators, SpecForge, EAGLE) to vLLM's own format."""
-    from peagle.formats import convert as convert_head
+    """Convert a head of another trainer (speculators, NeMo AutoModel) to vLLM's own format."""
+    from peagle.checkpoint import convert as convert_head
 
-    found = convert_head(source, out)
-    config = found.config
+    config, num_tensors, left_out = convert_head(source, out)
     method = "EAGLE-3" if config.ptd_token_id is None else f"P-EAGLE, mask token {config.ptd_token_id}"
     typer.echo(f"{out}: {method}, layers {config.num_hidden_layers}, taps {json.dumps(config.aux_layer_ids)}")
-    typer.echo(f"tensors written: {len(found.tensors)}; left to the target: {', '.join(found.left_out) or 'none'}")
+    typer.echo(f"tensors written: {num_tensors}; left to the target: {', '.join(left_out) or 'none'}")
 
 
 # ---- training

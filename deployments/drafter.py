@@ -119,7 +119,7 @@ class HeadLoader:
         """
         directory = self.directory(name)
         config = read_head_config(directory)
-        if config.num_depths < self._max_draft_tokens:
+        if config.max_depths < self._max_draft_tokens:
             raise ValueError(
                 f"the head {name} was trained for {config.num_depths} depths, the targets draft "
                 f"{self._max_draft_tokens}"

@@ -4,9 +4,11 @@ All is checked, so that a plain head which loads here also loads in stock vLLM w
 not name a missing tensor: the parameter keeps whatever memory it was given.) Checks read the headers of the safetensors
 files and import no torch.
 
-Two forms are accepted. The *plain* form is vLLM's own. The *shipped* form leaves out what the target has: instead of
+Three forms are accepted. The *plain* form is vLLM's own. The *shipped* form leaves out what the target has: instead of
 `embed_tokens.weight` it holds `mask_embedding` [H], the one row of the target's table that differs, and with a reduced
-draft vocabulary it has no `lm_head.weight`, whose rows are the target's at `d2t` (`peagle.heads` joins them).
+draft vocabulary it has no `lm_head.weight`, whose rows are the target's at `d2t`. The third is that of other trainers:
+the speculators package's `config.json`, or other names (`convert` writes it as a plain head, `peagle.heads` does so by
+itself where a head is served).
 
 Values that a shape cannot tell are checked too: `d2t` [V_draft] holds *offsets* (target token = i + d2t[i]), `t2d` [V]
 marks the target tokens that the draft vocabulary has.
@@ -17,11 +19,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.config import DrafterConfig, HeadError, check_head_fits, read_head_config
+from peagle.config import (
+    MASK_TOKEN_KEYS,
+    DrafterConfig,
+    HeadError,
+    check_head_fits,
+    is_vllms_own,
+    read_head_config,
+    read_json,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +39,8 @@ if TYPE_CHECKING:
     from peagle.model import Drafter
 
 FLOAT_DTYPES = ("F32", "F16", "BF16")
+#: Tensors of the target that some trainers save with the drafter's; they play a part in training alone.
+TARGET_TENSORS = ("verifier_lm_head.weight", "verifier_norm.weight")
 #: safetensors' names of torch's types.
 _DTYPES = {
     "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "bool": "BOOL",
@@ -52,7 +63,8 @@ class TensorSpec:
 
 
 def canonical_name(name: str) -> str:
-    """Checkpoint name of a tensor; EAGLE-3 heads of one layer may call it `midlayer`, as vLLM allows."""
+    """vLLM's name of a tensor: some call the first layer `midlayer`, and NeMo AutoModel puts `model.` before names."""
+    name = name.removeprefix("model.")
     return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
 
 
@@ -148,13 +160,27 @@ def expected_tensors(config: DrafterConfig) -> dict[str, Expected]:
     return expected
 
 
-def is_plain(config: DrafterConfig, names: Collection[str]) -> bool:
-    """Whether stock vLLM loads a head with these tensors as it is.
+def is_plain(head_dir: str | Path, config: DrafterConfig) -> bool:
+    """Whether stock vLLM loads the head in `head_dir` as it is.
 
-    vLLM shares the target's output matrix with a head that has none, which fits the whole vocabulary only.
+    vLLM shares the target's output matrix with a head that has none, which fits the whole vocabulary only, and puts
+    `model.` before the names of most tensors itself.
     """
+    names = stored_names(head_dir)
     complete = "lm_head.weight" in names or config.draft_vocab_size == config.vocab_size
-    return complete and "mask_embedding" not in names
+    has_others = names & {"mask_embedding", *TARGET_TENSORS} or any(name.startswith("model.") for name in names)
+    return complete and not has_others and is_vllms_own(read_json(Path(head_dir) / "config.json"))
+
+
+def stored_names(head_dir: str | Path) -> set[str]:
+    """Names of a head's tensors as they are stored; raises HeadError as `weight_files`."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for path in weight_files(head_dir):
+        with safe_open(path, framework="np") as file:
+            names |= set(file.keys())
+    return names
 
 
 def check_tensors(config: DrafterConfig, specs: dict[str, TensorSpec], source: str | Path) -> None:
@@ -163,6 +189,7 @@ def check_tensors(config: DrafterConfig, specs: dict[str, TensorSpec], source: s
     specs: by canonical name. source: what to call the head in the message.
     """
     expected = expected_tensors(config)
+    specs = {name: spec for name, spec in specs.items() if name not in TARGET_TENSORS}
     problems = [
         f"missing {name}: expected {want}" for name, want in expected.items() if want.required and name not in specs
     ]
@@ -171,6 +198,9 @@ def check_tensors(config: DrafterConfig, specs: dict[str, TensorSpec], source: s
         for name, spec in specs.items()
         if name in expected and not expected[name].fits(spec)
     ]
+    if "mask_hidden" in specs and "mask_hidden" not in expected:
+        problems.append(f"spare mask_hidden: config.json names no mask token ({', '.join(MASK_TOKEN_KEYS)})")
+        expected["mask_hidden"] = Expected(())
     problems += [
         f"spare {name}: found {spec}, not part of this head" for name, spec in specs.items() if name not in expected
     ]
@@ -194,6 +224,11 @@ def check_head(head_dir: str | Path, target: dict[str, Any] | None = None) -> Dr
     specs = read_tensor_specs(head_dir)
     check_tensors(config, specs, head_dir)
     shared = [name for name in ("embed_tokens.weight", "lm_head.weight") if name not in specs]
+    if shared == ["lm_head.weight"] and read_json(Path(head_dir) / "config.json").get("tie_word_embeddings"):
+        raise HeadError(
+            f"head {head_dir} ties its output matrix to its own embed_tokens.weight (tie_word_embeddings), but vLLM "
+            "drafts with the target's: store lm_head.weight in it, or write false if the target's is meant"
+        )
     if shared and config.hidden_size != config.target_hidden_size:
         raise HeadError(
             f"head {head_dir} has no {' and no '.join(shared)}, so it must share the target's, but its hidden_size = "
@@ -218,7 +253,8 @@ def load_head(head_dir: str | Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
 
 
 def load_tensors(head_dir: str | Path) -> dict[str, Tensor]:
-    """Every tensor of a directory by its canonical name, unchecked; raises HeadError for a file that is damaged."""
+    """Every tensor of a directory by its canonical name, unchecked, without the target's; raises HeadError for a file
+    that is damaged."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -228,7 +264,8 @@ def load_tensors(head_dir: str | Path) -> dict[str, Tensor]:
             stored = load_file(path)
         except SafetensorError as error:
             raise HeadError(f"{path} cannot be read: {error}") from error
-        tensors.update({canonical_name(name): tensor for name, tensor in stored.items()})
+        names = {name: canonical_name(name) for name in stored}
+        tensors.update({names[name]: tensor for name, tensor in stored.items() if names[name] not in TARGET_TENSORS})
     if "mask_hidden" in tensors:
         tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
     return tensors
@@ -256,6 +293,17 @@ def save_head(head_dir: str | Path, config: DrafterConfig, tensors: dict[str, Te
         weights.replace(head_dir / weights.name)
         settings.replace(head_dir / settings.name)
     return head_dir
+
+
+def convert(source_dir: str | Path, out_dir: str | Path) -> tuple[DrafterConfig, int, list[str]]:
+    """Write a head in any form but the shipped one as a plain head into `out_dir`; types of tensors stay.
+
+    Returns its configuration, the number of tensors written, and the names of the target's tensors that were left out.
+    Raises HeadError as `load_head`, before anything is written, OSError when the disk is full.
+    """
+    config, tensors = load_head(source_dir)
+    save_head(out_dir, config, tensors)
+    return config, len(tensors), [name for name in TARGET_TENSORS if name in read_tensor_specs(source_dir)]
 
 
 def save_drafter(

@@ -1,7 +1,7 @@
 """What a drafter and its target are, from their `config.json` alone: shape, RoPE, taps, mask token.
 
-A head's file has vLLM's keys (`LlamaForCausalLMEagle3` and five other names). Imports neither torch nor vLLM, so that
-the service checks a head before anything loads.
+A head's file has vLLM's keys, or those of the `speculators` package (`plain_config`). Imports neither torch nor vLLM,
+so that the service checks a head before anything loads.
 """
 
 from __future__ import annotations
@@ -13,11 +13,18 @@ from typing import Any
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 QWEN_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
-#: Names under which vLLM 0.29 knows the two kinds of layers; the first of each is the one written.
-LLAMA_NAMES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "PeagleLlamaForCausalLM", "PEagleDraftModel")
+#: Names of the two kinds of layers: vLLM 0.29's (the first of each is the one written), and NeMo AutoModel's.
+LLAMA_NAMES = (
+    ARCHITECTURE, "Eagle3LlamaForCausalLM", "PeagleLlamaForCausalLM", "PEagleDraftModel", "Eagle3MiniMaxM2ForCausalLM",
+    "Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM", "LlamaEagle3DraftModel",
+)  # fmt: skip
 QWEN_NAMES = (QWEN_ARCHITECTURE, "PeagleQwen3ForCausalLM")
-#: vLLM does not limit what it drafts by a head without `num_depths`; this is what we assume for it.
+#: Names of the mask token, in the order in which vLLM looks for them.
+MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+#: Draft tokens by default of a head whose file does not say what it was trained for (`num_depths`).
 DEFAULT_NUM_DEPTHS = 8
+#: The most draft tokens of a pass that may be asked of such a head.
+MAX_NUM_DEPTHS = 64
 #: Layers that a target needs so that the default taps are three different ones.
 MIN_DEFAULT_LAYERS = 7
 #: Taps of a head that leaves them to vLLM's default: three for certain, their ids are not.
@@ -33,7 +40,7 @@ UNSUPPORTED_SWITCHES: dict[str, Any] = {
 #: Keys that must hold whole numbers where they are given; a JSON string there would fail far from its cause.
 INTEGER_KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size", "draft_vocab_size", "target_hidden_size", "ptd_token_id", "num_depths",
+    "vocab_size", "draft_vocab_size", "target_hidden_size", *MASK_TOKEN_KEYS, "num_depths",
 )  # fmt: skip
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -41,7 +48,24 @@ _SLIDING = "sliding_attention"
 #: Keys of a head's `config.json` that are read, or written anew, besides the fields of `DrafterConfig`.
 _READ_KEYS = {
     "architectures", "model_type", "tie_word_embeddings", "hidden_act", "rope_parameters", "rope_theta", "rope_scaling",
-    "pard_token", "eagle_config", _LAYER_IDS, "layer_types",
+    *MASK_TOKEN_KEYS, "eagle_config", _LAYER_IDS, "layer_types",
+}  # fmt: skip
+
+
+#: Of the layers' settings of the speculators package, those that decide the drafter's function. Others are of training,
+#: of saving, or of generation.
+LAYER_KEYS = (
+    *REQUIRED_KEYS, "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "attention_bias",
+    "mlp_bias", "hidden_act", "rope_parameters", "layer_types", "sliding_window",
+)  # fmt: skip
+#: Its settings beside `transformer_layer_config` that are read, and those that do not change what the drafter computes.
+SPECULATORS_KEYS = {
+    "speculators_model_type", "transformer_layer_config", "speculators_config", "draft_vocab_size", "mask_token_id",
+    "target_hidden_size", _LAYER_IDS, "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
+}  # fmt: skip
+SPECULATORS_IDLE_KEYS = {
+    "architectures", "auto_map", "dtype", "torch_dtype", "embed_requires_grad", "speculators_version",
+    "tie_word_embeddings", "transformers_version", "has_no_defaults_at_init", "model_type", "provenance",
 }  # fmt: skip
 
 
@@ -66,6 +90,27 @@ class Llama3Rope:
     original_max_position_embeddings: int
 
 
+@dataclasses.dataclass(frozen=True)
+class YarnRope:
+    """YaRN's stretching to long contexts, as vLLM reads it (gpt-oss has it).
+
+    A frequency is divided by `factor` when it makes fewer than `beta_slow` turns in `original_max_position_embeddings`
+    tokens, and stays when it makes more than `beta_fast`; in between the two are blended. Cosines and sines grow by
+    `attn_factor` and with the logarithm of `factor`. `truncate`: the bounds are whole numbers of frequencies.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attn_factor: float = 1.0
+    truncate: bool = True
+
+
+Rope = Llama3Rope | YarnRope
+ROPE_KINDS: dict[str, type[Llama3Rope] | type[YarnRope]] = {"llama3": Llama3Rope, "yarn": YarnRope}
+
+
 def rope_theta(raw: dict[str, Any]) -> float:
     """Base alone, whatever the kind of RoPE."""
     return float(_rope_settings(raw).get("rope_theta") or raw.get("rope_theta") or 10000.0)
@@ -77,10 +122,10 @@ def _rope_settings(raw: dict[str, Any]) -> dict[str, Any]:
     return dict(given.get("full_attention") or given)
 
 
-def read_rope(raw: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
+def read_rope(raw: dict[str, Any]) -> tuple[float, Rope | None]:
     """Base and scaling, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`.
 
-    Raises ValueError for another kind of RoPE, or for one of Llama 3 with a setting missing.
+    Raises ValueError for another kind of RoPE, or for one with a setting missing.
     """
     given = _rope_settings(raw)
     theta = rope_theta(raw)
@@ -90,13 +135,15 @@ def read_rope(raw: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
         raise ValueError(f"RoPE: partial_rotary_factor = {share}, the drafter rotates whole heads only")
     if kind == "default":
         return theta, None
-    if kind != "llama3":
-        raise ValueError(f"RoPE {given}: rope_type must be default or llama3, the drafter has no other")
-    names = [field.name for field in dataclasses.fields(Llama3Rope)]
-    wrong = [name for name in names if not isinstance(given.get(name), int | float)]
+    if kind not in ROPE_KINDS:
+        raise ValueError(f"RoPE {given}: rope_type must be default, llama3 or yarn, the drafter has no other")
+    fields = dataclasses.fields(ROPE_KINDS[kind])
+    values = {field.name: given[field.name] for field in fields if given.get(field.name) is not None}
+    defaults = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+    wrong = [field.name for field in fields if not isinstance((defaults | values).get(field.name), int | float)]
     if wrong:
-        raise ValueError(f"RoPE {given}: rope_type llama3 needs numbers for {', '.join(wrong)}")
-    return theta, Llama3Rope(**{name: given[name] for name in names})
+        raise ValueError(f"RoPE {given}: rope_type {kind} needs numbers for {', '.join(wrong)}")
+    return theta, ROPE_KINDS[kind](**values)
 
 
 # ---- the drafter
@@ -124,8 +171,9 @@ class DrafterConfig:
     """Shape of a P-EAGLE (or EAGLE-3) drafter.
 
     `num_depths` is K_max, the draft tokens that the head was trained to propose: all in one pass, or, for an EAGLE-3
-    head, one after another (steps of its unroll, `peagle.train.passes`). `ptd_token_id` is the mask token, an id of the
-    target's vocabulary that text does not use; None for a head without parallel drafting (EAGLE-3). `norm_output`: an
+    head, one after another (steps of its unroll, `peagle.train.passes`). `num_depths_is_known`: whether its file says
+    so; the published heads' do not. `ptd_token_id` is the mask token, an id of the target's vocabulary that text does
+    not use; None for a head without parallel drafting (EAGLE-3). `norm_output`: an
     EAGLE-3 head feeds back its rows after the last norm, not its residual stream (EAGLE-3.1). `sliding_window`: tokens
     that a row sees back, itself counted, by position and in every layer; None for all. `norm_before_fc` normalises the
     tapped hidden states together, `fc_norm` each alone; `qk_norm` each head of queries and keys (Qwen 3's layers).
@@ -143,6 +191,7 @@ class DrafterConfig:
     aux_layer_ids: tuple[int, ...]
     ptd_token_id: int | None
     num_depths: int = DEFAULT_NUM_DEPTHS
+    num_depths_is_known: bool = True
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     max_position_embeddings: int = 8192
@@ -152,7 +201,7 @@ class DrafterConfig:
     attention_bias: bool = False
     norm_before_fc: bool = False
     qk_norm: bool = False
-    rope_scaling: Llama3Rope | None = None
+    rope_scaling: Rope | None = None
     sliding_window: int | None = None
     extra: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
@@ -176,6 +225,11 @@ class DrafterConfig:
             raise HeadError(f"num_depths = {self.num_depths} must be at least 1")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise HeadError(f"sliding_window = {self.sliding_window} must be at least 1, or null")
+
+    @property
+    def max_depths(self) -> int:
+        """The most draft tokens that may be asked of the head: `num_depths`, where that is known."""
+        return self.num_depths if self.num_depths_is_known else MAX_NUM_DEPTHS
 
     @property
     def fc_input_size(self) -> int:
@@ -236,7 +290,8 @@ class DrafterConfig:
         known = _READ_KEYS | {field.name for field in dataclasses.fields(cls)}
         switches = ("norm_before_residual", "norm_output", "fc_norm", "attention_bias", "norm_before_fc")
         values = {key: raw[key] for key in REQUIRED_KEYS}
-        values |= {key: raw[key] for key in ("num_depths", "rms_norm_eps", "max_position_embeddings") if key in raw}
+        optional = ("num_depths", "rms_norm_eps", "max_position_embeddings")
+        values |= {key: raw[key] for key in optional if raw.get(key) is not None}
         values |= {key: bool(raw.get(key, False)) for key in switches}
         if "norm_before_fc" in eagle:
             values["norm_before_fc"] = bool(eagle["norm_before_fc"])
@@ -247,8 +302,8 @@ class DrafterConfig:
             draft_vocab_size=raw.get("draft_vocab_size") or raw["vocab_size"],
             target_hidden_size=raw.get("target_hidden_size") or hidden,
             aux_layer_ids=tuple(layer_ids) if layer_ids else UNNAMED_LAYERS,
-            # vLLM's own order.
-            ptd_token_id=raw.get("pard_token", raw.get("ptd_token_id")),
+            ptd_token_id=next(iter(_mask_tokens(raw).values()), None),
+            num_depths_is_known="num_depths" in values,
             rope_theta=theta,
             rope_scaling=scaling,
             qk_norm=is_qwen(raw),
@@ -258,9 +313,12 @@ class DrafterConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The `config.json` of the head, as vLLM reads it."""
-        kind = (QWEN_ARCHITECTURE, "qwen3") if self.qk_norm else (ARCHITECTURE, "llama")
-        raw: dict[str, Any] = {"architectures": [kind[0]], "model_type": kind[1], "tie_word_embeddings": False}
-        named_otherwise = ("aux_layer_ids", "extra", "rope_theta", "rope_scaling", "qk_norm", "sliding_window")
+        name, model_type = (QWEN_ARCHITECTURE, "qwen3") if self.qk_norm else (ARCHITECTURE, "llama")
+        raw: dict[str, Any] = {"architectures": [name], "model_type": model_type, "tie_word_embeddings": False}
+        named_otherwise = {"aux_layer_ids", "extra", "rope_theta", "rope_scaling", "qk_norm", "sliding_window"}
+        named_otherwise |= (
+            {"num_depths_is_known"} if self.num_depths_is_known else {"num_depths_is_known", "num_depths"}
+        )
         for field in dataclasses.fields(self):
             if field.name not in named_otherwise:
                 raw[field.name] = getattr(self, field.name)
@@ -272,17 +330,43 @@ class DrafterConfig:
         # In the spelling of transformers 5; the base stands in the old place too.
         rope: dict[str, Any] = {"rope_theta": self.rope_theta, "rope_type": "default"}
         if self.rope_scaling is not None:
-            rope |= {"rope_type": "llama3", **dataclasses.asdict(self.rope_scaling)}
+            kind = next(name for name, record in ROPE_KINDS.items() if isinstance(self.rope_scaling, record))
+            rope |= {"rope_type": kind, **dataclasses.asdict(self.rope_scaling)}
         raw |= {"rope_theta": self.rope_theta, "rope_parameters": rope}
         raw["eagle_config"] = {"use_aux_hidden_state": True}
         if self.aux_layer_ids != UNNAMED_LAYERS:
-            raw["eagle_config"][_LAYER_IDS] = list(self.aux_layer_ids)
+            # vLLM's V2 runner reads them at the top alone, its Llama drafters count them in `eagle_config` alone.
+            raw[_LAYER_IDS] = raw["eagle_config"][_LAYER_IDS] = list(self.aux_layer_ids)
         return raw | self.extra
 
 
 def is_qwen(raw: dict[str, Any]) -> bool:
     """Whether a `config.json` names a drafter with Qwen 3's layers."""
     return not set(QWEN_NAMES).isdisjoint(raw.get("architectures") or [])
+
+
+def _mask_tokens(raw: dict[str, Any]) -> dict[str, int]:
+    """What a `config.json` calls the mask token, by key."""
+    return {key: raw[key] for key in MASK_TOKEN_KEYS if raw.get(key) is not None}
+
+
+def is_vllms_own(raw: dict[str, Any]) -> bool:
+    """Whether stock vLLM 0.29 takes a head's `config.json` for what this package takes it for.
+
+    It does not where the file is of the speculators package (of a P-EAGLE head vLLM drops `fc_norm` and `norm_output`),
+    where vLLM would put `Eagle3` before the architecture's name and so know no such model, where `target_hidden_size`
+    is null, or where a Llama drafter's taps, other than three, stand at the top only.
+    """
+    names, top = raw.get("architectures") or (), raw.get(_LAYER_IDS) or ()
+    inner = (raw.get("eagle_config") or {}).get(_LAYER_IDS)
+    counts_taps = is_qwen(raw) or len(top) in (0, 3) or bool(inner) or raw.get("num_aux_hidden_states") is not None
+    return (
+        "speculators_model_type" not in raw
+        and raw.get("model_type") in ("llama", "qwen3")
+        and any(name.startswith("Eagle3") or name.endswith("Eagle3") for name in names)
+        and raw.get("target_hidden_size", 0) is not None
+        and counts_taps
+    )
 
 
 def _sliding_window(raw: dict[str, Any]) -> int | None:
@@ -301,10 +385,16 @@ def _sliding_window(raw: dict[str, Any]) -> int | None:
 def _problems(raw: dict[str, Any]) -> list[str]:
     """What is wrong with the values of a head's `config.json`, one line each."""
     problems = [
-        f"{key} = {raw[key]!r} must be a whole number of at least {0 if key == 'ptd_token_id' else 1}"
+        f"{key} = {raw[key]!r} must be a whole number of at least {0 if key in MASK_TOKEN_KEYS else 1}"
         for key in INTEGER_KEYS
-        if raw.get(key) is not None and not _is_count(raw[key], at_least=0 if key == "ptd_token_id" else 1)
+        if raw.get(key) is not None and not _is_count(raw[key], at_least=0 if key in MASK_TOKEN_KEYS else 1)
     ]
+    if len(set((masks := _mask_tokens(raw)).values())) > 1:
+        problems.append(" and ".join(f"{key} = {value}" for key, value in masks.items()) + " contradict each other")
+    if raw.get("quantization_config"):
+        problems.append(
+            "quantization_config is not supported: take the head in bfloat16, whatever its target's type is"
+        )
     eagle = raw.get("eagle_config") or {}
     for key, accepted in UNSUPPORTED_SWITCHES.items():
         given = eagle.get(key, raw.get(key, accepted))
@@ -314,11 +404,7 @@ def _problems(raw: dict[str, Any]) -> list[str]:
 
 
 def _tap_problems(raw: dict[str, Any], eagle: dict[str, Any]) -> list[str]:
-    """Tapped layers as vLLM reads them: from the top of `config.json` or from `eagle_config`, any number of them.
-
-    Of a Llama drafter, vLLM 0.29 takes the layers from the top first, but the width of `fc` from `eagle_config` alone
-    (else three taps), so a head that names other than three at the top only does not load there.
-    """
+    """Tapped layers stand at the top of `config.json` or in `eagle_config`, any number of them."""
     key = _LAYER_IDS
     top, inner = raw.get(key) or [], eagle.get(key) or []
     problems = [
@@ -333,8 +419,6 @@ def _tap_problems(raw: dict[str, Any], eagle: dict[str, Any]) -> list[str]:
     num_taps, num_given = len(top or inner) or len(UNNAMED_LAYERS), raw.get("num_aux_hidden_states")
     if num_given is not None and num_given != num_taps:
         problems.append(f"num_aux_hidden_states = {num_given!r}, but {num_taps} layers are tapped")
-    if num_given is None and not inner and num_taps != len(UNNAMED_LAYERS) and not is_qwen(raw):
-        problems.append(f"{key} names {num_taps} layers: more or less than 3 must stand in eagle_config")
     return problems
 
 
@@ -361,13 +445,52 @@ def read_json(path: Path, kind: str = "head") -> dict[str, Any]:
 def read_head_config(head_dir: str | Path) -> DrafterConfig:
     """The drafter that a head's `config.json` describes; whoever asks whether a head is supported asks here.
 
-    Raises HeadError: no such directory or file, no JSON, a checkpoint of the speculators package, or as `from_dict`.
+    Raises HeadError: no such directory or file, no JSON, or as `from_dict` and `plain_config`.
     """
     path = Path(head_dir) / "config.json"
     raw = read_json(path)
     if "speculators_model_type" in raw:
-        raise HeadError(f"{path} is of the speculators package: `peagle convert {head_dir} OUT_DIR` makes it a head")
+        raw = plain_config(raw, str(path))
     return DrafterConfig.from_dict(raw, source=str(path))
+
+
+def plain_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
+    """vLLM's `config.json` for the drafter that a configuration of the `speculators` package describes.
+
+    raw: the `config.json`, whose name is `source`. What a setting means is as in speculators 0.9; the layers' settings
+    have the defaults of transformers. Raises HeadError for a checkpoint of another kind and for settings that are not
+    known: nothing is left out silently.
+    """
+    from transformers import AutoConfig
+
+    method, layer = raw.get("speculators_model_type"), raw.get("transformer_layer_config")
+    if method not in ("peagle", "eagle3"):
+        raise HeadError(f"{source}: speculators_model_type = {method!r}, only peagle and eagle3 can be read")
+    unknown = sorted(raw.keys() - SPECULATORS_KEYS - SPECULATORS_IDLE_KEYS)
+    if unknown:
+        raise HeadError(f"{source}: settings that are not known: {', '.join(unknown)}")
+    names = {"llama": ARCHITECTURE, "qwen3": QWEN_ARCHITECTURE}
+    if not isinstance(layer, dict) or layer.get("model_type") not in names:
+        kind = layer.get("model_type") if isinstance(layer, dict) else layer
+        raise HeadError(f"{source}: transformer_layer_config.model_type = {kind!r}, only llama and qwen3 can be read")
+    if method == "peagle" and not isinstance(raw.get("mask_token_id"), int):
+        raise HeadError(f"{source}: mask_token_id = {raw.get('mask_token_id')!r}, a peagle checkpoint needs a token")
+    plain: dict[str, Any] = {"architectures": [names[layer["model_type"]]]}
+    # transformers leaves out the layers' settings that have its defaults when it saves.
+    settings = AutoConfig.for_model(**layer).to_dict()
+    plain |= {key: value for key, value in settings.items() if key in LAYER_KEYS}
+    plain |= {key: raw.get(key) for key in ("draft_vocab_size", "target_hidden_size")}
+    # Where the setting is missing, vLLM's translation has it for EAGLE-3 and not for P-EAGLE.
+    plain["norm_before_residual"] = raw.get("norm_before_residual", method == "eagle3")
+    plain |= {key: raw.get(key, False) for key in ("norm_before_fc", "fc_norm", "norm_output")}
+    if method == "peagle":
+        plain["ptd_token_id"] = raw["mask_token_id"]
+    layer_ids = raw.get(_LAYER_IDS)
+    plain["eagle_config"] = {_LAYER_IDS: layer_ids} if layer_ids else {}
+    methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    if (num_depths := methods[0].get("speculative_tokens")) is not None:
+        plain["num_depths"] = num_depths
+    return plain
 
 
 def check_head_fits(config: DrafterConfig, target: dict[str, Any]) -> None:

@@ -176,8 +176,8 @@ def replay(
     num_depths: K_max, by default the head's own. max_tokens: prompt and answer together; longer ones are skipped.
     Raises ValueError for a K_max that a P-EAGLE head was not trained for.
     """
-    trained = drafter.config.num_depths
-    num_depths = num_depths or trained
+    trained = drafter.config.max_depths
+    num_depths = num_depths or drafter.config.num_depths
     if drafter.config.ptd_token_id is not None and num_depths > trained:
         raise ValueError(f"K_max = {num_depths}: the head was trained to draft {trained} tokens in a pass")
     check_window(drafter.config.sliding_window, num_depths)

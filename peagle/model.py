@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from peagle.config import DrafterConfig, Llama3Rope
+from peagle.config import DrafterConfig, Llama3Rope, Rope, YarnRope
 
 #: attend(layer_index, q_BATD, k_BGTD, v_BGTD) -> out_BATD; keys and values are of the rows given, already rotated.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -40,19 +40,40 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotary_tables(
-    positions_BT: Tensor, head_dim: int, theta: float, scaling: Llama3Rope | None = None
+    positions_BT: Tensor, head_dim: int, theta: float, scaling: Rope | None = None
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines, both [B, 1, T, D] in float32, of Llama's RoPE (halves rotated, not pairs)."""
     exponents = torch.arange(0, head_dim, 2, device=positions_BT.device, dtype=torch.float32) / head_dim
     frequency = theta**-exponents  # radians a token
-    if scaling is not None:
+    magnitude = 1.0
+    if isinstance(scaling, Llama3Rope):
         num_turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
         kept = (num_turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         kept = kept.clamp(0, 1)
         frequency = frequency * (kept + (1 - kept) / scaling.factor)
+    elif isinstance(scaling, YarnRope):
+        low, high = yarn_bounds(scaling, head_dim, theta)
+        index = torch.arange(head_dim // 2, device=positions_BT.device, dtype=torch.float32)
+        kept = 1 - ((index - low) / (high - low)).clamp(0, 1)
+        frequency = frequency * (kept + (1 - kept) / scaling.factor)
+        magnitude = scaling.attn_factor * (1 + 0.1 * math.log(max(scaling.factor, 1.0)))
     angles = positions_BT[:, None, :, None].float() * frequency
     angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos(), angles.sin()
+    return magnitude * angles.cos(), magnitude * angles.sin()
+
+
+def yarn_bounds(scaling: YarnRope, head_dim: int, theta: float) -> tuple[float, float]:
+    """Between which two frequencies, counted from the fastest, YaRN blends (arXiv 2309.00071, section 3.2)."""
+
+    def index_of(num_turns: float) -> float:
+        tokens_a_radian = scaling.original_max_position_embeddings / (num_turns * 2 * math.pi)
+        return head_dim * math.log(tokens_a_radian) / (2 * math.log(theta))
+
+    low, high = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    return low, high if high != low else high + 0.001
 
 
 def rotate(x_BATD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -16,15 +16,18 @@ from safetensors.torch import save_file
 from cluster.settings import Catalog, load_settings
 from peagle.checkpoint import build_drafter, check_head, expected_tensors, load_head, read_tensor_specs, save_head
 from peagle.config import (
+    DEFAULT_NUM_DEPTHS,
     LLAMA_NAMES,
     QWEN_NAMES,
     DrafterConfig,
     HeadError,
     Llama3Rope,
+    YarnRope,
     check_head_fits,
     read_head_config,
 )
 from peagle.schema import SettingsError
+from peagle.vllm.engine import engine_kwargs
 from tests.head_factory import CONFIG, REDUCED, TARGET, head_tensors, reconfigure, rewrite
 
 
@@ -92,6 +95,39 @@ def test_each_required_tensor_is_missed(tmp_path: Path, name: str) -> None:
             load_head(path)
 
 
+def test_a_mask_token_that_nobody_names(head: Path) -> None:
+    reconfigure(head, ptd_token_id=...)
+    with pytest.raises(HeadError, match=r"spare mask_hidden: config.json names no mask token \(mask_token_id, pard_"):
+        load_head(head)
+
+
+def test_an_output_matrix_tied_to_the_head_s_own_table(head: Path) -> None:
+    reconfigure(head, tie_word_embeddings=True)
+    load_head(head)
+    rewrite(head, lm_head__weight=None)
+    with pytest.raises(HeadError, match=r"ties its output matrix .*: store lm_head.weight in it, or write false"):
+        load_head(head)
+    rewrite(head, embed_tokens__weight=None)
+    load_head(head)
+
+
+def test_k_max_is_limited_where_the_head_says_what_it_was_trained_for(head: Path) -> None:
+    catalog = Catalog(("target",), Path("nowhere"), read_head_config)
+
+    def k_max(**drafter: Any) -> int | None:
+        found = load_settings({"model": {"source": "target"}, "drafter": {"head": str(head), **drafter}}, catalog, {})
+        assert found.drafter is not None
+        return found.drafter.max_draft_tokens
+
+    assert k_max() == 5
+    with pytest.raises(SettingsError, match="was trained for 5 depths"):
+        k_max(max_draft_tokens=18)
+    reconfigure(head, num_depths=...)  # as in the published heads
+    assert (k_max(), k_max(max_draft_tokens=18)) == (DEFAULT_NUM_DEPTHS, 18)
+    speculative = engine_kwargs(None, head, max_draft_tokens=18, async_scheduling=False, on_cpu=True)
+    assert speculative["speculative_config"]["num_speculative_tokens"] == 18
+
+
 def test_mask_embedding_beside_an_own_table_is_spare(head: Path) -> None:
     rewrite(head, mask_embedding=torch.zeros(32))
     with pytest.raises(HeadError, match=r"spare mask_embedding: .* row ptd_token_id = 99"):
@@ -146,7 +182,10 @@ def test_one_tensor_in_two_files_is_refused(head: Path) -> None:
         ({"architectures": ["LlamaForCausalLM"]}, r"architectures = \['LlamaForCausalLM'\], expected"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = False is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be default or llama3"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type must be default, llama3 or yarn"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 8}}, "yarn needs numbers for original_max_position_emb"),
+        ({"mask_token_id": 98}, "mask_token_id = 98 and ptd_token_id = 99 contradict each other"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported: take the head in"),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": "4"}},
             "llama3 needs numbers for high_freq_factor, original_max_position_embeddings",
@@ -154,11 +193,7 @@ def test_one_tensor_in_two_files_is_refused(head: Path) -> None:
         ({"num_aux_hidden_states": 2}, "num_aux_hidden_states = 2, but 3 layers are tapped"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"= \[1, 2\] and eagle_config.* = \[2, 4, 5\] contradict"),
         ({"eagle_aux_hidden_state_layer_ids": [1, "2"]}, r"= \[1, '2'\] must be a list of whole numbers"),
-        (
-            {"eagle_config": {}, "eagle_aux_hidden_state_layer_ids": [1, 2]},
-            "names 2 layers: more or less than 3 must stand in eagle_config",
-        ),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 2, 5]}}, "must be .* different and ascending"),
+        ({"eagle_aux_hidden_state_layer_ids": [4, 2, 5], "eagle_config": {}}, "must be .* different and ascending"),
     ],
 )
 def test_wrong_configuration_is_named(head: Path, changes: dict[str, Any], message: str) -> None:
@@ -224,8 +259,9 @@ def test_default_taps_of_a_short_target_are_refused_before_training() -> None:
         {"aux_layer_ids": (0, 2, 4, 6, 8)},
         {"qk_norm": True, "norm_before_fc": True, "norm_output": True, "sliding_window": 64},
         {"rope_scaling": Llama3Rope(8.0, 1.0, 4.0, 4096), "rope_theta": 5e5, "fc_norm": True},
+        {"rope_scaling": YarnRope(32.0, 4096, truncate=False), "num_depths_is_known": False, "num_depths": 8},
     ],
-    ids=["one tap", "five taps", "switches", "llama3"],
+    ids=["one tap", "five taps", "switches", "llama3", "yarn"],
 )
 def test_every_setting_survives_the_file(tmp_path: Path, changes: dict[str, Any]) -> None:
     config = dataclasses.replace(CONFIG, **changes)

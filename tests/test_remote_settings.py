@@ -69,7 +69,7 @@ def test_the_worker_says_where_its_settings_come_from(additional_config: Any) ->
 
 def config(**changes: Any) -> Any:
     speculative = {"method": "eagle3", "parallel_drafting": True, "disable_padded_drafter_batch": False}
-    model = {"enable_prompt_embeds": False, "is_multimodal_model": False}
+    model = {"enable_prompt_embeds": False, "is_multimodal_model": False, "multimodal_config": None}
     return SimpleNamespace(
         speculative_config=SimpleNamespace(**{key: changes.get(key, value) for key, value in speculative.items()}),
         model_config=SimpleNamespace(**{key: changes.get(key, value) for key, value in model.items()}),
@@ -81,5 +81,7 @@ def test_engines_that_a_remote_drafter_cannot_serve() -> None:
     for changes in ({"method": "ngram"}, {"parallel_drafting": False}):
         with pytest.raises(ValueError, match="needs speculative_config of a P-EAGLE head"):
             check_config(config(**changes))
-    with pytest.raises(ValueError, match="does not go with enable_prompt_embeds, a multimodal model: leave"):
-        check_config(config(enable_prompt_embeds=True, is_multimodal_model=True))
+    media, text = (SimpleNamespace(language_model_only=text_only) for text_only in (False, True))
+    with pytest.raises(ValueError, match=r"does not go with enable_prompt_embeds, images .*language_model_only: true"):
+        check_config(config(enable_prompt_embeds=True, is_multimodal_model=True, multimodal_config=media))
+    check_config(config(is_multimodal_model=True, multimodal_config=text))

@@ -1,22 +1,24 @@
-"""The heads that ship with this package, and their join with a target's tables.
+"""The heads that ship with this package, their join with a target's tables, and heads of other trainers.
 
 A shipped head is small: it leaves out the tables that it shares with the target. vLLM wants the mask token's learned
 embedding as row ``ptd_token_id`` of the head's own ``embed_tokens.weight`` [V, H], and the output matrix of a reduced
 draft vocabulary as its own ``lm_head.weight`` [V_draft, H]. So `prepare_head` writes, into the cache directory, a plain
 head: the target's embedding table with that one row replaced, the target's output rows at ``d2t``, and every other
-tensor as shipped. With the whole vocabulary it has no ``lm_head.weight``: vLLM then shares the target's.
+tensor as shipped. With the whole vocabulary it has no ``lm_head.weight``: vLLM then shares the target's. A head in a
+form of other trainers (`peagle.checkpoint`) becomes a plain one there too.
 
 Importing this module loads neither torch nor vLLM.
 """
 
 import hashlib
+import json
 import logging
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peagle.checkpoint import check_head, is_plain, read_tensor_specs, weight_files
-from peagle.config import DrafterConfig, HeadError, read_json
+from peagle.config import DrafterConfig, HeadError, is_vllms_own, read_json
 from peagle.store import Report, cache_root, prepare_directory, sha256_of, write_bytes
 
 if TYPE_CHECKING:
@@ -51,8 +53,8 @@ def prepare_head(
     """Directory of a plain head that fits the target in `target_dir`.
 
     `head` is a shipped head's name or a directory. A directory that already holds a plain head is checked and returned
-    as it is; a shipped one is joined with the target's tables at the first call and reused afterwards. `verify` hashes
-    every file that is reused.
+    as it is; one in another form is joined with the target's tables where it lacks them, and written as a plain head,
+    at the first call and reused afterwards. `verify` hashes every file that is reused.
 
     Raises HeadError for an unknown, damaged or unfitting head, ValueError for a target without the tables that the head
     needs, CacheError when the cache directory is full or not writable.
@@ -61,7 +63,7 @@ def prepare_head(
     target = read_json(Path(target_dir) / "config.json", "target")
     config = check_head(head_dir, target)
     names = read_tensor_specs(head_dir).keys()
-    if is_plain(config, names):
+    if is_plain(head_dir, config):
         return head_dir
     tables = _needed_tables(target_dir, config, names)
     key = _join_key(head_dir, tables)
@@ -69,7 +71,7 @@ def prepare_head(
     num_bytes += sum(table.nbytes for table in tables.values())
 
     def build(directory: Path) -> None:
-        report(f"joining the head {head_dir.name} with the target's {' and '.join(tables)}")
+        report(f"writing the head {head_dir.name} in vLLM's form, tables of the target in it: {len(tables)}")
         _join(head_dir, tables, directory)
         check_head(directory, target)
 
@@ -135,7 +137,7 @@ def _join_key(head_dir: Path, tables: "dict[str, torch.Tensor]") -> str:
 
 
 def _join(head_dir: Path, tables: "dict[str, torch.Tensor]", directory: Path) -> None:
-    """Write the plain head made from the shipped one in `head_dir` into `directory`."""
+    """Write the plain head made from the one in `head_dir` into `directory`."""
     from safetensors.torch import save
 
     from peagle.checkpoint import load_head, target_ids
@@ -148,5 +150,8 @@ def _join(head_dir: Path, tables: "dict[str, torch.Tensor]", directory: Path) ->
         tensors["embed_tokens.weight"] = embed_VH
     if "lm_head.weight" in tables:
         tensors["lm_head.weight"] = tables["lm_head.weight"][target_ids(tensors["d2t"])]
-    write_bytes(directory / "config.json", (head_dir / "config.json").read_bytes())
+    written = (head_dir / "config.json").read_bytes()
+    if not is_vllms_own(json.loads(written)):
+        written = (json.dumps(config.to_dict(), indent=2) + "\n").encode()
+    write_bytes(directory / "config.json", written)
     write_bytes(directory / "model.safetensors", save(tensors, metadata={"format": "pt"}))

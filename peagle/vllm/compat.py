@@ -222,6 +222,21 @@ def allow_v2() -> None:
     setattr(VllmConfig, _V2_METHOD, unsupported)
 
 
+def name_taps(config: VllmConfig) -> None:
+    """Put the layers that a head taps where the V2 runner looks for them.
+
+    Many heads name them in `eagle_config` alone, as vLLM's V1 runner reads them. V2 would tap its default layers
+    instead, and draft from others than the head was trained on without a word.
+    """
+    speculative = config.speculative_config
+    if speculative is None or speculative.draft_model_config is None:
+        return
+    head: Any = speculative.draft_model_config.hf_config
+    layer_ids = (getattr(head, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
+    if layer_ids and not getattr(head, "eagle_aux_hidden_state_layer_ids", None):
+        head.eagle_aux_hidden_state_layer_ids = list(layer_ids)
+
+
 def drop_admission_padding(scheduled: _Scheduled) -> None:
     """Take back the placeholder drafts that vLLM gives a decode in the step that admits it.
 

@@ -61,7 +61,8 @@ def engine_kwargs(
     Args:
         target_dir: checkpoint of the target; None leaves `model` out (`ray.serve.llm` sets it from its own setting).
         head_dir: prepared head in vLLM's format; None means no speculation.
-        max_draft_tokens: K_max, from 1 to what the head was trained for (its `num_depths`), which None takes.
+        max_draft_tokens: K_max, from 1 to what the head was trained for (its `num_depths`, where known), which None
+            takes.
         parallel_drafting: all drafts in one pass (P-EAGLE) or one after another (EAGLE-3); None takes what the head was
             trained for, one pass if it has a mask token.
         dtype: of target and drafter. On a CPU without bf16 arithmetic: "float32".
@@ -126,9 +127,9 @@ def _speculative_config(
         kind = "has a mask token (P-EAGLE)" if parallel else "has no mask token (EAGLE-3)"
         raise ValueError(f"parallel_drafting is {parallel_drafting}, but head {head_dir} {kind}: write {parallel}")
     wanted = head.num_depths if max_draft_tokens is None else max_draft_tokens
-    if type(wanted) is not int or not 1 <= wanted <= head.num_depths:
+    if type(wanted) is not int or not 1 <= wanted <= head.max_depths:
         raise ValueError(
-            f"max_draft_tokens must be an integer from 1 to {head.num_depths}, the depths that head {head_dir} was "
+            f"max_draft_tokens must be an integer from 1 to {head.max_depths}, the depths that head {head_dir} was "
             f"trained for, not {wanted!r}; for no drafts leave the head out"
         )
     return {

@@ -568,9 +568,11 @@ def check_config(config: Any) -> None:
     speculative = config.speculative_config
     if speculative is None or speculative.method != "eagle3" or not speculative.parallel_drafting:
         raise ValueError("a remote drafter needs speculative_config of a P-EAGLE head: use engine_kwargs(remote=)")
+    model = config.model_config
+    takes_media = model.is_multimodal_model and not model.multimodal_config.language_model_only
     refused = {
-        "enable_prompt_embeds": config.model_config.enable_prompt_embeds,
-        "a multimodal model": config.model_config.is_multimodal_model,
+        "enable_prompt_embeds": model.enable_prompt_embeds,
+        "images and other media (language_model_only: true serves a multimodal model for text)": takes_media,
         "disable_padded_drafter_batch": speculative.disable_padded_drafter_batch,
     }
     if found := [setting for setting, is_on in refused.items() if is_on]:

@@ -77,6 +77,7 @@ class V2Worker(Worker):
         """vLLM's set-up of the device and its model runner, then P-EAGLE's speculator. No model is loaded yet."""
         if not self.use_v2_model_runner:
             raise ValueError("vLLM chose its V1 model runner, whose reasons are in its log; this worker runs V2")
+        compat.name_taps(self.vllm_config)
         super().init_device()
         speculative = self.vllm_config.speculative_config
         if speculative is not None and speculative.parallel_drafting:
