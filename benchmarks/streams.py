@@ -1,108 +1,175 @@
-"""What a chunk of a stream costs in each process on its way to the client, without an engine.
+"""What streams cost on their way to the client when the engine costs nothing, and how long a new request then waits.
 
-    python -m benchmarks.streams [--streams 64] [--chunks 400] [--arms direct ingress proxy] [--out FILE]
+    python -m benchmarks.streams [--streams 128] [--step-ms 20] [--tokens 1] [--seconds 8] [--arms vllm target] [--out F]
 
-The application is the product's: its edge, its HTTP API, its target between vLLM's API objects and the edge. Only vLLM
-is left out: ready-made server-sent events stand in its place, a chunk of each stream every 20 ms, or as fast as the way
-lets them. Each arm starts a Ray of its own. CPU time is read from the processes before and after; the client is the
-process that runs this.
+Everything is real but vLLM's engine core: in its place every running request gets so many tokens each step, at once.
+Arms: `vllm` is `vllm serve`'s own server; `target` is the product (HAProxy, target); `ingress` is the product with one
+ingress replica; `proxy` is the product behind Serve's proxy in Python. A client keeps so many streams open, each of 64
+to 192 steps and followed by another. Counted over a window of time: chunks, tokens, time to the first chunk, and the
+CPU time of each process. On few cores the client's own share is taken from the others.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import random
+import statistics
+import subprocess
 import sys
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import psutil
 from ray import serve
+from ray.serve.llm import LLMConfig
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine.core_client import EngineCoreClient
 
-from benchmarks.common import markdown, running_applications
-from cluster.counts import Counts, TargetReport
-from cluster.settings import ClusterSettings, IngressSettings, LimitSettings, ModelSettings
+from benchmarks.common import READY_TIMEOUT_S, free_port, markdown, running_applications
+from cluster.settings import load_settings
 from deployments import INGRESS_NAME, TARGET_NAME
-from deployments.edge import Edge
+from deployments.app import bind_router, bind_target, catalog
+from deployments.drafter import target_source
 from deployments.router import Ingress
 from deployments.target import TargetServer
 from deployments.up import ray_environment
+from peagle.embedded import DEFAULT_TARGET
 from peagle.provenance import conditions
-from peagle.vllm.acceptance import RequestDrafting
 
-ARMS = {
-    "direct": "HAProxy, target",
-    "thread": "HAProxy, target that runs in a thread of its own, as is Serve's default",
-    "ingress": "HAProxy, one ingress replica, target",
-    "proxy": "Serve's proxy in Python, target",
+ARMS = ("vllm", "target", "ingress", "proxy")
+KINDS = {
+    "haproxy": "haproxy",
+    "ProxyActor": "proxy",
+    f":{INGRESS_NAME}": "ingress",
+    f":{TARGET_NAME}": "server",
+    "--serve-vllm": "server",
 }
-KINDS = {"haproxy": "haproxy", "ProxyActor": "proxy", f":{INGRESS_NAME}": "ingress", f":{TARGET_NAME}": "target"}
-NUM_WARMUP_CHUNKS = 20
-STEP_S = 0.02
-"""Between the chunks of a stream. Chunks without a pause between them would travel several at a time."""
+MAX_NUM_SEQS = 1024
+STEPS = (64, 192)
+PACE = "PEAGLE_STREAMS_PACE"
+"""Milliseconds of a step and tokens of a request in it, as "20 1", for the process of the server."""
+
+
+class Tokens:
+    """Stands in for the client of vLLM's engine core: a request is prompted in one step, and has tokens in each after."""
+
+    engine_ranks_managed = (0,)
+    resources = SimpleNamespace(engine_dead=False)
+
+    def __init__(self, vllm_config: Any, **_: Any) -> None:
+        step_ms, tokens = os.environ[PACE].split()
+        self._step_s, self._tokens = float(step_ms) / 1000, int(tokens)
+        vllm_config.cache_config.num_gpu_blocks = 1000
+        self._left: dict[str, int] = {}
+        self._due_s, self._words = 0.0, deque(range(1000, 3000))
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    async def reset_mm_cache_async(self) -> None: ...
+
+    async def add_request_async(self, request: Any) -> None:
+        self._left[request.request_id] = request.sampling_params.max_tokens
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._left.pop(request_id, None)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """The next step's. Steps are due at fixed times; what is late comes at once."""
+        now_s = time.monotonic()
+        self._due_s = max(self._due_s + self._step_s, now_s - 1.0)
+        await asyncio.sleep(max(0.0, self._due_s - now_s))
+        outputs = []
+        for request_id, left in list(self._left.items()):
+            number = min(left, self._tokens)
+            self._words.rotate(1)
+            tokens = [self._words[index] for index in range(number)]
+            reason = None
+            if number == left:
+                reason = FinishReason.LENGTH
+                del self._left[request_id]
+            else:
+                self._left[request_id] = left - number
+            outputs.append(EngineCoreOutput(request_id=request_id, new_token_ids=tokens, finish_reason=reason))
+        return EngineCoreOutputs(outputs=outputs)
+
+    def shutdown(self, timeout: float | None = None) -> None: ...
+
+
+def leave_out_the_engine_core() -> None:
+    EngineCoreClient.make_async_mp_client = staticmethod(Tokens)  # type: ignore[assignment, method-assign]
 
 
 class EngineLess(TargetServer):
-    """A target whose vLLM answers every request with as many chunks as it has `max_tokens`."""
+    """The product's target without an engine core."""
 
-    async def __init__(self, settings: ClusterSettings) -> None:  # type: ignore[misc]
-        self._settings, self._replica = settings, serve.get_replica_context().replica_id.unique_id
-        self.edge, self._num_targets = Edge(settings), 1
-        self._head, self._heads, self._aborts, self._router = "digest", {}, set(), None
-        self._client = SimpleNamespace(errored=False, abort=self._abort)
-        record = RequestDrafting("x", "default", 7, Counts(), num_output_tokens=9, num_prompt_tokens=4)
-        self._recorder = SimpleNamespace(pop=lambda _: record)  # type: ignore[assignment]
-        chat = SimpleNamespace(create_chat_completion=self._chat)
-        self.engine = SimpleNamespace(_oai_serving_chat=chat)  # type: ignore[assignment]
-
-    async def reconfigure(self, user_config: Any) -> None: ...
-
-    async def check_health(self) -> None: ...
-
-    async def report(self) -> TargetReport:
-        return TargetReport(self._replica)
-
-    async def _abort(self, ids: list[str]) -> None: ...
-
-    async def _chat(self, request: Any) -> AsyncIterator[str]:
-        return events(request.max_tokens)
+    async def __init__(self, llm_config: LLMConfig, **kwargs: Any) -> None:  # type: ignore[misc]
+        leave_out_the_engine_core()
+        await super().__init__(llm_config, **kwargs)
 
 
-async def events(number: int) -> AsyncIterator[str]:
-    """As vLLM writes them."""
-    choice = {"index": 0, "delta": {"content": " token"}, "logprobs": None, "finish_reason": None, "token_ids": None}
-    document = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 0, "model": "m", "choices": [choice]}
-    middle = f"data: {json.dumps(document, separators=(',', ':'))}\n\n"
-    choice["finish_reason"] = "length"
-    for _ in range(number - 1):
-        await asyncio.sleep(STEP_S)
-        yield middle
-    yield f"data: {json.dumps(document, separators=(',', ':'))}\n\n"
-    yield "data: [DONE]\n\n"
+def serve_vllm(port: int) -> None:
+    """`vllm serve` without an engine core, in this process."""
+    import uvloop
+    from vllm.entrypoints.launchers.api_server.entry import run_server
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    leave_out_the_engine_core()
+    arguments = ["--model", target_source(DEFAULT_TARGET), "--served-model-name", "m", "--port", str(port)]
+    arguments += ["--max-num-seqs", str(MAX_NUM_SEQS), "--disable-uvicorn-access-log"]
+    uvloop.run(run_server(make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)))
 
 
 def application(arm: str) -> serve.Application:
-    ingress = IngressSettings(num_replicas=int(arm == "ingress"))
-    settings = ClusterSettings(
-        model=ModelSettings(source="org/m", id="m"),
-        ingress=ingress,
-        limits=LimitSettings(max_running_requests=4096),
-        engine={"max_num_seqs": 2048},
-    )
-    env = {} if arm == "thread" else {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
-    options = {"num_cpus": 0.1, "runtime_env": {"env_vars": env}}
-    common: dict[str, Any] = {"max_ongoing_requests": 4096, "ray_actor_options": options}
-    server = EngineLess if arm == "ingress" else serve.ingress(None)(EngineLess)
-    deployment: Any = serve.deployment(server, name=TARGET_NAME, **common)
-    bound: serve.Application = deployment.bind(settings)
+    args = {
+        "model": {"id": "m", "source": DEFAULT_TARGET},
+        "engine": {"max_num_seqs": MAX_NUM_SEQS},
+        "target": {"bundle": {"CPU": 1}, "num_cpus": 0.1, "max_ongoing_requests": 4 * MAX_NUM_SEQS},
+        "limits": {"max_running_requests": MAX_NUM_SEQS},
+        "ingress": {"num_replicas": int(arm == "ingress"), "max_ongoing_requests": 4 * MAX_NUM_SEQS},
+    }
+    settings = load_settings(args, catalog(), os.environ)
     if arm == "ingress":
-        deployment = serve.deployment(serve.ingress(None)(Ingress), name=INGRESS_NAME, **common)
-        bound = deployment.bind(settings, None, bound)
-    return bound
+        return bind_router(settings, serve.ingress(None)(Ingress), INGRESS_NAME, None, bind_target(settings, EngineLess))
+    return bind_target(settings, serve.ingress(None)(EngineLess))
+
+
+@contextmanager
+def server(arm: str) -> Iterator[str]:
+    """URL of an arm that is ready."""
+    if arm != "vllm":
+        os.environ.update(ray_environment(arm == "ingress", print), RAY_SERVE_ENABLE_HA_PROXY=str(int(arm != "proxy")))
+        with running_applications(lambda: {"streams": application(arm)}, "/health") as url:
+            yield url
+        return
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    process = subprocess.Popen([sys.executable, "-m", "benchmarks.streams", "--serve-vllm", str(port)])
+    try:
+        end_s = time.monotonic() + READY_TIMEOUT_S
+        while not _is_ready(url):
+            if process.poll() is not None or time.monotonic() > end_s:
+                raise SystemExit("error: vLLM's server does not start")
+            time.sleep(0.5)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def cpu_seconds() -> dict[str, float]:
@@ -110,71 +177,114 @@ def cpu_seconds() -> dict[str, float]:
     found: dict[str, float] = defaultdict(float)
     for process in psutil.process_iter(["cmdline", "name"]):
         title = " ".join(process.info["cmdline"] or ()) or process.info["name"]
-        kind = next((kind for part, kind in KINDS.items() if part in title.split(" ")[0]), None)
+        kind = next((kind for part, kind in KINDS.items() if part in title), None)
         if kind is not None:
             times = process.cpu_times()
             found[kind] += times.user + times.system
     return found
 
 
-def measured(arm: str, num_streams: int, num_chunks: int) -> dict[str, Any]:
-    """One arm: chunks per second, and microseconds of CPU a chunk by process."""
-    os.environ.update(ray_environment(arm == "ingress", print), RAY_SERVE_ENABLE_HA_PROXY=str(int(arm != "proxy")))
-    with running_applications(lambda: {"streams": application(arm)}, "/health") as url:
-        for number in (NUM_WARMUP_CHUNKS, num_chunks):
-            before = cpu_seconds()
-            total, seconds = asyncio.run(client(url, num_streams, number))
-            after = cpu_seconds()
-    if total < num_streams * num_chunks:
-        raise SystemExit(f"error: of {num_streams} streams of {num_chunks} chunks only {total} chunks came")
-    by_process = {kind: 1e6 * (after[kind] - before[kind]) / total for kind in after if after[kind] > before[kind]}
-    return {"way": ARMS[arm], "chunks_per_s": total / seconds, "us_per_chunk": by_process}
+class Clients:
+    """Streams that are kept open, and what came of them."""
+
+    def __init__(self, url: str, num_tokens: int) -> None:
+        self._host, self._port = url.removeprefix("http://").split(":")
+        self._num_tokens, self._draw = num_tokens, random.Random(0)
+        self.num_chunks = self.num_answers = self.num_failed = 0
+        self.first_s: list[float] = []
+
+    async def run_forever(self, is_first: bool = True) -> None:
+        while True:
+            steps = self._draw.randint(1 if is_first else STEPS[0], STEPS[1])  # so that they end at different times
+            is_first = False
+            await self._ask(steps * self._num_tokens)
+
+    async def _ask(self, max_tokens: int) -> None:
+        body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": max_tokens, "stream": True}
+        text = json.dumps(body | {"ignore_eos": True, "stream_interval": int(os.environ.get("SI","1"))})
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
+        reader, writer = await asyncio.open_connection(self._host, int(self._port))
+        started_s, is_answered, is_whole, num_seen = time.perf_counter(), False, False, 0
+        try:
+            writer.write(f"{head}Connection: close\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
+            while piece := await reader.read(1 << 16):
+                number = piece.count(b"data: ")
+                # vLLM's first event has no text.
+                if not is_answered and (num_seen := num_seen + number) > 1:
+                    is_answered = True
+                    self.first_s.append(time.perf_counter() - started_s)
+                self.num_chunks += number
+                is_whole = is_whole or b"[DONE]" in piece
+            self.num_answers += is_whole
+            self.num_failed += not is_whole
+        finally:
+            writer.close()
 
 
-async def client(url: str, num_streams: int, num_chunks: int) -> tuple[int, float]:
-    """Open all streams and read them: how many chunks came, and in how many seconds."""
-    host, port = url.removeprefix("http://").split(":")
-    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": num_chunks, "stream": True}
-    text = json.dumps(body)
-    head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    )
-
-    async def read() -> int:
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(f"{head}Content-Length: {len(text)}\r\n\r\n{text}".encode())
-        number = 0
-        while piece := await reader.read(1 << 16):
-            number += piece.count(b"data: ")
-        writer.close()
-        return number
-
-    started_s = time.monotonic()
-    total = sum(await asyncio.gather(*(read() for _ in range(num_streams))))
-    return total, time.monotonic() - started_s
+async def load(url: str, options: argparse.Namespace) -> dict[str, Any]:
+    clients = Clients(url, options.tokens)
+    tasks = [asyncio.create_task(clients.run_forever()) for _ in range(options.streams)]
+    await asyncio.sleep(options.warm_seconds)
+    clients.num_chunks, before, start_s = 0, cpu_seconds(), time.perf_counter()
+    clients.first_s.clear()
+    await asyncio.sleep(options.seconds)
+    num_chunks, seconds, after = clients.num_chunks, time.perf_counter() - start_s, cpu_seconds()
+    for task in tasks:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if not isinstance(result, asyncio.CancelledError):
+            raise RuntimeError(f"a client ended: {result}")
+    if clients.num_failed:
+        raise SystemExit(f"error: {clients.num_failed} streams of {clients.num_answers} broke off")
+    first_s = sorted(clients.first_s)
+    spent = {kind: after[kind] - before.get(kind, 0.0) for kind in after}
+    return {
+        "chunks_per_s": num_chunks / seconds,
+        "us_per_chunk": {kind: 1e6 * value / num_chunks for kind, value in spent.items() if value > 0},
+        "cores": {kind: value / seconds for kind, value in spent.items() if value > 0},
+        "num_first": len(first_s),
+        "median_ttft_ms": 1000 * statistics.median(first_s),
+        "p99_ttft_ms": 1000 * first_s[int(0.99 * len(first_s))],
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.streams", description=__doc__)
-    parser.add_argument("--streams", type=int, default=64, help="open at a time (default: 64)")
-    parser.add_argument("--chunks", type=int, default=400, help="of each stream (default: 400)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.streams", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--streams", type=int, default=128, help="open at a time")
+    parser.add_argument("--step-ms", type=float, default=20.0, help="of the engine that is not there")
+    parser.add_argument("--tokens", type=int, default=1, help="of a request in a step")
+    parser.add_argument("--seconds", type=float, default=8.0, help="that are counted ...")
+    parser.add_argument("--warm-seconds", type=float, default=6.0, help="... after these")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--serve-vllm", type=int, metavar="PORT", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
-    before = dict(os.environ)
-    arms = {}
+    if options.serve_vllm:
+        serve_vllm(options.serve_vllm)
+        return 0
+    os.environ[PACE] = f"{options.step_ms} {options.tokens}"
+    before, arms = dict(os.environ), {}
     for arm in options.arms:
         os.environ.clear()
         os.environ.update(before)
-        arms[arm] = measured(arm, options.streams, options.chunks)
+        with server(arm) as url:
+            arms[arm] = asyncio.run(load(url, options))
+    kinds = list(dict.fromkeys(KINDS.values()))
     rows = [
-        [one["way"], round(one["chunks_per_s"]), *(one["us_per_chunk"].get(kind) for kind in KINDS.values())]
-        for one in arms.values()
+        [
+            arm,
+            *(round(found[name]) for name in ("chunks_per_s", "median_ttft_ms", "p99_ttft_ms")),
+            *(None if kind not in found["us_per_chunk"] else round(found["us_per_chunk"][kind]) for kind in kinds),
+        ]
+        for arm, found in arms.items()
     ]
-    sys.stdout.write(markdown(["way", "chunks/s", *(f"{kind}, us" for kind in KINDS.values())], rows) + "\n")
+    header = ["way", "chunks/s", "TTFT ms", "p99", *(f"{kind}, us/chunk" for kind in kinds)]
+    sys.stdout.write(markdown(header, rows) + "\n")
     if options.out is not None:
-        load = {"streams": options.streams, "chunks": options.chunks}
-        document = {"made": conditions(), "num_cores": os.cpu_count(), **load, "arms": arms}
+        load_options = {name: value for name, value in vars(options).items() if name not in ("out", "serve_vllm")}
+        document = {"made": conditions(), "num_cores": os.cpu_count(), "options": load_options, "arms": arms}
         options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0
 
