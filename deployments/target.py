@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import time
@@ -65,6 +66,30 @@ logger = logging.getLogger(__name__)
 QUEUED_PER_RUNNING = 2
 """Sequences that an edge hands to an engine, for each that the engine runs at a time: it must never wait for work."""
 
+MAX_CHUNKS_PER_S, MAX_TOKENS_PER_CHUNK = 4000, 8
+"""Of all streams of a replica together. A chunk costs vLLM's API process about 100 us; where chunks take all its time,
+a new request gets its turns there so late that its first token waits for most of a second (benchmarks/streams.py)."""
+PACE_MEMORY = 0.95
+"""What a second leaves of the highest rate seen: the streams of the next burst start before they are counted."""
+
+
+class StreamPace:
+    """How many tokens a chunk of a new stream carries at least: 1 up to `MAX_CHUNKS_PER_S` tokens a second."""
+
+    def __init__(self) -> None:
+        self._tokens_per_s, self._last = 0.0, (0, 0.0)
+
+    def observe(self, num_tokens: int, now_s: float) -> None:
+        """`num_tokens`: output tokens of this replica so far. To be called about once a second."""
+        last_tokens, last_s = self._last
+        self._last = num_tokens, now_s
+        rate = (num_tokens - last_tokens) / max(now_s - last_s, 0.1)
+        self._tokens_per_s = max(rate, PACE_MEMORY * self._tokens_per_s)
+
+    @property
+    def tokens_per_chunk(self) -> int:
+        return min(MAX_TOKENS_PER_CHUNK, max(1, math.ceil(self._tokens_per_s / MAX_CHUNKS_PER_S)))
+
 
 class TargetServer(LLMServer):
     """One replica. Its constructor returns when the engine answers, so a running replica is a ready one."""
@@ -94,6 +119,7 @@ class TargetServer(LLMServer):
         self._heads: Mapping[str, str] = {}
         self._recorder = DraftingRecorder(max_workloads=MAX_NUM_WORKLOADS + len(settings.named_workloads()))
         self._recorder.attach(self._client)
+        self._pace = StreamPace()
         self._export = MetricsExport()
         guard(self._client, grammar_limits(settings))
         self.edge = Edge(settings, make_control(settings), QUEUED_PER_RUNNING * max_num_seqs(settings))
@@ -154,6 +180,7 @@ class TargetServer(LLMServer):
         problem = ""
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
+            self._pace.observe(self._recorder.num_output_tokens, time.monotonic())
             try:
                 if self._router is not None:
                     await self._take_guidance(self._router)
@@ -225,6 +252,8 @@ class TargetServer(LLMServer):
         try:
             if self._client.errored:
                 raise engine_lost()
+            if admitted.body.stream_interval is None:
+                admitted.body.stream_interval = self._pace.tokens_per_chunk
             result = await compat.ask_engine(self, admitted.call, admitted.body)
             if hasattr(result, "error"):
                 raise self._failure(admitted, from_engine(result.error))

@@ -150,6 +150,8 @@ class DraftingRecorder:
         self._live: dict[str, RequestDrafting] = {}
         self._workloads: OrderedDict[str, WorkloadCounts] = OrderedDict()  # least recently used first
         self._finished: OrderedDict[str, list[RequestDrafting]] = OrderedDict()
+        self.num_output_tokens = 0
+        """Of all sequences since `attach`."""
         self.step_costs = ""
         """The newest of what the scheduler learned of step times, as it travelled; "" before the first."""
 
@@ -261,6 +263,7 @@ class DraftingRecorder:
             headers = output.trace_headers or {}
             # Corrections are the engine's: whose output carries them does not matter, nor whether that is followed.
             self.step_costs = headers.get(STEP_COSTS_HEADER, self.step_costs)
+            self.num_output_tokens += len(output.new_token_ids)
             live = self._live.get(output.request_id)
             if live is None:
                 continue
