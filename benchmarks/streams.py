@@ -139,7 +139,9 @@ def application(arm: str) -> serve.Application:
     }
     settings = load_settings(args, catalog(), os.environ)
     if arm == "ingress":
-        return bind_router(settings, serve.ingress(None)(Ingress), INGRESS_NAME, None, bind_target(settings, EngineLess))
+        return bind_router(
+            settings, serve.ingress(None)(Ingress), INGRESS_NAME, None, bind_target(settings, EngineLess)
+        )
     return bind_target(settings, serve.ingress(None)(EngineLess))
 
 
@@ -201,7 +203,7 @@ class Clients:
 
     async def _ask(self, max_tokens: int) -> None:
         body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": max_tokens, "stream": True}
-        text = json.dumps(body | {"ignore_eos": True, "stream_interval": int(os.environ.get("SI","1"))})
+        text = json.dumps(body | {"ignore_eos": True})
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
         reader, writer = await asyncio.open_connection(self._host, int(self._port))
         started_s, is_answered, is_whole, num_seen = time.perf_counter(), False, False, 0
