@@ -105,7 +105,7 @@ class Tokens:
 
 
 def leave_out_the_engine_core() -> None:
-    EngineCoreClient.make_async_mp_client = staticmethod(Tokens)  # type: ignore[assignment, method-assign]
+    EngineCoreClient.make_async_mp_client = staticmethod(Tokens)  # type: ignore[method-assign]
 
 
 class EngineLess(TargetServer):
