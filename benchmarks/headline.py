@@ -108,6 +108,11 @@ def servers(options: argparse.Namespace, arms: list[Arm]) -> Iterator[dict[Arm, 
         for index, arm in enumerate(arms):
             port = FIRST_PORT + index
             env = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ}  # GiB: what a target of ours takes on a CPU
+            # Ray's HAProxy has two pages of its own, which those of another Ray on this machine would answer for.
+            env |= {
+                "RAY_SERVE_HAPROXY_STATS_PORT": str(8404 + index),
+                "RAY_SERVE_HAPROXY_METRICS_PORT": str(9101 + index),
+            }
             if options.gpus:
                 env["CUDA_VISIBLE_DEVICES"] = options.gpus[index]
             log = stack.enter_context((options.folder / f"{arm}.log").open("wb"))
@@ -187,7 +192,12 @@ def main() -> int:
     parser.add_argument("--shape", help="random weights of a shape of benchmarks.models, in place of the three above")
     parser.add_argument("--tokenizer", type=Path, required=True, help="of the prompts: the target's directory")
     parser.add_argument("--engine", default="{}", help="JSON: vLLM's engine arguments, the same for all arms")
-    parser.add_argument("--gpus", nargs="*", default=[], help="so many arms at a time; none: one at a time, on the CPU")
+    parser.add_argument(
+        "--gpus",
+        nargs="*",
+        default=[],
+        help="of the arms that run at a time, one named twice is shared; none: one arm at a time, on the CPU",
+    )
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--waves", type=int, default=3, help="a cell has so many times its requests in flight ...")

@@ -1,6 +1,6 @@
 """What streams cost on their way to the client when the engine costs nothing, and how long a new request then waits.
 
-    python -m benchmarks.streams [--streams 128] [--step-ms 20] [--tokens 1] [--seconds 8] [--arms vllm target] [--out F]
+    python -m benchmarks.streams [--streams 128] [--step-ms 20] [--tokens 1] [--arms vllm target] [--out FILE]
 
 Everything is real but vLLM's engine core: in its place every running request gets so many tokens each step, at once.
 Arms: `vllm` is `vllm serve`'s own server; `target` is the product (HAProxy, target); `ingress` is the product with one
@@ -58,7 +58,7 @@ PACE = "PEAGLE_STREAMS_PACE"
 
 
 class Tokens:
-    """Stands in for the client of vLLM's engine core: a request is prompted in one step, and has tokens in each after."""
+    """In place of the client of vLLM's engine core: each request gets tokens in every step from its arrival on."""
 
     engine_ranks_managed = (0,)
     resources = SimpleNamespace(engine_dead=False)
