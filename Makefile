@@ -3,7 +3,7 @@
 #   make serve    start the service of CONFIG and print how to talk to it (Ctrl-C stops it)
 #   make test     run the tests, in two processes: real engines and a real service in one, the rest in the other
 #   make test-all run those that take minutes each as well
-#   make lint | types | format | k8s | lock | clean
+#   make lint | types | format | k8s | lock | audit | clean
 #
 # Variables: VENV (.venv), CONFIG (configs/local.yaml), PYTEST_ARGS, PEAGLE_CACHE (~/.cache/peagle).
 
@@ -38,7 +38,7 @@ PIP_PROGRESS = 2>&1 | awk -v total=$$(grep -c '^[A-Za-z]' $(LOCK)) ' \
 	/^Successfully installed/ { print "    installed " NF - 2 (NF == 3 ? " package" : " packages"); fflush(); next } \
 	/^ *(ERROR|error|WARNING)/ { print "    " substr($$0, 1, 300); fflush() }'
 
-.PHONY: help setup serve test test-all lint types format k8s lock clean
+.PHONY: help setup serve test test-all lint types format k8s lock audit clean
 
 help:
 	@sed -n 's/^#   //p; s/^# Variables/Variables/p' Makefile
@@ -88,9 +88,17 @@ types: $(VENV)/.installed
 format: $(VENV)/.installed
 	@$(VENV)/bin/ruff check --fix --quiet . ; $(VENV)/bin/ruff format .
 
+# Each manifest has the name of its config; `peagle manifest YOUR.yaml` makes another.
+K8S = local local-autoscale gpu gpu-remote
 k8s: $(VENV)/.installed
-	@$(VENV)/bin/peagle manifest configs/local.yaml --output k8s/rayservice-cpu.yaml
-	@$(VENV)/bin/peagle manifest configs/gpu.yaml --output k8s/rayservice-gpu.yaml
+	@for name in $(K8S); do $(VENV)/bin/peagle manifest configs/$$name.yaml --output k8s/$$name.yaml; done
+	@$(VENV)/bin/peagle manifest configs/local.yaml --job --output k8s/local-batch.yaml
+
+# Asks PyPI's vulnerability service; --strict: a package that it does not know fails instead of passing.
+audit: $(VENV)/.created
+	@$(PY) -m venv .venv-audit && .venv-audit/bin/pip --quiet install 'pip-audit>=2.10,<3'
+	@sed 's/+cpu$$//' $(LOCK) > .venv-audit/audited.txt
+	@.venv-audit/bin/pip-audit --strict --no-deps --disable-pip -r .venv-audit/audited.txt
 
 # The closure is resolved in an environment of its own, without the four parts that have no CPU build on PyPI.
 ENGINE_REQUIREMENTS = import importlib.metadata as m, re; \
@@ -107,5 +115,5 @@ lock:
 	@$(PIP) install -r $@ -r requirements-cpu.in '$(TORCH)' $(PIP_PROGRESS)
 
 clean:
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .venv-lock build *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .venv-lock .venv-audit build *.egg-info
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -458,6 +458,14 @@ def _key_in(variable: Any, env: Mapping[str, str]) -> str:
     return key
 
 
+def key_variables(raw: Any) -> list[str]:
+    """The environment variables that hold callers' keys, in settings that may be wrong."""
+    callers = raw.get("callers") if isinstance(raw, Mapping) else None
+    sections = callers.values() if isinstance(callers, Mapping) else ()
+    found = [section.get("key_env") for section in sections if isinstance(section, Mapping)]
+    return list(dict.fromkeys(variable for variable in found if isinstance(variable, str)))
+
+
 class ReplicaRange(Section):
     """Bounds of a deployment's number of replicas. `min` 0 only with `autoscaling.scale_to_zero`."""
 
@@ -806,10 +814,11 @@ def live_config(settings: ClusterSettings) -> dict[str, Any]:
 
 
 def with_live(settings: ClusterSettings, live: Mapping[str, Any]) -> ClusterSettings:
-    """`settings` with what `live_config` made of others, which are checked."""
-    callers = live["callers"]
-    if callers is not None:
-        callers = {name: CallerSettings.model_validate(section) for name, section in callers.items()}
+    """`settings` with what `live_config` made of others, which are checked. Callers that it does not name stay."""
+    callers = settings.callers
+    if "callers" in live:
+        named = live["callers"] or {}
+        callers = {name: CallerSettings.model_validate(section) for name, section in named.items()} or None
     changed = {
         "model": settings.model.model_copy(update={"aliases": dict(live["aliases"])}),
         "depth": DepthSettings.model_validate(live["depth"]),

@@ -7,7 +7,9 @@ exit status is 1. `peagle --traceback ...` shows where any error comes from.
 
 from __future__ import annotations
 
+import asyncio
 import codecs
+import contextlib
 import json
 import logging
 import signal
@@ -73,12 +75,13 @@ def serve(
 @app.command()
 def manifest(
     config: Config,
+    job: Annotated[bool, typer.Option("--job", help="a RayJob that asks the running service instead")] = False,
     output: Annotated[Path | None, typer.Option(help="file to write instead of standard output")] = None,
 ) -> None:
-    """Write the KubeRay RayService of CONFIG."""
+    """Write the KubeRay RayService of CONFIG, with its NetworkPolicy and PodDisruptionBudgets."""
     from deployments.manifest import render
 
-    text = render(config)
+    text = render(config, job=job)
     if output is None:
         typer.echo(text, nl=False)
     else:
@@ -131,6 +134,26 @@ def chat(
                     return
         except httpx.HTTPError as error:
             raise OSError(f"{url} does not answer: {error}") from error
+
+
+@app.command()
+def batch(
+    requests: Annotated[Path, typer.Argument(help="JSONL file in the format of OpenAI's batches")],
+    out: Annotated[Path | None, typer.Option(help="file for the answers; default: standard output")] = None,
+    max_running: Annotated[int, typer.Option(min=1, help="requests at a time")] = 32,
+) -> None:
+    """Answer a file of requests by the service of this Ray cluster, past HTTP: what a Ray job runs."""
+    from deployments.client import TargetError, answer_file
+
+    with contextlib.ExitStack() as stack:
+        sink = sys.stdout if out is None else stack.enter_context(out.open("w", encoding="utf-8"))
+        try:
+            num_answered, num_refused = asyncio.run(answer_file(requests, sink, max_running=max_running))
+        except TargetError as error:
+            raise ValueError(str(error)) from error
+    typer.echo(f"{num_answered} answered, {num_refused} refused", err=True)
+    if num_refused:
+        raise ValueError(f"{num_refused} of {num_answered + num_refused} requests were refused: see their answers")
 
 
 def _show_answer(client: httpx.Client, body: dict[str, Any]) -> str:

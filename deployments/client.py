@@ -11,18 +11,31 @@
 
 Requests, answers, chunks and the `drafting` field are those of the HTTP API, as dictionaries; K and workload get the
 same defaults and the same checks. Inside a running event loop use `achat`, `acomplete` and `async for`.
-The process needs Ray and this package, not vLLM.
+The process needs Ray and this package, not vLLM. `answer_file` answers a file of requests (``peagle batch``, what a
+RayJob runs).
 """
 
+import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
+import ray.exceptions
 from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from deployments import APP_NAME, TARGET_NAME
 
 Json = dict[str, Any]
+
+CALLS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
+"""What a request of a file may call, and what its body must have."""
+
+MAX_TRIES = 3
+RETRY_S = 5.0
+RETRIED = (429, 503)
+"""Too many requests, and no replica: the request may be sent again."""
 
 
 class TargetError(RuntimeError):
@@ -120,3 +133,68 @@ def _only(chunks: Chunks) -> Json:
 async def _aonly(chunks: Chunks) -> Json:
     (answer,) = [chunk async for chunk in chunks]
     return answer
+
+
+def read_requests(path: Path) -> list[Json]:
+    """The requests of a file in the format of OpenAI's batches: a JSON object a line, with `custom_id`, `url` and
+    `body`. Raises ValueError naming the first line that is wrong."""
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            request = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+        if not isinstance(request, dict) or not isinstance(request.get("custom_id"), str):
+            raise ValueError(f"{path}, line {number}: a request is an object with a text custom_id")
+        url, body = request.get("url"), request.get("body")
+        if url not in CALLS:
+            raise ValueError(f"{path}, line {number}: url is {url!r:.80}, and can be {' or '.join(CALLS)}")
+        if not isinstance(body, dict) or CALLS[url] not in body:
+            raise ValueError(f"{path}, line {number}: body must be an object with {CALLS[url]}")
+        found.append(request)
+    return found
+
+
+async def answer_file(requests: Path, out: TextIO, *, max_running: int = 32, app: str = APP_NAME) -> tuple[int, int]:
+    """Answer the requests of a file, `max_running` at a time, and write each answer when it comes, in the format of
+    OpenAI's batches. A replica that dies, or is full, costs its requests another try.
+
+    Returns the numbers of requests answered and refused.
+
+    Raises:
+        ValueError: a line of the file is wrong; nothing was sent.
+        TargetError: as `TargetClient`.
+    """
+    lines, client = read_requests(requests), TargetClient(app)
+    places = asyncio.Semaphore(max_running)
+    num_answered = 0
+
+    async def answer(request: Json) -> None:
+        nonlocal num_answered
+        async with places:
+            status, body = await _tried(client, request)
+        num_answered += status == 200
+        response = {"status_code": status, "body": body}
+        out.write(json.dumps({"custom_id": request["custom_id"], "response": response, "error": None}) + "\n")
+        out.flush()
+
+    await asyncio.gather(*map(answer, lines))
+    return num_answered, len(lines) - num_answered
+
+
+async def _tried(client: TargetClient, request: Json) -> tuple[int, Json]:
+    """Status and body of the answer to a request of a file."""
+    ask = client.achat if request["url"].endswith("/chat/completions") else client.acomplete
+    for num_tries in range(1, MAX_TRIES + 1):
+        try:
+            return 200, await ask(**request["body"])
+        except TargetError as error:
+            refusal = (error.status, {"error": {"message": str(error), "param": error.param, "code": None}})
+        except ray.exceptions.RayError as error:
+            refusal = (503, {"error": {"message": f"the replica is lost: {error}", "param": None, "code": None}})
+        if refusal[0] not in RETRIED or num_tries == MAX_TRIES:
+            break
+        await asyncio.sleep(RETRY_S)
+    return refusal

@@ -1,26 +1,48 @@
-"""``peagle manifest configs/local.yaml``: the KubeRay RayService of a config, and a NetworkPolicy for it, as YAML.
+"""``peagle manifest configs/local.yaml``: what KubeRay needs to run a config, as YAML: the RayService, a NetworkPolicy
+and PodDisruptionBudgets; with `--job` a RayJob that asks the running service.
 
-What enters: a Serve config file of `configs/`. What leaves: a manifest whose `serveConfigV2` is that file and whose
-pods are sized from its settings, so nothing is written twice. Memory and CPUs of pods with GPUs are room to start with,
-not measured: set them for your nodes.
+What enters: a Serve config file of `configs/`. What leaves: manifests whose `serveConfigV2` is that file and whose pods
+are sized from its settings, so nothing is written twice. No secret is in them: pods refer to Kubernetes Secrets. Memory
+and CPUs of pods with GPUs are room to start with, not measured: set them for your nodes.
 """
 
-import copy
 import importlib.metadata
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from cluster.settings import ClusterSettings
-from deployments.up import INGRESS_ENVIRONMENT, RAY_ENVIRONMENT, read_config, replica_resources
+from cluster.settings import ClusterSettings, key_variables
+from deployments.up import INGRESS_ENVIRONMENT, RAY_ENVIRONMENT, UpError, live_form, read_config, replica_resources
 
-HEAD_MEMORY = "4Gi"
+Json = dict[str, Any]
+
 CPUS_PER_GPU = 8
+MAX_GPUS_PER_POD = 8
+"""GPUs of a usual node. Drafters that do not fit beside their target get pods of their own."""
+
+MAX_IDLE_S = 300
+"""A pod without a replica stays so long: a new one would load its checkpoint again."""
+
+AGENT_PORT = 52365
+"""Of Ray's agent on every node, which says without a token whether the node is healthy."""
+
+KEYS_SECRET = "peagle-keys"
+"""Holds callers' API keys, each under the name of its environment variable."""
+
 MODELS = {"name": "models", "mountPath": "/home/ray/.cache"}
 """Where a pod with GPUs keeps the checkpoints that it downloads."""
+
+SECURITY = {
+    "runAsNonRoot": True,
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+"""Of every container: what Kubernetes' pod security standard `restricted` asks for."""
 
 
 @dataclass(frozen=True)
@@ -29,167 +51,260 @@ class Machine:
 
     image: str
     dockerfile: str
+    head_memory: str
     worker_memory: str
     shared_memory: str
     """/dev/shm: Ray's object store, the engine's own segments and the mailboxes of remote drafters."""
 
 
-# One replica on CPUs was seen to need about 6.5 GB with the embedded target (engine 4.1 GB; replica, ingress and proxy
+# One replica on CPUs was seen to need about 6.5 GB with the embedded target (engine 4.1 GB; replica, router and proxy
 # 0.7 GB to 0.9 GB each; the object store apart), and a drafter beside it 1.1 GB. The limit leaves room for longer
 # contexts.
-CPU = Machine("peagle-serve:0.1.0-cpu", "k8s/Dockerfile", "10Gi", "1Gi")
-GPU = Machine("peagle-serve:0.1.0-gpu", "k8s/Dockerfile.gpu", "64Gi", "8Gi")
+CPU = Machine("peagle-serve:0.1.0-cpu", "k8s/Dockerfile", "4Gi", "10Gi", "1Gi")
+GPU = Machine("peagle-serve:0.1.0-gpu", "k8s/Dockerfile.gpu", "8Gi", "64Gi", "8Gi")
 
 
-def render(path: Path) -> str:
-    """The manifest's text. Raises UpError or ValueError for a config that is wrong."""
-    config, settings = read_config(path)
-    machine = _machine(settings)
-    header = (
-        f"# Made from configs/{path.name} by `make k8s`; do not edit by hand.\n"
-        f"# Needs KubeRay 1.5.1 or later and the image that {machine.dockerfile} builds.\n"
-    )
-    if machine is GPU:
+def render(path: Path, *, job: bool = False) -> str:
+    """The manifest of a config's service, or of a RayJob for it. Raises UpError or ValueError for a wrong config."""
+    config, settings = read_config(path, with_keys=False)
+    if not re.fullmatch(r"[a-z0-9-]{1,40}(?<!-)", path.stem):
+        raise UpError(f"{path.name} names the RayService: rename it to small letters, digits and -, at most 40")
+    service = Manifest(f"peagle-{path.stem}", config, settings)
+    header = f"# Made from configs/{path.name} by `make k8s`; do not edit by hand.\n"
+    if job:
+        header += "# CLUSTER stands for the Ray cluster of the running service: see docs/operate.md.\n"
+        return header + _dump(service.rayjob())
+    header += f"# Needs KubeRay 1.5.1 or later and the image that {service.machine.dockerfile} builds.\n"
+    if service.key_variables:
+        header += f"# Needs a secret {KEYS_SECRET} with callers' API keys: {', '.join(service.key_variables)}.\n"
+    if service.machine is GPU:
         header += (
             "# Needs NVIDIA's device plugin on the nodes; for gated models a secret hf-token with the key token.\n"
             "# With a persistentVolumeClaim as volume `models` a checkpoint is downloaded once, not by each pod.\n"
         )
-    documents = rayservice(path.stem, config, settings), network_policy(path.stem, config)
-    return header + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120)
+    budgets = [service.disruption_budget("headgroup", 1)] + [
+        service.disruption_budget(group["groupName"], max(1, group["minReplicas"] - 1))
+        for group in service.worker_groups()
+    ]
+    return header + _dump(service.rayservice(), service.network_policy(), *budgets)
 
 
-def _labels(name: str) -> dict[str, str]:
-    """Of every pod of the service, besides KubeRay's."""
-    return {"peagle-service": f"peagle-{name}"}
+class Manifest:
+    """The Kubernetes objects of one service; `name` is theirs."""
 
+    def __init__(self, name: str, config: Json, settings: ClusterSettings) -> None:
+        self._name, self._config, self._settings = name, config, settings
+        self._args: Json = config["applications"][0].get("args") or {}
+        self._port = int(config.get("http_options", {}).get("port", 8000))
+        self._labels = {"peagle-service": name}  # of every pod, besides KubeRay's
+        self.key_variables = key_variables(self._args)
+        self.machine = GPU if settings.target.has_gpu else CPU
 
-def network_policy(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Who may talk to the pods: everyone to the port of HTTP, the pods to each other, KubeRay to all. What else listens
-    in them (replicas behind HAProxy, HAProxy's pages, drafters, Ray) asks for no API key."""
-    operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}}
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": {"name": f"peagle-{name}"},
-        "spec": {
-            "podSelector": {"matchLabels": _labels(name)},
-            "policyTypes": ["Ingress"],
-            "ingress": [
-                {"ports": [{"protocol": "TCP", "port": _port(config)}]},
-                {"from": [{"podSelector": {"matchLabels": _labels(name)}}, operator]},
-            ],
-        },
-    }
-
-
-def rayservice(name: str, config: dict[str, Any], settings: ClusterSettings) -> dict[str, Any]:
-    """The RayService object for a checked config; `name` is the config's file name without its suffix."""
-    return {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayService",
-        "metadata": {"name": f"peagle-{name}", "labels": {"app.kubernetes.io/name": "peagle-serve"}},
-        "spec": {
-            "serveConfigV2": yaml.dump(serve_config(config), Dumper=_Dumper, sort_keys=False, width=120),
-            "rayClusterConfig": {
-                "rayVersion": importlib.metadata.version("ray"),
-                # Whoever reaches the dashboard can run code: KubeRay makes a token and hands it to every pod.
-                "authOptions": {"mode": "token"},
-                # KubeRay then adds and removes pods as Serve asks for replicas.
-                **({} if settings.autoscaling is None else {"enableInTreeAutoscaling": True}),
-                "headGroupSpec": _head(name, settings),
-                "workerGroupSpecs": [_workers(name, settings, _port(config))],
+    def rayservice(self) -> Json:
+        # Serve scales replicas, and KubeRay's autoscaler the pods that they ask for.
+        autoscaling = {
+            "enableInTreeAutoscaling": True,
+            "autoscalerOptions": {"version": "v2", "idleTimeoutSeconds": MAX_IDLE_S, "securityContext": SECURITY},
+        }
+        return {
+            "apiVersion": "ray.io/v1",
+            "kind": "RayService",
+            "metadata": {"name": self._name, "labels": {"app.kubernetes.io/name": "peagle-serve"}},
+            "spec": {
+                "serveConfigV2": _dump(self.serve_config()),
+                "rayClusterConfig": {
+                    "rayVersion": importlib.metadata.version("ray"),
+                    # Whoever reaches the dashboard can run code: KubeRay makes a token and hands it to every pod.
+                    "authOptions": {"mode": "token"},
+                    **({} if self._settings.autoscaling is None else autoscaling),
+                    "headGroupSpec": self._head(),
+                    "workerGroupSpecs": self.worker_groups(),
+                },
             },
-        },
-    }
+        }
 
+    def serve_config(self) -> Json:
+        """The Serve config as it runs in a cluster: the proxy on every node, reachable from outside its pod, drafters
+        reachable from every node, and what needs no new engine where Serve changes it live.
 
-def serve_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The Serve config as it runs in a cluster: the proxy on every node, reachable from outside its pod, and drafters
-    reachable from every node."""
-    http_options = {**config.get("http_options", {}), "host": "0.0.0.0"}
-    made = copy.deepcopy({**config, "proxy_location": "EveryNode", "http_options": http_options})
-    for application in made["applications"]:
-        drafter = (application.get("args") or {}).get("drafter") or {}
+        Callers whose keys are in environment variables stay in `args`, where pods read them: new keys need new pods.
+        """
+        http_options = {**self._config.get("http_options", {}), "host": "0.0.0.0"}
+        config = {**self._config, "proxy_location": "EveryNode", "http_options": http_options}
+        made = live_form(config, self._settings)
+        application = made["applications"][0]
+        if self.key_variables:
+            application["args"]["callers"] = self._args["callers"]
+            for deployment in application["deployments"]:
+                deployment.get("user_config", {}).pop("callers", None)
+        drafter = application["args"].get("drafter") or {}
         (drafter.get("replicas") or {}).pop("host", None)
-    return made
+        return made
+
+    def rayjob(self) -> Json:
+        """A RayJob that asks the target by deployment handle, in the Ray cluster of the running service. The label of
+        its submitter lets it through to the dashboard."""
+        resources = {"cpu": "500m", "memory": "1Gi"}
+        submitter = {
+            "name": "ray-job-submitter",
+            "image": self.machine.image,
+            "resources": {"requests": resources, "limits": resources},
+            "securityContext": SECURITY,
+        }
+        return {
+            "apiVersion": "ray.io/v1",
+            "kind": "RayJob",
+            "metadata": {"name": f"{self._name}-batch", "labels": {"app.kubernetes.io/name": "peagle-serve"}},
+            "spec": {
+                "clusterSelector": {"ray.io/cluster": "CLUSTER"},
+                "entrypoint": "peagle batch /opt/peagle/configs/batch.jsonl",
+                "submitterPodTemplate": {
+                    "metadata": {"labels": self._labels},
+                    "spec": {"restartPolicy": "Never", "containers": [submitter]},
+                },
+            },
+        }
+
+    def network_policy(self) -> Json:
+        """Who may talk to the pods: everyone to the port of HTTP, the pods to each other, KubeRay to all. What else
+        listens in them (replicas behind HAProxy, HAProxy's pages, drafters, Ray) asks for no API key."""
+        kuberay = {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}
+        return {
+            "apiVersion": "networking.k8s.io/v1",
+            "kind": "NetworkPolicy",
+            "metadata": {"name": self._name},
+            "spec": {
+                "podSelector": {"matchLabels": self._labels},
+                "policyTypes": ["Ingress"],
+                "ingress": [
+                    {"ports": [{"protocol": "TCP", "port": self._port}]},
+                    {
+                        "from": [
+                            {"podSelector": {"matchLabels": self._labels}},
+                            {"namespaceSelector": {}, "podSelector": kuberay},
+                        ]
+                    },
+                ],
+            },
+        }
+
+    def disruption_budget(self, group: str, min_available: int) -> Json:
+        """How many pods of a group the drain of a node leaves running. An integer: Kubernetes knows no share of the
+        pods of a custom resource. Pods that are not ready may always go."""
+        return {
+            "apiVersion": "policy/v1",
+            "kind": "PodDisruptionBudget",
+            "metadata": {"name": f"{self._name}-{group}"},
+            "spec": {
+                "minAvailable": min_available,
+                "unhealthyPodEvictionPolicy": "AlwaysAllow",
+                "selector": {"matchLabels": self._of_group(group)},
+            },
+        }
+
+    def _of_group(self, group: str) -> dict[str, str]:
+        return {**self._labels, "ray.io/group": group}
+
+    def _head(self) -> Json:
+        """The head pod keeps the cluster's books and runs no replica: losing a replica must not take the cluster along.
+        KubeRay makes the Kubernetes service of HTTP only where the head names its port."""
+        ports = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "serve": self._port}
+        pod = self._pod("ray-head", ports, {"cpu": "1", "memory": self.machine.head_memory})
+        pod["spec"]["containers"][0]["readinessProbe"] = _probe("/api/healthz", AGENT_PORT, 10)
+        return {"rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"}, "template": pod}
+
+    def worker_groups(self) -> list[Json]:
+        """One pod a target replica, all its engine's workers in it, with room for the drafters, so that Ray can place
+        one beside each target; drafters in pods of their own where a node has too few GPUs for both."""
+        settings, scaling = self._settings, self._settings.autoscaling
+        needed = replica_resources(settings)
+        cpus = needed["CPU"] + settings.ingress.num_cpus * max(1, settings.ingress.num_replicas)
+        gpus = needed.get("GPU", 0.0)
+        fewest, most = settings.target.num_replicas, settings.max_num_targets
+        groups = []
+        if settings.drafter is not None and (drafters := settings.drafter.replicas) is not None:
+            num_beside, drafter_gpus = math.ceil(settings.max_num_drafters / most), drafters.num_gpus or 0.0
+            if gpus + num_beside * drafter_gpus <= MAX_GPUS_PER_POD:
+                cpus, gpus = cpus + num_beside * drafters.num_cpus, gpus + num_beside * drafter_gpus
+            else:
+                bounds = None if scaling is None else scaling.drafter
+                numbers = (bounds.min, bounds.max) if bounds else (drafters.num_replicas, drafters.num_replicas)
+                groups.append(self._workers("drafter", *numbers, drafters.num_cpus, drafter_gpus))
+        if scaling is not None:
+            fewest = scaling.target.min
+        return [self._workers("target", fewest, most, cpus, gpus), *groups]
+
+    def _workers(self, group: str, fewest: int, most: int, cpus: float, gpus: float) -> Json:
+        """A group of pods that each have room for so many of Ray's CPUs and GPUs."""
+        resources = {"cpu": str(max(2, math.ceil(cpus))), "memory": self.machine.worker_memory}
+        if gpus:
+            resources["cpu"] = str(max(CPUS_PER_GPU * math.ceil(gpus), math.ceil(cpus)))
+            resources["nvidia.com/gpu"] = str(math.ceil(gpus))
+        pod = self._pod("ray-worker", {"serve": self._port}, resources)
+        # Ready: HAProxy on this node has a replica to go to; nodes without a replica have no HAProxy. KubeRay's own
+        # probe asks the same, and takes a pod out of the service for one slow answer.
+        pod["spec"]["containers"][0]["readinessProbe"] = _probe("/-/healthz", "serve", 3)
+        # Replicas on different nodes where there are several: a lost node takes one along.
+        spread = {
+            "maxSkew": 1,
+            "topologyKey": "kubernetes.io/hostname",
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": self._of_group(group)},
+        }
+        pod["spec"] |= {"automountServiceAccountToken": False, "topologySpreadConstraints": [spread]}
+        if gpus:
+            pod["spec"]["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+        return {
+            "groupName": group,
+            "replicas": fewest,
+            "minReplicas": fewest,
+            "maxReplicas": most,
+            "rayStartParams": {},
+            "template": pod,
+        }
+
+    def _pod(self, name: str, ports: dict[str, int], resources: dict[str, str]) -> Json:
+        """A pod template of one container, `name`."""
+        environment = {"RAY_USAGE_STATS_ENABLED": "0", **RAY_ENVIRONMENT}
+        if self._settings.ingress.num_replicas:
+            environment |= INGRESS_ENVIRONMENT
+        variables: list[Json] = [{"name": variable, "value": value} for variable, value in environment.items()]
+        variables += [_secret(variable, KEYS_SECRET, variable) for variable in self.key_variables]
+        mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+        # A container has 64 MB of /dev/shm by default.
+        shared_memory = {"medium": "Memory", "sizeLimit": self.machine.shared_memory}
+        volumes: list[Json] = [{"name": "shared-memory", "emptyDir": shared_memory}]
+        if self.machine is GPU:
+            variables.append(_secret("HF_TOKEN", "hf-token", "token", optional=True))
+        if "nvidia.com/gpu" in resources:
+            mounts.append(MODELS)
+            volumes.append({"name": MODELS["name"], "emptyDir": {}})
+        container = {
+            "name": name,
+            "image": self.machine.image,
+            "ports": [{"name": port, "containerPort": number} for port, number in ports.items()],
+            "env": variables,
+            # Requests equal limits: an engine that is squeezed for CPU or memory drags every request of its replica.
+            "resources": {"requests": resources, "limits": resources},
+            "securityContext": SECURITY,
+            "volumeMounts": mounts,
+            # A dead Ray ends its container by itself. A hung one has 10 minutes, as KubeRay gives it: an engine that
+            # compiles leaves other processes little time.
+            "livenessProbe": _probe("/api/healthz", AGENT_PORT, 120),
+        }
+        # The group of the image's user may write to mounted volumes.
+        spec = {"securityContext": {"fsGroup": 1000}, "containers": [container], "volumes": volumes}
+        return {"metadata": {"labels": self._labels}, "spec": spec}
 
 
-def _port(config: dict[str, Any]) -> int:
-    return int(config.get("http_options", {}).get("port", 8000))
+def _probe(path: str, port: int | str, max_failures: int) -> Json:
+    get = {"path": path, "port": port}
+    times = {"initialDelaySeconds": 10, "periodSeconds": 5, "timeoutSeconds": 5}
+    return {"httpGet": get, **times, "failureThreshold": max_failures}
 
 
-def _machine(settings: ClusterSettings) -> Machine:
-    return GPU if settings.target.has_gpu else CPU
-
-
-def _head(name: str, settings: ClusterSettings) -> dict[str, Any]:
-    """The head pod keeps the cluster's books and runs no replica: losing a replica must not take the cluster along."""
-    ports = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
-    return {
-        "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
-        "template": _pod(name, "ray-head", ports, settings, {"cpu": "1", "memory": HEAD_MEMORY}),
-    }
-
-
-def _workers(name: str, settings: ClusterSettings, port: int) -> dict[str, Any]:
-    """One pod a target replica, all its engine's workers in it, with room for the drafters, so that Ray can place one
-    beside each target. KubeRay adds probes: a worker is ready when Serve's proxy on it answers."""
-    target, ingress, machine = settings.target, settings.ingress, _machine(settings)
-    needed = replica_resources(settings)
-    num_cpus = needed["CPU"] + ingress.num_cpus * max(1, ingress.num_replicas)
-    num_gpus = needed.get("GPU", 0.0)
-    if settings.drafter is not None and (drafters := settings.drafter.replicas) is not None:
-        num_drafters = math.ceil(drafters.num_replicas / target.num_replicas)
-        num_cpus += drafters.num_cpus * num_drafters
-        num_gpus += (drafters.num_gpus or 0) * num_drafters
-    resources = {"cpu": str(max(2, math.ceil(num_cpus))), "memory": machine.worker_memory}
-    if num_gpus:
-        resources["cpu"] = str(max(CPUS_PER_GPU * math.ceil(num_gpus), math.ceil(num_cpus)))
-        resources["nvidia.com/gpu"] = str(math.ceil(num_gpus))
-    fewest = most = target.num_replicas
-    if settings.autoscaling is not None:
-        fewest, most = settings.autoscaling.target.min, settings.autoscaling.target.max
-    pod = _pod(name, "ray-worker", {"serve": port}, settings, resources)
-    if num_gpus:
-        pod["spec"]["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
-    return {
-        "groupName": "target",
-        "replicas": fewest,
-        "minReplicas": fewest,
-        "maxReplicas": most,
-        "rayStartParams": {},
-        "template": pod,
-    }
-
-
-def _pod(
-    service: str, name: str, ports: dict[str, int], settings: ClusterSettings, resources: dict[str, str]
-) -> dict[str, Any]:
-    """A pod template of one container, `name`."""
-    machine = _machine(settings)
-    environment = {"RAY_USAGE_STATS_ENABLED": "0", **RAY_ENVIRONMENT}
-    if settings.ingress.num_replicas:
-        environment |= INGRESS_ENVIRONMENT
-    container = {
-        "name": name,
-        "image": machine.image,
-        "ports": [{"name": port, "containerPort": number} for port, number in ports.items()],
-        "env": [{"name": variable, "value": value} for variable, value in environment.items()],
-        # Requests equal limits: an engine that is squeezed for CPU or memory drags every request of its replica.
-        "resources": {"requests": dict(resources), "limits": dict(resources)},
-        "securityContext": {"runAsNonRoot": True, "allowPrivilegeEscalation": False},
-        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
-    }
-    # A container has 64 MB of /dev/shm by default.
-    shared_memory = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": machine.shared_memory}}
-    volumes: list[dict[str, Any]] = [shared_memory]
-    if machine is GPU:
-        token = {"secretKeyRef": {"name": "hf-token", "key": "token", "optional": True}}
-        container["env"] = [*container["env"], {"name": "HF_TOKEN", "valueFrom": token}]
-    if "nvidia.com/gpu" in resources:
-        container["volumeMounts"] = [*container["volumeMounts"], MODELS]
-        volumes.append({"name": MODELS["name"], "emptyDir": {}})
-    return {"metadata": {"labels": _labels(service)}, "spec": {"containers": [container], "volumes": volumes}}
+def _secret(variable: str, secret: str, key: str, **options: bool) -> Json:
+    return {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key, **options}}}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -204,3 +319,7 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _text)
+
+
+def _dump(*documents: Json) -> str:
+    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120)

@@ -28,7 +28,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 import peagle.heads
-from cluster.settings import Catalog, ClusterSettings, live_config, load_settings
+from cluster.settings import Catalog, ClusterSettings, key_variables, live_config, load_settings
 from deployments import DRAFTER_NAME, INGRESS_NAME, ROUTER_NAME, TARGET_NAME, compat
 from deployments.autoscaling import MAX_STREAM_S
 from peagle.checkpoint import read_head_config
@@ -134,8 +134,9 @@ def _stop_service(say: Say) -> None:
 # ---- the config
 
 
-def read_config(path: Path) -> tuple[dict[str, Any], ClusterSettings]:
+def read_config(path: Path, *, with_keys: bool = True) -> tuple[dict[str, Any], ClusterSettings]:
     """A Serve config file and the settings under its first application's `args`, checked without loading anything.
+    Without keys, the name of each environment variable that is to hold a caller's key stands for the key.
 
     Raises UpError for a file that is missing, no YAML or no Serve config, SettingsError for wrong settings.
     """
@@ -149,7 +150,10 @@ def read_config(path: Path) -> tuple[dict[str, Any], ClusterSettings]:
     if not config["applications"]:
         raise UpError(f"{path}: applications is empty, there is nothing to serve")
     catalog = Catalog(frozenset(embedded_targets()), Path(peagle.heads.__file__).parent, read_head_config)
-    return config, load_settings(config["applications"][0].get("args") or {}, catalog, os.environ)
+    args = config["applications"][0].get("args") or {}
+    return config, load_settings(
+        args, catalog, os.environ if with_keys else {name: name for name in key_variables(args)}
+    )
 
 
 def live_form(config: Mapping[str, Any], settings: ClusterSettings) -> dict[str, Any]:
@@ -189,7 +193,7 @@ def live_form(config: Mapping[str, Any], settings: ClusterSettings) -> dict[str,
             changes[DRAFTER_NAME] = {"num_replicas": settings.drafter.replicas.num_replicas}
     for given in application.get("deployments") or ():
         changes[given["name"]] = {**changes.get(given["name"], {}), **given}
-    application["deployments"] = [{**options, "name": name} for name, options in changes.items()]
+    application["deployments"] = [{"name": name, **options} for name, options in changes.items()]
     return made
 
 

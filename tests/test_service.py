@@ -5,7 +5,11 @@ engine loaded.
 """
 
 import asyncio
+import json
+import os
 import re
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -306,6 +310,34 @@ def test_python_in_the_cluster_reaches_the_same_target_by_handle(service):
         assert (raised.value.status, raised.value.param) == (status, param)
     with pytest.raises(TargetError, match="no application 'other'"):
         TargetClient("other")
+
+
+def test_a_job_answers_a_file_of_requests_by_handle(service, tmp_path):
+    """`peagle batch` as KubeRay's RayJob runs it: a process of its own, told only where the Ray cluster is."""
+    arguments = {"max_tokens": 24, "temperature": 0, "drafting": {"k": 3, "workload": "job"}}
+    chat = {"url": "/v1/chat/completions", "body": {"messages": QUESTION, **arguments}}
+    refused = {**chat, "body": {**chat["body"], "drafting": {"k": 99}}}
+    complete = {"url": "/v1/completions", "body": {"prompt": "One, two,", "max_tokens": 4}}
+    requests = {"a": chat, "b": refused, "c": complete}
+    path, out = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
+    path.write_text("".join(json.dumps({"custom_id": name, **request}) + "\n" for name, request in requests.items()))
+    command = [sys.executable, "-m", "deployments.cli", "batch", str(path), "--out", str(out)]
+    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "2 answered, 1 refused" in done.stderr
+    assert "error: 1 of 3 requests were refused: see their answers" in done.stderr
+    answers = {line["custom_id"]: line["response"] for line in map(json.loads, out.read_text().splitlines())}
+    assert {name: answer["status_code"] for name, answer in answers.items()} == {"a": 200, "b": 400, "c": 200}
+    over_http = service.ask(drafting={"k": 3, "workload": "job"}).json()
+    assert answers["a"]["body"]["choices"][0]["message"] == over_http["choices"][0]["message"]
+    assert answers["b"]["body"]["error"]["param"] == "drafting.k"
+
+
+def test_kuberays_probe_finds_a_node_that_serves(service):
+    """The manifests' and KubeRay's own: the status for one, this word for the other."""
+    response = httpx.get(f"{service.url}/-/healthz")
+    assert (response.status_code, response.text) == (200, "success")
 
 
 def test_a_ray_task_streams_from_the_target_asynchronously(service):
