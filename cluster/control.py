@@ -189,15 +189,26 @@ class DepthControl:
         """What is believed and chosen, as JSON: see `cluster.view`."""
         names = {*self.book.workloads(), *self._load, *self.policy.by_workload}
         silent_s = now_s - self._observed_s
+        rows = [self._describe(name) for name in sorted(names or {DEFAULT_WORKLOAD})]
         return {
             "max_draft_tokens": self.policy.max_draft_tokens,
             "policy": "adaptive" if self.is_adaptive else "fixed",
             "step_times": self._describe_costs(),
+            "step_s": self._step_s({row["workload"]: row["k"] for row in rows}),
             "head": self.ledger.head or None,
             "seconds_since_report": None if math.isinf(silent_s) else round(silent_s, 1),
             "context_tokens": round(self._context_tokens, 1),
-            "workloads": [self._describe(name) for name in sorted(names or {DEFAULT_WORKLOAD})],
+            "workloads": rows,
         }
+
+    def _step_s(self, k_of: Mapping[str, int]) -> float | None:
+        """Seconds of a step at the mean load, each request with the K of its workload; None without load or costs."""
+        num_requests = sum(self._load.values())
+        if not self._costs or not num_requests:
+            return None
+        num_tokens = sum(load * (1 + k_of[workload]) for workload, load in self._load.items())
+        scale = max(1.0, 1.0 / num_requests)  # a step has at least one request
+        return round(self.costs.seconds(num_requests * scale, num_tokens * scale, self._context_tokens), 6)
 
     def _describe(self, workload: str) -> dict[str, Any]:
         survival = self.book.survival(workload)

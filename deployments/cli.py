@@ -175,11 +175,12 @@ def _show_answer(client: httpx.Client, body: dict[str, Any]) -> str:
             choice: dict[str, Any] = next(iter(chunk["choices"]), {})
             tokens = list((choice.get("logprobs") or {}).get("content") or ())
             text = choice.get("delta", {}).get("content") or ""
+            num_drafted = len(tokens) - 1
             if choice.get("finish_reason") == "stop" and tokens and tokens[-1]["token"] not in text:
                 tokens.pop()  # the token that ends a turn is no text
-            for place, token in enumerate(tokens, start=1):
+            for index, token in enumerate(tokens):
                 text = decoder.decode(bytes(token["bytes"]))
-                typer.echo(typer.style(text, fg="green") if place < len(tokens) else text, nl=False)
+                typer.echo(typer.style(text, fg="green") if index < num_drafted else text, nl=False)
                 answer += text
             num_tokens += len(tokens)
     speed = f"{num_tokens / (time.monotonic() - start_s):.0f} tokens/s"

@@ -7,8 +7,10 @@ where there are any, in ingress replicas: nothing here knows Ray, or where the e
 """
 
 import asyncio
+import base64
 import contextlib
 import functools
+import hashlib
 import json
 import logging
 import math
@@ -16,16 +18,17 @@ import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.chat_utils import MM_PARSER_MAP
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -74,8 +77,8 @@ SERVER_KEYS = (DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
 
 MAX_NESTING = 64
 MAX_INTEGER = 2**63 - 1
-OPEN_PATHS = ("/health", "/metrics")
-"""For probes and Prometheus: they need no key."""
+OPEN_PATHS = ("", "/", "/health", "/metrics")
+"""For probes and Prometheus, and the page, which asks for a key itself: they need no key."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -387,6 +390,7 @@ class EdgeMetrics:
             ["workload", "status"],
             registry=self._registry,
         )
+        self.queued = Gauge("peagle_queued_requests", "Requests that wait for a place.", registry=self._registry)
 
     def families(self) -> list[Metric]:
         """Plain values, which can travel."""
@@ -410,6 +414,7 @@ class Edge:
         self.metrics = EdgeMetrics()
         self._max_running = max_running
         self.admission = Admission(1, 0)
+        self.metrics.queued.set_function(lambda: self.admission.num_queued)
         self._settings = settings
         self._workloads = Workloads(known=settings.named_workloads(), aliases=settings.model.aliases)
         self.use(settings, control)
@@ -636,7 +641,7 @@ METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def make_app(backend: Backend, allow_origins: list[str]) -> FastAPI:
-    """The HTTP API: OpenAI's, and GET /health, /metrics and /drafting."""
+    """The HTTP API: OpenAI's, and GET /health, /metrics, /drafting and the page at /."""
     app = FastAPI(title="peagle-serve", docs_url=None, redoc_url=None)
 
     async def ask(call: Call, request: Request) -> Response:
@@ -672,6 +677,11 @@ def make_app(backend: Backend, allow_origins: list[str]) -> FastAPI:
     async def drafting() -> Response:
         return JSONResponse(await backend.drafting())
 
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        text, headers = live_page()
+        return HTMLResponse(text, headers=headers)
+
     async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         return error.response()
@@ -692,6 +702,28 @@ def make_app(backend: Backend, allow_origins: list[str]) -> FastAPI:
     if allow_origins:
         app.add_middleware(CORSMiddleware, allow_origins=allow_origins, allow_methods=["*"], allow_headers=["*"])
     return app
+
+
+@functools.cache
+def live_page() -> tuple[str, dict[str, str]]:
+    """The page at / and its headers, by which a browser runs and loads nothing but what the file itself holds."""
+    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+
+    def source(tag: str) -> str:
+        inside = text.split(f"<{tag}>")[1].split(f"</{tag}>")[0]
+        return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"
+
+    policy = (
+        f"default-src 'none'; script-src {source('script')}; style-src {source('style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'"
+    )
+    return text, {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
 
 
 async def _answer(backend: Backend, call: Call, request: Request) -> Response:

@@ -211,9 +211,10 @@ def drafter_metrics(drafters: Sequence[DrafterReport], reports: Sequence[TargetR
     found: dict[str, CounterMetricFamily] = {}
 
     def count(prefix: str, labels: Mapping[str, str], counters: Mapping[str, float]) -> None:
-        for name, value in sorted(counters.items()):
-            text = f"{prefix}{name}".removeprefix("peagle_").replace("_", " ")
-            family = found.setdefault(prefix + name, CounterMetricFamily(prefix + name, text, labels=list(labels)))
+        for counter, value in sorted(counters.items()):
+            name = prefix + (f"{counter[:-1]}seconds" if counter.endswith("_s") else counter)
+            text = name.removeprefix("peagle_").replace("_", " ")
+            family = found.setdefault(name, CounterMetricFamily(name, text, labels=list(labels)))
             family.add_metric(list(labels.values()), value)
 
     for drafter in drafters:
@@ -242,7 +243,10 @@ def depth_metrics(document: Mapping[str, Any], model: str) -> list[Metric]:
         for bound, values in row["survival"].items():
             for depth, value in enumerate(values, start=1):
                 survival.add_metric([model, row["workload"], str(depth), bound], value)
-    return [chosen, survival]
+    step = GaugeMetricFamily("peagle_step_seconds", "A step of an engine, at the load of now.", labels=["model"])
+    if document["step_s"] is not None:
+        step.add_metric([model], document["step_s"])
+    return [chosen, survival, step]
 
 
 # ---- what was learned, kept over restarts

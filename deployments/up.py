@@ -569,7 +569,8 @@ def usage(url: str, model: str, *, needs_key: bool = False) -> str:
         ".choices[0].message.content)"
     )
     return (
-        f"\nReady: {url}/v1   (model {model}{', API_KEY stands for the key of a caller' if needs_key else ''})\n\n"
+        f"\nReady: {url}/v1   (model {model}{', API_KEY stands for the key of a caller' if needs_key else ''})\n"
+        f"Page:  {url}/\n\n"
         f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'{key_header} -d '{body}'\n\n"
         f'{sys.executable} -c "{client}"\n\n'
         # Ray's command-line tools send the cluster's token only when they are told that there is one.

@@ -1,5 +1,6 @@
 """The command `peagle`: what it offers, how it fails, and that the commands which documentation names can be typed."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -7,10 +8,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import typer
 
-from deployments.cli import app, main
+from deployments.cli import _show_answer, app, main
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = typer.main.get_command(app).commands
@@ -101,3 +103,18 @@ def test_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert "http://127.0.0.1:9/drafting does not answer" in capsys.readouterr().err
     with pytest.raises(FileNotFoundError):
         main(["--traceback", "train", "none.yaml"])
+
+
+def test_chat_shows_a_last_step_in_green_but_for_the_token_that_ends_the_turn(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tokens = [{"token": text, "bytes": list(text.encode())} for text in ("a", "b", "<end>")]
+    choice = {"delta": {"content": "ab"}, "logprobs": {"content": tokens}, "finish_reason": "stop"}
+    stream = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, text=stream))
+    context = typer.Context(COMMANDS["chat"])
+    context.color = True
+    with context, httpx.Client(base_url="http://service", transport=transport) as client:
+        assert _show_answer(client, {}) == "ab"
+    shown = capsys.readouterr().out
+    assert re.findall(r"\x1b\[32m(.*?)\x1b\[0m", shown) == ["a", "b"]

@@ -332,6 +332,7 @@ def test_url_as_seen_from_this_machine() -> None:
 def test_usage_has_a_url_a_curl_line_and_a_python_line() -> None:
     lines = usage("http://127.0.0.1:8000", "m").splitlines()
     assert any(line.startswith("Ready: http://127.0.0.1:8000/v1") for line in lines)
+    assert "Page:  http://127.0.0.1:8000/" in lines
     assert any(line.startswith("curl -s http://127.0.0.1:8000/v1/chat/completions ") for line in lines)
     (client,) = [line for line in lines if ' -c "' in line]
     compile(client.split(' -c "')[1].rstrip('"'), "usage", "exec")
