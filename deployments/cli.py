@@ -121,8 +121,9 @@ def chat(
     import httpx
 
     messages: list[dict[str, str]] = []
-    body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "stream": True, "logprobs": True}
-    body |= {} if k is None else {"drafting": {"k": k}}
+    # A chunk for every step, also where the service would put several into one.
+    body: dict[str, Any] = {"stream": True, "stream_interval": 1, "logprobs": True}
+    body |= {"max_tokens": max_tokens, "temperature": temperature} | ({} if k is None else {"drafting": {"k": k}})
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with httpx.Client(base_url=url, headers=headers, timeout=600) as client:
         try:
