@@ -317,7 +317,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 
     arm, shape = Arm.parse(args.arm), dict(getattr(models, args.shape))
     if args.num_layers:
-        shape["num_hidden_layers"] = args.num_layers
+        shape = models.shortened(shape, args.num_layers)
     settings = engine_settings(arm, args.folder, shape)
     start_s = time.perf_counter()
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.checkpoint import expected_tensors
-from peagle.config import DrafterConfig
+from peagle.config import MIN_DEFAULT_LAYERS, DrafterConfig
 
 QWEN3_CODER_30B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -73,8 +73,126 @@ LLAMA_8B: dict[str, Any] = {
 }
 """Shape of Llama-3.1-8B-Instruct: 8.0 billion parameters, 16 GB in bf16."""
 
+QWEN3_CODER_30B_FP8: dict[str, Any] = {
+    **QWEN3_CODER_30B,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+}
+"""The same as Qwen/Qwen3-Coder-30B-A3B-Instruct-FP8, the target of the published head: 31 GB."""
+
+GPT_OSS_120B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "num_local_experts": 128,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 201088,
+}
+"""Shape of gpt-oss-120b: 117 billion parameters, 5.1 billion active per token, 65 GB with its experts in MXFP4."""
+
+GPT_OSS_20B: dict[str, Any] = {
+    **GPT_OSS_120B,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "num_hidden_layers": 24,
+    "num_local_experts": 32,
+}
+"""Shape of gpt-oss-20b: 21 billion parameters, 3.6 billion active per token, 14 GB with its experts in MXFP4."""
+
+GEMMA_4_31B: dict[str, Any] = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "attention_bias": False,
+    "attention_k_eq_v": True,
+    "bos_token_id": 2,
+    "enable_moe_block": False,
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 5376,
+    "hidden_size_per_layer_input": 0,
+    "initializer_range": 0.02,
+    "intermediate_size": 21504,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+    "max_position_embeddings": 262144,
+    "model_type": "gemma4_text",
+    "num_attention_heads": 32,
+    "num_global_key_value_heads": 4,
+    "num_hidden_layers": 60,
+    "num_key_value_heads": 16,
+    "num_kv_shared_layers": 0,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 1024,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_double_wide_mlp": False,
+    "vocab_size": 262144,
+}
+"""Shape of the language model of Gemma-4-31B-it: 30.7 billion parameters, 61 GB in bf16."""
+
 HEAD_MLP_SIZE = 6144
 DRAFT_VOCAB_SIZE = 32_000
+PUBLISHED_HEADS: dict[str, dict[str, Any]] = {
+    "GPT_OSS_120B": {"num_depths": 8, "mlp_size": 11520, "draft_vocab_size": 201088},
+    "GPT_OSS_20B": {"num_depths": 10, "mlp_size": 14400, "draft_vocab_size": 201088},
+    "QWEN3_CODER_30B_FP8": {"num_depths": 18},
+    "GEMMA_4_31B": {"num_depths": 7, "mlp_size": 21504},
+}
+"""`write_head` for what is known of the published heads: depths and vocabularies; MLPs of gpt-oss's as their numbers of
+parameters (1.7 and 1.8 billion) ask for. Of Gemma's nothing is known."""
+
+
+def shortened(shape: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """The target with its first layers only."""
+    layer_types = {"layer_types": shape["layer_types"][:num_layers]} if "layer_types" in shape else {}
+    return {**shape, "num_hidden_layers": num_layers, **layer_types}
 
 
 def write_target(directory: Path, config: dict[str, Any] | None = None) -> Path:
@@ -103,15 +221,18 @@ def write_head(
     mlp_size: int = HEAD_MLP_SIZE,
     draft_vocab_size: int = DRAFT_VOCAB_SIZE,
     parallel: bool = True,
+    own_tables: bool = False,
 ) -> Path:
     """A plain P-EAGLE head, or EAGLE-3 head if not `parallel`, of random bf16 weights for `target`.
 
-    The same for the same arguments.
+    The same for the same arguments. Without `own_tables` it shares the target's embeddings, and with the target's whole
+    vocabulary its output matrix too.
     """
     import torch
     from safetensors.torch import save_file
 
     target = target or QWEN3_CODER_30B
+    few = {} if target["num_hidden_layers"] >= MIN_DEFAULT_LAYERS else {"aux_layer_ids": (0, 1, 2)}
     config = DrafterConfig.for_target(
         target,
         num_layers=num_layers,
@@ -119,17 +240,21 @@ def write_head(
         draft_vocab_size=draft_vocab_size,
         ptd_token_id=target["vocab_size"] - 1 if parallel else None,
         num_depths=num_depths,
+        **few,
     )
+    tables = {"embed_tokens.weight", "lm_head.weight"} if own_tables else set()
+    if draft_vocab_size < target["vocab_size"]:
+        tables.add("lm_head.weight")
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, torch.Tensor] = {}
     for name, expected in expected_tensors(config).items():
-        if name in ("embed_tokens.weight", "mask_embedding", "t2d"):
-            continue  # the target's table serves both
+        if not expected.required and name not in tables:
+            continue
         if name == "d2t":
             tensors[name] = torch.zeros(expected.shape, dtype=torch.int64)  # draft token i is target token i
         elif "norm" in name:
             tensors[name] = torch.ones(expected.shape, dtype=torch.bfloat16)
-        elif expected.required or name == "lm_head.weight":
+        else:
             weights = torch.randn(expected.shape, generator=generator, dtype=torch.float32) * 0.02
             tensors[name] = weights.to(torch.bfloat16)
     if parallel:

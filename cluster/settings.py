@@ -43,6 +43,21 @@ OWNED_ENGINE_KEYS = {
 }
 """Engine arguments that cannot be set, each with what to do instead."""
 
+OWNED_DRAFT_KEYS = {
+    "model": "set drafter.head",
+    "method": "the head decides between P-EAGLE and EAGLE-3, both eagle3 to vLLM",
+    "num_speculative_tokens": "set drafter.max_draft_tokens",
+    "parallel_drafting": "set drafter.parallel_drafting",
+    "tensor_parallel_size": "set draft_tensor_parallel_size, as in vLLM",
+    "num_speculative_tokens_per_batch_size": "each request has a K of its own, which follows the load: see depth",
+    "enable_adaptive_verification": "the scheduler weighs every draft already: see depth",
+    "quantization": "heads are served as they are stored, in bfloat16",
+}
+"""Keys of vLLM's speculative_config that cannot be set in drafter.engine_options, each with what to do instead."""
+
+ONLY_DRAFT_VALUES = {"draft_sample_method": ("greedy",), "rejection_sample_method": ("standard", "synthetic")}
+"""Keys of which one value is refused: K is learned from drafts that are greedy and rejected one by one."""
+
 ROW_DTYPES = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
 """vLLM's names of data types, and the names in the remote drafter's protocol."""
 
@@ -79,12 +94,14 @@ class Head(Protocol):
 @dataclass(frozen=True)
 class Catalog:
     """Embedded models; the folder of shipped heads (one folder a head); what reads the config of a head's folder, and
-    raises ValueError; names of the engine's arguments (None: not checked); environment variables."""
+    raises ValueError; names of the engine's arguments, and of vLLM's speculative_config (None: not checked);
+    environment variables."""
 
     embedded_models: Collection[str]
     heads_dir: Path
     read_head: Callable[[Path], Head]
     engine_keys: Collection[str] | None = None
+    draft_keys: Collection[str] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
 
     def resolve(self, source: str, shipped: Collection[str], what: str) -> str:
@@ -250,6 +267,22 @@ class DrafterSettings(Section):
         if len(self.heads) > MAX_NUM_HEADS:
             raise ValueError(f".heads_by_workload: {len(self.heads)} heads, at most {MAX_NUM_HEADS}")
         return self
+
+    @field_validator("engine_options")
+    @classmethod
+    def _check_options(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        known = None if info.context is None else info.context.draft_keys
+        problems = []
+        for key, value in options.items():
+            if key in OWNED_DRAFT_KEYS:
+                problems.append(f".{key} is not yours to set: {OWNED_DRAFT_KEYS[key]}")
+            elif known is not None and key not in known:
+                hint = nearest(key, known)
+                problems.append(f"unknown key drafter.engine_options.{key}: vLLM's speculative_config has none{hint}")
+            elif key in ONLY_DRAFT_VALUES and value not in ONLY_DRAFT_VALUES[key]:
+                problems.append(f".{key} is {value!r:.80}, but must be {' or '.join(ONLY_DRAFT_VALUES[key])} here")
+        Problems.check(problems)
+        return options
 
     @model_validator(mode="after")
     def _read_heads(self, info: ValidationInfo) -> "DrafterSettings":
@@ -721,8 +754,8 @@ def _max_k(drafter: DrafterSettings | None, depth: DepthSettings | None) -> tupl
 def load_settings(raw: Any, catalog: Catalog, env: Mapping[str, str] | None = None) -> ClusterSettings:
     """Check `raw` and fill in what it leaves out.
 
-    vLLM's published `speculative_config` object may stand in place of `drafter`, in `raw` or as JSON in the
-    environment variable SM_VLLM_SPECULATIVE_CONFIG.
+    vLLM's published `speculative_config` may stand in place of `drafter`, as an object or its JSON in `raw`, or as
+    JSON in the environment variable SM_VLLM_SPECULATIVE_CONFIG.
 
     Raises:
         SettingsError: listing every problem.
@@ -776,10 +809,12 @@ def _with_drafter(raw: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, A
     if "speculative_config" in sections:
         given["speculative_config"] = sections.pop("speculative_config")
     if in_env := env.get(SPECULATIVE_CONFIG_ENV):
+        given[SPECULATIVE_CONFIG_ENV] = in_env
+    for name, value in given.items():
         try:
-            given[SPECULATIVE_CONFIG_ENV] = json.loads(in_env)
+            given[name] = json.loads(value) if isinstance(value, str) else value
         except json.JSONDecodeError as error:
-            raise Problems([f"{SPECULATIVE_CONFIG_ENV} is not JSON: {error}"]) from error
+            raise Problems([f"{name} is not JSON: {error}"]) from error
     if len(given) == 2 and given["speculative_config"] == given[SPECULATIVE_CONFIG_ENV]:
         given.popitem()
     names = [*given, *(["drafter"] if "drafter" in sections and given else [])]

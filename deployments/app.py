@@ -110,13 +110,20 @@ def bind_drafter(settings: ClusterSettings) -> serve.Application | None:
 
 
 def catalog() -> Catalog:
-    """What this installation has: embedded models, shipped heads, and the engine's arguments."""
+    """What this installation has: embedded models, shipped heads, and the names of vLLM's settings."""
+    from vllm.config import SpeculativeConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import FrontendArgs
 
-    names = {field.name for record in (AsyncEngineArgs, FrontendArgs) for field in dataclasses.fields(record)}
+    def names_of(*records: type) -> frozenset[str]:
+        return frozenset(field.name for record in records for field in dataclasses.fields(record))
+
     return Catalog(
-        frozenset(embedded_targets()), Path(peagle.heads.__file__).parent, read_head_config, frozenset(names)
+        frozenset(embedded_targets()),
+        Path(peagle.heads.__file__).parent,
+        read_head_config,
+        engine_keys=names_of(AsyncEngineArgs, FrontendArgs),
+        draft_keys=names_of(SpeculativeConfig),
     )
 
 

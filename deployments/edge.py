@@ -77,7 +77,7 @@ SERVER_KEYS = (DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
 
 MAX_NESTING = 64
 MAX_INTEGER = 2**63 - 1
-OPEN_PATHS = ("", "/", "/health", "/metrics")
+OPEN_PATHS = ("", "/", "/health", "/metrics", "/ping")
 """For probes and Prometheus, and the page, which asks for a key itself: they need no key."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -175,6 +175,17 @@ def read_json(raw: bytes, max_bytes: int) -> Any:
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise ApiError(400, f"The request body is not valid JSON: {reason}.", code="invalid_json") from error
+
+
+def call_of(document: Any) -> Call:
+    """Chat or completion, as vLLM tells requests to SageMaker's /invocations apart. Raises ApiError for neither."""
+    if not isinstance(document, dict):
+        check_document(document)
+    elif document.get("messages") is not None:
+        return "chat"
+    elif document.get("prompt") is not None:
+        return "completions"
+    raise ApiError(400, "the request has neither messages, for a chat, nor prompt, for a completion", param="messages")
 
 
 def check_document(document: Any) -> dict[str, Any]:
@@ -641,10 +652,10 @@ METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def make_app(backend: Backend, allow_origins: list[str]) -> FastAPI:
-    """The HTTP API: OpenAI's, and GET /health, /metrics, /drafting and the page at /."""
+    """The HTTP API: OpenAI's, SageMaker's, and GET /health, /metrics, /drafting and the page at /."""
     app = FastAPI(title="peagle-serve", docs_url=None, redoc_url=None)
 
-    async def ask(call: Call, request: Request) -> Response:
+    async def ask(call: Call | None, request: Request) -> Response:
         return await _answer(backend, call, request)
 
     @app.post("/v1/chat/completions")
@@ -654,6 +665,10 @@ def make_app(backend: Backend, allow_origins: list[str]) -> FastAPI:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await ask("completions", request)
+
+    @app.post("/invocations")
+    async def invocations(request: Request) -> Response:
+        return await ask(None, request)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -665,6 +680,8 @@ def make_app(backend: Backend, allow_origins: list[str]) -> FastAPI:
             raise ApiError(404, f"the model {model!r:.80} is not served here", param="model", code="model_not_found")
         return JSONResponse(card)
 
+    @app.get("/ping")
+    @app.post("/ping")
     @app.get("/health")
     async def health() -> Response:
         return JSONResponse(await backend.health())
@@ -726,10 +743,12 @@ def live_page() -> tuple[str, dict[str, str]]:
     }
 
 
-async def _answer(backend: Backend, call: Call, request: Request) -> Response:
-    """The HTTP response to a request for an answer; its status waits for the first piece of it."""
+async def _answer(backend: Backend, call: Call | None, request: Request) -> Response:
+    """The HTTP response to a request for an answer; its status waits for the first piece of it. `call` None: its fields
+    say what it asks for."""
     edge = backend.edge
     document = read_json(await _body(request, edge.limits.max_body_bytes), edge.limits.max_body_bytes)
+    call = call or call_of(document)
     caller = getattr(request.state, "caller", ANYONE)
     pieces = edge.answer(call, document, backend.generate, caller, request.headers)
     first = await _unless_disconnected(request, anext(pieces, ""))

@@ -28,7 +28,14 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 import peagle.heads
-from cluster.settings import Catalog, ClusterSettings, key_variables, live_config, load_settings
+from cluster.settings import (
+    SPECULATIVE_CONFIG_ENV,
+    Catalog,
+    ClusterSettings,
+    key_variables,
+    live_config,
+    load_settings,
+)
 from deployments import DRAFTER_NAME, INGRESS_NAME, ROUTER_NAME, TARGET_NAME, compat
 from deployments.autoscaling import MAX_STREAM_S
 from peagle.checkpoint import read_head_config
@@ -138,6 +145,9 @@ def read_config(path: Path, *, with_keys: bool = True) -> tuple[dict[str, Any], 
     """A Serve config file and the settings under its first application's `args`, checked without loading anything.
     Without keys, the name of each environment variable that is to hold a caller's key stands for the key.
 
+    A drafter that the environment variable SM_VLLM_SPECULATIVE_CONFIG names here is written into `args`: the processes
+    of a cluster have environments of their own.
+
     Raises UpError for a file that is missing, no YAML or no Serve config, SettingsError for wrong settings.
     """
     try:
@@ -151,9 +161,11 @@ def read_config(path: Path, *, with_keys: bool = True) -> tuple[dict[str, Any], 
         raise UpError(f"{path}: applications is empty, there is nothing to serve")
     catalog = Catalog(frozenset(embedded_targets()), Path(peagle.heads.__file__).parent, read_head_config)
     args = config["applications"][0].get("args") or {}
-    return config, load_settings(
-        args, catalog, os.environ if with_keys else {name: name for name in key_variables(args)}
-    )
+    env = os.environ if with_keys else {name: name for name in key_variables(args)}
+    settings = load_settings(args, catalog, env)
+    if settings.drafter is not None and not {"drafter", "speculative_config"} & args.keys():
+        args["speculative_config"] = env[SPECULATIVE_CONFIG_ENV]
+    return config, settings
 
 
 def live_form(config: Mapping[str, Any], settings: ClusterSettings) -> dict[str, Any]:

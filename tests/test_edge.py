@@ -430,6 +430,41 @@ def test_an_unknown_model_gets_404() -> None:
     assert request(Echo(), "GET", "/v1/models/gpt-none").status_code == 404
 
 
+# ---- as SageMaker asks
+
+
+@pytest.mark.parametrize(
+    ("body", "call"),
+    [
+        ({"messages": HELLO}, "chat"),
+        ({"messages": HELLO, "prompt": None, "stream": True}, "chat"),
+        ({"prompt": "One,", "model": "tiny-coder"}, "completions"),
+        ({"prompt": [[1, 2]], "messages": None, "drafting": {"k": 2}}, "completions"),
+    ],
+)
+def test_invocations_are_told_apart_by_their_fields(body: dict[str, Any], call: Any) -> None:
+    backend, other = Echo(), Echo()
+    found = request(backend, "POST", "/invocations", json=body)
+    path = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}[call]
+    expected = request(other, "POST", path, json=body)
+    assert (found.status_code, found.text, found.headers["content-type"]) == (
+        200, expected.text, expected.headers["content-type"]
+    )  # fmt: skip
+    assert (backend.admitted[0].call, backend.admitted[0].fields) == (call, other.admitted[0].fields)
+
+
+def test_invocations_that_are_neither_are_refused() -> None:
+    for body in ({}, {"inputs": "Hi"}, {"messages": None}):
+        response = request(Echo(), "POST", "/invocations", json=body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+        assert "nor prompt, for a completion" in response.json()["error"]["message"]
+    for raw in (b"", b"[]", b"{"):
+        assert request(Echo(), "POST", "/invocations", content=raw).status_code == 400
+    both = request(Echo(), "POST", "/invocations", json={"messages": HELLO, "prompt": "One,"})
+    assert (both.status_code, both.json()["error"]["param"]) == (400, "prompt")
+    assert request(Echo(callers(web={"key_sha256": DIGEST})), "POST", "/invocations", json={}).status_code == 401
+
+
 # ---- the answer
 
 
@@ -550,7 +585,7 @@ def test_an_unknown_key_gets_401_before_anything_else(path: str, headers: dict[s
 
 def test_probes_need_no_key_and_a_route_prefix_changes_nothing() -> None:
     backend = Echo(callers(web={"key_sha256": DIGEST}))
-    for path in ("/health", "/metrics"):
+    for path in ("/health", "/metrics", "/ping"):
         assert request(backend, "GET", path).status_code == 200
         assert request(backend, "GET", f"/app{path}", root_path="/app").status_code == 200
     assert request(backend, "GET", "/app/v1/models", root_path="/app").status_code == 401

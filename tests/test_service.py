@@ -85,6 +85,16 @@ def test_chat_and_completions_with_the_openai_client(service):
     assert plain.drafting["num_steps"] > 0
 
 
+def test_sagemaker_is_answered_as_openais_clients_are(service):
+    assert httpx.get(f"{service.url}/ping", timeout=60).json() == httpx.get(f"{service.url}/health", timeout=60).json()
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "temperature": 0}
+    texts = [
+        httpx.post(f"{service.url}{path}", json=body, timeout=60).json()["choices"][0]["message"]["content"]
+        for path in ("/invocations", "/v1/chat/completions")
+    ]
+    assert texts[0] == texts[1] != ""
+
+
 def test_drafts_of_the_shipped_head_are_accepted(service):
     client = service.client()
 

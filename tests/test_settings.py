@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import ValidationError
+from ray import serve
 
 from cluster.settings import (
     Catalog,
@@ -19,6 +20,8 @@ from cluster.settings import (
     load_settings,
     swapped,
 )
+from deployments.app import build
+from deployments.manifest import render
 from peagle.checkpoint import read_head_config
 from peagle.config import LLAMA_NAMES, QWEN_NAMES
 
@@ -60,6 +63,7 @@ SPECULATIVE_CONFIG = {
 }
 QUEUE = {"policy": "queue_length", "target": {"min": 1, "max": 3}}
 ACCEPTANCE = {"policy": "acceptance", "target": {"min": 1, "max": 3}}
+DRAFT_KEYS = {"draft_tensor_parallel_size", "rejection_sample_method"}
 ENGINE_KEYS = {"dtype", "max_model_len", "max_num_seqs", "speculative_config", "pipeline_parallel_size"}
 
 
@@ -67,7 +71,7 @@ ENGINE_KEYS = {"dtype", "max_model_len", "max_num_seqs", "speculative_config", "
 def catalog(tmp_path: Path) -> Catalog:
     for name, config in HEADS.items():
         write_head(tmp_path / "heads" / name, config)
-    return Catalog({"embedded-model"}, tmp_path / "heads", read_head_config, ENGINE_KEYS)
+    return Catalog({"embedded-model"}, tmp_path / "heads", read_head_config, ENGINE_KEYS, DRAFT_KEYS)
 
 
 def write_head(folder: Path, config: Any) -> str:
@@ -420,6 +424,8 @@ def test_vllms_speculative_config_stands_for_the_drafter(catalog: Catalog) -> No
     assert from_args.drafter is not None
     assert (from_args.drafter.head, from_args.drafter.parallel_drafting) == ("amazon/some-p-eagle-head", True)
     assert from_args.depth_policy().default_k == 5
+    # A config file of vLLM's own has it as JSON in a string.
+    assert load_settings({**bare, "speculative_config": json.dumps(SPECULATIVE_CONFIG)}, catalog) == from_args
     further = {**SPECULATIVE_CONFIG, "draft_tensor_parallel_size": 1}
     drafter = drafter_of({**bare, "speculative_config": further}, catalog)
     assert drafter.engine_options == {"draft_tensor_parallel_size": 1}
@@ -436,6 +442,36 @@ BARE = changed(drafter=..., depth=...)
         (BARE, {"SM_VLLM_SPECULATIVE_CONFIG": "{"}, "is not JSON"),
         (BARE, {"SM_VLLM_SPECULATIVE_CONFIG": "[]"}, "must be an object"),
         ({**BARE, "speculative_config": {**SPECULATIVE_CONFIG, "method": "ngram"}}, {}, "ngram"),
+        ({**BARE, "speculative_config": "{method: eagle3}"}, {}, "speculative_config is not JSON"),
+        (BARE, {"SM_VLLM_SPECULATIVE_CONFIG": "3"}, "must be an object"),
+        (
+            {**BARE, "speculative_config": {**SPECULATIVE_CONFIG, "draft_tensor_parallel_sise": 1}},
+            {},
+            "unknown key drafter.engine_options.draft_tensor_parallel_sise: vLLM's speculative_config has none",
+        ),
+        (
+            {**BARE, "speculative_config": {**SPECULATIVE_CONFIG, "tensor_parallel_size": 1}},
+            {},
+            "drafter.engine_options.tensor_parallel_size is not yours to set: set draft_tensor_parallel_size",
+        ),
+        (
+            {
+                **BARE,
+                "speculative_config": {**SPECULATIVE_CONFIG, "num_speculative_tokens_per_batch_size": [[1, 8, 3]]},
+            },
+            {},
+            "each request has a K of its own",
+        ),
+        (
+            {**BARE, "speculative_config": {**SPECULATIVE_CONFIG, "rejection_sample_method": "block"}},
+            {},
+            "rejection_sample_method is 'block', but must be standard or synthetic here",
+        ),
+        (
+            changed(drafter__engine_options={"model": "other"}),
+            {},
+            "engine_options.model is not yours to set: set drafter",
+        ),
         (
             {**BARE, "speculative_config": {**SPECULATIVE_CONFIG, "parallel_drafting": "sometimes"}},
             {},
@@ -542,6 +578,19 @@ def test_every_shipped_service_config_fits_the_schema(name: str) -> None:
     assert isinstance(settings, ClusterSettings)
     assert settings.max_draft_tokens > 0
     assert settings.depth.policy == "adaptive"
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_shipped_service_config_makes_an_application_and_a_manifest(name: str) -> None:
+    (application,) = SERVICES[name]
+    assert isinstance(build(application["args"]), serve.Application)
+    service, *_ = yaml.safe_load_all(render(ROOT / "configs" / name))
+    sent = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]["args"]
+    assert (sent["model"], sent["engine"]) == (application["args"]["model"], application["args"]["engine"])
+    workers = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
+    num_gpus = sent["engine"].get("tensor_parallel_size", 1) * sent["target"]["bundle"].get("GPU", 0)
+    num_gpus += sent["drafter"].get("replicas", {}).get("num_gpus", 0)
+    assert int(workers["resources"]["limits"].get("nvidia.com/gpu", 0)) == num_gpus
 
 
 @pytest.mark.parametrize("name", SERVICES)

@@ -1,6 +1,7 @@
 """`peagle serve`: what it refuses before Ray starts, and what it tells."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -43,6 +44,19 @@ def test_right_config_is_read(tmp_path: Path) -> None:
     raw, settings = read_config(Path(write(tmp_path / "right.yaml", config())))
     assert raw == config()
     assert settings.model.id == "smollm2-135m-instruct"
+
+
+def test_a_drafter_named_by_sagemakers_variable_goes_with_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processes of a cluster that runs already do not have it."""
+    given = {"method": "eagle3", "model": "org/head", "num_speculative_tokens": 3, "parallel_drafting": True}
+    monkeypatch.setenv("SM_VLLM_SPECULATIVE_CONFIG", json.dumps(given))
+    raw, settings = read_config(Path(write(tmp_path / "c.yaml", config())))
+    assert settings.drafter is not None
+    assert (settings.drafter.head, settings.max_draft_tokens) == ("org/head", 3)
+    monkeypatch.delenv("SM_VLLM_SPECULATIVE_CONFIG")
+    assert read_config(Path(write(tmp_path / "sent.yaml", raw)))[1] == settings
 
 
 @pytest.mark.parametrize(
