@@ -108,12 +108,13 @@ def environment(group: Json) -> Json:
     return found
 
 
-def loaded(path: Path) -> list[Json]:
-    return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
-
-
 def made(path: Path, *, job: bool = False) -> list[Json]:
     return list(yaml.safe_load_all(render(path, job=job)))
+
+
+def of(name: str, *, job: bool = False) -> list[Json]:
+    """The objects of a config by its name."""
+    return made(ROOT / "configs" / f"{name}.yaml", job=job)
 
 
 @pytest.fixture
@@ -189,7 +190,7 @@ def pod(service: Json) -> Json:
     ],
 )
 def test_a_wrong_field_is_caught(kind: str, mutate: Any, message: str) -> None:
-    documents = loaded(K8S / "local-autoscale.yaml") + loaded(K8S / "local-batch.yaml")
+    documents = of("local-autoscale") + of("local", job=True)
     broken = next(document for document in documents if document["kind"] == kind)
     assert problems(broken) == []
     mutate(broken)
@@ -337,7 +338,7 @@ def test_drafters_have_pods_of_their_own_where_a_node_has_too_few_gpus(make: Any
 
 
 def test_pods_for_gpus_can_run_on_their_nodes_and_keep_what_they_download() -> None:
-    service, plain = loaded(K8S / "gpu.yaml")[0], loaded(K8S / "local.yaml")[0]
+    service, plain = of("gpu")[0], of("local")[0]
     assert pod(service)["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
     mounts = {mount["name"]: mount["mountPath"] for mount in container(workers(service))["volumeMounts"]}
     # The head runs no replica: it must not hold a claim that only one node can mount.
@@ -357,7 +358,7 @@ def test_pods_for_gpus_can_run_on_their_nodes_and_keep_what_they_download() -> N
 @pytest.mark.parametrize("name", MADE)
 def test_names_within_a_manifest_fit_each_other(name: str) -> None:
     """What no schema sees: ports of probes, volumes of mounts, labels of selectors."""
-    service, _, *budgets = loaded(K8S / f"{name}.yaml")
+    service, _, *budgets = of(name)
     for group, spec in groups(service).items():
         found, template = container(spec), spec["template"]
         ports = {port["name"]: port["containerPort"] for port in found["ports"]}
@@ -398,7 +399,7 @@ def test_a_drain_takes_one_target_at_a_time_and_never_the_last(
 
 
 def test_pods_come_and_go_with_replicas() -> None:
-    scaled, plain = loaded(K8S / "local-autoscale.yaml")[0], loaded(K8S / "local.yaml")[0]
+    scaled, plain = of("local-autoscale")[0], of("local")[0]
     group, cluster = workers(scaled), scaled["spec"]["rayClusterConfig"]
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (1, 1, 2)
     assert cluster["enableInTreeAutoscaling"] is True
@@ -410,8 +411,8 @@ def test_pods_come_and_go_with_replicas() -> None:
 
 def test_from_outside_only_the_port_of_http_is_reached() -> None:
     """Replicas, HAProxy's pages, drafters and Ray ask for no API key."""
-    service, policy, *_ = loaded(K8S / "local.yaml")
-    (job,) = loaded(K8S / "local-batch.yaml")
+    service, policy, *_ = of("local")
+    (job,) = of("local", job=True)
     rules = policy["spec"]["ingress"]
     assert [rule["ports"] for rule in rules if "from" not in rule] == [[{"protocol": "TCP", "port": 8000}]]
     (inside,) = [rule for rule in rules if "from" in rule]
@@ -435,7 +436,7 @@ def test_every_pod_starts_ray_with_what_the_way_of_http_needs(raw: Json, make: A
 def test_image_file_builds_what_the_manifest_runs(machine: Machine, name: str) -> None:
     text = (ROOT / machine.dockerfile).read_text(encoding="utf-8")
     assert f"-f {machine.dockerfile} -t {machine.image} " in text
-    for group in groups(loaded(K8S / f"{name}.yaml")[0]).values():
+    for group in groups(of(name)[0]).values():
         assert container(group)["image"] == machine.image
     for sources in re.findall(r"^COPY (.+) \S+$", text, flags=re.MULTILINE):
         missing = [name for name in sources.split() if not (ROOT / name).exists()]
@@ -459,7 +460,7 @@ def test_kustomize_builds_the_service_with_its_components_and_the_users_image() 
     monitor = by_kind.pop("ServiceMonitor")
     assert {kind: problems(document) for kind, document in by_kind.items()} == {kind: [] for kind in by_kind}
     service = by_kind["RayService"]
-    plain = loaded(K8S / "gpu.yaml")[0]
+    plain = of("gpu")[0]
     ray, plain_ray = service["spec"]["rayClusterConfig"], plain["spec"]["rayClusterConfig"]
     fault_tolerance = ray.pop("gcsFaultToleranceOptions")
     assert fault_tolerance["redisPassword"]["valueFrom"]["secretKeyRef"] == {"name": "redis", "key": "password"}
@@ -480,7 +481,7 @@ def test_kustomize_builds_the_service_with_its_components_and_the_users_image() 
 
 
 def test_the_job_runs_a_command_and_a_file_that_the_image_has() -> None:
-    (job,) = loaded(K8S / "local-batch.yaml")
+    (job,) = of("local", job=True)
     command, subcommand, path = job["spec"]["entrypoint"].split()
     assert (command, subcommand) == ("peagle", "batch")
     requests = read_requests(ROOT / Path(path).relative_to("/opt/peagle"))
