@@ -457,7 +457,9 @@ def test_kustomize_builds_the_service_with_its_components_and_the_users_image() 
     done = subprocess.run(["kubectl", "kustomize", str(K8S)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     by_kind = {document["kind"]: document for document in yaml.safe_load_all(done.stdout)}
-    monitor = by_kind.pop("ServiceMonitor")
+    monitor, rules = by_kind.pop("ServiceMonitor"), by_kind.pop("PrometheusRule")
+    assert rules["spec"]["groups"]
+    assert by_kind["ConfigMap"]["metadata"]["labels"] == {"grafana_dashboard": "1"}
     assert {kind: problems(document) for kind, document in by_kind.items()} == {kind: [] for kind in by_kind}
     service = by_kind["RayService"]
     plain = of("gpu")[0]

@@ -19,9 +19,9 @@ from tests.metric_names import documented, exported
 from tests.scaling_cases import GOOD
 from tests.test_telemetry import drafter, report
 
-K8S = Path(__file__).parents[1] / "k8s"
-ALERTS = yaml.safe_load((K8S / "alerts.yaml").read_text(encoding="utf-8"))
-DASHBOARD = json.loads((K8S / "grafana-dashboard.json").read_text(encoding="utf-8"))
+MONITORING = Path(__file__).parents[1] / "k8s" / "components" / "monitoring"
+ALERTS = yaml.safe_load((MONITORING / "alerts.yaml").read_text(encoding="utf-8"))
+DASHBOARD = json.loads((MONITORING / "grafana-dashboard.json").read_text(encoding="utf-8"))
 RULES = [rule for group in ALERTS["spec"]["groups"] for rule in group["rules"]]
 OWN_LABELS = {"le", "job", "instance", "cluster", "namespace"}
 
