@@ -13,6 +13,7 @@ import logging
 import os
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +87,17 @@ def engine_client(server: Any) -> Any:
     return server.engine._engine_client
 
 
-async def ask_engine(server: Any, call: str, request: Any) -> Any:
+async def ask_engine(server: Any, call: str, request: Any, trace: Mapping[str, str]) -> Any:
     """vLLM's answer to its own record of a request: a response object, an `ErrorResponse`, or the generator of
-    server-sent events. `ray.serve.llm` copies each of these into types of its own, and batches events."""
+    server-sent events. `ray.serve.llm` copies each of these into types of its own, and batches events. `trace`: the
+    headers of the HTTP request that vLLM gets to see; by others a client could set its priority."""
+    from starlette.requests import Request
+
+    headers = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in trace.items()]
+    raw = {"raw_request": Request({"type": "http", "headers": headers})} if headers else {}
     if call == "chat":
-        return await server.engine._oai_serving_chat.create_chat_completion(request)
-    return await server.engine._oai_serving_completion.create_completion(request)
+        return await server.engine._oai_serving_chat.create_chat_completion(request, **raw)
+    return await server.engine._oai_serving_completion.create_completion(request, **raw)
 
 
 def error_of(server: Any, error: Exception) -> Any:

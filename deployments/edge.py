@@ -17,7 +17,7 @@ import math
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -79,6 +79,9 @@ MAX_NESTING = 64
 MAX_INTEGER = 2**63 - 1
 OPEN_PATHS = ("", "/", "/health", "/metrics", "/ping")
 """For probes and Prometheus, and the page, which asks for a key itself: they need no key."""
+
+TRACE_HEADERS = ("traceparent", "tracestate")
+"""Of W3C's trace context."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -345,12 +348,14 @@ def grammars(fields: Mapping[str, Any]) -> dict[str, Any]:
 class Admitted:
     """A request as the engine gets it. May travel from an ingress replica to a target replica.
 
-    `fields`: vLLM's fields of the body, with what the edge decided in `vllm_xargs`. `num_sequences`: its weight."""
+    `fields`: vLLM's fields of the body, with what the edge decided in `vllm_xargs`. `num_sequences`: its weight.
+    `trace`: headers by which the engine's span becomes part of its client's trace."""
 
     call: Call
     fields: dict[str, Any]
     drafting: Drafting
     num_sequences: int = 1
+    trace: Mapping[str, str] = field(default_factory=dict)
 
     @functools.cached_property
     def body(self) -> Body:
@@ -502,7 +507,8 @@ class Edge:
         request_id = (headers or {}).get("x-request-id", "")
         if "request_id" not in fields and _REQUEST_ID.fullmatch(request_id):
             fields["request_id"] = body.request_id = request_id
-        admitted = Admitted(call, fields, drafting, num_sequences)
+        trace = {name: headers[name] for name in TRACE_HEADERS if name in headers} if headers else {}
+        admitted = Admitted(call, fields, drafting, num_sequences, trace)
         admitted.__dict__["body"] = body
         return admitted
 

@@ -254,7 +254,7 @@ class TargetServer(LLMServer):
                 raise engine_lost()
             if admitted.body.stream_interval is None:
                 admitted.body.stream_interval = self._pace.tokens_per_chunk
-            result = await compat.ask_engine(self, admitted.call, admitted.body)
+            result = await compat.ask_engine(self, admitted.call, admitted.body, admitted.trace)
             if hasattr(result, "error"):
                 raise self._failure(admitted, from_engine(result.error))
             if hasattr(result, "choices"):

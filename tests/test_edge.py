@@ -592,6 +592,15 @@ def test_probes_need_no_key_and_a_route_prefix_changes_nothing() -> None:
     assert request(backend, "GET", "/app/v1/models", root_path="/app", headers=bearer(SECRET)).status_code == 200
 
 
+def test_of_a_clients_headers_the_engine_sees_those_of_its_trace_alone() -> None:
+    backend = Echo()
+    trace = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01", "tracestate": "a=b"}
+    assert chat(backend, headers={**trace, "X-Request-Priority": "-9", "X-Session-Id": "other"}).status_code == 200
+    assert chat(backend).status_code == 200
+    first, second = (pickle.loads(pickle.dumps(admitted)) for admitted in backend.admitted)
+    assert (first.trace, second.trace) == (trace, {})
+
+
 def test_without_callers_everyone_is_anyone_and_may_set_tags() -> None:
     assert chat(Echo(), headers=bearer("what-ever"), drafting={"workload": "mine"}).status_code == 200
     assert ANYONE.tags == "allow"
