@@ -23,7 +23,7 @@ class Collector(ThreadingHTTPServer):
 class Export(BaseHTTPRequestHandler):
     server: Collector
 
-    def do_POST(self) -> None:  # noqa: N802 - the name that http.server asks for
+    def do_POST(self) -> None:
         sent = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["Content-Length"])))
         for resource in sent.resource_spans:
             for scope in resource.scope_spans:
