@@ -210,6 +210,7 @@ class TargetReport:
         context_tokens: mean context of the running requests, 0 where unknown.
         step_costs: what the scheduler has learned of step times; None before the first step.
         links: to remote drafters, as `deployments.telemetry` describes them.
+        num_output_tokens: of all sequences, running ones included.
     """
 
     replica: str
@@ -220,6 +221,7 @@ class TargetReport:
     context_tokens: float = 0.0
     step_costs: StepCosts | None = None
     links: tuple[Any, ...] = ()
+    num_output_tokens: int = 0
 
     def head_of(self, workload: str) -> str:
         """Digest of the head that drafts for a workload."""

@@ -346,7 +346,7 @@ class SharedSteps:
         rate = self.num_requests * float(self.shares @ lengths) / step_s
         undrafted = self.num_requests / float(self.step_s(0 * row)[0])
         how = kept or ("each draft worth its time" if any(depths) else "no draft pays")
-        reason = f"{how} at {self.num_requests:.3g} requests: {rate:.0f} tokens/s"
+        reason = f"{how} at {self.num_requests:.3g} request{'s' * (self.num_requests != 1)}: {rate:.0f} tokens/s"
         reason += f", {undrafted:.0f} without drafts" if any(depths) else ""
         if excess > 1.0:
             worst = int(np.argmax(tpots_s / self._limits_s))

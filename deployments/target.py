@@ -164,6 +164,7 @@ class TargetServer(LLMServer):
             self._recorder.context_tokens(),
             costs,
             () if self._links is None else self._links.links,
+            self._recorder.num_output_tokens,
         )
 
     async def report(self) -> TargetReport:

@@ -162,6 +162,9 @@ def target_metrics(reports: Sequence[TargetReport], num_ready: int) -> list[Metr
     running = GaugeMetricFamily(
         "peagle_running_requests", "Sequences in the engine, waiting ones included.", labels=("model", "replica")
     )
+    generated = CounterMetricFamily(
+        "peagle_generated_tokens", "Output tokens, of running sequences too.", labels=("model", "replica")
+    )
     requests = CounterMetricFamily(
         "peagle_requests", "Sequences ended; aborted: the client left.", labels=(*labels, "outcome")
     )
@@ -173,6 +176,7 @@ def target_metrics(reports: Sequence[TargetReport], num_ready: int) -> list[Metr
     accepted = _by_depth("accepted_tokens", "Draft tokens accepted at this depth.", labels)
     for report in reports:
         running.add_metric([report.model, report.replica], report.num_running)
+        generated.add_metric([report.model, report.replica], report.num_output_tokens)
         for workload, found in sorted(report.workloads.items()):
             values = [report.model, workload, report.replica]
             requests.add_metric([*values, "finished"], found.num_finished)
@@ -184,7 +188,7 @@ def target_metrics(reports: Sequence[TargetReport], num_ready: int) -> list[Metr
             for family, counts in rows:
                 for depth, count in enumerate(counts, start=1):
                     family.add_metric([*values, str(depth)], count)
-    return [ready, running, requests, tokens, prompts, steps, drafted, reached, accepted]
+    return [ready, running, generated, requests, tokens, prompts, steps, drafted, reached, accepted]
 
 
 def head_metrics(by_head: Mapping[str, Counts], ingress: str) -> list[Metric]:

@@ -163,7 +163,13 @@ def test_prometheus_scrapes_the_service_and_every_panel_and_alert_can_be_asked(s
     asyncio.run(traffic())
     silent = {}
     for where, expression in expressions().items():
-        for name, value in (("$__rate_interval", "30s"), ("$job", ".*"), ("$workload", ".*"), ("[5m]", "[30s]")):
+        for name, value in (
+            ("$__rate_interval", "30s"),
+            ("$job", ".*"),
+            ("$workload", ".*"),
+            ("[5m]", "[30s]"),
+            ("[1m]", "[30s]"),
+        ):
             expression = expression.replace(name, value)
         found = ask("query", query=expression)["result"]
         if where.startswith("panel") and not any(sample["value"][1] != "NaN" for sample in found):

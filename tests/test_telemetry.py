@@ -40,7 +40,7 @@ def report(head: str = "a", replica: str = "t1", links: Any = (), **workloads: C
         name: WorkloadCounts(counts.num_steps, counts.num_steps, 0, 10, 20, counts)
         for name, counts in workloads.items()
     }
-    return TargetReport(replica, "m", head, {}, counted, links=tuple(links))
+    return TargetReport(replica, "m", head, {}, counted, links=tuple(links), num_output_tokens=12)
 
 
 def drafter(replica: str, *digests: str, refused: str = "") -> DrafterReport:
@@ -120,6 +120,7 @@ def test_metrics_have_workloads_heads_links_and_refusals() -> None:
     assert found["peagle_running_requests", "m", "t1"] == 0
     assert found["peagle_requests_total", "m", "finished", "t1", "code"] == 2
     assert found["peagle_output_tokens_total", "m", "t1", "code"] == 10
+    assert found["peagle_generated_tokens_total", "m", "t1"] == 12
     assert found["peagle_verification_steps_total", "m", "t1", "code"] == 2
     assert found["peagle_draft_tokens_total", "3", "m", "t1", "code"] == 2
     assert found["peagle_reached_draft_tokens_total", "3", "m", "t1", "code"] == 1
