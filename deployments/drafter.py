@@ -7,8 +7,8 @@ hands their addresses to the targets, and brings new heads as `user_config`.
 
 import asyncio
 import dataclasses
+import json
 import logging
-import math
 import os
 import secrets
 import time
@@ -39,6 +39,8 @@ MAX_SMALL_MACHINE_CORES = 4
 
 MAX_NUM_ROWS = 2048
 """Rows of one pass. A step of more rows, long prompts, takes several."""
+
+WEIGHT_INDEX = "model.safetensors.index.json"
 
 DEFAULT_MAX_NUM_SEQS = 256
 """Requests that a target runs at a time where `engine.max_num_seqs` does not say."""
@@ -71,18 +73,36 @@ def head_directory(head: str, target: str) -> Path:
     Raises:
         ValueError: a damaged file, or a head for another target.
     """
-    return prepare_head(local_directory(head) or head, local_directory(target) or Path(target))
+    return prepare_head(local_directory(head) or head, target_directory(target))
 
 
-def local_directory(source: str) -> Path | None:
-    """The local directory of a Hugging Face id, downloaded when need be; None for a shipped name."""
-    if Path(source).is_dir():
-        return Path(source)
-    if "/" not in source:
+def local_directory(head: str) -> Path | None:
+    """The local directory of a head, downloaded when its name is a Hugging Face id; None for a shipped name."""
+    if Path(head).is_dir():
+        return Path(head)
+    if "/" not in head:
         return None
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(source))
+    return Path(snapshot_download(head, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx"]))
+
+
+def target_directory(target: str) -> Path:
+    """Where a target's config.json is, and the weight files that hold its embeddings and output matrix.
+
+    Of a Hugging Face id only these are downloaded: a drafter's node needs no more of the target, and repositories hold
+    the weights of some targets several times, in other formats.
+    """
+    if Path(target).is_dir() or "/" not in target:
+        return Path(target)
+    from huggingface_hub import snapshot_download
+
+    folder = Path(snapshot_download(target, allow_patterns=["config.json", WEIGHT_INDEX]))
+    files = {"model.safetensors"}
+    if (index := folder / WEIGHT_INDEX).is_file():
+        names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {file for name, file in names.items() if name.endswith(("embed_tokens.weight", "lm_head.weight"))}
+    return Path(snapshot_download(target, allow_patterns=sorted(files)))
 
 
 # ---- heads, from the settings' names to passes that run
@@ -101,7 +121,7 @@ class HeadLoader:
         self._cache_gib = drafter.replicas.cache_gib / len(drafter.heads)
         self._target = target_source(settings.model.source)
         self._dtype = DTYPES[ROW_DTYPES[engine["dtype"]]]
-        self._max_model_len: float = engine.get("max_model_len", math.inf)
+        self._max_model_len: int | None = engine.get("max_model_len")
         self.device = torch.device("cuda" if drafter.replicas.num_gpus else "cpu")
         num_at_targets = settings.max_num_targets * engine.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS)
         self.max_num_requests: int = drafter.replicas.max_num_requests or num_at_targets
@@ -129,9 +149,10 @@ class HeadLoader:
             max_num_rows=max(MAX_NUM_ROWS, self.max_num_requests * 2 * (1 + self._max_draft_tokens)),
             max_depth=self._max_draft_tokens,
             cache_gib=self._cache_gib,
-            max_context=int(min(self._max_model_len, config.max_position_embeddings)),
+            # As in vLLM, the target's contexts: a head whose file says less drafts beyond what it says too.
+            max_context=self._max_model_len or config.max_position_embeddings,
         )
-        target_dir = local_directory(self._target) or Path(self._target)
+        target_dir = target_directory(self._target)
         return LoadedHead(name, *load_served_head(directory, target_dir, limits, self.device, self._dtype))
 
 
