@@ -37,7 +37,7 @@ from cluster.settings import load_settings
 from deployments import INGRESS_NAME, TARGET_NAME
 from deployments.app import bind_router, bind_target, catalog
 from deployments.drafter import target_source
-from deployments.router import Ingress
+from deployments.ingress import Ingress
 from deployments.target import TargetServer
 from deployments.up import ray_environment
 from peagle.embedded import DEFAULT_TARGET

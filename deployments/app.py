@@ -18,7 +18,8 @@ from cluster.settings import Catalog, ClusterSettings, live_config, load_setting
 from deployments import DRAFTER_NAME, INGRESS_NAME, ROUTER_NAME, TARGET_NAME, compat
 from deployments.autoscaling import drafter_autoscaling
 from deployments.drafter import MAX_DRAIN_S, DrafterReplica
-from deployments.router import Ingress, Router
+from deployments.ingress import Ingress
+from deployments.router import Router
 from deployments.target import TargetServer, engine_config
 from peagle.checkpoint import check_head, read_head_config
 from peagle.embedded import embedded_targets

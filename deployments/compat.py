@@ -30,6 +30,9 @@ SEAMS = (
     "ray.experimental.internal_kv:_internal_kv_get",
     "ray.experimental.internal_kv:_internal_kv_put",
     "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine.start",
+    "ray.llm._internal.serve.core.server.llm_server:LLMServer._start_engine",
+    "ray.llm._internal.common.callbacks.base:CallbackCtx.run_init_node",
+    "ray.serve.llm:LLMConfig.get_or_create_callback",
     "ray._private.authentication.authentication_token_setup:maybe_enable_token_auth_if_token_available",
     "ray.dashboard.modules.serve.sdk:ServeSubmissionClient.deploy_applications",
     "ray.serve._private.haproxy:_resolve_haproxy_binary",
@@ -80,6 +83,12 @@ async def ask_each(handle: Any, method: str, timeout_s: float) -> list[Any]:
             return await result.get_async()
 
     return await asyncio.gather(*map(one, asked), return_exceptions=True)
+
+
+def download_nothing(config: Any) -> None:
+    """Let a replica with this `LLMConfig` start its engine without the task that downloads the model on each node, a
+    process that imports vLLM first. For a model that is there."""
+    config.get_or_create_callback().ctx.run_init_node = False
 
 
 def engine_client(server: Any) -> Any:

@@ -110,7 +110,10 @@ class TargetServer(LLMServer):
         if not settings.target.has_gpu:
             use_all_cores_of_a_small_machine()
         target_dir, head_dir = await asyncio.to_thread(prepare, settings)
-        await super().__init__(engine_config(settings, target_dir, head_dir))
+        config = engine_config(settings, target_dir, head_dir)
+        if Path(target_dir).is_dir():
+            compat.download_nothing(config)
+        await super().__init__(config)
         compat.check_engine(self)
         self._client = compat.engine_client(self)
         self._settings = settings
@@ -132,6 +135,11 @@ class TargetServer(LLMServer):
             self._links = DrafterLinks(drafter, self._client.collective_rpc, settings.drafter, self._is_busy)
             self._links.start(self._set_heads)
         freeze_gc_heap()  # as vLLM's own server: a full collection of all that is loaded would hold up every stream
+
+    async def _start_engine(self) -> None:
+        """Without Ray's own next step: its telemetry of models starts an actor that imports vLLM once more, and holds
+        up this replica until that answers."""
+        await self.engine.start()
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         return make_app(self, self._settings.ingress.allow_origins)

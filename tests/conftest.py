@@ -36,12 +36,13 @@ def starts_engines(path: Path) -> bool:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped, and listed as such, where there is none. Modules that start engines come first,
-    so that with `-n` their process begins at once."""
+    so that with `-n` their process begins at once. The application comes after the other engines: those compute on one
+    core, beside the other process, and the application on every core, when that process has ended."""
     has_gpu = torch.cuda.is_available()
     for item in items:
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-    items.sort(key=lambda item: (not starts_engines(item.path), "application" not in fixtures_of(item)))
+    items.sort(key=lambda item: (not starts_engines(item.path), "application" in fixtures_of(item)))
 
 
 def fixtures_of(item: pytest.Item) -> Sequence[str]:

@@ -5,7 +5,8 @@ import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,14 +63,28 @@ class Service:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 
     def ask(self, *, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
-        body = {"model": self.model, "messages": QUESTION, "max_tokens": 24, "temperature": 0, **body}
+        body = {"model": self.model, "messages": QUESTION, "max_tokens": 12, "temperature": 0, **body}
         return httpx.post(f"{self.url}/v1/chat/completions", json=body, headers=headers, timeout=120)
 
-    def text(self, prompt: str, k: int, max_tokens: int = 32) -> str:
-        messages = [{"role": "user", "content": prompt}]
-        answer = self.ask(messages=messages, max_tokens=max_tokens, drafting={"k": k}).json()
-        assert answer["drafting"]["k"] == k
-        return answer["choices"][0]["message"]["content"]
+    def ask_all(self, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The answers to requests that are sent at once."""
+
+        def ask(body: dict[str, Any]) -> dict[str, Any]:
+            response = self.ask(**body)
+            assert response.status_code == 200, response.text
+            return dict(response.json())
+
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            return list(pool.map(ask, bodies))
+
+    def texts(self, prompts: Sequence[str], ks: Sequence[int], max_tokens: int = 24) -> list[str]:
+        """What is answered to prompts that are sent at once, each with its K."""
+        answers = self.ask_all([
+            {"messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens, "drafting": {"k": k}}
+            for prompt, k in zip(prompts, ks, strict=True)
+        ])  # fmt: skip
+        assert [answer["drafting"]["k"] for answer in answers] == list(ks)
+        return [answer["choices"][0]["message"]["content"] for answer in answers]
 
     def deploy(self) -> None:
         """Hand `document` to Serve, changed or not."""

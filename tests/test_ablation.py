@@ -28,6 +28,7 @@ def plan(tmp_path_factory) -> Plan:
     return Plan.load(folder / "plan.yaml")
 
 
+@pytest.mark.long
 def test_a_failed_run_is_recorded_and_the_rest_is_finished(plan: Plan) -> None:
     names = list(plan.runs)
     assert run_all(plan, names, [None], max_minutes=0) == dict.fromkeys(names, "waiting")

@@ -13,7 +13,9 @@ from benchmarks import links
 FEW = ["--requests", "1", "3", "--steps", "6", "--warmup", "2", "--hidden-size", "8", "--device", "cpu"]
 
 
-@pytest.mark.parametrize("flags", [[], ["--bookkeeping"]], ids=["copying", "bookkeeping"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param([], marks=pytest.mark.long), ["--bookkeeping"]], ids=["copying", "bookkeeping"]
+)
 def test_every_path_and_load_has_its_round_trip(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

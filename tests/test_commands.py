@@ -81,6 +81,13 @@ def test_help_loads_no_engine() -> None:
     assert not [name for name in ("torch", "ray", "vllm", "numpy") if f"'{name}'" in loaded]
 
 
+def test_the_router_and_what_starts_the_service_load_no_engine() -> None:
+    """vLLM takes ten seconds to import, on cores that the target's replica needs at the same time."""
+    code = "import sys, deployments.router, deployments.up; print({'torch', 'vllm', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout == "set()\n"
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -36,7 +36,7 @@ from peagle.train.target import Target
 pytestmark = pytest.mark.engine
 
 NUM_DRAFTS = 5
-MAX_TOKENS = 40
+MAX_TOKENS = 26
 MIN_LOGIT_GAP = 1e-3  # below it the two best drafts are a tie for float32 arithmetic in another order
 PROMPTS = [
     "Hello!",
@@ -103,11 +103,11 @@ def strong_head(config: DrafterConfig) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def greedy_answers(target: Target, prompts: list[list[int]]) -> list[list[int]]:
+def greedy_answers(target: Target, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     answers = []
     for prompt in prompts:
         out = target.model.generate(
-            torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+            torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
         )
         answers.append(out[0, len(prompt) :].tolist())
     return answers
@@ -130,7 +130,7 @@ def questions(target: Target, target_dir: Path) -> tuple[list[list[int]], list[l
     """Token ids of PROMPTS and of their greedy answers."""
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-    return prompts, greedy_answers(target, prompts)
+    return prompts, greedy_answers(target, prompts, MAX_TOKENS)
 
 
 IN_SHORT = ("p-eagle, all switches",)
@@ -228,7 +228,7 @@ def test_the_engine_went_through_all_acceptance_lengths(run: Run) -> None:
         lengths = [len(entry["token_ids"]) for entry in run.records if entry["request"] == index]
         steps = {after - before for before, after in itertools.pairwise(lengths)}
         assert steps >= set(range(1, NUM_DRAFTS))
-    assert len(run.records) > 50
+    assert len(run.records) > 40
     assert len({tuple(entry["draft_token_ids"]) for entry in run.records}) > len(run.records) // 2
 
 

@@ -77,10 +77,10 @@ def accepted_in_session(drafter: Drafter, target: Target, ids: np.ndarray, promp
 def test_every_anchor_accepts_what_drafting_there_gets_right(target: Target, changes: dict, monkeypatch) -> None:
     """Packed together, and one answer longer than a packed sequence."""
     monkeypatch.setattr("peagle.evaluate.PACK_TOKENS", 28)
-    drafter, data = new_drafter(target, **changes), random_data(30)
+    drafter, data = new_drafter(target, **changes), random_data(16)
     assert data.lengths.max() > 28, "no answer stands alone"
     found = replay(drafter, target, data)
-    assert found.walked == list(range(30))
+    assert found.walked == list(range(16))
     for (ids, prompt), accepted in zip(data.documents(), found.accepted, strict=True):
         assert accepted.tolist() == accepted_in_session(drafter, target, ids, prompt, NUM_DEPTHS)
     assert set(np.concatenate(found.accepted).tolist()) == {0, 1, 2, 3}, "too little is ever right to compare"
@@ -203,7 +203,7 @@ def trained_drafter(target: Target, data: Conversations, folder: Path) -> Drafte
 
 
 def test_walk_at_temperature_1_is_decoding_at_temperature_1(target: Target, tmp_path: Path) -> None:
-    num_answers, num_tokens, generator = 200, 20, torch.Generator().manual_seed(0)
+    num_answers, num_tokens, generator = 140, 16, torch.Generator().manual_seed(0)
     sampling = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
     prompts_BP = torch.randint(0, VOCABULARY, (num_answers, PROMPT_TOKENS), generator=generator)
     plain = written_by(target, prompts_BP, num_tokens, **sampling)

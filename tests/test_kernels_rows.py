@@ -130,13 +130,13 @@ def test_twin_lays_rows_out_as_the_definition(name: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("num_requests", [1, 63, 130])
 def test_kernel_equals_twin_on_random_batches(num_requests: int) -> None:
     generator = torch.Generator().manual_seed(num_requests)
-    drawn = torch.randint(0, 9, (num_requests, 3), generator=generator).tolist()
+    drawn = torch.randint(0, 6, (num_requests, 3), generator=generator).tolist()
     requests = [Given(start * 17, num_valid, depth, 10) for start, num_valid, depth in drawn]
     arguments = tensors(requests, 16)
     arguments[5][:, 7:] = -1  # blocks that nobody has given out
     options = dict(block_size=16, mask_token_id=MASK)
     # The last size is too small for all rows: those beyond it are left out of everything.
-    for num_rows in (16 * num_requests, 3 * num_requests):
+    for num_rows in (10 * num_requests, 2 * num_requests):
         found = build_rows(*arguments, max_depth=5, num_rows=num_rows, **options)
         assert_same(found, twin(build_rows)(*arguments, max_depth=5, num_rows=num_rows, **options))
 
@@ -340,12 +340,14 @@ def test_silu_mul(num_rows: int, size: int, dtype: torch.dtype) -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("name", ["norms", "qwen3", "sliding window"])
+@pytest.mark.parametrize("name", ["one layer", "every switch"])
 def test_a_pass_of_kernels_drafts_as_the_sessions(name: str) -> None:
     """All kernels of a pass together, in float32."""
-    requests = Requests(random_drafter(SWITCHES[name]).float().to(DEVICE), 3)
+    switches = dict(num_hidden_layers=2, norm_before_residual=True, sliding_window=6)
+    config = SWITCHES[name] if name in SWITCHES else dataclasses.replace(SWITCHES["qwen3"], **switches)
+    requests = Requests(random_drafter(config).float().to(DEVICE), 3)
     parallel_pass = requests.new_pass(DEVICE)
-    for steps in STEPS[:4]:
+    for steps in STEPS[:3]:
         expected = [requests.expected(step) for step in steps]
         assert parallel_pass.run(requests.batch(steps)).tolist() == expected
 

@@ -145,7 +145,7 @@ def test_drafts_are_the_reference_s(num_drafts: int, with_graphs: bool, monkeypa
     free, live = list(range(MAX_REQUESTS)), []
     num_compared, num_alone = 0, 0
     with torch.inference_mode():
-        for _ in range(32):
+        for _ in range(18):
             new: list[Any] = []
             while free and draw.random() < 0.5:
                 place = free.pop()
@@ -238,5 +238,5 @@ def test_drafts_are_the_reference_s(num_drafts: int, with_graphs: bool, monkeypa
                     live.remove(request)
                     free.append(request.place)
                     one.forget([str(request.place)])
-    assert num_compared > 20 * num_drafts**0.5
-    assert num_alone > 5
+    assert num_compared > 10 * num_drafts**0.5
+    assert num_alone > 2

@@ -29,7 +29,6 @@ from peagle.train.target import Target
 from peagle.vllm.engine import RemoteSettings, engine_kwargs
 from tests.drafter_process import DrafterProcess
 from tests.test_draft_engine import (
-    MAX_TOKENS,
     MIN_LOGIT_GAP,
     NUM_DRAFTS,
     PROMPTS,
@@ -45,6 +44,7 @@ pytestmark = [
     pytest.mark.skipif(not current_platform.is_cpu(), reason="the drafter process of the tests is a CPU process"),
 ]
 
+MAX_TOKENS = 40
 PATIENT = RemoteSettings(min_deadline_s=30.0, max_deadline_s=60.0)  # two cores, shared with other tests
 ENGINE: dict[str, Any] = {
     "enforce_eager": True,
@@ -85,7 +85,7 @@ def setting(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Setti
     target = Target(target_dir)
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-    answers = greedy_answers(target, prompts)
+    answers = greedy_answers(target, prompts, MAX_TOKENS)
     config = DrafterConfig.for_target(target.config, num_depths=NUM_DRAFTS, num_layers=4, ptd_token_id=17)
     shipped = save_head(folder / "strong", config, strong_head(config))
     head_dir = prepare_head(shipped, target_dir, folder / "cache")

@@ -107,7 +107,7 @@ def only_link(engine: RemoteEngine) -> dict[str, Any]:
     return link
 
 
-@pytest.mark.parametrize("ks", [(K_MAX,), MIXED, (0,)], ids=["K_max", "mixed", "none"])
+@pytest.mark.parametrize("ks", [MIXED, (0,)], ids=["mixed", "none"])
 def test_each_request_verifies_its_own_k(
     engine: RemoteEngine, prompts: list[list[int]], reference: list[Result], ks: tuple[int | None, ...]
 ) -> None:
@@ -140,14 +140,14 @@ def test_heads_of_one_drafter_serve_their_own_requests(
     engine: RemoteEngine, prompts: list[list[int]], reference: list[Result]
 ) -> None:
     """In one batch: of the trained head some drafts are right, of the random one hardly any."""
-    jobs = [Job(prompt, 48, k=4, head=place % 2) for place, prompt in enumerate(prompts)]
+    jobs = [Job(prompt, 24, k=4, head=place % 2) for place, prompt in enumerate(prompts)]
     results = engine.run(jobs)
-    check(results, reference, 48)
+    check(results, reference, 24)
     num_accepted = [
         sum(one.drafting.counts.num_accepted_tokens for one in results[head::2] if one.drafting is not None)
         for head in (0, 1)
     ]
-    assert num_accepted[0] > 20 + 5 * num_accepted[1]
+    assert num_accepted[0] > 10 + 5 * num_accepted[1]
 
 
 def test_preemption_changes_nothing(engine: RemoteEngine, prompts: list[list[int]], reference: list[Result]) -> None:
@@ -182,10 +182,11 @@ def test_without_a_drafter_nothing_is_verified(
     """None is named: no drafts, and in asynchronous scheduling no placeholders for them either."""
     engine.set_drafters([])
     engine.run([Job(prompts[0], 2)])  # a step in which the worker notices
-    results = engine.run([Job(prompt, NUM_SHORT) for prompt in prompts[:4]])
-    check(results, reference[:4], NUM_SHORT)
+    jobs = [Job(prompt, 8) for prompt in prompts[:4]]
+    results = engine.run(jobs)
+    check(results, reference[:4], 8)
     assert num_steps(results) == 0
     engine.connect(drafter)
-    results = engine.run([Job(prompt, NUM_SHORT) for prompt in prompts[:4]])
-    check(results, reference[:4], NUM_SHORT)
+    results = engine.run(jobs)
+    check(results, reference[:4], 8)
     assert num_steps(results) > 0

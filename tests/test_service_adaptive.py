@@ -1,7 +1,6 @@
 """The real service with `depth.policy: adaptive`: K is learned from real acceptance, shown, and changes no output."""
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -29,17 +28,15 @@ def documented(service) -> dict:
 
 
 def test_k_is_learned_shown_and_lossless(service) -> None:
-    plain = [service.text(prompt, 0) for prompt in PROMPTS]
+    plain = service.texts(PROMPTS, [0] * len(PROMPTS))
     assert documented(service)["policy"] == "adaptive"
-
-    def ask(prompt: str) -> dict:
-        messages = [{"role": "user", "content": prompt}]
-        return service.ask(messages=messages, max_tokens=32, drafting={"workload": "mixed"}).json()
-
+    asked = [
+        {"messages": [{"role": "user", "content": prompt}], "max_tokens": 24, "drafting": {"workload": "mixed"}}
+        for prompt in PROMPTS * 2
+    ]
     for _ in range(20):  # until there are steps enough for a verdict
-        with ThreadPoolExecutor(len(PROMPTS)) as pool:
-            answers = list(pool.map(ask, PROMPTS))
-        assert [one["choices"][0]["message"]["content"] for one in answers] == plain
+        answers = service.ask_all(asked)
+        assert [one["choices"][0]["message"]["content"] for one in answers] == plain * 2
         learned = [one["drafting"] for one in answers if one["drafting"]["source"] == "learned"]
         if learned:
             break
@@ -65,9 +62,7 @@ def test_k_is_learned_shown_and_lossless(service) -> None:
 
 def test_pinned_and_asked_for_k_are_obeyed_exactly(service) -> None:
     for drafting, k in (({"workload": "pinned"}, 2), ({"k": 6, "workload": "mixed"}, 6)):
-        with ThreadPoolExecutor(3) as pool:
-            answers = list(pool.map(lambda _, sent=drafting: service.ask(drafting=sent).json()["drafting"], range(3)))
-        for answer in answers:
+        for answer in (one["drafting"] for one in service.ask_all([{"drafting": drafting}] * 2)):
             assert answer["k"] == k
             # The last step of an answer may have room for fewer tokens than K.
             assert k * (answer["num_steps"] - 1) < answer["num_draft_tokens"] <= k * answer["num_steps"]

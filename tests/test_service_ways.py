@@ -39,10 +39,10 @@ def test_a_request_that_comes_while_the_engine_loads_gets_503_and_never_waits(se
 
 
 def test_answers_are_lossless_streamed_and_whole(service: Service) -> None:
-    plain = [service.text(prompt, 0) for prompt in PROMPTS]
-    assert [service.text(prompt, 7) for prompt in PROMPTS] == plain
+    plain = service.texts(PROMPTS, [0] * len(PROMPTS))
+    assert service.texts(PROMPTS, [7] * len(PROMPTS)) == plain
     whole = service.ask().json()
-    lines = events(service, max_tokens=24)
+    lines = events(service, max_tokens=12)
     assert lines[-1] == "data: [DONE]"
     assert '"drafting"' in lines[-2]
     assert whole["choices"][0]["message"]["content"]

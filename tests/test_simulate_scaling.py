@@ -10,11 +10,9 @@ def test_steady_traffic_moves_no_count_and_keeps_every_limit() -> None:
 
 
 def test_a_collapse_costs_fewer_replica_hours_than_with_queue_length_and_no_more_requests() -> None:
-    ours, lower, higher = (
-        simulate(policy, collapses=True, seed=0, initial=4) for policy in (by_acceptance(0.6), by_queue(3), by_queue(2))
-    )
+    ours, lower = (simulate(policy, collapses=True, seed=0, initial=4) for policy in (by_acceptance(0.6), by_queue(3)))
     assert ours.kept > 0.99
     assert ours.kept > lower.kept
-    assert ours.replica_hours < 0.85 * lower.replica_hours < 0.85 * higher.replica_hours
+    assert ours.replica_hours < 0.85 * lower.replica_hours
     assert ours.recovery_s <= 60
     assert ours.num_changes <= 4 < lower.num_changes
