@@ -139,6 +139,7 @@ class TargetServer(LLMServer):
     async def _start_engine(self) -> None:
         """Without Ray's own next step: its telemetry of models starts an actor that imports vLLM once more, and holds
         up this replica until that answers."""
+        assert self.engine is not None
         await self.engine.start()
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
