@@ -67,7 +67,7 @@ def test_the_page_in_a_browser_shows_the_service_and_which_tokens_were_drafted(s
             assert (tmp_path / f"page-{width}.png").stat().st_size > 10_000
         question = PROMPTS[0]
         tab.fill("prompt", question)
-        tab.fill("max-tokens", "24")
+        tab.fill("max-tokens", "12")
         tab.fill("k", "5")
         tab.press("send")
         tab.wait_for("document.getElementById('outcome').textContent !== ''")
