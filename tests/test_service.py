@@ -336,7 +336,7 @@ def test_python_in_the_cluster_reaches_the_same_target_by_handle(service):
 
 def test_a_job_answers_a_file_of_requests_by_handle(service, tmp_path):
     """`peagle batch` as KubeRay's RayJob runs it: a process of its own, told only where the Ray cluster is."""
-    arguments = {"max_tokens": 24, "temperature": 0, "drafting": {"k": 3, "workload": "job"}}
+    arguments = {"max_tokens": 12, "temperature": 0, "drafting": {"k": 3, "workload": "job"}}
     chat = {"url": "/v1/chat/completions", "body": {"messages": QUESTION, **arguments}}
     refused = {**chat, "body": {**chat["body"], "drafting": {"k": 99}}}
     complete = {"url": "/v1/completions", "body": {"prompt": "One, two,", "max_tokens": 4}}
@@ -368,14 +368,14 @@ def test_a_ray_task_streams_from_the_target_asynchronously(service):
         async def stream() -> tuple[str, int]:
             client = TargetClient()
             whole, chunks = await asyncio.gather(
-                client.achat(QUESTION, max_tokens=8, temperature=0), _collect(client, QUESTION)
+                client.achat(QUESTION, max_tokens=16, temperature=0), _collect(client, QUESTION)
             )
             text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
             assert text == whole["choices"][0]["message"]["content"]
             return text, len(chunks)
 
         async def _collect(client: TargetClient, messages: Any) -> list[Any]:
-            return [chunk async for chunk in client.stream_chat(messages, max_tokens=8, temperature=0)]
+            return [chunk async for chunk in client.stream_chat(messages, max_tokens=16, temperature=0)]
 
         return asyncio.run(stream())
 
