@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from cluster.settings import ClusterSettings, key_variables
+from deployments.autoscaling import MAX_STREAM_S
 from deployments.up import INGRESS_ENVIRONMENT, RAY_ENVIRONMENT, UpError, live_form, read_config, replica_resources
 
 Json = dict[str, Any]
@@ -112,6 +113,8 @@ class Manifest:
             "metadata": {"name": self._name, "labels": {"app.kubernetes.io/name": "peagle-serve"}},
             "spec": {
                 "serveConfigV2": _dump(self.serve_config()),
+                # After a change of pods: the cluster before has so long to finish its streams.
+                "rayClusterDeletionDelaySeconds": int(MAX_STREAM_S),
                 "rayClusterConfig": {
                     "rayVersion": importlib.metadata.version("ray"),
                     # Whoever reaches the dashboard can run code: KubeRay makes a token and hands it to every pod.

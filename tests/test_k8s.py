@@ -376,8 +376,10 @@ def test_names_within_a_manifest_fit_each_other(name: str) -> None:
             assert constraint["labelSelector"]["matchLabels"].items() <= labels.items()
         assert found["securityContext"]["runAsNonRoot"]
         assert found["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    cluster = service["spec"]["rayClusterConfig"]
-    assert cluster["authOptions"] == {"mode": "token"}
+        # The cluster before an upgrade has as long for its streams as HAProxy gives them.
+        stop_s = environment(spec)["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]
+        assert service["spec"]["rayClusterDeletionDelaySeconds"] == int(stop_s)
+    assert service["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
 
 
 def test_another_port_of_http_is_used_everywhere(raw: Json, make: Any) -> None:
