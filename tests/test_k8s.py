@@ -331,10 +331,10 @@ def test_drafters_have_pods_of_their_own_where_a_node_has_too_few_gpus(make: Any
         "peagle-c-target",
         "peagle-c-drafter",
     ]
-    args["autoscaling"] = {"policy": "queue_length", "target": {"min": 1, "max": 2}, "drafter": {"min": 2, "max": 5}}
+    args["autoscaling"] = {"policy": "queue_length", "target": {"min": 2, "max": 3}, "drafter": {"min": 2, "max": 5}}
     del args["target"]["num_replicas"], args["drafter"]["replicas"]["num_replicas"]
     scaled = groups(make(raw)[0])
-    assert [(group["minReplicas"], group["maxReplicas"]) for group in list(scaled.values())[1:]] == [(1, 2), (2, 5)]
+    assert [(group["minReplicas"], group["maxReplicas"]) for group in list(scaled.values())[1:]] == [(2, 3), (2, 5)]
 
 
 def test_pods_for_gpus_can_run_on_their_nodes_and_keep_what_they_download() -> None:
