@@ -39,6 +39,8 @@ class RemoteEngine(RunningEngine):
         )
         if scheduler is not None:
             kwargs["scheduler_cls"] = scheduler
+        if is_async:
+            kwargs["worker_cls"] = "tests.async_remote_worker.AsyncRemoteWorker"
         return cls(kwargs, is_async=is_async)
 
     def set_drafters(self, drafters: Sequence[dict[str, Any]]) -> None:

@@ -112,7 +112,7 @@ class OneLink:
 
 def send(pool: OneLink, num_steps: int = 1, sender: StepSender | None = None) -> StepSender:
     """Steps without drafts."""
-    sender = sender or StepSender(pool, TargetShape(5, "float32", 3, 8, 16, 100), CPU, on_stream=False)
+    sender = sender or StepSender(pool, TargetShape(5, "float32", 3, 8, 16, 100), CPU)
     names = {name: object() for name in "abcd"}
     for _ in range(num_steps):
         assert sender.send(dataclasses.replace(step(), requests=names)) == []

@@ -57,7 +57,6 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
                 "aux_hidden_states",
                 "spec_decode_metadata",
             ),
-            "sample_tokens": ("grammar_output",),
             "take_draft_token_ids": (),
             "_input_fits_in_drafter": ("common_attn_metadata",),
             "_copy_valid_sampled_token_count": ("next_token_ids", "valid_sampled_tokens_count"),
@@ -135,7 +134,6 @@ ATTRIBUTES: Mapping[str, Sequence[str]] = {
         "optimistic_seq_lens_cpu",
         "query_start_loc",
         "requests",
-        "use_async_scheduling",
     ),
 }
 """By who uses them: what is read of an object of vLLM's."""

@@ -2,14 +2,12 @@
 
 The engine keeps vLLM's `eagle3` + `parallel_drafting` configuration, so tapped layers, schedulers and rejection
 sampling are vLLM's own; what changes is where drafts come from. `RemoteProposer` takes the place of vLLM's proposer: it
-loads no weights and owns no cache. `RemoteDrafts` sends the rows of each step (`StepSender`) and
-- in synchronous scheduling waits for the drafts when the engine asks for them, so that bookkeeping runs meanwhile;
-- in asynchronous scheduling waits at once.
+loads no weights and owns no cache. `RemoteDrafts` sends the rows of each step (`StepSender`), and waits for the drafts
+when the engine asks for them: bookkeeping runs meanwhile. Of the ranks of a tensor-parallel group the first sends;
+others get its drafts from the scheduler.
+
 On a GPU, where the device's stream waits and the host does not, the V2 runner's `peagle.vllm.remote_speculator` sends
 through the same `StepSender`.
-
-Of the ranks of a tensor-parallel group the first sends. Others get its drafts from the scheduler, or, in asynchronous
-scheduling, by a broadcast.
 
 Dimensions: B requests of the batch, M of them on one link, R rows, X = C * S tapped hidden states, H, K drafts.
 """
@@ -33,8 +31,8 @@ from peagle.drafter.client import LinkPool
 from peagle.drafter.protocol import NO_DRAFT, DtypeName, Int32Array, TargetShape, TargetStep
 from peagle.drafter.rows import accepted_rows
 from peagle.vllm import compat
-from peagle.vllm.acceptance import WorkerReport, drafts_wanted, head_of
-from peagle.vllm.engine import REMOTE_KEY, RemoteSettings
+from peagle.vllm.acceptance import drafts_wanted, head_of
+from peagle.vllm.engine import REMOTE_KEY
 
 if TYPE_CHECKING:
     _Runner = GPUModelRunner
@@ -138,9 +136,9 @@ class StepSender:
     for before the next step is sent there, so that a drafter is at most one step behind.
     """
 
-    def __init__(self, pool: Any, shape: TargetShape, device: torch.device, *, on_stream: bool) -> None:
-        """on_stream: a GPU's stream waits for answers, not the host."""
-        self.pool, self.shape, self.device, self._on_stream = pool, shape, device, on_stream
+    def __init__(self, pool: Any, shape: TargetShape, device: torch.device) -> None:
+        """device: of the engine. Where it is a GPU, its stream waits for answers, not the host."""
+        self.pool, self.shape, self.device = pool, shape, device
         self._unanswered: dict[Any, Sent] = {}  # by link
         self._slots = RequestSlots(shape.max_num_requests)
         self._slots_B: Int32Array = np.zeros(0, np.int32)  # of the last step
@@ -178,7 +176,7 @@ class StepSender:
 
     def _settle(self, message: Sent) -> None:
         """Wait for an answer without drafts."""
-        if self._on_stream:
+        if self.device.type == "cuda":
             size = (len(message.members_M), self.shape.max_depth)
             message.link.enqueue_wait(torch.empty(size, dtype=torch.int32, device=self.device))
         else:
@@ -276,10 +274,10 @@ def _reduce(reducers: Mapping[int, Any], heads_M: Int32Array, rows: _Rows, aux: 
     if len(heads) == 1:
         reduced: Tensor = reducers[heads[0]].reduce(aux_RX)
         return reduced
-    of_row_R = np.repeat(heads_M, rows.num_rows_M)
-    parts = {head: _upload(np.flatnonzero(of_row_R == head), aux_RX.device) for head in heads}
+    heads_R = np.repeat(heads_M, rows.num_rows_M)
     hidden_RH = aux_RX.new_zeros(rows.num_rows, reducers[heads[0]].hidden_size)
-    for head, index in parts.items():
+    for head in heads:
+        index = _upload(np.flatnonzero(heads_R == head), aux_RX.device)
         hidden_RH[index] = reducers[head].reduce(aux_RX[index]).to(hidden_RH.dtype)
     return hidden_RH
 
@@ -415,12 +413,10 @@ class RemoteProposer(ChunkedProposer):
 
 
 class RemoteDrafts(_Runner):
-    """Mixin over vLLM's model runner; `install_remote` turns a finished runner into one."""
+    """Mixin over vLLM's model runner in synchronous scheduling; `install_remote` turns a finished runner into one."""
 
     remote: StepSender | None  # None on ranks that do not send
-    _sent: list[Sent] | None
-    _num_drafts: dict[str, int]
-    """By request: drafts that the last step with asynchronous scheduling found for it, where it asked for some."""
+    _sent: list[Sent]
 
     @classmethod
     def install_remote(cls, runner: Any) -> None:
@@ -431,15 +427,14 @@ class RemoteDrafts(_Runner):
             ValueError: the engine's settings do not go with a remote drafter; the message names the setting.
         """
         config = runner.vllm_config
-        settings = read_settings(config.additional_config)
         check_config(config)
         runner.__class__ = cls
-        runner.remote, runner._sent, runner._num_drafts = None, None, {}
+        runner.remote, runner._sent = None, []
         if not hasattr(runner, "drafter"):  # Only the last pipeline stage has one.
             return
         RemoteProposer.install(runner)
         if get_tp_group().rank_in_group == 0:
-            runner.remote = make_sender(config, runner.device, settings)
+            runner.remote = make_sender(config, runner.device)
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         """Always: the drafter has a cache of its own, and a step kept from it would leave a gap there."""
@@ -457,52 +452,21 @@ class RemoteDrafts(_Runner):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Sends the step's rows. Leaves: placeholders, or in asynchronous scheduling the drafts, [B, K] int32."""
+        """Sends the step's rows. The drafts that it leaves are none: they come with `take_draft_token_ids`."""
         self._draft_probs = None
         self._draft_prob_req_ids = None
-        num_requests = self.input_batch.num_reqs
         next_tokens_B, num_sampled_B = prepare_next_tokens(self, sampled_token_ids)
-        sent: list[Sent] = []
-        step: EngineStep | None = None
         if self.remote is not None:
             num_rows = scheduler_output.total_num_scheduled_tokens
             step = self._engine_step(num_rows, aux_hidden_states, spec_decode_metadata, next_tokens_B, num_sampled_B)
-            sent = self.remote.send(step)
-        if not self.use_async_scheduling:
-            self._sent = sent
-            return [[] for _ in range(num_requests)]
-        drafts_BK = torch.zeros(num_requests, self.num_spec_tokens, dtype=torch.int32, device=self.device)
-        if self.remote is not None and step is not None:
-            found_BK = self.remote.wait_host(sent, num_requests)
-            drafts_BK = torch.from_numpy(np.maximum(found_BK, 0))
-            num_drafts_B = (found_BK != NO_DRAFT).sum(axis=1)
-            self._num_drafts = {
-                request_id: int(num_drafts)
-                for request_id, depth, num_drafts in zip(
-                    self.input_batch.req_ids, step.depth_B, num_drafts_B, strict=True
-                )
-                if depth
-            }
-        if get_tp_group().world_size > 1:
-            drafts_BK = get_tp_group().broadcast(drafts_BK, src=0)
-        return drafts_BK
-
-    def sample_tokens(self, grammar_output: Any) -> Any:  # type: ignore[override]
-        """vLLM's own; in asynchronous scheduling its output says which planned drafts there were (`WorkerReport`)."""
-        before, self._num_drafts = self._num_drafts, {}
-        output: Any = super().sample_tokens(grammar_output)
-        if self.use_async_scheduling and self.remote is not None:
-            inner = getattr(output, "_model_runner_output", output)
-            if (request_ids := getattr(inner, "req_ids", None)) is not None:
-                WorkerReport([before.get(request_id, -1) for request_id in request_ids]).attach_to(inner)
-        return output
+            self._sent = self.remote.send(step)
+        return [[] for _ in range(self.input_batch.num_reqs)]
 
     def take_draft_token_ids(self) -> Any:
-        """vLLM's own, after waiting for drafts that are under way; no wait in asynchronous scheduling."""
-        sent, self._sent = self._sent, None
+        """vLLM's own, after waiting for drafts that are under way."""
+        sent, self._sent = self._sent, []
         if sent and self.remote is not None:
-            num_requests = self.input_batch.num_reqs
-            drafts_BK = self.remote.wait_host(sent, num_requests)
+            drafts_BK = self.remote.wait_host(sent, self.input_batch.num_reqs)
             num_drafts_B = (drafts_BK != NO_DRAFT).sum(axis=1)
             self._draft_token_ids = [row[:n].tolist() for row, n in zip(drafts_BK, num_drafts_B, strict=True)]
         return super().take_draft_token_ids()
@@ -554,17 +518,10 @@ class RemoteDrafts(_Runner):
         return {} if self.remote is None else self.remote.report()
 
 
-def read_settings(additional_config: Any) -> RemoteSettings:
-    """Settings of `additional_config[REMOTE_KEY]`. Raises ValueError where there are none or they are no settings."""
-    found = additional_config.get(REMOTE_KEY) if isinstance(additional_config, Mapping) else None
-    if not isinstance(found, Mapping):
-        raise ValueError(f"additional_config[{REMOTE_KEY!r}] must be set with this worker: use engine_kwargs(remote=)")
-    known = {field.name for field in dataclasses.fields(RemoteSettings)}
-    return RemoteSettings(**{key: value for key, value in found.items() if key in known})
-
-
 def check_config(config: Any) -> None:
     """Refuse what a remote drafter was not made for."""
+    if not isinstance((config.additional_config or {}).get(REMOTE_KEY), Mapping):
+        raise ValueError(f"additional_config[{REMOTE_KEY!r}] must be set with this worker: use engine_kwargs(remote=)")
     speculative = config.speculative_config
     if speculative is None or speculative.method != "eagle3" or not speculative.parallel_drafting:
         raise ValueError("a remote drafter needs speculative_config of a P-EAGLE head: use engine_kwargs(remote=)")
@@ -575,12 +532,12 @@ def check_config(config: Any) -> None:
         "images and other media (language_model_only: true serves a multimodal model for text)": takes_media,
         "disable_padded_drafter_batch": speculative.disable_padded_drafter_batch,
     }
-    if found := [setting for setting, is_on in refused.items() if is_on]:
-        raise ValueError(f"a remote drafter does not go with {', '.join(found)}: leave one of them out")
+    if given := [setting for setting, is_on in refused.items() if is_on]:
+        raise ValueError(f"a remote drafter does not go with {', '.join(given)}: leave one of them out")
 
 
-def make_sender(config: Any, device: torch.device, settings: RemoteSettings) -> StepSender:
-    """The sending side of one engine, with no drafters yet."""
+def make_sender(config: Any, device: torch.device) -> StepSender:
+    """The sending side of one engine whose configuration was checked, with no drafters yet."""
     model, scheduler = config.model_config, config.scheduler_config
     about = config.additional_config[REMOTE_KEY]
     shape = TargetShape(
@@ -599,10 +556,10 @@ def make_sender(config: Any, device: torch.device, settings: RemoteSettings) -> 
         aux_layer_ids=layer_ids,
         device=device,
         name=f"target {config.instance_id}",
-        min_deadline_s=settings.min_deadline_s,
-        max_deadline_s=settings.max_deadline_s,
+        min_deadline_s=about["min_deadline_s"],
+        max_deadline_s=about["max_deadline_s"],
     )
-    return StepSender(pool, shape, device, on_stream=scheduler.async_scheduling and device.type == "cuda")
+    return StepSender(pool, shape, device)
 
 
 class RemoteControl:

@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from peagle.drafter.protocol import Int32Array
 from peagle.drafter.rows import accepted_rows
 from peagle.vllm.acceptance import WorkerReport, drafts_ahead, drafts_wanted, head_of
-from peagle.vllm.remote import EngineStep, RemoteControl, StepSender, check_config, make_sender, read_settings
+from peagle.vllm.remote import EngineStep, RemoteControl, StepSender, check_config, make_sender
 from peagle.vllm.v2_worker import RaggedModelRunner, V2Worker
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class RemoteSpeculator(BaseSpeculator):
             raise ValueError("a remote drafter on a GPU needs async_scheduling: leave it on")
         self.sender: StepSender | None = None  # None on ranks that do not send
         if get_tp_group().rank_in_group == 0:
-            self.sender = make_sender(config, device, read_settings(config.additional_config))
+            self.sender = make_sender(config, device)
         self._device, self._k_max = device, config.num_speculative_tokens
         max_requests = config.scheduler_config.max_num_seqs
         self._ordinal_B = torch.arange(1, max_requests + 1, dtype=torch.int32, device=device)
