@@ -216,7 +216,7 @@ def attend(case: Attention, device: str, sweep: bool) -> dict[str, Any]:
 
 
 def plans_beside(case: Attention) -> list[attention.LaunchPlan]:
-    """Plans that differ from the chosen one in one thing: tile, keys read at a time and stages, splits, or phases."""
+    """Plans that differ from the chosen one in one thing: tile, keys read at a time and stages, or splits."""
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     chosen = attention.plan_for(
         case.batch * case.rows, case.batch, HEADS, GROUPS, HEAD,
@@ -227,8 +227,7 @@ def plans_beside(case: Attention) -> list[attention.LaunchPlan]:
     changes += [
         dict(block_n=keys, num_stages=stages) for keys, stages in ((32, 3), (32, 4), (64, 2), (64, 4), (128, 2))
     ]
-    changes += [dict(num_splits=splits, phased=False) for splits in (1, chosen.num_splits // 2, chosen.num_splits * 2)]
-    changes += [dict(phased=not chosen.phased)]
+    changes += [dict(num_splits=splits) for splits in (1, chosen.num_splits // 2, chosen.num_splits * 2)]
     plans = [dataclasses.replace(chosen, **change) for change in changes]
     return [plan for plan in dict.fromkeys(plans) if plan != chosen and 1 <= plan.num_splits <= attention.MAX_SPLITS]
 

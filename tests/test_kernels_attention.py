@@ -19,9 +19,9 @@ from peagle.drafter.attention import (
 from peagle.drafter.rows import INTERPRETED
 from tests.kernel_device import DEVICE, needs_kernel, twin
 
-SPLIT = LaunchPlan(block_m=16, block_n=16, num_splits=3, phased=False, num_warps=4, num_stages=2)
-WHOLE = LaunchPlan(block_m=32, block_n=32, num_splits=1, phased=True, num_warps=4, num_stages=2)
-LARGE = LaunchPlan(block_m=128, block_n=64, num_splits=1, phased=True, num_warps=8, num_stages=2)
+SPLIT = LaunchPlan(block_m=16, block_n=16, num_splits=3, num_warps=4, num_stages=2)
+WHOLE = LaunchPlan(block_m=32, block_n=32, num_splits=1, num_warps=4, num_stages=2)
+LARGE = LaunchPlan(block_m=128, block_n=64, num_splits=1, num_warps=8, num_stages=2)
 PLANS = {"split": SPLIT, "whole": WHOLE, "chosen": None}
 
 
@@ -170,7 +170,7 @@ def test_kernel_equals_twin_on_random_batches(seed: int) -> None:
     window = draw(60) + 1 if draw(2) else None
     shape = Shape(tuple(requests), **sizes, block_size=(16, 32)[draw(2)], window=window, num_padding_rows=draw(40))
     problem = Problem.random(shape)
-    for plan in (SPLIT, dataclasses.replace(SPLIT, num_splits=8, phased=True), WHOLE):
+    for plan in (SPLIT, dataclasses.replace(SPLIT, num_splits=8), WHOLE):
         if plan.block_m >= ratio:
             torch.testing.assert_close(problem.kernel(plan), problem.twin(), rtol=3e-5, atol=3e-5)
 
@@ -241,9 +241,7 @@ def test_plans_split_small_batches_and_not_large_ones() -> None:
     assert plan_for(8 * 14, 8, **sizes).num_splits == 8
     assert plan_for(128 * 14, 128, **sizes).num_splits == 1
     assert plan_for(14, 1, **{**sizes, "max_context": 600}).num_splits == 2, "room for three parts; powers of two only"
-    chunk = plan_for(4096, 1, **sizes)
-    assert chunk.num_splits == 1
-    assert chunk.phased
+    assert plan_for(4096, 1, **sizes).num_splits == 1
     assert plan_for(14, 1, **{**sizes, "num_groups": 1, "num_heads": 71}).block_m >= 71
 
 

@@ -42,13 +42,11 @@ class LaunchPlan:
     """Sizes of one launch; all follow from sizes that the host knows.
 
     block_m: rows times query heads of a tile. block_n: keys read at a time. num_splits: parts of the context at most.
-    phased: keys that all rows of a tile see are taken without masks; pays where tiles see many keys.
     """
 
     block_m: int
     block_n: int
     num_splits: int
-    phased: bool
     num_warps: int
     num_stages: int
 
@@ -85,7 +83,6 @@ def plan_for(
         block_m=block_m,
         block_n=64 if small else 32,
         num_splits=num_splits,
-        phased=block_m == 128 and num_splits <= 1,
         num_warps=8 if block_m >= 128 or not small else 4,
         num_stages=3 if small else 2,
     )
@@ -199,7 +196,7 @@ def paged_attention(
         num_requests, num_rows, num_columns, sliding_window or 0, scale * _LOG2_E,
         q_NAD.stride(0), q_NAD.stride(1), out.stride(0), out.stride(1),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_table_BN.stride(0),
-        RATIO=ratio, BLOCK_M=plan.block_m, PHASED=plan.phased, **common,
+        RATIO=ratio, BLOCK_M=plan.block_m, **common,
         num_warps=plan.num_warps, num_stages=plan.num_stages,
     )  # fmt: skip
     if splits > 1:
@@ -239,56 +236,12 @@ def _key_span(
     return low, end, tiles_each * BLOCK_N, tl.maximum(tl.cdiv(num_tiles, tiles_each), 1)
 
 
-@triton.jit
-def _read_keys(
-    total, weight, top, q, position, table, k_cache, v_cache, begin, end, low, high, window, scale,
-    block_stride, slot_stride,
-    MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Adds the tiles of keys [begin, end) to the running sums; masked, only keys in [low, high) that a row sees."""
-    column = tl.arange(0, BLOCK_D)
-    for tile in range(begin, end, BLOCK_N):
-        key = tile + tl.arange(0, BLOCK_N)
-        exists = (key >= low) & (key < high)
-        if MASKED:
-            block = tl.load(table + key // BLOCK_SIZE, mask=exists, other=0)
-        else:
-            block = tl.load(table + key // BLOCK_SIZE)
-        at = tl.maximum(block, 0).to(tl.int64) * block_stride + (key % BLOCK_SIZE).to(tl.int64) * slot_stride
-        at = at[:, None] + column[None, :]
-        if MASKED or BLOCK_D != HEAD:
-            read = exists[:, None] & (column < HEAD)[None, :]
-            k = tl.load(k_cache + at, mask=read, other=0.0)
-        else:
-            k = tl.load(k_cache + at)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if MASKED:
-            visible = exists[None, :] & (key[None, :] <= position[:, None])
-            if HAS_WINDOW:
-                visible = visible & (key[None, :] > position[:, None] - window)
-            score = tl.where(visible, score, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, axis=1))
-        # A row that has seen no key yet has -inf at the top, from which nothing may be subtracted.
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        share = tl.exp2(score - base[:, None])
-        shrink = tl.exp2(top - base)
-        if MASKED or BLOCK_D != HEAD:
-            v = tl.load(v_cache + at, mask=read, other=0.0)
-        else:
-            v = tl.load(v_cache + at)
-        weight = weight * shrink + tl.sum(share, axis=1)
-        total = total * shrink[:, None] + tl.dot(share.to(v.dtype), v, input_precision="ieee")
-        top = new_top
-    return total, weight, top
-
-
 @triton.jit(do_not_specialize=["num_requests", "num_rows"])  # each special value is a kernel to compile
 def attention_kernel(
     q_NAD, k_cache, v_cache, block_table, first_row, start_B, context_B, cache_start_B, out, partial, lse,
     num_requests, num_rows, num_columns, window, scale,
     q_stride_n, q_stride_a, out_stride_n, out_stride_a, block_stride, slot_stride, group_stride, table_stride,
-    RATIO: tl.constexpr, BLOCK_M: tl.constexpr, PHASED: tl.constexpr,
+    RATIO: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -321,13 +274,35 @@ def attention_kernel(
     if split >= used:
         return
     q = tl.load(q_NAD + (row * q_stride_n + head * q_stride_a)[:, None] + column[None, :], mask=kept, other=0.0)
-    total, weight, top = _read_span(
-        q, start + (row - first).to(tl.int32), block_table + request.to(tl.int64) * table_stride,
-        k_cache + group * group_stride, v_cache + group * group_stride,
-        low // BLOCK_N * BLOCK_N + split * keys_each, keys_each, low, high, start + tile_row - first,
-        window, scale, block_stride, slot_stride,
-        PHASED, BLOCK_SIZE, BLOCK_Q, HEAD, BLOCK_M, BLOCK_N, BLOCK_D, HAS_WINDOW,
-    )  # fmt: skip
+    position = start + (row - first).to(tl.int32)
+    table = block_table + request.to(tl.int64) * table_stride
+    # Running sums over the keys: weighted values, weights, greatest score.
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    begin = low // BLOCK_N * BLOCK_N + split * keys_each
+    for tile_key in range(begin, tl.minimum(begin + keys_each, high), BLOCK_N):
+        key = tile_key + tl.arange(0, BLOCK_N)
+        exists = (key >= low) & (key < high)
+        block = tl.load(table + key // BLOCK_SIZE, mask=exists, other=0)
+        at = tl.maximum(block, 0).to(tl.int64) * block_stride + (key % BLOCK_SIZE).to(tl.int64) * slot_stride
+        at = (at + group * group_stride)[:, None] + column[None, :]
+        read = exists[:, None] & (column < HEAD)[None, :]
+        k = tl.load(k_cache + at, mask=read, other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        visible = exists[None, :] & (key[None, :] <= position[:, None])
+        if HAS_WINDOW:
+            visible = visible & (key[None, :] > position[:, None] - window)
+        score = tl.where(visible, score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, axis=1))
+        # A row that has seen no key yet has -inf at the top, from which nothing may be subtracted.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        share = tl.exp2(score - base[:, None])
+        shrink = tl.exp2(top - base)
+        v = tl.load(v_cache + at, mask=read, other=0.0)
+        weight = weight * shrink + tl.sum(share, axis=1)
+        total = total * shrink[:, None] + tl.dot(share.to(v.dtype), v, input_precision="ieee")
+        top = new_top
     mean = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
     if used == 1:
         tl.store(out_at, mean.to(out.dtype.element_ty), mask=kept)
@@ -335,40 +310,6 @@ def attention_kernel(
         at = (split.to(tl.int64) * num_rows + row) * (tl.num_programs(1) * RATIO) + head
         tl.store(partial + at[:, None] * HEAD + column[None, :], mean, mask=kept)
         tl.store(lse + at, top + tl.log2(weight), mask=(part < BLOCK_Q * RATIO) & (row < rows_end))
-
-
-@triton.jit
-def _read_span(
-    q, position, table, k_cache, v_cache, begin, keys_each, low, high, first_position,
-    window, scale, block_stride, slot_stride,
-    PHASED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, HEAD: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Running sums over the keys of one split: (weighted values, weights, greatest score)."""
-    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    weight = tl.zeros([BLOCK_M], tl.float32)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    end = tl.minimum(begin + keys_each, high)
-    if PHASED:
-        # Tiles in between hold only keys that every row sees.
-        seen = low
-        if HAS_WINDOW:
-            seen = tl.maximum(seen, first_position + BLOCK_Q - window)
-        body = tl.minimum(tl.maximum(tl.cdiv(seen, BLOCK_N) * BLOCK_N, begin), tl.cdiv(end, BLOCK_N) * BLOCK_N)
-        tail = tl.maximum(tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end // BLOCK_N * BLOCK_N), body)
-        total, weight, top = _read_keys(
-            total, weight, top, q, position, table, k_cache, v_cache, begin, body, low, high, window, scale,
-            block_stride, slot_stride, True, BLOCK_SIZE, HEAD, BLOCK_N, BLOCK_D, HAS_WINDOW,
-        )  # fmt: skip
-        total, weight, top = _read_keys(
-            total, weight, top, q, position, table, k_cache, v_cache, body, tail, low, high, window, scale,
-            block_stride, slot_stride, False, BLOCK_SIZE, HEAD, BLOCK_N, BLOCK_D, HAS_WINDOW,
-        )  # fmt: skip
-        begin = tail
-    return _read_keys(
-        total, weight, top, q, position, table, k_cache, v_cache, begin, end, low, high, window, scale,
-        block_stride, slot_stride, True, BLOCK_SIZE, HEAD, BLOCK_N, BLOCK_D, HAS_WINDOW,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_rows"])
