@@ -217,7 +217,7 @@ def rows_computed(rows: CodRows, method: str, num_segments: int) -> int:
 def measure_lengths(problem: Problem, args: argparse.Namespace, on_case: Callable[[dict[str, Any]], None]) -> None:
     """Every case of every length, S = 1 first."""
     on_gpu = problem.device == "cuda"
-    score = ChunkedLoss("soft", args.chunk, compiled=on_gpu, max_whole_bytes=0)
+    score = ChunkedLoss("soft", args.chunk, compiled=on_gpu)
     partitions = {name: kind(1, block_mask=on_gpu, compiled=on_gpu, dynamic=True) for name, kind in METHODS.items()}
     for num_tokens in args.tokens:
         problem.load(num_tokens, args.depths, args.ratio)
@@ -242,7 +242,7 @@ def measure_lengths(problem: Problem, args: argparse.Namespace, on_case: Callabl
 def check(problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
     """Differences of gradients in plain torch: S = 4 from S = 1 in float32, and everything in bfloat16 from that."""
     problem.load(args.check_tokens, args.depths, args.ratio, torch.float32)
-    score = ChunkedLoss("soft", args.chunk, max_whole_bytes=0)
+    score = ChunkedLoss("soft", args.chunk)
     found: dict[str, Any] = {"num_tokens": args.check_tokens, "num_segments": CHECK_SEGMENTS}
     whole: dict[str, Tensor] = {}
     for autocast in (False, True) if problem.device == "cuda" else (False,):

@@ -13,8 +13,6 @@ from peagle.train.cod import chain_lengths, label_rows, sample_rows
 from peagle.train.losses import KERNELS, ChainWeights, ChunkedLoss, Scored, TargetLogits
 from tests.plain_losses import plain_losses
 
-WHOLE, IN_CHUNKS = 1 << 30, 0  # max_whole_bytes
-
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
@@ -57,10 +55,9 @@ class Problem:
         return losses_R, logits_RV.argmax(-1) == draft_R, draft_R < 0
 
 
-@pytest.mark.parametrize("max_whole_bytes", [WHOLE, IN_CHUNKS])
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("name", KERNELS)
-def test_loss_and_gradient_equal_the_plain_twin(name: str, reduced: bool, max_whole_bytes: int) -> None:
+def test_loss_and_gradient_equal_the_plain_twin(name: str, reduced: bool) -> None:
     problem = Problem.draw(reduced)
     plain_RH = problem.hidden_RH.clone().requires_grad_()
     losses_R, correct_R, outside_R = problem.plain(name, plain_RH)
@@ -69,7 +66,7 @@ def test_loss_and_gradient_equal_the_plain_twin(name: str, reduced: bool, max_wh
     assert plain_RH.grad.abs().max() > 1e-2
     for chunk in (1, 8, 37, 64):
         hidden_RH = problem.hidden_RH.clone().requires_grad_()
-        scored = problem.score(ChunkedLoss(name, chunk, max_whole_bytes=max_whole_bytes), hidden_RH)
+        scored = problem.score(ChunkedLoss(name, chunk), hidden_RH)
         (3 * scored.total).backward()
         torch.testing.assert_close(scored.total.detach(), plain.detach(), rtol=1e-12, atol=0)
         torch.testing.assert_close(hidden_RH.grad, 3 * plain_RH.grad, rtol=1e-10, atol=1e-13)
@@ -158,35 +155,31 @@ def test_chain_weights_equal_a_slow_loop() -> None:
     torch.testing.assert_close(weight_R, expected_R)
 
 
-@pytest.mark.parametrize("max_whole_bytes", [WHOLE, IN_CHUNKS])
-def test_walk_visits_each_row_once_with_its_label(max_whole_bytes: int) -> None:
+def test_walk_visits_each_row_once_with_its_label() -> None:
     problem = Problem.draw(num_rows=53)
-    labels = TargetLogits(problem.target_NH, problem.lm_head_VH, chunk=4, max_whole_bytes=max_whole_bytes)
+    labels = TargetLogits(problem.target_NH, problem.lm_head_VH)
     whole_NV = problem.target_NH @ problem.lm_head_VH.T
     visits, num_made = torch.zeros(53), 0
-    for rows, token_U, index_C in labels.walk(problem.label_R, 10):
-        target = labels.at(token_U)
+    for rows, target, index_C in labels.walk(problem.label_R, 10):
         label_C = problem.label_R[rows]
         torch.testing.assert_close(target.logits_UV[index_C], whole_NV[label_C])
         torch.testing.assert_close(target.logsumexp_U[index_C], whole_NV.logsumexp(-1)[label_C])
         assert torch.equal(target.best_U[index_C], whole_NV.argmax(-1)[label_C])
         visits[rows] += 1
-        num_made += len(target.best_U) if token_U is not None else 0
+        num_made += len(target.best_U)
         assert len(index_C) in (8, 9)
     assert torch.equal(visits, torch.ones(53))
     # Rows in the order of their labels: a token is made again only where a chunk ends within its rows.
-    assert num_made <= (0 if max_whole_bytes else 11 + 5)
+    assert num_made <= 11 + 5
 
 
 def test_no_rows_are_no_loss() -> None:
     problem = dataclasses.replace(Problem.draw(), label_R=torch.empty(0, dtype=torch.int64))
-    for max_whole_bytes in (WHOLE, IN_CHUNKS):
-        hidden_RH = torch.empty(0, 8, dtype=torch.float64, requires_grad=True)
-        loss = ChunkedLoss("soft", 8, max_whole_bytes=max_whole_bytes)
-        scored = problem.score(loss, hidden_RH, torch.empty(0))
-        scored.total.backward()
-        assert scored.total == 0
-        assert hidden_RH.grad.shape == (0, 8)
+    hidden_RH = torch.empty(0, 8, dtype=torch.float64, requires_grad=True)
+    scored = problem.score(ChunkedLoss("soft", 8), hidden_RH, torch.empty(0))
+    scored.total.backward()
+    assert scored.total == 0
+    assert hidden_RH.grad.shape == (0, 8)
 
 
 def test_loss_is_least_where_the_drafter_agrees() -> None:
@@ -205,9 +198,9 @@ def test_compiled_kernels_equal_plain_torch_on_a_gpu(name: str) -> None:
     problem = Problem.draw(reduced=True, num_rows=700, num_tokens=300)
     problem = Problem(*(value.to("cuda") for value in dataclasses.astuple(problem)))
     grads = []
-    for compiled, max_whole_bytes in ((False, WHOLE), (True, WHOLE), (True, IN_CHUNKS)):
+    for compiled in (False, True):
         hidden_RH = problem.hidden_RH.clone().requires_grad_()
-        problem.score(ChunkedLoss(name, 96, compiled, max_whole_bytes), hidden_RH).total.backward()
+        problem.score(ChunkedLoss(name, 96, compiled), hidden_RH).total.backward()
         grads.append(hidden_RH.grad)
     for grad in grads[1:]:
         torch.testing.assert_close(grad, grads[0], rtol=1e-10, atol=1e-13)

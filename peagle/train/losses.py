@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-MAX_WHOLE_BYTES = 4 << 30  # logits of a batch that are held whole
-
 #: statistics(logits_UV) -> (log-sum-exp_U, argmax_U), the first in float32 or wider.
 Statistics = Callable[[Tensor], tuple[Tensor, Tensor]]
 #: Weight of each row, or a function correct_R (bool) -> weight_R that is called once all rows are scored.
@@ -59,10 +57,7 @@ class Distributions:
 class TargetLogits:
     """What the target says at the N tokens of a batch; the label of a drafter's row is an index into them.
 
-    The logits of all N tokens are held where they are few enough, else they are made from the target's last hidden
-    states as they are asked for, and `walk` visits rows in the order of their labels, so that each is made once.
-
-    A reduced draft vocabulary takes V_draft of the target's V tokens: distributions are renormalised over them, while
+    Logits are made from the target's last hidden states as `walk` gets to them. A reduced draft vocabulary takes V_draft of the target's V tokens: distributions are renormalised over them, while
     the most likely token stays that of the whole vocabulary.
     """
 
@@ -71,17 +66,14 @@ class TargetLogits:
         hidden_NS: Tensor,
         lm_head_VS: Tensor,
         target_ids_V: Tensor | None = None,
-        *,
-        chunk: int = 4096,
-        max_whole_bytes: int = MAX_WHOLE_BYTES,
         statistics: Statistics = statistics,
     ) -> None:
         """hidden_NS: the target's last hidden states (after its norm); lm_head_VS: its output matrix.
 
         target_ids_V: the target's ids of the draft vocabulary [V_draft]; None, or as many as the target has tokens: all
-        in order. chunk: tokens whose logits over the whole vocabulary exist at once while they are made whole.
+        in order.
         """
-        num_tokens, vocabulary = hidden_NS.shape[0], lm_head_VS.shape[0]
+        vocabulary = lm_head_VS.shape[0]
         reduced = target_ids_V is not None and len(target_ids_V) < vocabulary
         self.target_ids_V = target_ids_V if reduced else None
         self._index_V: Tensor | None = None  # id of the target -> index into the draft vocabulary, or -1
@@ -90,60 +82,30 @@ class TargetLogits:
             self._index_V[target_ids_V] = torch.arange(len(target_ids_V), device=target_ids_V.device)
         self._hidden_NS, self._lm_head_VS, self._statistics = hidden_NS, lm_head_VS, statistics
         self.vocabulary_size = len(target_ids_V) if target_ids_V is not None else vocabulary
-        self._whole: Distributions | None = None
-        if num_tokens * self.vocabulary_size * hidden_NS.element_size() <= max_whole_bytes:
-            self._whole = self._made_whole(chunk)
 
-    @torch.no_grad()
-    def at(self, token_U: Tensor | None) -> Distributions:
-        """Distributions at tokens as `walk` names them; None: at all N."""
-        if token_U is None:
-            assert self._whole is not None, "only `walk` of held logits names no tokens"
-            return self._whole
-        logits_UV = self._hidden_NS[token_U] @ self._lm_head_VS.T
-        if self.target_ids_V is None:
-            return self._distributions(logits_UV, logits_UV)
-        return self._distributions(logits_UV, logits_UV.index_select(1, self.target_ids_V))
+    def walk(self, label_R: Tensor, chunk: int) -> Iterator[tuple[Tensor, Distributions, Tensor]]:
+        """Visits all R rows once, `chunk` or fewer at a time: (which rows, distributions, index_P of the rows in these).
 
-    def walk(self, label_R: Tensor, chunk: int) -> Iterator[tuple[slice | Tensor, Tensor | None, Tensor]]:
-        """Visits all R rows once, `chunk` or fewer at a time: (which rows, tokens for `at`, index_P into what it says).
-
-        label_R: int64, 0..N-1. Chunks differ by one row at most. Where logits are not held, the host waits for the
-        device twice, before the first chunk.
+        label_R: int64, 0..N-1. Rows come in the order of their labels, so that the logits of a token are made once, or
+        twice where a chunk ends within its rows. Chunks differ by one row at most. The host waits for the device twice,
+        before the first chunk.
         """
         spans = _spans(len(label_R), chunk)
-        if self._whole is not None:
-            for start, end in spans:
-                yield slice(start, end), None, label_R[start:end]
-            return
         sorted_R, order_R = label_R.sort(stable=True)
         token_U, index_R = sorted_R.unique_consecutive(return_inverse=True)
         firsts = index_R[[start for start, _ in spans]].tolist()
         lasts = index_R[[end - 1 for _, end in spans]].tolist()
         for (start, end), first, last in zip(spans, firsts, lasts, strict=True):
-            yield order_R[start:end], token_U[first : last + 1], index_R[start:end] - first
+            yield order_R[start:end], self._at(token_U[first : last + 1]), index_R[start:end] - first
 
-    def _distributions(self, whole_UV: Tensor, draft_UV: Tensor) -> Distributions:
+    @torch.no_grad()
+    def _at(self, token_U: Tensor) -> Distributions:
+        whole_UV = self._hidden_NS[token_U] @ self._lm_head_VS.T
+        draft_UV = whole_UV if self.target_ids_V is None else whole_UV.index_select(1, self.target_ids_V)
         logsumexp_U, best_U = self._statistics(draft_UV)
         if self._index_V is not None:
             best_U = self._index_V[whole_UV.argmax(-1)]
         return Distributions(draft_UV, logsumexp_U, best_U)
-
-    @torch.no_grad()
-    def _made_whole(self, chunk: int) -> Distributions:
-        num_tokens = self._hidden_NS.shape[0]
-        logits_NV = self._hidden_NS.new_empty(num_tokens, self.vocabulary_size)
-        parts = []
-        for start, end in _spans(num_tokens, chunk):
-            hidden_US, out_UV = self._hidden_NS[start:end], logits_NV[start:end]
-            if self.target_ids_V is None:
-                whole_UV = torch.mm(hidden_US, self._lm_head_VS.T, out=out_UV)
-            else:
-                whole_UV = hidden_US @ self._lm_head_VS.T
-                torch.index_select(whole_UV, 1, self.target_ids_V, out=out_UV)
-            parts.append(self._distributions(whole_UV, out_UV))
-        sums, best = [part.logsumexp_U for part in parts], [part.best_U for part in parts]
-        return Distributions(logits_NV, torch.cat(sums), torch.cat(best))
 
 
 def _spans(num_rows: int, chunk: int) -> list[tuple[int, int]]:
@@ -262,8 +224,7 @@ class _ChunkedLoss(torch.autograd.Function):
         gradient_RH = torch.empty_like(hidden_RH)
         losses_R = hidden_RH.new_empty(len(label_R), dtype=torch.promote_types(hidden_RH.dtype, torch.float32))
         correct_R = torch.empty_like(label_R, dtype=torch.bool)
-        for rows, token_U, index_P in labels.walk(label_R, chunk):
-            target = labels.at(token_U)
+        for rows, target, index_P in labels.walk(label_R, chunk):
             losses_R[rows], gradient_RH[rows], draft_P = _score(kernel, hidden_RH[rows], lm_head_VH, target, index_P)
             correct_R[rows] = draft_P == target.best_U[index_P]
             del target  # or two chunks of the target's logits would live while the next is made
@@ -283,27 +244,17 @@ class _ChunkedLoss(torch.autograd.Function):
 class ChunkedLoss:
     """Callable holding one of the losses and its (optionally compiled) kernel.
 
-    chunk: rows whose logits [chunk, V] live at once. The labels' logits of as many tokens live beside them, or, where
-    they take at most `max_whole_bytes`, those of the whole batch.
+    chunk: rows whose logits [chunk, V] live at once, and beside them the logits of at most as many labels.
     """
 
-    def __init__(
-        self, name: str, chunk: int = 8192, compiled: bool = False, max_whole_bytes: int = MAX_WHOLE_BYTES
-    ) -> None:
-        self.chunk, self._max_whole_bytes = chunk, max_whole_bytes
+    def __init__(self, name: str, chunk: int = 8192, compiled: bool = False) -> None:
+        self.chunk = chunk
         self._kernel = _compiled(KERNELS[name]) if compiled else KERNELS[name]
         self._statistics = _compiled(statistics) if compiled else statistics
 
     def labels(self, hidden_NS: Tensor, lm_head_VS: Tensor, target_ids_V: Tensor | None = None) -> TargetLogits:
         """Labels of a batch, for any number of calls. Arguments as `TargetLogits` has them."""
-        return TargetLogits(
-            hidden_NS,
-            lm_head_VS,
-            target_ids_V,
-            chunk=self.chunk,
-            max_whole_bytes=self._max_whole_bytes,
-            statistics=self._statistics,
-        )
+        return TargetLogits(hidden_NS, lm_head_VS, target_ids_V, self._statistics)
 
     def __call__(
         self, hidden_RH: Tensor, lm_head_VH: Tensor, labels: TargetLogits, label_R: Tensor, weigh: Weigh

@@ -100,8 +100,6 @@ class PassLosses:
         label_R, offset_R = label_R[chosen], offset_R[chosen]
         weigh = self._weights.weigh(label_R, offset_R)
         scored = self._score(normed_RH[chosen], self._lm_head_VH, self._labels, label_R, weigh)
-        if index_R is None:
-            del self._labels  # logits of a batch need not live beside the gradients of the drafter
         self._seen.append((scored.total.detach(), scored.correct_R, offset_R))
         return scored.total
 
