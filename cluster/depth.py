@@ -32,8 +32,8 @@ token, since TPOT_c = t / L_c. The sum of the two is this project's own.
 **Limits.** TPOT_c = t / L_c(k_c) <= limit_c comes before worth. Where nothing meets every limit, the greatest
 TPOT_c / limit_c is made as small as it can be.
 
-**Prompts.** What a prompt itself takes is left out (`cluster.step_time.Costs.curve`): each request has one, whatever
-its K, and tokens / (decoding + a constant for each token) is greatest where tokens / decoding is.
+**Prompts.** What a prompt itself takes is left out (`cluster.step_time.StepCosts.curve`): each request has one,
+whatever its K, and tokens / (decoding + a constant for each token) is greatest where tokens / decoding is.
 """
 
 import copy
@@ -50,7 +50,7 @@ from numpy.typing import NDArray
 
 from cluster.acceptance import AcceptanceBook, as_drawn
 from cluster.request import Drafting, Source
-from cluster.step_time import Costs
+from cluster.step_time import StepCosts
 
 Floats = NDArray[np.float64]
 Depths = NDArray[np.int64]
@@ -82,7 +82,7 @@ def check_survival(survival: Sequence[float], owner: str, max_k: int = 0) -> Non
 def allocate(
     survivals: Sequence[Sequence[float]],
     max_ks: Sequence[int],
-    costs: Costs,
+    costs: StepCosts,
     context_tokens: float = 0.0,
     prompt_tokens: float = 0.0,
 ) -> list[int]:
@@ -216,7 +216,7 @@ MIN_SHARED = 1.5
 and one request at a time must not be planned as two."""
 
 
-def best_depths(demands: Sequence[Demand], costs: Costs, context_tokens: float = 0.0) -> Plan:
+def best_depths(demands: Sequence[Demand], costs: StepCosts, context_tokens: float = 0.0) -> Plan:
     """K of each workload that makes the most of a replica's time within the limits of TPOT.
 
     Where no K meets every limit, the greatest TPOT / limit of any workload is as small as can be, and the plan's reason
@@ -263,7 +263,7 @@ class SharedSteps:
         num_requests: in a step, at least 1.
     """
 
-    def __init__(self, demands: Sequence[Demand], costs: Costs, context_tokens: float = 0.0) -> None:
+    def __init__(self, demands: Sequence[Demand], costs: StepCosts, context_tokens: float = 0.0) -> None:
         self.demands = demands
         total = sum(demand.num_requests for demand in demands)
         self.num_requests = max(1.0, total)
@@ -474,7 +474,7 @@ class DepthChooser:
 
     def __init__(
         self,
-        costs: Costs,
+        costs: StepCosts,
         max_k: int,
         *,
         probe_share: float = 0.01,

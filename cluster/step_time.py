@@ -23,34 +23,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-
-
-class Costs(Protocol):
-    """What the choice of K needs to know of an engine. `StepCosts` is one."""
-
-    def curve(
-        self,
-        num_requests: int,
-        num_drafts: int,
-        context_tokens: float = 0.0,
-        prompt_tokens: float = 0.0,
-        *,
-        is_drafted: bool = False,
-    ) -> Array:
-        """Seconds of a step of `num_requests` with 0 .. `num_drafts` drafts in all, never falling.
-
-        `is_drafted`: the drafter's pass runs without drafts too, because some request may get drafts in the next step.
-        With `prompt_tokens` of other requests' prompts in the same step it is what such a step takes less what the
-        prompts add to one without drafts: that part is paid whatever is drafted, and its sum does not depend on K,
-        because every request has one prompt.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +116,15 @@ class StepCosts:
         *,
         is_drafted: bool = False,
     ) -> Array:
-        """As `Costs.curve`. Raises ValueError where a number is out of range."""
+        """Seconds of a step of `num_requests` with 0 .. `num_drafts` drafts in all, never falling.
+
+        `is_drafted`: the drafter's pass runs without drafts too, because some request may get drafts in the next step.
+        With `prompt_tokens` of other requests' prompts in the same step it is what such a step takes less what the
+        prompts add to one without drafts: that part is paid whatever is drafted, and its sum does not depend on K,
+        because every request has one prompt.
+
+        Raises ValueError where a number is out of range.
+        """
         if num_requests < 1 or num_drafts < 0 or prompt_tokens < 0 or not 0 <= context_tokens < math.inf:
             raise ValueError(
                 f"no step has {num_requests} requests, {num_drafts} drafts, {prompt_tokens} prompt tokens and a "

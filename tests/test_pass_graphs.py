@@ -78,12 +78,8 @@ def test_hidden_rows_in_pinned_memory_and_on_the_gpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_pieces", [1, 3])
-@pytest.mark.parametrize("max_blocks_in_place", [0, graphs.MAX_BLOCKS_IN_PLACE])
-def test_rows_are_read_where_they_lie_in_pinned_memory(
-    num_pieces: int, max_blocks_in_place: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_read_where_they_lie_in_pinned_memory(num_pieces: int) -> None:
     """Each step's batches are padded to three requests, and some pieces are not pinned, or lie unaligned."""
-    monkeypatch.setattr(graphs, "MAX_BLOCKS_IN_PLACE", max_blocks_in_place)
     requests = on_gpu()
     sizes = GraphSizes(rows=(64,), requests=(3,), depths=(MAX_DEPTH,))
     parallel_pass = requests.new_pass("cuda", graph_sizes=sizes)
@@ -161,11 +157,7 @@ def test_in_bfloat16_most_drafts_are_those_of_float32() -> None:
 
 
 @pytest.mark.parametrize("num_padding", [0, 1, 3])
-@pytest.mark.parametrize("max_blocks_in_place", [0, graphs.MAX_BLOCKS_IN_PLACE], ids=["apart", "in place"])
-def test_a_packed_batch_drafts_as_the_batch_does(
-    num_padding: int, max_blocks_in_place: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(graphs, "MAX_BLOCKS_IN_PLACE", max_blocks_in_place)
+def test_a_packed_batch_drafts_as_the_batch_does(num_padding: int) -> None:
     requests = Requests(random_drafter(CONFIG).float(), 3)
     parallel_pass = requests.new_pass(max_num_requests=3 + num_padding)
     layout = PassLayout(parallel_pass.limits)
@@ -177,13 +169,11 @@ def test_a_packed_batch_drafts_as_the_batch_does(
         batch = requests.batch(steps, num_pieces=1 + number % 2)
         addresses = [piece[row].data_ptr() for piece in batch.hidden for row in range(len(piece))]
         padded = len(steps) + num_padding
-        used = layout.pack(batch, np.array(addresses, np.int64), buffer, padded)
+        blocks = layout.pack(batch, np.array(addresses, np.int64), buffer, padded)
         moved = torch.full((layout.num_integers,), -777, dtype=torch.int32)
-        moved[:used] = torch.from_numpy(buffer[:used])
-        assert layout.blocks_apart(padded) == (max_blocks_in_place == 0)
-        if layout.blocks_apart(padded):
-            given, width = batch.block_table_BN.shape
-            blocks_BN[:given, :width] = layout.narrow_blocks(moved, padded, given, width)
+        moved[: blocks.stop] = torch.from_numpy(buffer[: blocks.stop])
+        given, width = batch.block_table_BN.shape
+        blocks_BN[:given, :width] = moved[blocks].view(given, width)
         inputs = layout.inputs(moved, padded, blocks_BN)
         found_BK = parallel_pass._compute(inputs, int(batch.rows_B().sum()) + 5, MAX_DEPTH)
         assert found_BK[: len(steps)].tolist() == expected
@@ -196,9 +186,8 @@ def test_places_begin_at_16_bytes_and_end_within_the_buffer(num_requests: int) -
     layout, blocks_BN = PassLayout(limits), torch.zeros(6, 5, dtype=torch.int32)
     buffer = torch.zeros(layout.num_integers, dtype=torch.int32)
     inputs = layout.inputs(buffer, num_requests, blocks_BN)
-    tensors = [getattr(inputs, name) for name in (*PER_REQUEST, "block_table_BN")]
     assert inputs.addresses_R is not None
-    for tensor in (*tensors, inputs.addresses_R):
+    for tensor in (*(getattr(inputs, name) for name in PER_REQUEST), inputs.addresses_R):
         assert (tensor.data_ptr() - buffer.data_ptr()) % 16 == 0
     assert inputs.block_table_BN.shape == (num_requests, 5)
     assert len(inputs.addresses_R) == len(inputs.next_tokens_R) == limits.max_payload_rows

@@ -33,7 +33,6 @@ from peagle.drafter.rows import ALIGNMENT_BYTES
 logger = logging.getLogger(__name__)
 
 NUM_AREAS = 4  # passes that may be under way before the host waits for the oldest
-MAX_BLOCKS_IN_PLACE = 1 << 14  # 64 KiB: some 3 us over the bus, less than another copy takes to launch
 MAX_ROWS = 1024  # of a graph
 _RECORD = 4  # int32 of a record
 
@@ -45,76 +44,51 @@ Key = tuple[int, int, int]
 class PassLayout:
     """Where the integers of a pass lie in one buffer: written by the host, moved by one copy, read in place.
 
-    For n requests, those that pad the batch included, one area after another, each from a multiple of 16 bytes on:
+    For n requests, those that pad the batch included, one area after another:
 
         columns    5 x n     start, valid rows, row offset, depth, cache start
-        blocks     n x N     block tables, N columns wide whatever the batch uses; or, where that is much to move, as
-                             many columns as it uses, to be copied to their place on the device (`blocks_apart`)
         records    R x 2     int64: a payload row's address and the token after it
+        blocks     B x N     block tables of the batch's own requests, as wide as it uses, to be copied to their place
 
-    Places follow from n alone, so a captured graph finds them again.
+    Columns and records begin at a multiple of 16 bytes. Their places follow from n alone, so a captured graph finds
+    them again.
     """
 
     def __init__(self, limits: PassLimits) -> None:
         self._limits = limits
-        self.num_integers = self._records_at(limits.max_num_requests) + _RECORD * limits.max_payload_rows
+        num_before_blocks = self._records_at(limits.max_num_requests) + _RECORD * limits.max_payload_rows
+        self.num_integers = num_before_blocks + limits.max_num_requests * limits.max_blocks
 
-    def blocks_apart(self, num_requests: int) -> bool:
-        """Whether the block tables of so many requests travel narrow, and are copied to their place afterwards."""
-        return num_requests * self._limits.max_blocks > MAX_BLOCKS_IN_PLACE
-
-    def pack(self, batch: PassBatch, addresses_R: npt.NDArray[np.int64], into: Int32Array, num_requests: int) -> int:
-        """Write a batch, padded to num_requests by such without rows; returns how many integers are to be moved.
-
-        addresses_R: int64, of the payload's rows. Block tables that travel narrow are [batch's requests, its width].
-        """
-        given, width = batch.num_requests, _aligned(num_requests)
-        columns = into[: len(PER_REQUEST) * width].reshape(len(PER_REQUEST), width)
+    def pack(self, batch: PassBatch, addresses_R: npt.NDArray[np.int64], into: Int32Array, num_requests: int) -> slice:
+        """Write a batch, padded to num_requests by such without rows; returns where its blocks are, the last of what is
+        to be moved. addresses_R: int64, of the payload's rows."""
+        given, first, num_rows = batch.num_requests, self._records_at(num_requests), len(batch.next_tokens_R)
+        columns = into[:first].reshape(len(PER_REQUEST), -1)
         for column, name in zip(columns, PER_REQUEST, strict=True):
             column[:given] = getattr(batch, name)
         columns[:, given:] = 0
-        blocks, first = batch.block_table_BN, columns.size
-        if self.blocks_apart(num_requests):
-            into[first : first + blocks.size] = blocks.reshape(-1)
-        else:
-            room = into[first : first + num_requests * self._limits.max_blocks].reshape(num_requests, -1)
-            room[:given, : blocks.shape[1]] = blocks
-        first, num_rows = self._records_at(num_requests), len(batch.next_tokens_R)
-        records = into[first : first + _RECORD * num_rows].view(np.int64).reshape(num_rows, 2)
+        blocks = slice(first + _RECORD * num_rows, first + _RECORD * num_rows + batch.block_table_BN.size)
+        records = into[first : blocks.start].view(np.int64).reshape(num_rows, 2)
         records[:, 0] = addresses_R
         records[:, 1] = batch.next_tokens_R
-        return first + _RECORD * num_rows
+        into[blocks] = batch.block_table_BN.reshape(-1)
+        return blocks
 
-    def narrow_blocks(self, integers: Tensor, num_requests: int, given: int, width: int) -> Tensor:
-        """[given, width] block tables that travelled narrow, where they arrived."""
-        first = len(PER_REQUEST) * _aligned(num_requests)
-        return integers[first : first + given * width].view(given, width)
-
-    def inputs(self, integers: Tensor, num_requests: int, blocks_apart_BN: Tensor) -> PassInputs:
-        """Views of what `pack` wrote. blocks_apart_BN: where block tables that travelled narrow are copied to."""
-        width, max_blocks = _aligned(num_requests), self._limits.max_blocks
-        first = len(PER_REQUEST) * width
-        columns = integers[:first].view(len(PER_REQUEST), width)[:, :num_requests]
-        if self.blocks_apart(num_requests):
-            blocks_BN = blocks_apart_BN[:num_requests]
-        else:
-            blocks_BN = integers[first : first + num_requests * max_blocks].view(num_requests, max_blocks)
+    def inputs(self, integers: Tensor, num_requests: int, blocks_BN: Tensor) -> PassInputs:
+        """Views of what `pack` wrote. blocks_BN: where block tables are copied to."""
         first = self._records_at(num_requests)
+        columns = integers[:first].view(len(PER_REQUEST), -1)[:, :num_requests]
         records = integers[first : first + _RECORD * self._limits.max_payload_rows].view(torch.int64).view(-1, 2)
         return PassInputs(
             **dict(zip(PER_REQUEST, columns, strict=True)),
             next_tokens_R=records[:, 1],
-            block_table_BN=blocks_BN,
+            block_table_BN=blocks_BN[:num_requests],
             addresses_R=records[:, 0],
         )
 
     def _records_at(self, num_requests: int) -> int:
-        return len(PER_REQUEST) * _aligned(num_requests) + _aligned(num_requests * self._limits.max_blocks)
-
-
-def _aligned(num_integers: int) -> int:
-    """Rounded up to 16 bytes: Triton compiles a kernel again for a pointer that is not aligned so."""
-    return -(-num_integers // 4) * 4
+        # Columns are rounded up to 16 bytes: Triton compiles a kernel again for a pointer that is not aligned so.
+        return len(PER_REQUEST) * (-(-num_requests // 4) * 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,13 +251,10 @@ class GraphRunner:
     def _send(self, batch: PassBatch, area: _PinnedArea, num_requests: int) -> None:
         """Moves a batch to the GPU, its requests padded to num_requests by such without rows."""
         addresses_R = self._addresses([piece for piece in batch.hidden if len(piece)])
-        used = self._layout.pack(batch, addresses_R, area.array, num_requests)
-        self._integers[:used].copy_(area.integers[:used], non_blocking=True)
-        if self._layout.blocks_apart(num_requests):
-            given, width = batch.block_table_BN.shape
-            self._blocks_BN[:given, :width].copy_(
-                self._layout.narrow_blocks(self._integers, num_requests, given, width)
-            )
+        blocks = self._layout.pack(batch, addresses_R, area.array, num_requests)
+        self._integers[: blocks.stop].copy_(area.integers[: blocks.stop], non_blocking=True)
+        given, width = batch.block_table_BN.shape
+        self._blocks_BN[:given, :width].copy_(self._integers[blocks].view(given, width))
 
     def _addresses(self, pieces: Sequence[Tensor]) -> npt.NDArray[np.int64]:
         """Of every row of the payload, where the GPU can read it."""

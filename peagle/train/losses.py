@@ -57,8 +57,9 @@ class Distributions:
 class TargetLogits:
     """What the target says at the N tokens of a batch; the label of a drafter's row is an index into them.
 
-    Logits are made from the target's last hidden states as `walk` gets to them. A reduced draft vocabulary takes V_draft of the target's V tokens: distributions are renormalised over them, while
-    the most likely token stays that of the whole vocabulary.
+    Logits are made from the target's last hidden states as `walk` gets to them. A reduced draft vocabulary takes
+    V_draft of the target's V tokens: distributions are renormalised over them, while the most likely token stays that
+    of the whole vocabulary.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class TargetLogits:
         self.vocabulary_size = len(target_ids_V) if target_ids_V is not None else vocabulary
 
     def walk(self, label_R: Tensor, chunk: int) -> Iterator[tuple[Tensor, Distributions, Tensor]]:
-        """Visits all R rows once, `chunk` or fewer at a time: (which rows, distributions, index_P of the rows in these).
+        """Visits all R rows once, `chunk` or fewer at a time: (which rows, distributions, index_P of the rows there).
 
         label_R: int64, 0..N-1. Rows come in the order of their labels, so that the logits of a token are made once, or
         twice where a chunk ends within its rows. Chunks differ by one row at most. The host waits for the device twice,

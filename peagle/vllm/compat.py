@@ -8,11 +8,12 @@ import importlib
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from packaging.version import Version
 from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -143,16 +144,6 @@ class UnsupportedVLLMError(RuntimeError):
     """The installed vLLM lacks a name that this package needs."""
 
 
-class _Scheduled(Protocol):
-    """The part of vLLM's `SchedulerOutput` that admission padding touches."""
-
-    scheduled_new_reqs: list[Any]
-    scheduled_cached_reqs: Any
-    num_scheduled_tokens: dict[str, int]
-    total_num_scheduled_tokens: int
-    scheduled_spec_decode_tokens: dict[str, list[int]]
-
-
 def check(group: str, instance: object = None) -> None:
     """Make sure that this vLLM has what the group of `SEAMS` names, and `instance` what the one of `ATTRIBUTES` does.
 
@@ -235,7 +226,7 @@ def name_taps(config: VllmConfig) -> None:
         head.eagle_aux_hidden_state_layer_ids = list(layer_ids)
 
 
-def drop_admission_padding(scheduled: _Scheduled) -> None:
+def drop_admission_padding(scheduled: SchedulerOutput) -> None:
     """Take back the placeholder drafts that vLLM gives a decode in the step that admits it.
 
     A request admitted with one token left to compute is widened by vLLM to 1 + K_max rows, so that the step keeps the

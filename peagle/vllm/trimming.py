@@ -18,7 +18,7 @@ import math
 import tempfile
 from collections import OrderedDict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from cluster.depth import allocate, check_survival
 from cluster.step_time import StepCostModel, TimedStep
@@ -26,6 +26,7 @@ from peagle.vllm.acceptance import SURVIVAL_KEY, WORKLOAD_KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
@@ -64,17 +65,7 @@ def make_trimmer(config: "VllmConfig", max_draft_tokens: int) -> "Trimmer | None
     return Trimmer(StepCostModel(on_gpu))
 
 
-class Scheduled(Protocol):
-    """The part of vLLM's `SchedulerOutput` that says what a step computes."""
-
-    scheduled_new_reqs: list[Any]
-    scheduled_cached_reqs: Any
-    num_scheduled_tokens: dict[str, int]
-    total_num_scheduled_tokens: int
-    scheduled_spec_decode_tokens: dict[str, list[int]]
-
-
-def timed_step(seconds: float, scheduled: Scheduled, is_drafted: bool = False) -> TimedStep | None:
+def timed_step(seconds: float, scheduled: "SchedulerOutput", is_drafted: bool = False) -> TimedStep | None:
     """The step of `scheduled`, which took so long; None where no request decoded. A request that computes one token
     more than it has drafts decodes; all other tokens are of prompts. `is_drafted`: as of `TimedStep`."""
     drafts, cached = scheduled.scheduled_spec_decode_tokens, scheduled.scheduled_cached_reqs
@@ -134,7 +125,7 @@ class Trimmer:
             for max_k, survival, depth in zip(max_ks, survivals, depths, strict=True)
         ]
 
-    def arrived(self, now_s: float, scheduled: Scheduled) -> None:
+    def arrived(self, now_s: float, scheduled: "SchedulerOutput") -> None:
         """The result of `scheduled` is there at `now_s`, monotonic seconds. A clock that stands still, goes back or is
         no number gives no time."""
         is_drafted, self._is_drafting = self._is_drafting, False  # set again for every step that may have drafts
