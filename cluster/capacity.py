@@ -79,14 +79,14 @@ class CapacityModel:
         max_num_seqs: requests that the engine runs at a time.
         max_k: the most drafts a request gets.
         pinned: K of the workloads whose K is fixed; with `pinned_default`, K of all others too.
-        max_tpot_s: limit of TPOT for all workloads, None for no limit.
+        max_tpot_ms: limit of TPOT for all workloads, None for no limit.
     """
 
     max_num_seqs: int
     max_k: int
     pinned: Mapping[str, int] = field(default_factory=dict)
     pinned_default: int | None = None
-    max_tpot_s: float | None = None
+    max_tpot_ms: float | None = None
 
     def capacity(self, costs: StepCosts, demands: Sequence[WorkloadDemand]) -> Capacity:
         """Capacity for a mix. Raises ValueError for no demand."""
@@ -132,11 +132,10 @@ class CapacityModel:
         rate = sum(demand.tokens_per_s for demand in demands)
         parts = np.array([d.tokens_per_s / d.length(depths.get(d.workload, self.max_k)) for d in demands])
         parts /= parts.sum()  # of the requests of a step
-        limit_s = self.max_tpot_s
         asked = []
         for demand, part in zip(demands, parts.tolist(), strict=True):
             k = self._pin(demand.workload)
-            objective = THROUGHPUT if demand.workload in hopeless else Objective(max_tpot_s=limit_s)
+            objective = THROUGHPUT if demand.workload in hopeless else Objective(max_tpot_ms=self.max_tpot_ms)
             low, high = (0, self.max_k) if k is None else (k, k)
             asked.append(Demand(demand.workload, num_requests * part, demand.gains, high, objective, min_k=low))
         context = sum(d.tokens_per_s * (d.prompt_tokens + d.output_tokens / 2) for d in demands) / rate
@@ -151,8 +150,8 @@ class CapacityModel:
         prefill_s = prompts_per_token * prompt_s * plan.tokens_per_s  # for each second of decoding
         prefill_share = prefill_s / (1.0 + prefill_s)
         missed: tuple[str, ...] = ()
-        if limit_s is not None:
-            most_s = limit_s * (1 - prefill_share) * (1 + 1e-9)
+        if self.max_tpot_ms is not None:
+            most_s = self.max_tpot_ms / 1e3 * (1 - prefill_share) * (1 + 1e-9)
             missed = tuple(name for name, tpot_s in plan.tpot_s.items() if tpot_s > most_s and name not in hopeless)
         return Capacity(
             tokens_per_s=plan.tokens_per_s * (1 - prefill_share),

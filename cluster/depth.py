@@ -47,10 +47,12 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from cluster.acceptance import AcceptanceBook, as_drawn
 from cluster.request import Drafting, Source
 from cluster.step_time import StepCosts
+from peagle.schema import Section
 
 Floats = NDArray[np.float64]
 Depths = NDArray[np.int64]
@@ -133,21 +135,20 @@ def allocate(
 # ---- K of each workload on a replica
 
 
-@dataclass(frozen=True)
-class Objective:
-    """What a workload wants.
+class Objective(Section):
+    """What a workload wants, as the settings say it.
 
     Attributes:
         kind: `throughput`: the most tokens per second of all requests together. `latency`: the least mean TPOT. For
             one workload alone the two are the same choice; among several, `latency` counts a workload that accepts
             little as much as one that accepts much.
-        max_tpot_s: limit of the mean time per output token, seconds.
+        max_tpot_ms: limit of the mean time per output token.
         weight: worth of this workload's tokens against others'.
     """
 
     kind: Literal["throughput", "latency"] = "throughput"
-    max_tpot_s: float | None = None
-    weight: float = 1.0
+    max_tpot_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
 
 
 THROUGHPUT = Objective()
@@ -193,7 +194,7 @@ class Plan:
         tokens_per_s: expected output tokens per second of the replica.
         step_s: expected seconds of a step.
         tpot_s: expected time per output token by workload, seconds: step_s / L(K).
-        meets_limits: every `max_tpot_s` is met.
+        meets_limits: every `max_tpot_ms` is met.
         reason: why, in words.
     """
 
@@ -275,7 +276,7 @@ class SharedSteps:
         is_latency = np.array([demand.objective.kind == "latency" for demand in demands])
         self._throughput_weights = np.where(is_latency, 0.0, weights)
         self._latency_weights = np.where(is_latency, weights, 0.0)
-        self._limits_s: Floats = np.array([demand.objective.max_tpot_s or math.inf for demand in demands])
+        self._limits_s: Floats = np.array([demand.objective.max_tpot_ms or math.inf for demand in demands]) / 1e3
         below, deepest = math.floor(self.num_requests), self._lengths.shape[1] - 1
         sizes = ((below, 1.0 - self.num_requests + below), (below + 1, self.num_requests - below))
         self._curves = [(n, part, costs.curve(n, n * deepest, context_tokens)) for n, part in sizes if part > 1e-9]

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -80,15 +80,8 @@ _KEY_RULE = (
 # What exists on this machine.
 
 
-class Head(Protocol):
-    """What the settings read of a head (`peagle.config.DrafterConfig`)."""
-
-    @property
-    def num_depths(self) -> int: ...
-    @property
-    def max_depths(self) -> int: ...
-    @property
-    def ptd_token_id(self) -> int | None: ...
+Head = Any
+"""The config of a head (`peagle.config.DrafterConfig`)."""
 
 
 @dataclass(frozen=True)
@@ -354,17 +347,6 @@ class DrafterSettings(Section):
         return resolved, problems
 
 
-class ObjectiveSettings(Section):
-    """The objective of a workload, see `cluster.depth.Objective`."""
-
-    kind: Literal["throughput", "latency"] = "throughput"
-    max_tpot_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-
-    def objective(self) -> Objective:
-        return Objective(self.kind, None if self.max_tpot_ms is None else self.max_tpot_ms / 1000, self.weight)
-
-
 class DepthSettings(Section):
     """K of requests: `max` (default K_max), `default` where nothing else decides (default `max`), and `by_workload`,
     which pins K.
@@ -377,7 +359,7 @@ class DepthSettings(Section):
     max: int | None = Field(default=None, ge=0)
     by_workload: dict[str, int] = Field(default_factory=dict)
     state: str | None = None
-    objectives: dict[str, ObjectiveSettings] = Field(default_factory=dict)
+    objectives: dict[str, Objective] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check_meaning(self) -> typing.Self:

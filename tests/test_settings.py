@@ -361,11 +361,6 @@ def test_an_objective_is_strict(objective: dict[str, Any]) -> None:
         DepthSettings.model_validate({"objectives": {"x": objective}})
 
 
-def test_limits_of_time_become_seconds() -> None:
-    depth = DepthSettings.model_validate({"objectives": {"x": {"kind": "latency", "max_tpot_ms": 40.0}}})
-    assert depth.objectives["x"].objective().max_tpot_s == pytest.approx(0.04)
-
-
 @pytest.mark.parametrize("architecture", [*LLAMA_NAMES, *QWEN_NAMES])
 def test_a_head_of_every_architecture_that_we_read_is_served(
     architecture: str, catalog: Catalog, tmp_path: Path

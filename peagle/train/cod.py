@@ -22,15 +22,12 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from peagle.model import Attend, Drafter
 
 
-def kept_per_offset(num_tokens: int, num_depths: int, ratio: float, floor: float = 0.0) -> list[int]:
-    """Anchors kept at offsets 0..K-1: N at the first, then a share r of the one before, rounded down.
-
-    floor: least share of N kept at any offset, rounded down; 0 as published, 0.2 in the public port (speculators).
-    """
+def kept_per_offset(num_tokens: int, num_depths: int, ratio: float) -> list[int]:
+    """Anchors kept at offsets 0..K-1: N at the first, then a share r of the one before, rounded down."""
     kept = [num_tokens]
     for _ in range(1, num_depths):
         # The small term keeps products such as 0.7 * 10 from falling under the whole number they stand for.
-        kept.append(max(int(kept[-1] * ratio + 1e-9), int(num_tokens * floor + 1e-9)))
+        kept.append(int(kept[-1] * ratio + 1e-9))
     return kept
 
 
@@ -55,12 +52,7 @@ class CodRows:
 
 
 def sample_rows(
-    chain_BN: Tensor,
-    num_depths: int,
-    ratio: float,
-    *,
-    generator: torch.Generator | None = None,
-    floor: float = 0.0,
+    chain_BN: Tensor, num_depths: int, ratio: float, *, generator: torch.Generator | None = None
 ) -> CodRows:
     """Draws the rows of one pass.
 
@@ -76,7 +68,7 @@ def sample_rows(
     device = chain_BN.device
     kept_Bn = torch.rand(chain_BN.shape, generator=generator, device=device).argsort(dim=1)
     keys = [torch.empty(batch, 0, dtype=torch.int64, device=device)]
-    for g, count in enumerate(kept_per_offset(num_tokens, num_depths, ratio, floor)[1:], 1):
+    for g, count in enumerate(kept_per_offset(num_tokens, num_depths, ratio)[1:], 1):
         ended_Bn = chain_BN.gather(1, kept_Bn) <= g
         kept_Bn = kept_Bn.gather(1, ended_Bn.to(torch.uint8).argsort(dim=1, stable=True)[:, :count])
         keys.append(kept_Bn * num_depths + g)

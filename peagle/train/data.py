@@ -194,10 +194,6 @@ class PackedBatches:
         """Tokens of the longest conversation used, as used."""
         return int(self._lengths[self._usable].max())
 
-    def num_batches(self) -> int:
-        """Batches until every conversation was used once; the last may begin the second epoch."""
-        return -(-sum(1 for _ in self._sequences(epoch=0)) // self.num_sequences)
-
     def __call__(self, skip: int = 0, rank: int = 0, num_workers: int = 1) -> Iterator[Batch]:
         """skip: batches to pass over (resume). Of the rest, worker `rank` gets every `num_workers`-th."""
         for number, rows in enumerate(self._groups()):

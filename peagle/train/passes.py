@@ -123,9 +123,9 @@ class PEaglePass:
 
     def __call__(self, drafter: Drafter, batch: Batch, states: States) -> PassReport:
         """Adds the gradients of the batch's mean loss to the drafter's parameters."""
-        cod, num_depths = self.recipe.cod, drafter.config.num_depths
+        num_depths = drafter.config.num_depths
         chain_BN = chain_lengths(batch.document_BN, batch.answer_BN, num_depths)
-        rows = sample_rows(chain_BN, num_depths, cod.ratio, generator=self.random, floor=cod.floor)
+        rows = sample_rows(chain_BN, num_depths, self.recipe.cod.ratio, generator=self.random)
         position_BT = batch.position_BN.gather(1, rows.anchor_BT) + rows.offset_BT
         losses = PassLosses(self.recipe, self.score, drafter, rows, chain_BN, states)
         if self._partition is None:

@@ -90,7 +90,6 @@ class DrafterRecipe(Section):
 
 class CodRecipe(Section):
     ratio: float = Field(0.8, gt=0, le=1, description="r: share of anchors kept from one offset to the next")
-    floor: float = Field(0.0, ge=0, le=1, description="least share kept; 0 as published")
 
 
 class BatchRecipe(Section):

@@ -513,10 +513,6 @@ class RemoteDrafts(_Runner):
         token_ids: Int32Array = self.input_batch.token_ids_cpu[index, :num_tokens].astype(np.int32)
         return token_ids[:0] if (token_ids < 0).any() else token_ids
 
-    def remote_report(self) -> dict[str, Any]:
-        """Plain values; empty on ranks that do not send."""
-        return {} if self.remote is None else self.remote.report()
-
 
 def check_config(config: Any) -> None:
     """Refuse what a remote drafter was not made for."""
@@ -578,8 +574,8 @@ class RemoteControl:
 
     def remote_report(self) -> dict[str, Any]:
         """`collective_rpc("remote_report")`: steps, rows and links of this worker; empty on ranks that do not send."""
-        report: dict[str, Any] = self.model_runner.remote_report()
-        return report
+        remote: StepSender | None = self.model_runner.remote
+        return {} if remote is None else remote.report()
 
     def shutdown(self) -> None:
         """Leave the drafters, then vLLM's own."""

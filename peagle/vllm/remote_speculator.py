@@ -178,10 +178,6 @@ class RemoteModelRunner(RaggedModelRunner):
             WorkerReport([before.get(request_id, -1) for request_id in request_ids]).attach_to(inner)
         return output
 
-    def remote_report(self) -> dict[str, Any]:
-        """Plain values; empty on ranks that do not send."""
-        return {} if self.remote is None else self.remote.report()
-
 
 class RemoteV2Worker(RemoteControl, V2Worker):
     """`V2Worker` for a target with a remote drafter. Without drafters, which come by `set_drafters`, the target serves
