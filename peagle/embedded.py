@@ -32,8 +32,7 @@ class EmbeddedTarget:
     """A GGUF inside installed distributions, with what it must hash to and become."""
 
     files: Mapping[str, str]
-    """Requirement of a distribution, `name==version`, -> the file in it, as its RECORD lists it. End to end they are the
-    GGUF."""
+    """Requirement of a distribution, `name==version`, -> the file in it. End to end the files are the GGUF."""
     gguf_sha256: str
     weights_sha256: str
     """`weights_digest` of the converted weights."""

@@ -82,9 +82,9 @@ def test_an_unusable_survival_is_named(survival, message):
 
 OBJECTIVES = st.builds(
     Objective,
-    st.sampled_from(["throughput", "latency"]),
-    st.none() | st.floats(2, 40).map(lambda ms: ms * MS),
-    st.sampled_from([1.0, 0.2, 5.0]),
+    kind=st.sampled_from(["throughput", "latency"]),
+    max_tpot_ms=st.none() | st.floats(2, 40),
+    weight=st.sampled_from([1.0, 0.2, 5.0]),
 )
 DEMANDS = st.lists(
     st.tuples(st.integers(1, 4), survivals(3), st.integers(0, 3), OBJECTIVES), min_size=2, max_size=3
