@@ -313,7 +313,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from benchmarks import models
-    from peagle.vllm.step_measure import read_steps
+    from peagle.vllm.trimming import document_path
 
     arm, shape = Arm.parse(args.arm), dict(getattr(models, args.shape))
     if args.num_layers:
@@ -323,7 +323,8 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
     await engine.get_supported_tasks()
     report: dict[str, Any] = {"arm": args.arm, "shape": args.shape, "start_s": round(time.perf_counter() - start_s, 1)}
-    report["measured_at_start"] = read_steps(engine.vllm_config.instance_id)
+    document = document_path(engine.vllm_config.instance_id)
+    report["measured_at_start"] = json.loads(document.read_text(encoding="utf-8")) if document.exists() else None
     report["rows"] = []
     with contextlib.ExitStack() as stack:
         if arm.kind == "remote":

@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.models import LLAMA_8B, write_embedding, write_head, write_target
 from peagle.provenance import conditions
-from peagle.vllm.acceptance import DEPTH_KEY, STEPS_HEADER, decode_steps
+from peagle.vllm.acceptance import DEPTH_KEY, STEPS_HEADER
 from peagle.vllm.engine import RemoteSettings, engine_kwargs
 
 PLACEMENTS = ("colocated", "remote", "none")
@@ -150,7 +150,7 @@ class LoadedEngine:
                     continue  # of a load before, under way when that was ended
                 self._sent_s[request_id] = -now_s
                 if opened_s:
-                    steps = decode_steps((output.trace_headers or {}).get(STEPS_HEADER, ""))
+                    steps = json.loads((output.trace_headers or {}).get(STEPS_HEADER, "[]"))
                     window.add(len(output.new_token_ids), steps, now_s - abs(last_s), last_s > 0)
                 if output.finish_reason is not None:
                     del self._sent_s[request_id]

@@ -12,7 +12,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from peagle.drafter.protocol import NO_DRAFT
-from peagle.vllm.acceptance import WorkerReport
+from peagle.vllm.acceptance import attach_num_drafts
 from peagle.vllm.remote import EngineStep
 from peagle.vllm.workers import RemoteCPURunner, RemoteCPUWorker
 
@@ -45,7 +45,7 @@ class AsyncRemoteRunner(RemoteCPURunner):
         output: Any = super().sample_tokens(grammar_output)
         inner = getattr(output, "_model_runner_output", output)
         if self.remote is not None and (request_ids := getattr(inner, "req_ids", None)) is not None:
-            WorkerReport([before.get(request_id, -1) for request_id in request_ids]).attach_to(inner)
+            attach_num_drafts(inner, [before.get(request_id, -1) for request_id in request_ids])
         return output
 
 

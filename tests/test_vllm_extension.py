@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 from ray import cloudpickle
 from vllm import SamplingParams
 from vllm.config import VllmConfig
@@ -35,9 +33,8 @@ from peagle.vllm.acceptance import (
     WORKLOAD_KEY,
     DraftingRecorder,
     RequestDrafting,
-    WorkerReport,
-    decode_steps,
-    encode_steps,
+    attach_num_drafts,
+    num_drafts_of,
 )
 from peagle.vllm.engine import (
     ASYNC_SCHEDULER,
@@ -198,17 +195,6 @@ def test_published_head_does_not_say_its_depth(tmp_path: Path) -> None:
         assert kwargs["speculative_config"]["num_speculative_tokens"] == found
 
 
-@given(st.lists(st.tuples(st.integers(1, 99), st.integers(0, 99))))
-def test_a_report_of_steps_comes_back(steps: list[tuple[int, int]]) -> None:
-    assert decode_steps(encode_steps(steps)) == steps
-
-
-def test_a_report_that_is_none() -> None:
-    assert encode_steps([(7, 3), (7, 0), (1, 1)]) == "7:3 7:0 1:1"
-    with pytest.raises(ValueError, match="invalid literal"):
-        decode_steps("7-3")
-
-
 def make_request(internal_id: str, external_id: str, **extra_args: Any) -> EngineCoreRequest:
     return EngineCoreRequest(
         request_id=internal_id,
@@ -230,7 +216,7 @@ def last_output(internal_id: str, steps: list[tuple[int, int]]) -> EngineCoreOut
         request_id=internal_id,
         new_token_ids=[5, 6, 7],
         finish_reason=FinishReason.LENGTH,
-        trace_headers={"traceparent": "00-1", STEPS_HEADER: encode_steps(steps)},
+        trace_headers={"traceparent": "00-1", STEPS_HEADER: json.dumps(steps)},
     )
 
 
@@ -368,16 +354,16 @@ def test_the_first_sampled_request_waits_for_no_compiler(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("report", "invalid", "without_drafts"),
+    ("num_drafts", "invalid", "without_drafts"),
     [
-        (WorkerReport(), {"d": 1}, set()),
-        (WorkerReport(num_drafts=[5, 0, -1, 2]), {"b": 3, "d": 3}, {"b"}),
-        (WorkerReport(num_verified=[5, 1, 0, 5]), {"b": 2, "d": 1}, set()),
-        (WorkerReport([5, 3, 0, 5], [2, 3, 0, 4]), {"a": 3, "d": 1}, {"c"}),
+        ([-1, -1, -1, -1], {"d": 1}, set()),
+        ([5, 3, 5, 5], {"d": 1}, set()),
+        ([5, 0, -1, 2], {"b": 3, "d": 3}, {"b"}),
+        ([2, 3, 0, 4], {"a": 3, "d": 1}, {"c"}),
     ],
 )
-def test_drafts_that_were_planned_and_not_verified_are_no_rejected_ones(
-    report: WorkerReport, invalid: dict[str, int], without_drafts: set[str]
+def test_drafts_that_were_planned_and_not_there_are_no_rejected_ones(
+    num_drafts: list[int], invalid: dict[str, int], without_drafts: set[str]
 ) -> None:
     """Planned are 5, 3, 0 and 5 drafts; a grammar has ruled out one of d's."""
     scheduler = object.__new__(PerRequestDepthScheduler)
@@ -385,9 +371,9 @@ def test_drafts_that_were_planned_and_not_verified_are_no_rejected_ones(
     planned = {"a": [-1] * 5, "b": [-1] * 3, "d": [-1] * 5}
     scheduled: Any = SimpleNamespace(scheduled_spec_decode_tokens=planned, num_invalid_spec_tokens={"d": 1})
     output = SimpleNamespace()
-    report.attach_to(output)
-    found = WorkerReport.of(pickle.loads(pickle.dumps(output)))
-    assert found == report
-    scheduler._take_report(found, list("abcd"), scheduled)
+    attach_num_drafts(output, num_drafts)
+    found = num_drafts_of(pickle.loads(pickle.dumps(output)))
+    assert found == num_drafts
+    scheduler._leave_out_missing(dict(zip("abcd", found, strict=True)), scheduled)
     assert scheduled.num_invalid_spec_tokens == invalid
     assert scheduler._without_drafts == without_drafts

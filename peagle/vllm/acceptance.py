@@ -10,6 +10,7 @@ come with the last output only: aborted requests, those ended by a stop string a
 Imports no vLLM.
 """
 
+import json
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ WORKLOAD_KEY = "peagle_workload"
 """`extra_args` key: str, the workload under which this request is counted. Absent: `DEFAULT_WORKLOAD`."""
 
 STEPS_HEADER = "x-peagle-steps"
+"""JSON: the list of a request's `VerifiedStep`s that were not reported yet, oldest first."""
+
 STEP_COSTS_HEADER = "x-peagle-step-costs"
 """What the scheduler has learned of its step times, in the form of `cluster.step_time`."""
 
@@ -73,40 +76,20 @@ def head_of(extra_args: Mapping[str, object] | None) -> int:
     return min(max(head, -1), MAX_HEAD_INDEX) if type(head) is int else 0
 
 
-def encode_steps(steps: Iterable[VerifiedStep]) -> str:
-    """Value of `STEPS_HEADER`, oldest step first: `"7:3 7:0"`."""
-    return " ".join(f"{num_verified}:{num_accepted}" for num_verified, num_accepted in steps)
+def attach_num_drafts(model_runner_output: Any, num_drafts: list[int]) -> None:
+    """Write on vLLM's `ModelRunnerOutput` how many drafts a remote drafter had ready for the step, 0..K_max, in the order
+    of the output's `req_ids`; -1 where it was asked for none. From a worker's process it travels along: vLLM pickles
+    the output's attributes.
 
-
-def decode_steps(value: str) -> list[VerifiedStep]:
-    """Inverse of `encode_steps`. Raises ValueError for anything else."""
-    pairs = (pair.partition(":") for pair in value.split())
-    return [(int(num_verified), int(num_accepted)) for num_verified, _, num_accepted in pairs]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerReport:
-    """What a worker says of one step beside vLLM's `ModelRunnerOutput`, as its attribute `peagle` (`attach_to`).
-
-    Lists are in the order of the output's `req_ids`. Drafts that were planned and not there, or there and not verified,
-    are counted neither as verified nor as rejected.
-
-    Attributes:
-        num_drafts: drafts that a remote drafter had ready for the step, 0..K_max; -1 where it was asked for none.
-            While it has none for a request, none are planned for it. None: the drafter always has K_max.
-        num_verified: drafts of the planned ones that the step verified, where it may leave some out. None: all.
+    Drafts that were planned and not there are counted neither as verified nor as rejected, and while the drafter has
+    none for a request, none are planned for it.
     """
+    model_runner_output.peagle_num_drafts = num_drafts
 
-    num_drafts: list[int] | None = None
-    num_verified: list[int] | None = None
 
-    def attach_to(self, model_runner_output: Any) -> None:
-        """Make it travel with the output, from a worker's process too: vLLM pickles the output's attributes."""
-        model_runner_output.peagle = self
-
-    @staticmethod
-    def of(model_runner_output: Any) -> "WorkerReport | None":
-        return getattr(model_runner_output, "peagle", None)
+def num_drafts_of(model_runner_output: Any) -> list[int] | None:
+    """What `attach_num_drafts` wrote; None where the drafter always has K_max."""
+    return getattr(model_runner_output, "peagle_num_drafts", None)
 
 
 @dataclass(slots=True)
@@ -268,7 +251,7 @@ class DraftingRecorder:
             if live is None:
                 continue
             live.num_output_tokens += len(output.new_token_ids)
-            for num_verified, num_accepted in decode_steps(headers.get(STEPS_HEADER, "")):
+            for num_verified, num_accepted in json.loads(headers.get(STEPS_HEADER, "[]")):
                 live.counts.add_step(num_verified, num_accepted)
                 self._workloads[live.workload].counts.add_step(num_verified, num_accepted)
 

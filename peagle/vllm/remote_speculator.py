@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from peagle.drafter.protocol import Int32Array
 from peagle.drafter.rows import accepted_rows
-from peagle.vllm.acceptance import WorkerReport, drafts_ahead, drafts_wanted, head_of
+from peagle.vllm.acceptance import attach_num_drafts, drafts_ahead, drafts_wanted, head_of
 from peagle.vllm.remote import EngineStep, RemoteControl, StepSender, check_config, make_sender
 from peagle.vllm.v2_worker import RaggedModelRunner, V2Worker
 
@@ -110,12 +110,12 @@ class RemoteSpeculator(BaseSpeculator):
             step = self._engine_step(input_batch, aux_hidden_states, num_sampled, newest_B)
             sent = self.sender.send(step)
             drafts_BK = self.sender.enqueue_wait(sent, num_requests)
-            found_B = np.zeros(num_requests, dtype=np.int32)
+            num_drafts_B = np.zeros(num_requests, dtype=np.int32)
             has_drafts_B = self.sender.has_drafts()
             for message in sent:
-                found_B[message.members_M] = self._k_max * has_drafts_B[message.members_M]
-            asked = zip(input_batch.req_ids, step.depth_B, found_B, strict=True)
-            self.num_drafts = {request_id: int(found) for request_id, depth, found in asked if depth}
+                num_drafts_B[message.members_M] = self._k_max * has_drafts_B[message.members_M]
+            asked = zip(input_batch.req_ids, step.depth_B, num_drafts_B, strict=True)
+            self.num_drafts = {request_id: int(count) for request_id, depth, count in asked if depth}
         if get_tp_group().world_size > 1:
             drafts_BK = get_tp_group().broadcast(drafts_BK, src=0)
         return drafts_BK.long()
@@ -170,12 +170,12 @@ class RemoteModelRunner(RaggedModelRunner):
         return self.speculator.sender if self.speculator is not None else None
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """vLLM's own; its output says which drafts, planned for this step, there were (`WorkerReport`)."""
+        """vLLM's own; its output says which drafts, planned for this step, there were (`attach_num_drafts`)."""
         before, self.speculator.num_drafts = self.speculator.num_drafts, {}
         output: Any = super().sample_tokens(grammar_output)
         inner = getattr(output, "model_runner_output", output)
         if self.remote is not None and (request_ids := getattr(inner, "req_ids", None)) is not None:
-            WorkerReport([before.get(request_id, -1) for request_id in request_ids]).attach_to(inner)
+            attach_num_drafts(inner, [before.get(request_id, -1) for request_id in request_ids])
         return output
 
 

@@ -11,6 +11,7 @@ in the step at hand are trimmed too (`peagle.vllm.trimming`); never deepened.
 Knows nothing of workloads or of how K is chosen.
 """
 
+import json
 import logging
 import time
 from itertools import islice
@@ -26,9 +27,8 @@ from peagle.vllm.acceptance import (
     STEP_COSTS_HEADER,
     STEPS_HEADER,
     VerifiedStep,
-    WorkerReport,
     drafts_wanted,
-    encode_steps,
+    num_drafts_of,
     plan_drafts_ahead,
 )
 from peagle.vllm.limits import bound_grammars, max_grammar_s
@@ -163,8 +163,8 @@ class _PerRequestDepth(_Base):
         what was learned of step times onto the first output of each client."""
         if self._trimmer is not None:
             self._trimmer.arrived(time.perf_counter(), scheduler_output)
-        if (report := WorkerReport.of(model_runner_output)) is not None:
-            self._take_report(report, model_runner_output.req_ids, scheduler_output)
+        if (num_drafts := num_drafts_of(model_runner_output)) is not None:
+            self._leave_out_missing(dict(zip(model_runner_output.req_ids, num_drafts, strict=True)), scheduler_output)
         outputs_by_client = super().update_from_output(scheduler_output, model_runner_output)
         if self._trimmer is not None:
             self._report_costs(self._trimmer, outputs_by_client)
@@ -180,7 +180,7 @@ class _PerRequestDepth(_Base):
         for core_outputs in outputs_by_client.values():
             for output in core_outputs.outputs:
                 if steps := self._steps.pop(output.request_id, None):
-                    output.trace_headers = {**(output.trace_headers or {}), STEPS_HEADER: encode_steps(steps)}
+                    output.trace_headers = {**(output.trace_headers or {}), STEPS_HEADER: json.dumps(steps)}
         # A step without an output waits for the request's next one; a request that is gone has none.
         self._steps = {request_id: steps for request_id, steps in self._steps.items() if request_id in self.requests}
         return outputs_by_client
@@ -193,22 +193,20 @@ class _PerRequestDepth(_Base):
             for first in firsts:
                 first.trace_headers = {**(first.trace_headers or {}), STEP_COSTS_HEADER: costs}
 
-    def _take_report(self, report: WorkerReport, request_ids: list[str], scheduled: "SchedulerOutput") -> None:
-        """Tell vLLM of planned drafts that were not verified as it tells itself of those that a grammar ruled out."""
+    def _leave_out_missing(self, num_drafts: dict[str, int], scheduled: "SchedulerOutput") -> None:
+        """Tell vLLM of planned drafts that were not there as it tells itself of those that a grammar ruled out.
+
+        `num_drafts`: what the remote drafter had for each request, -1 where it was not asked.
+        """
         invalid = dict(scheduled.num_invalid_spec_tokens or {})
-        for place, request_id in enumerate(request_ids):
+        for request_id, num_ready in num_drafts.items():
             num_planned = len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
-            num_verified = num_planned
-            if report.num_drafts is not None and (num_drafts := report.num_drafts[place]) >= 0:
-                num_verified = min(num_verified, num_drafts)
-                if num_drafts:
-                    self._without_drafts.discard(request_id)
-                elif request_id in self.requests:
-                    self._without_drafts.add(request_id)
-            if report.num_verified is not None:
-                num_verified = min(num_verified, report.num_verified[place])
-            if num_verified < num_planned:
-                invalid[request_id] = max(invalid.get(request_id, 0), num_planned - num_verified)
+            if num_ready > 0:
+                self._without_drafts.discard(request_id)
+            elif num_ready == 0 and request_id in self.requests:
+                self._without_drafts.add(request_id)
+            if 0 <= num_ready < num_planned:
+                invalid[request_id] = max(invalid.get(request_id, 0), num_planned - num_ready)
         scheduled.num_invalid_spec_tokens = invalid
         if self._without_drafts:
             self._without_drafts &= self.requests.keys()

@@ -39,15 +39,6 @@ def write_steps(config: Any, points: list[dict[str, Any]]) -> None:
     document_path(config.instance_id).write_text(json.dumps(document), encoding="utf-8")
 
 
-def read_steps(instance_id: str) -> dict[str, Any] | None:
-    """The document of an engine on this host; None where there is none, as on another host."""
-    try:
-        document: dict[str, Any] = json.loads(document_path(instance_id).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    return document
-
-
 @torch.inference_mode()
 def measure_steps(worker: Any) -> list[dict[str, Any]]:
     """Points {"num_requests", "num_tokens", "step_s"}: R requests with N rows in all, decoding only.
