@@ -77,9 +77,9 @@ def head_of(extra_args: Mapping[str, object] | None) -> int:
 
 
 def attach_num_drafts(model_runner_output: Any, num_drafts: list[int]) -> None:
-    """Write on vLLM's `ModelRunnerOutput` how many drafts a remote drafter had ready for the step, 0..K_max, in the order
-    of the output's `req_ids`; -1 where it was asked for none. From a worker's process it travels along: vLLM pickles
-    the output's attributes.
+    """Write on vLLM's `ModelRunnerOutput` how many drafts a remote drafter had ready for the step, 0..K_max, in the
+    order of the output's `req_ids`; -1 where it was asked for none. From a worker's process it travels along: vLLM
+    pickles the output's attributes.
 
     Drafts that were planned and not there are counted neither as verified nor as rejected, and while the drafter has
     none for a request, none are planned for it.
