@@ -8,8 +8,8 @@ Counters only grow while a replica lives, and they travel as they are, never as 
 lost or read twice then loses or adds nothing.
 """
 
-import functools
 import hashlib
+import itertools
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -194,7 +194,6 @@ class WorkloadCounts:
 
 
 NUMBERS = ("started", "finished", "aborted", "output_tokens", "prompt_tokens")
-BY_DEPTH = ("drafted", "reached", "accepted")
 
 
 @dataclass(frozen=True)
@@ -371,7 +370,7 @@ LARGEST_COUNT = 2**53
 SEPARATOR = "|"
 PREFIX = "peagle"
 HEAD_METRIC = f"{PREFIX}{SEPARATOR}head"
-COST = "cost"
+COUNT, COST = "count", "cost"
 
 
 class MetricsExport:
@@ -393,11 +392,8 @@ class MetricsExport:
             self._sums[place] = self._sums.get(place, WorkloadCounts()) + counts
         values: dict[str, float] = {HEAD_METRIC: head_number(report.head)}
         for name, counts in self._sums.items():
-            for field_name, number in zip(NUMBERS, counts.numbers(), strict=True):
-                values[_metric(field_name, name)] = number
-            for field_name, by_depth in zip(BY_DEPTH, counts.counts.to_wire(), strict=True):
-                for depth, count in enumerate(by_depth, start=1):
-                    values[_metric(field_name, name, str(depth))] = count
+            for place, number in enumerate([*counts.numbers(), *itertools.chain(*counts.counts.to_wire())]):
+                values[_metric(COUNT, name, str(place))] = number
         own_heads = {name: head for name, head in report.heads.items() if name in self._sums}
         values |= {_metric("head", name): head_number(head) for name, head in own_heads.items()}
         costs = {} if report.step_costs is None else report.step_costs.to_wire()
@@ -411,31 +407,36 @@ def from_metrics(replica: str, values: Mapping[str, float]) -> TargetReport:
     """
     if HEAD_METRIC not in values:
         raise ValueError(f"{HEAD_METRIC} is missing")
-    # By field and workload; counts by depth below that.
-    found: dict[str, dict[str, Any]] = {name: {} for name in (*NUMBERS, *BY_DEPTH, "head", COST)}
+    rows: dict[str, dict[int, int]] = {}
+    heads: dict[str, str] = {}
+    costs: dict[str, float] = {}
     for name, value in values.items():
-        field_name, workload, depth = _parsed(name)
-        if field_name == COST:
-            found[COST][workload] = value
-        elif depth:
-            found[field_name].setdefault(workload, {})[depth] = _whole(name, value)
-        elif field_name:
-            found[field_name][workload] = _whole(name, value)
+        prefix, *parts = name.split(SEPARATOR)
+        match parts:
+            case _ if prefix != PREFIX:
+                continue
+            case [field_name, workload, place] if field_name == COUNT and place.isdecimal():
+                rows.setdefault(workload, {})[int(place)] = _whole(name, value)
+            case ["head", *workload]:
+                heads["".join(workload)] = str(_whole(name, value) or "")
+            case [field_name, of_cost] if field_name == COST:
+                costs[of_cost] = value
+            case _:
+                raise ValueError(f"{name} is no counter that a replica exports")
     workloads = {}
-    for workload in {name for field_name in NUMBERS for name in found[field_name]}:
-        numbers = [found[field_name][workload] for field_name in NUMBERS if workload in found[field_name]]
-        if len(numbers) < len(NUMBERS):
-            raise ValueError(f"counters of {workload!r} are missing: each of {', '.join(NUMBERS)} is exported")
-        rows = [found[field_name].get(workload, {}) for field_name in BY_DEPTH]
-        depths = range(1, 1 + max((depth for row in rows for depth in row), default=0))
+    for workload, row in rows.items():
+        num_depths, rest = divmod(len(row) - len(NUMBERS), 3)
+        if sorted(row) != list(range(len(row))) or num_depths < 0 or rest:
+            raise ValueError(f"counters of {workload!r} are missing: there are {len(row)} of them")
+        flat = [row[place] for place in range(len(row))]
+        by_depth = [flat[start : start + num_depths] for start in range(len(NUMBERS), len(flat), num_depths or 1)]
         try:
-            counts = Counts.from_wire([[row.get(depth, 0) for depth in depths] for row in rows])
+            counts = Counts.from_wire(by_depth or [[], [], []])
         except ValueError as error:
             raise ValueError(f"{workload!r}: {error}") from None
-        workloads[workload] = WorkloadCounts.of_numbers(numbers, counts)
-    heads = {workload: str(number or "") for workload, number in found["head"].items()}
-    costs = StepCosts.from_wire(found[COST]) if found[COST] else None
-    return TargetReport(replica, "", heads.pop(""), heads, workloads, step_costs=costs)
+        workloads[workload] = WorkloadCounts.of_numbers(flat[: len(NUMBERS)], counts)
+    step_costs = StepCosts.from_wire(costs) if costs else None
+    return TargetReport(replica, "", heads.pop(""), heads, workloads, step_costs=step_costs)
 
 
 def head_number(head: str) -> int:
@@ -445,22 +446,6 @@ def head_number(head: str) -> int:
 
 def _metric(*parts: str) -> str:
     return SEPARATOR.join((PREFIX, *parts))
-
-
-@functools.lru_cache(maxsize=4096)
-def _parsed(name: str) -> tuple[str, str, int]:
-    """Field, workload ("" for the replica's own; of a cost its name) and depth (0: not by depth) of a name; blanks for
-    one that is not ours."""
-    prefix, *parts = name.split(SEPARATOR)
-    if prefix != PREFIX:
-        return "", "", 0
-    if parts[0:1] == ["head"] and len(parts) <= 2:
-        return "head", parts[1] if len(parts) == 2 else "", 0
-    if len(parts) == 2 and parts[0] in (*NUMBERS, COST):
-        return parts[0], parts[1], 0
-    if len(parts) == 3 and parts[0] in BY_DEPTH and parts[2].isdigit() and 0 < int(parts[2]) <= MAX_DEPTH:
-        return parts[0], parts[1], int(parts[2])
-    raise ValueError(f"{name} is no counter that a replica exports")
 
 
 def _whole(name: str, value: Any) -> int:

@@ -151,7 +151,7 @@ def test_a_restart_and_nonsense_are_named_and_cost_nothing(controller: Controlle
     assert "a restarted" in controller.decision()["reason"]
     for value in (float("nan"), -5.0, 1e300, "x"):
         controller.now_s += 10
-        controller.export(b={"peagle|started|chat": value})
+        controller.export(b={"peagle|count|chat|0": value})
         assert 1 <= controller.tick() <= 3
         assert "b is left out" in controller.decision()["reason"]
 

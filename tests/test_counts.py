@@ -171,22 +171,22 @@ def test_step_costs_travel_beside_the_counts():
 def test_metrics_never_fall_and_names_past_the_limit_are_default():
     export = MetricsExport(max_workloads=1)
     first = export.to_metrics(report(x=workload([(1, 1)], 2), y=workload([(1, 0)], 3)))
-    assert (first["peagle|started|x"], first["peagle|started|default"]) == (2, 3)
+    assert (first["peagle|count|x|0"], first["peagle|count|default|0"]) == (2, 3)
     second = export.to_metrics(report(y=workload([(1, 0)], 4)))  # x was forgotten
-    assert (second["peagle|started|x"], second["peagle|started|default"]) == (2, 4)
-    assert second["peagle|accepted|x|1"] == 1
+    assert (second["peagle|count|x|0"], second["peagle|count|default|0"]) == (2, 4)
+    assert second["peagle|count|x|7"] == 1, "accepted at depth 1, after five numbers, drafted and reached"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"peagle|head": None}, "head is missing"),
-        ({"peagle|started|x": None}, "counters of 'x' are missing"),
-        ({"peagle|started|x": 1.5}, "no count"),
-        ({"peagle|started|x": float("nan")}, "no number"),
-        ({"peagle|drafted|x|0": 1}, "no counter"),
+        ({"peagle|count|x|0": None}, "counters of 'x' are missing"),
+        ({"peagle|count|x|0": 1.5}, "no count"),
+        ({"peagle|count|x|0": float("nan")}, "no number"),
+        ({"peagle|count|x|last": 1}, "no counter"),
         ({"peagle|strange|x": 1}, "no counter"),
-        ({"peagle|accepted|x|1": 5}, "'x': drafted 1, reached 1, accepted 5 at depth 1 cannot be"),
+        ({"peagle|count|x|7": 5}, "'x': drafted 1, reached 1, accepted 5 at depth 1 cannot be"),
     ],
 )
 def test_metrics_that_no_replica_exports_are_refused(change, message):

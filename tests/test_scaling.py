@@ -162,10 +162,10 @@ def test_a_restart_is_no_drop_and_no_jump() -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"peagle|started|chat": math.nan}, "no number"),
-        ({"peagle|started|chat": -5.0}, "no count"),
-        ({"peagle|started|chat": 1e9}, "at a time"),
-        ({"peagle|accepted|chat|1": 1e15}, "cannot be"),
+        ({"peagle|count|chat|0": math.nan}, "no number"),
+        ({"peagle|count|chat|0": -5.0}, "no count"),
+        ({"peagle|count|chat|0": 1e9}, "at a time"),
+        ({f"peagle|count|chat|{5 + 2 * len(GOOD)}": 1e15}, "cannot be"),
         ({"peagle|tokens|chat": 3.0}, "no counter"),
         ({"peagle|cost|drafting_s": math.nan}, "step costs"),
     ],
