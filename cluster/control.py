@@ -136,7 +136,10 @@ class DepthControl:
             choice = self._followed.get(workload) or self._followed[DEFAULT_WORKLOAD].of(workload)
             settled = choice.draw(self._random)
         elif 0 <= silent_s <= MAX_REPORT_AGE_S:
-            settled = self._chooser.decide(workload, self.book, self._load, self._context_tokens, now_s, self._random)
+            choices = self._chooser.choices(
+                {workload}, self.book, self._load, self._context_tokens, now_s, self._random
+            )
+            settled = choices[workload].draw(self._random)
         else:
             since = "yet" if math.isinf(silent_s) else f"for {abs(silent_s):.0f} s"
             return dataclasses.replace(drafting, reason=f"no target has reported {since}: the default K")

@@ -494,34 +494,6 @@ class DepthChooser:
         """K in force by workload, without probes."""
         return MappingProxyType(self._depths)
 
-    def decide(
-        self,
-        workload: str,
-        book: AcceptanceBook,
-        num_requests: Mapping[str, float],
-        context_tokens: float,
-        now_s: float,
-        random: random.Random,
-    ) -> Drafting:
-        """K of the next request of a workload: `learned`, `default` while nothing is measured, or a `probe`, which goes
-        deeper than the K in force and carries no survival, because it must be verified to its end. The survival is what
-        each draft is expected to add to AL (`cluster.acceptance.gains`).
-
-        Args:
-            workload: of the request.
-            book: posteriors of all workloads.
-            num_requests: running on a replica, by workload; a mean over about a second, not an instant.
-            context_tokens: their mean context, 0 where unknown.
-            now_s: monotonic. After a jump back the dwell starts anew; a jump forward ends it.
-            random: for probes and draws from the posteriors.
-
-        Raises:
-            SurvivalError, ValueError: the posterior, the load or the time is not usable. What is in force stays.
-        """
-        if workload not in num_requests:
-            num_requests = {workload: 1.0, **num_requests}
-        return self.choices({workload}, book, num_requests, context_tokens, now_s, random)[workload].draw(random)
-
     def choices(
         self,
         workloads: Set[str],
@@ -531,14 +503,27 @@ class DepthChooser:
         now_s: float,
         random: random.Random,
     ) -> Mapping[str, Choice]:
-        """The choices of all workloads that are planned, `workloads` among them, which stand in `num_requests`. The
-        other arguments are those of `decide`, which raises the same."""
+        """The choices of all workloads that are planned, and of `workloads`. A choice is `learned`, or `default` while
+        nothing is measured, and its survival is what each draft is expected to add to AL (`cluster.acceptance.gains`).
+        Its probes go deeper than the K in force and carry no survival, because they must be verified to their end.
+
+        Args:
+            book: posteriors of all workloads.
+            num_requests: running on a replica, by workload; a mean over about a second, not an instant.
+            context_tokens: their mean context, 0 where unknown.
+            now_s: monotonic. After a jump back the dwell starts anew; a jump forward ends it.
+            random: for draws from the posteriors.
+
+        Raises:
+            SurvivalError, ValueError: the posterior, the load or the time is not usable. What is in force stays.
+        """
         if not math.isfinite(now_s):
             raise ValueError(f"now_s is {now_s}: the time is a finite number of seconds")
         if now_s < self._planned_s:
             self._planned_s, self._changed_s = -math.inf, min(self._changed_s, now_s)
         if not workloads <= self._choices.keys() or now_s - self._planned_s >= REPLAN_S:
-            self._replan(num_requests, context_tokens, book, now_s, random)
+            others = dict.fromkeys(workloads - num_requests.keys(), 1.0)
+            self._replan({**others, **num_requests}, context_tokens, book, now_s, random)
         return self._choices
 
     def choice_beside(self, workload: str, book: AcceptanceBook, context_tokens: float) -> Choice:

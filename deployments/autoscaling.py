@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from ray.serve.config import AutoscalingContext
@@ -104,14 +104,6 @@ EXCHANGE_INTERVAL_S = 1.0
 ASK_INTERVAL_S = 2.0
 
 
-class Board(Protocol):
-    """Documents by name."""
-
-    def get(self, name: str) -> dict[str, Any] | None: ...
-
-    def put(self, name: str, document: Mapping[str, Any]) -> None: ...
-
-
 class ClusterBoard:
     """The documents of one application, in the key-value store of the Ray cluster that this process belongs to."""
 
@@ -132,7 +124,7 @@ class ClusterBoard:
 class Exchange:
     """Carries documents between a policy and the board once a second, in a thread: a policy waits for no network."""
 
-    def __init__(self, board: Board, names: Sequence[str]) -> None:
+    def __init__(self, board: ClusterBoard, names: Sequence[str]) -> None:
         """`names`: of the documents to read."""
         self._board = board
         self.documents: dict[str, dict[str, Any] | None] = dict.fromkeys(names)
@@ -172,7 +164,7 @@ class Exchange:
 class ScalingView:
     """What one ingress replica knows of autoscaling."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: ClusterBoard) -> None:
         self._board = board
         self._asked_s = float("-inf")
 
@@ -247,7 +239,7 @@ class _Autoscaler:
 
     reads: tuple[str, ...] = ()
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, board: Board | None = None) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, board: ClusterBoard | None = None) -> None:
         self._clock, self._board = clock, board
         self._exchange: Exchange | None = None
         self._problem = ""
@@ -285,7 +277,7 @@ class TargetAutoscaler(_Autoscaler):
         limits: Mapping[str, Any],
         max_ongoing_requests: int,
         clock: Callable[[], float] = time.monotonic,
-        board: Board | None = None,
+        board: ClusterBoard | None = None,
     ) -> None:
         super().__init__(clock, board)
         self._settings = AutoscalingSettings.model_validate(settings)
@@ -352,7 +344,7 @@ class DrafterAutoscaler(_Autoscaler):
 
     reads = (DECISION,)
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, board: Board | None = None) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, board: ClusterBoard | None = None) -> None:
         super().__init__(clock, board)
         self._pool: tuple[int, int] | None = None
         self._decided_s, self._decision_seen_s = -1.0, 0.0

@@ -31,6 +31,7 @@ from peagle.config import (
     read_head_config,
     read_json,
 )
+from peagle.store import write_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -288,8 +289,8 @@ def save_head(head_dir: str | Path, config: DrafterConfig, tensors: dict[str, Te
     head_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=head_dir, prefix=".writing-") as scratch:
         weights, settings = Path(scratch) / "model.safetensors", Path(scratch) / "config.json"
-        _write(weights, save(stored, metadata={"format": "pt"}))
-        _write(settings, (json.dumps(config.to_dict(), indent=2) + "\n").encode())
+        write_bytes(weights, save(stored, metadata={"format": "pt"}))
+        write_bytes(settings, (json.dumps(config.to_dict(), indent=2) + "\n").encode())
         weights.replace(head_dir / weights.name)
         settings.replace(head_dir / settings.name)
     return head_dir
@@ -425,11 +426,3 @@ def check_tables(config: DrafterConfig, tensors: dict[str, Tensor], source: str 
             problems.append(f"t2d does not mark {int((~marked[ids]).sum())} of the target tokens that d2t leads to")
     if problems:
         raise HeadError(f"head {source}: " + "; ".join(problems))
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file; unlike `Path.write_bytes`, a full disk is reported with the file's name and size."""
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise OSError(error.errno, f"{error.strerror} while writing {len(content)} bytes", str(path)) from error

@@ -42,11 +42,17 @@ def sha256_of(path: Path) -> str:
 
 
 def write_bytes(path: Path, data: bytes | memoryview) -> None:
-    """Write a file and force it to the disk, so that a full disk shows here and not in a later reader."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write a file and force it to the disk, so that a full disk shows here and not in a later reader.
+
+    Raises OSError naming the file and its size.
+    """
+    try:
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror} while writing {len(data)} bytes", str(path)) from error
 
 
 def is_intact(directory: Path, full: bool = False) -> bool:

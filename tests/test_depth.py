@@ -262,7 +262,9 @@ class Rig:
         self.random = random.Random(0)
 
     def __call__(self, book, now_s: float, load=None, workload: str = "a"):
-        return self.chooser.decide(workload, book, {"a": 4.0} if load is None else load, 0.0, now_s, self.random)
+        load = {"a": 4.0} if load is None else load
+        choices = self.chooser.choices({workload}, book, load, 0.0, now_s, self.random)
+        return choices[workload].draw(self.random)
 
 
 def test_cold_start_rests_on_the_low_end_of_the_prior():

@@ -39,13 +39,6 @@ class DrafterLimits:
     block_size: int = 16
     max_context: int | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("max_num_requests", "max_num_rows", "max_depth", "block_size", "max_context"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} = {value} must be at least 1")
-        if not 0 < self.cache_gib < float("inf"):
-            raise ValueError(f"cache_gib = {self.cache_gib} must be above 0")
-
 
 def load_runtime_head(
     head_dir: str | Path, target_dir: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32

@@ -430,8 +430,6 @@ class RemoteDrafts(_Runner):
         check_config(config)
         runner.__class__ = cls
         runner.remote, runner._sent = None, []
-        if not hasattr(runner, "drafter"):  # Only the last pipeline stage has one.
-            return
         RemoteProposer.install(runner)
         if get_tp_group().rank_in_group == 0:
             runner.remote = make_sender(config, runner.device)

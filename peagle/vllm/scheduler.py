@@ -78,7 +78,6 @@ class _PerRequestDepth(_Base):
         self._is_stuck = False
         self._steps: dict[str, list[VerifiedStep]] = {}
         self._last_warning_s = float("-inf")
-        self._num_unlogged = 0
 
     def depth_of(self, request: "Request") -> int:
         """K of `request`: drafts to verify per step, 0..`num_spec_tokens`."""
@@ -116,21 +115,10 @@ class _PerRequestDepth(_Base):
             request.spec_token_ids = request.spec_token_ids[:depth]
 
     def _warn_about_depth(self, request_id: str, wanted: object, depth: int) -> None:
-        now_s = time.monotonic()
-        if now_s - self._last_warning_s < WARNING_INTERVAL_S:
-            self._num_unlogged += 1
-            return
-        logger.warning(
-            "request %s: %s=%r is not an integer in 0..%d; using %d (%d such steps not logged since the last warning)",
-            request_id,
-            DEPTH_KEY,
-            wanted,
-            self.num_spec_tokens,
-            depth,
-            self._num_unlogged,
-        )
-        self._last_warning_s = now_s
-        self._num_unlogged = 0
+        if time.monotonic() - self._last_warning_s >= WARNING_INTERVAL_S:
+            text = "request %s: %s=%r is not an integer in 0..%d; using %d (not logged again for a minute)"
+            logger.warning(text, request_id, DEPTH_KEY, wanted, self.num_spec_tokens, depth)
+            self._last_warning_s = time.monotonic()
 
     def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:
         compat.drop_admission_padding(scheduler_output)
