@@ -6,15 +6,12 @@ or a random draw of it (Thompson sampling), AL at any K, and a snapshot. Never k
 Model (policy-and-apis, D1 and D3). A step that verifies k drafts and accepts j of them is a trial of the conditional
 acceptances a_1 .. a_min(j + 1, k): k = j censors the next one. With a P-EAGLE head the draft at depth i does not depend
 on k, so trials at any K inform the same a_i, and each gets a Beta posterior of its own; S_i is the product a_1 .. a_i.
-Its prior is worth `prior_steps` trials around the parent's mean; the parent of a workload is all other workloads of the
-same head together, and the parent's own prior a published curve. Older steps count less: half after `half_life_steps`
-further steps of the same workload. A pause forgets nothing, and no clock is read. Each head has evidence of its own, so
-a change of heads, and a change back, voids nothing.
+Its prior is worth `prior_steps` trials around the mean of all other workloads of the same head together, whose own
+prior is a published curve. Older steps count less: half after `half_life_steps` further steps of the same workload.
+Each head has evidence of its own, so a change of heads, and a change back, voids nothing.
 
-Replicas share no state: each ingress replica keeps a book of its own from the same cumulative counts. A step's weight
-depends on how many came after it and not on how they were cut into reports, so books that poll at different times agree
-closely. A book that begins late weighs each replica's past as one average, and agrees with older books after some
-half-lives.
+A step's weight depends on how many came after it and not on how they were cut into reports, so books that poll the same
+replicas at different times agree closely.
 """
 
 import math
@@ -43,11 +40,10 @@ MAX_HEADS = 4
 
 # ---- AL at one K from acceptance measured at another
 #
-# 1 + S_1 + ... + S_k is L(k), the tokens of a step at K = k, only at the K that was played. Where a draft starts
-# depends on K: text that is easy to draft is one step at a great K and several at a small one, so the greater K is, the
-# more of its steps start at hard tokens. Sums of survivals measured at 7 give AL 4 to 9 % too low at 2 to 4; sums
-# measured at 3, with deeper conditional acceptances from probes, 10 to 18 % too high at 7
-# (benchmarks/results/2026-11-21-traces-smollm2-135m.npz).
+# 1 + S_1 + ... + S_k is L(k), the tokens of a step at K = k, only at the K that was played. Text that is easy to draft
+# is one step at a great K and several at a small one, so the greater K is, the more steps start at hard tokens. Sums of
+# survivals measured at 7 give AL 4 to 9 % too low at 2 to 4; sums measured at 3, with deeper conditional acceptances
+# from probes, 10 to 18 % too high at 7 (benchmarks/results/2026-11-21-traces-smollm2-135m.npz).
 #
 # To a lesser K: of the steps at m, the share P(j) = S_j - S_(j+1) accepted j drafts. Were all tokens hard or easy
 # whatever the depth, such a run of j + 1 tokens would take (j + 1) / (k + 1) steps at k, and at least one:
@@ -134,9 +130,9 @@ _GRID_G.setflags(write=False)
 def quantiles(alpha_D: Array, beta_D: Array, probabilities: Sequence[float]) -> list[Array]:
     """For each probability, the values that the Beta(alpha, beta) stay below with it. Parameters > 0.
 
-    Integrates the density of y = logit(x), x^alpha (1 - x)^beta, which is smooth with exponential tails whatever the
-    parameters are; its mode is log(alpha / beta), and its variance trigamma(alpha) + trigamma(beta) is less than the
-    sum of 1/p + 1/p^2 over both parameters p. The error is below 1e-3, and below 1e-2 for parameters under 0.5.
+    Integrates the density of y = logit(x), x^alpha (1 - x)^beta, which is smooth for all parameters; its mode is
+    log(alpha / beta), and its variance is less than the sum of 1/p + 1/p^2 over both parameters p. The error is below
+    1e-3, and below 1e-2 for parameters under 0.5.
     """
     scale_D = np.sqrt(1 / alpha_D + 1 / alpha_D**2 + 1 / beta_D + 1 / beta_D**2)
     mode_D = np.log(alpha_D / beta_D)
@@ -265,7 +261,6 @@ class Survival:
     """S_1 .. S_K_max of a workload: posterior mean, and the ends of the central 90 % interval of each.
 
     Attributes:
-        mean, low, high: by depth.
         num_steps: independent steps of the workload itself, after forgetting and divided by the design effect; 0 where
             only the prior speaks.
         depth: mean K at which the workload's steps (without any: those of all traffic) were verified, 0 without any.
@@ -299,10 +294,9 @@ class AcceptanceBook:
         max_workloads: told apart; the one without steps for longest makes room, and lives on in the parent.
         prior: S_1 .. S_K_max before any step, default a published curve. Conditional acceptances are kept within
             0.01..0.99, so that data can move them.
-        design_effect: steps worth one independent step, because steps of one request resemble each other; also for
-            trials, the prior's included. In benchmarks/results/2026-11-21-traces-smollm2-135m.npz the variance of a_i
-            between requests is 3.6 times the binomial one (median over tasks and depths, quartiles 2.4 and 4.8). A
-            request that accepts more at one depth also does at the next, so intervals of deep S_i are too narrow.
+        design_effect: steps worth one independent step, because steps of one request resemble each other. In
+            benchmarks/results/2026-11-21-traces-smollm2-135m.npz the variance of a_i between requests is 3.6 times the
+            binomial one (median over tasks and depths, quartiles 2.4 and 4.8).
     """
 
     def __init__(
@@ -344,13 +338,12 @@ class AcceptanceBook:
 
     def workloads(self) -> tuple[str, ...]:
         """Workloads told apart under their current heads, the one whose steps are the latest first."""
-        found = [
+        return tuple(
             name
             for head, evidence in reversed(self._evidence.items())
             for name in reversed(evidence.workloads)
             if self.head_of(name) == head
-        ]
-        return tuple(dict.fromkeys(found))
+        )
 
     def survival(self, workload: str) -> Survival:
         """What is believed of a workload; of an unknown one, what the parent says."""

@@ -202,7 +202,6 @@ class TargetReport:
 
     Attributes:
         replica: its name, unique among replicas.
-        model: what it serves.
         head: digest of the head that drafts; "" without one, or while the replica does not know it yet.
         heads: digests by workload where these have heads of their own.
         workloads: cumulative counts by workload. One that is missing has ended its counts.
@@ -261,10 +260,9 @@ class News:
 class Ledger:
     """Remembers the last report of each replica, so that everything is counted once.
 
-    A replica that vanishes and comes back goes on from where it was; one whose counters fell has restarted, and
-    everything it reports is new. Steps count for the head that the replica named: while a fleet changes from one head
-    to another, both are counted side by side and nothing becomes void. `head` and `heads` (by workload, where these
-    have their own) are those that most replicas of the newest round drafted with, "" until one is known.
+    A replica whose counters fell has restarted, and everything it reports is new. Steps count for the head that the
+    replica named: while a fleet changes heads, both are counted side by side. `head` and `heads` (by workload, where
+    these have their own) are those that most replicas of the newest round drafted with, "" until one is known.
     """
 
     MAX_REPLICAS = 256

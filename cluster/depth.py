@@ -5,35 +5,32 @@ each workload of a replica (`best_depths`), and K of the next request, held stea
 router). Never knows: HTTP, Ray, vLLM. No clock and no random generator of its own.
 
 **Worth of a draft.** S_i is the survival of depth i, L(k) = 1 + S_1 + ... + S_k the expected tokens of a step at K = k
-(policy-and-apis.md, D1). P-EAGLE drafts K_max in one pass whatever K is, so drafting does not depend on K and only
-verification does. That sum holds at the K at which S was measured: to compare one K with another, what each further
-draft adds to L is taken from `cluster.acceptance.gains` and stands for S_i, also where single steps are trimmed: a
-draft that is accepted now leaves a harder place to draft from, and S_i itself would verify too many (which costs up to
-5 % of the tokens in `benchmarks.simulate_depths`).
+(policy-and-apis.md, D1). The sum holds at the K at which S was measured. To compare one K with another, what each
+further draft adds to L (`cluster.acceptance.gains`) stands for S_i, also where single steps are trimmed: S_i itself
+would verify too many, which costs up to 5 % of the tokens in `benchmarks.simulate_depths`.
 
 **Throughput** (D2; goodput in SmartSpec, arXiv 2406.14066). With b_c requests of workload c at K = k_c in a step,
 
     R = sum_c b_c L_c(k_c) / t(b, n),   b = sum_c b_c,   n = sum_c b_c (1 + k_c)
 
 In one step each draft is decided by itself: with m drafts the best ones are the m of greatest survival over all
-requests, always a prefix of each request's, so one sort and one pass over m finds the optimum for any t (the global
-ranking of vLLM's adaptive verification, PR 52228). Across workloads a depth is a lump of b_c tokens: up to
-`MAX_ENUMERATED` assignments are all compared; beyond, the best K for all is improved by changes of one or two workloads
-(tests/test_depth.py holds its distance from the optimum).
+requests, so one sort and one pass over m finds the optimum for any t (the global ranking of vLLM's adaptive
+verification, PR 52228). Across workloads a depth is a lump of b_c tokens: up to `MAX_ENUMERATED` assignments are all
+compared; beyond, the best K for all is improved by changes of one or two workloads.
 
-**Several workloads.** Weights w_c count tokens. A workload whose objective is `latency` enters by the harmonic mean of
-L, the others by the sum:
+**Several workloads.** Weights w_c count tokens. Workloads whose objective is `latency` enter by the harmonic mean of L,
+the others by the sum:
 
     worth = sum_{c: throughput} w_c b_c L_c + W^2 / sum_{c: latency} (w_c b_c / L_c),   W = sum_{c: latency} w_c b_c
 
-and worth / t is maximised. With throughput alone this is R; with latency alone it is the least mean time per output
-token, since TPOT_c = t / L_c. The sum of the two is this project's own.
+and worth / t is maximised: R with throughput alone, the least mean TPOT_c = t / L_c with latency alone. The sum of the
+two is this project's own.
 
 **Limits.** TPOT_c = t / L_c(k_c) <= limit_c comes before worth. Where nothing meets every limit, the greatest
 TPOT_c / limit_c is made as small as it can be.
 
-**Prompts.** What a prompt itself takes is left out (`cluster.step_time.StepCosts.curve`): each request has one,
-whatever its K, and tokens / (decoding + a constant for each token) is greatest where tokens / decoding is.
+**Prompts.** What a prompt itself takes is left out (`cluster.step_time.StepCosts.curve`), because each request has one,
+whatever its K.
 """
 
 import copy
@@ -88,15 +85,12 @@ def allocate(
     context_tokens: float = 0.0,
     prompt_tokens: float = 0.0,
 ) -> list[int]:
-    """Drafts of each request that give the most tokens per second in the next step; some microseconds a request.
+    """Drafts of each request that give the most tokens per second in the next step; exact for any step times.
 
-    Exact for any step times. The drafter's pass counts as paid, whatever is verified. At a tie the step with fewer
-    drafts wins, and the request that comes first gets the draft.
+    The drafter's pass counts as paid. At a tie the step with fewer drafts wins, and the request that comes first.
 
     Args:
-        survivals: S_1, S_2, ... of each request. Requests that share one (a workload's) are decided together.
-        max_ks: the most drafts of each request; its survival has at least as many entries.
-        costs: of the engine.
+        survivals: S_1, S_2, ... of each request, at least as many as its `max_ks`, the most drafts that it gets.
         context_tokens: mean context of the requests.
         prompt_tokens: of other requests' prompts that run in the same step.
 
@@ -159,12 +153,9 @@ class Demand:
     """One workload on one replica.
 
     Attributes:
-        workload: its name.
         num_requests: mean number of its requests in a step, above 0; a fraction where traffic is thin.
         survival: S_1, S_2, ... at least `max_k` long.
-        max_k: the most drafts its requests may get.
-        objective: what it wants.
-        min_k: the fewest; equal to `max_k` where K is pinned.
+        min_k, max_k: the fewest and the most drafts that its requests may get; equal where K is pinned.
     """
 
     workload: str
@@ -187,15 +178,13 @@ class Demand:
 
 @dataclass(frozen=True)
 class Plan:
-    """K of each workload.
+    """K of each workload, and what is expected of it.
 
     Attributes:
         depths: K by workload.
-        tokens_per_s: expected output tokens per second of the replica.
-        step_s: expected seconds of a step.
-        tpot_s: expected time per output token by workload, seconds: step_s / L(K).
+        tokens_per_s: output tokens per second of the replica.
+        tpot_s: time per output token by workload: step_s / L(K).
         meets_limits: every `max_tpot_ms` is met.
-        reason: why, in words.
     """
 
     depths: Mapping[str, int]
@@ -218,11 +207,9 @@ and one request at a time must not be planned as two."""
 
 
 def best_depths(demands: Sequence[Demand], costs: StepCosts, context_tokens: float = 0.0) -> Plan:
-    """K of each workload that makes the most of a replica's time within the limits of TPOT.
+    """K of each workload that makes the most of a replica's time within the limits of TPOT; at a tie, fewer drafts.
 
-    Where no K meets every limit, the greatest TPOT / limit of any workload is as small as can be, and the plan's reason
-    says so. At a tie the plan with fewer drafts wins. With fewer than `MIN_SHARED` requests in a step, workloads do not
-    share steps, and each is decided alone.
+    With fewer than `MIN_SHARED` requests in a step, workloads do not share steps, and each is decided alone.
 
     Raises:
         ValueError: there is no demand, or a workload stands twice.
@@ -256,12 +243,7 @@ class SharedSteps:
     """Workloads that share the steps of one replica, and what an assignment of K to them is worth.
 
     A fractional number of requests is a mix of the two whole numbers around it; below 1 it counts as 1, because a step
-    that runs has a request.
-
-    Attributes:
-        demands: as given.
-        shares: of each workload in the requests.
-        num_requests: in a step, at least 1.
+    that runs has a request. `shares`: of each workload in the requests.
     """
 
     def __init__(self, demands: Sequence[Demand], costs: StepCosts, context_tokens: float = 0.0) -> None:

@@ -59,14 +59,8 @@ MAX_DECLINE = 0.5
 
 @dataclass(frozen=True)
 class Pool:
-    """A deployment as Serve sees it.
-
-    Attributes:
-        num_running: replicas that serve.
-        num_wanted: Serve's target number, starting replicas included.
-        ongoing_requests: running and queued, mean over Serve's look-back period.
-        queued_requests: of those, waiting in front of the replicas.
-    """
+    """A deployment as Serve sees it: replicas that serve, and Serve's target number; requests that run or are queued, a
+    mean over Serve's look-back period, and of these the queued ones."""
 
     num_running: int
     num_wanted: int
@@ -79,8 +73,8 @@ class Inputs:
     """Everything that a decision depends on, besides settings.
 
     Attributes:
-        target, drafter: the deployments; drafter None: colocated, or not known.
-        workloads: those with arrivals; empty where none are known.
+        drafter: None where it is colocated, or not known.
+        workloads: those with arrivals.
         costs: of the targets' steps; None where no replica knows them.
         growth: expected relative growth of the arrivals since they were measured, and where they rise, until a replica
             decided now serves.
@@ -111,15 +105,11 @@ class Decision:
     """Wanted replicas and why; `dataclasses.asdict` makes it JSON.
 
     Attributes:
-        inputs: what it was made from.
         target, drafter: wanted numbers; drafter None: there is no drafter deployment.
         source: what decided.
-        reason: in words.
         demand_tokens_per_s: D, None where it is not known; likewise the following.
         capacity_tokens_per_s: mu as used, after the limit of its change; `measured_capacity_tokens_per_s` before it.
-        acceptance_length: mean AL at the predicted K.
-        num_requests: the batch of a replica at its capacity.
-        depths: predicted K by workload.
+        acceptance_length, num_requests, depths: of a replica at its capacity: mean AL, the batch, K by workload.
         needed: replicas of the target that the demand needs, before dead band and bounds; a fraction.
     """
 
@@ -400,13 +390,10 @@ class ScalingPolicy:
         metrics: Metrics,
         drafter: Pool | None = None,
     ) -> Decision:
-        """The wanted numbers of replicas.
+        """The wanted numbers of replicas at `now_s`, monotonic.
 
-        Args:
-            now_s: monotonic.
-            target, drafter: the deployments; a negative or infinite number of requests counts as 0.
-            running: names of the target replicas that serve.
-            metrics: their newest exports (`cluster.counts.MetricsExport`), also ones that were read before.
+        `running`: names of the target replicas that serve; `metrics`: their newest exports, also ones that were read
+        before. A negative or infinite number of requests counts as 0.
         """
         notes = []
         numbers = target.ongoing_requests, target.queued_requests

@@ -10,12 +10,12 @@ of C tokens, takes
     seconds = V(N + P) + D(R) + g [drafting] + p [P > 0] + c_R R C + c_N (N + P) C
 
 V is the target's forward, D the host and the drafter by requests, both straight between knots; g the drafter's pass,
-which is left out where no request of the step may get drafts; p what a step loses off the CUDA graphs. `StepCostModel`
-believes in these coefficients as in a Gaussian variable (Bayesian linear regression, as a Kalman filter). Its mean
-begins at a cautious guess for a CPU or a GPU, in units of a step's fixed part; the points, or without them the first
-steps, say how long the unit is. Then each point and each step is one observation of a sum of coefficients and moves
-them by what it surprises: what was never visited moves along with its neighbours and with the scale, and stays
-uncertain.
+which is left out where no request of the step may get drafts; p what a step loses off the CUDA graphs.
+
+`StepCostModel` estimates these coefficients by Bayesian linear regression, as a Kalman filter. The mean begins at a
+cautious guess for a CPU or a GPU, in units of a step's fixed part; the points, or without them the first steps, say how
+long the unit is. Each point and each step is one observation of a sum of coefficients. What was never visited moves
+along with its neighbours and with the scale, and stays uncertain.
 """
 
 import json

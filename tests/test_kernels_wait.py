@@ -14,7 +14,6 @@ from peagle.drafter.mailbox import (
     ABORTED,
     REACHED,
     TIMED_OUT,
-    take_answer,
     wait_for_word,
 )
 from peagle.drafter.rows import INTERPRETED
@@ -104,23 +103,3 @@ def test_dispatch_follows_the_status() -> None:
     wait_for_word(word_1, 1, abort_1, status_2, 30)
     # The interpreter's clock counts reads, so 30 of them show that the kernel ran.
     assert not INTERPRETED or status_2.tolist() == [TIMED_OUT, 30]
-
-
-@needs_kernel
-@pytest.mark.parametrize(("status", "num_requests"), [(REACHED, 1), (REACHED, 600), (ABORTED, 3), (TIMED_OUT, 3)])
-def test_an_answer_is_taken_if_it_came(status: int, num_requests: int) -> None:
-    """From words that begin anywhere: a step of few requests fills the beginning of its area."""
-    answer_BK = torch.arange(num_requests * 3, dtype=torch.int32).view(num_requests, 3)
-    outcome_2 = torch.zeros(3, dtype=torch.int64)
-    if DEVICE == "cuda":
-        answer_BK, outcome_2 = answer_BK.pin_memory(), outcome_2.pin_memory()
-    status_2 = torch.tensor([status, 12_345], dtype=torch.int64, device=DEVICE)
-    out_BK = torch.full((num_requests, 3), 77, dtype=torch.int32, device=DEVICE)
-    take_answer(answer_BK, status_2, out_BK, outcome_2[1:])
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    assert outcome_2.tolist() == [0, status, 12_345]
-    expected_BK, expected_2 = torch.full((num_requests, 3), 77, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
-    twin(take_answer)(answer_BK, status_2.cpu(), expected_BK, expected_2)
-    assert out_BK.tolist() == expected_BK.tolist()
-    assert expected_BK.tolist() == (answer_BK.tolist() if status == REACHED else [[-1] * 3] * num_requests)

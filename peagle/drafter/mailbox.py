@@ -303,7 +303,9 @@ class Mailbox:
         area = self.area(number)
         status_2 = torch.empty(2, dtype=torch.int64, device=out_BK.device)
         wait_for_word(area.done_t, number, self.abort_t, status_2, int(timeout_s * 1e9))
-        take_answer(area.drafts_BK_t[: len(out_BK)], status_2, out_BK, area.outcome_t)
+        out_BK.copy_(area.drafts_BK_t[: len(out_BK)], non_blocking=True)
+        out_BK.masked_fill_(status_2[:1, None] != REACHED, NO_DRAFT)
+        area.outcome_t.copy_(status_2, non_blocking=True)
 
     def is_done(self, number: int) -> bool:
         return int(self.area(number).done[0]) >= number
@@ -370,7 +372,7 @@ class Mailbox:
     def pin(self, device: torch.device, *, will_wait: bool) -> None:
         """Register the memory with CUDA, so that `device` reaches it. Raises RuntimeError where CUDA refuses.
 
-        will_wait: compiles the kernels of a wait, for timeouts of 32 and of 64 bits: at the first step it is too late.
+        will_wait: compiles the kernel of a wait, for timeouts of 32 and of 64 bits: at the first step it is too late.
         """
         portable_and_mapped = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
         base = torch.frombuffer(self.memory.mapping, dtype=torch.uint8)
@@ -379,11 +381,9 @@ class Mailbox:
             torch.cuda.check_error(error)
             if not will_wait:
                 return
-            area, status_2 = self.areas[0], torch.empty(2, dtype=torch.int64, device=device)
+            status_2 = torch.empty(2, dtype=torch.int64, device=device)
             for timeout_ns in (1 << 20, 1 << 40):
-                wait_for_word(area.done_t, 0, self.abort_t, status_2, timeout_ns)
-            drafts_BK = torch.empty(1, self.shape.max_depth, dtype=torch.int32, device=device)
-            take_answer(area.drafts_BK_t[:1], status_2, drafts_BK, torch.empty_like(status_2))
+                wait_for_word(self.areas[0].done_t, 0, self.abort_t, status_2, timeout_ns)
 
     def unpin(self, device: torch.device) -> None:
         """Undo `pin`, before the memory goes and after the last work that uses it."""
@@ -397,7 +397,6 @@ class Mailbox:
 
 REACHED, ABORTED, TIMED_OUT = 1, 2, 3  # values of `status_2[0]`
 _NUM_QUICK_READS, _SLEEP_S = 200, 50e-6  # the twin reads this often without a pause, then sleeps between reads
-_ANSWER_BLOCK = 512
 
 
 def wait_for_word(word_1: Tensor, wanted: int, abort_1: Tensor, status_2: Tensor, timeout_ns: int) -> None:
@@ -456,33 +455,3 @@ def _wait_status(word_1, wanted, abort_1, waited, timeout):
     status = tl.where(waited >= timeout, 3, 0).to(tl.int64)
     status = tl.where(tl.load(abort_1, volatile=True) != 0, 2, status).to(tl.int64)
     return tl.where(tl.load(word_1, volatile=True) >= wanted, 1, status).to(tl.int64)
-
-
-def take_answer(answer_BK: Tensor, status_2: Tensor, out_BK: Tensor, outcome_2: Tensor) -> None:
-    """After a wait: out_BK becomes answer_BK if the word was reached, `NO_DRAFT` all over if not; outcome_2 the status.
-
-    answer_BK (int32, contiguous) and outcome_2 (int64 [2]) may lie in pinned host memory, which the kernel reads and
-    writes in place: one launch for what would be two copies over the bus and two kernels. On a CPU it is done at once.
-    """
-    if not uses_kernel(out_BK):
-        out_BK.copy_(answer_BK)
-        out_BK.masked_fill_(status_2[:1, None] != REACHED, NO_DRAFT)
-        outcome_2.copy_(status_2)
-        return
-    num_numbers = out_BK.numel()
-    _take_answer_kernel[(max(1, triton.cdiv(num_numbers, _ANSWER_BLOCK)),)](
-        answer_BK, status_2, out_BK, outcome_2, num_numbers, NO_DRAFT, BLOCK=_ANSWER_BLOCK, num_warps=4
-    )
-
-
-@triton.jit(
-    do_not_specialize=["num_numbers", "missing"], do_not_specialize_on_alignment=["answer_BK", "out_BK", "outcome_2"]
-)
-def _take_answer_kernel(answer_BK, status_2, out_BK, outcome_2, num_numbers, missing, BLOCK: tl.constexpr):
-    status = tl.load(status_2)
-    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    answer = tl.load(answer_BK + number, mask=number < num_numbers, other=0, volatile=True)
-    tl.store(out_BK + number, tl.where(status == 1, answer, missing), mask=number < num_numbers)
-    if tl.program_id(0) == 0:
-        both = tl.arange(0, 2)  # in one store: who sees the status reads the time
-        tl.store(outcome_2 + both, tl.load(status_2 + both))

@@ -11,8 +11,8 @@ start..start + n - 1, then K - 1 rows of the mask token. With start = 4, n = 2, 
 Rejected rows never appear: the next start lies before them. `accepted_rows` runs at the target and says which rows of
 its step are valid, and the token after each.
 
-Every function has a Triton kernel for GPUs (and for Triton's interpreter), and above its launch the same in plain torch
-for other devices, its twin. Sums of kernels are in float32, roundings are those of the twins.
+Every function of the pass has a Triton kernel for GPUs (and for Triton's interpreter), and above its launch the same in
+plain torch for other devices, its twin. Sums of kernels are in float32, roundings are those of the twins.
 
 B requests, N rows, R payload rows, K drafts at most, H hidden size, I width of the MLP, A query heads and G key heads
 of D = 2F numbers, P positions.
@@ -38,7 +38,6 @@ MIN_BLOCK_REQUESTS = 64  # lanes for requests, here and in the attention: each w
 ALIGNMENT_BYTES = 16  # of addresses, where a row's size is a multiple of it: rows then move in wide loads
 _SEARCHED_ELEMENTS = 2048  # of the table (row of the block, request) that one program searches
 _MAX_BLOCK_H = 2048
-BLOCK_ROWS = 1024  # read at a time by a request's program in `accepted_rows`
 _ROTATED_ELEMENTS = 2048  # of one program
 _GATED_ELEMENTS = 1024
 
@@ -298,53 +297,14 @@ def accepted_rows(
 
     The token after a rejected row means nothing; it is an input token or 0.
     """
-    num_requests = len(next_tokens_B)
-    if not uses_kernel(input_ids_R) or not num_requests:
-        num_valid_B = first_row_B1.diff().int()
-        if num_drafts_up_to_B is not None:
-            num_drafts_B = num_drafts_up_to_B.diff(prepend=num_drafts_up_to_B.new_zeros(1))
-            num_valid_B -= (num_drafts_B + 1 - num_sampled_B).masked_fill(num_drafts_B == 0, 0)
-        next_tokens_R = F.pad(input_ids_R[1:].int(), (0, min(1, len(input_ids_R))))
-        last_B = first_row_B1[:-1] + (num_valid_B - 1).clamp(min=0)
-        next_tokens_R[last_B.long()] = next_tokens_B.int()
-        return num_valid_B, next_tokens_R
-    num_valid_B = torch.empty(num_requests, dtype=torch.int32, device=input_ids_R.device)
-    next_tokens_R = torch.empty(len(input_ids_R), dtype=torch.int32, device=input_ids_R.device)
-    has_drafts = num_drafts_up_to_B is not None
-    _accepted_rows_kernel[(num_requests,)](
-        first_row_B1, num_drafts_up_to_B if has_drafts else num_sampled_B, num_sampled_B, next_tokens_B, input_ids_R,
-        num_valid_B, next_tokens_R, len(input_ids_R), HAS_DRAFTS=has_drafts, BLOCK=BLOCK_ROWS, num_warps=4,
-    )  # fmt: skip
+    num_valid_B = first_row_B1.diff().int()
+    if num_drafts_up_to_B is not None:
+        num_drafts_B = num_drafts_up_to_B.diff(prepend=num_drafts_up_to_B.new_zeros(1))
+        num_valid_B -= (num_drafts_B + 1 - num_sampled_B).masked_fill(num_drafts_B == 0, 0)
+    next_tokens_R = F.pad(input_ids_R[1:].int(), (0, min(1, len(input_ids_R))))
+    last_B = first_row_B1[:-1] + (num_valid_B - 1).clamp(min=0)
+    next_tokens_R[last_B.long()] = next_tokens_B.int()
     return num_valid_B, next_tokens_R
-
-
-# A step has any number of rows, and views of the engine's buffers begin anywhere: nothing is to be compiled for that.
-@triton.jit(
-    do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=[
-        "first_row_B1", "num_drafts_up_to_B", "num_sampled_B", "next_tokens_B", "input_ids_R", "next_tokens_R",
-    ],
-)  # fmt: skip
-def _accepted_rows_kernel(
-    first_row_B1, num_drafts_up_to_B, num_sampled_B, next_tokens_B, input_ids_R, num_valid_B, next_tokens_R,
-    num_rows, HAS_DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    request = tl.program_id(0)
-    first = tl.load(first_row_B1 + request).to(tl.int32)
-    end = tl.load(first_row_B1 + request + 1).to(tl.int32)
-    num_valid = end - first
-    if HAS_DRAFTS:
-        num_drafts = tl.load(num_drafts_up_to_B + request).to(tl.int32)
-        num_drafts -= tl.load(num_drafts_up_to_B + request - 1, mask=request > 0, other=0).to(tl.int32)
-        num_sampled = tl.load(num_sampled_B + request).to(tl.int32)
-        num_valid -= tl.where(num_drafts > 0, num_drafts + 1 - num_sampled, 0)
-    tl.store(num_valid_B + request, num_valid)
-    last = first + tl.maximum(num_valid - 1, 0)
-    next_token = tl.load(next_tokens_B + request).to(tl.int32)
-    for begin in range(first, end, BLOCK):
-        row = begin + tl.arange(0, BLOCK)
-        after = tl.load(input_ids_R + row + 1, mask=(row < end) & (row + 1 < num_rows), other=0).to(tl.int32)
-        tl.store(next_tokens_R + row, tl.where(row == last, next_token, after), mask=row < end)
 
 
 # What a pass does to each row between its matrix products; the twins are the formulas of `peagle.model`
