@@ -252,7 +252,7 @@ def compare(steps: list[dict[str, Any]], head_dir: Path, target_dir: Path) -> di
             tokens = [*step["tokens"][start + 1 : start + valid], newest]
             session = sessions.setdefault(name, DraftSession(drafter))
             kinds["first" if context == 0 and not session.num_rows else "resumed" if context == 0 else "later"] += 1
-            session.truncate(context)
+            session.cache.truncate(context)
             wanted = min(step["num_ahead"], MAX_MODEL_LEN - context - valid + 1)
             found = session.propose(torch.tensor(tokens), step["taps"][start : start + valid], NUM_DRAFTS)
             for depth in range(wanted):

@@ -41,14 +41,6 @@ class Counts:
     reached: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
-    @classmethod
-    def from_steps(cls, steps: Iterable[tuple[int, int]]) -> "Counts":
-        """Counts of `steps`, each (drafts verified, drafts accepted of them)."""
-        counts = cls()
-        for num_verified, num_accepted in steps:
-            counts.add_step(num_verified, num_accepted)
-        return counts
-
     def add_step(self, num_verified: int, num_accepted: int) -> None:
         """Count one step of one request in place. A step without drafts counts nowhere."""
         missing = [0] * (num_verified - len(self.drafted))
@@ -207,7 +199,7 @@ class TargetReport:
         workloads: cumulative counts by workload. One that is missing has ended its counts.
         context_tokens: mean context of the running requests, 0 where unknown.
         step_costs: what the scheduler has learned of step times; None before the first step.
-        links: to remote drafters, as `deployments.telemetry` describes them.
+        links: to remote drafters (`deployments.replicas.link_reports`).
         num_output_tokens: of all sequences, running ones included.
     """
 
@@ -218,7 +210,7 @@ class TargetReport:
     workloads: Mapping[str, WorkloadCounts] = field(default_factory=dict)
     context_tokens: float = 0.0
     step_costs: StepCosts | None = None
-    links: tuple[Any, ...] = ()
+    links: tuple[Mapping[str, Any], ...] = ()
     num_output_tokens: int = 0
 
     def head_of(self, workload: str) -> str:
@@ -251,10 +243,6 @@ class News:
     restarted: list[str] = field(default_factory=list)
     head: str = ""
     heads: dict[str, str] = field(default_factory=dict)
-
-    def head_of(self, workload: str) -> str:
-        """Digest of the head that drafts for a workload now, "" until one is known."""
-        return self.heads.get(workload, self.head)
 
 
 class Ledger:

@@ -466,15 +466,11 @@ class DepthChooser:
         self.costs = costs
         self._max_k, self._probe_share = max_k, probe_share
         self._objectives = dict(objectives)
-        self._depths: dict[str, int] = {}
+        self.depths: dict[str, int] = {}
+        """K in force by workload, without probes."""
         self._choices: dict[str, Choice] = {}
         self._planned: Demand | None = None
         self._planned_s = self._changed_s = -math.inf
-
-    @property
-    def depths(self) -> Mapping[str, int]:
-        """K in force by workload, without probes."""
-        return MappingProxyType(self._depths)
 
     def choices(
         self,
@@ -570,10 +566,10 @@ class DepthChooser:
         mean_k = round(sum(num * depths[name] for name, num in numbers.items()) / total)
         added = sum(demand.num_requests * sum(demand.survival[: depths[demand.workload]]) for demand in demands) / total
         self._planned = Demand("", total, (min(1.0, added / max(1, mean_k)),) * mean_k, mean_k, min_k=mean_k)
-        if not self._depths or any(self._depths.get(name, k) != k for name, k in depths.items()):
+        if not self.depths or any(self.depths.get(name, k) != k for name, k in depths.items()):
             self._changed_s = now_s
-        known = {name: self._depths[name] for name in book.workloads() if name in self._depths}
-        self._depths, self._choices, self._planned_s = known | depths, choices, now_s
+        known = {name: self.depths[name] for name in book.workloads() if name in self.depths}
+        self.depths, self._choices, self._planned_s = known | depths, choices, now_s
 
     def _settled(
         self,
@@ -587,9 +583,7 @@ class DepthChooser:
         """The assignment in force from now on, and in words why it is kept, where it is not the best one."""
         best = best_assignment(steps)
         beside = [
-            demand.pinned(max(demand.min_k, self._depths[demand.workload]))
-            if demand.workload in self._depths
-            else demand
+            demand.pinned(max(demand.min_k, self.depths[demand.workload])) if demand.workload in self.depths else demand
             for demand in steps.demands
         ]
         now = best_assignment(SharedSteps(beside, self.costs, context_tokens))

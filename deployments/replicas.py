@@ -133,19 +133,6 @@ class DrafterReport:
     key: str = field(default="", repr=False)
 
 
-@dataclass(frozen=True)
-class LinkReport:
-    """One target replica's link to a drafter: its state (`peagle.drafter.client`), the path of the data, the last thing
-    that went wrong, the mean time of an answer, and what was counted since the link was made."""
-
-    address: str
-    state: str
-    path: str | None = None
-    problem: str = ""
-    average_pass_s: float | None = None
-    counters: Mapping[str, float] = field(default_factory=dict)
-
-
 MAX_MISSED_POLLS = 3
 IDLE_POLLS = 10
 """An engine without requests is asked for its links once in so many polls: each call keeps a core of every worker of it
@@ -177,7 +164,7 @@ class DrafterLinks:
         self._task: asyncio.Task[None] | None = None
         self.heads: tuple[str, ...] = ()
         """Digests by index of the heads that draft, () before any drafter answers."""
-        self.links: tuple[LinkReport, ...] = ()
+        self.links: tuple[dict[str, Any], ...] = ()
 
     def start(self, on_change: Callable[[str, Mapping[str, str]], None]) -> None:
         """Begin on the running event loop. `on_change` gets the digests of the default head and of workloads' heads
@@ -253,21 +240,21 @@ def agreed_heads(reports: Iterable[DrafterReport]) -> tuple[str, ...]:
     return votes[0][0]
 
 
-def link_reports(answers: Iterable[Any]) -> tuple[LinkReport, ...]:
-    """The links of the one worker of an engine that has them; the others answer with nothing."""
+def link_reports(answers: Iterable[Any]) -> tuple[dict[str, Any], ...]:
+    """The links of the one worker of an engine that has them, as `GET /drafting` shows them; other workers answer with
+    nothing. Each has its drafter's address, its state (`peagle.drafter.client`), the path of the data, the last thing
+    that went wrong, the mean time of an answer, and what was counted since the link was made."""
+    shown = ("state", "path", "problem", "average_pass_s")
     return tuple(
-        LinkReport(
-            link["address"],
-            link["state"],
-            link["path"],
-            link["problem"],
-            link["average_pass_s"],
-            {
+        {
+            "drafter": link["address"],
+            **{name: link[name] for name in shown},
+            "counters": {
                 name[4:]: float(value)
                 for name, value in link.items()
                 if name[:4] in ("num_", "sum_") and name != "num_requests"
             },
-        )
+        }
         for answer in answers
         if answer
         for link in answer["pool"]["links"]

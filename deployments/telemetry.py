@@ -106,19 +106,7 @@ def drafting_document(
             }
             for drafter in drafters
         ],
-        "links": [
-            {
-                "target": report.replica,
-                "drafter": link.address,
-                "state": link.state,
-                "path": link.path,
-                "problem": link.problem,
-                "average_pass_s": link.average_pass_s,
-                "counters": dict(link.counters),
-            }
-            for report in reports
-            for link in report.links
-        ],
+        "links": [{"target": report.replica, **link} for report in reports for link in report.links],
     }
 
 
@@ -228,8 +216,9 @@ def drafter_metrics(drafters: Sequence[DrafterReport], reports: Sequence[TargetR
         count("peagle_drafter_", {"replica": drafter.replica}, drafter.counters)
     for report in reports:
         for link in report.links:
-            up.add_metric([report.replica, link.address], float(link.state == "up"))
-            count("peagle_link_", {"replica": report.replica, "drafter": link.address}, link.counters)
+            labels = {"replica": report.replica, "drafter": link["drafter"]}
+            up.add_metric(list(labels.values()), float(link["state"] == "up"))
+            count("peagle_link_", labels, link["counters"])
     return [ready, heads, refused, up, *found.values()]
 
 

@@ -82,10 +82,6 @@ class DraftSession:
         """Committed rows in the cache: positions 0..num_rows - 1."""
         return self.cache.num_rows
 
-    def truncate(self, num_rows: int) -> None:
-        """Take back rows from position num_rows on, when tokens given as committed were not kept after all."""
-        self.cache.truncate(num_rows)
-
     @torch.no_grad()
     def propose(self, next_token_ids_T: Tensor, aux_TX: Tensor, num_drafts: int) -> Drafts:
         """Add T rows and propose the tokens after them, greedily.

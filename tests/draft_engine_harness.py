@@ -151,7 +151,7 @@ def cached_range(engine: DraftEngine, session: int, slot: int) -> tuple[int, int
 
 def num_requests(engine: DraftEngine) -> int:
     """Requests with rows in a cache."""
-    return sum(table.num_requests for table in engine.tables.values())
+    return sum(int((table.last_call_C >= 0).sum()) for table in engine.tables.values())
 
 
 def check_answer(engine: DraftEngine, session: int, work: Mapping[int, Rows], answer_BK: Int32Array) -> int:

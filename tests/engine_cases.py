@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.counts import Counts
+from tests.counted import counts_of
 from tests.engine_harness import Job, Result
 
 K_MAX = 7
@@ -71,7 +71,7 @@ def check_counts(result: Result, k: int) -> None:
     assert result.drafting.num_output_tokens == len(result.tokens[0])
     if result.steps is not None:
         assert {num_verified for num_verified, _ in result.steps} == ({k} if k else set())
-        assert counts == Counts.from_steps(result.steps)
+        assert counts == counts_of(result.steps)
 
 
 def chi_square_p_value(first: Sequence[int], second: Sequence[int], min_count: int = 10) -> float:

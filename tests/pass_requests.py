@@ -74,7 +74,7 @@ class Requests:
     def expected(self, step: Step) -> list[int]:
         """What a session of this request's own proposes."""
         session = self.sessions[step.request]
-        session.truncate(step.start - int(self.cache_start[step.request]))
+        session.cache.truncate(step.start - int(self.cache_start[step.request]))
         drafts = session.propose(*self.rows(step), max(step.depth, 1)).token_ids_K.tolist()
         return (drafts if step.depth else []) + [-1] * (MAX_DEPTH - step.depth)
 

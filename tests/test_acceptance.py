@@ -24,6 +24,7 @@ from cluster.acceptance import (
     quantiles,
 )
 from cluster.counts import Counts, Ledger, News, TargetReport, WorkloadCounts
+from tests import counted
 
 K_MAX = 7
 CODE = (0.9, 0.88, 0.86, 0.85, 0.85, 0.84, 0.84)
@@ -374,7 +375,7 @@ def test_al_is_carried_to_greater_k_of_replayed_answers(group: str) -> None:
         while place < len(answer.accepted):
             found.append((3 if len(found) % 50 else 7, answer.accepted[place]))
             place += min(found[-1][1], found[-1][0]) + 1
-    counts = Counts.from_steps((k, min(k, accepted)) for k, accepted in found)
+    counts = counted.counts_of((k, min(k, accepted)) for k, accepted in found)
     curve = tuple(np.cumprod([a / max(r, 1) for a, r in zip(counts.accepted, counts.reached, strict=True)]).tolist())
     carried = np.array(lengths(curve, 3)[4:])
     real = np.array([acceptance_length(answers, k) for k in range(4, 8)])

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.counts import Counts, Ledger, MetricsExport, TargetReport, WorkloadCounts, from_metrics, head_number
 from cluster.step_time import guessed_costs
+from tests.counted import counts_of
 
 STEPS = st.lists(
     st.integers(0, 7).flatmap(lambda verified: st.tuples(st.just(verified), st.integers(0, verified))), max_size=30
@@ -15,7 +16,7 @@ STEPS = st.lists(
 
 
 def workload(steps, num_started=0, num_finished=0, num_aborted=0):
-    counts = Counts.from_steps(steps)
+    counts = counts_of(steps)
     return WorkloadCounts(num_started, num_finished, num_aborted, 10 * num_finished, 5 * num_finished, counts)
 
 
@@ -25,7 +26,7 @@ def report(replica="a", head="h", *, heads=None, **workloads):
 
 @given(STEPS)
 def test_counts_are_the_definition_step_by_step(steps):
-    counts = Counts.from_steps(steps)
+    counts = counts_of(steps)
     depths = range(1, max((verified for verified, _ in steps), default=0) + 1)
     assert counts.drafted == [sum(verified >= depth for verified, _ in steps) for depth in depths]
     assert counts.reached == [
@@ -40,8 +41,8 @@ def test_counts_are_the_definition_step_by_step(steps):
 
 @given(STEPS, STEPS)
 def test_a_difference_is_what_came_on_top(before, after):
-    earlier, added = Counts.from_steps(before), Counts.from_steps(after)
-    assert earlier + added == Counts.from_steps(before + after)
+    earlier, added = counts_of(before), counts_of(after)
+    assert earlier + added == counts_of(before + after)
     assert (earlier + added) - earlier == added
     if added.num_steps:
         with pytest.raises(ValueError, match="cannot be"):
@@ -50,7 +51,7 @@ def test_a_difference_is_what_came_on_top(before, after):
 
 @given(STEPS)
 def test_counts_travel_as_json(steps):
-    counts = WorkloadCounts(3, 1, 1, 40, 20, Counts.from_steps(steps))
+    counts = WorkloadCounts(3, 1, 1, 40, 20, counts_of(steps))
     assert WorkloadCounts.from_wire(json.loads(json.dumps(counts.to_wire()))) == counts
 
 
@@ -92,15 +93,15 @@ def test_a_restarted_replica_begins_anew_and_a_forgotten_workload_is_no_restart(
     assert news.workloads["y"].num_started == 5
     news = ledger.take([report(x=workload([(3, 3)] * 9, 5), y=workload([(3, 2)] * 2, 2))])
     assert news.restarted == ["a"]
-    assert news.by_head["h"]["x"] == Counts.from_steps([(3, 3)] * 9)
-    assert news.by_head["h"]["y"] == Counts.from_steps([(3, 2)] * 2)
+    assert news.by_head["h"]["x"] == counts_of([(3, 3)] * 9)
+    assert news.by_head["h"]["y"] == counts_of([(3, 2)] * 2)
 
 
 def test_a_report_read_twice_or_copied_later_changes_nothing():
     ledger, live = Ledger(), workload([(2, 1)], 1)
     ledger.take([report(x=live)])
     live.counts.add_step(2, 2)  # a replica's own live counts must not change what was remembered
-    assert ledger.take([report(x=live)]).workloads["x"].counts == Counts.from_steps([(2, 2)])
+    assert ledger.take([report(x=live)]).workloads["x"].counts == counts_of([(2, 2)])
     assert ledger.take([report(x=live)]).workloads["x"] == WorkloadCounts()
 
 
@@ -126,7 +127,7 @@ def test_workloads_with_heads_of_their_own():
     ledger.take([report(heads=heads, x=workload([]), y=workload([]))])
     news = ledger.take([report(heads=heads, x=workload([(1, 0)]), y=workload([(1, 1)]))])
     assert news.by_head == {"own": {"x": Counts([1], [1], [0])}, "h": {"y": Counts([1], [1], [1])}}
-    assert (news.head_of("x"), news.head_of("y")) == ("own", "h")
+    assert (news.heads, news.head) == (heads, "h")
 
 
 def test_a_ledger_goes_on_after_a_restart_of_its_own():

@@ -146,15 +146,15 @@ def test_truncate_takes_back_rows_that_were_not_kept() -> None:
     session.propose(tokens[1:10], aux[:9], 3)
     session.propose(tokens.flip(0)[:6], aux.flip(0)[:6], 3)
     assert session.num_rows == 15
-    session.truncate(9)
+    session.cache.truncate(9)
     drafts = session.propose(tokens[10:12], aux[9:11], 3)
     expected = plain_logits(drafter, tokens[:12], aux, 3)
     torch.testing.assert_close(drafts.logits_KV, expected, rtol=1e-5, atol=1e-5)
-    session.truncate(0)
+    session.cache.truncate(0)
     assert session.num_rows == 0
     for num_rows in (-1, 1):
         with pytest.raises(ValueError, match=f"cannot truncate to {num_rows} rows: the cache holds 0"):
-            session.truncate(num_rows)
+            session.cache.truncate(num_rows)
 
 
 @pytest.mark.parametrize("kind", [CONFIG, EAGLE3])

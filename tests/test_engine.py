@@ -15,9 +15,9 @@ from transformers import AutoTokenizer
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from cluster.counts import Counts
 from cluster.request import DEFAULT_WORKLOAD
 from peagle.vllm.limits import GRAMMAR_KEY
+from tests.counted import counts_of
 from tests.engine_cases import (
     BATCH,
     K_MAX,
@@ -140,8 +140,8 @@ def test_every_acceptance_is_counted(engine: RunningEngine, prompts: Prompts, re
         assert result.steps == steps
         assert result.drafting is not None
         assert (result.drafting.workload, result.drafting.max_k) == (job.workload, job.k)
-        assert result.drafting.counts == Counts.from_steps(steps)
-        assert engine.recorder.workloads()[str(job.workload)].counts == Counts.from_steps(steps)
+        assert result.drafting.counts == counts_of(steps)
+        assert engine.recorder.workloads()[str(job.workload)].counts == counts_of(steps)
 
 
 def test_decode_admitted_beside_others_verifies_k_from_its_first_step(
@@ -182,7 +182,7 @@ def test_context_limit(engine: RunningEngine, text_tokens: list[int], reference:
     assert result.steps is not None
     assert result.drafting is not None
     assert max(num_verified for num_verified, _ in result.steps) == k
-    assert result.drafting.counts == Counts.from_steps(result.steps)
+    assert result.drafting.counts == counts_of(result.steps)
 
 
 def test_aborted_requests_stay_in_the_totals(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
@@ -239,7 +239,7 @@ def test_grammar(engine: RunningEngine, prompts: Prompts, reference: Reference) 
         assert result.steps is not None
         assert result.drafting is not None
         assert all(num_verified <= k for num_verified, _ in result.steps)
-        assert result.drafting.counts == Counts.from_steps(step for step in result.steps if step[0])
+        assert result.drafting.counts == counts_of(step for step in result.steps if step[0])
 
 
 def test_seed_repeats(engine: RunningEngine, prompts: Prompts) -> None:

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.counts import Counts
 from deployments.autoscaling import scaling_metrics
-from deployments.replicas import LinkReport
 from deployments.telemetry import drafter_metrics, head_metrics, prometheus_text, target_metrics
 from tests.autoscaling_harness import Controller
+from tests.counted import counts_of
 from tests.metric_names import documented, exported
 from tests.scaling_cases import GOOD
-from tests.test_telemetry import drafter, report
+from tests.test_telemetry import drafter, link, report
 
 MONITORING = Path(__file__).parents[1] / "k8s" / "components" / "monitoring"
 ALERTS = yaml.safe_load((MONITORING / "alerts.yaml").read_text(encoding="utf-8"))
@@ -50,8 +49,8 @@ def test_metrics_of_autoscaling_are_those_of_the_table() -> None:
 
 
 def test_metrics_of_targets_heads_and_drafters_are_in_the_table() -> None:
-    counts = Counts.from_steps([(3, 2)])
-    reports = [report("a", "t1", [LinkReport("h:1", "up", counters={"steps": 7.0, "wait_s": 0.5})], code=counts)]
+    counts = counts_of([(3, 2)])
+    reports = [report("a", "t1", [link("h:1", "up", {"steps": 7.0, "wait_s": 0.5})], code=counts)]
     families = [
         *target_metrics(reports, 1),
         *head_metrics({"a": counts}, "i1"),

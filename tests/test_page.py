@@ -11,13 +11,13 @@ from cluster.control import DepthControl
 from cluster.counts import Counts
 from cluster.request import DepthPolicy, Drafting
 from deployments.edge import drafting_field, live_page
-from deployments.replicas import LinkReport
 from deployments.telemetry import drafting_document
 from tests.autoscaling_harness import Controller
+from tests.counted import counts_of
 from tests.metric_names import documented
 from tests.scaling_cases import GOOD
 from tests.test_edge import DIGEST, Echo, callers, request
-from tests.test_telemetry import drafter, report
+from tests.test_telemetry import drafter, link, report
 
 PAGE = live_page()[0]
 
@@ -57,7 +57,7 @@ def test_what_the_service_says_is_only_ever_text() -> None:
 def documents() -> dict[str, Any]:
     """By the name that the page's script gives it, an example of each part of what it reads, made by the real code."""
     control = DepthControl(DepthPolicy(3, 3, 3))
-    reports = [report("a", "t1", [LinkReport("h:1", "up", "tcp")], code=Counts.from_steps([(3, 2)]))]
+    reports = [report("a", "t1", [link("h:1", "up", {})], code=counts_of([(3, 2)]))]
     control.observe(reports, 0.0)
     scaled = Controller()
     scaled.serve(60, 1.0, GOOD)
@@ -65,7 +65,7 @@ def documents() -> dict[str, Any]:
     service = {
         "model": "m",
         **control.document(1.0),
-        **drafting_document(reports, {"a": Counts.from_steps([(3, 2)])}, [drafter("r1", "a")]),
+        **drafting_document(reports, {"a": counts_of([(3, 2)])}, [drafter("r1", "a")]),
         "autoscaling": decision,
     }
     return {

@@ -19,9 +19,10 @@ from cluster.counts import Counts, TargetReport, WorkloadCounts
 from deployments.edge import Admitted, ApiError, Edge, Usage
 from deployments.target import MAX_CHUNKS_PER_S, MAX_TOKENS_PER_CHUNK, StreamPace, TargetServer
 from peagle.vllm.acceptance import RequestDrafting
+from tests.counted import counts_of
 from tests.test_edge import HELLO, cluster
 
-COUNTS = Counts.from_steps([(3, 3), (3, 1)])
+COUNTS = counts_of([(3, 3), (3, 1)])
 
 
 class Replica(TargetServer):

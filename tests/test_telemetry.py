@@ -17,7 +17,7 @@ from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.request import DepthPolicy
 from cluster.view import table
 from deployments import telemetry
-from deployments.replicas import DrafterReport, LinkReport, LiveHead
+from deployments.replicas import DrafterReport, LiveHead
 from deployments.telemetry import (
     MAX_NUM_HEADS,
     HeadCounts,
@@ -30,9 +30,10 @@ from deployments.telemetry import (
     prometheus_text,
     target_metrics,
 )
+from tests.counted import counts_of
 
-GOOD = Counts.from_steps([(3, 3), (3, 1)])
-BAD = Counts.from_steps([(3, 0)])
+GOOD = counts_of([(3, 3), (3, 1)])
+BAD = counts_of([(3, 0)])
 
 
 def report(head: str = "a", replica: str = "t1", links: Any = (), **workloads: Counts) -> TargetReport:
@@ -78,8 +79,14 @@ def test_only_the_latest_heads_are_kept() -> None:
     assert len(counts.by_head()) == MAX_NUM_HEADS
 
 
+def link(drafter: str, state: str, counters: dict[str, float]) -> dict[str, Any]:
+    return {
+        "drafter": drafter, "state": state, "path": "tcp", "problem": "", "average_pass_s": None, "counters": counters
+    }  # fmt: skip
+
+
 def test_the_document_has_each_head_with_its_acceptance() -> None:
-    reports = [report("a", "t1", [LinkReport("h:1", "up", "tcp", counters={"steps": 7.0})]), report("new", "t2")]
+    reports = [report("a", "t1", [link("h:1", "up", {"steps": 7.0})]), report("new", "t2")]
     by_head = {"a": GOOD + BAD, "old": BAD, "new": Counts()}
     document = drafting_document(reports, by_head, [drafter("r1", "a")])
     heads = {row["head"]: row for row in document["heads"]}
@@ -108,7 +115,7 @@ def test_counts_are_shown_under_the_fixed_policy_too() -> None:
 
 
 def test_metrics_have_workloads_heads_links_and_refusals() -> None:
-    links = [LinkReport("h:1", "up", counters={"steps": 7.0}), LinkReport("h:2", "late")]
+    links = [link("h:1", "up", {"steps": 7.0}), link("h:2", "late", {})]
     reports = [report("a", "t1", links, code=GOOD)]
     families = [
         *target_metrics(reports, 2),

@@ -20,7 +20,7 @@ from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from cluster.counts import Counts, WorkloadCounts
+from cluster.counts import WorkloadCounts
 from cluster.settings import load_settings
 from deployments.app import catalog
 from deployments.target import engine_config
@@ -46,6 +46,7 @@ from peagle.vllm.engine import (
     engine_kwargs,
 )
 from peagle.vllm.scheduler import PerRequestDepthScheduler
+from tests.counted import counts_of
 from tests.head_factory import CONFIG
 
 
@@ -238,7 +239,7 @@ def test_prompts_of_one_completion_are_summed(processor: OutputProcessor) -> Non
             make_request(f"cmpl-x-{index}-ab", f"cmpl-x-{index}", **{DEPTH_KEY: 2, WORKLOAD_KEY: "code"}), None
         )
         processor.process_outputs([last_output(f"cmpl-x-{index}-ab", [(2, index)])])
-    counts = Counts.from_steps([(2, 0), (2, 1)])
+    counts = counts_of([(2, 0), (2, 1)])
     assert recorder.pop("cmpl-x") == RequestDrafting("cmpl-x", "code", 2, counts, 6, 2)
     assert recorder.pop("cmpl-x") is None
     assert recorder.workloads() == {"code": WorkloadCounts(2, 2, 0, 6, 2, counts)}

@@ -203,10 +203,6 @@ class RequestTable:
         self.call = 0
         """Counts the engine's calls: what one has used is not evicted before the next."""
 
-    @property
-    def num_requests(self) -> int:
-        return len(self.num_rows_C) - len(self._free_rows)
-
     def find(self, session: int, slots_B: npt.NDArray[np.integer]) -> Int64Array:
         """Table rows of a session's slots, `NO_ROW` where there is none; those found count as used now."""
         row_of_slot = self._row_of_slot.get(session)

@@ -167,10 +167,6 @@ class DrafterServer:
         self._failures_in_a_row, self._beat_s = 0, time.monotonic()
         self._serving = threading.Thread(target=self._serve, name="drafter serve", daemon=True)
 
-    @property
-    def heads(self) -> Mapping[int, ServedHead]:
-        return dict(self._heads)
-
     def start(self) -> None:
         """Begin to serve.
 
