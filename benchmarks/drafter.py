@@ -14,13 +14,14 @@ import logging
 import signal
 import sys
 import threading
+import typing
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from peagle.drafter.engine import DraftEngine
-from peagle.drafter.protocol import DTYPES
+from peagle.drafter.protocol import DtypeName
 from peagle.drafter.server import DrafterServer
 from peagle.drafter.serving import DrafterLimits, load_served_head
 
@@ -30,7 +31,7 @@ LIMITS = ("max_num_requests", "max_num_rows", "max_depth", "cache_gib", "block_s
 def serve(args: argparse.Namespace, limits: DrafterLimits) -> int:
     """The exit status: 0 when it was asked to stop, 1 when it failed."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = DTYPES[args.dtype or ("bfloat16" if device.startswith("cuda") else "float32")]
+    dtype = getattr(torch, args.dtype or ("bfloat16" if device.startswith("cuda") else "float32"))
     loaded = [load_served_head(head, args.target, limits, device, dtype) for head in args.head]
     engine = DraftEngine({i: head for i, (head, _) in enumerate(loaded)}, max_num_requests=limits.max_num_requests)
     server = DrafterServer(engine, {i: served for i, (_, served) in enumerate(loaded)}, port=args.port, device=device)
@@ -52,7 +53,9 @@ def main() -> int:
     parser.add_argument("--target", type=Path, required=True, help="directory of the target's checkpoint")
     parser.add_argument("--port", type=int, default=0, help="0: a free one")
     parser.add_argument("--device", help="default: a GPU where there is one")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument(
+        "--dtype", choices=typing.get_args(DtypeName), help="default: bfloat16 on a GPU, float32 on a CPU"
+    )
     for name in LIMITS:
         parser.add_argument(f"--{name.replace('_', '-')}", type=float if name == "cache_gib" else int)
     args = parser.parse_args()

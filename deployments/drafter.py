@@ -26,7 +26,7 @@ from deployments.replicas import DrafterReport, LiveHead
 from peagle.checkpoint import read_head_config
 from peagle.drafter.engine import DraftEngine
 from peagle.drafter.parallel_pass import ParallelPass
-from peagle.drafter.protocol import DTYPES, ServedHead
+from peagle.drafter.protocol import ServedHead
 from peagle.drafter.server import DrafterServer
 from peagle.drafter.serving import DrafterLimits, load_served_head
 from peagle.embedded import embedded_targets, prepare_target
@@ -120,7 +120,7 @@ class HeadLoader:
         self._max_draft_tokens: int = drafter.max_draft_tokens
         self._cache_gib = drafter.replicas.cache_gib / len(drafter.heads)
         self._target = target_source(settings.model.source)
-        self._dtype = DTYPES[ROW_DTYPES[engine["dtype"]]]
+        self._dtype: torch.dtype = getattr(torch, ROW_DTYPES[engine["dtype"]])
         self._max_model_len: int | None = engine.get("max_model_len")
         self.device = torch.device("cuda" if drafter.replicas.num_gpus else "cpu")
         num_at_targets = settings.max_num_targets * engine.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS)

@@ -18,9 +18,9 @@ from peagle.config import DrafterConfig
 from peagle.draft import DraftSession
 from peagle.evaluate import AnswerCounts, figures, replay, walk
 from peagle.model import Drafter
-from peagle.train import masks
 from peagle.train.cod import draft_rows, sample_rows
 from peagle.train.data import Conversations, write_manifest
+from peagle.train.masks import Sight
 from peagle.train.recipe import BatchRecipe, DrafterRecipe, OptimizerRecipe, Recipe, ScheduleRecipe
 from peagle.train.target import Target
 from peagle.train.trainer import Trainer
@@ -150,7 +150,7 @@ def sampled_decoding(
     request_B, position_BN = torch.arange(num_requests), torch.arange(room).expand(num_requests, -1)
     zeros_BN = torch.zeros_like(tokens_BN)
     rows = sample_rows(torch.full_like(tokens_BN, k), k, 1.0)
-    mask = masks.dense(rows, zeros_BN)
+    mask = Sight.of(rows, zeros_BN).dense()
     steps: list[list[int]] = [[] for _ in range(num_requests)]
     drafts_BK = tokens_BN[:, :0]  # the prompt's own pass drafts nothing
     while bool((length_B < prompts_BP.shape[1] + num_tokens).any()):

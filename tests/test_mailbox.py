@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from peagle.drafter.mailbox import (
     mailbox_bytes,
     sweep,
 )
-from peagle.drafter.protocol import DTYPES, Int32Array, TargetShape, TargetStep
+from peagle.drafter.protocol import DtypeName, Int32Array, TargetShape, TargetStep
 from tests.transport_harness import SHAPE as SERVED_SHAPE
 from tests.transport_harness import DrafterProcess, Target, eventually, make_pool
 
@@ -62,7 +63,7 @@ def write(mailbox: Mailbox, number: int, num_rows: int = 7) -> Tensor:
     return hidden_RH
 
 
-@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("dtype", typing.get_args(DtypeName))
 def test_a_step_and_its_reply_arrive_in_another_view_of_the_memory(dtype: str) -> None:
     ours = Mailbox.create(dataclasses.replace(SHAPE, dtype=dtype))
     theirs = Mailbox.attach(ours.memory.name, ours.shape)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from peagle.config import DrafterConfig, HeadError
-from peagle.train import masks
 from peagle.train.cod import CodRows, attend_under, chain_lengths, sample_rows
+from peagle.train.masks import Sight
 from tests.head_factory import CONFIG
 
 MAX_TOKENS = 48
@@ -53,7 +53,7 @@ def test_dense_masks_equal_the_definition(num_depths: int, ratio: float, window:
     for num_tokens in (5, 16, 31, MAX_TOKENS):
         rows, document_BN = rows_and_documents(num_tokens, num_depths, ratio, seed=num_tokens)
         wanted = by_definition(rows, document_BN, window)
-        assert torch.equal(masks.dense(rows, document_BN, window), wanted)
+        assert torch.equal(Sight.of(rows, document_BN, window).dense(), wanted)
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -61,7 +61,7 @@ def test_segment_sees_what_its_rows_see_in_the_whole_pass(window: int | None) ->
     rows, document_BN = rows_and_documents(24, 4, 1.0, seed=1)
     whole = by_definition(rows, document_BN, window)
     keys, num_queries = segment(rows, 7, 15, num_blanks=3)
-    found = masks.Sight.of(rows, document_BN, window).select(torch.tensor(keys), num_queries).dense()
+    found = Sight.of(rows, document_BN, window).select(torch.tensor(keys), num_queries).dense()
     first = len(keys) - num_queries
     for q, row in enumerate(keys[first:]):
         for k, other in enumerate(keys):
@@ -84,7 +84,7 @@ def test_window_of_a_head_is_what_vllm_takes_it_for() -> None:
         dataclasses.replace(CONFIG, sliding_window=0)
 
 
-def check_tiles(sight: masks.Sight, tile: int) -> tuple[float, float]:
+def check_tiles(sight: Sight, tile: int) -> tuple[float, float]:
     """What is skipped holds no visible pair, what is full holds nothing else. Returns the shares visited and full."""
     dense, block = sight.dense(), sight.block(tile)
     batch, num_queries, num_keys = dense.shape
@@ -117,7 +117,7 @@ def check_tiles(sight: masks.Sight, tile: int) -> tuple[float, float]:
 @pytest.mark.parametrize(("num_tokens", "num_depths", "tile"), [(64, 4, 8), (50, 8, 8), (128, 8, 16)])
 def test_tiles_of_the_block_mask(num_tokens: int, num_depths: int, tile: int, window: int | None) -> None:
     rows, document_BN = rows_and_documents(num_tokens, num_depths, 0.8, seed=tile)
-    visited, _ = check_tiles(masks.Sight.of(rows, document_BN, window), tile)
+    visited, _ = check_tiles(Sight.of(rows, document_BN, window), tile)
     assert visited < 0.7, "nearly no tile is skipped"
 
 
@@ -125,14 +125,14 @@ def test_tiles_of_the_block_mask(num_tokens: int, num_depths: int, tile: int, wi
 def test_tiles_of_a_segment(window: int | None) -> None:
     rows, document_BN = rows_and_documents(128, 4, 1.0, seed=5)
     keys, num_queries = segment(rows, 63, 101, num_blanks=40)
-    sight = masks.Sight.of(rows, document_BN, window)
+    sight = Sight.of(rows, document_BN, window)
     check_tiles(sight.select(torch.tensor(keys), num_queries), 16)
 
 
 def test_tiles_inside_a_long_document_are_full() -> None:
     document_1N = torch.zeros(1, 128, dtype=torch.int64)
     rows = sample_rows(chain_lengths(document_1N, document_1N == 0, 4), 4, 1.0)
-    visited, full = check_tiles(masks.Sight.of(rows, document_1N), 8)
+    visited, full = check_tiles(Sight.of(rows, document_1N), 8)
     assert full > 0.6 * visited
 
 
@@ -142,8 +142,8 @@ def test_flex_attention_under_block_mask_equals_dense_attention() -> None:
     num_rows = rows.anchor_BT.shape[1]
     q = torch.randn(2, 4, num_rows, 16)
     k, v = torch.randn(2, 2, 2, num_rows, 16)
-    dense = attend_under(masks.dense(rows, document_BN))(0, q, k, v)
-    block = attend_under(masks.block(rows, document_BN, 16))(0, q, k, v)
+    dense = attend_under(Sight.of(rows, document_BN).dense())(0, q, k, v)
+    block = attend_under(Sight.of(rows, document_BN).block(16))(0, q, k, v)
     torch.testing.assert_close(dense, block)
 
 
@@ -151,7 +151,7 @@ def test_rows_of_blank_tiles_are_finite() -> None:
     """Queries that stand for nothing see themselves: a softmax over nothing is no number, and so would be gradients."""
     rows, document_BN = rows_and_documents(24, 4, 1.0, seed=2)
     keys, num_queries = segment(rows, 7, 15, num_blanks=32)
-    sight = masks.Sight.of(rows, document_BN).select(torch.tensor(keys), num_queries)
+    sight = Sight.of(rows, document_BN).select(torch.tensor(keys), num_queries)
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 2, num_queries, 16), *torch.randn(2, 2, 2, len(keys), 16)
     dense = attend_under(sight.dense())(0, q, k, v)

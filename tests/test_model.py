@@ -18,8 +18,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from peagle.config import DrafterConfig, Llama3Rope
 from peagle.draft import DraftSession
 from peagle.model import Drafter, Layer, rotary_tables
-from peagle.train import masks
 from peagle.train.cod import CodRows, attend_under, chain_lengths, draft_rows, sample_rows
+from peagle.train.masks import Sight
 from tests.head_factory import random_drafter
 
 NUM_DEPTHS = 5
@@ -105,7 +105,7 @@ def largest_difference(drafter: Drafter, data: Pass, mask_BTT: Tensor, position_
 @pytest.mark.parametrize("ratio", [1.0, 0.7])
 def test_training_pass_equals_drafting_with_a_cache(config: DrafterConfig, ratio: float) -> None:
     drafter, data = random_drafter(config), training_pass(ratio)
-    difference, num_rows = largest_difference(drafter, data, masks.dense(data.rows, DOCUMENTS), data.position_BT)
+    difference, num_rows = largest_difference(drafter, data, Sight.of(data.rows, DOCUMENTS).dense(), data.position_BT)
     assert difference < 1e-4  # RMSNorm and RoPE tables work in float32
     num_anchors = 9 + 8 + 4 + 19
     assert num_rows == num_anchors * NUM_DEPTHS if ratio == 1.0 else num_rows > 2 * num_anchors
@@ -114,7 +114,7 @@ def test_training_pass_equals_drafting_with_a_cache(config: DrafterConfig, ratio
 def test_absolute_positions_draft_the_same() -> None:
     """RoPE sees differences only, so positions may count through a packed sequence."""
     drafter, data = random_drafter(CONFIG), training_pass(0.7)
-    difference, _ = largest_difference(drafter, data, masks.dense(data.rows, DOCUMENTS), data.rows.position_BT)
+    difference, _ = largest_difference(drafter, data, Sight.of(data.rows, DOCUMENTS).dense(), data.rows.position_BT)
     assert difference < 1e-4
 
 
@@ -123,14 +123,14 @@ def test_absolute_positions_draft_the_same() -> None:
 )
 def test_the_comparison_sees_a_wrong_mask_or_position(wrong: str) -> None:
     drafter, data = random_drafter(CONFIG), training_pass(1.0)
-    mask_BTT, position_BT, rows = masks.dense(data.rows, DOCUMENTS), data.position_BT, data.rows
+    mask_BTT, position_BT, rows = Sight.of(data.rows, DOCUMENTS).dense(), data.position_BT, data.rows
     if wrong == "causal by row":
         mask_BTT = torch.ones_like(mask_BTT).tril()
     elif wrong == "no own chain":
         itself = torch.eye(mask_BTT.shape[1], dtype=torch.bool)
         mask_BTT = mask_BTT & ((rows.offset_BT == 0)[:, None, :] | itself)
     elif wrong == "all documents":
-        mask_BTT = masks.dense(rows, torch.zeros_like(DOCUMENTS))
+        mask_BTT = Sight.of(rows, torch.zeros_like(DOCUMENTS)).dense()
     elif wrong == "whole chain":
         mask_BTT = mask_BTT | (mask_BTT & (rows.offset_BT > 0)[:, None, :]).transpose(1, 2)
     else:
@@ -170,7 +170,7 @@ def test_mask_token_has_its_own_embedding_and_the_tables_are_not_trained() -> No
     assert drafter.embed_tokens is not None
     assert torch.equal(embeds[0], drafter.embed_tokens.weight[98])
     assert torch.equal(embeds[1], drafter.mask_embedding)
-    mask_BTT = masks.dense(data.rows, DOCUMENTS)
+    mask_BTT = Sight.of(data.rows, DOCUMENTS).dense()
     normed_BTH = draft_rows(drafter, data.tokens_BN, data.aux_BNX, data.position_BT, mask_BTT)
     drafter.logits(normed_BTH).square().mean().backward()
     untrained = [name for name, parameter in drafter.named_parameters() if parameter.grad is None]
@@ -194,7 +194,7 @@ def test_block_mask_keeps_every_visible_pair_and_leaves_tiles_out(tile: int, rat
         document_BN = document_BN.masked_fill(document_BN == 5, -1)  # padding at the end
         chain_BN = chain_lengths(document_BN, document_BN >= 0, NUM_DEPTHS)
         rows = sample_rows(chain_BN, NUM_DEPTHS, ratio, generator=generator)
-        visible_BTT, block = masks.dense(rows, document_BN), masks.block(rows, document_BN, tile)
+        visible_BTT, block = Sight.of(rows, document_BN).dense(), Sight.of(rows, document_BN).block(tile)
         short = -visible_BTT.shape[1] % tile
         padded_BTT = torch.nn.functional.pad(visible_BTT, (0, short, 0, short))
         needed_BQK = padded_BTT.unflatten(1, (-1, tile)).unflatten(3, (-1, tile)).any(dim=4).any(dim=2)

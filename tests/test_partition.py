@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from benchmarks.algorithm_1 import PublishedPartition, cut_by_position
 from peagle.draft import DraftSession
 from peagle.model import Drafter
-from peagle.train import masks
 from peagle.train.cod import CodRows, draft_rows, sample_rows
+from peagle.train.masks import Sight
 from peagle.train.partition import PackedSequence, Partition, Segment, SequencePass, cut_by_rows
 from tests.head_factory import CONFIG, random_drafter
 from tests.packed import DOCUMENTS, NUM_TOKENS, packed_sequence
@@ -49,7 +49,7 @@ def gradients(drafter: Drafter) -> dict[str, Tensor]:
 
 def whole_gradients(drafter: Drafter, sequence: PackedSequence, loss_of: SoftLoss | None = None) -> dict[str, Tensor]:
     loss_of = loss_of or SoftLoss(drafter, sequence)
-    mask = masks.dense(sequence.rows, sequence.document_1N, drafter.config.sliding_window)
+    mask = Sight.of(sequence.rows, sequence.document_1N, drafter.config.sliding_window).dense()
     normed_1TH = draft_rows(drafter, sequence.tokens_1N, sequence.aux_1NX, sequence.position_1T, mask)
     loss_of(normed_1TH[0], torch.arange(normed_1TH.shape[1], device=normed_1TH.device)).backward()
     return gradients(drafter)
@@ -171,7 +171,7 @@ def forward(partition: Partition, drafter: Drafter, sequence: PackedSequence) ->
 @pytest.mark.parametrize("num_segments", [1, 3, 8])
 def test_forward_gives_every_row_of_the_whole_pass(num_segments: int) -> None:
     drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 1.0)
-    mask = masks.dense(sequence.rows, sequence.document_1N)
+    mask = Sight.of(sequence.rows, sequence.document_1N).dense()
     with torch.no_grad():
         wanted = draft_rows(drafter, sequence.tokens_1N, sequence.aux_1NX, sequence.position_1T, mask)[0]
     found = torch.full_like(wanted, torch.nan)

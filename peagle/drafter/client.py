@@ -78,8 +78,8 @@ logger = logging.getLogger(__name__)
 class Deadlines:
     """How long an answer may take, from how long answers took: exponential averages of seconds and of rows.
 
-    A pass costs a fixed part and a part by rows, so a step with more rows than the average may take as much longer
-    (an upper bound), which keeps a chunk of a long prompt from looking like a drafter that hangs.
+    A step with more rows than the average may take as much longer, so that a chunk of a long prompt does not look like
+    a drafter that hangs.
     """
 
     min_s: float
@@ -111,8 +111,7 @@ class LinkStats:
     """Counts since the link was made.
 
     Of the answers that came in time, last_service_s, sum_service_s: from when the drafter saw the step (over TCP: from
-    when it was sent) to its answer; sum_wait_s: what the target waited, its GPU's stream or its host. What a wait is
-    longer than the service is transfer; it is shorter where the target had other things to do meanwhile.
+    when it was sent) to its answer; sum_wait_s: what the target waited, its GPU's stream or its host.
     """
 
     num_steps: int = 0  # sent
@@ -131,11 +130,7 @@ class LinkStats:
 
 
 class HeadSwapped(Exception):
-    """The drafter put another head in the place of one of ours."""
-
-    def __init__(self, swap: Swapped) -> None:
-        super().__init__(f"head {swap.old} was swapped for {swap.new}")
-        self.old, self.new = swap.old, swap.new
+    """The drafter put another head in the place of one of ours. Arguments: the digests of the two."""
 
 
 class Connection:
@@ -546,7 +541,7 @@ class Link:
                 finally:
                     session.close()
             except HeadSwapped as swap:
-                self._swap(swap)
+                self._swap(*swap.args)
                 continue
             except (WireError, zmq.ZMQError, OSError, ValueError) as error:
                 self.problem = str(error) or type(error).__name__
@@ -570,11 +565,11 @@ class Link:
             self._session = session
         return True
 
-    def _swap(self, swap: HeadSwapped) -> None:
+    def _swap(self, old: str, new: str) -> None:
         # Before the new heads show: with them, a link that is up has a session that knows them.
-        self.problem, self._session = str(swap), None
+        self.problem, self._session = f"head {old} was swapped for {new}", None
         with self._hello_lock:
-            heads = {i: swap.new if digest == swap.old else digest for i, digest in self._hello.heads.items()}
+            heads = {i: new if digest == old else digest for i, digest in self._hello.heads.items()}
             self._hello = msgspec.structs.replace(self._hello, heads=heads)
 
     def _serve(self, session: Session, connection: Connection) -> None:
@@ -616,7 +611,7 @@ class Link:
 
     def _act_on(self, connection: Connection, message: DrafterMessage) -> None:
         if isinstance(message, Swapped):
-            raise HeadSwapped(message)
+            raise HeadSwapped(message.old, message.new)
         if isinstance(message, Bye):
             raise WireError(f"{connection.peer} says good-bye: {message.reason}")
         if not isinstance(message, Alive):

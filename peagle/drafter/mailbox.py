@@ -156,7 +156,7 @@ _HOST_ROWS = 4  # slots, heads, depths, row offsets
 
 @dataclasses.dataclass(frozen=True)
 class Area:
-    """Views of one area's memory. B, R, K are the largest of the shape. `_t`: the same memory as a tensor."""
+    """Views of one area's memory. B, R, K are the largest of the shape."""
 
     counts: Int64Array  # [5]: the step's number; of it: requests, rows, finished slots, prompts
     host_4B: Int32Array
@@ -171,16 +171,6 @@ class Area:
     service_ns: Int64Array  # [1]
     done: Int64Array  # [1]
     outcome: Int64Array  # [2]: REACHED, ABORTED or TIMED_OUT, 0 before; nanoseconds waited
-
-    device_part_t: Tensor = dataclasses.field(init=False)
-    ready_t: Tensor = dataclasses.field(init=False)
-    drafts_BK_t: Tensor = dataclasses.field(init=False)
-    done_t: Tensor = dataclasses.field(init=False)
-    outcome_t: Tensor = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        for name in ("device_part", "ready", "drafts_BK", "done", "outcome"):
-            object.__setattr__(self, f"{name}_t", torch.from_numpy(getattr(self, name)))
 
 
 class _Carver:
@@ -289,10 +279,10 @@ class Mailbox:
     def write_device_part(self, step: TargetStep[Tensor]) -> None:
         """The rest of a step: three copies, on a GPU in the order of its current stream, the last one `ready`."""
         area, packed = self.area(step.number), torch.cat([step.start_B, step.num_valid_B, step.next_tokens_R])
-        area.device_part_t[: len(packed)].copy_(packed, non_blocking=True)
+        torch.from_numpy(area.device_part)[: len(packed)].copy_(packed, non_blocking=True)
         area.payload_RH[: len(step.hidden_RH)].copy_(step.hidden_RH, non_blocking=True)
         ready = torch.full((1,), step.number, dtype=torch.int64, device=step.hidden_RH.device)
-        area.ready_t.copy_(ready, non_blocking=True)
+        torch.from_numpy(area.ready).copy_(ready, non_blocking=True)
 
     def enqueue_wait(self, number: int, timeout_s: float, out_BK: Tensor) -> None:
         """Let the current stream wait for the drafts of a step, at most this long, and put them into out_BK (int32 on
@@ -302,10 +292,10 @@ class Mailbox:
         """
         area = self.area(number)
         status_2 = torch.empty(2, dtype=torch.int64, device=out_BK.device)
-        wait_for_word(area.done_t, number, self.abort_t, status_2, int(timeout_s * 1e9))
-        out_BK.copy_(area.drafts_BK_t[: len(out_BK)], non_blocking=True)
+        wait_for_word(torch.from_numpy(area.done), number, self.abort_t, status_2, int(timeout_s * 1e9))
+        out_BK.copy_(torch.from_numpy(area.drafts_BK)[: len(out_BK)], non_blocking=True)
         out_BK.masked_fill_(status_2[:1, None] != REACHED, NO_DRAFT)
-        area.outcome_t.copy_(status_2, non_blocking=True)
+        torch.from_numpy(area.outcome).copy_(status_2, non_blocking=True)
 
     def is_done(self, number: int) -> bool:
         return int(self.area(number).done[0]) >= number
@@ -383,7 +373,7 @@ class Mailbox:
                 return
             status_2 = torch.empty(2, dtype=torch.int64, device=device)
             for timeout_ns in (1 << 20, 1 << 40):
-                wait_for_word(self.areas[0].done_t, 0, self.abort_t, status_2, timeout_ns)
+                wait_for_word(torch.from_numpy(self.areas[0].done), 0, self.abort_t, status_2, timeout_ns)
 
     def unpin(self, device: torch.device) -> None:
         """Undo `pin`, before the memory goes and after the last work that uses it."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import types
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -46,9 +45,6 @@ MAX_FRAME_BYTES = 1 << 24  # that a target may send; a larger one ends its conne
 MAX_REPLY_BYTES = 1 << 30  # of one frame of a drafter: a reducer of the widest targets has some 400 MB
 USER = b"target"  # beside the key
 NO_DRAFT = -1  # fills the draft ids of a request from its number of drafts on
-DTYPES: Mapping[str, torch.dtype] = types.MappingProxyType(
-    {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
-)
 
 Int32Array = npt.NDArray[np.int32]
 Ints = TypeVar("Ints", Int32Array, Tensor)
@@ -61,7 +57,6 @@ class WireError(Exception):
 # The step and its sizes
 
 _Size = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
 
 
@@ -70,7 +65,7 @@ class TargetShape:
     """Sizes of one target engine, fixed for the life of a connection; msgspec checks those of a hello.
 
     hidden_size: width of a reduced hidden row (the drafter's H).
-    dtype: of those rows, a key of `DTYPES`.
+    dtype: of those rows, torch's name of it.
     max_depth: K, the most drafts a request may ask for.
     max_num_requests: B of the largest step; slots are numbered 0 .. max_num_requests - 1.
     max_num_rows: R of the largest step.
@@ -93,7 +88,8 @@ class TargetShape:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
     @property
     def payload_bytes(self) -> int:

@@ -114,16 +114,6 @@ class Sight:
         return near, full
 
 
-def dense(rows: CodRows, document_BN: Tensor, window: int | None = None) -> Tensor:
-    """Boolean mask [B, T, T], True where the row of dimension 1 sees the row of dimension 2."""
-    return Sight.of(rows, document_BN, window).dense()
-
-
-def block(rows: CodRows, document_BN: Tensor, tile: int = 128, window: int | None = None) -> BlockMask:
-    """FlexAttention's form of `dense`; `Sight.block` says how."""
-    return Sight.of(rows, document_BN, window).block(tile)
-
-
 def _document_starts(document_BN: Tensor) -> Tensor:
     """Position at which each token's document begins, int64 [B, N]."""
     position_N = torch.arange(document_BN.shape[1], device=document_BN.device)

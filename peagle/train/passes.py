@@ -36,10 +36,10 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from peagle.checkpoint import load_head
 from peagle.config import DrafterConfig, HeadError
 from peagle.model import Attend, Drafter, initialize
-from peagle.train import masks
 from peagle.train.cod import CodRows, chain_lengths, draft_rows, label_rows, sample_rows
 from peagle.train.data import Batch, PackedBatches, answer_token_counts, frequent_tokens
 from peagle.train.losses import ChainWeights, ChunkedLoss
+from peagle.train.masks import Sight
 from peagle.train.partition import PackedSequence, Partition
 from peagle.train.recipe import Recipe
 from peagle.train.target import Target
@@ -115,7 +115,7 @@ class PEaglePass:
         """random: where rows are drawn from."""
         self.recipe, self.random = recipe, random
         self.score = ChunkedLoss(recipe.loss.name, recipe.loss.chunk, compiled)
-        self._mask = masks.block if compiled else masks.dense  # a BlockMask's attention must run compiled
+        self._compiled = compiled
         self._partition: Partition | None = None
         if recipe.batch.num_segments > 1:
             self._partition = Partition(recipe.batch.num_segments, block_mask=compiled, compiled=compiled)
@@ -143,7 +143,8 @@ class PEaglePass:
     def _normed(self, drafter: Drafter, batch: Batch, states: States, rows: CodRows, position_BT: Tensor) -> Tensor:
         window, device = drafter.config.sliding_window, batch.tokens_BN.device.type
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            mask = self._mask(rows, batch.document_BN, window=window)
+            sight = Sight.of(rows, batch.document_BN, window)
+            mask = sight.block() if self._compiled else sight.dense()  # a BlockMask's attention must run compiled
             return self._draft_rows(drafter, batch.tokens_BN, states.aux_BNX, position_BT, mask)
 
 
@@ -184,8 +185,8 @@ def block_masks(document_BN: Tensor, config: DrafterConfig, tile: int = 128) -> 
     """What each step sees of the N rows of step 0; one mask for all steps where they see the same."""
     rows, window = all_rows(document_BN, 1), config.sliding_window
     if window is None:
-        return (masks.block(rows, document_BN, tile),)
-    return tuple(masks.block(rows, document_BN, tile, window=window - step) for step in range(config.num_depths))
+        return (Sight.of(rows, document_BN).block(tile),)
+    return tuple(Sight.of(rows, document_BN, window - step).block(tile) for step in range(config.num_depths))
 
 
 def all_rows(like_BN: Tensor, num_depths: int) -> CodRows:
