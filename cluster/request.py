@@ -287,9 +287,9 @@ class Workloads:
     are more than `max_num`. Of the others:
 
     - a fingerprint becomes a workload at its `min_num_requests`-th request among the last `window_requests` to twice
-      as many: a system prompt that is used once is no application. A tag becomes one at once, while there is room;
+      as many, a tag at once, while there is room;
     - without room, either replaces the least recently used workload, if it has `min_num_requests` and more requests in
-      that window than this one. So thousands of names that come once or twice cannot displace a busy workload;
+      that window than this one, so that names that come once or twice do not displace a busy workload;
     - until then its requests belong to `default`.
     """
 

@@ -51,6 +51,12 @@ class TimedStep:
     prompt_tokens: int = 0
     is_drafted: bool = False
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether a step can have these numbers."""
+        is_timed = 0 < self.seconds < math.inf and 0 < self.num_requests <= self.num_tokens
+        return is_timed and 0 <= self.context_tokens < math.inf and self.prompt_tokens >= 0
+
 
 NUMBERS = ("drafting_s", "beside_prompts_s", "per_request_context_s", "per_token_context_s")
 """The coefficients other than V and D: g, p, c_R and c_N."""
@@ -283,8 +289,7 @@ class StepCostModel:
 
     def observe(self, step: TimedStep) -> None:
         """Take in a step. One whose numbers cannot be is left out."""
-        is_possible = 0 < step.seconds < math.inf and 0 < step.num_requests <= step.num_tokens
-        if not is_possible or not (0 <= step.context_tokens < math.inf and step.prompt_tokens >= 0):
+        if not step.is_possible:
             return
         self.num_steps += 1
         if self._first_steps is None:
@@ -373,8 +378,7 @@ def _points(document: Mapping[str, Any]) -> list[TimedStep]:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"step costs: points[{index}] cannot be read: {error!r}") from error
-        is_possible = 0 < point.seconds < math.inf and 0 < point.num_requests <= point.num_tokens
-        if not is_possible or not 0 <= point.context_tokens < math.inf:
+        if not point.is_possible:
             raise ValueError(f"step costs: points[{index}] cannot be: {row!r:.120}")
         points.append(point)
     return points

@@ -10,17 +10,14 @@ temperature, which its manifest.json names; `peagle generate --prompts` writes s
 
 AL = answer tokens / steps, bonus token counted, pooled over answers (as in arXiv 2602.01469, section 5.1, and vLLM).
 The first token of an answer comes from the prompt's pass and counts for none. Survival S_i is the share of steps whose
-first i drafts were all accepted. Intervals are 95% percentiles of a bootstrap over answers: answers are drawn with
-repetition and their counts pooled, for tokens of one answer are not independent. With a handful of answers the interval
-is too narrow.
+first i drafts were all accepted. Intervals are 95% percentiles of a bootstrap over answers, because tokens of one
+answer are not independent; with a handful of answers they are too narrow.
 
 Why a walk over a finished text is right. The head drafts the same tokens whatever came after the prefix: vLLM takes
 the most likely ones (`draft_sample_method="greedy"`, its default, at any temperature). Greedy decoding accepts a draft
-exactly if it is the answer's next token. So does decoding at a temperature: without draft probabilities vLLM's
-rejection sampler accepts draft d with probability p(d), p being the target's distribution, and otherwise samples from p
-with d left out. The token that comes out is d exactly if d was accepted, and its distribution is p, which is that of
-an answer sampled without drafts. `draft_sample_method="probabilistic"` would end this: drafts would be random, accepted
-with probability min(1, p / q). (vLLM 0.29: v1/sample/rejection_sampler.py, `rejection_sample_method="standard"`.)
+exactly if it is the answer's next token. So does decoding at a temperature: vLLM's rejection sampler accepts draft d
+with probability p(d), p being the target's distribution, and otherwise samples from p with d left out. The token that
+comes out is d exactly if d was accepted, and its distribution is p, that of an answer sampled without drafts.
 
 Exact but for two things: the last step of an answer is not credited past its end, and in bfloat16 the target's most
 likely token may differ between batch shapes.

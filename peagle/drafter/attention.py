@@ -11,8 +11,7 @@ second kernel, as in Flash-Decoding (https://pytorch.org/blog/flash-decoding/). 
 follows from its context, on the device; with one, nothing is left for the second kernel.
 
 How a launch is cut (`LaunchPlan`) follows from sizes that the host knows. Every distinct plan is a kernel to compile,
-which takes longer than a target waits for its drafts, so plans are few, and `distinct_batches` tells what has to run
-once before a drafter serves.
+so plans are few, and `distinct_batches` tells what has to run once before a drafter serves.
 
 N rows, A query heads, G key and value heads, D head size, B requests.
 """
@@ -39,10 +38,7 @@ _LOG2_E = math.log2(math.e)
 
 @dataclasses.dataclass(frozen=True)
 class LaunchPlan:
-    """Sizes of one launch; all follow from sizes that the host knows.
-
-    block_m: rows times query heads of a tile. block_n: keys read at a time. num_splits: parts of the context at most.
-    """
+    """Sizes of one launch: rows times query heads of a tile, keys read at a time, parts of the context at most."""
 
     block_m: int
     block_n: int

@@ -649,9 +649,9 @@ def _read_entry(drafter: Any) -> DrafterEntry:
 class LinkPool:
     """A target's drafters: which one each request belongs to, as they come, go and fail. For the engine's thread only.
 
-    A request stays with the drafter of its first step, which holds its cache. The choice is by rendezvous hash over
-    those that serve: when a drafter is added or lost, only the requests that it gets or had are chosen anew. Requests
-    of a lost drafter go to another and begin cold there; those of a drafter that is drained stay until they end.
+    A request stays with the drafter of its first step, which holds its cache; that one is chosen by rendezvous hash
+    over those that serve. Requests of a lost drafter go to another and begin cold there; those of a drafter that is
+    drained stay until they end.
     """
 
     def __init__(

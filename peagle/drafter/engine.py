@@ -4,9 +4,9 @@ The requests' cache blocks are looked up or given (`peagle.drafter.kvcache`), an
 requests of the call, more where they do not fit in one. The engine knows nothing of connections: a `session` is a
 number, and whoever opened it drops it. Steps have been checked where they came in.
 
-A request is a slot of a session. Its first step should come with a prompt; without one it still drafts, but its blocks
-answer for no prefix. Whatever a target sends, the cache follows: a start before the cached rows truncates, a start
-after them begins cold, a step that is repeated gives the same drafts again.
+A request is a slot of a session. Without a prompt in its first step it still drafts, but its blocks answer for no
+prefix. The cache follows what a target sends: a start before the cached rows truncates, a start after them begins cold,
+a step that is repeated gives the same drafts again.
 
 G requests of one head, F requests of a call, R rows of a payload or of several joined, K drafts at most.
 """
@@ -151,9 +151,8 @@ class DraftEngine:
         """heads: by the index that steps name them with.
 
         max_num_requests: requests with rows in the cache, for each head.
-        min_idle_calls: a request is evicted for others only after so many calls of `step` without it. Targets take
-            turns, so requests in use miss some calls; with a full cache it is better to refuse new requests than to
-            evict those in use back and forth.
+        min_idle_calls: a request is evicted for others only after so many calls of `step` without it: with a full cache
+            new requests are refused rather than those in use evicted back and forth.
         """
         self.counters = Counters()
         self._max_num_requests, self._min_idle_calls = max_num_requests, min_idle_calls

@@ -1,14 +1,14 @@
 """The pass on a GPU: its integers moved by one copy, CUDA graphs by padded size, drafts written back.
 
 One launch of a pass is: an asynchronous copy of all integers (`PassLayout`), the graph, and the copy of the drafts to
-pinned memory with an event behind it. Hidden states are not copied: the graph reads those rows that it needs where they
-lie, in pinned memory mostly, which others must be copied to the GPU for. The host waits for none of these: pinned areas
-are used in turn, and one is used again only after its event.
+pinned memory with an event behind it. The graph reads hidden states where they lie, in pinned memory or on the GPU;
+others are copied there first. The host waits for none of these: pinned areas are used in turn, and one is used again
+only after its event.
 
 A graph is made for (rows, requests, depth), each rounded up to one of few sizes. The requests that pad a batch have no
-rows; the rows that pad it are written nowhere. After warm-up a batch without a graph of its size runs on a larger one:
-a batch of prompts beside drafts, mostly, for which launching kernel by kernel takes the host many times longer. Batches
-of more rows than the largest size run without a graph: there a launch costs little beside the work.
+rows; the rows that pad it are written nowhere. After warm-up a batch without a graph of its size runs on a larger one,
+because launching kernel by kernel takes the host many times longer. Batches of more rows than the largest size run
+without a graph: there a launch costs little beside the work.
 """
 
 from __future__ import annotations

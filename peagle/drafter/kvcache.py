@@ -50,11 +50,8 @@ class BlockPool:
     """All blocks of one head's cache."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        """num_blocks: the memory limit. block_size: rows of a block.
-
-        A prefix that a target found in its own cache is a whole number of the target's blocks, so `block_size` must
-        divide the target's for the drafter to find the same prefix. That the drafter's keys ask for one token more
-        costs nothing: for EAGLE heads, vLLM computes the last block that it found once more.
+        """num_blocks: the memory limit. block_size: rows of a block; it must divide that of the targets for the drafter
+        to find the prefixes that they find in their own caches.
         """
         self.num_blocks, self.block_size = num_blocks, block_size
         self.tokens_PT: Int32Array = np.zeros((num_blocks, block_size), np.int32)
@@ -95,10 +92,8 @@ class BlockPool:
             self._idle.pop(block, None)
 
     def release(self, blocks: Int32Array) -> None:
-        """One request, which had each of them once and in this order, uses them no more.
-
-        The last ones are evicted first: a prefix is of use without its end, an end is of none without its beginning.
-        """
+        """One request, which had each of them once and in this order, uses them no more. The last ones are evicted
+        first: an end is of no use without its beginning."""
         self._num_users_P[blocks] -= 1
         left = blocks[self._num_users_P[blocks] == 0]
         kept = self._published_P[left]
@@ -126,19 +121,16 @@ class BlockPool:
         return True
 
     def match(self, root: bytes, tokens: Int32Array) -> Int32Array:
-        """The longest run of published blocks from position 0 on whose rows hold `tokens` (from token 1 on).
-
-        Only whole blocks match. They are not held yet.
-        """
-        found: list[int] = []
+        """The longest run of published whole blocks from position 0 on whose rows hold `tokens` (from token 1 on)."""
+        matched: list[int] = []
         key, size = root, self.block_size
         whole = np.ascontiguousarray(tokens, np.int32)
         for first in range(0, len(whole) - size + 1, size):
             key = chain_key(key, whole[first : first + size].tobytes())
             if (block := self._block_of.get(key)) is None:
                 break
-            found.append(block)
-        return np.asarray(found, np.int32)
+            matched.append(block)
+        return np.asarray(matched, np.int32)
 
     def _forget(self, block: int) -> None:
         """Take away a block's key, and with it what it is published under."""
@@ -152,11 +144,8 @@ class BlockPool:
 
 @dataclasses.dataclass
 class Counters:
-    """Sums since the engine started.
-
-    refused: requests of a step that got no drafts and lost their rows because the cache was full or their context is
-    longer than the head allows.
-    """
+    """Sums since the engine started. refused: requests of a step without room in the cache, or with a context longer
+    than the head allows."""
 
     cold_starts: int = 0  # requests that began, or began again, without the rows before
     prefix_hit_tokens: int = 0  # rows found by the tokens of a prompt instead
@@ -169,11 +158,8 @@ class Counters:
 
 
 class RequestTable:
-    """Requests of one head; a table row is the place of one request.
-
-    All requests of a step are handled together, in numpy; Python loops run only over requests that are new, that jump
-    or that fill a block.
-    """
+    """Requests of one head; a table row is the place of one request. Requests of a step are handled together, in numpy:
+    Python loops run only over those that are new, that jump or that fill a block."""
 
     def __init__(
         self,
@@ -235,10 +221,8 @@ class RequestTable:
         return row
 
     def place(self, rows_B: Int64Array, start_B: Int64Array, num_valid_B: Int64Array, depth_B: Int64Array) -> BoolArray:
-        """Truncate each request to its start and give it blocks up to its last mask row. False where that fails.
-
-        Requests that get no blocks lose their rows: with a gap they would be of no use.
-        """
+        """Truncate each request to its start and give it blocks up to its last mask row. False where that fails: the
+        request then loses its rows."""
         jumps = np.flatnonzero(self.num_rows_C[rows_B] != start_B).tolist()
         if not jumps and (start_B + num_valid_B + depth_B <= self._end_block_C[rows_B] * self.pool.block_size).all():
             return np.ones(len(rows_B), np.bool_)  # as most of the time while drafting: there is room
@@ -304,11 +288,11 @@ class RequestTable:
         assert root is not None
         if start % self.pool.block_size:
             return
-        found = self.pool.match(root, prompt[1:])
-        if len(found) * self.pool.block_size == start:
-            self.pool.hold(found)
-            self.blocks_CN[row, : len(found)] = found
-            self._end_block_C[row], self.num_rows_C[row] = len(found), start
+        blocks = self.pool.match(root, prompt[1:])
+        if len(blocks) * self.pool.block_size == start:
+            self.pool.hold(blocks)
+            self.blocks_CN[row, : len(blocks)] = blocks
+            self._end_block_C[row], self.num_rows_C[row] = len(blocks), start
             self.counters.prefix_hit_tokens += start
 
     def _move(self, row: int, start: int) -> bool:

@@ -9,11 +9,11 @@ Three areas in turn (step s uses area s % 3), each with a request and its reply:
     drafts        by the drafter                    draft ids, time of service
     done          the same, last                    the step's number: the reply is whole
 
-Three, not two: with asynchronous scheduling the target's host writes step s + 2 while the drafter still reads step s. A
-sender that finds step s - 3 unanswered does not send (`is_free`), so nothing is overwritten while it is read.
+Three, because with asynchronous scheduling the target's host writes step s + 2 while the drafter still reads step s. A
+sender that finds step s - 3 unanswered does not send (`is_free`).
 
-The word `abort`, beside the areas, is non-zero while the target must not wait; its host sets it. `outcome` is the
-target's own: what its GPU's wait came to. The flags rely on the order of plain stores and loads that x86-64 keeps.
+The word `abort`, beside the areas, is non-zero while the target must not wait; its host sets it. The flags rely on the
+order of plain stores and loads that x86-64 keeps.
 
 On a GPU everything is enqueued on the current stream: the host goes on, the stream waits, and the host learns later
 from `outcome` what a wait came to. A wait must not be enqueued where the writer of the word itself waits for this

@@ -199,11 +199,10 @@ class ParallelPass:
         """drafter: a P-EAGLE head with its tables, as `load_runtime_head` gives it; where it has the pass's device and
         type already, its matrices become views of the joined ones.
 
-        digest: `peagle.heads.head_digest`, which keeps apart the cached prefixes of different heads. max_num_rows: of
-        one pass, those of the mask token included. max_context: positions that a request may reach,
-        by default what the head's config.json says and K more. max_payload_rows: rows given to one pass, rejected ones
-        included; by default max_num_rows and K for each request. graph_sizes: batches that run as a CUDA graph;
-        without effect on a CPU.
+        digest: `peagle.heads.head_digest`, which keeps apart the cached prefixes of different heads. max_context:
+        positions that a request may reach, by default what the head's config.json says and K more. max_payload_rows:
+        by default max_num_rows and K for each request. graph_sizes: batches that run as a CUDA graph; without effect on
+        a CPU. The others are those of `PassLimits`.
 
         Raises HeadError for an EAGLE-3 head.
         """
@@ -272,9 +271,7 @@ class ParallelPass:
         """Starts a pass; what the batch points to must stay as it is until the drafts are there.
 
         The batch must fit the limits, and its blocks and rows must be there: on a GPU wrong ones are wild writes and
-        reads. The engine makes batches from steps that were checked and from blocks that its pool gave out.
-
-        Passes run one after another, so the next may be launched before the drafts of this one are waited for.
+        reads. Passes run one after another, so the next may be launched before the drafts of this one are there.
         """
         if self._runner is not None:
             return self._runner.launch(batch)

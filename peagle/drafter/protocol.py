@@ -102,8 +102,8 @@ class TargetStep(Generic[Ints]):
     """What one target hands to a drafter after one of its steps.
 
     Request b has `num_valid_B[b]` rows at the positions from `start_B[b]` on; they lie in the payload from row
-    `row_offset_B[b]` on. Rows of the payload that belong to no request (rejected drafts, padding) are left alone.
-    Payload row i holds the token *after* its position and the target's reduced hidden state at its position.
+    `row_offset_B[b]` on. Other rows of the payload (rejected drafts, padding) mean nothing. Payload row i holds the
+    token *after* its position and the target's reduced hidden state at its position.
 
     At the target, start_B, num_valid_B and next_tokens_R are int32 tensors that its GPU may still compute. At the
     drafter they are arrays; all arrays and `hidden_RH` may be views of memory that is valid until the step is answered.
@@ -192,11 +192,8 @@ HeadIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUM_HEADS)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A target introduces itself.
-
-    name: of the target, for people. aux_layer_ids: the tapped layers. heads: index -> digest; the indices are the
-    target's own. host: of `host_identity`. known_reducers: digests of heads whose reducer the target has already.
-    """
+    """A target introduces itself. heads: index -> digest; the indices are the target's own. host: of `host_identity`.
+    known_reducers: digests of heads whose reducer the target has already."""
 
     name: str
     shape: TargetShape

@@ -1,9 +1,8 @@
 """A drafter's server: targets connect, one thread takes every step that is ready, drafts for all of them, answers.
 
-The serving thread owns the engine, the socket and all that is known of targets; it waits for nobody. Who says hello and
-fits gets a mailbox, which another thread makes and registers with CUDA meanwhile. Who says nothing has no place here,
-and whoever says something that does not fit is told why and forgotten. What a target does wrong ends its connection,
-what the engine does wrong those of the steps in hand; the server goes on.
+The serving thread owns the engine, the socket and all that is known of targets; it waits for nobody. A target whose
+hello fits gets a mailbox, which another thread makes and registers with CUDA meanwhile; another one is told why not. An
+error of a target ends its connection, an error of the engine those of the steps in hand; the server goes on.
 """
 
 from __future__ import annotations
@@ -168,11 +167,8 @@ class DrafterServer:
         self._serving = threading.Thread(target=self._serve, name="drafter serve", daemon=True)
 
     def start(self) -> None:
-        """Begin to serve.
-
-        Threads of this process take turns every 0.1 ms from here on, not every 5: a busy thread elsewhere in it must
-        not hold up drafts.
-        """
+        """Begin to serve. Threads of this process take turns every 0.1 ms from here on, not every 5, so that a busy one
+        does not hold up drafts."""
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
         sweep()
         self._serving.start()

@@ -331,8 +331,7 @@ def read_jsonl(path: str | Path, *, need_answers: bool = False) -> list[Prompt]:
 
     with `category` (str) where evaluation is to tell kinds of traffic apart. need_answers: every line must give one.
 
-    Raises ValueError that names the file and every wrong line (the first 10) with what is wrong in it. A line that is
-    empty is wrong; a line break at the end of the file is not a line.
+    Raises ValueError that names the file and every wrong line (the first 10), empty ones too.
     """
     lines = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).removesuffix(b"\n").split(b"\n")
     prompts, wrong = [], []
@@ -368,8 +367,8 @@ class ChatTemplate:
     """Token ids around a turn, as the target's own chat template puts them.
 
     before, after: around a single user turn, up to where the answer begins; end_id: what the template ends an answer
-    with; end_ids: that and the tokenizer's end token. A base model has no template (`is_chat` is False): its prompts
-    are plain text behind the token that begins a text, and its answers go on with that text.
+    with; end_ids: that and the tokenizer's end token. Without a template (`is_chat` is False, a base model) prompts are
+    plain text, and answers go on with it.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -522,8 +521,6 @@ def check_data_fits(folder: str | Path, target_dir: str | Path, batches: PackedB
 
 # ---- training data from conversations that exist already
 
-CONVERSATIONS_PER_PART = 10_000
-
 
 def tokenize_file(target_dir: Path, file: Path, out: Path) -> dict[str, int]:
     """Makes a data folder from JSONL lines with answers (`read_jsonl`), without an engine; returns its totals.
@@ -540,16 +537,16 @@ def tokenize_file(target_dir: Path, file: Path, out: Path) -> dict[str, int]:
     tokenizer: Any = AutoTokenizer.from_pretrained(target_dir)
     check_tokenizer(tokenizer, target_dir)
     template = ChatTemplate(tokenizer)
-    totals = {"num_conversations": len(given), "num_tokens": 0, "num_answer_tokens": 0}
-    for number, start in enumerate(range(0, len(given), CONVERSATIONS_PER_PART)):
-        some = given[start : start + CONVERSATIONS_PER_PART]
-        answers = [template.answer(prompt.answer or "") for prompt in some]
-        made = Conversations.from_lists([template.render(prompt) for prompt in some], answers)
-        made.save_part(out, f"{number:03d}")
-        totals["num_tokens"] += int(made.lengths.sum())
-        totals["num_answer_tokens"] += made.num_answer_tokens
+    answers = [template.answer(prompt.answer or "") for prompt in given]
+    made = Conversations.from_lists([template.render(prompt) for prompt in given], answers)
+    made.save_part(out, "000")
     roles = [message["role"] for prompt in given for message in prompt.messages]
-    totals["num_earlier_answers"] = roles.count("assistant")
+    totals = {
+        "num_conversations": len(given),
+        "num_tokens": int(made.lengths.sum()),
+        "num_answer_tokens": made.num_answer_tokens,
+        "num_earlier_answers": roles.count("assistant"),
+    }
     source = {"file": str(file), "sha256": sha256_of(file)}
     write_manifest(out, {"totals": totals, "answers": "as given", "source": source}, target_dir)
     return totals

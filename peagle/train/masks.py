@@ -84,10 +84,9 @@ class Sight:
     def block(self, tile: int = 128) -> BlockMask:
         """FlexAttention's form of `dense`: the rule, and what is known of the tiles of tile x tile rows beforehand.
 
-        The least and greatest anchor, offset and position of a tile bound what it can hold: tiles where nobody sees
-        anybody are skipped, those where everybody sees everybody are not asked the rule. The bounds are tight, since
-        anchors only grow within the rows of offset 0, and again within the mask rows. (`create_block_mask` evaluates
-        the rule at all T * U pairs, and its compiled form of this rule never gets through ptxas with Triton 3.6.)
+        The least and greatest anchor, offset and position of a tile bound what it can hold: tiles where no row sees
+        another are skipped, and the rule is not asked where each sees each. (`create_block_mask` evaluates the rule at
+        all T * U pairs, and its compiled form of this rule never gets through ptxas with Triton 3.6.)
         """
         num_queries, num_keys = self.first_BT.shape[1], self.anchor_BU.shape[1]
         near_BQK, full_BQK = self._tiles(tile)

@@ -60,11 +60,7 @@ class Segment:
 
 
 def cut_by_rows(rows: CodRows, num_segments: int) -> list[Segment]:
-    """Segments of about T / S rows each, at most T / S + K; a chain goes with its anchor.
-
-    Anchors with a label hold up to K rows and others one, so that equal numbers of positions would not be equal work.
-    Raises ValueError for S > N.
-    """
+    """Segments of about T / S rows each, at most T / S + K; chains go with their anchors. ValueError for S > N."""
     num_tokens, num_rows = rows.num_tokens, rows.anchor_BT.shape[1]
     anchor_N = torch.arange(num_tokens + 1, device=rows.anchor_BT.device)
     before_N = anchor_N + torch.searchsorted(rows.anchor_BT[0, num_tokens:].contiguous(), anchor_N)
@@ -117,9 +113,8 @@ class Partition:
     """Passes over one sequence in S segments; holds the compiled functions.
 
     block_mask: masks for FlexAttention, which a GPU needs compiled (`compiled`), else dense ones. dynamic: compile for
-    changing shapes at once; by default only after one has changed, which happens with N, T and S alone.
-    autocast: the drafter runs in bfloat16 on a GPU, losses and backward passes don't. tile: rows are padded to a
-    multiple of it. Raises ValueError for S < 1.
+    changing shapes at once. autocast: the drafter runs in bfloat16 on a GPU, losses and backward passes don't. tile:
+    rows are padded to a multiple of it. Raises ValueError for S < 1.
     """
 
     def __init__(

@@ -17,8 +17,7 @@ Chains read the true tokens. These are the drafted ones as far as drafts are rig
 ever used.
 
 Attention of a step is that over the rows of step 0, the same causal mask at every step, joined by log-sum-exp with the
-at most K - 1 keys of the own chain, one dot product each. So every step has the same static shapes and shares one block
-mask. (A sliding window moves on with the steps: one mask a step then.)
+at most K - 1 keys of the own chain, one dot product each. (A sliding window moves on with the steps: one mask a step.)
 """
 
 from __future__ import annotations
@@ -201,8 +200,8 @@ def unrolled_rows(
 ) -> Tensor:
     """Normed hidden states [B, K * N, H] in the order of `all_rows`, each chain on the true tokens.
 
-    aux_BNX: the target's tapped hidden states [B, N, C * S]. Near the end of a document,
-    chains read tokens behind it; no loss looks at those rows, and no other row sees them.
+    aux_BNX: the target's tapped hidden states [B, N, C * S]. Chains near the end of a document read tokens behind it;
+    no loss looks at those rows, and no other row sees them.
     """
     attend, hidden_BNH = attend_chains(mask, drafter.config.sliding_window), drafter.reduce(aux_BNX)
     last = tokens_BN.shape[1] - 1

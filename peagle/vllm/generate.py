@@ -80,11 +80,7 @@ class Writer:
         return [output.outputs[0] for output in outputs]
 
     def user_turns(self, count: int, seed: int) -> tuple[list[list[int]], dict[str, int]]:
-        """Whole prompts whose user turn the target wrote, and counts of those asked for and dropped, by reason.
-
-        Dropped: turns that do not end within `max_user_tokens` (the text of a base model need not), that are too short
-        or hold special tokens, that repeat themselves, and that begin as one before does.
-        """
+        """Whole prompts whose user turn the target wrote, and counts of those asked for and dropped, by reason."""
         recipe = self.recipe
         dropped = dict.fromkeys(["unended", "unusable", "repeating", "duplicate"], 0)
         begun = begin_user_turns(self.template, recipe.openings, recipe.shares, count, seed)

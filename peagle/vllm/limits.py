@@ -47,10 +47,8 @@ REFUSED = "structured_outputs: "
 
 @dataclasses.dataclass(frozen=True)
 class GrammarLimits:
-    """Of one grammar, schema, pattern or list of choices: characters, choices, and how deep its JSON may be nested.
-
-    What it costs to compile is limited apart, by `bound_grammars`; but reading it, on the client's event loop, takes
-    time by the third power of its depth (300 objects in one another: half a minute)."""
+    """Of one grammar, schema, pattern or list of choices: characters, choices, and how deep its JSON may be nested: to
+    read 300 objects in one another takes the client's event loop half a minute."""
 
     max_chars: int = 64 * 1024
     max_choices: int = 1000

@@ -62,8 +62,8 @@ class _Held:
 class RequestSlots:
     """The numbers under which drafters know a target's requests: 0 .. max_num_requests - 1, reused.
 
-    A request keeps its slot while it waits, such as after preemption, so that its cache at the drafter can be used
-    again. When slots run out, the request that has waited longest loses its own and is a new one when it comes back.
+    A request keeps its slot while it waits, such as after preemption. When slots run out, the request that has waited
+    longest loses its own and is a new one when it comes back.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -335,10 +335,9 @@ class PassSkipper(_Runner):
     """Mixin over vLLM's model runner with a colocated `ChunkedProposer`: a decode step whose requests all have K = 0
     skips the drafter's pass.
 
-    K is fixed for a request's life, so nothing that such a step leaves out of the drafter's cache is read by its own
-    requests. Prompts still go through the pass: their blocks may serve a later request with another K. Blocks of an
-    answer at K = 0, which the chat's next turn may take from the prefix cache, lack the drafter's part: with K > 0 that
-    turn drafts worse, and its output is the target's all the same.
+    K is fixed for a request's life, so its own steps miss nothing. Prompts still go through the pass: their blocks may
+    serve a later request with another K. Blocks of an answer at K = 0, which the chat's next turn may take from the
+    prefix cache, lack the drafter's part: with K > 0 that turn drafts worse, with the same output.
     """
 
     def propose_draft_token_ids(self, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
