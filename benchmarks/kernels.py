@@ -4,7 +4,7 @@
 
 Two tables, of the shape of an 8B target (H = 4096, 32 query heads, 8 key heads of 128, bfloat16):
 
-    preparation   rows and hidden states of a pass with K = 7 (`build_rows`, `place_hidden_at`)
+    preparation   rows and hidden states of a pass with K = 7 (`build_rows`, `place_hidden`)
     attention     one layer over the paged cache: requests that decode, and chunks of a prompt
 
     device_us     time on the device, a call: many calls queued behind a pause, so that no launch is waited for
@@ -35,7 +35,7 @@ from torch import Tensor
 from benchmarks.common import markdown
 from peagle.drafter import attention
 from peagle.drafter import rows as row_kernels
-from peagle.drafter.rows import Rows, build_rows, place_hidden, place_hidden_at
+from peagle.drafter.rows import Rows, build_rows, place_hidden
 from peagle.provenance import conditions
 
 HIDDEN, HEADS, GROUPS, HEAD, BLOCK_SIZE, MAX_DEPTH, MASK_TOKEN = 4096, 32, 8, 128, 16, 7, 5
@@ -168,13 +168,13 @@ def prepare(case: Preparation, device: str) -> dict[str, Any]:
 
     def kernel() -> Rows:
         rows = build_rows(**given, **options)
-        place_hidden_at(addresses_R, rows.sources_N, mask_H, hidden)
+        place_hidden(addresses_R, rows.sources_N, mask_H, hidden)
         return rows
 
     def twin() -> Rows:
         with mock.patch.object(row_kernels, "uses_kernel", return_value=False):
             rows = build_rows(**given, **options)
-        place_hidden(payload_RH, rows.sources_N, mask_H, twin_hidden)
+        torch.index_select(torch.cat([payload_RH, mask_H[None]]), 0, rows.sources_N.long(), out=twin_hidden)
         return rows
 
     found: dict[str, Any] = {"case": case.name, "num_rows": case.num_rows, "twin": timed([twin], device)}

@@ -16,7 +16,6 @@ from peagle.drafter.rows import (
     build_rows,
     first_rows,
     place_hidden,
-    place_hidden_at,
     rotate_heads,
     silu_mul,
 )
@@ -154,19 +153,11 @@ def test_hidden_rows_by_address_equal_their_twin(hidden_size: int, num_rows: int
     sources_N = torch.randint(-1, 6, (num_rows,), generator=generator, dtype=torch.int32).to(DEVICE)
     out = torch.full((num_rows, hidden_size), float("nan"), dtype=dtype, device=DEVICE)
     expected = torch.full((num_rows, hidden_size), float("nan"), dtype=dtype)
-    assert place_hidden_at(records_R2[:, 0], sources_N, mask_H, out) is out
-    twin(place_hidden_at)(records_R2[:, 0].cpu(), sources_N.cpu(), mask_H.cpu(), expected)
+    assert place_hidden(records_R2[:, 0], sources_N, mask_H, out) is out
+    twin(place_hidden)(records_R2[:, 0].cpu(), sources_N.cpu(), mask_H.cpu(), expected)
     assert torch.equal(out.cpu(), expected)
     for row, source in zip(expected, sources_N.tolist(), strict=True):
         assert torch.equal(row, mask_H.cpu() if source < 0 else payloads[source % 2][source // 2])
-
-
-def test_hidden_rows_of_a_payload() -> None:
-    payload_RH, out_NH = torch.arange(6.0).view(3, 2), torch.zeros(4, 2, dtype=torch.float64)
-    sources_N = torch.tensor([2, -1, 0, 2], dtype=torch.int32)
-    assert place_hidden(payload_RH, sources_N, torch.tensor([-5.0, -6.0]), out_NH) is out_NH
-    assert out_NH.tolist() == [[4, 5], [-5, -6], [0, 1], [4, 5]]
-    assert place_hidden(payload_RH[:0], sources_N[1:2], torch.ones(2), out_NH[:1]).tolist() == [[1, 1]]
 
 
 @pytest.mark.gpu
@@ -180,7 +171,7 @@ def test_a_captured_launch_follows_batches_that_change_on_the_device() -> None:
 
     def run() -> Rows:
         rows = build_rows(*given, max_depth=7, num_rows=64, **options)
-        place_hidden_at(addresses_R, rows.sources_N, mask_H, hidden)
+        place_hidden(addresses_R, rows.sources_N, mask_H, hidden)
         return rows
 
     run()
@@ -192,9 +183,7 @@ def test_a_captured_launch_follows_batches_that_change_on_the_device() -> None:
             tensor.copy_(value)
         graph.replay()
         assert_same(rows, by_loop(batch, given, 16, 7, 64))
-        expected = torch.empty_like(hidden)
-        place_hidden(payload_RH, rows.sources_N, mask_H, expected)
-        assert torch.equal(hidden, expected)
+        assert torch.equal(hidden, torch.cat([payload_RH, mask_H[None]])[rows.sources_N.long()])
 
 
 # What a target's step leaves of each request

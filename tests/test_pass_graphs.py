@@ -186,7 +186,6 @@ def test_places_begin_at_16_bytes_and_end_within_the_buffer(num_requests: int) -
     layout, blocks_BN = PassLayout(limits), torch.zeros(6, 5, dtype=torch.int32)
     buffer = torch.zeros(layout.num_integers, dtype=torch.int32)
     inputs = layout.inputs(buffer, num_requests, blocks_BN)
-    assert inputs.addresses_R is not None
     for tensor in (*(getattr(inputs, name) for name in PER_REQUEST), inputs.addresses_R):
         assert (tensor.data_ptr() - buffer.data_ptr()) % 16 == 0
     assert inputs.block_table_BN.shape == (num_requests, 5)

@@ -28,7 +28,6 @@ from peagle.drafter.rows import (
     build_rows,
     first_rows,
     place_hidden,
-    place_hidden_at,
     rotate_heads,
     silu_mul,
 )
@@ -101,10 +100,7 @@ class PassBatch:
 @dataclasses.dataclass(frozen=True)
 class PassInputs:
     """A batch on the pass's device. Tensors of the payload may be longer than the batch's, and requests without rows
-    may pad it.
-
-    payload_RH: the rows of the payload, or addresses_R: where each of them lies (`place_hidden_at`); the other is None.
-    """
+    may pad it. addresses_R: where each row of the payload lies (`place_hidden`)."""
 
     start_B: Tensor
     num_valid_B: Tensor
@@ -113,8 +109,7 @@ class PassInputs:
     cache_start_B: Tensor
     next_tokens_R: Tensor
     block_table_BN: Tensor
-    payload_RH: Tensor | None = None
-    addresses_R: Tensor | None = None
+    addresses_R: Tensor
 
 
 def widened(drafts_BK: Int32Array, max_depth: int) -> Int32Array:
@@ -275,12 +270,11 @@ class ParallelPass:
         """
         if self._runner is not None:
             return self._runner.launch(batch)
-        pieces = [piece.to(self.dtype) for piece in batch.hidden if len(piece)]
-        if len(pieces) != 1:
-            pieces = [torch.cat([*pieces, torch.empty(0, self.limits.hidden_size, dtype=self.dtype)])]
+        payload_RH = torch.cat([*batch.hidden, torch.empty(0, self.limits.hidden_size)]).to(self.dtype)
+        begin_R = torch.arange(len(payload_RH)) * (payload_RH.stride(0) * payload_RH.itemsize)
         names = (*PER_REQUEST, "next_tokens_R", "block_table_BN")
         tensors = {name: torch.from_numpy(np.ascontiguousarray(getattr(batch, name))) for name in names}
-        inputs = PassInputs(**tensors, payload_RH=pieces[0])
+        inputs = PassInputs(**tensors, addresses_R=payload_RH.data_ptr() + begin_R)
         drafts_BK = self._compute(inputs, int(batch.rows_B().sum()), int(batch.drafts_B().max()))
         found_BK = widened(drafts_BK.numpy(), self.limits.max_depth)
         return lambda: found_BK
@@ -303,11 +297,7 @@ class ParallelPass:
             max_depth=depth, num_rows=num_rows,
         )  # fmt: skip
         hidden_NH = torch.empty(num_rows, self.limits.hidden_size, dtype=self.dtype, device=self.device)
-        if inputs.addresses_R is not None:
-            place_hidden_at(inputs.addresses_R, rows.sources_N, self._mask_hidden_H, hidden_NH)
-        else:
-            assert inputs.payload_RH is not None
-            place_hidden(inputs.payload_RH, rows.sources_N, self._mask_hidden_H, hidden_NH)
+        place_hidden(inputs.addresses_R, rows.sources_N, self._mask_hidden_H, hidden_NH)
         sampled_M = rows.sample_rows_BK.flatten()
         x, stream_NH = first_rows(
             rows.token_ids_N, hidden_NH, self._embed_VH, self._mask_token_id, self._mask_embedding_H,

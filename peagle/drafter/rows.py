@@ -210,24 +210,13 @@ def _build_rows_kernel(
 # Hidden states of a pass's rows
 
 
-def place_hidden(payload_RH: Tensor, sources_N: Tensor, mask_hidden_H: Tensor, out_NH: Tensor) -> Tensor:
-    """Writes and returns out_NH: row i is payload_RH[sources_N[i]], or mask_hidden_H where the source is -1.
+def place_hidden(addresses_R: Tensor, sources_N: Tensor, mask_hidden_H: Tensor, out_NH: Tensor) -> Tensor:
+    """Writes and returns out_NH: row i is the payload's row sources_N[i], or mask_hidden_H where the source is -1.
 
-    Plain torch, for a payload that is one tensor on the device of the others; a GPU's pass has `place_hidden_at`.
-    """
-    mask_1H = mask_hidden_H.to(out_NH.dtype)[None]
-    # The shared hidden state is the last row, where -1 points.
-    return out_NH.copy_(torch.cat([payload_RH.to(out_NH.dtype), mask_1H])[sources_N.long()])
-
-
-def place_hidden_at(addresses_R: Tensor, sources_N: Tensor, mask_hidden_H: Tensor, out_NH: Tensor) -> Tensor:
-    """`place_hidden` with a payload whose rows lie anywhere: row r is H numbers of out_NH's type at addresses_R[r].
-
-    A captured graph thus reads whatever memory its inputs name: the mailboxes of several targets, copied by nobody.
-
-    addresses_R: int64, in bytes, of memory that out_NH's device reaches (its own, or pinned host memory); multiples of
-    `ALIGNMENT_BYTES` where a row's size is. Whoever calls keeps that memory until the kernel has run; only rows that a
-    source names are read.
+    addresses_R: int64, where each row of the payload, H numbers of out_NH's type, begins in memory that out_NH's device
+    reaches (its own, or pinned host memory); multiples of `ALIGNMENT_BYTES` where a row's size is. Whoever calls keeps
+    that memory until the kernel has run; only rows that a source names are read. So a captured graph reads the
+    mailboxes of several targets where they are.
     """
     num_rows, hidden_size = out_NH.shape
     if not num_rows:
@@ -238,11 +227,11 @@ def place_hidden_at(addresses_R: Tensor, sources_N: Tensor, mask_hidden_H: Tenso
             if source < 0:
                 row_H.copy_(mask_hidden_H)
             else:
-                found = (ctypes.c_char * row_bytes).from_address(int(addresses_R[source]))
-                row_H.copy_(torch.frombuffer(found, dtype=out_NH.dtype))
+                row = (ctypes.c_char * row_bytes).from_address(int(addresses_R[source]))
+                row_H.copy_(torch.frombuffer(row, dtype=out_NH.dtype))
         return out_NH
     block = min(_MAX_BLOCK_H, triton.next_power_of_2(hidden_size))
-    _place_hidden_at_kernel[(num_rows, triton.cdiv(hidden_size, block))](
+    _place_hidden_kernel[(num_rows, triton.cdiv(hidden_size, block))](
         addresses_R, sources_N, mask_hidden_H, out_NH, addresses_R.stride(0), hidden_size,
         BLOCK_H=block, ALIGNMENT=ALIGNMENT_BYTES if hidden_size * out_NH.itemsize % ALIGNMENT_BYTES == 0 else 1,
         num_warps=4,
@@ -251,7 +240,7 @@ def place_hidden_at(addresses_R: Tensor, sources_N: Tensor, mask_hidden_H: Tenso
 
 
 @triton.jit
-def _place_hidden_at_kernel(
+def _place_hidden_kernel(
     addresses_R, sources_N, mask_hidden_H, out_NH, address_stride, hidden_size,
     BLOCK_H: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
