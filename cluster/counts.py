@@ -378,8 +378,8 @@ class MetricsExport:
             self._sums[place] = self._sums.get(place, WorkloadCounts()) + counts
         values: dict[str, float] = {HEAD_METRIC: head_number(report.head)}
         for name, counts in self._sums.items():
-            for place, number in enumerate([*counts.numbers(), *itertools.chain(*counts.counts.to_wire())]):
-                values[_metric(COUNT, name, str(place))] = number
+            row = [*counts.numbers(), *itertools.chain(*counts.counts.to_wire())]
+            values |= {_metric(COUNT, name, str(place)): number for place, number in enumerate(row)}
         own_heads = {name: head for name, head in report.heads.items() if name in self._sums}
         values |= {_metric("head", name): head_number(head) for name, head in own_heads.items()}
         costs = {} if report.step_costs is None else report.step_costs.to_wire()
