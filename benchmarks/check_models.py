@@ -2,8 +2,8 @@
 
     python -m benchmarks.check_models --shape GPT_OSS_20B [--num-layers 4] [--head-layers 1] [--own-tables]
 
-Prints one JSON line. Engine settings are the service's; on a machine without a GPU the target's weights are float32 and
-not quantised. A batch of requests is answered twice, with K_max drafts and without any: random weights hardly accept a
+Prints one JSON line. Engine settings are the service's; on a machine without a GPU the target's weights are not
+quantised. A batch of requests is answered twice, with K_max drafts and without any: random weights hardly accept a
 draft, so `equal_answers` says that verification leaves answers alone (near ties fall either way in bfloat16), and the
 program fails where an answer is short or nothing was drafted.
 """
@@ -47,7 +47,7 @@ def engine_settings(args: argparse.Namespace, folder: Path, on_cpu: bool) -> dic
         "tensor_parallel_size": args.tensor_parallel_size,
         **({} if args.kv_cache_dtype is None else {"kv_cache_dtype": args.kv_cache_dtype}),
     }
-    dtype = "float32" if on_cpu else "bfloat16"
+    dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
     kwargs = engine_kwargs(target_dir, head_dir, dtype=dtype, async_scheduling=not on_cpu, on_cpu=on_cpu, extra=extra)
     kwargs["speculative_config"]["draft_load_config"] = {"load_format": "safetensors"}
     return kwargs
@@ -118,6 +118,7 @@ def main() -> int:
     parser.add_argument("--head-layers", type=int, default=4)
     parser.add_argument("--own-tables", action="store_true", help="the head has its own embeddings and output matrix")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--dtype", help="bfloat16 on a CPU: slow, in half the memory")
     parser.add_argument("--kv-cache-dtype", help="vLLM's name, such as fp8")
     parser.add_argument("--eager", action="store_true", help="without compilation and CUDA graphs")
     args = parser.parse_args()

@@ -13,9 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cluster.settings import Catalog, load_settings
 from deployments.cli import main
 from peagle.checkpoint import build_drafter, check_head, check_head_fits, convert, expected_tensors, load_head
-from peagle.config import DEFAULT_NUM_DEPTHS, UNNAMED_LAYERS, DrafterConfig, HeadError, Llama3Rope, plain_config
+from peagle.config import (
+    DEFAULT_NUM_DEPTHS,
+    UNNAMED_LAYERS,
+    DrafterConfig,
+    HeadError,
+    Llama3Rope,
+    plain_config,
+    read_head_config,
+)
 from peagle.draft import DraftSession
 from peagle.train.cod import attend_under
 from tests.head_factory import reconfigure, rewrite
@@ -145,6 +154,12 @@ def test_missing_settings_mean_what_vllm_takes_them_for() -> None:
 def test_the_command_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 1
     assert capsys.readouterr().err.startswith("error: no head at")
+
+
+def test_settings_take_a_source_as_it_is() -> None:
+    catalog = Catalog(("target",), Path("nowhere"), read_head_config)
+    args = {"model": {"source": "target"}, "drafter": {"head": str(SOURCES / "peagle")}}
+    assert load_settings(args, catalog, {}).max_draft_tokens == 4
 
 
 # The keys of amazon/gpt-oss-20b-p-eagle that are known, with its sizes; heads and MLP width are not known.
