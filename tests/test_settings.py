@@ -588,6 +588,20 @@ def test_every_shipped_service_config_makes_an_application_and_a_manifest(name: 
     assert int(workers["resources"]["limits"].get("nvidia.com/gpu", 0)) == num_gpus
 
 
+REMOTE_FORM = "placement: remote, and replicas: {num_gpus: 1, cache_gib: 8}, in drafter"
+
+
+@pytest.mark.parametrize("name", [name for name in SERVICES if REMOTE_FORM in (ROOT / "configs" / name).read_text()])
+def test_the_remote_form_that_a_config_speaks_of_makes_an_application(name: str) -> None:
+    args = copy.deepcopy(SERVICES[name][0]["args"])
+    args["drafter"] |= {"placement": "remote", "replicas": {"num_gpus": 1, "cache_gib": 8}}
+    assert isinstance(build(args), serve.Application)
+
+
+def test_three_configs_speak_of_it() -> None:
+    assert sum(REMOTE_FORM in (ROOT / "configs" / name).read_text() for name in SERVICES) == 3
+
+
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_shipped_config_fits_a_screen(name: str) -> None:
     text = (ROOT / "configs" / name).read_text()
