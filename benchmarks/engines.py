@@ -179,7 +179,7 @@ def engine_settings(arm: Arm, folder: Path, shape: dict[str, Any]) -> dict[str, 
 @contextlib.contextmanager
 def drafter(settings: dict[str, Any], gpu: str, log: Path) -> Iterator[dict[str, Any]]:
     """A drafter's process on `gpu`, as `set_drafters` takes it."""
-    command = [sys.executable, "-m", "deployments.cli", "drafter", "--target", settings["model"]]
+    command = [sys.executable, "-m", "benchmarks.drafter", "--target", settings["model"]]
     command += ["--head", settings["speculative_config"]["model"], "--max-num-requests", str(MAX_NUM_SEQS)]
     command += ["--max-num-rows", str(MAX_NUM_BATCHED_TOKENS), "--max-context", "2048", "--cache-gib", "8"]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}

@@ -66,11 +66,6 @@ def request_counts(most: int) -> list[int]:
     return [*(count for count in counts if count < most), most]
 
 
-def pass_depths(k_max: int) -> list[int]:
-    """Depths that passes draft to, ascending."""
-    return sorted({1, (k_max + 1) // 2, k_max})
-
-
 class DraftGraphs(CudaGraphManager):
     """Graphs of passes: full ones for some numbers of requests at each depth, piecewise ones for the engine's sizes in
     rows."""
@@ -79,8 +74,8 @@ class DraftGraphs(CudaGraphManager):
         self._full: dict[int, list[BatchExecutionDescriptor]] = {}
         full, piecewise = [], []
         if self.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
-            *shallow, k_max = pass_depths(self.vllm_config.num_speculative_tokens)
-            for depth in (*shallow, k_max):
+            k_max = self.vllm_config.num_speculative_tokens
+            for depth in range(1, k_max + 1):
                 stride, least = 2 * depth, 1 if depth == k_max else MIN_SHALLOW_REQUESTS
                 limit = min(self.max_num_reqs, most_rows(self.vllm_config) // stride)
                 self._full[depth] = [
@@ -256,7 +251,7 @@ class PEagleSpeculator(DraftModelSpeculator):
             lengths_B, most_keys_B = lengths_B[members_M], most_keys_B[torch.from_numpy(members_M)]
             target, member_rows_N = _only(target, members_M, input_batch.query_start_loc_np, lengths_B, self.device)
             self._take_taps(aux_hidden_states, len(member_rows_N), member_rows_N)
-        depth = k_max if dummy_run else next(deep for deep in pass_depths(k_max) if deep >= self._num_ahead)
+        depth = k_max if dummy_run else max(1, self._num_ahead)
         self._run_pass(target, lengths_B, most_keys_B, depth, members_M is not None, is_profile)
         if members_M is None:
             return self.draft_tokens[:num_requests]
