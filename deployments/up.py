@@ -161,7 +161,7 @@ def read_config(path: Path, *, with_keys: bool = True) -> tuple[dict[str, Any], 
         raise UpError(f"{path}: applications is empty, there is nothing to serve")
     catalog = Catalog(frozenset(embedded_targets()), Path(peagle.heads.__file__).parent, read_head_config)
     args = config["applications"][0].get("args") or {}
-    env = os.environ if with_keys else {name: name for name in key_variables(args)}
+    env = os.environ if with_keys else {**os.environ, **{name: name for name in key_variables(args)}}
     settings = load_settings(args, catalog, env)
     if settings.drafter is not None and not {"drafter", "speculative_config"} & args.keys():
         args["speculative_config"] = env[SPECULATIVE_CONFIG_ENV]

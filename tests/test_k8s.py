@@ -282,6 +282,20 @@ def test_a_key_given_by_its_digest_changes_without_new_pods(raw: Json, make: Any
     assert new["deployments"][0]["user_config"]["limits"]["max_running_requests"] == 7
 
 
+def test_a_drafter_named_in_the_environment_is_in_the_manifest(raw: Json, make: Any, monkeypatch: Any) -> None:
+    args = raw["applications"][0]["args"]
+    del args["drafter"], args["depth"]
+    named = {
+        "method": "eagle3",
+        "model": "smollm2-135m-instruct",
+        "num_speculative_tokens": 3,
+        "parallel_drafting": True,
+    }
+    monkeypatch.setenv("SM_VLLM_SPECULATIVE_CONFIG", json.dumps(named))
+    settings, _ = settings_in(make(raw)[0], {})
+    assert settings.max_draft_tokens == 3
+
+
 # ---- pods
 
 
