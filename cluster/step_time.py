@@ -181,7 +181,7 @@ class StepCosts:
 
 
 MAX_EVIDENCE_STEPS = 300.0
-"""Against other engines more steps of one count as so many, so that a new engine is heard beside an old one."""
+"""The most steps that an engine's costs are weighted by, so that a new engine counts beside an old one."""
 
 
 def average_costs(found: Sequence[StepCosts]) -> StepCosts:

@@ -359,7 +359,7 @@ class Link:
             mailbox.set_abort(False)
             session.is_late = False
             session.has_drafts[:] = True
-            # As far as it was waited for: who is slower for good gets more time by and by, one hang changes little.
+            # No more than it was waited for: a drafter that became slower gets more time by and by, after a hang little.
             late_s = min(mailbox.service_s(session.sent), self._deadline_s(session))
             self._deadlines.add(late_s, session.num_rows[session.sent % NUM_AREAS])
         if not session.is_late and not mailbox.is_free(session.sent + 1):
@@ -638,11 +638,7 @@ def _read_entry(drafter: Any) -> DrafterEntry:
     try:
         return msgspec.convert(drafter, DrafterEntry, strict=False)
     except msgspec.ValidationError as error:
-        shown = (
-            {name: value for name, value in drafter.items() if name != "key"}
-            if isinstance(drafter, Mapping)
-            else drafter
-        )
+        shown = {**drafter, "key": "..."} if isinstance(drafter, Mapping) else drafter
         raise ValueError(f"the drafter {shown!r:.200} cannot be used: {error}") from error
 
 

@@ -202,7 +202,7 @@ class DraftEngine:
             if ended := [*step.finished_slots, *step.prompts]:
                 self.release(step.session, ended)
         heads_F = _joined([step.heads_B for step in steps])
-        launched = [part for index in _distinct(heads_F) for part in self._launch(index, steps, heads_F)]
+        launched = [part for index in np.unique(heads_F).tolist() for part in self._launch(index, steps, heads_F)]
         drafts_FK = self._gathered(launched, len(heads_F))
         self.counters.drafts += int((drafts_FK != NO_DRAFT).sum())
         return np.split(drafts_FK, np.cumsum([step.num_requests for step in steps])[:-1])
@@ -261,13 +261,6 @@ class DraftEngine:
         # Passes run in the order of their launch, so whoever finds these rows from now on reads them written.
         table.commit(requests.table_rows_G, requests.start_G, requests.num_valid_G, _joined(tokens))
         return launched
-
-
-def _distinct(values: Int32Array) -> list[int]:
-    """The values, each once, ascending. Mostly there is one head, and then this is much faster than `np.unique`."""
-    if len(values) and (values == values[0]).all():
-        return [int(values[0])]
-    return [int(value) for value in np.unique(values)]
 
 
 def _joined(arrays: Sequence[npt.NDArray[Any]], axis: int = 0) -> npt.NDArray[Any]:

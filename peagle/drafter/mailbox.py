@@ -114,11 +114,6 @@ class SharedMemory:
         memory.unlink()
         return memory
 
-    @classmethod
-    def private(cls, num_bytes: int) -> SharedMemory:
-        """Memory of this process alone."""
-        return cls(mmap.mmap(-1, num_bytes))
-
     def unlink(self) -> None:
         """Take the name away, if it is still there. The memory stays with those who have it."""
         if self.name:
@@ -244,7 +239,7 @@ class Mailbox:
     @classmethod
     def private(cls, shape: TargetShape) -> Mailbox:
         """Between threads of this process."""
-        return cls(SharedMemory.private(mailbox_bytes(shape)), shape)
+        return cls(SharedMemory(mmap.mmap(-1, mailbox_bytes(shape))), shape)
 
     def area(self, number: int) -> Area:
         return self.areas[number % NUM_AREAS]

@@ -458,8 +458,8 @@ def refusal(hello: Hello, heads: Mapping[int, ServedHead]) -> str | None:
         head = by_digest.get(digest)
         if head is None:
             return f"head {index} of the target is {digest}, this drafter has {', '.join(sorted(by_digest))}"
-        wanted = (shape.hidden_size, shape.dtype, shape.vocab_size, hello.aux_layer_ids)
-        for name, theirs in zip(_SHARED_FIELDS, wanted, strict=True):
+        for name in _SHARED_FIELDS:
+            theirs = hello.aux_layer_ids if name == "aux_layer_ids" else getattr(shape, name)
             if (ours := getattr(head, name)) != theirs:
                 return f"head {digest}: {name} is {ours} at the drafter and {theirs} at the target"
         if shape.max_depth > head.max_depth:

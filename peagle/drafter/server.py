@@ -140,7 +140,7 @@ class DrafterServer:
         self._spin_s = _GPU_SPIN_S if self._device.type == "cuda" else _SPIN_S
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.router_mandatory = 1  # who is gone is noticed at the next message to it
+        self._socket.router_mandatory = 1  # a message to a target that is gone raises
         self._socket.linger = _LINGER_MS
         set_up(self._socket, MAX_FRAME_BYTES)
         self._authenticator: ThreadAuthenticator | None = None
