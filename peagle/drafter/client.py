@@ -359,7 +359,7 @@ class Link:
             mailbox.set_abort(False)
             session.is_late = False
             session.has_drafts[:] = True
-            # No more than it was waited for: a drafter that became slower gets more time by and by, after a hang little.
+            # No more than it was waited for: a drafter that became slower gets more time by and by, one hang little.
             late_s = min(mailbox.service_s(session.sent), self._deadline_s(session))
             self._deadlines.add(late_s, session.num_rows[session.sent % NUM_AREAS])
         if not session.is_late and not mailbox.is_free(session.sent + 1):
