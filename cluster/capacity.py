@@ -107,9 +107,6 @@ class CapacityModel:
                 best = max(best, found, key=lambda capacity: capacity.tokens_per_s)
         return replace(best, missed=alone.missed)
 
-    def _pin(self, workload: str) -> int | None:
-        return self.pinned.get(workload, self.pinned_default)
-
     def _summed_up(self, demands: Sequence[WorkloadDemand]) -> list[WorkloadDemand]:
         """At most `MAX_WORKLOADS` besides the pinned ones, which are not averaged with others."""
         by_size = sorted(demands, key=lambda demand: (-demand.tokens_per_s, demand.workload))
@@ -134,7 +131,7 @@ class CapacityModel:
         parts /= parts.sum()  # of the requests of a step
         asked = []
         for demand, part in zip(demands, parts.tolist(), strict=True):
-            k = self._pin(demand.workload)
+            k = self.pinned.get(demand.workload, self.pinned_default)
             objective = THROUGHPUT if demand.workload in hopeless else Objective(max_tpot_ms=self.max_tpot_ms)
             low, high = (0, self.max_k) if k is None else (k, k)
             asked.append(Demand(demand.workload, num_requests * part, demand.gains, high, objective, min_k=low))

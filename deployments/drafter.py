@@ -35,7 +35,7 @@ from peagle.heads import head_digest, prepare_head
 logger = logging.getLogger(__name__)
 
 MAX_SMALL_MACHINE_CORES = 4
-"""On so few cores a pass computes on all of them, as vLLM's CPU engine does: the target waits meanwhile."""
+"""On so few cores a pass computes on all of them, else on half: the target waits meanwhile."""
 
 MAX_NUM_ROWS = 2048
 """Rows of one pass. A step of more rows, long prompts, takes several."""
@@ -175,7 +175,8 @@ class DrafterReplica:
         self._swapping = asyncio.Lock()
         self._swaps: set[asyncio.Task[None]] = set()
         if not settings.drafter.replicas.num_gpus:
-            torch.set_num_threads(num_threads())
+            num_cores = len(os.sched_getaffinity(0))
+            torch.set_num_threads(num_cores if num_cores <= MAX_SMALL_MACHINE_CORES else num_cores // 2)
         self._loader = HeadLoader(settings)
         self._heads = {index: self._loader.load(name) for index, name in enumerate(self._settings.heads)}
         self._engine = DraftEngine(
@@ -249,9 +250,3 @@ class DrafterReplica:
         while self._server.report()["targets"] and time.monotonic() < end_s:
             await asyncio.sleep(0.2)
         self._server.stop()
-
-
-def num_threads() -> int:
-    """Threads of a pass on a CPU: all cores of a small machine, else half."""
-    num_cores = len(os.sched_getaffinity(0))
-    return num_cores if num_cores <= MAX_SMALL_MACHINE_CORES else num_cores // 2

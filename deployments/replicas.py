@@ -31,11 +31,8 @@ REPLICA_LOST = (RayActorError, DeploymentUnavailableError, ReplicaUnavailableErr
 
 def is_lost(error: BaseException) -> bool:
     """Whether an error means that its replica is gone, or its engine dead."""
-    return isinstance(error, REPLICA_LOST) or "EngineDeadError" in (type(error).__name__, _cause_name(error))
-
-
-def _cause_name(error: BaseException) -> str:
-    return type(getattr(error, "cause", None)).__name__
+    names = type(error).__name__, type(getattr(error, "cause", None)).__name__
+    return isinstance(error, REPLICA_LOST) or "EngineDeadError" in names
 
 
 class ReplicaMonitor(Generic[ReportT]):

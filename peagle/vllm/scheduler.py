@@ -84,8 +84,11 @@ class _PerRequestDepth(_Base):
         params = request.sampling_params
         depth = drafts_wanted(params, self.num_spec_tokens)
         wanted = ((params.extra_args if params is not None else None) or {}).get(DEPTH_KEY)
-        if wanted is not None and not (type(wanted) is int and 0 <= wanted <= self.num_spec_tokens):
-            self._warn_about_depth(request.request_id, wanted, depth)
+        is_wrong = wanted is not None and not (type(wanted) is int and 0 <= wanted <= self.num_spec_tokens)
+        if is_wrong and time.monotonic() - self._last_warning_s >= WARNING_INTERVAL_S:
+            text = "request %s: %s=%r is not an integer in 0..%d; using %d (not logged again for a minute)"
+            logger.warning(text, request.request_id, DEPTH_KEY, wanted, self.num_spec_tokens, depth)
+            self._last_warning_s = time.monotonic()
         return depth
 
     def schedule(self, *args: Any, **kwargs: Any) -> "SchedulerOutput":
@@ -113,12 +116,6 @@ class _PerRequestDepth(_Base):
             depths = self._trimmer.depths(requests, depths, prompt_tokens)
         for request, depth in zip(requests, depths, strict=True):
             request.spec_token_ids = request.spec_token_ids[:depth]
-
-    def _warn_about_depth(self, request_id: str, wanted: object, depth: int) -> None:
-        if time.monotonic() - self._last_warning_s >= WARNING_INTERVAL_S:
-            text = "request %s: %s=%r is not an integer in 0..%d; using %d (not logged again for a minute)"
-            logger.warning(text, request_id, DEPTH_KEY, wanted, self.num_spec_tokens, depth)
-            self._last_warning_s = time.monotonic()
 
     def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:
         compat.drop_admission_padding(scheduler_output)
