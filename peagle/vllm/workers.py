@@ -6,12 +6,11 @@
    requests in the same batch too.
 2. Seeded requests whose prompt is computed in chunks: after each chunk vLLM turns the request's random generator back
    by an offset, which CPU generators do not have. The exception ends the engine.
-A vLLM without a fault runs its own code there. Two small functions of sampling, which vLLM compiles at their first use
-(37 s for the first sampled request on two busy cores), run as they are written. On a GPU none of this is imported:
-vLLM's CPU worker replaces `torch.Event` in the whole process.
+Two small functions of sampling, which vLLM compiles at their first use (37 s for the first sampled request on two busy
+cores), run as they are written. On a GPU none of this is imported: vLLM's CPU worker replaces `torch.Event` in the
+whole process.
 """
 
-import logging
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ from vllm.v1.worker import cpu_model_runner, cpu_worker
 
 from peagle.vllm import compat
 from peagle.vllm.remote import ChunkedProposer, PassSkipper, RemoteControl, RemoteDrafts
-
-logger = logging.getLogger(__name__)
 
 
 class PlainExpansion:
@@ -50,18 +47,6 @@ class PlainExpansion:
         """
         num_rows = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
         output.copy_(values.masked_fill(values == replace_from, replace_to).repeat_interleave(num_rows))
-
-
-def expansion_works() -> bool:
-    """Whether vLLM's `expand_kernel`, as it is set up for this device, delivers what it computes."""
-    cu_num_tokens = torch.tensor([1, 3], dtype=torch.int32)
-    for dtype in (torch.float32, torch.int32):
-        values = torch.tensor([2, 5], dtype=dtype)
-        output = torch.zeros(3, dtype=dtype)
-        rejection_sampler.expand_kernel[(2,)](output, values, cu_num_tokens, 0, 0, MAX_NUM_TOKENS=4)
-        if output.tolist() != [2, 5, 5]:
-            return False
-    return True
 
 
 def run_uncompiled() -> None:
@@ -113,9 +98,7 @@ class CPUWorker(cpu_worker.CPUWorker):
         super().init_device()
         compat.check("cpu runner")
         run_uncompiled()
-        if not expansion_works():
-            logger.info("this vLLM loses temperature, top-k and top-p of drafts on a CPU: using a plain expansion")
-            rejection_sampler.expand_kernel = PlainExpansion()
+        rejection_sampler.expand_kernel = PlainExpansion()
         self.model_runner.__class__ = SeedSafeModelRunner
         if self.vllm_config.speculative_config is not None:
             self.model_runner.__class__ = DraftingCPURunner
