@@ -184,11 +184,11 @@ MAX_EVIDENCE_STEPS = 300.0
 """The most steps that an engine's costs are weighted by, so that a new engine counts beside an old one."""
 
 
-def average_costs(found: Sequence[StepCosts]) -> StepCosts:
+def average_costs(engines: Sequence[StepCosts]) -> StepCosts:
     """One model for several engines, each weighted by its steps. Raises ValueError without any."""
-    if not found:
+    if not engines:
         raise ValueError("an average of no step costs")
-    weights = np.array([1.0 + min(costs.num_steps, MAX_EVIDENCE_STEPS) for costs in found])
+    weights = np.array([1.0 + min(costs.num_steps, MAX_EVIDENCE_STEPS) for costs in engines])
     weights /= weights.sum()
 
     def mean(curves: Sequence[Curve]) -> Curve:
@@ -196,10 +196,10 @@ def average_costs(found: Sequence[StepCosts]) -> StepCosts:
         seconds = weights @ np.array([curve(np.array(knots)) for curve in curves])
         return Curve(tuple(knots), tuple(np.maximum.accumulate(seconds).tolist()))
 
-    forward, by_requests = mean([costs.forward for costs in found]), mean([costs.by_requests for costs in found])
-    numbers = {name: float(weights @ np.array([getattr(costs, name) for costs in found])) for name in NUMBERS}
-    num_steps = sum(costs.num_steps for costs in found)
-    has_points = any(costs.has_points for costs in found)
+    forward, by_requests = mean([costs.forward for costs in engines]), mean([costs.by_requests for costs in engines])
+    numbers = {name: float(weights @ np.array([getattr(costs, name) for costs in engines])) for name in NUMBERS}
+    num_steps = sum(costs.num_steps for costs in engines)
+    has_points = any(costs.has_points for costs in engines)
     return StepCosts(forward, by_requests, **numbers, num_steps=num_steps, has_points=has_points)
 
 

@@ -96,13 +96,13 @@ def distinct_batches(
 
     sizes: element_bytes, max_context and num_sms of `plan_for`.
     """
-    found: dict[tuple[LaunchPlan, int], tuple[int, int]] = {}
+    batches: dict[tuple[LaunchPlan, int], tuple[int, int]] = {}
     for num_requests in range(1, max_num_requests + 1):
         for rows_each in range(1, triton.cdiv(max_num_rows, num_requests) + 1):
             num_rows = min(rows_each * num_requests, max_num_rows)
             plan = plan_for(num_rows, num_requests, num_heads, num_groups, head_size, **sizes)
-            found.setdefault((plan, block_requests(num_requests)), (num_rows, num_requests))
-    return list(found.values())
+            batches.setdefault((plan, block_requests(num_requests)), (num_rows, num_requests))
+    return list(batches.values())
 
 
 def paged_attention(
