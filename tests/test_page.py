@@ -3,10 +3,13 @@
 import base64
 import hashlib
 import re
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import deployments
 from cluster.control import DepthControl
 from cluster.counts import Counts
 from cluster.request import DepthPolicy, Drafting
@@ -95,3 +98,10 @@ def test_every_metric_that_the_page_reads_is_documented() -> None:
     names = {name.removesuffix("_bucket") for name in re.findall(r"peagle_\w+", PAGE)} - {"peagle_"}
     assert len(names) >= 6
     assert names <= documented().keys()
+
+
+def test_the_page_is_part_of_the_installed_package() -> None:
+    root = Path(deployments.__file__).parent
+    data = tomllib.loads((root.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    others = {path.name for path in root.iterdir() if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert {"page.html"} <= others <= set(data["deployments"])
