@@ -48,7 +48,8 @@ class Tab:
     def open(self, url: str, width: int = 1200, height: int = 900) -> None:
         mobile = width < 600
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
-        self.call("Page.navigate", url=url)
+        answer = self.call("Page.navigate", url=url)
+        assert "errorText" not in answer, answer
         self.wait_for("document.readyState === 'complete'")
 
     def run(self, script: str) -> Any:
