@@ -1,0 +1,232 @@
+"""What each fault costs clients: requests sent, failed and broken off meanwhile, and seconds until all is well again.
+
+    python -m benchmarks.faults [--config configs/local.yaml] [--targets 2] [--faults NAME ...] [--out FILE]
+
+The service is started as its users start it (`peagle serve`), with two targets. Clients ask without a pause, some for
+whole answers and some for streams; then one process after another is killed or stopped. A fault is over when the same
+kinds of process are there again as before, every target is known to the router, and the drafters are linked. Whole
+answers should never fail: another target takes the request. A stream ends with its own target.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import yaml
+
+from benchmarks.common import free_port, markdown
+from peagle.provenance import conditions
+
+READY_TIMEOUT_S, RECOVERY_TIMEOUT_S, STEADY_S, HANG_S = 600, 300, 4.0, 10.0
+QUESTION = "Count from one to thirty."
+PROCESSES = {
+    "target": "ray::ServeReplica:peagle:target",
+    "engine": "VLLM::EngineCore",
+    "drafter": "ray::ServeReplica:peagle:drafter",
+    "router": "ray::ServeReplica:peagle:router",
+    "controller": "ray::ServeController",
+    "proxy": "ray::ProxyActor",
+    "haproxy manager": "ray::HAProxyManager",
+    "haproxy": "haproxy",
+}
+FAULTS = ("drafter", "drafter hung", "router", "controller", "proxy", "haproxy manager", "haproxy", "target", "engine")
+
+
+@dataclass
+class Sent:
+    """A request that has ended. outcome: "" for a complete answer."""
+
+    start_s: float
+    end_s: float
+    streams: bool
+    outcome: str
+
+
+class Clients:
+    """Threads that ask one request after another."""
+
+    def __init__(self, url: str, model: str, num_whole: int, num_streams: int, max_tokens: int) -> None:
+        self._url, self._body = url, {"model": model, "prompt": QUESTION, "max_tokens": max_tokens, "ignore_eos": True}
+        self._ended = threading.Event()
+        self.sent: list[Sent] = []
+        kinds = [False] * num_whole + [True] * num_streams
+        self._threads = [threading.Thread(target=self._run, args=(streams,), daemon=True) for streams in kinds]
+
+    def __enter__(self) -> "Clients":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def _run(self, streams: bool) -> None:
+        with httpx.Client(base_url=self._url, timeout=120) as client:
+            while not self._ended.is_set():
+                start_s = time.monotonic()
+                outcome = self._ask(client, streams)
+                self.sent.append(Sent(start_s, time.monotonic(), streams, outcome))
+                if outcome:
+                    time.sleep(0.5)  # clients wait before they try again
+
+    def _ask(self, client: httpx.Client, streams: bool) -> str:
+        body = {**self._body, "stream": streams}
+        try:
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                if response.status_code != 200:
+                    return str(response.status_code)
+                text = response.read().decode()
+        except httpx.HTTPError as error:
+            return type(error).__name__
+        if streams:
+            return "" if "data: [DONE]" in text else "broken off"
+        return "" if "choices" in text else "no answer"
+
+
+def pids(kind: str) -> set[int]:
+    """Processes of a kind on this machine."""
+    found = set()
+    for process in psutil.process_iter(["cmdline", "status"]):
+        title = " ".join(process.info["cmdline"] or ())
+        if process.info["status"] != psutil.STATUS_ZOMBIE and PROCESSES[kind] in title.split(" ", 1)[0]:
+            found.add(process.pid)
+    return found
+
+
+def is_well(url: str, before: dict[str, set[int]], num_targets: int) -> bool:
+    """Whether all of the service is there."""
+    try:
+        health = httpx.get(f"{url}/health", timeout=5)
+        document = httpx.get(f"{url}/drafting", timeout=5).json()
+    except (httpx.HTTPError, ValueError):
+        return False
+    if health.status_code != 200 or health.json()["num_target_replicas"] != num_targets:
+        return False
+    if "links" in document and sum(link.get("is_up", True) for link in document["links"]) < num_targets:
+        return False
+    return all(len(pids(kind)) >= len(known) for kind, known in before.items())
+
+
+def inflict(fault: str) -> None:
+    kind = fault.removesuffix(" hung")
+    pid = min(pids(kind))
+    if kind == fault:
+        os.kill(pid, signal.SIGKILL)
+        return
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(HANG_S, os.kill, (pid, signal.SIGCONT)).start()
+
+
+def measured(fault: str, url: str, clients: Clients, num_targets: int) -> dict[str, Any]:
+    """One fault under load, and what became of the requests that it met."""
+    before = {kind: pids(kind) for kind in PROCESSES}
+    time.sleep(STEADY_S)
+    fault_s = time.monotonic()
+    inflict(fault)
+    time.sleep(HANG_S if fault.endswith("hung") else 1.0)
+    well_since_s = None
+    while well_since_s is None or time.monotonic() < well_since_s + 2.0:
+        if not is_well(url, before, num_targets):
+            well_since_s = None
+        elif well_since_s is None:
+            well_since_s = time.monotonic()
+        if time.monotonic() > fault_s + RECOVERY_TIMEOUT_S:
+            break
+        time.sleep(0.25)
+    time.sleep(STEADY_S)  # requests of the time of the fault end
+    met = [sent for sent in clients.sent if sent.end_s >= fault_s]
+    failed = [sent for sent in met if sent.outcome]
+    return {
+        "fault": fault,
+        "recovered_s": None if well_since_s is None else round(well_since_s - fault_s, 1),
+        "num_whole": sum(not sent.streams for sent in met),
+        "num_whole_failed": sum(not sent.streams for sent in failed),
+        "num_streams": sum(sent.streams for sent in met),
+        "num_streams_failed": sum(sent.streams for sent in failed),
+        "outcomes": dict(Counter(f"{'stream' if sent.streams else 'whole'}: {sent.outcome}" for sent in failed)),
+        "last_failure_s": round(max((sent.end_s - fault_s for sent in failed), default=0.0), 1),
+    }
+
+
+@contextlib.contextmanager
+def running_service(config: Path, num_targets: int) -> Iterator[tuple[str, str]]:
+    """URL and model of the service, from `peagle serve` to SIGTERM."""
+    document = yaml.safe_load(config.read_text(encoding="utf-8"))
+    document["http_options"]["port"] = port = free_port()
+    args = document["applications"][0]["args"]
+    args["target"]["num_replicas"] = num_targets
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryDirectory() as folder:
+        file, log = Path(folder) / "faults.yaml", Path(folder) / "log"
+        file.write_text(yaml.safe_dump(document), encoding="utf-8")
+        with log.open("wb") as output:
+            command = [sys.executable, "-m", "deployments.cli", "serve", str(file)]
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            wait_until(lambda: process.poll() is not None or health(url) == num_targets, READY_TIMEOUT_S)
+            if health(url) != num_targets:
+                raise SystemExit(f"error: the service does not start\n{log.read_text()[-2000:]}")
+            yield url, args["model"]["id"]
+        finally:
+            process.terminate()
+            process.wait(120)
+
+
+def health(url: str) -> int:
+    """Targets that are ready."""
+    with contextlib.suppress(httpx.HTTPError, KeyError, ValueError):
+        return int(httpx.get(f"{url}/health", timeout=5).json()["num_target_replicas"])
+    return 0
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < end_s:
+        time.sleep(0.5)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, default=Path(__file__).parents[1] / "configs" / "local.yaml")
+    parser.add_argument("--targets", type=int, default=2)
+    parser.add_argument("--whole", type=int, default=4, help="clients that ask for whole answers")
+    parser.add_argument("--streams", type=int, default=2, help="clients that stream")
+    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    rows = []
+    with running_service(options.config, options.targets) as (url, model):
+        for fault in options.faults:
+            with Clients(url, model, options.whole, options.streams, options.max_tokens) as clients:
+                rows.append(measured(fault, url, clients, options.targets))
+            sys.stderr.write(f"{json.dumps(rows[-1])}\n")
+            if options.out is not None:
+                document = {"made": conditions(), "options": {k: str(v) for k, v in vars(options).items()}}
+                options.out.write_text(json.dumps({**document, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    header = ["fault", "whole answers asked", "failed", "streams", "broken off", "all is well after s"]
+    names = ("fault", "num_whole", "num_whole_failed", "num_streams", "num_streams_failed", "recovered_s")
+    sys.stdout.write(markdown(header, [[row[name] for name in names] for row in rows]) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
