@@ -37,6 +37,14 @@ KEYS_SECRET = "peagle-keys"
 MODELS = {"name": "models", "mountPath": "/home/ray/.cache"}
 """Where a pod with GPUs keeps the checkpoints that it downloads."""
 
+DRAIN = (
+    'timeout 30 ray drain-node --address "$RAY_ADDRESS" --reason DRAIN_NODE_REASON_PREEMPTION'
+    f" --reason-message 'the pod is deleted' --deadline-remaining-seconds {MAX_STREAM_S:.0f}"
+    " && while grep -Eqs 'Serve[R]eplica|HAProxy[M]anager' /proc/[0-9]*/cmdline; do sleep 1; done"
+)
+"""Before a worker pod ends: Serve starts its replicas elsewhere, where there is room, and ends those here when they
+have finished what they had. The brackets keep grep from finding itself."""
+
 SECURITY = {
     "runAsNonRoot": True,
     "allowPrivilegeEscalation": False,
@@ -247,6 +255,8 @@ class Manifest:
         # Ready: HAProxy on this node has a replica to go to; nodes without a replica have no HAProxy. KubeRay's own
         # probe asks the same, and takes a pod out of the service for one slow answer.
         pod["spec"]["containers"][0]["readinessProbe"] = _probe("/-/healthz", "serve", 3)
+        pod["spec"]["containers"][0]["lifecycle"] = {"preStop": {"exec": {"command": ["bash", "-c", DRAIN]}}}
+        pod["spec"]["terminationGracePeriodSeconds"] = int(MAX_STREAM_S) + 30
         # Replicas on different nodes where there are several: a lost node takes one along.
         spread = {
             "maxSkew": 1,

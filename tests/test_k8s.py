@@ -8,6 +8,7 @@ schema, or takes from a manifest by name, has tests of its own.
 import gzip
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,6 +18,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from ray.scripts.scripts import cli as ray_command_line
 
 import peagle.heads
 from cluster.settings import Catalog, ClusterSettings, key_variables, load_settings, with_live
@@ -412,6 +414,26 @@ def test_a_drain_takes_one_target_at_a_time_and_never_the_last(
     _, _, head, targets = make(raw)
     assert head["spec"]["minAvailable"] == 1
     assert targets["spec"]["minAvailable"] == min_available
+
+
+def test_a_pod_that_is_deleted_first_hands_its_replicas_on() -> None:
+    """The command as Ray knows it, and what it waits for; a real Serve that drains a node was tried by hand."""
+    service = of("local")[0]
+    (shell, flag, script) = container(workers(service))["lifecycle"]["preStop"]["exec"]["command"]
+    assert (shell, flag) == ("bash", "-c")
+    assert subprocess.run([shell, "-n", flag, script]).returncode == 0
+    drain, wait = script.split(" && ")
+    _, _, ray, name, *options = shlex.split(drain)
+    (command,) = [command for command in ray_command_line.commands.values() if command.name == name]
+    assert ray == "ray"
+    found = command.make_context(name, options).params
+    assert found["node_id"] is None  # this pod's
+    assert found["deadline_remaining_seconds"] < pod(service)["terminationGracePeriodSeconds"]
+    (pattern,) = re.findall("grep -Eqs '(.*)'", wait)
+    for title in ("ray::ServeReplica:peagle:target", "ray::ServeReplica:peagle:router", "ray::HAProxyManager"):
+        assert re.search(pattern, title)
+    assert not re.search(pattern, script)
+    assert "lifecycle" not in container(groups(service)["headgroup"])
 
 
 def test_pods_come_and_go_with_replicas() -> None:
