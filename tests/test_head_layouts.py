@@ -30,10 +30,14 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
-from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
+from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import (
+    get_eagle3_aux_layers_from_config,
+    set_eagle3_aux_hidden_state_layers,
+)
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 
+from benchmarks import models
 from peagle.checkpoint import build_drafter, load_head, save_head
 from peagle.config import UNNAMED_LAYERS, DrafterConfig, Llama3Rope, YarnRope, is_vllms_own, read_json
 from peagle.heads import prepare_head, target_table
@@ -136,10 +140,16 @@ def _vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     before = dict(os.environ)
     init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('vllm')}/init", 0, backend="gloo")
     yield
-    destroy_model_parallel()
     destroy_distributed_environment()
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def _groups_of_one_model() -> Iterator[None]:
+    """Those of experts are made for a model that has some."""
+    yield
+    destroy_model_parallel()
 
 
 @pytest.fixture(scope="module")
@@ -179,8 +189,9 @@ def visible(num_rows: int, window: int | None) -> Tensor:
     return (distance >= 0) & (distance < (window or num_rows))
 
 
-def config_of(target: Path, head_dir: Path, is_parallel: bool) -> VllmConfig:
-    speculative = {"method": "eagle3", "model": str(head_dir), "num_speculative_tokens": 3}
+def config_of(target: Path, head_dir: Path, is_parallel: bool, **settings: Any) -> VllmConfig:
+    speculative: dict[str, Any] = {"method": "eagle3", "model": str(head_dir), "num_speculative_tokens": 3}
+    speculative["draft_load_config"] = {"load_format": "safetensors"}
     return EngineArgs(
         model=str(target),
         skip_tokenizer_init=True,
@@ -188,6 +199,7 @@ def config_of(target: Path, head_dir: Path, is_parallel: bool) -> VllmConfig:
         enforce_eager=True,
         max_model_len=64,
         speculative_config={**speculative, "parallel_drafting": is_parallel},
+        **settings,
     ).create_engine_config()
 
 
@@ -242,6 +254,34 @@ def test_a_head_is_the_same_drafter_here_and_in_vllm(tmp_path: Path, targets: di
     assert taps == (None if config.aux_layer_ids == UNNAMED_LAYERS else config.aux_layer_ids)
     if is_parallel:
         assert get_parallel_drafting_token_id(network.config) == config.ptd_token_id
+
+
+SMALL_SIZES = {
+    "hidden_size": 128, "intermediate_size": 128, "vocab_size": 512, "num_attention_heads": 4, "head_dim": 64,
+    "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "num_local_experts": 4,
+    "moe_intermediate_size": 64, "global_head_dim": 64, "num_global_key_value_heads": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", models.PUBLISHED_HEADS)
+def test_the_published_targets_hand_a_head_their_taps_and_tables(tmp_path: Path, name: str) -> None:
+    """Each is a class of its own in vLLM, with its own name for the embeddings."""
+    shape = models.shortened(getattr(models, name), 8)
+    shape = {key: SMALL_SIZES.get(key, value) for key, value in shape.items() if key != "quantization_config"}
+    target = models.write_target(tmp_path / "target", shape)
+    sizes = {**models.PUBLISHED_HEADS[name], "mlp_size": 128, "draft_vocab_size": 512, "num_layers": 1}
+    head_dir = models.write_head(tmp_path / "head", target=shape, **sizes)
+    config = config_of(target, head_dir, True, load_format="dummy")
+    assert config.speculative_config is not None
+    with set_current_vllm_config(config):
+        ensure_model_parallel_initialized(1, 1)
+        network: Any = get_model(vllm_config=config)
+        set_eagle3_aux_hidden_state_layers(network, config.speculative_config)
+        drafter: Any = load_eagle_model(network, config)
+    assert network.model.aux_hidden_state_layers == (2, 4, 5)
+    embeddings = getattr(network.model, "embed_tokens", None) or network.model.embedding
+    assert drafter.model.embed_tokens is embeddings
+    assert drafter.lm_head is network.lm_head
 
 
 def test_stock_vllm_cannot_read_what_is_written_anew(tmp_path: Path, targets: dict[int, Path]) -> None:
