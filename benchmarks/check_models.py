@@ -34,6 +34,10 @@ def engine_settings(args: argparse.Namespace, folder: Path, on_cpu: bool) -> dic
     if on_cpu:
         shape.pop("quantization_config", None)
     head = {**models.PUBLISHED_HEADS.get(args.shape, {"num_depths": 7}), "num_layers": args.head_layers}
+    if args.vocab_size:
+        special = {key: 0 for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in shape}
+        shape |= {"vocab_size": args.vocab_size, **special}
+        head["draft_vocab_size"] = min(args.vocab_size, head.get("draft_vocab_size", models.DRAFT_VOCAB_SIZE))
     target_dir = models.write_target(folder / "target", shape)
     head_dir = models.write_head(folder / "head", target=shape, own_tables=args.own_tables, **head)
     extra = {
@@ -92,12 +96,10 @@ def check(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     report: dict[str, Any] = {"shape": args.shape, "start_s": round(time.perf_counter() - start_s, 1)}
     config = engine.llm_engine.vllm_config.model_config
     report |= {"architecture": config.architecture, "num_layers": config.hf_text_config.num_hidden_layers}
-    report |= {"quantization": config.quantization, "dtype": settings["dtype"]}
+    report |= {"vocab_size": config.get_vocab_size(), "quantization": config.quantization, "dtype": settings["dtype"]}
     report |= {"k_max": settings["speculative_config"]["num_speculative_tokens"], "head_layers": args.head_layers}
     draw = random.Random(0)
-    prompts = [
-        [draw.randrange(1000, 100_000) for _ in range(draw.randint(*PROMPT_TOKENS))] for _ in range(NUM_REQUESTS)
-    ]
+    prompts = [[draw.randrange(1000, 30_000) for _ in range(draw.randint(*PROMPT_TOKENS))] for _ in range(NUM_REQUESTS)]
     drafted = answers(engine, prompts, None)
     num_drafts, num_accepted = counted(engine)
     plain = answers(engine, prompts, 0)
@@ -115,6 +117,7 @@ def main() -> int:
         "--shape", required=True, help=f"a name of benchmarks.models: {', '.join(models.PUBLISHED_HEADS)}"
     )
     parser.add_argument("--num-layers", type=int, help="fewer layers of the target")
+    parser.add_argument("--vocab-size", type=int, help="a smaller vocabulary, where memory is short")
     parser.add_argument("--head-layers", type=int, default=4)
     parser.add_argument("--own-tables", action="store_true", help="the head has its own embeddings and output matrix")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
