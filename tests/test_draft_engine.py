@@ -33,7 +33,8 @@ from peagle.heads import prepare_head
 from peagle.model import Drafter
 from peagle.train.target import Target
 
-pytestmark = pytest.mark.engine
+# Without the mark of tests with engines: this engine is a program of its own that computes on one core, so it may run
+# beside those which share a process.
 
 NUM_DRAFTS = 5
 MAX_TOKENS = 26
@@ -186,6 +187,7 @@ def record(folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(root),
     }
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"

@@ -79,7 +79,7 @@ def test_an_alias_is_the_same_model_with_a_workload_of_its_own(service):
     assert [model.id for model in client.models.list()] == [service.model, ALIAS]
     assert client.models.retrieve(ALIAS).id == ALIAS
     answers = [
-        client.chat.completions.create(model=model, messages=QUESTION, max_tokens=16, temperature=0)
+        client.chat.completions.create(model=model, messages=QUESTION, max_tokens=8, temperature=0)
         for model in (service.model, ALIAS)
     ]
     assert answers[0].choices[0].message.content == answers[1].choices[0].message.content

@@ -47,16 +47,15 @@ def drafter_of(service: Service) -> dict[str, Any]:
     return dict(drafters[0]) if drafters else drafter_of(service)
 
 
+def requests(workload: str, **drafting: Any) -> list[dict[str, Any]]:
+    """One for each prompt."""
+    fields = {"max_tokens": 24, "drafting": {"workload": workload, **drafting}}
+    return [{"messages": [{"role": "user", "content": prompt}], **fields} for prompt in PROMPTS]
+
+
 def answers(service: Service, workload: str, **drafting: Any) -> list[dict[str, Any]]:
     """The answers to all prompts, asked at once."""
-    return service.ask_all([
-        {
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": 24,
-            "drafting": {"workload": workload, **drafting},
-        }
-        for prompt in PROMPTS
-    ])  # fmt: skip
+    return service.ask_all(requests(workload, **drafting))
 
 
 def texts(found: list[dict[str, Any]]) -> list[str]:
@@ -118,13 +117,15 @@ def test_drafts_of_another_process_are_accepted_and_change_no_answer(service: Se
 
 
 def test_a_workload_has_its_own_head(service: Service, plain: list[str]) -> None:
-    found = answers(service, "wrong", k=3)
-    assert texts(found) == plain
+    both = service.ask_all([*requests("wrong", k=3), *requests("remote")])
+    assert texts(both) == plain * 2
+    found, others = both[: len(plain)], both[len(plain) :]
     assert acceptance_length(found) == 1
+    assert acceptance_length(others) > 1.5
     assert sum(one["drafting"]["num_draft_tokens"] for one in found) > 0
     right, wrong = heads(service)
     assert {one["drafting"]["head"] for one in found} == {wrong}
-    assert acceptance_length(answers(service, "remote")) > 1.5
+    assert {one["drafting"]["head"] for one in others} == {right}
     by_head = {one["head"]: one for one in service.drafting()["heads"]}
     assert by_head[wrong]["acceptance_length"] == 1
     assert by_head[right]["acceptance_length"] > 1.5
