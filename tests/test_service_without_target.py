@@ -33,8 +33,8 @@ def test_without_any_replica_requests_get_503_at_once_and_never_hang(application
         ray.kill(ray.get_actor(replica, namespace="serve"))
         killed = time.monotonic()
         # The requests that were being answered are told, and what comes next is refused at once.
-        # A closed connection is HAProxy's way where its own one to the replica had served other requests before; else it
-        # sends what was not answered to another replica, and finds none.
+        # A closed connection is HAProxy's way where its own one to the replica had served other requests before; else
+        # it sends what was not answered to another replica, and finds none.
         if not isinstance(broken.exception(timeout=20), httpx.RemoteProtocolError):
             response = broken.result()
             assert response.status_code == 503
