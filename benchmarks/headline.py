@@ -29,6 +29,7 @@ from typing import Any
 
 import httpx
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import models
 from benchmarks.common import markdown
@@ -47,6 +48,12 @@ FIGURES = (
     "failed",
     "duration",
 )
+COUNTERS = {
+    "steps": ("vllm:spec_decode_num_drafts_total", "peagle_verification_steps_total"),
+    "drafts": ("vllm:spec_decode_num_draft_tokens_total", "peagle_draft_tokens_total"),
+    "accepted": ("vllm:spec_decode_num_accepted_tokens_total", "peagle_accepted_tokens_total"),
+}
+"""Of verification, by vLLM's names and ours."""
 
 
 def prepare(options: argparse.Namespace, arm: Arm) -> tuple[str, str | None, dict[str, Any]]:
@@ -165,10 +172,25 @@ def measure(options: argparse.Namespace, url: str, num_requests: int, seed: int)
         *("--percentile-metrics", "ttft,tpot,itl", "--metric-percentiles", "50,99", "--disable-tqdm"),
         *options.dataset.split(),
     ]
+    before = read_counters(url)
     with contextlib.redirect_stdout(sys.stderr):
         result = asyncio.run(main_async(parser.parse_args(arguments)))
+    done = {name: value - before[name] for name, value in read_counters(url).items()}
     found = {name: result[name] for name in FIGURES}
+    if done["steps"]:  # of the requests that do not count too
+        found["accepted_length"] = 1 + done["accepted"] / done["steps"]
+        found["drafts_a_step"] = done["drafts"] / done["steps"]
     return {name: round(value, 2) if isinstance(value, float) else value for name, value in found.items()}
+
+
+def read_counters(url: str) -> dict[str, float]:
+    """Steps that verified drafts, drafts verified and accepted, since the server's start; 0 where it has none."""
+    found = dict.fromkeys(COUNTERS, 0.0)
+    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=30).text):
+        for sample in family.samples:
+            for name, samples in COUNTERS.items():
+                found[name] += sample.value if sample.name in samples else 0.0
+    return found
 
 
 def table(rows: list[dict[str, Any]]) -> str:
