@@ -174,7 +174,7 @@ def prepare(case: Preparation, device: str) -> dict[str, Any]:
     def twin() -> Rows:
         with mock.patch.object(row_kernels, "uses_kernel", return_value=False):
             rows = build_rows(**given, **options)
-        torch.index_select(torch.cat([payload_RH, mask_H[None]]), 0, rows.sources_N.long(), out=twin_hidden)
+        torch.index_select(torch.cat([mask_H[None], payload_RH]), 0, rows.sources_N + 1, out=twin_hidden)
         return rows
 
     found: dict[str, Any] = {"case": case.name, "num_rows": case.num_rows, "twin": timed([twin], device)}

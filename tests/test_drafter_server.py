@@ -54,7 +54,7 @@ from tests.transport_harness import (
 def _nothing_left_in_shared_memory() -> Iterator[None]:
     before = set(named_mailboxes())
     yield
-    assert set(named_mailboxes()) == before
+    assert not set(named_mailboxes()) - before  # other tests, in another process, may have ended theirs
 
 
 @contextlib.contextmanager

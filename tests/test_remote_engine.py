@@ -150,6 +150,7 @@ def test_heads_of_one_drafter_serve_their_own_requests(
     assert num_accepted[0] > 10 + 5 * num_accepted[1]
 
 
+@pytest.mark.long
 def test_preemption_changes_nothing(engine: RemoteEngine, prompts: list[list[int]], reference: list[Result]) -> None:
     preempted_before = engine.num_preempted
     jobs = [

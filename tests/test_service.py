@@ -96,7 +96,7 @@ def test_sagemaker_is_answered_as_openais_clients_are(service):
 
 def test_drafts_of_the_shipped_head_are_accepted(service):
     answers = service.ask_all([
-        {"messages": [{"role": "user", "content": text}], "max_tokens": 32, "drafting": {"k": 7}}
+        {"messages": [{"role": "user", "content": text}], "max_tokens": 24, "drafting": {"k": 7}}
         for _, text in choose_prompts(8, QUESTIONS)
     ])  # fmt: skip
     found = [answer["drafting"] for answer in answers]
@@ -193,7 +193,7 @@ def test_unknown_names_and_origins(service):
 
 
 def test_greedy_output_is_the_same_whatever_k_also_mixed_in_one_batch(service):
-    prompts = PROMPTS[1:]
+    prompts = PROMPTS[2:]
     expected = service.texts(prompts, [0] * len(prompts))
     ks = [k for k in (7, 1, 5, 0) for _ in prompts]
     assert service.texts(prompts * 4, ks) == expected * 4
@@ -362,6 +362,7 @@ def test_kuberays_probe_finds_a_node_that_serves(service):
     assert (response.status_code, response.text) == (200, "success")
 
 
+@pytest.mark.long
 def test_a_ray_task_streams_from_the_target_asynchronously(service):
     @ray.remote(num_cpus=0)
     def job() -> tuple[str, int]:

@@ -49,6 +49,7 @@ def test_the_table_of_metrics_is_what_the_service_exports(service):
     wait_for(lambda: not difference(), f"agreement: {difference()}", 20)
 
 
+@pytest.mark.long
 def test_the_page_in_a_browser_shows_the_service_and_which_tokens_were_drafted(service, tmp_path):
     with browser() as tab:
         for width in (1200, 390):
@@ -87,6 +88,7 @@ def test_the_page_in_a_browser_shows_the_service_and_which_tokens_were_drafted(s
         assert tab.problems == []
 
 
+@pytest.mark.long
 def test_with_keys_the_page_asks_for_one_and_forgets_it_with_the_tab(service):
     service.change_live(callers={"page": {"key_sha256": digest_of(KEY), "tags": "allow"}})
     wait_for(lambda: service.ask(max_tokens=1).status_code == 401, "callers")

@@ -161,6 +161,7 @@ def swap(service: Service, **user_config: Any) -> None:
     service.change_live({"name": DRAFTER_NAME, "user_config": user_config})
 
 
+@pytest.mark.long
 def test_a_head_that_does_not_fit_is_refused_and_the_old_one_stays(
     service: Service, plain: list[str], tmp_path: Path
 ) -> None:
@@ -176,6 +177,7 @@ def test_a_head_that_does_not_fit_is_refused_and_the_old_one_stays(
     assert acceptance_length(found) > 1.5
 
 
+@pytest.mark.long
 def test_a_new_head_goes_live_under_load_and_its_acceptance_is_seen(
     service: Service, plain: list[str], tmp_path: Path
 ) -> None:

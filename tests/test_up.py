@@ -291,6 +291,7 @@ os.unlink(segment)
 """
 
 
+@pytest.mark.long
 def test_processes_segments_and_sockets_of_a_session_are_found_and_ended(tmp_path: Path) -> None:
     """An engine that outlives Ray keeps gigabytes; one that is killed leaves its files."""
     env = {**os.environ, "PYTHONPATH": str(Path(up.__file__).parents[1])}
