@@ -13,6 +13,7 @@ from benchmarks import links
 FEW = ["--requests", "1", "3", "--steps", "6", "--warmup", "2", "--hidden-size", "8", "--device", "cpu"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "flags", [pytest.param([], marks=pytest.mark.long), ["--bookkeeping"]], ids=["copying", "bookkeeping"]
 )

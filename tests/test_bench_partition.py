@@ -18,6 +18,7 @@ def run(monkeypatch: pytest.MonkeyPatch, path, *options: str) -> dict:
     return json.loads(path.read_text())
 
 
+@pytest.mark.long
 def test_all_cases_agree(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     found = run(monkeypatch, tmp_path / "found.json", "--tokens", "48", "64", "--segments", "1", "2", "4")
     cases = {(case["num_tokens"], case["num_segments"], case["method"]): case for case in found["cases"]}

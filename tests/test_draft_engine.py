@@ -121,6 +121,9 @@ def hidden_states(target: Target, tokens: list[int], layer_ids: tuple[int, ...])
     return target.states(tokens_BN, torch.zeros_like(tokens_BN), position_BN, layer_ids)[0][0]
 
 
+pytestmark = pytest.mark.long  # heads of every layout are compared with vLLM's network in test_head_layouts
+
+
 @pytest.fixture(scope="module")
 def target(target_dir: Path) -> Target:
     return Target(target_dir)

@@ -202,6 +202,7 @@ def trained_drafter(target: Target, data: Conversations, folder: Path) -> Drafte
     return trainer.drafter
 
 
+@pytest.mark.long
 def test_walk_at_temperature_1_is_decoding_at_temperature_1(target: Target, tmp_path: Path) -> None:
     num_answers, num_tokens, generator = 140, 16, torch.Generator().manual_seed(0)
     sampling = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)

@@ -136,6 +136,7 @@ def test_right_drafts_are_accepted(engine: RemoteEngine, prompts: list[list[int]
     assert sum(one.drafting.counts.num_accepted_tokens for one in results if one.drafting is not None) > 20
 
 
+@pytest.mark.long
 def test_heads_of_one_drafter_serve_their_own_requests(
     engine: RemoteEngine, prompts: list[list[int]], reference: list[Result]
 ) -> None:

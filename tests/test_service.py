@@ -194,9 +194,9 @@ def test_unknown_names_and_origins(service):
 
 def test_greedy_output_is_the_same_whatever_k_also_mixed_in_one_batch(service):
     prompts = PROMPTS[2:]
-    expected = service.texts(prompts, [0] * len(prompts))
+    expected = service.texts(prompts, [0] * len(prompts), 16)
     ks = [k for k in (7, 1, 5, 0) for _ in prompts]
-    assert service.texts(prompts * 4, ks) == expected * 4
+    assert service.texts(prompts * 4, ks, 16) == expected * 4
 
 
 def test_metrics_parse_and_add_up_with_the_responses(service):
@@ -334,6 +334,7 @@ def test_python_in_the_cluster_reaches_the_same_target_by_handle(service):
         TargetClient("other")
 
 
+@pytest.mark.long
 def test_a_job_answers_a_file_of_requests_by_handle(service, tmp_path):
     """`peagle batch` as KubeRay's RayJob runs it: a process of its own, told only where the Ray cluster is."""
     arguments = {"max_tokens": 12, "temperature": 0, "drafting": {"k": 3, "workload": "job"}}

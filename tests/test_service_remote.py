@@ -116,6 +116,7 @@ def test_drafts_of_another_process_are_accepted_and_change_no_answer(service: Se
     assert {one["drafting"]["head"] for one in found} == {drafter["heads"][0]["head"]}
 
 
+@pytest.mark.long
 def test_a_workload_has_its_own_head(service: Service, plain: list[str]) -> None:
     both = service.ask_all([*requests("wrong", k=3), *requests("remote")])
     assert texts(both) == plain * 2

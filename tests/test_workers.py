@@ -69,6 +69,7 @@ Trainer(Recipe.load(recipe, [*settings, f"output={folder / 'cut'}"])).run()
 """
 
 
+@pytest.mark.long
 def test_workers_go_on_as_if_they_had_not_stopped(tmp_path) -> None:
     """Every worker has a random state of its own, which the checkpoint keeps; another number of workers is refused."""
     small = write_small_run(tmp_path)
