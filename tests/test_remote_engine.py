@@ -165,6 +165,7 @@ def test_preemption_changes_nothing(engine: RemoteEngine, prompts: list[list[int
         check_counts(result, job.k)
 
 
+@pytest.mark.long
 def test_aborted_requests_leave_the_drafter(
     engine: RemoteEngine, prompts: list[list[int]], reference: list[Result]
 ) -> None:

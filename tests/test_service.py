@@ -140,6 +140,7 @@ def test_streaming_gives_the_same_text_piece_by_piece_and_its_drafting_at_the_en
     assert len(others) >= whole["drafting"]["num_steps"]
 
 
+@pytest.mark.long
 def test_several_choices_report_once_for_all(service):
     answer = service.ask(n=2, temperature=1.0, seed=1, drafting={"k": 3}).json()
     assert len(answer["choices"]) == 2
@@ -306,6 +307,7 @@ def test_limits_change_without_a_new_engine(service):
     assert service.processes(TARGET_NAME) == pids
 
 
+@pytest.mark.long
 def test_python_in_the_cluster_reaches_the_same_target_by_handle(service):
     over_http = service.ask(drafting={"k": 3, "workload": "job"}).json()
     client = TargetClient()

@@ -74,6 +74,7 @@ def test_tags_are_taken_refused_or_ignored_by_caller(service):
     assert drafting(service, WEB, drafting={"k": 7}) == ("default", 3, "request")
 
 
+@pytest.mark.long
 def test_an_alias_is_the_same_model_with_a_workload_of_its_own(service):
     client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=JOB, max_retries=0)
     assert [model.id for model in client.models.list()] == [service.model, ALIAS]

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -25,11 +26,11 @@ KEY = "sk-page"
 
 @pytest.fixture(scope="module")
 def service(application):
-    for workload in ("code", "chat"):
-        for prompt in PROMPTS[:2]:
-            application.ask(
-                messages=[{"role": "user", "content": prompt}], stream=True, drafting={"workload": workload}
-            )
+    def ask(workload: str) -> None:
+        application.ask(stream=True, drafting={"workload": workload})
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(ask, ("code", "chat")))
     wait_for(lambda: len(application.drafting()["workloads"]) > 1, "workloads")
     return application
 
