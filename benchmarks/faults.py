@@ -213,6 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the service is stopped then too
     rows = []
     with running_service(options.config, options.targets) as (url, model):
         for fault in options.faults:
