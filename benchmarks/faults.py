@@ -118,7 +118,7 @@ def is_well(url: str, before: dict[str, set[int]], num_targets: int) -> bool:
         return False
     if health.status_code != 200 or health.json()["num_target_replicas"] != num_targets:
         return False
-    if "links" in document and sum(link.get("is_up", True) for link in document["links"]) < num_targets:
+    if "drafter" in before and sum(link["state"] == "up" for link in document["links"]) < num_targets:
         return False
     return all(len(pids(kind)) >= len(known) for kind, known in before.items())
 
@@ -135,7 +135,7 @@ def inflict(fault: str) -> None:
 
 def measured(fault: str, url: str, clients: Clients, num_targets: int) -> dict[str, Any]:
     """One fault under load, and what became of the requests that it met."""
-    before = {kind: pids(kind) for kind in PROCESSES}
+    before = {kind: found for kind in PROCESSES if (found := pids(kind))}
     time.sleep(STEADY_S)
     fault_s = time.monotonic()
     inflict(fault)

@@ -189,9 +189,10 @@ def cpu_seconds() -> dict[str, float]:
 class Clients:
     """Streams that are kept open, and what came of them."""
 
-    def __init__(self, url: str, num_tokens: int) -> None:
+    def __init__(self, url: str, num_tokens: int, stream_interval: int | None) -> None:
         self._host, self._port = url.removeprefix("http://").split(":")
         self._num_tokens, self._draw = num_tokens, random.Random(0)
+        self._own = {"ignore_eos": True} | ({} if stream_interval is None else {"stream_interval": stream_interval})
         self.num_chunks = self.num_answers = self.num_failed = 0
         self.first_s: list[float] = []
 
@@ -203,7 +204,7 @@ class Clients:
 
     async def _ask(self, max_tokens: int) -> None:
         body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": max_tokens, "stream": True}
-        text = json.dumps(body | {"ignore_eos": True})
+        text = json.dumps(body | self._own)
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
         reader, writer = await asyncio.open_connection(self._host, int(self._port))
         started_s, is_answered, is_whole, num_seen = time.perf_counter(), False, False, 0
@@ -224,7 +225,7 @@ class Clients:
 
 
 async def load(url: str, options: argparse.Namespace) -> dict[str, Any]:
-    clients = Clients(url, options.tokens)
+    clients = Clients(url, options.tokens, options.stream_interval)
     tasks = [asyncio.create_task(clients.run_forever()) for _ in range(options.streams)]
     await asyncio.sleep(options.warm_seconds)
     clients.num_chunks, before, start_s = 0, cpu_seconds(), time.perf_counter()
@@ -257,6 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, default=128, help="open at a time")
     parser.add_argument("--step-ms", type=float, default=20.0, help="of the engine that is not there")
     parser.add_argument("--tokens", type=int, default=1, help="of a request in a step")
+    parser.add_argument("--stream-interval", type=int, help="tokens of a chunk, as clients ask; default: the server's")
     parser.add_argument("--seconds", type=float, default=8.0, help="that are counted ...")
     parser.add_argument("--warm-seconds", type=float, default=6.0, help="... after these")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))

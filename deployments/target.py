@@ -67,8 +67,8 @@ QUEUED_PER_RUNNING = 2
 """Sequences that an edge hands to an engine, for each that the engine runs at a time: it must never wait for work."""
 
 MAX_CHUNKS_PER_S, MAX_TOKENS_PER_CHUNK = 4000, 8
-"""Of all streams of a replica together. A chunk costs vLLM's API process about 100 us; where chunks take all its time,
-a new request gets its turns there so late that its first token waits for most of a second (benchmarks/streams.py)."""
+"""Of all streams of a replica together. Where chunks take all the time of vLLM's API process, the first token of a new
+request waits for hundreds of milliseconds (benchmarks/streams.py, and the H200's results of benchmarks/headline.py)."""
 PACE_MEMORY = 0.95
 """What a second leaves of the highest rate seen: the streams of the next burst start before they are counted."""
 
