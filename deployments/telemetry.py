@@ -30,6 +30,7 @@ from cluster.control import DepthControl
 from cluster.counts import Counts, Ledger, TargetReport
 from cluster.settings import ClusterSettings
 from deployments.replicas import DrafterReport
+from peagle.store import write_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -256,6 +257,7 @@ class StateFile:
         self._path = None if path is None else Path(path)
         self._saved_s = time.monotonic()
         self._task: asyncio.Task[None] | None = None
+        self._fails = False
 
     def restore(self, control: DepthControl) -> None:
         """Begin where the last replica stopped. A damaged or foreign file is logged, put aside, and not used."""
@@ -279,15 +281,23 @@ class StateFile:
         self._task = asyncio.get_running_loop().create_task(work)
 
     def write(self, snapshot: Mapping[str, Any]) -> None:
-        """Replace the file by this snapshot, at once and as a whole. What goes wrong is logged."""
+        """Replace the file by this snapshot, at once and as a whole. Of several failures in a row the first is logged,
+        and the end of them."""
         if self._path is None:
             return
         part = self._path.with_suffix(f".{uuid.uuid4().hex}.part")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(snapshot), encoding="utf-8")
+            write_bytes(part, json.dumps(snapshot).encode())
             part.replace(self._path)
         except OSError as error:
-            logger.warning("depth.state: %s cannot be written: %s", self._path, error)
+            if not self._fails:
+                again = f"the service goes on, and tries again every {SAVE_INTERVAL_S:.0f} s"
+                logger.warning("depth.state: %s cannot be written (%s); %s", self._path, error, again)
+            self._fails = True
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
+        else:
+            if self._fails:
+                logger.warning("depth.state: %s is written again", self._path)
+            self._fails = False

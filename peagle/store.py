@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -132,7 +133,13 @@ def _build(final: Path, num_bytes: int, build: Callable[[Path], None], report: R
     partial = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".partial", dir=final.parent))
     try:
         partial.chmod(0o755)
-        build(partial)
+        try:
+            build(partial)
+        except Exception as error:
+            # Libraries in Rust (tokenizers, safetensors) tell of the disk in words alone.
+            if not isinstance(error, OSError) and (found := re.search(r"\(os error (\d+)\)", str(error))):
+                raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+            raise
         _write_manifest(partial)
         if final.exists():
             final.rename(final.parent / f".{final.name}.old.partial")

@@ -14,8 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from peagle.store import MANIFEST, CacheError, cache_root, is_intact, prepare_directory, write_bytes
+from tests.disk import full_disk
 
 
 def build(directory: Path) -> None:
@@ -105,6 +108,16 @@ def test_disk_that_fills_up_while_writing_leaves_nothing(tmp_path: Path) -> None
     assert leftovers(tmp_path) == []
     assert not (tmp_path / "thing").exists()
     assert prepare(tmp_path).is_dir(), "a later try, with room, works"
+
+
+def test_a_library_that_tells_of_a_full_disk_in_words_alone(tmp_path: Path) -> None:
+    def save(directory: Path) -> None:
+        Tokenizer(WordLevel({"a" * 10_000: 0}, unk_token="a")).save(str(directory / "tokenizer.json"))
+
+    with full_disk(100), pytest.raises(CacheError, match=r"no room: 2,000 bytes .*File too large.*PEAGLE_CACHE"):
+        prepare_directory(tmp_path, "thing", 2000, save)
+    assert leftovers(tmp_path) == []
+    assert prepare_directory(tmp_path, "thing", 2000, save).is_dir()
 
 
 def test_damaged_directory_stays_until_its_successor_is_complete(tmp_path: Path) -> None:

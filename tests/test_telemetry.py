@@ -31,6 +31,7 @@ from deployments.telemetry import (
     target_metrics,
 )
 from tests.counted import counts_of
+from tests.disk import full_disk
 
 GOOD = counts_of([(3, 3), (3, 1)])
 BAD = counts_of([(3, 0)])
@@ -229,6 +230,27 @@ def test_a_damaged_file_is_put_aside(tmp_path: Path, text: str, caplog: pytest.L
     assert found.book.workloads() == ()
     assert (tmp_path / "state.unusable").read_text() == text
     assert "depth.state" in caplog.text
+
+
+def test_on_a_full_disk_the_last_state_stays_whole_and_saving_goes_on_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "state.json"
+    file, control = StateFile(str(path)), control_with_counts()
+    file.write(control.snapshot())
+    before = path.read_text()
+    control.observe([report("a", code=sum([GOOD] * 90, Counts()))], 1.0)
+    with full_disk(100):
+        for _ in range(3):
+            file.write(control.snapshot())
+    assert path.read_text() == before
+    assert [found.name for found in tmp_path.iterdir()] == ["state.json"]
+    file.write(control.snapshot())
+    assert path.read_text() != before
+    failed, mended = [record.getMessage() for record in caplog.records]
+    assert f"{path} cannot be written" in failed
+    assert "the service goes on" in failed
+    assert "is written again" in mended
 
 
 def test_without_a_file_nothing_is_written_and_a_full_disk_is_logged(
