@@ -52,7 +52,7 @@ def engine_settings(args: argparse.Namespace, folder: Path, on_cpu: bool) -> dic
         **({} if args.kv_cache_dtype is None else {"kv_cache_dtype": args.kv_cache_dtype}),
     }
     dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
-    kwargs = engine_kwargs(target_dir, head_dir, dtype=dtype, async_scheduling=not on_cpu, on_cpu=on_cpu, extra=extra)
+    kwargs = engine_kwargs(target_dir, head_dir, dtype=dtype, on_cpu=on_cpu, extra=extra)
     kwargs["speculative_config"]["draft_load_config"] = {"load_format": "safetensors"}
     return kwargs
 

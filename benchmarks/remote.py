@@ -199,7 +199,6 @@ def settings_of(placement: str, args: argparse.Namespace) -> dict[str, Any]:
         head if has_head else None,
         max_draft_tokens=K_MAX if has_head else None,
         dtype="bfloat16",
-        async_scheduling=not args.sync,
         on_cpu=False,
         remote=RemoteSettings(min_deadline_s=0.2) if placement == "remote" else None,
         extra=extra,
@@ -312,7 +311,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS))
     parser.add_argument("--check", action="store_true", help="outputs of the embedded small model instead of speed")
-    parser.add_argument("--sync", action="store_true", help="without asynchronous scheduling")
     parser.add_argument("--target-gpu", type=int, default=0)
     parser.add_argument("--drafter-gpu", type=int, default=1)
     parser.add_argument("--gpu-memory", type=float, default=0.8)

@@ -140,7 +140,7 @@ class TargetServer(LLMServer):
         """Without Ray's own next step: its telemetry of models starts an actor that imports vLLM once more, and holds
         up this replica until that answers."""
         assert self.engine is not None
-        await self.engine.start()
+        await self.engine.start()  # type: ignore[no-untyped-call]
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         return make_app(self, self._settings.ingress.allow_origins)
@@ -430,7 +430,6 @@ def engine_config(settings: ClusterSettings, target: str | None = None, head_dir
         max_draft_tokens=None if drafter is None else drafter.max_draft_tokens,
         parallel_drafting=None if drafter is None else drafter.parallel_drafting,
         dtype=dtype,
-        async_scheduling=not on_cpu,
         on_cpu=on_cpu,
         remote=None if links is None else RemoteSettings(links.min_deadline_ms / 1000, links.max_deadline_ms / 1000),
         extra=extra,

@@ -182,9 +182,7 @@ class RunningEngine:
 
 def target_kwargs(target_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """The target without speculation, in float32."""
-    return engine_kwargs(
-        target_dir, None, dtype="float32", async_scheduling=False, on_cpu=current_platform.is_cpu(), extra=settings
-    )
+    return engine_kwargs(target_dir, None, dtype="float32", on_cpu=current_platform.is_cpu(), extra=settings)
 
 
 def drafted_kwargs(target_dir: Path, head_dir: Path, k_max: int, settings: dict[str, Any]) -> dict[str, Any]:
@@ -194,7 +192,6 @@ def drafted_kwargs(target_dir: Path, head_dir: Path, k_max: int, settings: dict[
         head_dir,
         max_draft_tokens=k_max,
         dtype="float32",
-        async_scheduling=False,
         on_cpu=current_platform.is_cpu(),
         extra=settings,
     )

@@ -32,7 +32,6 @@ class RemoteEngine(RunningEngine):
             head_dir,
             max_draft_tokens=k_max,
             dtype="float32",
-            async_scheduling=False,
             on_cpu=True,
             remote=settings,
             extra=extra,

@@ -124,7 +124,7 @@ def test_k_max_is_limited_where_the_head_says_what_it_was_trained_for(head: Path
         k_max(max_draft_tokens=18)
     reconfigure(head, num_depths=...)  # as in the published heads
     assert (k_max(), k_max(max_draft_tokens=18)) == (DEFAULT_NUM_DEPTHS, 18)
-    speculative = engine_kwargs(None, head, max_draft_tokens=18, async_scheduling=False, on_cpu=True)
+    speculative = engine_kwargs(None, head, max_draft_tokens=18, on_cpu=True)
     assert speculative["speculative_config"]["num_speculative_tokens"] == 18
 
 

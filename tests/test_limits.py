@@ -26,7 +26,7 @@ VOCAB_SIZE = 49152
 @pytest.fixture(scope="module")
 def config(target_dir: Path, head_dir: Path, environment: None) -> Any:
     extra = {"max_model_len": 256, "max_num_seqs": 4, "enforce_eager": True}
-    kwargs = engine_kwargs(target_dir, head_dir, dtype="float32", async_scheduling=False, on_cpu=True, extra=extra)
+    kwargs = engine_kwargs(target_dir, head_dir, dtype="float32", on_cpu=True, extra=extra)
     return EngineArgs(**kwargs).create_engine_config()
 
 

@@ -110,7 +110,6 @@ def run(
         setting.target_dir,
         setting.head_dir,
         dtype="float32",
-        async_scheduling=False,
         on_cpu=True,
         remote=None if drafter is None else PATIENT,
         extra=ENGINE | changes,

@@ -28,8 +28,8 @@ def head(tmp_path: Path) -> Path:
 
 def test_on_a_cpu(head: Path) -> None:
     remote = RemoteSettings(min_deadline_s=0.1, max_deadline_s=2.0)
-    kwargs = engine_kwargs("/target", head, async_scheduling=False, on_cpu=True, remote=remote)
-    colocated = engine_kwargs("/target", head, async_scheduling=False, on_cpu=True)
+    kwargs = engine_kwargs("/target", head, on_cpu=True, remote=remote)
+    colocated = engine_kwargs("/target", head, on_cpu=True)
     assert kwargs["worker_cls"] == REMOTE_CPU_WORKER
     assert {key: value for key, value in kwargs.items() if colocated.get(key) != value} == {
         "worker_cls": REMOTE_CPU_WORKER,
@@ -42,16 +42,14 @@ def test_on_a_cpu(head: Path) -> None:
 
 def test_on_a_gpu(head: Path) -> None:
     extra = {"additional_config": {"other": 1}}
-    kwargs = engine_kwargs("/target", head, async_scheduling=True, on_cpu=False, remote=RemoteSettings(), extra=extra)
+    kwargs = engine_kwargs("/target", head, on_cpu=False, remote=RemoteSettings(), extra=extra)
     assert (kwargs["worker_cls"], kwargs["scheduler_cls"]) == (REMOTE_GPU_WORKER, ASYNC_SCHEDULER)
     assert kwargs["additional_config"].keys() == {"other", REMOTE_KEY}
 
 
 def test_refusals(head: Path) -> None:
     def kwargs(head_dir: Path | None, extra: dict[str, Any] | None = None) -> dict[str, Any]:
-        return engine_kwargs(
-            "/t", head_dir, async_scheduling=False, on_cpu=True, remote=RemoteSettings(), extra=extra or {}
-        )
+        return engine_kwargs("/t", head_dir, on_cpu=True, remote=RemoteSettings(), extra=extra or {})
 
     with pytest.raises(ValueError, match="remote is set but there is no head"):
         kwargs(None)

@@ -62,9 +62,7 @@ def write_head(folder: Path, **changes: Any) -> Path:
 
 
 def test_engine_kwargs(head: Path) -> None:
-    kwargs = engine_kwargs(
-        "/target", head, max_draft_tokens=5, dtype="float32", async_scheduling=False, on_cpu=True, extra={"seed": 1}
-    )
+    kwargs = engine_kwargs("/target", head, max_draft_tokens=5, dtype="float32", on_cpu=True, extra={"seed": 1})
     assert kwargs == {
         "model": "/target",
         "dtype": "float32",
@@ -82,17 +80,17 @@ def test_engine_kwargs(head: Path) -> None:
 
 
 def test_engine_kwargs_on_a_gpu(head: Path) -> None:
-    kwargs = engine_kwargs(None, head, async_scheduling=True, on_cpu=False)
+    kwargs = engine_kwargs(None, head, on_cpu=False)
     assert kwargs["scheduler_cls"] == ASYNC_SCHEDULER
     assert kwargs["speculative_config"]["num_speculative_tokens"] == 7
     assert kwargs["worker_cls"] == V2_WORKER
     assert "model" not in kwargs
     # Without max_num_seqs the largest graphs there may be; with it a full batch of 1 + K_max rows, and half as much.
     assert kwargs["cudagraph_capture_sizes"] == capture_sizes(4096)
-    few = engine_kwargs(None, head, async_scheduling=True, on_cpu=False, extra={"max_num_seqs": 8})
+    few = engine_kwargs(None, head, on_cpu=False, extra={"max_num_seqs": 8})
     assert few["cudagraph_capture_sizes"] == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96]
     own = {"compilation_config": {"cudagraph_capture_sizes": [1, 2]}}
-    assert "cudagraph_capture_sizes" not in engine_kwargs(None, head, async_scheduling=True, on_cpu=False, extra=own)
+    assert "cudagraph_capture_sizes" not in engine_kwargs(None, head, on_cpu=False, extra=own)
 
 
 def test_v2_is_allowed_for_our_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +129,7 @@ def test_a_head_without_a_mask_token_drafts_one_after_another(
 ) -> None:
     head = write_head(tmp_path, **config)
     for wanted in (None, parallel):
-        kwargs = engine_kwargs("/target", head, parallel_drafting=wanted, async_scheduling=False, on_cpu=True)
+        kwargs = engine_kwargs("/target", head, parallel_drafting=wanted, on_cpu=True)
         assert kwargs["speculative_config"] == {
             "method": "eagle3",
             "model": str(head),
@@ -140,11 +138,11 @@ def test_a_head_without_a_mask_token_drafts_one_after_another(
         }
         assert kwargs["scheduler_cls"] == SYNC_SCHEDULER
     with pytest.raises(ValueError, match=f"parallel_drafting is {not parallel}.*write {parallel}"):
-        engine_kwargs("/target", head, parallel_drafting=not parallel, async_scheduling=False, on_cpu=True)
+        engine_kwargs("/target", head, parallel_drafting=not parallel, on_cpu=True)
 
 
 def test_engine_kwargs_without_a_head() -> None:
-    kwargs = engine_kwargs("/target", None, async_scheduling=False, on_cpu=True)
+    kwargs = engine_kwargs("/target", None, on_cpu=True)
     assert "speculative_config" not in kwargs
     assert kwargs["scheduler_cls"] == SYNC_SCHEDULER
 
@@ -152,7 +150,7 @@ def test_engine_kwargs_without_a_head() -> None:
 @pytest.mark.parametrize("key", DECIDED_KEYS)
 def test_owned_keys_are_refused(head: Path, key: str) -> None:
     with pytest.raises(ValueError, match=f"'{key}'"):
-        engine_kwargs("/target", head, async_scheduling=False, on_cpu=True, extra={key: None})
+        engine_kwargs("/target", head, on_cpu=True, extra={key: None})
 
 
 @pytest.mark.parametrize(
@@ -160,17 +158,12 @@ def test_owned_keys_are_refused(head: Path, key: str) -> None:
 )
 def test_bad_max_draft_tokens(head: Path, max_draft_tokens: Any, found: str) -> None:
     with pytest.raises(ValueError, match=f"max_draft_tokens must be an integer from 1 to 7.*{found}"):
-        engine_kwargs("/target", head, max_draft_tokens=max_draft_tokens, async_scheduling=False, on_cpu=True)
+        engine_kwargs("/target", head, max_draft_tokens=max_draft_tokens, on_cpu=True)
 
 
 def test_draft_tokens_without_a_head() -> None:
     with pytest.raises(ValueError, match="no head"):
-        engine_kwargs("/target", None, max_draft_tokens=3, async_scheduling=False, on_cpu=True)
-
-
-def test_asynchronous_scheduling_on_a_cpu(head: Path) -> None:
-    with pytest.raises(ValueError, match="async_scheduling"):
-        engine_kwargs("/target", head, async_scheduling=True, on_cpu=True)
+        engine_kwargs("/target", None, max_draft_tokens=3, on_cpu=True)
 
 
 @pytest.mark.parametrize(
@@ -186,13 +179,13 @@ def test_directory_that_is_no_head(tmp_path: Path, config: str | None, message: 
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     with pytest.raises(ValueError, match=message):
-        engine_kwargs("/target", tmp_path, max_draft_tokens=3, async_scheduling=False, on_cpu=True)
+        engine_kwargs("/target", tmp_path, max_draft_tokens=3, on_cpu=True)
 
 
 def test_published_head_does_not_say_its_depth(tmp_path: Path) -> None:
     write_head(tmp_path, num_depths=None)
     for wanted, found in ((None, DEFAULT_NUM_DEPTHS), (4, 4)):
-        kwargs = engine_kwargs("/target", tmp_path, max_draft_tokens=wanted, async_scheduling=False, on_cpu=True)
+        kwargs = engine_kwargs("/target", tmp_path, max_draft_tokens=wanted, on_cpu=True)
         assert kwargs["speculative_config"]["num_speculative_tokens"] == found
 
 

@@ -51,7 +51,6 @@ def engine_kwargs(
     max_draft_tokens: int | None = None,
     parallel_drafting: bool | None = None,
     dtype: str = "auto",
-    async_scheduling: bool,
     on_cpu: bool,
     remote: RemoteSettings | None = None,
     extra: Mapping[str, Any] | None = None,
@@ -66,24 +65,22 @@ def engine_kwargs(
         parallel_drafting: all drafts in one pass (P-EAGLE) or one after another (EAGLE-3); None takes what the head was
             trained for, one pass if it has a mask token.
         dtype: of target and drafter. On a CPU without bf16 arithmetic: "float32".
-        async_scheduling: whether vLLM plans a step ahead. False on a CPU, where vLLM does not support it.
-        on_cpu: whether the engine runs on a CPU, with our worker, which repairs sampling there also without a head.
+        on_cpu: whether the engine runs on a CPU, with our worker, which repairs sampling there also without a head; and
+            without asynchronous scheduling, which vLLM has on GPUs only.
         remote: the drafter runs in another process: of head_dir only config.json is read. None: in the engine.
         extra: further engine settings, passed on unchanged.
 
     Raises:
         ValueError: names the setting and what to do: a key in `extra` that is decided here, a head or K_max that does
-            not go with the others, asynchronous scheduling on a CPU.
+            not go with the others.
     """
     extra = dict(extra or {})
     if taken := [key for key in DECIDED_KEYS if key in extra]:
         raise ValueError(f"engine settings {taken} are not free: they follow from the other arguments")
-    if on_cpu and async_scheduling:
-        raise ValueError("async_scheduling must be off on a CPU: vLLM runs it on GPUs only")
     kwargs: dict[str, Any] = {
         "dtype": dtype,
-        "async_scheduling": async_scheduling,
-        "scheduler_cls": ASYNC_SCHEDULER if async_scheduling else SYNC_SCHEDULER,
+        "async_scheduling": not on_cpu,
+        "scheduler_cls": SYNC_SCHEDULER if on_cpu else ASYNC_SCHEDULER,
         **extra,
     }
     kwargs["worker_cls"] = CPU_WORKER if on_cpu else V2_WORKER
