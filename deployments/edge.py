@@ -25,14 +25,14 @@ from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.chat_utils import MM_PARSER_MAP
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 from vllm.exceptions import VLLMClientError
 
 from cluster.admission import Admission, BusyError
@@ -49,6 +49,7 @@ from cluster.request import (
     system_prompt,
 )
 from cluster.settings import ClusterSettings, LimitSettings
+from deployments import openapi
 from deployments.compat import NOT_READY, NOT_READY_CODE, RETRY_AFTER_S
 from peagle.schema import nearest
 from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY
@@ -59,6 +60,10 @@ Call = Literal["chat", "completions"]
 Body = ChatCompletionRequest | CompletionRequest
 
 BODIES: dict[Call, type[Body]] = {"chat": ChatCompletionRequest, "completions": CompletionRequest}
+ANSWERS: dict[type[BaseModel], type[BaseModel]] = {
+    ChatCompletionRequest: ChatCompletionResponse,
+    CompletionRequest: CompletionResponse,
+}
 UNUSED_FIELDS = frozenset(
     {
         "metadata",
@@ -254,22 +259,56 @@ def parse_body(call: Call, fields: dict[str, Any]) -> Body:
     except ValidationError as error:
         raise _from_validation(error) from error
     except VLLMClientError as error:
-        raise ApiError(400, str(error.args[0]), param=getattr(error, "parameter", None)) from error
+        param = getattr(error, "parameter", None) or _to_blame(call, fields)
+        raise ApiError(400, f"{error.args[0]!s:.500}", param=param) from error
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         # vLLM's own validators run before the types are checked, and trip over values of a type they do not expect.
-        raise ApiError(400, f"a field has a value of the wrong type ({error})") from error
+        blamed = _to_blame(call, fields)
+        raise ApiError(
+            400, f"{blamed or 'a field'} has a value of the wrong type ({error!s:.200})", param=blamed
+        ) from error
+
+
+def _to_blame(call: Call, fields: Mapping[str, Any]) -> str | None:
+    """The field by which alone vLLM's validators fail."""
+    least = {name: fields[name] for name in ("messages", "prompt") if name in fields}
+    for name, value in fields.items():
+        try:
+            BODIES[call].model_validate({**least, name: value})
+        except ValidationError:
+            continue
+        except (VLLMClientError, TypeError, AttributeError, KeyError, ValueError):
+            return name
+    return None
 
 
 def _from_validation(error: ValidationError) -> ApiError:
-    """The first problem; of a field that may have several types, the one of the type that was sent."""
+    """The first problem. Of a field that may have several forms: of the form that was most likely meant."""
     details = error.errors(include_url=False, include_input=False)
-    of_field = [detail for detail in details if detail["loc"][:1] == details[0]["loc"][:1]]
-    detail = next((one for one in of_field if not one["type"].endswith("_type")), of_field[0])
-    steps = [str(step) for step in detail["loc"]]
-    # Behind a field's name and index stand the names of the types that were tried.
-    name = ".".join(steps[: 2 if len(steps) > 1 and steps[1].isdigit() else 1])
-    message = str(detail["msg"]).removeprefix("Value error, ")
+    forms: dict[tuple[Any, ...], list[Any]] = {}
+    for detail in details:
+        if detail["loc"][:1] == details[0]["loc"][:1]:
+            is_a_form = (not isinstance(step, int) and not _is_field(step) for step in detail["loc"])
+            end = next((index for index, is_form in enumerate(is_a_form) if is_form), -1) + 1
+            forms.setdefault(detail["loc"][:end], []).append(detail)
+
+    def unlikeliness(form: list[Any]) -> tuple[bool, bool, int, bool]:
+        kinds = [detail["type"] for detail in form]
+        is_other_type = all(kind.endswith("_type") for kind in kinds)
+        return "literal_error" in kinds, "missing" in kinds, len(kinds), is_other_type
+
+    detail = min(forms.values(), key=unlikeliness)[0]
+    steps = [str(step) for step in detail["loc"] if isinstance(step, int) or _is_field(step)]
+    if steps and steps[0].isdigit():  # vLLM reads the calls of a message on their own
+        steps = ["tool_calls", *steps]
+    name, message = ".".join(steps), str(detail["msg"]).removeprefix("Value error, ")
     return ApiError(400, f"{name}: {message}" if name else message, param=name or None)
+
+
+def _is_field(step: Any) -> bool:
+    """Whether a step of pydantic's path is a field's name, and not a form of it (`str`, `list[int]`, a class)."""
+    is_name = isinstance(step, str) and re.fullmatch("[a-z][a-z0-9_]*", step) is not None
+    return is_name and step not in ("str", "int", "float", "bool", "dict", "list")
 
 
 def _check_messages(messages: Any) -> None:
@@ -301,6 +340,8 @@ def _check_messages(messages: Any) -> None:
 
 def check_limits(body: Body, fields: Mapping[str, Any], limits: LimitSettings) -> int:
     """The number of sequences that a request asks for. Raises ApiError for one that asks more than it may."""
+    if body.n is not None and body.n < 1:
+        raise ApiError(400, f"n must be at least 1, not {body.n}", param="n")
     num_sequences = (1 if body.n is None else body.n) * num_prompts(body)
     _at_most("n", "n times the number of prompts", num_sequences, limits.max_num_sequences)
     for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
@@ -504,6 +545,9 @@ class Edge:
         if (drafter := self._settings.drafter) is not None and drafter.is_remote:
             decided[HEAD_KEY] = drafter.head_index(drafting.workload)
         fields["vllm_xargs"] = body.vllm_xargs = {**own, **decided}
+        if "request_id" in fields and not _REQUEST_ID.fullmatch(body.request_id):
+            rule = "1 to 128 letters, digits or . _ : -"  # every chunk of a stream carries it
+            raise ApiError(400, f"request_id must be {rule}, not {body.request_id!r:.80}", param="request_id")
         request_id = (headers or {}).get("x-request-id", "")
         if "request_id" not in fields and _REQUEST_ID.fullmatch(request_id):
             fields["request_id"] = body.request_id = request_id
@@ -659,7 +703,7 @@ METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 def make_app(backend: Backend, allow_origins: list[str]) -> FastAPI:
     """The HTTP API: OpenAI's, SageMaker's, and GET /health, /metrics, /drafting and the page at /."""
-    app = FastAPI(title="peagle-serve", docs_url=None, redoc_url=None)
+    app = FastAPI(title="peagle-serve", docs_url=None, redoc_url=None, redirect_slashes=False)
 
     async def ask(call: Call | None, request: Request) -> Response:
         return await _answer(backend, call, request)
@@ -686,13 +730,12 @@ def make_app(backend: Backend, allow_origins: list[str]) -> FastAPI:
             raise ApiError(404, f"the model {model!r:.80} is not served here", param="model", code="model_not_found")
         return JSONResponse(card)
 
-    @app.get("/ping")
-    @app.post("/ping")
+    @app.api_route("/ping", methods=["GET", "POST"])
     @app.get("/health")
     async def health() -> Response:
         return JSONResponse(await backend.health())
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(await backend.metrics(), media_type=METRICS_CONTENT_TYPE)
 
@@ -711,12 +754,20 @@ def make_app(backend: Backend, allow_origins: list[str]) -> FastAPI:
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return ApiError(error.status_code, str(error.detail)).response()
+        response = ApiError(error.status_code, str(error.detail)).response()
+        response.headers.update(error.headers or {})
+        return response
 
     async def unexpected(request: Request, error: Exception) -> Response:
         logger.error("a request to %s failed", request.url.path, exc_info=error)
         return internal_error().response()
 
+    def described() -> dict[str, Any]:
+        bodies: dict[str, list[type[BaseModel]]] = {"/invocations": list(ANSWERS)}
+        bodies |= {"/v1/chat/completions": [ChatCompletionRequest], "/v1/completions": [CompletionRequest]}
+        return openapi.document(app, bodies, ANSWERS, UNUSED_FIELDS)
+
+    app.openapi = functools.cache(described)  # type: ignore[method-assign]
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(Exception, unexpected)

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 from fastapi import FastAPI
 from hypothesis import given, settings
@@ -146,6 +147,8 @@ def content(value: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": value}]}
 
 
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "f"}}
 BAD_CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
     "content as an object": (content({"a": 1}), "messages.0.content"),
     "content of numbers": (content([1, 2]), "messages.0.content.0"),
@@ -160,8 +163,17 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
     "messages as a number": ({"messages": 3}, "messages"),
     "messages as an object": ({"messages": {"role": "user"}}, "messages"),
     "message as a text": ({"messages": ["Hi"]}, "messages.0"),
-    "message without a role": ({"messages": [{"content": "Hi"}]}, "messages.0"),
+    "message without a role": ({"messages": [{"content": "Hi"}]}, "messages.0.role"),
+    "role as a number": ({"messages": [{"role": 3, "content": "Hi"}]}, "messages.0.role"),
+    "name as a number": ({"messages": [{"role": "user", "content": "Hi", "name": 3}]}, "messages.0.name"),
+    "content that is null": ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+    "content of a file": (content([{"type": "file", "file": {"file_id": "x"}}]), "messages.0.content.0"),
     "tool calls as a number": ({"messages": [{"role": "assistant", "tool_calls": 3}]}, None),
+    "tool call as a text": ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "tool_calls.0"),
+    "arguments as a number": (
+        {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": 3}}]}]},
+        "tool_calls.0.function.arguments",
+    ),
     "surrogate in content": (content("\ud800"), "messages.0.content"),
     "surrogate in a part": (content([{"type": "text", "text": "a\udfff"}]), "messages.0.content.0.text"),
     "surrogate in system": ({"messages": [{"role": "system", "content": "\ud800"}, *HELLO]}, "messages.0.content"),
@@ -188,8 +200,53 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
     "the server's head": ({"vllm_xargs": {HEAD_KEY: 3}}, f"vllm_xargs.{HEAD_KEY}"),
     "the server's survival": ({"vllm_xargs": {SURVIVAL_KEY: [1]}}, f"vllm_xargs.{SURVIVAL_KEY}"),
     "the server's workload": ({"vllm_xargs": {WORKLOAD_KEY: "a"}}, f"vllm_xargs.{WORKLOAD_KEY}"),
-    "stream options as a text": ({"stream_options": "all"}, None),
-    "two grammars": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, None),
+    "stream options as a text": ({"stream_options": "all"}, "stream_options"),
+    "stream as a word": ({"stream_options": {"include_usage": "maybe"}}, None),
+    "two grammars": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+    "a grammar of no kind": ({"structured_outputs": {"regexx": "a"}}, "structured_outputs"),
+    "a grammar as a number": ({"structured_outputs": 3}, "structured_outputs"),
+    "choices as a number": ({"structured_outputs": {"choice": 3}}, "structured_outputs.choice"),
+    "a format of no kind": ({"response_format": {"type": "xml"}}, "response_format.type"),
+    "a format without its schema": ({"response_format": {"type": "json_schema"}}, "response_format"),
+    "a schema as a number": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": 3}}},
+        "response_format.json_schema.schema",
+    ),
+    "tools as an object": ({"tools": {}}, "tools"),
+    "no tools": ({"tools": []}, "tools"),
+    "a tool as a number": ({"tools": [3]}, "tools.0"),
+    "a tool without a function": ({"tools": [{"type": "function"}]}, "tools.0.function"),
+    "a choice without tools": ({"tool_choice": "required"}, "tool_choice"),
+    "a choice of no kind": ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
+    "a choice of another tool": (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+    ),
+    "no sequence": ({"n": 0}, "n"),
+    "sequences below none": ({"n": -1}, "n"),
+    "half a sequence": ({"n": 1.5}, "n"),
+    "an old name": ({"best_of": 2}, "best_of"),
+    "half a token": ({"max_tokens": 1.5}, "max_tokens"),
+    "a seed beyond 64 bits": ({"seed": 2**63}, "seed"),
+    "stop as a number": ({"stop": 3}, "stop"),
+    "bad words of numbers": ({"bad_words": [3]}, "bad_words.0"),
+    "logprobs as a number": ({"logprobs": 3}, "logprobs"),
+    "top logprobs alone": ({"top_logprobs": 3}, "top_logprobs"),
+    "both ends of a message": (
+        {"add_generation_prompt": True, "continue_final_message": True},
+        None,
+    ),
+    "an empty salt": ({"cache_salt": ""}, "cache_salt"),
+    "a request id without end": ({"request_id": "a" * 10_000}, "request_id"),
+    "a request id with a line break": ({"request_id": "a\nb"}, "request_id"),
+    "an effort of no kind": ({"reasoning_effort": "huge"}, "reasoning_effort"),
+    "a document as a number": ({"documents": [3]}, "documents.0"),
+    "arguments of a template as a list": ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+    "an object in extra arguments": ({"vllm_xargs": {"a": {"b": 1}}}, "vllm_xargs.a"),
+    "a field of a plugin": ({"logits_processors": ["os.system"]}, "logits_processors"),
+    "K as a truth value": ({"drafting": {"k": True}}, "drafting.k"),
+    "a tag that is too long": ({"drafting": {"workload": "a" * 65}}, "drafting.workload"),
+    "drafting as a list": ({"drafting": [1]}, "drafting"),
     "more sequences than allowed": ({"n": 17}, "n"),
     "sequences without end": ({"n": 2**62}, "n"),
     "more logprobs than allowed": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -231,6 +288,77 @@ def test_a_bad_request_gets_400_that_names_the_field_over_http_and_by_handle(nam
             by_handle(backend, document)
         assert raised.value.body()["error"] == error, "the same whatever way it comes"
     assert backend.admitted == [], "no engine sees it"
+
+
+BAD_COMPLETIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "a prompt as an object": ({"prompt": {"a": 1}}, "prompt"),
+    "a prompt as a truth value": ({"prompt": True}, "prompt"),
+    "a prompt of ids and texts": ({"prompt": [1, "a"]}, "prompt"),
+    "prompts of ids and texts": ({"prompt": ["a", [1]]}, "prompt"),
+    "half a token id": ({"prompt": [1.5]}, "prompt"),
+    "prompts above the limit": ({"prompt": ["a"] * 17}, "n"),
+    "no sequence": ({"n": 0}, "n"),
+    "messages of a chat": ({"messages": HELLO}, "messages"),
+    "logprobs of all tokens": ({"logprobs": -1}, "logprobs"),
+    "a word for a truth value": ({"add_special_tokens": "x"}, "add_special_tokens"),
+    "prompt logprobs of a stream": ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    "options of no stream": ({"stream_options": {"include_usage": True}}, "stream_options"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_COMPLETIONS)
+def test_a_bad_completion_gets_400_that_names_the_field(name: str) -> None:
+    body, param = BAD_COMPLETIONS[name]
+    backend = Echo()
+    response = complete(backend, **body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"].partition(".")[0] == param
+    assert backend.admitted == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "allow"),
+    [
+        ("GET", "/v1/chat/completions", 405, "POST"),
+        ("PUT", "/v1/completions", 405, "POST"),
+        ("DELETE", "/v1/models", 405, "GET"),
+        ("DELETE", "/ping", 405, "GET POST"),
+        ("POST", "/metrics", 405, "GET"),
+        ("POST", "/", 405, "GET"),
+        ("GET", "/v1/nothing", 404, ""),
+        ("POST", "/v1/chat/completions/", 404, ""),
+        ("GET", "/v1/models/%00", 404, ""),
+        ("GET", "/v1/models/../../etc/passwd", 404, ""),
+    ],
+)
+def test_a_path_or_method_that_is_none(method: str, path: str, status: int, allow: str) -> None:
+    response = request(Echo(), method, path)
+    assert response.status_code == status
+    assert sorted(response.headers.get("allow", "").replace(",", " ").split()) == allow.split()
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_the_openapi_document_is_true_of_bodies_and_refusals() -> None:
+    document = request(Echo(), "GET", "/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    for name, schema in schemas.items():
+        jsonschema.Draft202012Validator.check_schema(schema), name
+    bodies = {"/v1/chat/completions": "ChatCompletionRequest", "/v1/completions": "CompletionRequest"}
+    for path, name in bodies.items():
+        operation = document["paths"][path]["post"]
+        ref = f"#/components/schemas/{name}"
+        assert operation["requestBody"]["content"]["application/json"]["schema"] == {"anyOf": [{"$ref": ref}]}
+        assert {"200", "400", "401", "403", "404", "413", "429", "503"} == operation["responses"].keys()
+    validator = jsonschema.Draft202012Validator({"$ref": "#/components/schemas/ChatCompletionRequest", **document})
+    for good in ({}, {"drafting": {"k": 3, "workload": "code"}}, {"n": None}, {"store": True}, {"stop": ["a"]}):
+        assert validator.is_valid({"messages": HELLO, **good})
+        assert chat(Echo(), **good).status_code == 200
+    for bad in ({"drafting": {"depth": 3}}, {"max_token": 3}, {"messages": 3}, {"temperature": "hot"}):
+        assert not validator.is_valid({"messages": HELLO, **bad})
+        refused = chat(Echo(), **bad)
+        assert refused.status_code == 400
+        jsonschema.validate(refused.json(), schemas["Error"])
+    assert "422" not in json.dumps(document)
 
 
 def test_an_unknown_field_is_told_the_nearest_one() -> None:

@@ -12,7 +12,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -63,6 +63,12 @@ def test_a_token_id_beyond_the_vocabulary_is_refused(processor: InputProcessor, 
         ({"logit_bias": dict.fromkeys(range(MAX_TOKEN_IDS + 1), 1.0)}, "logit_bias holds 1025"),
         ({"min_tokens": 2, "stop_token_ids": list(range(121))}, "stop_token_ids holds 121"),
         ({"bad_words": ["many words " * 60] * 1 + [f"{n} and more words " * 30 for n in range(20)]}, "bad_words are"),
+        ({"bad_words": [f"w{n}" for n in range(1025)]}, "bad_words are about 1025 tokens, at most 1024"),
+        ({"bad_words": ["a" * 10**7]}, "bad_words are about 625000 tokens"),
+        (
+            {"repetition_detection": RepetitionDetectionParams(max_pattern_size=1000, min_pattern_size=1, min_count=2)},
+            "repetition_detection looks 2000 tokens back .*at most 1024",
+        ),
         ({"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias"),

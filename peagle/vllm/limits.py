@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 MAX_TOKEN_IDS = 1024
 """Of allowed_token_ids and of logit_bias: the tables of vLLM's V2 model runner hold so many, and a longer list ends its
 worker."""
+MAX_PATTERN_TOKENS = 1024
+"""Of repetition_detection, pattern times count: what the scheduler may compare in every step, in Python."""
 MAX_STOP_TOKEN_IDS = 120
 """Of stop_token_ids with min_tokens; there the table has 128 places, some of which are the model's own."""
 
@@ -65,6 +67,12 @@ def check_sampling(params: SamplingParams, vocab_size: int, limits: GrammarLimit
             "stop_token_ids",
             f"holds {len(params.stop_token_ids or ())} token ids, at most {MAX_STOP_TOKEN_IDS} go with min_tokens",
         )
+    repeated = params.repetition_detection
+    if repeated is not None and (most := repeated.max_pattern_size * repeated.min_count) > MAX_PATTERN_TOKENS:
+        problem = (
+            f"looks {most} tokens back (max_pattern_size times min_count), at most {MAX_PATTERN_TOKENS} are possible"
+        )
+        raise _refusal("repetition_detection", problem)
     words = params.bad_words_token_ids or ()
     if (num_tokens := sum(map(len, words))) > envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS:
         most = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
@@ -124,6 +132,12 @@ class CheckedInputProcessor(InputProcessor):
             super()._validate_params(params, supported_tasks)
             return
         if params.bad_words and self.tokenizer is not None:
+            # Each is at least one token, and hardly more than 16 characters: so much is not even tokenized.
+            num = max(len(params.bad_words), sum(map(len, params.bad_words)) // 16)
+            if num > envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS:
+                raise _refusal(
+                    "bad_words", f"are about {num} tokens, at most {envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS} are possible"
+                )
             params.update_from_tokenizer(self.tokenizer)
         check_sampling(params, self.model_config.get_vocab_size(), self.grammar_limits)
         checker = self
