@@ -830,16 +830,34 @@ def live_config(settings: ClusterSettings) -> dict[str, Any]:
     return {"aliases": dict(settings.model.aliases), **sections}
 
 
-def with_live(settings: ClusterSettings, live: Mapping[str, Any]) -> ClusterSettings:
-    """`settings` with what `live_config` made of others, which are checked. Callers that it does not name stay."""
-    callers = settings.callers
-    if "callers" in live:
-        named = live["callers"] or {}
-        callers = {name: CallerSettings.model_validate(section) for name, section in named.items()} or None
-    changed = {
-        "model": settings.model.model_copy(update={"aliases": dict(live["aliases"])}),
-        "depth": DepthSettings.model_validate(live["depth"]),
-        "limits": LimitSettings.model_validate(live["limits"]),
-        "callers": callers,
+class LiveSettings(Section):
+    """What `live_config` makes. Sections that it does not name stay as they are."""
+
+    aliases: dict[str, str] | None = None
+    depth: DepthSettings | None = None
+    limits: LimitSettings | None = None
+    callers: dict[str, CallerSettings] | None = None
+
+
+def with_live(settings: ClusterSettings, live: Any) -> ClusterSettings:
+    """`settings` with what `live_config` made of others.
+
+    Raises:
+        SettingsError: listing every problem.
+    """
+    if not isinstance(live, Mapping):
+        raise SettingsError(
+            [f"user_config must be a mapping with {listed(LiveSettings.model_fields)}, not {live!r:.80}"]
+        )
+    try:
+        found = LiveSettings.model_validate(live)
+    except ValidationError as error:
+        raise SettingsError(problem_lines(error, LiveSettings, "user_config")) from error
+    changed: dict[str, Any] = {
+        name: value for name in ("depth", "limits") if (value := getattr(found, name)) is not None
     }
+    if "callers" in live:
+        changed["callers"] = found.callers or None
+    if found.aliases is not None:
+        changed["model"] = settings.model.model_copy(update={"aliases": found.aliases})
     return settings.model_copy(update=changed)

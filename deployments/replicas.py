@@ -16,8 +16,9 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from cluster.settings import DrafterSettings
+from cluster.settings import ClusterSettings, DrafterSettings, with_live
 from deployments.compat import ask_each
+from peagle.schema import SettingsError
 
 ReportT = TypeVar("ReportT")
 
@@ -33,6 +34,16 @@ def is_lost(error: BaseException) -> bool:
     """Whether an error means that its replica is gone, or its engine dead."""
     names = type(error).__name__, type(getattr(error, "cause", None)).__name__
     return isinstance(error, REPLICA_LOST) or "EngineDeadError" in names
+
+
+def settings_with(settings: ClusterSettings, user_config: Any) -> ClusterSettings:
+    """`settings` with a `user_config` of Serve's, for what changes while requests run. One that cannot be is logged and
+    left out: Serve ends a replica that raises, and the next one would raise too."""
+    try:
+        return with_live(settings, user_config)
+    except SettingsError as error:
+        logger.error("The user_config is refused, and the settings stay as they were. %s", error)
+        return settings
 
 
 class ReplicaMonitor(Generic[ReportT]):

@@ -17,10 +17,10 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.control import Guidance
 from cluster.counts import TargetReport
-from cluster.settings import ClusterSettings, live_config, with_live
+from cluster.settings import ClusterSettings, live_config
 from deployments import TARGET_NAME, compat
 from deployments.autoscaling import ClusterBoard, ScalingView, scaling_metrics
-from deployments.replicas import POLL_TIMEOUT_S, REPLICA_LOST, DrafterReport, ReplicaMonitor
+from deployments.replicas import POLL_TIMEOUT_S, REPLICA_LOST, DrafterReport, ReplicaMonitor, settings_with
 from deployments.telemetry import (
     HeadCounts,
     StateFile,
@@ -77,7 +77,7 @@ class Router:
         """Take other limits, callers, depths and aliases while requests run (`cluster.settings.live_config`)."""
         if user_config is None or user_config == live_config(self._settings):
             return
-        self._settings = with_live(self._settings, user_config)
+        self._settings = settings_with(self._settings, user_config)
         self.control = make_control(self._settings, self.control)
         self._state = StateFile(self._settings.depth.state)
         self._warn_without_callers()

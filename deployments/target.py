@@ -29,7 +29,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from cluster.control import Guidance
 from cluster.counts import Counts, MetricsExport, TargetReport
 from cluster.request import MAX_NUM_WORKLOADS
-from cluster.settings import ClusterSettings, with_live
+from cluster.settings import ClusterSettings
 from cluster.step_time import StepCosts
 from deployments import compat
 from deployments.autoscaling import MAX_STREAM_S, target_autoscaling
@@ -54,7 +54,7 @@ from deployments.edge import (
     num_prompts,
     whole_answer,
 )
-from deployments.replicas import POLL_INTERVAL_S, POLL_TIMEOUT_S, REPLICA_LOST, DrafterLinks
+from deployments.replicas import POLL_INTERVAL_S, POLL_TIMEOUT_S, REPLICA_LOST, DrafterLinks, settings_with
 from deployments.telemetry import make_control
 from peagle.heads import head_digest
 from peagle.vllm.acceptance import DraftingRecorder
@@ -148,7 +148,7 @@ class TargetServer(LLMServer):
     async def reconfigure(self, user_config: Mapping[str, Any] | None) -> None:
         """Take other limits, callers, depths and aliases while requests run (`cluster.settings.live_config`)."""
         if user_config is not None:
-            self._settings = with_live(self._settings, user_config)
+            self._settings = settings_with(self._settings, user_config)
             self.edge.use(self._settings, make_control(self._settings, self.edge.control))
             self._client.input_processor.grammar_limits = grammar_limits(self._settings)
 

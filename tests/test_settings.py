@@ -22,6 +22,7 @@ from cluster.settings import (
 )
 from deployments.app import build
 from deployments.manifest import render
+from deployments.replicas import settings_with
 from peagle.checkpoint import read_head_config
 from peagle.config import LLAMA_NAMES, QWEN_NAMES
 
@@ -555,6 +556,39 @@ def test_a_user_config_that_cannot_be_is_refused(user_config: Any, words: list[s
     with pytest.raises(ValueError, match=".") as raised:
         swapped(drafter, user_config, catalog)
     assert all(word in str(raised.value) for word in words), raised.value
+
+
+BAD_LIVE: list[tuple[Any, list[str]]] = [
+    ("limits", ["user_config must be a mapping with aliases, depth, limits and callers, not 'limits'"]),
+    ({"limit": {}}, ["unknown key user_config.limit", "did you mean limits"]),
+    ({"limits": {"max_num_sequences": 0}}, ["user_config.limits.max_num_sequences must be at least 1"]),
+    ({"limits": {"max_body": 1}}, ["unknown key user_config.limits.max_body", "did you mean max_body_bytes"]),
+    ({"limits": 3}, ["user_config.limits", "expected a mapping"]),
+    ({"depth": {"default": "5"}}, ["user_config.depth.default", "expected an integer"]),
+    ({"depth": {"policy": "fast"}}, ["user_config.depth.policy"]),
+    ({"aliases": ["coder"]}, ["user_config.aliases", "expected a mapping"]),
+    ({"aliases": {"coder": 3}}, ["user_config.aliases.coder", "expected a string"]),
+    ({"callers": {"web": {}}}, ["user_config.callers.web"]),
+    ({"callers": {"web": {**KEY, "max_k": -1}}}, ["user_config.callers.web.max_k must be at least 0"]),
+    ({"engine": {"max_num_seqs": 8}}, ["unknown key user_config.engine"]),
+]
+
+
+@pytest.mark.parametrize(("user_config", "words"), BAD_LIVE)
+def test_live_settings_that_cannot_be_leave_a_running_service_as_it_was(
+    user_config: Any, words: list[str], catalog: Catalog, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = load_settings(GOOD, catalog)
+    assert settings_with(settings, user_config) is settings
+    (record,) = caplog.records
+    assert all(word in record.getMessage() for word in words), record.getMessage()
+
+
+def test_what_live_settings_leave_out_stays(catalog: Catalog) -> None:
+    settings = load_settings(changed(callers={"web": KEY}), catalog)
+    found = settings_with(settings, {"limits": {"max_num_sequences": 2}})
+    assert found.limits.max_num_sequences == 2
+    assert found.model_copy(update={"limits": settings.limits}) == settings
 
 
 ROOT = Path(__file__).parents[1]
