@@ -27,7 +27,7 @@ from peagle.schema import SettingsError
 
 HEALTH_CHECK_PERIOD_S = 2.0
 """A drafter or a router that died is noticed and replaced soon: until then targets decode without drafts, or choose K
-by the last guidance."""
+by the last guidance. So is a target whose engine died (Serve's own period is 10 s, and it asks three times)."""
 
 
 def build(args: dict[str, Any]) -> serve.Application:
@@ -63,6 +63,7 @@ def bind_target(
         override_serve_options={
             "name": TARGET_NAME,
             "user_config": live_config(settings),
+            "health_check_period_s": HEALTH_CHECK_PERIOD_S,
             "logging_config": {"enable_access_log": False},  # a line a second, of the router's questions, otherwise
         },
     )
