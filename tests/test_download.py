@@ -106,14 +106,18 @@ def put_target(hub: Hub) -> None:
     }
 
 
-def head_directory(hub: Hub, cache: Path, head: str) -> subprocess.CompletedProcess[str]:
+def run(hub: Hub, cache: Path, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: the client reads its environment when it is imported."""
-    code = "import sys; from deployments.drafter import head_directory; print(head_directory(*sys.argv[1:]))"
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(cache / "hub"), "PEAGLE_CACHE": str(cache)}
     return subprocess.run(
-        [sys.executable, "-c", code, head, "org/target"],
+        [sys.executable, "-c", f"import sys; {code}", *arguments],
         env=environment, capture_output=True, text=True, timeout=120, check=False, cwd=Path(__file__).parents[1],
     )  # fmt: skip
+
+
+def head_directory(hub: Hub, cache: Path, head: str) -> subprocess.CompletedProcess[str]:
+    code = "from deployments.drafter import head_directory; print(head_directory(*sys.argv[1:]))"
+    return run(hub, cache, code, head, "org/target")
 
 
 def test_of_the_target_only_its_tables_are_downloaded(hub: Hub, tmp_path: Path) -> None:
@@ -142,3 +146,15 @@ def test_a_head_of_another_target_is_named_once_it_is_here(hub: Hub, tmp_path: P
     done = head_directory(hub, tmp_path, "org/head")
     assert done.returncode != 0
     assert "vocabulary: the head has 96 tokens, the target 100" in done.stderr
+
+
+def test_a_recipes_target_is_downloaded_once_in_one_format(hub: Hub, tmp_path: Path) -> None:
+    put_target(hub)
+    hub.files["org/target/pytorch_model.bin"] = b"the same once more"
+    code = "from peagle.train.recipe import Recipe; print(Recipe.load(sys.argv[1], sys.argv[2:]).target_dir())"
+    recipe = str(Path(__file__).parents[1] / "configs/train/coder-peagle.yaml")
+    done = run(hub, tmp_path, code, recipe, "target=org/target")
+    assert done.returncode == 0, done.stderr[-2000:]
+    names = {"config.json", "model.safetensors.index.json", *(f"{letter}.safetensors" for letter in "abc")}
+    assert {path.name for path in Path(done.stdout.split()[-1]).iterdir()} == names
+    assert run(hub, tmp_path, code, recipe, "target=org/missing").returncode != 0

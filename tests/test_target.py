@@ -11,6 +11,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    Qwen2Config,
     Qwen3Config,
 )
 
@@ -32,6 +33,7 @@ KINDS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_at
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE),
     "mistral": MistralConfig(**SHAPE, sliding_window=6),
+    "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SHAPE),
     "gemma3": Gemma3TextConfig(**SHAPE, sliding_window=6, layer_types=KINDS, query_pre_attn_scalar=8),
     "gpt-oss": GptOssConfig(**SHAPE, sliding_window=6, layer_types=KINDS, num_local_experts=4, num_experts_per_tok=2),

@@ -147,7 +147,9 @@ class EvaluateRecipe(Section):
 
 
 class Recipe(Section):
-    target: str = Field(description="name of the embedded target, or a directory with a Hugging Face checkpoint")
+    target: str = Field(
+        description="name of the embedded target, a directory with a Hugging Face checkpoint, or a Hugging Face id"
+    )
     data: str = Field(description="folder of training conversations")
     output: str = Field(description="folder of checkpoints and, at the end, of the head")
     seed: int = 0
@@ -190,9 +192,18 @@ class Recipe(Section):
             raise ValueError(f"{path}: {SettingsError(problem_lines(error, cls))}") from error
 
     def target_dir(self) -> Path:
-        """Directory of the target's checkpoint; the embedded target is prepared when it is not there yet."""
+        """Directory of the target's checkpoint; an embedded target is prepared, one of Hugging Face is downloaded when it
+        is not there yet.
+
+        Raises ValueError for a name that is neither, OSError where the hub does not give it.
+        """
         if Path(self.target).is_dir():
             return Path(self.target)
+        if self.target.count("/") == 1:
+            from huggingface_hub import snapshot_download
+
+            patterns = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*/*"]  # the same weights once more
+            return Path(snapshot_download(self.target, ignore_patterns=patterns))
         from peagle.embedded import prepare_target
 
         return prepare_target(self.target)
