@@ -236,6 +236,25 @@ def convert(
     typer.echo(f"tensors written: {num_tensors}; left to the target: {', '.join(left_out) or 'none'}")
 
 
+@app.command()
+def publish(
+    head: Annotated[Path, typer.Argument(help="directory that `peagle train` wrote")],
+    repo: Annotated[str, typer.Option(metavar="ORG/NAME", help="Hugging Face repository, made where it is not")],
+    base_model: Annotated[
+        str | None, typer.Option(metavar="ORG/NAME", help="the target's id; default: the recipe's target")
+    ] = None,
+    license_id: Annotated[str, typer.Option("--license", help="by Hugging Face's name")] = "apache-2.0",
+    note: Annotated[str, typer.Option(help="a sentence for the card")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="write the card, upload nothing")] = False,
+) -> None:
+    """Write a model card into HEAD and upload the head with it, in the form that stock vLLM loads."""
+    from peagle.train.publish import publish as publish_head
+
+    files = publish_head(head, repo, base_model=base_model, license_id=license_id, note=note, dry_run=dry_run)
+    done = "the card is written; to upload" if dry_run else f"uploaded to https://huggingface.co/{repo}"
+    typer.echo(f"{done}: {', '.join(files)}")
+
+
 # ---- training
 
 

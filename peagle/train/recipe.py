@@ -192,18 +192,28 @@ class Recipe(Section):
             raise ValueError(f"{path}: {SettingsError(problem_lines(error, cls))}") from error
 
     def target_dir(self) -> Path:
-        """Directory of the target's checkpoint; an embedded target is prepared, one of Hugging Face is downloaded when it
-        is not there yet.
+        """`target_checkpoint` of its target."""
+        return target_checkpoint(self.target)
 
-        Raises ValueError for a name that is neither, OSError where the hub does not give it.
-        """
-        if Path(self.target).is_dir():
-            return Path(self.target)
-        if self.target.count("/") == 1:
-            from huggingface_hub import snapshot_download
 
-            patterns = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*/*"]  # the same weights once more
-            return Path(snapshot_download(self.target, ignore_patterns=patterns))
-        from peagle.embedded import prepare_target
+def target_checkpoint(target: str) -> Path:
+    """Directory of a checkpoint by its name, directory or Hugging Face id; converted or downloaded when it is not
+    there yet.
 
-        return prepare_target(self.target)
+    Raises ValueError for what is none of these, OSError where the hub does not give it.
+    """
+    if Path(target).is_dir():
+        return Path(target)
+    if is_hub_id(target):
+        from huggingface_hub import snapshot_download
+
+        patterns = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*/*"]  # the same weights once more
+        return Path(snapshot_download(target, ignore_patterns=patterns))
+    from peagle.embedded import prepare_target
+
+    return prepare_target(target)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether it has the form ORG/NAME, that of an id and not of a path."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
