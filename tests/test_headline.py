@@ -1,0 +1,139 @@
+"""The headline's arms, counters and page, on figures small enough to check by hand."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.headline import (
+    Cell,
+    Counts,
+    command,
+    compare,
+    parse_arm,
+    parse_counters,
+    speculative_config,
+    verification,
+)
+from benchmarks.headline_page import losses, page, plot, tables
+from benchmarks.prompts import prompt_sets
+from deployments.up import read_config
+from peagle.heads import prepare_head
+
+HEADS = {"peagle_head": "smollm2-135m-instruct", "eagle3_head": "smollm2-135m-instruct-eagle3"}
+
+
+def options(**given: Any) -> argparse.Namespace:
+    paths = {"model": Path("/x"), "draft_model": "/x", **HEADS}
+    return argparse.Namespace(**{**paths, "shape": None, "batch_table": "[[1, 8, 7], [9, 64, 3]]", "gpus": [], **given})
+
+
+def test_every_arm_becomes_one_of_vllms_settings_or_a_service(tmp_path: Path, target_dir: Path) -> None:
+    given = options(engine='{"dtype": "float32"}', folder=tmp_path, model=target_dir)
+    found = {text: parse_arm(text, given) for text in ("none", "eagle3-3", "table-7", "stock-7", "draft-4", "ngram-5")}
+    settings = {text: speculative_config(given, arm, "/x") for text, arm in found.items()}
+    assert settings["none"] == {}
+    assert settings["eagle3-3"] == {
+        "method": "eagle3", "model": "/x", "num_speculative_tokens": 3, "parallel_drafting": False,
+    }  # fmt: skip
+    assert settings["stock-7"]["parallel_drafting"]
+    assert settings["table-7"]["num_speculative_tokens_per_batch_size"] == [[1, 8, 7], [9, 64, 3]]
+    assert settings["draft-4"]["method"] == "draft_model"
+    assert settings["ngram-5"]["prompt_lookup_max"] >= settings["ngram-5"]["prompt_lookup_min"]
+    line = command(given, found["stock-7"], 8000)
+    head = prepare_head(HEADS["peagle_head"], target_dir)
+    assert json.loads(line[line.index("--speculative-config") + 1]) == {**settings["stock-7"], "model": str(head)}
+    for text in ("ours-7", "ours-0", "remote-7"):
+        arm = parse_arm(text, given)
+        _, checked = read_config(Path(command(given, arm, 8000)[-1]))
+        assert (checked.drafter is None) == (text == "ours-0")
+        assert checked.drafter is None or checked.drafter.is_remote == (text == "remote-7")
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "problem"),
+    [
+        ("eagle3", {}, "is none, suffix, ours-0, or KIND-K"),
+        ("peagle-7", {}, "is none, suffix, ours-0, or KIND-K"),
+        ("ours-7", {"peagle_head": None}, "ours-7 needs --peagle-head"),
+        ("draft-4", {"draft_model": None}, "draft-4 needs --draft-model"),
+        ("table-7", {"batch_table": None}, "table-7 needs --batch-table"),
+        ("remote-7", {"gpus": ["0"]}, "two of --gpus"),
+    ],
+)
+def test_arms_that_cannot_run_are_named(text: str, given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        parse_arm(text, options(**given))
+
+
+def test_cells_are_sets_temperatures_and_requests() -> None:
+    assert Cell.parse("mixed@0.7:1,8") == [Cell("mixed", 0.7, 1), Cell("mixed", 0.7, 8)]
+    assert Cell.parse("random:4") == [Cell("random", 0.0, 4)]
+    for wrong in ("mixed", "mixed:", ":4", "mixed:0", "mixed:a"):
+        with pytest.raises(ValueError, match="is not SET"):
+            Cell.parse(wrong)
+
+
+def test_acceptance_by_vllms_counters_and_by_ours() -> None:
+    theirs = """vllm:spec_decode_num_drafts_total{engine="0"} 10.0
+vllm:spec_decode_num_draft_tokens_total{engine="0"} 30.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0"} 14.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 8.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 4.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="2"} 2.0
+"""
+    expected = {"accepted_length": 2.4, "drafts_a_step": 3.0, "survival": [0.8, 0.4, 0.2]}
+    assert verification(parse_counters(theirs)) == expected
+    # Of 10 steps 4 verify one draft: 6 of 10, then 3 of the 5 that had a second one behind an accepted first.
+    ours = """peagle_verification_steps_total{workload="a"} 10.0
+peagle_draft_tokens_total{workload="a",depth="1"} 10.0
+peagle_draft_tokens_total{workload="a",depth="2"} 6.0
+peagle_reached_draft_tokens_total{workload="a",depth="1"} 10.0
+peagle_reached_draft_tokens_total{workload="a",depth="2"} 5.0
+peagle_accepted_tokens_total{workload="a",depth="1"} 6.0
+peagle_accepted_tokens_total{workload="a",depth="2"} 3.0
+"""
+    found = verification(parse_counters(ours) - Counts())
+    assert found == {"accepted_length": 1.9, "drafts_a_step": 1.6, "survival": [0.6, 0.36]}
+    assert verification(parse_counters("")) == {}
+
+
+def row(arm: str, rate: float, repeat: int = 0, **more: Any) -> dict[str, Any]:
+    latency = {f"p{percent}_{key}_ms": 10.0 for percent in (50, 90, 99) for key in ("ttft", "tpot")}
+    cell = {"arm": arm, "repeat": repeat, "prompts": "chat", "temperature": 0.0, "num_requests": 8}
+    return {**cell, "output_throughput": rate, **latency, **more}
+
+
+def test_answers_are_compared_with_those_without_speculation() -> None:
+    rows = [row("eagle3-3", 1.0), row("none", 1.0)]
+    compare(rows, {(0, Cell("chat", 0.0, 8)): {"eagle3-3": ["a", "b"], "none": ["a", "c"]}})
+    assert [one["equal_answers"] for one in rows] == [0.5, 1.0]
+
+
+def test_the_page_names_what_is_lost(tmp_path: Path) -> None:
+    rows = [row("none", 100.0), row("none", 110.0, 1), row("eagle3-3", 200.0), row("eagle3-3", 220.0, 1)]
+    rows += [row("ours-7", 190.0, accepted_length=2.0, p50_ttft_ms=12.0, survival=[0.7, 0.3]), row("ours-7", 220.0, 1)]
+    made = {"hardware": {"num_cpus": 2}, "versions": {}, "date": "2026-11-23T", "commit": "abc", "command": "python"}
+    document = {"rows": rows, "conditions": made, "options": {"engine": "{}", "repeats": "2"}, "notes": ["Because."]}
+    found = list(losses(tables(document)))
+    assert len(found) == 2
+    assert "ours-7 has 0.97 (0.95 to 1.00) of eagle3-3's tokens/s (AL 2.00 and -)" in found[0]
+    assert "ours-7's median TTFT is 1.10 (1.00 to 1.20) of none's" in found[1]
+    text = page(document, "x.png")
+    assert "| ours-7 over none | 1.95 (1.90 to 2.00) |" in text
+    assert "- Because." in text
+    plot(document, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
+def test_long_prompts_are_long_and_mixtures_have_some(tmp_path: Path) -> None:
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(f'{{"category": "a", "turns": ["a {i}"]}}\n' for i in range(40)))
+    sets = prompt_sets(questions, 200)
+    assert len(sets["humaneval"]) == 164
+    assert min(len(text) for _, text in sets["long"]) > 34_000
+    categories = [category for category, _ in sets["mixed"]]
+    assert categories[:8].count("long") == 1
+    assert [category for category, _ in sets["chat"][:4]] == ["humaneval", "a"] * 2
