@@ -168,7 +168,10 @@ def from_engine(error: Any) -> ApiError:
     status = found.get("code")
     if not isinstance(status, int) or not 400 <= status < 500:
         return internal_error()
-    return ApiError(status, str(found.get("message")), param=found.get("param"))
+    message = str(found.get("message"))
+    first = message.partition(" ")[0]  # of many refusals the name of the field, without `param`
+    is_field = any(first in known_fields(call) for call in BODIES)
+    return ApiError(status, message, param=found.get("param") or (first if is_field else None))
 
 
 # ---- a body, from its bytes to vLLM's record
@@ -320,6 +323,9 @@ def _check_messages(messages: Any) -> None:
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
             continue
+        if not isinstance(message.get("role"), str):  # vLLM's record also takes messages in Harmony's form
+            name = f"messages.{index}.role"
+            raise ApiError(400, f"{name} must be a text: system, user, assistant, ...", param=name)
         name, content = f"messages.{index}.content", message.get("content")
         if content is not None and not isinstance(content, str | list):
             raise ApiError(400, f"{name} must be a text or a list of parts, not {content!r:.80}", param=name)
@@ -333,6 +339,9 @@ def _check_messages(messages: Any) -> None:
                 raise ApiError(400, f"{where} must be an object whose type is one of {known}", param=where)
             if "text" in kind and not isinstance(part.get("text"), str):
                 raise ApiError(400, f"{where}.text must be a text", param=f"{where}.text")
+            link = part.get(kind)
+            if kind.endswith("_url") and not (isinstance(link, dict) and isinstance(link.get("url"), str)):
+                raise ApiError(400, f"{where}.{kind} must be an object with the text url", param=f"{where}.{kind}")
 
 
 # ---- limits of one request

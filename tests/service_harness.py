@@ -164,6 +164,26 @@ BAD_REQUESTS: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "an empty prompt": ("completions", {"prompt": ""}, None),
     "no prompt": ("completions", {"prompt": None}, None),
     "a prompt of a wrong type": ("completions", {"prompt": 3}, None),
+    "no token to answer with": ("chat", {"max_tokens": 0}, "max_tokens"),
+    "fewest tokens above the most": ("chat", {"min_tokens": 9}, "min_tokens"),
+    "a probability above one": ("chat", {"top_p": 1.5}, "top_p"),
+    "an image for a model of text": (
+        "chat",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}
+            ]
+        },
+        None,
+    ),
+    "a template of the client's": ("chat", {"chat_template": "{% for i in range(10**9) %}a{% endfor %}"}, None),
+    "a template in its arguments": ("chat", {"chat_template_kwargs": {"chat_template": "a"}}, None),
+    "a pattern that every step looks for": (
+        "chat",
+        {"repetition_detection": {"max_pattern_size": 10**6, "min_pattern_size": 1, "min_count": 2}},
+        "repetition_detection",
+    ),
+    "a million bad words": ("chat", {"bad_words": [f"w{number}" for number in range(10**6)]}, "bad_words"),
     "K above the range": ("chat", {"drafting": {"k": 99}}, "drafting.k"),
     "an unknown field": ("chat", {"guided_regex": "a"}, "guided_regex"),
 }

@@ -164,10 +164,13 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
     "messages as an object": ({"messages": {"role": "user"}}, "messages"),
     "message as a text": ({"messages": ["Hi"]}, "messages.0"),
     "message without a role": ({"messages": [{"content": "Hi"}]}, "messages.0.role"),
+    "message in Harmony's form": ({"messages": [{"author": {"role": "user"}, "content": []}]}, "messages.0.role"),
     "role as a number": ({"messages": [{"role": 3, "content": "Hi"}]}, "messages.0.role"),
     "name as a number": ({"messages": [{"role": "user", "content": "Hi", "name": 3}]}, "messages.0.name"),
     "content that is null": ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
     "content of a file": (content([{"type": "file", "file": {"file_id": "x"}}]), "messages.0.content.0"),
+    "image without its url": (content([{"type": "image_url"}]), "messages.0.content.0.image_url"),
+    "image url as a number": (content([{"type": "image_url", "image_url": 3}]), "messages.0.content.0.image_url"),
     "tool calls as a number": ({"messages": [{"role": "assistant", "tool_calls": 3}]}, None),
     "tool call as a text": ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "tool_calls.0"),
     "arguments as a number": (
@@ -618,6 +621,9 @@ def test_an_engine_that_is_lost_before_the_answer_gives_503_and_an_unforeseen_er
 def test_the_engines_own_refusal_keeps_its_field_and_its_failures_keep_their_words_to_the_log() -> None:
     refused = from_engine({"code": 400, "message": "too long", "param": "input_tokens"})
     assert (refused.status, refused.param, refused.message) == (400, "input_tokens", "too long")
+    by_name = from_engine({"code": 400, "message": "top_k must be 0 (disable), or at least 1, got -5.", "param": None})
+    assert by_name.param == "top_k"
+    assert from_engine({"code": 400, "message": "The prompt is empty", "param": None}).param is None
     failed = from_engine({"code": 500, "message": "EngineCore encountered an issue. See stack trace (above)"})
     assert failed.status == 500
     assert "stack trace" not in failed.message
