@@ -28,6 +28,7 @@ from prometheus_client.core import Metric
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.chat_utils import MM_PARSER_MAP
@@ -80,6 +81,7 @@ UNUSED_FIELDS = frozenset(
 SERVER_KEYS = (DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
 """Keys of `vllm_xargs` that the edge sets."""
 
+BODY_TIMEOUT_S = 120.0
 MAX_NESTING = 64
 MAX_INTEGER = 2**63 - 1
 OPEN_PATHS = ("", "/", "/health", "/metrics", "/ping")
@@ -836,11 +838,18 @@ class EventStream(StreamingResponse):
 async def _body(request: Request, max_bytes: int) -> bytes:
     """The body, of which no more is read than may be sent."""
     parts, size = [], 0
-    async for part in request.stream():
-        parts.append(part)
-        size += len(part)
-        if size > max_bytes:
-            break
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                if size > max_bytes:
+                    break
+    except TimeoutError as error:
+        text = f"The request body was not complete after {BODY_TIMEOUT_S:.0f} s, with {size} bytes of it."
+        raise ApiError(408, text, code="timeout") from error
+    except ClientDisconnect as error:
+        raise ApiError(499, "the client has gone") from error
     return b"".join(parts)
 
 

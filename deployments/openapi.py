@@ -18,6 +18,7 @@ REFUSALS = {
     "401": "No API key, or one that nobody has.",
     "403": "A workload tag from a caller that may not set one.",
     "404": "The model is not served here.",
+    "408": "The body did not come in time.",
     "413": "The body is larger than `limits.max_body_bytes`.",
     "429": "More than the caller may ask for, or than can wait here. `Retry-After` says when to come back.",
     "503": "No replica can answer now. `Retry-After` says when to come back.",

@@ -28,6 +28,7 @@ from cluster.settings import (
     live_config,
     with_live,
 )
+from deployments import edge
 from deployments.edge import (
     BODIES,
     MAX_NESTING,
@@ -351,7 +352,7 @@ def test_the_openapi_document_is_true_of_bodies_and_refusals() -> None:
         operation = document["paths"][path]["post"]
         ref = f"#/components/schemas/{name}"
         assert operation["requestBody"]["content"]["application/json"]["schema"] == {"anyOf": [{"$ref": ref}]}
-        assert {"200", "400", "401", "403", "404", "413", "429", "503"} == operation["responses"].keys()
+        assert {"200", "400", "401", "403", "404", "408", "413", "429", "503"} == operation["responses"].keys()
     validator = jsonschema.Draft202012Validator({"$ref": "#/components/schemas/ChatCompletionRequest", **document})
     for good in ({}, {"drafting": {"k": 3, "workload": "code"}}, {"n": None}, {"store": True}, {"stop": ["a"]}):
         assert validator.is_valid({"messages": HELLO, **good})
@@ -413,6 +414,36 @@ def test_a_body_beyond_the_limit_gets_413_and_is_not_read_to_its_end() -> None:
     response = asyncio.run(ask())
     assert (response.status_code, response.json()["error"]["code"]) == (413, "too_large")
     assert num_read < 20
+
+
+def test_a_body_that_does_not_come_gets_408_and_one_whose_client_leaves_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(edge, "BODY_TIMEOUT_S", 0.05)
+
+    async def ask(*pieces: bytes, leaves: bool) -> list[Any]:
+        received = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            if received:
+                return received.pop(0)
+            if not leaves:
+                await asyncio.sleep(5)
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        path = "/v1/chat/completions"
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"", "root_path": ""}
+        await make_app(Echo(), [])(scope, receive, send)  # type: ignore[arg-type]
+        return sent
+
+    slow, gone = asyncio.run(ask(b'{"messages": [', leaves=False)), asyncio.run(ask(b"{", leaves=True))
+    assert [sent[0]["status"] for sent in (slow, gone)] == [408, 499]
+    assert "was not complete after 0 s, with 14 bytes of it" in slow[1]["body"].decode()
+    assert "Traceback" not in caplog.text
 
 
 def test_an_endless_number_and_an_infinite_one() -> None:
