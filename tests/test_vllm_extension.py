@@ -28,6 +28,7 @@ from peagle.config import DEFAULT_NUM_DEPTHS
 from peagle.vllm import compat
 from peagle.vllm.acceptance import (
     DEPTH_KEY,
+    LEARN_KEY,
     STEP_COSTS_HEADER,
     STEPS_HEADER,
     WORKLOAD_KEY,
@@ -262,6 +263,35 @@ def test_a_workload_with_live_sequences_keeps_its_counts(processor: OutputProces
         "other": 1,
         "default": 2,
     }
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_kept"),
+    [
+        (FinishReason.STOP, True),
+        (FinishReason.LENGTH, True),
+        (FinishReason.ERROR, False),
+        (FinishReason.REPETITION, False),
+        (None, False),
+    ],
+)
+def test_complete_answers_of_those_who_opted_in_are_kept(
+    processor: OutputProcessor, reason: FinishReason | None, is_kept: bool
+) -> None:
+    """`None`: aborted before its last output."""
+    kept = []
+    recorder = DraftingRecorder(on_answer=lambda *answer: kept.append(answer))
+    recorder.attach(SimpleNamespace(output_processor=processor))
+    for name, extra in (("a", {LEARN_KEY: "web", WORKLOAD_KEY: "code"}), ("b", {}), ("c", {LEARN_KEY: 3})):
+        processor.add_request(make_request(name, name, **extra), None)
+        outputs = [
+            EngineCoreOutput(request_id=name, new_token_ids=[5, 6]),
+            EngineCoreOutput(request_id=name, new_token_ids=[7], finish_reason=reason),
+        ]
+        processor.process_outputs(outputs[:1])
+        processor.process_outputs(outputs[1:])
+    processor.abort_requests(["a", "b", "c"], internal=True)
+    assert kept == ([("code", "web", [1], [5, 6, 7])] if is_kept else [])
 
 
 def test_recorder_wants_a_vllm_engine(processor: OutputProcessor) -> None:

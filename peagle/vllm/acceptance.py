@@ -12,7 +12,7 @@ Imports no vLLM.
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,11 +35,17 @@ under load. Absent: K is obeyed as it is."""
 WORKLOAD_KEY = "peagle_workload"
 """`extra_args` key: str, the workload under which this request is counted. Absent: `DEFAULT_WORKLOAD`."""
 
+LEARN_KEY = "peagle_learn"
+"""`extra_args` key: str, name of the caller whose answers may be kept to train heads on. Absent: none of it is kept."""
+
 STEPS_HEADER = "x-peagle-steps"
 """JSON: the list of a request's `VerifiedStep`s that were not reported yet, oldest first."""
 
 STEP_COSTS_HEADER = "x-peagle-step-costs"
 """What the scheduler has learned of its step times, in the form of `cluster.step_time`."""
+
+WHOLE_ANSWERS = ("None", "stop", "length")
+"""vLLM's finish reasons, as text, of an answer of which every token may be learned from."""
 
 VerifiedStep = tuple[int, int]
 """(drafts verified, drafts accepted) of one request in one engine step; verified in 1..K, accepted in 0..verified."""
@@ -103,6 +109,7 @@ class RequestDrafting:
         counts: its verified steps.
         num_output_tokens, num_prompt_tokens: tokens that the engine returned for it, and those of its prompt.
         is_aborted: the caller left, or cancelled it, before it was complete.
+        learned_from: what is kept of it to train heads on, where its caller lets that be.
     """
 
     request_id: str
@@ -112,6 +119,17 @@ class RequestDrafting:
     num_output_tokens: int = 0
     num_prompt_tokens: int = 0
     is_aborted: bool = False
+    learned_from: "LearnedFrom | None" = None
+
+
+@dataclass(slots=True)
+class LearnedFrom:
+    """Token ids of a request and of its answer so far."""
+
+    caller: str
+    prompt: list[int]
+    answer: list[int] = field(default_factory=list)
+    has_failed: bool = False
 
 
 class DraftingRecorder:
@@ -126,9 +144,18 @@ class DraftingRecorder:
         max_records: finished requests kept for `pop`; the oldest go first.
         max_workloads: names counted apart, `default` not included. A further name takes the place, and ends the counts,
             of the one without a new sequence for longest; while all have live sequences it is counted under `default`.
+        on_answer: gets workload, caller, prompt and answer of each complete answer that may be learned from: one that
+            ended by itself, at a stop string, or at its greatest length, up to which it is the target's own.
     """
 
-    def __init__(self, *, max_records: int = 4096, max_workloads: int = 256) -> None:
+    def __init__(
+        self,
+        *,
+        max_records: int = 4096,
+        max_workloads: int = 256,
+        on_answer: Callable[[str, str, list[int], list[int]], None] | None = None,
+    ) -> None:
+        self._on_answer = on_answer
         self._max_records, self._max_workloads = max_records, max_workloads
         self._live: dict[str, RequestDrafting] = {}
         self._workloads: OrderedDict[str, WorkloadCounts] = OrderedDict()  # least recently used first
@@ -229,6 +256,7 @@ class DraftingRecorder:
             workload,
             extra_args.get(DEPTH_KEY),
             num_prompt_tokens=len(request.prompt_token_ids or ()),
+            learned_from=None if self._on_answer is None else _learned_from(request, extra_args.get(LEARN_KEY)),
         )
 
     def _make_room(self) -> bool:
@@ -251,6 +279,9 @@ class DraftingRecorder:
             if live is None:
                 continue
             live.num_output_tokens += len(output.new_token_ids)
+            if (learned := live.learned_from) is not None:
+                learned.answer += output.new_token_ids
+                learned.has_failed |= str(output.finish_reason) not in WHOLE_ANSWERS
             for num_verified, num_accepted in json.loads(headers.get(STEPS_HEADER, "[]")):
                 live.counts.add_step(num_verified, num_accepted)
                 self._workloads[live.workload].counts.add_step(num_verified, num_accepted)
@@ -265,6 +296,17 @@ class DraftingRecorder:
             totals.num_aborted += is_aborted
             totals.num_output_tokens += record.num_output_tokens
             totals.num_prompt_tokens += record.num_prompt_tokens
+            learned, record.learned_from = record.learned_from, None
+            if learned is not None and self._on_answer is not None and not (is_aborted or learned.has_failed):
+                self._on_answer(record.workload, learned.caller, learned.prompt, learned.answer)
             self._finished.setdefault(record.request_id, []).append(record)
             while len(self._finished) > self._max_records:
                 self._finished.popitem(last=False)
+
+
+def _learned_from(request: Any, caller: Any) -> LearnedFrom | None:
+    """None for a request that nobody may learn from, or whose prompt is more than tokens of the target."""
+    has_more = request.mm_features or request.prompt_embeds is not None or request.lora_request is not None
+    if not isinstance(caller, str) or not request.prompt_token_ids or has_more or request.resumable:
+        return None
+    return LearnedFrom(caller, list(request.prompt_token_ids))

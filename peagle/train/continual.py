@@ -1,0 +1,168 @@
+"""Trains a head on, round after round, on conversations in memory, and compares it with the head that drafts now.
+
+The learner of a running service (`deployments.learner`) uses it. Losses, passes, optimizer and moving average are those
+of the trainer; the settings are a recipe's. The target's hidden states are recomputed here, as in training.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from peagle.checkpoint import build_drafter, load_head, save_head
+from peagle.config import HeadError
+from peagle.evaluate import AnswerCounts, ratios, replay
+from peagle.model import Drafter
+from peagle.provenance import conditions
+from peagle.schema import problem_lines
+from peagle.train.data import Conversations, PackedBatches
+from peagle.train.passes import PEaglePass, States
+from peagle.train.recipe import Recipe
+from peagle.train.target import Target
+from peagle.train.trainer import LossTally, MovingAverage, Optimizer, schedule_scale
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "batch": {"num_sequences": 4, "max_tokens": 2048, "long": "cut"},
+    "optimizer": {"name": "muon", "lr": 3e-4, "muon_lr": 1e-3, "ema_decay": 0.98},
+    "schedule": {"max_steps": 200, "max_minutes": 20, "warmup_steps": 10, "final_ratio": 0.1},
+    "loss": {"offset_decay": 0.9, "reach": 0.3},
+}
+"""Sections of a recipe, for a head that is trained already; `learning.recipe` goes before."""
+
+
+def continual_recipe(given: dict[str, dict[str, Any]], ptd_token_id: int = 0) -> Recipe:
+    """`SETTINGS` with what is given. Raises ValueError for what no recipe has, or what a round cannot change."""
+    if foreign := given.keys() - {*SETTINGS, "cod"}:
+        raise ValueError(f"{sorted(foreign)[0]} is no section of it: {', '.join([*SETTINGS, 'cod'])}")
+    sections = {name: {**SETTINGS.get(name, {}), **given.get(name, {})} for name in {*SETTINGS, *given}}
+    names = dict.fromkeys(("target", "data", "output"), "live")
+    try:
+        return Recipe.model_validate({**names, "drafter": {"ptd_token_id": ptd_token_id}, **sections})
+    except ValidationError as error:
+        raise ValueError("; ".join(problem_lines(error, Recipe))) from error
+
+
+class HeadInTraining:
+    """A head that is trained on. Weights and moments stay from round to round, the head proposed is the moving average.
+
+    Raises HeadError for an EAGLE-3 head.
+    """
+
+    def __init__(self, settings: dict[str, dict[str, Any]], target: Target, head_dir: Path) -> None:
+        """settings: as `continual_recipe` takes them."""
+        self.config, self._tensors = load_head(head_dir)
+        if self.config.ptd_token_id is None:
+            raise HeadError(f"{head_dir}: an EAGLE-3 head; P-EAGLE heads are trained on")
+        self.recipe, self.target = continual_recipe(settings, self.config.ptd_token_id), target
+        self.current = self._built(target.model.dtype)
+        self.drafter = self._built(torch.float32)
+        assert self.current.embed_tokens is not None
+        assert self.current.lm_head is not None
+        self.drafter.share_target(self.current.embed_tokens.weight, self.current.lm_head.weight)
+        self._random = torch.Generator(target.device).manual_seed(0)
+        on_gpu = target.device.type == "cuda"
+        owned = self.drafter.trainable()
+        self._optimizer = Optimizer(owned, self.recipe.optimizer, fused=on_gpu)
+        self._average = MovingAverage(owned, self.recipe.optimizer.ema_decay)
+        self._pass = PEaglePass(self.recipe, self._random, compiled=self.recipe.compile and on_gpu)
+        self._num_steps = self.num_rounds = 0
+
+    def _built(self, dtype: torch.dtype) -> Drafter:
+        return build_drafter(
+            self.config,
+            self._tensors,
+            embed_VH=self.target.embed_VS,
+            lm_head_VH=self.target.lm_head_VS,
+            dtype=dtype,
+            device=self.target.device,
+        )
+
+    def train(self, data: Conversations, rest: Callable[[float], None]) -> dict[str, Any]:
+        """One round; returns its figures. rest: called after each step with its seconds, to wait as long as others need
+        the processor. Raises FloatingPointError when loss or gradient is no number."""
+        schedule, packing = self.recipe.schedule, self.recipe.batch
+        batches = PackedBatches(
+            data, **packing.model_dump(include={"num_sequences", "max_tokens", "long"}), seed=self.num_rounds
+        )
+        self.num_rounds += 1
+        tally = LossTally(self.config.num_depths, self.target.device)
+        step, busy_s, begun_s, over = 0, 0.0, time.monotonic(), False
+        for batch in batches():
+            step, began_s = step + 1, time.monotonic()
+            on_device = batch.to(self.target.device)
+            aux_BNX, last_BNS = self.target.states(
+                on_device.tokens_BN, on_device.document_BN, on_device.position_BN, self.config.aux_layer_ids
+            )
+            tally.add(self._pass(self.drafter, on_device, States(aux_BNX, last_BNS, self.target.lm_head_VS)))
+            scale, over = schedule_scale(schedule, step, time.monotonic() - begun_s)
+            self._optimizer.step(scale)
+            self._average.update(self._num_steps)
+            self._num_steps += 1
+            busy_s += (took_s := time.monotonic() - began_s)
+            if over:
+                break
+            rest(took_s)
+        return {
+            "num_steps": step,
+            "busy_s": round(busy_s, 1),
+            "seconds": round(time.monotonic() - begun_s, 1),
+            **batches.counts,
+            **tally.read(),
+        }
+
+    def compare(self, data: Conversations, num_draft_tokens: int) -> dict[str, Any]:
+        """AL at K = num_draft_tokens on the same answers: of the head trained (`new`), of the one that it began from
+        (`current`), and their ratio with its 95% interval."""
+        counts = {}
+        self._average.swap()
+        try:
+            for name, drafter in (("new", self.drafter), ("current", self.current)):
+                counts[name] = AnswerCounts.of(
+                    replay(drafter, self.target, data, num_draft_tokens).accepted, num_draft_tokens
+                )
+        finally:
+            self._average.swap()
+        return compared(counts["new"], counts["current"])
+
+    def save(self, folder: Path, provenance: dict[str, Any]) -> None:
+        """Writes the head in the form of the one it began from, with where it comes from."""
+        tensors = dict(self._tensors)
+        for name, value in self._average.values.items():
+            if name in tensors:
+                tensors[name] = value.to(tensors[name].dtype).reshape(tensors[name].shape).cpu()
+        if "mask_embedding" not in tensors:  # vLLM's form: it is a row of the head's own table
+            table_VH = tensors["embed_tokens.weight"].clone()
+            table_VH[self.config.ptd_token_id] = self._average.values["mask_embedding"].to(table_VH.dtype)
+            tensors["embed_tokens.weight"] = table_VH
+        save_head(folder, self.config, tensors)
+        recipe = self.recipe.model_dump(include={"drafter", "cod", "batch", "optimizer", "schedule", "loss"})
+        document = {"made": conditions(), "recipe": recipe, **provenance}
+        (folder / "provenance.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+    def compare_with(self, head_dir: Path) -> None:
+        """The head in `head_dir`, saved from this one, drafts from now on."""
+        _, self._tensors = load_head(head_dir)
+        self.current = self._built(self.target.model.dtype)
+
+
+def compared(new: AnswerCounts, current: AnswerCounts) -> dict[str, Any]:
+    """Figures of two heads on the same answers at the deepest K of their counts."""
+    num_depths = new.num_steps.shape[1]
+    num_tokens, k = int(new.num_tokens.sum()), str(num_depths)
+    found: dict[str, Any] = {"num_answers": len(new.num_tokens), "num_tokens": num_tokens}
+    widest = 1 / (num_depths + 1), num_depths + 1.0
+    if not num_tokens:
+        return found | {"ratio": 1.0, "low": widest[0], "high": widest[1]}
+    paired = ratios(new, current, (num_depths,))
+    low, high = paired.get("ratio_95", {k: widest})[k]
+    lengths = {
+        f"acceptance_length_{name}": round(num_tokens / int(counts.num_steps[:, -1].sum()), 4)
+        for name, counts in (("new", new), ("current", current))
+    }
+    return found | lengths | {"ratio": paired["ratio"][k], "low": low, "high": high}
