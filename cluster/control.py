@@ -17,6 +17,7 @@ from typing import Any
 from cluster.acceptance import AcceptanceBook
 from cluster.counts import Ledger, TargetReport
 from cluster.depth import Choice, DepthChooser, Objective
+from cluster.heads import HeadRouting, base_workload
 from cluster.request import DEFAULT_WORKLOAD, DepthPolicy, Drafting
 from cluster.step_time import StepCosts, average_costs, guessed_costs
 
@@ -40,11 +41,13 @@ class Guidance:
         num_targets: target replicas that run.
         workloads: names that any of them has told apart.
         choices: of K by workload, that of `default` for every other; {} where K is not chosen, or on no fresh reports.
+        heads: requests that draft with a head which the settings do not name.
     """
 
     num_targets: int = 1
     workloads: tuple[str, ...] = ()
     choices: Mapping[str, Choice] = field(default_factory=dict)
+    heads: HeadRouting = field(default_factory=HeadRouting)
 
 
 class DepthControl:
@@ -215,9 +218,9 @@ class DepthControl:
 
     def _describe(self, workload: str) -> dict[str, Any]:
         survival = self.book.survival(workload)
-        k, source = self.policy.k_of(workload)
+        k, source = self.policy.k_of(base_workload(workload))  # a trial gets the K of its workload
         reason = "pinned by depth.by_workload" if source == "workload" else ""
-        chosen = self._choices.get(workload)
+        chosen = self._choices.get(base_workload(workload))
         if source == "default" and chosen is not None:
             k, source, reason = chosen.k, chosen.source, chosen.reason
         return {

@@ -218,7 +218,9 @@ class DrafterSettings(Section):
     was trained for; `engine_options`: further keys of vLLM's speculative_config.
 
     With `placement: remote`, `replicas` run the drafter, targets reach them over `links`, and `heads_by_workload` gives
-    workloads heads of their own."""
+    workloads heads of their own. `spare_heads`: heads beyond these that each replica has room for, with an equal share
+    of the cache: a candidate, which drafts for `trial_share` of the requests while it is tried, and heads that
+    workloads were given so."""
 
     head: str = Field(min_length=1)
     placement: Literal["colocated", "remote"] = "colocated"
@@ -228,6 +230,8 @@ class DrafterSettings(Section):
     replicas: DrafterReplicas | None = None
     links: LinkSettings | None = None
     heads_by_workload: dict[str, str] = Field(default_factory=dict)
+    spare_heads: int = Field(default=0, ge=0)
+    trial_share: float = Field(default=0.1, gt=0, le=0.5)
 
     @property
     def is_remote(self) -> bool:
@@ -248,7 +252,7 @@ class DrafterSettings(Section):
                 [
                     f".{key} has no meaning with placement: colocated, where the drafter runs in the target's engine: "
                     "write placement: remote, or leave it out"
-                    for key in ("replicas", "links", "heads_by_workload")
+                    for key in ("replicas", "links", "heads_by_workload", "spare_heads")
                     if getattr(self, key)
                 ]
             )
@@ -257,8 +261,8 @@ class DrafterSettings(Section):
                 f".engine_options ({', '.join(self.engine_options)}) are for a drafter in the target's engine, which "
                 "placement: remote does not have: leave them out"
             )
-        if len(self.heads) > MAX_NUM_HEADS:
-            raise ValueError(f".heads_by_workload: {len(self.heads)} heads, at most {MAX_NUM_HEADS}")
+        if (num_heads := len(self.heads) + self.spare_heads) > MAX_NUM_HEADS:
+            raise ValueError(f".heads_by_workload and spare_heads: {num_heads} heads, at most {MAX_NUM_HEADS}")
         return self
 
     @field_validator("engine_options")
@@ -352,7 +356,8 @@ class DepthSettings(Section):
     which pins K.
 
     `policy`: `adaptive` learns K of the other workloads from acceptance, load and step times; `fixed` does not.
-    `objectives`: by workload. `state`: a file that keeps what was learned over restarts."""
+    `objectives`: by workload. `state`: a file that keeps what was learned over restarts, and which heads were put into
+    others' place."""
 
     policy: Literal["adaptive", "fixed"] = "adaptive"
     default: int | None = Field(default=None, ge=0)
@@ -369,12 +374,8 @@ class DepthSettings(Section):
             for tag in getattr(self, key)
             if not is_workload_tag(tag)
         ]
-        if self.policy == "fixed":
-            problems += [
-                f".{key} is read by the adaptive policy only: write depth.policy: adaptive"
-                for key in ("state", "objectives")
-                if getattr(self, key)
-            ]
+        if self.policy == "fixed" and self.objectives:
+            problems.append(".objectives is read by the adaptive policy only: write depth.policy: adaptive")
         elif both := sorted(self.by_workload.keys() & self.objectives.keys()):
             problems.append(f".by_workload pins K of {both[0]}, so depth.objectives.{both[0]} decides nothing")
         Problems.check(problems)

@@ -27,6 +27,7 @@ def table(document: Mapping[str, Any]) -> str:
         f"{workload['workload']}: {workload['reason']}" for workload in document["workloads"] if workload["reason"]
     ]
     lines += [_head_line(head) for head in document.get("heads", ())]
+    lines += [change_line(change) for change in document.get("head_changes", ())]
     lines += [_drafter_line(drafter, document.get("links", ())) for drafter in document.get("drafters", ())]
     return "\n".join([*lines, *_scaling_lines(document.get("autoscaling"))])
 
@@ -54,6 +55,17 @@ def _head_line(head: Mapping[str, Any]) -> str:
     length = "nothing drafted yet" if head["acceptance_length"] is None else f"AL {head['acceptance_length']:.2f}"
     live = "live" if head["is_live"] else "no longer live"
     return f"head {head['head']} ({live}): {length}, {head['num_steps']} steps"
+
+
+def change_line(change: Mapping[str, Any]) -> str:
+    """A trial or change of heads, and how it stands."""
+    where = f" for {', '.join(change['workloads'])}" if change["workloads"] else ""
+    against = f" against {change['against']}" if change["against"] else ""
+    state = change["state"] + (", watched" if change["is_watched"] else "")
+    gain = ""
+    if change["gain"] is not None:
+        gain = f"; AL {change['gain']:+.1%} ({change['low']:+.1%} to {change['high']:+.1%})"
+    return f"{change['name']} ({change['head'] or 'not loaded'}){where}{against}: {state}, {change['reason']}{gain}"
 
 
 def _drafter_line(drafter: Mapping[str, Any], links: Sequence[Mapping[str, Any]]) -> str:

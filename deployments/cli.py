@@ -109,6 +109,28 @@ def view(
 
 
 @app.command()
+def heads(
+    url: Annotated[str, typer.Argument(help="of the service")] = "http://127.0.0.1:8000",
+    propose: Annotated[Path | None, typer.Option(help="directory of a head to try; in the Ray cluster")] = None,
+    back: Annotated[
+        bool, typer.Option("--back", help="end the trial, else take the last change back, likewise")
+    ] = False,
+    api_key: Annotated[str | None, typer.Option(envvar="PEAGLE_API_KEY", help="of a caller of the service")] = None,
+) -> None:
+    """List trials and changes of heads of a running service, newest first."""
+    from cluster.view import change_line, fetch
+
+    if propose is not None or back:
+        from deployments.client import change_heads
+
+        trial = change_heads(propose)
+        typer.echo(f"{trial.name}: {trial.state}, {trial.reason}")
+        return
+    for change in fetch(url, api_key)["head_changes"]:
+        typer.echo(change_line(change))
+
+
+@app.command()
 def chat(
     question: Annotated[str | None, typer.Argument(help="ask this and end; default: a conversation")] = None,
     url: Annotated[str, typer.Option(help="of the service")] = "http://127.0.0.1:8000",

@@ -25,7 +25,9 @@ import ray.exceptions
 from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from deployments import APP_NAME, TARGET_NAME
+from cluster.heads import HeadProposal, HeadTrial
+from deployments import APP_NAME, ROUTER_NAME, TARGET_NAME
+from peagle.heads import candidate_files
 
 Json = dict[str, Any]
 
@@ -34,8 +36,8 @@ CALLS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
 
 MAX_TRIES = 3
 RETRY_S = 5.0
-RETRIED = (429, 502, 503)
-"""Too many requests, an engine that died, and no replica: the request may be sent again."""
+RETRIED = (429, 503)
+"""Too many requests, and no replica: the request may be sent again."""
 
 
 class TargetError(RuntimeError):
@@ -133,6 +135,21 @@ def _only(chunks: Chunks) -> Json:
 async def _aonly(chunks: Chunks) -> Json:
     (answer,) = [chunk async for chunk in chunks]
     return answer
+
+
+def change_heads(propose: Path | None = None, app: str = APP_NAME) -> HeadTrial:
+    """Propose a head, else end the trial or take the last change of heads back. Raises ValueError with the reason."""
+    status = serve.status().applications.get(app)
+    if status is None or ROUTER_NAME not in status.deployments:
+        raise ValueError(f"no application {app!r} with a router runs on this Ray cluster")
+    router: DeploymentHandle[Any] = serve.get_deployment_handle(ROUTER_NAME, app_name=app)
+    # With the files: the router may be on another node.
+    given = [] if propose is None else [HeadProposal(str(propose), candidate_files(propose))]
+    try:
+        trial: HeadTrial = (router.propose if given else router.head_back).remote(*given).result()
+        return trial
+    except ray.exceptions.RayTaskError as error:
+        raise ValueError(str(error.cause)) from error
 
 
 def read_requests(path: Path) -> list[Json]:

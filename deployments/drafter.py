@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from ray import serve
 
 import peagle.heads
+from cluster.heads import CANDIDATE, HeadOrders, HeadRef
 from cluster.settings import ROW_DTYPES, Catalog, ClusterSettings, DrafterSettings, swapped
 from deployments.compat import be_no_nicer
 from deployments.replicas import DrafterReport, LiveHead
@@ -30,7 +32,7 @@ from peagle.drafter.protocol import ServedHead
 from peagle.drafter.server import DrafterServer
 from peagle.drafter.serving import DrafterLimits, load_served_head
 from peagle.embedded import embedded_targets, prepare_target
-from peagle.heads import head_digest, prepare_head
+from peagle.heads import candidate_directory, head_digest, keep_candidate, prepare_head
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +110,10 @@ def target_directory(target: str) -> Path:
 # ---- heads, from the settings' names to passes that run
 
 
+class LackingHeadError(ValueError):
+    """A candidate whose files the router has to send first."""
+
+
 class HeadLoader:
     """Loads heads of one drafter onto one device."""
 
@@ -118,7 +124,8 @@ class HeadLoader:
         assert drafter.replicas is not None
         assert drafter.max_draft_tokens is not None
         self._max_draft_tokens: int = drafter.max_draft_tokens
-        self._cache_gib = drafter.replicas.cache_gib / len(drafter.heads)
+        self.num_places = len(drafter.heads) + drafter.spare_heads
+        self._cache_gib = drafter.replicas.cache_gib / self.num_places
         self._target = target_source(settings.model.source)
         self._dtype: torch.dtype = getattr(torch, ROW_DTYPES[engine["dtype"]])
         self._max_model_len: int | None = engine.get("max_model_len")
@@ -128,10 +135,14 @@ class HeadLoader:
 
     def directory(self, name: str) -> Path:
         """A head's directory, ready. Raises ValueError for a damaged head, or one of another target."""
+        if name.startswith(CANDIDATE):
+            if (directory := candidate_directory(name)) is None:
+                raise LackingHeadError(f"the files of {name} are not on this node")
+            name = str(directory)
         return head_directory(name, self._target)
 
     def load(self, name: str) -> LoadedHead:
-        """A head with its share of the cache: the heads share `cache_gib` evenly.
+        """A head with its share of the cache: the heads, and the places of spare ones, share `cache_gib` evenly.
 
         Raises:
             ValueError: a damaged head, one of another target, one of fewer depths than K_max, or a cache too small for
@@ -178,12 +189,18 @@ class DrafterReplica:
             num_cores = len(os.sched_getaffinity(0))
             torch.set_num_threads(num_cores if num_cores <= MAX_SMALL_MACHINE_CORES else num_cores // 2)
         self._loader = HeadLoader(settings)
-        self._heads = {index: self._loader.load(name) for index, name in enumerate(self._settings.heads)}
+        # A head stays in its place of engine and server; which index of the targets' it drafts for is in the reports.
+        self._places = {place: self._loader.load(name) for place, name in enumerate(self._settings.heads)}
+        self._live = self._configured = tuple(HeadRef(head.name, head.digest) for head in self._places.values())
+        self._orders = HeadOrders()
+        self._problems: dict[str, str] = {}
+        self._lacking: tuple[str, ...] = ()
         self._engine = DraftEngine(
-            {index: head.runtime for index, head in self._heads.items()}, max_num_requests=self._loader.max_num_requests
+            {place: head.runtime for place, head in self._places.items()},
+            max_num_requests=self._loader.max_num_requests,
         )
         host = settings.drafter.replicas.host or str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        served = {index: head.served for index, head in self._heads.items()}
+        served = {place: head.served for place, head in self._places.items()}
         # Targets hear it through Ray; whoever else reaches the port is not let in.
         self._key = secrets.token_hex(16)
         self._server = DrafterServer(self._engine, served, host=host, port=0, device=self._loader.device, key=self._key)
@@ -192,11 +209,22 @@ class DrafterReplica:
 
     async def report(self) -> DrafterReport:
         """Who this replica is, and what it has counted."""
-        heads = tuple(LiveHead(index, head.name, head.digest) for index, head in sorted(self._heads.items()))
+        heads = tuple(LiveHead(index, head.name, head.digest) for index, head in enumerate(self._live))
         served = {name.removeprefix("num_"): value for name, value in dataclasses.asdict(self._server.stats).items()}
         served["refused_connections"] = served.pop("refused")  # `refused` is the engine's: requests without drafts
         counters = {**dataclasses.asdict(self._engine.counters), **served}
-        return DrafterReport(self._replica, self._server.address, heads, self._refused, counters, self._key)
+        return DrafterReport(
+            self._replica,
+            self._server.address,
+            heads,
+            self._refused,
+            counters,
+            self._key,
+            configured=self._configured,
+            orders=self._orders,
+            problems=dict(self._problems),
+            lacking=self._lacking,
+        )
 
     async def check_health(self) -> None:
         """Raise where the serving thread is dead or hangs, or its passes all fail: Serve then replaces the replica."""
@@ -212,37 +240,103 @@ class DrafterReplica:
         """
         if not self._is_configured:
             self._is_configured = True
-            await self._swap(user_config)
+            await self._swap(user_config or {})
             return
-        task = asyncio.get_running_loop().create_task(self._swap(user_config))
+        self._begin(self._swap(user_config or {}))
+
+    async def follow(self, orders: HeadOrders) -> None:
+        """Draft with these heads, from the router. Returns at once; reports say what became of it."""
+        if orders != self._orders:
+            self._orders, self._problems, self._lacking = orders, {}, ()
+            self._begin(self._swap(None))
+
+    async def take_candidate(self, name: str, files: Mapping[str, bytes]) -> None:
+        """The files of a head that the router ordered and this node has not. Raises ValueError, OSError."""
+        if name in self._lacking:
+            in_use = {head.name for head in (*self._orders.instead.values(), *self._orders.extra)}
+            await asyncio.to_thread(keep_candidate, name, files, in_use)
+            await self._swap(None)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._swaps.add(task)
         task.add_done_callback(self._swaps.discard)
 
     async def _swap(self, user_config: Any) -> None:
+        """Put the heads of `user_config` (None: the last one) and of the router's orders to work."""
         async with self._swapping:
             try:
-                # Over the settings, not over the heads that are live: a replica that starts now has never had those.
-                catalog = Catalog((), Path(peagle.heads.__file__).parent, read_head_config)
-                asked = swapped(self._settings, user_config or {}, catalog)
-                for index, head in (await asyncio.to_thread(self._load_changed, asked)).items():
-                    await asyncio.to_thread(self._server.swap, index, head.runtime, head.served)
-                    before, self._heads[index] = self._heads[index], head
-                    logger.info("head %d is %s (%s), it was %s", index, head.name, head.digest, before.digest)
+                configured = self._configured
+                if user_config is not None:
+                    # Over the settings, not over the heads that are live: a replica that starts now never had those.
+                    catalog = Catalog((), Path(peagle.heads.__file__).parent, read_head_config)
+                    asked = swapped(self._settings, user_config, catalog)
+                    configured = tuple([await asyncio.to_thread(self._found, name) for name in asked.heads])
+                await asyncio.to_thread(self._put, configured, self._orders)
             except Exception as error:  # whatever a head's files make of it, the reason must show
                 foreseen = isinstance(error, ValueError | OSError | RuntimeError)  # the last: no memory for two heads
-                self._refused = str(error) if foreseen else repr(error)
-                said = "user_config is refused, and the heads stay as they are: %s"
-                logger.error(said, self._refused, exc_info=not foreseen)
+                reason = str(error) if foreseen else repr(error)
+                if user_config is None:
+                    self._problems["orders"] = reason
+                else:
+                    self._refused = reason
+                logger.error("new heads are refused, and those of now stay: %s", reason, exc_info=not foreseen)
             else:
-                self._refused = ""
+                self._refused = self._refused if user_config is None else ""
 
-    def _load_changed(self, asked: DrafterSettings) -> dict[int, LoadedHead]:
-        """The heads of `asked` whose files are not those of the live ones."""
-        changed = {}
-        for index, name in enumerate(asked.heads):
-            if head_digest(self._loader.directory(name)) != self._heads[index].digest:
-                changed[index] = self._loader.load(name)
-        return changed
+    def _put(self, configured: tuple[HeadRef, ...], orders: HeadOrders) -> None:
+        """Raises for a head of `configured`, and changes nothing then; what is wrong with others is in reports."""
+        self._problems, self._lacking = {}, ()
+        wanted = tuple(self._ordered(orders.instead.get(head.digest)) or head for head in configured)
+        extra = [head for head in map(self._ordered, orders.extra) if head is not None]
+        kept, before = {head.digest for head in (*wanted, *extra)}, self._live
+        self._load(wanted, kept)
+        self._configured, self._live = configured, (*wanted, *self._present(extra))
+        for head in extra:
+            try:
+                self._load([head], kept)
+            except Exception as error:  # noqa: BLE001  # whatever its files make of it
+                self._problems[head.name] = str(error) if isinstance(error, ValueError) else repr(error)
+        self._live = (*wanted, *self._present(extra))
+        for index, head in enumerate(self._live):
+            if head not in before:
+                logger.info("head %d is %s (%s)", index, head.name, head.digest)
+
+    def _found(self, name: str) -> HeadRef:
+        return HeadRef(name, head_digest(self._loader.directory(name)))
+
+    def _ordered(self, wanted: HeadRef | None) -> HeadRef | None:
+        """A head that the router ordered, if it is on this node and the one that it was."""
+        if wanted is None:
+            return None
+        try:
+            found = self._found(wanted.name)
+            if wanted.digest not in ("", found.digest):
+                raise ValueError(f"the files of {wanted.name} are no longer those of head {wanted.digest}")
+        except LackingHeadError:
+            self._lacking = (*self._lacking, wanted.name)
+        except (ValueError, OSError) as error:
+            self._problems[wanted.name] = str(error)
+        else:
+            return found
+        return None
+
+    def _load(self, heads: Sequence[HeadRef], kept: Collection[str]) -> None:
+        """All, then each into a free place, or that of a head which is not `kept`."""
+        loaded = {head.digest: self._loader.load(head.name) for head in heads if not self._present([head])}
+        used = {head.digest for head in self._live}
+        for digest, new in loaded.items():
+            if new.digest != digest:
+                raise ValueError(f"the files of {new.name} are no longer those of head {digest}")
+            free = [place for place in range(self._loader.num_places) if place not in self._places]
+            idle = [place for place, old in self._places.items() if old.digest not in kept]
+            place = [*free, *sorted(idle, key=lambda place: self._places[place].digest in used)][0]
+            self._server.swap(place, new.runtime, new.served)
+            self._places[place] = new
+
+    def _present(self, heads: Sequence[HeadRef]) -> list[HeadRef]:
+        present = {head.digest for head in self._places.values()}
+        return [head for head in heads if head.digest in present]
 
     async def __del__(self) -> None:
         """Serve retires this replica: targets know already, and leave it as their requests end."""

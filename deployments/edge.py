@@ -14,10 +14,11 @@ import hashlib
 import json
 import logging
 import math
+import random
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -38,8 +39,10 @@ from vllm.exceptions import VLLMClientError
 
 from cluster.admission import Admission, BusyError
 from cluster.control import DepthControl
+from cluster.heads import TRIAL_SUFFIX, HeadRouting, base_workload
 from cluster.request import (
     ANYONE,
+    DEFAULT_WORKLOAD,
     Caller,
     Drafting,
     DraftingError,
@@ -111,7 +114,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.param = status, message, param
         self.code = code or {400: "invalid_value", 404: "not_found"}.get(status)
-        self.retry_after_s = RETRY_AFTER_S if status in (502, 503) and retry_after_s is None else retry_after_s
+        self.retry_after_s = RETRY_AFTER_S if status == 503 and retry_after_s is None else retry_after_s
 
     def __reduce__(self) -> tuple[Any, ...]:
         kwargs: dict[str, Any] = {"param": self.param, "code": self.code, "retry_after_s": self.retry_after_s}
@@ -151,10 +154,9 @@ def not_ready(model: str) -> ApiError:
 
 
 def engine_lost() -> ApiError:
-    """The engine that worked on a request is gone. HAProxy sends a request with this status to another replica, but not
-    one with 503, which is what a whole service says that is not ready."""
+    """The engine that worked on a request is gone."""
     return ApiError(
-        502,
+        503,
         "The engine that worked on this request has stopped, so the answer is not complete. Send the request again.",
         code="engine_lost",
     )
@@ -486,6 +488,9 @@ class Edge:
         self.metrics.queued.set_function(lambda: self.admission.num_queued)
         self._settings = settings
         self._workloads = Workloads(known=settings.named_workloads(), aliases=settings.model.aliases)
+        self.heads: tuple[str, ...] = ()
+        """Digests of the heads that draft: those of `drafter.heads`, then those that only the router names."""
+        self.routing = HeadRouting()
         self.use(settings, control)
 
     def use(self, settings: ClusterSettings, control: DepthControl | None) -> None:
@@ -550,12 +555,12 @@ class Edge:
         if taken := [key for key in SERVER_KEYS if key in own]:
             name = f"vllm_xargs.{taken[0]}"
             raise ApiError(400, f"{name} is set by the server: send the field drafting", param=name)
-        drafting = self._decide(asked, model, body, caller, headers)
+        drafting = self._tried(self._decide(asked, model, body, caller, headers))
         decided: dict[str, Any] = {DEPTH_KEY: drafting.max_k, WORKLOAD_KEY: drafting.workload}
         if drafting.survival:
             decided[SURVIVAL_KEY] = list(drafting.survival)
         if (drafter := self._settings.drafter) is not None and drafter.is_remote:
-            decided[HEAD_KEY] = drafter.head_index(drafting.workload)
+            decided[HEAD_KEY] = self._head_index(drafting.workload)
         fields["vllm_xargs"] = body.vllm_xargs = {**own, **decided}
         if "request_id" in fields and not _REQUEST_ID.fullmatch(body.request_id):
             rule = "1 to 128 letters, digits or . _ : -"  # every chunk of a stream carries it
@@ -582,9 +587,34 @@ class Edge:
             drafting = self.control.settle(drafting, time.monotonic(), caller.max_k)
         return drafting
 
+    def _tried(self, drafting: Drafting) -> Drafting:
+        """The request, now and then with the head that its workload tries. K stays: both heads get the same."""
+        workload, routing = drafting.workload, self.routing
+        is_asked = workload in routing.workloads if routing.workloads else self._head_index(workload) == 0
+        if routing.trial not in self.heads or not is_asked or random.random() >= routing.share:
+            return drafting
+        return replace(drafting, workload=workload + TRIAL_SUFFIX)
+
+    def _head_index(self, workload: str) -> int:
+        """The place in `heads` of the head that drafts for a workload."""
+        if (head := self.routing.of(workload)) in self.heads:
+            return self.heads.index(head)
+        drafter = self._settings.drafter
+        return 0 if drafter is None else drafter.head_index(base_workload(workload))
+
+    def head_of(self, workload: str = DEFAULT_WORKLOAD) -> str:
+        """Digest of the head that drafts for a workload, "" where none does, or it is not known yet."""
+        index = self._head_index(workload)
+        return self.heads[index] if index < len(self.heads) else ""
+
+    def own_heads(self, workloads: Iterable[str]) -> dict[str, str]:
+        """Digests of those of these workloads, and of the settings', that have a head of their own."""
+        named = () if self._settings.drafter is None else self._settings.drafter.heads_by_workload
+        return {name: self.head_of(name) for name in (*workloads, *named) if self._head_index(name)}
+
     def know(self, workload: str) -> None:
         """Tell `workload`, which another edge has found, apart from now on."""
-        self._workloads.remember(workload)
+        self._workloads.remember(base_workload(workload))
 
     async def answer(
         self,
@@ -603,7 +633,7 @@ class Edge:
         workload, status, usage = "", 499, None
         try:
             admitted = self.admit(call, document, caller, headers)
-            workload = admitted.drafting.workload
+            workload = base_workload(admitted.drafting.workload)
             async with (
                 self.admission.place(caller, admitted.num_sequences),
                 contextlib.aclosing(generate(admitted)) as items,
@@ -656,6 +686,7 @@ def drafting_field(drafting: Drafting, head: str, counts: Any) -> dict[str, Any]
     """
     return {
         **drafting.to_wire(),
+        "workload": base_workload(drafting.workload),
         "head": head,
         "num_steps": counts.num_steps,
         "num_draft_tokens": counts.num_draft_tokens,

@@ -16,7 +16,8 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from cluster.settings import ClusterSettings, DrafterSettings, with_live
+from cluster.heads import DraftersView, HeadOrders, HeadRef
+from cluster.settings import ClusterSettings, with_live
 from deployments.compat import ask_each
 from peagle.schema import SettingsError
 
@@ -131,7 +132,8 @@ class LiveHead:
 class DrafterReport:
     """One drafter replica. `address`, `key`: where targets connect to it, and with what. `refused`: why the heads that
     the last `user_config` named are not live, "" when they are. `counters`: what its engine and server counted since
-    their start."""
+    their start. `configured`: the heads of settings and `user_config`; `orders`: those of the router that it follows,
+    `problems` why some are not live, by name, and `lacking` the names of those whose files it has not."""
 
     replica: str
     address: str
@@ -139,6 +141,10 @@ class DrafterReport:
     refused: str = ""
     counters: Mapping[str, float] = field(default_factory=dict)
     key: str = field(default="", repr=False)
+    configured: tuple[HeadRef, ...] = ()
+    orders: HeadOrders = field(default_factory=HeadOrders)
+    problems: Mapping[str, str] = field(default_factory=dict)
+    lacking: tuple[str, ...] = ()
 
 
 MAX_MISSED_POLLS = 3
@@ -160,10 +166,9 @@ class DrafterLinks:
         self,
         drafter: DeploymentHandle[Any],
         rpc: Callable[..., Awaitable[list[Any]]],
-        settings: DrafterSettings,
         is_busy: Callable[[], bool],
     ) -> None:
-        self._drafter, self._rpc, self._settings, self._is_busy = drafter, rpc, settings, is_busy
+        self._drafter, self._rpc, self._is_busy = drafter, rpc, is_busy
         self._reports: dict[str, DrafterReport] = {}
         self._num_missed: dict[str, int] = {}
         self._handed_on: list[dict[str, Any]] | None = None
@@ -174,18 +179,17 @@ class DrafterLinks:
         """Digests by index of the heads that draft, () before any drafter answers."""
         self.links: tuple[dict[str, Any], ...] = ()
 
-    def start(self, on_change: Callable[[str, Mapping[str, str]], None]) -> None:
-        """Begin on the running event loop. `on_change` gets the digests of the default head and of workloads' heads
-        each time they change."""
+    def start(self, on_change: Callable[[tuple[str, ...]], None]) -> None:
+        """Begin on the running event loop. `on_change` gets `heads` each time they change."""
         self._task = asyncio.get_running_loop().create_task(self._poll_forever(on_change))
 
-    async def _poll_forever(self, on_change: Callable[[str, Mapping[str, str]], None]) -> None:
+    async def _poll_forever(self, on_change: Callable[[tuple[str, ...]], None]) -> None:
         told = self.heads  # a poll may fail after the heads changed: the next one tells it then
         while True:
             try:
                 await self.poll()
                 if self.heads != told:
-                    on_change(*self.by_workload())
+                    on_change(self.heads)
                     told = self.heads
                 self._problem = ""
             except Exception as error:  # without drafters the engine serves on, and this goes on trying
@@ -223,11 +227,20 @@ class DrafterLinks:
         self._reports = {address: found[address] for address, n in self._num_missed.items() if n <= MAX_MISSED_POLLS}
         return list(self._reports.values())
 
-    def by_workload(self) -> tuple[str, dict[str, str]]:
-        """The default head's digest, and those of the workloads that have heads of their own."""
-        settings = self._settings
-        own = {workload: self.heads[settings.head_index(workload)] for workload in settings.heads_by_workload}
-        return self.heads[0], own
+
+def drafters_view(reports: Sequence[DrafterReport], orders: HeadOrders | None) -> DraftersView | None:
+    """What drafters say alike, where all follow `orders` (None: whatever they follow); None where they do not agree."""
+    if not reports or any(
+        (report.configured, report.orders) != (reports[0].configured, orders or reports[0].orders) for report in reports
+    ):
+        return None
+    live = [[HeadRef(head.name, head.digest) for head in report.heads] for report in reports]
+    return DraftersView(
+        reports[0].configured,
+        tuple(head for head in live[0] if all(head in others for others in live)),
+        reports[0].orders.instead,
+        {name: problem for report in reports for name, problem in report.problems.items()},
+    )
 
 
 def drafters_of(reports: Iterable[DrafterReport]) -> list[dict[str, Any]]:

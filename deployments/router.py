@@ -7,9 +7,13 @@ targets, past this process (`deployments.target`), which imports neither vLLM no
 
 import asyncio
 import contextlib
+import dataclasses
+import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ray import serve
@@ -17,13 +21,22 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.control import Guidance
 from cluster.counts import TargetReport
+from cluster.heads import CANDIDATE, HeadKeeper, HeadProposal, HeadTrial, base_workload
 from cluster.settings import ClusterSettings, live_config
 from deployments import TARGET_NAME, compat
 from deployments.autoscaling import ClusterBoard, ScalingView, scaling_metrics
-from deployments.replicas import POLL_TIMEOUT_S, REPLICA_LOST, DrafterReport, ReplicaMonitor, settings_with
+from deployments.replicas import (
+    POLL_TIMEOUT_S,
+    REPLICA_LOST,
+    DrafterReport,
+    ReplicaMonitor,
+    drafters_view,
+    settings_with,
+)
 from deployments.telemetry import (
     HeadCounts,
     StateFile,
+    change_metrics,
     depth_metrics,
     drafter_metrics,
     drafting_document,
@@ -34,10 +47,23 @@ from deployments.telemetry import (
     prometheus_text,
     target_metrics,
 )
+from peagle.heads import candidate_directory, candidate_files, keep_candidate
 
 logger = logging.getLogger(__name__)
 
 FIRST_POLL_S = 2.0
+SEND_TIMEOUT_S = 120.0
+"""For the files of a head to reach drafters on other nodes."""
+
+
+def make_keeper(settings: ClusterSettings) -> HeadKeeper | None:
+    """None where several ingress replicas would decide side by side."""
+    drafter = settings.drafter
+    if drafter is None or settings.ingress.num_replicas > 1:
+        return None
+    index_of = {workload: drafter.head_index(workload) for workload in drafter.heads_by_workload}
+    num_spare = 0 if settings.ingress.num_replicas else drafter.spare_heads
+    return HeadKeeper(index_of, num_spare, drafter.trial_share)
 
 
 class Router:
@@ -58,10 +84,13 @@ class Router:
         self._edges = {"target": self._target}
         self._state = StateFile(settings.depth.state)
         self.control = make_control(settings)
-        self._state.restore(self.control)
-        self._head_counts = HeadCounts()
+        self._keeper = None if drafter is None else make_keeper(settings)
+        self._state.restore(self.control, self._keeper)
+        self._head_counts, self._counts_are_new = HeadCounts(), False
         self._monitor = ReplicaMonitor(self._target, TargetReport, self._observe)
-        self._drafters = None if drafter is None else ReplicaMonitor(drafter, DrafterReport, lambda _: None)
+        self._drafter = drafter
+        self._drafters = None if drafter is None else ReplicaMonitor(drafter, DrafterReport, self._steer)
+        self._steering: asyncio.Task[None] | None = None
         self._scaling = None if settings.autoscaling is None else ScalingView(ClusterBoard(context.app_name))
         self._warn_without_callers()
         compat.warn_without_haproxy()
@@ -90,14 +119,91 @@ class Router:
             )
 
     async def guidance(self) -> Guidance:
-        """What targets choose K by, as of the last reports."""
-        return self.control.guidance(self._monitor.num_ready or 0, time.monotonic())
+        """What targets choose K by, and candidates, as of the last reports."""
+        guidance = self.control.guidance(self._monitor.num_ready or 0, time.monotonic())
+        return guidance if self._keeper is None else dataclasses.replace(guidance, heads=self._keeper.routing)
+
+    # ---- heads
+
+    async def propose(self, proposal: HeadProposal) -> HeadTrial:
+        """Try a candidate on a share of the requests; `trial` says what becomes of it.
+
+        Raises:
+            ValueError: with the reason: a damaged head, no room for it, a trial that is under way.
+        """
+        if self._keeper is None:
+            raise ValueError("heads are tried where drafter.placement is remote and one router decides")
+        files = proposal.files or await asyncio.to_thread(candidate_files, Path(proposal.source))
+        digest = hashlib.sha256()
+        for file in sorted(files):
+            digest.update(files[file])
+        name = f"{CANDIDATE}{digest.hexdigest()[:10]}"
+        await asyncio.to_thread(keep_candidate, name, files, self._keeper.names_in_use)
+        trial = self._keeper.propose(name, proposal)
+        self._heads_changed()
+        return trial
+
+    async def trial(self, name: str) -> HeadTrial:
+        """The newest state of a proposal. Raises ValueError for a name that is not known."""
+        if self._keeper is None:
+            raise ValueError("there are no trials of heads here")
+        return self._keeper.trial(name)
+
+    async def head_back(self) -> HeadTrial:
+        """End the trial, else take back the last change of heads. Raises ValueError where there is none."""
+        if self._keeper is None:
+            raise ValueError("there are no changes of heads here")
+        trial = self._keeper.back()
+        self._heads_changed()
+        return trial
+
+    def _heads_changed(self) -> None:
+        """Log what happened, and save it at once."""
+        if self._keeper is not None and self._keeper.events:
+            for event in self._keeper.events:
+                logger.warning("%s", event)
+            self._keeper.events.clear()
+            self._state.save_soon(self.control, self._keeper, is_urgent=True)
+
+    def _steer(self, drafters: Sequence[DrafterReport]) -> None:
+        """Let every drafter follow the keeper's orders, also one that has just started."""
+        if self._keeper is None or self._drafter is None or (self._steering and not self._steering.done()):
+            return
+        orders = self._keeper.orders if self._keeper.has_begun else None
+        if (view := drafters_view(drafters, orders)) is not None:
+            self._keeper.see(view, self._num_running())
+            self._heads_changed()
+        orders = self._keeper.orders
+        lacking = {name for drafter in drafters for name in drafter.lacking}
+        if self._keeper.has_begun and (lacking or any(drafter.orders != orders for drafter in drafters)):
+            self._steering = asyncio.get_running_loop().create_task(self._order(self._drafter, lacking))
+
+    async def _order(self, drafter: DeploymentHandle[Any], lacking: set[str]) -> None:
+        assert self._keeper is not None
+        answers: list[Any] = []
+        with contextlib.suppress(*REPLICA_LOST, TimeoutError):  # they are asked again
+            for name in lacking:
+                if (directory := candidate_directory(name)) is not None:
+                    files = await asyncio.to_thread(candidate_files, directory)
+                    answers += await compat.ask_each(drafter, "take_candidate", SEND_TIMEOUT_S, name, files)
+            answers += await compat.ask_each(drafter, "follow", POLL_TIMEOUT_S, self._keeper.orders)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                logger.warning("a drafter does not follow: %r", answer)
+
+    def _num_running(self) -> Counter[str]:
+        """Requests by workload."""
+        found = Counter[str]()
+        for report in self._monitor.reports:
+            found.update({base_workload(name): counts.num_running for name, counts in report.workloads.items()})
+        return found
 
     async def metrics(self) -> bytes:
         """Prometheus text over all replicas. Whoever asks, it says the same, but for counts by head."""
         reports = await self._monitor.refresh()
         families = target_metrics(reports, self._monitor.num_ready or 0)
         families += head_metrics(self._head_counts.by_head(), self._replica)
+        families += [] if self._keeper is None else change_metrics(self._keeper.document())
         families += depth_metrics(self._document(), self._settings.model.id)
         families += scaling_metrics(await self._scaled())
         if self._drafters is not None:
@@ -120,6 +226,7 @@ class Router:
         return {
             **self._document(),
             **drafting_document(reports, by_head, drafters),
+            "head_changes": [] if self._keeper is None else self._keeper.document(),
             "autoscaling": await self._scaled(),
         }
 
@@ -131,6 +238,11 @@ class Router:
 
     def _observe(self, reports: Sequence[TargetReport]) -> None:
         if reports:
-            self._head_counts.take(reports)
+            news = self._head_counts.take(reports)
             self.control.observe(reports, time.monotonic())
-            self._state.save_soon(self.control)
+            # The first reports count from the targets' start, and heads may have changed since.
+            if self._keeper is not None and self._counts_are_new:
+                self._keeper.take(news, self._num_running())
+                self._heads_changed()
+            self._counts_are_new = True
+            self._state.save_soon(self.control, self._keeper)

@@ -113,26 +113,26 @@ class TargetServer(LLMServer):
         config = engine_config(settings, target_dir, head_dir)
         if Path(target_dir).is_dir():
             compat.download_nothing(config)
-        await super().__init__(config, engine_cls=None if settings.target.has_gpu else compat.cpu_engine())
+        await super().__init__(config)
         compat.check_engine(self)
         self._client = compat.engine_client(self)
         self._settings = settings
         self._replica = serve.get_replica_context().replica_id.unique_id
-        self._head = "" if head_dir is None or drafter is not None else await asyncio.to_thread(head_digest, head_dir)
-        self._heads: Mapping[str, str] = {}
         self._recorder = DraftingRecorder(max_workloads=MAX_NUM_WORKLOADS + len(settings.named_workloads()))
         self._recorder.attach(self._client)
         self._pace = StreamPace()
         self._export = MetricsExport()
         guard(self._client, grammar_limits(settings))
         self.edge = Edge(settings, make_control(settings), QUEUED_PER_RUNNING * max_num_seqs(settings))
+        if head_dir is not None and drafter is None:
+            self.edge.heads = (await asyncio.to_thread(head_digest, head_dir),)
         self._router, self._num_targets = router, 1
         self._learning = asyncio.get_running_loop().create_task(self._learn_forever())
         compat.write_error_page()
         self._aborts: set[asyncio.Task[None]] = set()
         self._links: DrafterLinks | None = None
-        if drafter is not None and settings.drafter is not None:
-            self._links = DrafterLinks(drafter, self._client.collective_rpc, settings.drafter, self._is_busy)
+        if drafter is not None:
+            self._links = DrafterLinks(drafter, self._client.collective_rpc, self._is_busy)
             self._links.start(self._set_heads)
         freeze_gc_heap()  # as vLLM's own server: a full collection of all that is loaded would hold up every stream
 
@@ -155,8 +155,8 @@ class TargetServer(LLMServer):
     def _is_busy(self) -> bool:
         return bool(self._client.output_processor.has_unfinished_requests())
 
-    def _set_heads(self, default: str, by_workload: Mapping[str, str]) -> None:
-        self._head, self._heads = default, dict(by_workload)
+    def _set_heads(self, heads: tuple[str, ...]) -> None:
+        self.edge.heads = heads
 
     def _counted(self) -> TargetReport:
         costs = None
@@ -164,12 +164,13 @@ class TargetServer(LLMServer):
             costs = StepCosts.from_wire(self._recorder.step_costs) if self._recorder.step_costs else None
         except ValueError:  # the counts go out all the same
             logger.exception("the scheduler's step costs are left out of the report")
+        counted = self._recorder.workloads()
         return TargetReport(
             self._replica,
             self.edge.model,
-            self._head,
-            self._heads,
-            self._recorder.workloads(),
+            self.edge.head_of(),
+            self.edge.own_heads(counted),
+            counted,
             self._recorder.context_tokens(),
             costs,
             () if self._links is None else self._links.links,
@@ -210,6 +211,7 @@ class TargetServer(LLMServer):
         async with asyncio.timeout(POLL_TIMEOUT_S):
             guidance: Guidance = await router.guidance.remote()
         self._num_targets = self.edge.admission.num_replicas = max(1, guidance.num_targets)
+        self.edge.routing = guidance.heads
         for workload in guidance.workloads:
             self.edge.know(workload)
         if self.edge.control is not None:
@@ -325,9 +327,8 @@ class TargetServer(LLMServer):
         return self._field_of(admitted, self._recorder.pop(response_id))
 
     def _field_of(self, admitted: Admitted, record: Any) -> dict[str, Any]:
-        drafting = admitted.drafting
-        head = self._heads.get(drafting.workload, self._head)
-        return drafting_field(drafting, head, Counts() if record is None else record.counts)
+        head = self.edge.head_of(admitted.drafting.workload)
+        return drafting_field(admitted.drafting, head, Counts() if record is None else record.counts)
 
     def _failure(self, admitted: Admitted, failure: ApiError) -> ApiError:
         """`failure` of a request of which nothing has been answered, with its cause where it can be told."""

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +28,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from cluster.control import DepthControl
-from cluster.counts import Counts, Ledger, TargetReport
+from cluster.counts import Counts, Ledger, News, TargetReport
+from cluster.heads import HeadKeeper
 from cluster.settings import ClusterSettings
 from deployments.replicas import DrafterReport
 from peagle.store import write_bytes
@@ -60,12 +62,15 @@ class HeadCounts:
         self._ledger = Ledger()
         self._by_head: dict[str, Counts] = {}
 
-    def take(self, reports: Iterable[TargetReport]) -> None:
-        for head, by_workload in self._ledger.take(reports).by_head.items():
+    def take(self, reports: Iterable[TargetReport]) -> News:
+        """Count them; what they bring that is new."""
+        news = self._ledger.take(reports)
+        for head, by_workload in news.by_head.items():
             added = sum(by_workload.values(), Counts())
             self._by_head[head] = self._by_head.pop(head, Counts()) + added
         while len(self._by_head) > MAX_NUM_HEADS:
             del self._by_head[next(iter(self._by_head))]
+        return news
 
     def by_head(self, live: Iterable[str] = ()) -> dict[str, Counts]:
         """Counts by digest, with those of `live` heads that have none yet."""
@@ -194,6 +199,26 @@ def head_metrics(by_head: Mapping[str, Counts], ingress: str) -> list[Metric]:
     return [steps, drafted, accepted]
 
 
+SHOWN_S = 3600.0
+"""For so long after a head was taken back the metric says so."""
+
+
+def change_metrics(changes: Iterable[Mapping[str, Any]]) -> list[Metric]:
+    """Heads that are tried, watched, or were taken back of late (`HeadKeeper.document`)."""
+    state = GaugeMetricFamily("peagle_head_change", "1: so it is with this head.", labels=("head", "against", "state"))
+    gain = GaugeMetricFamily(
+        "peagle_head_gain", "AL over that of `against`, minus 1.", labels=("head", "against", "bound")
+    )
+    for change in changes:
+        is_compared = change["state"] in ("loading", "running") or change["is_watched"]
+        if is_compared or (change["state"] == "taken back" and time.time() - change["changed_s"] < SHOWN_S):
+            heads = [change["head"], change["against"]]
+            state.add_metric([*heads, change["state"]], 1)
+            for bound in ("gain", "low", "high") if change["gain"] is not None else ():
+                gain.add_metric([*heads, "mean" if bound == "gain" else bound], change[bound])
+    return [state, gain]
+
+
 def drafter_metrics(drafters: Sequence[DrafterReport], reports: Sequence[TargetReport]) -> list[Metric]:
     """The drafter replicas and the targets' links to them."""
     ready = GaugeMetricFamily("peagle_drafter_replicas", "Drafter replicas that answer.")
@@ -247,7 +272,8 @@ def depth_metrics(document: Mapping[str, Any], model: str) -> list[Metric]:
 
 
 class StateFile:
-    """Saves what a control has learned, at most every `SAVE_INTERVAL_S`, and finds it again.
+    """Saves what a control has learned, and which heads it was left with, at most every `SAVE_INTERVAL_S`, and finds it
+    again.
 
     Replicas of the ingress may share one file, also from several containers: each writes the whole state, which they
     derive from the same reports, to a name of its own first.
@@ -259,25 +285,32 @@ class StateFile:
         self._task: asyncio.Task[None] | None = None
         self._fails = False
 
-    def restore(self, control: DepthControl) -> None:
+    def restore(self, control: DepthControl, keeper: HeadKeeper | None = None) -> None:
         """Begin where the last replica stopped. A damaged or foreign file is logged, put aside, and not used."""
         if self._path is None or not self._path.exists():
             return
         try:
-            control.restore(json.loads(self._path.read_text(encoding="utf-8")))
+            snapshot = json.loads(self._path.read_text(encoding="utf-8"))
+            control.restore(snapshot)
+            if keeper is not None and "heads" in snapshot:
+                keeper.restore(snapshot["heads"])
         except (OSError, ValueError) as error:
             aside = self._path.with_suffix(".unusable")
             logger.warning("depth.state: %s cannot be used (%s); it is kept as %s", self._path, error, aside)
             with contextlib.suppress(OSError):  # another replica of the ingress was first, or the folder is read-only
                 self._path.replace(aside)
 
-    def save_soon(self, control: DepthControl) -> None:
-        """Save in a thread, when it is time again and the last save is done: a slow disk holds up no request."""
+    def save_soon(self, control: DepthControl, keeper: HeadKeeper | None = None, *, is_urgent: bool = False) -> None:
+        """Save in a thread, when it is time again and the last save is done: a slow disk holds up no request.
+        `is_urgent`: it is time."""
+        if is_urgent:
+            self._saved_s = -math.inf
         is_due = time.monotonic() - self._saved_s >= SAVE_INTERVAL_S
         if self._path is None or not is_due or (self._task is not None and not self._task.done()):
             return
         self._saved_s = time.monotonic()
-        work = asyncio.to_thread(self.write, control.snapshot())
+        snapshot = control.snapshot() | ({} if keeper is None else {"heads": keeper.snapshot()})
+        work = asyncio.to_thread(self.write, snapshot)
         self._task = asyncio.get_running_loop().create_task(work)
 
     def write(self, snapshot: Mapping[str, Any]) -> None:

@@ -396,10 +396,28 @@ def test_a_swapped_head_drafts_after_the_targets_have_its_reducer(shared: bool) 
             each.close()
 
 
+def test_a_head_in_a_new_place_drafts_beside_the_others() -> None:
+    with running(make_server((0, 1))) as server:
+        pool = make_pool()
+        pool.set_drafters([entry(server.address, {0: "digest0"})])
+        eventually(lambda: pool.num_up)
+        target = Target(pool)
+        target.check_step()
+        server.swap(2, head_runtime(2), served_head(2))
+        target.check_step()
+        assert only_link(pool)["num_connections"] == 1
+        pool.set_drafters([entry(server.address, {0: "digest2", 1: "digest0"})])
+        eventually(lambda: only_link(pool)["num_connections"] == 2 and pool.num_up)
+        target.begin_cold()
+        assert target.step() == [target.expected(slot, head=2) for slot in range(3)]
+        pool.close()
+
+
 @pytest.mark.parametrize(
     ("index", "served", "problem"),
     [
-        (5, served_head(2), "there is no head 5 to swap, only"),
+        (5, served_head(1), "head digest1 is served under another number already"),
+        (5, served_head(2, hidden_size=8), "its hidden_size is 8, that of head digest0"),
         (0, served_head(1), "head digest1 is served under another number already"),
         (0, served_head(2, hidden_size=8), "head digest2 does not fit the targets: its hidden_size is 8, that of"),
         (0, served_head(2, aux_layer_ids=(0,)), "its aux_layer_ids is"),

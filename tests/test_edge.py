@@ -18,6 +18,8 @@ from fastapi import FastAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.counts import Counts
+from cluster.heads import HeadRouting
 from cluster.request import ANYONE, Caller
 from cluster.settings import (
     CallerSettings,
@@ -37,6 +39,7 @@ from deployments.edge import (
     Edge,
     Usage,
     check_document,
+    drafting_field,
     engine_lost,
     from_engine,
     make_app,
@@ -352,7 +355,7 @@ def test_the_openapi_document_is_true_of_bodies_and_refusals() -> None:
         operation = document["paths"][path]["post"]
         ref = f"#/components/schemas/{name}"
         assert operation["requestBody"]["content"]["application/json"]["schema"] == {"anyOf": [{"$ref": ref}]}
-        assert {"200", "400", "401", "403", "404", "408", "413", "429", "502", "503"} == operation["responses"].keys()
+        assert {"200", "400", "401", "403", "404", "408", "413", "429", "503"} == operation["responses"].keys()
     validator = jsonschema.Draft202012Validator({"$ref": "#/components/schemas/ChatCompletionRequest", **document})
     for good in ({}, {"drafting": {"k": 3, "workload": "code"}}, {"n": None}, {"store": True}, {"stop": ["a"]}):
         assert validator.is_valid({"messages": HELLO, **good})
@@ -640,9 +643,9 @@ def test_a_stream_that_breaks_off_ends_with_an_error_event_and_without_done() ->
     assert "See stack trace" not in response.text
 
 
-def test_an_engine_that_is_lost_before_the_answer_gives_502_and_an_unforeseen_error_500(caplog: Any) -> None:
+def test_an_engine_that_is_lost_before_the_answer_gives_503_and_an_unforeseen_error_500(caplog: Any) -> None:
     lost = chat(Echo(ends_with=engine_lost()))
-    assert (lost.status_code, lost.headers["retry-after"]) == (502, "5")
+    assert (lost.status_code, lost.headers["retry-after"]) == (503, "5")
     failed = chat(Echo(ends_with=RuntimeError("secret detail")))
     assert failed.status_code == 500
     assert "secret" not in failed.text
@@ -818,3 +821,59 @@ def test_an_alias_of_a_workload_that_has_a_name_already_changes_live() -> None:
     model = before.model.model_copy(update={"aliases": {"other": "code"}})
     backend.edge.use(named.model_copy(update={"model": model}), None)
     assert chat(backend, model="other").json()["drafting"]["workload"] == "code"
+
+
+# ---- which head drafts
+
+
+def remote_edge(**own: str) -> Edge:
+    drafter = DrafterSettings(head="a", placement="remote", max_draft_tokens=7, heads_by_workload={"code": "b"})
+    edge = Edge(cluster(drafter=drafter))
+    edge.heads = ("A", "B", "C")
+    edge.routing = HeadRouting(own)
+    return edge
+
+
+def heads_of(edge: Edge, tag: str, num: int = 200) -> dict[str, list[tuple[int, str]]]:
+    """Index and workload in the engine of requests with a tag, by the workload that their clients see."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for _ in range(num):
+        admitted = edge.admit("chat", {"messages": HELLO, "drafting": {"workload": tag, "k": 3}})
+        args = admitted.body.vllm_xargs
+        assert args[DEPTH_KEY] == 3
+        shown = drafting_field(admitted.drafting, "", Counts())["workload"]
+        found.setdefault(shown, []).append((args[HEAD_KEY], args[WORKLOAD_KEY]))
+    return found
+
+
+def test_a_share_of_the_requests_tries_the_candidate_and_clients_do_not_notice() -> None:
+    edge = remote_edge()
+    assert set(heads_of(edge, "chat")["chat"]) == {(0, "chat")}
+    edge.routing = HeadRouting(trial="C", share=0.5)
+    found = heads_of(edge, "chat")
+    assert list(found) == ["chat"]
+    assert set(found["chat"]) == {(0, "chat"), (2, "chat/trial")}
+    assert 50 < found["chat"].count((2, "chat/trial")) < 150
+    assert set(heads_of(edge, "code")["code"]) == {(1, "code")}, "it has a head of its own"
+    edge.routing = HeadRouting(trial="C", share=0.5, workloads=("code",))
+    assert set(heads_of(edge, "code")["code"]) == {(1, "code"), (2, "code/trial")}
+    assert set(heads_of(edge, "chat")["chat"]) == {(0, "chat")}
+    assert edge.own_heads(["chat", "code/trial"]) == {"code": "B", "code/trial": "C"}
+    edge.know("chat/trial")
+    assert "chat/trial" not in edge._workloads.names()
+
+
+def test_no_request_tries_a_head_that_drafters_do_not_have() -> None:
+    edge = remote_edge(chat="Z")
+    edge.routing = HeadRouting({"chat": "Z"}, "Y", 0.5)
+    assert set(heads_of(edge, "chat", 50)["chat"]) == {(0, "chat")}
+    assert edge.head_of("chat") == "A"
+    edge.heads = ()
+    assert edge.head_of("chat") == ""
+
+
+def test_a_workload_drafts_with_the_head_that_it_was_given() -> None:
+    edge = remote_edge(chat="C", code="A")
+    assert set(heads_of(edge, "chat", 5)["chat"]) == {(2, "chat")}
+    assert set(heads_of(edge, "code", 5)["code"]) == {(0, "code")}
+    assert edge.own_heads(["chat"]) == {"chat": "C"}

@@ -26,6 +26,7 @@ from peagle.config import (
     check_head_fits,
     read_head_config,
 )
+from peagle.heads import MAX_NUM_CANDIDATES, candidate_directory, candidate_files, head_digest, keep_candidate
 from peagle.schema import SettingsError
 from peagle.vllm.engine import engine_kwargs
 from tests.head_factory import CONFIG, REDUCED, TARGET, head_tensors, reconfigure, rewrite
@@ -309,3 +310,28 @@ def test_specs_are_read_from_the_header_alone(head: Path) -> None:
     specs = read_tensor_specs(head)
     assert str(specs["mask_hidden"]) == "F32 [1, 1, 96]"
     assert specs.keys() == load_head(head)[1].keys()
+
+
+def test_the_files_of_a_candidate_are_checked_and_kept_in_the_cache(head: Path, tmp_path: Path) -> None:
+    cache, files = tmp_path / "cache", candidate_files(head)
+    assert candidate_directory("candidate-x", cache) is None
+    kept = keep_candidate("candidate-x", files, (), cache)
+    assert candidate_directory("candidate-x", cache) == kept
+    assert head_digest(kept) == head_digest(head)
+    (kept / "config.json").write_text("{}")
+    assert candidate_directory("candidate-x", cache) is None, "damaged since"
+    for index in range(MAX_NUM_CANDIDATES + 2):
+        keep_candidate(f"candidate-{index}", files, ["candidate-1"], cache)
+    assert candidate_directory("candidate-0", cache) is None
+    assert candidate_directory("candidate-1", cache) is not None
+    assert candidate_directory(f"candidate-{MAX_NUM_CANDIDATES + 1}", cache) is not None
+
+
+@pytest.mark.parametrize("name", ["../config.json", "pytorch_model.bin", "a/model.safetensors"])
+def test_files_that_no_candidate_has_are_refused(head: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="a head has config.json and safetensors files, not"):
+        keep_candidate("candidate-x", {**candidate_files(head), name: b""}, (), tmp_path / "cache")
+    rewrite(head, fc__weight=None)
+    with pytest.raises(HeadError, match="missing fc.weight"):
+        keep_candidate("candidate-x", candidate_files(head), (), tmp_path / "cache")
+    assert candidate_directory("candidate-x", tmp_path / "cache") is None

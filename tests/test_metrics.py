@@ -11,11 +11,12 @@ import pytest
 import yaml
 
 from deployments.autoscaling import scaling_metrics
-from deployments.telemetry import drafter_metrics, head_metrics, prometheus_text, target_metrics
+from deployments.telemetry import change_metrics, drafter_metrics, head_metrics, prometheus_text, target_metrics
 from tests.autoscaling_harness import Controller
 from tests.counted import counts_of
 from tests.metric_names import documented, exported
 from tests.scaling_cases import GOOD
+from tests.test_heads import swapped
 from tests.test_telemetry import drafter, link, report
 
 MONITORING = Path(__file__).parents[1] / "k8s" / "components" / "monitoring"
@@ -54,11 +55,13 @@ def test_metrics_of_targets_heads_and_drafters_are_in_the_table() -> None:
     families = [
         *target_metrics(reports, 1),
         *head_metrics({"a": counts}, "i1"),
+        *change_metrics(swapped(0, 0.1, 120).keeper.document()),
         *drafter_metrics([drafter("r1", "a", refused="no")], reports),
     ]
     found, table = exported(prometheus_text(families).decode()), documented()
     assert {name: labels for name, labels in found.items() if table.get(name) != labels} == {}
     assert "peagle_link_wait_seconds_total" in found
+    assert "peagle_head_gain" in found
 
 
 @pytest.mark.parametrize("where", expressions())
@@ -161,6 +164,14 @@ INCIDENTS: dict[str, tuple[list[dict[str, str]], list[str]]] = {
             series("peagle_link_up", "1x540 0x60", replica="t1", drafter="h:1"),
         ),
         ["PeagleDrafterDown", "PeagleTargetWithoutDrafter"],
+    ),
+    "a head was taken back": (
+        instead(series("peagle_head_change", "_x540 1x60", head="b", against="a", state="taken back")),
+        ["PeagleHeadTakenBack"],
+    ),
+    "a head is watched": (
+        instead(series("peagle_head_change", "_x540 1x60", head="b", against="a", state="promoted")),
+        [],
     ),
     "one link of two is down": (
         instead(

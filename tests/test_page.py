@@ -20,6 +20,7 @@ from tests.counted import counts_of
 from tests.metric_names import documented
 from tests.scaling_cases import GOOD
 from tests.test_edge import DIGEST, Echo, callers, request
+from tests.test_heads import swapped
 from tests.test_telemetry import drafter, link, report
 
 PAGE = live_page()[0]
@@ -70,11 +71,13 @@ def documents() -> dict[str, Any]:
         **control.document(1.0),
         **drafting_document(reports, {"a": counts_of([(3, 2)])}, [drafter("r1", "a")]),
         "autoscaling": decision,
+        "head_changes": swapped(0, 0.5, 120).keeper.document(),
     }
     return {
         "service": service,
         "row": service["workloads"][0],
         "head": service["heads"][0],
+        "changed": service["head_changes"][0],
         "drafter": service["drafters"][0],
         "link": service["links"][0],
         "scaling": decision,

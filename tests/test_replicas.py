@@ -1,6 +1,7 @@
 """What replicas say of themselves: who runs, whatever becomes of the reports; and drafters, as targets hear of them."""
 
 import asyncio
+import dataclasses
 import json
 import logging
 from collections.abc import Awaitable, Callable
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
+from cluster.heads import HeadOrders, HeadRef
 from cluster.settings import DrafterSettings
-from deployments.drafter import DrafterReplica
+from deployments.drafter import DrafterReplica, LackingHeadError
 from deployments.replicas import (
     MAX_MISSED_POLLS,
     DrafterLinks,
@@ -21,6 +23,7 @@ from deployments.replicas import (
     ReplicaMonitor,
     agreed_heads,
     drafters_of,
+    drafters_view,
     link_reports,
 )
 
@@ -168,8 +171,7 @@ def drafter_report(replica: str, *digests: str, address: str = "h:1") -> Drafter
 
 
 def links_of(answers: Callable[[], list[Any]], rpc: Any) -> Any:
-    settings: Any = SimpleNamespace(heads_by_workload={})
-    return DrafterLinks(Handle(answers), rpc, settings, lambda: True)  # type: ignore[arg-type]
+    return DrafterLinks(Handle(answers), rpc, lambda: True)  # type: ignore[arg-type]
 
 
 def test_heads_that_changed_in_a_poll_that_failed_are_told_later() -> None:
@@ -185,10 +187,10 @@ def test_heads_that_changed_in_a_poll_that_failed_are_told_later() -> None:
     async def run() -> None:
         told: list[Any] = []
         links = links_of(lambda: [says(drafter_report("r", "digest"))], rpc)
-        links.start(lambda default, by_workload: told.append((default, by_workload)))
+        links.start(told.append)
         await until(lambda: told)
         links._task.cancel()
-        assert (told, num_failures) == ([("digest", {})], 1)
+        assert (told, num_failures) == ([("digest",)], 1)
 
     asyncio.run(run())
 
@@ -246,12 +248,20 @@ def test_links_are_those_of_the_worker_that_sends() -> None:
 class Heads:
     """Heads by their folders, without weights; a broken one raises what nobody foresaw."""
 
+    num_places = 2
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+
     def directory(self, name: str) -> Path:
+        if name == "candidate-x":
+            raise LackingHeadError("not here")
         return Path(name)
 
     def load(self, name: str) -> Any:
         if Path(name).name == "broken":
             raise KeyError("fc.weight")
+        self.loaded.append(Path(name).name)
         return SimpleNamespace(name=name, digest=Path(name).name, runtime=None, served=None)
 
 
@@ -277,7 +287,12 @@ def drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         "_is_configured": False,
         "_swapping": asyncio.Lock(),
         "_swaps": set(),
-        "_heads": {0: Heads().load(a), 1: Heads().load(b)},
+        "_places": {0: Heads().load(a), 1: Heads().load(b)},
+        "_live": (HeadRef(a, "a"), HeadRef(b, "b")),
+        "_configured": (HeadRef(a, "a"), HeadRef(b, "b")),
+        "_orders": HeadOrders(),
+        "_problems": {},
+        "_lacking": (),
         "_server": SimpleNamespace(swap=lambda *args: None, stop=lambda: None, report=lambda: {"targets": 0}),
     }
     return replica
@@ -291,7 +306,12 @@ def live(replica: Any, *user_configs: Any) -> list[str]:
             await replica._swap(user_config)
 
     asyncio.run(run())
-    return [head.digest for _, head in sorted(replica._heads.items())]
+    return digests(replica)
+
+
+def digests(replica: Any) -> list[str]:
+    """Of the heads that draft, by index."""
+    return [head.digest for head in replica._live]
 
 
 def test_the_live_heads_are_those_of_the_last_user_config_whatever_came_before(drafter: Any, tmp_path: Path) -> None:
@@ -317,9 +337,76 @@ def test_a_drafter_that_starts_has_its_new_head_before_it_drafts(drafter: Any, t
 
     async def run() -> None:
         await drafter.reconfigure({"head": str(tmp_path / "c")})
-        assert drafter._heads[0].digest == "c"
+        assert digests(drafter)[0] == "c"
         await drafter.reconfigure({})
-        assert drafter._heads[0].digest == "c", "later, Serve does not wait"
-        await until(lambda: drafter._heads[0].digest == "a")
+        assert digests(drafter)[0] == "c", "later, Serve does not wait"
+        await until(lambda: digests(drafter)[0] == "a")
 
     asyncio.run(run())
+
+
+def followed(replica: Any, **orders: Any) -> list[str]:
+    """Its heads after the router's orders."""
+
+    async def run() -> None:
+        await replica.follow(HeadOrders(**orders))
+        await asyncio.gather(*replica._swaps)
+
+    asyncio.run(run())
+    return digests(replica)
+
+
+def test_a_head_that_was_taken_back_is_replaced_until_the_operator_names_another(drafter: Any, tmp_path: Path) -> None:
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    assert live(drafter, {"head": c}) == ["c", "b"]
+    assert followed(drafter, instead={"c": HeadRef(a, "a")}) == ["a", "b"]
+    assert [head.digest for head in drafter._configured] == ["c", "b"]
+    assert live(drafter, {"head": c}) == ["a", "b"], "a replica that starts anew gets the same user_config"
+    assert live(drafter, {"head": b, "heads_by_workload": {"code": c}}) == ["b", "a"], "whatever index it has"
+    assert live(drafter, {}) == ["a", "b"]
+    assert followed(drafter, instead={"a": HeadRef(c, "another")}) == ["a", "b"]
+    assert "no longer those of head another" in drafter._problems[c]
+
+
+def test_a_candidate_takes_a_spare_place_and_the_head_before_it_stays_loaded(drafter: Any, tmp_path: Path) -> None:
+    drafter._loader.num_places = 3
+    candidate = HeadRef(str(tmp_path / "c"))
+    assert followed(drafter, extra=(candidate,)) == ["a", "b", "c"]
+    assert followed(drafter, instead={"a": candidate}, extra=(candidate,)) == ["c", "b", "c"]
+    assert followed(drafter, extra=(candidate,)) == ["a", "b", "c"]
+    assert drafter._loader.loaded == ["c"], "it went back without loading anything"
+    assert followed(drafter, extra=(HeadRef(str(tmp_path / "d")),)) == ["a", "b", "d"]
+    assert {head.digest for head in drafter._places.values()} == {"a", "b", "d"}
+
+
+def test_what_is_wrong_with_a_candidate_is_reported_and_the_others_draft_on(drafter: Any, tmp_path: Path) -> None:
+    drafter._loader.num_places = 3
+
+    def refuse(name: str) -> Any:
+        raise ValueError(f"{name} was trained for 3 depths")
+
+    drafter._loader.load = refuse
+    assert followed(drafter, extra=(HeadRef("candidate-x"),)) == ["a", "b"]
+    assert (drafter._lacking, drafter._problems) == (("candidate-x",), {})
+    assert followed(drafter, extra=(HeadRef(str(tmp_path / "c")),)) == ["a", "b"]
+    assert "3 depths" in drafter._problems[str(tmp_path / "c")]
+    assert drafter._refused == ""
+    assert live(drafter, {"head": "no-such-head"}) == ["a", "b"]
+    assert followed(drafter) == ["a", "b"]
+    assert "no-such-head" in drafter._refused, "until another user_config"
+
+
+def test_drafters_agree_before_anything_is_decided() -> None:
+    orders = HeadOrders({"x": HeadRef("a", "a")})
+    heads = (LiveHead(0, "a", "a"), LiveHead(1, "candidate-c", "c"))
+    one = DrafterReport("r1", "h:1", heads, configured=(HeadRef("x", "x"),), orders=orders, problems={"p": "why"})
+    view = drafters_view([one], None)
+    assert view is not None
+    assert (view.configured, view.instead, view.problems) == (one.configured, orders.instead, {"p": "why"})
+    other = dataclasses.replace(one, replica="r2", heads=heads[:1])
+    view = drafters_view([one, other], orders)
+    assert view is not None
+    assert view.live == (HeadRef("a", "a"),), "the candidate is not everywhere yet"
+    assert drafters_view([], None) is None
+    assert drafters_view([one], HeadOrders()) is None
+    assert drafters_view([one, dataclasses.replace(other, configured=(HeadRef("z", "z"),))], None) is None

@@ -198,7 +198,6 @@ BAD_INPUTS: dict[str, tuple[Any, list[str]]] = {
         changed(depth={"policy": "fixed", "objectives": {"chat": {"kind": "latency"}}}),
         ["depth.objectives", "write depth.policy: adaptive"],
     ),
-    "state of a fixed K": (changed(depth={"policy": "fixed", "state": "f"}), ["depth.state", "adaptive"]),
     "objective of a pinned K": (
         changed(depth__objectives={"chat": {}}),
         ["depth.by_workload pins K of chat", "depth.objectives.chat"],

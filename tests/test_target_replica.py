@@ -35,7 +35,8 @@ class Replica(TargetServer):
         self.aborted: list[str] = []
         self._settings = cluster()
         self.edge = Edge(self._settings)
-        self._head, self._heads, self._aborts, self._pace = "digest", {}, set(), StreamPace()
+        self._aborts, self._pace = set(), StreamPace()
+        self.edge.heads = ("digest",)
         self._client = SimpleNamespace(errored=False, abort=self._abort)
         record = RequestDrafting("x", "default", 7, COUNTS, num_output_tokens=9, num_prompt_tokens=4)
         self._recorder = SimpleNamespace(pop=lambda response_id: record)  # type: ignore[assignment]
@@ -113,7 +114,7 @@ def test_an_engine_that_dies_in_a_stream_ends_it_in_words_of_our_own() -> None:
     replica = Replica(lambda _: events(chunk(), f"data: {died}\n\n", "data: [DONE]\n\n"))
     replica._client.errored = True
     (refused,) = items(replica, stream=True)
-    assert (refused.status, refused.code) == (502, "engine_lost")
+    assert (refused.status, refused.code) == (503, "engine_lost")
     replica._client = SimpleNamespace(errored=False, abort=replica._abort)
 
     async def dies() -> AsyncIterator[str]:
@@ -126,7 +127,7 @@ def test_an_engine_that_dies_in_a_stream_ends_it_in_words_of_our_own() -> None:
     first, lost = items(replica, stream=True)
     assert first == chunk()
     assert isinstance(lost, ApiError)
-    assert (lost.status, lost.code) == (502, "engine_lost")
+    assert (lost.status, lost.code) == (503, "engine_lost")
     assert "stack trace" not in lost.message
 
 

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.control import DepthControl
 from cluster.counts import Counts, TargetReport, WorkloadCounts
+from cluster.heads import HeadKeeper
 from cluster.request import DepthPolicy
 from cluster.view import table
 from deployments import telemetry
@@ -32,6 +33,7 @@ from deployments.telemetry import (
 )
 from tests.counted import counts_of
 from tests.disk import full_disk
+from tests.test_heads import swapped
 
 GOOD = counts_of([(3, 3), (3, 1)])
 BAD = counts_of([(3, 0)])
@@ -169,6 +171,26 @@ def test_state_is_saved_and_found_again(tmp_path: Path) -> None:
     StateFile(str(path)).restore(second)
     assert second.book.survival("code") == first.book.survival("code")
     assert [found.name for found in path.parent.iterdir()] == ["state.json"]
+
+
+def test_a_head_that_was_taken_back_is_saved_at_once_and_found_again(tmp_path: Path) -> None:
+    path, control, keeper = tmp_path / "state.json", control_with_counts(), swapped(0, 0.5, 120).keeper
+    found = HeadKeeper({}, 0, 0.1)
+
+    async def run() -> None:
+        file = StateFile(str(path))
+        file.save_soon(control, keeper)
+        assert file._task is None, "not due yet"
+        file.save_soon(control, keeper, is_urgent=True)
+        assert file._task is not None
+        await file._task
+        file.restore(control, found)
+
+    asyncio.run(run())
+    assert found.orders == keeper.orders != HeadKeeper({}, 0, 0.1).orders
+    StateFile(str(path)).write(control.snapshot())  # of a service without remote drafters
+    StateFile(str(path)).restore(control, found)
+    assert found.orders == keeper.orders
 
 
 def test_state_is_written_off_the_event_loop_when_it_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

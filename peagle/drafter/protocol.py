@@ -470,24 +470,22 @@ def refusal(hello: Hello, heads: Mapping[int, ServedHead]) -> str | None:
     return None
 
 
-def check_swap(heads: Mapping[int, ServedHead], index: int, served: ServedHead) -> ServedHead:
-    """The head that `served` may replace.
+def check_swap(heads: Mapping[int, ServedHead], index: int, served: ServedHead) -> ServedHead | None:
+    """The head that `served` may replace; None in a new place.
 
-    Raises ValueError for an index without a head, a head that is served under another already, or one that targets of
-    the old one cannot feed.
+    Raises ValueError for a head that is served under another number already, or one that targets of the others cannot
+    feed.
     """
-    old = heads.get(index)
-    if old is None:
-        raise ValueError(f"there is no head {index} to swap, only {sorted(heads)}")
     if served.digest in {other.digest for i, other in heads.items() if i != index}:
         raise ValueError(f"head {served.digest} is served under another number already")
+    other = heads.get(index) or next(iter(heads.values()))
     for name in _SHARED_FIELDS:
-        if getattr(served, name) != getattr(old, name):
+        if getattr(served, name) != getattr(other, name):
             raise ValueError(
                 f"head {served.digest} does not fit the targets: its {name} is {getattr(served, name)}, that of head "
-                f"{old.digest} {getattr(old, name)}"
+                f"{other.digest} {getattr(other, name)}"
             )
-    return old
+    return heads.get(index)
 
 
 # Sockets

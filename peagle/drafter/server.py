@@ -183,7 +183,7 @@ class DrafterServer:
             self._serving.join(timeout=10.0)
 
     def swap(self, index: int, head: ParallelPass, served: ServedHead, timeout_s: float = 60.0) -> None:
-        """Put another head (its pass, and how it is offered) into the place `index`.
+        """Put another head (its pass, and how it is offered) into the place `index`, which may be a new one.
 
         Happens between two passes; when this returns, the head drafts. Targets that use the old one are told and
         connect again.
@@ -441,8 +441,10 @@ class DrafterServer:
         if self._device.type == "cuda":
             mailbox.unpin(self._device)
 
-    def _swap(self, index: int, head: ParallelPass, old: ServedHead, served: ServedHead) -> None:
+    def _swap(self, index: int, head: ParallelPass, old: ServedHead | None, served: ServedHead) -> None:
         self._engine.swap(index, head)
-        self._heads[index] = served
+        self._heads = {**self._heads, index: served}  # other threads read it
+        if old is None:
+            return
         for peer in [peer for peer in self._peers.values() if old.digest in peer.hello.heads.values()]:
             self._drop(peer, Swapped(old.digest, served.digest))

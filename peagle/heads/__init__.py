@@ -13,13 +13,14 @@ Importing this module loads neither torch nor vLLM.
 import hashlib
 import json
 import logging
-from collections.abc import Collection
+import shutil
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peagle.checkpoint import check_head, is_plain, read_tensor_specs, weight_files
 from peagle.config import DrafterConfig, HeadError, is_vllms_own, read_json
-from peagle.store import Report, cache_root, prepare_directory, sha256_of, write_bytes
+from peagle.store import Report, cache_root, is_intact, prepare_directory, sha256_of, write_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,47 @@ def head_digest(head_dir: Path) -> str:
     for path in (head_dir / "config.json", *weight_files(head_dir)):
         digest.update(sha256_of(path).encode())
     return digest.hexdigest()[:10]
+
+
+MAX_NUM_CANDIDATES = 16
+"""Kept in the cache directory."""
+
+
+def candidate_directory(name: str, cache_dir: Path | None = None) -> Path | None:
+    """The directory of a candidate that `keep_candidate` wrote on this node, None where it is not (any more)."""
+    directory = cache_root(cache_dir) / "candidates" / name
+    return directory if is_intact(directory) else None
+
+
+def candidate_files(head_dir: Path) -> dict[str, bytes]:
+    """What `keep_candidate` takes. Raises HeadError for a directory without weights, OSError."""
+    return {path.name: path.read_bytes() for path in (head_dir / "config.json", *weight_files(head_dir))}
+
+
+def keep_candidate(
+    name: str, files: Mapping[str, bytes], in_use: Collection[str] = (), cache_dir: Path | None = None
+) -> Path:
+    """Write a head's files into the cache directory, where `candidate_directory` finds them; the oldest that are not
+    `in_use` go.
+
+    Raises HeadError for a damaged head, ValueError for names of files that no head has, CacheError.
+    """
+    names = ("config.json", *(Path(file).name for file in files if file.endswith(".safetensors")))
+    if wrong := [file for file in files if file not in names]:
+        raise ValueError(f"a head has config.json and safetensors files, not {wrong[0]!r:.80}")
+
+    def build(directory: Path) -> None:
+        for file, content in files.items():
+            write_bytes(directory / file, content)
+        check_head(directory)
+
+    root = cache_root(cache_dir) / "candidates"
+    directory = prepare_directory(root, name, sum(map(len, files.values())) + 4096, build)
+    kept = sorted((path for path in root.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    for path in kept[:-MAX_NUM_CANDIDATES]:
+        if path.name not in in_use:
+            shutil.rmtree(path, ignore_errors=True)
+    return directory
 
 
 def prepare_head(
