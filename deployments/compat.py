@@ -30,6 +30,7 @@ SEAMS = (
     "ray.experimental.internal_kv:_internal_kv_get",
     "ray.experimental.internal_kv:_internal_kv_put",
     "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine.start",
+    "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine._start_async_llm_engine",
     "ray.llm._internal.serve.core.server.llm_server:LLMServer._start_engine",
     "ray.llm._internal.common.callbacks.base:CallbackCtx.run_init_node",
     "ray.serve.llm:LLMConfig.get_or_create_callback",
@@ -89,6 +90,33 @@ def download_nothing(config: Any) -> None:
     """Let a replica with this `LLMConfig` start its engine without the task that downloads the model on each node, a
     process that imports vLLM first. For a model that is there."""
     config.get_or_create_callback().ctx.run_init_node = False
+
+
+def cpu_engine() -> type:
+    """`ray.serve.llm`'s engine with scheduler and worker in one process where there is one worker.
+
+    vLLM gives a CPU's worker a process of its own, to set OpenMP's environment in it. The scheduler's can have the
+    same: on two cores a service of SmolLM2 is ready in 46 s in place of 69, and decodes a tenth faster.
+    """
+    from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
+    from vllm.utils.ompmultiprocessing import OMPProcessManager
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    from peagle.vllm import compat
+
+    compat.check("cpu engine")
+
+    class CPUEngine(VLLMEngine):
+        def _start_async_llm_engine(self, arguments: Any, config: Any, placement_group: Any) -> Any:
+            start = super()._start_async_llm_engine
+            if config.parallel_config.world_size > 1:
+                return start(arguments, config, placement_group)
+            # The class, because the name "uni" is not taken on a CPU.
+            config.parallel_config.distributed_executor_backend = UniProcExecutor
+            with OMPProcessManager(config).configure_omp_envs(rank=0, local_rank=0):
+                return start(arguments, config, placement_group)
+
+    return CPUEngine
 
 
 def engine_client(server: Any) -> Any:
