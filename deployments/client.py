@@ -36,8 +36,8 @@ CALLS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
 
 MAX_TRIES = 3
 RETRY_S = 5.0
-RETRIED = (429, 503)
-"""Too many requests, and no replica: the request may be sent again."""
+RETRIED = (429, 502, 503)
+"""Too many requests, an engine that died, and no replica: the request may be sent again."""
 
 
 class TargetError(RuntimeError):

@@ -114,7 +114,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.param = status, message, param
         self.code = code or {400: "invalid_value", 404: "not_found"}.get(status)
-        self.retry_after_s = RETRY_AFTER_S if status == 503 and retry_after_s is None else retry_after_s
+        self.retry_after_s = RETRY_AFTER_S if status in (502, 503) and retry_after_s is None else retry_after_s
 
     def __reduce__(self) -> tuple[Any, ...]:
         kwargs: dict[str, Any] = {"param": self.param, "code": self.code, "retry_after_s": self.retry_after_s}
@@ -154,9 +154,10 @@ def not_ready(model: str) -> ApiError:
 
 
 def engine_lost() -> ApiError:
-    """The engine that worked on a request is gone."""
+    """The engine that worked on a request is gone. HAProxy sends a request with this status to another replica, but not
+    one with 503, which is what a whole service says that is not ready."""
     return ApiError(
-        503,
+        502,
         "The engine that worked on this request has stopped, so the answer is not complete. Send the request again.",
         code="engine_lost",
     )

@@ -21,6 +21,7 @@ REFUSALS = {
     "408": "The body did not come in time.",
     "413": "The body is larger than `limits.max_body_bytes`.",
     "429": "More than the caller may ask for, or than can wait here. `Retry-After` says when to come back.",
+    "502": "The engine that worked on the request is gone. `Retry-After` says when to come back.",
     "503": "No replica can answer now. `Retry-After` says when to come back.",
 }
 OF_AN_ANSWER = tuple(REFUSALS)

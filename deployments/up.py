@@ -59,13 +59,13 @@ RAY_ENVIRONMENT = {
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": f"{MAX_STREAM_S:.0f}",
     # A replica that refuses a connection is dead: the request goes to the next one at once.
     "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
-    # A request whose replica or engine (503) dies before it answers is sent to another one. For that HAProxy waits
+    # A request whose replica or engine (502) dies before it answers is sent to another one. For that HAProxy waits
     # until it has all of it (head and body may come apart), of up to a buffer's 16 kB, or 60 s: it holds no more than
     # 4,096 connections, and who sends nothing would keep one for an hour. And HAProxy 2.8 that splices a
     # request which came in two pieces never sees its client go away; Ray writes that option into its file, and what is
     # set here stands below it there.
     "RAY_SERVE_HAPROXY_RETRY_ON": (
-        "conn-failure empty-response 503\n    option http-buffer-request\n    timeout http-request 60s\n"
+        "conn-failure empty-response 502\n    option http-buffer-request\n    timeout http-request 60s\n"
         "    no option splice-request"
     ),
     # A HAProxy that died is the door closed: it is noticed after three checks, and started anew.

@@ -355,7 +355,7 @@ def test_the_openapi_document_is_true_of_bodies_and_refusals() -> None:
         operation = document["paths"][path]["post"]
         ref = f"#/components/schemas/{name}"
         assert operation["requestBody"]["content"]["application/json"]["schema"] == {"anyOf": [{"$ref": ref}]}
-        assert {"200", "400", "401", "403", "404", "408", "413", "429", "503"} == operation["responses"].keys()
+        assert {"200", "400", "401", "403", "404", "408", "413", "429", "502", "503"} == operation["responses"].keys()
     validator = jsonschema.Draft202012Validator({"$ref": "#/components/schemas/ChatCompletionRequest", **document})
     for good in ({}, {"drafting": {"k": 3, "workload": "code"}}, {"n": None}, {"store": True}, {"stop": ["a"]}):
         assert validator.is_valid({"messages": HELLO, **good})
@@ -643,9 +643,9 @@ def test_a_stream_that_breaks_off_ends_with_an_error_event_and_without_done() ->
     assert "See stack trace" not in response.text
 
 
-def test_an_engine_that_is_lost_before_the_answer_gives_503_and_an_unforeseen_error_500(caplog: Any) -> None:
+def test_an_engine_that_is_lost_before_the_answer_gives_502_and_an_unforeseen_error_500(caplog: Any) -> None:
     lost = chat(Echo(ends_with=engine_lost()))
-    assert (lost.status_code, lost.headers["retry-after"]) == (503, "5")
+    assert (lost.status_code, lost.headers["retry-after"]) == (502, "5")
     failed = chat(Echo(ends_with=RuntimeError("secret detail")))
     assert failed.status_code == 500
     assert "secret" not in failed.text

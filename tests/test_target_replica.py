@@ -114,7 +114,7 @@ def test_an_engine_that_dies_in_a_stream_ends_it_in_words_of_our_own() -> None:
     replica = Replica(lambda _: events(chunk(), f"data: {died}\n\n", "data: [DONE]\n\n"))
     replica._client.errored = True
     (refused,) = items(replica, stream=True)
-    assert (refused.status, refused.code) == (503, "engine_lost")
+    assert (refused.status, refused.code) == (502, "engine_lost")
     replica._client = SimpleNamespace(errored=False, abort=replica._abort)
 
     async def dies() -> AsyncIterator[str]:
@@ -127,7 +127,7 @@ def test_an_engine_that_dies_in_a_stream_ends_it_in_words_of_our_own() -> None:
     first, lost = items(replica, stream=True)
     assert first == chunk()
     assert isinstance(lost, ApiError)
-    assert (lost.status, lost.code) == (503, "engine_lost")
+    assert (lost.status, lost.code) == (502, "engine_lost")
     assert "stack trace" not in lost.message
 
 
