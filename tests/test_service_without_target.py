@@ -1,5 +1,6 @@
 """The service when its target dies: requests are told, and none hangs. The last tests of the shared application."""
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,21 +16,25 @@ from tests.service_harness import QUESTION, Service
 pytestmark = pytest.mark.service
 
 
-def last_event(application: Service, fields: dict[str, Any]) -> str:
+def last_event(application: Service, fields: dict[str, Any], has_begun: threading.Event) -> str:
     """Of a stream, read to its end."""
     body = {"model": application.model, "messages": QUESTION, "stream": True, **fields}
     with httpx.stream("POST", f"{application.url}/v1/chat/completions", json=body, timeout=60) as response:
         assert response.status_code == 200
-        return [line for line in response.iter_lines() if line][-1]
+        lines = response.iter_lines()
+        last = next(lines)
+        has_begun.set()
+        return [last, *(line for line in lines if line)][-1]
 
 
 def test_without_any_replica_requests_get_503_at_once_and_never_hang(application):
     names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
     (replica,) = [name for name in names if name and f"{APP_NAME}#{TARGET_NAME}#" in name]
-    long = {"max_tokens": 1500, "ignore_eos": True}
+    long, has_begun = {"max_tokens": 1500, "ignore_eos": True}, threading.Event()
     with ThreadPoolExecutor(2) as pool:
-        broken, broken_stream = pool.submit(application.ask, **long), pool.submit(last_event, application, long)
-        time.sleep(2)
+        broken = pool.submit(application.ask, **long)
+        broken_stream = pool.submit(last_event, application, long, has_begun)
+        assert has_begun.wait(30)
         ray.kill(ray.get_actor(replica, namespace="serve"))
         killed = time.monotonic()
         # The requests that were being answered are told, and what comes next is refused at once.
