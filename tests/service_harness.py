@@ -183,7 +183,7 @@ BAD_REQUESTS: dict[str, tuple[str, dict[str, Any], str | None]] = {
         {"repetition_detection": {"max_pattern_size": 10**6, "min_pattern_size": 1, "min_count": 2}},
         "repetition_detection",
     ),
-    "900,000 bad words": ("chat", {"bad_words": [f"w{number}" for number in range(900_000)]}, "bad_words"),
+    "800,000 bad words": ("chat", {"bad_words": [f"w{number}" for number in range(800_000)]}, "bad_words"),
     "K above the range": ("chat", {"drafting": {"k": 99}}, "drafting.k"),
     "an unknown field": ("chat", {"guided_regex": "a"}, "guided_regex"),
 }
