@@ -94,7 +94,8 @@ COUNTERS = {
 """Of verification, by vLLM's names and ours."""
 ACCEPTED_BY_DEPTH = ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "peagle_accepted_tokens_total")
 REACHED_BY_DEPTH = "peagle_reached_draft_tokens_total"
-"""Drafts verified behind accepted ones. vLLM has no such count: its drafts are as many in every step."""
+"""Drafts verified behind accepted ones. vLLM has no such count: for its arms whose drafts are not as many in every step
+(table-K, ngram-K, suffix) survival is what came of all steps, and too low."""
 
 
 @dataclass(frozen=True)
@@ -408,8 +409,15 @@ def run(options: argparse.Namespace, arms: list[Arm], cells: list[Cell]) -> dict
         with servers(options, arms[first : first + together], first) as urls:
             report["ready_s"] |= {str(arm): ready_s for arm, (_, ready_s) in urls.items()}
             for repeat, cell in itertools.product(range(options.repeats), cells):
-                for arm, (url, _) in urls.items():
-                    figures, texts = measure(options, url, cell, repeat)
+                for arm, (url, _) in list(urls.items()):
+                    try:
+                        figures, texts = measure(options, url, cell, repeat)
+                    except httpx.HTTPError as error:  # the others go on
+                        print(
+                            f"error: {arm} answers no more ({error}): its log is in {options.folder}", file=sys.stderr
+                        )
+                        del urls[arm]
+                        continue
                     report["rows"].append({"arm": str(arm), "repeat": repeat, **asdict(cell), **figures})
                     answers.setdefault((repeat, cell), {})[str(arm)] = texts
                     compare(report["rows"], answers)
