@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from huggingface_hub import ModelCard
+from safetensors.torch import save_file
 
 from deployments.cli import main
-from peagle.checkpoint import is_plain, read_head_config
+from peagle.checkpoint import is_plain, save_head
+from peagle.config import read_head_config
 from peagle.heads import shipped_heads
+from tests.head_factory import REDUCED, TARGET, head_tensors
 from tests.test_download import Hub, HubHandler, hub, run
 
 assert hub  # a fixture
@@ -90,25 +94,28 @@ def take_commits(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
 
 
 def test_what_is_uploaded_is_the_head_as_vllm_loads_it(
-    hub: Hub, head: Path, target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(TARGET))
+    tables = {f"{name}.weight": torch.randn(TARGET["vocab_size"], 32) for name in ("model.embed_tokens", "lm_head")}
+    save_file(tables, target / "model.safetensors")
+    head = save_head(tmp_path / "head", REDUCED, head_tensors(REDUCED, shipped=True))
+    provenance = json.loads((shipped_heads()["smollm2-135m-instruct"] / "provenance.json").read_text())
+    provenance["recipe"]["target"] = str(target)
+    (head / "provenance.json").write_text(json.dumps(provenance))
     taken = take_commits(monkeypatch)
     monkeypatch.setenv("HF_TOKEN", "hf_made_up")
     code = "from deployments.cli import main; sys.exit(main(['--traceback', 'publish', *sys.argv[1:]]))"
     done = run(hub, tmp_path, code, str(head), "--repo", REPO, "--base-model", BASE)
     assert done.returncode == 0, done.stderr[-2000:]
     folder = tmp_path / "uploaded"
+    folder.mkdir()
     for name, data in taken.items():
-        path = folder / name.removeprefix(f"{REPO}/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    assert {path.name for path in folder.iterdir()} == {
-        "README.md",
-        "config.json",
-        "model.safetensors",
-        "provenance.json",
-    }
-    config = read_head_config(folder)
-    assert config == read_head_config(head)
-    assert is_plain(folder, config)
-    assert not is_plain(head, config)
+        (folder / name.removeprefix(f"{REPO}/")).write_bytes(data)
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"README.md", "config.json", "model.safetensors", "provenance.json"}
+    assert (read_head_config(folder), read_head_config(head)) == (REDUCED, REDUCED)
+    assert is_plain(folder, REDUCED)
+    assert not is_plain(head, REDUCED)
