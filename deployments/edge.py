@@ -175,6 +175,8 @@ def from_engine(error: Any) -> ApiError:
     if not isinstance(status, int) or not 400 <= status < 500:
         return internal_error()
     message = str(found.get("message"))
+    if message == "Client disconnected":
+        return ApiError(499, "the client has gone")
     first = message.partition(" ")[0]  # of many refusals the name of the field, without `param`
     is_field = any(first in known_fields(call) for call in BODIES)
     return ApiError(status, message, param=found.get("param") or (first if is_field else None))
@@ -912,6 +914,8 @@ async def _unless_disconnected(request: Request, work: Awaitable[str]) -> str:
     finally:
         for unfinished in (task, gone):
             unfinished.cancel()
+            # vLLM answers a cancelled request with an error, which nobody waits for any more.
+            unfinished.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
 async def _disconnected(request: Request) -> None:

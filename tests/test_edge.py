@@ -5,6 +5,7 @@ Behind it stands a backend that answers with what was admitted, so that a test s
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import json
 import pickle
@@ -701,6 +702,41 @@ def test_a_client_that_leaves_closes_its_answer_at_once_and_logs_nothing(caplog:
     asyncio.run(run(stream=True, has_begun=True))
     asyncio.run(run(stream=False, has_begun=False))
     assert "Traceback" not in caplog.text
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_an_engine_that_answers_a_cancelled_request_is_not_heard(caplog: Any) -> None:
+    """As vLLM's handler of whole answers does."""
+
+    class Answering(Echo):
+        async def generate(self, admitted: Admitted) -> AsyncIterator[Any]:
+            self.admitted.append(admitted)
+            try:
+                await asyncio.sleep(5)
+            except asyncio.CancelledError:
+                yield from_engine({"code": 400, "message": "Client disconnected"})
+
+    async def run() -> None:
+        backend = Answering()
+        pieces = [{"type": "http.request", "body": json.dumps({"messages": HELLO}).encode(), "more_body": False}]
+
+        async def receive() -> Any:
+            while not pieces and not backend.admitted:
+                await asyncio.sleep(0)
+            return pieces.pop() if pieces else {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            pass
+
+        path = "/v1/chat/completions"
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"", "root_path": ""}
+        await make_app(backend, [])(scope, receive, send)  # type: ignore[arg-type]
+        await asyncio.sleep(0.05)
+        gc.collect()
+        (answers,) = [family for family in backend.edge.metrics.families() if family.name == "peagle_answers"]
+        assert [sample.labels["status"] for sample in answers.samples] == ["499"]
+
+    asyncio.run(run())
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
