@@ -6,6 +6,9 @@ The service is started as its users start it (`peagle serve`), with two targets.
 whole answers and some for streams; then one process after another is killed or stopped. A fault is over when the same
 kinds of process are there again as before, every target is known to the router, and the drafters are linked. Whole
 answers should never fail: another target takes the request. A stream ends with its own target.
+
+For the fault `node` each target has a node of Ray to itself, on this machine too; the raylet of one is killed, which
+ends all that runs there, and `NODE_S` later another node joins, as KubeRay would make a pod.
 """
 
 import argparse
@@ -29,9 +32,12 @@ import psutil
 import yaml
 
 from benchmarks.common import free_port, markdown
+from deployments.up import RAY_ENVIRONMENT
 from peagle.provenance import conditions
 
-READY_TIMEOUT_S, RECOVERY_TIMEOUT_S, STEADY_S, HANG_S = 600, 300, 4.0, 10.0
+READY_TIMEOUT_S, RECOVERY_TIMEOUT_S, STEADY_S, HANG_S, NODE_S = 600, 300, 4.0, 10.0, 15
+NODE = "target_node"
+"""Resource of Ray that nodes for targets have one of, and every target needs."""
 QUESTION = "Count from one to thirty."
 PROCESSES = {
     "target": "ray::ServeReplica:peagle:target",
@@ -43,7 +49,18 @@ PROCESSES = {
     "haproxy manager": "ray::HAProxyManager",
     "haproxy": "haproxy",
 }
-FAULTS = ("drafter", "drafter hung", "router", "controller", "proxy", "haproxy manager", "haproxy", "target", "engine")
+FAULTS = (
+    "drafter",
+    "drafter hung",
+    "router",
+    "controller",
+    "proxy",
+    "haproxy manager",
+    "haproxy",
+    "target",
+    "engine",
+    "node",
+)
 
 
 @dataclass
@@ -123,7 +140,21 @@ def is_well(url: str, before: dict[str, set[int]], num_targets: int) -> bool:
     return all(len(pids(kind)) >= len(known) for kind, known in before.items())
 
 
+def node_pids() -> set[int]:
+    """The raylets of nodes for targets."""
+    found = set()
+    for process in psutil.process_iter(["cmdline", "status"]):
+        command = process.info["cmdline"] or ("",)
+        is_one = command[0].endswith("raylet") and NODE in " ".join(command)
+        if is_one and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.add(process.pid)
+    return found
+
+
 def inflict(fault: str) -> None:
+    if fault == "node":
+        os.kill(max(node_pids()), signal.SIGKILL)
+        return
     kind = fault.removesuffix(" hung")
     pid = min(pids(kind))
     if kind == fault:
@@ -165,19 +196,43 @@ def measured(fault: str, url: str, clients: Clients, num_targets: int) -> dict[s
 
 
 @contextlib.contextmanager
-def running_service(config: Path, num_targets: int) -> Iterator[tuple[str, str]]:
-    """URL and model of the service, from `peagle serve` to SIGTERM."""
+def nodes(num: int) -> Iterator[None]:
+    """So many nodes that join Ray as soon as it runs on this machine, and anew after they have died."""
+    ray = Path(sys.executable).with_name("ray")
+    resources = f"--num-cpus=2 --resources='{json.dumps({NODE: 1})}' --object-store-memory=200000000"
+    script = f"until {ray} start --address=auto --block --disable-usage-stats {resources}; do sleep {NODE_S}; done"
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    env = {**RAY_ENVIRONMENT, "RAY_AUTH_MODE": "token", **os.environ, "PYTHONPATH": path}
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    started = [subprocess.Popen(["bash", "-c", script], env=env, **quiet) for _ in range(num)]
+    try:
+        yield
+    finally:
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            process.wait(30)
+
+
+@contextlib.contextmanager
+def running_service(config: Path, num_targets: int, *, has_nodes: bool = False) -> Iterator[tuple[str, str]]:
+    """URL and model of the service, from `peagle serve` to SIGTERM. `has_nodes`: each target on a node of its own."""
     document = yaml.safe_load(config.read_text(encoding="utf-8"))
     document["http_options"]["port"] = port = free_port()
     args = document["applications"][0]["args"]
     args["target"]["num_replicas"] = num_targets
+    if has_nodes:
+        args["target"]["bundle"] |= {NODE: 1}
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder) / "faults.yaml", Path(folder) / "log"
         file.write_text(yaml.safe_dump(document), encoding="utf-8")
         with log.open("wb") as output:
             command = [sys.executable, "-m", "deployments.cli", "serve", str(file)]
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            env = {**os.environ, "RAY_ADDRESS": "local"}  # never in a Ray that runs here already
+            process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
+            )
         try:
             wait_until(lambda: process.poll() is not None or health(url) == num_targets, READY_TIMEOUT_S)
             if health(url) != num_targets:
@@ -215,14 +270,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the service is stopped then too
     rows = []
-    with running_service(options.config, options.targets) as (url, model):
-        for fault in options.faults:
-            with Clients(url, model, options.whole, options.streams, options.max_tokens) as clients:
-                rows.append(measured(fault, url, clients, options.targets))
-            sys.stderr.write(f"{json.dumps(rows[-1])}\n")
-            if options.out is not None:
-                document = {"made": conditions(), "options": {k: str(v) for k, v in vars(options).items()}}
-                options.out.write_text(json.dumps({**document, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    for has_nodes in (False, True):
+        if not (faults := [fault for fault in options.faults if (fault == "node") == has_nodes]):
+            continue
+        with contextlib.ExitStack() as stack:
+            if has_nodes:
+                stack.enter_context(nodes(options.targets))
+            running = running_service(options.config, options.targets, has_nodes=has_nodes)
+            url, model = stack.enter_context(running)
+            for fault in faults:
+                with Clients(url, model, options.whole, options.streams, options.max_tokens) as clients:
+                    rows.append(measured(fault, url, clients, options.targets))
+                sys.stderr.write(f"{json.dumps(rows[-1])}\n")
+                if options.out is not None:
+                    document = {"made": conditions(), "options": {k: str(v) for k, v in vars(options).items()}}
+                    options.out.write_text(json.dumps({**document, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     header = ["fault", "whole answers asked", "failed", "streams", "broken off", "all is well after s"]
     names = ("fault", "num_whole", "num_whole_failed", "num_streams", "num_streams_failed", "recovered_s")
     sys.stdout.write(markdown(header, [[row[name] for name in names] for row in rows]) + "\n")
