@@ -5,9 +5,11 @@ engine loaded.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -167,6 +169,41 @@ def test_what_the_engine_would_not_survive_is_an_error_of_the_request(service, n
         assert error["type"] == "invalid_request_error"
         assert param in (None, error["param"]), error
     assert service.ask(max_tokens=1).status_code == 200
+
+
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n"
+BAD_HTTP: dict[str, tuple[bytes, set[bytes]]] = {
+    "no request": (b"what is this?\r\n\r\n", {b"400"}),
+    "a length that is no number": (POST + b"Content-Length: ten\r\n\r\n{}", {b"400"}),
+    "a length below none": (POST + b"Content-Length: -1\r\n\r\n{}", {b"400"}),
+    "two lengths": (POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", {b"400"}),
+    "a chunk of no length": (POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n", {b"400"}),
+    "a header without end": (POST + b"X: " + b"a" * 70_000 + b"\r\n\r\n", {b"400", b"431"}),
+    "a header with a zero": (POST + b"X: a\0b\r\nContent-Length: 2\r\n\r\n{}", {b"400"}),
+    "a compressed body": (POST + b"Content-Encoding: gzip\r\nContent-Length: 3\r\n\r\n\x1f\x8b\x08", {b"400"}),
+    "no body": (POST + b"\r\n", {b"400"}),
+}
+
+
+@pytest.mark.parametrize("name", BAD_HTTP)
+def test_what_is_no_http_request_is_refused_at_once(service, name):
+    sent, statuses = BAD_HTTP[name]
+    url = httpx.URL(service.url)
+    with socket.create_connection((url.host, url.port), timeout=20) as connection:
+        connection.sendall(sent)
+        answer = connection.recv(4096)
+    assert answer.startswith(b"HTTP/1.")
+    assert answer.split(b" ", 2)[1] in statuses, answer
+    assert httpx.get(f"{service.url}/health", timeout=60).status_code == 200
+
+
+def test_a_body_that_does_not_come_holds_up_nobody(service):
+    url = httpx.URL(service.url)
+    with contextlib.ExitStack() as stack:
+        for _ in range(40):
+            slow = stack.enter_context(socket.create_connection((url.host, url.port), timeout=20))
+            slow.sendall(POST + b"Content-Length: 1000\r\n\r\n{")
+        assert service.ask(max_tokens=1).status_code == 200
 
 
 def test_a_grammar_that_takes_minutes_holds_up_nobody(service):
