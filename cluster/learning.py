@@ -187,14 +187,17 @@ class TrafficBuffer:
     def draw(
         self, max_tokens: int, *, held_out: bool, newest: bool = True, of: Callable[[str], bool] = lambda _: True
     ) -> list[KeptAnswer]:
-        """Answers of at most so many tokens, the newest or any, in equal shares of workloads and of callers in them.
+        """Answers of at most so many tokens, the newest, or any of the older half, in equal shares of workloads and of
+        callers in them.
 
         held_out: those to judge by, else those to train on. of: whether a workload is wanted.
         """
         left: dict[Group, list[KeptAnswer]] = {}
         for group, answers in self._groups.items():
-            if chosen := [answer for answer in answers if answer.is_held_out == held_out] if of(group[0]) else []:
-                left[group] = chosen if newest else self._random.sample(chosen, len(chosen))
+            older = answers[: (len(answers) + 1) // 2]
+            among = answers if newest else self._random.sample(older, len(older))
+            if of(group[0]) and (chosen := [answer for answer in among if answer.is_held_out == held_out]):
+                left[group] = chosen
         drawn: Counter[str | Group] = Counter()
         found, num_tokens = [], 0
         while left:

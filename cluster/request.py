@@ -34,6 +34,7 @@ class Caller:
     max_running_requests: int | None = None
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
+    learn: bool = False
 
 
 ANYONE = Caller("anyone", tags="allow")

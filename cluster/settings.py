@@ -414,8 +414,8 @@ class LimitSettings(Section):
 class CallerSettings(Section):
     """One caller. Its API key is given by `key_sha256` (64 hexadecimal digits) or by `key_env`, the environment
     variable that holds it, which becomes `key_sha256` here. `tags`: whether it may set workload tags; `workload`: of
-    its requests without a tag; `max_k`: the largest K of its requests; and its limits of requests and tokens (prompt
-    and output).
+    its requests without a tag; `max_k`: the largest K of its requests; its limits of requests and tokens (prompt and
+    output); and `learn`: whether heads may be trained on its requests and answers.
 
     No message repeats a value that may be a key: settings files and logs are read by more people than keys are for."""
 
@@ -427,6 +427,7 @@ class CallerSettings(Section):
     max_running_requests: int | None = Field(default=None, ge=1)
     requests_per_minute: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     tokens_per_minute: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    learn: bool = False
 
     @model_validator(mode="before")
     @classmethod
@@ -548,6 +549,41 @@ class AutoscalingSettings(Section):
         return self
 
 
+class LearningSettings(Section):
+    """A learner that trains the remote drafter's heads on, on live traffic (`deployments.learner`). Off without this
+    section.
+
+    `workloads`: whose answers are kept, `all` or a list. With `callers`, those of callers with `learn: true`, and by
+    default all of theirs; without, it must be said. `heads_dir`: where it keeps the heads that it proposed, by default
+    in its node's cache directory. `replay`: a folder of conversations (`peagle generate`) that stands for the mix that
+    must not be forgotten, by default a sample of what came. `recipe`: sections of a training recipe that differ from
+    `peagle.train.continual.SETTINGS`.
+
+    Limits: `buffer_mib` of answers (prompts with them) kept for `keep_hours`, `queue_mib` of them in each target until
+    they are fetched; `num_gpus` (by default one where the target has GPUs), `num_cpus`: of its process, which gives way
+    to every other; `share`: of the time that it may be busy.
+
+    A round begins after `min_new_answers` and takes `replay_share` of its tokens from the mix of before. Its head is
+    proposed when the AL of `min_held_out` answers or more is likely to be better by more than `min_gain`, and that on
+    the mix of before is no more than `max_loss` worse."""
+
+    heads_dir: str | None = Field(default=None, min_length=1)
+    workloads: Literal["all"] | list[str] | None = None
+    replay: str | None = None
+    recipe: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    num_cpus: float = Field(default=1.0, gt=0)
+    num_gpus: float | None = Field(default=None, ge=0)
+    share: float = Field(default=0.5, gt=0, le=1)
+    buffer_mib: float = Field(default=256.0, gt=0)
+    queue_mib: float = Field(default=16.0, gt=0)
+    keep_hours: float = Field(default=24.0, gt=0)
+    min_new_answers: int = Field(default=200, ge=1)
+    replay_share: float = Field(default=0.3, ge=0, lt=1)
+    min_held_out: int = Field(default=30, ge=2)
+    min_gain: float = Field(default=0.02, ge=0)
+    max_loss: float = Field(default=0.01, ge=0)
+
+
 # ====================================================================================================
 # The whole.
 
@@ -565,6 +601,7 @@ class ClusterSettings(Section):
     limits: LimitSettings = Field(default_factory=LimitSettings)
     callers: dict[str, CallerSettings] | None = None
     autoscaling: AutoscalingSettings | None = None
+    learning: LearningSettings | None = None
 
     @field_validator("engine")
     @classmethod
@@ -687,6 +724,38 @@ class ClusterSettings(Section):
         Problems.check(problems)
         return scaling
 
+    @field_validator("learning")
+    @classmethod
+    def _check_learning(cls, learning: LearningSettings | None, info: ValidationInfo) -> LearningSettings | None:
+        if learning is None or not {"drafter", "callers", "ingress", "target"} <= info.data.keys():
+            return learning
+        problems = []
+        if info.data["drafter"] is None or not info.data["drafter"].is_remote:
+            problems.append(" needs heads that can be swapped while requests run: write drafter.placement: remote")
+        elif not info.data["drafter"].spare_heads:
+            problems.append(" needs room for the head that it proposes: write drafter.spare_heads: 1")
+        if info.data["ingress"].num_replicas:
+            problems.append(" needs the one router that targets have with ingress.num_replicas: 0")
+        if learning.workloads is None and info.data["callers"] is None:
+            problems.append(
+                ".workloads is missing: without callers that say learn: true, name the workloads whose answers may be "
+                "kept, or write all"
+            )
+        named = learning.workloads if isinstance(learning.workloads, list) else []
+        problems += [
+            f".workloads has the tag {tag!r:.80}: a tag is {_TAG_RULE}" for tag in named if not is_workload_tag(tag)
+        ]
+        Problems.check(problems)
+        gpus = float(info.data["target"].has_gpu) if learning.num_gpus is None else learning.num_gpus
+        return learning.model_copy(update={"num_gpus": gpus})
+
+    def learns_from(self, caller: Caller, workload: str) -> bool:
+        """Whether answers to this caller's requests of this workload may be kept for the learner."""
+        if self.learning is None or (self.callers is not None and not caller.learn):
+            return False
+        named = self.learning.workloads
+        return workload in named if isinstance(named, list) else True
+
     @property
     def max_draft_tokens(self) -> int:
         """K_max, 0 without a drafter."""
@@ -720,9 +789,9 @@ class ClusterSettings(Section):
         """Workloads named in the settings, which are always distinguished."""
         of_callers = {caller.workload for caller in (self.callers or {}).values() if caller.workload is not None}
         drafted = () if self.drafter is None else self.drafter.heads_by_workload
-        return frozenset(
-            {*self.depth.by_workload, *self.depth.objectives, *self.model.aliases.values(), *of_callers, *drafted}
-        )
+        learned = None if self.learning is None else self.learning.workloads
+        named = {*self.depth.by_workload, *self.depth.objectives, *self.model.aliases.values(), *of_callers, *drafted}
+        return frozenset({*named, *(learned if isinstance(learned, list) else ())})
 
 
 def _max_k(drafter: DrafterSettings | None, depth: DepthSettings | None) -> tuple[int, str]:

@@ -29,6 +29,7 @@ def table(document: Mapping[str, Any]) -> str:
     lines += [_head_line(head) for head in document.get("heads", ())]
     lines += [change_line(change) for change in document.get("head_changes", ())]
     lines += [_drafter_line(drafter, document.get("links", ())) for drafter in document.get("drafters", ())]
+    lines += [_learner_line(learner)] if (learner := document.get("learner")) else []
     return "\n".join([*lines, *_scaling_lines(document.get("autoscaling"))])
 
 
@@ -73,6 +74,13 @@ def _drafter_line(drafter: Mapping[str, Any], links: Sequence[Mapping[str, Any]]
     heads = ", ".join(head["head"] for head in drafter["heads"])
     refused = f"; refused: {drafter['refused']}" if drafter["refused"] else ""
     return f"drafter {drafter['address']}: {heads}; links: {', '.join(states) or 'none'}{refused}"
+
+
+def _learner_line(learner: Mapping[str, Any]) -> str:
+    kept = ", ".join(f"{number} of {workload}" for workload, number in learner["num_answers"].items())
+    said = f"; last round: {verdict}" if (verdict := learner["last_round"].get("verdict")) else ""
+    problem = f"; problem: {learner['problem']}" if learner["problem"] else ""
+    return f"learner ({learner['phase']}): keeps {kept or 'nothing yet'}{said}{problem}"
 
 
 def _scaling_lines(decision: Mapping[str, Any] | None) -> list[str]:

@@ -15,19 +15,24 @@ from ray.serve.llm import build_llm_deployment
 
 import peagle.heads
 from cluster.settings import Catalog, ClusterSettings, live_config, load_settings
-from deployments import DRAFTER_NAME, INGRESS_NAME, ROUTER_NAME, TARGET_NAME, compat
+from deployments import DRAFTER_NAME, INGRESS_NAME, LEARNER_NAME, ROUTER_NAME, TARGET_NAME, compat
 from deployments.autoscaling import drafter_autoscaling
 from deployments.drafter import MAX_DRAIN_S, DrafterReplica
 from deployments.ingress import Ingress
+from deployments.learner import Learner
 from deployments.router import Router
 from deployments.target import TargetServer, engine_config
 from peagle.checkpoint import check_head, read_head_config
 from peagle.embedded import embedded_targets
 from peagle.schema import SettingsError
+from peagle.train.continual import continual_recipe
 
 HEALTH_CHECK_PERIOD_S = 2.0
 """A drafter or a router that died is noticed and replaced soon: until then targets decode without drafts, or choose K
 by the last guidance. So is a target whose engine died (Serve's own period is 10 s, and it asks three times)."""
+
+LEARNER_TIMEOUT_S = 300.0
+"""It gives way to every other process, so it may be slow to answer; a replica that is replaced forgets what it kept."""
 
 
 def build(args: dict[str, Any]) -> serve.Application:
@@ -48,7 +53,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     if settings.ingress.num_replicas:
         target = bind_target(settings, TargetServer, drafter=drafter)
         return bind_router(settings, serve.ingress(None)(Ingress), INGRESS_NAME, drafter, target)
-    router = bind_router(settings, Router, ROUTER_NAME, drafter)
+    router = bind_router(settings, Router, ROUTER_NAME, drafter, None, bind_learner(settings))
     return bind_target(settings, serve.ingress(None)(TargetServer), drafter=drafter, router=router)
 
 
@@ -111,6 +116,23 @@ def bind_drafter(settings: ClusterSettings) -> serve.Application | None:
     return bound
 
 
+def bind_learner(settings: ClusterSettings) -> serve.Application | None:
+    """The deployment that trains heads on; None without a section `learning`."""
+    learning = settings.learning
+    if learning is None:
+        return None
+    deployment: Any = serve.deployment(
+        Learner,
+        name=LEARNER_NAME,
+        num_replicas=1,
+        ray_actor_options={"num_cpus": learning.num_cpus, "num_gpus": learning.num_gpus},
+        health_check_timeout_s=LEARNER_TIMEOUT_S,
+        logging_config={"enable_access_log": False},
+    )
+    bound: serve.Application = deployment.bind(settings)
+    return bound
+
+
 def catalog() -> Catalog:
     """What this installation has: embedded models, shipped heads, and the names of vLLM's settings."""
     from vllm.config import SpeculativeConfig
@@ -151,5 +173,10 @@ def check_files(settings: ClusterSettings) -> None:
             check_head(folder, target)
         except ValueError as error:
             problems.append(f"{key}: {error}")
+    if settings.learning is not None:
+        try:
+            continual_recipe(settings.learning.recipe)
+        except ValueError as error:
+            problems.append(f"learning.recipe: {error}")
     if problems:
         raise SettingsError(problems)

@@ -56,7 +56,7 @@ from cluster.settings import ClusterSettings, LimitSettings
 from deployments import openapi
 from deployments.compat import NOT_READY, NOT_READY_CODE, RETRY_AFTER_S
 from peagle.schema import nearest
-from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ UNUSED_FIELDS = frozenset(
 )
 """Fields of OpenAI's API that clients send and that change no answer here."""
 
-SERVER_KEYS = (DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
+SERVER_KEYS = (DEPTH_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
 """Keys of `vllm_xargs` that the edge sets."""
 
 BODY_TIMEOUT_S = 120.0
@@ -564,6 +564,8 @@ class Edge:
             decided[SURVIVAL_KEY] = list(drafting.survival)
         if (drafter := self._settings.drafter) is not None and drafter.is_remote:
             decided[HEAD_KEY] = self._head_index(drafting.workload)
+        if self._settings.learns_from(caller, base_workload(drafting.workload)):
+            decided[LEARN_KEY] = caller.name
         fields["vllm_xargs"] = body.vllm_xargs = {**own, **decided}
         if "request_id" in fields and not _REQUEST_ID.fullmatch(body.request_id):
             rule = "1 to 128 letters, digits or . _ : -"  # every chunk of a stream carries it

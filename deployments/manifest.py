@@ -226,7 +226,8 @@ class Manifest:
 
     def worker_groups(self) -> list[Json]:
         """One pod a target replica, all its engine's workers in it, with room for the drafters, so that Ray can place
-        one beside each target; drafters in pods of their own where a node has too few GPUs for both."""
+        one beside each target; drafters in pods of their own where a node has too few GPUs for both. A learner has
+        one of its own."""
         settings, scaling = self._settings, self._settings.autoscaling
         needed = replica_resources(settings)
         cpus = needed["CPU"] + settings.ingress.num_cpus * max(1, settings.ingress.num_replicas)
@@ -241,6 +242,8 @@ class Manifest:
                 bounds = None if scaling is None else scaling.drafter
                 numbers = (bounds.min, bounds.max) if bounds else (drafters.num_replicas, drafters.num_replicas)
                 groups.append(self._workers("drafter", *numbers, drafters.num_cpus, drafter_gpus))
+        if (learning := settings.learning) is not None:
+            groups.append(self._workers("learner", 1, 1, learning.num_cpus, learning.num_gpus or 0.0))
         if scaling is not None:
             fewest = scaling.target.min
         return [self._workers("target", fewest, most, cpus, gpus), *groups]

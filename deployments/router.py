@@ -22,6 +22,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.control import Guidance
 from cluster.counts import TargetReport
 from cluster.heads import CANDIDATE, HeadKeeper, HeadProposal, HeadTrial, base_workload
+from cluster.learning import LearnerReport
 from cluster.settings import ClusterSettings, live_config
 from deployments import TARGET_NAME, compat
 from deployments.autoscaling import ClusterBoard, ScalingView, scaling_metrics
@@ -42,6 +43,8 @@ from deployments.telemetry import (
     drafting_document,
     head_metrics,
     labelled,
+    learner_document,
+    learner_metrics,
     live_heads,
     make_control,
     prometheus_text,
@@ -74,9 +77,10 @@ class Router:
         settings: ClusterSettings,
         drafter: DeploymentHandle[Any] | None = None,
         target: DeploymentHandle[Any] | None = None,
+        learner: DeploymentHandle[Any] | None = None,
     ) -> None:
         """`drafter`: the deployment of remote drafters, where there is one. `target`: of the targets; None where they
-        stand before this deployment in the application, which then cannot be bound to them."""
+        stand before this deployment in the application, which then cannot be bound to them. `learner`: of heads."""
         context = serve.get_replica_context()
         self._settings = settings
         self._replica = context.replica_id.unique_id
@@ -91,6 +95,7 @@ class Router:
         self._drafter = drafter
         self._drafters = None if drafter is None else ReplicaMonitor(drafter, DrafterReport, self._steer)
         self._steering: asyncio.Task[None] | None = None
+        self._learner = None if learner is None else ReplicaMonitor(learner, LearnerReport, lambda _: None)
         self._scaling = None if settings.autoscaling is None else ScalingView(ClusterBoard(context.app_name))
         self._warn_without_callers()
         compat.warn_without_haproxy()
@@ -98,7 +103,7 @@ class Router:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_POLL_S):
                 await self._monitor.refresh()
-        for monitor in (self._monitor, self._drafters):
+        for monitor in (self._monitor, self._drafters, self._learner):
             if monitor is not None:
                 monitor.start()
 
@@ -208,6 +213,8 @@ class Router:
         families += scaling_metrics(await self._scaled())
         if self._drafters is not None:
             families += drafter_metrics(await self._drafters.refresh(), reports)
+        if self._learner is not None:
+            families += learner_metrics(self._learner.reports)
         for where, handle in self._edges.items():
             with contextlib.suppress(*REPLICA_LOST, TimeoutError):  # what nobody counts is not shown
                 for answer in await compat.ask_each(handle, "edge_metrics", POLL_TIMEOUT_S):
@@ -228,6 +235,7 @@ class Router:
             **drafting_document(reports, by_head, drafters),
             "head_changes": [] if self._keeper is None else self._keeper.document(),
             "autoscaling": await self._scaled(),
+            "learner": None if self._learner is None else learner_document(self._learner.reports),
         }
 
     async def _scaled(self) -> dict[str, Any] | None:

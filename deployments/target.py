@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -28,6 +29,8 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from cluster.control import Guidance
 from cluster.counts import Counts, MetricsExport, TargetReport
+from cluster.heads import base_workload
+from cluster.learning import AnswerQueue, KeptAnswer
 from cluster.request import MAX_NUM_WORKLOADS
 from cluster.settings import ClusterSettings
 from cluster.step_time import StepCosts
@@ -118,7 +121,11 @@ class TargetServer(LLMServer):
         self._client = compat.engine_client(self)
         self._settings = settings
         self._replica = serve.get_replica_context().replica_id.unique_id
-        self._recorder = DraftingRecorder(max_workloads=MAX_NUM_WORKLOADS + len(settings.named_workloads()))
+        self._answers = None if settings.learning is None else AnswerQueue(int(settings.learning.queue_mib * 2**20))
+        self._recorder = DraftingRecorder(
+            max_workloads=MAX_NUM_WORKLOADS + len(settings.named_workloads()),
+            on_answer=None if self._answers is None else self._keep,
+        )
         self._recorder.attach(self._client)
         self._pace = StreamPace()
         self._export = MetricsExport()
@@ -181,6 +188,16 @@ class TargetServer(LLMServer):
         """What this replica has counted. Raises what the engine died of, if it did."""
         await self.check_health()
         return self._counted()
+
+    def _keep(self, workload: str, caller: str, prompt: list[int], answer: list[int]) -> None:
+        assert self._answers is not None
+        self._answers.put(
+            KeptAnswer(base_workload(workload), caller, np.array(prompt, np.int32), np.array(answer, np.int32))
+        )
+
+    async def take_answers(self) -> list[KeptAnswer]:
+        """What the learner has not fetched yet of answers that may be learned from."""
+        return [] if self._answers is None else self._answers.take()
 
     async def edge_metrics(self) -> tuple[str, list[Any]]:
         """This replica, and what its clients saw, as `EdgeMetrics.families`."""

@@ -15,6 +15,7 @@ sum over `replica`, and a replica that is gone takes its series along instead of
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import math
@@ -30,6 +31,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from cluster.control import DepthControl
 from cluster.counts import Counts, Ledger, News, TargetReport
 from cluster.heads import HeadKeeper
+from cluster.learning import LearnerReport
 from cluster.settings import ClusterSettings
 from deployments.replicas import DrafterReport
 from peagle.store import write_bytes
@@ -246,6 +248,47 @@ def drafter_metrics(drafters: Sequence[DrafterReport], reports: Sequence[TargetR
             up.add_metric(list(labels.values()), float(link["state"] == "up"))
             count("peagle_link_", labels, link["counters"])
     return [ready, heads, refused, up, *found.values()]
+
+
+def learner_document(reports: Sequence[LearnerReport]) -> dict[str, Any] | None:
+    """The part of `GET /drafting` about the learner; None while it does not answer."""
+    return dataclasses.asdict(reports[0]) if reports else None
+
+
+def learner_metrics(reports: Sequence[LearnerReport]) -> list[Metric]:
+    """What the learner keeps and does, its counters from zero on at its start, and its last round's comparison."""
+    kept = GaugeMetricFamily("peagle_learner_answers", "Answers kept.", labels=("workload",))
+    size = GaugeMetricFamily("peagle_learner_buffer_bytes", "Of these, prompts included.")
+    came = CounterMetricFamily("peagle_learner_fetched_answers", "Answers by what became of them.", labels=("outcome",))
+    phase = GaugeMetricFamily("peagle_learner_phase", "1: what it does.", labels=("phase",))
+    ratio = GaugeMetricFamily(
+        "peagle_learner_acceptance_ratio",
+        "AL of the last head trained over the current one's, held-out answers; bound: ratio, low, high (95 %).",
+        labels=("mix", "bound"),
+    )
+    others = {
+        name: CounterMetricFamily(f"peagle_learner_{name}", text)
+        for name, text in (
+            ("rounds", "Rounds of training."),
+            ("proposals", "Heads that passed the gate."),
+            ("busy_seconds", "Time in training and judging."),
+        )
+    }
+    for report in reports:
+        size.add_metric([], report.num_bytes)
+        phase.add_metric([report.phase], 1)
+        for workload, number in report.num_answers.items():
+            kept.add_metric([workload], number)
+        for name, value in report.counters.items():
+            if name in others:
+                others[name].add_metric([], value)
+            elif name.startswith("answers_"):
+                came.add_metric([name.removeprefix("answers_")], value)
+        for mix in ("recent", "before"):
+            for bound in ("ratio", "low", "high"):
+                if mix in report.last_round:
+                    ratio.add_metric([mix, bound], report.last_round[mix][bound])
+    return [kept, size, came, phase, ratio, *others.values()]
 
 
 def depth_metrics(document: Mapping[str, Any], model: str) -> list[Metric]:

@@ -27,6 +27,7 @@ from cluster.settings import (
     ClusterSettings,
     DrafterSettings,
     IngressSettings,
+    LearningSettings,
     ModelSettings,
     live_config,
     with_live,
@@ -45,7 +46,7 @@ from deployments.edge import (
     from_engine,
     make_app,
 )
-from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
 SECRET = "sk-very-secret"
 DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()
@@ -206,6 +207,7 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
     "workload with a blank": ({"drafting": {"workload": "a b"}}, "drafting.workload"),
     "the server's K": ({"vllm_xargs": {DEPTH_KEY: 3}}, f"vllm_xargs.{DEPTH_KEY}"),
     "the server's head": ({"vllm_xargs": {HEAD_KEY: 3}}, f"vllm_xargs.{HEAD_KEY}"),
+    "the server's word on learning": ({"vllm_xargs": {LEARN_KEY: "web"}}, f"vllm_xargs.{LEARN_KEY}"),
     "the server's survival": ({"vllm_xargs": {SURVIVAL_KEY: [1]}}, f"vllm_xargs.{SURVIVAL_KEY}"),
     "the server's workload": ({"vllm_xargs": {WORKLOAD_KEY: "a"}}, f"vllm_xargs.{WORKLOAD_KEY}"),
     "stream options as a text": ({"stream_options": "all"}, "stream_options"),
@@ -772,6 +774,14 @@ def test_a_known_caller_comes_through_with_its_limits() -> None:
     assert (drafting["workload"], drafting["k"], drafting["max_k"]) == ("pages", 3, 3)
     refused = chat(backend, headers=bearer(SECRET), drafting={"workload": "mine"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "tag_not_allowed")
+
+
+@pytest.mark.parametrize("learn", [False, True])
+def test_only_requests_of_callers_who_opted_in_may_be_learned_from(learn: bool) -> None:
+    found = callers(web={"key_sha256": DIGEST, "learn": learn})
+    backend = Echo(found.model_copy(update={"learning": LearningSettings()}))
+    assert chat(backend, headers=bearer(SECRET)).status_code == 200
+    assert backend.admitted[0].fields["vllm_xargs"].get(LEARN_KEY) == ("web" if learn else None)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/openapi.json", "/none", "/health/"])

@@ -353,6 +353,17 @@ def test_drafters_have_pods_of_their_own_where_a_node_has_too_few_gpus(make: Any
     assert [(group["minReplicas"], group["maxReplicas"]) for group in list(scaled.values())[1:]] == [(2, 3), (2, 5)]
 
 
+def test_a_learner_has_a_pod_of_its_own(make: Any) -> None:
+    raw = yaml.safe_load((ROOT / "configs" / "gpu-remote.yaml").read_text())
+    args = raw["applications"][0]["args"]
+    args["drafter"]["spare_heads"] = 1
+    args["learning"] = {"workloads": "all", "num_cpus": 4}
+    service = make(raw)[0]
+    assert problems(service) == []
+    assert list(groups(service)) == ["headgroup", "target", "learner"]
+    assert container(groups(service)["learner"])["resources"]["limits"]["nvidia.com/gpu"] == "1"
+
+
 def test_pods_for_gpus_can_run_on_their_nodes_and_keep_what_they_download() -> None:
     service, plain = of("gpu")[0], of("local")[0]
     assert pod(service)["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]

@@ -78,6 +78,7 @@ def test_the_newest_are_all_there_and_of_before_a_shift_a_sample() -> None:
     assert [one.arrived_s for one in buffer.draw(10 * 80, held_out=False)] == trained[:-11:-1], "newest first"
     sampled = buffer.draw(30 * 80, held_out=False, newest=False)
     assert any(one.arrived_s < 200 for one in sampled)
+    assert max(one.arrived_s for one in sampled) < sorted(arrived)[50]
 
 
 @pytest.mark.parametrize("case", ["one prompt", "one answer", "nearly one answer", "loops"])

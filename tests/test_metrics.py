@@ -10,8 +10,17 @@ from typing import Any
 import pytest
 import yaml
 
+from cluster.learning import LearnerReport
 from deployments.autoscaling import scaling_metrics
-from deployments.telemetry import change_metrics, drafter_metrics, head_metrics, prometheus_text, target_metrics
+from deployments.telemetry import (
+    change_metrics,
+    drafter_metrics,
+    head_metrics,
+    learner_document,
+    learner_metrics,
+    prometheus_text,
+    target_metrics,
+)
 from tests.autoscaling_harness import Controller
 from tests.counted import counts_of
 from tests.metric_names import documented, exported
@@ -62,6 +71,15 @@ def test_metrics_of_targets_heads_and_drafters_are_in_the_table() -> None:
     assert {name: labels for name, labels in found.items() if table.get(name) != labels} == {}
     assert "peagle_link_wait_seconds_total" in found
     assert "peagle_head_gain" in found
+
+
+def test_metrics_of_the_learner_are_those_of_the_table() -> None:
+    figures = {"ratio": 1.1, "low": 1.05, "high": 1.15}
+    counters = {"answers_taken": 9, "rounds": 2, "proposals": 1, "busy_seconds": 3.5, "heads_promoted": 1}
+    said = LearnerReport("training", "", {"chat": 9}, 900, counters, {"recent": figures, "before": figures})
+    found = exported(prometheus_text(learner_metrics([said])).decode())
+    assert found == {name: labels for name, labels in documented().items() if name.startswith("peagle_learner_")}
+    assert learner_document([said])["num_answers"] == {"chat": 9}
 
 
 @pytest.mark.parametrize("where", expressions())

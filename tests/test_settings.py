@@ -11,6 +11,7 @@ import yaml
 from pydantic import ValidationError
 from ray import serve
 
+from cluster.request import ANYONE
 from cluster.settings import (
     Catalog,
     ClusterSettings,
@@ -297,6 +298,31 @@ BAD_INPUTS: dict[str, tuple[Any, list[str]]] = {
         remote(drafter__heads_by_workload={"code": "shallow"}),
         ["drafter.heads_by_workload.code", "3 depths", "drafter.max_draft_tokens, 7"],
     ),
+    # A learner.
+    "learner of a colocated drafter": (
+        changed(learning={"workloads": "all"}),
+        ["learning needs heads that can be swapped", "drafter.placement: remote"],
+    ),
+    "learner without room": (
+        remote(learning={"workloads": "all"}),
+        ["learning needs room", "drafter.spare_heads: 1"],
+    ),
+    "learner of several routers": (
+        remote(drafter__spare_heads=1, learning={"workloads": "all"}, ingress={"num_replicas": 1}),
+        ["learning needs the one router", "ingress.num_replicas: 0"],
+    ),
+    "learner of traffic that nobody opted in": (
+        remote(drafter__spare_heads=1, learning={}),
+        ["learning.workloads is missing", "learn: true"],
+    ),
+    "learner of no workload": (
+        remote(drafter__spare_heads=1, learning={"workloads": ["a b"]}),
+        ["learning.workloads has the tag 'a b'"],
+    ),
+    "learner of a misspelt key": (
+        remote(drafter__spare_heads=1, learning={"workloads": "all", "min_new_answer": 3}),
+        ["unknown key learning.min_new_answer", "did you mean min_new_answers"],
+    ),
     "EAGLE-3 head of a workload": (
         remote(drafter__heads_by_workload={"code": "eagle3"}, drafter__max_draft_tokens=5),
         ["drafter.heads_by_workload.code", "is an EAGLE-3 head"],
@@ -340,6 +366,26 @@ def test_a_remote_drafter_scales_too(catalog: Catalog) -> None:
     assert any("autoscaling.drafter is missing" in problem for problem in problems_of(args, catalog))
     settings = load_settings({**args, "autoscaling": {**QUEUE, "drafter": {"min": 1, "max": 2}}}, catalog)
     assert (settings.max_num_targets, settings.max_num_drafters) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("workloads", "callers", "learned"),
+    [
+        ("all", None, {("anyone", "chat"), ("anyone", "code")}),
+        (["code"], None, {("anyone", "code")}),
+        (None, {"web": {**KEY, "learn": True}}, {("web", "chat"), ("web", "code")}),
+        ("all", {"web": KEY}, set()),
+        (["code"], {"web": {**KEY, "learn": True}}, {("web", "code")}),
+    ],
+)
+def test_nobody_is_learned_from_who_did_not_opt_in(
+    workloads: Any, callers: Any, learned: set[tuple[str, str]], catalog: Catalog
+) -> None:
+    args = remote(drafter__spare_heads=1, learning={"workloads": workloads})
+    settings = load_settings({**args, **({"callers": callers} if callers else {})}, catalog)
+    asking = [ANYONE, *(section.caller(name) for name, section in (settings.callers or {}).items())]
+    tags = ("chat", "code")
+    assert {(one.name, tag) for one in asking for tag in tags if settings.learns_from(one, tag)} == learned
 
 
 @pytest.mark.parametrize("args", [None, [], "embedded-model", 3])

@@ -1,0 +1,230 @@
+"""What a head gains that learns from live traffic, in the real service: acceptance before a shift, at it, and after.
+
+    python -m benchmarks.learning --shift json --out learning.json
+
+Starts the service of the configuration with a learner on this machine. Sends general questions, then only prompts of a
+kind that the head has never seen, until the learner has trained, judged and proposed a head and its trial is over; then
+prompts of both kinds that were not sent before. All greedy, at a fixed K, so that AL is that of the same kind of prompt
+under two heads. Counts failed requests, and compares the answers to some prompts at the start and at the end. AL = 1 +
+accepted / steps over all answers of a phase, with the 95 % interval of a bootstrap over answers. Writes the figures
+with their conditions as JSON.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import yaml
+
+from benchmarks.common import running_applications
+from deployments import APP_NAME
+from deployments.app import build
+from peagle.evaluate import interval, resamples
+from peagle.provenance import conditions
+
+TRAFFIC = yaml.safe_load("""
+words:
+  name: [Ana, Bruno, Carla, Diego, Elena, Felix, Grace, Hugo, Irene, Jonas, Karin, Luis, Marta, Nuno, Olga, Pedro, Rita]
+  city: [Lisbon, Porto, Madrid, Berlin, Oslo, Turin, Ghent, Lyon, Krakow, Dublin, Vienna, Prague]
+  thing: [laptop, desk lamp, office chair, coffee machine, water pump, bicycle, printer, phone case, garden hose, drill,
+    tent, backpack, heater, monitor, keyboard, router]
+  topic: [photosynthesis, inflation, gravity, democracy, vaccines, volcanoes, the water cycle, black holes, bread, wine,
+    compound interest, plate tectonics, machine learning, renewable energy, antibiotics, evolution, tides,
+    electric cars, coral reefs, jazz, chess, sleep, memory, bridges, glaciers, honey bees, cotton]
+  table: [orders, customers, invoices, employees, shipments, payments, products, tickets]
+  column: [total, price, salary, weight, amount, quantity]
+  group: [city, country, status, department, category, year]
+kinds:
+  general:
+    - What is {topic}?
+    - Explain {topic} to a child.
+    - Give me {small} tips about {topic}.
+    - Write a short story about {name} and {topic}.
+    - Write an email to {name} about {topic}.
+    - Compare {topic} and {other_topic}.
+  json:
+    - "Turn this order into a JSON object with the keys customer, city, item, quantity, price, status and notes: {name}
+      from {city} ordered {small} pieces of the {thing} for {number} euros each."
+  sql:
+    - Write only SQL. Table {table} (id, name, {group}, {column}, created_at). Create the table, insert four rows, then
+      select the average {column} for each {group} where {column} is above {number}.
+""")
+
+
+def prompts(kind: str, seed: int) -> Iterator[str]:
+    """Prompts of a kind, none twice."""
+    draw, seen = random.Random(f"{kind} {seed}"), set()
+    while True:
+        words = {name: draw.choice(options) for name, options in TRAFFIC["words"].items()}
+        words |= {"small": str(draw.randint(2, 9)), "number": str(draw.randint(2, 900))}
+        text = draw.choice(TRAFFIC["kinds"][kind]).format(**words, other_topic=draw.choice(TRAFFIC["words"]["topic"]))
+        if text not in seen:
+            seen.add(text)
+            yield text
+
+
+@dataclass(frozen=True)
+class Reply:
+    """To one request; text "" where it failed. num_steps, num_accepted: of its drafting."""
+
+    sent_s: float
+    text: str
+    head: str = ""
+    num_steps: int = 0
+    num_accepted: int = 0
+
+
+class Clients:
+    """Some that ask one after another."""
+
+    def __init__(self, url: str, model: str, num_clients: int, max_tokens: int) -> None:
+        self._url, self._model, self._max_tokens = url, model, max_tokens
+        self._pool, self._begun_s = ThreadPoolExecutor(num_clients), time.monotonic()
+        self.num_sent = self.num_failed = 0
+
+    def ask(self, texts: Sequence[str]) -> list[Reply]:
+        found = list(self._pool.map(self._one, texts))
+        self.num_sent += len(found)
+        self.num_failed += sum(not reply.text for reply in found)
+        return found
+
+    def _one(self, text: str) -> Reply:
+        sent_s = round(time.monotonic() - self._begun_s, 1)
+        body = {"model": self._model, "messages": [{"role": "user", "content": text}], "temperature": 0}
+        try:
+            answer = httpx.post(
+                f"{self._url}/v1/chat/completions", json={**body, "max_tokens": self._max_tokens}, timeout=120
+            )
+            document = answer.raise_for_status().json()
+        except (httpx.HTTPError, ValueError):
+            return Reply(sent_s, "")
+        drafting = document["drafting"]
+        counts = drafting["num_steps"], drafting["num_accepted_tokens"]
+        return Reply(sent_s, document["choices"][0]["message"]["content"], drafting["head"], *counts)
+
+    def drafting(self) -> dict[str, Any]:
+        return dict(httpx.get(f"{self._url}/drafting", timeout=30).json())
+
+
+def figures(replies: Sequence[Reply]) -> dict[str, Any]:
+    """Of one phase."""
+    steps, accepted = (np.array([getattr(one, name) for one in replies]) for name in ("num_steps", "num_accepted"))
+    found: dict[str, Any] = {"num_requests": len(replies), "num_failed": sum(not one.text for one in replies)}
+    if not steps.sum():
+        return found
+    found |= {"num_steps": int(steps.sum()), "acceptance_length": round(float(1 + accepted.sum() / steps.sum()), 4)}
+    weights = resamples(len(replies))
+    bounds = interval(1 + (weights @ accepted)[:, None] / (weights @ steps)[:, None])[0]
+    return {**found, "acceptance_length_95": bounds, "heads": sorted({one.head for one in replies if one.head})}
+
+
+def measure(clients: Clients, options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    """The whole run against a service that is ready."""
+    general, shifted = prompts("general", 0), prompts(options.shift, 0)
+    fixed = [*itertools.islice(prompts("general", 1), 4), *itertools.islice(prompts(options.shift, 1), 4)]
+    phases: dict[str, Any] = {}
+
+    def take(traffic: Iterator[str], number: int) -> list[Reply]:
+        return clients.ask(list(itertools.islice(traffic, number)))
+
+    def note(name: str, replies: list[Reply]) -> None:
+        phases[name] = figures(replies)
+        say(f"{name}: {phases[name]}")
+
+    answers_before = clients.ask(fixed)
+    note("before", take(general, options.num_before))
+    since_shift = take(shifted, options.num_phase)
+    note("at the shift", since_shift)
+    end_s, states = time.monotonic() + options.max_s, []
+    promoted: dict[str, Any] | None = None
+    while promoted is None and time.monotonic() < end_s:
+        learner = clients.drafting()["learner"] or {"phase": "starting", "counters": {}, "last_round": {}}
+        if not states or states[-1]["phase"] != learner["phase"]:
+            states.append({"phase": learner["phase"], "num_requests_since_shift": len(since_shift), **learner})
+            say(json.dumps(states[-1]))
+        if learner["counters"].get("heads_promoted"):
+            promoted = {"num_requests_since_shift": len(since_shift), "seconds_since_shift": None}
+            promoted["seconds_since_shift"] = round(since_shift[-1].sent_s - since_shift[0].sent_s, 1)
+        elif learner["phase"] in ("training", "judging"):
+            since_shift += take(shifted, 1)
+            time.sleep(options.pause_s)
+        else:
+            since_shift += take(shifted, 4 * options.num_clients)
+    note("while it learned", since_shift[options.num_phase :])
+    note("after", take(shifted, options.num_phase))
+    note("general, after", take(general, options.num_before))
+    answers_after = clients.ask(fixed)
+    return {
+        "phases": phases,
+        "promoted": promoted,
+        "num_requests": clients.num_sent,
+        "num_failed": clients.num_failed,
+        "equal_answers": f"{sum(a.text == b.text for a, b in zip(answers_before, answers_after, strict=True))} of 8",
+        "states": states,
+        "drafting": clients.drafting(),
+    }
+
+
+def settings(options: argparse.Namespace, heads_dir: str) -> dict[str, Any]:
+    """The configuration's `args` with a learner."""
+    document = yaml.safe_load(options.config.read_text(encoding="utf-8"))
+    args: dict[str, Any] = document["applications"][0]["args"]
+    args["depth"] = {"policy": "fixed", "default": options.k}
+    args["drafter"] |= {"spare_heads": 1, "trial_share": 0.5}
+    args["learning"] = {
+        "heads_dir": heads_dir,
+        "workloads": "all",
+        "num_cpus": 2,
+        "share": 1,
+        **yaml.safe_load(options.learning),
+    }
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.learning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, default=Path(__file__).parents[1] / "configs" / "local.yaml")
+    parser.add_argument("--learning", default="{}", help="YAML: settings of `learning` that differ")
+    parser.add_argument("--shift", choices=[kind for kind in TRAFFIC["kinds"] if kind != "general"], default="json")
+    parser.add_argument("--k", type=int, default=7)
+    parser.add_argument("--num-clients", type=int, default=8)
+    parser.add_argument("--num-before", type=int, default=40, help="general requests, before and after")
+    parser.add_argument("--num-phase", type=int, default=40, help="requests of the new kind, at the shift and after")
+    parser.add_argument("--pause-s", type=float, default=5.0, help="between requests while the learner trains")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--max-s", type=float, default=3600, help="for the learner, from the shift on")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+
+    def say(line: str) -> None:
+        sys.stderr.write(f"{line}\n")
+
+    with tempfile.TemporaryDirectory() as heads_dir:
+        args = settings(options, heads_dir)
+        with running_applications(lambda: {APP_NAME: build(args)}, "/health") as url:
+            clients = Clients(url, args["model"]["id"], options.num_clients, options.max_tokens)
+            found = measure(clients, options, say)
+    asked = {name: str(value) for name, value in vars(options).items()}
+    document = {"made": conditions(), "options": asked, "learning": args["learning"], **found}
+    if options.out is not None:
+        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    summary = {name: found[name] for name in ("phases", "promoted", "num_requests", "num_failed", "equal_answers")}
+    sys.stdout.write(json.dumps(summary, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
