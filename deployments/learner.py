@@ -136,7 +136,7 @@ class Learner:
         found["num_recent"] = dict(Counter(answer.workload for answer in recent))
         found["num_before"] = dict(Counter(answer.workload for answer in before))
         self._last_round = found
-        logger.info("round %d: %s", self._counters["rounds"], found)
+        logger.warning("round %d: %s", self._counters["rounds"], found)
         if found["verdict"] == BETTER:
             folder = await asyncio.to_thread(self._rounds.save, index, found)
             self._counters["proposals"] += 1
@@ -153,7 +153,7 @@ class Learner:
             await asyncio.sleep(COLLECT_INTERVAL_S)
             with contextlib.suppress(*REPLICA_LOST):
                 trial = await self._router.trial.remote(trial.name)
-        logger.info("%s is %s: %s", folder.name, trial.state, trial.reason)
+        logger.warning("%s is %s: %s", folder.name, trial.state, trial.reason)
         self._counters[f"heads_{trial.state.replace(' ', '_')}"] += 1
         return trial
 
