@@ -27,7 +27,8 @@ Load comes from `vllm bench serve`: vLLM's own program, in the same package as t
 figure can repeat it with what is installed already. (AIPerf asks for a package more and measures the same.)
 
 equal_answers: share of a cell's answers that are those of `none`, or of the first arm, character by character; greedy
-cells alone. In bfloat16 ties go either way, also between two runs without speculation at different loads.
+cells alone. In bfloat16 ties go either way, also between two runs without speculation at different loads. The answers
+lie in OUT.answers.json.gz beside the report; `python -m benchmarks.humaneval OUT` runs HumanEval's tests on them.
 
 With `--shape` (a name of `benchmarks.models`) weights are random, and every position's drafts are accepted with the
 same chance in all arms (`benchmarks.engines.SURVIVAL`): that measures speed, not heads.
@@ -37,6 +38,7 @@ same chance in all arms (`benchmarks.engines.SURVIVAL`): that measures speed, no
 import argparse
 import asyncio
 import contextlib
+import gzip
 import hashlib
 import importlib.util
 import itertools
@@ -61,14 +63,12 @@ from benchmarks import models
 from benchmarks.common import markdown
 from benchmarks.engines import SURVIVAL, Arm
 from benchmarks.heads import cpu_environment
-from benchmarks.humaneval import pass_rate
-from benchmarks.prompts import COMPLETE, human_eval_problems
 from peagle.heads import prepare_head
 from peagle.provenance import conditions
 from peagle.train.recipe import target_checkpoint
 
 NAME, RANDOM = "model", "random"
-FIRST_PORT, READY_TIMEOUT_S, STOP_TIMEOUT_S = 8000, 900, 90
+FIRST_PORT, STOP_TIMEOUT_S = 8000, 90
 HEADS = {"eagle3": "eagle3_head", "table": "eagle3_head", "stock": "peagle_head", "ours": "peagle_head"}
 HEADS["remote"] = "peagle_head"
 OTHERS = ("none", "draft", "ngram", "suffix")
@@ -242,7 +242,7 @@ def servers(options: argparse.Namespace, arms: list[Arm], first: int) -> Iterato
             for arm, (process, url, start_s) in list(started.items()):
                 if is_ready(url):
                     urls[arm] = url, round(time.monotonic() - start_s, 1)
-                elif process.poll() is None and time.monotonic() - start_s < READY_TIMEOUT_S:
+                elif process.poll() is None and time.monotonic() - start_s < options.max_ready_s:
                     continue
                 else:
                     print(f"error: {arm} does not start: see {options.folder / f'{arm}.log'}", file=sys.stderr)
@@ -276,6 +276,10 @@ def choose_lines(options: argparse.Namespace, cell: Cell, number: int, seed: int
     return list(itertools.islice(itertools.cycle(lines), number))
 
 
+def cell_seed(cell: Cell, repeat: int) -> int:
+    return 1000 * repeat + cell.num_requests
+
+
 def dataset(options: argparse.Namespace, lines: list[str], max_tokens: int) -> list[str]:
     """Arguments of `vllm bench serve` for these prompts, or for `random`."""
     if not lines:
@@ -302,12 +306,12 @@ def load(options: argparse.Namespace, url: str, cell: Cell, number: int, seed: i
         *("--disable-tqdm", *dataset(options, choose_lines(options, cell, number, seed), max_tokens)),
     ]
     with contextlib.redirect_stdout(sys.stderr):
-        return asyncio.run(main_async(parser.parse_args(arguments)))
+        return asyncio.run(asyncio.wait_for(main_async(parser.parse_args(arguments)), options.max_cell_s))
 
 
 def measure(options: argparse.Namespace, url: str, cell: Cell, repeat: int) -> tuple[dict[str, Any], list[str]]:
     """Figures of one cell, and its answers in the order of the prompts."""
-    seed = 1000 * repeat + cell.num_requests
+    seed = cell_seed(cell, repeat)
     load(options, url, cell, max(options.warmups, cell.num_requests), seed + 500, options.warm_tokens)
     before = read_counters(url)
     number = max(options.min_prompts, options.waves * cell.num_requests)
@@ -316,16 +320,7 @@ def measure(options: argparse.Namespace, url: str, cell: Cell, repeat: int) -> t
     found = {name: result[name] for name in FIGURES} | verification(after - before)
     answers: list[str] = result["generated_texts"]
     found["digest"] = hashlib.sha256("\0".join(answers).encode()).hexdigest()[:12]
-    found |= pass_at_1(choose_lines(options, cell, number, seed), answers) if options.run_tests else {}
     return {name: round(value, 2) if isinstance(value, float) else value for name, value in found.items()}, answers
-
-
-def pass_at_1(lines: Sequence[str], answers: Sequence[str]) -> dict[str, Any]:
-    """pass@1 over the HumanEval problems among the prompts; empty where there are none."""
-    by_prompt = {f"{COMPLETE}{problem['prompt']}": problem for problem in human_eval_problems()}
-    prompts = [json.loads(line)["prompt"] for line in lines]
-    pairs = [(by_prompt[text], answer) for text, answer in zip(prompts, answers, strict=False) if text in by_prompt]
-    return {"pass_at_1": pass_rate(*zip(*pairs, strict=True))} if pairs else {}
 
 
 class Counts(dict[str, float]):
@@ -385,6 +380,21 @@ def compare(rows: Sequence[dict[str, Any]], answers: Mapping[tuple[int, Cell], M
             row["equal_answers"] = round(sum(equal) / len(equal), 4)
 
 
+def answers_file(report: Path) -> Path:
+    return report.with_suffix(".answers.json.gz")
+
+
+def keep_answers(options: argparse.Namespace, answers: Mapping[tuple[int, Cell], dict[str, list[str]]]) -> None:
+    """Prompts and answers of all cells so far, each prompt and each answer of an arm in one order."""
+    cells = []
+    for (repeat, cell), by_arm in answers.items():
+        lines = choose_lines(options, cell, len(next(iter(by_arm.values()))), cell_seed(cell, repeat))
+        prompts = [json.loads(line)["prompt"] for line in lines]
+        cells.append({"repeat": repeat, **asdict(cell), "prompt_texts": prompts, "answers": by_arm})
+    with gzip.open(answers_file(options.out), "wt", encoding="utf-8", compresslevel=3) as file:
+        json.dump(cells, file)
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Output tokens/s by arm and cell, means over the repeats."""
     arms = list(dict.fromkeys(row["arm"] for row in rows))
@@ -412,9 +422,9 @@ def run(options: argparse.Namespace, arms: list[Arm], cells: list[Cell]) -> dict
                 for arm, (url, _) in list(urls.items()):
                     try:
                         figures, texts = measure(options, url, cell, repeat)
-                    except httpx.HTTPError as error:  # the others go on
+                    except (httpx.HTTPError, TimeoutError) as error:  # the others go on
                         print(
-                            f"error: {arm} answers no more ({error}): its log is in {options.folder}", file=sys.stderr
+                            f"error: {arm} answers no more ({error!r}): its log is in {options.folder}", file=sys.stderr
                         )
                         del urls[arm]
                         continue
@@ -422,6 +432,7 @@ def run(options: argparse.Namespace, arms: list[Arm], cells: list[Cell]) -> dict
                     answers.setdefault((repeat, cell), {})[str(arm)] = texts
                     compare(report["rows"], answers)
                     options.out.write_text(json.dumps(report, indent=1) + "\n")
+                    keep_answers(options, answers)
     return report
 
 
@@ -451,7 +462,10 @@ def main() -> int:
     parser.add_argument("--min-prompts", type=int, default=8, help="... and no fewer than this")
     parser.add_argument("--warmups", type=int, default=4, help="requests before each cell, at least those in flight")
     parser.add_argument("--warm-tokens", type=int, default=64, help="of an answer to one of these")
-    parser.add_argument("--run-tests", action="store_true", help="pass@1 of HumanEval: runs what the model wrote")
+    parser.add_argument("--max-ready-s", type=float, default=900, help="an arm that is not ready by then is left out")
+    parser.add_argument(
+        "--max-cell-s", type=float, default=600, help="an arm whose load of a cell takes longer is left out"
+    )
     parser.add_argument("--folder", type=Path, default=Path("/tmp/headline"), help="for models and logs")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

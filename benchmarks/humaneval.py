@@ -1,10 +1,15 @@
 """pass@1 of answers to HumanEval's problems: does the code in an answer pass the problem's own tests?
 
+    python -m benchmarks.humaneval REPORT.json      adds pass_at_1 to the rows of a report of benchmarks.headline
+
 Runs what a model wrote, in a process with limits on time and memory in an empty folder, and that is no sandbox: use it
 on a machine that holds nothing dear.
 """
 
+import argparse
 import functools
+import gzip
+import json
 import re
 import resource
 import subprocess
@@ -12,7 +17,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
+
+from benchmarks.prompts import COMPLETE, human_eval_problems
 
 TIMEOUT_S, MEMORY_BYTES, NUM_AT_A_TIME = 10, 2 << 30, 4
 _BLOCK = re.compile(r"```(?:python|py)?\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -51,8 +59,34 @@ def _ends_well(text: str) -> bool:
     return done.returncode == 0
 
 
-def pass_rate(problems: Sequence[dict[str, Any]], answers: Sequence[str]) -> float:
-    """Share of answers that pass, one answer a problem."""
+def pass_at_1(prompts: Sequence[str], answers: Sequence[str]) -> float | None:
+    """Share of the answers to HumanEval problems that pass; None where no prompt is one."""
+    by_prompt = {f"{COMPLETE}{problem['prompt']}": problem for problem in human_eval_problems()}
+    pairs = [(by_prompt[text], answer) for text, answer in zip(prompts, answers, strict=True) if text in by_prompt]
+    if not pairs:
+        return None
     with ThreadPoolExecutor(NUM_AT_A_TIME) as pool:
-        found = list(pool.map(passes, problems, answers))
+        found = list(pool.map(lambda pair: passes(*pair), pairs))
     return sum(found) / len(found)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path)
+    path = parser.parse_args().report
+    report = json.loads(path.read_text(encoding="utf-8"))
+    with gzip.open(path.with_suffix(".answers.json.gz"), "rt", encoding="utf-8") as file:
+        cells = {
+            (cell["prompts"], cell["temperature"], cell["num_requests"], cell["repeat"]): cell
+            for cell in json.load(file)
+        }
+    for row in report["rows"]:
+        cell = cells[row["prompts"], row["temperature"], row["num_requests"], row["repeat"]]
+        rate = pass_at_1(cell["prompt_texts"], cell["answers"][row["arm"]])
+        row |= {} if rate is None else {"pass_at_1": round(rate, 4)}
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

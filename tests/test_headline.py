@@ -14,11 +14,11 @@ from benchmarks.headline import (
     compare,
     parse_arm,
     parse_counters,
-    pass_at_1,
     speculative_config,
     verification,
 )
 from benchmarks.headline_page import losses, page, plot, tables
+from benchmarks.humaneval import pass_at_1
 from benchmarks.prompts import COMPLETE, human_eval_problems, prompt_sets
 from deployments.up import read_config
 from peagle.heads import prepare_head
@@ -142,9 +142,9 @@ def test_long_prompts_are_long_and_mixtures_have_some(tmp_path: Path) -> None:
 
 def test_pass_at_1_runs_the_problems_own_tests() -> None:
     first, second, *_ = human_eval_problems()
-    lines = [json.dumps({"prompt": COMPLETE + problem["prompt"]}) for problem in (first, second, first, second)]
+    prompts = [COMPLETE + problem["prompt"] for problem in (first, second, first, second)]
     block = f"Here it is:\n\n```python\n{first['prompt']}{first['canonical_solution']}```\nIt compares all pairs."
     wrong = f"```python\ndef {second['entry_point']}(text):\n    return []\n```"
     answers = [block, second["canonical_solution"], "while True: pass\0", wrong]
-    assert pass_at_1(lines, answers) == {"pass_at_1": 0.5}
-    assert pass_at_1(['{"prompt": "Hello"}'], ["Hi"]) == {}
+    assert pass_at_1([*prompts, "Hello"], [*answers, "Hi"]) == 0.5
+    assert pass_at_1(["Hello"], ["Hi"]) is None

