@@ -1,13 +1,14 @@
 """What a head gains that learns from live traffic, in the real service: acceptance before a shift, at it, and after.
 
-    python -m benchmarks.learning --shift json --out learning.json
+    python -m benchmarks.learning --shift json --learning '{replay: DIR}' --out learning.json
 
 Starts the service of the configuration with a learner on this machine. Sends general questions, then only prompts of a
-kind that the head has never seen, until the learner has trained, judged and proposed a head and its trial is over; then
-prompts of both kinds that were not sent before. All greedy, at a fixed K, so that AL is that of the same kind of prompt
-under two heads. Counts failed requests, and compares the answers to some prompts at the start and at the end. AL = 1 +
-accepted / steps over all answers of a phase, with the 95 % interval of a bootstrap over answers. Writes the figures
-with their conditions as JSON.
+kind that the head has never seen, until the learner has trained, judged and proposed a head and its trial is over. At
+the start and at the end it sends the same held-out prompts of both kinds, whose answers the learner never gets. All
+greedy, at a fixed K, so both heads draft for the same answers, which are compared, and AL of one over the other is
+paired. Counts failed requests. AL = 1 + accepted / steps over all answers of a phase, with the 95 % interval of a
+bootstrap over answers. Writes the figures with their conditions as JSON. A folder to `replay` is written by
+`peagle generate`, with the recipe of the head.
 """
 
 import argparse
@@ -62,6 +63,10 @@ kinds:
 """)
 
 
+LIVE, HELD_OUT = "live", "held-out"
+"""Workloads of the requests that the learner gets, and of those that it does not."""
+
+
 def prompts(kind: str, seed: int) -> Iterator[str]:
     """Prompts of a kind, none twice."""
     draw, seen = random.Random(f"{kind} {seed}"), set()
@@ -89,23 +94,21 @@ class Clients:
     """Some that ask one after another."""
 
     def __init__(self, url: str, model: str, num_clients: int, max_tokens: int) -> None:
-        self._url, self._model, self._max_tokens = url, model, max_tokens
+        self._url, self._body = url, {"model": model, "temperature": 0, "max_tokens": max_tokens}
         self._pool, self._begun_s = ThreadPoolExecutor(num_clients), time.monotonic()
         self.num_sent = self.num_failed = 0
 
-    def ask(self, texts: Sequence[str]) -> list[Reply]:
-        found = list(self._pool.map(self._one, texts))
+    def ask(self, texts: Sequence[str], workload: str) -> list[Reply]:
+        found = list(self._pool.map(self._one, texts, itertools.repeat(workload)))
         self.num_sent += len(found)
         self.num_failed += sum(not reply.text for reply in found)
         return found
 
-    def _one(self, text: str) -> Reply:
+    def _one(self, text: str, workload: str) -> Reply:
         sent_s = round(time.monotonic() - self._begun_s, 1)
-        body = {"model": self._model, "messages": [{"role": "user", "content": text}], "temperature": 0}
+        body = {"messages": [{"role": "user", "content": text}], "drafting": {"workload": workload}, **self._body}
         try:
-            answer = httpx.post(
-                f"{self._url}/v1/chat/completions", json={**body, "max_tokens": self._max_tokens}, timeout=120
-            )
+            answer = httpx.post(f"{self._url}/v1/chat/completions", json=body, timeout=120)
             document = answer.raise_for_status().json()
         except (httpx.HTTPError, ValueError):
             return Reply(sent_s, "")
@@ -129,48 +132,68 @@ def figures(replies: Sequence[Reply]) -> dict[str, Any]:
     return {**found, "acceptance_length_95": bounds, "heads": sorted({one.head for one in replies if one.head})}
 
 
+def paired(before: Sequence[Reply], after: Sequence[Reply]) -> dict[str, Any]:
+    """AL of the same prompts over that of before."""
+    rows = np.array([[one.num_steps, one.num_accepted] for one in (*before, *after)]).reshape(2, len(before), 2)
+    sums = np.einsum("wp,hpc->hcw", np.vstack([np.ones(len(before)), resamples(len(before))]), rows)
+    lengths = 1 + sums[:, 1] / sums[:, 0]
+    ratio = lengths[1] / lengths[0]
+    return {
+        "num_prompts": len(before),
+        "num_equal_answers": sum(a.text == b.text for a, b in zip(before, after, strict=True)),
+        "ratio": round(float(ratio[0]), 4),
+        "ratio_95": interval(ratio[1:, None])[0],
+    }
+
+
 def measure(clients: Clients, options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     """The whole run against a service that is ready."""
-    general, shifted = prompts("general", 0), prompts(options.shift, 0)
-    fixed = [*itertools.islice(prompts("general", 1), 4), *itertools.islice(prompts(options.shift, 1), 4)]
+    kinds = "general", options.shift
+    traffic = {kind: prompts(kind, 0) for kind in kinds}
+    held_out = {kind: list(itertools.islice(prompts(kind, 1), options.num_held_out)) for kind in kinds}
     phases: dict[str, Any] = {}
 
-    def take(traffic: Iterator[str], number: int) -> list[Reply]:
-        return clients.ask(list(itertools.islice(traffic, number)))
-
-    def note(name: str, replies: list[Reply]) -> None:
+    def note(name: str, replies: list[Reply]) -> list[Reply]:
         phases[name] = figures(replies)
         say(f"{name}: {phases[name]}")
+        return replies
 
-    answers_before = clients.ask(fixed)
-    note("before", take(general, options.num_before))
-    since_shift = take(shifted, options.num_phase)
-    note("at the shift", since_shift)
-    end_s, states = time.monotonic() + options.max_s, []
+    def take(kind: str, number: int) -> list[Reply]:
+        return clients.ask(list(itertools.islice(traffic[kind], number)), kind if options.by_workload else LIVE)
+
+    def judged(when: str) -> dict[str, list[Reply]]:
+        workloads = {kind: kind if options.by_workload and when == "after" else HELD_OUT for kind in kinds}
+        return {kind: note(f"{kind} held out, {when}", clients.ask(held_out[kind], workloads[kind])) for kind in kinds}
+
+    before = judged("before")
+    note("general", take("general", options.num_before))
+    since_shift = take(options.shift, 1)
+    end_s = time.monotonic() + options.max_s
+    states: list[dict[str, Any]] = []
     promoted: dict[str, Any] | None = None
     while promoted is None and time.monotonic() < end_s:
-        learner = clients.drafting()["learner"] or {"phase": "starting", "counters": {}, "last_round": {}}
+        if (learner := clients.drafting().get("learner")) is None:  # the router is slow to answer
+            time.sleep(options.pause_s)
+            continue
         if not states or states[-1]["phase"] != learner["phase"]:
-            states.append({"phase": learner["phase"], "num_requests_since_shift": len(since_shift), **learner})
+            states.append({"num_requests_since_shift": len(since_shift), **learner})
             say(json.dumps(states[-1]))
         if learner["counters"].get("heads_promoted"):
             promoted = {"num_requests_since_shift": len(since_shift), "seconds_since_shift": None}
             promoted["seconds_since_shift"] = round(since_shift[-1].sent_s - since_shift[0].sent_s, 1)
         elif learner["phase"] in ("training", "judging"):
-            since_shift += take(shifted, 1)
+            since_shift += take(options.shift, 1)
             time.sleep(options.pause_s)
         else:
-            since_shift += take(shifted, 4 * options.num_clients)
-    note("while it learned", since_shift[options.num_phase :])
-    note("after", take(shifted, options.num_phase))
-    note("general, after", take(general, options.num_before))
-    answers_after = clients.ask(fixed)
+            since_shift += take(options.shift, 4 * options.num_clients)
+    note(f"{options.shift}, while it learned", since_shift)
+    after = judged("after")
     return {
+        "after_over_before": {kind: paired(before[kind], after[kind]) for kind in kinds},
         "phases": phases,
         "promoted": promoted,
         "num_requests": clients.num_sent,
         "num_failed": clients.num_failed,
-        "equal_answers": f"{sum(a.text == b.text for a, b in zip(answers_before, answers_after, strict=True))} of 8",
         "states": states,
         "drafting": clients.drafting(),
     }
@@ -181,10 +204,11 @@ def settings(options: argparse.Namespace, heads_dir: str) -> dict[str, Any]:
     document = yaml.safe_load(options.config.read_text(encoding="utf-8"))
     args: dict[str, Any] = document["applications"][0]["args"]
     args["depth"] = {"policy": "fixed", "default": options.k}
-    args["drafter"] |= {"spare_heads": 1, "trial_share": 0.5}
+    args["drafter"] |= {"spare_heads": 1 + options.by_workload, "trial_share": 0.5}
+    args["engine"]["enable_prefix_caching"] = False  # held-out prompts come twice
     args["learning"] = {
         "heads_dir": heads_dir,
-        "workloads": "all",
+        "workloads": ["general", options.shift] if options.by_workload else [LIVE],
         "num_cpus": 2,
         "share": 1,
         **yaml.safe_load(options.learning),
@@ -201,8 +225,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shift", choices=[kind for kind in TRAFFIC["kinds"] if kind != "general"], default="json")
     parser.add_argument("--k", type=int, default=7)
     parser.add_argument("--num-clients", type=int, default=8)
-    parser.add_argument("--num-before", type=int, default=40, help="general requests, before and after")
-    parser.add_argument("--num-phase", type=int, default=40, help="requests of the new kind, at the shift and after")
+    parser.add_argument(
+        "--by-workload", action="store_true", help="each kind is a workload, which may get its own head"
+    )
+    parser.add_argument("--num-before", type=int, default=40, help="general requests before the shift")
+    parser.add_argument("--num-held-out", type=int, default=40, help="prompts of each kind, sent before and after")
     parser.add_argument("--pause-s", type=float, default=5.0, help="between requests while the learner trains")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--max-s", type=float, default=3600, help="for the learner, from the shift on")
@@ -221,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     document = {"made": conditions(), "options": asked, "learning": args["learning"], **found}
     if options.out is not None:
         options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    summary = {name: found[name] for name in ("phases", "promoted", "num_requests", "num_failed", "equal_answers")}
+    summary = {name: found[name] for name in ("after_over_before", "phases", "promoted", "num_requests", "num_failed")}
     sys.stdout.write(json.dumps(summary, indent=1) + "\n")
     return 0
 

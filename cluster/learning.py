@@ -5,7 +5,8 @@ others to judge a new head by, and the verdict on it. Nothing here writes to a d
 
 An answer counts once, however often it comes (`TrafficBuffer`); those that loop are left out; drawing gives workloads,
 and callers within a workload, equal shares of tokens as far as they have any. So one that floods the buffer, or repeats
-itself, neither pushes out the others' answers nor gets more of the training than they do.
+itself, neither pushes out the others' answers nor gets more of the training than they do. When the target's weights
+change, what the old ones wrote is dropped.
 """
 
 import dataclasses
@@ -22,6 +23,8 @@ import numpy as np
 GRAM_TOKENS = 8
 MIN_DISTINCT_SHARE = 0.5
 """Of an answer's n-grams; one with less loops (`peagle.train.data.distinct_share` has the same rule)."""
+MIN_LOOP_GRAMS = 64
+"""Of an answer's end, this many n-grams, twice, four times and so on are looked at as well."""
 NUM_KEY_GRAMS = 4
 """Answers that agree in so many of their smallest n-gram hashes are near-duplicates: with a share J of n-grams in
 common, about J ** 4 of them do."""
@@ -35,13 +38,14 @@ _MULTIPLIERS = np.random.default_rng(0).integers(2**63, size=GRAM_TOKENS, dtype=
 
 @dataclasses.dataclass(eq=False)
 class KeptAnswer:
-    """A finished answer. prompt, answer: token ids [tokens] int32; caller: its name, "anyone" without callers;
-    arrived_s: in the buffer, on its clock."""
+    """A finished answer. prompt, answer: token ids [tokens] int32; caller: its name, "anyone" without callers; target:
+    digest of the weights that wrote it; arrived_s: in the buffer, on its clock."""
 
     workload: str
     caller: str
     prompt: np.ndarray
     answer: np.ndarray
+    target: str = ""
     arrived_s: float = 0.0
 
     @property
@@ -62,15 +66,22 @@ class KeptAnswer:
 
     @property
     def grams(self) -> np.ndarray:
-        """Hashes of the answer's n-grams [answer tokens - 7], sorted."""
+        """Hashes of the answer's n-grams [answer tokens - 7], in their order."""
         if len(self.answer) < GRAM_TOKENS:
             return np.empty(0, np.uint64)
         windows = np.lib.stride_tricks.sliding_window_view(self.answer.astype(np.uint64), GRAM_TOKENS)
-        return np.sort((windows * _MULTIPLIERS).sum(axis=1, dtype=np.uint64) * _MULTIPLIERS[0])
+        hashes: np.ndarray = (windows * _MULTIPLIERS).sum(axis=1, dtype=np.uint64)
+        return hashes
 
     @property
     def loops(self) -> bool:
-        return len(np.unique(self.grams)) < MIN_DISTINCT_SHARE * len(self.grams)
+        """The whole answer, or its end: a target that falls into a loop stays in it until `max_tokens`."""
+        grams, size = self.grams, MIN_LOOP_GRAMS
+        ends = [grams]
+        while size < len(grams):
+            ends.append(grams[-size:])
+            size *= 2
+        return any(len(np.unique(end)) < MIN_DISTINCT_SHARE * len(end) for end in ends)
 
     @functools.cached_property
     def keys(self) -> tuple[bytes, bytes]:
@@ -109,7 +120,7 @@ class AnswerQueue:
 
 
 class TrafficBuffer:
-    """Answers of live traffic, at most `max_bytes` and none for longer than `keep_s`.
+    """Answers of live traffic, at most `max_bytes`, none for longer than `keep_s`, all of one target.
 
     Where it is full, one goes of the older three quarters of the largest caller in the largest workload.
     So the newest are all there, and of older ones a sample, which holds the mix of before a shift.
@@ -122,8 +133,13 @@ class TrafficBuffer:
         self._groups: dict[Group, list[KeptAnswer]] = {}  # oldest first
         self._bytes: Counter[Group] = Counter()
         self._by_key: dict[bytes, KeptAnswer] = {}
+        self.target = ""
+        """Digest of the target whose answers are kept: of the last that came."""
+        self.num_new: Counter[str] = Counter()
+        """Kept answers by workload; whoever trains on them takes them out."""
         self.counters: Counter[str] = Counter()
-        """Answers that came, and what became of those that are not kept: looping, duplicate, short, long."""
+        """Answers that came, and what became of those that are not kept: looping, duplicate, short, long, and
+        outdated, which left when the target changed."""
 
     @property
     def num_bytes(self) -> int:
@@ -141,6 +157,8 @@ class TrafficBuffer:
         added = []
         for answer in answers:
             self.counters["taken"] += 1
+            if answer.target != self.target:
+                self._follow(answer.target)
             if reason := self._refusal(answer):
                 self.counters[reason] += 1
                 continue
@@ -153,6 +171,7 @@ class TrafficBuffer:
             self._bytes[answer.group] += answer.num_bytes
             self._by_key.update(dict.fromkeys(answer.keys, answer))
             if not before:
+                self.num_new[answer.workload] += 1
                 added.append(answer)
         for kept in list(self._groups.values()):
             while kept and now_s - kept[0].arrived_s > self._keep_s:
@@ -160,6 +179,13 @@ class TrafficBuffer:
         while self.num_bytes > self._max_bytes:
             self._remove(self._next_out())
         return added
+
+    def _follow(self, target: str) -> None:
+        """What another target wrote is no evidence of this one. While targets of two versions run, each empties it."""
+        self.counters["outdated"] += sum(map(len, self._groups.values()))
+        for part in (self._groups, self._bytes, self._by_key, self.num_new):
+            part.clear()
+        self.target = target
 
     def _refusal(self, answer: KeptAnswer) -> str:
         if len(answer.answer) < GRAM_TOKENS:

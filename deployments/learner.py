@@ -16,21 +16,25 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from ray import serve
 
+from cluster.control import Guidance
 from cluster.heads import HeadProposal, HeadTrial
 from cluster.learning import BETTER, Comparison, KeptAnswer, LearnerReport, TrafficBuffer, is_held_out, verdict
-from cluster.settings import ClusterSettings
+from cluster.settings import ClusterSettings, DrafterSettings
 from deployments import DRAFTER_NAME, ROUTER_NAME, TARGET_NAME
 from deployments.compat import ask_each
 from deployments.replicas import POLL_TIMEOUT_S, REPLICA_LOST, DrafterReport, LiveHead
-from peagle.heads import candidate_directory, candidate_files, shipped_heads
+from peagle.heads import candidate_directory, candidate_files, shipped_heads, target_digest
 from peagle.store import cache_root
+
+if TYPE_CHECKING:
+    from peagle.train.continual import HeadInTraining
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +62,6 @@ class Learner:
             3600 * self._learning.keep_hours,
             max_prompt_tokens=self._rounds.max_prompt_tokens,
         )
-        self._num_new: Counter[int] = Counter()  # answers by head since its last round
         self._counters: Counter[str] = Counter()
         self._busy_s = 0.0
         self._phase, self._problem = "collecting", ""
@@ -90,62 +93,81 @@ class Learner:
                 self._problem = repr(error)
                 logger.exception("answers cannot be fetched")
                 continue
-            answers = [answer for found in taken if isinstance(found, list) for answer in found]
-            for answer in self._buffer.add(answers, time.monotonic()):
-                self._num_new[self._drafter.head_index(answer.workload)] += 1
+            self._buffer.add((one for found in taken if isinstance(found, list) for one in found), time.monotonic())
 
     async def _learn(self) -> None:
+        num_new = self._buffer.num_new
         while True:
             await asyncio.sleep(COLLECT_INTERVAL_S)
-            index, num_new = max(self._num_new.items(), key=lambda item: item[1], default=(0, 0))
-            if num_new < self._learning.min_new_answers:
+            if num_new.total() < self._learning.min_new_answers:
                 continue
+            before = dict(num_new)
             try:
-                await self._round(index)
+                drafting = Drafting(self._drafter, *await self._heads())
+                by_head: Counter[LiveHead] = Counter()
+                for workload, number in before.items():
+                    by_head[drafting.head_of(workload)] += number
+                head, number = by_head.most_common(1)[0]
+                if number < self._learning.min_new_answers:
+                    continue
+                before = {name: number for name, number in before.items() if drafting.head_of(name) == head}
+                await self._round(head, drafting)
                 self._problem = ""
             except Exception as error:  # requests are served on, and the next answers may do better
                 self._problem = repr(error)
                 logger.exception("a round of learning failed")
-            self._num_new[index] -= num_new
+            num_new -= Counter(before)
             self._phase = "collecting"
 
-    async def _round(self, index: int) -> None:
-        """Trains the head of this index on, judges it, and proposes it if it is better."""
-        head = await self._live_head(index)
-        of = self._has(index)
-        num_tokens, num_held_out = self._rounds.max_tokens, HELD_OUT_FACTOR * self._learning.min_held_out
-        share = self._learning.replay_share
+    async def _round(self, head: LiveHead, drafting: "Drafting") -> None:
+        """Trains a head on, judges it, and proposes it if it is better."""
+
+        def of(workload: str) -> bool:
+            return drafting.head_of(workload) == head
+
+        def held_out(of: Callable[[str], bool], newest: bool) -> list[KeptAnswer]:
+            drawn = self._buffer.draw(2**62, held_out=True, newest=newest, of=of)
+            return drawn[: HELD_OUT_FACTOR * self._learning.min_held_out]
+
+        num_tokens, share = self._rounds.max_tokens, self._learning.replay_share
         recent = self._buffer.draw(int((1 - share) * num_tokens), held_out=False, of=of)
         num_before = int(share / (1 - share) * sum(answer.num_tokens for answer in recent))
-        before, judged_before = self._rounds.replayed(num_before, num_held_out) or (
+        before, judged_before = self._rounds.replayed(num_before) or (
             self._buffer.draw(num_before, held_out=False, newest=False, of=of),
-            self._buffer.draw(2**62, held_out=True, newest=False, of=of)[:num_held_out],
+            held_out(of, newest=False),
         )
-        judged = self._buffer.draw(2**62, held_out=True, of=of)[:num_held_out]
+        judged = held_out(of, newest=True), judged_before
+        alone = {
+            name: (held_out(name.__eq__, newest=True), held_out(name.__eq__, newest=False))
+            for name in self._buffer.num_answers()
+            if of(name) and drafting.has_room
+        }
         if not recent:
             return
         self._phase = "training"
         self._counters["rounds"] += 1
-        found = await asyncio.to_thread(self._rounds.train, index, head, [*recent, *before])
+        self._rounds.keep_only({live.digest for live in drafting.heads})
+        found = await asyncio.to_thread(self._rounds.train, head, [*recent, *before], self._buffer.target)
         self._busy_s += found["busy_s"]
         self._phase = "judging"
-        began_s = time.monotonic()
-        found |= await asyncio.to_thread(self._rounds.judge, index, judged, judged_before)
-        self._busy_s += time.monotonic() - began_s
+        found |= await asyncio.to_thread(self._rounds.judge, head.digest, *judged, alone)
+        self._busy_s += found["judging_s"]
         found["parent"], found["parent_digest"] = head.name, head.digest
         found["num_recent"] = dict(Counter(answer.workload for answer in recent))
         found["num_before"] = dict(Counter(answer.workload for answer in before))
         self._last_round = found
         logger.warning("round %d: %s", self._counters["rounds"], found)
         if found["verdict"] == BETTER:
-            folder = await asyncio.to_thread(self._rounds.save, index, found)
+            folder = await asyncio.to_thread(self._rounds.save, head, found)
             self._counters["proposals"] += 1
             self._phase = "trial"
-            self._rounds.tell(index, folder, await self._tried(index, head, folder, found))
+            workloads = tuple(found.get("alone", ())) or drafting.workloads_of(head)
+            self._rounds.tell(head.digest, folder, await self._tried(workloads, head, folder, found))
 
-    async def _tried(self, index: int, parent: LiveHead, folder: Path, provenance: dict[str, Any]) -> HeadTrial:
+    async def _tried(
+        self, workloads: tuple[str, ...], parent: LiveHead, folder: Path, provenance: dict[str, Any]
+    ) -> HeadTrial:
         """What became of a head on live traffic; waits for it."""
-        workloads = tuple(name for name in self._drafter.heads_by_workload if index and self._has(index)(name))
         files = await asyncio.to_thread(candidate_files, folder)  # the router may be on another node
         proposal = HeadProposal(folder.name, files, workloads, parent.digest, provenance)
         trial: HeadTrial = await self._router.propose.remote(proposal)
@@ -157,24 +179,36 @@ class Learner:
         self._counters[f"heads_{trial.state.replace(' ', '_')}"] += 1
         return trial
 
-    def _has(self, index: int) -> Callable[[str], bool]:
-        """Whether the head of this index drafts for a workload."""
-        return lambda workload: self._drafter.head_index(workload) == index
-
-    async def _live_head(self, index: int) -> LiveHead:
+    async def _heads(self) -> tuple[tuple[LiveHead, ...], Mapping[str, str]]:
+        """Those that draft, and the digests of those that workloads were given."""
+        guidance: Guidance = await self._router.guidance.remote()
         for answer in await ask_each(self._drafters, "report", POLL_TIMEOUT_S):
             if isinstance(answer, DrafterReport):
-                return answer.heads[index]
+                return answer.heads, guidance.heads.own
         raise RuntimeError("no drafter says which heads draft")
 
 
-@dataclasses.dataclass
-class InTraining:
-    """A head that is trained on (`peagle.train.continual.HeadInTraining`), and the digest of the one that drafts, with
-    which it is compared."""
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """Which head drafts for which workload. heads: live; own: digest by workload, of those that were given one."""
 
-    training: Any
-    digest: str
+    settings: DrafterSettings
+    heads: tuple[LiveHead, ...]
+    own: Mapping[str, str]
+
+    def head_of(self, workload: str) -> LiveHead:
+        given = [head for head in self.heads if head.digest == self.own.get(workload)]
+        return (given or self.heads[self.settings.head_index(workload) :])[0]
+
+    def workloads_of(self, head: LiveHead) -> tuple[str, ...]:
+        """As a proposal takes them: none stands for all without a head of their own."""
+        named = dict.fromkeys((*self.settings.heads_by_workload, *self.own))
+        return tuple(name for name in named if head.index and self.head_of(name) == head)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more workload can have its own head, and a place for a candidate is left."""
+        return len(set(self.own.values())) + 1 < self.settings.spare_heads
 
 
 class Rounds:
@@ -191,18 +225,21 @@ class Rounds:
         batch = recipe.batch
         self.max_prompt_tokens = batch.max_tokens - 1
         self.max_tokens = recipe.schedule.max_steps * batch.num_sequences * batch.max_tokens
-        self._target: Any = None
-        self._heads: dict[int, InTraining] = {}
+        self.target: Any = None
+        self._weights = ""
+        self._heads: dict[str, HeadInTraining] = {}  # by digest of the head that drafts, with which one is compared
         self._replay: list[KeptAnswer] | None = None
         if self._learning.replay is not None:
             from peagle.train.data import Conversations
 
             stored = Conversations.load(self._learning.replay)
             self._replay = [
-                KeptAnswer("replay", "", tokens[:prompt], tokens[prompt:]) for tokens, prompt in stored.documents()
+                KeptAnswer("replay", "", tokens[:prompt], tokens[prompt:])
+                for tokens, prompt in stored.documents()
+                if len(tokens) - prompt > 1
             ]
 
-    def replayed(self, num_tokens: int, num_held_out: int) -> tuple[list[KeptAnswer], list[KeptAnswer]] | None:
+    def replayed(self, num_tokens: int) -> tuple[list[KeptAnswer], list[KeptAnswer]] | None:
         """Conversations of `learning.replay` to train on, others each time, and to judge by; None without any."""
         if self._replay is None:
             return None
@@ -211,18 +248,52 @@ class Rounds:
             if num_drawn < num_tokens and not is_held_out(answer.prompt):
                 trained.append(answer)
                 num_drawn += answer.num_tokens
-        return trained, [answer for answer in self._replay if is_held_out(answer.prompt)][:num_held_out]
+        judged = [answer for answer in self._replay if is_held_out(answer.prompt)]
+        return trained, judged[: HELD_OUT_FACTOR * self._learning.min_held_out]
 
-    def train(self, index: int, head: LiveHead, answers: list[KeptAnswer]) -> dict[str, Any]:
-        known = self._heads.get(index)
-        if known is None or known.digest != head.digest:
-            known = self._heads[index] = InTraining(self._load(head.name), head.digest)
-        return dict(known.training.train(conversations(answers), self._rest))
+    def keep_only(self, digests: Collection[str]) -> None:
+        """Heads that draft no longer are trained on no longer."""
+        self._heads = {digest: self._heads[digest] for digest in digests if digest in self._heads}
 
-    def judge(self, index: int, recent: list[KeptAnswer], before: list[KeptAnswer]) -> dict[str, Any]:
-        """Figures on held-out answers, and the verdict. A head that got worse is dropped."""
+    def train(self, head: LiveHead, answers: list[KeptAnswer], weights: str) -> dict[str, Any]:
+        """weights: digest of the target that wrote the answers. Raises ValueError where this node has another."""
+        self._load_target(weights)
+        if head.digest not in self._heads:
+            self._heads[head.digest] = self._load(head.name)
+        return dict(self._heads[head.digest].train(conversations(answers), self._rest))
+
+    def judge(
+        self,
+        digest: str,
+        recent: list[KeptAnswer],
+        before: list[KeptAnswer],
+        alone: Mapping[str, tuple[list[KeptAnswer], list[KeptAnswer]]],
+    ) -> dict[str, Any]:
+        """Figures on held-out answers, and the verdict. A head that got worse is dropped.
+
+        alone: answers, recent and of before, of each workload that may have a head of its own. Where the new head is
+        no better for all of them, the one that gains most on recent answers is judged by itself; where it passes, the
+        verdict is on it, and its figures are under `alone`.
+        """
+        began_s = time.monotonic()
+        found = self._judged(digest, recent, before)
+        gains = {name: part["ratio"] for name, part in found["recent"].get("by_workload", {}).items() if name in alone}
+        if found["verdict"] != BETTER and gains:
+            best = max(gains, key=lambda name: gains[name])
+            own = self._judged(digest, *alone[best])
+            if own["verdict"] == BETTER:
+                found |= {"alone": {best: own}, "verdict": BETTER}
+        if found["verdict"].startswith("worse"):
+            del self._heads[digest]
+        took_s = time.monotonic() - began_s
+        self._rest(took_s)
+        return found | {"judging_s": round(took_s, 1)}
+
+    def _judged(self, digest: str, recent: list[KeptAnswer], before: list[KeptAnswer]) -> dict[str, Any]:
         figures = {
-            name: self._heads[index].training.compare(conversations(answers), self._num_draft_tokens)
+            name: self._heads[digest].compare(
+                conversations(answers), self._num_draft_tokens, [answer.workload for answer in answers]
+            )
             for name, answers in (("recent", recent), ("before", before))
         }
         compared = [
@@ -234,43 +305,52 @@ class Rounds:
             min_gain=self._learning.min_gain,
             max_loss=self._learning.max_loss,
         )
-        if said.startswith("worse"):
-            del self._heads[index]
         return {**figures, "verdict": said}
 
-    def save(self, index: int, provenance: dict[str, Any]) -> Path:
+    def save(self, head: LiveHead, provenance: dict[str, Any]) -> Path:
         heads_dir = Path(self._learning.heads_dir) if self._learning.heads_dir else cache_root() / "learned"
-        folder = heads_dir.resolve() / time.strftime(f"head-{index}-%Y%m%dT%H%M%S", time.gmtime())
-        self._heads[index].training.save(folder, {"learned": provenance})
+        folder = heads_dir.resolve() / time.strftime(f"head-{head.index}-%Y%m%dT%H%M%S", time.gmtime())
+        self._heads[head.digest].save(folder, {"learned": provenance})
         return folder
 
-    def tell(self, index: int, folder: Path, trial: HeadTrial) -> None:
-        """What became of the head saved in `folder`. One that lost is dropped: the next round begins anew."""
+    def tell(self, digest: str, folder: Path, trial: HeadTrial) -> None:
+        """What became of the head saved in `folder`, trained from that of `digest`. One that lost is dropped: the next
+        round begins anew."""
+        training = self._heads.pop(digest)
         if trial.state == "promoted":
-            self._heads[index].training.compare_with(folder)
-            self._heads[index].digest = trial.head
-        else:
-            del self._heads[index]
+            training.compare_with(folder)
+            self._heads[trial.head] = training
 
-    def _load(self, head: str) -> Any:
+    def _load_target(self, weights: str) -> None:
+        """Has the target of this digest loaded; heads in training end with another."""
         import torch
 
-        from deployments.drafter import local_directory, target_source
-        from peagle.train.continual import HeadInTraining
+        from deployments.drafter import target_source
         from peagle.train.target import Target
 
-        if self._target is None:
-            on_gpu = bool(self._learning.num_gpus)
-            if not on_gpu:
-                torch.set_num_threads(max(1, round(self._learning.num_cpus)))
-            source = target_source(self._settings.model.source)
-            self._target = Target(
-                source, device="cuda" if on_gpu else "cpu", dtype=torch.bfloat16 if on_gpu else torch.float32
-            )
+        if self._weights == weights:
+            return
+        self._heads.clear()
+        self.target, self._weights = None, ""
+        on_gpu = bool(self._learning.num_gpus)
+        if not on_gpu:
+            torch.set_num_threads(max(1, round(self._learning.num_cpus)))
+        source = target_source(self._settings.model.source)
+        self.target = Target(
+            source, device="cuda" if on_gpu else "cpu", dtype=torch.bfloat16 if on_gpu else torch.float32
+        )
+        if (found := target_digest(source)) != weights:
+            raise ValueError(f"{source} has the weights {found} on this node, and the targets answer with {weights}")
+        self._weights = weights
+
+    def _load(self, head: str) -> "HeadInTraining":
+        from deployments.drafter import local_directory
+        from peagle.train.continual import HeadInTraining
+
         folder = shipped_heads().get(head) or candidate_directory(head) or local_directory(head)
         if folder is None:
             raise ValueError(f"the head {head}, which drafts, is not on this node")
-        return HeadInTraining(self._learning.recipe, self._target, folder)
+        return HeadInTraining(self._learning.recipe, self.target, folder)
 
     def _rest(self, took_s: float) -> None:
         time.sleep(took_s * (1 / self._learning.share - 1))

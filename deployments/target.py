@@ -59,7 +59,7 @@ from deployments.edge import (
 )
 from deployments.replicas import POLL_INTERVAL_S, POLL_TIMEOUT_S, REPLICA_LOST, DrafterLinks, settings_with
 from deployments.telemetry import make_control
-from peagle.heads import head_digest
+from peagle.heads import head_digest, target_digest
 from peagle.vllm.acceptance import DraftingRecorder
 from peagle.vllm.engine import ASYNC_SCHEDULER, RemoteSettings, engine_kwargs, openmp_preload
 from peagle.vllm.limits import GRAMMAR_KEY, GrammarLimits, guard
@@ -121,7 +121,10 @@ class TargetServer(LLMServer):
         self._client = compat.engine_client(self)
         self._settings = settings
         self._replica = serve.get_replica_context().replica_id.unique_id
-        self._answers = None if settings.learning is None else AnswerQueue(int(settings.learning.queue_mib * 2**20))
+        self._answers, self._weights = None, ""
+        if settings.learning is not None:
+            self._answers = AnswerQueue(int(settings.learning.queue_mib * 2**20))
+            self._weights = await asyncio.to_thread(target_digest, target_dir)
         self._recorder = DraftingRecorder(
             max_workloads=MAX_NUM_WORKLOADS + len(settings.named_workloads()),
             on_answer=None if self._answers is None else self._keep,
@@ -191,9 +194,8 @@ class TargetServer(LLMServer):
 
     def _keep(self, workload: str, caller: str, prompt: list[int], answer: list[int]) -> None:
         assert self._answers is not None
-        self._answers.put(
-            KeptAnswer(base_workload(workload), caller, np.array(prompt, np.int32), np.array(answer, np.int32))
-        )
+        tokens = np.array(prompt, np.int32), np.array(answer, np.int32)
+        self._answers.put(KeptAnswer(base_workload(workload), caller, *tokens, self._weights))
 
     async def take_answers(self) -> list[KeptAnswer]:
         """What the learner has not fetched yet of answers that may be learned from."""

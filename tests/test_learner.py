@@ -2,19 +2,22 @@
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
 from cluster.heads import HeadTrial
 from cluster.learning import KeptAnswer, TrafficBuffer
 from cluster.settings import Catalog, ClusterSettings, load_settings
-from deployments.learner import Rounds
+from deployments.learner import Drafting, Rounds
 from deployments.replicas import LiveHead
 from peagle.checkpoint import read_head_config
-from peagle.heads import candidate_files, head_digest
+from peagle.heads import candidate_files, head_digest, target_digest
 from peagle.train.data import Conversations
 from peagle.train.recipe import Recipe
 from peagle.train.trainer import Trainer
@@ -53,45 +56,107 @@ def settings(small: Path, **learning: Any) -> ClusterSettings:
     return load_settings(args, Catalog((), small, read_head_config))
 
 
+def answers_of(small: Path, workload: str, weights: str = "") -> list[KeptAnswer]:
+    documents = Conversations.load(small / "data").documents()
+    return [KeptAnswer(workload, "web", tokens[:prompt], tokens[prompt:], weights) for tokens, prompt in documents]
+
+
 def trial(state: Any, head: str = "") -> HeadTrial:
     return HeadTrial("candidate-1", (), "", {}, state, head=head)
 
 
 def test_a_round_is_trained_judged_saved_and_goes_on_or_begins_anew(small: Path) -> None:
-    documents = list(Conversations.load(small / "data").documents())
-    answers = [KeptAnswer("chat", "web", tokens[:prompt], tokens[prompt:]) for tokens, prompt in documents]
-    answers = pickle.loads(pickle.dumps(answers))  # as they come from a target
-    rounds = Rounds(settings(small))
+    answers = pickle.loads(pickle.dumps(answers_of(small, "chat")))  # as they come from a target
+    rounds, weights = Rounds(settings(small)), target_digest(small / "target")
     name = str(small / "run" / "head")
     live = LiveHead(0, name, head_digest(Path(name)))
-    found = rounds.train(0, live, answers[:20])
+    found = rounds.train(live, answers[:20], weights)
     assert found["num_steps"] == 40
-    found |= rounds.judge(0, answers[:20], answers[:20])
+    found |= rounds.judge(live.digest, answers[:20], answers[:20], {})
     assert found["verdict"] == "better"
-    folder = rounds.save(0, {**found, "parent_digest": live.digest})
+    folder = rounds.save(live, {**found, "parent_digest": live.digest})
     assert folder.parent == small / "learned"
     learned = json.loads((folder / "provenance.json").read_text())["learned"]
     assert (learned["parent_digest"], learned["recent"]["num_answers"]) == (live.digest, 20)
     assert set(candidate_files(folder)) == {"config.json", "model.safetensors"}
 
-    rounds.tell(0, folder, trial("promoted", "abc"))
-    rounds.train(0, LiveHead(0, "candidate-1", "abc"), answers[:20])  # goes on, where the name alone says nothing
-    assert rounds.judge(0, answers[:20], answers[:20])["recent"]["ratio"] < found["recent"]["ratio"]
-    rounds.tell(0, folder, trial("dropped", "def"))
-    rounds.train(0, live, answers[:20])
-    again = rounds.judge(0, answers[:20], answers[:20])
+    rounds.tell(live.digest, folder, trial("promoted", "abc"))
+    rounds.train(LiveHead(0, "candidate-1", "abc"), answers[:20], weights)  # goes on; the name alone says nothing
+    assert rounds.judge("abc", answers[:20], answers[:20], {})["recent"]["ratio"] < found["recent"]["ratio"]
+    rounds.tell("abc", folder, trial("dropped", "def"))
+    rounds.train(live, answers[:20], weights)
+    again = rounds.judge(live.digest, answers[:20], answers[:20], {})
     assert again["recent"] == found["recent"], "from the head that drafts, as the first time"
     with pytest.raises(ValueError, match="candidate-gone, which drafts, is not on this node"):
-        rounds.train(0, LiveHead(0, "candidate-gone", "ghi"), answers)
+        rounds.train(LiveHead(0, "candidate-gone", "ghi"), answers, weights)
+
+
+def test_a_head_that_gains_for_one_workload_and_loses_for_another_is_proposed_for_that_one(small: Path) -> None:
+    known, new = answers_of(small, "chat")[:12], answers_of(small, "sql")[12:]
+    rounds, weights = Rounds(settings(small)), target_digest(small / "target")
+    name = str(small / "run" / "head")
+    live = LiveHead(0, name, head_digest(Path(name)))
+    rounds.train(live, known, weights)
+    folder = rounds.save(live, {})
+    rounds.tell(live.digest, folder, trial("promoted", "abc"))
+    rounds.train(LiveHead(0, "candidate-1", "abc"), new, weights)
+    found = rounds.judge("abc", [*known, *new], known, {"sql": (new, new), "chat": (known, known)})
+    parts = found["recent"]["by_workload"]
+    assert parts["sql"]["low"] > 1 > parts["chat"]["high"]
+    assert (list(found["alone"]), found["verdict"]) == (["sql"], "better")
+    assert found["before"]["high"] < 1
+    rounds.tell("abc", folder, trial("promoted", "def"))
+    rounds.train(LiveHead(1, "candidate-2", "def"), new[:1], weights)  # it goes on as the workload's own
+
+
+def test_which_head_drafts_for_which_workload(small: Path) -> None:
+    drafter = settings(small).drafter
+    assert drafter is not None
+    heads = (LiveHead(0, "a", "aa"), LiveHead(1, "b", "bb"), LiveHead(2, "c", "cc"))
+    drafter = drafter.model_copy(update={"heads_by_workload": {"code": "b", "sql": "b"}, "spare_heads": 2})
+    drafting = Drafting(drafter, heads, {"sql": "cc", "chat": "gone"})
+    named = [drafting.head_of(workload).name for workload in ("code", "sql", "chat", "mail")]
+    assert named == ["b", "c", "a", "a"]
+    assert [drafting.workloads_of(head) for head in heads] == [(), ("code",), ("sql",)]
+    assert not drafting.has_room
+    assert Drafting(drafter, heads, {}).has_room
+
+
+def test_after_an_update_of_the_target_the_head_follows(small: Path, tmp_path: Path) -> None:
+    """The buffer, and the rounds: the same folder holds other weights."""
+    target = shutil.copytree(small / "target", tmp_path / "target")
+    changed = settings(small)
+    changed = changed.model_copy(update={"model": changed.model.model_copy(update={"source": str(target)})})
+    rounds, buffer, old = Rounds(changed), TrafficBuffer(2**20, 3600), target_digest(target)
+    name = str(small / "run" / "head")
+    live = LiveHead(0, name, head_digest(Path(name)))
+    before = answers_of(small, "chat", old)
+    kept = len(buffer.add(before, 0))
+    rounds.train(live, before, old)
+
+    model = LlamaForCausalLM.from_pretrained(target)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+    model.save_pretrained(target)
+    new = target_digest(target)
+    assert new != old == target_digest(small / "target")
+    buffer.add(answers_of(small, "chat", new)[:3], 1)
+    assert (buffer.num_answers(), buffer.num_new) == ({"chat": 3}, {"chat": 3})
+    assert buffer.counters["outdated"] == kept > 3
+    assert rounds.train(live, before[:3], new)["num_steps"] > 0
+    assert torch.equal(rounds.target.embed_VS, model.model.embed_tokens.weight)
+    with pytest.raises(ValueError, match=f"has the weights {new} on this node, and the targets answer with {old}"):
+        rounds.train(live, before, old)  # targets that did not restart
 
 
 def test_a_folder_of_conversations_stands_for_the_mix_of_before(small: Path) -> None:
     rounds = Rounds(settings(small, replay=str(small / "data")))
-    trained, judged = rounds.replayed(100, 3) or ([], [])
+    trained, judged = rounds.replayed(100) or ([], [])
     assert 100 <= sum(one.num_tokens for one in trained) <= 130
-    assert 0 < len(judged) <= 3
+    assert 0 < len(judged) <= 4
     assert not {one.prompt.tobytes() for one in trained} & {one.prompt.tobytes() for one in judged}
-    assert Rounds(settings(small)).replayed(100, 3) is None
+    assert Rounds(settings(small)).replayed(100) is None
     assert TrafficBuffer(1000, 1, max_prompt_tokens=rounds.max_prompt_tokens).add(
         [KeptAnswer("chat", "web", np.arange(64, dtype=np.int32), np.arange(9, dtype=np.int32))], 0
     ) == []  # fmt: skip

@@ -110,6 +110,17 @@ def test_loops_are_those_of_the_trainer() -> None:
     assert answer(0, tokens=list(range(20)) * 7).loops
 
 
+def test_an_answer_that_ended_in_a_loop_is_left_out_and_one_that_was_cut_is_kept() -> None:
+    body = np.random.default_rng(0).permutation(400).tolist()
+    assert not answer(0, tokens=body).loops
+    for period in (1, 9, 30, 90):
+        loop = (list(range(500, 500 + period)) * 400)[: max(100, 5 * period)]
+        assert answer(0, tokens=body + loop).loops, f"at its end, every {period} tokens"
+        assert distinct_share(body + loop) >= 0.5, "of all of it most n-grams are distinct"
+    lines = [token for row in range(40) for token in (1, 2, 3, 600 + row, 4, 5, 700 + row, 6)]
+    assert not answer(0, tokens=body + lines).loops, "records of one form"
+
+
 def test_a_flood_neither_pushes_out_others_nor_gets_more_of_the_training() -> None:
     buffer = TrafficBuffer(100 * BYTES, keep_s=1e9)
     buffer.add([answer(seed, "code", "editor") for seed in range(30)], 0)

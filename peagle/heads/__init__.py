@@ -43,6 +43,29 @@ def head_digest(head_dir: Path) -> str:
     return digest.hexdigest()[:10]
 
 
+def target_digest(target: str | Path) -> str:
+    """Ten hex digits of a target's weights: a directory, or a Hugging Face id that was downloaded (its commit).
+
+    Each file is read at `NUM_SAMPLED` places only: whatever trains a target changes its tensors everywhere.
+    """
+    folder = Path(target)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(target), local_files_only=True)).name[:10]
+    digest = hashlib.sha256()
+    for path in weight_files(folder):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for place in range(NUM_SAMPLED):
+                file.seek(size * place // NUM_SAMPLED)
+                digest.update(file.read(SAMPLED_BYTES))
+    return digest.hexdigest()[:10]
+
+
+NUM_SAMPLED, SAMPLED_BYTES = 256, 4096
+
 MAX_NUM_CANDIDATES = 16
 """Kept in the cache directory."""
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import ValidationError
 
@@ -116,19 +117,25 @@ class HeadInTraining:
             **tally.read(),
         }
 
-    def compare(self, data: Conversations, num_draft_tokens: int) -> dict[str, Any]:
+    def compare(self, data: Conversations, num_draft_tokens: int, workloads: Sequence[str] = ()) -> dict[str, Any]:
         """AL at K = num_draft_tokens on the same answers: of the head trained (`new`), of the one that it began from
-        (`current`), and their ratio with its 95% interval."""
-        counts = {}
+        (`current`), and their ratio with its 95% interval. `workloads`: of each answer; each is compared by itself
+        too. Answers have two tokens or more."""
         self._average.swap()
         try:
-            for name, drafter in (("new", self.drafter), ("current", self.current)):
-                counts[name] = AnswerCounts.of(
-                    replay(drafter, self.target, data, num_draft_tokens).accepted, num_draft_tokens
-                )
+            new, current = (
+                AnswerCounts.of(replay(drafter, self.target, data, num_draft_tokens).accepted, num_draft_tokens)
+                for drafter in (self.drafter, self.current)
+            )
         finally:
             self._average.swap()
-        return compared(counts["new"], counts["current"])
+        found = compared(new, current)
+        if len(names := sorted(set(workloads))) > 1:
+            chosen = {name: np.flatnonzero(np.array(workloads) == name) for name in names}
+            found["by_workload"] = {
+                name: compared(new.select(among), current.select(among)) for name, among in chosen.items()
+            }
+        return found
 
     def save(self, folder: Path, provenance: dict[str, Any]) -> None:
         """Writes the head in the form of the one it began from, with where it comes from."""
