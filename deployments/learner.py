@@ -101,22 +101,18 @@ class Learner:
             await asyncio.sleep(COLLECT_INTERVAL_S)
             if num_new.total() < self._learning.min_new_answers:
                 continue
-            before = dict(num_new)
             try:
                 drafting = Drafting(self._drafter, *await self._heads())
                 by_head: Counter[LiveHead] = Counter()
-                for workload, number in before.items():
+                for workload, number in num_new.items():
                     by_head[drafting.head_of(workload)] += number
-                head, number = by_head.most_common(1)[0]
-                if number < self._learning.min_new_answers:
-                    continue
-                before = {name: number for name, number in before.items() if drafting.head_of(name) == head}
-                await self._round(head, drafting)
-                self._problem = ""
+                for head, number in by_head.most_common(1):
+                    if number >= self._learning.min_new_answers:
+                        await self._round(head, drafting)
+                        self._problem = ""
             except Exception as error:  # requests are served on, and the next answers may do better
                 self._problem = repr(error)
                 logger.exception("a round of learning failed")
-            num_new -= Counter(before)
             self._phase = "collecting"
 
     async def _round(self, head: LiveHead, drafting: "Drafting") -> None:
@@ -129,6 +125,8 @@ class Learner:
             drawn = self._buffer.draw(2**62, held_out=True, newest=newest, of=of)
             return drawn[: HELD_OUT_FACTOR * self._learning.min_held_out]
 
+        for workload in filter(of, list(self._buffer.num_new)):
+            del self._buffer.num_new[workload]
         num_tokens, share = self._rounds.max_tokens, self._learning.replay_share
         recent = self._buffer.draw(int((1 - share) * num_tokens), held_out=False, of=of)
         num_before = int(share / (1 - share) * sum(answer.num_tokens for answer in recent))
@@ -140,7 +138,7 @@ class Learner:
         alone = {
             name: (held_out(name.__eq__, newest=True), held_out(name.__eq__, newest=False))
             for name in self._buffer.num_answers()
-            if of(name) and drafting.has_room
+            if drafting.has_room and of(name)
         }
         if not recent:
             return
