@@ -12,17 +12,18 @@ pytestmark = [pytest.mark.service, pytest.mark.long]
 
 def test_after_a_shift_a_head_that_learned_from_it_drafts_better(tmp_path: Path) -> None:
     learning = {
-        "min_new_answers": 40,
-        "min_held_out": 5,
+        "min_new_answers": 96,
+        "min_held_out": 4,
+        "replay_share": 0.4,
         "max_loss": 0.1,
         "recipe": {
             "batch": {"num_sequences": 1, "max_tokens": 1024},
-            "optimizer": {"lr": 5e-4, "muon_lr": 2e-3, "ema_decay": 0.7},
+            "optimizer": {"lr": 3e-4, "muon_lr": 1e-3, "ema_decay": 0.7},
             "schedule": {"max_steps": 8, "warmup_steps": 1},
             "cod": {"ratio": 0.5},
         },
     }
-    numbers = ["--num-before", "24", "--num-held-out", "16", "--max-tokens", "48", "--max-s", "600"]
+    numbers = ["--num-before", "32", "--num-held-out", "16", "--max-tokens", "48", "--max-s", "900"]
     out = tmp_path / "learning.json"
     assert main([*numbers, "--learning", json.dumps(learning), "--out", str(out)]) == 0
     found = json.loads(out.read_text(encoding="utf-8"))
