@@ -201,6 +201,7 @@ class TargetReport:
         step_costs: what the scheduler has learned of step times; None before the first step.
         links: to remote drafters (`deployments.replicas.link_reports`).
         num_output_tokens: of all sequences, running ones included.
+        weights: digest of the target's, where heads learn from it; else "".
     """
 
     replica: str
@@ -212,6 +213,7 @@ class TargetReport:
     step_costs: StepCosts | None = None
     links: tuple[Mapping[str, Any], ...] = ()
     num_output_tokens: int = 0
+    weights: str = ""
 
     def head_of(self, workload: str) -> str:
         """Digest of the head that drafts for a workload."""

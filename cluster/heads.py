@@ -342,6 +342,7 @@ class HeadKeeper:
         self._candidate: HeadRef | None = None
         self._changes: list[HeadChange] = []  # newest last
         self._seen: dict[str, Samples] = {}  # by head; the one with the latest steps last
+        self._weights = ""  # of the targets that all this was counted of
         self.events: list[str] = []
         """What happened, for the log; the caller takes it out."""
 
@@ -391,6 +392,7 @@ class HeadKeeper:
     def snapshot(self) -> dict[str, Any]:
         """What must outlive a restart, as JSON, for `restore`. Evidence of comparisons begins anew."""
         return {
+            "weights": self._weights,
             "configured": [dataclasses.asdict(head) for head in self._configured],
             "instead": {digest: dataclasses.asdict(head) for digest, head in self._instead.items()},
             "own": {workload: dataclasses.asdict(head) for workload, head in self._own.items()},
@@ -408,6 +410,7 @@ class HeadKeeper:
         """Raises ValueError naming what is wrong with the snapshot; nothing has changed then."""
         other = HeadKeeper(self._index_of, self._num_spare, self._share, self._clock)
         try:
+            other._weights = str(snapshot.get("weights", ""))
             other._configured = tuple(HeadRef(**head) for head in snapshot["configured"])
             other._instead = {str(digest): HeadRef(**head) for digest, head in snapshot["instead"].items()}
             other._own = {str(workload): HeadRef(**head) for workload, head in snapshot["own"].items()}
@@ -475,6 +478,20 @@ class HeadKeeper:
             change.duel = Duel(digest, change.old.digest, {}, num_running)
             change.trial = dataclasses.replace(change.trial, head=digest, against=change.old.digest)
             self._note(change, f"it drafts for {self._share:.0%} of the requests", "running")
+
+    def follow(self, weights: str, num_running: Mapping[str, int]) -> None:
+        """Digest of the targets' weights, "" where nobody knows it. What was counted of others is no evidence any more:
+        a trial begins anew, and a watch ends, since it would blame the head for what the target changed."""
+        before, self._weights = self._weights, weights or self._weights
+        if before in ("", self._weights):
+            return
+        self._seen.clear()
+        for change in self._changes:
+            if change.trial.state == "running":
+                change.duel = Duel(change.new.digest, change.old.digest, {}, num_running)
+            elif change.duel is not None:
+                change.duel = None
+                self._note(change, "it stays: the target is another")
 
     def take(self, news: News, num_running: Mapping[str, int]) -> None:
         """What targets counted since the last time."""

@@ -250,6 +250,8 @@ class Router:
             self.control.observe(reports, time.monotonic())
             # The first reports count from the targets' start, and heads may have changed since.
             if self._keeper is not None and self._counts_are_new:
+                weights = "+".join(sorted({report.weights for report in reports} - {""}))
+                self._keeper.follow(weights, self._num_running())
                 self._keeper.take(news, self._num_running())
                 self._heads_changed()
             self._counts_are_new = True

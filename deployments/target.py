@@ -185,6 +185,7 @@ class TargetServer(LLMServer):
             costs,
             () if self._links is None else self._links.links,
             self._recorder.num_output_tokens,
+            self._weights,
         )
 
     async def report(self) -> TargetReport:

@@ -128,6 +128,29 @@ def test_a_watch_goes_on_after_a_restart() -> None:
     assert traffic.head == "a"
 
 
+def test_a_head_is_not_taken_back_for_what_another_target_costs() -> None:
+    for is_told in (True, False):
+        traffic = HeadTraffic(make_keeper(0), 0, {"a": 0.0, "b": 0.3})
+        traffic.keeper.follow("old weights", {})
+        traffic.run(NUM_BEFORE)
+        traffic.configured = HeadRef("b", "b")
+        traffic.look()
+        if is_told:  # the target was updated as well, and a would lose the same
+            other = make_keeper(0)
+            other.restore(json.loads(json.dumps(traffic.keeper.snapshot())))
+            traffic.keeper = other
+            traffic.keeper.follow("new weights", {})
+        traffic.run(600)
+        assert traffic.head == ("b" if is_told else "a")
+    traffic, trial = tried(0, 0.0, 0.0, 1200)
+    traffic.keeper.follow("old weights", {})
+    traffic.keeper.follow("new weights", {})
+    assert trial.gain is not None
+    traffic.run(120)
+    newer = traffic.keeper.trial(C)
+    assert (newer.state, newer.num_steps < trial.num_steps) == ("running", True), "the trial began anew"
+
+
 @pytest.mark.parametrize("damage", [{"changes": None}, {"instead": {"b": {"nam": "a"}}}, {"seen": {"a": {"x": [1]}}}])
 def test_a_damaged_snapshot_is_refused_and_changes_nothing(damage: dict[str, Any]) -> None:
     snapshot, keeper = swapped(0, 0.5, 120).keeper.snapshot() | damage, make_keeper(0)
