@@ -5,8 +5,8 @@ where they come from, and in proposals to the router, which tries them on live t
 (`cluster.learning`), rounds of training (`peagle.train.continual`), and a gate: held-out answers of the newest traffic
 and of the mix of before, drafted by the new head and by the current one.
 
-It gives way to whatever else runs on its processor, and trains and judges for `learning.share` of the time. The target is
-loaded when the first round begins.
+It gives way to whatever else runs on its processor, and trains and judges for `learning.share` of the time. The target
+is loaded when the first round begins.
 """
 
 import asyncio
