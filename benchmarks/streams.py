@@ -245,6 +245,7 @@ async def load(url: str, options: argparse.Namespace) -> dict[str, Any]:
         "chunks_per_s": num_chunks / seconds,
         "us_per_chunk": {kind: 1e6 * value / num_chunks for kind, value in spent.items() if value > 0},
         "cores": {kind: value / seconds for kind, value in spent.items() if value > 0},
+        "num_answers": clients.num_answers,
         "num_first": len(first_s),
         "median_ttft_ms": 1000 * statistics.median(first_s),
         "p99_ttft_ms": 1000 * first_s[int(0.99 * len(first_s))],
