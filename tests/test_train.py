@@ -59,6 +59,31 @@ def test_learns_saves_and_resumes_exactly(small) -> None:
         run("broken", "drafter.num_layers=1")
 
 
+def test_kept_states_train_the_same_head(small, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_passes = []
+    states = Target.states
+
+    def counted(self, *args, **kwargs):
+        num_passes[-1] += 1
+        return states(self, *args, **kwargs)
+
+    monkeypatch.setattr(Target, "states", counted)
+    trained = []
+    for name, gib in (("runs", 0.0), ("kept", 0.1)):
+        overrides = [f"output={small / name}", f"keep_states_gib={gib}", "evaluate.data=null", "schedule.max_steps=40"]
+        num_passes.append(0)
+        trainer = Trainer(Recipe.load(small / "recipe.yaml", overrides))
+        trainer.run()
+        trained.append(trainer.drafter.trainable())
+    assert num_passes[1] < num_passes[0] // 2
+    for name, value in trained[0].items():
+        torch.testing.assert_close(
+            trained[1][name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    with pytest.raises(ValueError, match=r"keep_states_gib = 1e-06: the target's states of \d+ tokens take 0\.\d+ GiB"):
+        Trainer(Recipe.load(small / "recipe.yaml", [*overrides, "keep_states_gib=0.000001"]))
+
+
 def test_head_loads_and_beats_chance(small) -> None:
     trainer = Trainer(Recipe.load(small / "recipe.yaml", [f"output={small / 'head-run'}"]))
     head = trainer.run()

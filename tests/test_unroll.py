@@ -32,7 +32,8 @@ def random_batch(seed: int = 0, copies: int = 1) -> tuple[Batch, Tensor]:
     document_BN = torch.cat([document_N, torch.full((num_padding,), -1)]).expand(2, -1)
     position_N = torch.cat([torch.arange(length) for length in (*lengths, num_padding)])
     tokens_BN = torch.randint(0, 100, document_BN.shape, generator=generator)
-    batch = Batch(tokens_BN, document_BN, position_N.expand(2, -1), document_BN >= 0)
+    index_BN = torch.arange(tokens_BN.numel()).view_as(tokens_BN).where(document_BN >= 0, -1)
+    batch = Batch(tokens_BN, document_BN, position_N.expand(2, -1), document_BN >= 0, index_BN)
     aux_BNX = torch.randn(*document_BN.shape, CONFIG.fc_input_size, generator=generator).double()
     return batch, aux_BNX
 

@@ -29,10 +29,15 @@ tail -1 "$work/generate.log"
 
 train() {  # name, GPU
   CUDA_VISIBLE_DEVICES=$2 python3 -m deployments.cli train "configs/train/coder-$1.yaml" "${set_target[@]}" output="$work/$1" \
-    schedule.max_minutes="$minutes" evaluate.data="$work/answers" > "$work/train-$1.log" 2>&1
+    schedule.max_minutes="$minutes" evaluate.data="$work/answers" keep_states_gib="${KEEP_STATES_GIB:-0}" > "$work/train-$1.log" 2>&1
 }
-say "training, both heads at once for $minutes minutes, on ${#gpus[@]} GPUs"
-train peagle "${gpus[0]}" & first=$!
-train eagle3 "${gpus[-1]}" & second=$!
-all $first $second
+say "training, $minutes minutes each, on ${#gpus[@]} GPUs"
+if [ "${#gpus[@]}" -gt 1 ]; then
+  train peagle "${gpus[0]}" & first=$!
+  train eagle3 "${gpus[1]}" & second=$!
+  all $first $second
+else
+  train peagle "${gpus[0]}"
+  train eagle3 "${gpus[0]}"
+fi
 say "heads are there"

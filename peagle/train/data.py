@@ -108,12 +108,14 @@ class Conversations:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Packed sequences. document_BN: -1 on padding; position_BN: within a document; answer_BN: answer tokens."""
+    """Packed sequences. document_BN: -1 on padding; position_BN: within a document; answer_BN: answer tokens; index_BN:
+    place of a token in `Conversations.tokens`, -1 on padding."""
 
     tokens_BN: Tensor
     document_BN: Tensor
     position_BN: Tensor
     answer_BN: Tensor
+    index_BN: Tensor
 
     def to(self, device: torch.device | str) -> Self:
         moved = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -219,16 +221,18 @@ class PackedBatches:
         shape = (len(rows), self.max_tokens)
         tokens, position = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         document, answer = np.full(shape, -1, np.int64), np.zeros(shape, bool)
+        place = np.full(shape, -1, np.int64)
         for row, indices in enumerate(rows):
             at = 0
             for number, index in enumerate(indices):
                 length, start = int(self._lengths[index]), self._starts[index]
                 here = slice(at, at + length)
                 tokens[row, here] = self.data.tokens[start : start + length]
+                place[row, here] = np.arange(start, start + length)
                 document[row, here], position[row, here] = number, np.arange(length)
                 answer[row, at + int(self.data.prompt_lengths[index]) : at + length] = True
                 at += length
-        return Batch(*(torch.from_numpy(array) for array in (tokens, document, position, answer)))
+        return Batch(*(torch.from_numpy(array) for array in (tokens, document, position, answer, place)))
 
 
 def answer_token_counts(data: Conversations, vocab_size: int) -> Tensor:

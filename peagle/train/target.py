@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from peagle.config import read_target_config
+from peagle.train.data import Batch
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -135,6 +136,42 @@ class Target:
                 f"target {source}: its logits differ from output matrix x last hidden state by up to {difference:.3g} "
                 f"(of {greatest:.3g}): it caps, scales or biases them, or its attention cannot be packed"
             )
+
+
+class KeptStates:
+    """A target's states of a data set, kept from the first pass over each conversation on.
+
+    Takes the bytes of `num_bytes` on the target's device at once. A conversation's states do not depend on what it is
+    packed with, but for rounding.
+    """
+
+    def __init__(self, target: Target, num_tokens: int, aux_layer_ids: tuple[int, ...]) -> None:
+        """num_tokens: of the data set, what batches leave out of it counted."""
+        self._target, self._aux_layer_ids = target, aux_layer_ids
+        hidden_size = target.embed_VS.shape[1]
+        self._widths = [len(aux_layer_ids) * hidden_size, hidden_size]
+        options: dict[str, Any] = {"device": target.device, "dtype": target.embed_VS.dtype}
+        self._states_NX = torch.zeros(num_tokens, sum(self._widths), **options)
+        self._known_N = torch.zeros(num_tokens, dtype=torch.bool, device=target.device)
+
+    @staticmethod
+    def num_bytes(target: Target, num_tokens: int, aux_layer_ids: tuple[int, ...]) -> int:
+        table = target.embed_VS
+        return num_tokens * (len(aux_layer_ids) + 1) * table.shape[1] * table.element_size()
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """As `Target.states`; zeros or another token's states on padding."""
+        places_M = batch.index_BN[batch.index_BN >= 0]
+        if bool(self._known_N[places_M].all()):
+            aux_BNX, last_BNS = self._states_NX[batch.index_BN.clamp_min(0)].split(self._widths, dim=-1)
+            # Compiled passes are made for the layout that the target's own states have.
+            return aux_BNX.contiguous(), last_BNS.contiguous()
+        aux_BNX, last_BNS = self._target.states(
+            batch.tokens_BN, batch.document_BN, batch.position_BN, self._aux_layer_ids
+        )
+        self._states_NX[places_M] = torch.cat([aux_BNX, last_BNS], dim=-1)[batch.index_BN >= 0]
+        self._known_N[places_M] = True
+        return aux_BNX, last_BNS
 
 
 def _load(target_dir: str | Path, dtype: torch.dtype) -> Any:

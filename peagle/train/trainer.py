@@ -31,7 +31,7 @@ from peagle.provenance import conditions
 from peagle.train.data import Batch, Conversations, PackedBatches, check_data_fits
 from peagle.train.passes import Eagle3Pass, PassReport, PEaglePass, States, new_drafter
 from peagle.train.recipe import OptimizerRecipe, Recipe, ScheduleRecipe
-from peagle.train.target import Target
+from peagle.train.target import KeptStates, Target
 
 logger = logging.getLogger(__name__)
 
@@ -212,13 +212,29 @@ class Trainer:
         else:
             self._pass = PEaglePass(recipe, self.random, compiled=self.compiled)
         self.output = Path(recipe.output)
+        self._kept = self._room_for_states()
+
+    def _room_for_states(self) -> KeptStates | None:
+        """Raises ValueError naming the setting where it is less than the data needs."""
+        num_tokens, layers = len(self.batches.data.tokens), self.drafter.config.aux_layer_ids
+        gib = KeptStates.num_bytes(self.target, num_tokens, layers) / 2**30
+        if not self.recipe.keep_states_gib:
+            return None
+        if gib > self.recipe.keep_states_gib:
+            raise ValueError(
+                f"keep_states_gib = {self.recipe.keep_states_gib:g}: the target's states of {num_tokens} tokens take "
+                f"{gib:.2f} GiB; give as much, or 0"
+            )
+        return KeptStates(self.target, num_tokens, layers)
 
     def run_pass(self, batch: Batch) -> PassReport:
         """Adds the gradients of one batch."""
-        config = self.drafter.config
-        aux_BNX, last_BNS = self.target.states(
-            batch.tokens_BN, batch.document_BN, batch.position_BN, config.aux_layer_ids
-        )
+        if self._kept is not None:
+            aux_BNX, last_BNS = self._kept(batch)
+        else:
+            aux_BNX, last_BNS = self.target.states(
+                batch.tokens_BN, batch.document_BN, batch.position_BN, self.drafter.config.aux_layer_ids
+            )
         return self._pass(self.drafter, batch, States(aux_BNX, last_BNS, self.target.lm_head_VS))
 
     def run(self) -> Path:
