@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.learning import main
 
-pytestmark = [pytest.mark.service, pytest.mark.long]
+pytestmark = [pytest.mark.service, pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 def test_after_a_shift_a_head_that_learned_from_it_drafts_better(tmp_path: Path) -> None:
