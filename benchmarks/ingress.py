@@ -35,7 +35,7 @@ from ray.serve.llm import build_openai_app
 
 from benchmarks.common import running_applications
 from cluster.settings import load_settings
-from deployments.app import build, catalog
+from deployments.app import build, catalog, replica_env
 from deployments.target import engine_config, prepare
 from peagle.provenance import conditions
 
@@ -129,7 +129,12 @@ def shared_args(config: Path, small_engine: bool) -> dict[str, Any]:
 def services(args: dict[str, Any]) -> dict[str, Application]:
     """Ours and plain `ray.serve.llm`, with engines of the same settings."""
     settings = load_settings(args, catalog(), os.environ)
-    plain = engine_config(settings, *prepare(settings))
+    plain = engine_config(settings, *prepare(settings), replica_env(settings))
+    plain.deployment_config = {
+        "num_replicas": settings.target.num_replicas,
+        "max_ongoing_requests": settings.target.max_ongoing_requests,
+        "ray_actor_options": {"num_cpus": settings.target.num_cpus},
+    }
     return {OURS: build(args), PLAIN: build_openai_app({"llm_configs": [plain]})}
 
 

@@ -28,16 +28,14 @@ from typing import Any
 import httpx
 import psutil
 from ray import serve
-from ray.serve.llm import LLMConfig
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from benchmarks.common import READY_TIMEOUT_S, free_port, markdown, running_applications
 from cluster.settings import load_settings
 from deployments import INGRESS_NAME, TARGET_NAME
-from deployments.app import bind_router, bind_target, catalog
+from deployments.app import HTTP_INGRESS, bind_router, bind_target, catalog
 from deployments.drafter import target_source
-from deployments.ingress import Ingress
 from deployments.target import TargetServer
 from deployments.up import ray_environment
 from peagle.embedded import DEFAULT_TARGET
@@ -111,9 +109,9 @@ def leave_out_the_engine_core() -> None:
 class EngineLess(TargetServer):
     """The product's target without an engine core."""
 
-    async def __init__(self, llm_config: LLMConfig, **kwargs: Any) -> None:  # type: ignore[misc]
+    async def __init__(self, *args: Any) -> None:  # type: ignore[misc]
         leave_out_the_engine_core()
-        await super().__init__(llm_config, **kwargs)
+        await super().__init__(*args)
 
 
 def serve_vllm(port: int) -> None:
@@ -139,9 +137,7 @@ def application(arm: str) -> serve.Application:
     }
     settings = load_settings(args, catalog(), os.environ)
     if arm == "ingress":
-        return bind_router(
-            settings, serve.ingress(None)(Ingress), INGRESS_NAME, None, bind_target(settings, EngineLess)
-        )
+        return bind_router(settings, HTTP_INGRESS, INGRESS_NAME, None, bind_target(settings, EngineLess))
     return bind_target(settings, serve.ingress(None)(EngineLess))
 
 

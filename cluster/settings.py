@@ -9,6 +9,7 @@ are Ray's logical CPUs.
 """
 
 import json
+import math
 import re
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -66,6 +67,9 @@ SHARED_SHAPE = ("hidden_size", "target_hidden_size", "vocab_size", "aux_layer_id
 
 MAX_NUM_HEADS = 32
 """The most heads of one remote drafter; each has weights and a share of the cache."""
+
+DEFAULT_MAX_NUM_SEQS = 256
+"""Sequences that an engine runs at a time where `engine.max_num_seqs` does not say."""
 
 SWAPPED_KEYS = ("head", "heads_by_workload")
 
@@ -163,14 +167,14 @@ class ModelSettings(Section):
 
 
 class TargetSettings(Section):
-    """Replicas of the target. `bundle`: Ray resources of each engine worker, e.g. {GPU: 1} or {CPU: 1}; `num_cpus`:
+    """Replicas of the target. `bundle`: Ray resources of each engine worker, e.g. {GPU: 1} or {CPU: 1}, and
+    "accelerator_type:H100": 0.001 for a kind of GPU; `num_cpus`:
     of the replica's own process; `max_ongoing_requests`: what Serve itself lets in, so much that `limits` comes first;
     `env`: environment variables of the replica and its engine."""
 
     num_replicas: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=1.0, ge=0)
     bundle: dict[str, float] = Field(default_factory=lambda: {"GPU": 1.0})
-    accelerator_type: str | None = None
     max_ongoing_requests: int = Field(default=4096, ge=1)
     env: dict[str, str] = Field(default_factory=dict)
 
@@ -760,6 +764,17 @@ class ClusterSettings(Section):
     def max_draft_tokens(self) -> int:
         """K_max, 0 without a drafter."""
         return 0 if self.drafter is None else self.drafter.max_draft_tokens or 0
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that one engine runs at a time."""
+        return int(self.engine.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS))
+
+    def target_bundles(self) -> list[dict[str, float]]:
+        """Ray resources of one target replica: of each engine worker, the first with the replica's own process."""
+        num_workers = math.prod(self.engine.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
+        first = {**self.target.bundle, "CPU": self.target.bundle.get("CPU", 0.0) + self.target.num_cpus}
+        return [first, *({**self.target.bundle} for _ in range(num_workers - 1))]
 
     @property
     def max_num_targets(self) -> int:

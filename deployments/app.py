@@ -1,31 +1,31 @@
 """`build(args)`: the whole application, from the settings under `args` of a YAML in `configs/`.
 
 Everything that can be wrong with the settings is found here, before anything is loaded. Binds every deployment; nothing
-else does.
+else does. Only the replicas import what they are made of: Serve builds the application in a process of its own, and
+vLLM and torch would take it ten seconds of a small machine's processors.
 """
 
-import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ray import serve
-from ray.serve.llm import build_llm_deployment
 
 import peagle.heads
 from cluster.settings import Catalog, ClusterSettings, live_config, load_settings
 from deployments import DRAFTER_NAME, INGRESS_NAME, LEARNER_NAME, ROUTER_NAME, TARGET_NAME, compat
-from deployments.autoscaling import drafter_autoscaling
-from deployments.drafter import MAX_DRAIN_S, DrafterReplica
-from deployments.ingress import Ingress
-from deployments.learner import Learner
-from deployments.router import Router
-from deployments.target import TargetServer, engine_config
+from deployments.autoscaling import MAX_STREAM_S, drafter_autoscaling, target_autoscaling
+from deployments.replicas import MAX_DRAIN_S
 from peagle.checkpoint import check_head, read_head_config
 from peagle.embedded import embedded_targets
 from peagle.schema import SettingsError
-from peagle.train.continual import continual_recipe
+from peagle.vllm.engine import openmp_preload, setting_names
+
+TARGET, HTTP_TARGET = "deployments.target.TargetServer", "deployments.target.HttpTarget"
+ROUTER, HTTP_INGRESS = "deployments.router.Router", "deployments.ingress.HttpIngress"
+DRAFTER, LEARNER = "deployments.drafter.DrafterReplica", "deployments.learner.Learner"
 
 HEALTH_CHECK_PERIOD_S = 2.0
 """A drafter or a router that died is noticed and replaced soon: until then targets decode without drafts, or choose K
@@ -51,45 +51,77 @@ def build(args: dict[str, Any]) -> serve.Application:
     check_files(settings)
     drafter = bind_drafter(settings)
     if settings.ingress.num_replicas:
-        target = bind_target(settings, TargetServer, drafter=drafter)
-        return bind_router(settings, serve.ingress(None)(Ingress), INGRESS_NAME, drafter, target)
-    router = bind_router(settings, Router, ROUTER_NAME, drafter, None, bind_learner(settings))
-    return bind_target(settings, serve.ingress(None)(TargetServer), drafter=drafter, router=router)
+        return bind_router(settings, HTTP_INGRESS, INGRESS_NAME, drafter, bind_target(settings, TARGET, drafter))
+    router = bind_router(settings, ROUTER, ROUTER_NAME, drafter, None, bind_learner(settings))
+    return bind_target(settings, HTTP_TARGET, drafter, router)
+
+
+def bind(replica: str | type, args: tuple[Any, ...], options: Mapping[str, Any]) -> serve.Application:
+    """A deployment of a class, or of the one at a path "package.module.Class"."""
+    deployment: Any = serve.deployment(object, **options)
+    bound: serve.Application = deployment.options(func_or_class=replica).bind(*args)
+    return bound
 
 
 def bind_target(
-    settings: ClusterSettings, server: type[TargetServer], **handles: serve.Application | None
+    settings: ClusterSettings, replica: str | type, *handles: serve.Application | None
 ) -> serve.Application:
-    """The deployment of targets; `handles`: of what its replicas talk to."""
-    return build_llm_deployment(
-        engine_config(settings),
-        bind_kwargs={"settings": settings, **handles},
-        deployment_cls=server,
-        override_serve_options={
-            "name": TARGET_NAME,
-            "user_config": live_config(settings),
-            "health_check_period_s": HEALTH_CHECK_PERIOD_S,
-            "logging_config": {"enable_access_log": False},  # a line a second, of the router's questions, otherwise
+    """The deployment of targets; `handles`: of drafter and router."""
+    return bind(replica, (settings, *handles), target_options(settings))
+
+
+def target_options(settings: ClusterSettings) -> dict[str, Any]:
+    """Serve's options of the targets, as `ray.serve.llm` makes them."""
+    scaling = target_autoscaling(settings)
+    return {
+        "name": TARGET_NAME,
+        **(
+            {"num_replicas": settings.target.num_replicas}
+            if scaling is None
+            else {"autoscaling_config": scaling, "graceful_shutdown_timeout_s": MAX_STREAM_S}
+        ),
+        "max_ongoing_requests": settings.target.max_ongoing_requests,
+        "ray_actor_options": {
+            "num_cpus": settings.target.num_cpus,
+            "runtime_env": {"env_vars": replica_env(settings)},
         },
-    )
+        "placement_group_bundles": settings.target_bundles(),
+        "placement_group_strategy": "PACK",
+        "user_config": live_config(settings),
+        "health_check_period_s": HEALTH_CHECK_PERIOD_S,
+        "logging_config": {"enable_access_log": False},  # a line a second, of the router's questions, otherwise
+    }
+
+
+def replica_env(settings: ClusterSettings, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment variables of a target replica and its engine.
+
+    Serve runs a replica's code in a thread of its own by default, from which each chunk of a stream would cross over.
+    On a CPU, vLLM's speculative decoding wants Intel's OpenMP runtime loaded before any other (vLLM warns without it),
+    and the KV cache gets a size of its own (in GiB). `target.env` wins over all.
+    """
+    env = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
+    if not settings.target.has_gpu:
+        if preload := openmp_preload(inherited.get("LD_PRELOAD", "")):
+            env["LD_PRELOAD"] = preload
+        env["VLLM_CPU_KVCACHE_SPACE"] = inherited.get("VLLM_CPU_KVCACHE_SPACE", "1")
+    return {**env, **settings.target.env}
 
 
 def bind_router(
-    settings: ClusterSettings, router: type[Router], name: str, *handles: serve.Application | None
+    settings: ClusterSettings, replica: str | type, name: str, *handles: serve.Application | None
 ) -> serve.Application:
-    """The deployment of the router, or of ingress replicas; `handles`: of drafter and target."""
-    deployment: Any = serve.deployment(
-        router,
-        name=name,
-        num_replicas=max(1, settings.ingress.num_replicas),
-        max_ongoing_requests=settings.ingress.max_ongoing_requests,
-        ray_actor_options={"num_cpus": settings.ingress.num_cpus},
-        health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        user_config=live_config(settings),
-        logging_config={"enable_access_log": name == INGRESS_NAME},
-    )
-    bound: serve.Application = deployment.bind(settings, *handles)
-    return bound
+    """The deployment of the router, or of ingress replicas; `handles`: of drafter, target and learner."""
+    options = {
+        "name": name,
+        "num_replicas": max(1, settings.ingress.num_replicas),
+        "max_ongoing_requests": settings.ingress.max_ongoing_requests,
+        "ray_actor_options": {"num_cpus": settings.ingress.num_cpus},
+        "health_check_period_s": HEALTH_CHECK_PERIOD_S,
+        "user_config": live_config(settings),
+        "logging_config": {"enable_access_log": name == INGRESS_NAME},
+    }
+    return bind(replica, (settings, *handles), options)
 
 
 def bind_drafter(settings: ClusterSettings) -> serve.Application | None:
@@ -99,21 +131,19 @@ def bind_drafter(settings: ClusterSettings) -> serve.Application | None:
     replicas = settings.drafter.replicas
     assert replicas is not None
     scaling = drafter_autoscaling(settings)
-    deployment: Any = serve.deployment(
-        DrafterReplica,
-        name=DRAFTER_NAME,
+    options = {
+        "name": DRAFTER_NAME,
         **({"num_replicas": replicas.num_replicas} if scaling is None else {"autoscaling_config": scaling}),
-        ray_actor_options={
+        "ray_actor_options": {
             "num_cpus": replicas.num_cpus,
             "num_gpus": replicas.num_gpus,
             "runtime_env": {"env_vars": dict(replicas.env)},
         },
-        health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        graceful_shutdown_timeout_s=MAX_DRAIN_S + 10,
-        logging_config={"enable_access_log": False},  # one line a second and target otherwise
-    )
-    bound: serve.Application = deployment.bind(settings)
-    return bound
+        "health_check_period_s": HEALTH_CHECK_PERIOD_S,
+        "graceful_shutdown_timeout_s": MAX_DRAIN_S + 10,
+        "logging_config": {"enable_access_log": False},  # one line a second and target otherwise
+    }
+    return bind(DRAFTER, (settings,), options)
 
 
 def bind_learner(settings: ClusterSettings) -> serve.Application | None:
@@ -121,33 +151,24 @@ def bind_learner(settings: ClusterSettings) -> serve.Application | None:
     learning = settings.learning
     if learning is None:
         return None
-    deployment: Any = serve.deployment(
-        Learner,
-        name=LEARNER_NAME,
-        num_replicas=1,
-        ray_actor_options={"num_cpus": learning.num_cpus, "num_gpus": learning.num_gpus},
-        health_check_timeout_s=LEARNER_TIMEOUT_S,
-        logging_config={"enable_access_log": False},
-    )
-    bound: serve.Application = deployment.bind(settings)
-    return bound
+    options = {
+        "name": LEARNER_NAME,
+        "num_replicas": 1,
+        "ray_actor_options": {"num_cpus": learning.num_cpus, "num_gpus": learning.num_gpus},
+        "health_check_timeout_s": LEARNER_TIMEOUT_S,
+        "logging_config": {"enable_access_log": False},
+    }
+    return bind(LEARNER, (settings,), options)
 
 
 def catalog() -> Catalog:
     """What this installation has: embedded models, shipped heads, and the names of vLLM's settings."""
-    from vllm.config import SpeculativeConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import FrontendArgs
-
-    def names_of(*records: type) -> frozenset[str]:
-        return frozenset(field.name for record in records for field in dataclasses.fields(record))
-
     return Catalog(
         frozenset(embedded_targets()),
         Path(peagle.heads.__file__).parent,
         read_head_config,
-        engine_keys=names_of(AsyncEngineArgs, FrontendArgs),
-        draft_keys=names_of(SpeculativeConfig),
+        engine_keys=setting_names("engine/arg_utils:AsyncEngineArgs", "entrypoints/launchers/cli_args:FrontendArgs"),
+        draft_keys=setting_names("config/speculative:SpeculativeConfig"),
     )
 
 
@@ -174,6 +195,8 @@ def check_files(settings: ClusterSettings) -> None:
         except ValueError as error:
             problems.append(f"{key}: {error}")
     if settings.learning is not None:
+        from peagle.train.continual import continual_recipe  # it needs torch
+
         try:
             continual_recipe(settings.learning.recipe)
         except ValueError as error:

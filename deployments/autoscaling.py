@@ -42,9 +42,6 @@ DRAFTER_POLICY = "deployments.autoscaling:DrafterAutoscaler"
 MAX_STREAM_S = 600.0
 """A target replica that Serve retires has so long to finish its streams; it takes no new ones."""
 
-DEFAULT_MAX_NUM_SEQS = 256
-"""Where only queue length decides, which asks for no batch."""
-
 
 def target_autoscaling(settings: ClusterSettings) -> dict[str, Any] | None:
     """Serve's `autoscaling_config` of the target; None where its number of replicas is fixed."""
@@ -66,7 +63,7 @@ def policy_kwargs(settings: ClusterSettings) -> dict[str, Any]:
     scaling, depths = settings.autoscaling, settings.depth_policy()
     assert scaling is not None
     limits = CapacityModel(
-        max_num_seqs=settings.engine.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS),
+        max_num_seqs=settings.max_num_seqs,
         max_k=depths.max_k,
         pinned=dict(depths.by_workload),
         pinned_default=depths.default_k if settings.depth.policy == "fixed" else None,

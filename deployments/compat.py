@@ -1,7 +1,7 @@
 """The names of Ray that are not its public API, all in one place, and the versions that they were read in.
 
-`check()` looks for every one of them when an application is built, and says in one line what is missing. What is
-private in vLLM is in `peagle.vllm.compat`.
+`check()` looks for them when an application is built, and for those of `ENGINE_SEAMS`, which import vLLM, when a target
+starts; it says in one line what is missing. What is private in vLLM is in `peagle.vllm.compat`.
 """
 
 import asyncio
@@ -29,11 +29,6 @@ SEAMS = (
     "ray.serve._private.replica_result:ReplicaResult.get_async",
     "ray.experimental.internal_kv:_internal_kv_get",
     "ray.experimental.internal_kv:_internal_kv_put",
-    "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine.start",
-    "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine._start_async_llm_engine",
-    "ray.llm._internal.serve.core.server.llm_server:LLMServer._start_engine",
-    "ray.llm._internal.common.callbacks.base:CallbackCtx.run_init_node",
-    "ray.serve.llm:LLMConfig.get_or_create_callback",
     "ray._private.authentication.authentication_token_setup:maybe_enable_token_auth_if_token_available",
     "ray.dashboard.modules.serve.sdk:ServeSubmissionClient.deploy_applications",
     "ray.serve._private.haproxy:_resolve_haproxy_binary",
@@ -42,6 +37,14 @@ SEAMS = (
     "ray.serve._private.router:AsyncioRouter.update_deployment_targets",
     "ray.serve._private.request_router.request_router:RequestRouter.curr_replicas",
     "ray.serve._private.proxy_router:ProxyRouter.match_route",
+    "ray.serve._private.replica:_load_deployment_def_from_import_path",
+)
+ENGINE_SEAMS = (
+    "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine.start",
+    "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine._start_async_llm_engine",
+    "ray.llm._internal.serve.core.server.llm_server:LLMServer._start_engine",
+    "ray.llm._internal.common.callbacks.base:CallbackCtx.run_init_node",
+    "ray.serve.llm:LLMConfig.get_or_create_callback",
 )
 
 
@@ -49,10 +52,10 @@ class CompatError(RuntimeError):
     """This Ray is not one that the service can run on."""
 
 
-def check() -> None:
+def check(seams: tuple[str, ...] = SEAMS) -> None:
     """Raises CompatError naming the version and every name that is missing; warns of another version that has all."""
     version = importlib.metadata.version("ray")
-    missing = [seam for seam in SEAMS if not _exists(seam)]
+    missing = [seam for seam in seams if not _exists(seam)]
     if missing:
         raise CompatError(f"Ray {version} is not supported, {RAY_VERSION} is: it has no {', '.join(missing)}")
     if not version.startswith(f"{RAY_VERSION}."):

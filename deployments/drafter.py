@@ -24,7 +24,7 @@ import peagle.heads
 from cluster.heads import CANDIDATE, HeadOrders, HeadRef
 from cluster.settings import ROW_DTYPES, Catalog, ClusterSettings, DrafterSettings, swapped
 from deployments.compat import be_no_nicer
-from deployments.replicas import DrafterReport, LiveHead
+from deployments.replicas import MAX_DRAIN_S, DrafterReport, LiveHead
 from peagle.checkpoint import read_head_config
 from peagle.drafter.engine import DraftEngine
 from peagle.drafter.parallel_pass import ParallelPass
@@ -43,9 +43,6 @@ MAX_NUM_ROWS = 2048
 """Rows of one pass. A step of more rows, long prompts, takes several."""
 
 WEIGHT_INDEX = "model.safetensors.index.json"
-
-DEFAULT_MAX_NUM_SEQS = 256
-"""Requests that a target runs at a time where `engine.max_num_seqs` does not say."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +127,7 @@ class HeadLoader:
         self._dtype: torch.dtype = getattr(torch, ROW_DTYPES[engine["dtype"]])
         self._max_model_len: int | None = engine.get("max_model_len")
         self.device = torch.device("cuda" if drafter.replicas.num_gpus else "cpu")
-        num_at_targets = settings.max_num_targets * engine.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS)
+        num_at_targets = settings.max_num_targets * settings.max_num_seqs
         self.max_num_requests: int = drafter.replicas.max_num_requests or num_at_targets
 
     def directory(self, name: str) -> Path:
@@ -165,10 +162,6 @@ class HeadLoader:
         )
         target_dir = target_directory(self._target)
         return LoadedHead(name, *load_served_head(directory, target_dir, limits, self.device, self._dtype))
-
-
-MAX_DRAIN_S = 60.0
-"""A replica that Serve retires drafts on so long for the requests that it has."""
 
 
 class DrafterReplica:

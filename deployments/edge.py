@@ -60,6 +60,9 @@ from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY,
 
 logger = logging.getLogger(__name__)
 
+QUEUED_PER_RUNNING = 2
+"""Sequences that an edge hands to an engine, for each that the engine runs at a time: it must never wait for work."""
+
 Call = Literal["chat", "completions"]
 Body = ChatCompletionRequest | CompletionRequest
 

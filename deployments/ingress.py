@@ -15,10 +15,9 @@ from ray.serve.handle import DeploymentHandle
 from cluster.counts import TargetReport
 from cluster.settings import ClusterSettings
 from deployments import INGRESS_NAME
-from deployments.edge import Admitted, Answer, Edge, engine_lost, make_app, not_ready
+from deployments.edge import QUEUED_PER_RUNNING, Admitted, Answer, Edge, engine_lost, make_app, not_ready
 from deployments.replicas import is_lost
 from deployments.router import Router
-from deployments.target import QUEUED_PER_RUNNING, max_num_seqs
 
 WATCH_INTERVAL_S = 1.0
 
@@ -54,7 +53,7 @@ class Ingress(Router):
     def _observe(self, reports: Sequence[TargetReport]) -> None:
         super()._observe(reports)
         num_targets = max(1, self._monitor.num_ready or 0)
-        self.edge.set_max_running(QUEUED_PER_RUNNING * num_targets * max_num_seqs(self._settings))
+        self.edge.set_max_running(QUEUED_PER_RUNNING * num_targets * self._settings.max_num_seqs)
 
     async def generate(self, admitted: Admitted) -> Answer:
         """A target replica's answer to what the edge has admitted."""
@@ -94,3 +93,6 @@ class Ingress(Router):
             return task.result()
         finally:
             task.cancel()
+
+
+HttpIngress = serve.ingress(None)(Ingress)

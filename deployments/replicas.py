@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 1.0
 POLL_TIMEOUT_S = 5.0
+MAX_DRAIN_S = 60.0
+"""A drafter that Serve retires drafts on so long for the requests that it has."""
 REPLICA_LOST = (RayActorError, DeploymentUnavailableError, ReplicaUnavailableError)
 """What a call raises when its replica is gone: try again later, nothing was wrong with the request."""
 

@@ -16,9 +16,11 @@ import re
 import time
 from collections.abc import AsyncIterator, Mapping, MutableMapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -35,9 +37,9 @@ from cluster.request import MAX_NUM_WORKLOADS
 from cluster.settings import ClusterSettings
 from cluster.step_time import StepCosts
 from deployments import compat
-from deployments.autoscaling import MAX_STREAM_S, target_autoscaling
-from deployments.drafter import DEFAULT_MAX_NUM_SEQS, MAX_SMALL_MACHINE_CORES, head_directory, target_source
+from deployments.drafter import MAX_SMALL_MACHINE_CORES, head_directory, target_source
 from deployments.edge import (
+    QUEUED_PER_RUNNING,
     Admitted,
     Answer,
     ApiError,
@@ -61,13 +63,10 @@ from deployments.replicas import POLL_INTERVAL_S, POLL_TIMEOUT_S, REPLICA_LOST, 
 from deployments.telemetry import make_control
 from peagle.heads import head_digest, target_digest
 from peagle.vllm.acceptance import DraftingRecorder
-from peagle.vllm.engine import ASYNC_SCHEDULER, RemoteSettings, engine_kwargs, openmp_preload
+from peagle.vllm.engine import ASYNC_SCHEDULER, RemoteSettings, engine_kwargs
 from peagle.vllm.limits import GRAMMAR_KEY, GrammarLimits, guard
 
 logger = logging.getLogger(__name__)
-
-QUEUED_PER_RUNNING = 2
-"""Sequences that an edge hands to an engine, for each that the engine runs at a time: it must never wait for work."""
 
 MAX_CHUNKS_PER_S, MAX_TOKENS_PER_CHUNK = 4000, 8
 """Of all streams of a replica together. Where chunks take all the time of vLLM's API process, the first token of a new
@@ -99,21 +98,20 @@ class TargetServer(LLMServer):
 
     async def __init__(  # type: ignore[misc]
         self,
-        llm_config: LLMConfig,
-        *,
         settings: ClusterSettings,
         drafter: DeploymentHandle[Any] | None = None,
         router: DeploymentHandle[Any] | None = None,
     ) -> None:
-        """`llm_config` sized the placement group when the application was built; the engine's own configuration is
-        made here, where the checkpoints are prepared: each node has its own cache. `drafter`: the deployment of remote
-        drafters, where there is one. `router`: None where ingress replicas stand before the targets; K of calls by
-        handle is then chosen by what this replica alone has seen."""
+        """The engine's configuration is made here, where the checkpoints are prepared: each node has its own cache.
+        `drafter`: the deployment of remote drafters, where there is one. `router`: None where ingress replicas stand
+        before the targets; K of calls by handle is then chosen by what this replica alone has seen."""
+        compat.check(compat.ENGINE_SEAMS)
         compat.be_no_nicer()
         if not settings.target.has_gpu:
             use_all_cores_of_a_small_machine()
         target_dir, head_dir = await asyncio.to_thread(prepare, settings)
-        config = engine_config(settings, target_dir, head_dir)
+        env = ray.get_runtime_context().runtime_env.get("env_vars", {})
+        config = engine_config(settings, target_dir, head_dir, env)
         if Path(target_dir).is_dir():
             compat.download_nothing(config)
         await super().__init__(config, engine_cls=None if settings.target.has_gpu else compat.cpu_engine())
@@ -133,7 +131,7 @@ class TargetServer(LLMServer):
         self._pace = StreamPace()
         self._export = MetricsExport()
         guard(self._client, grammar_limits(settings))
-        self.edge = Edge(settings, make_control(settings), QUEUED_PER_RUNNING * max_num_seqs(settings))
+        self.edge = Edge(settings, make_control(settings), QUEUED_PER_RUNNING * settings.max_num_seqs)
         if head_dir is not None and drafter is None:
             self.edge.heads = (await asyncio.to_thread(head_digest, head_dir),)
         self._router, self._num_targets = router, 1
@@ -371,6 +369,8 @@ class TargetServer(LLMServer):
         return refusal
 
 
+HttpTarget = serve.ingress(None)(TargetServer)
+
 RESPONSE_ID = re.compile(r'"id":"([^"]+)"')
 ODD_VALUE_ERRORS = (KeyError, IndexError, AttributeError, RecursionError, UnicodeError)
 """What vLLM's chat templates raise for values of a type that they do not expect."""
@@ -388,11 +388,6 @@ def grammar_limits(settings: ClusterSettings) -> GrammarLimits:
     return GrammarLimits(settings.limits.max_grammar_bytes, settings.limits.max_grammar_choices)
 
 
-def max_num_seqs(settings: ClusterSettings) -> int:
-    """Sequences that one engine runs at a time."""
-    return int(settings.engine.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS))
-
-
 # ---- how a replica is built from the settings
 
 
@@ -408,21 +403,6 @@ def prepare(settings: ClusterSettings) -> tuple[str, Path | None]:
     return target, None if settings.drafter is None else head_directory(settings.drafter.head, target)
 
 
-def replica_env(settings: ClusterSettings, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment variables of a replica and its engine.
-
-    Serve runs a replica's code in a thread of its own by default, from which each chunk of a stream would cross over.
-    On a CPU, vLLM's speculative decoding wants Intel's OpenMP runtime loaded before any other (vLLM warns without it),
-    and the KV cache gets a size of its own (in GiB). `target.env` wins over all.
-    """
-    env = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
-    if not settings.target.has_gpu:
-        if preload := openmp_preload(inherited.get("LD_PRELOAD", "")):
-            env["LD_PRELOAD"] = preload
-        env["VLLM_CPU_KVCACHE_SPACE"] = inherited.get("VLLM_CPU_KVCACHE_SPACE", "1")
-    return {**env, **settings.target.env}
-
-
 def use_all_cores_of_a_small_machine(environ: MutableMapping[str, str] = os.environ) -> None:
     """Let vLLM's CPU worker compute on every core where there are few. To be called on the replica's own node.
 
@@ -433,11 +413,10 @@ def use_all_cores_of_a_small_machine(environ: MutableMapping[str, str] = os.envi
         environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(str(core) for core in cores))
 
 
-def engine_config(settings: ClusterSettings, target: str | None = None, head_dir: Path | None = None) -> LLMConfig:
-    """`ray.serve.llm`'s configuration of a target replica.
-
-    Without `target` it sizes the deployment (resources, environment, replicas) and its engine must not be started.
-    """
+def engine_config(
+    settings: ClusterSettings, target: str, head_dir: Path | None, env: Mapping[str, str] = MappingProxyType({})
+) -> LLMConfig:
+    """`ray.serve.llm`'s configuration of the engine of a replica whose environment has `env`."""
     extra = dict(settings.engine)
     grammar = {GRAMMAR_KEY: settings.limits.grammar_timeout_s}
     extra["additional_config"] = {**extra.get("additional_config", {}), **grammar}
@@ -461,19 +440,9 @@ def engine_config(settings: ClusterSettings, target: str | None = None, head_dir
         kwargs["scheduler_cls"] = resolve_obj_by_qualname(ASYNC_SCHEDULER)
     if drafter is not None:
         kwargs["speculative_config"] |= drafter.engine_options
-    scaling = target_autoscaling(settings)
-    replicas: dict[str, Any] = {"num_replicas": settings.target.num_replicas}
-    if scaling is not None:
-        replicas = {"autoscaling_config": scaling, "graceful_shutdown_timeout_s": MAX_STREAM_S}
     return LLMConfig(
-        model_loading_config={"model_id": settings.model.id, "model_source": target or settings.model.source},
+        model_loading_config={"model_id": settings.model.id, "model_source": target},
         engine_kwargs=kwargs,
-        accelerator_type=settings.target.accelerator_type,
         placement_group_config={"bundle_per_worker": dict(settings.target.bundle)},
-        runtime_env={"env_vars": replica_env(settings)},
-        deployment_config={
-            **replicas,
-            "max_ongoing_requests": settings.target.max_ongoing_requests,
-            "ray_actor_options": {"num_cpus": settings.target.num_cpus},
-        },
+        runtime_env={"env_vars": dict(env)},
     )

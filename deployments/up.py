@@ -8,7 +8,6 @@ Decides nothing about the service: that is in the YAML and in `deployments.app`.
 import contextlib
 import copy
 import json
-import math
 import os
 import re
 import select
@@ -27,19 +26,10 @@ import ray.serve
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-import peagle.heads
-from cluster.settings import (
-    SPECULATIVE_CONFIG_ENV,
-    Catalog,
-    ClusterSettings,
-    key_variables,
-    live_config,
-    load_settings,
-)
+from cluster.settings import SPECULATIVE_CONFIG_ENV, ClusterSettings, key_variables, live_config, load_settings
 from deployments import DRAFTER_NAME, INGRESS_NAME, ROUTER_NAME, TARGET_NAME, compat
+from deployments.app import catalog
 from deployments.autoscaling import MAX_STREAM_S
-from peagle.checkpoint import read_head_config
-from peagle.embedded import embedded_targets
 
 POLL_INTERVAL_S = 1.0
 HEARTBEAT_S = 10.0
@@ -167,10 +157,9 @@ def read_config(path: Path, *, with_keys: bool = True) -> tuple[dict[str, Any], 
         raise UpError(f"{path} is not a Ray Serve config file: {error}") from error
     if not config["applications"]:
         raise UpError(f"{path}: applications is empty, there is nothing to serve")
-    catalog = Catalog(frozenset(embedded_targets()), Path(peagle.heads.__file__).parent, read_head_config)
     args = config["applications"][0].get("args") or {}
     env = os.environ if with_keys else {**os.environ, **{name: name for name in key_variables(args)}}
-    settings = load_settings(args, catalog, env)
+    settings = load_settings(args, catalog(), env)
     if settings.drafter is not None and not {"drafter", "speculative_config"} & args.keys():
         args["speculative_config"] = env[SPECULATIVE_CONFIG_ENV]
     return config, settings
@@ -231,10 +220,8 @@ def _address(config: Mapping[str, Any]) -> tuple[str, int]:
 
 def replica_resources(settings: ClusterSettings) -> dict[str, float]:
     """Ray resources of one target replica, its engine's workers included."""
-    num_workers = math.prod(settings.engine.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
-    needed = {name: num_workers * number for name, number in settings.target.bundle.items()}
-    needed["CPU"] = needed.get("CPU", 0.0) + settings.target.num_cpus
-    return needed
+    bundles = settings.target_bundles()
+    return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in bundles[0]}
 
 
 def resources(settings: ClusterSettings) -> dict[str, float]:

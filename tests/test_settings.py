@@ -3,13 +3,10 @@
 import copy
 import json
 import re
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import yaml
 from pydantic import ValidationError
 from ray import serve
@@ -657,16 +654,6 @@ def test_every_shipped_service_config_fits_the_schema(name: str) -> None:
     assert settings.depth.policy == "adaptive"
 
 
-@pytest.fixture(scope="module")
-def own_ray() -> Iterator[None]:
-    """`build_llm_deployment` asks Ray for its environment, and without this waits for a cluster that has ended."""
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # a short path: Ray puts sockets there
-        ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
-        yield
-        ray.shutdown()
-
-
-@pytest.mark.usefixtures("own_ray")
 @pytest.mark.parametrize("name", SERVICES)
 def test_every_shipped_service_config_makes_an_application_and_a_manifest(name: str) -> None:
     (application,) = SERVICES[name]
@@ -683,7 +670,6 @@ def test_every_shipped_service_config_makes_an_application_and_a_manifest(name: 
 REMOTE_FORM = "placement: remote, and replicas: {num_gpus: 1, cache_gib: 8}, in drafter"
 
 
-@pytest.mark.usefixtures("own_ray")
 @pytest.mark.parametrize("name", [name for name in SERVICES if REMOTE_FORM in (ROOT / "configs" / name).read_text()])
 def test_the_remote_form_that_a_config_speaks_of_makes_an_application(name: str) -> None:
     args = copy.deepcopy(SERVICES[name][0]["args"])

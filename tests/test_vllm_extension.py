@@ -3,6 +3,7 @@
 The engine itself is in test_engine.py.
 """
 
+import dataclasses
 import json
 import pickle
 import subprocess
@@ -12,18 +13,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import torch
 import yaml
 from ray import cloudpickle
 from vllm import SamplingParams
-from vllm.config import VllmConfig
+from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from cluster.counts import WorkloadCounts
 from cluster.settings import load_settings
-from deployments.app import catalog
-from deployments.target import engine_config
+from deployments.app import catalog, replica_env, target_options
+from deployments.target import TargetServer, engine_config
 from peagle.config import DEFAULT_NUM_DEPTHS
 from peagle.vllm import compat
 from peagle.vllm.acceptance import (
@@ -107,13 +111,39 @@ def test_v2_is_allowed_for_our_worker_alone(monkeypatch: pytest.MonkeyPatch) -> 
 def test_who_reads_a_target_s_configuration_for_a_gpu_may_choose_v2() -> None:
     """Ray makes vLLM's configuration of it in a task, in a process of its own."""
     args = yaml.safe_load((Path(__file__).parents[1] / "configs/gpu.yaml").read_text())["applications"][0]["args"]
-    pickled = cloudpickle.dumps(engine_config(load_settings(args, catalog(), {})))
+    pickled = cloudpickle.dumps(engine_config(load_settings(args, catalog(), {}), "target", None))
     check = (
         "import pickle, sys; pickle.load(sys.stdin.buffer); from vllm.config import VllmConfig; "
         "print(VllmConfig._get_v2_model_runner_unsupported_features.allows_peagle)"
     )
     done = subprocess.run([sys.executable, "-c", check], input=pickled, capture_output=True, timeout=120, check=False)
     assert done.stdout.decode().splitlines()[-1:] == ["True"], done.stderr.decode()
+
+
+def test_vllm_s_settings_are_those_of_its_records() -> None:
+    def names_of(*records: Any) -> frozenset[str]:
+        return frozenset(field.name for record in records for field in dataclasses.fields(record))
+
+    found = catalog()
+    assert found.engine_keys == names_of(AsyncEngineArgs, FrontendArgs)
+    assert found.draft_keys == names_of(SpeculativeConfig)
+
+
+@pytest.mark.parametrize("name", ["local", "gpu", "gpu-remote"])
+def test_targets_have_the_resources_that_ray_serve_llm_gives_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = yaml.safe_load((Path(__file__).parents[1] / f"configs/{name}.yaml").read_text())["applications"][0]["args"]
+    args["engine"]["tensor_parallel_size"] = 2
+    settings = load_settings(args, catalog(), {})
+    config = engine_config(settings, "target", None, replica_env(settings))
+    found = target_options(settings)
+    actor = found["ray_actor_options"]
+    config.deployment_config = {"ray_actor_options": {"num_cpus": actor["num_cpus"]}}
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(runtime_env={}))
+    wanted = TargetServer.get_deployment_options(config)
+    bundles = [{key: value for key, value in each.items() if value} for each in wanted["placement_group_bundles"]]
+    assert found["placement_group_bundles"] == bundles
+    assert found["placement_group_strategy"] == wanted["placement_group_strategy"]
+    assert actor["runtime_env"]["env_vars"] == wanted["ray_actor_options"]["runtime_env"]["env_vars"]
 
 
 @pytest.mark.parametrize(
