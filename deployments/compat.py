@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import socket
 import time
 import warnings
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ SEAMS = (
     "ray.serve._private.replica_result:ReplicaResult.get_async",
     "ray.experimental.internal_kv:_internal_kv_get",
     "ray.experimental.internal_kv:_internal_kv_put",
+    "ray._private.services:canonicalize_bootstrap_address",
     "ray._private.authentication.authentication_token_setup:maybe_enable_token_auth_if_token_available",
     "ray.dashboard.modules.serve.sdk:ServeSubmissionClient.deploy_applications",
     "ray.serve._private.haproxy:_resolve_haproxy_binary",
@@ -182,6 +184,20 @@ def be_no_nicer() -> None:
             "RAY_worker_niceness=0 in its environment",
             os.nice(0),
         )
+
+
+def local_cluster() -> str | None:
+    """Address of the Ray cluster that runs on this machine, None where none answers. Ray's note of the last one stays
+    when that cluster is killed, and `ray.init` would wait for it for a long time."""
+    from ray._private.services import canonicalize_bootstrap_address
+
+    try:
+        address = str(canonicalize_bootstrap_address("auto"))
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host, int(port)), timeout=2.0).close()
+    except (OSError, ValueError):
+        return None
+    return address
 
 
 def use_token() -> None:

@@ -9,8 +9,6 @@ import contextlib
 import copy
 import json
 import os
-import re
-import select
 import signal
 import socket
 import subprocess
@@ -30,13 +28,12 @@ from cluster.settings import SPECULATIVE_CONFIG_ENV, ClusterSettings, key_variab
 from deployments import DRAFTER_NAME, INGRESS_NAME, ROUTER_NAME, TARGET_NAME, compat
 from deployments.app import catalog
 from deployments.autoscaling import MAX_STREAM_S
+from deployments.host import TERMINATE_S
 
 POLL_INTERVAL_S = 1.0
 HEARTBEAT_S = 10.0
 MIN_LOGICAL_CPUS = 8
 RAY_STOP_S = 30.0
-TERMINATE_S = 5.0
-SOCKETS_INTERVAL_S = 10.0
 
 RAY_ENVIRONMENT = {
     # By Ray's default of 15 any other process of the machine starves the engines.
@@ -251,14 +248,14 @@ def ray_cluster(config: Mapping[str, Any], settings: ClusterSettings, detach: bo
     Raises UpError when none can be had or the service's port is taken.
     """
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    address = os.environ.get("RAY_ADDRESS", "auto")
+    address = os.environ.get("RAY_ADDRESS") or compat.local_cluster() or "local"
     context: Any = None
     if address != "local":
         try:
             context = ray.init(address=address, **quiet)
             say(f"using the Ray cluster at {context.address_info['gcs_address']}")
         except ConnectionError as error:
-            if "RAY_ADDRESS" in os.environ:
+            if os.environ.get("RAY_ADDRESS"):
                 raise UpError(f"RAY_ADDRESS={address}: {error}") from error
     with contextlib.ExitStack() as stack:
         if context is None:
@@ -301,7 +298,7 @@ def _own_ray(num_cpus: int, environ: Mapping[str, str], detach: bool) -> Iterato
             raise UpError(f"ray start failed: {done.stderr.strip() or done.stdout.strip()}")
         yield "auto"
         return
-    command = [sys.executable, "-c", f"from deployments.up import host_ray; host_ray({num_cpus})"]
+    command = [sys.executable, "-c", f"from deployments.host import host_ray; host_ray({num_cpus})"]
     pipe = subprocess.PIPE
     host = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env, start_new_session=True)
     assert host.stdin is not None
@@ -321,80 +318,6 @@ def _own_ray(num_cpus: int, environ: Mapping[str, str], detach: bool) -> Iterato
             host.wait(RAY_STOP_S + 2 * TERMINATE_S)
         except subprocess.TimeoutExpired:
             host.kill()
-
-
-def host_ray(num_cpus: int) -> None:
-    """The program that runs Ray for `peagle serve`, until its standard input ends: also when `peagle serve` was killed.
-    It leads a session, and nothing of that session is left when it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    started_s = time.time()
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    context: Any = ray.init(address="local", num_cpus=num_cpus, include_dashboard=True, **quiet)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    has_token = os.environ.get("RAY_AUTH_MODE") == "token"
-    found = {"address": context.address_info["gcs_address"], "has_token": has_token}
-    sys.stdout.write(json.dumps(found) + "\n")
-    sys.stdout.flush()
-    sockets: set[Path] = set()
-    while not select.select([sys.stdin], [], [], SOCKETS_INTERVAL_S)[0]:
-        sockets |= session_sockets()
-    with contextlib.suppress(Exception):
-        ray.shutdown()
-    end_session()
-    for path in (*sockets, *abandoned_segments(started_s)):
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
-def session_processes() -> list[int]:
-    """The processes of the session that this one leads, without this one."""
-    pids = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            if os.getsid(int(folder.name)) == os.getpid() != int(folder.name) and state != "Z":
-                pids.append(int(folder.name))
-    return pids
-
-
-def end_session() -> None:
-    """End these processes, first politely."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        end_s = time.monotonic() + TERMINATE_S
-        for pid in session_processes():
-            with contextlib.suppress(OSError):
-                os.kill(pid, number)
-        while session_processes() and time.monotonic() < end_s:
-            time.sleep(0.1)
-
-
-def session_sockets() -> set[Path]:
-    """Sockets in the file system that processes of this session hold open: a killed engine leaves its own there."""
-    rows = [line.split(None, 7) for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    paths = {f"socket:[{row[6]}]": Path(row[7]) for row in rows if len(row) == 8 and row[7].startswith("/")}
-    links = set()
-    for pid in session_processes():
-        with contextlib.suppress(OSError):
-            links |= {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()}
-    return {path for link, path in paths.items() if link in links}
-
-
-def abandoned_segments(since_s: float) -> list[Path]:
-    """Shared memory of engines, begun since then, that no process of this machine maps any more; and what OpenMP has
-    registered there for processes that are gone."""
-    mapped = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            mapped |= set(re.findall(r"/dev/shm/(\S+)$", maps.read_text(errors="replace"), flags=re.MULTILINE))
-    found = []
-    for path in Path("/dev/shm").iterdir():
-        with contextlib.suppress(OSError):
-            is_ours = path.stat().st_uid == os.getuid() and path.stat().st_ctime >= since_s
-            owner = re.fullmatch(r"__KMP_REGISTERED_LIB_(\d+)_\d+", path.name)
-            is_segment = path.name.startswith("psm_") and path.name not in mapped
-            if is_ours and (is_segment or (owner and not Path(f"/proc/{owner[1]}").exists())):
-                found.append(path)
-    return found
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from ray._private import services
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
@@ -36,6 +38,19 @@ def test_another_version_that_has_them_is_warned_of(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compat.importlib.metadata, "version", lambda _: "2.61.0")
     with pytest.warns(UserWarning, match=r"Ray 2\.61\.0 has not been tried with this service, 2\.60 has"):
         compat.check()
+
+
+def test_a_killed_cluster_of_which_ray_keeps_a_note_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(services, "find_gcs_addresses", set)  # others may run Ray on this machine
+    assert compat.local_cluster() is None
+    note = tmp_path / "ray" / "ray_current_cluster"
+    note.parent.mkdir()
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        port = server.getsockname()[1]
+        note.write_text(f"127.0.0.1:{port}")
+        assert str(compat.local_cluster()).endswith(f":{port}")
+    assert compat.local_cluster() is None
 
 
 def proxied(answer: Any) -> httpx.Response:

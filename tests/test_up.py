@@ -274,18 +274,18 @@ time.sleep(600)
 """
 SESSION = """
 import os, subprocess, sys, time
-from deployments import up
+from deployments import host
 
 started_s = time.time()
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]], stdout=subprocess.PIPE, text=True)
 segment = "/dev/shm/" + child.stdout.readline().strip().lstrip("/")
 assert os.path.exists(segment) and os.path.exists(sys.argv[2])
-sockets = up.session_sockets()
-assert segment not in map(str, up.abandoned_segments(started_s)), "it is in use"
-up.TERMINATE_S = 0.5
-up.end_session()
+sockets = host.session_sockets()
+assert segment not in map(str, host.abandoned_segments(started_s)), "it is in use"
+host.TERMINATE_S = 0.5
+host.end_session()
 assert child.wait(5) == -9
-left = {str(path) for path in (*sockets, *up.abandoned_segments(started_s))}
+left = {str(path) for path in (*sockets, *host.abandoned_segments(started_s))}
 print("found" if {segment, sys.argv[2]} <= left else left)
 os.unlink(segment)
 """

@@ -1,0 +1,94 @@
+"""The program that runs Ray for `peagle serve`, and clears away what killed processes of its session leave behind.
+
+It imports no more than Ray, because the whole service waits for it.
+"""
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+
+TERMINATE_S = 5.0
+SOCKETS_INTERVAL_S = 10.0
+
+
+def host_ray(num_cpus: int) -> None:
+    """Run Ray until standard input ends: also when `peagle serve` was killed. This process leads a session, and nothing
+    of that session is left when it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    started_s = time.time()
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    context: Any = ray.init(address="local", num_cpus=num_cpus, include_dashboard=True, **quiet)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    has_token = os.environ.get("RAY_AUTH_MODE") == "token"
+    found = {"address": context.address_info["gcs_address"], "has_token": has_token}
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+    sockets: set[Path] = set()
+    while not select.select([sys.stdin], [], [], SOCKETS_INTERVAL_S)[0]:
+        sockets |= session_sockets()
+    with contextlib.suppress(Exception):
+        ray.shutdown()
+    end_session()
+    for path in (*sockets, *abandoned_segments(started_s)):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def session_processes() -> list[int]:
+    """The processes of the session that this one leads, without this one."""
+    pids = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            if os.getsid(int(folder.name)) == os.getpid() != int(folder.name) and state != "Z":
+                pids.append(int(folder.name))
+    return pids
+
+
+def end_session() -> None:
+    """End these processes, first politely."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        end_s = time.monotonic() + TERMINATE_S
+        for pid in session_processes():
+            with contextlib.suppress(OSError):
+                os.kill(pid, number)
+        while session_processes() and time.monotonic() < end_s:
+            time.sleep(0.1)
+
+
+def session_sockets() -> set[Path]:
+    """Sockets in the file system that processes of this session hold open: a killed engine leaves its own there."""
+    rows = [line.split(None, 7) for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    paths = {f"socket:[{row[6]}]": Path(row[7]) for row in rows if len(row) == 8 and row[7].startswith("/")}
+    links = set()
+    for pid in session_processes():
+        with contextlib.suppress(OSError):
+            links |= {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    return {path for link, path in paths.items() if link in links}
+
+
+def abandoned_segments(since_s: float) -> list[Path]:
+    """Shared memory of engines, begun since then, that no process of this machine maps any more; and what OpenMP has
+    registered there for processes that are gone."""
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            mapped |= set(re.findall(r"/dev/shm/(\S+)$", maps.read_text(errors="replace"), flags=re.MULTILINE))
+    found = []
+    for path in Path("/dev/shm").iterdir():
+        with contextlib.suppress(OSError):
+            is_ours = path.stat().st_uid == os.getuid() and path.stat().st_ctime >= since_s
+            owner = re.fullmatch(r"__KMP_REGISTERED_LIB_(\d+)_\d+", path.name)
+            is_segment = path.name.startswith("psm_") and path.name not in mapped
+            if is_ours and (is_segment or (owner and not Path(f"/proc/{owner[1]}").exists())):
+                found.append(path)
+    return found
