@@ -146,30 +146,33 @@ def labelled(families: Iterable[Metric], **labels: str) -> list[Metric]:
     return found
 
 
-def _by_depth(name: str, text: str, labels: Sequence[str]) -> CounterMetricFamily:
-    return CounterMetricFamily(f"peagle_{name}", text, labels=(*labels, "depth"))
+def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
+    return CounterMetricFamily(f"peagle_{name}", text, labels=labels)
+
+
+def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"peagle_{name}", text, labels=labels)
+
+
+def _add_depths(family: CounterMetricFamily, labels: Sequence[str], counts: Iterable[float]) -> None:
+    for depth, count in enumerate(counts, start=1):
+        family.add_metric([*labels, str(depth)], count)
 
 
 def target_metrics(reports: Sequence[TargetReport], num_ready: int) -> list[Metric]:
     """What targets have counted by workload, every counter from zero on at each replica's start."""
-    labels = ("model", "workload", "replica")
-    ready = GaugeMetricFamily("peagle_target_replicas", "Target replicas that run.")
+    of_target, labels = ("model", "replica"), ("model", "workload", "replica")
+    ready = _gauge("target_replicas", "Target replicas that run.")
     ready.add_metric([], num_ready)
-    running = GaugeMetricFamily(
-        "peagle_running_requests", "Sequences in the engine, waiting ones included.", labels=("model", "replica")
-    )
-    generated = CounterMetricFamily(
-        "peagle_generated_tokens", "Output tokens, of running sequences too.", labels=("model", "replica")
-    )
-    requests = CounterMetricFamily(
-        "peagle_requests", "Sequences ended; aborted: the client left.", labels=(*labels, "outcome")
-    )
-    tokens = CounterMetricFamily("peagle_output_tokens", "Output tokens of ended sequences.", labels=labels)
-    prompts = CounterMetricFamily("peagle_prompt_tokens", "Prompt tokens of ended sequences.", labels=labels)
-    steps = CounterMetricFamily("peagle_verification_steps", "Steps that verified drafts.", labels=labels)
-    drafted = _by_depth("draft_tokens", "Draft tokens verified: steps at least this deep.", labels)
-    reached = _by_depth("reached_draft_tokens", "Of these, all before them accepted.", labels)
-    accepted = _by_depth("accepted_tokens", "Draft tokens accepted at this depth.", labels)
+    running = _gauge("running_requests", "Sequences in the engine, waiting ones included.", *of_target)
+    generated = _counter("generated_tokens", "Output tokens, of running sequences too.", *of_target)
+    requests = _counter("requests", "Sequences ended; aborted: the client left.", *labels, "outcome")
+    tokens = _counter("output_tokens", "Output tokens of ended sequences.", *labels)
+    prompts = _counter("prompt_tokens", "Prompt tokens of ended sequences.", *labels)
+    steps = _counter("verification_steps", "Steps that verified drafts.", *labels)
+    drafted = _counter("draft_tokens", "Draft tokens verified: steps at least this deep.", *labels, "depth")
+    reached = _counter("reached_draft_tokens", "Of these, all before them accepted.", *labels, "depth")
+    accepted = _counter("accepted_tokens", "Draft tokens accepted at this depth.", *labels, "depth")
     for report in reports:
         running.add_metric([report.model, report.replica], report.num_running)
         generated.add_metric([report.model, report.replica], report.num_output_tokens)
@@ -180,24 +183,21 @@ def target_metrics(reports: Sequence[TargetReport], num_ready: int) -> list[Metr
             tokens.add_metric(values, found.num_output_tokens)
             prompts.add_metric(values, found.num_prompt_tokens)
             steps.add_metric(values, found.counts.num_steps)
-            rows = ((drafted, found.counts.drafted), (reached, found.counts.reached), (accepted, found.counts.accepted))
-            for family, counts in rows:
-                for depth, count in enumerate(counts, start=1):
-                    family.add_metric([*values, str(depth)], count)
+            _add_depths(drafted, values, found.counts.drafted)
+            _add_depths(reached, values, found.counts.reached)
+            _add_depths(accepted, values, found.counts.accepted)
     return [ready, running, generated, requests, tokens, prompts, steps, drafted, reached, accepted]
 
 
 def head_metrics(by_head: Mapping[str, Counts], ingress: str) -> list[Metric]:
     """Steps and tokens by the head that drafted them, as one ingress replica has counted them."""
-    labels = ("head", "ingress")
-    steps = CounterMetricFamily("peagle_head_verification_steps", "Steps that verified its drafts.", labels=labels)
-    drafted = _by_depth("head_draft_tokens", "Drafts of a head that were verified.", labels)
-    accepted = _by_depth("head_accepted_tokens", "Drafts of a head that were accepted.", labels)
+    steps = _counter("head_verification_steps", "Steps that verified its drafts.", "head", "ingress")
+    drafted = _counter("head_draft_tokens", "Drafts of a head that were verified.", "head", "ingress", "depth")
+    accepted = _counter("head_accepted_tokens", "Drafts of a head that were accepted.", "head", "ingress", "depth")
     for head, found in by_head.items():
         steps.add_metric([head, ingress], found.num_steps)
-        for family, counts in ((drafted, found.drafted), (accepted, found.accepted)):
-            for depth, count in enumerate(counts, start=1):
-                family.add_metric([head, ingress, str(depth)], count)
+        _add_depths(drafted, [head, ingress], found.drafted)
+        _add_depths(accepted, [head, ingress], found.accepted)
     return [steps, drafted, accepted]
 
 
@@ -207,10 +207,8 @@ SHOWN_S = 3600.0
 
 def change_metrics(changes: Iterable[Mapping[str, Any]]) -> list[Metric]:
     """Heads that are tried, watched, or were taken back of late (`HeadKeeper.document`)."""
-    state = GaugeMetricFamily("peagle_head_change", "1: so it is with this head.", labels=("head", "against", "state"))
-    gain = GaugeMetricFamily(
-        "peagle_head_gain", "AL over that of `against`, minus 1.", labels=("head", "against", "bound")
-    )
+    state = _gauge("head_change", "1: so it is with this head.", "head", "against", "state")
+    gain = _gauge("head_gain", "AL over that of `against`, minus 1.", "head", "against", "bound")
     for change in changes:
         is_compared = change["state"] in ("loading", "running") or change["is_watched"]
         if is_compared or (change["state"] == "taken back" and time.time() - change["changed_s"] < SHOWN_S):
@@ -223,30 +221,29 @@ def change_metrics(changes: Iterable[Mapping[str, Any]]) -> list[Metric]:
 
 def drafter_metrics(drafters: Sequence[DrafterReport], reports: Sequence[TargetReport]) -> list[Metric]:
     """The drafter replicas and the targets' links to them."""
-    ready = GaugeMetricFamily("peagle_drafter_replicas", "Drafter replicas that answer.")
+    ready = _gauge("drafter_replicas", "Drafter replicas that answer.")
     ready.add_metric([], len(drafters))
-    heads = GaugeMetricFamily("peagle_drafter_head", "1: live on this drafter.", labels=("replica", "index", "head"))
-    refused = GaugeMetricFamily("peagle_drafter_head_refused", "1: the last user_config was.", labels=("replica",))
-    up = GaugeMetricFamily("peagle_link_up", "1: this target drafts over it.", labels=("replica", "drafter"))
+    heads = _gauge("drafter_head", "1: live on this drafter.", "replica", "index", "head")
+    refused = _gauge("drafter_head_refused", "1: the last user_config was.", "replica")
+    up = _gauge("link_up", "1: this target drafts over it.", "replica", "drafter")
     found: dict[str, CounterMetricFamily] = {}
 
     def count(prefix: str, labels: Mapping[str, str], counters: Mapping[str, float]) -> None:
         for counter, value in sorted(counters.items()):
             name = prefix + (f"{counter[:-1]}seconds" if counter.endswith("_s") else counter)
-            text = name.removeprefix("peagle_").replace("_", " ")
-            family = found.setdefault(name, CounterMetricFamily(name, text, labels=list(labels)))
+            family = found.setdefault(name, _counter(name, name.replace("_", " "), *labels))
             family.add_metric(list(labels.values()), value)
 
     for drafter in drafters:
         refused.add_metric([drafter.replica], float(bool(drafter.refused)))
         for head in drafter.heads:
             heads.add_metric([drafter.replica, str(head.index), head.digest], 1)
-        count("peagle_drafter_", {"replica": drafter.replica}, drafter.counters)
+        count("drafter_", {"replica": drafter.replica}, drafter.counters)
     for report in reports:
         for link in report.links:
             labels = {"replica": report.replica, "drafter": link["drafter"]}
             up.add_metric(list(labels.values()), float(link["state"] == "up"))
-            count("peagle_link_", labels, link["counters"])
+            count("link_", labels, link["counters"])
     return [ready, heads, refused, up, *found.values()]
 
 
@@ -257,22 +254,16 @@ def learner_document(reports: Sequence[LearnerReport]) -> dict[str, Any] | None:
 
 def learner_metrics(reports: Sequence[LearnerReport]) -> list[Metric]:
     """What the learner keeps and does, its counters from zero on at its start, and its last round's comparison."""
-    kept = GaugeMetricFamily("peagle_learner_answers", "Answers kept.", labels=("workload",))
-    size = GaugeMetricFamily("peagle_learner_buffer_bytes", "Of these, prompts included.")
-    came = CounterMetricFamily("peagle_learner_fetched_answers", "Answers by what became of them.", labels=("outcome",))
-    phase = GaugeMetricFamily("peagle_learner_phase", "1: what it does.", labels=("phase",))
-    ratio = GaugeMetricFamily(
-        "peagle_learner_acceptance_ratio",
-        "AL of the last head trained over the current one's, held-out answers; bound: ratio, low, high (95 %).",
-        labels=("mix", "bound"),
-    )
+    kept = _gauge("learner_answers", "Answers kept.", "workload")
+    size = _gauge("learner_buffer_bytes", "Of these, prompts included.")
+    came = _counter("learner_fetched_answers", "Answers by what became of them.", "outcome")
+    phase = _gauge("learner_phase", "1: what it does.", "phase")
+    text = "AL of the last head trained over the current one's, held-out answers; bound: ratio, low, high (95 %)."
+    ratio = _gauge("learner_acceptance_ratio", text, "mix", "bound")
     others = {
-        name: CounterMetricFamily(f"peagle_learner_{name}", text)
-        for name, text in (
-            ("rounds", "Rounds of training."),
-            ("proposals", "Heads that passed the gate."),
-            ("busy_seconds", "Time in training and judging."),
-        )
+        "rounds": _counter("learner_rounds", "Rounds of training."),
+        "proposals": _counter("learner_proposals", "Heads that passed the gate."),
+        "busy_seconds": _counter("learner_busy_seconds", "Time in training and judging."),
     }
     for report in reports:
         size.add_metric([], report.num_bytes)
@@ -293,19 +284,16 @@ def learner_metrics(reports: Sequence[LearnerReport]) -> list[Metric]:
 
 def depth_metrics(document: Mapping[str, Any], model: str) -> list[Metric]:
     """What `DepthControl.document` says, as gauges."""
-    labels = ["model", "workload"]
-    chosen = GaugeMetricFamily("peagle_depth", "K that a request of the workload gets.", labels=[*labels, "source"])
-    survival = GaugeMetricFamily(
-        "peagle_survival",
-        "Believed survival by depth; bound: mean, low, high (90 %).",
-        labels=[*labels, "depth", "bound"],
-    )
+    labels = ("model", "workload")
+    chosen = _gauge("depth", "K that a request of the workload gets.", *labels, "source")
+    text = "Believed survival by depth; bound: mean, low, high (90 %)."
+    survival = _gauge("survival", text, *labels, "depth", "bound")
     for row in document["workloads"]:
         chosen.add_metric([model, row["workload"], row["source"]], row["k"])
         for bound, values in row["survival"].items():
             for depth, value in enumerate(values, start=1):
                 survival.add_metric([model, row["workload"], str(depth), bound], value)
-    step = GaugeMetricFamily("peagle_step_seconds", "A step of an engine, at the load of now.", labels=["model"])
+    step = _gauge("step_seconds", "A step of an engine, at the load of now.", "model")
     if document["step_s"] is not None:
         step.add_metric([model], document["step_s"])
     return [chosen, survival, step]

@@ -34,6 +34,7 @@ POLL_INTERVAL_S = 1.0
 HEARTBEAT_S = 10.0
 MIN_LOGICAL_CPUS = 8
 RAY_STOP_S = 30.0
+DASHBOARD_TIMEOUT_S = 30.0
 
 RAY_ENVIRONMENT = {
     # By Ray's default of 15 any other process of the machine starves the engines.
@@ -342,10 +343,11 @@ def _require_free_port(host: str, port: int) -> None:
 
 def _connect(dashboard: str) -> Any:
     """Client of Serve's REST API, with this user's Ray token. Waits for the dashboard, which comes up after Ray."""
-    for _ in range(30):
+    deadline_s = time.monotonic() + DASHBOARD_TIMEOUT_S
+    while time.monotonic() < deadline_s:
         with contextlib.suppress(ConnectionError):
             return compat.serve_client(dashboard)
-        time.sleep(POLL_INTERVAL_S)
+        time.sleep(0.1)
     raise UpError(f"Ray's dashboard at {dashboard} does not answer; Serve takes its config there")
 
 
