@@ -862,7 +862,7 @@ async def _answer(backend: Backend, call: Call | None, request: Request) -> Resp
     first = await _unless_disconnected(request, anext(pieces, ""))
     if first.startswith("data: "):
         return EventStream(_events(first, pieces), media_type="text/event-stream")
-    return Response(first + await _joined(pieces), media_type="application/json")
+    return Response("".join([first, *[piece async for piece in pieces]]), media_type="application/json")
 
 
 class EventStream(StreamingResponse):
@@ -891,10 +891,6 @@ async def _body(request: Request, max_bytes: int) -> bytes:
     except ClientDisconnect as error:
         raise ApiError(499, "the client has gone") from error
     return b"".join(parts)
-
-
-async def _joined(pieces: AsyncIterator[str]) -> str:
-    return "".join([piece async for piece in pieces])
 
 
 async def _events(first: str, pieces: AsyncIterator[str]) -> AsyncIterator[str]:

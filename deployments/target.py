@@ -289,7 +289,7 @@ class TargetServer(LLMServer):
                 raise self._failure(admitted, from_engine(result.error))
             if hasattr(result, "choices"):
                 usage = result.usage
-                field = self._drafting_field(admitted, result.id)
+                field = self._drafting_field(admitted, self._recorder.pop(result.id))
                 is_complete = True
                 yield whole_answer(result, field)
                 yield Usage(usage.prompt_tokens, usage.completion_tokens or 0)
@@ -335,16 +335,13 @@ class TargetServer(LLMServer):
                         record = None if response_id is None else self._recorder.pop(response_id[1])
                         if record is not None:
                             usage = Usage(record.num_prompt_tokens, record.num_output_tokens)
-                        event = event_with(event, drafting=self._field_of(admitted, record))
+                        event = event_with(event, drafting=self._drafting_field(admitted, record))
                 yield event
         if held:
             yield held
         yield usage
 
-    def _drafting_field(self, admitted: Admitted, response_id: str) -> dict[str, Any]:
-        return self._field_of(admitted, self._recorder.pop(response_id))
-
-    def _field_of(self, admitted: Admitted, record: Any) -> dict[str, Any]:
+    def _drafting_field(self, admitted: Admitted, record: Any) -> dict[str, Any]:
         head = self.edge.head_of(admitted.drafting.workload)
         return drafting_field(admitted.drafting, head, Counts() if record is None else record.counts)
 
