@@ -56,8 +56,10 @@ def build(args: dict[str, Any]) -> serve.Application:
     return bind_target(settings, HTTP_TARGET, drafter, router)
 
 
-def bind(replica: str | type, args: tuple[Any, ...], options: Mapping[str, Any]) -> serve.Application:
+def bind(replica: str | type, *args: Any, **options: Any) -> serve.Application:
     """A deployment of a class, or of the one at a path "package.module.Class"."""
+    quiet = {"enable_access_log": False}  # a line a second, of the questions of other replicas, otherwise
+    options = {"health_check_period_s": HEALTH_CHECK_PERIOD_S, "logging_config": quiet, **options}
     deployment: Any = serve.deployment(object, **options)
     bound: serve.Application = deployment.options(func_or_class=replica).bind(*args)
     return bound
@@ -67,29 +69,21 @@ def bind_target(
     settings: ClusterSettings, replica: str | type, *handles: serve.Application | None
 ) -> serve.Application:
     """The deployment of targets; `handles`: of drafter and router."""
-    return bind(replica, (settings, *handles), target_options(settings))
+    return bind(replica, settings, *handles, **target_options(settings))
 
 
 def target_options(settings: ClusterSettings) -> dict[str, Any]:
-    """Serve's options of the targets, as `ray.serve.llm` makes them."""
-    scaling = target_autoscaling(settings)
+    """Serve's options of the targets, with resources as `ray.serve.llm` gives them."""
+    target, scaling = settings.target, target_autoscaling(settings)
+    scaled = {"autoscaling_config": scaling, "graceful_shutdown_timeout_s": MAX_STREAM_S}
     return {
         "name": TARGET_NAME,
-        **(
-            {"num_replicas": settings.target.num_replicas}
-            if scaling is None
-            else {"autoscaling_config": scaling, "graceful_shutdown_timeout_s": MAX_STREAM_S}
-        ),
-        "max_ongoing_requests": settings.target.max_ongoing_requests,
-        "ray_actor_options": {
-            "num_cpus": settings.target.num_cpus,
-            "runtime_env": {"env_vars": replica_env(settings)},
-        },
+        **({"num_replicas": target.num_replicas} if scaling is None else scaled),
+        "max_ongoing_requests": target.max_ongoing_requests,
+        "ray_actor_options": {"num_cpus": target.num_cpus, "runtime_env": {"env_vars": replica_env(settings)}},
         "placement_group_bundles": settings.target_bundles(),
         "placement_group_strategy": "PACK",
         "user_config": live_config(settings),
-        "health_check_period_s": HEALTH_CHECK_PERIOD_S,
-        "logging_config": {"enable_access_log": False},  # a line a second, of the router's questions, otherwise
     }
 
 
@@ -112,53 +106,48 @@ def bind_router(
     settings: ClusterSettings, replica: str | type, name: str, *handles: serve.Application | None
 ) -> serve.Application:
     """The deployment of the router, or of ingress replicas; `handles`: of drafter, target and learner."""
-    options = {
-        "name": name,
-        "num_replicas": max(1, settings.ingress.num_replicas),
-        "max_ongoing_requests": settings.ingress.max_ongoing_requests,
-        "ray_actor_options": {"num_cpus": settings.ingress.num_cpus},
-        "health_check_period_s": HEALTH_CHECK_PERIOD_S,
-        "user_config": live_config(settings),
-        "logging_config": {"enable_access_log": name == INGRESS_NAME},
-    }
-    return bind(replica, (settings, *handles), options)
+    return bind(
+        replica,
+        settings,
+        *handles,
+        name=name,
+        num_replicas=max(1, settings.ingress.num_replicas),
+        max_ongoing_requests=settings.ingress.max_ongoing_requests,
+        ray_actor_options={"num_cpus": settings.ingress.num_cpus},
+        user_config=live_config(settings),
+        logging_config={"enable_access_log": name == INGRESS_NAME},
+    )
 
 
 def bind_drafter(settings: ClusterSettings) -> serve.Application | None:
     """The deployment of remote drafters; None where drafters run in the targets' engines."""
-    if settings.drafter is None or not settings.drafter.is_remote:
+    if settings.drafter is None or (replicas := settings.drafter.replicas) is None:
         return None
-    replicas = settings.drafter.replicas
-    assert replicas is not None
     scaling = drafter_autoscaling(settings)
-    options = {
-        "name": DRAFTER_NAME,
-        **({"num_replicas": replicas.num_replicas} if scaling is None else {"autoscaling_config": scaling}),
-        "ray_actor_options": {
-            "num_cpus": replicas.num_cpus,
-            "num_gpus": replicas.num_gpus,
-            "runtime_env": {"env_vars": dict(replicas.env)},
-        },
-        "health_check_period_s": HEALTH_CHECK_PERIOD_S,
-        "graceful_shutdown_timeout_s": MAX_DRAIN_S + 10,
-        "logging_config": {"enable_access_log": False},  # one line a second and target otherwise
-    }
-    return bind(DRAFTER, (settings,), options)
+    number = {"num_replicas": replicas.num_replicas} if scaling is None else {"autoscaling_config": scaling}
+    actor = {"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus}
+    return bind(
+        DRAFTER,
+        settings,
+        name=DRAFTER_NAME,
+        **number,
+        ray_actor_options={**actor, "runtime_env": {"env_vars": dict(replicas.env)}},
+        graceful_shutdown_timeout_s=MAX_DRAIN_S + 10,
+    )
 
 
 def bind_learner(settings: ClusterSettings) -> serve.Application | None:
     """The deployment that trains heads on; None without a section `learning`."""
-    learning = settings.learning
-    if learning is None:
+    if (learning := settings.learning) is None:
         return None
-    options = {
-        "name": LEARNER_NAME,
-        "num_replicas": 1,
-        "ray_actor_options": {"num_cpus": learning.num_cpus, "num_gpus": learning.num_gpus},
-        "health_check_timeout_s": LEARNER_TIMEOUT_S,
-        "logging_config": {"enable_access_log": False},
-    }
-    return bind(LEARNER, (settings,), options)
+    return bind(
+        LEARNER,
+        settings,
+        name=LEARNER_NAME,
+        num_replicas=1,
+        ray_actor_options={"num_cpus": learning.num_cpus, "num_gpus": learning.num_gpus},
+        health_check_timeout_s=LEARNER_TIMEOUT_S,
+    )
 
 
 def catalog() -> Catalog:
