@@ -5,6 +5,7 @@ It imports no more than Ray, because the whole service waits for it.
 
 import contextlib
 import json
+import logging
 import os
 import re
 import select
@@ -24,6 +25,7 @@ def host_ray(num_cpus: int) -> None:
     """Run Ray until standard input ends: also when `peagle serve` was killed. This process leads a session, and nothing
     of that session is left when it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.disable(logging.WARNING)  # what Ray says of its defaults is no news to who started the service
     started_s = time.time()
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     context: Any = ray.init(address="local", num_cpus=num_cpus, include_dashboard=True, **quiet)
