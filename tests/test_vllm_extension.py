@@ -17,6 +17,7 @@ import ray
 import torch
 import yaml
 from ray import cloudpickle
+from ray.serve._private.replica import _load_deployment_def_from_import_path
 from vllm import SamplingParams
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -26,6 +27,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from cluster.counts import WorkloadCounts
 from cluster.settings import load_settings
+from deployments import app
 from deployments.app import catalog, replica_env, target_options
 from deployments.target import TargetServer, engine_config
 from peagle.config import DEFAULT_NUM_DEPTHS
@@ -127,6 +129,11 @@ def test_vllm_s_settings_are_those_of_its_records() -> None:
     found = catalog()
     assert found.engine_keys == names_of(AsyncEngineArgs, FrontendArgs)
     assert found.draft_keys == names_of(SpeculativeConfig)
+
+
+@pytest.mark.parametrize("path", [app.TARGET, app.HTTP_TARGET, app.ROUTER, app.HTTP_INGRESS, app.DRAFTER, app.LEARNER])
+def test_a_replica_finds_its_class(path: str) -> None:
+    assert isinstance(_load_deployment_def_from_import_path(path), type)
 
 
 @pytest.mark.parametrize("name", ["local", "gpu", "gpu-remote"])
