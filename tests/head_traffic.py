@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.counts import Counts, News, WorkloadCounts
-from cluster.heads import TRIAL_SUFFIX, DraftersView, HeadKeeper, HeadRef, base_workload
+from cluster.heads import TRIAL_SUFFIX, DraftersView, HeadKeeper, HeadRef
 
 TRACES = Path(__file__).parents[1] / "benchmarks/results/2026-11-21-traces-smollm2-135m.npz"
 TASKS = ("humaneval", "math_reasoning", "qa", "rag", "summarization", "translation")
@@ -75,7 +75,8 @@ class HeadTraffic:
             routing, news = self.keeper.routing, News()
             share = routing.share if routing.trial else 0.0
             for task, num in zip(TASKS, self._random.multinomial(at_a_time, self.weights), strict=True):
-                num_tried = self._random.binomial(num, share) if task in (routing.workloads or TASKS) else 0
+                is_asked = task in routing.workloads if routing.workloads else task not in routing.own
+                num_tried = self._random.binomial(num, share) if is_asked else 0
                 name = workload or task
                 self._add(news, name, task, self.head, int(num - num_tried))
                 self._add(news, name + TRIAL_SUFFIX, task, routing.trial, int(num_tried))
@@ -85,11 +86,12 @@ class HeadTraffic:
     def _add(self, news: News, name: str, task: str, head: str, num: int) -> None:
         if not num:
             return
-        rows = requests_of(task, self._losses[self.keeper.routing.own.get(base_workload(name), head)])
+        head = self.keeper.routing.own.get(name, head)
+        rows = requests_of(task, self._losses[head])
         row = rows[self._random.integers(len(rows), size=num)].sum(0)
         depths = int((row[:K] > 0).sum())
         counts = Counts(*(row[start : start + depths].tolist() for start in range(0, 3 * K, K)))
         before = news.workloads.get(name, WorkloadCounts())
         news.workloads[name] = before + WorkloadCounts(num, num, counts=counts)
-        of_head = news.by_head.setdefault(self.keeper.routing.own.get(base_workload(name), head), {})
+        of_head = news.by_head.setdefault(head, {})
         of_head[name] = of_head.get(name, Counts()) + counts
