@@ -168,9 +168,8 @@ class ModelSettings(Section):
 
 class TargetSettings(Section):
     """Replicas of the target. `bundle`: Ray resources of each engine worker, e.g. {GPU: 1} or {CPU: 1}, and
-    "accelerator_type:H100": 0.001 for a kind of GPU; `num_cpus`:
-    of the replica's own process; `max_ongoing_requests`: what Serve itself lets in, so much that `limits` comes first;
-    `env`: environment variables of the replica and its engine."""
+    "accelerator_type:H100": 0.001 for a kind of GPU; `num_cpus`: of the replica's own process; `max_ongoing_requests`:
+    what Serve itself lets in, so much that `limits` comes first; `env`: environment variables of replica and engine."""
 
     num_replicas: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=1.0, ge=0)

@@ -22,7 +22,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from prometheus_client.core import GaugeMetricFamily, Metric
 from ray.serve.config import AutoscalingContext
 
 from cluster.capacity import CapacityModel
@@ -183,34 +182,6 @@ class ScalingView:
             await asyncio.to_thread(self._board.put, ASKED, {"time_s": time.time()})
         except Exception:
             logger.exception("autoscaling cannot be told of a request")
-
-
-def scaling_metrics(document: Mapping[str, Any] | None) -> list[Metric]:
-    """A decision as gauges. Its reason in words stands in `GET /drafting`: as a label, each text would be a series."""
-    if document is None:
-        return []
-    replicas = GaugeMetricFamily(
-        "peagle_autoscaling_replicas", "Replicas; count: running, wanted, min, max.", labels=("deployment", "count")
-    )
-    for name in ("target", "drafter"):
-        for count, value in (document[name] or {}).items():
-            if value is not None:
-                replicas.add_metric([name, count.removeprefix("num_")], value)
-    source = GaugeMetricFamily("peagle_autoscaling_source", "1: what decided.", labels=("source",))
-    source.add_metric([document["source"]], 1)
-    found: list[Metric] = [replicas, source]
-    for key, name, text in (
-        ("num_decisions", "decisions", "Decisions since the controller started."),
-        ("demand_tokens_per_s", "demand_tokens_per_second", "Output tokens per second that are asked for."),
-        ("capacity_tokens_per_s", "capacity_tokens_per_second", "Output tokens per second that one replica gives."),
-        ("acceptance_length", "acceptance_length", "AL of a replica at the predicted K."),
-        ("needed", "needed_replicas", "Target replicas that the demand needs, before dead band and bounds."),
-    ):
-        if document[key] is not None:
-            gauge = GaugeMetricFamily(f"peagle_autoscaling_{name}", text)
-            gauge.add_metric([], document[key])
-            found.append(gauge)
-    return found
 
 
 # ====================================================================================================

@@ -25,7 +25,7 @@ from cluster.heads import CANDIDATE, HeadKeeper, HeadProposal, HeadTrial, base_w
 from cluster.learning import LearnerReport
 from cluster.settings import ClusterSettings, live_config
 from deployments import TARGET_NAME, compat
-from deployments.autoscaling import ClusterBoard, ScalingView, scaling_metrics
+from deployments.autoscaling import ClusterBoard, ScalingView
 from deployments.replicas import (
     POLL_TIMEOUT_S,
     REPLICA_LOST,
@@ -48,6 +48,7 @@ from deployments.telemetry import (
     live_heads,
     make_control,
     prometheus_text,
+    scaling_metrics,
     target_metrics,
 )
 from peagle.heads import candidate_directory, candidate_files, keep_candidate

@@ -299,6 +299,31 @@ def depth_metrics(document: Mapping[str, Any], model: str) -> list[Metric]:
     return [chosen, survival, step]
 
 
+def scaling_metrics(document: Mapping[str, Any] | None) -> list[Metric]:
+    """A decision as gauges. Its reason in words stands in `GET /drafting`: as a label, each text would be a series."""
+    if document is None:
+        return []
+    replicas = _gauge("autoscaling_replicas", "Replicas; count: running, wanted, min, max.", "deployment", "count")
+    for name in ("target", "drafter"):
+        for count, value in (document[name] or {}).items():
+            if value is not None:
+                replicas.add_metric([name, count.removeprefix("num_")], value)
+    source = _gauge("autoscaling_source", "1: what decided.", "source")
+    source.add_metric([document["source"]], 1)
+    found: list[Metric] = [replicas, source]
+    for key, name, text in (
+        ("num_decisions", "decisions", "Decisions since the controller started."),
+        ("demand_tokens_per_s", "demand_tokens_per_second", "Output tokens per second that are asked for."),
+        ("capacity_tokens_per_s", "capacity_tokens_per_second", "Output tokens per second that one replica gives."),
+        ("acceptance_length", "acceptance_length", "AL of a replica at the predicted K."),
+        ("needed", "needed_replicas", "Target replicas that the demand needs, before dead band and bounds."),
+    ):
+        if document[key] is not None:
+            found.append(gauge := _gauge(f"autoscaling_{name}", text))
+            gauge.add_metric([], document[key])
+    return found
+
+
 # ---- what was learned, kept over restarts
 
 

@@ -27,10 +27,10 @@ from deployments.autoscaling import (
     TargetAutoscaler,
     drafter_autoscaling,
     exported_metrics,
-    scaling_metrics,
     target_autoscaling,
 )
 from deployments.drafter import HeadLoader
+from deployments.telemetry import scaling_metrics
 from tests.autoscaling_harness import DRAFTER, TARGET, Controller, DictBoard, arguments, context
 from tests.scaling_cases import BAD, GOOD, FakeReplica, settings
 from tests.test_settings import QUEUE, catalog, remote  # noqa: F401 - a fixture

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from cluster.learning import LearnerReport
-from deployments.autoscaling import scaling_metrics
 from deployments.telemetry import (
     change_metrics,
     drafter_metrics,
@@ -19,6 +18,7 @@ from deployments.telemetry import (
     learner_document,
     learner_metrics,
     prometheus_text,
+    scaling_metrics,
     target_metrics,
 )
 from tests.autoscaling_harness import Controller
