@@ -109,6 +109,18 @@ def test_a_head_that_gains_for_one_workload_and_loses_for_another_is_proposed_fo
     rounds.train(LiveHead(1, "candidate-2", "def"), new[:1], weights)  # it goes on as the workload's own
 
 
+def test_it_rests_after_judging_as_after_each_step(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, rests = answers_of(small, "chat"), list[float]()
+    rounds, weights = Rounds(settings(small, share=0.25)), target_digest(small / "target")
+    name = str(small / "run" / "head")
+    live = LiveHead(0, name, head_digest(Path(name)))
+    monkeypatch.setattr("deployments.learner.time.sleep", rests.append)
+    found = rounds.train(live, answers, weights)
+    assert len(rests) == found["num_steps"] - 1
+    found = rounds.judge(live.digest, answers, answers, {})
+    assert rests[-1] == pytest.approx(3 * found["judging_s"], abs=0.2)
+
+
 def test_which_head_drafts_for_which_workload(small: Path) -> None:
     drafter = settings(small).drafter
     assert drafter is not None

@@ -23,14 +23,14 @@ def test_after_a_shift_a_head_that_learned_from_it_drafts_better(tmp_path: Path)
             "cod": {"ratio": 0.5},
         },
     }
-    numbers = ["--num-before", "32", "--num-held-out", "16", "--max-tokens", "48", "--max-s", "900"]
+    numbers = ["--num-before", "32", "--num-held-out", "8", "--max-tokens", "48", "--max-s", "900"]
     out = tmp_path / "learning.json"
     assert main([*numbers, "--learning", json.dumps(learning), "--out", str(out)]) == 0
     found = json.loads(out.read_text(encoding="utf-8"))
     assert found["num_failed"] == 0
     assert found["promoted"] is not None, found["states"]
     after = found["after_over_before"]
-    assert [after[kind]["num_equal_answers"] for kind in ("general", "json")] == [16, 16]
+    assert [after[kind]["num_equal_answers"] for kind in ("general", "json")] == [8, 8]
     assert after["json"]["ratio"] > 1
     heads = [found["phases"][f"json held out, {when}"]["heads"] for when in ("before", "after")]
     assert heads[0] != heads[1]
