@@ -102,24 +102,24 @@ class Learner:
             if num_new.total() < self._learning.min_new_answers:
                 continue
             try:
-                drafting = Drafting(self._drafter, *await self._heads())
+                in_use = HeadsInUse(self._drafter, *await self._heads())
                 by_head: Counter[LiveHead] = Counter()
                 for workload, number in num_new.items():
-                    by_head[drafting.head_of(workload)] += number
+                    by_head[in_use.head_of(workload)] += number
                 for head, number in by_head.most_common(1):
                     if number >= self._learning.min_new_answers:
-                        await self._round(head, drafting)
+                        await self._round(head, in_use)
                         self._problem = ""
             except Exception as error:  # requests are served on, and the next answers may do better
                 self._problem = repr(error)
                 logger.exception("a round of learning failed")
             self._phase = "collecting"
 
-    async def _round(self, head: LiveHead, drafting: "Drafting") -> None:
+    async def _round(self, head: LiveHead, in_use: "HeadsInUse") -> None:
         """Trains a head on, judges it, and proposes it if it is better."""
 
         def of(workload: str) -> bool:
-            return drafting.head_of(workload) == head
+            return in_use.head_of(workload) == head
 
         def held_out(of: Callable[[str], bool], newest: bool) -> list[KeptAnswer]:
             drawn = self._buffer.draw(2**62, held_out=True, newest=newest, of=of)
@@ -138,13 +138,13 @@ class Learner:
         alone = {
             name: (held_out(name.__eq__, newest=True), held_out(name.__eq__, newest=False))
             for name in self._buffer.num_answers()
-            if drafting.has_room and of(name)
+            if in_use.has_room and of(name)
         }
         if not recent:
             return
         self._phase = "training"
         self._counters["rounds"] += 1
-        self._rounds.keep_only({live.digest for live in drafting.heads})
+        self._rounds.keep_only({live.digest for live in in_use.heads})
         found = await asyncio.to_thread(self._rounds.train, head, [*recent, *before], self._buffer.target)
         self._busy_s += found["busy_s"]
         self._phase = "judging"
@@ -159,7 +159,7 @@ class Learner:
             folder = await asyncio.to_thread(self._rounds.save, head, found)
             self._counters["proposals"] += 1
             self._phase = "trial"
-            workloads = tuple(found.get("alone", ())) or drafting.workloads_of(head)
+            workloads = tuple(found.get("alone", ())) or in_use.workloads_of(head)
             self._rounds.tell(head.digest, folder, await self._tried(workloads, head, folder, found))
 
     async def _tried(
@@ -187,7 +187,7 @@ class Learner:
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafting:
+class HeadsInUse:
     """Which head drafts for which workload. heads: live; own: digest by workload, of those that were given one."""
 
     settings: DrafterSettings

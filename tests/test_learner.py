@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 from cluster.heads import HeadTrial
 from cluster.learning import KeptAnswer, TrafficBuffer
 from cluster.settings import Catalog, ClusterSettings, load_settings
-from deployments.learner import Drafting, Rounds
+from deployments.learner import HeadsInUse, Rounds
 from deployments.replicas import LiveHead
 from peagle.checkpoint import read_head_config
 from peagle.heads import candidate_files, head_digest, target_digest
@@ -126,12 +126,12 @@ def test_which_head_drafts_for_which_workload(small: Path) -> None:
     assert drafter is not None
     heads = (LiveHead(0, "a", "aa"), LiveHead(1, "b", "bb"), LiveHead(2, "c", "cc"))
     drafter = drafter.model_copy(update={"heads_by_workload": {"code": "b", "sql": "b"}, "spare_heads": 2})
-    drafting = Drafting(drafter, heads, {"sql": "cc", "chat": "gone"})
-    named = [drafting.head_of(workload).name for workload in ("code", "sql", "chat", "mail")]
+    in_use = HeadsInUse(drafter, heads, {"sql": "cc", "chat": "gone"})
+    named = [in_use.head_of(workload).name for workload in ("code", "sql", "chat", "mail")]
     assert named == ["b", "c", "a", "a"]
-    assert [drafting.workloads_of(head) for head in heads] == [(), ("code",), ("sql",)]
-    assert not drafting.has_room
-    assert Drafting(drafter, heads, {}).has_room
+    assert [in_use.workloads_of(head) for head in heads] == [(), ("code",), ("sql",)]
+    assert not in_use.has_room
+    assert HeadsInUse(drafter, heads, {}).has_room
 
 
 def test_after_an_update_of_the_target_the_head_follows(small: Path, tmp_path: Path) -> None:
