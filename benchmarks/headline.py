@@ -212,6 +212,8 @@ def environment(options: argparse.Namespace, arm: Arm, index: int) -> dict[str, 
     ports = {"STATS_PORT": 8404, "METRICS_PORT": 9101}
     env = {f"RAY_SERVE_HAPROXY_{name}": str(port + index) for name, port in ports.items()}
     env |= {"RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(8500 + index), "RAY_ADDRESS": "local"}
+    # Where the arms together fill the machine, Ray would end the service, and nothing else.
+    env["RAY_memory_monitor_refresh_ms"] = "0"
     if options.gpus:
         count = 2 if arm.kind == "remote" else 1
         chosen = [options.gpus[(index + number) % len(options.gpus)] for number in range(count)]
