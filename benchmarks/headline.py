@@ -63,6 +63,7 @@ from benchmarks import models
 from benchmarks.common import markdown
 from benchmarks.engines import SURVIVAL, Arm
 from benchmarks.heads import cpu_environment
+from benchmarks.humaneval import answers_file
 from peagle.heads import prepare_head
 from peagle.provenance import conditions
 from peagle.train.recipe import target_checkpoint
@@ -382,12 +383,8 @@ def compare(rows: Sequence[dict[str, Any]], answers: Mapping[tuple[int, Cell], M
             row["equal_answers"] = round(sum(equal) / len(equal), 4)
 
 
-def answers_file(report: Path) -> Path:
-    return report.with_suffix(".answers.json.gz")
-
-
 def keep_answers(options: argparse.Namespace, answers: Mapping[tuple[int, Cell], dict[str, list[str]]]) -> None:
-    """Prompts and answers of all cells so far, each prompt and each answer of an arm in one order."""
+    """Writes prompts and answers of all cells so far, both in the order of the load; `random` has no prompts."""
     cells = []
     for (repeat, cell), by_arm in answers.items():
         lines = choose_lines(options, cell, len(next(iter(by_arm.values()))), cell_seed(cell, repeat))
@@ -434,7 +431,7 @@ def run(options: argparse.Namespace, arms: list[Arm], cells: list[Cell]) -> dict
                     answers.setdefault((repeat, cell), {})[str(arm)] = texts
                     compare(report["rows"], answers)
                     options.out.write_text(json.dumps(report, indent=1) + "\n")
-                    keep_answers(options, answers)
+                keep_answers(options, answers)
     return report
 
 

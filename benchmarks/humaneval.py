@@ -59,6 +59,11 @@ def _ends_well(text: str) -> bool:
     return done.returncode == 0
 
 
+def answers_file(report: Path) -> Path:
+    """Where `benchmarks.headline` keeps the answers of a report."""
+    return report.with_suffix(".answers.json.gz")
+
+
 def pass_at_1(prompts: Sequence[str], answers: Sequence[str]) -> float | None:
     """Share of the answers to HumanEval problems that pass; None where no prompt is one."""
     by_prompt = {f"{COMPLETE}{problem['prompt']}": problem for problem in human_eval_problems()}
@@ -70,21 +75,27 @@ def pass_at_1(prompts: Sequence[str], answers: Sequence[str]) -> float | None:
     return sum(found) / len(found)
 
 
+def add_pass_at_1(path: Path) -> None:
+    """Into the rows of a report whose cell has HumanEval problems among its prompts."""
+    report = json.loads(path.read_text(encoding="utf-8"))
+    with gzip.open(answers_file(path), "rt", encoding="utf-8") as file:
+        cells = {cell_key(cell): cell for cell in json.load(file)}
+    for row in report["rows"]:
+        cell = cells[cell_key(row)]
+        if cell["prompt_texts"]:  # `random` has none
+            rate = pass_at_1(cell["prompt_texts"], cell["answers"][row["arm"]])
+            row |= {} if rate is None else {"pass_at_1": round(rate, 4)}
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def cell_key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("prompts", "temperature", "num_requests", "repeat"))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path)
-    path = parser.parse_args().report
-    report = json.loads(path.read_text(encoding="utf-8"))
-    with gzip.open(path.with_suffix(".answers.json.gz"), "rt", encoding="utf-8") as file:
-        cells = {
-            (cell["prompts"], cell["temperature"], cell["num_requests"], cell["repeat"]): cell
-            for cell in json.load(file)
-        }
-    for row in report["rows"]:
-        cell = cells[row["prompts"], row["temperature"], row["num_requests"], row["repeat"]]
-        rate = pass_at_1(cell["prompt_texts"], cell["answers"][row["arm"]])
-        row |= {} if rate is None else {"pass_at_1": round(rate, 4)}
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    add_pass_at_1(parser.parse_args().report)
     return 0
 
 

@@ -8,7 +8,7 @@ engine's answers with a `drafting` field that says how they were drafted, and co
 
 import gc
 
-gc.disable()  # while modules load, which all stay: full collections would take a fifth of that time
+gc.disable()  # while modules load: what they make stays, and each full collection would walk all of it
 
 import asyncio
 import contextlib

@@ -8,6 +8,8 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from peagle.train.data import Conversations, write_manifest
+from peagle.train.recipe import Recipe
+from peagle.train.trainer import Trainer
 
 PROMPT_TOKENS = 6
 
@@ -45,4 +47,12 @@ def write_small_run(folder: Path) -> Path:
         "evaluate": {"data": str(folder / "data")},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+def write_small_head(folder: Path) -> Path:
+    """The same, and run/head, which knows little of these answers; returns the folder."""
+    write_small_run(folder)
+    overrides = [f"output={folder / 'run'}", "schedule.max_steps=5", "evaluate.data=null"]
+    Trainer(Recipe.load(folder / "recipe.yaml", overrides)).run()
     return folder

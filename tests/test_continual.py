@@ -13,10 +13,8 @@ from peagle.evaluate import AnswerCounts
 from peagle.heads import prepare_head
 from peagle.train.continual import HeadInTraining, compared, continual_recipe
 from peagle.train.data import Conversations
-from peagle.train.recipe import Recipe
 from peagle.train.target import Target
-from peagle.train.trainer import Trainer
-from tests.small_run import write_small_run
+from tests.small_run import write_small_head
 
 K = 4
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -30,10 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, its answers, and a head that knows little of them."""
-    folder = write_small_run(tmp_path_factory.mktemp("small"))
-    overrides = [f"output={folder / 'run'}", "schedule.max_steps=5", "evaluate.data=null"]
-    Trainer(Recipe.load(folder / "recipe.yaml", overrides)).run()
-    return folder
+    return write_small_head(tmp_path_factory.mktemp("small"))
 
 
 def test_it_gains_from_round_to_round_and_its_file_is_the_head_that_was_judged(small: Path, tmp_path: Path) -> None:

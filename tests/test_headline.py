@@ -1,6 +1,7 @@
 """The headline's arms, counters and page, on figures small enough to check by hand."""
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ from benchmarks.headline import (
     Counts,
     command,
     compare,
+    keep_answers,
     parse_arm,
     parse_counters,
     speculative_config,
     verification,
 )
 from benchmarks.headline_page import losses, page, plot, tables
-from benchmarks.humaneval import pass_at_1
+from benchmarks.humaneval import add_pass_at_1, pass_at_1
 from benchmarks.prompts import COMPLETE, human_eval_problems, prompt_sets
 from deployments.up import read_config
 from peagle.heads import prepare_head
@@ -148,3 +150,20 @@ def test_pass_at_1_runs_the_problems_own_tests() -> None:
     answers = [block, second["canonical_solution"], "while True: pass\0", wrong]
     assert pass_at_1([*prompts, "Hello"], [*answers, "Hi"]) == 0.5
     assert pass_at_1(["Hello"], ["Hi"]) is None
+
+
+def test_answers_that_were_kept_are_tried_later(tmp_path: Path) -> None:
+    problem, *_ = human_eval_problems()
+    (tmp_path / "set.jsonl").write_text(json.dumps({"prompt": COMPLETE + problem["prompt"]}) + "\n")
+    cells = [Cell("set", 0.0, 1), Cell("random", 0.0, 1)]
+    answers = {
+        (0, cell): {"none": [problem["canonical_solution"]] * 2, "ours-7": [problem["canonical_solution"], "?"]}
+        for cell in cells
+    }
+    given = argparse.Namespace(prompts=tmp_path, out=tmp_path / "report.json")
+    rows = [{"arm": arm, "repeat": 0, **dataclasses.asdict(cell)} for _, cell in answers for arm in ("none", "ours-7")]
+    given.out.write_text(json.dumps({"rows": rows}))
+    keep_answers(given, answers)
+    add_pass_at_1(given.out)
+    found = [row.get("pass_at_1") for row in json.loads(given.out.read_text())["rows"]]
+    assert found == [1.0, 0.5, None, None]

@@ -19,18 +19,13 @@ from deployments.replicas import LiveHead
 from peagle.checkpoint import read_head_config
 from peagle.heads import candidate_files, head_digest, target_digest
 from peagle.train.data import Conversations
-from peagle.train.recipe import Recipe
-from peagle.train.trainer import Trainer
-from tests.small_run import write_small_run
+from tests.small_run import write_small_head
 from tests.test_continual import SETTINGS
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_small_run(tmp_path_factory.mktemp("small"))
-    overrides = [f"output={folder / 'run'}", "schedule.max_steps=5", "evaluate.data=null"]
-    Trainer(Recipe.load(folder / "recipe.yaml", overrides)).run()
-    return folder
+    return write_small_head(tmp_path_factory.mktemp("small"))
 
 
 def settings(small: Path, **learning: Any) -> ClusterSettings:

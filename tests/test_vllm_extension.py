@@ -51,6 +51,7 @@ from peagle.vllm.engine import (
     V2_WORKER,
     capture_sizes,
     engine_kwargs,
+    setting_names,
 )
 from peagle.vllm.scheduler import PerRequestDepthScheduler
 from tests.counted import counts_of
@@ -129,6 +130,8 @@ def test_vllm_s_settings_are_those_of_its_records() -> None:
     found = catalog()
     assert found.engine_keys == names_of(AsyncEngineArgs, FrontendArgs)
     assert found.draft_keys == names_of(SpeculativeConfig)
+    for moved in ("engine/arg_utils:Moved", "moved/arg_utils:AsyncEngineArgs"):
+        assert setting_names(moved) is None
 
 
 @pytest.mark.parametrize("path", [app.TARGET, app.HTTP_TARGET, app.ROUTER, app.HTTP_INGRESS, app.DRAFTER, app.LEARNER])

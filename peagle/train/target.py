@@ -156,6 +156,7 @@ class KeptStates:
 
     @staticmethod
     def num_bytes(target: Target, num_tokens: int, aux_layer_ids: tuple[int, ...]) -> int:
+        """Of the taps and the last hidden state of so many tokens, in the target's type."""
         table = target.embed_VS
         return num_tokens * (len(aux_layer_ids) + 1) * table.shape[1] * table.element_size()
 

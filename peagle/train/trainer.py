@@ -215,11 +215,11 @@ class Trainer:
         self._kept = self._room_for_states()
 
     def _room_for_states(self) -> KeptStates | None:
-        """Raises ValueError naming the setting where it is less than the data needs."""
-        num_tokens, layers = len(self.batches.data.tokens), self.drafter.config.aux_layer_ids
-        gib = KeptStates.num_bytes(self.target, num_tokens, layers) / 2**30
+        """None where the recipe keeps none. Raises ValueError naming the setting where the data needs more."""
         if not self.recipe.keep_states_gib:
             return None
+        num_tokens, layers = len(self.batches.data.tokens), self.drafter.config.aux_layer_ids
+        gib = KeptStates.num_bytes(self.target, num_tokens, layers) / 2**30
         if gib > self.recipe.keep_states_gib:
             raise ValueError(
                 f"keep_states_gib = {self.recipe.keep_states_gib:g}: the target's states of {num_tokens} tokens take "

@@ -154,19 +154,22 @@ def _remote_engine(
 
 
 def setting_names(*records: str) -> frozenset[str] | None:
-    """Fields of vLLM's dataclasses, "path/of/file:Class", as its source has them: to import it takes seconds. None
-    where vLLM is not installed."""
+    """Fields of vLLM's dataclasses, "path/of/file:Class", as its source has them, without importing it. None where
+    vLLM is not installed, or keeps them elsewhere."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         return None
     names: set[str] = set()
     for record in records:
         file, _, wanted = record.partition(":")
-        source = Path(spec.submodule_search_locations[0], f"{file}.py").read_text(encoding="utf-8")
+        path = Path(spec.submodule_search_locations[0], f"{file}.py")
+        source = path.read_text(encoding="utf-8") if path.exists() else ""
         classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
         waiting = [wanted]
         while waiting:
-            node = classes[waiting.pop()]
+            node = classes.get(waiting.pop())
+            if node is None:
+                return None
             waiting += [base.id for base in node.bases if isinstance(base, ast.Name)]
             fields = [line.target for line in node.body if isinstance(line, ast.AnnAssign)]
             names |= {field.id for field in fields if isinstance(field, ast.Name)}
