@@ -17,6 +17,6 @@ second)  # the rest of the arms against none and ours
 esac
 python3 -m benchmarks.headline --model "$work/target" --peagle-head "$work/peagle/head" --eagle3-head "$work/eagle3/head" \
   ${DRAFT:+--draft-model "$DRAFT"} --batch-table '[[1,16,5],[17,64,3],[65,256,1]]' --gpus "${gpus[@]}" --arms $arms \
-  --prompts "$PROMPTS" --cells $cells --repeats "${REPEATS:-2}" --waves 2 --min-prompts 8 --max-tokens 256 --warm-tokens 48 \
+  --prompts "$PROMPTS" --cells $cells --repeats "${REPEATS:-2}" --waves 2 --min-prompts 6 --max-tokens 256 --warm-tokens 48 \
   --max-ready-s "${MAX_READY_S:-600}" --max-cell-s 200 \
   --engine "$engine" --folder "$work/headline" --out "$work/headline-${SET:-first}.json"

@@ -2,7 +2,7 @@
 # Both heads for Qwen2.5-Coder-1.5B-Instruct: conversations by the target, then training. See README.md.
 set -euo pipefail
 work=${WORK:-/tmp/coder}
-minutes=${MINUTES:-8}
+minutes=${MINUTES:-8} minutes_eagle3=${MINUTES_EAGLE3:-${MINUTES:-8}}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} VLLM_USE_FLASHINFER_SAMPLER=0 RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 CI=1
 mkdir -p "$work"
 peagle() { python3 -m deployments.cli "$@"; }
@@ -27,17 +27,17 @@ peagle generate configs/train/coder-peagle.yaml "${set_target[@]}" --prompts "$w
 all $first $second
 tail -1 "$work/generate.log"
 
-train() {  # name, GPU
+train() {  # name, GPU, minutes
   CUDA_VISIBLE_DEVICES=$2 python3 -m deployments.cli train "configs/train/coder-$1.yaml" "${set_target[@]}" output="$work/$1" \
-    schedule.max_minutes="$minutes" evaluate.data="$work/answers" keep_states_gib="${KEEP_STATES_GIB:-0}" > "$work/train-$1.log" 2>&1
+    schedule.max_minutes="$3" evaluate.data="$work/answers" keep_states_gib="${KEEP_STATES_GIB:-0}" > "$work/train-$1.log" 2>&1
 }
-say "training, $minutes minutes each, on ${#gpus[@]} GPUs"
+say "training, $minutes and $minutes_eagle3 minutes, on ${#gpus[@]} GPUs"
 if [ "${#gpus[@]}" -gt 1 ]; then
-  train peagle "${gpus[0]}" & first=$!
-  train eagle3 "${gpus[1]}" & second=$!
+  train peagle "${gpus[0]}" "$minutes" & first=$!
+  train eagle3 "${gpus[1]}" "$minutes_eagle3" & second=$!
   all $first $second
 else
-  train peagle "${gpus[0]}"
-  train eagle3 "${gpus[0]}"
+  train peagle "${gpus[0]}" "$minutes"
+  train eagle3 "${gpus[0]}" "$minutes_eagle3"
 fi
 say "heads are there"

@@ -16,8 +16,9 @@ steps 1..k. All anchors take step k together, and gradients flow back through al
 Chains read the true tokens. These are the drafted ones as far as drafts are right, and no draft behind a wrong one is
 ever used.
 
-Attention of a step is that over the rows of step 0, the same causal mask at every step, joined by log-sum-exp with the
-at most K - 1 keys of the own chain, one dot product each. (A sliding window moves on with the steps: one mask a step.)
+Compiled, a step's attention is one FlexAttention over the rows of all steps so far, under the rule of P-EAGLE's mask
+(`peagle.train.masks`). Plain, it is causal attention over the rows of step 0, joined by log-sum-exp with the at most
+K - 1 keys of the own chain, one dot product each: no mask over all rows is needed.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
 from peagle.checkpoint import load_head
 from peagle.config import DrafterConfig, HeadError
 from peagle.model import Attend, Drafter, initialize
-from peagle.train.cod import CodRows, chain_lengths, draft_rows, label_rows, sample_rows
+from peagle.train.cod import CodRows, attend_under, chain_lengths, draft_rows, label_rows, sample_rows
 from peagle.train.data import Batch, PackedBatches, answer_token_counts, frequent_tokens
 from peagle.train.losses import ChainWeights, ChunkedLoss
 from peagle.train.masks import Sight
@@ -45,9 +46,8 @@ from peagle.train.target import Target
 
 logger = logging.getLogger(__name__)
 
-#: What chains see of the rows of step 0: document ids [B, N] (plain torch, any device), or `block_masks` (compiled
-#: functions, GPU).
-StepZeroMask = Tensor | tuple[BlockMask, ...]
+#: What chains see: document ids [B, N] (plain torch, any device), or `block_masks` (compiled functions, GPU).
+ChainMask = Tensor | tuple[BlockMask, ...]
 
 _TILE = 1024  # queries whose scores exist at once where no kernel avoids them
 
@@ -181,11 +181,13 @@ def check_window(window: int | None, num_depths: int) -> None:
 
 
 def block_masks(document_BN: Tensor, config: DrafterConfig, tile: int = 128) -> tuple[BlockMask, ...]:
-    """What each step sees of the N rows of step 0; one mask for all steps where they see the same."""
-    rows, window = all_rows(document_BN, 1), config.sliding_window
-    if window is None:
-        return (Sight.of(rows, document_BN).block(tile),)
-    return tuple(Sight.of(rows, document_BN, window - step).block(tile) for step in range(config.num_depths))
+    """What each step's N rows see of the rows of all steps so far."""
+    num_tokens = document_BN.shape[1]
+    rows = all_rows(document_BN, config.num_depths)
+    sight = Sight.of(rows, document_BN, config.sliding_window)
+    row_T = torch.arange(rows.anchor_BT.shape[1], device=document_BN.device)
+    ends = range(num_tokens, len(row_T) + 1, num_tokens)
+    return tuple(sight.select(row_T[:end], num_tokens).block(tile) for end in ends)
 
 
 def all_rows(like_BN: Tensor, num_depths: int) -> CodRows:
@@ -196,7 +198,7 @@ def all_rows(like_BN: Tensor, num_depths: int) -> CodRows:
 
 
 def unrolled_rows(
-    drafter: Drafter, tokens_BN: Tensor, aux_BNX: Tensor, position_BN: Tensor, mask: StepZeroMask
+    drafter: Drafter, tokens_BN: Tensor, aux_BNX: Tensor, position_BN: Tensor, mask: ChainMask
 ) -> Tensor:
     """Normed hidden states [B, K * N, H] in the order of `all_rows`, each chain on the true tokens.
 
@@ -214,7 +216,7 @@ def unrolled_rows(
     return torch.cat(normed, dim=1)
 
 
-def attend_chains(mask: StepZeroMask, window: int | None) -> Attend:
+def attend_chains(mask: ChainMask, window: int | None) -> Attend:
     """Attention of one unroll; it keeps the keys and values of the steps it has seen, and so serves one unroll only."""
     held: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
@@ -225,12 +227,8 @@ def attend_chains(mask: StepZeroMask, window: int | None) -> Attend:
         if isinstance(mask, Tensor):
             left = None if window is None else window - len(own)
             return join(*_plain_attention(mask, left, q_BAND, first_k, first_v), q_BAND, own)
-        block_mask = mask[min(len(own), len(mask) - 1)]
-        out_BAND, aux = flex_attention(
-            q_BAND, first_k, first_v, block_mask=block_mask, enable_gqa=True, return_aux=AuxRequest(lse=True)
-        )
-        assert aux.lse is not None
-        return join(out_BAND, aux.lse, q_BAND, own)
+        k_BGTD, v_BGTD = (torch.cat(parts, dim=2) for parts in zip(*steps, strict=True))
+        return attend_under(mask[len(own)])(layer_index, q_BAND, k_BGTD, v_BGTD)
 
     return attend
 
