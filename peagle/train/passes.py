@@ -197,9 +197,7 @@ def all_rows(like_BN: Tensor, num_depths: int) -> CodRows:
     return CodRows(index_T % num_tokens, index_T // num_tokens, num_tokens)
 
 
-def unrolled_rows(
-    drafter: Drafter, tokens_BN: Tensor, aux_BNX: Tensor, position_BN: Tensor, mask: ChainMask
-) -> Tensor:
+def unrolled_rows(drafter: Drafter, tokens_BN: Tensor, aux_BNX: Tensor, position_BN: Tensor, mask: ChainMask) -> Tensor:
     """Normed hidden states [B, K * N, H] in the order of `all_rows`, each chain on the true tokens.
 
     aux_BNX: the target's tapped hidden states [B, N, C * S]. Chains near the end of a document read tokens behind it;
