@@ -43,7 +43,7 @@ from peagle.model import Drafter
 from peagle.provenance import conditions
 from peagle.train.cod import next_tokens, row_inputs
 from peagle.train.data import Batch, Conversations, PackedBatches, distinct_share, pack
-from peagle.train.passes import attend_chains, check_window
+from peagle.train.passes import ChainAttention, check_window
 from peagle.train.target import Target
 
 PACK_TOKENS = 2048
@@ -213,38 +213,39 @@ def _accepted(drafter: Drafter, target: Target, batch: Batch, num_depths: int) -
     """How many leading drafts of each anchor [N] are the document's own tokens.
 
     Depth after depth from all anchors at once, as `peagle.train.passes` unrolls: attention over the anchors' own rows
-    is the same for every depth, and a mask over all rows, which grows with (N * K) ** 2, is never needed. A chain stops
-    to count at its first wrong draft; until then its drafts are the true tokens, so EAGLE-3's rows can read those.
+    is the same for every depth, and a mask over all rows, which grows with (N * K) ** 2, is never needed. A chain ends
+    at its first wrong draft; until then its drafts are the true tokens, so EAGLE-3's rows can read those.
     """
     config, document_BN = drafter.config, batch.document_BN
     aux_BNX, _ = target.states(batch.tokens_BN, document_BN, batch.position_BN, config.aux_layer_ids, eager=True)
     last = batch.tokens_BN.shape[1] - 1
-    anchor_N = torch.arange(last + 1, device=target.device)
-    alive_N = batch.answer_BN[0].roll(-1)  # the first draft is compared with the answer's second token
-    alive_N[last] = False
-    accepted_N = torch.zeros_like(anchor_N)
-    attend = attend_chains(document_BN, config.sliding_window)
+    anchor_R = torch.arange(last + 1, device=target.device)
+    is_compared_R = batch.answer_BN[0].roll(-1)  # the first draft, with the answer's second token
+    accepted_N = torch.zeros_like(anchor_R)
+    attend = ChainAttention(document_BN, config.sliding_window)
     with torch.autocast(target.device.type, torch.bfloat16, enabled=target.device.type == "cuda"):
         if config.ptd_token_id is None:
-            embeds_BNH, hidden_BNH = drafter.embed(next_tokens(batch.tokens_BN)), drafter.reduce(aux_BNX)
+            embeds_BRH, hidden_BRH = drafter.embed(next_tokens(batch.tokens_BN)), drafter.reduce(aux_BNX)
         else:
             embeds_BMH, hidden_BMH = row_inputs(drafter, next_tokens(batch.tokens_BN), aux_BNX, 1)
-            embeds_BNH, hidden_BNH = embeds_BMH[:, :-1], hidden_BMH[:, :-1]
+            embeds_BRH, hidden_BRH = embeds_BMH[:, :-1], hidden_BMH[:, :-1]
         for depth in range(num_depths):
-            normed_BNH, stream_BNH = drafter(embeds_BNH, hidden_BNH, batch.position_BN + depth, attend)
-            label_N = (anchor_N + depth + 2).clamp_max(last)
-            alive_N = alive_N & (anchor_N + depth + 2 <= last) & (document_BN[0, label_N] == document_BN[0])
-            index_R = alive_N.nonzero().squeeze(1)
+            position_BR = batch.position_BN[:, anchor_R] + depth
+            normed_BRH, stream_BRH = drafter(embeds_BRH, hidden_BRH, position_BR, attend)
+            label_R = (anchor_R + depth + 2).clamp_max(last)
+            is_inside_R = (anchor_R + depth + 2 <= last) & (document_BN[0, label_R] == document_BN[0, anchor_R])
+            index_R = (is_compared_R & is_inside_R).nonzero().squeeze(1)
+            best = [drafter.logits(part_RH).argmax(-1) for part_RH in normed_BRH[0, index_R].split(LOGIT_ROWS)]
+            index_R = index_R[drafter.target_ids[torch.cat(best)] == batch.tokens_BN[0, label_R[index_R]]]
             if not len(index_R):
                 break
-            best_R = [drafter.logits(part_RH).argmax(-1) for part_RH in normed_BNH[0, index_R].split(LOGIT_ROWS)]
-            drafts_R = drafter.target_ids[torch.cat(best_R)]
-            alive_N[index_R] = drafts_R == batch.tokens_BN[0, label_N[index_R]]
-            accepted_N += alive_N
+            anchor_R, is_compared_R = anchor_R[index_R], torch.ones_like(index_R, dtype=torch.bool)
+            accepted_N[anchor_R] += 1
+            attend.keep(index_R, anchor_R)
             if config.ptd_token_id is None:
-                embeds_BNH, hidden_BNH = drafter.embed(batch.tokens_BN[:, label_N]), stream_BNH
+                embeds_BRH, hidden_BRH = drafter.embed(batch.tokens_BN[:, label_R[index_R]]), stream_BRH[:, index_R]
             else:
-                embeds_BNH, hidden_BNH = (x[:, -1:].expand_as(embeds_BNH) for x in (embeds_BMH, hidden_BMH))
+                embeds_BRH, hidden_BRH = (x[:, -1:].expand(-1, len(index_R), -1) for x in (embeds_BMH, hidden_BMH))
     return accepted_N
 
 

@@ -35,7 +35,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from peagle.checkpoint import load_head
 from peagle.config import DrafterConfig, HeadError
-from peagle.model import Attend, Drafter, initialize
+from peagle.model import Drafter, initialize
 from peagle.train.cod import CodRows, attend_under, chain_lengths, draft_rows, label_rows, sample_rows
 from peagle.train.data import Batch, PackedBatches, answer_token_counts, frequent_tokens
 from peagle.train.losses import ChainWeights, ChunkedLoss
@@ -203,7 +203,7 @@ def unrolled_rows(drafter: Drafter, tokens_BN: Tensor, aux_BNX: Tensor, position
     aux_BNX: the target's tapped hidden states [B, N, C * S]. Chains near the end of a document read tokens behind it;
     no loss looks at those rows, and no other row sees them.
     """
-    attend, hidden_BNH = attend_chains(mask, drafter.config.sliding_window), drafter.reduce(aux_BNX)
+    attend, hidden_BNH = ChainAttention(mask, drafter.config.sliding_window), drafter.reduce(aux_BNX)
     last = tokens_BN.shape[1] - 1
     anchor_N = torch.arange(last + 1, device=tokens_BN.device)
     normed = []
@@ -214,21 +214,30 @@ def unrolled_rows(drafter: Drafter, tokens_BN: Tensor, aux_BNX: Tensor, position
     return torch.cat(normed, dim=1)
 
 
-def attend_chains(mask: ChainMask, window: int | None) -> Attend:
+class ChainAttention:
     """Attention of one unroll; it keeps the keys and values of the steps it has seen, and so serves one unroll only."""
-    held: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
-    def attend(layer_index: int, q_BAND: Tensor, k_BGND: Tensor, v_BGND: Tensor) -> Tensor:
-        steps = held.setdefault(layer_index, [])
+    def __init__(self, mask: ChainMask, window: int | None) -> None:
+        self._mask, self._window = mask, window
+        self._held: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._anchor_N: Tensor | None = None
+
+    def keep(self, index_R: Tensor, anchor_R: Tensor) -> None:
+        """From here on only some chains take steps: `index_R` of those that took the last one, which begin at the
+        anchors `anchor_R`, ascending. With document ids as mask."""
+        self._anchor_N = anchor_R
+        for steps in self._held.values():
+            steps[1:] = [(k_BGND[:, :, index_R], v_BGND[:, :, index_R]) for k_BGND, v_BGND in steps[1:]]
+
+    def __call__(self, layer_index: int, q_BAND: Tensor, k_BGND: Tensor, v_BGND: Tensor) -> Tensor:
+        steps = self._held.setdefault(layer_index, [])
         steps.append((k_BGND, v_BGND))
         (first_k, first_v), *own = steps
-        if isinstance(mask, Tensor):
-            left = None if window is None else window - len(own)
-            return join(*_plain_attention(mask, left, q_BAND, first_k, first_v), q_BAND, own)
+        if isinstance(self._mask, Tensor):
+            left = None if self._window is None else self._window - len(own)
+            return join(*_plain_attention(self._mask, left, q_BAND, first_k, first_v, self._anchor_N), q_BAND, own)
         k_BGTD, v_BGTD = (torch.cat(parts, dim=2) for parts in zip(*steps, strict=True))
-        return attend_under(mask[len(own)])(layer_index, q_BAND, k_BGTD, v_BGTD)
-
-    return attend
+        return attend_under(self._mask[len(own)])(layer_index, q_BAND, k_BGTD, v_BGTD)
 
 
 def join(out_BAND: Tensor, lse_BAN: Tensor, q_BAND: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -250,22 +259,28 @@ def join(out_BAND: Tensor, lse_BAN: Tensor, q_BAND: Tensor, own: list[tuple[Tens
 
 
 def _plain_attention(
-    document_BN: Tensor, window: int | None, q_BAND: Tensor, k_BGND: Tensor, v_BGND: Tensor
+    document_BN: Tensor,
+    window: int | None,
+    q_BAND: Tensor,
+    k_BGND: Tensor,
+    v_BGND: Tensor,
+    anchor_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention within documents: output, and log-sum-exp [B, A, N] in float32 or wider.
 
-    window: anchors that a query sees back, its own counted.
+    window: anchors that a query sees back, its own counted. anchor_N: of each query, ascending; by default one query an
+    anchor.
     """
     q_BGMND = q_BAND.unflatten(1, (k_BGND.shape[1], -1)) * q_BAND.shape[-1] ** -0.5
-    num_tokens = q_BAND.shape[2]
-    anchor_N = torch.arange(num_tokens, device=q_BAND.device)
+    key_N = torch.arange(k_BGND.shape[2], device=q_BAND.device)
+    anchor_N = key_N if anchor_N is None else anchor_N
     outs, sums = [], []
-    for start in range(0, num_tokens, _TILE):
-        end = min(start + _TILE, num_tokens)
-        ahead = anchor_N[start:end, None] - anchor_N[:end]
+    for q_tile, tile_N in zip(q_BGMND.split(_TILE, dim=-2), anchor_N.split(_TILE), strict=True):
+        end = int(tile_N[-1]) + 1
+        ahead = tile_N[:, None] - key_N[:end]
         near = (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
-        visible = near & (document_BN[:, start:end, None] == document_BN[:, None, :end])
-        scores = q_BGMND[..., start:end, :] @ k_BGND[:, :, None, :end].mT
+        visible = near & (document_BN[:, tile_N, None] == document_BN[:, None, :end])
+        scores = q_tile @ k_BGND[:, :, None, :end].mT
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
         sums.append(scores.logsumexp(-1))
