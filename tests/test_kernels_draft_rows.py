@@ -6,12 +6,14 @@ import random
 import pytest
 import torch
 
-from peagle.vllm.draft_rows import DraftRows, TargetRows, write_rows
+from peagle.vllm.draft_rows import DraftRows, TargetRows, _write_rows_kernel, write_rows
 from tests.kernel_device import DEVICE, needs_kernel
 
 pytestmark = needs_kernel
 
-MASK, BLOCK_SIZE, MAX_MODEL_LEN, MAX_REQUESTS, NUM_PLACES = 999, 4, 40, 9, 12
+MASK, BLOCK_SIZE, MAX_MODEL_LEN, MAX_REQUESTS, NUM_PLACES = 999, 4, 200, 9, 12
+LONGEST = 150
+"""Rows of a prompt: several programs of the kernel."""
 
 
 @dataclasses.dataclass
@@ -74,15 +76,8 @@ def plain_rows(
     return rows, contexts, sampled
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2, 7])
-@pytest.mark.parametrize("uniform", [True, False])
-@pytest.mark.parametrize("seed", range(4))
-def test_rows_are_those_of_the_loop(num_drafts: int, uniform: bool, seed: int) -> None:
-    num_requests = [1, 4, MAX_REQUESTS, 6][seed]
-    requests = make_requests(seed, num_requests, num_drafts, num_drafts + 1 if uniform else 20)
-    stride = 2 * num_drafts if uniform else 0
-    rows, contexts, sampled = plain_rows(requests, num_drafts, stride)
-    num_padded = len(rows) + 5
+def laid_out(requests: list[Request], num_drafts: int, stride: int, num_rows: int) -> DraftRows:
+    """What the kernel writes, into buffers full of -7, second cache group; `num_rows` with the padding."""
 
     def tensor(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=DEVICE)
@@ -92,7 +87,7 @@ def test_rows_are_those_of_the_loop(num_drafts: int, uniform: bool, seed: int) -
     for one in requests:
         last[one.place], prefill[one.place] = one.newest, one.next_prompt
     target = TargetRows(
-        first_row_B1=tensor([sum(lengths[:i]) for i in range(num_requests + 1)] + [sum(lengths)] * 2),
+        first_row_B1=tensor([sum(lengths[:i]) for i in range(len(requests) + 1)] + [sum(lengths)] * 2),
         input_ids_N=tensor([token for one in requests for token in one.tokens]),
         positions_N=tensor([one.context + i for one in requests for i in range(len(one.tokens))], torch.int64),
         place_B=tensor([one.place for one in requests], torch.int64),
@@ -101,28 +96,56 @@ def test_rows_are_those_of_the_loop(num_drafts: int, uniform: bool, seed: int) -
         last_sampled_S=tensor(last, torch.int64).view(-1, 1),
         next_prefill_S=tensor(prefill),
     )
-    out = DraftRows.empty(MAX_REQUESTS, num_padded, num_drafts, 2, torch.device(DEVICE))
+    out = DraftRows.empty(MAX_REQUESTS, num_rows, num_drafts, 2, torch.device(DEVICE))
     for buffer in (out.token_ids_R, out.positions_R, out.slots_GR, out.sources_R, out.sample_rows_BD, out.context_B):
         buffer.fill_(-7)
-    table = tensor([block for one in requests for block in one.blocks]).view(num_requests, -1)
     write_rows(
         target,
-        table,
+        tensor([block for one in requests for block in one.blocks]).view(len(requests), -1),
         out,
         group=1,
         num_drafts=num_drafts,
         stride=stride,
         max_query_len=max(lengths),
-        num_rows=num_padded,
+        num_rows=num_rows,
         block_size=BLOCK_SIZE,
         mask_token_id=MASK,
         max_model_len=MAX_MODEL_LEN,
     )
+    return out
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 7])
+@pytest.mark.parametrize("uniform", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_are_those_of_the_loop(num_drafts: int, uniform: bool, seed: int) -> None:
+    num_requests = [1, 4, MAX_REQUESTS, 6][seed]
+    requests = make_requests(seed, num_requests, num_drafts, num_drafts + 1 if uniform else LONGEST)
+    stride = 2 * num_drafts if uniform else 0
+    rows, contexts, sampled = plain_rows(requests, num_drafts, stride)
+    out = laid_out(requests, num_drafts, stride, len(rows) + 5)
     columns = (out.token_ids_R, out.positions_R, out.slots_GR[1], out.sources_R)
     found = list(zip(*(column.tolist() for column in columns), strict=True))
     assert found == rows + [(0, 0, -1, 0)] * 5
     assert out.context_B.tolist() == contexts + [0] * (MAX_REQUESTS - num_requests)
     assert out.sample_rows_BD.tolist() == sampled + [0] * (num_drafts * (MAX_REQUESTS - num_requests))
+    lengths = [len(one.tokens) for one in requests]
     firsts = [stride * i if stride else sum(lengths[:i]) + i * (num_drafts - 1) for i in range(num_requests + 1)]
     assert out.first_row_B1.tolist() == firsts + [len(rows)] * (MAX_REQUESTS - num_requests)
     assert out.slots_GR[0].eq(-7).all()
+
+
+@pytest.mark.gpu
+def test_one_kernel_serves_every_batch() -> None:
+    num_rows = MAX_REQUESTS * (LONGEST + 6)
+    compiled = _write_rows_kernel.device_caches[torch.cuda.current_device()][0]
+    before = None
+    for num_drafts in range(1, 9):
+        for num_requests in (1, 2, MAX_REQUESTS):
+            for longest in (1, num_drafts + 1, LONGEST):
+                requests = make_requests(num_drafts, num_requests, num_drafts, longest)
+                for stride in (0, 2 * num_drafts) if longest <= num_drafts + 1 else (0,):
+                    laid_out(requests, num_drafts, stride, num_rows)
+                    before = before or len(compiled)
+    assert before
+    assert len(compiled) == before

@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_BLOCK_ROWS = 256
+BLOCK_ROWS = 64
+"""Rows of a program, whatever the batch: another size is another kernel, compiled while requests wait."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,30 +111,29 @@ def write_rows(
     """
     num_requests = len(target.place_B)
     most_rows = stride or max_query_len + num_drafts - 1
-    block = min(MAX_BLOCK_ROWS, triton.next_power_of_2(most_rows))
-    _write_rows_kernel[(num_requests + 1, triton.cdiv(most_rows, block))](
+    _write_rows_kernel[(num_requests + 1, triton.cdiv(most_rows, BLOCK_ROWS))](
         target.first_row_B1, target.input_ids_N, target.positions_N, target.place_B,
         target.num_sampled_B, target.num_rejected_B, target.last_sampled_S, target.next_prefill_S, block_table_BC,
         out.token_ids_R, out.positions_R, out.slots_GR[group], out.sources_R,
         out.sample_rows_BD, out.first_row_B1, out.context_B,
-        len(out.context_B), num_rows, block_table_BC.stride(0), stride, mask_token_id,
-        BLOCK_SIZE=block_size, MAX_MODEL_LEN=max_model_len, D=num_drafts, BLOCK=block,
+        len(out.context_B), num_rows, block_table_BC.stride(0), stride, num_drafts, mask_token_id,
+        BLOCK_SIZE=block_size, MAX_MODEL_LEN=max_model_len, BLOCK=BLOCK_ROWS,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # each special value is a kernel to compile
+@triton.jit(do_not_specialize=["num_rows", "stride", "num_drafts"])  # each special value is a kernel to compile
 def _write_rows_kernel(
     target_row_B1, input_ids_N, target_positions_N, place_B,
     num_sampled_B, num_rejected_B, last_sampled_S, next_prefill_S, block_table_BC,
     token_ids_R, positions_R, slots_R, sources_R, sample_rows_BD, first_row_B1, context_B,
-    max_requests, num_rows, table_stride, stride, mask_token_id,
-    BLOCK_SIZE: tl.constexpr, MAX_MODEL_LEN: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    max_requests, num_rows, table_stride, stride, num_drafts, mask_token_id,
+    BLOCK_SIZE: tl.constexpr, MAX_MODEL_LEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (b, i): block i of request b; the last b: everything beyond the batch."""
     request = tl.program_id(0)
     num_requests = tl.num_programs(0) - 1
     start = tl.load(target_row_B1 + request)
-    first = tl.where(stride > 0, request * stride, start + request * (D - 1))
+    first = tl.where(stride > 0, request * stride, start + request * (num_drafts - 1))
     offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if request == num_requests:
         if tl.program_id(1) == 0:
@@ -147,15 +147,15 @@ def _write_rows_kernel(
                 index = i + tl.arange(0, BLOCK)
                 tl.store(first_row_B1 + index, first, mask=index <= max_requests)
                 tl.store(context_B + index, 0, mask=index < max_requests)
-            for i in range(num_requests * D, max_requests * D, BLOCK):
+            for i in range(num_requests * num_drafts, max_requests * num_drafts, BLOCK):
                 index = i + tl.arange(0, BLOCK)
-                tl.store(sample_rows_BD + index, 0, mask=index < max_requests * D)
+                tl.store(sample_rows_BD + index, 0, mask=index < max_requests * num_drafts)
     else:
         query_len = tl.load(target_row_B1 + request + 1) - start
         num_valid = query_len - tl.load(num_rejected_B + request)
         context = tl.load(target_positions_N + start).to(tl.int32)
-        num_used = tl.minimum(num_valid + D - 1, MAX_MODEL_LEN - context)
-        num_slots = tl.where(stride > 0, stride, query_len + D - 1)
+        num_used = tl.minimum(num_valid + num_drafts - 1, MAX_MODEL_LEN - context)
+        num_slots = tl.where(stride > 0, stride, query_len + num_drafts - 1)
         num_unused = num_slots - num_used
         place = tl.load(place_B + request)
         newest = tl.load(last_sampled_S + place).to(tl.int32)
@@ -179,6 +179,6 @@ def _write_rows_kernel(
         if tl.program_id(1) == 0:
             tl.store(first_row_B1 + request, first)
             tl.store(context_B + request, context + num_used)
-            for depth in range(D):
+            for depth in range(num_drafts):
                 sampled = num_unused + tl.minimum(num_valid - 1 + depth, num_used - 1)
-                tl.store(sample_rows_BD + request * D + depth, (first + sampled).to(tl.int64))
+                tl.store(sample_rows_BD + request * num_drafts + depth, (first + sampled).to(tl.int64))
