@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -24,10 +25,11 @@ CONFIG = DrafterConfig.for_target(TARGET, num_layers=2, num_depths=NUM_STEPS, fc
 LENGTHS = (9, 5, 7)  # documents of each sequence; three tokens of padding follow
 
 
-def random_batch(seed: int = 0, copies: int = 1) -> tuple[Batch, Tensor]:
-    """Two sequences of the same documents, these so many times, and target hidden states [2, N, C * S]."""
+def random_batch(seed: int = 0, copies: int = 1, longer: int = 1) -> tuple[Batch, Tensor]:
+    """Two sequences of the same documents, these so many times and so many times as long, and target hidden states
+    [2, N, C * S]."""
     generator = torch.Generator().manual_seed(seed)
-    lengths, num_padding = LENGTHS * copies, 3 * copies
+    lengths, num_padding = tuple(length * longer for length in LENGTHS) * copies, 3 * copies * longer
     document_N = torch.cat([torch.full((length,), number) for number, length in enumerate(lengths)])
     document_BN = torch.cat([document_N, torch.full((num_padding,), -1)]).expand(2, -1)
     position_N = torch.cat([torch.arange(length) for length in (*lengths, num_padding)])
@@ -178,25 +180,34 @@ def test_flex_attention_joins_to_the_same_rows(window: int | None) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("copies", [1, 16])  # 24 tokens a sequence; 384, whole tiles of the mask as in training
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("copies", "longer"), [(1, 1), (16, 1), (1, 48)])  # one tile; many; some that all see
 @pytest.mark.parametrize("window", [None, 4])
-def test_compiled_rows_and_gradients_equal_plain_ones(window: int | None, copies: int) -> None:
+def test_compiled_rows_and_gradients_equal_plain_ones(
+    window: int | None, copies: int, longer: int, autocast: bool
+) -> None:
+    """In bfloat16 both are compared with float32, and compiled ones may be half as far again from it as plain ones."""
     config = dataclasses.replace(CONFIG, head_dim=16, sliding_window=window)
     drafter = random_drafter(config).float().cuda()
-    batch, aux_BNX = random_batch(copies=copies)
+    batch, aux_BNX = random_batch(copies=copies, longer=longer)
     batch, aux_BNX = batch.to("cuda"), aux_BNX.float().cuda()
-    found, gradients = [], []
-    for draft_rows, sight in (
-        (torch.compile(unrolled_rows, dynamic=False, fullgraph=True), block_masks(batch.document_BN, config)),
-        (unrolled_rows, batch.document_BN),
-    ):
-        rows = draft_rows(drafter, batch.tokens_BN, aux_BNX, batch.position_BN, sight)
+    masks, document_BN = block_masks(batch.document_BN, config), batch.document_BN
+
+    def measured(draft_rows: Any, mask: Any, is_cast: bool) -> dict[str, Tensor]:
+        with torch.autocast("cuda", torch.bfloat16, enabled=is_cast):
+            rows = draft_rows(drafter, batch.tokens_BN, aux_BNX, batch.position_BN, mask).float()
         weight = torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)).cuda()
-        gradients.append(torch.autograd.grad((rows * weight).sum(), list(drafter.trainable().values())))
-        found.append(rows)
-    torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
+        owned = drafter.trainable()
+        return {
+            "rows": rows,
+            **dict(zip(owned, torch.autograd.grad((rows * weight).sum(), list(owned.values())), strict=True)),
+        }
+
+    exact = measured(unrolled_rows, document_BN, False)
+    compiled = measured(torch.compile(unrolled_rows, dynamic=False, fullgraph=True), masks, autocast)
+    plain = measured(unrolled_rows, document_BN, autocast)
     errors = {
-        name: float((compiled - plain).norm() / plain.norm())
-        for name, compiled, plain in zip(drafter.trainable(), *gradients, strict=True)
+        name: tuple(float((found[name] - value).norm() / value.norm()) for found in (compiled, plain))
+        for name, value in exact.items()
     }
-    assert max(errors.values()) < 0.02, errors
+    assert all(ours < 0.02 + 1.5 * theirs for ours, theirs in errors.values()), errors
