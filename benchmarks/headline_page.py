@@ -78,13 +78,13 @@ def span(values: Sequence[float], form: Callable[[float], str]) -> str:
 def page(document: dict[str, Any], image: str) -> str:
     """The whole page in Markdown."""
     made, options = document["conditions"], document["options"]
-    hardware = made["hardware"]
+    hardware, num_repeats = made["hardware"], len({row["repeat"] for row in document["rows"]})
     machine = hardware.get("gpu") or f"{hardware.get('num_cpus')} CPU cores ({hardware.get('cpu')})"
     versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
     parts = [
         f"# {document.get('title', 'The service against `vllm serve`, over HTTP')}",
         f"{machine}; {made['date'][:10]}, commit {made['commit']}; {versions}. Load: `vllm bench serve`, streamed, "
-        f"closed loop, {options['repeats']} repeats, arms in turns. Made by\n\n    {made['command']}",
+        f"closed loop, {num_repeats} of {options['repeats']} repeats, arms in turns. Made by\n\n    {made['command']}",
         f"![plots]({image})",
     ]
     for found in tables(document):
