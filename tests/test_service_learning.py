@@ -1,11 +1,21 @@
-"""Heads that learn from live traffic: the real service with a learner, through a shift, by its benchmark in small."""
+"""Heads that learn from live traffic: the real service with a learner, through a shift, by its benchmark in small, and
+through an update of the target."""
 
+import itertools
 import json
+import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
+from safetensors.torch import load_file, save_file
 
-from benchmarks.learning import main
+from benchmarks.learning import main, prompts
+from deployments import APP_NAME, TARGET_NAME
+from tests.service_harness import Service, running_service, wait_until_ready
 
 pytestmark = [pytest.mark.service, pytest.mark.long, pytest.mark.timeout(1200)]
 
@@ -38,3 +48,53 @@ def test_after_a_shift_a_head_that_learned_from_it_drafts_better(tmp_path: Path)
     assert after["general"]["ratio"] > 1 - LEARNING["max_loss"]
     heads = [found["phases"][f"json held out, {when}"]["heads"] for when in ("before", "after")]
     assert heads[0] != heads[1]
+
+
+def update(target: Path) -> None:
+    """Other weights of the same shape, in the place of those that an engine has read."""
+    tensors = {name: 1.01 * tensor for name, tensor in load_file(target / "model.safetensors").items()}
+    save_file(tensors, target / "new", metadata={"format": "pt"})
+    (target / "new").replace(target / "model.safetensors")
+
+
+def learner_that(is_so: Callable[[dict[str, Any]], bool], service: Service) -> dict[str, Any]:
+    """What the learner says of itself, once it is so."""
+    end_s = time.monotonic() + 240
+    while (learner := service.drafting()["learner"]) is None or not is_so(learner):
+        assert time.monotonic() < end_s, learner
+        time.sleep(1)
+    return dict(learner)
+
+
+def test_after_an_update_of_the_target_only_its_own_answers_are_learned_from(target_dir: Path, tmp_path: Path) -> None:
+    target = shutil.copytree(target_dir, tmp_path / "target")
+    learning = {**LEARNING, "min_new_answers": 16, "workloads": "all", "heads_dir": str(tmp_path), "num_cpus": 0.5}
+    learning["recipe"] = {**LEARNING["recipe"], "schedule": {"max_steps": 1, "warmup_steps": 0}}
+    remote = {"spare_heads": 1}
+    texts = prompts("json", 0)
+    with running_service(model={"source": str(target)}, drafter=remote, learning=learning) as service:
+
+        def ask(number: int) -> None:
+            for text in itertools.islice(texts, number):
+                answer = service.ask(messages=[{"role": "user", "content": text}], max_tokens=32)
+                assert answer.status_code == 200, answer.text
+
+        ask(8)
+        before = learner_that(lambda learner: learner["counters"].get("answers_taken") == 8, service)
+        num_before = sum(before["num_answers"].values())
+        assert num_before > 0
+
+        update(target)
+        names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+        (replica,) = [name for name in names if name and f"{APP_NAME}#{TARGET_NAME}#" in name]
+        ray.kill(ray.get_actor(replica, namespace="serve"))
+        while service.ask().status_code != 503:
+            time.sleep(0.2)
+        wait_until_ready(service)
+        ask(24)
+        after = learner_that(lambda learner: bool(learner["last_round"] or learner["problem"]), service)
+        assert after["problem"] == ""
+        assert after["counters"]["answers_outdated"] == num_before
+        assert sum(after["num_answers"].values()) <= 24
+        assert sum(after["last_round"]["num_recent"].values()) > 0
+        assert after["last_round"]["parent"] == "smollm2-135m-instruct"
