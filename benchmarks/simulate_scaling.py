@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cluster.capacity import CapacityModel
-from cluster.counts import Counts, MetricsExport, TargetReport, WorkloadCounts
+from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.scaling import Pool, ScalingPolicy
 from cluster.settings import AutoscalingSettings
 from cluster.step_time import Curve, StepCosts
@@ -55,7 +55,6 @@ class Replica:
     ready_s: int
     running: list[Request] = field(default_factory=list)
     counts: WorkloadCounts = field(default_factory=WorkloadCounts)
-    export: MetricsExport = field(default_factory=MetricsExport)
 
     def second(self, survival: Sequence[float], now_s: int, rng: np.random.Generator) -> list[Request]:
         """Decode for a second at the best K; returns the requests that end."""
@@ -106,11 +105,12 @@ def by_acceptance(utilisation: float) -> Policy:
     policy = ScalingPolicy(settings, MODEL, max_ongoing_requests=256)
 
     def wanted(now_s: int, pool: Pool, ready: Sequence[Replica]) -> int:
-        metrics = {}
-        for replica in ready:
-            report = TargetReport(replica.name, head="h", workloads={"chat": replica.counts}, step_costs=COSTS)
-            metrics[replica.name] = float(now_s), replica.export.to_metrics(report)
-        return policy.decide(float(now_s), pool, [replica.name for replica in ready], metrics).target
+        reports = [
+            TargetReport(one.name, "", "h", {}, {"chat": one.counts}, step_costs=COSTS, time_s=float(now_s))
+            for one in ready
+        ]
+        documents = {report.replica: report.to_wire() for report in reports}
+        return policy.decide(float(now_s), pool, list(documents), documents).target
 
     return wanted
 

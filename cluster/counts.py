@@ -2,14 +2,12 @@
 
 Enters: verified steps in a target replica. Leaves: `TargetReport`s, each what one replica has counted since it started,
 and, out of the reports of many replicas, what is new in each (`Ledger`). The choice of K and autoscaling read the same
-report; autoscaling gets it as flat numbers (`MetricsExport`, `from_metrics`). Never knows: estimates, clocks, Ray.
+report. Never knows: estimates, clocks, Ray.
 
 Counters only grow while a replica lives, and they travel as they are, never as differences or ratios: a report that is
 lost or read twice then loses or adds nothing.
 """
 
-import hashlib
-import itertools
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +15,6 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from cluster.request import DEFAULT_WORKLOAD
 from cluster.step_time import StepCosts
 
 MAX_DEPTH = 64
@@ -202,6 +199,7 @@ class TargetReport:
         links: to remote drafters (`deployments.replicas.link_reports`).
         num_output_tokens: of all sequences, running ones included.
         weights: digest of the target's, where heads learn from it; else "".
+        time_s: of the report, by the replica's own monotonic clock.
     """
 
     replica: str
@@ -214,6 +212,7 @@ class TargetReport:
     links: tuple[Mapping[str, Any], ...] = ()
     num_output_tokens: int = 0
     weights: str = ""
+    time_s: float = 0.0
 
     def head_of(self, workload: str) -> str:
         """Digest of the head that drafts for a workload."""
@@ -223,6 +222,28 @@ class TargetReport:
     def num_running(self) -> int:
         """Requests in the engine, waiting ones included."""
         return sum(counts.num_running for counts in self.workloads.values())
+
+    def to_wire(self) -> dict[str, Any]:
+        """What it counted, as JSON can hold it."""
+        return {
+            "replica": self.replica,
+            "head": self.head,
+            "heads": dict(self.heads),
+            "workloads": {name: counts.to_wire() for name, counts in self.workloads.items()},
+            "step_costs": None if self.step_costs is None else self.step_costs.to_wire(),
+            "time_s": self.time_s,
+        }
+
+    @classmethod
+    def from_wire(cls, value: Any) -> "TargetReport":
+        """Inverse of `to_wire`. Raises ValueError for anything else."""
+        try:
+            workloads = {str(name): WorkloadCounts.from_wire(counts) for name, counts in value["workloads"].items()}
+            costs = None if value.get("step_costs") is None else StepCosts.from_wire(value["step_costs"])
+            head, heads, time_s = str(value["head"]), dict(value["heads"]), float(value.get("time_s", 0.0))
+            return cls(str(value["replica"]), "", head, heads, workloads, step_costs=costs, time_s=time_s)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"a target's report cannot be read: {error!r}") from error
 
 
 # ---- differences between reports
@@ -301,15 +322,7 @@ class Ledger:
 
     def to_wire(self) -> dict[str, Any]:
         """Everything, as JSON can hold it."""
-        replicas = [
-            {
-                "replica": report.replica,
-                "head": report.head,
-                "heads": dict(report.heads),
-                "workloads": {name: counts.to_wire() for name, counts in report.workloads.items()},
-            }
-            for report in self._last.values()
-        ]
+        replicas = [report.to_wire() for report in self._last.values()]
         return {"head": self.head, "heads": dict(self.heads), "replicas": replicas}
 
     @classmethod
@@ -319,9 +332,8 @@ class Ledger:
         try:
             ledger.head, ledger.heads = str(value["head"]), dict(value["heads"])
             for row in value["replicas"]:
-                workloads = {str(name): WorkloadCounts.from_wire(counts) for name, counts in row["workloads"].items()}
-                ledger._remember(TargetReport(str(row["replica"]), "", str(row["head"]), dict(row["heads"]), workloads))
-        except (KeyError, TypeError, AttributeError) as error:
+                ledger._remember(TargetReport.from_wire(row))
+        except (KeyError, TypeError) as error:
             raise ValueError(f"the ledger's replicas cannot be read: {error!r}") from error
         return ledger
 
@@ -345,100 +357,3 @@ def _since(counts: WorkloadCounts, earlier: WorkloadCounts | None) -> WorkloadCo
         return counts - earlier
     except ValueError:
         return counts.copy()
-
-
-# ---- the report as flat numbers, in which Serve's custom metrics carry it to the autoscaling policy
-
-MAX_EXPORTED_WORKLOADS = 8
-"""Told apart in one replica's metrics; each costs Serve 5 + 3 K_max time series a replica."""
-
-LARGEST_COUNT = 2**53
-"""The largest whole number up to which a float, in which Serve carries metrics, holds all."""
-
-SEPARATOR = "|"
-PREFIX = "peagle"
-HEAD_METRIC = f"{PREFIX}{SEPARATOR}head"
-COUNT, COST = "count", "cost"
-
-
-class MetricsExport:
-    """In a replica: its reports as flat numbers that never fall while the replica lives.
-
-    Workloads past the first `max_workloads` are summed under `default`, also when the replica forgets some of them.
-    """
-
-    def __init__(self, max_workloads: int = MAX_EXPORTED_WORKLOADS) -> None:
-        self._max_workloads = max_workloads
-        self._ledger = Ledger()
-        self._sums: dict[str, WorkloadCounts] = {}
-
-    def to_metrics(self, report: TargetReport) -> dict[str, float]:
-        """Names and numbers for `record_autoscaling_stats`."""
-        for name, counts in self._ledger.take([report]).workloads.items():
-            is_apart = name in self._sums or len(self._sums) < self._max_workloads
-            place = name if is_apart else DEFAULT_WORKLOAD
-            self._sums[place] = self._sums.get(place, WorkloadCounts()) + counts
-        values: dict[str, float] = {HEAD_METRIC: head_number(report.head)}
-        for name, counts in self._sums.items():
-            row = [*counts.numbers(), *itertools.chain(*counts.counts.to_wire())]
-            values |= {_metric(COUNT, name, str(place)): number for place, number in enumerate(row)}
-        own_heads = {name: head for name, head in report.heads.items() if name in self._sums}
-        values |= {_metric("head", name): head_number(head) for name, head in own_heads.items()}
-        costs = {} if report.step_costs is None else report.step_costs.to_wire()
-        return values | {_metric(COST, name): number for name, number in costs.items()}
-
-
-def from_metrics(replica: str, values: Mapping[str, float]) -> TargetReport:
-    """The report that `MetricsExport.to_metrics` made; its heads are numbers as text. Names of others are left alone.
-
-    Raises ValueError naming the entry.
-    """
-    if HEAD_METRIC not in values:
-        raise ValueError(f"{HEAD_METRIC} is missing")
-    rows: dict[str, dict[int, int]] = {}
-    heads: dict[str, str] = {}
-    costs: dict[str, float] = {}
-    for name, value in values.items():
-        prefix, *parts = name.split(SEPARATOR)
-        match parts:
-            case _ if prefix != PREFIX:
-                continue
-            case [field_name, workload, place] if field_name == COUNT and place.isdecimal():
-                rows.setdefault(workload, {})[int(place)] = _whole(name, value)
-            case ["head", *workload]:
-                heads["".join(workload)] = str(_whole(name, value) or "")
-            case [field_name, of_cost] if field_name == COST:
-                costs[of_cost] = value
-            case _:
-                raise ValueError(f"{name} is no counter that a replica exports")
-    workloads = {}
-    for workload, row in rows.items():
-        num_depths, rest = divmod(len(row) - len(NUMBERS), 3)
-        if sorted(row) != list(range(len(row))) or num_depths < 0 or rest:
-            raise ValueError(f"counters of {workload!r} are missing: there are {len(row)} of them")
-        flat = [row[place] for place in range(len(row))]
-        by_depth = [flat[start : start + num_depths] for start in range(len(NUMBERS), len(flat), num_depths or 1)]
-        try:
-            counts = Counts.from_wire(by_depth or [[], [], []])
-        except ValueError as error:
-            raise ValueError(f"{workload!r}: {error}") from None
-        workloads[workload] = WorkloadCounts.of_numbers(flat[: len(NUMBERS)], counts)
-    step_costs = StepCosts.from_wire(costs) if costs else None
-    return TargetReport(replica, "", heads.pop(""), heads, workloads, step_costs=step_costs)
-
-
-def head_number(head: str) -> int:
-    """A head's digest as a number that survives a float; 0 where it is not known."""
-    return 0 if not head else int.from_bytes(hashlib.sha256(head.encode()).digest()[:6], "big")
-
-
-def _metric(*parts: str) -> str:
-    return SEPARATOR.join((PREFIX, *parts))
-
-
-def _whole(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} is {value!r}, no number")
-    if value != int(value) or not 0 <= value <= LARGEST_COUNT:
-        raise ValueError(f"{name} is {value!r}, no count")
-    return int(value)

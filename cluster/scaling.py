@@ -1,6 +1,6 @@
 """How many replicas of target and drafter: from demand and acceptance, a decision with its inputs and its reason.
 
-Enters: what Serve says of the deployments, and the replicas' exported counts. Leaves: a `Decision`. Never knows: Ray,
+Enters: what Serve says of the deployments, and the targets' reports. Leaves: a `Decision`. Never knows: Ray,
 files, the time of day. `ScalingPolicy` keeps what a decision needs to remember; `decide` is pure.
 
     D = (1 + growth) sum_c rate_c length_c
@@ -18,14 +18,14 @@ bounds: a target's step of one request needs one pass, whatever it accepts.
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from cluster.acceptance import AcceptanceBook, Survival, as_drawn
 from cluster.capacity import Capacity, CapacityModel, WorkloadDemand
 from cluster.counts import News
 from cluster.settings import STALE_AFTER_S, AutoscalingSettings, ReplicaRange
 from cluster.step_time import StepCosts, average_costs
-from cluster.traffic import Metrics, Rate, ReportBook, TrafficHistory
+from cluster.traffic import Rate, ReportBook, TrafficHistory
 
 Source = Literal["acceptance", "queue_length", "idle"]
 
@@ -387,13 +387,13 @@ class ScalingPolicy:
         now_s: float,
         target: Pool,
         running: Collection[str],
-        metrics: Metrics,
+        reports: Mapping[str, Any],
         drafter: Pool | None = None,
     ) -> Decision:
         """The wanted numbers of replicas at `now_s`, monotonic.
 
-        `running`: names of the target replicas that serve; `metrics`: their newest exports, also ones that were read
-        before. A negative or infinite number of requests counts as 0.
+        `running`: names of the target replicas that serve; `reports`: their newest ones, as `ReportBook.take` gets
+        them. A negative or infinite number of requests counts as 0.
         """
         notes = []
         numbers = target.ongoing_requests, target.queued_requests
@@ -403,7 +403,7 @@ class ScalingPolicy:
             target = Pool(target.num_running, target.num_wanted, *usable)
         if target.num_running < target.num_wanted or self._unsettled_s is None:
             self._unsettled_s = now_s
-        news, arrived = self._reports.take(metrics, running, now_s)
+        news, arrived = self._reports.take(reports, running, now_s)
         self.memory.absorb(news)
         if arrived is not None:
             self._traffic.add(arrived, target.queued_requests, now_s)
@@ -411,10 +411,10 @@ class ScalingPolicy:
         if is_waking:
             self._traffic.note_busy(now_s)
         notes += [f"{replica} restarted" for replica in news.restarted]
-        notes += [f"{replica} is left out: {why}" for replica, (_, why) in self._reports.nonsense.items()]
-        reports = self._reports.fresh(now_s, STALE_AFTER_S)
+        notes += [f"{replica} is left out: {why}" for replica, why in self._reports.nonsense.items()]
+        fresh = self._reports.fresh(now_s, STALE_AFTER_S)
         rates = self._traffic.rates(now_s)
-        costs = [report.step_costs for report in reports if report.step_costs is not None]
+        costs = [report.step_costs for report in fresh if report.step_costs is not None]
         known = [found for found in costs if found.has_points or found.num_steps >= MIN_TIMED_STEPS]
         inputs = Inputs(
             target=target,
@@ -423,7 +423,7 @@ class ScalingPolicy:
             costs=average_costs(known) if known else None,
             growth=_growth(self._traffic.trend(now_s), rates.values(), self.settings.start_time_s),
             history_s=self._traffic.history_s(now_s),
-            num_reporting=len(reports),
+            num_reporting=len(fresh),
             num_unusable=self._reports.num_unusable(now_s, STALE_AFTER_S),
             idle_s=self._traffic.idle_s(now_s),
             settled_s=now_s - self._unsettled_s,

@@ -1,8 +1,8 @@
 """Demand over time, from the targets' reports: which replicas report, arrivals, lengths of requests.
 
-Enters: `TargetReport`s as they travel through Serve's metrics, and the number of queued requests. Leaves: new counts,
-rate and mean lengths of each workload, and the time without arrivals. Never knows: acceptance, capacity, Ray. No clock
-of its own; `now_s` is monotonic.
+Enters: `TargetReport`s as JSON holds them, and the number of queued requests. Leaves: new counts, rate and mean lengths
+of each workload, and the time without arrivals. Never knows: acceptance, capacity, Ray. No clock of its own; `now_s` is
+monotonic.
 
 Demand is arrivals times expected length, because output tokens are counted only once they are served, and an overloaded
 service serves less than is asked. Requests queued in front of the replicas have arrived too. The rate of a workload is
@@ -14,11 +14,9 @@ import math
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from cluster.counts import Ledger, News, TargetReport, WorkloadCounts, from_metrics
-
-Metrics = Mapping[str, tuple[float, Mapping[str, float]]]
-"""By replica: when it exported (by its own clock; only tells exports apart), and the exported metrics."""
+from cluster.counts import Ledger, News, TargetReport, WorkloadCounts
 
 MAX_GAP_S = 60.0
 """Arrivals since a report older than this are left out, because their times are not known."""
@@ -32,43 +30,43 @@ class ReportBook:
         self._max_ongoing_requests = max_ongoing_requests
         self._ledger = Ledger()
         self._begun_s: dict[str, float] | None = None
-        self._taken: dict[str, tuple[float, float]] = {}  # by replica: its own time, and ours
+        self._taken_s: dict[str, float] = {}
         self._reports: dict[str, TargetReport] = {}
-        self.nonsense: dict[str, tuple[float, str]] = {}
-        """By replica that last reported nonsense: its own time then, and what is wrong."""
+        self.nonsense: dict[str, str] = {}
+        """By replica that last reported nonsense: what is wrong."""
 
     def take(
-        self, metrics: Metrics, running: Collection[str], now_s: float
+        self, documents: Mapping[str, Any], running: Collection[str], now_s: float
     ) -> tuple[News, dict[str, WorkloadCounts] | None]:
-        """New counts for acceptance, and arrivals and ends by workload (None without a new report).
+        """New counts for acceptance, and arrivals and ends by workload (None without a new report). `documents`: by
+        replica its newest report, as `TargetReport.to_wire`; one that was read before is no news.
 
         All arrivals of a replica that began to serve within the last minute are new; a replica older than the policy
         counts from its second report on, because its first one may cover hours. Replicas that are not `running` are
         forgotten."""
         first_s = -math.inf if self._begun_s is None else now_s
         self._begun_s = {name: (self._begun_s or {}).get(name, first_s) for name in running}
-        for known in (self._taken, self._reports, self.nonsense):
+        for known in (self._taken_s, self._reports, self.nonsense):
             for name in known.keys() - set(running):
                 del known[name]
         reports: list[TargetReport] = []
         arrived: dict[str, WorkloadCounts] = {}
-        for replica, (time_s, values) in metrics.items():
-            before_s, taken_s = self._taken.get(replica, (None, self._begun_s.get(replica, -math.inf)))
-            if time_s == before_s or time_s == self.nonsense.get(replica, (None,))[0]:
-                continue
+        for replica in (name for name in running if name in documents):
             try:
-                report = from_metrics(replica, values)
+                report = TargetReport.from_wire(documents[replica])
+                if replica in self._reports and report.time_s <= self._reports[replica].time_s:
+                    continue
                 if not 0 <= report.num_running <= 2 * self._max_ongoing_requests:
                     raise ValueError(
                         f"{report.num_running} requests at a time: a replica holds at most {self._max_ongoing_requests}"
                     )
             except ValueError as error:
-                self.nonsense[replica] = time_s, str(error)
+                self.nonsense[replica] = str(error)
                 continue
-            if now_s - taken_s <= MAX_GAP_S:
+            if now_s - self._taken_s.get(replica, self._begun_s.get(replica, -math.inf)) <= MAX_GAP_S:
                 for name, counts in self._ledger.difference(report)[0].items():
                     arrived[name] = arrived[name] + counts if name in arrived else counts
-            self._taken[replica], self._reports[replica] = (time_s, now_s), report
+            self._taken_s[replica], self._reports[replica] = now_s, report
             self.nonsense.pop(replica, None)
             reports.append(report)
         return self._ledger.take(reports), arrived if reports else None
@@ -78,7 +76,7 @@ class ReportBook:
         return [
             report
             for name, report in self._reports.items()
-            if name not in self.nonsense and now_s - self._taken[name][1] <= max_age_s
+            if name not in self.nonsense and now_s - self._taken_s[name] <= max_age_s
         ]
 
     def num_unusable(self, now_s: float, max_age_s: float) -> int:

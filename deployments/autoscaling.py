@@ -1,9 +1,8 @@
 """Replica counts that follow the traffic: Serve's policies of target and drafter, and what the ingress shows of them.
 
-Enters: Serve's `AutoscalingContext`, several times a second, with the counts that target replicas export
-(`TargetServer.record_autoscaling_stats`). Leaves: a number of replicas, to which Serve applies its delays and bounds,
-and each decision on the board, where the ingress and the drafter's policy find it. Decides nothing itself: that is
-`cluster.scaling`.
+Enters: Serve's `AutoscalingContext`, several times a second, and the targets' reports, which the router puts on the
+board. Leaves: a number of replicas, to which Serve applies its delays and bounds, and each decision on the board, where
+the router and the drafter's policy find it. Decides nothing itself: that is `cluster.scaling`.
 
 Serve takes a policy of a whole application from its config file only, never from the application's code, and would then
 need every setting twice. So each deployment has a policy: the target's decides for both, the drafter's does as the
@@ -25,7 +24,7 @@ from typing import Any
 from ray.serve.config import AutoscalingContext
 
 from cluster.capacity import CapacityModel
-from cluster.counts import PREFIX, SEPARATOR
+from cluster.counts import TargetReport
 from cluster.scaling import Decision, Pool, ScalingPolicy
 from cluster.settings import AutoscalingSettings, ClusterSettings, ReplicaRange
 from deployments import compat
@@ -89,15 +88,16 @@ def _config(
 
 
 # ====================================================================================================
-# The board: small documents in Ray's own key-value store, by which policies and ingress replicas talk.
+# The board: documents in Ray's own key-value store, by which policies, router and ingress replicas talk.
 
 NAMESPACE = "peagle"
-DECISION, DRAFTERS, ASKED = "decision", "drafters", "asked"
+DECISION, DRAFTERS, ASKED, REPORTS = "decision", "drafters", "asked", "reports"
 """Names of documents: the target policy's decision; drafter replicas as their policy sees them; when a request last
-found no target replica."""
+found no target replica; the targets' reports by replica."""
 
 EXCHANGE_INTERVAL_S = 1.0
 ASK_INTERVAL_S = 2.0
+REPORT_INTERVAL_S = 5.0
 
 
 class ClusterBoard:
@@ -158,11 +158,12 @@ class Exchange:
 
 
 class ScalingView:
-    """What one ingress replica knows of autoscaling."""
+    """What the router, or one ingress replica, knows of autoscaling, and tells it."""
 
     def __init__(self, board: ClusterBoard) -> None:
         self._board = board
-        self._asked_s = float("-inf")
+        self._asked_s = self._reported_s = float("-inf")
+        self._reporting: asyncio.Task[None] | None = None
 
     async def document(self) -> dict[str, Any] | None:
         """The newest decision as the target's policy shows it; None before the first, or where none can be read."""
@@ -178,10 +179,21 @@ class ScalingView:
         if time.monotonic() - self._asked_s < ASK_INTERVAL_S:
             return
         self._asked_s = time.monotonic()
+        await self._tell(ASKED, {"time_s": time.time()})
+
+    def report(self, reports: Sequence[TargetReport]) -> None:
+        """Hand on what the targets report, at most every `REPORT_INTERVAL_S`."""
+        if time.monotonic() - self._reported_s < REPORT_INTERVAL_S or (self._reporting and not self._reporting.done()):
+            return
+        self._reported_s = time.monotonic()
+        document = {report.replica: report.to_wire() for report in reports}
+        self._reporting = asyncio.get_running_loop().create_task(self._tell(REPORTS, document))
+
+    async def _tell(self, name: str, document: Mapping[str, Any]) -> None:
         try:
-            await asyncio.to_thread(self._board.put, ASKED, {"time_s": time.time()})
+            await asyncio.to_thread(self._board.put, name, document)
         except Exception:
-            logger.exception("autoscaling cannot be told of a request")
+            logger.exception("autoscaling cannot be told: %s", name)
 
 
 # ====================================================================================================
@@ -237,7 +249,7 @@ class TargetAutoscaler(_Autoscaler):
         settings, limits, max_ongoing_requests: of `cluster.scaling.ScalingPolicy` and its model, as JSON.
     """
 
-    reads = (DRAFTERS, ASKED)
+    reads = (DRAFTERS, ASKED, REPORTS)
 
     def __init__(
         self,
@@ -271,7 +283,7 @@ class TargetAutoscaler(_Autoscaler):
             now_s,
             Pool(ctx.current_num_replicas, ctx.target_num_replicas, ongoing + is_asked, queued + is_asked),
             [replica.unique_id for replica in ctx.running_replicas],
-            exported_metrics(ctx),
+            exchange.documents[REPORTS] or {},
             None if drafters is None else Pool(drafters["num_running"], drafters["num_wanted"]),
         )
         self._decision, self._decided_s, self._problem = decision, now_s, ""
@@ -330,16 +342,3 @@ class DrafterAutoscaler(_Autoscaler):
             self._decided_s, self._decision_seen_s = decision["time_s"], now_s
         wanted: int = decision["drafter"]["num_wanted"]
         return wanted if now_s - self._decision_seen_s < SILENT_S else ctx.target_num_replicas
-
-
-def exported_metrics(ctx: AutoscalingContext) -> dict[str, tuple[float, dict[str, float]]]:
-    """The newest export of each replica with its time, from the series that Serve keeps by metric and replica."""
-    exports: dict[str, dict[float, dict[str, float]]] = {}
-    for name, by_replica in (ctx.raw_metrics or {}).items():
-        if not str(name).startswith(PREFIX + SEPARATOR):
-            continue
-        for replica, series in by_replica.items():
-            if series:
-                last = series[-1]
-                exports.setdefault(replica.unique_id, {}).setdefault(last.timestamp, {})[str(name)] = last.value
-    return {replica: (max(by_time), by_time[max(by_time)]) for replica, by_time in exports.items()}

@@ -247,6 +247,8 @@ class Router:
 
     def _observe(self, reports: Sequence[TargetReport]) -> None:
         if reports:
+            if self._scaling is not None:
+                self._scaling.report(reports)
             news = self._head_counts.take(reports)
             self.control.observe(reports, time.monotonic())
             # The first reports count from the targets' start, and heads may have changed since.

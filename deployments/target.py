@@ -34,7 +34,7 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from cluster.control import Guidance
-from cluster.counts import Counts, MetricsExport, TargetReport
+from cluster.counts import Counts, TargetReport
 from cluster.heads import base_workload
 from cluster.learning import AnswerQueue, KeptAnswer
 from cluster.request import MAX_NUM_WORKLOADS
@@ -135,7 +135,6 @@ class TargetServer(LLMServer):
         )
         self._recorder.attach(self._client)
         self._pace = StreamPace()
-        self._export = MetricsExport()
         guard(self._client, grammar_limits(settings))
         self.edge = Edge(settings, make_control(settings), QUEUED_PER_RUNNING * settings.max_num_seqs)
         if head_dir is not None and drafter is None:
@@ -190,6 +189,7 @@ class TargetServer(LLMServer):
             () if self._links is None else self._links.links,
             self._recorder.num_output_tokens,
             self._weights,
+            time.monotonic(),
         )
 
     async def report(self) -> TargetReport:
@@ -264,10 +264,6 @@ class TargetServer(LLMServer):
             raise ApiError(
                 503, f"The router, which knows the {page} of the service, does not answer; requests are served."
             ) from error
-
-    async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What Serve hands to the policy of autoscaling (`deployments.autoscaling`), every few seconds."""
-        return self._export.to_metrics(self._counted())
 
     async def ask(self, call: Call, document: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The answer to a request by deployment handle (see `deployments.client`), through the edge: one response, or

@@ -5,11 +5,11 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
+from ray.serve._private.common import DeploymentID, ReplicaID
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
-from deployments.autoscaling import DECISION, TargetAutoscaler
-from tests.scaling_cases import FakeReplica, exported, settings
+from deployments.autoscaling import DECISION, REPORTS, TargetAutoscaler
+from tests.scaling_cases import FakeReplica, reported, settings
 
 TARGET, DRAFTER = DeploymentID("target", "app"), DeploymentID("drafter", "app")
 
@@ -37,18 +37,15 @@ class Controller:
         )
         self.replicas = [FakeReplica("a")]
         self.wanted = 1
-        self.series: dict[str, dict[ReplicaID, list[TimeStampedValue]]] = {}
 
-    def export(self, **changed: dict[str, Any]) -> None:
-        """What every replica exports now, with other values by replica."""
-        self.series = {}
-        for replica, (time_s, values) in exported(self.replicas, self.now_s, **changed).items():
-            for name, value in values.items():
-                self.series.setdefault(name, {})[ReplicaID(replica, TARGET)] = [TimeStampedValue(time_s, value)]
+    def report(self, **changed: dict[str, Any]) -> None:
+        """What every replica reports now, with other fields by replica."""
+        self.board.put(REPORTS, reported(self.replicas, self.now_s, **changed))
+        self.carry()
 
     def context(self, **changes: Any) -> AutoscalingContext:
         ids = [ReplicaID(replica.name, TARGET) for replica in self.replicas]
-        return context(TARGET, ids, self.wanted, raw_metrics=lambda: self.series, **changes)
+        return context(TARGET, ids, self.wanted, **changes)
 
     def tick(self, **changes: Any) -> int:
         wanted, state = self.policy(self.context(**changes))
@@ -68,7 +65,7 @@ class Controller:
             self.now_s += 10
             for replica in self.replicas:
                 replica.serve("chat", round(10 * requests_per_s / len(self.replicas)), survival)
-            self.export()
+            self.report()
             wanted = self.tick(**changes)
         return wanted
 

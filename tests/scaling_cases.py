@@ -1,8 +1,9 @@
-"""Inputs for the tests of autoscaling: step costs of a formula, and exports of replicas that serve as told."""
+"""Inputs for the tests of autoscaling: step costs of a formula, and reports of replicas that serve as told."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-from cluster.counts import Counts, MetricsExport, TargetReport, WorkloadCounts
+from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.settings import AutoscalingSettings
 from cluster.step_time import Curve, StepCosts
 
@@ -26,11 +27,10 @@ def steps(num: int, survival: Sequence[float]) -> Counts:
 
 
 class FakeReplica:
-    """Counts of one replica of a test's choosing, exported as a real one exports its own."""
+    """Counts of one replica of a test's choosing, reported as a real one reports its own."""
 
     def __init__(self, name: str, costs: StepCosts | None = COSTS) -> None:
-        self.name, self._export = name, MetricsExport()
-        self._costs = costs
+        self.name, self._costs = name, costs
         self.workloads: dict[str, WorkloadCounts] = {}
 
     def serve(self, workload: str, num_requests: int, survival: Sequence[float] = GOOD) -> None:
@@ -51,13 +51,14 @@ class FakeReplica:
     def count(self, workload: str, more: WorkloadCounts) -> None:
         self.workloads[workload] = self.workloads.get(workload, WorkloadCounts()) + more
 
-    def metrics(self, head: str = "head") -> dict[str, float]:
-        report = TargetReport(self.name, head=head, workloads=self.workloads, step_costs=self._costs)
-        return self._export.to_metrics(report)
+    def report(self, time_s: float, head: str = "head") -> TargetReport:
+        return TargetReport(self.name, "", head, {}, self.workloads, step_costs=self._costs, time_s=time_s)
 
 
-def exported(
-    replicas: Sequence[FakeReplica], time_s: float, head: str = "head", **changed: Mapping[str, float]
-) -> dict[str, tuple[float, dict[str, float]]]:
-    """What the policy gets of them; `changed`: other values, by the name of a replica."""
-    return {replica.name: (time_s, {**replica.metrics(head), **changed.get(replica.name, {})}) for replica in replicas}
+def reported(
+    replicas: Sequence[FakeReplica], time_s: float, head: str = "head", **changed: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """What the policy gets of them; `changed`: other fields, by the name of a replica."""
+    return {
+        replica.name: replica.report(time_s, head).to_wire() | changed.get(replica.name, {}) for replica in replicas
+    }

@@ -1,5 +1,5 @@
-"""The policies in Serve's own controller, with replicas that count instead of serving: from `record_autoscaling_stats`
-to new replicas and the board. No engine runs here."""
+"""The policies in Serve's own controller, with replicas that count instead of serving: from their reports to new
+replicas and the board. No engine runs here."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +10,9 @@ import pytest
 import ray
 from ray import serve
 
-from deployments.autoscaling import DECISION, DRAFTER_POLICY, TARGET_POLICY, ClusterBoard
+from cluster.counts import TargetReport
+from deployments.autoscaling import DECISION, DRAFTER_POLICY, TARGET_POLICY, ClusterBoard, ScalingView
+from deployments.replicas import ReplicaMonitor
 from tests.autoscaling_harness import arguments
 from tests.scaling_cases import BAD, GOOD, FakeReplica
 
@@ -28,12 +30,12 @@ class Counting:
         name = serve.get_replica_context().replica_id.unique_id
         self._fake, self._flag, self._served_s = FakeReplica(name), Path(flag), time.time()
 
-    async def record_autoscaling_stats(self) -> dict[str, float]:
+    async def report(self) -> TargetReport:
         num = int((time.time() - self._served_s) * REQUESTS_PER_S)
         if num:
             self._served_s = time.time()
             self._fake.serve("chat", num, BAD if self._flag.exists() else GOOD)
-        return self._fake.metrics()
+        return self._fake.report(time.monotonic())
 
 
 class Idle:
@@ -68,8 +70,11 @@ def scaled(kind: type, name: str, config: dict[str, Any]) -> Any:
 
 def both(target: serve.Application, drafter: serve.Application) -> serve.Application:
     class Front:
-        def __init__(self, *handles: Any) -> None:
-            self._handles = handles
+        """In the router's place."""
+
+        async def __init__(self, target: Any, drafter: Any) -> None:
+            self._monitor = ReplicaMonitor(target, TargetReport, ScalingView(ClusterBoard("scaled")).report)
+            self._monitor.start()
 
     bound: serve.Application = serve.deployment(Front, ray_actor_options={"num_cpus": 0.1}).bind(target, drafter)
     return bound

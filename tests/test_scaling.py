@@ -22,7 +22,7 @@ from cluster.scaling import (
 )
 from cluster.step_time import guessed_costs
 from cluster.traffic import ReportBook, TrafficHistory
-from tests.scaling_cases import BAD, COSTS, GOOD, FakeReplica, exported, settings, steps
+from tests.scaling_cases import BAD, COSTS, GOOD, FakeReplica, reported, settings, steps
 
 MODEL = CapacityModel(max_num_seqs=8, max_k=3)
 LENGTH = 200.0
@@ -42,14 +42,14 @@ class Service:
         survival: tuple[float, ...] = GOOD,
         target: int | None = None,
         head: str = "head",
-        **changed: dict[str, float],
+        **changed: dict[str, object],
     ) -> Decision:
         self.now_s += 10.0
         for replica in self.replicas:
             replica.serve("chat", round(10 * rate), survival)
         names = [replica.name for replica in self.replicas]
         pool = Pool(len(names), target or len(names), self.ongoing)
-        return self.policy.decide(self.now_s, pool, names, exported(self.replicas, self.now_s, head, **changed))
+        return self.policy.decide(self.now_s, pool, names, reported(self.replicas, self.now_s, head, **changed))
 
     def run(self, ticks: int, rate: float = 1.0, survival: tuple[float, ...] = GOOD, **changes: object) -> Decision:
         for _ in range(ticks):
@@ -143,7 +143,7 @@ def test_silent_replicas_count_as_the_others_and_forbid_scaling_down() -> None:
             replica.serve("chat", 20)
         names = [*(replica.name for replica in service.replicas), silent.name]
         decision = service.policy.decide(
-            service.now_s, Pool(4, 4, 8.0), names, exported(service.replicas, service.now_s)
+            service.now_s, Pool(4, 4, 8.0), names, reported(service.replicas, service.now_s)
         )
     assert decision.demand_tokens_per_s == pytest.approx(full.demand_tokens_per_s, rel=0.02)
     assert decision.target >= full.target
@@ -160,20 +160,20 @@ def test_a_restart_is_no_drop_and_no_jump() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("fields", "said"),
     [
-        ({"peagle|count|chat|0": math.nan}, "no number"),
-        ({"peagle|count|chat|0": -5.0}, "no count"),
-        ({"peagle|count|chat|0": 1e9}, "at a time"),
-        ({f"peagle|count|chat|{5 + 2 * len(GOOD)}": 1e15}, "cannot be"),
-        ({"peagle|tokens|chat": 3.0}, "no counter"),
-        ({"peagle|cost|drafting_s": math.nan}, "step costs"),
+        ({"workloads": {"chat": [math.nan, 0, 0, 0, 0, [[], [], []]]}}, "must be started"),
+        ({"workloads": {"chat": [-5, 0, 0, 0, 0, [[], [], []]]}}, "must be started"),
+        ({"workloads": {"chat": [10**9, 0, 0, 0, 0, [[], [], []]]}}, "at a time"),
+        ({"workloads": {"chat": [1, 1, 0, 9, 9, [[1], [1], [2]]]}}, "cannot be"),
+        ({"workloads": None}, "cannot be read"),
+        ({"step_costs": {"drafting_s": math.nan}}, "step costs"),
     ],
 )
-def test_a_replica_that_reports_nonsense_is_left_out_and_named(values: dict[str, float], said: str) -> None:
+def test_a_replica_that_reports_nonsense_is_left_out_and_named(fields: dict[str, object], said: str) -> None:
     service = Service(3)
     before = service.run(60, rate=2.0)
-    decision = service.run(12, rate=2.0, r0=values)
+    decision = service.run(12, rate=2.0, r0=fields)
     assert decision.source == "acceptance"
     assert decision.demand_tokens_per_s == pytest.approx(before.demand_tokens_per_s, rel=0.1)
     assert "r0 is left out" in decision.reason
@@ -236,7 +236,7 @@ def test_queue_length_needs_no_drafter() -> None:
     replica = FakeReplica("a", costs=None)
     for now_s in range(0, 200, 10):
         replica.count("chat", WorkloadCounts(10, 10, 0, 2000, 1000))
-        decision = policy.decide(float(now_s), Pool(1, 1, 33.0), ["a"], exported([replica], now_s, head=""))
+        decision = policy.decide(float(now_s), Pool(1, 1, 33.0), ["a"], reported([replica], now_s, head=""))
     assert (decision.target, decision.source) == (3, "queue_length")
 
 
@@ -451,8 +451,8 @@ def test_what_stands_still_is_known_from_the_longest_memory() -> None:
 
 
 def arrived(book: ReportBook, replicas: list[FakeReplica], now_s: float, time_s: float | None = None) -> int | None:
-    metrics = exported(replicas, now_s if time_s is None else time_s)
-    _, counts = book.take(metrics, [replica.name for replica in replicas], now_s)
+    reports = reported(replicas, now_s if time_s is None else time_s)
+    _, counts = book.take(reports, [replica.name for replica in replicas], now_s)
     return None if counts is None else sum(each.num_started for each in counts.values())
 
 
@@ -462,7 +462,7 @@ def test_only_what_is_new_counts_as_arrived() -> None:
     assert arrived(book, [replica], 0.0) == 0, "the past of a replica just met"
     replica.serve("chat", 10)
     assert arrived(book, [replica], 10.0) == 10
-    assert arrived(book, [replica], 12.0, time_s=10.0) is None, "the same export again"
+    assert arrived(book, [replica], 12.0, time_s=10.0) is None, "the same report again"
     restarted = FakeReplica("a")
     restarted.serve("chat", 7)
     assert arrived(book, [restarted], 20.0) == 7
