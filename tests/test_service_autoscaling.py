@@ -23,13 +23,9 @@ from tests.service_harness import CONFIGS, PROMPTS, Service, running_service
 pytestmark = [pytest.mark.service, pytest.mark.long]
 
 MAX_TOKENS = 16
-NEEDED = 0.7
-"""Replicas that the traffic asks for while it drafts well; a replica gives about twice as much then."""
+NEEDED = 0.6
+"""Replicas that the traffic asks for while it drafts well; a replica gives three times as much then."""
 
-GOOD_LENGTH = 1.8
-"""AL from which on traffic drafts well."""
-
-PROMPT = PROMPTS[3]
 WAIT_S = 200.0
 SCALING: dict[str, Any] = {
     "policy": "acceptance",
@@ -60,13 +56,6 @@ def wait_for(is_so: Callable[[], bool], service: Service, what: str) -> None:
         time.sleep(0.5)
 
 
-def suit(traffic: dict[str, float], now: dict[str, Any]) -> None:
-    """Let traffic that drafts well ask for `NEEDED` replicas of this machine."""
-    if now["source"] == "acceptance" and now["acceptance_length"] > GOOD_LENGTH:
-        tokens_per_s = NEEDED * SCALING["utilisation"] * now["capacity_tokens_per_s"]
-        traffic["every_s"] = min(max(MAX_TOKENS / tokens_per_s, 0.5), 10.0)
-
-
 def num_ready(service: Service) -> int:
     return int(httpx.get(f"{service.url}/health", timeout=30).json()["num_target_replicas"])
 
@@ -74,15 +63,14 @@ def num_ready(service: Service) -> int:
 @contextmanager
 def traffic(service: Service) -> Iterator[dict[str, float]]:
     """Requests, whatever becomes of those before; each must be answered in full. What it yields says how often to ask
-    and at what temperature: at 0 the head drafts well, at 2 the target takes almost any token."""
-    kind = {"temperature": 0.0, "every_s": 2.0}
+    and at what temperature: at 0 the head drafts that answer well, at 2 the target takes almost any token."""
+    kind = {"temperature": 0.0, "every_s": 3.0}
     stop = threading.Event()
     sent: list[Future[tuple[int, str]]] = []
 
     def ask(temperature: float) -> tuple[int, str]:
-        messages = [{"role": "user", "content": PROMPT}]
         tag = {"workload": "greedy" if temperature == 0 else "hot"}
-        answer = service.ask(messages=messages, max_tokens=MAX_TOKENS, temperature=temperature, drafting=tag)
+        answer = service.ask(max_tokens=MAX_TOKENS, temperature=temperature, drafting=tag)
         return answer.status_code, answer.json()["choices"][0]["finish_reason"] if answer.is_success else answer.text
 
     def send(pool: ThreadPoolExecutor) -> None:
@@ -105,7 +93,7 @@ def stream(service: Service) -> list[str | None]:
     """The finish reasons of a long stream, and the words that end it."""
     body = {
         "model": service.model,
-        "messages": [{"role": "user", "content": PROMPT}],
+        "messages": [{"role": "user", "content": PROMPTS[3]}],
         "max_tokens": 400,
         "stream": True,
     }
@@ -120,14 +108,17 @@ def stream(service: Service) -> list[str | None]:
 def test_the_number_of_replicas_follows_acceptance_and_no_request_fails(service: Service) -> None:
     with traffic(service) as kind, ThreadPoolExecutor(2) as streams:
 
-        def is_for_one() -> bool:
+        def is_for_one(least_length: float) -> bool:
+            """And the traffic, once it drafts well, asks for `NEEDED` of what a replica gives on this machine."""
             now = decision(service)
-            suit(kind, now)
-            return now["source"] == "acceptance" and now["target"]["num_wanted"] == 1 and 0.5 < now["needed"] < 0.85
+            if now["source"] != "acceptance" or now["acceptance_length"] < least_length:
+                return False
+            tokens_per_s = NEEDED * SCALING["utilisation"] * now["capacity_tokens_per_s"]
+            kind["every_s"] = min(max(MAX_TOKENS / tokens_per_s, 0.5), 10.0)
+            return now["target"]["num_wanted"] == 1 and now["needed"] > 0.8 * NEEDED
 
-        wait_for(is_for_one, service, "decision from acceptance for one replica")
+        wait_for(lambda: is_for_one(2.0), service, "decision from acceptance for one replica")
         good = decision(service)
-        assert good["acceptance_length"] > GOOD_LENGTH
         assert num_ready(service) == 1
 
         kind["temperature"] = 2.0
@@ -144,7 +135,7 @@ def test_the_number_of_replicas_follows_acceptance_and_no_request_fails(service:
         wait_for(lambda: num_ready(service) == 2, service, "second replica")
 
         kind["temperature"] = 0.0
-        wait_for(is_for_one, service, "second replica given up")
+        wait_for(lambda: is_for_one(0.8 * good["acceptance_length"]), service, "second replica given up")
         longest = [streams.submit(stream, service) for _ in range(2)]  # they outlast the delay of `downscale_delay_s`
         metrics = httpx.get(f"{service.url}/metrics", timeout=30).text
         assert 'peagle_autoscaling_replicas{count="wanted",deployment="target"}' in metrics
