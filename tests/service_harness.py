@@ -36,6 +36,7 @@ from deployments.up import live_form, ray_environment
 CONFIGS = Path(__file__).parents[1] / "configs"
 CONFIG = CONFIGS / "local.yaml"
 FIXED = {"policy": "fixed", "default": 5, "by_workload": {"code": 7, "chat": 5}}
+TOOLS = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
 READY_TIMEOUT_S = 600.0
 WEB_KEY = "sk-web"
 QUESTION = [{"role": "user", "content": "Write a Python function that returns the sum of a list."}]
@@ -248,7 +249,8 @@ class SharedApplication:
             # Its final norm is zero, so that all logits are: it always drafts token 0.
             wrong = changed_head(folder / "always-wrong", lambda tensors: tensors["norm.weight"].zero_())
             self._stack.enter_context(pytest.MonkeyPatch.context()).setenv("TEST_WEB_KEY", WEB_KEY)
-            running = running_service(drafter={"heads_by_workload": {"wrong": wrong}}, depth=FIXED)
+            heads = {"heads_by_workload": {"wrong": wrong}}
+            running = running_service(drafter=heads, depth=FIXED, engine=TOOLS)
             self._running = self._stack.enter_context(running)
         return self._running
 
