@@ -34,7 +34,7 @@ RESULTS = Path(__file__).parent / "results"
 TRACES = RESULTS / "2026-11-21-traces-smollm2-135m.npz"
 ENGINES = {
     "h200": RESULTS / "step-times-qwen3-30b-a3b-shape-h200.json",
-    "cpu": RESULTS / "step-times-smollm2-135m-cpu.json",
+    "cpu": RESULTS / "step-times-smollm2-135m-cpu.json",  # at K = 0 the drafter's pass ran too
 }
 K_MAX = 7
 
@@ -118,14 +118,20 @@ def survival(answers: Sequence[Answer], max_draft_tokens: int = K_MAX) -> tuple[
 
 
 class Engine(Protocol):
-    """Seconds of a step of so many requests and target rows, beside so many rows of prompts."""
+    """Seconds of a step of so many requests and target rows, beside so many rows of prompts. is_drafted: the drafter's
+    pass runs; None: exactly if some drafts are verified."""
 
-    def __call__(self, num_requests: int, num_tokens: int, prompt_tokens: int = 0) -> float: ...
+    def __call__(
+        self, num_requests: int, num_tokens: int, prompt_tokens: int = 0, is_drafted: bool | None = None
+    ) -> float: ...
 
 
 class TableEngine:
     """A measured engine: straight lines between its points, along the rows of a request and along the requests. Beyond
-    the points, and for prompts, a row costs what it does at the most requests measured."""
+    the points, and for prompts, a row costs what it does at the most requests measured.
+
+    The drafter's pass takes what the points with drafts, continued to none, lie above the point without.
+    """
 
     def __init__(self, points: Sequence[Mapping[str, Any]]) -> None:
         by_requests: dict[int, dict[float, list[float]]] = {}
@@ -139,6 +145,10 @@ class TableEngine:
             np.maximum.accumulate([np.median(by_requests[size][row]) for row in rows])
             for size, rows in zip(self._sizes, self._rows, strict=True)
         ]
+        self._passes = [
+            max(0.0, float(curve[1] - (curve[2] - curve[1]) * (rows[1] - 1) / (rows[2] - rows[1]) - curve[0]))
+            for rows, curve in zip(self._rows, self._seconds, strict=True)
+        ]
         most = self._sizes[-1] * (self._rows[-1][-1] - self._rows[-1][0])
         self._row_s = float(self._seconds[-1][-1] - self._seconds[-1][0]) / most
 
@@ -147,10 +157,15 @@ class TableEngine:
         """Of a file in benchmarks/results."""
         return cls(json.loads(Path(path).read_text())["points"])
 
-    def __call__(self, num_requests: int, num_tokens: int, prompt_tokens: int = 0) -> float:
-        rows = num_tokens / num_requests
+    def __call__(
+        self, num_requests: int, num_tokens: int, prompt_tokens: int = 0, is_drafted: bool | None = None
+    ) -> float:
+        rows, has_drafts = num_tokens / num_requests, num_tokens > num_requests
         at_sizes = [float(np.interp(rows, *curve)) for curve in zip(self._rows, self._seconds, strict=True)]
         seconds = float(np.interp(num_requests, self._sizes, at_sizes))
+        if is_drafted is not None and is_drafted != has_drafts:
+            pass_s = float(np.interp(num_requests, self._sizes, self._passes))
+            seconds += pass_s if is_drafted else -pass_s
         beyond = max(0, num_requests - self._sizes[-1]) * rows
         return seconds + self._row_s * (beyond + prompt_tokens)
 
@@ -190,6 +205,10 @@ class Policy(Protocol):
 
     def depths(self, requests: Sequence[Request], prompt_tokens: int) -> list[int]: ...
 
+    def drafts(self, requests: Sequence[Request], prompt_tokens: int) -> bool | None:
+        """Whether the step makes drafts for the next one; None: it may verify some, and then pays for them itself."""
+        ...
+
     def observe(
         self, requests: Sequence[Request], steps: Sequence[tuple[int, int]], step: TimedStep, now_s: float
     ) -> None:
@@ -208,6 +227,9 @@ class Fixed:
 
     def depths(self, requests: Sequence[Request], prompt_tokens: int) -> list[int]:
         return [request.drafting.k for request in requests]
+
+    def drafts(self, requests: Sequence[Request], prompt_tokens: int) -> bool | None:
+        return any(request.drafting.k for request in requests)
 
     def observe(
         self, requests: Sequence[Request], steps: Sequence[tuple[int, int]], step: TimedStep, now_s: float
@@ -230,6 +252,9 @@ class Oracle(Fixed):
         rates = [(num + sum(depths)) / self.engine(num, num + sum(depths), prompt_tokens) for depths in capped]
         return capped[int(np.argmax(rates))]
 
+    def drafts(self, requests: Sequence[Request], prompt_tokens: int) -> bool | None:
+        return None
+
 
 class Learned:
     """The product: `DepthControl` in the ingress and `Trimmer` in the scheduler, with one replica."""
@@ -239,6 +264,7 @@ class Learned:
     def __init__(self, on_gpu: bool, document: Mapping[str, Any] | None = None, **options: Any) -> None:
         self.control = DepthControl(DepthPolicy(K_MAX, K_MAX, 3), on_gpu=on_gpu, seed=0, **options)
         self.trimmer = Trimmer(StepCostModel(on_gpu, document))
+        self._on_gpu = on_gpu
         self._counts: dict[str, WorkloadCounts] = {}
         self._reported_s = 0.0
         self._report(0.0)
@@ -253,6 +279,11 @@ class Learned:
                 survival = {SURVIVAL_KEY: request.drafting.survival} if request.drafting.survival else {}
                 request.sampling_params = SimpleNamespace(extra_args={**survival, WORKLOAD_KEY: request.workload})
         return self.trimmer.depths(cast(Any, requests), [request.drafting.max_k for request in requests], prompt_tokens)
+
+    def drafts(self, requests: Sequence[Request], prompt_tokens: int) -> bool:
+        max_ks = [request.drafting.max_k for request in requests]
+        # With asynchronous scheduling, on a GPU, the pass is not left out.
+        return any(max_ks) if self._on_gpu else self.trimmer.makes_drafts(cast(Any, requests), max_ks, prompt_tokens)
 
     def observe(
         self, requests: Sequence[Request], steps: Sequence[tuple[int, int]], step: TimedStep, now_s: float
@@ -298,6 +329,7 @@ def simulate(engine: Engine, pools: Mapping[str, Sequence[Answer]], policy: Poli
     arrivals = deque(enumerate(draws))
     running: list[Request] = []
     now_s = steady_s = 0.0
+    is_drafted: bool | None = False
     num_tokens = num_steps = 0
     while len(running) + len(arrivals) >= load.concurrency:
         admitted: list[Request] = []
@@ -306,9 +338,11 @@ def simulate(engine: Engine, pools: Mapping[str, Sequence[Answer]], policy: Poli
             admitted.append(Request(str(number), name, pools[name][index], policy.admit(name, now_s)))
         prompt_tokens = len(admitted) * load.prompt_tokens
         depths = policy.depths(running, prompt_tokens) if running else []
+        depths = [0] * len(running) if is_drafted is False else depths
+        is_drafted = policy.drafts([*running, *admitted], prompt_tokens)
         num_requests, num_rows = len(running), len(running) + sum(depths)
         noise = float(np.exp(load.jitter * rng.standard_normal()))
-        seconds = engine(max(num_requests, 1), max(num_rows, 1), prompt_tokens) * noise
+        seconds = engine(max(num_requests, 1), max(num_rows, 1), prompt_tokens, is_drafted) * noise
         now_s += seconds
         steps = []
         num_emitted = len(admitted)
@@ -325,7 +359,8 @@ def simulate(engine: Engine, pools: Mapping[str, Sequence[Answer]], policy: Poli
             num_tokens += num_emitted
             steady_s += seconds
         if running:
-            policy.observe(running, steps, TimedStep(seconds, num_requests, num_rows, 200.0, prompt_tokens), now_s)
+            step = TimedStep(seconds, num_requests, num_rows, 200.0, prompt_tokens, is_drafted)
+            policy.observe(running, steps, step, now_s)
         running = [request for request in running if request.place < len(request.answer.accepted)] + admitted
     return num_tokens / steady_s
 

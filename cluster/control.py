@@ -76,7 +76,7 @@ class DepthControl:
         self.is_adaptive = is_adaptive
         self.ledger = Ledger()
         self.book = AcceptanceBook(policy.max_draft_tokens)
-        self._guess = guessed_costs(on_gpu)
+        self._on_gpu, self._guess = on_gpu, guessed_costs(on_gpu)
         self._chooser = DepthChooser(self._guess, policy.max_k, objectives=objectives or {})
         # The scheduler weighs every draft at every step, by the load of that step, and does it for throughput alone:
         # for that a K of arrival could only hold it back, for other objectives it is what counts.
@@ -160,8 +160,8 @@ class DepthControl:
     def _as_played(self, chosen: Drafting) -> Drafting:
         """A choice as the scheduler gets it, with what it may decide at each step."""
         chosen = dataclasses.replace(chosen, survival=tuple(round(value, 4) for value in chosen.survival))
-        # With K = 0 the drafter's pass is left out, which steps that may draft could not do.
-        if self._lets_steps_decide and chosen.source == "learned" and chosen.k > 0:
+        # On a GPU the drafter's pass is left out only where all requests have K = 0, on a CPU where that is faster.
+        if self._lets_steps_decide and chosen.source == "learned" and (chosen.k > 0 or not self._on_gpu):
             chosen = dataclasses.replace(chosen, max_k=max(chosen.k, self.policy.max_k))
         return chosen
 

@@ -7,10 +7,10 @@ survival, workloads, vLLM.
 A step of R requests with N target rows (one a request and one a draft), beside prompts of P tokens, at a mean context
 of C tokens, takes
 
-    seconds = V(N + P) + D(R) + g [drafting] + p [P > 0] + c_R R C + c_N (N + P) C
+    seconds = V(N + P) + D(R) + (g + d R) [drafting] + p [P > 0] + c_R R C + c_N (N + P) C
 
-V is the target's forward, D the host and the drafter by requests, both straight between knots; g the drafter's pass,
-which is left out where no request of the step may get drafts; p what a step loses off the CUDA graphs.
+V is the target's forward, D the host by requests, both straight between knots; g + d R the drafter's pass, which makes
+the drafts of the next step and is left out where none are wanted; p what a step loses off the CUDA graphs.
 
 `StepCostModel` estimates these coefficients by Bayesian linear regression, as a Kalman filter. The mean begins at a
 cautious guess for a CPU or a GPU, in units of a step's fixed part; the points, or without them the first steps, say how
@@ -41,7 +41,7 @@ class TimedStep:
         num_tokens: their target rows, drafts included.
         context_tokens: mean length of what these requests attend to.
         prompt_tokens: rows of prompts in the same step.
-        is_drafted: the drafter's pass ran though no draft was verified.
+        is_drafted: the drafter's pass ran, for the next step; None where it runs exactly if drafts are verified.
     """
 
     seconds: float
@@ -49,7 +49,7 @@ class TimedStep:
     num_tokens: int
     context_tokens: float = 0.0
     prompt_tokens: int = 0
-    is_drafted: bool = False
+    is_drafted: bool | None = None
 
     @property
     def is_possible(self) -> bool:
@@ -58,8 +58,14 @@ class TimedStep:
         return is_timed and 0 <= self.context_tokens < math.inf and self.prompt_tokens >= 0
 
 
-NUMBERS = ("drafting_s", "beside_prompts_s", "per_request_context_s", "per_token_context_s")
-"""The coefficients other than V and D: g, p, c_R and c_N."""
+NUMBERS = (
+    "drafting_s",
+    "per_request_drafting_s",
+    "beside_prompts_s",
+    "per_request_context_s",
+    "per_token_context_s",
+)
+"""The coefficients other than V and D: g, d, p, c_R and c_N."""
 
 LEAST_S = 1e-6
 
@@ -107,6 +113,7 @@ class StepCosts:
     forward: Curve
     by_requests: Curve
     drafting_s: float = 0.0
+    per_request_drafting_s: float = 0.0
     beside_prompts_s: float = 0.0
     per_request_context_s: float = 0.0
     per_token_context_s: float = 0.0
@@ -138,7 +145,7 @@ class StepCosts:
             )
         num_tokens: Array = np.arange(num_requests, num_requests + num_drafts + 1, dtype=np.float64)
         seconds = self.forward(num_tokens + prompt_tokens) + self.per_token_context_s * context_tokens * num_tokens
-        seconds[0 if is_drafted else 1 :] += self.drafting_s
+        seconds[0 if is_drafted else 1 :] += self.pass_s(num_requests)
         if prompt_tokens:
             seconds += self.forward.at(num_requests) - self.forward.at(num_requests + prompt_tokens)
         seconds += self.by_requests.at(num_requests) + self.per_request_context_s * context_tokens * num_requests
@@ -151,8 +158,12 @@ class StepCosts:
         rows = num_tokens + prompt_tokens
         seconds = self.forward.at(rows) + self.per_token_context_s * context_tokens * rows
         seconds += self.by_requests.at(num_requests) + self.per_request_context_s * context_tokens * num_requests
-        seconds += self.drafting_s * (num_tokens > num_requests) + self.beside_prompts_s * (prompt_tokens > 0)
+        seconds += self.pass_s(num_requests) * (num_tokens > num_requests) + self.beside_prompts_s * (prompt_tokens > 0)
         return max(seconds, LEAST_S)
+
+    def pass_s(self, num_requests: float) -> float:
+        """What the drafter's pass adds to a step."""
+        return self.drafting_s + self.per_request_drafting_s * num_requests
 
     def to_wire(self) -> dict[str, float]:
         """Flat numbers by name: JSON, and metrics, can hold them."""
@@ -215,8 +226,8 @@ SCALE_DEVIATION = 0.5
 """Of the unit, once it was set: standard deviation, as a share."""
 OCTAVE_DEVIATION = 0.25
 """Of V over V at half the rows, as a share: V may rise later, or earlier, than the guess."""
-LARGE_DRAFTING = 0.3
-"""Of the unit: by so much D wanders as if it were that large."""
+LARGE_BY_REQUESTS = 0.3
+"""Of the unit: D wanders as if it were that large."""
 POINT_ERROR, STEP_ERROR = 0.03, 0.1
 """Of a point, and of a single step, as a share of what it took."""
 FORGETTING = 1 / 20_000
@@ -229,7 +240,7 @@ CONTEXT_UNIT = 1000.0  # tokens; keeps the coefficients of one magnitude
 class _Guess:
     """Coefficients in units of the fixed part of a step; `unit_s` is the guess of that.
 
-    - A CPU is compute-bound at once. The guess says the steps of SmolLM2-135M on two cores within 16 %.
+    - A CPU is compute-bound at once. The guess says the drafted steps of SmolLM2-135M on two cores within 30 %.
     - A GPU has room for `free_rows`. The guess says the steps of an H200 with the shape of Llama-3.1-8B within 10 %;
       with that of Qwen3-30B-A3B there is more room.
     """
@@ -244,8 +255,8 @@ class _Guess:
         return 1.0 + np.maximum(knots - self.free_rows, 0.0) / self.rows_a_unit
 
 
-CPU = _Guess(0.06, 0.0, 32.0, 16.0, (0.1, 0.02, 0.002, 0.002))
-GPU = _Guess(0.008, 64.0, 150.0, 200.0, (0.2, 0.15, 0.001, 0.0002))
+CPU = _Guess(0.03, 0.0, 16.0, 64.0, (0.3, 0.18, 0.02, 0.002, 0.002))
+GPU = _Guess(0.008, 64.0, 150.0, 200.0, (0.2, 0.001, 0.15, 0.001, 0.0002))
 
 
 class StepCostModel:
@@ -271,7 +282,7 @@ class StepCostModel:
         end = len(forward) + len(by_requests)
         self._covariance[: len(forward), : len(forward)] = _wander(self._knots, forward)
         # D is little where the guess is right, and may be much.
-        own = _wander(self._request_knots, by_requests + LARGE_DRAFTING) + np.outer(by_requests, by_requests)
+        own = _wander(self._request_knots, by_requests + LARGE_BY_REQUESTS) + np.outer(by_requests, by_requests)
         self._covariance[len(forward) : end, len(forward) : end] = own
         self._covariance += SCALE_DEVIATION**2 * np.outer(self._mean, self._mean)
         self._first_covariance = self._covariance.copy()
@@ -308,7 +319,7 @@ class StepCostModel:
         mean = np.maximum(self._mean, 0.0) * self._unit_s
         begin, end = len(self._knots), len(self._knots) + len(self._request_knots)
         numbers = mean[end:]
-        numbers[2:] /= CONTEXT_UNIT
+        numbers[3:] /= CONTEXT_UNIT
         return StepCosts(
             Curve(tuple(self._knots.tolist()), tuple(np.maximum.accumulate(mean[:begin]).tolist())),
             Curve(tuple(self._request_knots.tolist()), tuple(np.maximum.accumulate(mean[begin:end]).tolist())),
@@ -317,9 +328,11 @@ class StepCostModel:
             has_points=self._has_points,
         )
 
-    def error(self, num_requests: int, num_tokens: int, context_tokens: float = 0.0) -> float:
+    def error(
+        self, num_requests: int, num_tokens: int, context_tokens: float = 0.0, is_drafted: bool | None = None
+    ) -> float:
         """Standard deviation of what is believed of a step's time, as a share of it."""
-        weights = self._weights(TimedStep(0.0, num_requests, num_tokens, context_tokens))
+        weights = self._weights(TimedStep(0.0, num_requests, num_tokens, context_tokens, 0, is_drafted))
         expected = max(float(weights @ self._mean), LEAST_S)
         return math.sqrt(max(float(weights @ self._covariance @ weights), 0.0)) / expected
 
@@ -347,9 +360,10 @@ class StepCostModel:
             share = (number - knots[upper - 1]) / (knots[upper] - knots[upper - 1])
             weights[begin + upper - 1 : begin + upper + 1] = 1.0 - share, share
             begin += len(knots)
-        is_drafted = step.is_drafted or step.num_tokens > step.num_requests
-        context = step.context_tokens / CONTEXT_UNIT
-        weights[begin:] = is_drafted, step.prompt_tokens > 0, step.num_requests * context, rows * context
+        is_drafted = step.num_tokens > step.num_requests if step.is_drafted is None else step.is_drafted
+        num_drafted, context = step.num_requests * is_drafted, step.context_tokens / CONTEXT_UNIT
+        beside = step.prompt_tokens > 0
+        weights[begin:] = is_drafted, num_drafted, beside, step.num_requests * context, rows * context
         return weights
 
 

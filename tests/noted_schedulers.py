@@ -2,14 +2,15 @@
 
 import json
 import os
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from peagle.vllm.scheduler import PerRequestDepthAsyncScheduler, PerRequestDepthScheduler
 
 NOTES = "TEST_STEP_NOTES"
-"""Environment variable: the file that gets {"prompt_tokens": n, "drafts": [K of each decode]} for each step;
-with asynchronous scheduling also "ahead": most drafts of a request in the next step."""
+"""Environment variable: the file that gets, for each step, {"prompt_tokens": n, "drafts": [K of each decode],
+"ahead": most drafts of a request in the next step}."""
 
 
 class _Noted:
@@ -21,9 +22,8 @@ class _Noted:
         note = {
             "prompt_tokens": sum(num for name, num in scheduled if is_prompt.get(name, True)),
             "drafts": [drafts.get(name, 0) for name, _ in scheduled if not is_prompt.get(name, True)],
+            "ahead": output.peagle_drafts_ahead,
         }
-        if (ahead := getattr(output, "peagle_drafts_ahead", -1)) >= 0:
-            note["ahead"] = ahead
         with Path(os.environ[NOTES]).open("a", encoding="utf-8") as file:
             file.write(json.dumps(note) + "\n")
         return output
@@ -31,6 +31,16 @@ class _Noted:
 
 class NotedScheduler(_Noted, PerRequestDepthScheduler):
     pass
+
+
+class SkippingScheduler(PerRequestDepthScheduler):
+    """Leaves out the pass of decode steps in runs of four out of six, whatever K is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        turns = cycle([True, True, False, False, False, False])
+        assert self._trimmer is not None
+        self._trimmer.makes_drafts = lambda requests, max_ks, prompt_tokens: prompt_tokens > 0 or next(turns)  # type: ignore[method-assign]
 
 
 class NotedAsyncScheduler(_Noted, PerRequestDepthAsyncScheduler):

@@ -72,7 +72,10 @@ def test_a_choice_says_why_and_the_engine_may_verify_deeper() -> None:
     assert settled.expected_tpot_s is not None
     assert 0 < settled.k < settled.max_k == K_MAX
     found.observe([report(workloads={"chat": counts(0.01, 5000)})], 10.0)
-    assert found.settle(Drafting("chat", 3, "default"), 10.0).max_k == 0, "a step that may draft runs the drafter"
+    for engines, max_k in ((found, K_MAX), (control(on_gpu=True), 0)):
+        engines.observe([report(workloads={"chat": counts(0.01, 5000)})], 10.0)
+        settled = engines.settle(Drafting("chat", 3, "default"), 10.0)
+        assert (settled.k, settled.max_k) == (0, max_k), "on a GPU a step that may draft runs the drafter"
 
 
 def test_with_an_objective_no_step_is_deeper_than_k() -> None:

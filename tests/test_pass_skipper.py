@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.platforms import current_platform
 
-from peagle.vllm.acceptance import DEPTH_KEY
-from peagle.vllm.remote import ChunkedProposer, PassSkipper, depth_in_batch
+from peagle.vllm.acceptance import DEPTH_KEY, drafts_wanted, plan_drafts_ahead
+from peagle.vllm.remote import ChunkedProposer, PassSkipper
 from tests.engine_cases import K_MAX, TEXT, check_counts, engine_settings
 from tests.engine_harness import Job, Result, RunningEngine, drafted_kwargs, reference_results
 
@@ -50,6 +50,8 @@ def engine(
 ) -> Iterator[CountingEngine]:
     kwargs = drafted_kwargs(target_dir, head_dir, K_MAX, engine_settings(90))
     kwargs["worker_cls"] = "tests.counting_cpu_worker.CountingCPUWorker"
+    if "." in request.param:
+        kwargs["scheduler_cls"] = request.param
     running = CountingEngine(kwargs, is_async=request.param == "async")
     yield running
     running.shutdown()
@@ -94,22 +96,34 @@ def test_one_request_with_drafts_brings_the_pass_back_for_all(
     assert max(passes) == NUM_PROMPTS
 
 
-def step(ks: list[Any], num_computed: list[int], **changes: Any) -> Any:
+@pytest.mark.engine
+@pytest.mark.long
+@only_cpu
+@pytest.mark.parametrize("engine", ["tests.noted_schedulers.SkippingScheduler"], indirect=True)
+def test_passes_may_be_left_out_and_come_back(
+    engine: CountingEngine, prompts: list[list[int]], reference: list[Result]
+) -> None:
+    """No drafts follow a step without a pass, some the others, and the text is the target's own."""
+    before = engine.passes()
+    results = engine.run([Job(prompt, NUM_TOKENS, k=5) for prompt in prompts])
+    assert [result.tokens for result in results] == [expected.tokens for expected in reference]
+    num_steps = [result.drafting.counts.num_steps for result in results if result.drafting is not None]
+    assert 2 <= max(num_steps) <= NUM_TOKENS / 2
+    assert max(num_steps) <= len(engine.passes()) - len(before) <= max(num_steps) + NUM_PROMPTS
+
+
+def step(num_computed: list[int], **changes: Any) -> Any:
     """What deciding reads of a model runner, four prompt tokens a request."""
-    ids = [f"r{i}" for i in range(len(ks))]
-    params = [SamplingParams(extra_args=None if k is None else {DEPTH_KEY: k}) for k in ks]
     return SimpleNamespace(
         **{
             "drafter": object.__new__(ChunkedProposer),
             "num_spec_tokens": 5,
             "speculative_config": SimpleNamespace(disable_padded_drafter_batch=False),
             "parallel_config": SimpleNamespace(data_parallel_size=1),
-            "requests": {name: SimpleNamespace(sampling_params=one) for name, one in zip(ids, params, strict=True)},
             "input_batch": SimpleNamespace(
-                req_ids=ids,
-                num_reqs=len(ids),
+                num_reqs=len(num_computed),
                 num_computed_tokens_cpu=np.array([*num_computed, 0]),
-                num_prompt_tokens=np.array([4] * len(ids) + [9]),
+                num_prompt_tokens=np.array([4] * len(num_computed) + [9]),
             ),
             **changes,
         }
@@ -117,24 +131,25 @@ def step(ks: list[Any], num_computed: list[int], **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("made", "skips"),
+    ("made", "num_ahead", "skips"),
     [
-        (step([0, 0], [4, 9]), True),
-        (step([0, -2], [4, 9]), True),  # out of range: the scheduler takes it for 0 too
-        (step([0, 0], [3, 9]), False),  # a prompt is not done
-        (step([0, 1], [4, 9]), False),
-        (step([0, None], [4, 9]), False),  # no K is K_max
-        (step([0, "0"], [4, 9]), False),
-        (step([0], [4], parallel_config=SimpleNamespace(data_parallel_size=2)), False),
-        (step([0], [4], drafter=object()), False),
+        (step([4, 9]), 0, True),
+        (step([3, 9]), 0, False),  # a prompt is not done
+        (step([4, 9]), 1, False),
+        (step([4, 9]), None, False),  # nothing was planned
+        (step([4], parallel_config=SimpleNamespace(data_parallel_size=2)), 0, False),
+        (step([4], drafter=object()), 0, False),
     ],
 )
-def test_which_steps_are_skipped(made: Any, skips: bool) -> None:
-    assert PassSkipper._nobody_drafts(made) is skips
+def test_which_steps_are_skipped(made: Any, num_ahead: int | None, skips: bool) -> None:
+    scheduled = SimpleNamespace()
+    if num_ahead is not None:
+        plan_drafts_ahead(scheduled, num_ahead)
+    assert PassSkipper._skips(made, scheduled) is skips
 
 
 @pytest.mark.parametrize(("k", "depth"), [(None, 5), (0, 0), (3, 3), (9, 5), (-1, 0), ("2", 5), (True, 5), (2.5, 5)])
-def test_the_worker_reads_k_as_the_scheduler_does(k: Any, depth: int) -> None:
+def test_what_counts_as_k(k: Any, depth: int) -> None:
     extra_args = None if k is None else {DEPTH_KEY: k}
-    assert depth_in_batch(SimpleNamespace(sampling_params=SamplingParams(extra_args=extra_args)), 5) == depth
-    assert depth_in_batch(SimpleNamespace(sampling_params=None), 5) == 5
+    assert drafts_wanted(SamplingParams(extra_args=extra_args), 5) == depth
+    assert drafts_wanted(None, 5) == 5

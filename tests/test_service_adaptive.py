@@ -43,7 +43,7 @@ def test_k_is_learned_shown_and_lossless(service) -> None:
     drafting = learned[0]
     assert drafting["reason"]
     # The scheduler weighs every step: k was planned, max_k is the limit.
-    assert drafting["max_k"] == (7 if drafting["k"] else 0)
+    assert drafting["k"] <= drafting["max_k"] == 7
     assert drafting["num_draft_tokens"] <= drafting["max_k"] * drafting["num_steps"]
 
     document = documented(service)

@@ -22,11 +22,11 @@ from benchmarks.simulate_depths import (
     simulate,
     survival,
 )
-from tests.test_step_time import cpu, gpu
+from tests.test_step_time import cpu, dear_drafter, gpu
 
 ANSWERS = load_answers()
 MEASURED = {name: TableEngine.load(path) for name, path in ENGINES.items()}
-ENGINE = {"gpu": gpu, "slow cpu": cpu, **MEASURED}
+ENGINE = {"gpu": gpu, "slow cpu": cpu, "dear cpu": dear_drafter, **MEASURED}
 
 
 def pools(mix: str) -> dict[str, list[Answer]]:
@@ -57,6 +57,14 @@ def test_in_the_long_run_learned_k_is_the_best_fixed_k_or_better(engine, concurr
     assert learned_share(rates) > (1.03 if mix == "code-chat" else 0.98)
 
 
+@pytest.mark.parametrize(("concurrency", "least"), [(2, 1.1), (4, 1.04), (8, 0.98)])
+def test_steps_without_drafts_are_run_where_they_are_faster(concurrency, least):
+    """The best fixed K is 4 at 2 requests and 0 at 4 and 8, where drafting is half of a step."""
+    load = Load(concurrency, num_requests=80)
+    rates = compare(dear_drafter, pools("code-chat"), load, lambda: Learned(on_gpu=False))
+    assert learned_share(rates) > least
+
+
 def test_an_engine_that_measured_itself_needs_no_learning():
     engine = MEASURED["h200"]
     load = Load(128, num_requests=400, warm_share=0.0)
@@ -77,7 +85,7 @@ def test_a_run_counts_the_tokens_of_the_answers():
     answer = Answer("a", 0.0, bytes([2, 0, 1, 1, 0]))
     load = Load(1, 10, prompt_tokens=16, jitter=0.0, warm_share=0.0)
 
-    def engine(num_requests: int, num_tokens: int, prompt_tokens: int = 0) -> float:
+    def engine(num_requests: int, num_tokens: int, prompt_tokens: int = 0, is_drafted: bool | None = None) -> float:
         return 1.0 + prompt_tokens
 
     # The prompt's step gives one token; at K = 1 the anchors are 0, 2, 4.

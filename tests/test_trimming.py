@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from cluster.step_time import StepCostModel, StepCosts, TimedStep
-from peagle.vllm.acceptance import SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.acceptance import SURVIVAL_KEY, WORKLOAD_KEY, plan_drafts_ahead
 from peagle.vllm.trimming import (
     LOOK_INTERVAL_STEPS,
+    MIN_DRAFTED,
     REPORT_INTERVAL_S,
     Trimmer,
     document_path,
@@ -19,6 +20,7 @@ from peagle.vllm.trimming import (
     timed_step,
 )
 from tests.step_tables import Table
+from tests.test_step_time import cpu, dear_drafter
 
 K_MAX = 5
 SURE = [0.99, 0.98, 0.97, 0.96, 0.95]
@@ -119,11 +121,67 @@ def scheduled(tokens: dict[str, int], drafts: dict[str, int], new: tuple[str, ..
 
 
 def test_a_step_says_what_decoded_and_what_was_prompt() -> None:
-    assert timed_step(0.5, scheduled({"a": 4, "b": 1}, {"a": 3})) == TimedStep(0.5, 2, 5, 100.0, 0)
-    assert timed_step(0.5, scheduled({"a": 4, "p": 64}, {"a": 3}, new=("p",))) == TimedStep(0.5, 1, 4, 100.0, 64)
-    assert timed_step(0.5, scheduled({"a": 4, "p": 64}, {"a": 3})) == TimedStep(0.5, 1, 4, 100.0, 64), "a later chunk"
-    assert timed_step(0.5, scheduled({"a": 4, "r": 1}, {"a": 3}, resumed=("r",))) == TimedStep(0.5, 1, 4, 100.0, 1)
+    def step(*numbers: Any) -> TimedStep:
+        return TimedStep(0.5, *numbers, is_drafted=True)
+
+    assert timed_step(0.5, scheduled({"a": 4, "b": 1}, {"a": 3})) == step(2, 5, 100.0, 0)
+    assert timed_step(0.5, scheduled({"a": 4, "p": 64}, {"a": 3}, new=("p",))) == step(1, 4, 100.0, 64)
+    assert timed_step(0.5, scheduled({"a": 4, "p": 64}, {"a": 3})) == step(1, 4, 100.0, 64), "a later chunk"
+    assert timed_step(0.5, scheduled({"a": 4, "r": 1}, {"a": 3}, resumed=("r",))) == step(1, 4, 100.0, 1)
     assert timed_step(0.5, scheduled({"p": 64}, {}, new=("p",))) is None
+
+
+def test_a_step_pays_the_pass_that_makes_the_drafts_of_the_next() -> None:
+    last, first = scheduled({"a": 4}, {"a": 3}), scheduled({"a": 1}, {})
+    plan_drafts_ahead(last, 0)
+    plan_drafts_ahead(first, K_MAX)
+    assert timed_step(0.5, last) == TimedStep(0.5, 1, 4, 100.0, 0, False)
+    assert timed_step(0.5, first) == TimedStep(0.5, 1, 1, 100.0, 0, True)
+
+
+def left_out(found: Trimmer, batch: list[Any], num_steps: int, engine: Any, max_k: int = K_MAX) -> list[bool]:
+    """Whether the pass was left out, of steps of one batch on an engine."""
+    seen, has_drafts = [], False
+    for _ in range(num_steps):
+        drafts = sum(found.depths(batch, [max_k] * len(batch))) if has_drafts else 0
+        has_drafts = found.makes_drafts(batch, [max_k] * len(batch), 0)
+        cell = (len(batch), len(batch) + drafts, 0, has_drafts)
+        found.model.observe(TimedStep(engine(*cell), *cell[:2], 100.0, 0, has_drafts))
+        seen.append(not has_drafts)
+    return seen
+
+
+USUAL = [0.6, 0.4, 0.28, 0.2, 0.14]
+
+
+def test_passes_are_left_out_where_steps_without_are_faster_and_run_now_and_then() -> None:
+    """8 requests give more tokens without drafts."""
+    found, batch = Trimmer(StepCostModel(on_gpu=False)), [request(USUAL) for _ in range(8)]
+    seen = left_out(found, batch, 2000, dear_drafter)
+    assert not any(seen[: MIN_DRAFTED // 8]), "acceptance is measured first"
+    assert sum(seen[200:400]) > 150
+    assert 5 <= seen[1000:].count(False) <= 15, "acceptance stays known"
+    alone = left_out(found, batch[:1], 100, dear_drafter)
+    assert sum(alone) < 5, "at another load drafts pay"
+
+
+def test_a_pass_is_left_out_to_learn_only_while_that_could_be_faster() -> None:
+    """Drafts pay; a guess may not think so of a step without any."""
+    found, batch = Trimmer(StepCostModel(on_gpu=False)), [request(SURE) for _ in range(8)]
+    seen = left_out(found, batch, 2000, cpu)
+    assert sum(seen[:400]) < 40
+    assert sum(seen[1000:]) <= 3
+
+
+def test_a_k_that_is_to_be_obeyed_and_prompts_need_the_pass() -> None:
+    found = Trimmer(StepCostModel(on_gpu=False))
+    batch = [request(DOUBTFUL) for _ in range(8)]
+    assert all(left_out(found, batch, 300, dear_drafter)[290:])
+    assert not any(left_out(found, [*batch, request()], 50, dear_drafter))
+    assert found.makes_drafts(batch, [5] * 8, 10)
+    assert not found.makes_drafts(batch, [5] * 8, 0)
+    assert not found.makes_drafts([*batch, request()], [5] * 8 + [0], 0), "K = 0 needs none"
+    assert not found.makes_drafts(batch, [0] * 8, 10)
 
 
 def test_times_are_the_intervals_between_results_and_end_at_a_pause() -> None:

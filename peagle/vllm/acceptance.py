@@ -61,7 +61,8 @@ def drafts_wanted(params: Any, k_max: int) -> int:
 
 
 def plan_drafts_ahead(scheduled: Any, num_drafts: int) -> None:
-    """Write on a `SchedulerOutput`: in the step after it, no request has more than `num_drafts` drafts verified."""
+    """Write on a `SchedulerOutput`: in the step after it, no request has more than `num_drafts` drafts verified. With 0
+    nobody needs the drafter's pass in this step but its prompts, which a later request may find in the prefix cache."""
     scheduled.peagle_drafts_ahead = num_drafts
 
 

@@ -31,7 +31,7 @@ from peagle.drafter.client import LinkPool
 from peagle.drafter.protocol import NO_DRAFT, DtypeName, Int32Array, TargetShape, TargetStep
 from peagle.drafter.rows import accepted_rows
 from peagle.vllm import compat
-from peagle.vllm.acceptance import drafts_wanted, head_of
+from peagle.vllm.acceptance import drafts_ahead, drafts_wanted, head_of
 from peagle.vllm.engine import REMOTE_KEY
 
 if TYPE_CHECKING:
@@ -332,17 +332,17 @@ class ChunkedProposer(EagleProposer):
 
 
 class PassSkipper(_Runner):
-    """Mixin over vLLM's model runner with a colocated `ChunkedProposer`: a decode step whose requests all have K = 0
-    skips the drafter's pass.
+    """Mixin over vLLM's model runner with a colocated `ChunkedProposer`: a decode step for which the scheduler plans no
+    drafts ahead skips the drafter's pass.
 
-    K is fixed for a request's life, so its own steps miss nothing. Prompts still go through the pass: their blocks may
-    serve a later request with another K. Blocks of an answer at K = 0, which the chat's next turn may take from the
-    prefix cache, lack the drafter's part: with K > 0 that turn drafts worse, with the same output.
+    Prompts still go through the pass: their blocks may serve a later request with another K. What else was generated
+    without the pass lacks the drafter's part: the request itself, or the chat's next turn, which may take the blocks
+    from the prefix cache, then drafts a little worse, with the same output.
     """
 
     def propose_draft_token_ids(self, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's pass, or zeros that no request will verify."""
-        if not self._nobody_drafts():
+        if not self._skips(scheduler_output):
             return super().propose_draft_token_ids(scheduler_output, sampled_token_ids, *args, **kwargs)
         self._draft_probs = None
         self._draft_prob_req_ids = None
@@ -350,23 +350,17 @@ class PassSkipper(_Runner):
         zero = torch.zeros(1, device=self.device, dtype=torch.int32)
         return zero.expand(self.input_batch.num_reqs, self.num_spec_tokens)
 
-    def _nobody_drafts(self) -> bool:
-        """Whether all requests of the step decode with K = 0."""
-        config = self.speculative_config
+    def _skips(self, scheduler_output: Any) -> bool:
+        """Whether all requests of the step decode, and none gets drafts in the next one."""
+        config, batch = self.speculative_config, self.input_batch
         if config is None or config.disable_padded_drafter_batch or not isinstance(self.drafter, ChunkedProposer):
             return False
         if self.parallel_config.data_parallel_size > 1:  # Ranks meet in the pass.
             return False
-        batch, k_max = self.input_batch, self.num_spec_tokens
-        if any(depth_in_batch(self.requests[request_id], k_max) for request_id in batch.req_ids):
+        if drafts_ahead(scheduler_output, self.num_spec_tokens):
             return False
         num_computed_B = batch.num_computed_tokens_cpu[: batch.num_reqs]
         return bool((num_computed_B >= batch.num_prompt_tokens[: batch.num_reqs]).all())
-
-
-def depth_in_batch(request: Any, k_max: int) -> int:
-    """K of a request as the worker knows it (vLLM's `CachedRequestState`), 0..k_max."""
-    return drafts_wanted(request.sampling_params, k_max)
 
 
 def prepare_next_tokens(runner: Any, sampled_token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -454,8 +448,9 @@ class RemoteDrafts(_Runner):
         self._draft_prob_req_ids = None
         next_tokens_B, num_sampled_B = prepare_next_tokens(self, sampled_token_ids)
         if self.remote is not None:
-            num_rows = scheduler_output.total_num_scheduled_tokens
-            step = self._engine_step(num_rows, aux_hidden_states, spec_decode_metadata, next_tokens_B, num_sampled_B)
+            step = self._engine_step(
+                scheduler_output, aux_hidden_states, spec_decode_metadata, next_tokens_B, num_sampled_B
+            )
             self._sent = self.remote.send(step)
         return [[] for _ in range(self.input_batch.num_reqs)]
 
@@ -469,9 +464,10 @@ class RemoteDrafts(_Runner):
         return super().take_draft_token_ids()
 
     def _engine_step(
-        self, num_rows: int, aux: Any, spec_decode_metadata: Any, next_tokens_B: torch.Tensor, num_sampled_B: Any
+        self, scheduled: Any, aux: Any, spec_decode_metadata: Any, next_tokens_B: torch.Tensor, num_sampled_B: Any
     ) -> EngineStep:
-        """The step as `StepSender` takes it."""
+        """The step as `StepSender` takes it. Rows travel also where no drafts are planned ahead: nobody waits for
+        these."""
         batch = self.input_batch
         num_requests = batch.num_reqs
         num_valid_B, next_tokens_R = accepted_rows(
@@ -479,20 +475,22 @@ class RemoteDrafts(_Runner):
             None if spec_decode_metadata is None else spec_decode_metadata.cu_num_draft_tokens,
             num_sampled_B,
             next_tokens_B,
-            self.input_ids.gpu[:num_rows],
+            self.input_ids.gpu[: scheduled.total_num_scheduled_tokens],
         )
         requests = [self.requests[request_id] for request_id in batch.req_ids]
         heads = [
             head_of(request.sampling_params.extra_args if request.sampling_params else None) for request in requests
         ]
-        k_B = np.array([depth_in_batch(request, self.num_spec_tokens) for request in requests], dtype=np.int32)
+        k_max = self.num_spec_tokens
+        k_B = np.array([drafts_wanted(request.sampling_params, k_max) for request in requests], dtype=np.int32)
+        depth_B = k_B if drafts_ahead(scheduled, k_max) else np.zeros_like(k_B)
         is_prompt_B = batch.num_computed_tokens_cpu[:num_requests] < batch.num_prompt_tokens[:num_requests]
         offset_B1 = self.query_start_loc.np[: num_requests + 1].astype(np.int32)
         return EngineStep(
             request_ids=batch.req_ids,
             requests=self.requests,
             heads_B=np.array(heads, dtype=np.int32),
-            depth_B=np.where(self.discard_request_mask.np[:num_requests], 0, k_B).astype(np.int32),
+            depth_B=np.where(self.discard_request_mask.np[:num_requests], 0, depth_B).astype(np.int32),
             # A request with K = 0 never drafts; its prompt may serve another one from the drafter's cache.
             wanted_B=(k_B > 0) | is_prompt_B,
             row_offset_B=offset_B1[:-1],

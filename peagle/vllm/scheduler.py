@@ -97,9 +97,7 @@ class _PerRequestDepth(_Base):
         if prompt_tokens and not self._is_stuck:
             self._trim([request for request in self.running if request.spec_token_ids], prompt_tokens)
         output: SchedulerOutput = super().schedule(*args, **kwargs)
-        num_decoding = sum(1 + len(drafts) for drafts in output.scheduled_spec_decode_tokens.values())
-        num_plain = len(output.num_scheduled_tokens) - len(output.scheduled_spec_decode_tokens)
-        self._is_stuck = prompt_tokens > 0 and output.total_num_scheduled_tokens == num_decoding + num_plain
+        self._is_stuck = prompt_tokens > 0 and not _prompt_tokens(output)
         return output
 
     def _prompt_tokens_ahead(self) -> int:
@@ -109,13 +107,18 @@ class _PerRequestDepth(_Base):
         left += [request.num_tokens - request.num_computed_tokens for request in islice(self.waiting, num_places)]
         return min(sum(tokens for tokens in left if tokens > 0), self.max_num_scheduled_tokens)
 
-    def _trim(self, requests: "list[Request]", prompt_tokens: int = 0) -> None:
-        """Keep of each request's drafts the first K, and under load the ones that pay in this step."""
-        depths = [0 if request.request_id in self._without_drafts else self.depth_of(request) for request in requests]
+    def _depths(self, requests: "list[Request]") -> list[int]:
+        """K of each request, 0 where its drafter had none."""
+        return [0 if request.request_id in self._without_drafts else self.depth_of(request) for request in requests]
+
+    def _trim(self, requests: "list[Request]", prompt_tokens: int = 0) -> int:
+        """Keep of each request's drafts the first K, and under load the ones that pay in this step. The greatest K."""
+        max_ks = depths = self._depths(requests)
         if self._trimmer is not None:
-            depths = self._trimmer.depths(requests, depths, prompt_tokens)
+            depths = self._trimmer.depths(requests, max_ks, prompt_tokens)
         for request, depth in zip(requests, depths, strict=True):
             request.spec_token_ids = request.spec_token_ids[:depth]
+        return max(max_ks, default=0)
 
     def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:
         compat.drop_admission_padding(scheduler_output)
@@ -197,19 +200,42 @@ class _PerRequestDepth(_Base):
             self._without_drafts &= self.requests.keys()
 
 
+def _prompt_tokens(output: "SchedulerOutput") -> int:
+    """Tokens of a step beyond one and its drafts of each request."""
+    num_drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
+    return output.total_num_scheduled_tokens - num_drafts - len(output.num_scheduled_tokens)
+
+
 class PerRequestDepthScheduler(_PerRequestDepth, Scheduler):
-    """Synchronous scheduling: drafts come back from the worker between two steps and are trimmed there."""
+    """Synchronous scheduling: drafts come back from the worker between two steps and are trimmed there. The drafter's
+    pass is left out of steps that are better without (`Trimmer.makes_drafts`)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.scheduler_config.async_scheduling:
             raise ValueError("async_scheduling is on: scheduler_cls must be PerRequestDepthAsyncScheduler")
+        self._is_drafted = True
+
+    def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:
+        super()._update_after_schedule(scheduler_output)
+        found = [self.requests[request_id] for request_id in scheduler_output.num_scheduled_tokens]
+        prompt_tokens = _prompt_tokens(scheduler_output)
+        self._is_drafted = self._trimmer is not None and self._trimmer.makes_drafts(
+            found, self._depths(found), prompt_tokens
+        )
+        plan_drafts_ahead(scheduler_output, self.num_spec_tokens if self._is_drafted else 0)
 
     def update_draft_token_ids(self, draft_token_ids: "DraftTokenIds") -> None:
-        """Keep the first K of the drafts that vLLM takes over (after a grammar's check, where there is one)."""
+        """Keep the first K of the drafts that vLLM takes over (after a grammar's check, where there is one); none of a
+        step whose pass was left out."""
         super().update_draft_token_ids(draft_token_ids)
         found = [self.requests.get(request_id) for request_id in draft_token_ids.req_ids]
-        self._trim([request for request in found if request is not None and request.spec_token_ids])
+        drafting = [request for request in found if request is not None and request.spec_token_ids]
+        if self._is_drafted:
+            self._trim(drafting)
+        else:
+            for request in drafting:
+                request.spec_token_ids = []
 
 
 class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
@@ -229,6 +255,7 @@ class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
         super()._update_after_schedule(scheduler_output)
         found = [self.requests[request_id] for request_id in scheduler_output.num_scheduled_tokens]
         drafting = [request for request in found if not request.is_prefill_chunk and request.spec_token_ids]
-        self._trim(drafting)
-        # This step's pass makes the drafts of the next one.
-        plan_drafts_ahead(scheduler_output, max((len(request.spec_token_ids) for request in drafting), default=0))
+        max_k = self._trim(drafting)
+        # This step's pass makes the drafts of the next one; where all are trimmed away it fills the drafter's cache.
+        deepest = max((len(request.spec_token_ids) for request in drafting), default=0)
+        plan_drafts_ahead(scheduler_output, max(deepest, min(max_k, 1)))

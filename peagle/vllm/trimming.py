@@ -2,8 +2,9 @@
 
 Enters: the requests of the next step, each with the most drafts that it may get and perhaps its survival
 (`SURVIVAL_KEY`); the moments at which steps' results arrive; what the engine measured at its start. Leaves: drafts of
-each request, and what was learned of step times. A request without a survival (pinned, asked for by the client, a
-probe) keeps its K; the others make room around it, each by what was last said of its workload.
+each request, with synchronous scheduling whether a step makes any, and what was learned of step times. A request
+without a survival (pinned, asked for by the client, a probe) keeps its K; the others make room around it, each by what
+was last said of its workload.
 
 A step's time is the interval between two results that follow each other in the engine's own process. Without
 asynchronous scheduling that is a whole cycle: update, taking over drafts, schedule, forward, verification, drafting.
@@ -21,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.depth import allocate, check_survival
-from cluster.step_time import StepCostModel, TimedStep
-from peagle.vllm.acceptance import SURVIVAL_KEY, WORKLOAD_KEY
+from cluster.step_time import StepCostModel, StepCosts, TimedStep
+from peagle.vllm.acceptance import SURVIVAL_KEY, WORKLOAD_KEY, drafts_ahead
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,7 +42,18 @@ STEPS_PER_COSTS = 8
 """Steps after which drafts are weighed by newer costs: making them takes time between two steps."""
 
 LOOK_ERROR, LOOK_INTERVAL_STEPS = 0.06, 20
-"""A step verifies all its drafts, once in so many steps, while what that takes is known no better than this share."""
+"""Once in so many steps one verifies all its drafts, while what that takes is known no better than this share; or runs
+the drafter's pass, or leaves it out, against what is believed to be better, while that is known no better and could
+change it."""
+
+VERIFY_INTERVAL_STEPS = 200
+"""Where passes are left out, so often one runs all the same, so that acceptance stays known."""
+
+MIN_DRAFTED = 100
+"""Requests, summed over steps, that are drafted before a pass is left out: acceptance has been measured by then."""
+
+MIN_GAIN = 0.03
+"""Of tokens per second, from which passes are left out, or run again: a change costs a pass without use."""
 
 
 def document_path(instance_id: str) -> Path:
@@ -65,9 +77,9 @@ def make_trimmer(config: "VllmConfig", max_draft_tokens: int) -> "Trimmer | None
     return Trimmer(StepCostModel(on_gpu))
 
 
-def timed_step(seconds: float, scheduled: "SchedulerOutput", is_drafted: bool = False) -> TimedStep | None:
+def timed_step(seconds: float, scheduled: "SchedulerOutput") -> TimedStep | None:
     """The step of `scheduled`, which took so long; None where no request decoded. A request that computes one token
-    more than it has drafts decodes; all other tokens are of prompts. `is_drafted`: as of `TimedStep`."""
+    more than it has drafts decodes; all other tokens are of prompts."""
     drafts, cached = scheduled.scheduled_spec_decode_tokens, scheduled.scheduled_cached_reqs
     begun = {request.req_id for request in scheduled.scheduled_new_reqs} | set(cached.resumed_req_ids)
     num_requests = num_tokens = 0
@@ -80,6 +92,7 @@ def timed_step(seconds: float, scheduled: "SchedulerOutput", is_drafted: bool = 
     contexts = cached.num_computed_tokens
     context_tokens = sum(contexts) / len(contexts) if contexts else 0.0
     prompt_tokens = scheduled.total_num_scheduled_tokens - num_tokens
+    is_drafted = drafts_ahead(scheduled, 1) > 0
     return TimedStep(seconds, num_requests, num_tokens, context_tokens, prompt_tokens, is_drafted)
 
 
@@ -91,8 +104,8 @@ class Trimmer:
         self._last_s: float | None = None
         self._reported_s, self._reported_steps = -math.inf, 0
         self._costs, self._costs_at_step = model.costs, 0
-        self._looked_at_step = 0
-        self._is_drafting = False
+        self._looked_at_step = self._crossed_at_step = self._num_drafted = 0
+        self._leaves_out = False
         # Read once a request, not once a step. Requests of a workload share the survival of the one that came last: it
         # is the best known, and requests with the same survival are decided together.
         self._workload_of: OrderedDict[str, str | None] = OrderedDict()
@@ -100,39 +113,57 @@ class Trimmer:
 
     def depths(self, requests: "list[Request]", max_ks: list[int], prompt_tokens: int = 0) -> list[int]:
         """Drafts of each request, at most its `max_ks`. `prompt_tokens`: of prompts that run in the same step."""
-        self._is_drafting = any(max_ks)
-        workloads = [self._workload(request) for request in requests]
-        known = [None if workload is None else self._newest.get(workload) for workload in workloads]
-        # One that is too short for its K says nothing of the rest: the K is obeyed.
-        survivals = [
-            None if survival is None or len(survival) < max_k else survival
-            for survival, max_k in zip(known, max_ks, strict=True)
-        ]
+        survivals = self._survivals(requests, max_ks)
         typical = next((survival for survival in survivals if survival is not None), None)
         if typical is None:
             return max_ks
-        context_tokens = sum(request.num_computed_tokens for request in requests) / len(requests)
+        context_tokens = _mean_context(requests)
         if not prompt_tokens and self._should_look(len(requests), sum(max_ks), context_tokens):
             return max_ks
         # Those that keep their K load the step like the rest; they are valued like one of them.
         valued = [typical if survival is None else survival for survival in survivals]
         limits = [min(max_k, len(survival)) for max_k, survival in zip(max_ks, valued, strict=True)]
-        if self.model.num_steps - self._costs_at_step >= STEPS_PER_COSTS:
-            self._costs, self._costs_at_step = self.model.costs, self.model.num_steps
-        depths = allocate(valued, limits, self._costs, context_tokens, prompt_tokens)
+        depths = allocate(valued, limits, self._newest_costs(), context_tokens, prompt_tokens)
         return [
             max_k if survival is None else depth
             for max_k, survival, depth in zip(max_ks, survivals, depths, strict=True)
         ]
 
+    def makes_drafts(self, requests: "list[Request]", max_ks: list[int], prompt_tokens: int) -> bool:
+        """Whether the drafter's pass runs in the step of these requests, so that the next one has drafts to verify.
+
+        It is left out where steps without give more tokens per second. The drafter then misses rows of the requests,
+        and its later drafts are a little worse. A K that is to be obeyed needs its drafts, and prompts their pass.
+        """
+        if not any(max_ks) or prompt_tokens or self._num_drafted < MIN_DRAFTED:
+            self._num_drafted += sum(map(bool, max_ks))
+            return any(max_ks)
+        survivals = [found or () for found in self._survivals(requests, max_ks)]
+        if any(len(survival) < max_k for survival, max_k in zip(survivals, max_ks, strict=True)):
+            return True
+        num, context_tokens, costs = len(requests), _mean_context(requests), self._newest_costs()
+        depths = allocate(survivals, max_ks, costs, context_tokens)
+        num_drafts = sum(depths)
+        length = 1.0 + sum(sum(survival[:k]) for survival, k in zip(survivals, depths, strict=True)) / num
+        drafted_s = float(costs.curve(num, num_drafts, context_tokens, is_drafted=True)[-1])
+        gain = drafted_s / length / costs.seconds(num, num, context_tokens)
+        self._leaves_out = gain > (1.0 - MIN_GAIN if self._leaves_out else 1.0 + MIN_GAIN)
+        num_steps, num_tokens = self.model.num_steps, num + num_drafts * self._leaves_out
+        error = self.model.error(num, num_tokens, context_tokens, is_drafted=self._leaves_out)
+        is_unsure = error > LOOK_ERROR and abs(math.log(gain)) < 2.0 * error
+        interval = LOOK_INTERVAL_STEPS if is_unsure else VERIFY_INTERVAL_STEPS
+        is_look = (is_unsure or self._leaves_out) and num_steps - self._crossed_at_step >= interval
+        if is_look:
+            self._crossed_at_step = num_steps
+        return self._leaves_out == is_look
+
     def arrived(self, now_s: float, scheduled: "SchedulerOutput") -> None:
         """The result of `scheduled` is there at `now_s`, monotonic seconds. A clock that stands still, goes back or is
         no number gives no time."""
-        is_drafted, self._is_drafting = self._is_drafting, False  # set again for every step that may have drafts
         last_s, self._last_s = self._last_s, now_s
         if last_s is None or not 0 < now_s - last_s < math.inf:
             return
-        if (step := timed_step(now_s - last_s, scheduled, is_drafted)) is not None:
+        if (step := timed_step(now_s - last_s, scheduled)) is not None:
             self.model.observe(step)
 
     def pause(self) -> None:
@@ -163,6 +194,21 @@ class Trimmer:
         self._looked_at_step = num_steps
         return True
 
+    def _newest_costs(self) -> StepCosts:
+        if self.model.num_steps - self._costs_at_step >= STEPS_PER_COSTS:
+            self._costs, self._costs_at_step = self.model.costs, self.model.num_steps
+        return self._costs
+
+    def _survivals(self, requests: "list[Request]", max_ks: list[int]) -> list[tuple[float, ...] | None]:
+        """What was last said of each request's workload; None where its K is to be obeyed. One that is too short for
+        the K says nothing of the rest."""
+        workloads = [self._workload(request) for request in requests]
+        known = [None if workload is None else self._newest.get(workload) for workload in workloads]
+        return [
+            None if survival is None or len(survival) < max_k else survival
+            for survival, max_k in zip(known, max_ks, strict=True)
+        ]
+
     def _workload(self, request: "Request") -> str | None:
         """The request's workload; None where it brought no survival, or none that is usable."""
         request_id = request.request_id
@@ -192,3 +238,7 @@ class Trimmer:
         if len(self._newest) > MAX_KNOWN:
             self._newest.popitem(last=False)
         return workload
+
+
+def _mean_context(requests: "list[Request]") -> float:
+    return sum(request.num_computed_tokens for request in requests) / len(requests)
