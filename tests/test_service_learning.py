@@ -1,20 +1,23 @@
 """Heads that learn from live traffic: the real service with a learner, through a shift, by its benchmark in small, and
 through an update of the target."""
 
+import contextlib
 import itertools
 import json
+import os
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-import ray
 from safetensors.torch import load_file, save_file
 
 from benchmarks.learning import main, prompts
-from deployments import APP_NAME, TARGET_NAME
+from deployments import TARGET_NAME
 from tests.service_harness import Service, running_service, wait_until_ready
 
 pytestmark = [pytest.mark.service, pytest.mark.long, pytest.mark.timeout(1200)]
@@ -85,11 +88,12 @@ def test_after_an_update_of_the_target_only_its_own_answers_are_learned_from(tar
         assert num_before > 0
 
         update(target)
-        names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
-        (replica,) = [name for name in names if name and f"{APP_NAME}#{TARGET_NAME}#" in name]
-        ray.kill(ray.get_actor(replica, namespace="serve"))
-        while service.ask().status_code != 503:
-            time.sleep(0.2)
+        (pid,) = service.processes(TARGET_NAME)
+        os.kill(pid, signal.SIGKILL)
+        is_down = False
+        while not is_down:
+            with contextlib.suppress(httpx.RemoteProtocolError):  # HAProxy held a connection to it
+                is_down = service.ask().status_code == 503
         wait_until_ready(service)
         ask(24)
         after = learner_that(lambda learner: bool(learner["last_round"] or learner["problem"]), service)
