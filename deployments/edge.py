@@ -32,7 +32,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
-from vllm.entrypoints.chat_utils import MM_PARSER_MAP
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 from vllm.exceptions import VLLMClientError
@@ -54,7 +53,7 @@ from cluster.request import (
 )
 from cluster.settings import ClusterSettings, LimitSettings
 from deployments import openapi
-from deployments.compat import NOT_READY, NOT_READY_CODE, RETRY_AFTER_S
+from deployments.compat import NOT_READY, NOT_READY_CODE, RETRY_AFTER_S, chat_part_kinds
 from peagle.schema import nearest
 from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
@@ -345,8 +344,8 @@ def _check_messages(messages: Any) -> None:
             if isinstance(part, str):
                 continue
             kind = part.get("type") if isinstance(part, dict) else None
-            if not isinstance(kind, str) or kind not in MM_PARSER_MAP:
-                known = ", ".join(sorted(MM_PARSER_MAP))
+            if not isinstance(kind, str) or kind not in chat_part_kinds():
+                known = ", ".join(sorted(chat_part_kinds()))
                 raise ApiError(400, f"{where} must be an object whose type is one of {known}", param=where)
             if "text" in kind and not isinstance(part.get("text"), str):
                 raise ApiError(400, f"{where}.text must be a text", param=f"{where}.text")
