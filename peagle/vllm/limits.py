@@ -127,10 +127,9 @@ class CheckedInputProcessor(InputProcessor):
     samples_without_drafts: bool
     """Whether the model runner applies min_p and logit_bias to requests without drafts."""
 
-    def _validate_params(self, params: Any, supported_tasks: Any) -> None:
+    def _validate_params(self, params: Any, supported_tasks: Any) -> Any:
         if not isinstance(params, SamplingParams):
-            super()._validate_params(params, supported_tasks)
-            return
+            return super()._validate_params(params, supported_tasks)
         if params.bad_words and self.tokenizer is not None:
             # Each is at least one token, and hardly more than 16 characters: so much is not even tokenized.
             num = max(len(params.bad_words), sum(map(len, params.bad_words)) // 16)
@@ -145,7 +144,7 @@ class CheckedInputProcessor(InputProcessor):
             checker = copy.copy(self)
             checker.speculative_config = None
         try:
-            InputProcessor._validate_params(checker, params, supported_tasks)
+            return InputProcessor._validate_params(checker, params, supported_tasks)
         except (VLLMClientError, ValueError):
             raise
         except Exception as error:  # such as a grammar's recursion: the field is the client's
