@@ -6,10 +6,8 @@ starts; it says in one line what is missing. What is private in vLLM is in `peag
 
 import asyncio
 import contextlib
-import functools
 import importlib
 import importlib.metadata
-import importlib.util
 import json
 import logging
 import os
@@ -142,14 +140,6 @@ async def ask_engine(server: Any, call: str, request: Any, trace: Mapping[str, s
     if call == "chat":
         return await server.engine._oai_serving_chat.create_chat_completion(request, **raw)
     return await server.engine._oai_serving_completion.create_completion(request, **raw)
-
-
-@functools.cache
-def chat_part_kinds() -> frozenset[str]:
-    """Kinds of parts that a chat message's content may have. Their table has moved since vLLM 0.29."""
-    places = ("vllm.entrypoints.chat_utils", "vllm.renderers.chat_utils")
-    place = next((name for name in places if importlib.util.find_spec(name) is not None), places[0])
-    return frozenset(importlib.import_module(place).MM_PARSER_MAP)
 
 
 def error_of(server: Any, error: Exception) -> Any:

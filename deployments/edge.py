@@ -53,9 +53,10 @@ from cluster.request import (
 )
 from cluster.settings import ClusterSettings, LimitSettings
 from deployments import openapi
-from deployments.compat import NOT_READY, NOT_READY_CODE, RETRY_AFTER_S, chat_part_kinds
+from deployments.compat import NOT_READY, NOT_READY_CODE, RETRY_AFTER_S
 from peagle.schema import nearest
 from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.compat import chat_part_kinds
 
 logger = logging.getLogger(__name__)
 

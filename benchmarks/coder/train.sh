@@ -22,7 +22,7 @@ set_target=(target="$work/target" data="$work/data")
 
 say "conversations, and answers to evaluate on"
 cat "$PROMPTS"/humaneval.jsonl "$PROMPTS"/questions.jsonl > "$work/evaluate.jsonl"
-peagle generate configs/train/coder-peagle.yaml "${set_target[@]}" generate.num_rounds="${ROUNDS:-1}" > "$work/generate.log" 2>&1 & first=$!
+peagle generate configs/train/coder-peagle.yaml "${set_target[@]}" ${ROUNDS:+generate.num_rounds="$ROUNDS"} > "$work/generate.log" 2>&1 & first=$!
 peagle generate configs/train/coder-peagle.yaml "${set_target[@]}" --prompts "$work/evaluate.jsonl" --out "$work/answers" > "$work/answers.log" 2>&1 & second=$!
 all $first $second
 tail -1 "$work/generate.log"

@@ -4,7 +4,9 @@ Each group of names is checked when an engine starts. A vLLM that moved one fail
 lacks, rather than serving with a K that nothing obeys.
 """
 
+import functools
 import importlib
+import importlib.util
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
@@ -213,6 +215,14 @@ def allow_v2() -> None:
 
     unsupported.allows_peagle = True  # type: ignore[attr-defined]
     setattr(VllmConfig, _V2_METHOD, unsupported)
+
+
+@functools.cache
+def chat_part_kinds() -> frozenset[str]:
+    """Kinds of parts that a chat message's content may have. vLLM after 0.29 keeps the table in another module."""
+    places = ("vllm.entrypoints.chat_utils", "vllm.renderers.chat_utils")
+    place = next((name for name in places if importlib.util.find_spec(name) is not None), places[0])
+    return frozenset(importlib.import_module(place).MM_PARSER_MAP)
 
 
 def name_taps(config: VllmConfig) -> None:
