@@ -46,6 +46,8 @@ def engine_settings(args: argparse.Namespace, folder: Path, on_cpu: bool) -> dic
         "max_model_len": 1024,
         "max_num_seqs": NUM_REQUESTS,
         "enable_prefix_caching": False,
+        # Little, so that two models are checked side by side on one GPU.
+        **({} if on_cpu else {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2 << 30}),
         "enforce_eager": args.eager or on_cpu,
         "disable_log_stats": False,
         "tensor_parallel_size": args.tensor_parallel_size,

@@ -9,7 +9,7 @@ Arms, all but the last three plain `vllm serve`; K is K_max:
 
     none        no speculation
     eagle3-K    an EAGLE-3 head
-    table-K     the same, K by batch size as `--batch-table` says
+    table-K     the same, K by batch size as `--batch-table` says, on vLLM's V1 runner: its V2 runner fails to start so
     stock-K     a P-EAGLE head as vLLM runs it
     draft-K     a small model as draft model (`--draft-model`)
     ngram-K     drafts looked up in the request's own tokens
@@ -215,6 +215,9 @@ def environment(options: argparse.Namespace, arm: Arm, index: int) -> dict[str, 
     env |= {"RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(8500 + index), "RAY_ADDRESS": "local"}
     # Where the arms together fill the machine, Ray would end the service, and nothing else.
     env["RAY_memory_monitor_refresh_ms"] = "0"
+    if arm.kind == "table":
+        # On the V2 runner its EAGLE drafter asserts while graphs are captured (vllm-project/vllm#48494).
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if options.gpus:
         count = 2 if arm.kind == "remote" else 1
         chosen = [options.gpus[(index + number) % len(options.gpus)] for number in range(count)]

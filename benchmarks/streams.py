@@ -1,17 +1,19 @@
 """What streams cost on their way to the client when the engine costs nothing, and how long a new request then waits.
 
     python -m benchmarks.streams [--streams 128] [--step-ms 20] [--tokens 1] [--arms vllm target] [--out FILE]
+    python -m benchmarks.streams --streams 768 --targets 6 --clients 4 --arms target      (a node of many cores)
 
 Everything is real but vLLM's engine core: in its place every running request gets so many tokens each step, at once.
 Arms: `vllm` is `vllm serve`'s own server; `target` is the product (HAProxy, target); `ingress` is the product with one
 ingress replica; `proxy` is the product behind Serve's proxy in Python. A client keeps so many streams open, each of 64
 to 192 steps and followed by another. Counted over a window of time: chunks, tokens, time to the first chunk, and the
-CPU time of each process. On few cores the client's own share is taken from the others.
+CPU time of each kind of process. On few cores the clients' own share is taken from the others.
 """
 
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import random
 import statistics
@@ -20,6 +22,7 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,11 +130,16 @@ def serve_vllm(port: int) -> None:
     uvloop.run(run_server(make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)))
 
 
-def application(arm: str) -> serve.Application:
+def application(arm: str, num_targets: int) -> serve.Application:
     args = {
         "model": {"id": "m", "source": DEFAULT_TARGET},
         "engine": {"max_num_seqs": MAX_NUM_SEQS},
-        "target": {"bundle": {"CPU": 1}, "num_cpus": 0.1, "max_ongoing_requests": 4 * MAX_NUM_SEQS},
+        "target": {
+            "num_replicas": num_targets,
+            "bundle": {"CPU": 1},
+            "num_cpus": 0.1,
+            "max_ongoing_requests": 4 * MAX_NUM_SEQS,
+        },
         "limits": {"max_running_requests": MAX_NUM_SEQS},
         "ingress": {"num_replicas": int(arm == "ingress"), "max_ongoing_requests": 4 * MAX_NUM_SEQS},
     }
@@ -142,11 +150,11 @@ def application(arm: str) -> serve.Application:
 
 
 @contextmanager
-def server(arm: str) -> Iterator[str]:
+def server(arm: str, num_targets: int) -> Iterator[str]:
     """URL of an arm that is ready."""
     if arm != "vllm":
         os.environ.update(ray_environment(arm == "ingress", print), RAY_SERVE_ENABLE_HA_PROXY=str(int(arm != "proxy")))
-        with running_applications(lambda: {"streams": application(arm)}, "/health") as url:
+        with running_applications(lambda: {"streams": application(arm, num_targets)}, "/health") as url:
             yield url
         return
     url = f"http://127.0.0.1:{(port := free_port())}"
@@ -185,10 +193,11 @@ def cpu_seconds() -> dict[str, float]:
 class Clients:
     """Streams that are kept open, and what came of them."""
 
-    def __init__(self, url: str, num_tokens: int, stream_interval: int | None) -> None:
+    def __init__(self, url: str, options: argparse.Namespace, seed: int) -> None:
         self._host, self._port = url.removeprefix("http://").split(":")
-        self._num_tokens, self._draw = num_tokens, random.Random(0)
-        self._own = {"ignore_eos": True} | ({} if stream_interval is None else {"stream_interval": stream_interval})
+        self._num_tokens, self._draw = options.tokens, random.Random(seed)
+        interval = options.stream_interval
+        self._own = {"ignore_eos": True} | ({} if interval is None else {"stream_interval": interval})
         self.num_chunks = self.num_answers = self.num_failed = 0
         self.first_s: list[float] = []
 
@@ -220,28 +229,53 @@ class Clients:
             writer.close()
 
 
-async def load(url: str, options: argparse.Namespace) -> dict[str, Any]:
-    clients = Clients(url, options.tokens, options.stream_interval)
-    tasks = [asyncio.create_task(clients.run_forever()) for _ in range(options.streams)]
-    await asyncio.sleep(options.warm_seconds)
-    clients.num_chunks, before, start_s = 0, cpu_seconds(), time.perf_counter()
+async def keep_open(url: str, options: argparse.Namespace, index: int, start_s: float) -> Clients:
+    """One client's share of the streams, counted for `options.seconds` from `start_s` (seconds since the epoch) on."""
+    clients = Clients(url, options, seed=index)
+    num_streams = len(range(index, options.streams, options.clients))
+    tasks = [asyncio.create_task(clients.run_forever()) for _ in range(num_streams)]
+    await asyncio.sleep(start_s - time.time())
+    clients.num_chunks = 0
     clients.first_s.clear()
-    await asyncio.sleep(options.seconds)
-    num_chunks, seconds, after = clients.num_chunks, time.perf_counter() - start_s, cpu_seconds()
+    await asyncio.sleep(start_s + options.seconds - time.time())
+    num_chunks, first_s = clients.num_chunks, list(clients.first_s)
     for task in tasks:
         task.cancel()
     for result in await asyncio.gather(*tasks, return_exceptions=True):
         if not isinstance(result, asyncio.CancelledError):
             raise RuntimeError(f"a client ended: {result}")
-    if clients.num_failed:
-        raise SystemExit(f"error: {clients.num_failed} streams of {clients.num_answers} broke off")
-    first_s = sorted(clients.first_s)
+    clients.num_chunks, clients.first_s = num_chunks, first_s
+    return clients
+
+
+def run_client(url: str, options: argparse.Namespace, index: int, start_s: float) -> Clients:
+    return asyncio.run(keep_open(url, options, index, start_s))
+
+
+def load(url: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Chunks and times of all clients, each a process of its own, and what the servers spent meanwhile."""
+    context = multiprocessing.get_context("spawn")
+    everyone = context.Barrier(options.clients)
+    with ProcessPoolExecutor(options.clients, mp_context=context, initializer=everyone.wait) as pool:
+        list(pool.map(abs, range(options.clients)))  # all have imported what they need
+        start_s = time.time() + options.warm_seconds
+        shares = [pool.submit(run_client, url, options, index, start_s) for index in range(options.clients)]
+        time.sleep(start_s - time.time())
+        before = cpu_seconds()
+        time.sleep(start_s + options.seconds - time.time())
+        after = cpu_seconds()
+        clients = [share.result() for share in shares]
+    num_answers, num_failed = (sum(getattr(one, name) for one in clients) for name in ("num_answers", "num_failed"))
+    if num_failed:
+        raise SystemExit(f"error: {num_failed} streams of {num_failed + num_answers} broke off")
+    num_chunks = sum(one.num_chunks for one in clients)
+    first_s = sorted(seconds for one in clients for seconds in one.first_s)
     spent = {kind: after[kind] - before.get(kind, 0.0) for kind in after}
     return {
-        "chunks_per_s": num_chunks / seconds,
+        "chunks_per_s": num_chunks / options.seconds,
         "us_per_chunk": {kind: 1e6 * value / num_chunks for kind, value in spent.items() if value > 0},
-        "cores": {kind: value / seconds for kind, value in spent.items() if value > 0},
-        "num_answers": clients.num_answers,
+        "cores": {kind: value / options.seconds for kind, value in spent.items() if value > 0},
+        "num_answers": num_answers,
         "num_first": len(first_s),
         "median_ttft_ms": 1000 * statistics.median(first_s),
         "p99_ttft_ms": 1000 * first_s[int(0.99 * len(first_s))],
@@ -253,6 +287,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.streams", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--streams", type=int, default=128, help="open at a time")
+    parser.add_argument("--targets", type=int, default=1, help="replicas of the product's arms")
+    parser.add_argument("--clients", type=int, default=1, help="processes that share the streams")
     parser.add_argument("--step-ms", type=float, default=20.0, help="of the engine that is not there")
     parser.add_argument("--tokens", type=int, default=1, help="of a request in a step")
     parser.add_argument("--stream-interval", type=int, help="tokens of a chunk, as clients ask; default: the server's")
@@ -270,8 +306,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for arm in options.arms:
         os.environ.clear()
         os.environ.update(before)
-        with server(arm) as url:
-            arms[arm] = asyncio.run(load(url, options))
+        with server(arm, options.targets) as url:
+            arms[arm] = load(url, options)
     kinds = list(dict.fromkeys(KINDS.values()))
     rows = [
         [
