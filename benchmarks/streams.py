@@ -117,7 +117,7 @@ class EngineLess(TargetServer):
         await super().__init__(*args)
 
 
-def serve_vllm(port: int) -> None:
+def serve_vllm(port: int, model: str) -> None:
     """`vllm serve` without an engine core, in this process."""
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
@@ -125,17 +125,17 @@ def serve_vllm(port: int) -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     leave_out_the_engine_core()
-    arguments = ["--model", target_source(DEFAULT_TARGET), "--served-model-name", "m", "--port", str(port)]
+    arguments = ["--model", target_source(model), "--served-model-name", "m", "--port", str(port)]
     arguments += ["--max-num-seqs", str(MAX_NUM_SEQS), "--disable-uvicorn-access-log"]
     uvloop.run(run_server(make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)))
 
 
-def application(arm: str, num_targets: int) -> serve.Application:
+def application(arm: str, options: argparse.Namespace) -> serve.Application:
     args = {
-        "model": {"id": "m", "source": DEFAULT_TARGET},
+        "model": {"id": "m", "source": options.model},
         "engine": {"max_num_seqs": MAX_NUM_SEQS},
         "target": {
-            "num_replicas": num_targets,
+            "num_replicas": options.targets,
             "bundle": {"CPU": 1},
             "num_cpus": 0.1,
             "max_ongoing_requests": 4 * MAX_NUM_SEQS,
@@ -150,15 +150,16 @@ def application(arm: str, num_targets: int) -> serve.Application:
 
 
 @contextmanager
-def server(arm: str, num_targets: int) -> Iterator[str]:
+def server(arm: str, options: argparse.Namespace) -> Iterator[str]:
     """URL of an arm that is ready."""
     if arm != "vllm":
         os.environ.update(ray_environment(arm == "ingress", print), RAY_SERVE_ENABLE_HA_PROXY=str(int(arm != "proxy")))
-        with running_applications(lambda: {"streams": application(arm, num_targets)}, "/health") as url:
+        with running_applications(lambda: {"streams": application(arm, options)}, "/health") as url:
             yield url
         return
     url = f"http://127.0.0.1:{(port := free_port())}"
-    process = subprocess.Popen([sys.executable, "-m", "benchmarks.streams", "--serve-vllm", str(port)])
+    command = [sys.executable, "-m", "benchmarks.streams", "--serve-vllm", str(port), "--model", options.model]
+    process = subprocess.Popen(command)
     try:
         end_s = time.monotonic() + READY_TIMEOUT_S
         while not _is_ready(url):
@@ -287,6 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.streams", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--streams", type=int, default=128, help="open at a time")
+    parser.add_argument("--model", default=DEFAULT_TARGET, help="its tokenizer and configuration are what matters here")
     parser.add_argument("--targets", type=int, default=1, help="replicas of the product's arms")
     parser.add_argument("--clients", type=int, default=1, help="processes that share the streams")
     parser.add_argument("--step-ms", type=float, default=20.0, help="of the engine that is not there")
@@ -299,14 +301,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     if options.serve_vllm:
-        serve_vllm(options.serve_vllm)
+        serve_vllm(options.serve_vllm, options.model)
         return 0
     os.environ[PACE] = f"{options.step_ms} {options.tokens}"
     before, arms = dict(os.environ), {}
     for arm in options.arms:
         os.environ.clear()
         os.environ.update(before)
-        with server(arm, options.targets) as url:
+        with server(arm, options) as url:
             arms[arm] = load(url, options)
     kinds = list(dict.fromkeys(KINDS.values()))
     rows = [
