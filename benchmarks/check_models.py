@@ -2,10 +2,10 @@
 
     python -m benchmarks.check_models --shape GPT_OSS_20B [--num-layers 4] [--head-layers 1] [--own-tables]
 
-Prints one JSON line. Engine settings are the service's; on a machine without a GPU the target's weights are not
-quantised. A batch of requests is answered twice, with K_max drafts and without any: random weights hardly accept a
-draft, so `equal_answers` says that verification leaves answers alone (near ties fall either way in bfloat16), and the
-program fails where an answer is short or nothing was drafted.
+Writes one JSON line, to `--out` or among what vLLM prints. Engine settings are the service's; on a machine without a
+GPU the target's weights are not quantised. A batch of requests is answered twice, with K_max drafts and without any:
+random weights hardly accept a draft, so `equal_answers` says that verification leaves answers alone (near ties fall
+either way in bfloat16), and the program fails where an answer is short or nothing was drafted.
 """
 
 import argparse
@@ -125,11 +125,16 @@ def main() -> int:
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--dtype", help="bfloat16 on a CPU: slow, in half the memory")
     parser.add_argument("--kv-cache-dtype", help="vLLM's name, such as fp8")
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--eager", action="store_true", help="without compilation and CUDA graphs")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         report = check(args, Path(folder))
-    sys.stdout.write(json.dumps(report | {"conditions": conditions()}) + "\n")
+    line = json.dumps(report | {"conditions": conditions()}) + "\n"
+    if args.out is None:
+        sys.stdout.write(line)
+    else:
+        args.out.write_text(line, encoding="utf-8")
     return 0 if report["ok"] else 1
 
 

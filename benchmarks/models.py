@@ -8,11 +8,15 @@ the target's, five times as large.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from peagle.checkpoint import expected_tensors
 from peagle.config import MIN_DEFAULT_LAYERS, DrafterConfig
+
+# Heads are written here by torch's threads; an engine forked from such a process waits for threads that it has not.
+os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
 
 QWEN3_CODER_30B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
