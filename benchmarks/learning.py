@@ -7,7 +7,8 @@ kind that the head has never seen, until the learner has trained, judged and pro
 the start and at the end it sends the same held-out prompts of both kinds, whose answers the learner never gets. All
 greedy, at a fixed K, so both heads draft for the same answers, which are compared, and AL of one over the other is
 paired. Counts failed requests. AL = 1 + accepted / steps over all answers of a phase, with the 95 % interval of a
-bootstrap over answers. Writes the figures with their conditions as JSON. A folder to `replay` is written by
+bootstrap over answers; output tokens/s are those of all clients together, and mean something where `--num-clients` have
+several prompts each. Writes the figures with their conditions as JSON. A folder to `replay` is written by
 `peagle generate`, with the recipe of the head.
 """
 
@@ -81,11 +82,14 @@ def prompts(kind: str, seed: int) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Reply:
-    """To one request; text "" where it failed. num_steps, num_accepted: of its drafting."""
+    """To one request; text "" where it failed. num_steps, num_accepted: of its drafting. Times since the first client's
+    begin."""
 
     sent_s: float
+    ended_s: float
     text: str
     head: str = ""
+    num_tokens: int = 0
     num_steps: int = 0
     num_accepted: int = 0
 
@@ -105,16 +109,19 @@ class Clients:
         return found
 
     def _one(self, text: str, workload: str) -> Reply:
-        sent_s = round(time.monotonic() - self._begun_s, 1)
+        sent_s = time.monotonic() - self._begun_s
         body = {"messages": [{"role": "user", "content": text}], "drafting": {"workload": workload}, **self._body}
         try:
             answer = httpx.post(f"{self._url}/v1/chat/completions", json=body, timeout=120)
             document = answer.raise_for_status().json()
         except (httpx.HTTPError, ValueError):
-            return Reply(sent_s, "")
-        drafting = document["drafting"]
-        counts = drafting["num_steps"], drafting["num_accepted_tokens"]
-        return Reply(sent_s, document["choices"][0]["message"]["content"], drafting["head"], *counts)
+            document = None
+        ended_s = time.monotonic() - self._begun_s
+        if document is None:
+            return Reply(sent_s, ended_s, "")
+        drafting, num_tokens = document["drafting"], document["usage"]["completion_tokens"]
+        counts = num_tokens, drafting["num_steps"], drafting["num_accepted_tokens"]
+        return Reply(sent_s, ended_s, document["choices"][0]["message"]["content"], drafting["head"], *counts)
 
     def drafting(self) -> dict[str, Any]:
         return dict(httpx.get(f"{self._url}/drafting", timeout=30).json())
@@ -127,6 +134,8 @@ def figures(replies: Sequence[Reply]) -> dict[str, Any]:
     if not steps.sum():
         return found
     found |= {"num_steps": int(steps.sum()), "acceptance_length": round(float(1 + accepted.sum() / steps.sum()), 4)}
+    elapsed_s = max(one.ended_s for one in replies) - min(one.sent_s for one in replies)
+    found["output_tokens_per_s"] = round(sum(one.num_tokens for one in replies) / elapsed_s, 1)
     weights = resamples(len(replies))
     bounds = interval(1 + (weights @ accepted)[:, None] / (weights @ steps)[:, None])[0]
     return {**found, "acceptance_length_95": bounds, "heads": sorted({one.head for one in replies if one.head})}
