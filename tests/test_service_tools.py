@@ -67,3 +67,15 @@ def test_an_answer_without_a_call_is_text(service: Service) -> None:
     assert choice["finish_reason"] == "length"
     assert choice["message"]["content"]
     assert not choice["message"].get("tool_calls")
+
+
+def test_a_turn_after_a_call_answers_from_its_result(service: Service) -> None:
+    """A client sends back the call as it got it, with `content: null`, and what the tool said."""
+    asked = {"model": service.model, "tools": [WEATHER], "max_tokens": 100, "temperature": 0}
+    chat = service.client().chat.completions
+    call = chat.create(**asked, messages=QUESTION, tool_choice=NAMED).choices[0].message
+    result = {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "It rains."}
+    turns = [*QUESTION, call.model_dump(exclude_none=True) | {"content": None}, result]
+    answer = chat.create(**asked | {"max_tokens": 8}, messages=turns)
+    assert answer.choices[0].message.content
+    assert answer.usage.prompt_tokens > chat.create(**asked | {"max_tokens": 1}, messages=QUESTION).usage.prompt_tokens
