@@ -11,7 +11,7 @@ first)   # cells in the order of what they tell: a run that is cut short has all
   arms="none eagle3-3 eagle3-5 stock-7 ngram-5 ours-7 ours-0"
   cells="humaneval:1,8,32,128 mixed@0.7:8 questions:8 long:4 humaneval:2,4,16,64,256 questions:1,64 mixed@0.7:1,64 long:1,8" ;;
 second)  # the rest of the arms against none and ours
-  arms="none eagle3-7 table-5 ${DRAFT:+draft-5} ours-7"  # table-5: vLLM 0.29 fails while it captures graphs of these sizes
+  arms="none eagle3-7 table-5 ${DRAFT:+draft-5} ours-7"
   [ "${#gpus[@]}" -lt 2 ] || arms="$arms remote-7"
   python3 -c 'import arctic_inference' 2>/dev/null && arms="$arms suffix"
   cells="humaneval:1,8,32,128 mixed@0.7:8" ;;
