@@ -90,6 +90,7 @@ def check(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from peagle.vllm import compat
 
     on_cpu = current_platform.is_cpu()
+    models.spawn_engines()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     compat.allow_v2()
     settings = engine_settings(args, folder, on_cpu)

@@ -313,6 +313,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     from benchmarks import models
     from peagle.vllm.trimming import document_path
 
+    models.spawn_engines()
     arm, shape = Arm.parse(args.arm), dict(getattr(models, args.shape))
     if args.num_layers:
         shape = models.shortened(shape, args.num_layers)

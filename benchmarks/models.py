@@ -15,9 +15,6 @@ from typing import Any
 from peagle.checkpoint import expected_tensors
 from peagle.config import MIN_DEFAULT_LAYERS, DrafterConfig
 
-# Heads are written here by torch's threads; an engine forked from such a process waits for threads that it has not.
-os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
-
 QWEN3_CODER_30B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "attention_bias": False,
@@ -191,6 +188,12 @@ PUBLISHED_HEADS: dict[str, dict[str, Any]] = {
 }
 """`write_head` for what is known of the published heads: depths and vocabularies; MLPs of gpt-oss's as their numbers of
 parameters (1.7 and 1.8 billion) ask for. Of Gemma's nothing is known."""
+
+
+def spawn_engines() -> None:
+    """Engines of this process are spawned. Heads are written here by torch's threads, and an engine that is forked
+    after that waits for threads that it has not."""
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 
 def shortened(shape: dict[str, Any], num_layers: int) -> dict[str, Any]:

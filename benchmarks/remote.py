@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.models import LLAMA_8B, write_embedding, write_head, write_target
+from benchmarks.models import LLAMA_8B, spawn_engines, write_embedding, write_head, write_target
 from peagle.provenance import conditions
 from peagle.vllm.acceptance import DEPTH_KEY, STEPS_HEADER
 from peagle.vllm.engine import RemoteSettings, engine_kwargs
@@ -246,6 +246,7 @@ def connect(rpc: Callable[..., Any], found: dict[str, Any]) -> None:
 
 def measure(placement: str, args: argparse.Namespace, found: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
     """One row for each load, or one with the texts' output."""
+    spawn_engines()
     kwargs = settings_of(placement, args)
     if args.check:
         from vllm import LLM, SamplingParams
