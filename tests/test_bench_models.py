@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.system_utils import get_mp_context
 
 from benchmarks import models
 from peagle.checkpoint import check_head
@@ -41,3 +42,11 @@ def test_configs_draft_as_deep_as_the_heads_were_trained() -> None:
         text = (Path(__file__).parents[1] / "configs" / f"{file}.yaml").read_text()
         drafter = yaml.safe_load(text)["applications"][0]["args"]["drafter"]
         assert drafter["max_draft_tokens"] == models.PUBLISHED_HEADS[name]["num_depths"]
+
+
+def test_engines_are_spawned_where_heads_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM's own answer: another name of the variable would do nothing."""
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD")
+    models.spawn_engines()
+    assert get_mp_context().get_start_method() == "spawn"

@@ -186,7 +186,7 @@ def test_flex_attention_joins_to_the_same_rows(window: int | None) -> None:
 def test_compiled_rows_and_gradients_equal_plain_ones(
     window: int | None, copies: int, longer: int, autocast: bool
 ) -> None:
-    """In bfloat16 both are compared with float32, and compiled ones may be twice as far from it as plain ones."""
+    """In bfloat16 both are compared with float32, and compiled ones may be half as far again from it as plain ones."""
     torch._dynamo.reset()  # each case has shapes of its own, and dynamo recompiles a function 8 times at most
     config = dataclasses.replace(CONFIG, head_dim=16, sliding_window=window)
     drafter = random_drafter(config).float().cuda()
@@ -211,4 +211,4 @@ def test_compiled_rows_and_gradients_equal_plain_ones(
         name: tuple(float((found[name] - value).norm() / value.norm()) for found in (compiled, plain))
         for name, value in exact.items()
     }
-    assert not {name: both for name, both in errors.items() if both[0] > 0.02 + 2.0 * both[1]}
+    assert not {name: both for name, both in errors.items() if both[0] >= 0.02 + 1.5 * both[1]}
