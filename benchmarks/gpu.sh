@@ -53,8 +53,8 @@ applications:
       target: {num_replicas: 1, num_cpus: 0.1, bundle: {GPU: 0.4}}
       ingress: {num_cpus: 0.1}
 Y
-  run learning 600 learning --config "$work/learning.yaml" --learning '{num_gpus: 0.3}' --num-clients 32 --num-before 600 \
-    --num-held-out 256 --pause-s 0.2 --max-s 400 --out "$work/learning.json"
+  run learning 600 learning --config "$work/learning.yaml" --learning '{num_gpus: 0.3, min_new_answers: 1000}' \
+    --num-clients 16 --num-before 1000 --num-held-out 256 --pause-s 0 --max-s 420 --out "$work/learning.json"
 }
 
 http() {

@@ -68,9 +68,9 @@ LIVE, HELD_OUT = "live", "held-out"
 """Workloads of the requests that the learner gets, and of those that it does not."""
 
 
-def prompts(kind: str, seed: int) -> Iterator[str]:
+def prompts(kind: str) -> Iterator[str]:
     """Prompts of a kind, none twice."""
-    draw, seen = random.Random(f"{kind} {seed}"), set()
+    draw, seen = random.Random(kind), set()
     while True:
         words = {name: draw.choice(options) for name, options in TRAFFIC["words"].items()}
         words |= {"small": str(draw.randint(2, 9)), "number": str(draw.randint(2, 900))}
@@ -158,8 +158,8 @@ def paired(before: Sequence[Reply], after: Sequence[Reply]) -> dict[str, Any]:
 def measure(clients: Clients, options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     """The whole run against a service that is ready."""
     kinds = "general", options.shift
-    traffic = {kind: prompts(kind, 0) for kind in kinds}
-    held_out = {kind: list(itertools.islice(prompts(kind, 1), options.num_held_out)) for kind in kinds}
+    traffic = {kind: prompts(kind) for kind in kinds}
+    held_out = {kind: list(itertools.islice(traffic[kind], options.num_held_out)) for kind in kinds}
     phases: dict[str, Any] = {}
 
     def note(name: str, replies: list[Reply]) -> list[Reply]:
@@ -177,6 +177,7 @@ def measure(clients: Clients, options: argparse.Namespace, say: Callable[[str], 
     before = judged("before")
     note("general", take("general", options.num_before))
     since_shift = take(options.shift, 1)
+    while_doing: dict[str, list[Reply]] = {}
     end_s = time.monotonic() + options.max_s
     states: list[dict[str, Any]] = []
     promoted: dict[str, Any] | None = None
@@ -190,11 +191,16 @@ def measure(clients: Clients, options: argparse.Namespace, say: Callable[[str], 
         if learner["counters"].get("heads_promoted"):
             promoted = {"num_requests_since_shift": len(since_shift), "seconds_since_shift": None}
             promoted["seconds_since_shift"] = round(since_shift[-1].sent_s - since_shift[0].sent_s, 1)
-        elif learner["phase"] in ("training", "judging"):
-            since_shift += take(options.shift, 1)
-            time.sleep(options.pause_s)
         else:
-            since_shift += take(options.shift, 4 * options.num_clients)
+            slowly = options.pause_s > 0 and learner["phase"] in ("training", "judging")
+            replies = take(options.shift, 1 if slowly else 4 * options.num_clients)
+            while_doing.setdefault(f"round {learner['counters'].get('rounds', 0)}: {learner['phase']}", []).extend(
+                replies
+            )
+            since_shift += replies
+            time.sleep(options.pause_s if slowly else 0)
+    for doing, replies in while_doing.items():
+        note(f"{options.shift}, {doing}", replies)
     note(f"{options.shift}, while it learned", since_shift)
     after = judged("after")
     return {
@@ -239,7 +245,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--num-before", type=int, default=40, help="general requests before the shift")
     parser.add_argument("--num-held-out", type=int, default=40, help="prompts of each kind, sent before and after")
-    parser.add_argument("--pause-s", type=float, default=5.0, help="between requests while the learner trains")
+    parser.add_argument(
+        "--pause-s", type=float, default=5.0, help="between requests while it trains; 0: all clients ask"
+    )
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--max-s", type=float, default=3600, help="for the learner, from the shift on")
     parser.add_argument("--out", type=Path)

@@ -74,7 +74,7 @@ def test_after_an_update_of_the_target_only_its_own_answers_are_learned_from(tar
     learning = {**LEARNING, "min_new_answers": 16, "workloads": "all", "heads_dir": str(tmp_path), "num_cpus": 0.5}
     learning["recipe"] = {**LEARNING["recipe"], "schedule": {"max_steps": 1, "warmup_steps": 0}}
     remote = {"spare_heads": 1}
-    texts = prompts("json", 0)
+    texts = prompts("json")
     with running_service(model={"source": str(target)}, drafter=remote, learning=learning) as service:
 
         def ask(number: int) -> None:
