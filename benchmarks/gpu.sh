@@ -14,12 +14,11 @@ run() {  # name, seconds, program of benchmarks, its arguments; one that hangs l
   timeout -s ABRT -k 15 "$limit" python3 -m "benchmarks.$1" "${@:2}" > "$work/$name.log" 2>&1 || echo "failed: $? ($work/$name.log)"
 }
 
-models() {  # two side by side as far as memory allows
-  shapes() { for shape in "$@"; do run "model-$shape" 240 check_models --shape "$shape" --out "$work/model-$shape.json"; done; }
-  shapes GPT_OSS_120B GPT_OSS_20B & local first=$!
-  shapes QWEN3_CODER_30B_FP8
-  wait $first
-  shapes GEMMA_4_31B
+models() {
+  local shape
+  for shape in GPT_OSS_120B GPT_OSS_20B QWEN3_CODER_30B_FP8 GEMMA_4_31B; do
+    run "model-$shape" 240 check_models --shape $shape --out "$work/model-$shape.json"
+  done
 }
 
 drafts() {

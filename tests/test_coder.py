@@ -88,11 +88,13 @@ def test_recipes_lead_from_prompts_to_drafts_in_vllm(
     questions = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     answers = greedy_answers(target, questions, MAX_TOKENS)
     for name, recipe in RECIPES.items():
-        further = [f"output={tmp_path / name}", *([mask_token] if name == "peagle" else [])]
+        further = [f"output={tmp_path / name}"]
+        further += [mask_token, "drafter.intermediate_size=96"] if name == "peagle" else []
         assert main(["train", str(recipe), *common, *further]) == 0
         head = prepare_head(tmp_path / name / "head", folder, tmp_path / "cache")
         config, tensors = load_head(head)
         assert (config.ptd_token_id is None) == (name == "eagle3")
+        assert config.intermediate_size == {"peagle": 96, "eagle3": 160}[name]
         assert not config.attention_bias  # the target's bias is its own: a head has Llama's layers
         engine = {
             "model": str(folder),

@@ -293,6 +293,8 @@ def new_drafter(recipe: Recipe, target: Target, batches: PackedBatches, random: 
     wanted = recipe.drafter
     shape: dict[str, Any] = {"aux_layer_ids": tuple(wanted.aux_layer_ids)} if wanted.aux_layer_ids else {}
     vocabulary = None
+    if wanted.intermediate_size is not None:
+        shape["intermediate_size"] = wanted.intermediate_size
     if wanted.draft_vocab_size is not None:
         counts = answer_token_counts(batches.data, target.config["vocab_size"])
         ends = target.config.get("eos_token_id")  # one, several or none

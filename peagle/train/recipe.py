@@ -54,12 +54,13 @@ class GenerateRecipe(Section):
 
 
 class DrafterRecipe(Section):
-    """Shape of the drafter; its layers have the shape of the target's own."""
+    """Shape of the drafter; its layers have the shape of the target's own, but for what is said here."""
 
     method: Literal["p-eagle", "eagle3"] = Field(
         "p-eagle", description="p-eagle: K tokens in one pass; eagle3: one after another, trained by a test-time unroll"
     )
     num_layers: int = Field(4, ge=1)
+    intermediate_size: int | None = Field(None, ge=16, description="width of its MLPs; none: the target's")
     num_depths: int = Field(8, ge=1, description="K_train: draft tokens of one pass, or steps of the unroll")
     ptd_token_id: int | None = Field(
         None, ge=0, description="mask token: an id of the target's vocabulary that text does not use (p-eagle only)"
@@ -112,6 +113,9 @@ class OptimizerRecipe(Section):
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False)
     weight_decay: float = Field(0.01, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
+    max_attention_score: float | None = Field(
+        None, gt=0, description="attention scores above it are clipped (peagle.train.qk_clip); none: they grow freely"
+    )
     ema_decay: float = Field(
         0.0, ge=0, lt=1, description="the head saved is this moving average of the weights; 0: the last"
     )

@@ -30,6 +30,7 @@ from peagle.evaluate import evaluate, load_answers
 from peagle.provenance import conditions
 from peagle.train.data import Batch, Conversations, PackedBatches, check_data_fits
 from peagle.train.passes import Eagle3Pass, PassReport, PEaglePass, States, new_drafter
+from peagle.train.qk_clip import EVERY_STEPS, attention_scores, clip_attention
 from peagle.train.recipe import OptimizerRecipe, Recipe, ScheduleRecipe
 from peagle.train.target import KeptStates, Target
 
@@ -228,13 +229,17 @@ class Trainer:
         return KeptStates(self.target, num_tokens, layers)
 
     def run_pass(self, batch: Batch) -> PassReport:
-        """Adds the gradients of one batch."""
+        """Adds the gradients of one batch. Where scores are clipped, they are before it."""
         if self._kept is not None:
             aux_BNX, last_BNS = self._kept(batch)
         else:
             aux_BNX, last_BNS = self.target.states(
                 batch.tokens_BN, batch.document_BN, batch.position_BN, self.drafter.config.aux_layer_ids
             )
+        max_score = self.recipe.optimizer.max_attention_score
+        if max_score is not None and self.step % EVERY_STEPS == 0:
+            scores_WLA = torch.stack(self.workers.gather(attention_scores(self.drafter, batch, aux_BNX)))
+            clip_attention(self.drafter, scores_WLA.amax(0), max_score)
         return self._pass(self.drafter, batch, States(aux_BNX, last_BNS, self.target.lm_head_VS))
 
     def run(self) -> Path:
