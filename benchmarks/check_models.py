@@ -52,6 +52,7 @@ def engine_settings(args: argparse.Namespace, folder: Path, on_cpu: bool) -> dic
         "disable_log_stats": False,
         "tensor_parallel_size": args.tensor_parallel_size,
         **({} if args.kv_cache_dtype is None else {"kv_cache_dtype": args.kv_cache_dtype}),
+        **({} if args.backend is None else {"attention_backend": args.backend}),
     }
     dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
     kwargs = engine_kwargs(target_dir, head_dir, dtype=dtype, on_cpu=on_cpu, extra=extra)
@@ -101,6 +102,7 @@ def check(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     report |= {"architecture": config.architecture, "num_layers": config.hf_text_config.num_hidden_layers}
     report |= {"vocab_size": config.get_vocab_size(), "quantization": config.quantization, "dtype": settings["dtype"]}
     report |= {"k_max": settings["speculative_config"]["num_speculative_tokens"], "head_layers": args.head_layers}
+    report |= {} if args.backend is None else {"backend": args.backend}
     draw = random.Random(0)
     prompts = [[draw.randrange(1000, 30_000) for _ in range(draw.randint(*PROMPT_TOKENS))] for _ in range(NUM_REQUESTS)]
     drafted = answers(engine, prompts, None)
@@ -126,6 +128,7 @@ def main() -> int:
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--dtype", help="bfloat16 on a CPU: slow, in half the memory")
     parser.add_argument("--kv-cache-dtype", help="vLLM's name, such as fp8")
+    parser.add_argument("--backend", help="vLLM's name of a way to attend, such as TRITON_ATTN")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--eager", action="store_true", help="without compilation and CUDA graphs")
     args = parser.parse_args()

@@ -15,7 +15,7 @@ from ray.serve import Application
 
 from deployments.up import ray_environment
 
-READY_TIMEOUT_S = 600.0
+READY_TIMEOUT_S = 400.0
 
 
 def free_port() -> int:

@@ -8,10 +8,12 @@ work=${WORK:-/tmp/peagle-gpu}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONFAULTHANDLER=1 RAY_USAGE_STATS_ENABLED=0
 mkdir -p "$work"
 
-run() {  # name, seconds, program of benchmarks, its arguments; one that hangs leaves the stacks of its processes in the log
+run() {  # name, seconds, program of benchmarks, its arguments; one that hangs leaves its stacks in the log, and Ray's logs
   local name=$1 limit=$2; shift 2
   echo "[$(date +%T)] $name"
-  timeout -s ABRT -k 15 "$limit" python3 -m "benchmarks.$1" "${@:2}" > "$work/$name.log" 2>&1 || echo "failed: $? ($work/$name.log)"
+  timeout -s ABRT -k 15 "$limit" python3 -m "benchmarks.$1" "${@:2}" > "$work/$name.log" 2>&1 && return
+  echo "failed: $? ($work/$name.log)"
+  [ ! -e /tmp/ray/session_latest/logs ] || tar czf "$work/$name-ray.tgz" -C /tmp/ray/session_latest logs
 }
 
 models() {

@@ -92,9 +92,12 @@ def replica_env(settings: ClusterSettings, inherited: Mapping[str, str] = os.env
 
     Serve runs a replica's code in a thread of its own by default, from which each chunk of a stream would cross over.
     On a CPU, vLLM's speculative decoding wants Intel's OpenMP runtime loaded before any other (vLLM warns without it),
-    and the KV cache gets a size of its own (in GiB). `target.env` wins over all.
+    and the KV cache gets a size of its own (in GiB). Engines that share a GPU ask Ray for their share of it, where vLLM
+    would wait for a whole one. `target.env` wins over all.
     """
     env = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
+    if 0 < (num_gpus := settings.target.bundle.get("GPU", 0.0)) < 1:
+        env["VLLM_RAY_PER_WORKER_GPUS"] = str(num_gpus)
     if not settings.target.has_gpu:
         if preload := openmp_preload(inherited.get("LD_PRELOAD", "")):
             env["LD_PRELOAD"] = preload

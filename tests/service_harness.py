@@ -60,6 +60,11 @@ class Service:
     early: list[httpx.Response] = field(default_factory=list)
     statuses: list[str] = field(default_factory=list)
 
+    @property
+    def num_early_answers(self) -> int:
+        """Requests answered before this machine saw that the service is ready: it may become so between two looks."""
+        return sum(response.status_code == 200 for response in self.early)
+
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +11,14 @@ from torch import Tensor
 
 from peagle.config import DrafterConfig
 from peagle.model import Drafter
-from peagle.train.data import Batch
+from peagle.train.continual import HeadInTraining
+from peagle.train.data import Batch, Conversations, PackedBatches
 from peagle.train.qk_clip import attention_scores, clip_attention
+from peagle.train.recipe import Recipe
+from peagle.train.target import Target
+from peagle.train.trainer import Trainer
 from tests.head_factory import CONFIG, random_drafter
+from tests.small_run import write_small_head, write_small_run
 
 LENGTHS = (9, 14)
 EAGLE3 = dataclasses.replace(CONFIG, ptd_token_id=None)
@@ -68,3 +74,40 @@ def test_padding_counts_for_nothing_and_mask_tokens_do() -> None:
         drafter.mask_embedding.normal_(generator=torch.Generator().manual_seed(1))
         drafter.mask_hidden.normal_(generator=torch.Generator().manual_seed(2))
     assert not torch.equal(attention_scores(drafter, *batch_of(CONFIG)), plain)
+
+
+EAGLE3_RECIPE = ("drafter.method=eagle3", "drafter.ptd_token_id=null")
+
+
+@pytest.mark.parametrize("kind", [(), EAGLE3_RECIPE], ids=["p-eagle", "eagle3"])
+def test_a_trainer_keeps_scores_near_the_limit(tmp_path: Path, kind: tuple[str, ...]) -> None:
+    folder = write_small_run(tmp_path)
+
+    def greatest(*settings: str) -> float:
+        overrides = ["schedule.max_steps=25", "evaluate.data=null", f"output={tmp_path / str(len(settings))}"]
+        trainer = Trainer(Recipe.load(folder / "recipe.yaml", [*overrides, *kind, *settings]))
+        trainer.run()
+        batch = next(trainer.batches())
+        layers = trainer.drafter.config.aux_layer_ids
+        aux_BNX, _ = trainer.target.states(batch.tokens_BN, batch.document_BN, batch.position_BN, layers)
+        return float(attention_scores(trainer.drafter, batch, aux_BNX).max())
+
+    freely = greatest()
+    assert greatest(f"optimizer.max_attention_score={freely / 4}") < freely / 2
+
+
+def test_so_does_a_head_that_learns_on(tmp_path: Path) -> None:
+    folder = write_small_head(tmp_path)
+    data, target = Conversations.load(folder / "data"), Target(folder / "target")
+
+    def greatest(max_score: float | None) -> float:
+        settings = {"schedule": {"max_steps": 25}, "optimizer": {"muon_lr": 0.01, "max_attention_score": max_score}}
+        settings["batch"] = {"num_sequences": 4, "max_tokens": 64}
+        head = HeadInTraining(settings, target, folder / "run" / "head")
+        head.train(data, lambda _: None)
+        batch = next(PackedBatches(data, num_sequences=4, max_tokens=64, seed=0)())
+        aux_BNX, _ = target.states(batch.tokens_BN, batch.document_BN, batch.position_BN, head.config.aux_layer_ids)
+        return float(attention_scores(head.drafter, batch, aux_BNX).max())
+
+    freely = greatest(None)
+    assert greatest(freely / 4) < freely / 2

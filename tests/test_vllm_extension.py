@@ -139,10 +139,13 @@ def test_a_replica_finds_its_class(path: str) -> None:
     assert isinstance(_load_deployment_def_from_import_path(path), type)
 
 
-@pytest.mark.parametrize("name", ["local", "gpu", "gpu-remote"])
-def test_targets_have_the_resources_that_ray_serve_llm_gives_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "bundle"), [("local", {}), ("gpu", {}), ("gpu-remote", {}), ("gpu", {"GPU": 0.4})])
+def test_targets_have_the_resources_that_ray_serve_llm_gives_them(
+    name: str, bundle: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = yaml.safe_load((Path(__file__).parents[1] / f"configs/{name}.yaml").read_text())["applications"][0]["args"]
     args["engine"]["tensor_parallel_size"] = 2
+    args["target"]["bundle"] |= bundle
     settings = load_settings(args, catalog(), {})
     config = engine_config(settings, "target", None, replica_env(settings))
     found = target_options(settings)
@@ -154,6 +157,7 @@ def test_targets_have_the_resources_that_ray_serve_llm_gives_them(name: str, mon
     assert found["placement_group_bundles"] == bundles
     assert found["placement_group_strategy"] == wanted["placement_group_strategy"]
     assert actor["runtime_env"]["env_vars"] == wanted["ray_actor_options"]["runtime_env"]["env_vars"]
+    assert actor["runtime_env"]["env_vars"].get("VLLM_RAY_PER_WORKER_GPUS") == ("0.4" if bundle else None)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from peagle.provenance import conditions
 from peagle.schema import problem_lines
 from peagle.train.data import Conversations, PackedBatches
 from peagle.train.passes import PEaglePass, States
+from peagle.train.qk_clip import EVERY_STEPS, attention_scores, clip_attention
 from peagle.train.recipe import Recipe
 from peagle.train.target import Target
 from peagle.train.trainer import LossTally, MovingAverage, Optimizer, schedule_scale
@@ -88,6 +89,7 @@ class HeadInTraining:
         """One round; returns its figures. rest: called after each step with its seconds, to wait as long as others need
         the processor. Raises FloatingPointError when loss or gradient is no number."""
         schedule, packing = self.recipe.schedule, self.recipe.batch
+        max_score = self.recipe.optimizer.max_attention_score
         batches = PackedBatches(
             data, **packing.model_dump(include={"num_sequences", "max_tokens", "long"}), seed=self.num_rounds
         )
@@ -100,6 +102,8 @@ class HeadInTraining:
             aux_BNX, last_BNS = self.target.states(
                 on_device.tokens_BN, on_device.document_BN, on_device.position_BN, self.config.aux_layer_ids
             )
+            if max_score is not None and self._num_steps % EVERY_STEPS == 0:
+                clip_attention(self.drafter, attention_scores(self.drafter, on_device, aux_BNX), max_score)
             tally.add(self._pass(self.drafter, on_device, States(aux_BNX, last_BNS, self.target.lm_head_VS)))
             scale, over = schedule_scale(schedule, step, time.monotonic() - begun_s)
             self._optimizer.step(scale)
