@@ -187,8 +187,9 @@ def test_flex_attention_joins_to_the_same_rows(window: int | None) -> None:
 def test_compiled_rows_and_gradients_equal_plain_ones(
     window: int | None, copies: int, longer: int, autocast: bool
 ) -> None:
-    """In bfloat16 both are compared with float32, and compiled ones may be half as far again from it as plain ones. Scores
-    are clipped: at 30 plain gradients are 0.2 off, and at 5 0.04, so that there a wrong one shows."""
+    """In bfloat16 both are compared with float32, and compiled ones may be half as far again from it as plain ones.
+
+    Scores are clipped to 5, where plain gradients are 0.04 off; at 30 they are 0.2 off and hide a wrong one."""
     torch._dynamo.reset()  # each case has shapes of its own, and dynamo recompiles a function 8 times at most
     config = dataclasses.replace(CONFIG, head_dim=16, sliding_window=window)
     drafter = random_drafter(config).float().cuda()
