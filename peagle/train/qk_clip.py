@@ -17,7 +17,7 @@ from peagle.model import Drafter, Layer
 from peagle.train.cod import next_tokens, row_inputs
 from peagle.train.data import Batch
 
-#: Steps from one clip to the next: a matrix grows by a few percent a step at most.
+#: Steps from one clip to the next: each takes a pass over a few hundred tokens.
 EVERY_STEPS = 4
 
 
