@@ -60,6 +60,7 @@ recipe, folder, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)
 distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
 settings = ["cod.ratio=0.6", "schedule.max_steps=4", "save_every_steps=2", "evaluate.data=null"]
+settings += ["optimizer.max_attention_score=0.01"]  # by the greatest score of both, or their weights part
 Kept(Recipe.load(recipe, [*settings, f"output={folder / 'whole'}"])).run()
 if rank == 0:
     (folder / "cut").mkdir()
