@@ -8,12 +8,11 @@ work=${WORK:-/tmp/peagle-gpu}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONFAULTHANDLER=1 RAY_USAGE_STATS_ENABLED=0
 mkdir -p "$work"
 
-run() {  # name, seconds, program of benchmarks, its arguments; one that hangs leaves its stacks in the log, and Ray's logs
+run() {  # name, seconds, program of benchmarks, its arguments; one that hangs leaves the stacks of its processes in the log
   local name=$1 limit=$2; shift 2
   echo "[$(date +%T)] $name"
   timeout -s ABRT -k 15 "$limit" python3 -m "benchmarks.$1" "${@:2}" > "$work/$name.log" 2>&1 && return
-  echo "failed: $? ($work/$name.log)"
-  [ ! -e /tmp/ray/session_latest/logs ] || tar czf "$work/$name-ray.tgz" -C /tmp/ray/session_latest logs
+  echo "failed: $? ($work/$name.log)"; return 1
 }
 
 models() {
@@ -55,7 +54,8 @@ applications:
       ingress: {num_cpus: 0.1}
 Y
   run learning 600 learning --config "$work/learning.yaml" --learning '{num_gpus: 0.3, min_new_answers: 1000}' \
-    --num-clients 16 --num-before 1000 --num-held-out 256 --pause-s 0 --max-s 420 --out "$work/learning.json"
+    --num-clients 16 --num-before 1000 --num-held-out 256 --pause-s 0 --max-s 420 --out "$work/learning.json" \
+    || tar czf "$work/learning-ray.tgz" -C /tmp/ray/session_latest logs
 }
 
 http() {

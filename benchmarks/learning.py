@@ -194,9 +194,8 @@ def measure(clients: Clients, options: argparse.Namespace, say: Callable[[str], 
         else:
             slowly = options.pause_s > 0 and learner["phase"] in ("training", "judging")
             replies = take(options.shift, 1 if slowly else 4 * options.num_clients)
-            while_doing.setdefault(f"round {learner['counters'].get('rounds', 0)}: {learner['phase']}", []).extend(
-                replies
-            )
+            doing = f"round {learner['counters'].get('rounds', 0)}: {learner['phase']}"
+            while_doing.setdefault(doing, []).extend(replies)
             since_shift += replies
             time.sleep(options.pause_s if slowly else 0)
     for doing, replies in while_doing.items():

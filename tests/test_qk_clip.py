@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,28 @@ def test_padding_counts_for_nothing_and_mask_tokens_do() -> None:
         drafter.mask_embedding.normal_(generator=torch.Generator().manual_seed(1))
         drafter.mask_hidden.normal_(generator=torch.Generator().manual_seed(2))
     assert not torch.equal(attention_scores(drafter, *batch_of(CONFIG)), plain)
+
+
+def test_a_head_with_norms_on_queries_and_keys_stays_as_it_is() -> None:
+    drafter = random_drafter(dataclasses.replace(CONFIG, qk_norm=True))
+    scores_LA = attention_scores(drafter, *batch_of(CONFIG))
+    kept = {name: value.clone() for name, value in drafter.trainable().items()}
+    clip_attention(drafter, scores_LA, float(scores_LA.max()) / 4)
+    assert all(torch.equal(value, kept[name]) for name, value in drafter.trainable().items())
+
+
+def test_weights_stay_while_a_step_adds_up_its_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, clipped_at = write_small_run(tmp_path), []
+
+    def counted(*arguments: Any) -> None:
+        clipped_at.append(trainer.step)
+        clip_attention(*arguments)
+
+    monkeypatch.setattr("peagle.train.trainer.clip_attention", counted)
+    settings = ["batch.num_accumulated=3", "schedule.max_steps=6", "optimizer.max_attention_score=0.1"]
+    trainer = Trainer(Recipe.load(folder / "recipe.yaml", [*settings, "evaluate.data=null", f"output={tmp_path}/out"]))
+    trainer.run()
+    assert clipped_at == [0, 4]
 
 
 EAGLE3_RECIPE = ("drafter.method=eagle3", "drafter.ptd_token_id=null")

@@ -228,8 +228,8 @@ class Trainer:
             )
         return KeptStates(self.target, num_tokens, layers)
 
-    def run_pass(self, batch: Batch) -> PassReport:
-        """Adds the gradients of one batch. Where scores are clipped, they are before it."""
+    def run_pass(self, batch: Batch, *, is_first: bool = True) -> PassReport:
+        """Adds the gradients of one batch. Where scores are clipped, they are before the first pass of a step."""
         if self._kept is not None:
             aux_BNX, last_BNS = self._kept(batch)
         else:
@@ -237,7 +237,7 @@ class Trainer:
                 batch.tokens_BN, batch.document_BN, batch.position_BN, self.drafter.config.aux_layer_ids
             )
         max_score = self.recipe.optimizer.max_attention_score
-        if max_score is not None and self.step % EVERY_STEPS == 0:
+        if max_score is not None and is_first and self.step % EVERY_STEPS == 0:
             scores_WLA = torch.stack(self.workers.gather(attention_scores(self.drafter, batch, aux_BNX)))
             clip_attention(self.drafter, scores_WLA.amax(0), max_score)
         return self._pass(self.drafter, batch, States(aux_BNX, last_BNS, self.target.lm_head_VS))
@@ -279,9 +279,9 @@ class Trainer:
             _, over = schedule_scale(schedule, self.step, workers.agree(self.elapsed_s, self.device))
             pending, last = ahead.submit(next, batches), time.monotonic()
             while not over:
-                for _ in range(num_passes):
+                for number in range(num_passes):
                     batch, pending = pending.result().to(self.device), ahead.submit(next, batches)
-                    tally.add(self.run_pass(batch))
+                    tally.add(self.run_pass(batch, is_first=number == 0))
                 num_tokens = batch.tokens_BN.numel() * num_passes * workers.size
                 workers.average(self.optimizer.parameters, num_passes)
                 scale, over = schedule_scale(schedule, self.step + 1, workers.agree(self.elapsed_s, self.device))
