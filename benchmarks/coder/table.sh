@@ -8,16 +8,16 @@ sizes=1,2,4,8,16,24,32,40,48,56,64,80,96,112,128,160,192,224,256,320,384,448,512
 engine='{"dtype":"bfloat16","max_model_len":20480,"max_num_seqs":256,"max_num_batched_tokens":8192,"gpu_memory_utilization":0.1,"kv_cache_memory_bytes":'${KV:-7000000000}',"enable_prefix_caching":false,"generation_config":"vllm","cudagraph_capture_sizes":['$sizes']}'
 case ${SET:-first} in
 first)   # cells in the order of what they tell: a run that is cut short has all arms in every cell it has
-  arms="none eagle3-3 eagle3-5 stock-7 ngram-5 ours-7 ours-0"
+  arms="none eagle3-3 eagle3-5 eagle3-7 ours-7"
   cells="humaneval:1,8,32,128 mixed@0.7:8 questions:8 long:4 humaneval:2,4,16,64,256 questions:1,64 mixed@0.7:1,64 long:1,8" ;;
-second)  # the rest of the arms against none and ours
-  arms="none eagle3-7 table-5 ${DRAFT:+draft-5} ours-7"
+second)  # the rest of the arms against none and ours: stock-7 and ngram-5 were the best stock arm in no cell so far
+  arms="none stock-7 ngram-5 table-5 ${DRAFT:+draft-5} ours-0 ours-7"
   [ "${#gpus[@]}" -lt 2 ] || arms="$arms remote-7"
   python3 -c 'import arctic_inference' 2>/dev/null && arms="$arms suffix"
   cells="humaneval:1,8,32,128 mixed@0.7:8" ;;
 esac
 python3 -m benchmarks.headline --model "$work/target" --peagle-head "$work/peagle/head" --eagle3-head "$work/eagle3/head" \
   ${DRAFT:+--draft-model "$DRAFT"} --batch-table '[[1,16,5],[17,64,3],[65,256,1]]' --gpus "${gpus[@]}" --arms $arms \
-  --prompts "$PROMPTS" --cells $cells --repeats "${REPEATS:-2}" --waves 4 --min-prompts 6 --max-tokens 256 --warm-tokens 48 \
+  --prompts "$PROMPTS" --cells $cells --repeats "${REPEATS:-2}" --waves 4 --min-prompts 12 --max-tokens 256 --warm-tokens 48 \
   --max-ready-s "${MAX_READY_S:-600}" --max-cell-s 200 \
   --engine "$engine" --folder "$work/headline" --out "$work/headline-${SET:-first}.json"
