@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from cluster.step_time import StepCostModel, StepCosts, TimedStep
+from peagle.vllm import trimming
 from peagle.vllm.acceptance import SURVIVAL_KEY, WORKLOAD_KEY, plan_drafts_ahead
 from peagle.vllm.trimming import (
     LOOK_INTERVAL_STEPS,
     MIN_DRAFTED,
     REPORT_INTERVAL_S,
+    STEPS_PER_COSTS,
     Trimmer,
     document_path,
     make_trimmer,
@@ -78,6 +80,23 @@ def test_load_trims_and_never_deepens() -> None:
     assert max(many) < 3
     free = trimmer(per_token_s=0.0)
     assert free.depths([request(usual) for _ in range(4)], [3, 0, 2, 1]) == [3, 0, 2, 1]
+
+
+def test_a_batch_is_decided_once_until_step_times_are_known_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, batch, decided = trimmer(), [request(SURE), request(DOUBTFUL)], []
+    allocate = trimming.allocate
+    monkeypatch.setattr(trimming, "allocate", lambda *args: decided.append(args) or allocate(*args))
+    first = found.depths(batch, [5, 5])
+    assert all(found.depths(batch, [5, 5]) == first for _ in range(20))
+    assert len(decided) == 1
+    assert found.depths(batch, [2, 5])[0] == 2
+    assert found.depths(batch[::-1], [5, 2])[1] == 2
+    assert len(found.depths(batch[:1], [5])) == 1
+    assert len(decided) == 4, "another K, order or batch"
+    for _ in range(STEPS_PER_COSTS):
+        found.model.observe(TimedStep(0.5, 1, 6, 100.0))
+    found.depths(batch[:1], [5])
+    assert len(decided) == 5, "and newer step times"
 
 
 def test_prompts_in_the_step_are_seen() -> None:

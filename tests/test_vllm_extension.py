@@ -42,6 +42,7 @@ from peagle.vllm.acceptance import (
     RequestDrafting,
     attach_num_drafts,
     num_drafts_of,
+    steps_text,
 )
 from peagle.vllm.engine import (
     ASYNC_SCHEDULER,
@@ -255,7 +256,7 @@ def last_output(internal_id: str, steps: list[tuple[int, int]]) -> EngineCoreOut
         request_id=internal_id,
         new_token_ids=[5, 6, 7],
         finish_reason=FinishReason.LENGTH,
-        trace_headers={"traceparent": "00-1", STEPS_HEADER: json.dumps(steps)},
+        trace_headers={"traceparent": "00-1", STEPS_HEADER: steps_text(steps)},
     )
 
 

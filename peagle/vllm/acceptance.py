@@ -51,6 +51,11 @@ VerifiedStep = tuple[int, int]
 """(drafts verified, drafts accepted) of one request in one engine step; verified in 1..K, accepted in 0..verified."""
 
 
+def steps_text(steps: Iterable[VerifiedStep]) -> str:
+    """What stands under `STEPS_HEADER`; `json.dumps` takes several times as long, for each request in each step."""
+    return f"[{','.join([f'[{verified},{accepted}]' for verified, accepted in steps])}]"
+
+
 def drafts_wanted(params: Any, k_max: int) -> int:
     """K of a request with vLLM's `SamplingParams` (None: it generates nothing): an integer under `DEPTH_KEY` is brought
     into 0..k_max, anything else counts as absent; 0 where its sampling goes with no drafts."""
@@ -283,9 +288,10 @@ class DraftingRecorder:
             if (learned := live.learned_from) is not None:
                 learned.answer += output.new_token_ids
                 learned.has_failed |= str(output.finish_reason) not in WHOLE_ANSWERS
-            for num_verified, num_accepted in json.loads(headers.get(STEPS_HEADER, "[]")):
-                live.counts.add_step(num_verified, num_accepted)
-                self._workloads[live.workload].counts.add_step(num_verified, num_accepted)
+            if (steps := headers.get(STEPS_HEADER)) is not None:
+                for num_verified, num_accepted in json.loads(steps):
+                    live.counts.add_step(num_verified, num_accepted)
+                    self._workloads[live.workload].counts.add_step(num_verified, num_accepted)
 
     def _close(self, internal_ids: Iterable[str], still_open: Mapping[str, Any], is_aborted: bool) -> None:
         for internal_id in internal_ids:

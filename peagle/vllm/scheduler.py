@@ -11,7 +11,6 @@ in the step at hand are trimmed too (`peagle.vllm.trimming`); never deepened.
 Knows nothing of workloads or of how K is chosen.
 """
 
-import json
 import logging
 import time
 from itertools import islice
@@ -30,6 +29,7 @@ from peagle.vllm.acceptance import (
     drafts_wanted,
     num_drafts_of,
     plan_drafts_ahead,
+    steps_text,
 )
 from peagle.vllm.limits import bound_grammars, max_grammar_s
 from peagle.vllm.trimming import Trimmer, make_trimmer
@@ -79,8 +79,10 @@ class _PerRequestDepth(_Base):
         self._steps: dict[str, list[VerifiedStep]] = {}
         self._last_warning_s = float("-inf")
 
-    def depth_of(self, request: "Request") -> int:
-        """K of `request`: drafts to verify per step, 0..`num_spec_tokens`."""
+    def depth_of(self, request: Any) -> int:
+        """K of a `Request`: drafts to verify per step, 0..`num_spec_tokens`. Read once and kept on it."""
+        if (kept := getattr(request, "peagle_max_k", None)) is not None:
+            return int(kept)
         params = request.sampling_params
         depth = drafts_wanted(params, self.num_spec_tokens)
         wanted = ((params.extra_args if params is not None else None) or {}).get(DEPTH_KEY)
@@ -89,6 +91,7 @@ class _PerRequestDepth(_Base):
             text = "request %s: %s=%r is not an integer in 0..%d; using %d (not logged again for a minute)"
             logger.warning(text, request.request_id, DEPTH_KEY, wanted, self.num_spec_tokens, depth)
             self._last_warning_s = time.monotonic()
+        request.peagle_max_k = depth
         return depth
 
     def schedule(self, *args: Any, **kwargs: Any) -> "SchedulerOutput":
@@ -168,7 +171,7 @@ class _PerRequestDepth(_Base):
         for core_outputs in outputs_by_client.values():
             for output in core_outputs.outputs:
                 if steps := self._steps.pop(output.request_id, None):
-                    output.trace_headers = {**(output.trace_headers or {}), STEPS_HEADER: json.dumps(steps)}
+                    output.trace_headers = {**(output.trace_headers or {}), STEPS_HEADER: steps_text(steps)}
         # A step without an output waits for the request's next one; a request that is gone has none.
         self._steps = {request_id: steps for request_id, steps in self._steps.items() if request_id in self.requests}
         return outputs_by_client

@@ -81,12 +81,16 @@ def timed_step(seconds: float, scheduled: "SchedulerOutput") -> TimedStep | None
     """The step of `scheduled`, which took so long; None where no request decoded. A request that computes one token
     more than it has drafts decodes; all other tokens are of prompts."""
     drafts, cached = scheduled.scheduled_spec_decode_tokens, scheduled.scheduled_cached_reqs
-    begun = {request.req_id for request in scheduled.scheduled_new_reqs} | set(cached.resumed_req_ids)
-    num_requests = num_tokens = 0
-    for request_id, num_scheduled in scheduled.num_scheduled_tokens.items():
-        if request_id not in begun and num_scheduled == 1 + len(drafts.get(request_id, ())):
-            num_requests += 1
-            num_tokens += num_scheduled
+    num_drafts = sum(map(len, drafts.values()))
+    num_requests, num_tokens = len(scheduled.num_scheduled_tokens), scheduled.total_num_scheduled_tokens
+    if scheduled.scheduled_new_reqs or cached.resumed_req_ids or num_tokens > num_requests + num_drafts:
+        begun = {request.req_id for request in scheduled.scheduled_new_reqs} | set(cached.resumed_req_ids)
+        decoding = [
+            num
+            for request_id, num in scheduled.num_scheduled_tokens.items()
+            if request_id not in begun and num == 1 + len(drafts.get(request_id, ()))
+        ]
+        num_requests, num_tokens = len(decoding), sum(decoding)
     if not num_requests:
         return None
     contexts = cached.num_computed_tokens
@@ -106,13 +110,20 @@ class Trimmer:
         self._costs, self._costs_at_step = model.costs, 0
         self._looked_at_step = self._crossed_at_step = self._num_drafted = 0
         self._leaves_out = False
+        self._decided: tuple[object, list[int]] = None, []
         # Read once a request, not once a step. Requests of a workload share the survival of the one that came last: it
         # is the best known, and requests with the same survival are decided together.
         self._workload_of: OrderedDict[str, str | None] = OrderedDict()
         self._newest: OrderedDict[str, tuple[float, ...]] = OrderedDict()
 
     def depths(self, requests: "list[Request]", max_ks: list[int], prompt_tokens: int = 0) -> list[int]:
-        """Drafts of each request, at most its `max_ks`. `prompt_tokens`: of prompts that run in the same step."""
+        """Drafts of each request, at most its `max_ks`. `prompt_tokens`: of prompts that run in the same step.
+
+        Decided anew when the batch changes, or what is believed of step times: this runs between two steps.
+        """
+        batch = ([request.request_id for request in requests], max_ks, prompt_tokens, self._newest_costs())
+        if batch == self._decided[0]:
+            return self._decided[1]
         survivals = self._survivals(requests, max_ks)
         typical = next((survival for survival in survivals if survival is not None), None)
         if typical is None:
@@ -124,10 +135,12 @@ class Trimmer:
         valued = [typical if survival is None else survival for survival in survivals]
         limits = [min(max_k, len(survival)) for max_k, survival in zip(max_ks, valued, strict=True)]
         depths = allocate(valued, limits, self._newest_costs(), context_tokens, prompt_tokens)
-        return [
+        depths = [
             max_k if survival is None else depth
             for max_k, survival, depth in zip(max_ks, survivals, depths, strict=True)
         ]
+        self._decided = batch, depths
+        return depths
 
     def makes_drafts(self, requests: "list[Request]", max_ks: list[int], prompt_tokens: int) -> bool:
         """Whether the drafter's pass runs in the step of these requests, so that the next one has drafts to verify.
