@@ -100,6 +100,8 @@ class Clients:
     def __init__(self, url: str, model: str, num_clients: int, max_tokens: int) -> None:
         self._url, self._body = url, {"model": model, "temperature": 0, "max_tokens": max_tokens}
         self._pool, self._begun_s = ThreadPoolExecutor(num_clients), time.monotonic()
+        # One for all: to make one takes tens of milliseconds of this process, which would then be what is measured.
+        self._http = httpx.Client(timeout=120, limits=httpx.Limits(max_connections=num_clients + 1))
         self.num_sent = self.num_failed = 0
 
     def ask(self, texts: Sequence[str], workload: str) -> list[Reply]:
@@ -112,7 +114,7 @@ class Clients:
         sent_s = time.monotonic() - self._begun_s
         body = {"messages": [{"role": "user", "content": text}], "drafting": {"workload": workload}, **self._body}
         try:
-            answer = httpx.post(f"{self._url}/v1/chat/completions", json=body, timeout=120)
+            answer = self._http.post(f"{self._url}/v1/chat/completions", json=body)
             document = answer.raise_for_status().json()
         except (httpx.HTTPError, ValueError):
             document = None
@@ -124,11 +126,12 @@ class Clients:
         return Reply(sent_s, ended_s, document["choices"][0]["message"]["content"], drafting["head"], *counts)
 
     def drafting(self) -> dict[str, Any]:
-        return dict(httpx.get(f"{self._url}/drafting", timeout=30).json())
+        return dict(self._http.get(f"{self._url}/drafting", timeout=30).json())
 
 
 def figures(replies: Sequence[Reply]) -> dict[str, Any]:
-    """Of one phase."""
+    """Of one phase. Where several heads drafted in it, as in a trial, also of each head's requests: all waited in the
+    same minutes, so one's tokens/s of a request over the other's is what the head is worth to a caller."""
     steps, accepted = (np.array([getattr(one, name) for one in replies]) for name in ("num_steps", "num_accepted"))
     found: dict[str, Any] = {"num_requests": len(replies), "num_failed": sum(not one.text for one in replies)}
     if not steps.sum():
@@ -138,7 +141,17 @@ def figures(replies: Sequence[Reply]) -> dict[str, Any]:
     found["output_tokens_per_s"] = round(sum(one.num_tokens for one in replies) / elapsed_s, 1)
     weights = resamples(len(replies))
     bounds = interval(1 + (weights @ accepted)[:, None] / (weights @ steps)[:, None])[0]
-    return {**found, "acceptance_length_95": bounds, "heads": sorted({one.head for one in replies if one.head})}
+    found |= {"acceptance_length_95": bounds, "heads": (heads := sorted({one.head for one in replies if one.head}))}
+    if len(heads) > 1:
+        found["by_head"] = {head: of_head([one for one in replies if one.head == head]) for head in heads}
+    return found
+
+
+def of_head(replies: Sequence[Reply]) -> dict[str, Any]:
+    num_steps, num_accepted = (sum(getattr(one, name) for one in replies) for name in ("num_steps", "num_accepted"))
+    rate = sum(one.num_tokens for one in replies) / sum(one.ended_s - one.sent_s for one in replies)
+    length = round(1 + num_accepted / num_steps, 4) if num_steps else None
+    return {"num_requests": len(replies), "acceptance_length": length, "request_tokens_per_s": round(rate, 1)}
 
 
 def paired(before: Sequence[Reply], after: Sequence[Reply]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The benchmark's arithmetic, on answers small enough to check by hand."""
 
+from benchmarks import learning
 from benchmarks.prompts import choose_prompts
 from benchmarks.service import Answer, figures, is_looping, summary, table
 
@@ -53,3 +54,17 @@ def test_prompts_are_half_humaneval_and_half_questions_of_every_category(tmp_pat
     assert len(prompts) == len(set(prompts)) == 20
     assert [categories.count(name) for name in ("humaneval", "a", "b", "c")] == [10, 4, 3, 3]
     assert len(choose_prompts(40, None)) == 40
+
+
+def test_heads_of_one_phase_are_compared_by_their_own_requests() -> None:
+    replies = [
+        learning.Reply(0.0, 2.0, "a", head="old", num_tokens=20, num_steps=10, num_accepted=10),
+        learning.Reply(0.0, 1.0, "b", head="new", num_tokens=20, num_steps=5, num_accepted=15),
+        learning.Reply(1.0, 2.0, "c", head="new", num_tokens=40, num_steps=10, num_accepted=30),
+    ]
+    found = learning.figures(replies)
+    assert found["by_head"] == {
+        "new": {"num_requests": 2, "acceptance_length": 4.0, "request_tokens_per_s": 30.0},
+        "old": {"num_requests": 1, "acceptance_length": 2.0, "request_tokens_per_s": 10.0},
+    }
+    assert "by_head" not in learning.figures(replies[1:])
