@@ -769,11 +769,15 @@ class ClusterSettings(Section):
         """Sequences that one engine runs at a time."""
         return int(self.engine.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS))
 
+    @property
+    def num_workers(self) -> int:
+        """Engine workers of one target replica."""
+        return math.prod(self.engine.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
+
     def target_bundles(self) -> list[dict[str, float]]:
         """Ray resources of one target replica: of each engine worker, the first with the replica's own process."""
-        num_workers = math.prod(self.engine.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
         first = {**self.target.bundle, "CPU": self.target.bundle.get("CPU", 0.0) + self.target.num_cpus}
-        return [first, *({**self.target.bundle} for _ in range(num_workers - 1))]
+        return [first, *({**self.target.bundle} for _ in range(self.num_workers - 1))]
 
     @property
     def max_num_targets(self) -> int:

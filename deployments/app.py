@@ -34,6 +34,9 @@ by the last guidance. So is a target whose engine died (Serve's own period is 10
 LEARNER_TIMEOUT_S = 300.0
 """It gives way to every other process, so it may be slow to answer; a replica that is replaced forgets what it kept."""
 
+LEAST_GPU = 0.001
+"""What a target replica asks Ray for of its bundle's GPU, to see it. The bundle keeps the whole from others."""
+
 
 def build(args: dict[str, Any]) -> serve.Application:
     """The application that `serve run` deploys: the target's replicas, which answer HTTP, with the router, and with
@@ -75,12 +78,16 @@ def bind_target(
 def target_options(settings: ClusterSettings) -> dict[str, Any]:
     """Serve's options of the targets, with resources as `ray.serve.llm` gives them."""
     target, scaling = settings.target, target_autoscaling(settings)
+    # One worker runs in the replica's own process tree, which sees the GPU of its bundle as soon as it asks for any of
+    # it. Several are actors of their own, and take their bundles whole.
+    sees_gpu = {"num_gpus": LEAST_GPU} if target.has_gpu and settings.num_workers == 1 else {}
+    actor = {"num_cpus": target.num_cpus, **sees_gpu, "runtime_env": {"env_vars": replica_env(settings)}}
     scaled = {"autoscaling_config": scaling, "graceful_shutdown_timeout_s": MAX_STREAM_S}
     return {
         "name": TARGET_NAME,
         **({"num_replicas": target.num_replicas} if scaling is None else scaled),
         "max_ongoing_requests": target.max_ongoing_requests,
-        "ray_actor_options": {"num_cpus": target.num_cpus, "runtime_env": {"env_vars": replica_env(settings)}},
+        "ray_actor_options": actor,
         "placement_group_bundles": settings.target_bundles(),
         "placement_group_strategy": "PACK",
         "user_config": live_config(settings),
@@ -92,8 +99,8 @@ def replica_env(settings: ClusterSettings, inherited: Mapping[str, str] = os.env
 
     Serve runs a replica's code in a thread of its own by default, from which each chunk of a stream would cross over.
     On a CPU, vLLM's speculative decoding wants Intel's OpenMP runtime loaded before any other (vLLM warns without it),
-    and the KV cache gets a size of its own (in GiB). Engines that share a GPU ask Ray for their share of it, where vLLM
-    would wait for a whole one. `target.env` wins over all.
+    and the KV cache gets a size of its own (in GiB). Workers that are actors of their own ask Ray for their share of a
+    GPU, where vLLM would wait for a whole one. `target.env` wins over all.
     """
     env = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
     if 0 < (num_gpus := settings.target.bundle.get("GPU", 0.0)) < 1:

@@ -44,6 +44,8 @@ SEAMS = (
 ENGINE_SEAMS = (
     "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine.start",
     "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine._start_async_llm_engine",
+    "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine._prepare_engine_config",
+    "ray.llm._internal.serve.engines.vllm.vllm_engine:_get_vllm_engine_config",
     "ray.llm._internal.serve.core.server.llm_server:LLMServer._start_engine",
     "ray.llm._internal.common.callbacks.base:CallbackCtx.run_init_node",
     "ray.serve.llm:LLMConfig.get_or_create_callback",
@@ -97,31 +99,47 @@ def download_nothing(config: Any) -> None:
     config.get_or_create_callback().ctx.run_init_node = False
 
 
-def cpu_engine() -> type:
-    """`ray.serve.llm`'s engine with scheduler and worker in one process where there is one worker.
+def engine_class(on_cpu: bool) -> type:
+    """`ray.serve.llm`'s engine with scheduler and worker in one process where there is one worker, as in `vllm serve`.
 
-    vLLM gives a CPU's worker a process of its own, to set OpenMP's environment in it. The scheduler's can have the
-    same, and then vLLM is imported once less and no step passes from process to process.
+    Otherwise no step passes from process to process but through Ray's worker, and vLLM is imported twice more: by the
+    worker, and by the task that makes the configuration where it sees a GPU. The replica sees that of its bundle
+    (`deployments.app.target_options`), so what it starts does too. On a CPU vLLM gives the worker a process of its own,
+    to set OpenMP's environment in it; the scheduler's can have the same.
     """
-    from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
-    from vllm.utils.ompmultiprocessing import OMPProcessManager
+    from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine, _get_vllm_engine_config
+    from vllm.entrypoints.launchers.cli_args import FrontendArgs
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     from peagle.vllm import compat
 
-    compat.check("cpu engine")
+    compat.check("engine")
+    if on_cpu:
+        compat.check("cpu engine")
 
-    class CPUEngine(VLLMEngine):
+    class OneProcessEngine(VLLMEngine):
+        def _prepare_engine_config(self, callback_ctx: Any) -> Any:
+            config = self.llm_config.get_engine_config()
+            if config.num_devices > 1:
+                return super()._prepare_engine_config(callback_ctx)
+            arguments, made = _get_vllm_engine_config(self.llm_config)
+            return arguments, FrontendArgs(**config.frontend_kwargs), made
+
         def _start_async_llm_engine(self, arguments: Any, config: Any, placement_group: Any) -> Any:
             start = super()._start_async_llm_engine
             if config.parallel_config.world_size > 1:
                 return start(arguments, config, placement_group)
             # The class, because the name "uni" is not taken on a CPU.
             config.parallel_config.distributed_executor_backend = UniProcExecutor
-            with OMPProcessManager(config).configure_omp_envs(rank=0, local_rank=0):
+            with cpu_environment(config) if on_cpu else contextlib.nullcontext():
                 return start(arguments, config, placement_group)
 
-    return CPUEngine
+    def cpu_environment(config: Any) -> Any:
+        from vllm.utils.ompmultiprocessing import OMPProcessManager
+
+        return OMPProcessManager(config).configure_omp_envs(rank=0, local_rank=0)
+
+    return OneProcessEngine
 
 
 def engine_client(server: Any) -> Any:

@@ -120,7 +120,7 @@ class TargetServer(LLMServer):
         config = engine_config(settings, target_dir, head_dir, env)
         if Path(target_dir).is_dir():
             compat.download_nothing(config)
-        await super().__init__(config, engine_cls=None if settings.target.has_gpu else compat.cpu_engine())
+        await super().__init__(config, engine_cls=compat.engine_class(not settings.target.has_gpu))
         compat.check_engine(self)
         self._client = compat.engine_client(self)
         self._settings = settings

@@ -159,6 +159,9 @@ def test_targets_have_the_resources_that_ray_serve_llm_gives_them(
     assert found["placement_group_strategy"] == wanted["placement_group_strategy"]
     assert actor["runtime_env"]["env_vars"] == wanted["ray_actor_options"]["runtime_env"]["env_vars"]
     assert actor["runtime_env"]["env_vars"].get("VLLM_RAY_PER_WORKER_GPUS") == ("0.4" if bundle else None)
+    assert "num_gpus" not in actor, "workers of several take their bundles whole"
+    alone = target_options(settings.model_copy(update={"engine": {}}))["ray_actor_options"]
+    assert ("num_gpus" in alone) == (name != "local")
 
 
 @pytest.mark.parametrize(

@@ -107,10 +107,8 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
             "set_attn": ("block_tables",),
         },
     },
-    "cpu engine": {
-        "vllm.utils.ompmultiprocessing:OMPProcessManager": {"configure_omp_envs": ("rank", "local_rank")},
-        "vllm.v1.executor.uniproc_executor:UniProcExecutor": {},
-    },
+    "engine": {"vllm.v1.executor.uniproc_executor:UniProcExecutor": {}},
+    "cpu engine": {"vllm.utils.ompmultiprocessing:OMPProcessManager": {"configure_omp_envs": ("rank", "local_rank")}},
     "cpu runner": {
         "vllm.v1.worker.cpu_model_runner:CPUModelRunner": {"_sample": ("logits",), "_bookkeeping_sync": ()},
         "vllm.v1.sample.logits_processor:BUILTIN_LOGITS_PROCESSORS": {},
