@@ -119,7 +119,7 @@ def engine_class(on_cpu: bool) -> type:
 
     class OneProcessEngine(VLLMEngine):
         def _prepare_engine_config(self, callback_ctx: Any) -> Any:
-            config = self.llm_config.get_engine_config()
+            config: Any = self.llm_config.get_engine_config()
             if config.num_devices > 1:
                 return super()._prepare_engine_config(callback_ctx)
             arguments, made = _get_vllm_engine_config(self.llm_config)
