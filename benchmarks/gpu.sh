@@ -18,7 +18,7 @@ run() {  # name, seconds, program of benchmarks, its arguments; one that hangs l
 models() {
   local shape
   for shape in GPT_OSS_120B GPT_OSS_20B QWEN3_CODER_30B_FP8 GEMMA_4_31B; do
-    run "model-$shape" 240 check_models --shape $shape --out "$work/model-$shape.json"
+    run "model-$shape" 420 check_models --shape $shape --out "$work/model-$shape.json"
   done
 }
 
