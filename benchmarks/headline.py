@@ -323,10 +323,19 @@ def measure(options: argparse.Namespace, url: str, cell: Cell, repeat: int) -> t
     number = max(options.min_prompts, options.waves * cell.num_requests)
     result = load(options, url, cell, number, seed, options.max_tokens)
     after = read_counters(url)
-    found = {name: result[name] for name in FIGURES} | verification(after - before)
+    found = {name: result[name] for name in FIGURES} | verification(after - before) | decided(url)
     answers: list[str] = result["generated_texts"]
     found["digest"] = hashlib.sha256("\0".join(answers).encode()).hexdigest()[:12]
     return {name: round(value, 2) if isinstance(value, float) else value for name, value in found.items()}, answers
+
+
+def decided(url: str) -> dict[str, Any]:
+    """Of our service: K of each workload at the cell's end and why, and what a step is believed to take."""
+    answer = httpx.get(f"{url}/drafting", timeout=30)
+    if answer.status_code != 200 or "workloads" not in (document := answer.json()):
+        return {}
+    reasons = {one["workload"]: f"K = {one['k']}: {one['reason']}" for one in document["workloads"]}
+    return {"decided": reasons, "believed_step_ms": 1e3 * document["step_s"] if document.get("step_s") else None}
 
 
 class Counts(dict[str, float]):

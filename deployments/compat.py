@@ -103,10 +103,11 @@ def engine_class(on_cpu: bool) -> type:
     """`ray.serve.llm`'s engine with scheduler and worker in one process where there is one worker, as in `vllm serve`.
 
     Otherwise no step passes from process to process but through Ray's worker, and vLLM is imported twice more: by the
-    worker, and by the task that makes the configuration where it sees a GPU. The replica sees that of its bundle
-    (`deployments.app.target_options`), so what it starts does too. On a CPU vLLM gives the worker a process of its own,
-    to set OpenMP's environment in it; the scheduler's can have the same.
+    worker, and by the task that makes the configuration where it sees a GPU. The replica has a share of its bundle's
+    (`deployments.app.target_options`), so it and what it starts see that one. On a CPU vLLM gives the worker a process
+    of its own, to set OpenMP's environment in it; the scheduler's can have the same.
     """
+    import ray
     from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine, _get_vllm_engine_config
     from vllm.entrypoints.launchers.cli_args import FrontendArgs
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -122,6 +123,8 @@ def engine_class(on_cpu: bool) -> type:
             config: Any = self.llm_config.get_engine_config()
             if config.num_devices > 1:
                 return super()._prepare_engine_config(callback_ctx)
+            if not on_cpu:  # as Ray does, where it is not told to leave that alone
+                os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, ray.get_gpu_ids()))
             arguments, made = _get_vllm_engine_config(self.llm_config)
             return arguments, FrontendArgs(**config.frontend_kwargs), made
 
