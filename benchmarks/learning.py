@@ -100,7 +100,7 @@ class Clients:
     def __init__(self, url: str, model: str, num_clients: int, max_tokens: int) -> None:
         self._url, self._body = url, {"model": model, "temperature": 0, "max_tokens": max_tokens}
         self._pool, self._begun_s = ThreadPoolExecutor(num_clients), time.monotonic()
-        # One for all: to make one takes tens of milliseconds of this process, which would then be what is measured.
+        # One for all: each loads certificates when it is made, and that would then be what is measured.
         self._http = httpx.Client(timeout=120, limits=httpx.Limits(max_connections=num_clients + 1))
         self.num_sent = self.num_failed = 0
 
@@ -148,6 +148,7 @@ def figures(replies: Sequence[Reply]) -> dict[str, Any]:
 
 
 def of_head(replies: Sequence[Reply]) -> dict[str, Any]:
+    """Of the requests of one head: how many, their AL, and output tokens per second of waiting."""
     num_steps, num_accepted = (sum(getattr(one, name) for one in replies) for name in ("num_steps", "num_accepted"))
     rate = sum(one.num_tokens for one in replies) / sum(one.ended_s - one.sent_s for one in replies)
     length = round(1 + num_accepted / num_steps, 4) if num_steps else None

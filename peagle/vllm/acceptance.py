@@ -52,7 +52,7 @@ VerifiedStep = tuple[int, int]
 
 
 def steps_text(steps: Iterable[VerifiedStep]) -> str:
-    """What stands under `STEPS_HEADER`; `json.dumps` takes several times as long, for each request in each step."""
+    """What stands under `STEPS_HEADER`. Written without `json.dumps`: it is made for each request in each step."""
     return f"[{','.join([f'[{verified},{accepted}]' for verified, accepted in steps])}]"
 
 
