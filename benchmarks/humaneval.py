@@ -81,8 +81,9 @@ def add_pass_at_1(path: Path) -> None:
     with gzip.open(answers_file(path), "rt", encoding="utf-8") as file:
         cells = {cell_key(cell): cell for cell in json.load(file)}
     for row in report["rows"]:
-        cell = cells[cell_key(row)]
-        if cell["prompt_texts"]:  # `random` has none
+        # Answers are kept once all arms are through with a cell; of one that was cut off there are none.
+        cell = cells.get(cell_key(row))
+        if cell is not None and cell["prompt_texts"]:  # `random` has none
             rate = pass_at_1(cell["prompt_texts"], cell["answers"][row["arm"]])
             row |= {} if rate is None else {"pass_at_1": round(rate, 4)}
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -240,7 +240,8 @@ class DepthControl:
         costs = self.costs
         start = "measured by the engines at their start, and" if costs.has_points else "learned"
         engines = "1 engine" if len(self._costs) == 1 else f"{len(self._costs)} engines"
-        return f"step times {start} over {costs.num_steps:.0f} steps of {engines}"
+        server = f", {1e6 * costs.serving_s:.0f} us of the server for each output" if costs.serving_s else ""
+        return f"step times {start} over {costs.num_steps:.0f} steps of {engines}{server}"
 
     def snapshot(self) -> dict[str, Any]:
         """The posteriors, and what was counted for them, as JSON, for `restore` after a restart."""

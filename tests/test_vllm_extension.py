@@ -4,6 +4,7 @@ The engine itself is in test_engine.py.
 """
 
 import dataclasses
+import functools
 import json
 import pickle
 import subprocess
@@ -31,12 +32,14 @@ from deployments import app
 from deployments.app import catalog, replica_env, target_options
 from deployments.target import TargetServer, engine_config
 from peagle.config import DEFAULT_NUM_DEPTHS
-from peagle.vllm import compat
+from peagle.vllm import acceptance, compat
 from peagle.vllm.acceptance import (
     DEPTH_KEY,
     LEARN_KEY,
+    SERVING_KEY,
     STEP_COSTS_HEADER,
     STEPS_HEADER,
+    SURVIVAL_KEY,
     WORKLOAD_KEY,
     DraftingRecorder,
     RequestDrafting,
@@ -295,6 +298,38 @@ def test_bounds_of_the_recorder(processor: OutputProcessor) -> None:
         processor.process_outputs([last_output(str(index), [(1, 1)])])
     assert [recorder.pop(str(index)) is not None for index in range(4)] == [False, False, True, True]
     assert num_steps(recorder) == {"w2": 1, "w3": 1}
+
+
+def test_what_an_output_takes_is_measured_while_there_are_requests_and_said_to_the_scheduler(
+    processor: OutputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = {"monotonic": 0.0, "process_time": 0.0}
+    read = {name: functools.partial(clock.__getitem__, name) for name in clock}
+    monkeypatch.setattr(acceptance, "time", SimpleNamespace(**read))
+
+    def passes(seconds: float, busy_s: float) -> None:
+        clock["monotonic"] += seconds
+        clock["process_time"] += busy_s
+
+    def begin(name: str, **extra_args: Any) -> dict[str, Any]:
+        made = make_request(name, name, **extra_args)
+        processor.add_request(made, None)
+        return dict(made.sampling_params.extra_args or {})
+
+    recorder = DraftingRecorder()
+    recorder.attach(SimpleNamespace(output_processor=processor))
+    passes(60.0, 5.0)  # imports, and whatever else before the first request
+    assert begin("a", **{SURVIVAL_KEY: [0.5]})[SERVING_KEY] == 0.0
+    for _ in range(acceptance.MIN_SERVED):
+        output = EngineCoreOutput(request_id="a", new_token_ids=[5])
+        processor.process_outputs([output])
+    passes(2.0, 0.02)
+    assert begin("b", **{SURVIVAL_KEY: [0.5]})[SERVING_KEY] == pytest.approx(0.02 / acceptance.MIN_SERVED)
+    assert SERVING_KEY not in begin("c", **{DEPTH_KEY: 2})
+    for name in "abc":
+        processor.process_outputs([last_output(name, [])])
+    passes(60.0, 5.0)  # without requests
+    assert begin("d", **{SURVIVAL_KEY: [0.5]})[SERVING_KEY] == pytest.approx(0.02 / acceptance.MIN_SERVED)
 
 
 def test_a_workload_with_live_sequences_keeps_its_counts(processor: OutputProcessor) -> None:
