@@ -216,7 +216,8 @@ def average_costs(engines: Sequence[StepCosts]) -> StepCosts:
         return Curve(tuple(knots), tuple(np.maximum.accumulate(seconds).tolist()))
 
     forward, by_requests = mean([costs.forward for costs in engines]), mean([costs.by_requests for costs in engines])
-    numbers = {name: float(weights @ np.array([getattr(costs, name) for costs in engines])) for name in (*NUMBERS, SERVING)}
+    names = *NUMBERS, SERVING
+    numbers = {name: float(weights @ np.array([getattr(costs, name) for costs in engines])) for name in names}
     num_steps = sum(costs.num_steps for costs in engines)
     has_points = any(costs.has_points for costs in engines)
     return StepCosts(forward, by_requests, **numbers, num_steps=num_steps, has_points=has_points)
