@@ -146,7 +146,7 @@ def test_prompts_do_not_make_drafts_look_cheaper_than_their_rows():
 
 
 def test_a_step_takes_as_long_as_the_server_needs_for_its_outputs():
-    """Drafts that are verified in that time cost nothing; where the engine takes longer the server makes no difference."""
+    """Drafts that are verified in that time cost nothing; where the engine takes longer nothing changes."""
     engine = StepCosts(Curve((1.0, 64.0), (0.010, 0.073)), Curve((1.0, 2.0), (0.0, 0.0)))
     costs = dataclasses.replace(engine, serving_s=0.0015)
     assert costs.curve(32, 32).tolist() == pytest.approx([max(each, 0.048) for each in engine.curve(32, 32).tolist()])
