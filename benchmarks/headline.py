@@ -30,6 +30,9 @@ equal_answers: share of a cell's answers that are those of `none`, or of the fir
 cells alone. In bfloat16 ties go either way, also between two runs without speculation at different loads. The answers
 lie in OUT.answers.json.gz beside the report; `python -m benchmarks.humaneval OUT` runs HumanEval's tests on them.
 
+cores: processor time by second, of the load's own process and of the three busiest of the arm's. Where one of them is
+near 1, and it is a Python program, it is what limits the cell, and no GPU.
+
 With `--shape` (a name of `benchmarks.models`) weights are random, and every position's drafts are accepted with the
 same chance in all arms (`benchmarks.engines.SURVIVAL`): that measures speed, not heads.
 `python -m benchmarks.headline_page FILE` makes a page and plots of the result.
@@ -56,6 +59,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -227,9 +231,9 @@ def environment(options: argparse.Namespace, arm: Arm, index: int) -> dict[str, 
 
 
 @contextlib.contextmanager
-def servers(options: argparse.Namespace, arms: list[Arm], first: int) -> Iterator[dict[Arm, tuple[str, float]]]:
-    """URL and seconds to readiness of each arm's server, all started at once. first: place of the first arm."""
-    urls: dict[Arm, tuple[str, float]] = {}
+def servers(options: argparse.Namespace, arms: list[Arm], first: int) -> Iterator[dict[Arm, tuple[str, float, int]]]:
+    """URL, seconds to readiness and process of each arm's server, all started at once. first: the first arm's place."""
+    urls: dict[Arm, tuple[str, float, int]] = {}
     with contextlib.ExitStack() as stack:
         started: dict[Arm, tuple[subprocess.Popen[bytes], str, float]] = {}
         for index, arm in enumerate(arms, start=first):
@@ -247,7 +251,7 @@ def servers(options: argparse.Namespace, arms: list[Arm], first: int) -> Iterato
         while started:
             for arm, (process, url, start_s) in list(started.items()):
                 if is_ready(url):
-                    urls[arm] = url, round(time.monotonic() - start_s, 1)
+                    urls[arm] = url, round(time.monotonic() - start_s, 1), process.pid
                 elif process.poll() is None and time.monotonic() - start_s < options.max_ready_s:
                     continue
                 else:
@@ -315,18 +319,44 @@ def load(options: argparse.Namespace, url: str, cell: Cell, number: int, seed: i
         return asyncio.run(asyncio.wait_for(main_async(parser.parse_args(arguments)), options.max_cell_s))
 
 
-def measure(options: argparse.Namespace, url: str, cell: Cell, repeat: int) -> tuple[dict[str, Any], list[str]]:
-    """Figures of one cell, and its answers in the order of the prompts."""
+def measure(
+    options: argparse.Namespace, url: str, pid: int, cell: Cell, repeat: int
+) -> tuple[dict[str, Any], list[str]]:
+    """Figures of one cell, and its answers in the order of the prompts. pid: of the server."""
     seed = cell_seed(cell, repeat)
     load(options, url, cell, max(options.warmups, cell.num_requests), seed + 500, options.warm_tokens)
     before = read_counters(url)
     number = max(options.min_prompts, options.waves * cell.num_requests)
+    busy_s = processor_s(pid)
     result = load(options, url, cell, number, seed, options.max_tokens)
+    spent = {one: seconds - busy_s.get(one, 0.0) for one, seconds in processor_s(pid).items()}
     after = read_counters(url)
     found = {name: result[name] for name in FIGURES} | verification(after - before) | decided(url)
+    mine = psutil.Process()
+    shown = [mine, *sorted(spent.keys() - {mine}, key=spent.__getitem__, reverse=True)[:3]]
+    found["cores"] = {name_of(one): round(spent[one] / result["duration"], 2) for one in shown}
     answers: list[str] = result["generated_texts"]
     found["digest"] = hashlib.sha256("\0".join(answers).encode()).hexdigest()[:12]
     return {name: round(value, 2) if isinstance(value, float) else value for name, value in found.items()}, answers
+
+
+def processor_s(pid: int) -> dict[psutil.Process, float]:
+    """Seconds of processor time so far, of this process and of each of a server's."""
+    found = {}
+    for process in (psutil.Process(), psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            found[process] = times.user + times.system
+    return found
+
+
+def name_of(process: psutil.Process) -> str:
+    """What it calls itself; those that Ray and vLLM start say what they are. "load" for this one."""
+    if process.pid == os.getpid():
+        return "load"
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return f"{process.pid} {' '.join(process.cmdline())[:60].strip()}"
+    return f"{process.pid} (has ended)"
 
 
 def decided(url: str) -> dict[str, Any]:
@@ -428,11 +458,11 @@ def run(options: argparse.Namespace, arms: list[Arm], cells: list[Cell]) -> dict
     together = options.together or len(arms)
     for first in range(0, len(arms), together):
         with servers(options, arms[first : first + together], first) as urls:
-            report["ready_s"] |= {str(arm): ready_s for arm, (_, ready_s) in urls.items()}
+            report["ready_s"] |= {str(arm): ready_s for arm, (_, ready_s, _) in urls.items()}
             for repeat, cell in itertools.product(range(options.repeats), cells):
-                for arm, (url, _) in list(urls.items()):
+                for arm, (url, _, pid) in list(urls.items()):
                     try:
-                        figures, texts = measure(options, url, cell, repeat)
+                        figures, texts = measure(options, url, pid, cell, repeat)
                     except (httpx.HTTPError, TimeoutError) as error:  # the others go on
                         print(
                             f"error: {arm} answers no more ({error!r}): its log is in {options.folder}", file=sys.stderr

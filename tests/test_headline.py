@@ -3,9 +3,13 @@
 import argparse
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.headline import (
@@ -14,8 +18,10 @@ from benchmarks.headline import (
     command,
     compare,
     keep_answers,
+    name_of,
     parse_arm,
     parse_counters,
+    processor_s,
     speculative_config,
     verification,
 )
@@ -162,8 +168,25 @@ def test_answers_that_were_kept_are_tried_later(tmp_path: Path) -> None:
     }
     given = argparse.Namespace(prompts=tmp_path, out=tmp_path / "report.json")
     rows = [{"arm": arm, "repeat": 0, **dataclasses.asdict(cell)} for _, cell in answers for arm in ("none", "ours-7")]
+    rows.append(rows[0] | {"repeat": 1})  # of a cell that was cut off: no answers are kept
     given.out.write_text(json.dumps({"rows": rows}))
     keep_answers(given, answers)
     add_pass_at_1(given.out)
     found = [row.get("pass_at_1") for row in json.loads(given.out.read_text())["rows"]]
-    assert found == [1.0, 0.5, None, None]
+    assert found == [1.0, 0.5, None, None, None]
+
+
+def test_processor_time_is_that_of_a_server_and_of_all_that_it_starts() -> None:
+    spin = "import time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ninput()"
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {spin!r}])"
+    with subprocess.Popen([sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        server.stdout.readline()
+        found = processor_s(server.pid)
+        (busy,) = (one for one in found if one.ppid() == server.pid)
+        assert 0.5 <= found[busy] < 5.0
+        assert {one.pid for one in found} == {os.getpid(), server.pid, busy.pid}
+        assert "process_time" in name_of(busy)
+        assert name_of(psutil.Process()) == "load"
+        server.communicate(b"\n")
+    assert "has ended" in name_of(busy)
