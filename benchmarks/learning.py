@@ -4,12 +4,13 @@
 
 Starts the service of the configuration with a learner on this machine. Sends general questions, then only prompts of a
 kind that the head has never seen, until the learner has trained, judged and proposed a head and its trial is over. At
-the start and at the end it sends the same held-out prompts of both kinds, whose answers the learner never gets. All
-greedy, at a fixed K, so both heads draft for the same answers, which are compared, and AL of one over the other is
-paired. Counts failed requests. AL = 1 + accepted / steps over all answers of a phase, with the 95 % interval of a
-bootstrap over answers; output tokens/s are those of all clients together, and mean something where `--num-clients` have
-several prompts each. Writes the figures with their conditions as JSON. A folder to `replay` is written by
-`peagle generate`, with the recipe of the head.
+the start and at the end it sends the same held-out prompts of both kinds, whose answers the learner never gets. Then it
+takes the learned head back and sends them once more: tokens/s over those are what the head is worth, for both were
+measured while nothing else ran. All greedy, at a fixed K, so both heads draft for the same answers, which are compared,
+and AL of one over the other is paired. Counts failed requests. AL = 1 + accepted / steps over all answers of a phase,
+with the 95 % interval of a bootstrap over answers; output tokens/s are those of all clients together, and mean
+something where `--num-clients` have several prompts each. Writes the figures with their conditions as JSON. A folder to
+`replay` is written by `peagle generate`, with the recipe of the head.
 """
 
 import argparse
@@ -32,6 +33,7 @@ import yaml
 from benchmarks.common import running_applications
 from deployments import APP_NAME
 from deployments.app import build
+from deployments.client import change_heads
 from peagle.evaluate import interval, resamples
 from peagle.provenance import conditions
 
@@ -216,7 +218,15 @@ def measure(clients: Clients, options: argparse.Namespace, say: Callable[[str], 
         note(f"{options.shift}, {doing}", replies)
     note(f"{options.shift}, while it learned", since_shift)
     after = judged("after")
+    worth: dict[str, float] = {}
+    if promoted is not None and not options.by_workload:
+        change_heads()
+        judged("taken back")
+        for kind in kinds:
+            rates = [phases[f"{kind} held out, {when}"]["output_tokens_per_s"] for when in ("after", "taken back")]
+            worth[kind] = round(rates[0] / rates[1], 3)
     return {
+        "tokens_per_s_after_over_taken_back": worth,
         "after_over_before": {kind: paired(before[kind], after[kind]) for kind in kinds},
         "phases": phases,
         "promoted": promoted,
@@ -278,7 +288,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     document = {"made": conditions(), "options": asked, "learning": args["learning"], **found}
     if options.out is not None:
         options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    summary = {name: found[name] for name in ("after_over_before", "phases", "promoted", "num_requests", "num_failed")}
+    names = "tokens_per_s_after_over_taken_back", "after_over_before", "phases", "promoted", "num_requests"
+    summary = {name: found[name] for name in (*names, "num_failed")}
     sys.stdout.write(json.dumps(summary, indent=1) + "\n")
     return 0
 
