@@ -5,6 +5,7 @@ The engine itself is in test_engine.py.
 
 import dataclasses
 import functools
+import itertools
 import json
 import pickle
 import subprocess
@@ -300,36 +301,37 @@ def test_bounds_of_the_recorder(processor: OutputProcessor) -> None:
     assert num_steps(recorder) == {"w2": 1, "w3": 1}
 
 
-def test_what_an_output_takes_is_measured_while_there_are_requests_and_said_to_the_scheduler(
+def test_what_an_output_takes_is_measured_while_the_process_is_busy_and_said_to_the_scheduler(
     processor: OutputProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = {"monotonic": 0.0, "process_time": 0.0}
+    clock = {"monotonic": 1000.0, "process_time": 20.0}
     read = {name: functools.partial(clock.__getitem__, name) for name in clock}
     monkeypatch.setattr(acceptance, "time", SimpleNamespace(**read))
+    recorder, names = DraftingRecorder(), itertools.count()
+    recorder.attach(SimpleNamespace(output_processor=processor))
 
-    def passes(seconds: float, busy_s: float) -> None:
-        clock["monotonic"] += seconds
-        clock["process_time"] += busy_s
-
-    def begin(name: str, **extra_args: Any) -> dict[str, Any]:
+    def begun(**extra_args: Any) -> dict[str, Any]:
+        """What the engine gets with a request that comes now."""
+        name = str(next(names))
         made = make_request(name, name, **extra_args)
         processor.add_request(made, None)
         return dict(made.sampling_params.extra_args or {})
 
-    recorder = DraftingRecorder()
-    recorder.attach(SimpleNamespace(output_processor=processor))
-    passes(60.0, 5.0)  # imports, and whatever else before the first request
-    assert begin("a", **{SURVIVAL_KEY: [0.5]})[SERVING_KEY] == 0.0
-    for _ in range(acceptance.MIN_SERVED):
-        output = EngineCoreOutput(request_id="a", new_token_ids=[5])
-        processor.process_outputs([output])
-    passes(2.0, 0.02)
-    assert begin("b", **{SURVIVAL_KEY: [0.5]})[SERVING_KEY] == pytest.approx(0.02 / acceptance.MIN_SERVED)
-    assert SERVING_KEY not in begin("c", **{DEPTH_KEY: 2})
-    for name in "abc":
-        processor.process_outputs([last_output(name, [])])
-    passes(60.0, 5.0)  # without requests
-    assert begin("d", **{SURVIVAL_KEY: [0.5]})[SERVING_KEY] == pytest.approx(0.02 / acceptance.MIN_SERVED)
+    def said_after(seconds: float, busy_s: float, num_outputs: int) -> float:
+        for _ in range(num_outputs):
+            processor.process_outputs([EngineCoreOutput(request_id="0", new_token_ids=[5])])
+        clock["monotonic"] += seconds
+        clock["process_time"] += busy_s
+        return float(begun(**{SURVIVAL_KEY: [0.5]})[SERVING_KEY])
+
+    assert begun(**{SURVIVAL_KEY: [0.5]})[SERVING_KEY] == 0.0, "the start's imports are nobody's output"
+    assert SERVING_KEY not in begun(**{DEPTH_KEY: 2})
+    assert said_after(2.0, 0.9, 200) == 0.0, "hardly busy"
+    assert said_after(2.0, 1.8, 200) == pytest.approx(0.009)
+    assert said_after(0.5, 0.5, 200) == pytest.approx(0.009), "not yet measured anew"
+    assert said_after(1.5, 1.5, 200) == pytest.approx(0.005)
+    assert said_after(60.0, 5.0, 200) == pytest.approx(0.005), "idle most of the time"
+    assert said_after(2.0, 2.0, 50) == pytest.approx(0.005), "busy with something else"
 
 
 def test_a_workload_with_live_sequences_keeps_its_counts(processor: OutputProcessor) -> None:

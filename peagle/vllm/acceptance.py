@@ -37,8 +37,9 @@ SERVING_KEY = "peagle_serving_s"
 """`extra_args` key: float, what the process that owns the engine client takes for each output of a step, in seconds of
 its processor time. `DraftingRecorder` writes it beside `SURVIVAL_KEY`."""
 
-SERVING_INTERVAL_S, MIN_SERVED = 1.0, 100
-"""What outputs take is measured over so many seconds, and outputs, or more."""
+SERVING_INTERVAL_S, MIN_SERVED, MIN_BUSY = 1.0, 100, 0.5
+"""What outputs take is measured over so many seconds and outputs, or more, in which the process was busy for such a
+share of the time, or more. Where it is less busy it holds up nobody, and what else it does would count as theirs."""
 
 WORKLOAD_KEY = "peagle_workload"
 """`extra_args` key: str, the workload under which this request is counted. Absent: `DEFAULT_WORKLOAD`."""
@@ -179,7 +180,7 @@ class DraftingRecorder:
         self.step_costs = ""
         """The newest of what the scheduler learned of step times, as it travelled; "" before the first."""
         self.serving_s = 0.0
-        """Processor time of this process for each output of a step, while it had requests; 0.0 before the first."""
+        """Processor time of this process for each output of a step, while it was busy; 0.0 before it first was."""
         self._num_outputs = 0
         self._measured = 0.0, 0.0, 0  # monotonic seconds, processor seconds and outputs at the last measurement
 
@@ -265,14 +266,14 @@ class DraftingRecorder:
         return num_tokens / len(self._live) if self._live else 0.0
 
     def _measure_serving(self) -> None:
-        """Called as a request comes. A time without requests counts for none: what else this process does then is not
-        for outputs."""
+        """Called as a request comes."""
         now = time.monotonic(), time.process_time(), self._num_outputs
         passed_s, busy_s, num_outputs = (after - before for after, before in zip(now, self._measured, strict=True))
-        if not self._live:
-            self._measured = now
-        elif passed_s >= SERVING_INTERVAL_S and num_outputs >= MIN_SERVED:
-            self.serving_s, self._measured = busy_s / num_outputs, now
+        if passed_s < SERVING_INTERVAL_S:
+            return
+        self._measured = now
+        if num_outputs >= MIN_SERVED and busy_s >= MIN_BUSY * passed_s:
+            self.serving_s = busy_s / num_outputs
 
     def _track(self, request: Any) -> None:
         if request.request_id in self._live:
