@@ -54,8 +54,8 @@ applications:
       ingress: {num_cpus: 0.1}
 Y
   # The first round waits until half of what is new came after the shift.
-  run learning 600 learning --config "$work/learning.yaml" --learning '{num_gpus: 0.3, min_new_answers: 2000}' \
-    --num-clients 16 --num-before 1000 --num-held-out 256 --pause-s 0 --max-s 420 --out "$work/learning.json" \
+  run learning 600 learning --config "$work/learning.yaml" --learning '{num_gpus: 0.3, min_new_answers: 1600}' \
+    --num-clients 32 --num-before 800 --num-held-out 192 --pause-s 0 --max-s 300 --out "$work/learning.json" \
     || tar czf "$work/learning-ray.tgz" -C /tmp/ray/session_latest logs
 }
 
