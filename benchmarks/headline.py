@@ -355,7 +355,8 @@ def name_of(process: psutil.Process) -> str:
     if process.pid == os.getpid():
         return "load"
     with contextlib.suppress(psutil.NoSuchProcess):
-        return f"{process.pid} {' '.join(process.cmdline())[:60].strip()}"
+        program, *arguments = process.cmdline() or [""]
+        return f"{process.pid} {' '.join((Path(program).name, *arguments))[:60].strip()}"
     return f"{process.pid} (has ended)"
 
 

@@ -37,10 +37,10 @@ class Replica:
         params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
         async for output in engine._engine_client.generate(TokensPrompt(prompt_token_ids=[1, 2, 3]), params, "r"):
             found = output
-        engines = [one for one in psutil.Process().children(recursive=True) if "EngineCore" in one.name()]
+        engines = engine._engine_client.engine_core.resources.engine_manager.processes
         return {
             "gpu": os.environ["CUDA_VISIBLE_DEVICES"],
-            "engine_gpus": [engine.environ()["CUDA_VISIBLE_DEVICES"] for engine in engines],
+            "engine_gpus": [psutil.Process(one.pid).environ()["CUDA_VISIBLE_DEVICES"] for one in engines],
             "num_tokens": len(found.outputs[0].token_ids),
             "left_for_others": ray.available_resources().get("GPU", 0.0),
             "executor": engine._engine_client.vllm_config.parallel_config.distributed_executor_backend.__name__,
