@@ -10,10 +10,6 @@ draft vocabulary it has no `lm_head.weight`, whose rows are the target's at `d2t
 the speculators package's `config.json`, or other names (`convert` writes it as a plain head, `peagle.heads` does so by
 itself where a head is served).
 
-A Markov head (`peagle.model.MarkovHead`) is no part of vLLM's network. The shipped form holds it with the rest; of a
-plain head it lies in the folder `markov_head`, where stock vLLM does not look, which so drafts with the same head
-without it.
-
 Values that a shape cannot tell are checked too: `d2t` [V_draft] holds *offsets* (target token = i + d2t[i]), `t2d` [V]
 marks the target tokens that the draft vocabulary has.
 """
@@ -23,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,10 +37,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from peagle.model import Drafter, MarkovHead
+    from peagle.model import Drafter
 
-#: Names of a Markov head's tensors begin so; of a plain head they lie in a folder of this name.
-MARKOV_HEAD = "markov_head"
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 #: Tensors of the target that some trainers save with the drafter's; they play a part in training alone.
 TARGET_TENSORS = ("verifier_lm_head.weight", "verifier_norm.weight")
@@ -77,14 +70,14 @@ def canonical_name(name: str) -> str:
 
 
 def weight_files(head_dir: str | Path) -> list[Path]:
-    """The head's safetensors files, sorted, a plain head's Markov head last. Raises HeadError when there is none."""
+    """The head's safetensors files, sorted. Raises HeadError when there is none."""
     files = sorted(Path(head_dir).glob("*.safetensors"))
     if not files:
         found = sorted(path.name for path in Path(head_dir).iterdir()) if Path(head_dir).is_dir() else []
         raise HeadError(
             f"{Path(head_dir) / 'model.safetensors'} does not exist (the directory holds: {found or 'nothing'})"
         )
-    return files + sorted((Path(head_dir) / MARKOV_HEAD).glob("*.safetensors"))
+    return files
 
 
 def read_tensor_specs(head_dir: str | Path) -> dict[str, TensorSpec]:
@@ -160,9 +153,6 @@ def expected_tensors(config: DrafterConfig) -> dict[str, Expected]:
     if config.ptd_token_id is not None:
         expected["mask_hidden"] = Expected((config.fc_input_size,), one_row=True)
         expected["mask_embedding"] = Expected((hidden,), required=False)
-    if (rank := config.markov_rank) is not None:
-        expected |= {f"{MARKOV_HEAD}.{name}.weight": Expected((rank, hidden)) for name in ("previous", "hidden")}
-        expected[f"{MARKOV_HEAD}.out.weight"] = Expected((hidden, rank))
     reduced = config.draft_vocab_size < config.vocab_size
     expected["embed_tokens.weight"] = Expected((config.vocab_size, hidden), required=False)
     expected["lm_head.weight"] = Expected((config.draft_vocab_size, hidden), required=False)
@@ -177,19 +167,18 @@ def is_plain(head_dir: str | Path, config: DrafterConfig) -> bool:
     vLLM shares the target's output matrix with a head that has none, which fits the whole vocabulary only, and puts
     `model.` before the names of most tensors itself.
     """
-    names = stored_names(path for path in weight_files(head_dir) if path.parent.name != MARKOV_HEAD)
+    names = stored_names(head_dir)
     complete = "lm_head.weight" in names or config.draft_vocab_size == config.vocab_size
-    foreign = ("model.", f"{MARKOV_HEAD}.")
-    has_others = names & {"mask_embedding", *TARGET_TENSORS} or any(name.startswith(foreign) for name in names)
+    has_others = names & {"mask_embedding", *TARGET_TENSORS} or any(name.startswith("model.") for name in names)
     return complete and not has_others and is_vllms_own(read_json(Path(head_dir) / "config.json"))
 
 
-def stored_names(files: Iterable[Path]) -> set[str]:
-    """Names of the tensors in a head's files, as they are stored."""
+def stored_names(head_dir: str | Path) -> set[str]:
+    """Names of a head's tensors as they are stored; raises HeadError as `weight_files`."""
     from safetensors import safe_open
 
     names: set[str] = set()
-    for path in files:
+    for path in weight_files(head_dir):
         with safe_open(path, framework="np") as file:
             names |= set(file.keys())
     return names
@@ -281,26 +270,6 @@ def load_tensors(head_dir: str | Path) -> dict[str, Tensor]:
     if "mask_hidden" in tensors:
         tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
     return tensors
-
-
-def load_markov_head(head_dir: str | Path) -> MarkovHead | None:
-    """The Markov head of a head on the CPU, in its stored type; None for a head without one. Raises HeadError as
-    `check_head`."""
-    from safetensors import safe_open
-
-    from peagle.model import MarkovHead
-
-    config = check_head(head_dir)
-    if config.markov_rank is None:
-        return None
-    found: dict[str, Tensor] = {}
-    for path in weight_files(head_dir):
-        with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if name.startswith(f"{MARKOV_HEAD}.")]  # noqa: SIM118 (no mapping)
-            found |= {name.removeprefix(f"{MARKOV_HEAD}."): file.get_tensor(name) for name in names}
-    head = MarkovHead(config.hidden_size, config.markov_rank)
-    head.load_state_dict(found, assign=True)
-    return head.requires_grad_(False)
 
 
 def save_head(head_dir: str | Path, config: DrafterConfig, tensors: dict[str, Tensor]) -> Path:

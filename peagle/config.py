@@ -40,7 +40,7 @@ UNSUPPORTED_SWITCHES: dict[str, Any] = {
 #: Keys that must hold whole numbers where they are given; a JSON string there would fail far from its cause.
 INTEGER_KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size", "draft_vocab_size", "target_hidden_size", *MASK_TOKEN_KEYS, "num_depths", "markov_rank",
+    "vocab_size", "draft_vocab_size", "target_hidden_size", *MASK_TOKEN_KEYS, "num_depths",
 )  # fmt: skip
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -177,8 +177,6 @@ class DrafterConfig:
     EAGLE-3 head feeds back its rows after the last norm, not its residual stream (EAGLE-3.1). `sliding_window`: tokens
     that a row sees back, itself counted, by position and in every layer; None for all. `norm_before_fc` normalises the
     tapped hidden states together, `fc_norm` each alone; `qk_norm` each head of queries and keys (Qwen 3's layers).
-    `markov_rank`: width of the head that ties neighbouring drafts of one pass (`peagle.model.MarkovHead`); None for a
-    plain P-EAGLE head.
     """
 
     hidden_size: int
@@ -205,7 +203,6 @@ class DrafterConfig:
     qk_norm: bool = False
     rope_scaling: Rope | None = None
     sliding_window: int | None = None
-    markov_rank: int | None = None
     extra: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -228,10 +225,6 @@ class DrafterConfig:
             raise HeadError(f"num_depths = {self.num_depths} must be at least 1")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise HeadError(f"sliding_window = {self.sliding_window} must be at least 1, or null")
-        if self.markov_rank is not None and self.ptd_token_id is None:
-            raise HeadError(
-                f"markov_rank = {self.markov_rank}: an EAGLE-3 head reads its own drafts already, leave it out"
-            )
 
     @property
     def max_depths(self) -> int:
@@ -297,7 +290,7 @@ class DrafterConfig:
         known = _READ_KEYS | {field.name for field in dataclasses.fields(cls)}
         switches = ("norm_before_residual", "norm_output", "fc_norm", "attention_bias", "norm_before_fc")
         values = {key: raw[key] for key in REQUIRED_KEYS}
-        optional = ("num_depths", "rms_norm_eps", "max_position_embeddings", "markov_rank")
+        optional = ("num_depths", "rms_norm_eps", "max_position_embeddings")
         values |= {key: raw[key] for key in optional if raw.get(key) is not None}
         values |= {key: bool(raw.get(key, False)) for key in switches}
         if "norm_before_fc" in eagle:
@@ -326,8 +319,6 @@ class DrafterConfig:
         named_otherwise |= (
             {"num_depths_is_known"} if self.num_depths_is_known else {"num_depths_is_known", "num_depths"}
         )
-        if self.markov_rank is None:
-            named_otherwise.add("markov_rank")
         for field in dataclasses.fields(self):
             if field.name not in named_otherwise:
                 raw[field.name] = getattr(self, field.name)

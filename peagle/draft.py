@@ -19,9 +19,6 @@ A head without a mask token (EAGLE-3) has the same rows up to depth 1, and then 
 
 The token is the one drafted at depth d - 1, the hidden state what the drafter's layers left there: its residual stream.
 
-With a Markov head (`peagle.model.MarkovHead`) the drafts of P-EAGLE's pass are chosen from left to right, each row moved
-by the token drafted before it; without one they do not know each other.
-
 Every row attends to all rows at its own and earlier positions; with a sliding window, to the nearest of them. Rows of
 depths beyond 1 leave no trace: they are dropped from the cache at the end, and real rows take their positions the next
 time. Rejected drafts never become rows of their own.
@@ -117,14 +114,7 @@ class DraftSession:
         mask_aux = self.drafter.mask_hidden.to(aux_TX.dtype).view(1, -1).expand(num_masks, -1)
         hidden_TH = self.drafter.reduce(torch.cat([aux_TX, mask_aux]))
         normed_TH, _ = self._forward(torch.cat([next_token_ids_T, mask_ids]), hidden_TH)
-        normed_KH = normed_TH[-num_drafts:]
-        if self.drafter.markov_head is None:
-            return self.drafter.logits(normed_KH)
-        logits = [self.drafter.logits(normed_KH[0])]
-        for normed_H in normed_KH[1:]:
-            before = self.drafter.target_ids[logits[-1].argmax()]
-            logits.append(self.drafter.logits(self.drafter.after(normed_H, before)))
-        return torch.stack(logits)
+        return self.drafter.logits(normed_TH[-num_drafts:])
 
     def _one_by_one(self, next_token_ids_T: Tensor, aux_TX: Tensor, num_drafts: int) -> Tensor:
         """EAGLE-3: [K, V_draft] logits, each of a pass that reads the token of the one before."""

@@ -214,8 +214,7 @@ def _accepted(drafter: Drafter, target: Target, batch: Batch, num_depths: int) -
 
     Depth after depth from all anchors at once, as `peagle.train.passes` unrolls: attention over the anchors' own rows
     is the same for every depth, and a mask over all rows, which grows with (N * K) ** 2, is never needed. A chain ends
-    at its first wrong draft; until then its drafts are the true tokens, so EAGLE-3's rows and a Markov head can read
-    those.
+    at its first wrong draft; until then its drafts are the true tokens, so EAGLE-3's rows can read those.
     """
     config, document_BN = drafter.config, batch.document_BN
     aux_BNX, _ = target.states(batch.tokens_BN, document_BN, batch.position_BN, config.aux_layer_ids, eager=True)
@@ -236,10 +235,7 @@ def _accepted(drafter: Drafter, target: Target, batch: Batch, num_depths: int) -
             label_R = (anchor_R + depth + 2).clamp_max(last)
             is_inside_R = (anchor_R + depth + 2 <= last) & (document_BN[0, label_R] == document_BN[0, anchor_R])
             index_R = (is_compared_R & is_inside_R).nonzero().squeeze(1)
-            normed_RH = normed_BRH[0, index_R]
-            if depth:
-                normed_RH = drafter.after(normed_RH, batch.tokens_BN[0, label_R[index_R] - 1])
-            best = [drafter.logits(part_RH).argmax(-1) for part_RH in normed_RH.split(LOGIT_ROWS)]
+            best = [drafter.logits(part_RH).argmax(-1) for part_RH in normed_BRH[0, index_R].split(LOGIT_ROWS)]
             index_R = index_R[drafter.target_ids[torch.cat(best)] == batch.tokens_BN[0, label_R[index_R]]]
             if not len(index_R):
                 break

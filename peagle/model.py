@@ -147,29 +147,6 @@ class Layer(nn.Module):
         return stream_BTH + self.mlp(self.post_attention_layernorm(stream_BTH))
 
 
-class MarkovHead(nn.Module):
-    """Ties each draft of a pass to the one before it, after the pass and before the output matrix.
-
-    The rows of one pass do not know each other's tokens, so each proposes what is likely whatever was drafted before
-    it. Here a row's normed hidden state h moves by what the draft before it, of embedding e, says of it:
-
-        h + out silu(previous e + hidden h)
-
-    As in DSpark (vLLM's `qwen3_dspark`) drafts are then chosen from left to right, by a low-rank product each instead
-    of a pass each; DSpark's term depends on the draft before alone.
-    """
-
-    def __init__(self, hidden_size: int, rank: int) -> None:
-        super().__init__()
-        self.previous = nn.Linear(hidden_size, rank, bias=False)
-        self.hidden = nn.Linear(hidden_size, rank, bias=False)
-        self.out = nn.Linear(rank, hidden_size, bias=False)
-
-    def forward(self, normed: Tensor, embeds: Tensor) -> Tensor:
-        """[..., H] each -> [..., H]."""
-        return normed + self.out(F.silu(self.previous(embeds) + self.hidden(normed)))
-
-
 class Drafter(nn.Module):
     """P-EAGLE drafter (paper section 2); with `ptd_token_id = None` an EAGLE-3 drafter.
 
@@ -192,9 +169,6 @@ class Drafter(nn.Module):
         if config.ptd_token_id is not None:
             self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size))
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, config.fc_input_size))
-        self.markov_head: MarkovHead | None = None
-        if config.markov_rank is not None:
-            self.markov_head = MarkovHead(config.hidden_size, config.markov_rank)
         self.embed_tokens: nn.Embedding | None = None
         self.lm_head: nn.Linear | None = None
         self.owns_embedding = False
@@ -273,10 +247,6 @@ class Drafter(nn.Module):
         normed_BTH = self.norm(stream_BTH)
         return normed_BTH, normed_BTH if self.config.norm_output else stream_BTH
 
-    def after(self, normed: Tensor, token_ids: Tensor) -> Tensor:
-        """Normed rows [..., H] of depths beyond the first, given the tokens [...] before those that they propose."""
-        return normed if self.markov_head is None else self.markov_head(normed, self.embed(token_ids))
-
     def logits(self, normed: Tensor) -> Tensor:
         """[..., H] -> [..., V_draft]; `target_ids` turns an index into a token id of the target."""
         assert self.lm_head is not None, "share_target or load_head first"
@@ -286,15 +256,13 @@ class Drafter(nn.Module):
 @torch.no_grad()
 def initialize(drafter: Drafter, aux_RX: Tensor, generator: torch.Generator | None = None) -> None:
     """Normal weights of std 0.02 in every matrix but an embedding table; mask token and shared hidden state start at
-    the mean of what they replace. Drafts begin independent of each other.
+    the mean of what they replace.
 
     aux_RX: a sample of the target's tapped hidden states [rows, C * S].
     """
     for name, parameter in drafter.trainable().items():
         if parameter.ndim == 2 and name != "embed_tokens.weight":
             nn.init.normal_(parameter, std=0.02, generator=generator)
-    if drafter.markov_head is not None:
-        drafter.markov_head.out.weight.zero_()
     if drafter.config.ptd_token_id is not None:
         assert drafter.embed_tokens is not None
         drafter.mask_token().copy_(drafter.embed_tokens.weight.float().mean(0))

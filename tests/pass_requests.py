@@ -27,7 +27,6 @@ SWITCHES: dict[str, DrafterConfig] = {
         CONFIG, qk_norm=True, norm_before_fc=True, attention_bias=True, rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 16)
     ),
     "sliding window": dataclasses.replace(CONFIG, sliding_window=6),
-    "Markov head": dataclasses.replace(CONFIG, markov_rank=12),
     "multi-head": dataclasses.replace(CONFIG, num_key_value_heads=4),
 }
 

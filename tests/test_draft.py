@@ -33,15 +33,7 @@ def random_request(num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 def plain_logits(
     drafter: Drafter, tokens: Tensor, aux: Tensor, num_drafts: int, *, mask_step: int = 1, prefix: int = 0
 ) -> Tensor:
-    """[K, V_draft] logits after `tokens` [n] of a pass whose drafts do not know each other (`plain_rows`)."""
-    return drafter.logits(plain_rows(drafter, tokens, aux, num_drafts, mask_step=mask_step, prefix=prefix))
-
-
-@torch.no_grad()
-def plain_rows(
-    drafter: Drafter, tokens: Tensor, aux: Tensor, num_drafts: int, *, mask_step: int = 1, prefix: int = 0
-) -> Tensor:
-    """[K, H] normed rows that propose, every row recomputed, attention written out row by row.
+    """[K, V_draft] logits after `tokens` [n], every row recomputed, attention written out row by row.
 
     The two options make it wrong on purpose: mask_step = 0 puts all mask rows at one position; prefix hides the rows
     before that position.
@@ -65,7 +57,7 @@ def plain_rows(
 
     embeds, reduced = drafter.embed(torch.tensor([ids])), drafter.reduce(torch.stack(hidden)[None])
     normed, _ = drafter(embeds, reduced, torch.tensor([positions]), attend)
-    return normed[0, num_real - 1 :]
+    return drafter.logits(normed[0, num_real - 1 :])
 
 
 @torch.no_grad()
@@ -218,25 +210,3 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(ValueError, match="num_drafts = 0 must be at least 1"):
         session.propose(tokens[1:], aux[:-1], 0)
     assert session.num_rows == 0
-
-
-def test_a_markov_head_ties_each_draft_to_the_one_before() -> None:
-    """Left to right, by a twin that moves each row by the token drafted before it; without the head drafts differ."""
-    drafter = random_drafter(dataclasses.replace(CONFIG, markov_rank=8))
-    assert drafter.markov_head is not None
-    tokens, aux = random_request(9)
-    found = DraftSession(drafter).propose(tokens[1:], aux[:-1], 5)
-    with torch.no_grad():
-        normed_KH = plain_rows(drafter, tokens, aux, 5)
-        ids = [int(drafter.logits(normed_KH[0]).argmax())]
-        for normed_H in normed_KH[1:]:
-            head, embed_H = drafter.markov_head, drafter.embed(torch.tensor(ids[-1]))
-            said_R = head.previous.weight @ embed_H + head.hidden.weight @ normed_H
-            moved_H = normed_H + head.out.weight @ (said_R * said_R.sigmoid())
-            ids.append(int((drafter.lm_head.weight @ moved_H).argmax()))
-    assert found.token_ids_K.tolist() == ids
-    assert DraftSession(drafter).propose(tokens[1:], aux[:-1], 2).token_ids_K.tolist() == ids[:2]
-    drafter.markov_head = None
-    plain = DraftSession(drafter).propose(tokens[1:], aux[:-1], 5).token_ids_K.tolist()
-    assert plain[0] == ids[0]
-    assert plain != ids

@@ -1,7 +1,7 @@
 """The plain reference of drafting proposes what vLLM's engine proposes: same head, same steps, same draft tokens.
 
 The engine runs the embedded target on the CPU in float32 with stock `eagle3`: with `parallel_drafting` for P-EAGLE
-heads, without it for EAGLE-3 heads, and with our worker for a Markov head. The reference gets the target's hidden states from Hugging Face transformers, so
+heads, without it for EAGLE-3 heads. The reference gets the target's hidden states from Hugging Face transformers, so
 both the drafter and what it is fed with are compared.
 
 The heads are random, with weights large enough that drafts depend on the KV cache, on the shift between tokens and
@@ -32,7 +32,6 @@ from peagle.draft import DraftSession
 from peagle.heads import prepare_head
 from peagle.model import Drafter
 from peagle.train.target import Target
-from peagle.vllm.engine import CPU_WORKER
 
 # Without the mark of tests with engines: this engine is a program of its own that computes on one core, so it may run
 # beside those which share a process.
@@ -78,7 +77,6 @@ HEADS: dict[str, dict[str, Any]] = {
         "aux_layer_ids": (1, 5, 12, 20, 28),
     },
     "p-eagle with a sliding window": {"num_layers": 2, "ptd_token_id": 17, "sliding_window": 24},
-    "p-eagle with a Markov head": {"num_layers": 2, "ptd_token_id": 17, "draft_vocab_size": 8192, "markov_rank": 32},
     "eagle3": {"num_layers": 1},
     "eagle3, all switches": {"num_layers": 2, "norm_output": True} | EVERY_SWITCH,
 }
@@ -101,8 +99,6 @@ def strong_head(config: DrafterConfig) -> dict[str, Tensor]:
             value *= 2.0 / want.shape[-1] ** 0.5
         elif name == "fc.weight":
             value *= 0.1 / want.shape[-1] ** 0.5
-        elif name.startswith("markov_head."):
-            value *= 4.0 / want.shape[-1] ** 0.5  # drafts follow from the one before as much as from the pass
         tensors[name] = value
     return tensors
 
@@ -141,7 +137,7 @@ def questions(target: Target, target_dir: Path) -> tuple[list[list[int]], list[l
     return prompts, greedy_answers(target, prompts, MAX_TOKENS)
 
 
-IN_SHORT = ("p-eagle, all switches", "p-eagle with a Markov head")
+IN_SHORT = ("p-eagle, all switches",)
 
 
 @pytest.fixture(
@@ -175,8 +171,6 @@ def run(
             "parallel_drafting": config.ptd_token_id is not None,
         },
     }
-    if config.markov_rank is not None:  # stock vLLM drafts without it
-        engine["worker_cls"] = CPU_WORKER
     job = {"engine": engine, "prompts": prompts, "answers": answers, "max_tokens": MAX_TOKENS}
     records = record(folder, job)
     tokens = [
@@ -224,8 +218,7 @@ def compare(run: Run, propose: Callable[[DraftSession, Tensor, Tensor], Any]) ->
         drafts = propose(session, tokens[start + 1 :], aux[start : len(tokens) - 1])
         best = drafts.logits_KV.topk(2, dim=-1).values
         clear = best[:, 0] - best[:, 1] > MIN_LOGIT_GAP
-        config = run.drafter.config
-        if config.ptd_token_id is None or config.markov_rank is not None:  # a tie decides the drafts after it
+        if run.drafter.config.ptd_token_id is None:  # a token drafted after a tie depends on how the tie fell
             clear = clear.int().cummin(0).values.bool()
         equal = drafts.token_ids_K == torch.tensor(entry["draft_token_ids"])
         num_compared += int(clear.sum())
@@ -273,12 +266,6 @@ def test_comparison_sees_a_wrong_reference(run: Run) -> None:
         run.drafter.mask_hidden.data = kept
         return drafts
 
-    def no_markov_head(session: DraftSession, ids: Tensor, aux: Tensor) -> Any:
-        kept, run.drafter.markov_head = run.drafter.markov_head, None
-        drafts = session.propose(ids, aux, NUM_DRAFTS)
-        run.drafter.markov_head = kept
-        return drafts
-
     def no_feedback(session: DraftSession, ids: Tensor, aux: Tensor) -> Any:
         hook = run.drafter.register_forward_hook(lambda _module, _inputs, out: (out[0], torch.zeros_like(out[1])))
         drafts = session.propose(ids, aux, NUM_DRAFTS)
@@ -286,8 +273,7 @@ def test_comparison_sees_a_wrong_reference(run: Run) -> None:
         return drafts
 
     parallel = run.drafter.config.ptd_token_id is not None
-    only = () if run.drafter.markov_head is None else (no_markov_head,)
-    for wrong in (cold_cache, unshifted, other_mask if parallel else no_feedback, *only):
+    for wrong in (cold_cache, unshifted, other_mask if parallel else no_feedback):
         num_compared, num_equal, _ = compare(run, wrong)
         print(f"{wrong.__name__}: {num_equal} of {num_compared} equal")
         assert num_equal < 0.8 * num_compared, wrong.__name__

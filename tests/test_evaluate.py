@@ -72,14 +72,7 @@ def accepted_in_session(drafter: Drafter, target: Target, ids: np.ndarray, promp
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"sliding_window": 5},
-        {"markov_rank": 8},
-        {"ptd_token_id": None},
-        {"ptd_token_id": None, "sliding_window": 5},
-    ],
+    "changes", [{}, {"sliding_window": 5}, {"ptd_token_id": None}, {"ptd_token_id": None, "sliding_window": 5}]
 )
 def test_every_anchor_accepts_what_drafting_there_gets_right(target: Target, changes: dict, monkeypatch) -> None:
     """Packed together, and one answer longer than a packed sequence."""

@@ -25,8 +25,8 @@ LIMITS = PassLimits(
 
 
 def reduced(config: DrafterConfig) -> Drafter:
-    """A random drafter with a draft vocabulary of every third token, and drafts that follow from each other."""
-    drafter = random_drafter(dataclasses.replace(config, draft_vocab_size=33, markov_rank=8))
+    """A random drafter with a draft vocabulary of every third token."""
+    drafter = random_drafter(dataclasses.replace(config, draft_vocab_size=33))
     drafter.target_ids = torch.arange(33) * 3 + 1
     return drafter
 

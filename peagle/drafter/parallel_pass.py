@@ -31,7 +31,6 @@ from peagle.drafter.rows import (
     rotate_heads,
     silu_mul,
 )
-from peagle.markov import MarkovTables
 from peagle.model import Attention, Drafter, Layer, rotary_tables
 
 if TYPE_CHECKING:
@@ -229,12 +228,6 @@ class ParallelPass:
         self._layers = [LayerWeights.of(layer, self.device, dtype) for layer in layers]
         self._hidden_norm_H, self._norm_H = placed(layers[0].hidden_norm.weight), placed(drafter.norm.weight)
         self._embed_VH, self._lm_head_VH = placed(drafter.embed_tokens.weight), placed(drafter.lm_head.weight)
-        self._markov: MarkovTables | None = None
-        if drafter.markov_head is not None:
-            embeds_VH = placed(drafter.embed(drafter.target_ids))
-            self._markov = MarkovTables.of(
-                drafter.markov_head, embeds_VH, lambda normed: F.linear(normed, self._lm_head_VH)
-            )
         # An embedding of the head's own has the mask token's in its row.
         self._mask_embedding_H = placed(drafter.mask_token())
         self._target_ids_V = drafter.target_ids.to(device=self.device, dtype=torch.int32)
@@ -332,12 +325,8 @@ class ParallelPass:
             stream_NH, x = add_norm(
                 stream_NH, mlp_NH, self._norm_H if is_last else self._layers[index + 1].input_norm_H, eps
             )
-        logits_MV, wanted = F.linear(x, self._lm_head_VH), rows.sample_rows_BK.shape
-        if self._markov is None:
-            best_M = logits_MV.argmax(dim=-1)
-        else:
-            best_M = self._markov.choose(x.view(*wanted, -1), logits_MV.view(*wanted, -1)).flatten()
-        return torch.where(sampled_M >= 0, self._target_ids_V[best_M], -1).view(wanted)
+        best_M = F.linear(x, self._lm_head_VH).argmax(dim=-1)
+        return torch.where(sampled_M >= 0, self._target_ids_V[best_M], -1).view(rows.sample_rows_BK.shape)
 
 
 def check_parallel(config: DrafterConfig, source: str) -> None:

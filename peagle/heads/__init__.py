@@ -4,7 +4,7 @@ A shipped head is small: it leaves out the tables that it shares with the target
 embedding as row ``ptd_token_id`` of the head's own ``embed_tokens.weight`` [V, H], and the output matrix of a reduced
 draft vocabulary as its own ``lm_head.weight`` [V_draft, H]. So `prepare_head` writes, into the cache directory, a plain
 head: the target's embedding table with that one row replaced, the target's output rows at ``d2t``, and every other
-tensor as shipped, a Markov head in a folder beside. With the whole vocabulary it has no ``lm_head.weight``: vLLM then shares the target's. A head in a
+tensor as shipped. With the whole vocabulary it has no ``lm_head.weight``: vLLM then shares the target's. A head in a
 form of other trainers (`peagle.checkpoint`) becomes a plain one there too.
 
 Importing this module loads neither torch nor vLLM.
@@ -205,7 +205,7 @@ def _join(head_dir: Path, tables: "dict[str, torch.Tensor]", directory: Path) ->
     """Write the plain head made from the one in `head_dir` into `directory`."""
     from safetensors.torch import save
 
-    from peagle.checkpoint import MARKOV_HEAD, load_head, target_ids
+    from peagle.checkpoint import load_head, target_ids
 
     config, tensors = load_head(head_dir)
     if "embed_tokens.weight" in tables:
@@ -215,10 +215,6 @@ def _join(head_dir: Path, tables: "dict[str, torch.Tensor]", directory: Path) ->
         tensors["embed_tokens.weight"] = embed_VH
     if "lm_head.weight" in tables:
         tensors["lm_head.weight"] = tables["lm_head.weight"][target_ids(tensors["d2t"])]
-    markov = {name: tensors.pop(name) for name in list(tensors) if name.startswith(f"{MARKOV_HEAD}.")}
-    if markov:
-        (directory / MARKOV_HEAD).mkdir()
-        write_bytes(directory / MARKOV_HEAD / f"{MARKOV_HEAD}.safetensors", save(markov, metadata={"format": "pt"}))
     written = (head_dir / "config.json").read_bytes()
     if not is_vllms_own(json.loads(written)):
         written = (json.dumps(config.to_dict(), indent=2) + "\n").encode()

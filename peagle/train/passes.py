@@ -74,18 +74,10 @@ class PassLosses:
     """The loss of one pass, of all its rows at once or of some at a time; remembers what it saw for the report."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        score: ChunkedLoss,
-        drafter: Drafter,
-        rows: CodRows,
-        chain_BN: Tensor,
-        tokens_BN: Tensor,
-        states: States,
+        self, recipe: Recipe, score: ChunkedLoss, drafter: Drafter, rows: CodRows, chain_BN: Tensor, states: States
     ) -> None:
         assert drafter.lm_head is not None, "share_target or load_head first"
         self._score, self._lm_head_VH = score, drafter.lm_head.weight
-        self._drafter, self._token_M = drafter, tokens_BN.flatten()
         self._useful_T, self._label_T, self._offset_T = label_rows(rows, chain_BN)
         self._weights = ChainWeights(
             self._offset_T[self._useful_T],
@@ -106,13 +98,7 @@ class PassLosses:
         chosen = useful_R.nonzero().squeeze(1)
         label_R, offset_R = label_R[chosen], offset_R[chosen]
         weigh = self._weights.weigh(label_R, offset_R)
-        normed_RH = normed_RH[chosen]
-        if self._drafter.markov_head is not None:
-            # A row is given the true token before its label: behind a wrong draft no draft is used.
-            with torch.autocast(normed_RH.device.type, torch.bfloat16, enabled=normed_RH.is_cuda):
-                moved_RH = self._drafter.after(normed_RH, self._token_M[label_R])
-            normed_RH = torch.where(offset_R[:, None] > 0, moved_RH, normed_RH)
-        scored = self._score(normed_RH, self._lm_head_VH, self._labels, label_R, weigh)
+        scored = self._score(normed_RH[chosen], self._lm_head_VH, self._labels, label_R, weigh)
         self._seen.append((scored.total.detach(), scored.correct_R, offset_R))
         return scored.total
 
@@ -140,7 +126,7 @@ class PEaglePass:
         chain_BN = chain_lengths(batch.document_BN, batch.answer_BN, num_depths)
         rows = sample_rows(chain_BN, num_depths, self.recipe.cod.ratio, generator=self.random)
         position_BT = batch.position_BN.gather(1, rows.anchor_BT) + rows.offset_BT
-        losses = PassLosses(self.recipe, self.score, drafter, rows, chain_BN, batch.tokens_BN, states)
+        losses = PassLosses(self.recipe, self.score, drafter, rows, chain_BN, states)
         if self._partition is None:
             losses(self._normed(drafter, batch, states, rows, position_BT).flatten(0, 1)).backward()
             return losses.report()
@@ -180,8 +166,7 @@ class Eagle3Pass:
         """Adds the gradients of the batch's mean loss to the drafter's parameters."""
         device, num_depths = batch.tokens_BN.device.type, drafter.config.num_depths
         chain_BN = chain_lengths(batch.document_BN, batch.answer_BN, num_depths)
-        rows = all_rows(chain_BN, num_depths)
-        losses = PassLosses(self.recipe, self.score, drafter, rows, chain_BN, batch.tokens_BN, states)
+        losses = PassLosses(self.recipe, self.score, drafter, all_rows(chain_BN, num_depths), chain_BN, states)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             mask = block_masks(batch.document_BN, drafter.config) if self._block_mask else batch.document_BN
             normed_BTH = self._draft_rows(drafter, batch.tokens_BN, states.aux_BNX, batch.position_BN, mask)
@@ -316,15 +301,7 @@ def new_drafter(recipe: Recipe, target: Target, batches: PackedBatches, random: 
         always = ends if isinstance(ends, list) else [] if ends is None else [ends]
         vocabulary = frequent_tokens(counts, wanted.draft_vocab_size, always)
         shape["draft_vocab_size"] = wanted.draft_vocab_size
-    same = {
-        "num_layers",
-        "num_depths",
-        "ptd_token_id",
-        "fc_norm",
-        "norm_before_residual",
-        "sliding_window",
-        "markov_rank",
-    }
+    same = {"num_layers", "num_depths", "ptd_token_id", "fc_norm", "norm_before_residual", "sliding_window"}
     config = DrafterConfig.for_target(target.config, **wanted.model_dump(include=same), **shape)
     drafter = Drafter(config).to(target.device)
     drafter.share_target(target.embed_VS, target.lm_head_VS, vocabulary)

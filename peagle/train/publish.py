@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from peagle.checkpoint import check_head, is_plain, weight_files
+from peagle.checkpoint import check_head, is_plain
 from peagle.config import read_json
 from peagle.evaluate import LOOPING, kind
 from peagle.heads import prepare_head
@@ -97,7 +97,7 @@ def publish(
         return list(files)
     if not is_plain(head, check_head(head)):
         plain = prepare_head(head, target_checkpoint(trained_on))
-        files |= {path.relative_to(plain).as_posix(): path for path in (plain / "config.json", *weight_files(plain))}
+        files |= {name: plain / name for name in ("config.json", "model.safetensors")}
 
     from huggingface_hub import CommitOperationAdd, HfApi
 

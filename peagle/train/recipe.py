@@ -77,12 +77,6 @@ class DrafterRecipe(Section):
         False, description="an embedding table of the head's own, started from the target's (paper table 5)"
     )
     sliding_window: int | None = Field(None, ge=16, description="tokens that a row sees back; none: all")
-    markov_rank: int | None = Field(
-        None,
-        ge=8,
-        description="width of the head that ties each draft to the one before it (peagle.model.MarkovHead; p-eagle "
-        "only); none: drafts of one pass do not know each other",
-    )
     start_from: str | None = Field(
         None, description="directory of a head whose tensors of equal name and shape are taken"
     )
@@ -92,8 +86,6 @@ class DrafterRecipe(Section):
         if (self.method == "p-eagle") != (self.ptd_token_id is not None):
             need = "needs a mask token" if self.method == "p-eagle" else "has no mask token, leave it out"
             raise ValueError(f".ptd_token_id: method {self.method} {need}")
-        if self.markov_rank is not None and self.method != "p-eagle":
-            raise ValueError(f".markov_rank: method {self.method} reads its own drafts already, leave it out")
         return self
 
 

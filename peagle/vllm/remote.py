@@ -32,7 +32,6 @@ from peagle.drafter.protocol import NO_DRAFT, DtypeName, Int32Array, TargetShape
 from peagle.drafter.rows import accepted_rows
 from peagle.vllm import compat
 from peagle.vllm.acceptance import drafts_ahead, drafts_wanted, head_of
-from peagle.vllm.draft_choice import DraftChoice
 from peagle.vllm.engine import REMOTE_KEY
 
 if TYPE_CHECKING:
@@ -310,7 +309,6 @@ class ChunkedProposer(EagleProposer):
     """vLLM's proposer with the right next token after an unfinished prompt chunk: the prompt's token after the chunk.
     vLLM hands the drafter the prompt's last token there."""
 
-    choose: DraftChoice | None
     chunk_ends_B: npt.NDArray[np.int32]
     """View of the runner's own array: each request's length after this step, if all its drafts were accepted. Exact for
     a prompt chunk, which has no drafts."""
@@ -325,17 +323,6 @@ class ChunkedProposer(EagleProposer):
         compat.check("runner", runner)
         runner.drafter.__class__ = cls
         runner.drafter.chunk_ends_B = runner.optimistic_seq_lens_cpu.numpy()
-
-    def load_model(self, target_model: Any) -> None:
-        super().load_model(target_model)
-        self.choose = None
-        if self.parallel_drafting:
-            self.choose = DraftChoice(self.model, self.draft_model_config.model)
-
-    def _greedy_sample(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if self.choose is None:
-            return super()._greedy_sample(hidden_states)
-        return self.choose(hidden_states, self.num_speculative_tokens)
 
     def prepare_next_token_ids_padded(
         self, sampled_token_ids: Any, requests: Any, gpu_input_batch: Any, discard_request_mask: Any

@@ -40,7 +40,6 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 
 from peagle.vllm.acceptance import drafts_ahead, drafts_wanted
-from peagle.vllm.draft_choice import DraftChoice
 from peagle.vllm.draft_rows import DraftRows, TargetRows, write_rows
 
 if TYPE_CHECKING:
@@ -131,7 +130,6 @@ class PEagleSpeculator(DraftModelSpeculator):
 
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
-        self.choose = DraftChoice(self.model, self.draft_model_config.model)
         self.supports_mm_inputs = False  # prompts with images are drafted from their text
         most_targets = max(self.max_num_tokens, self.max_num_reqs * (1 + self.num_speculative_steps))
         shape: Any = {"dtype": self.dtype, "device": self.device}
@@ -394,7 +392,9 @@ class PEagleSpeculator(DraftModelSpeculator):
                 inputs_embeds=None,
             )
         sampled = rows.sample_rows_BD[: num_requests * depth]
-        draft_ids = self.choose(normed_MH[sampled], depth)
+        draft_ids = model.logits_processor(model.lm_head, normed_MH[sampled]).argmax(dim=-1)
+        if model.draft_id_to_target_id is not None:
+            draft_ids = draft_ids + model.draft_id_to_target_id[draft_ids]
         self.draft_tokens[:num_requests, :depth] = draft_ids.view(num_requests, depth)
 
 
