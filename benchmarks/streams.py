@@ -3,11 +3,13 @@
     python -m benchmarks.streams [--streams 128] [--step-ms 20] [--tokens 1] [--arms vllm target] [--out FILE]
     python -m benchmarks.streams --streams 768 --targets 6 --clients 4 --arms target      (a node of many cores)
 
-Everything is real but vLLM's engine core: in its place every running request gets so many tokens each step, at once.
-Arms: `vllm` is `vllm serve`'s own server; `target` is the product (HAProxy, target); `ingress` is the product with one
-ingress replica; `proxy` is the product behind Serve's proxy in Python. A client keeps so many streams open, each of 64
-to 192 steps and followed by another. Counted over a window of time: chunks, tokens, time to the first chunk, and the
-CPU time of each kind of process. On few cores the clients' own share is taken from the others.
+Everything is real but vLLM's engine core: in its place a process sends every running request so many tokens each step,
+in the engine's form. More than one token a step are said to be accepted drafts, in the product's arms.
+Arms: `vllm` is `vllm serve`'s own server; `target` is the product (HAProxy, target); `each-step` is the product with an
+engine that holds back nothing; `ingress` is the product with one ingress replica; `proxy` is the product behind Serve's
+proxy in Python. A client keeps so many streams open, each of 64 to 192 steps and followed by another. Counted over a
+window of time: chunks, tokens, time to the first chunk, and the CPU time of each kind of process. On few cores the
+clients' own share is taken from the others.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -30,9 +33,12 @@ from typing import Any
 
 import httpx
 import psutil
+import zmq
+import zmq.asyncio
 from ray import serve
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from benchmarks.common import READY_TIMEOUT_S, free_port, markdown, running_applications
 from cluster.settings import load_settings
@@ -43,8 +49,10 @@ from deployments.target import TargetServer
 from deployments.up import ray_environment
 from peagle.embedded import DEFAULT_TARGET
 from peagle.provenance import conditions
+from peagle.vllm.acceptance import OUTPUTS_HEADER, STEPS_HEADER, steps_text
+from peagle.vllm.outputs import OutputCoalescer
 
-ARMS = ("vllm", "target", "ingress", "proxy")
+ARMS = ("vllm", "target", "each-step", "ingress", "proxy")
 KINDS = {
     "haproxy": "haproxy",
     "ProxyActor": "proxy",
@@ -55,21 +63,27 @@ KINDS = {
 MAX_NUM_SEQS = 1024
 STEPS = (64, 192)
 PACE = "PEAGLE_STREAMS_PACE"
-"""Milliseconds of a step and tokens of a request in it, as "20 1", for the process of the server."""
+"""For the processes of the server, as JSON: `step_ms`, `tokens` of a request in a step, `arm`, and the `folder` of
+files with the tokens that each has got from its engine (8 bytes)."""
+WAYS = zmq.PUSH, zmq.PULL
 
 
 class Tokens:
-    """In place of the client of vLLM's engine core: each request gets tokens in every step from its arrival on."""
+    """In place of the client of vLLM's engine core: `EngineProcess` in a process of its own, over vLLM's wire."""
 
     engine_ranks_managed = (0,)
     resources = SimpleNamespace(engine_dead=False)
 
     def __init__(self, vllm_config: Any, **_: Any) -> None:
-        step_ms, tokens = os.environ[PACE].split()
-        self._step_s, self._tokens = float(step_ms) / 1000, int(tokens)
         vllm_config.cache_config.num_gpu_blocks = 1000
-        self._left: dict[str, int] = {}
-        self._due_s, self._words = 0.0, deque(range(1000, 3000))
+        folder = Path(tempfile.mkdtemp())
+        self._to_engine, self._from_engine = (zmq.asyncio.Context.instance().socket(kind) for kind in WAYS)
+        for name, socket in (("in", self._to_engine), ("out", self._from_engine)):
+            socket.bind(f"ipc://{folder / name}")
+        self._encoder, self._decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
+        self._num_tokens = 0
+        self._counted = os.open(Path(json.loads(os.environ[PACE])["folder"]) / str(os.getpid()), os.O_CREAT | os.O_RDWR)
+        subprocess.Popen([sys.executable, "-m", "benchmarks.streams", "--engine", str(folder)])
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
         return ("generate",)
@@ -77,32 +91,79 @@ class Tokens:
     async def reset_mm_cache_async(self) -> None: ...
 
     async def add_request_async(self, request: Any) -> None:
-        self._left[request.request_id] = request.sampling_params.max_tokens
+        await self._to_engine.send_multipart(self._encoder.encode(request))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            self._left.pop(request_id, None)
+        if request_ids:
+            await self._to_engine.send_multipart([b"", *(request_id.encode() for request_id in request_ids)])
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """The next step's. Steps are due at fixed times; what is late comes at once."""
-        now_s = time.monotonic()
-        self._due_s = max(self._due_s + self._step_s, now_s - 1.0)
-        await asyncio.sleep(max(0.0, self._due_s - now_s))
+        outputs: EngineCoreOutputs = self._decoder.decode(await self._from_engine.recv_multipart(copy=False))
+        self._num_tokens += sum([len(output.new_token_ids) for output in outputs.outputs])
+        os.pwrite(self._counted, self._num_tokens.to_bytes(8, "little"), 0)
+        return outputs
+
+    def shutdown(self, timeout: float | None = None) -> None: ...
+
+
+class EngineProcess:
+    """Gives each request tokens in every step from its arrival on; ends with the process that started it."""
+
+    def __init__(self, folder: Path) -> None:
+        pace = json.loads(os.environ[PACE])
+        self._step_s, self._tokens = pace["step_ms"] / 1000, pace["tokens"]
+        self._coalescer = OutputCoalescer() if pace["arm"] not in ("vllm", "each-step") else None
+        self._is_drafted = pace["arm"] != "vllm" and self._tokens > 1
+        self._requests: dict[str, EngineCoreRequest] = {}
+        self._left: dict[str, int] = {}
+        self._words = deque(range(1000, 3000))
+        self._to_client, self._from_client = (zmq.Context.instance().socket(kind) for kind in WAYS)
+        for name, socket in (("in", self._from_client), ("out", self._to_client)):
+            socket.connect(f"ipc://{folder / name}")
+
+    def run(self) -> None:
+        """Steps are due at fixed times; what is late comes at once."""
+        encoder, decoder, due_s, parent = MsgpackEncoder(), MsgpackDecoder(EngineCoreRequest), 0.0, os.getppid()
+        while os.getppid() == parent:
+            due_s = max(due_s + self._step_s, (now_s := time.monotonic()) - 1.0)
+            time.sleep(max(0.0, due_s - now_s))
+            while self._from_client.poll(0):
+                frames = self._from_client.recv_multipart()
+                if frames[0]:
+                    request = decoder.decode(frames)
+                    self._requests[request.request_id] = request
+                    self._left[request.request_id] = request.sampling_params.max_tokens
+                else:
+                    self._end([frame.decode() for frame in frames[1:]])
+            if outputs := self._step():
+                self._to_client.send_multipart(encoder.encode(EngineCoreOutputs(outputs=outputs)))
+
+    def _step(self) -> list[EngineCoreOutput]:
         outputs = []
         for request_id, left in list(self._left.items()):
             number = min(left, self._tokens)
             self._words.rotate(1)
             tokens = [self._words[index] for index in range(number)]
-            reason = None
-            if number == left:
-                reason = FinishReason.LENGTH
-                del self._left[request_id]
-            else:
-                self._left[request_id] = left - number
+            self._left[request_id] = left - number
+            reason = FinishReason.LENGTH if number == left else None
             outputs.append(EngineCoreOutput(request_id=request_id, new_token_ids=tokens, finish_reason=reason))
-        return EngineCoreOutputs(outputs=outputs)
+        ended = [output.request_id for output in outputs if output.finished]
+        if self._coalescer is not None:
+            outputs = self._coalescer.due(outputs, self._requests)
+        self._end(ended)
+        if self._is_drafted:
+            for output in outputs:
+                number = int((output.trace_headers or {}).get(OUTPUTS_HEADER, 1))
+                steps = steps_text(number * [(2 * self._tokens - 1, self._tokens - 1)])
+                output.trace_headers = {**(output.trace_headers or {}), STEPS_HEADER: steps}
+        return outputs
 
-    def shutdown(self, timeout: float | None = None) -> None: ...
+    def _end(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._left.pop(request_id, None)
+            self._requests.pop(request_id, None)
+        if self._coalescer is not None:
+            self._coalescer.forget(request_ids)
 
 
 def leave_out_the_engine_core() -> None:
@@ -191,6 +252,12 @@ def cpu_seconds() -> dict[str, float]:
     return found
 
 
+def tokens_out() -> int:
+    """Tokens that the servers have got from their engines so far."""
+    files = Path(json.loads(os.environ[PACE])["folder"]).iterdir()
+    return sum(int.from_bytes(file.read_bytes(), "little") for file in files)
+
+
 class Clients:
     """Streams that are kept open, and what came of them."""
 
@@ -262,9 +329,9 @@ def load(url: str, options: argparse.Namespace) -> dict[str, Any]:
         start_s = time.time() + options.warm_seconds
         shares = [pool.submit(run_client, url, options, index, start_s) for index in range(options.clients)]
         time.sleep(start_s - time.time())
-        before = cpu_seconds()
+        before, tokens_before = cpu_seconds(), tokens_out()
         time.sleep(start_s + options.seconds - time.time())
-        after = cpu_seconds()
+        after, num_tokens = cpu_seconds(), tokens_out() - tokens_before
         clients = [share.result() for share in shares]
     num_answers, num_failed = (sum(getattr(one, name) for one in clients) for name in ("num_answers", "num_failed"))
     if num_failed:
@@ -273,6 +340,8 @@ def load(url: str, options: argparse.Namespace) -> dict[str, Any]:
     first_s = sorted(seconds for one in clients for seconds in one.first_s)
     spent = {kind: after[kind] - before.get(kind, 0.0) for kind in after}
     return {
+        "tokens_per_s": num_tokens / options.seconds,
+        "us_per_token": {kind: 1e6 * value / num_tokens for kind, value in spent.items() if value > 0},
         "chunks_per_s": num_chunks / options.seconds,
         "us_per_chunk": {kind: 1e6 * value / num_chunks for kind, value in spent.items() if value > 0},
         "cores": {kind: value / options.seconds for kind, value in spent.items() if value > 0},
@@ -298,31 +367,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--warm-seconds", type=float, default=6.0, help="... after these")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--serve-vllm", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    parser.add_argument("--engine", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     if options.serve_vllm:
         serve_vllm(options.serve_vllm, options.model)
         return 0
-    os.environ[PACE] = f"{options.step_ms} {options.tokens}"
+    if options.engine:
+        EngineProcess(options.engine).run()
+        return 0
     before, arms = dict(os.environ), {}
     for arm in options.arms:
         os.environ.clear()
         os.environ.update(before)
-        with server(arm, options) as url:
-            arms[arm] = load(url, options)
+        with tempfile.TemporaryDirectory() as folder:
+            pace = {"step_ms": options.step_ms, "tokens": options.tokens, "arm": arm, "folder": folder}
+            os.environ[PACE] = json.dumps(pace)
+            with server(arm, options) as url:
+                arms[arm] = load(url, options)
     kinds = list(dict.fromkeys(KINDS.values()))
     rows = [
         [
             arm,
-            *(round(found[name]) for name in ("chunks_per_s", "median_ttft_ms", "p99_ttft_ms")),
+            *(round(found[name]) for name in ("tokens_per_s", "chunks_per_s", "median_ttft_ms", "p99_ttft_ms")),
+            round(found["us_per_token"]["server"], 1),
             *(None if kind not in found["us_per_chunk"] else round(found["us_per_chunk"][kind]) for kind in kinds),
         ]
         for arm, found in arms.items()
     ]
-    header = ["way", "chunks/s", "TTFT ms", "p99", *(f"{kind}, us/chunk" for kind in kinds)]
+    header = [
+        "way",
+        "tokens/s",
+        "chunks/s",
+        "TTFT ms",
+        "p99",
+        "server, us/token",
+        *(f"{kind}, us/chunk" for kind in kinds),
+    ]
     sys.stdout.write(markdown(header, rows) + "\n")
     if options.out is not None:
-        load_options = {name: value for name, value in vars(options).items() if name not in ("out", "serve_vllm")}
+        load_options = {
+            name: value for name, value in vars(options).items() if name not in ("out", "serve_vllm", "engine")
+        }
         document = {"made": conditions(), "num_cores": os.cpu_count(), "options": load_options, "arms": arms}
         options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -74,9 +74,13 @@ gc.enable()
 
 logger = logging.getLogger(__name__)
 
-MAX_CHUNKS_PER_S, MAX_TOKENS_PER_CHUNK = 4000, 8
-"""Of all streams of a replica together. Where chunks take all the time of vLLM's API process, the first token of a new
-request waits for hundreds of milliseconds (benchmarks/streams.py, and the H200's results of benchmarks/headline.py)."""
+MAX_CHUNKS_PER_S = 1000
+"""Of all streams of a replica together, where each has `STREAM_CHUNKS_PER_S`. Where chunks take all the time of vLLM's
+API process, the first token of a new request waits for hundreds of milliseconds (benchmarks/streams.py, and the H200's
+results of benchmarks/headline.py)."""
+STREAM_CHUNKS_PER_S, MAX_TOKENS_PER_CHUNK = 10, 32
+"""What the reader of a stream gets at least, as far as the engine makes tokens and it does not become slower after the
+stream's start; then the second bounds how far a chunk lasts."""
 PACE_MEMORY = 0.95
 """What a second leaves of the highest rate seen: the streams of the next burst start before they are counted."""
 
@@ -85,18 +89,24 @@ class StreamPace:
     """How many tokens a chunk of a new stream carries at least: 1 up to `MAX_CHUNKS_PER_S` tokens a second."""
 
     def __init__(self) -> None:
-        self._tokens_per_s, self._last = 0.0, (0, 0.0)
+        self._tokens_per_s, self._num_running, self._last = 0.0, 1, (0, 0.0)
 
-    def observe(self, num_tokens: int, now_s: float) -> None:
-        """`num_tokens`: output tokens of this replica so far. To be called about once a second."""
+    def observe(self, num_tokens: int, num_running: int, now_s: float) -> None:
+        """`num_tokens`: output tokens of this replica so far; `num_running`: sequences in its engine, waiting ones
+        included. To be called about once a second."""
         last_tokens, last_s = self._last
         self._last = num_tokens, now_s
         rate = (num_tokens - last_tokens) / max(now_s - last_s, 0.1)
-        self._tokens_per_s = max(rate, PACE_MEMORY * self._tokens_per_s)
+        remembered = PACE_MEMORY * self._tokens_per_s
+        if rate >= remembered:
+            self._num_running = max(1, num_running)
+        self._tokens_per_s = max(rate, remembered)
 
     @property
     def tokens_per_chunk(self) -> int:
-        return min(MAX_TOKENS_PER_CHUNK, max(1, math.ceil(self._tokens_per_s / MAX_CHUNKS_PER_S)))
+        wanted = math.ceil(self._tokens_per_s / MAX_CHUNKS_PER_S)
+        smooth = int(self._tokens_per_s / self._num_running / STREAM_CHUNKS_PER_S)
+        return max(1, min(wanted, smooth, MAX_TOKENS_PER_CHUNK))
 
 
 class TargetServer(LLMServer):
@@ -215,7 +225,7 @@ class TargetServer(LLMServer):
         problem = ""
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
-            self._pace.observe(self._recorder.num_output_tokens, time.monotonic())
+            self._pace.observe(self._recorder.num_output_tokens, self._recorder.num_running, time.monotonic())
             try:
                 if self._router is not None:
                     await self._take_guidance(self._router)

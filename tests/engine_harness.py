@@ -103,6 +103,7 @@ class RunningEngine:
         self._loop = asyncio.new_event_loop()
         self._num_requests = 0
         self._preemptions: list[_Preemptions] = []
+        self.num_outputs = 0  # that came from the engine's process
         self.max_draft_tokens: int = config.num_speculative_tokens
         self.recorder = DraftingRecorder()
         self._client: AsyncLLM = self._run(self._start(config))
@@ -114,6 +115,13 @@ class RunningEngine:
 
         client = AsyncLLM.from_vllm_config(config, disable_log_stats=True, stat_loggers=[make_logger])
         self.recorder.attach(client)
+        process_outputs = client.output_processor.process_outputs
+
+        def process_and_count(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            self.num_outputs += len(outputs)
+            return process_outputs(outputs, *args, **kwargs)
+
+        client.output_processor.process_outputs = process_and_count  # type: ignore[method-assign]
         guard(client)
         return client
 

@@ -5,6 +5,7 @@ test_remote_engine.py runs on in `make test`. The same target without drafts wro
 orders of summation hardly ever pick another token: outputs must be equal.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from cluster.request import DEFAULT_WORKLOAD
 from peagle.vllm.limits import GRAMMAR_KEY
@@ -127,6 +128,35 @@ def compare_with_reference(
 
 
 @only_sync
+@pytest.mark.parametrize(
+    ("sampling", "most"),
+    [
+        ({"stream_interval": 8}, 2 + NUM_LONG // 8),
+        ({"stream_interval": 8, "output_kind": RequestOutputKind.FINAL_ONLY}, 2 + NUM_LONG // 32),
+        ({"stream_interval": 8, "stop": ["no such text"]}, 2 + NUM_LONG // 8),
+    ],
+)
+def test_held_back_tokens_all_arrive(
+    engine: RunningEngine, prompts: Prompts, reference: Reference, sampling: dict[str, Any], most: int
+) -> None:
+    """Fewer outputs with the same tokens, text and counts of steps."""
+    jobs = [
+        Job(prompts[place], NUM_LONG, MIXED[number % len(MIXED)], None, reference["greedy"][place].tokens[0])
+        for number, place in enumerate(BATCH[:5])
+    ]
+    at_once = engine.run(jobs)
+    before = engine.num_outputs
+    held = engine.run([dataclasses.replace(job, sampling=sampling) for job in jobs])
+    assert engine.num_outputs - before <= most * len(jobs)
+    for job, result, expected in zip(jobs, held, at_once, strict=True):
+        assert (result.tokens, result.texts, result.steps) == (expected.tokens, expected.texts, expected.steps)
+        assert result.drafting is not None
+        assert expected.drafting is not None
+        assert result.drafting.counts == expected.drafting.counts == counts_of(result.steps or ())
+        assert result.drafting.num_output_tokens == job.max_tokens
+
+
+@only_sync
 def test_every_acceptance_is_counted(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
     """With scripted drafts all acceptance lengths 0..K come up, and each step's counts are known beforehand."""
     jobs = []
@@ -162,8 +192,14 @@ def test_decode_admitted_beside_others_verifies_k_from_its_first_step(
 
 def test_preemption_changes_nothing(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
     preempted_before = engine.num_preempted
-    jobs = [  # Of similar speed, so that all are long at the same time.
-        Job(prompts[place], NUM_LONG, k=2 + number % 2, continuation=reference["greedy"][place].tokens[0])
+    jobs = [  # Of similar speed, so that all are long at the same time; of half of them tokens are held back.
+        Job(
+            prompts[place],
+            NUM_LONG,
+            k=2 + number % 2,
+            continuation=reference["greedy"][place].tokens[0],
+            sampling={"stream_interval": 1 + 8 * (number % 2)},
+        )
         for number, place in enumerate(BATCH)
     ]
     results = engine.run(jobs)
@@ -186,7 +222,8 @@ def test_context_limit(engine: RunningEngine, text_tokens: list[int], reference:
 
 
 def test_aborted_requests_stay_in_the_totals(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
-    gone = Job(prompts[6], NUM_LONG, k=3, workload="gone", abort_after=12)
+    sampling = {"stream_interval": 5}
+    gone = Job(prompts[6], NUM_LONG, k=3, workload="gone", abort_after=12, sampling=sampling)
     stays = Job(prompts[5], NUM_SHORT, k=3, workload="stays")
     gone_result, stays_result = engine.run([gone, stays])
     assert stays_result.tokens[0] == reference["greedy"][5].tokens[0][:NUM_SHORT]

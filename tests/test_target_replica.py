@@ -17,7 +17,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from cluster.control import DepthControl
 from cluster.counts import Counts, TargetReport, WorkloadCounts
 from deployments.edge import Admitted, ApiError, Edge, Usage
-from deployments.target import MAX_CHUNKS_PER_S, MAX_TOKENS_PER_CHUNK, StreamPace, TargetServer
+from deployments.target import (
+    MAX_CHUNKS_PER_S,
+    MAX_TOKENS_PER_CHUNK,
+    STREAM_CHUNKS_PER_S,
+    StreamPace,
+    TargetServer,
+)
 from peagle.vllm.acceptance import RequestDrafting
 from tests.counted import counts_of
 from tests.test_edge import HELLO, cluster
@@ -256,11 +262,25 @@ def test_chunks_carry_more_tokens_where_there_would_be_too_many_and_as_many_as_a
     num_tokens = 0
     for second in range(1, 61):
         num_tokens += int(2.5 * MAX_CHUNKS_PER_S) if second < 3 else 0
-        replica._pace.observe(num_tokens, float(second))
+        replica._pace.observe(num_tokens, 32 if second < 3 else 0, float(second))
         if second in (2, 3, 60):
             items(replica, stream=True)
     items(replica, stream=True, stream_interval=2)
     # Nothing is known at first; a pause changes nothing at once, and in a minute all.
     assert asked == [1, 3, 3, 1, 2]
-    replica._pace.observe(num_tokens + 1000 * MAX_CHUNKS_PER_S, 61.0)
-    assert replica._pace.tokens_per_chunk == MAX_TOKENS_PER_CHUNK
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_s", "num_running", "expected"),
+    [
+        (MAX_CHUNKS_PER_S, 1, 1),
+        (20 * MAX_CHUNKS_PER_S, 64, 20),
+        (20 * MAX_CHUNKS_PER_S, 20 * MAX_CHUNKS_PER_S // (12 * STREAM_CHUNKS_PER_S), 12),
+        (20 * MAX_CHUNKS_PER_S, 10 * MAX_CHUNKS_PER_S, 1),
+        (1000 * MAX_CHUNKS_PER_S, 64, MAX_TOKENS_PER_CHUNK),
+    ],
+)
+def test_each_stream_has_its_chunks_a_second(tokens_per_s: int, num_running: int, expected: int) -> None:
+    pace = StreamPace()
+    pace.observe(tokens_per_s, num_running, 1.0)
+    assert pace.tokens_per_chunk == expected

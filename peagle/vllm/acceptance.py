@@ -50,6 +50,9 @@ LEARN_KEY = "peagle_learn"
 STEPS_HEADER = "x-peagle-steps"
 """JSON: the list of a request's `VerifiedStep`s that were not reported yet, oldest first."""
 
+OUTPUTS_HEADER = "x-peagle-outputs"
+"""How many steps' outputs an output is made of (`peagle.vllm.outputs`). Absent: one."""
+
 STEP_COSTS_HEADER = "x-peagle-step-costs"
 """What the scheduler has learned of its step times, in the form of `cluster.step_time`."""
 
@@ -256,9 +259,15 @@ class DraftingRecorder:
     def workloads(self) -> dict[str, WorkloadCounts]:
         """Counts of each workload since `attach`, whatever became of its requests.
 
-        Not in it: a step still running in the engine when its request was aborted.
+        Not in it: of a request that was aborted, a step still running in the engine, and those whose tokens were held
+        back there.
         """
         return {workload: counts.copy() for workload, counts in self._workloads.items()}
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in the engine, waiting ones included."""
+        return len(self._live)
 
     def context_tokens(self) -> float:
         """Mean context of the sequences in the engine, waiting ones included; 0.0 without any."""
@@ -308,7 +317,7 @@ class DraftingRecorder:
             # Corrections are the engine's: whose output carries them does not matter, nor whether that is followed.
             self.step_costs = headers.get(STEP_COSTS_HEADER, self.step_costs)
             self.num_output_tokens += len(output.new_token_ids)
-            self._num_outputs += 1
+            self._num_outputs += int(headers.get(OUTPUTS_HEADER, 1))
             live = self._live.get(output.request_id)
             if live is None:
                 continue

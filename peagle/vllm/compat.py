@@ -42,7 +42,12 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
                 "num_invalid_spec_tokens",
                 "request_id",
             ),
+            "finish_requests": ("request_ids", "finished_status"),
         },
+        "vllm.v1.engine:EngineCoreOutput": dict.fromkeys(
+            ("request_id", "new_token_ids", "trace_headers", "finish_reason"), ()
+        ),
+        "vllm.sampling_params:SamplingParams": dict.fromkeys(("output_kind", "stop", "stream_interval"), ()),
         "vllm.v1.structured_output:StructuredOutputManager": {"_create_grammar": ("request",)},
     },
     "client": {
@@ -127,6 +132,7 @@ ATTRIBUTES: Mapping[str, Sequence[str]] = {
         "num_spec_tokens",
         "requests",
         "running",
+        "scheduler_config",
         "structured_output_manager",
         "waiting",
     ),

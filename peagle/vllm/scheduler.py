@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
+from vllm.v1.request import RequestStatus
 
 from peagle.vllm import compat
 from peagle.vllm.acceptance import (
@@ -32,6 +33,7 @@ from peagle.vllm.acceptance import (
     steps_text,
 )
 from peagle.vllm.limits import bound_grammars, max_grammar_s
+from peagle.vllm.outputs import OutputCoalescer
 from peagle.vllm.trimming import Trimmer, make_trimmer
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ class _PerRequestDepth(_Base):
         # Prompts that wait for room in the KV cache run in no step, and must not trim all of them.
         self._is_stuck = False
         self._steps: dict[str, list[VerifiedStep]] = {}
+        self._coalescer = OutputCoalescer(self.scheduler_config.stream_interval)
         self._last_warning_s = float("-inf")
 
     def depth_of(self, request: Any) -> int:
@@ -150,13 +153,14 @@ class _PerRequestDepth(_Base):
     def update_from_output(
         self, scheduler_output: "SchedulerOutput", model_runner_output: "ModelRunnerOutput"
     ) -> "dict[int, EngineCoreOutputs]":
-        """vLLM's own update, then each request's unreported steps onto its output of this step; about twice a second
-        what was learned of step times onto the first output of each client."""
+        """vLLM's own update, less the outputs that nobody gets to see yet (`peagle.vllm.outputs`); then each request's
+        unreported steps onto its output, and about twice a second what was learned of step times onto the first output
+        of each client."""
         if self._trimmer is not None:
             self._trimmer.arrived(time.perf_counter(), scheduler_output)
         if (num_drafts := num_drafts_of(model_runner_output)) is not None:
             self._leave_out_missing(dict(zip(model_runner_output.req_ids, num_drafts, strict=True)), scheduler_output)
-        outputs_by_client = super().update_from_output(scheduler_output, model_runner_output)
+        outputs_by_client = self._due(super().update_from_output(scheduler_output, model_runner_output))
         if self._trimmer is not None:
             self._report_costs(self._trimmer, outputs_by_client)
             if not self.has_requests():
@@ -175,6 +179,23 @@ class _PerRequestDepth(_Base):
         # A step without an output waits for the request's next one; a request that is gone has none.
         self._steps = {request_id: steps for request_id, steps in self._steps.items() if request_id in self.requests}
         return outputs_by_client
+
+    def _due(self, outputs_by_client: "dict[int, EngineCoreOutputs]") -> "dict[int, EngineCoreOutputs]":
+        """What of a step's outputs goes out now, without messages that say nothing."""
+        due = {}
+        for client, core_outputs in outputs_by_client.items():
+            core_outputs.outputs = self._coalescer.due(core_outputs.outputs, self.requests)
+            if core_outputs.outputs or core_outputs.finished_requests or core_outputs.scheduler_stats is not None:
+                due[client] = core_outputs
+        return due
+
+    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> "list[Request]":
+        """vLLM's own. Who aborts a request has no use for what is held of it; of one that failed it goes out with its
+        last output."""
+        finished: list[Request] = super().finish_requests(request_ids, finished_status)
+        if finished_status == RequestStatus.FINISHED_ABORTED:
+            self._coalescer.forget(request.request_id for request in finished)
+        return finished
 
     @staticmethod
     def _report_costs(trimmer: Trimmer, outputs_by_client: "dict[int, EngineCoreOutputs]") -> None:

@@ -1,0 +1,201 @@
+"""Which outputs of the engine's process wait for the next, and that no token is lost or comes twice."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import RequestStatus
+
+from peagle.vllm.acceptance import OUTPUTS_HEADER, STEPS_HEADER
+from peagle.vllm.outputs import WHOLE_ANSWER_TOKENS, OutputCoalescer
+from peagle.vllm.scheduler import PerRequestDepthScheduler
+
+DELTA = RequestOutputKind.DELTA
+
+
+class Engine:
+    """Requests that get tokens 0, 1, 2, ..., and what goes out of them."""
+
+    def __init__(self, *names: str, interval: int = 1, is_resumable: bool = False, **sampling: Any) -> None:
+        params = SamplingParams(**{"stream_interval": 6, "output_kind": DELTA, **sampling})
+        request = SimpleNamespace(sampling_params=params, resumable=is_resumable)
+        self.requests: dict[str, Any] = dict.fromkeys(names, request)
+        self.coalescer = OutputCoalescer(interval)
+        self.made = dict.fromkeys(names, 0)
+        self.sent: list[EngineCoreOutput] = []
+
+    def step(self, name: str = "a", num_tokens: int = 2, **more: Any) -> list[int] | None:
+        """The tokens that go out, None where none do."""
+        first = self.made[name]
+        self.made[name] += num_tokens
+        output = EngineCoreOutput(name, list(range(first, self.made[name])), **more)
+        if output.finish_reason is not None:
+            del self.requests[name]
+        due = self.coalescer.due([output], self.requests)
+        self.sent += due
+        return due[0].new_token_ids if due else None
+
+
+def tokens_of(engine: Engine, name: str) -> list[int]:
+    return [token for output in engine.sent if output.request_id == name for token in output.new_token_ids]
+
+
+def test_tokens_go_out_by_the_chunk_after_the_first_and_before_the_last() -> None:
+    engine = Engine("a")
+    assert [engine.step() for _ in range(6)] == [[0, 1], None, None, [2, 3, 4, 5, 6, 7], None, None]
+    assert engine.step(num_tokens=1, finish_reason=FinishReason.LENGTH) == [8, 9, 10, 11, 12]
+    headers = [output.trace_headers for output in engine.sent]
+    assert headers == [None, {OUTPUTS_HEADER: "3"}, {OUTPUTS_HEADER: "3"}]
+
+
+def test_a_reader_of_each_token_waits_for_none() -> None:
+    engine = Engine("a", stream_interval=None)
+    assert [engine.step(num_tokens=1) for _ in range(3)] == [[0], [1], [2]]
+    assert all(output.trace_headers is None for output in engine.sent)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "interval", "least"),
+    [
+        ({"output_kind": RequestOutputKind.FINAL_ONLY}, 1, WHOLE_ANSWER_TOKENS),
+        ({"output_kind": RequestOutputKind.FINAL_ONLY, "stream_interval": 64}, 1, 64),
+        ({"output_kind": RequestOutputKind.FINAL_ONLY, "stop": ["x"]}, 1, 6),
+        ({"output_kind": RequestOutputKind.FINAL_ONLY, "stop": ["x"], "stream_interval": None}, 1, 1),
+        ({"output_kind": RequestOutputKind.CUMULATIVE}, 1, 6),
+        ({"stream_interval": None}, 4, 4),
+        ({"stream_interval": 3}, 9, 9),
+        ({"stream_interval": 20}, 1, 20),
+        ({"stream_interval": 20, "stop": ["x"]}, 1, 8),
+        ({"is_resumable": True}, 1, 1),
+    ],
+)
+def test_how_much_waits(sampling: dict[str, Any], interval: int, least: int) -> None:
+    """One token a step: as many as wait for each other."""
+    engine = Engine("a", interval=interval, **sampling)
+    engine.step(num_tokens=1)
+    assert [engine.step(num_tokens=1) is not None for _ in range(least)] == [False] * (least - 1) + [True]
+
+
+LOGPROBS = LogprobsLists(np.zeros((1, 2)), np.zeros((1, 2)), np.zeros(1))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"new_logprobs": LOGPROBS},
+        {"events": [EngineCoreEvent.new_event(EngineCoreEventType.PREEMPTED)]},
+        {"prefill_stats": PrefillStats()},
+        {"kv_transfer_params": {"a": 1}},
+        {"routed_experts": np.zeros((2, 2))},
+        {"num_nans_in_logits": 3},
+        {"finish_reason": FinishReason.STOP, "stop_reason": "x"},
+        {"finish_reason": FinishReason.ERROR},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_what_holds_more_than_tokens_goes_out_as_it_is_behind_what_waited(more: dict[str, Any]) -> None:
+    engine = Engine("a")
+    engine.step()
+    engine.step(trace_headers={"traceparent": "00-1"})
+    assert engine.step(num_tokens=1, **more, trace_headers={"traceparent": "00-1"}) == [2, 3, 4]
+    for name, value in more.items():
+        assert getattr(engine.sent[-1], name) is value
+    assert engine.sent[-1].trace_headers == {"traceparent": "00-1", OUTPUTS_HEADER: "2"}
+    if "finish_reason" not in more:
+        assert [engine.step(), engine.step()] == [None, None]
+
+
+def test_requests_do_not_wait_for_each_other() -> None:
+    engine = Engine("a", "b")
+    for name, num_tokens in (("a", 1), ("b", 2), ("a", 5), ("b", 4), ("a", 2), ("b", 3), ("a", 3)):
+        engine.step(name, num_tokens)
+    assert [(output.request_id, len(output.new_token_ids)) for output in engine.sent] == [
+        ("a", 1), ("b", 2), ("a", 7), ("b", 7),
+    ]  # fmt: skip
+    for name in "ab":
+        engine.step(name, 0, finish_reason=FinishReason.STOP)
+        assert tokens_of(engine, name) == list(range(engine.made[name]))
+
+
+def test_who_comes_after_an_aborted_request_of_its_name_gets_none_of_its_tokens() -> None:
+    engine = Engine("a")
+    engine.step()
+    engine.step()
+    engine.coalescer.forget(["a", "unknown"])
+    engine.made["a"] = 100
+    assert engine.step() == [100, 101]
+
+
+def test_a_request_of_one_output_leaves_nothing_behind() -> None:
+    engine = Engine("a", "b")
+    engine.step("a", finish_reason=FinishReason.STOP)
+    engine.step("b")
+    engine.step("b", finish_reason=FinishReason.STOP)
+    assert engine.coalescer._held == {}
+
+
+# ---- in the scheduler
+
+
+def scheduler(monkeypatch: pytest.MonkeyPatch, steps: list[dict[int, EngineCoreOutputs]], engine: Engine) -> Any:
+    """The product's, on a vLLM scheduler that has these outputs."""
+    found: Any = object.__new__(PerRequestDepthScheduler)
+    found._trimmer, found._refused_grammars, found._steps = None, {}, {}
+    found._coalescer, found.requests = engine.coalescer, engine.requests
+    monkeypatch.setattr(Scheduler, "update_from_output", lambda *_: steps.pop(0))
+    monkeypatch.setattr(Scheduler, "make_spec_decoding_stats", lambda *_: None)
+    return found
+
+
+def outputs(*of_requests: tuple[str, list[int]], **more: Any) -> EngineCoreOutputs:
+    return EngineCoreOutputs(outputs=[EngineCoreOutput(name, tokens) for name, tokens in of_requests], **more)
+
+
+def test_each_client_gets_what_is_due_to_it_and_steps_wait_with_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = SchedulerStats()
+    found = scheduler(
+        monkeypatch,
+        [
+            {0: outputs(("a", [0]), scheduler_stats=stats), 1: outputs(("b", [5]))},
+            {0: outputs(("a", [1, 2]), scheduler_stats=stats), 1: outputs(("b", [6, 7]))},
+            {0: outputs(("a", [3, 4]), scheduler_stats=stats), 1: outputs(("b", [8]), finished_requests={"z"})},
+            {0: outputs(("a", [5, 6])), 1: outputs(("b", [9]))},
+        ],
+        Engine("a", "b"),
+    )
+    sent = []
+    for number in range(4):
+        for name in "ab":
+            found.make_spec_decoding_stats(None, 7, number, None, name)
+        sent.append(found.update_from_output(SimpleNamespace(), SimpleNamespace()))
+    tokens = [{client: [one.new_token_ids for one in of.outputs] for client, of in step.items()} for step in sent]
+    assert tokens == [{0: [[0]], 1: [[5]]}, {0: []}, {0: [], 1: []}, {0: [[1, 2, 3, 4, 5, 6]]}]
+    assert sent[1][0].scheduler_stats is sent[2][0].scheduler_stats is stats
+    assert sent[2][1].finished_requests == {"z"}
+    assert sent[3][0].outputs[0].trace_headers == {OUTPUTS_HEADER: "3", STEPS_HEADER: "[[7,1],[7,2],[7,3]]"}
+    assert found._steps == {"b": [(7, 1), (7, 2), (7, 3)]}
+
+
+@pytest.mark.parametrize(
+    ("status", "tokens"), [(RequestStatus.FINISHED_ABORTED, [9]), (RequestStatus.FINISHED_ERROR, [2, 3, 9])]
+)
+def test_only_an_abort_drops_what_waits(
+    monkeypatch: pytest.MonkeyPatch, status: RequestStatus, tokens: list[int]
+) -> None:
+    engine = Engine("a")
+    engine.step()
+    engine.step()
+    found = scheduler(monkeypatch, [], engine)
+    gone = [SimpleNamespace(request_id="a")]
+    monkeypatch.setattr(Scheduler, "finish_requests", lambda *_: gone)
+    assert found.finish_requests("a", status) == gone
+    last = EngineCoreOutput("a", [9], finish_reason=FinishReason.ERROR)
+    (output,) = engine.coalescer.due([last], {})
+    assert output.new_token_ids == tokens
