@@ -56,8 +56,8 @@ ARMS = ("vllm", "target", "each-step", "ingress", "proxy")
 KINDS = {
     "haproxy": "haproxy",
     "ProxyActor": "proxy",
-    f":{INGRESS_NAME}": "ingress",
-    f":{TARGET_NAME}": "server",
+    f":streams:{INGRESS_NAME}": "ingress",
+    f":streams:{TARGET_NAME}": "server",
     "--serve-vllm": "server",
 }
 MAX_NUM_SEQS = 1024

@@ -1,5 +1,6 @@
 """Which outputs of the engine's process wait for the next, and that no token is lost or comes twice."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
 from peagle.vllm.acceptance import OUTPUTS_HEADER, STEPS_HEADER
-from peagle.vllm.outputs import WHOLE_ANSWER_TOKENS, OutputCoalescer
+from peagle.vllm.outputs import MAX_HELD_TOKENS, OutputCoalescer
 from peagle.vllm.scheduler import PerRequestDepthScheduler
 
 DELTA = RequestOutputKind.DELTA
@@ -64,14 +65,15 @@ def test_a_reader_of_each_token_waits_for_none() -> None:
 @pytest.mark.parametrize(
     ("sampling", "interval", "least"),
     [
-        ({"output_kind": RequestOutputKind.FINAL_ONLY}, 1, WHOLE_ANSWER_TOKENS),
-        ({"output_kind": RequestOutputKind.FINAL_ONLY, "stream_interval": 64}, 1, 64),
+        ({"output_kind": RequestOutputKind.FINAL_ONLY}, 1, MAX_HELD_TOKENS),
+        ({"output_kind": RequestOutputKind.FINAL_ONLY, "stream_interval": 64}, 1, MAX_HELD_TOKENS),
         ({"output_kind": RequestOutputKind.FINAL_ONLY, "stop": ["x"]}, 1, 6),
         ({"output_kind": RequestOutputKind.FINAL_ONLY, "stop": ["x"], "stream_interval": None}, 1, 1),
         ({"output_kind": RequestOutputKind.CUMULATIVE}, 1, 6),
         ({"stream_interval": None}, 4, 4),
         ({"stream_interval": 3}, 9, 9),
         ({"stream_interval": 20}, 1, 20),
+        ({"stream_interval": 2 * MAX_HELD_TOKENS + 2}, 1, math.ceil((2 * MAX_HELD_TOKENS + 2) / 3)),
         ({"stream_interval": 20, "stop": ["x"]}, 1, 8),
         ({"is_resumable": True}, 1, 1),
     ],

@@ -8,6 +8,7 @@ chunk only of `SamplingParams.stream_interval` tokens anyway, so what is no chun
 A request's first output goes out at once, and so do its last and any with more in it than tokens.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
@@ -18,8 +19,9 @@ from vllm.v1.engine import EngineCoreOutput
 
 from peagle.vllm.acceptance import OUTPUTS_HEADER
 
-WHOLE_ANSWER_TOKENS = 32
-"""Of a whole answer nobody sees a part. The counts of its request follow its steps by so many tokens."""
+MAX_HELD_TOKENS = 32
+"""That make an output, of whole answers too, of which nobody sees a part: the counts of a request follow its steps by
+no more, however long the chunks that its client asks for."""
 
 STOP_STRING_TOKENS = 8
 """Stop strings are found in the client's process, from which the engine then hears that it is to stop: no more than a
@@ -32,7 +34,7 @@ _NOTHING_ELSE = _others_of(EngineCoreOutput("", []))
 
 
 @dataclass(slots=True)
-class _Held:
+class _HeldBack:
     """Of a request with an output before and one to come. `least`: tokens that an output carries at least."""
 
     least: int
@@ -51,7 +53,7 @@ class OutputCoalescer:
 
     def __init__(self, stream_interval: int = 1) -> None:
         self._stream_interval = stream_interval
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _HeldBack] = {}
 
     def due(self, outputs: Iterable[EngineCoreOutput], requests: Mapping[str, Any]) -> list[EngineCoreOutput]:
         """The outputs of a step that go out now, each with the tokens held of its request in front of its own.
@@ -63,7 +65,7 @@ class OutputCoalescer:
             held = self._held.get(output.request_id)
             if held is None:
                 if output.finish_reason is None and (request := requests.get(output.request_id)) is not None:
-                    self._held[output.request_id] = _Held(self._least(request))
+                    self._held[output.request_id] = _HeldBack(self._least(request))
                 found.append(output)
                 continue
             if held.least > 1:
@@ -91,5 +93,7 @@ class OutputCoalescer:
         stream_interval: int = max(params.stream_interval or 1, self._stream_interval)
         if params.stop:
             return min(stream_interval, STOP_STRING_TOKENS)
-        is_whole = params.output_kind == RequestOutputKind.FINAL_ONLY
-        return max(stream_interval, WHOLE_ANSWER_TOKENS) if is_whole else stream_interval
+        if params.output_kind == RequestOutputKind.FINAL_ONLY:
+            return MAX_HELD_TOKENS
+        num_parts = math.ceil(stream_interval / MAX_HELD_TOKENS)
+        return math.ceil(stream_interval / num_parts)
