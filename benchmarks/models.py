@@ -74,6 +74,30 @@ LLAMA_8B: dict[str, Any] = {
 }
 """Shape of Llama-3.1-8B-Instruct: 8.0 billion parameters, 16 GB in bf16."""
 
+QWEN2_CODER_1B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 1536,
+    "initializer_range": 0.02,
+    "intermediate_size": 8960,
+    "max_position_embeddings": 32768,
+    "model_type": "qwen2",
+    "num_attention_heads": 12,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 49152,
+}
+"""Shape of Qwen2.5-Coder-1.5B-Instruct, with the vocabulary of the embedded target's tokenizer, so that answers are
+text: a target whose server, and not the GPU, is the limit with many requests."""
+
 QWEN3_CODER_30B_FP8: dict[str, Any] = {
     **QWEN3_CODER_30B,
     "quantization_config": {

@@ -237,11 +237,14 @@ def test_aborted_requests_stay_in_the_totals(engine: RunningEngine, prompts: Pro
     assert (gone_counts.counts, gone_counts.num_started, gone_counts.num_aborted) == (record.counts, 1, 1)
 
 
-def test_stop_string(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
-    """Only the engine's client notices a stop string; the counts are there all the same."""
+@pytest.mark.parametrize("stream_interval", [1, 8])
+def test_stop_string(engine: RunningEngine, prompts: Prompts, reference: Reference, stream_interval: int) -> None:
+    """Only the engine's client notices a stop string, also among tokens that were held back; the counts are there all
+    the same."""
     text = reference["greedy"][12].texts[0]
     stop = text[20:25]
-    (result,) = engine.run([Job(prompts[12], NUM_LONG, k=4, sampling={"stop": stop})])
+    sampling = {"stop": stop, "stream_interval": stream_interval}
+    (result,) = engine.run([Job(prompts[12], NUM_LONG, k=4, sampling=sampling)])
     assert result.texts == [text[: text.index(stop)]]
     assert result.finish_reasons == ["stop"]
     assert result.drafting is not None
