@@ -149,7 +149,7 @@ class EngineProcess:
             outputs.append(EngineCoreOutput(request_id=request_id, new_token_ids=tokens, finish_reason=reason))
         ended = [output.request_id for output in outputs if output.finished]
         if self._coalescer is not None:
-            outputs = self._coalescer.due(outputs, self._requests)
+            outputs = self._coalescer.due(outputs, self._requests, time.monotonic())
         self._end(ended)
         if self._is_drafted:
             for output in outputs:

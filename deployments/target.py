@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import os
 import re
 import time
@@ -74,40 +73,6 @@ gc.enable()
 
 logger = logging.getLogger(__name__)
 
-MAX_CHUNKS_PER_S = 1000
-"""Of all streams of a replica together, where each has `STREAM_CHUNKS_PER_S`. Where chunks take all the time of vLLM's
-API process, the first token of a new request waits for hundreds of milliseconds (benchmarks/streams.py, and the H200's
-results of benchmarks/headline.py)."""
-STREAM_CHUNKS_PER_S, MAX_TOKENS_PER_CHUNK = 10, 32
-"""What the reader of a stream gets at least, as far as the engine makes tokens and it does not become slower after the
-stream's start; then the second bounds how far a chunk lasts."""
-PACE_MEMORY = 0.95
-"""What a second leaves of the highest rate seen: the streams of the next burst start before they are counted."""
-
-
-class StreamPace:
-    """How many tokens a chunk of a new stream carries at least: 1 up to `MAX_CHUNKS_PER_S` tokens a second."""
-
-    def __init__(self) -> None:
-        self._tokens_per_s, self._num_running, self._last = 0.0, 1, (0, 0.0)
-
-    def observe(self, num_tokens: int, num_running: int, now_s: float) -> None:
-        """`num_tokens`: output tokens of this replica so far; `num_running`: sequences in its engine, waiting ones
-        included. To be called about once a second."""
-        last_tokens, last_s = self._last
-        self._last = num_tokens, now_s
-        rate = (num_tokens - last_tokens) / max(now_s - last_s, 0.1)
-        remembered = PACE_MEMORY * self._tokens_per_s
-        if rate >= remembered:
-            self._num_running = max(1, num_running)
-        self._tokens_per_s = max(rate, remembered)
-
-    @property
-    def tokens_per_chunk(self) -> int:
-        wanted = math.ceil(self._tokens_per_s / MAX_CHUNKS_PER_S)
-        smooth = int(self._tokens_per_s / self._num_running / STREAM_CHUNKS_PER_S)
-        return max(1, min(wanted, smooth, MAX_TOKENS_PER_CHUNK))
-
 
 class TargetServer(LLMServer):
     """One replica. Its constructor returns when the engine answers, so a running replica is a ready one."""
@@ -144,7 +109,6 @@ class TargetServer(LLMServer):
             on_answer=None if self._answers is None else self._keep,
         )
         self._recorder.attach(self._client)
-        self._pace = StreamPace()
         guard(self._client, grammar_limits(settings))
         self.edge = Edge(settings, make_control(settings), QUEUED_PER_RUNNING * settings.max_num_seqs)
         if head_dir is not None and drafter is None:
@@ -225,7 +189,6 @@ class TargetServer(LLMServer):
         problem = ""
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
-            self._pace.observe(self._recorder.num_output_tokens, self._recorder.num_running, time.monotonic())
             try:
                 if self._router is not None:
                     await self._take_guidance(self._router)
@@ -294,8 +257,6 @@ class TargetServer(LLMServer):
         try:
             if self._client.errored:
                 raise engine_lost()
-            if admitted.body.stream_interval is None:
-                admitted.body.stream_interval = self._pace.tokens_per_chunk
             result = await compat.ask_engine(self, admitted.call, admitted.body, admitted.trace)
             if hasattr(result, "error"):
                 raise self._failure(admitted, from_engine(result.error))

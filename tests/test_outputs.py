@@ -15,14 +15,22 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
 from peagle.vllm.acceptance import OUTPUTS_HEADER, STEPS_HEADER
-from peagle.vllm.outputs import MAX_HELD_TOKENS, OutputCoalescer
+from peagle.vllm.outputs import (
+    MAX_CHUNKS_PER_S,
+    MAX_HELD_TOKENS,
+    PACE_WINDOW_S,
+    STOP_STRING_TOKENS,
+    STREAM_CHUNKS_PER_S,
+    OutputCoalescer,
+    StreamPace,
+)
 from peagle.vllm.scheduler import PerRequestDepthScheduler
 
 DELTA = RequestOutputKind.DELTA
 
 
 class Engine:
-    """Requests that get tokens 0, 1, 2, ..., and what goes out of them."""
+    """Requests that get tokens 0, 1, 2, ..., and what goes out of them. Its clock stands still unless it is moved."""
 
     def __init__(self, *names: str, interval: int = 1, is_resumable: bool = False, **sampling: Any) -> None:
         params = SamplingParams(**{"stream_interval": 6, "output_kind": DELTA, **sampling})
@@ -31,6 +39,7 @@ class Engine:
         self.coalescer = OutputCoalescer(interval)
         self.made = dict.fromkeys(names, 0)
         self.sent: list[EngineCoreOutput] = []
+        self.now_s = 0.0
 
     def step(self, name: str = "a", num_tokens: int = 2, **more: Any) -> list[int] | None:
         """The tokens that go out, None where none do."""
@@ -39,7 +48,7 @@ class Engine:
         output = EngineCoreOutput(name, list(range(first, self.made[name])), **more)
         if output.finish_reason is not None:
             del self.requests[name]
-        due = self.coalescer.due([output], self.requests)
+        due = self.coalescer.due([output], self.requests, self.now_s)
         self.sent += due
         return due[0].new_token_ids if due else None
 
@@ -83,6 +92,43 @@ def test_how_much_waits(sampling: dict[str, Any], interval: int, least: int) -> 
     engine = Engine("a", interval=interval, **sampling)
     engine.step(num_tokens=1)
     assert [engine.step(num_tokens=1) is not None for _ in range(least)] == [False] * (least - 1) + [True]
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_s", "num_streams", "expected"),
+    [
+        (MAX_CHUNKS_PER_S, 1, 1),
+        (20 * MAX_CHUNKS_PER_S, 64, 20),
+        (20 * MAX_CHUNKS_PER_S, 20 * MAX_CHUNKS_PER_S // (12 * STREAM_CHUNKS_PER_S), 12),
+        (20 * MAX_CHUNKS_PER_S, 10 * MAX_CHUNKS_PER_S, 1),
+        (1000 * MAX_CHUNKS_PER_S, 64, MAX_HELD_TOKENS),
+        (1000 * MAX_CHUNKS_PER_S, 0, MAX_HELD_TOKENS),
+    ],
+)
+def test_each_stream_has_its_chunks_a_second(tokens_per_s: int, num_streams: int, expected: int) -> None:
+    pace = StreamPace()
+    pace.observe(tokens_per_s, num_streams, 1.0)
+    assert pace.tokens_per_chunk == expected
+    pace.observe(tokens_per_s, num_streams, 1.0 + PACE_WINDOW_S / 2)
+    assert pace.tokens_per_chunk == expected, "a window is not over"
+    pace.observe(0, num_streams, 1e6)
+    assert pace.tokens_per_chunk == 1, "after a pause nothing is left of it"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "least"),
+    [({}, 12), ({"stop": ["x"]}, STOP_STRING_TOKENS), ({"stream_interval": 3}, 3), ({"stream_interval": 1}, 1)],
+)
+def test_streams_under_way_follow_the_pace_unless_their_client_says(sampling: dict[str, Any], least: int) -> None:
+    """A second stream makes the load."""
+    engine = Engine("a", "load", **{"stream_interval": None, **sampling})
+    for name in ("a", "load", "a"):
+        engine.step(name, 1)
+    engine.now_s = 1.0
+    engine.step("load", 12 * MAX_CHUNKS_PER_S - 9)
+    sizes = [len(tokens) for _ in range(40) if (tokens := engine.step("a", 1)) is not None]
+    assert sizes[1:] == [least] * (len(sizes) - 1)
+    assert len(sizes) >= 3
 
 
 LOGPROBS = LogprobsLists(np.zeros((1, 2)), np.zeros((1, 2)), np.zeros(1))
@@ -199,5 +245,5 @@ def test_only_an_abort_drops_what_waits(
     monkeypatch.setattr(Scheduler, "finish_requests", lambda *_: gone)
     assert found.finish_requests("a", status) == gone
     last = EngineCoreOutput("a", [9], finish_reason=FinishReason.ERROR)
-    (output,) = engine.coalescer.due([last], {})
+    (output,) = engine.coalescer.due([last], {}, 0.0)
     assert output.new_token_ids == tokens

@@ -18,10 +18,6 @@ from cluster.control import DepthControl
 from cluster.counts import Counts, TargetReport, WorkloadCounts
 from deployments.edge import Admitted, ApiError, Edge, Usage
 from deployments.target import (
-    MAX_CHUNKS_PER_S,
-    MAX_TOKENS_PER_CHUNK,
-    STREAM_CHUNKS_PER_S,
-    StreamPace,
     TargetServer,
 )
 from peagle.vllm.acceptance import RequestDrafting
@@ -41,7 +37,7 @@ class Replica(TargetServer):
         self.aborted: list[str] = []
         self._settings = cluster()
         self.edge = Edge(self._settings)
-        self._aborts, self._pace = set(), StreamPace()
+        self._aborts = set()
         self.edge.heads = ("digest",)
         self._client = SimpleNamespace(errored=False, abort=self._abort)
         record = RequestDrafting("x", "default", 7, COUNTS, num_output_tokens=9, num_prompt_tokens=4)
@@ -248,39 +244,3 @@ def test_a_target_follows_the_router_and_goes_on_when_it_is_silent() -> None:
         assert admitted.drafting.source in ("learned", "probe")
 
     asyncio.run(run())
-
-
-def test_chunks_carry_more_tokens_where_there_would_be_too_many_and_as_many_as_a_client_says() -> None:
-    asked: list[int | None] = []
-
-    def answer(request: Any) -> AsyncIterator[str]:
-        asked.append(request.stream_interval)
-        return events(chunk(), chunk("stop"))
-
-    replica = Replica(answer)
-    items(replica, stream=True)
-    num_tokens = 0
-    for second in range(1, 61):
-        num_tokens += int(2.5 * MAX_CHUNKS_PER_S) if second < 3 else 0
-        replica._pace.observe(num_tokens, 32 if second < 3 else 0, float(second))
-        if second in (2, 3, 60):
-            items(replica, stream=True)
-    items(replica, stream=True, stream_interval=2)
-    # Nothing is known at first; a pause changes nothing at once, and in a minute all.
-    assert asked == [1, 3, 3, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("tokens_per_s", "num_running", "expected"),
-    [
-        (MAX_CHUNKS_PER_S, 1, 1),
-        (20 * MAX_CHUNKS_PER_S, 64, 20),
-        (20 * MAX_CHUNKS_PER_S, 20 * MAX_CHUNKS_PER_S // (12 * STREAM_CHUNKS_PER_S), 12),
-        (20 * MAX_CHUNKS_PER_S, 10 * MAX_CHUNKS_PER_S, 1),
-        (1000 * MAX_CHUNKS_PER_S, 64, MAX_TOKENS_PER_CHUNK),
-    ],
-)
-def test_each_stream_has_its_chunks_a_second(tokens_per_s: int, num_running: int, expected: int) -> None:
-    pace = StreamPace()
-    pace.observe(tokens_per_s, num_running, 1.0)
-    assert pace.tokens_per_chunk == expected

@@ -264,11 +264,6 @@ class DraftingRecorder:
         """
         return {workload: counts.copy() for workload, counts in self._workloads.items()}
 
-    @property
-    def num_running(self) -> int:
-        """Sequences in the engine, waiting ones included."""
-        return len(self._live)
-
     def context_tokens(self) -> float:
         """Mean context of the sequences in the engine, waiting ones included; 0.0 without any."""
         num_tokens = sum(live.num_prompt_tokens + live.num_output_tokens for live in self._live.values())

@@ -182,9 +182,9 @@ class _PerRequestDepth(_Base):
 
     def _due(self, outputs_by_client: "dict[int, EngineCoreOutputs]") -> "dict[int, EngineCoreOutputs]":
         """What of a step's outputs goes out now, without messages that say nothing."""
-        due = {}
+        due, now_s = {}, time.monotonic()
         for client, core_outputs in outputs_by_client.items():
-            core_outputs.outputs = self._coalescer.due(core_outputs.outputs, self.requests)
+            core_outputs.outputs = self._coalescer.due(core_outputs.outputs, self.requests, now_s)
             if core_outputs.outputs or core_outputs.finished_requests or core_outputs.scheduler_stats is not None:
                 due[client] = core_outputs
         return due
