@@ -95,7 +95,7 @@ def test_how_much_waits(sampling: dict[str, Any], interval: int, least: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("tokens_per_s", "num_streams", "expected"),
+    ("tokens_per_s", "num_requests", "expected"),
     [
         (MAX_CHUNKS_PER_S, 1, 1),
         (20 * MAX_CHUNKS_PER_S, 64, 20),
@@ -105,13 +105,13 @@ def test_how_much_waits(sampling: dict[str, Any], interval: int, least: int) -> 
         (1000 * MAX_CHUNKS_PER_S, 0, MAX_HELD_TOKENS),
     ],
 )
-def test_each_stream_has_its_chunks_a_second(tokens_per_s: int, num_streams: int, expected: int) -> None:
+def test_each_stream_has_its_chunks_a_second(tokens_per_s: int, num_requests: int, expected: int) -> None:
     pace = StreamPace()
-    pace.observe(tokens_per_s, num_streams, 1.0)
+    pace.observe(tokens_per_s, num_requests, 1.0)
     assert pace.tokens_per_chunk == expected
-    pace.observe(tokens_per_s, num_streams, 1.0 + PACE_WINDOW_S / 2)
+    pace.observe(tokens_per_s, num_requests, 1.0 + PACE_WINDOW_S / 2)
     assert pace.tokens_per_chunk == expected, "a window is not over"
-    pace.observe(0, num_streams, 1e6)
+    pace.observe(0, num_requests, 1e6)
     assert pace.tokens_per_chunk == 1, "after a pause nothing is left of it"
 
 

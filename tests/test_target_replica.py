@@ -17,9 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from cluster.control import DepthControl
 from cluster.counts import Counts, TargetReport, WorkloadCounts
 from deployments.edge import Admitted, ApiError, Edge, Usage
-from deployments.target import (
-    TargetServer,
-)
+from deployments.target import TargetServer
 from peagle.vllm.acceptance import RequestDrafting
 from tests.counted import counts_of
 from tests.test_edge import HELLO, cluster

@@ -36,6 +36,7 @@ STREAM_CHUNKS_PER_S = 10
 """What the reader of a stream gets at least, as far as the engine makes tokens."""
 
 PACE_WINDOW_S = 0.25
+"""Over which the rate is taken."""
 
 
 class StreamPace:
@@ -46,13 +47,13 @@ class StreamPace:
         self.tokens_per_chunk = 1
         self._num_tokens, self._since_s = 0, 0.0
 
-    def observe(self, num_tokens: int, num_streams: int, now_s: float) -> None:
-        """Output tokens of a step that ended at `now_s`, monotonic seconds, and requests that get tokens."""
+    def observe(self, num_tokens: int, num_requests: int, now_s: float) -> None:
+        """A step's output tokens and the requests that get some. `now_s`: when it ended, monotonic seconds."""
         self._num_tokens += num_tokens
         if (elapsed_s := now_s - self._since_s) < PACE_WINDOW_S:
             return
         rate = self._num_tokens / elapsed_s
-        smooth = int(rate / max(1, num_streams) / STREAM_CHUNKS_PER_S)
+        smooth = int(rate / max(1, num_requests) / STREAM_CHUNKS_PER_S)
         self.tokens_per_chunk = max(1, min(math.ceil(rate / MAX_CHUNKS_PER_S), smooth, MAX_HELD_TOKENS))
         self._num_tokens, self._since_s = 0, now_s
 
@@ -80,11 +81,12 @@ class OutputCoalescer:
     A request that is aborted takes with it what is held of it (`forget`). Not thread-safe.
 
     Args:
-        stream_interval: the engine's own least number of tokens of a chunk.
+        stream_interval: the engine's own least number of tokens of a chunk; 1, vLLM's default, leaves it to the pace.
     """
 
     def __init__(self, stream_interval: int = 1) -> None:
-        self._stream_interval, self._pace = stream_interval, StreamPace()
+        self._stream_interval = stream_interval if stream_interval > 1 else 0
+        self._pace = StreamPace()
         self._held: dict[str, _HeldBack] = {}
 
     def due(
@@ -123,10 +125,11 @@ class OutputCoalescer:
             self._held.pop(request_id, None)
 
     def _rule(self, request: Any) -> _HeldBack:
+        """What of this request waits, as its parameters say."""
         params = request.sampling_params
         if params is None or request.resumable:
             return _HeldBack(1)
-        interval: int = max(params.stream_interval or 0, self._stream_interval if self._stream_interval > 1 else 0)
+        interval: int = max(params.stream_interval or 0, self._stream_interval)
         if params.stop:
             return _HeldBack(min(interval, STOP_STRING_TOKENS), STOP_STRING_TOKENS)
         if params.output_kind == RequestOutputKind.FINAL_ONLY:
