@@ -213,10 +213,11 @@ def command(options: argparse.Namespace, arm: Arm, port: int) -> list[str]:
 
 def environment(options: argparse.Namespace, arm: Arm, index: int) -> dict[str, str]:
     """Of the server that is started as number `index`."""
+    port = options.first_port - FIRST_PORT + index
     # Each service of ours is a Ray of its own, and Ray's HAProxy has pages of its own on fixed ports.
     ports = {"STATS_PORT": 8404, "METRICS_PORT": 9101}
-    env = {f"RAY_SERVE_HAPROXY_{name}": str(port + index) for name, port in ports.items()}
-    env |= {"RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(8500 + index), "RAY_ADDRESS": "local"}
+    env = {f"RAY_SERVE_HAPROXY_{name}": str(first + port) for name, first in ports.items()}
+    env |= {"RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(8500 + port), "RAY_ADDRESS": "local"}
     # Where the arms together fill the machine, Ray would end the service, and nothing else.
     env["RAY_memory_monitor_refresh_ms"] = "0"
     if arm.kind == "table":
@@ -237,7 +238,7 @@ def servers(options: argparse.Namespace, arms: list[Arm], first: int) -> Iterato
     with contextlib.ExitStack() as stack:
         started: dict[Arm, tuple[subprocess.Popen[bytes], str, float]] = {}
         for index, arm in enumerate(arms, start=first):
-            port = FIRST_PORT + index
+            port = options.first_port + index
             log = stack.enter_context((options.folder / f"{arm}.log").open("wb"))
             process = subprocess.Popen(
                 command(options, arm, port),
@@ -490,6 +491,7 @@ def main() -> int:
     parser.add_argument("--engine", default="{}", help="JSON: vLLM's engine arguments, the same for all arms")
     parser.add_argument("--batch-table", help="JSON: vLLM's num_speculative_tokens_per_batch_size")
     parser.add_argument("--gpus", nargs="*", default=[], help="dealt out to the arms in turn; none: on the CPU")
+    parser.add_argument("--first-port", type=int, default=FIRST_PORT, help="for a second run beside: 200 further")
     parser.add_argument("--together", type=int, help="servers that run at a time, 1 to spare memory; default: all")
     parser.add_argument("--cells", nargs="+", default=["random:1,8,32,64,128,256"], metavar="SET[@TEMPERATURE]:N,N..")
     parser.add_argument("--prompts", type=Path, help="folder of the sets, as benchmarks.prompts writes them")

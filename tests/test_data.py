@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from peagle.train.cod import chain_lengths
 from peagle.train.data import Conversations, PackedBatches, pack
 
 
@@ -139,3 +140,18 @@ def test_sequences_of_20480_tokens() -> None:
     longest = next(one for one in epoch if int(one.position_BN.max()) == 20_479)
     assert int(longest.document_BN.max()) == 0
     assert int(longest.answer_BN.sum()) == 20_380
+
+
+def test_a_joined_batch_is_one_document_with_the_same_chains() -> None:
+    batch = next(PackedBatches(conversations(), num_sequences=3, max_tokens=96, seed=0)())
+    assert (batch.document_BN < 0).any() and batch.document_BN.amax() > 0, "neither padding nor a second document"
+    joined, order_N = batch.joined()
+    num_real = int((batch.document_BN >= 0).sum())
+    assert joined.document_BN.tolist() == [[0] * num_real + [-1] * (3 * 96 - num_real)]
+    assert joined.position_BN.tolist() == [list(range(3 * 96))]
+    assert sorted(order_N.tolist()) == list(range(3 * 96))
+    assert torch.equal(joined.tokens_BN[0], batch.tokens_BN.flatten()[order_N])
+    assert torch.equal(joined.index_BN[0], batch.index_BN.flatten()[order_N])
+    lengths_BN = chain_lengths(batch.document_BN, batch.answer_BN, 4)
+    assert lengths_BN.amax() == 4
+    assert torch.equal(chain_lengths(joined.document_BN, joined.answer_BN, 4)[0], lengths_BN.flatten()[order_N])

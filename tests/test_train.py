@@ -84,6 +84,29 @@ def test_kept_states_train_the_same_head(small, monkeypatch: pytest.MonkeyPatch)
         Trainer(Recipe.load(small / "recipe.yaml", [*overrides, "keep_states_gib=0.000001"]))
 
 
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_joined_passes_read_the_conversations_before(small, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a joined pass, and in no other, the loss of later conversations depends on the first one's hidden states."""
+    method_only = ["drafter.method=eagle3", "drafter.ptd_token_id=null"] if method == "eagle3" else []
+    for share, depends in ((0.0, False), (1.0, True)):
+        overrides = [f"output={small / 'joined'}", f"batch.joined_share={share}", *method_only]
+        trainer = Trainer(Recipe.load(small / "recipe.yaml", overrides))
+        batch = next(trainer.batches())
+        first_BN = (batch.document_BN == 0) & (torch.arange(len(batch.document_BN)) == 0)[:, None]
+        batch.answer_BN[first_BN] = False  # no loss of its own
+        plain, losses = trainer.target.states, []
+        for scale in (1.0, 3.0):
+
+            def scaled(*args, scale=scale, plain=plain, first_BN=first_BN, **kwargs):
+                aux_BNX, last_BNS = plain(*args, **kwargs)
+                return torch.where(first_BN[..., None], scale * aux_BNX + scale - 1, aux_BNX), last_BNS
+
+            monkeypatch.setattr(trainer.target, "states", scaled)
+            trainer.random.manual_seed(0)
+            losses.append(float(trainer.run_pass(batch).loss))
+        assert (losses[0] != losses[1]) == depends
+
+
 def test_head_loads_and_beats_chance(small) -> None:
     trainer = Trainer(Recipe.load(small / "recipe.yaml", [f"output={small / 'head-run'}"]))
     head = trainer.run()

@@ -121,6 +121,17 @@ class Batch:
         moved = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return type(self)(**{name: value.to(device, non_blocking=True) for name, value in moved.items()})
 
+    def joined(self) -> tuple[Self, Tensor]:
+        """All sequences as one document [1, B * N], padding last, and the place in B * N that each token comes from.
+
+        No chain runs on into the next conversation: that begins with a prompt, which is no answer.
+        """
+        order_N = (self.document_BN.flatten() < 0).to(torch.int8).argsort(stable=True)
+        moved = {field.name: getattr(self, field.name).flatten()[order_N][None] for field in dataclasses.fields(self)}
+        moved["document_BN"] = moved["document_BN"].clamp_max(0)
+        moved["position_BN"] = torch.arange(len(order_N), device=order_N.device)[None]
+        return type(self)(**moved), order_N
+
 
 def pack(lengths: np.ndarray, max_tokens: int, order: np.ndarray, max_open: int = 256) -> Iterator[list[int]]:
     """Groups documents into sequences of at most `max_tokens`: best fit among `max_open` open sequences.

@@ -104,6 +104,13 @@ class BatchRecipe(Section):
         description="conversations of more than max_tokens: left out, or their first max_tokens used (both counted)",
     )
     num_accumulated: int = Field(1, ge=1, description="passes whose gradients make one optimizer step")
+    joined_share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the passes in which the drafter sees all sequences as one document, and the target each "
+        "conversation by itself: it learns to draft in contexts of num_sequences * max_tokens from short conversations",
+    )
 
 
 class OptimizerRecipe(Section):

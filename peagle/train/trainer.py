@@ -236,6 +236,12 @@ class Trainer:
             aux_BNX, last_BNS = self.target.states(
                 batch.tokens_BN, batch.document_BN, batch.position_BN, self.drafter.config.aux_layer_ids
             )
+        share = self.recipe.batch.joined_share
+        if math.floor(self.step * share) > math.floor(
+            (self.step - 1) * share
+        ):  # the first is: both forms compile early
+            batch, order_N = batch.joined()
+            aux_BNX, last_BNS = (x.flatten(0, 1)[order_N][None] for x in (aux_BNX, last_BNS))
         max_score = self.recipe.optimizer.max_attention_score
         if max_score is not None and is_first and self.step % EVERY_STEPS == 0:
             scores_WLA = torch.stack(self.workers.gather(attention_scores(self.drafter, batch, aux_BNX)))
