@@ -9,13 +9,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import traces
+from benchmarks import contexts, traces
 from benchmarks.plot_acceptance import plot_acceptance
 from deployments.cli import main
 from peagle import evaluate as program
 from peagle.checkpoint import save_drafter
 from peagle.config import DrafterConfig
-from peagle.draft import DraftSession
 from peagle.evaluate import AnswerCounts, figures, replay, walk
 from peagle.model import Drafter
 from peagle.train.cod import draft_rows, sample_rows
@@ -60,15 +59,10 @@ def random_data(num_answers: int, seed: int = 0) -> Conversations:
 
 def accepted_in_session(drafter: Drafter, target: Target, ids: np.ndarray, prompt: int, k: int) -> list[int]:
     """What one request, drafted with a KV cache after each token of its answer, would get right."""
-    tokens_N, session, found = torch.from_numpy(ids).long(), DraftSession(drafter), []
-    zeros_BN, position_BN = torch.zeros(1, len(ids), dtype=torch.long), torch.arange(len(ids))[None]
+    tokens_N, position_BN = torch.from_numpy(ids).long(), torch.arange(len(ids))[None]
+    zeros_BN = torch.zeros_like(position_BN)
     aux_NX = target.states(tokens_N[None], zeros_BN, position_BN, drafter.config.aux_layer_ids)[0][0]
-    for end in range(prompt + 1, len(ids)):
-        rows = slice(session.num_rows, end - 1)
-        drafts = session.propose(tokens_N[rows.start + 1 : end], aux_NX[rows], k).token_ids_K.tolist()
-        right = [draft == token for draft, token in zip(drafts, ids[end:].tolist(), strict=False)]
-        found.append([*right, False].index(False))
-    return found
+    return contexts.accepted(drafter, tokens_N, aux_NX, prompt, k).tolist()
 
 
 @pytest.mark.parametrize(
