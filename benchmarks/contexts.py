@@ -100,7 +100,7 @@ def main() -> int:
         report = {"num_drafts": args.num_drafts, "rows": rows, "conditions": conditions()}
         args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     shown = [[row["head"], row["context_tokens"], row["accepted_length"], *row["survival"]] for row in rows]
-    sys.stdout.write(markdown(["head", "context", "AL", *range(1, args.num_drafts + 1)], shown) + "\n")
+    sys.stdout.write(markdown(["head", "context", "AL", *map(str, range(1, args.num_drafts + 1))], shown) + "\n")
     return 0
 
 
