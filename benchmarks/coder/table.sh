@@ -9,15 +9,26 @@ engine='{"dtype":"bfloat16","max_model_len":20480,"max_num_seqs":256,"max_num_ba
 case ${SET:-first} in
 first)   # cells in the order of what they tell: a run that is cut short has all arms in every cell it has
   arms="none eagle3-3 eagle3-5 eagle3-7 ours-7"
-  cells="humaneval:1,8,32,128 mixed@0.7:8 questions:8 long:4 humaneval:2,4,16,64,256 questions:1,64 mixed@0.7:1,64 long:1,8" ;;
+  cells="humaneval:1,8 mixed@0.7:8 questions:8 long:4 humaneval:2,4,16 questions:1 mixed@0.7:1 long:1,8"
+  loaded="humaneval:32,128,64,256 questions:64 mixed@0.7:64" ;;  # on a second GPU's own servers, at the same time
 second)  # the rest of the arms against none and ours: stock-7 and ngram-5 were the best stock arm in no cell so far
   arms="none stock-7 ngram-5 table-5 ${DRAFT:+draft-5} ours-0 ours-7"
   [ "${#gpus[@]}" -lt 2 ] || arms="$arms remote-7"
   python3 -c 'import arctic_inference' 2>/dev/null && arms="$arms suffix"
   cells="humaneval:1,8,32,128 mixed@0.7:8" ;;
 esac
-python3 -m benchmarks.headline --model "$work/target" --peagle-head "$work/peagle/head" --eagle3-head "$work/eagle3/head" \
-  ${DRAFT:+--draft-model "$DRAFT"} --batch-table '[[1,16,5],[17,64,3],[65,256,1]]' --gpus "${gpus[@]}" --arms $arms \
-  --prompts "$PROMPTS" --cells $cells --repeats "${REPEATS:-2}" --waves 4 --min-prompts 12 --max-tokens 256 --warm-tokens 48 \
-  --max-ready-s "${MAX_READY_S:-600}" --max-cell-s 200 \
-  --engine "$engine" --folder "$work/headline" --out "$work/headline-${SET:-first}.json"
+table() {  # name, GPUs, first port, cells
+  python3 -m benchmarks.headline --model "$work/target" --peagle-head "$work/peagle/head" --eagle3-head "$work/eagle3/head" \
+    ${DRAFT:+--draft-model "$DRAFT"} --batch-table '[[1,16,5],[17,64,3],[65,256,1]]' --gpus $2 --first-port "$3" --arms $arms \
+    --prompts "$PROMPTS" --cells $4 --repeats "${REPEATS:-2}" --waves 12 --min-prompts 24 --max-tokens 256 --warm-tokens 48 \
+    --max-ready-s "${MAX_READY_S:-600}" --max-cell-s 200 \
+    --engine "$engine" --folder "$work/headline-$1" --out "$work/headline-$1.json"
+}
+name=${SET:-first}
+if [ "$name" = first ] && [ "${#gpus[@]}" -gt 1 ]; then
+  table first "${gpus[0]}" 8000 "$cells" & light=$!
+  table first-loaded "${gpus[1]}" 8200 "$loaded" & heavy=$!
+  wait $light; wait $heavy
+else
+  table "$name" "${gpus[*]}" 8000 "$cells ${loaded:-}"
+fi
