@@ -124,7 +124,7 @@ class Batch:
     def joined(self) -> tuple[Self, Tensor]:
         """All sequences as one document [1, B * N], padding last, and the place in B * N that each token comes from.
 
-        No chain runs on into the next conversation: that begins with a prompt, which is no answer.
+        No chain runs on into the next conversation where that begins with a prompt of two tokens or more, as chats do.
         """
         order_N = (self.document_BN.flatten() < 0).to(torch.int8).argsort(stable=True)
         moved = {field.name: getattr(self, field.name).flatten()[order_N][None] for field in dataclasses.fields(self)}
