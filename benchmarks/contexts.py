@@ -44,7 +44,10 @@ def shorten(tokenizer: Any, prompt: str, num_tokens: int) -> list[int]:
 
 @torch.no_grad()
 def accepted(drafter: Drafter, tokens_N: Tensor, aux_NX: Tensor, num_prompt: int, num_drafts: int) -> np.ndarray:
-    """How many leading drafts behind each answer token are the answer's own; the last ones have fewer to compare."""
+    """How many leading drafts behind each answer token are the answer's own [answer tokens - 1], as `replay` counts.
+
+    tokens_N: prompt and answer. aux_NX: the target's tapped hidden states [N, C * S]. num_prompt: tokens of the prompt.
+    """
     session, found, done = DraftSession(drafter), [], 0
     for position in range(num_prompt, len(tokens_N) - 1):  # of the newest token
         given = tokens_N[done + 1 : position + 1], aux_NX[done:position]
@@ -89,13 +92,9 @@ def main() -> int:
         for head, found in counts.items():
             of = AnswerCounts.of(found, args.num_drafts)
             survival = of.num_survived.sum(0) / of.num_steps[:, -1].sum()
-            row = {
-                "head": head,
-                "context_tokens": length,
-                "num_answers": len(found),
-                "num_tokens": int(sum(map(len, found))),
-            }
+            row = {"head": head, "context_tokens": length, "num_answers": len(found)}
             row["accepted_length"] = round(float(of.num_tokens.sum() / of.num_steps[:, -1].sum()), 3)
+            row["num_tokens"] = int(of.num_tokens.sum())
             rows.append(row | {"survival": [round(float(one), 3) for one in survival]})
         report = {"num_drafts": args.num_drafts, "rows": rows, "conditions": conditions()}
         args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
 """A page and plots of what `benchmarks.headline` measured: FILE.md and FILE.png beside FILE.json.
 
-    python -m benchmarks.headline_page FILE.json [--beside FILE2.json] [--title TEXT] [--note TEXT ...]
+    python -m benchmarks.headline_page FILE.json [--title TEXT] [--note TEXT ...]
 
 The title, and notes (why a cell is lost), are kept in the JSON. Figures are means over the repeats, with the least and
 greatest. The best stock arm of a cell is the one of the highest mean; ratios to it are taken repeat by repeat.
@@ -205,23 +205,12 @@ def plot(document: dict[str, Any], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
-    parser.add_argument(
-        "--beside",
-        type=Path,
-        nargs="+",
-        default=[],
-        help="of the same arms on the host's other GPUs: rows are taken over",
-    )
     parser.add_argument("--title")
     parser.add_argument("--note", nargs="+", default=[], help="sentences; those given take the place of earlier ones")
     options = parser.parse_args()
     document = json.loads(options.file.read_text(encoding="utf-8"))
-    for file in options.beside:
-        other = json.loads(file.read_text(encoding="utf-8"))
-        document["rows"] += other["rows"]
-        document["conditions"]["command"] += f"\n    {other['conditions']['command']}"
     given = {key: value for key, value in (("title", options.title), ("notes", options.note)) if value}
-    if given or options.beside:
+    if given:
         document |= given
         options.file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     image = options.file.with_suffix(".png")

@@ -51,6 +51,17 @@ def test_it_gains_from_round_to_round_and_its_file_is_the_head_that_was_judged(s
     assert head.compare(data, K)["acceptance_length_current"] == stored["acceptance_length_current"]
 
 
+def test_joined_share_is_heeded(small: Path) -> None:
+    """The first step's loss is another where the drafter sees all conversations as one document."""
+    data, losses = Conversations.load(small / "data"), []
+    for share in (0.0, 1.0, 1.0):
+        batch, schedule = SETTINGS["batch"] | {"joined_share": share}, SETTINGS["schedule"] | {"max_steps": 1}
+        settings = SETTINGS | {"batch": batch, "schedule": schedule}
+        head = HeadInTraining(settings, Target(small / "target"), small / "run" / "head")
+        losses.append(head.train(data, lambda _: None)["loss"])
+    assert losses[1] == losses[2] != losses[0]
+
+
 def test_a_head_in_vllms_form_keeps_its_own_tables(small: Path, tmp_path: Path) -> None:
     plain = prepare_head(small / "run" / "head", small / "target", tmp_path)
     before = load_head(plain)[1]

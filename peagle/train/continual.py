@@ -23,7 +23,7 @@ from peagle.model import Drafter
 from peagle.provenance import conditions
 from peagle.schema import problem_lines
 from peagle.train.data import Conversations, PackedBatches
-from peagle.train.passes import PEaglePass, States
+from peagle.train.passes import PEaglePass, States, seen_by_drafter
 from peagle.train.qk_clip import EVERY_STEPS, attention_scores, clip_attention
 from peagle.train.recipe import Recipe
 from peagle.train.target import Target
@@ -102,9 +102,11 @@ class HeadInTraining:
             aux_BNX, last_BNS = self.target.states(
                 on_device.tokens_BN, on_device.document_BN, on_device.position_BN, self.config.aux_layer_ids
             )
+            states = States(aux_BNX, last_BNS, self.target.lm_head_VS)
+            on_device, states = seen_by_drafter(on_device, states, packing.joined_share, self._num_steps)
             if max_score is not None and self._num_steps % EVERY_STEPS == 0:
-                clip_attention(self.drafter, attention_scores(self.drafter, on_device, aux_BNX), max_score)
-            tally.add(self._pass(self.drafter, on_device, States(aux_BNX, last_BNS, self.target.lm_head_VS)))
+                clip_attention(self.drafter, attention_scores(self.drafter, on_device, states.aux_BNX), max_score)
+            tally.add(self._pass(self.drafter, on_device, states))
             scale, over = schedule_scale(schedule, step, time.monotonic() - begun_s)
             self._optimizer.step(scale)
             self._average.update(self._num_steps)

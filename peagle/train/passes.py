@@ -26,6 +26,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,16 @@ class States:
     aux_BNX: Tensor
     last_BNS: Tensor
     lm_head_VS: Tensor
+
+
+def seen_by_drafter(batch: Batch, states: States, joined_share: float, step: int) -> tuple[Batch, States]:
+    """In a share of the steps, counted from 0, all sequences as one document; in the others the batch as it is."""
+    # The first step is joined: both forms compile before training is timed.
+    if math.floor(step * joined_share) == math.floor((step - 1) * joined_share):
+        return batch, states
+    joined, order_N = batch.joined()
+    aux_BNX, last_BNS = (x.flatten(0, 1)[order_N][None] for x in (states.aux_BNX, states.last_BNS))
+    return joined, States(aux_BNX, last_BNS, states.lm_head_VS)
 
 
 @dataclasses.dataclass(frozen=True)

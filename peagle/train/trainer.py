@@ -29,7 +29,7 @@ from peagle.checkpoint import save_drafter
 from peagle.evaluate import evaluate, load_answers
 from peagle.provenance import conditions
 from peagle.train.data import Batch, Conversations, PackedBatches, check_data_fits
-from peagle.train.passes import Eagle3Pass, PassReport, PEaglePass, States, new_drafter
+from peagle.train.passes import Eagle3Pass, PassReport, PEaglePass, States, new_drafter, seen_by_drafter
 from peagle.train.qk_clip import EVERY_STEPS, attention_scores, clip_attention
 from peagle.train.recipe import OptimizerRecipe, Recipe, ScheduleRecipe
 from peagle.train.target import KeptStates, Target
@@ -236,17 +236,13 @@ class Trainer:
             aux_BNX, last_BNS = self.target.states(
                 batch.tokens_BN, batch.document_BN, batch.position_BN, self.drafter.config.aux_layer_ids
             )
-        share = self.recipe.batch.joined_share
-        if math.floor(self.step * share) > math.floor(
-            (self.step - 1) * share
-        ):  # the first is: both forms compile early
-            batch, order_N = batch.joined()
-            aux_BNX, last_BNS = (x.flatten(0, 1)[order_N][None] for x in (aux_BNX, last_BNS))
+        states = States(aux_BNX, last_BNS, self.target.lm_head_VS)
+        batch, states = seen_by_drafter(batch, states, self.recipe.batch.joined_share, self.step)
         max_score = self.recipe.optimizer.max_attention_score
         if max_score is not None and is_first and self.step % EVERY_STEPS == 0:
-            scores_WLA = torch.stack(self.workers.gather(attention_scores(self.drafter, batch, aux_BNX)))
+            scores_WLA = torch.stack(self.workers.gather(attention_scores(self.drafter, batch, states.aux_BNX)))
             clip_attention(self.drafter, scores_WLA.amax(0), max_score)
-        return self._pass(self.drafter, batch, States(aux_BNX, last_BNS, self.target.lm_head_VS))
+        return self._pass(self.drafter, batch, states)
 
     def run(self) -> Path:
         """Trains to the end of the schedule and writes the head. Returns its directory.
