@@ -3,11 +3,11 @@
     python -m benchmarks.check_drafts --out FILE [--eager] [--backend TRITON_ATTN] [--dtype float32]
 
 A small target and a small head of random weights, prompts of mixed lengths in chunks, a K of its own for each request,
-some sequences that end at `max_model_len`, and a cache so small that requests are preempted. Two engines run in turn.
-The first has no drafts. The second drafts, but verifies tokens that this program makes up of the first one's output:
-the right ones up to a random place, then wrong ones, so that everything between no and all drafts is accepted. Its
-output must be the first one's. What the drafter really proposed is recorded with all that it read, and compared with
-the reference in float32.
+some sequences that end at `max_model_len`, and a cache so small that requests are preempted. Engines run in turn, by
+`--phase`: plain is stock vLLM without drafts, none our worker without drafts; drafts is our worker with a drafter, but
+verifies tokens that this program makes up of the first one's output: the right ones up to a random place, then wrong
+ones, so that everything between no and all drafts is accepted. Their output must be the first one's. What the drafter
+really proposed is recorded with all that it read, and compared with the reference in float32.
 """
 
 import argparse
@@ -103,7 +103,9 @@ class Recorder:
     def graph_kinds(self) -> dict[str, Any]:
         """Captured graphs of target and drafter by mode."""
         runner = self.model_runner
-        managers = {"target": runner.cudagraph_manager, "drafter": runner.speculator.graphs}
+        managers = {"target": runner.cudagraph_manager}
+        if runner.speculator is not None:
+            managers["drafter"] = runner.speculator.graphs
         return {
             name: {mode.name: len(descs) for mode, descs in manager._capture_descs.items()}
             for name, manager in managers.items()
@@ -173,7 +175,7 @@ def write_head(folder: Path, dtype: torch.dtype) -> Path:
     return save_head(folder, config, tensors | floats)
 
 
-def engine(folder: Path, args: argparse.Namespace, with_drafts: bool) -> Any:
+def engine(folder: Path, args: argparse.Namespace) -> Any:
     from vllm import LLM
 
     from peagle.vllm import compat
@@ -195,17 +197,18 @@ def engine(folder: Path, args: argparse.Namespace, with_drafts: bool) -> Any:
         "kv_cache_memory_bytes": 1 << 30,
         "async_scheduling": True,
     }
-    if with_drafts:
+    if args.phase != "plain":
         kwargs |= {
-            "speculative_config": {
-                "method": "eagle3",
-                "model": str(folder / "head"),
-                "num_speculative_tokens": NUM_DRAFTS,
-                "parallel_drafting": True,
-            },
             "scheduler_cls": ASYNC_SCHEDULER,
             "worker_cls": V2_WORKER,
             "worker_extension_cls": "benchmarks.check_drafts.Recorder",
+        }
+    if args.phase == "drafts":
+        kwargs["speculative_config"] = {
+            "method": "eagle3",
+            "model": str(folder / "head"),
+            "num_speculative_tokens": NUM_DRAFTS,
+            "parallel_drafting": True,
         }
     return LLM(**kwargs)
 
@@ -282,47 +285,51 @@ def main() -> int:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--backend", default="TRITON_ATTN")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--phase", choices=("plain", "drafts"), required=True, help="one engine a process")
+    parser.add_argument("--phase", choices=("plain", "none", "drafts"), required=True, help="one engine a process")
     args = parser.parse_args()
     plain = args.folder / f"plain-{args.dtype}-{args.backend}.json"
     if args.phase == "plain":
         write_target(args.folder / "target", getattr(torch, args.dtype))
         write_head(args.folder / "head", getattr(torch, args.dtype))
-        plain.write_text(json.dumps(generate(engine(args.folder, args, False), False)))
+        plain.write_text(json.dumps(generate(engine(args.folder, args), False)))
         return 0
     expected = json.loads(plain.read_text())
-    llm = engine(args.folder, args, True)
-    llm.collective_rpc("start_recording", args=({str(index): one for index, one in enumerate(expected)},))
-    outputs = generate(llm, True)
-    path = str(args.folder / f"recorded-{args.dtype}-{args.eager}.pt")
-    num_steps = llm.collective_rpc("take_recorded", args=(path,))[0]
-    graphs = None if args.eager else llm.collective_rpc("graph_kinds")[0]
+    llm = engine(args.folder, args)
+    if args.phase == "drafts":
+        llm.collective_rpc("start_recording", args=({str(index): one for index, one in enumerate(expected)},))
+    outputs = generate(llm, args.phase == "drafts")
     first_wrong = [
         next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
         for one, other in zip(outputs, expected, strict=True)
     ]
-    report = {
+    report: dict[str, Any] = {
+        "phase": args.phase,
         "backend": args.backend,
         "dtype": args.dtype,
         "eager": args.eager,
-        "num_steps": num_steps,
         "num_equal_outputs": sum(one == other for one, other in zip(outputs, expected, strict=True)),
         "num_outputs": len(outputs),
-        "first_wrong_token": first_wrong,
-        "graphs": graphs,
+        "first_wrong_token": [place for place in first_wrong if place is not None],
+        "graphs": None if args.eager else llm.collective_rpc("graph_kinds")[0],
     }
-    steps = torch.load(path, weights_only=False)
-    report["drafts"] = compare(steps, args.folder / "head", args.folder / "target")
-    accepted = Counter[int]()
-    for step in steps:
-        for num_sampled in step["num_sampled"]:
-            accepted[num_sampled] += 1
-    report["tokens_a_step"] = dict(sorted(accepted.items()))
-    report["steps_by_drafts_ahead"] = dict(sorted(Counter(step["num_ahead"] for step in steps).items()))
-    report["steps_with_requests_left_out"] = sum(len(step["members"]) < len(step["req_ids"]) for step in steps)
+    if args.phase == "drafts":
+        path = str(args.folder / f"recorded-{args.dtype}-{args.eager}.pt")
+        report["num_steps"] = llm.collective_rpc("take_recorded", args=(path,))[0]
+        report |= judge(torch.load(path, weights_only=False), args.folder)
     args.out.write_text(json.dumps(report | {"conditions": conditions()}, indent=1))
     sys.stdout.write(json.dumps(report, indent=1) + "\n")
     return 0
+
+
+def judge(steps: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """What the recorded steps were, and their drafts against the reference."""
+    accepted = Counter(num_sampled for step in steps for num_sampled in step["num_sampled"])
+    return {
+        "drafts": compare(steps, folder / "head", folder / "target"),
+        "tokens_a_step": dict(sorted(accepted.items())),
+        "steps_by_drafts_ahead": dict(sorted(Counter(step["num_ahead"] for step in steps).items())),
+        "steps_with_requests_left_out": sum(len(step["members"]) < len(step["req_ids"]) for step in steps),
+    }
 
 
 if __name__ == "__main__":

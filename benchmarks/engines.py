@@ -88,6 +88,7 @@ class Segments:
 
         runner = self.model_runner
         self.marks: list[list[Any]] = [[]]
+        self.has_prompts = [False]
 
         def mark() -> None:
             self.marks[-1].append(torch.cuda.Event(enable_timing=True))
@@ -99,6 +100,7 @@ class Segments:
             def marked(*args: Any, **kwargs: Any) -> Any:
                 if is_first:
                     self.marks.append([])
+                    self.has_prompts.append(bool(args[0].scheduled_new_reqs))
                 mark()
                 found = inner(*args, **kwargs)
                 if at_end:
@@ -113,22 +115,24 @@ class Segments:
         else:
             around(runner, "sample_tokens", False, True)
 
-    def take_segments(self) -> dict[str, float]:
-        """Medians in ms since the last call."""
+    def take_segments(self) -> dict[str, dict[str, float]]:
+        """Since the last call, for steps that only decode and those that also start requests: their number and the
+        medians of their parts in ms."""
         import torch
 
         torch.cuda.synchronize()
-        steps = [step for step in self.marks[:-1] if len(step) == 4]
-        self.marks[:] = [[]]
-        if len(steps) < 2:
-            return {}
-        parts: dict[str, list[float]] = {"target": [], "sampling": [], "drafting": [], "rest": []}
-        for step, after in pairwise(steps):
-            parts["target"].append(step[0].elapsed_time(step[1]))
-            parts["sampling"].append(step[1].elapsed_time(step[2]))
-            parts["drafting"].append(step[2].elapsed_time(step[3]))
-            parts["rest"].append(step[3].elapsed_time(after[0]))
-        return {name: round(statistics.median(values), 4) for name, values in parts.items()}
+        steps = [found for found in zip(self.marks[:-1], self.has_prompts, strict=False) if len(found[0]) == 4]
+        self.marks[:], self.has_prompts[:] = [[]], [False]
+        parts: dict[bool, list[list[float]]] = {False: [], True: []}
+        for (step, has_prompts), (after, _) in pairwise(steps):
+            parts[has_prompts].append([mark.elapsed_time(end) for mark, end in pairwise([*step, after[0]])])
+        found = {}
+        for kind, times in (("decoding", parts[False]), ("with_prompts", parts[True])):
+            if times:
+                medians = [round(statistics.median(column), 4) for column in zip(*times, strict=True)]
+                names = ("target", "sampling", "drafting", "rest")
+                found[kind] = {"num_steps": len(times), **dict(zip(names, medians, strict=True))}
+        return found
 
 
 def engine_settings(arm: Arm, folder: Path, shape: dict[str, Any]) -> dict[str, Any]:
@@ -272,12 +276,14 @@ class Load:
                 raise RuntimeError(f"a client ended: {result}")
         await asyncio.sleep(0.3)
         done = {name: after[name] - before[name] for name in COUNTERS}
+        # Where outputs are sent by the chunk, vLLM counts chunks as steps; requests in flight are always as many.
+        steps = done["request_steps"] / num_requests if done["drafts"] else done["steps"]
         return {
             "num_requests": num_requests,
             "seconds": round(elapsed_s, 3),
             "tokens_per_s": round(done["tokens"] / elapsed_s, 1),
-            "step_ms": round(1e3 * elapsed_s / done["steps"], 4) if done["steps"] else None,
-            "steps": done["steps"],
+            "step_ms": round(1e3 * elapsed_s / steps, 4) if steps else None,
+            "steps": round(steps),
             "accepted_length": round(1 + done["accepted"] / done["request_steps"], 3) if done["drafts"] else 1.0,
             "drafts_a_step": round(done["drafts"] / done["request_steps"], 3) if done["drafts"] else 0.0,
             "segments_ms": segments,
@@ -367,7 +373,7 @@ async def measure_arm(engine: Any, args: argparse.Namespace, report: dict[str, A
         observing.cancel()
     if not args.arm.startswith("stock"):
         await engine.collective_rpc("start_segments")
-        report["segments"] = [await Load(engine, None).measure(count, 0.2, 1.0) for count in (1, 32, 128)]
+        report["segments"] = [await Load(engine, None).measure(count, 0.2, 1.0) for count in (1, 8, 32, 64, 128)]
         write(args.out, report, settings)
 
 

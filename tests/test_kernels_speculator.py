@@ -74,24 +74,29 @@ class Network:
 
 
 class Graphs:
-    """Full graphs for a padded number of requests, or none."""
+    """Full graphs for a padded number of requests, and those for a padded number of rows."""
 
     def __init__(self, owner: Any) -> None:
-        self._owner = owner
+        self._owner, self.num_dense = owner, 0
 
     def dispatch(self, num_requests: int, num_rows: int, uniform: int | None, num_loras: int) -> Any:
         return SimpleNamespace(cg_mode=speculator.CUDAGraphMode.NONE, num_tokens=num_rows + 3)
 
-    def full_graph(self, num_requests: int, depth: int, max_query_len: int) -> Any:
+    def full_graph(self, num_requests: int, num_targets: int, depth: int, max_query_len: int) -> Any:
+        padded, k_max = min(num_requests + 1, MAX_REQUESTS), self._owner.num_speculative_steps
         depth = max(depth, max_query_len - 1)
-        if depth > self._owner.num_speculative_steps:
-            return None
-        padded = min(num_requests + 1, MAX_REQUESTS)
-        return SimpleNamespace(num_tokens=padded * 2 * depth, num_reqs=padded, uniform_token_count=2 * depth)
+        if depth <= k_max:
+            return SimpleNamespace(
+                num_tokens=padded * 2 * depth, num_reqs=padded, uniform_token_count=2 * depth, max_query_len=None
+            )
+        num_rows = num_targets + num_requests * (k_max - 1) + 3
+        return SimpleNamespace(num_tokens=num_rows, num_reqs=padded, uniform_token_count=None, max_query_len=num_rows)
 
     def run_fullgraph(self, desc: Any) -> None:
-        depth = desc.uniform_token_count // 2
-        num_targets, mode = desc.num_reqs * (1 + depth), speculator.CUDAGraphMode.FULL
+        self.num_dense += desc.uniform_token_count is None
+        depth = (desc.uniform_token_count or 0) // 2 or self._owner.num_speculative_steps
+        num_targets = desc.num_reqs * (1 + depth) if desc.uniform_token_count else desc.num_tokens
+        mode = speculator.CUDAGraphMode.FULL
         self._owner._draft(desc.num_reqs, num_targets, desc.num_tokens, depth, None, None, mode)
 
 
@@ -122,9 +127,9 @@ def make_speculator(drafter: Any, num_drafts: int, with_graphs: bool) -> Any:
     one.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["a"])])
     tables = torch.zeros(MAX_REQUESTS, MAX_LEN // BLOCK, dtype=torch.int32)
     one.block_tables = Tables([tables])
-    one.taps_NX = torch.zeros(MAX_TOKENS, drafter.config.fc_input_size)
+    one.taps_NX = torch.zeros(one.max_rows, drafter.config.fc_input_size)
     one.hidden_MH = torch.zeros(one.max_rows, one.hidden_size)
-    one.reduced_NH = torch.zeros(1 + MAX_TOKENS, one.hidden_size)
+    one.reduced_NH = torch.zeros(1 + one.max_rows, one.hidden_size)
     one.reduced_NH[:1] = drafter.reduce(drafter.mask_hidden[0])
     one.graphs = Graphs(one) if with_graphs else None
     return one
@@ -239,3 +244,4 @@ def test_drafts_are_the_reference_s(num_drafts: int, with_graphs: bool, monkeypa
                     one.forget([str(request.place)])
     assert num_compared > 10 * num_drafts**0.5
     assert num_alone > 2
+    assert one.graphs is None or one.graphs.num_dense > 2

@@ -98,10 +98,13 @@ def test_engine_kwargs_on_a_gpu(head: Path) -> None:
     assert kwargs["speculative_config"]["num_speculative_tokens"] == 7
     assert kwargs["worker_cls"] == V2_WORKER
     assert "model" not in kwargs
-    # Without max_num_seqs the largest graphs there may be; with it a full batch of 1 + K_max rows, and half as much.
+    # Without max_num_seqs the largest graphs there may be; with it a full batch of 1 + K_max rows, and half as much or
+    # 512.
     assert kwargs["cudagraph_capture_sizes"] == capture_sizes(4096)
+    some = engine_kwargs(None, head, on_cpu=False, extra={"max_num_seqs": 64})
+    assert some["cudagraph_capture_sizes"][-3:] == [640, 704, 768]
     few = engine_kwargs(None, head, on_cpu=False, extra={"max_num_seqs": 8})
-    assert few["cudagraph_capture_sizes"] == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96]
+    assert few["cudagraph_capture_sizes"] == [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 32)]
     own = {"compilation_config": {"cudagraph_capture_sizes": [1, 2]}}
     assert "cudagraph_capture_sizes" not in engine_kwargs(None, head, on_cpu=False, extra=own)
 

@@ -4,13 +4,13 @@ set -euo pipefail
 work=${WORK:-/tmp/coder}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} VLLM_USE_FLASHINFER_SAMPLER=0 RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 gpus=($(nvidia-smi -L | sed -n 's/^GPU \([0-9]*\):.*/\1/p'))
-sizes=1,2,4,8,16,24,32,40,48,56,64,80,96,112,128,160,192,224,256,320,384,448,512,640,768,896,1024,1280,1536,1792,2048
+sizes=$(python3 -c 'from peagle.vllm.engine import capture_sizes; print(*capture_sizes(256 * 8), sep=",")')  # in all arms
 engine='{"dtype":"bfloat16","max_model_len":20480,"max_num_seqs":256,"max_num_batched_tokens":8192,"gpu_memory_utilization":0.1,"kv_cache_memory_bytes":'${KV:-7000000000}',"enable_prefix_caching":false,"generation_config":"vllm","cudagraph_capture_sizes":['$sizes']}'
 case ${SET:-first} in
 first)   # cells in the order of what they tell: a run that is cut short has all arms in every cell it has
-  arms="none eagle3-3 eagle3-5 eagle3-7 ours-7"
-  cells="humaneval:1,8 mixed@0.7:8 questions:8 long:4 humaneval:2,4,16 questions:1 mixed@0.7:1 long:1,8"
-  loaded="humaneval:32,128,64,256 questions:64 mixed@0.7:64" ;;  # on a second GPU's own servers, at the same time
+  arms="none eagle3-5 eagle3-7 ours-7"  # EAGLE-3 with K = 3 was the best stock arm in no cell so far
+  cells="humaneval:1,8 long:4 mixed@0.7:8 questions:8 humaneval:2,4,16 questions:1 mixed@0.7:1 long:1,8"
+  loaded="humaneval:64,32,128,256 questions:64 mixed@0.7:64" ;;  # on a second GPU's own servers, at the same time
 second)  # the rest of the arms against none and ours: stock-7 and ngram-5 were the best stock arm in no cell so far
   arms="none stock-7 ngram-5 table-5 ${DRAFT:+draft-5} ours-0 ours-7"
   [ "${#gpus[@]}" -lt 2 ] || arms="$arms remote-7"

@@ -229,6 +229,19 @@ def chat_part_kinds() -> frozenset[str]:
     return frozenset(importlib.import_module(place).MM_PARSER_MAP)
 
 
+def replays_prompts(config: VllmConfig) -> bool:
+    """Whether steps with prompts in them may run as one full CUDA graph, as far as vLLM does nothing between layers on
+    the host in them: load or save parts of the KV cache, split attention over ranks, widen what image tokens see."""
+    parallel = config.parallel_config
+    return (
+        config.kv_transfer_config is None
+        and parallel.decode_context_parallel_size == 1
+        and parallel.prefill_context_parallel_size == 1
+        and not config.model_config.is_mm_prefix_lm
+        and not config.model_config.is_encoder_decoder
+    )
+
+
 def name_taps(config: VllmConfig) -> None:
     """Put the layers that a head taps where the V2 runner looks for them.
 

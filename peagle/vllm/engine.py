@@ -105,12 +105,13 @@ def engine_kwargs(
 
 
 def capture_sizes(num_tokens: int) -> list[int]:
-    """Sizes of CUDA graphs, in tokens, for decoding batches of up to `num_tokens`, and half as much for prompts beside.
+    """Sizes of CUDA graphs, in tokens, for decoding batches of up to `num_tokens`, and half as much for prompts beside,
+    or as much as vLLM's own list has.
 
-    A batch is padded by at most an eighth. vLLM's own list stops at 512 tokens on Hopper, 64 requests at K = 7; beyond
-    it every step would be launched kernel by kernel.
+    A batch is padded by at most an eighth. vLLM's list stops at 512 tokens on Hopper, 64 requests at K = 7; beyond it
+    every step would be launched kernel by kernel.
     """
-    most = min(num_tokens + num_tokens // 2, MAX_GRAPH_TOKENS)
+    most = min(max(num_tokens + num_tokens // 2, 512), MAX_GRAPH_TOKENS)
     sizes = [1, 2, 4, *range(8, 64, 8)]
     for start in (64, 128, 256, 512, 1024, 2048):
         sizes += range(start, 2 * start, max(16, start // 8))

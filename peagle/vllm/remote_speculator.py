@@ -24,7 +24,7 @@ from peagle.drafter.protocol import Int32Array
 from peagle.drafter.rows import accepted_rows
 from peagle.vllm.acceptance import attach_num_drafts, drafts_ahead, drafts_wanted, head_of
 from peagle.vllm.remote import EngineStep, RemoteControl, StepSender, check_config, make_sender
-from peagle.vllm.v2_worker import RaggedModelRunner, V2Worker
+from peagle.vllm.v2_worker import PEagleRunner, V2Worker
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -159,7 +159,7 @@ class RemoteSpeculator(BaseSpeculator):
         )
 
 
-class RemoteModelRunner(RaggedModelRunner):
+class RemoteModelRunner(PEagleRunner):
     """vLLM's V2 runner with a remote drafter."""
 
     speculator: RemoteSpeculator

@@ -10,8 +10,9 @@ take part with their prompts only, which a later request may find in the prefix 
 
 Batches in which no request has more than 1 + D target rows, that is decoding ones, give every request 2 D rows. So one
 graph for each number of requests and depth serves them, whatever was rejected or trimmed, and holds everything from
-`fc` to the choice of draft tokens. Other batches, with prompts in them, run densely packed, on vLLM's piecewise graphs
-where their size has one. Greedy drafts only: vLLM's rejection sampling keeps the output's distribution with them.
+`fc` to the choice of draft tokens. Other batches, with prompts in them, run densely packed: as one full graph to K_max,
+chosen by the number of rows, or else on vLLM's piecewise graphs where their size has one. Greedy drafts only: vLLM's
+rejection sampling keeps the output's distribution with them.
 
 R requests, N target rows, M rows of the pass, H drafter's hidden size, X = 3 times the target's.
 """
@@ -39,8 +40,10 @@ from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 
+from peagle.vllm import compat
 from peagle.vllm.acceptance import drafts_ahead, drafts_wanted
 from peagle.vllm.draft_rows import DraftRows, TargetRows, write_rows
+from peagle.vllm.engine import MAX_GRAPH_TOKENS, capture_sizes
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -67,14 +70,22 @@ def request_counts(most: int) -> list[int]:
 
 
 class DraftGraphs(CudaGraphManager):
-    """Graphs of passes: full ones for some numbers of requests at each depth, piecewise ones for the engine's sizes in
-    rows."""
+    """Graphs of passes: full ones for some numbers of requests at each depth, and for some numbers of densely packed
+    rows to K_max; piecewise ones for the engine's sizes in rows.
+
+    has_dense: the drafter's attention has full graphs for rows of any split.
+    """
+
+    def __init__(self, *args: Any, has_dense: bool, **kwargs: Any) -> None:
+        self._has_dense = has_dense
+        super().__init__(*args, **kwargs)
 
     def _init_candidates(self) -> None:
         self._full: dict[int, list[BatchExecutionDescriptor]] = {}
+        self._dense: list[BatchExecutionDescriptor] = []
         full, piecewise = [], []
+        k_max = self.vllm_config.num_speculative_tokens
         if self.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
-            k_max = self.vllm_config.num_speculative_tokens
             for depth in range(1, k_max + 1):
                 stride, least = 2 * depth, 1 if depth == k_max else MIN_SHALLOW_REQUESTS
                 limit = min(self.max_num_reqs, most_rows(self.vllm_config) // stride)
@@ -84,6 +95,16 @@ class DraftGraphs(CudaGraphManager):
                     if count >= least
                 ]
                 full += self._full[depth]
+            if self._has_dense:
+                # Each request has one target row and K_max - 1 mask rows at least.
+                self._dense = [
+                    BatchExecutionDescriptor(
+                        CUDAGraphMode.FULL, size, min(size // k_max, self.max_num_reqs), max_query_len=size
+                    )
+                    for size in capture_sizes(2 * k_max * self.max_num_reqs)
+                    if k_max <= size <= most_rows(self.vllm_config)
+                ]
+                full += self._dense
         if self.cudagraph_mode.mixed_mode() == CUDAGraphMode.PIECEWISE and not self.use_breakable_cg:
             for size in sorted(self.compilation_config.cudagraph_capture_sizes or []):
                 piecewise.append(BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, size, None))
@@ -95,14 +116,21 @@ class DraftGraphs(CudaGraphManager):
                 self._candidates[num_rows, 0] = [desc]
             start = desc.num_tokens + 1
 
-    def full_graph(self, num_requests: int, depth: int, max_query_len: int) -> BatchExecutionDescriptor | None:
-        """The smallest full graph of a pass to `depth` or deeper; None where there is none, or a request has more than
-        `max_query_len` rows."""
+    def full_graph(
+        self, num_requests: int, num_targets: int, depth: int, max_query_len: int
+    ) -> BatchExecutionDescriptor | None:
+        """The smallest full graph of a pass to `depth` or deeper over `num_targets` rows of the target, of which no
+        request has more than `max_query_len`; None where there is none."""
         fitting = []
         for deep, descs in self._full.items():
             if deep >= depth and deep + 1 >= max_query_len:
                 place = bisect_left(descs, num_requests, key=lambda desc: desc.num_reqs or 0)
                 fitting += descs[place : place + 1]
+        k_max = self.vllm_config.num_speculative_tokens
+        if not fitting and (depth == k_max or num_requests < MIN_SHALLOW_REQUESTS):
+            num_rows = num_targets + num_requests * (k_max - 1)
+            place = bisect_left(self._dense, num_rows, key=lambda desc: desc.num_tokens)
+            fitting = self._dense[place : place + 1]
         return min(fitting, key=lambda desc: desc.num_tokens, default=None)
 
 
@@ -131,7 +159,9 @@ class PEagleSpeculator(DraftModelSpeculator):
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
         self.supports_mm_inputs = False  # prompts with images are drafted from their text
-        most_targets = max(self.max_num_tokens, self.max_num_reqs * (1 + self.num_speculative_steps))
+        # The graphs of dense passes put as many rows through `fc` as the pass has.
+        dense = min(self.max_rows, MAX_GRAPH_TOKENS)
+        most_targets = max(self.max_num_tokens, self.max_num_reqs * (1 + self.num_speculative_steps), dense)
         shape: Any = {"dtype": self.dtype, "device": self.device}
         self.taps_NX = torch.zeros(most_targets, self.model.model.fc_input_size, **shape)
         self.hidden_MH = torch.zeros(self.max_rows, self.hidden_size, **shape)
@@ -161,7 +191,10 @@ class PEagleSpeculator(DraftModelSpeculator):
             logger.warning("the drafter's attention (%s) has no full CUDA graphs", support.min_cg_attn_backend)
             cudagraph_mode = CUDAGraphMode.NONE
         stride = 2 * self.num_speculative_steps
-        self.graphs = DraftGraphs(self.vllm_config, self.device, cudagraph_mode, decode_query_len=stride)
+        has_dense = support.min_cg_support == AttentionCGSupport.ALWAYS and compat.replays_prompts(self.vllm_config)
+        self.graphs = DraftGraphs(
+            self.vllm_config, self.device, cudagraph_mode, decode_query_len=stride, has_dense=has_dense
+        )
 
     def capture(self) -> None:
         assert self.graphs is not None
@@ -185,20 +218,24 @@ class PEagleSpeculator(DraftModelSpeculator):
             buffer.zero_()
         rows.slots_GR.fill_(-1)
         metadata = slots = None
-        depth = self.num_speculative_steps
+        depth = (desc.uniform_token_count or 0) // 2 or self.num_speculative_steps
+        num_targets = count * (1 + depth)
         if desc.cg_mode == CUDAGraphMode.FULL:
-            assert desc.uniform_token_count is not None
-            stride = desc.uniform_token_count
-            depth = stride // 2
+            stride = desc.uniform_token_count or desc.num_tokens // count
+            num_targets = desc.num_tokens if desc.uniform_token_count is None else num_targets
             rows.context_B[:count] = stride
             rows.first_row_B1.copy_(self.arange.clamp(max=count) * stride)
             self.block_tables.get_dummy_block_tables(count)
             first_row_B1 = self.arange[: count + 1] * stride
             context_B = torch.full((count,), stride, dtype=torch.int32)
             metadata, slots = self._attention(
-                desc.num_tokens, first_row_B1, context_B, stride, self.max_model_len, for_capture=True
+                desc.num_tokens,
+                first_row_B1,
+                context_B,
+                desc.max_query_len or stride,
+                self.max_model_len,
+                for_capture=True,
             )
-        num_targets = count * (1 + depth)
         return lambda mode: self._draft(count, num_targets, desc.num_tokens, depth, metadata, slots, mode)
 
     @torch.inference_mode()
@@ -288,18 +325,19 @@ class PEagleSpeculator(DraftModelSpeculator):
             is_part: some requests of the batch do not take part.
         """
         num_requests, num_targets, max_query_len = len(lengths_B), int(lengths_B.sum()), int(lengths_B.max())
-        graphs, stride = None if is_profile else self.graphs, 0
-        desc = None if graphs is None else graphs.full_graph(num_requests, depth, max_query_len)
+        graphs, stride, num_padded = None if is_profile else self.graphs, 0, num_requests
+        desc = None if graphs is None else graphs.full_graph(num_requests, num_targets, depth, max_query_len)
         if desc is not None:
-            assert desc.uniform_token_count is not None
             assert desc.num_reqs is not None
-            stride, num_padded, num_rows = desc.uniform_token_count, desc.num_reqs, desc.num_tokens
-            depth = stride // 2
+            stride, num_padded = desc.uniform_token_count or 0, desc.num_reqs
+            depth = stride // 2 or self.num_speculative_steps
+        if stride:
             first_row_B1 = self.arange[: num_padded + 1].clamp(max=num_requests) * stride
         else:
-            num_padded, num_rows = num_requests, num_targets + num_requests * (depth - 1)
-            ends_B = torch.from_numpy(np.cumsum(lengths_B + (depth - 1), dtype=np.int32))
-            first_row_B1 = torch.cat([ends_B.new_zeros(1), ends_B])
+            first_row_B1 = torch.full((num_padded + 1,), num_targets + num_requests * (depth - 1), dtype=torch.int32)
+            first_row_B1[0] = 0
+            first_row_B1[1 : num_requests + 1] = torch.from_numpy(np.cumsum(lengths_B + (depth - 1)))
+        num_rows = int(first_row_B1[-1]) if desc is None else desc.num_tokens
         run_rows, mode = num_rows, CUDAGraphMode.NONE
         if desc is None and graphs is not None:
             piecewise = graphs.dispatch(num_requests, num_rows, None, 0)
@@ -322,9 +360,11 @@ class PEagleSpeculator(DraftModelSpeculator):
             )
         context_B = torch.zeros(num_padded, dtype=torch.int32)
         context_B[:num_requests] = (most_keys_B + (depth - 1)).clamp(max=self.max_model_len)
-        # Full graphs read these through the builder's buffers, so they are built for a replay too.
+        # Full graphs read these through the builder's buffers, so they are built for a replay too; what is planned from
+        # the number of rows a request has to be what was captured.
+        planned = None if desc is None else desc.max_query_len
         metadata, slots = self._attention(
-            num_rows, first_row_B1, context_B, stride or max_query_len + depth - 1, int(context_B.max())
+            num_rows, first_row_B1, context_B, planned or stride or max_query_len + depth - 1, int(context_B.max())
         )
         if graphs is not None and desc is not None:
             graphs.run_fullgraph(desc)

@@ -2,10 +2,11 @@
 
 Given to vLLM as an import string, `worker_cls=V2_WORKER` of `peagle.vllm.engine`. With a P-EAGLE head it brings the
 speculator (`peagle.vllm.speculator`), and full CUDA graphs for decoding steps of any mix of 0..K_max drafts a request.
-With an EAGLE-3 head or none the runner is vLLM's own. Each engine measures its decoding steps when it starts
-(`peagle.vllm.step_measure`).
+With it and without any head, steps with prompts in them run on full CUDA graphs too. With an EAGLE-3 head the runner is
+vLLM's own. Each engine measures its decoding steps when it starts (`peagle.vllm.step_measure`).
 """
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from vllm.config.compilation import CUDAGraphMode
@@ -26,11 +27,42 @@ if TYPE_CHECKING:
 compat.allow_v2()
 
 
-class RaggedModelRunner(GPUModelRunner):
-    """vLLM's V2 runner, whose full graphs for decoding serve any mix of 1..1 + K_max rows a request.
+class StepGraphs(ModelCudaGraphManager):
+    """Full graphs for steps of any split of rows to requests, in the engine's sizes in rows.
 
-    vLLM has such graphs, chosen by the rows in all, for its adaptive verification. Here the scheduler trims drafts.
+    Steps that only decode have vLLM's graphs of that kind, which it makes for its adaptive verification; here the
+    scheduler trims drafts. Steps with prompts have graphs of the same sizes, planned for a request of as many rows, in
+    place of vLLM's piecewise ones: off the full graphs the host launches attention layer by layer, which takes longer
+    than the GPU does.
     """
+
+    def _init_candidates(self) -> None:
+        super()._init_candidates()
+        decode, mixed = self.cudagraph_mode.decode_mode(), self.cudagraph_mode.mixed_mode()
+        if (decode, mixed) != (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE) or self.use_breakable_cg:
+            return
+        if not compat.replays_prompts(self.vllm_config):
+            return
+        piecewise = self._capture_descs.pop(CUDAGraphMode.PIECEWISE, [])
+        full = {
+            desc: dataclasses.replace(
+                desc,
+                cg_mode=CUDAGraphMode.FULL,
+                num_reqs=min(desc.num_tokens, self.max_num_reqs),
+                max_query_len=desc.num_tokens,
+            )
+            for desc in piecewise
+        }
+        # Of so few rows no request has more than a decoding one.
+        mixed_descs = [desc for desc in full.values() if desc.num_tokens > self.decode_query_len]
+        captured = [*self._capture_descs.get(CUDAGraphMode.FULL, []), *mixed_descs]
+        self._capture_descs[CUDAGraphMode.FULL] = sorted(captured, key=lambda desc: desc.num_tokens, reverse=True)
+        for key, descs in self._candidates.items():
+            self._candidates[key] = [desc for desc in (full.get(desc, desc) for desc in descs) if desc in captured]
+
+
+class StepGraphsRunner(GPUModelRunner):
+    """vLLM's V2 runner with `StepGraphs`, where the attention of the target's layers has such graphs."""
 
     speculator: Any
     cudagraph_manager: ModelCudaGraphManager
@@ -43,7 +75,7 @@ class RaggedModelRunner(GPUModelRunner):
         found = found.narrow(*self.model_state.get_additional_cg_support())
         # Other attention has graphs for K_max drafts of every request; what else there is runs piecewise.
         if found.min_cg_support == AttentionCGSupport.ALWAYS:
-            self.cudagraph_manager = ModelCudaGraphManager(
+            self.cudagraph_manager = StepGraphs(
                 self.vllm_config,
                 self.device,
                 self.cudagraph_manager.cudagraph_mode,
@@ -52,6 +84,17 @@ class RaggedModelRunner(GPUModelRunner):
                 varlen_decode=True,
             )
 
+    def prepare_inputs(self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any) -> Any:
+        """vLLM's. A replay is planned for as many rows a request as its graph was captured for."""
+        batch = super().prepare_inputs(scheduler_output, batch_req_state, batch_desc)
+        if batch_desc.cg_mode == CUDAGraphMode.FULL and batch_desc.max_query_len is not None:
+            batch.max_query_len = batch_desc.max_query_len
+        return batch
+
+
+class PEagleRunner(StepGraphsRunner):
+    """The same with a P-EAGLE speculator."""
+
     def add_requests(self, scheduler_output: "SchedulerOutput") -> None:
         super().add_requests(scheduler_output)
         self.speculator.add(scheduler_output)
@@ -59,13 +102,6 @@ class RaggedModelRunner(GPUModelRunner):
     def finish_requests(self, scheduler_output: "SchedulerOutput") -> None:
         super().finish_requests(scheduler_output)
         self.speculator.forget(scheduler_output.finished_req_ids)
-
-    def prepare_inputs(self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any) -> Any:
-        """vLLM's. A replay is planned for as many rows a request as its graph was captured for."""
-        batch = super().prepare_inputs(scheduler_output, batch_req_state, batch_desc)
-        if batch_desc.cg_mode == CUDAGraphMode.FULL and batch_desc.max_query_len is not None:
-            batch.max_query_len = batch_desc.max_query_len
-        return batch
 
 
 class V2Worker(Worker):
@@ -80,15 +116,18 @@ class V2Worker(Worker):
         compat.name_taps(self.vllm_config)
         super().init_device()
         speculative = self.vllm_config.speculative_config
-        if speculative is not None and speculative.parallel_drafting:
+        if speculative is None or speculative.parallel_drafting:
             compat.check("v2 runner")
+        if speculative is None:
+            self.model_runner.__class__ = StepGraphsRunner
+        elif speculative.parallel_drafting:
             self.install_speculator()
 
     def install_speculator(self) -> None:
         """Make the finished runner one with a colocated P-EAGLE drafter."""
         config, runner = self.vllm_config, self.model_runner
         assert self.device is not None
-        runner.__class__ = RaggedModelRunner
+        runner.__class__ = PEagleRunner
         runner.speculator = PEagleSpeculator(config, self.device)
         # The drafter's passes have more rows than the target's steps, and both are compiled for the same sizes.
         if endpoints := config.compilation_config.compile_ranges_endpoints:
