@@ -80,6 +80,7 @@ def test_every_step_has_a_full_graph_with_room_for_it(config: Any, longest: int)
     ("part", "name", "value"),
     [
         ("kv_transfer_config", "", object()),
+        ("parallel_config", "data_parallel_size", 2),
         ("parallel_config", "decode_context_parallel_size", 2),
         ("parallel_config", "prefill_context_parallel_size", 2),
         ("model_config", "is_mm_prefix_lm", True),

@@ -231,10 +231,12 @@ def chat_part_kinds() -> frozenset[str]:
 
 def replays_prompts(config: VllmConfig) -> bool:
     """Whether steps with prompts in them may run as one full CUDA graph, as far as vLLM does nothing between layers on
-    the host in them: load or save parts of the KV cache, split attention over ranks, widen what image tokens see."""
+    the host in them: load or save parts of the KV cache, split attention over ranks, widen what image tokens see. Nor
+    where data-parallel ranks agree on a graph."""
     parallel = config.parallel_config
     return (
         config.kv_transfer_config is None
+        and parallel.data_parallel_size == 1
         and parallel.decode_context_parallel_size == 1
         and parallel.prefill_context_parallel_size == 1
         and not config.model_config.is_mm_prefix_lm
