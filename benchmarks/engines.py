@@ -238,6 +238,10 @@ class LearnedDepths:
             self._control.observe([report], time.monotonic())
             await asyncio.sleep(0.5)
 
+    def believed(self) -> dict[str, Any]:
+        """What K rests on now: survivals and step costs."""
+        return {**self._control.document(time.monotonic()), "step_costs": self._control.costs.to_wire()}
+
     def extra_args(self) -> dict[str, Any]:
         from cluster.request import Drafting
         from peagle.vllm.acceptance import DEPTH_KEY, SURVIVAL_KEY, WORKLOAD_KEY
@@ -364,6 +368,8 @@ async def measure_arm(engine: Any, args: argparse.Namespace, report: dict[str, A
         load = Load(engine, depths, learned if mix == "learned" else None)
         for num_requests in args.requests if depths is None else args.mixed_requests:
             row = {"depths": mix, **await load.measure(num_requests, args.seconds, 0.0)}
+            if mix == "learned" and learned is not None:
+                row["believed"] = learned.believed()
             report["rows"].append(row)
             write(args.out, report, settings)
             log = {key: row[key] for key in ("depths", "num_requests", "tokens_per_s", "step_ms", "accepted_length")}

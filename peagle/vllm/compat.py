@@ -98,6 +98,7 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
         },
         "vllm.v1.worker.gpu.block_table:BlockTables": {"gather_block_tables": ("idx_mapping", "num_reqs_padded")},
         "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager": {"__init__": ("varlen_decode",)},
+        "vllm.v1.worker.gpu.cudagraph_utils:BatchExecutionDescriptor": {"__init__": ("num_reqs", "max_query_len")},
         "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator": {
             "propose": (
                 "input_batch",
