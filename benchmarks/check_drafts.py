@@ -100,16 +100,32 @@ class Recorder:
         torch.save(self.recorded, path)
         return len(self.recorded)
 
-    def graph_kinds(self) -> dict[str, Any]:
-        """Captured graphs of target and drafter by mode."""
+    def _graphs(self) -> dict[str, Any]:
         runner = self.model_runner
-        managers = {"target": runner.cudagraph_manager}
+        found = {"target": runner.cudagraph_manager}
         if runner.speculator is not None:
-            managers["drafter"] = runner.speculator.graphs
-        return {
+            found["drafter"] = runner.speculator.graphs
+        return found
+
+    def count_replays(self) -> None:
+        """From now on, count the full graphs that are replayed, by what they are planned for."""
+        self.num_replays: Counter[str] = Counter()
+        for name, manager in self._graphs().items():
+
+            def counted(desc: Any, name: str = name, run: Any = manager.run_fullgraph) -> Any:
+                is_any = desc.uniform_token_count is None and desc.max_query_len > 1 + NUM_DRAFTS
+                self.num_replays[f"{name}, {'any split' if is_any else 'decoding'}, {desc.num_tokens} rows"] += 1
+                return run(desc)
+
+            manager.run_fullgraph = counted
+
+    def graph_kinds(self) -> dict[str, Any]:
+        """Captured graphs of target and drafter by mode, and how often full ones were replayed."""
+        captured = {
             name: {mode.name: len(descs) for mode, descs in manager._capture_descs.items()}
-            for name, manager in managers.items()
+            for name, manager in self._graphs().items()
         }
+        return {**captured, "num_replays": dict(sorted(self.num_replays.items()))}
 
 
 def write_target(folder: Path, dtype: torch.dtype) -> Path:
@@ -179,7 +195,7 @@ def engine(folder: Path, args: argparse.Namespace) -> Any:
     from vllm import LLM
 
     from peagle.vllm import compat
-    from peagle.vllm.engine import ASYNC_SCHEDULER, V2_WORKER
+    from peagle.vllm.engine import ASYNC_SCHEDULER, V2_WORKER, capture_sizes
 
     compat.allow_v2()
     kwargs: dict[str, Any] = {
@@ -196,6 +212,8 @@ def engine(folder: Path, args: argparse.Namespace) -> Any:
         "gpu_memory_utilization": 0.15,
         "kv_cache_memory_bytes": 1 << 30,
         "async_scheduling": True,
+        "cudagraph_capture_sizes": capture_sizes(CHUNK),
+        "additional_config": {compat.PROMPT_GRAPHS_KEY: not args.piecewise},
     }
     if args.phase != "plain":
         kwargs |= {
@@ -283,6 +301,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/check"))
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--piecewise", action="store_true", help="steps with prompts, to compare with")
     parser.add_argument("--backend", default="TRITON_ATTN")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--phase", choices=("plain", "none", "drafts"), required=True, help="one engine a process")
@@ -295,6 +314,8 @@ def main() -> int:
         return 0
     expected = json.loads(plain.read_text())
     llm = engine(args.folder, args)
+    if not args.eager:
+        llm.collective_rpc("count_replays")
     if args.phase == "drafts":
         llm.collective_rpc("start_recording", args=({str(index): one for index, one in enumerate(expected)},))
     outputs = generate(llm, args.phase == "drafts")
@@ -307,6 +328,7 @@ def main() -> int:
         "backend": args.backend,
         "dtype": args.dtype,
         "eager": args.eager,
+        "piecewise": args.piecewise,
         "num_equal_outputs": sum(one == other for one, other in zip(outputs, expected, strict=True)),
         "num_outputs": len(outputs),
         "first_wrong_token": [place for place in first_wrong if place is not None],

@@ -135,8 +135,8 @@ class Segments:
         return found
 
 
-def engine_settings(arm: Arm, folder: Path, shape: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `AsyncEngineArgs`."""
+def engine_settings(arm: Arm, folder: Path, shape: dict[str, Any], prompt_graphs: bool = False) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `AsyncEngineArgs`. prompt_graphs: `compat.PROMPT_GRAPHS_KEY`, of our arms."""
     from benchmarks.models import write_embedding, write_head, write_target
     from peagle.vllm import compat
     from peagle.vllm.engine import RemoteSettings, capture_sizes, engine_kwargs
@@ -162,6 +162,7 @@ def engine_settings(arm: Arm, folder: Path, shape: dict[str, Any]) -> dict[str, 
         write_head(head_dir, arm.k, shape, num_layers=4 if parallel else 1, parallel=parallel)
     if arm.kind in ("peagle", "remote"):
         compat.allow_v2()
+        common["additional_config"] = {compat.PROMPT_GRAPHS_KEY: prompt_graphs}
         remote = None
         if arm.kind == "remote":
             write_embedding(target_dir, shape)  # the drafter's process reads it there
@@ -327,7 +328,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     arm, shape = Arm.parse(args.arm), dict(getattr(models, args.shape))
     if args.num_layers:
         shape = models.shortened(shape, args.num_layers)
-    settings = engine_settings(arm, args.folder, shape)
+    settings = engine_settings(arm, args.folder, shape, args.prompt_graphs)
     start_s = time.perf_counter()
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
     await engine.get_supported_tasks()
@@ -391,6 +392,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/bench-engines"))
     parser.add_argument("--shape", default="QWEN3_CODER_30B", help="a name of benchmarks.models")
     parser.add_argument("--num-layers", type=int, help="fewer layers of the target, to try things out")
+    parser.add_argument("--prompt-graphs", action="store_true", help="ours: steps with prompts as one full graph")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--mixed-requests", type=int, nargs="+", default=[8, 128], help="with other --depths than all")

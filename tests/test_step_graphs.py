@@ -4,15 +4,19 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from peagle.vllm import compat, speculator
 from peagle.vllm.engine import capture_sizes
 from peagle.vllm.speculator import DraftGraphs
-from peagle.vllm.v2_worker import StepGraphs
+from peagle.vllm.v2_worker import RaggedModelRunner, StepGraphs
 
 K_MAX, MAX_REQUESTS = 7, 48
 SIZES = capture_sizes(MAX_REQUESTS * (1 + K_MAX))
@@ -34,15 +38,19 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Any:
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
         ),
-        model_config=SimpleNamespace(is_mm_prefix_lm=False, is_encoder_decoder=False),
+        model_config=SimpleNamespace(
+            is_multimodal_model=False, is_encoder_decoder=False, use_mla=False, rswa_window=None
+        ),
+        additional_config={compat.PROMPT_GRAPHS_KEY: True},
         speculative_config=None,
         num_speculative_tokens=K_MAX,
         kv_transfer_config=None,
     )
 
 
-def step_graphs(config: Any, mode: CUDAGraphMode = MODE) -> StepGraphs:
-    graphs = StepGraphs(config, "cuda", mode, decode_query_len=1 + K_MAX, varlen_decode=True)
+def step_graphs(config: Any, mode: CUDAGraphMode = MODE, **changes: Any) -> StepGraphs:
+    settings = {"decode_query_len": 1 + K_MAX, "varlen_decode": True, **changes}
+    graphs = StepGraphs(config, "cuda", mode, **settings)
     graphs._graphs_captured = True
     return graphs
 
@@ -80,23 +88,110 @@ def test_every_step_has_a_full_graph_with_room_for_it(config: Any, longest: int)
     ("part", "name", "value"),
     [
         ("kv_transfer_config", "", object()),
+        ("additional_config", "", {}),
+        ("additional_config", "", {compat.PROMPT_GRAPHS_KEY: False}),
         ("parallel_config", "data_parallel_size", 2),
         ("parallel_config", "decode_context_parallel_size", 2),
         ("parallel_config", "prefill_context_parallel_size", 2),
-        ("model_config", "is_mm_prefix_lm", True),
+        ("model_config", "is_multimodal_model", True),
         ("model_config", "is_encoder_decoder", True),
+        ("model_config", "use_mla", True),
+        ("model_config", "rswa_window", 128),
     ],
 )
-def test_what_runs_between_layers_keeps_prompts_piecewise(config: Any, part: str, name: str, value: Any) -> None:
+def test_prompts_stay_piecewise_where_a_graph_would_miss_something(
+    config: Any, part: str, name: str, value: Any
+) -> None:
+    assert compat.replays_prompts(config)
     setattr(getattr(config, part) if name else config, name or part, value)
-    graphs = step_graphs(config)
-    assert graphs.dispatch(2, 60, None, 0, max_query_len=52).cg_mode == CUDAGraphMode.PIECEWISE
-    assert graphs.dispatch(2, 16, None, 0, max_query_len=8).cg_mode == CUDAGraphMode.FULL
+    assert not compat.replays_prompts(config)
+
+
+def test_a_wrong_setting_is_refused(config: Any) -> None:
+    config.additional_config = {compat.PROMPT_GRAPHS_KEY: "yes"}
+    with pytest.raises(ValueError, match=compat.PROMPT_GRAPHS_KEY):
+        compat.replays_prompts(config)
 
 
 def test_a_mode_without_full_graphs_is_left_alone(config: Any) -> None:
     graphs = step_graphs(config, CUDAGraphMode.PIECEWISE)
     assert graphs.dispatch(2, 60, None, 0, max_query_len=52).cg_mode == CUDAGraphMode.PIECEWISE
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, MAX_REQUESTS])
+def test_a_target_without_a_drafter_has_them_too(config: Any, max_num_seqs: int) -> None:
+    config.scheduler_config.max_num_seqs = max_num_seqs
+    graphs = step_graphs(config, decode_query_len=1, lora_capture_cases=[0, 2])
+    for num_loras in (0, 2):
+        for rows in splits(100, 40):
+            rows = rows[:max_num_seqs]
+            desc = graphs.dispatch(len(rows), sum(rows), None, num_loras, max_query_len=max(rows))
+            assert (desc.cg_mode == CUDAGraphMode.FULL) == (sum(rows) <= SIZES[-1])
+            if desc.cg_mode == CUDAGraphMode.FULL:
+                assert desc.num_active_loras == num_loras
+                assert desc.num_reqs >= len(rows)
+                assert desc.max_query_len >= max(rows)
+
+
+def test_a_replay_of_the_target_is_planned_as_its_capture(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GPUModelRunner, "prepare_inputs", lambda *args: SimpleNamespace(max_query_len=None))
+    runner = object.__new__(RaggedModelRunner)
+    for desc in step_graphs(config)._capture_descs[CUDAGraphMode.FULL]:
+        assert runner.prepare_inputs(None, None, desc).max_query_len == desc.max_query_len
+    eager = cudagraph_utils.BatchExecutionDescriptor(CUDAGraphMode.NONE, 5000, 3)
+    assert runner.prepare_inputs(None, None, eager).max_query_len is None
+
+
+def test_a_replay_of_the_drafter_is_planned_as_its_capture(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What attention's metadata is built from, for every graph: at its capture, and for a batch that it is chosen
+    for."""
+    planned: list[dict[str, Any]] = []
+    monkeypatch.setattr(speculator, "build_attn_metadata", lambda **kwargs: planned.append(kwargs))
+    monkeypatch.setattr(speculator, "build_slot_mappings_by_layer", lambda *args: None)
+    monkeypatch.setattr(speculator, "write_rows", lambda *args, **kwargs: None)
+    one = object.__new__(speculator.PEagleSpeculator)
+    one.vllm_config, one.device, one.num_speculative_steps = config, "cpu", K_MAX
+    one.max_num_reqs, one.max_rows, one.max_model_len = MAX_REQUESTS, speculator.most_rows(config), 4096
+    one.mask_token_id, one.groups, one.attn_groups, one.kv_cache_config = 0, [0], [], None
+    one.builders = [SimpleNamespace(max_num_splits=0)]
+    one.arange = torch.arange(MAX_REQUESTS + 1, dtype=torch.int32)
+    one.rows = speculator.DraftRows.empty(MAX_REQUESTS, one.max_rows, K_MAX, 1, "cpu")
+    tables = [torch.zeros(MAX_REQUESTS, 4, dtype=torch.int32)]
+    one.block_tables = SimpleNamespace(
+        input_block_tables=tables, kernel_block_sizes=[16], get_dummy_block_tables=lambda count: tables
+    )
+    one.graphs = graphs = DraftGraphs(config, "cuda", MODE, decode_query_len=2 * K_MAX, has_dense=True)
+    graphs._graphs_captured = True
+    chosen: list[Any] = []
+    monkeypatch.setattr(graphs, "run_fullgraph", chosen.append)
+    captures: dict[Any, tuple[Any, ...]] = {}
+    replayed: set[Any] = set()
+
+    def plan() -> tuple[Any, ...]:
+        kwargs = planned.pop()
+        starts = kwargs["query_start_loc_cpu"]
+        assert len(starts) == kwargs["num_reqs"] + 1 == len(kwargs["seq_lens_cpu_upper_bound"]) + 1
+        assert (starts.diff() >= 0).all()
+        assert int(starts.diff().max()) <= kwargs["max_query_len"]
+        assert int(starts[-1]) <= kwargs["num_tokens"]
+        num_splits = one.builders[0].max_num_splits
+        return kwargs["num_reqs"], kwargs["num_tokens"], kwargs["max_query_len"], num_splits
+
+    for desc in graphs._capture_descs[CUDAGraphMode.FULL]:
+        one._prepare_capture(desc, False)
+        captures[desc] = plan()
+    for longest in (1 + K_MAX, 40, 200):
+        for lengths in splits(200, longest):
+            depth = 1 + len(lengths) % K_MAX
+            if graphs.full_graph(len(lengths), sum(lengths), depth, max(lengths)) is None:
+                continue
+            target, most_keys_B = SimpleNamespace(place_B=lengths), torch.full((len(lengths),), 300)
+            one._run_pass(target, np.array(lengths), most_keys_B, depth, is_part=False, is_profile=False)
+            desc = chosen.pop()
+            assert plan() == captures[desc]
+            replayed.add(desc)
+    assert sum(desc.uniform_token_count is None for desc in replayed) > 5
+    assert sum(desc.uniform_token_count is not None for desc in replayed) > 5
 
 
 @pytest.mark.parametrize("longest", [1 + K_MAX, 40, 400])

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # The headline's table with the heads of train.sh, on the same host. SET=first|second. See README.md.
+# EXTRA: further engine settings of all arms as JSON, such as '"additional_config":{"peagle_prompt_graphs":true}' (ours).
 set -euo pipefail
 work=${WORK:-/tmp/coder}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} VLLM_USE_FLASHINFER_SAMPLER=0 RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 gpus=($(nvidia-smi -L | sed -n 's/^GPU \([0-9]*\):.*/\1/p'))
 sizes=$(python3 -c 'from peagle.vllm.engine import capture_sizes; print(*capture_sizes(256 * 8), sep=",")')  # in all arms
-engine='{"dtype":"bfloat16","max_model_len":20480,"max_num_seqs":256,"max_num_batched_tokens":8192,"gpu_memory_utilization":0.1,"kv_cache_memory_bytes":'${KV:-7000000000}',"enable_prefix_caching":false,"generation_config":"vllm","cudagraph_capture_sizes":['$sizes']}'
+engine='{"dtype":"bfloat16","max_model_len":20480,"max_num_seqs":256,"max_num_batched_tokens":8192,"gpu_memory_utilization":0.1,"kv_cache_memory_bytes":'${KV:-7000000000}',"enable_prefix_caching":false,"generation_config":"vllm","cudagraph_capture_sizes":['$sizes']'${EXTRA:+,$EXTRA}'}'
 case ${SET:-first} in
 first)   # cells in the order of what they tell: a run that is cut short has all arms in every cell it has
   arms="none eagle3-5 eagle3-7 ours-7"  # EAGLE-3 with K = 3 was the best stock arm in no cell so far

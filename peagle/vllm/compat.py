@@ -25,6 +25,10 @@ NEWEST_TESTED_VERSION = "0.29"
 _V2_METHOD = "_get_v2_model_runner_unsupported_features"
 _V2_REFUSAL = "parallel drafting for EAGLE speculative decoding"
 
+PROMPT_GRAPHS_KEY = "peagle_prompt_graphs"
+"""Key of vLLM's `additional_config`: bool, run steps with prompts in them as one full CUDA graph where that can be
+(`replays_prompts`). Absent: false, until graphs of more than 72 rows have been compared on a GPU."""
+
 Methods = Mapping[str, Sequence[str]]
 """Method -> parameters that it must have."""
 
@@ -231,17 +235,24 @@ def chat_part_kinds() -> frozenset[str]:
 
 
 def replays_prompts(config: VllmConfig) -> bool:
-    """Whether steps with prompts in them may run as one full CUDA graph, as far as vLLM does nothing between layers on
-    the host in them: load or save parts of the KV cache, split attention over ranks, widen what image tokens see. Nor
-    where data-parallel ranks agree on a graph."""
-    parallel = config.parallel_config
+    """Whether steps with prompts in them are to run as one full CUDA graph: `additional_config` asks for it
+    (`PROMPT_GRAPHS_KEY`), and nothing happens on the host between the layers of such a step, nor is its attention
+    planned there by what is a prompt: no parts of the KV cache to load or save, no image features, no MLA, no ranks
+    that share sequences or agree on graphs. Raises ValueError where the key is no bool."""
+    parallel, model = config.parallel_config, config.model_config
+    wanted = config.additional_config.get(PROMPT_GRAPHS_KEY) if isinstance(config.additional_config, Mapping) else None
+    if wanted not in (None, True, False):
+        raise ValueError(f"additional_config[{PROMPT_GRAPHS_KEY!r}] must be true or false, not {wanted!r}")
     return (
-        config.kv_transfer_config is None
+        wanted is True
+        and config.kv_transfer_config is None
         and parallel.data_parallel_size == 1
         and parallel.decode_context_parallel_size == 1
         and parallel.prefill_context_parallel_size == 1
-        and not config.model_config.is_mm_prefix_lm
-        and not config.model_config.is_encoder_decoder
+        and not model.is_multimodal_model
+        and not model.is_encoder_decoder
+        and not model.use_mla
+        and model.rswa_window is None
     )
 
 

@@ -10,9 +10,9 @@ take part with their prompts only, which a later request may find in the prefix 
 
 Batches in which no request has more than 1 + D target rows, that is decoding ones, give every request 2 D rows. So one
 graph for each number of requests and depth serves them, whatever was rejected or trimmed, and holds everything from
-`fc` to the choice of draft tokens. Other batches, with prompts in them, run densely packed: as one full graph to K_max,
-chosen by the number of rows, or else on vLLM's piecewise graphs where their size has one. Greedy drafts only: vLLM's
-rejection sampling keeps the output's distribution with them.
+`fc` to the choice of draft tokens. Other batches, with prompts in them, run densely packed: on vLLM's piecewise graphs
+where their size has one, or, where `compat.replays_prompts`, as one full graph to K_max, chosen by the number of rows.
+Greedy drafts only: vLLM's rejection sampling keeps the output's distribution with them.
 
 R requests, N target rows, M rows of the pass, H drafter's hidden size, X = 3 times the target's.
 """
@@ -95,7 +95,7 @@ class DraftGraphs(CudaGraphManager):
                     if count >= least
                 ]
                 full += self._full[depth]
-            if self._has_dense:
+            if self._has_dense and self.cudagraph_mode.mixed_mode() == CUDAGraphMode.PIECEWISE:
                 # Each request has one target row and K_max - 1 mask rows at least.
                 self._dense = [
                     BatchExecutionDescriptor(

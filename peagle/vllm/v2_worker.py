@@ -2,8 +2,9 @@
 
 Given to vLLM as an import string, `worker_cls=V2_WORKER` of `peagle.vllm.engine`. With a P-EAGLE head it brings the
 speculator (`peagle.vllm.speculator`), and full CUDA graphs for decoding steps of any mix of 0..K_max drafts a request.
-With it and without any head, steps with prompts in them run on full CUDA graphs too. With an EAGLE-3 head the runner is
-vLLM's own. Each engine measures its decoding steps when it starts (`peagle.vllm.step_measure`).
+Where `compat.replays_prompts`, with it and without any head, steps with prompts in them run on full CUDA graphs too.
+Else without a head, and with an EAGLE-3 head, the runner is vLLM's own. Each engine measures its decoding steps when
+it starts (`peagle.vllm.step_measure`).
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.attn_utils import get_attn_cg_support
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu_worker import Worker
 
 from peagle.vllm import compat
@@ -32,16 +34,13 @@ class StepGraphs(ModelCudaGraphManager):
 
     Steps that only decode have vLLM's graphs of that kind, which it makes for its adaptive verification; here the
     scheduler trims drafts. Steps with prompts have graphs of the same sizes, planned for a request of as many rows, in
-    place of vLLM's piecewise ones: off the full graphs the host launches attention layer by layer, which takes longer
-    than the GPU does.
+    place of vLLM's piecewise ones, whose attention the host launches layer by layer.
     """
 
     def _init_candidates(self) -> None:
         super()._init_candidates()
         decode, mixed = self.cudagraph_mode.decode_mode(), self.cudagraph_mode.mixed_mode()
         if (decode, mixed) != (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE) or self.use_breakable_cg:
-            return
-        if not compat.replays_prompts(self.vllm_config):
             return
         piecewise = self._capture_descs.pop(CUDAGraphMode.PIECEWISE, [])
         full = {
@@ -61,8 +60,9 @@ class StepGraphs(ModelCudaGraphManager):
             self._candidates[key] = [desc for desc in (full.get(desc, desc) for desc in descs) if desc in captured]
 
 
-class StepGraphsRunner(GPUModelRunner):
-    """vLLM's V2 runner with `StepGraphs`, where the attention of the target's layers has such graphs."""
+class RaggedModelRunner(GPUModelRunner):
+    """vLLM's V2 runner, whose full graphs serve steps of any split of rows to requests, where the attention of the
+    target's layers has such graphs: decoding ones, and all with `StepGraphs`."""
 
     speculator: Any
     cudagraph_manager: ModelCudaGraphManager
@@ -73,9 +73,11 @@ class StepGraphsRunner(GPUModelRunner):
         layers = {name for group in self.kv_cache_config.kv_cache_groups for name in group.layer_names}
         found = get_attn_cg_support(self.attn_groups, self.vllm_config, checked_layer_names=layers - drafter_layers)
         found = found.narrow(*self.model_state.get_additional_cg_support())
+        # Other kinds of model plan a replay by the rows that requests have in it.
+        has_all = compat.replays_prompts(self.vllm_config) and type(self.model_state) is DefaultModelState
         # Other attention has graphs for K_max drafts of every request; what else there is runs piecewise.
         if found.min_cg_support == AttentionCGSupport.ALWAYS:
-            self.cudagraph_manager = StepGraphs(
+            self.cudagraph_manager = (StepGraphs if has_all else ModelCudaGraphManager)(
                 self.vllm_config,
                 self.device,
                 self.cudagraph_manager.cudagraph_mode,
@@ -92,7 +94,7 @@ class StepGraphsRunner(GPUModelRunner):
         return batch
 
 
-class PEagleRunner(StepGraphsRunner):
+class PEagleRunner(RaggedModelRunner):
     """The same with a P-EAGLE speculator."""
 
     def add_requests(self, scheduler_output: "SchedulerOutput") -> None:
@@ -116,11 +118,11 @@ class V2Worker(Worker):
         compat.name_taps(self.vllm_config)
         super().init_device()
         speculative = self.vllm_config.speculative_config
-        if speculative is None or speculative.parallel_drafting:
+        if speculative is None and compat.replays_prompts(self.vllm_config):
             compat.check("v2 runner")
-        if speculative is None:
-            self.model_runner.__class__ = StepGraphsRunner
-        elif speculative.parallel_drafting:
+            self.model_runner.__class__ = RaggedModelRunner
+        elif speculative is not None and speculative.parallel_drafting:
+            compat.check("v2 runner")
             self.install_speculator()
 
     def install_speculator(self) -> None:
