@@ -18,10 +18,10 @@ from deployments.cli import main
 from tests.service_harness import FIXED, Service, changed_head, running_service, wait_for
 from tests.test_service_remote import answers, drafter_of, heads, links, load, swap, texts
 
-pytestmark = [pytest.mark.service, pytest.mark.long]
+pytestmark = [pytest.mark.service, pytest.mark.long, pytest.mark.timeout(1800)]
 
 SHIPPED = Path(peagle.heads.__file__).parent / "smollm2-135m-instruct"
-DECIDED_S = 200.0
+DECIDED_S = 400.0
 
 
 def never_right(folder: Path, mask: float) -> str:
