@@ -107,8 +107,9 @@ def test_prompts_stay_piecewise_where_a_graph_would_miss_something(
     assert not compat.replays_prompts(config)
 
 
-def test_a_wrong_setting_is_refused(config: Any) -> None:
-    config.additional_config = {compat.PROMPT_GRAPHS_KEY: "yes"}
+@pytest.mark.parametrize("wrong", ["yes", 1])
+def test_a_wrong_setting_is_refused(config: Any, wrong: object) -> None:
+    config.additional_config = {compat.PROMPT_GRAPHS_KEY: wrong}
     with pytest.raises(ValueError, match=compat.PROMPT_GRAPHS_KEY):
         compat.replays_prompts(config)
 

@@ -241,10 +241,10 @@ def replays_prompts(config: VllmConfig) -> bool:
     that share sequences or agree on graphs. Raises ValueError where the key is no bool."""
     parallel, model = config.parallel_config, config.model_config
     wanted = config.additional_config.get(PROMPT_GRAPHS_KEY) if isinstance(config.additional_config, Mapping) else None
-    if wanted not in (None, True, False):
+    if wanted is not None and not isinstance(wanted, bool):
         raise ValueError(f"additional_config[{PROMPT_GRAPHS_KEY!r}] must be true or false, not {wanted!r}")
     return (
-        wanted is True
+        bool(wanted)
         and config.kv_transfer_config is None
         and parallel.data_parallel_size == 1
         and parallel.decode_context_parallel_size == 1
