@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The headline's table with the heads of train.sh, on the same host. SET=first|second. See README.md.
 # EXTRA: further engine settings of all arms as JSON, such as '"additional_config":{"peagle_prompt_graphs":true}' (ours).
+# CELLS, LOADED: other cells of the first set, on one GPU and on a second one beside it.
 set -euo pipefail
 work=${WORK:-/tmp/coder}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} VLLM_USE_FLASHINFER_SAMPLER=0 RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
@@ -10,8 +11,8 @@ engine='{"dtype":"bfloat16","max_model_len":20480,"max_num_seqs":256,"max_num_ba
 case ${SET:-first} in
 first)   # cells in the order of what they tell: a run that is cut short has all arms in every cell it has
   arms="none eagle3-5 eagle3-7 ours-7"  # EAGLE-3 with K = 3 was the best stock arm in no cell so far
-  cells="humaneval:1,8 long:4 mixed@0.7:8 questions:8 humaneval:2,4,16 questions:1 mixed@0.7:1 long:1,8"
-  loaded="humaneval:64,32,128,256 questions:64 mixed@0.7:64" ;;  # on a second GPU's own servers, at the same time
+  cells=${CELLS:-humaneval:1,8 long:4 mixed@0.7:8 questions:8 humaneval:2,4,16 questions:1 mixed@0.7:1 long:1,8}
+  loaded=${LOADED:-humaneval:64,32,128,256 questions:64 mixed@0.7:64} ;;  # on a second GPU's own servers, at the same time
 second)  # the rest of the arms against none and ours: stock-7 and ngram-5 were the best stock arm in no cell so far
   arms="none stock-7 ngram-5 table-5 ${DRAFT:+draft-5} ours-0 ours-7"
   [ "${#gpus[@]}" -lt 2 ] || arms="$arms remote-7"
@@ -21,7 +22,7 @@ esac
 table() {  # name, GPUs, first port, cells
   python3 -m benchmarks.headline --model "$work/target" --peagle-head "$work/peagle/head" --eagle3-head "$work/eagle3/head" \
     ${DRAFT:+--draft-model "$DRAFT"} --batch-table '[[1,16,5],[17,64,3],[65,256,1]]' --gpus $2 --first-port "$3" --arms $arms \
-    --prompts "$PROMPTS" --cells $4 --repeats "${REPEATS:-2}" --waves 12 --min-prompts 24 --max-tokens 256 --warm-tokens 48 \
+    --prompts "$PROMPTS" --cells $4 --repeats "${REPEATS:-2}" --waves "${WAVES:-12}" --min-prompts 24 --max-tokens 256 --warm-tokens 48 \
     --max-ready-s "${MAX_READY_S:-600}" --max-cell-s 200 \
     --engine "$engine" --folder "$work/headline-$1" --out "$work/headline-$1.json"
 }
