@@ -10,6 +10,7 @@ single worker.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from peagle.checkpoint import save_drafter
@@ -94,6 +96,16 @@ class Workers:
         torch._foreach_mul_(gradients, 1 / count)
 
 
+class _WithoutBfloat16(TorchFunctionMode):
+    """`Tensor.bfloat16` is a copy. torch's Muon takes its matrix products in bfloat16, for which a CPU that has no such
+    arithmetic needs some forty times as long as in float32."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0].clone() if func is torch.Tensor.bfloat16 else func(*args, **(kwargs or {}))
+
+
 class Optimizer:
     """One or two torch optimizers stepped together. `scale` multiplies every peak learning rate (the schedule)."""
 
@@ -130,7 +142,8 @@ class Optimizer:
         for part, lr in self._parts:
             for group in part.param_groups:
                 group["lr"] = lr * scale
-            part.step()
+            with contextlib.nullcontext() if self.parameters[0].is_cuda else _WithoutBfloat16():
+                part.step()
             part.zero_grad(set_to_none=True)
         return norm
 
