@@ -135,7 +135,7 @@ class Segments:
         return found
 
 
-def engine_settings(arm: Arm, folder: Path, shape: dict[str, Any], prompt_graphs: bool = False) -> dict[str, Any]:
+def engine_settings(arm: Arm, folder: Path, shape: dict[str, Any], prompt_graphs: bool = True) -> dict[str, Any]:
     """Keyword arguments of vLLM's `AsyncEngineArgs`. prompt_graphs: `compat.PROMPT_GRAPHS_KEY`, of our arms."""
     from benchmarks.models import write_embedding, write_head, write_target
     from peagle.vllm import compat
@@ -328,7 +328,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     arm, shape = Arm.parse(args.arm), dict(getattr(models, args.shape))
     if args.num_layers:
         shape = models.shortened(shape, args.num_layers)
-    settings = engine_settings(arm, args.folder, shape, args.prompt_graphs)
+    settings = engine_settings(arm, args.folder, shape, not args.piecewise)
     start_s = time.perf_counter()
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
     await engine.get_supported_tasks()
@@ -392,7 +392,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/bench-engines"))
     parser.add_argument("--shape", default="QWEN3_CODER_30B", help="a name of benchmarks.models")
     parser.add_argument("--num-layers", type=int, help="fewer layers of the target, to try things out")
-    parser.add_argument("--prompt-graphs", action="store_true", help="ours: steps with prompts as one full graph")
+    parser.add_argument("--piecewise", action="store_true", help="ours: steps with prompts, to compare with")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--mixed-requests", type=int, nargs="+", default=[8, 128], help="with other --depths than all")

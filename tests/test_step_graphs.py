@@ -41,7 +41,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Any:
         model_config=SimpleNamespace(
             is_multimodal_model=False, is_encoder_decoder=False, use_mla=False, rswa_window=None
         ),
-        additional_config={compat.PROMPT_GRAPHS_KEY: True},
+        additional_config={},
         speculative_config=None,
         num_speculative_tokens=K_MAX,
         kv_transfer_config=None,
@@ -88,7 +88,6 @@ def test_every_step_has_a_full_graph_with_room_for_it(config: Any, longest: int)
     ("part", "name", "value"),
     [
         ("kv_transfer_config", "", object()),
-        ("additional_config", "", {}),
         ("additional_config", "", {compat.PROMPT_GRAPHS_KEY: False}),
         ("parallel_config", "data_parallel_size", 2),
         ("parallel_config", "decode_context_parallel_size", 2),
@@ -107,7 +106,7 @@ def test_prompts_stay_piecewise_where_a_graph_would_miss_something(
     assert not compat.replays_prompts(config)
 
 
-@pytest.mark.parametrize("wrong", ["yes", 1])
+@pytest.mark.parametrize("wrong", ["yes", 1, None])
 def test_a_wrong_setting_is_refused(config: Any, wrong: object) -> None:
     config.additional_config = {compat.PROMPT_GRAPHS_KEY: wrong}
     with pytest.raises(ValueError, match=compat.PROMPT_GRAPHS_KEY):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The headline's table with the heads of train.sh, on the same host. SET=first|second. See README.md.
-# EXTRA: further engine settings of all arms as JSON, such as '"additional_config":{"peagle_prompt_graphs":true}' (ours).
+# EXTRA: further engine settings of all arms as JSON, such as '"additional_config":{"peagle_prompt_graphs":false}' (ours).
 # CELLS, LOADED: other cells of the first set, on one GPU and on a second one beside it.
 set -euo pipefail
 work=${WORK:-/tmp/coder}

@@ -27,7 +27,7 @@ _V2_REFUSAL = "parallel drafting for EAGLE speculative decoding"
 
 PROMPT_GRAPHS_KEY = "peagle_prompt_graphs"
 """Key of vLLM's `additional_config`: bool, run steps with prompts in them as one full CUDA graph where that can be
-(`replays_prompts`). Absent: false, until graphs of more than 72 rows have been compared on a GPU."""
+(`replays_prompts`). Absent: true."""
 
 Methods = Mapping[str, Sequence[str]]
 """Method -> parameters that it must have."""
@@ -235,16 +235,17 @@ def chat_part_kinds() -> frozenset[str]:
 
 
 def replays_prompts(config: VllmConfig) -> bool:
-    """Whether steps with prompts in them are to run as one full CUDA graph: `additional_config` asks for it
+    """Whether steps with prompts in them are to run as one full CUDA graph: `additional_config` does not refuse it
     (`PROMPT_GRAPHS_KEY`), and nothing happens on the host between the layers of such a step, nor is its attention
     planned there by what is a prompt: no parts of the KV cache to load or save, no image features, no MLA, no ranks
     that share sequences or agree on graphs. Raises ValueError where the key is no bool."""
     parallel, model = config.parallel_config, config.model_config
-    wanted = config.additional_config.get(PROMPT_GRAPHS_KEY) if isinstance(config.additional_config, Mapping) else None
-    if wanted is not None and not isinstance(wanted, bool):
+    extra = config.additional_config
+    wanted = extra.get(PROMPT_GRAPHS_KEY, True) if isinstance(extra, Mapping) else True
+    if not isinstance(wanted, bool):
         raise ValueError(f"additional_config[{PROMPT_GRAPHS_KEY!r}] must be true or false, not {wanted!r}")
     return (
-        bool(wanted)
+        wanted
         and config.kv_transfer_config is None
         and parallel.data_parallel_size == 1
         and parallel.decode_context_parallel_size == 1
