@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The headline's table with the heads of train.sh, on the same host. SET=first|second. See README.md.
 # EXTRA: further engine settings of all arms as JSON, such as '"additional_config":{"peagle_prompt_graphs":false}' (ours).
-# CELLS, LOADED: other cells of the first set, on one GPU and on a second one beside it.
+# CELLS, LOADED: other cells of the first set, on one GPU and on a second one beside it. WAVES: of headline.py.
 set -euo pipefail
 work=${WORK:-/tmp/coder}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} VLLM_USE_FLASHINFER_SAMPLER=0 RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1

@@ -98,7 +98,7 @@ class Workers:
 
 class _WithoutBfloat16(TorchFunctionMode):
     """`Tensor.bfloat16` is a copy. torch's Muon takes its matrix products in bfloat16, for which a CPU that has no such
-    arithmetic needs some forty times as long as in float32."""
+    arithmetic needs far longer than in float32."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
