@@ -150,7 +150,9 @@ class LoadedEngine:
                     continue  # of a load before, under way when that was ended
                 self._sent_s[request_id] = -now_s
                 if opened_s:
-                    steps = json.loads((output.trace_headers or {}).get(STEPS_HEADER, "[]"))
+                    words = (output.trace_headers or {}).get(STEPS_HEADER, "").split()
+                    pairs = (word.split(",") for word in words)
+                    steps = [(int(verified), int(accepted)) for verified, accepted in pairs]
                     window.add(len(output.new_token_ids), steps, now_s - abs(last_s), last_s > 0)
                 if output.finish_reason is not None:
                     del self._sent_s[request_id]

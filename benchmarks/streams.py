@@ -7,9 +7,9 @@ Everything is real but vLLM's engine core: in its place a process sends every ru
 in the engine's form. More than one token a step are said to be accepted drafts, in the product's arms.
 Arms: `vllm` is `vllm serve`'s own server; `target` is the product (HAProxy, target); `each-step` is the product with an
 engine that holds back nothing; `ingress` is the product with one ingress replica; `proxy` is the product behind Serve's
-proxy in Python. A client keeps so many streams open, each of 64 to 192 steps and followed by another. Counted over a
-window of time: chunks, tokens, time to the first chunk, and the CPU time of each kind of process. On few cores the
-clients' own share is taken from the others.
+proxy in Python. A client keeps so many streams open, each of 64 to 192 steps (`--steps`) and followed by another.
+Counted over a window of time: chunks, tokens, time to the first chunk, and the CPU time of each kind of process. On few
+cores the clients' own share is taken from the others.
 """
 
 import argparse
@@ -61,7 +61,6 @@ KINDS = {
     "--serve-vllm": "server",
 }
 MAX_NUM_SEQS = 1024
-STEPS = (64, 192)
 PACE = "PEAGLE_STREAMS_PACE"
 """For the processes of the server, as JSON: `step_ms`, `tokens` of a request in a step, `arm`, and the `folder` of
 files with the tokens that each has got from its engine (8 bytes)."""
@@ -263,7 +262,8 @@ class Clients:
 
     def __init__(self, url: str, options: argparse.Namespace, seed: int) -> None:
         self._host, self._port = url.removeprefix("http://").split(":")
-        self._num_tokens, self._draw = options.tokens, random.Random(seed)
+        self._num_tokens, self._steps, self._draw = options.tokens, options.steps, random.Random(seed)
+        self._prompt = " ".join(["Hi"] * options.prompt_words)
         interval = options.stream_interval
         self._own = {"ignore_eos": True} | ({} if interval is None else {"stream_interval": interval})
         self.num_chunks = self.num_answers = self.num_failed = 0
@@ -271,12 +271,14 @@ class Clients:
 
     async def run_forever(self, is_first: bool = True) -> None:
         while True:
-            steps = self._draw.randint(1 if is_first else STEPS[0], STEPS[1])  # so that they end at different times
+            least, most = self._steps
+            steps = self._draw.randint(1 if is_first else least, most)  # so that they end at different times
             is_first = False
             await self._ask(steps * self._num_tokens)
 
     async def _ask(self, max_tokens: int) -> None:
-        body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": max_tokens, "stream": True}
+        messages = [{"role": "user", "content": self._prompt}]
+        body = {"model": "m", "messages": messages, "max_tokens": max_tokens, "stream": True}
         text = json.dumps(body | self._own)
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
         reader, writer = await asyncio.open_connection(self._host, int(self._port))
@@ -362,6 +364,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=1, help="processes that share the streams")
     parser.add_argument("--step-ms", type=float, default=20.0, help="of the engine that is not there")
     parser.add_argument("--tokens", type=int, default=1, help="of a request in a step")
+    parser.add_argument("--steps", type=int, nargs=2, default=[64, 192], help="of an answer, at least and at most")
+    parser.add_argument("--prompt-words", type=int, default=1, help="tokens of a prompt, but for the chat template's")
     parser.add_argument("--stream-interval", type=int, help="tokens of a chunk, as clients ask; default: the server's")
     parser.add_argument("--seconds", type=float, default=8.0, help="that are counted ...")
     parser.add_argument("--warm-seconds", type=float, default=6.0, help="... after these")

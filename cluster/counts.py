@@ -38,8 +38,8 @@ class Counts:
     reached: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
-    def add_step(self, num_verified: int, num_accepted: int) -> None:
-        """Count one step of one request in place. A step without drafts counts nowhere."""
+    def add_step(self, num_verified: int, num_accepted: int, number: int = 1) -> None:
+        """Count one step of one request, or a number of equal ones, in place. A step without drafts counts nowhere."""
         missing = [0] * (num_verified - len(self.drafted))
         for row, num_depths in (
             (self.drafted, num_verified),
@@ -48,7 +48,7 @@ class Counts:
         ):
             row += missing
             for index in range(num_depths):
-                row[index] += 1
+                row[index] += number
 
     @property
     def num_steps(self) -> int:

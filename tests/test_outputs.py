@@ -227,7 +227,7 @@ def test_each_client_gets_what_is_due_to_it_and_steps_wait_with_their_tokens(mon
     assert tokens == [{0: [[0]], 1: [[5]]}, {0: []}, {0: [], 1: []}, {0: [[1, 2, 3, 4, 5, 6]]}]
     assert sent[1][0].scheduler_stats is sent[2][0].scheduler_stats is stats
     assert sent[2][1].finished_requests == {"z"}
-    assert sent[3][0].outputs[0].trace_headers == {OUTPUTS_HEADER: "3", STEPS_HEADER: "[[7,1],[7,2],[7,3]]"}
+    assert sent[3][0].outputs[0].trace_headers == {OUTPUTS_HEADER: "3", STEPS_HEADER: "7,1 7,2 7,3"}
     assert found._steps == {"b": [(7, 1), (7, 2), (7, 3)]}
 
 

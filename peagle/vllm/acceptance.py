@@ -10,9 +10,8 @@ come with the last output only: aborted requests, those ended by a stop string a
 Imports no vLLM.
 """
 
-import json
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,7 +47,7 @@ LEARN_KEY = "peagle_learn"
 """`extra_args` key: str, name of the caller whose answers may be kept to train heads on. Absent: none of it is kept."""
 
 STEPS_HEADER = "x-peagle-steps"
-"""JSON: the list of a request's `VerifiedStep`s that were not reported yet, oldest first."""
+"""A request's `VerifiedStep`s that were not reported yet, oldest first: "7,3 7,0 5,5"."""
 
 OUTPUTS_HEADER = "x-peagle-outputs"
 """How many steps' outputs an output is made of (`peagle.vllm.outputs`). Absent: one."""
@@ -64,8 +63,18 @@ VerifiedStep = tuple[int, int]
 
 
 def steps_text(steps: Iterable[VerifiedStep]) -> str:
-    """What stands under `STEPS_HEADER`. Written without `json.dumps`: it is made for each request in each step."""
-    return f"[{','.join([f'[{verified},{accepted}]' for verified, accepted in steps])}]"
+    """What stands under `STEPS_HEADER`. Words and not JSON: the process of `DraftingRecorder`, which is full first,
+    counts them as they are."""
+    return " ".join([f"{verified},{accepted}" for verified, accepted in steps])
+
+
+def counts_of_steps(steps: Mapping[str, int]) -> Counts:
+    """Counts of steps: how often each word of a `steps_text` came."""
+    counts = Counts()
+    for step, number in steps.items():
+        num_verified, num_accepted = step.split(",")
+        counts.add_step(int(num_verified), int(num_accepted), number)
+    return counts
 
 
 def drafts_wanted(params: Any, k_max: int) -> int:
@@ -176,6 +185,7 @@ class DraftingRecorder:
         self._on_answer = on_answer
         self._max_records, self._max_workloads = max_records, max_workloads
         self._live: dict[str, RequestDrafting] = {}
+        self._steps: dict[str, Counter[str]] = {}  # of each live request; in no counts yet
         self._workloads: OrderedDict[str, WorkloadCounts] = OrderedDict()  # least recently used first
         self._finished: OrderedDict[str, list[RequestDrafting]] = OrderedDict()
         self.num_output_tokens = 0
@@ -262,7 +272,13 @@ class DraftingRecorder:
         Not in it: of a request that was aborted, a step still running in the engine, and those whose tokens were held
         back there.
         """
-        return {workload: counts.copy() for workload, counts in self._workloads.items()}
+        found = {workload: counts.copy() for workload, counts in self._workloads.items()}
+        running: dict[str, Counter[str]] = {}
+        for request_id, live in self._live.items():
+            running.setdefault(live.workload, Counter()).update(self._steps[request_id])
+        for workload, steps in running.items():
+            found[workload].counts += counts_of_steps(steps)
+        return found
 
     def context_tokens(self) -> float:
         """Mean context of the sequences in the engine, waiting ones included; 0.0 without any."""
@@ -288,6 +304,7 @@ class DraftingRecorder:
             workload = DEFAULT_WORKLOAD
         self._workloads.setdefault(workload, WorkloadCounts()).num_started += 1
         self._workloads.move_to_end(workload)
+        self._steps[request.request_id] = Counter()
         self._live[request.request_id] = RequestDrafting(
             request.external_req_id or request.request_id,
             workload,
@@ -321,16 +338,16 @@ class DraftingRecorder:
                 learned.answer += output.new_token_ids
                 learned.has_failed |= str(output.finish_reason) not in WHOLE_ANSWERS
             if (steps := headers.get(STEPS_HEADER)) is not None:
-                for num_verified, num_accepted in json.loads(steps):
-                    live.counts.add_step(num_verified, num_accepted)
-                    self._workloads[live.workload].counts.add_step(num_verified, num_accepted)
+                self._steps[output.request_id].update(steps.split())
 
     def _close(self, internal_ids: Iterable[str], still_open: Mapping[str, Any], is_aborted: bool) -> None:
         for internal_id in internal_ids:
             if internal_id in still_open or (record := self._live.pop(internal_id, None)) is None:
                 continue
             record.is_aborted = is_aborted
+            record.counts = counts_of_steps(self._steps.pop(internal_id))
             totals = self._workloads[record.workload]
+            totals.counts += record.counts
             totals.num_finished += not is_aborted
             totals.num_aborted += is_aborted
             totals.num_output_tokens += record.num_output_tokens
