@@ -38,6 +38,7 @@ def processor(config: Any) -> InputProcessor:
         vllm_config=config,
         model_config=config.model_config,
         output_processor=None,
+        renderer=None,
         generate=None,
     )
     guard(client)

@@ -61,6 +61,11 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
             "_validate_model_input": ("prompt_input", "prompt_type"),
         },
     },
+    "renderer": {
+        "vllm.renderers.base:BaseRenderer": {"_tokenize_prompt": ("prompt", "params")},
+        "vllm.renderers.hf:HfRenderer": {},
+        "vllm.renderers.hf:safe_apply_chat_template": {},
+    },
     "runner": {
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner": {
             "propose_draft_token_ids": (
@@ -141,7 +146,8 @@ ATTRIBUTES: Mapping[str, Sequence[str]] = {
         "structured_output_manager",
         "waiting",
     ),
-    "client": ("input_processor", "model_config", "output_processor"),
+    "client": ("input_processor", "model_config", "output_processor", "renderer"),
+    "renderer": ("_tokenize_prompt_async",),
     "runner": (
         "discard_request_mask",
         "input_batch",
