@@ -68,7 +68,7 @@ from peagle.heads import head_digest, target_digest
 from peagle.vllm.acceptance import DraftingRecorder
 from peagle.vllm.engine import ASYNC_SCHEDULER, RemoteSettings, engine_kwargs
 from peagle.vllm.limits import GRAMMAR_KEY, GrammarLimits, guard
-from peagle.vllm.rendering import render_on_event_loop
+from peagle.vllm.rendering import render_at_once
 
 gc.enable()
 
@@ -111,7 +111,7 @@ class TargetServer(LLMServer):
         )
         self._recorder.attach(self._client)
         guard(self._client, grammar_limits(settings))
-        render_on_event_loop(self._client)
+        render_at_once(self._client)
         self.edge = Edge(settings, make_control(settings), QUEUED_PER_RUNNING * settings.max_num_seqs)
         if head_dir is not None and drafter is None:
             self.edge.heads = (await asyncio.to_thread(head_digest, head_dir),)

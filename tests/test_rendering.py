@@ -1,4 +1,4 @@
-"""Short prompts are rendered where vLLM's client runs, long ones in its thread, and both are what vLLM alone makes."""
+"""Short prompts are rendered at once, others in vLLM's thread, and all of them to what vLLM alone makes of them."""
 
 import asyncio
 from pathlib import Path
@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.renderers import ChatParams, TokenizeParams, renderer_from_config
-from vllm.v1.engine.async_llm import AsyncLLM
 
 from peagle.vllm.compat import UnsupportedVLLMError
-from peagle.vllm.rendering import MAX_CHARS, MAX_MESSAGES, render_on_event_loop
+from peagle.vllm.rendering import MAX_CHARS, MAX_MESSAGES, render_at_once
 
-TEMPLATE = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tokenize": False})
+TOKENIZE = TokenizeParams(max_total_tokens=8192)
+TOOL = {"type": "function", "function": {"name": "f"}}
+LONG = "word " * (MAX_CHARS // 5)
 
 
 class Counting:
@@ -30,14 +31,22 @@ class Counting:
 
         self.renderer._executor.submit = count
 
-    def tokens(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
-        params = ChatParams(chat_template_kwargs=TEMPLATE.chat_template_kwargs | kwargs)
+    def chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+        params = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tokenize": False, **kwargs})
+        return self._run(self.renderer.render_chat_async([messages], params, TOKENIZE))
 
-        async def render() -> Any:
-            return await self.renderer.render_chat_async([messages], params, TokenizeParams(max_total_tokens=8192))
+    def completion(self, prompts: list[dict[str, Any]]) -> Any:
+        return self._run(self.renderer.render_cmpl_async(prompts, TOKENIZE, prompt_extras={"cache_salt": "s"}))
 
-        _, (prompt,) = asyncio.run(render())
-        return list(prompt["prompt_token_ids"])
+    @staticmethod
+    def _run(rendering: Any) -> Any:
+        async def run() -> Any:
+            return await rendering
+
+        found = asyncio.run(run())
+        for prompt in found[-1] if isinstance(found, tuple) else found:
+            assert prompt.pop("arrival_time") > 0
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -50,40 +59,64 @@ def counting(config: Any) -> Counting:
     found = Counting(config)
     client: Any = SimpleNamespace(input_processor=None, model_config=None, output_processor=None)
     client.renderer = found.renderer
-    render_on_event_loop(client)
+    render_at_once(client)
     return found
 
 
-def chat(num_messages: int, text: str) -> list[dict[str, Any]]:
-    return [{"role": ("user", "assistant")[index % 2], "content": f"{index} {text}"} for index in range(num_messages)]
+def chat(num_messages: int, text: Any) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[index % 2], "content": text} for index in range(num_messages)]
 
 
 @pytest.mark.parametrize(
-    ("messages", "kwargs", "num_handed_over"),
+    ("messages", "kwargs", "is_short"),
     [
-        (chat(1, "What is a prime?"), {}, 0),
-        (chat(MAX_MESSAGES, "Yes."), {}, 0),
-        (chat(MAX_MESSAGES + 1, "Yes."), {}, 1),
-        (chat(1, "Yes."), {"tools": MAX_MESSAGES * [{"type": "function", "function": {"name": "f"}}]}, 1),
-        (chat(1, "word " * (MAX_CHARS // 5)), {}, 1),
-        (chat(MAX_MESSAGES + 1, "word " * 100), {}, 2),
+        (chat(1, "What is a prime?"), {}, True),
+        (chat(1, "What is a prime?"), {"tools": None, "enable_thinking": False, "effort": "low"}, True),
+        (chat(MAX_MESSAGES, "Yes."), {}, True),
+        (chat(MAX_MESSAGES + 1, "Yes."), {}, False),
+        (chat(1, LONG), {}, False),
+        (chat(1, [{"type": "text", "text": "Yes."}]), {}, False),
+        (chat(1, "Yes."), {"tools": [TOOL]}, False),
+        (chat(1, "Yes."), {"documents": [{"text": LONG}]}, False),
+        (chat(1, "Yes."), {"more": LONG}, False),
     ],
 )
-def test_what_is_short_is_rendered_at_once_and_all_of_it_as_by_vllm(
-    config: Any, counting: Counting, messages: list[dict[str, Any]], kwargs: dict[str, Any], num_handed_over: int
+def test_a_chat(
+    config: Any, counting: Counting, messages: list[dict[str, Any]], kwargs: dict[str, Any], is_short: bool
 ) -> None:
     alone = Counting(config)
-    assert counting.tokens(messages, **kwargs) == alone.tokens(messages, **kwargs)
-    assert (counting.num_handed_over, alone.num_handed_over) == (num_handed_over, 2)
+    assert counting.chat(messages, **kwargs) == alone.chat(messages, **kwargs)
+    assert (counting.num_handed_over, alone.num_handed_over) == (0 if is_short else 2, 2)
 
 
-def test_an_error_in_a_template_is_the_callers(counting: Counting) -> None:
+@pytest.mark.parametrize(
+    ("prompts", "is_short"),
+    [
+        ([{"prompt": "A prime is"}], True),
+        ([{"prompt": "A prime is"}, {"prompt": "A word is"}], True),
+        ([{"prompt": "A prime is"}, {"prompt": LONG}], False),
+    ],
+)
+def test_prompts_of_a_completion(
+    config: Any, counting: Counting, prompts: list[dict[str, Any]], is_short: bool
+) -> None:
+    alone = Counting(config)
+    copies = [dict(prompt) for prompt in prompts]
+    assert counting.completion(prompts) == alone.completion(copies)
+    assert (counting.num_handed_over, alone.num_handed_over) == (0 if is_short else len(prompts), len(prompts))
+
+
+def test_token_ids_are_taken_as_they_are(config: Any, counting: Counting) -> None:
+    prompts = [{"prompt_token_ids": [1, 2, 3]}]
+    assert counting.completion(prompts) == Counting(config).completion([{"prompt_token_ids": [1, 2, 3]}])
+
+
+def test_an_error_in_a_template_reaches_the_caller(counting: Counting) -> None:
     with pytest.raises(Exception, match="no such role"):
-        counting.tokens(chat(1, "x"), chat_template="{{ raise_exception('no such role') }}")
+        counting.chat(chat(1, "x"), chat_template="{{ raise_exception('no such role') }}")
 
 
-def test_another_vllm_is_refused_in_one_line() -> None:
-    client: Any = SimpleNamespace(input_processor=None, model_config=None, output_processor=None, renderer=object())
-    client.generate = AsyncLLM.generate
-    with pytest.raises(UnsupportedVLLMError, match=r"object\._tokenize_prompt_async"):
-        render_on_event_loop(client)
+def test_a_client_without_a_renderer_is_refused_in_one_line() -> None:
+    client: Any = SimpleNamespace(input_processor=None, model_config=None, output_processor=None)
+    with pytest.raises(UnsupportedVLLMError, match=r"SimpleNamespace\.renderer"):
+        render_at_once(client)

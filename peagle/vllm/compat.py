@@ -60,11 +60,12 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
             "_validate_params": ("params", "supported_tasks"),
             "_validate_model_input": ("prompt_input", "prompt_type"),
         },
-    },
-    "renderer": {
-        "vllm.renderers.base:BaseRenderer": {"_tokenize_prompt": ("prompt", "params")},
-        "vllm.renderers.hf:HfRenderer": {},
-        "vllm.renderers.hf:safe_apply_chat_template": {},
+        "vllm.renderers.base:BaseRenderer": {
+            "render_chat": ("conversations", "chat_params"),
+            "render_chat_async": ("conversations", "chat_params"),
+            "render_cmpl": ("prompts",),
+            "render_cmpl_async": ("prompts",),
+        },
     },
     "runner": {
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner": {
@@ -147,7 +148,6 @@ ATTRIBUTES: Mapping[str, Sequence[str]] = {
         "waiting",
     ),
     "client": ("input_processor", "model_config", "output_processor", "renderer"),
-    "renderer": ("_tokenize_prompt_async",),
     "runner": (
         "discard_request_mask",
         "input_batch",

@@ -1,49 +1,56 @@
-"""Short prompts become tokens on the event loop of the engine's client, not in a thread.
+"""Short prompts become tokens at once on the event loop of the engine's client, and not in a thread.
 
-vLLM hands the chat template and the tokenizer of every request to a thread. Templates are Python, which runs no faster
-there; and each hand-over waits first for the interpreter's lock and then, on the way back, for everything that is ready
-on the event loop. With hundreds of streams that is most of the time to the first token (`benchmarks.streams`).
+vLLM gives the chat template and the tokenizer of every request to a thread, and awaits its steps as tasks of their own.
+Templates are Python, which runs no faster there; and each step waits, on its way back, for everything that is ready on
+the event loop. With hundreds of streams that is most of the time to the first token (`benchmarks.streams`).
 """
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-
-from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
 
 from peagle.vllm import compat
 
-MAX_MESSAGES = 64
-"""Of a conversation, tools counted too, whose template is applied on the event loop: some half a millisecond."""
-
 MAX_CHARS = 4096
-"""Of a prompt that is tokenized on the event loop: some two milliseconds."""
+"""Of a request's prompts that are rendered at once: some two milliseconds of a slow core, nearly all of it the
+tokenizer's."""
+
+MAX_MESSAGES = 64
+"""Of a chat, likewise: half a millisecond of its template."""
 
 
-def render_on_event_loop(client: Any) -> None:
-    """Let `client`, an `AsyncLLM`, render and tokenize short prompts where it runs; longer ones stay in the thread.
-    Renderers of models with templates of their own in Python (DeepSeek, Mistral, Kimi) keep those in the thread.
+def render_at_once(client: Any) -> None:
+    """Let `client`, an `AsyncLLM`, render what is short by vLLM's own functions for callers that do not await.
 
     Raises:
-        UnsupportedVLLMError: this vLLM's renderer has not what is replaced.
+        UnsupportedVLLMError: this vLLM's renderer has not what is called.
     """
     compat.check("client", client)
     renderer = client.renderer
-    compat.check("renderer", renderer)
-    tokenize_in_thread = renderer._tokenize_prompt_async
+    render_chat_async, render_cmpl_async = renderer.render_chat_async, renderer.render_cmpl_async
 
-    async def tokenize(prompt: Any, params: Any) -> Any:
-        if len(prompt["prompt"]) > MAX_CHARS:
-            return await tokenize_in_thread(prompt, params)
-        return renderer._tokenize_prompt(prompt, params)
+    async def render_chat(conversations: Sequence[Sequence[Any]], chat_params: Any, *args: Any, **kwargs: Any) -> Any:
+        messages = [message for conversation in conversations for message in conversation]
+        settings = chat_params.chat_template_kwargs.values()
+        if len(messages) <= MAX_MESSAGES and _num_chars(messages, settings) <= MAX_CHARS:
+            return renderer.render_chat(conversations, chat_params, *args, **kwargs)
+        return await render_chat_async(conversations, chat_params, *args, **kwargs)
 
-    renderer._tokenize_prompt_async = tokenize
-    if not isinstance(renderer, HfRenderer):
-        return
-    apply_in_thread = renderer._apply_chat_template_async
+    async def render_cmpl(prompts: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if _num_chars(prompts) <= MAX_CHARS:
+            return renderer.render_cmpl(prompts, *args, **kwargs)
+        return await render_cmpl_async(prompts, *args, **kwargs)
 
-    async def apply_chat_template(model_config: Any, tokenizer: Any, conversation: list[Any], **kwargs: Any) -> Any:
-        # Where the template's own call tokenizes, its time grows with the text.
-        if kwargs.get("tokenize", True) or len(conversation) + len(kwargs.get("tools") or ()) > MAX_MESSAGES:
-            return await apply_in_thread(model_config, tokenizer, conversation, **kwargs)
-        return safe_apply_chat_template(model_config, tokenizer, conversation, **kwargs)
+    renderer.render_chat_async, renderer.render_cmpl_async = render_chat, render_cmpl
 
-    renderer._apply_chat_template_async = apply_chat_template
+
+def _num_chars(parts: Iterable[Any], settings: Iterable[Any] = ()) -> float:
+    """Of messages or prompts, with the values that a template gets beside them; infinite where there is more in them
+    than text and flags: images, tools, documents, token ids."""
+    values = [value for part in parts for value in (part.values() if isinstance(part, Mapping) else (part,))]
+    num_chars = 0
+    for value in (*values, *settings):
+        if isinstance(value, str):
+            num_chars += len(value)
+        elif value is not None and not isinstance(value, bool | int | float):
+            return float("inf")
+    return num_chars
