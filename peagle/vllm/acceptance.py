@@ -133,7 +133,7 @@ class RequestDrafting:
         request_id: the id that its caller gave to the engine.
         workload: under which it is counted.
         max_k: `extra_args["peagle_k"]` as sent, None where it was not.
-        counts: its verified steps.
+        counts: its verified steps, from its end on.
         num_output_tokens, num_prompt_tokens: tokens that the engine returned for it, and those of its prompt.
         is_aborted: the caller left, or cancelled it, before it was complete.
         learned_from: what is kept of it to train heads on, where its caller lets that be.
