@@ -41,6 +41,7 @@ same chance in all arms (`benchmarks.engines.SURVIVAL`): that measures speed, no
 import argparse
 import asyncio
 import contextlib
+import functools
 import gzip
 import hashlib
 import importlib.util
@@ -303,21 +304,24 @@ def dataset(options: argparse.Namespace, lines: list[str], max_tokens: int) -> l
 
 def load(options: argparse.Namespace, url: str, cell: Cell, number: int, seed: int, max_tokens: int) -> dict[str, Any]:
     """What `vllm bench serve` says of so many prompts, the cell's requests in flight."""
-    from vllm.benchmarks.serve import add_cli_args, main_async
+    from vllm.benchmarks import serve
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    if not hasattr(serve.get_tokenizer, "cache_info"):  # loading it takes longer than a small cell
+        serve.get_tokenizer = functools.cache(serve.get_tokenizer)
     parser = FlexibleArgumentParser()
-    add_cli_args(parser)
+    serve.add_cli_args(parser)
     arguments = [
         *("--backend", "openai", "--base-url", url, "--endpoint", "/v1/completions", "--model", NAME),
         *("--served-model-name", NAME, "--tokenizer", str(options.tokenizer), "--seed", str(seed)),
         *("--max-concurrency", str(cell.num_requests), "--num-prompts", str(number), "--num-warmups", "0"),
+        *("--ready-check-timeout-sec", "0"),  # which sends a whole request of its own
         *("--temperature", str(cell.temperature), "--save-detailed"),
         *("--percentile-metrics", "ttft,tpot", "--metric-percentiles", ",".join(map(str, PERCENTILES))),
         *("--disable-tqdm", *dataset(options, choose_lines(options, cell, number, seed), max_tokens)),
     ]
     with contextlib.redirect_stdout(sys.stderr):
-        return asyncio.run(asyncio.wait_for(main_async(parser.parse_args(arguments)), options.max_cell_s))
+        return asyncio.run(asyncio.wait_for(serve.main_async(parser.parse_args(arguments)), options.max_cell_s))
 
 
 def measure(
