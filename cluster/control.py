@@ -137,18 +137,17 @@ class DepthControl:
         workload, silent_s = drafting.workload, now_s - self._observed_s
         if self.follows(now_s):
             choice = self._followed.get(workload) or self._followed[DEFAULT_WORKLOAD].of(workload)
-            settled = choice.draw(self._random)
         elif 0 <= silent_s <= MAX_REPORT_AGE_S:
             choices = self._chooser.choices(
                 {workload}, self.book, self._load, self._context_tokens, now_s, self._random
             )
-            settled = choices[workload].draw(self._random)
+            choice = choices[workload]
         else:
             since = "yet" if math.isinf(silent_s) else f"for {abs(silent_s):.0f} s"
             return dataclasses.replace(drafting, reason=f"no target has reported {since}: the default K")
-        settled = self._as_played(settled)
-        if settled.source != "probe":
-            self._choices[workload] = settled
+        settled = self._choices[workload] = self._as_played(choice.drafting)
+        if settled.max_k < self.policy.max_k:  # else the scheduler verifies deeper by itself now and then
+            settled = self._as_played(choice.draw(self._random))
         max_k = self.policy.max_k if max_k is None else min(max_k, self.policy.max_k)
         if settled.max_k <= max_k:
             return settled

@@ -418,7 +418,8 @@ MAX_PROBE_LOSS = 0.005
 
 @dataclass(frozen=True)
 class Choice:
-    """What the requests of a workload get: `probe` in `probe_share` of them, else `drafting`."""
+    """What the requests of a workload get: `drafting`, or where no step verifies deeper, `probe` in `probe_share` of
+    them."""
 
     drafting: Drafting
     probe_share: float = 0.0

@@ -43,10 +43,8 @@ def control(**options) -> DepthControl:
 
 
 def k_of(found: DepthControl, workload: str, now_s: float) -> int:
-    """K in force, whatever probes do."""
-    settled = [found.settle(resolve(POLICY, {"workload": workload}), now_s) for _ in range(20)]
-    (k,) = {each.k for each in settled if each.source != "probe"}
-    return k
+    """K in force."""
+    return found.settle(resolve(POLICY, {"workload": workload}), now_s).k
 
 
 def test_k_follows_what_each_workload_accepts_and_what_a_row_costs() -> None:
@@ -234,14 +232,19 @@ def test_a_target_chooses_as_the_router_does_whatever_it_has_seen_itself() -> No
     assert unseen.source in ("learned", "probe"), "judged like all traffic together"
 
 
-def test_targets_probe_as_often_as_the_router_says() -> None:
-    router, target = control(), control()
-    router.observe([report(workloads={"code": counts(0.6, 5000)})], 0.0)
+def test_requests_probe_as_often_as_the_router_says_where_no_step_verifies_deeper() -> None:
+    """On a GPU the requests of a workload with K = 0 have no drafts that a step could verify."""
+    router, target = control(on_gpu=True), control(on_gpu=True)
+    router.observe([report(workloads={"chat": counts(0.01, 5000), "code": counts(0.6, 5000)})], 0.0)
     target.follow(router.guidance(1, 0.0), 0.0)
-    share = router.guidance(1, 0.0).choices["code"].probe_share
-    assert 0 < share < 0.1
-    drawn = [target.settle(Drafting("code", 3, "default"), 1.0).source for _ in range(5000)]
-    assert 0.5 * share < drawn.count("probe") / 5000 < 2 * share
+    choices = router.guidance(1, 0.0).choices
+    share = choices["chat"].probe_share
+    assert (choices["chat"].drafting.k, 0 < choices["code"].drafting.k < K_MAX) == (0, True)
+    drawn = [target.settle(Drafting("chat", 3, "default"), 1.0) for _ in range(20_000)]
+    probes = [each for each in drawn if each.source == "probe"]
+    assert {(each.k, each.survival) for each in probes} == {(K_MAX, ())}
+    assert 0.5 * share < len(probes) / len(drawn) < 2 * share
+    assert {target.settle(Drafting("code", 3, "default"), 1.0).source for _ in range(5000)} == {"learned"}
 
 
 def test_a_target_that_hears_nothing_goes_on_with_what_it_heard_and_then_with_its_own() -> None:

@@ -16,6 +16,7 @@ from peagle.vllm.trimming import (
     MIN_DRAFTED,
     REPORT_INTERVAL_S,
     STEPS_PER_COSTS,
+    VERIFY_INTERVAL_STEPS,
     Trimmer,
     document_path,
     make_trimmer,
@@ -95,6 +96,25 @@ def test_load_trims_and_never_deepens() -> None:
     assert max(many) < 3
     free = trimmer(per_token_s=0.0)
     assert free.depths([request(usual) for _ in range(4)], [3, 0, 2, 1]) == [3, 0, 2, 1]
+
+
+def test_now_and_then_a_step_verifies_all_its_drafts_also_beside_prompts() -> None:
+    """So that acceptance beyond what pays stays known; in all requests of a step at once, within their limits."""
+    usual, found = [0.7, 0.5, 0.35, 0.25, 0.18], trimmer()
+    batch, limits = [request(usual) for _ in range(16)], [5, 3] * 8
+    usual_depths, verified = found.depths(batch, limits), []
+    assert sum(usual_depths) < sum(limits)
+    for step in range(2 * VERIFY_INTERVAL_STEPS):
+        depths = found.depths(batch, limits)
+        if depths == limits:
+            verified.append(step)
+            assert found.depths(batch, limits, prompt_tokens=500) == limits, "what was planned is kept"
+        else:
+            assert sum(found.depths(batch, limits, prompt_tokens=500)) < sum(limits)
+        num_tokens = 16 + sum(depths)
+        found.model.observe(TimedStep(0.010 + 0.001 * num_tokens, 16, num_tokens, 100.0))
+    assert len(verified) == 1
+    assert VERIFY_INTERVAL_STEPS <= verified[0] <= VERIFY_INTERVAL_STEPS + STEPS_PER_COSTS
 
 
 def test_a_batch_is_decided_once_until_step_times_are_known_better(monkeypatch: pytest.MonkeyPatch) -> None:

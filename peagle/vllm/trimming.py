@@ -50,7 +50,9 @@ the drafter's pass, or leaves it out, against what is believed to be better, whi
 change it."""
 
 VERIFY_INTERVAL_STEPS = 200
-"""Where passes are left out, so often one runs all the same, so that acceptance stays known."""
+"""So often a step verifies all its drafts although fewer pay, or one whose pass would be left out runs it, so that
+acceptance stays known. All requests of one step, and not one request in many: the pass of a whole batch is as deep as
+its deepest request."""
 
 MIN_DRAFTED = 100
 """Requests, summed over steps, that are drafted before a pass is left out: acceptance has been measured by then."""
@@ -111,7 +113,8 @@ class Trimmer:
         self._last_s: float | None = None
         self._reported_s, self._reported_steps = -math.inf, 0
         self._costs, self._costs_at_step = model.costs, 0
-        self._looked_at_step = self._crossed_at_step = self._num_drafted = 0
+        self._looked_at_step = self._verified_at_step = self._crossed_at_step = self._num_drafted = 0
+        self._verifies_all = False
         self._leaves_out = False
         self._decided: tuple[object, list[int]] = None, []
         # Read once a request, not once a step. Requests of a workload share the survival of the one that came last: it
@@ -120,10 +123,14 @@ class Trimmer:
         self._newest: OrderedDict[str, tuple[float, ...]] = OrderedDict()
 
     def depths(self, requests: "list[Request]", max_ks: list[int], prompt_tokens: int = 0) -> list[int]:
-        """Drafts of each request, at most its `max_ks`. `prompt_tokens`: of prompts that run in the same step.
+        """Drafts of each request, at most its `max_ks`. `prompt_tokens`: of prompts that run in the same step; a step
+        is asked for without them first, and what was then planned to verify all its drafts still does.
 
         Decided anew when the batch changes, or what is believed of step times: this runs between two steps.
         """
+        if prompt_tokens and self._verifies_all:
+            return max_ks
+        self._verifies_all = False
         batch = ([request.request_id for request in requests], max_ks, prompt_tokens, self._newest_costs())
         if batch == self._decided[0]:
             return self._decided[1]
@@ -133,6 +140,7 @@ class Trimmer:
             return max_ks
         context_tokens = _mean_context(requests)
         if not prompt_tokens and self._should_look(len(requests), sum(max_ks), context_tokens):
+            self._verifies_all = True
             return max_ks
         # Those that keep their K load the step like the rest; they are valued like one of them.
         valued = [typical if survival is None else survival for survival in survivals]
@@ -142,6 +150,11 @@ class Trimmer:
             max_k if survival is None else depth
             for max_k, survival, depth in zip(max_ks, survivals, depths, strict=True)
         ]
+        if depths == max_ks:
+            self._verified_at_step = self.model.num_steps
+        elif not prompt_tokens and self.model.num_steps - self._verified_at_step >= VERIFY_INTERVAL_STEPS:
+            self._verified_at_step, self._verifies_all = self.model.num_steps, True
+            return max_ks
         self._decided = batch, depths
         return depths
 
