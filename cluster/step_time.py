@@ -154,10 +154,13 @@ class StepCosts:
         num_tokens: Array = np.arange(num_requests, num_requests + num_drafts + 1, dtype=np.float64)
         seconds = self.forward(num_tokens + prompt_tokens) + self.per_token_context_s * context_tokens * num_tokens
         seconds[0 if is_drafted else 1 :] += self.pass_s(num_requests)
-        if prompt_tokens:
-            seconds += self.forward.at(num_requests) - self.forward.at(num_requests + prompt_tokens)
         seconds += self.by_requests.at(num_requests) + self.per_request_context_s * context_tokens * num_requests
-        return np.maximum.accumulate(np.maximum(seconds, max(LEAST_S, self.serving_s * num_requests)))
+        least_s = self.serving_s * num_requests
+        if prompt_tokens:
+            prompts_s = self.forward.at(num_requests + prompt_tokens) - self.forward.at(num_requests)
+            seconds -= prompts_s
+            least_s -= prompts_s + self.beside_prompts_s  # the server's process goes on while the prompts run
+        return np.maximum.accumulate(np.maximum(seconds, max(LEAST_S, least_s)))
 
     def seconds(
         self, num_requests: float, num_tokens: float, context_tokens: float = 0.0, prompt_tokens: float = 0.0
