@@ -409,9 +409,6 @@ PATIENCE = 3.0
 
 NOTHING_MEASURED = "nothing measured yet, so K rests on the low end of the prior"
 
-FREE_PROBE_FACTOR = 4.0
-"""How much more often a request probes where that adds no time to a step."""
-
 MAX_PROBE_LOSS = 0.005
 """The share of a replica's tokens that probes may cost, at the most."""
 
@@ -451,8 +448,8 @@ class DepthChooser:
     Args:
         costs: of the engines; may be replaced at any time.
         max_k: the most drafts a request gets.
-        probe_share: share of requests that are verified to `max_k` where K is less. `FREE_PROBE_FACTOR` times as many
-            where that adds no time; fewer where their cost would exceed `MAX_PROBE_LOSS`.
+        probe_share: share of requests that are verified to `max_k` where K is less and no step goes deeper; fewer
+            where their cost would exceed `MAX_PROBE_LOSS`.
         objectives: by workload; others want throughput, without a limit, at weight 1.
     """
 
@@ -620,9 +617,7 @@ class DepthChooser:
         """A decision, and the share of the workload's requests that probe beyond it."""
         step_s = steps.step_s_with_probe(depths, index, self._max_k)
         loss = step_s / float(steps.step_s(np.array([depths]))[0]) - 1.0
-        share = FREE_PROBE_FACTOR * self._probe_share
-        if loss > 1e-9:
-            share = min(self._probe_share, MAX_PROBE_LOSS / (loss * steps.num_requests))
+        share = min(self._probe_share, MAX_PROBE_LOSS / max(1e-9, loss * steps.num_requests))
         reason = f"probe: {share:.2g} of requests go to K={self._max_k} to see what lies beyond K={decision.k}"
         tpot_s = step_s / (1.0 + sum(steps.demands[index].survival))
         probe = Drafting(decision.workload, self._max_k, "probe", reason, expected_tpot_s=tpot_s)

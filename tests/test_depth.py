@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from cluster.acceptance import AcceptanceBook, Survival
 from cluster.counts import Counts, News
 from cluster.depth import (
-    FREE_PROBE_FACTOR,
     MAX_PROBE_LOSS,
     Demand,
     DepthChooser,
@@ -392,7 +391,7 @@ def test_probes_look_deeper_as_often_as_stated():
     assert probe_share(cheap, useless, 4, probe_share=0.0) == (1, 0.0)
     assert probe_share(cheap, GOOD, 4) == (5, 0.0)  # nothing lies deeper
     free = Table(10 * MS, 1 * MS, sizes=[8, 64])
-    assert probe_share(free, useless, 1) == (1, pytest.approx(FREE_PROBE_FACTOR * 0.01, abs=0.006))
+    assert probe_share(free, useless, 1) == (1, pytest.approx(0.01, abs=0.003))
     dear = Table(10 * MS, 10 * MS, sizes=[32, 64])
     k, share = probe_share(dear, BAD, 32)
     cost = dear.seconds(32, 37) / dear.seconds(32, 32) - 1
