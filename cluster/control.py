@@ -146,7 +146,7 @@ class DepthControl:
             since = "yet" if math.isinf(silent_s) else f"for {abs(silent_s):.0f} s"
             return dataclasses.replace(drafting, reason=f"no target has reported {since}: the default K")
         settled = self._choices[workload] = self._as_played(choice.drafting)
-        if settled.max_k < self.policy.max_k:  # else the scheduler verifies deeper by itself now and then
+        if not settled.max_k:  # it has no drafts that a step could verify
             settled = self._as_played(choice.draw(self._random))
         max_k = self.policy.max_k if max_k is None else min(max_k, self.policy.max_k)
         if settled.max_k <= max_k:
@@ -158,11 +158,14 @@ class DepthControl:
 
     def _as_played(self, chosen: Drafting) -> Drafting:
         """A choice as the scheduler gets it, with what it may decide at each step."""
-        chosen = dataclasses.replace(chosen, survival=tuple(round(value, 4) for value in chosen.survival))
+        survival = tuple(round(value, 4) for value in chosen.survival)
+        if not self._lets_steps_decide:
+            survival = survival[: chosen.k]  # deeper is only the step in many that verifies all drafts
+        max_k = chosen.max_k
         # On a GPU the drafter's pass is left out only where all requests have K = 0, on a CPU where that is faster.
-        if self._lets_steps_decide and chosen.source == "learned" and (chosen.k > 0 or not self._on_gpu):
-            chosen = dataclasses.replace(chosen, max_k=max(chosen.k, self.policy.max_k))
-        return chosen
+        if chosen.source == "learned" and (chosen.k > 0 or (self._lets_steps_decide and not self._on_gpu)):
+            max_k = max(chosen.k, self.policy.max_k)
+        return dataclasses.replace(chosen, survival=survival, max_k=max_k)
 
     def guidance(self, num_targets: int, now_s: float) -> Guidance:
         """What the controls of `num_targets` target replicas are to `follow`. Raises what the choice of K raises."""

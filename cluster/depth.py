@@ -415,8 +415,7 @@ MAX_PROBE_LOSS = 0.005
 
 @dataclass(frozen=True)
 class Choice:
-    """What the requests of a workload get: `drafting`, or where no step verifies deeper, `probe` in `probe_share` of
-    them."""
+    """What the requests of a workload get: `drafting`, or where its K is 0, `probe` in `probe_share` of them."""
 
     drafting: Drafting
     probe_share: float = 0.0
@@ -448,8 +447,8 @@ class DepthChooser:
     Args:
         costs: of the engines; may be replaced at any time.
         max_k: the most drafts a request gets.
-        probe_share: share of requests that are verified to `max_k` where K is less and no step goes deeper; fewer
-            where their cost would exceed `MAX_PROBE_LOSS`.
+        probe_share: share of requests that are verified to `max_k` where K is 0; fewer where their cost would exceed
+            `MAX_PROBE_LOSS`. Of the others the scheduler verifies all drafts of a step in many.
         objectives: by workload; others want throughput, without a limit, at weight 1.
     """
 
@@ -481,7 +480,7 @@ class DepthChooser:
     ) -> Mapping[str, Choice]:
         """The choices of all workloads that are planned, and of `workloads`. A choice is `learned`, or `default` while
         nothing is measured, and its survival is what each draft is expected to add to AL (`cluster.acceptance.gains`).
-        Its probes go deeper than the K in force and carry no survival, because they must be verified to their end.
+        Its probes carry no survival, because they must be verified to their end.
 
         Args:
             book: posteriors of all workloads.
@@ -519,7 +518,7 @@ class DepthChooser:
         depths = best_assignment(steps)
         plan = steps.plan(depths)
         decision = Drafting(workload, depths[0], "learned", plan.reason, tuple(survival), plan.tpot_s[workload])
-        return self._with_probe(decision, steps, depths, 0) if decision.k < self._max_k else Choice(decision)
+        return self._with_probe(decision, steps, depths, 0) if 0 == decision.k < self._max_k else Choice(decision)
 
     def _replan(
         self,
@@ -557,7 +556,7 @@ class DepthChooser:
                 source: Source = "default" if is_cold else "learned"
                 decision = Drafting(name, assignment[index], source, reason, tuple(demand.survival), plan.tpot_s[name])
                 choices[name] = Choice(decision)
-                if decision.k < self._max_k and self._probe_share > 0:
+                if 0 == decision.k < self._max_k and self._probe_share > 0:
                     choices[name] = self._with_probe(decision, steps, assignment, index)
         depths = {name: choice.drafting.k for name, choice in choices.items()}
         total = sum(numbers.values())
@@ -614,11 +613,11 @@ class DepthChooser:
         return best, ""
 
     def _with_probe(self, decision: Drafting, steps: SharedSteps, depths: tuple[int, ...], index: int) -> Choice:
-        """A decision, and the share of the workload's requests that probe beyond it."""
+        """A decision for K = 0, and the share of the workload's requests that probe."""
         step_s = steps.step_s_with_probe(depths, index, self._max_k)
         loss = step_s / float(steps.step_s(np.array([depths]))[0]) - 1.0
         share = min(self._probe_share, MAX_PROBE_LOSS / max(1e-9, loss * steps.num_requests))
-        reason = f"probe: {share:.2g} of requests go to K={self._max_k} to see what lies beyond K={decision.k}"
+        reason = f"probe: {share:.2g} of requests go to K={self._max_k} to see what is accepted"
         tpot_s = step_s / (1.0 + sum(steps.demands[index].survival))
         probe = Drafting(decision.workload, self._max_k, "probe", reason, expected_tpot_s=tpot_s)
         return Choice(decision, share, probe)

@@ -137,11 +137,12 @@ class Drafting:
         workload: under which its acceptance is counted.
         k: drafts verified per step; where `max_k` is more, the plan at the load of its arrival.
         source: what chose K: the `request`, the operator's table by `workload`, the `default`, or acceptance and load
-            (`learned`); a `probe` is deeper than what was learned, to measure there.
+            (`learned`); a `probe` measures acceptance where a learned K is 0.
         reason: in words; "" where the source says all.
-        survival: S_1, S_2, ... on which a learned K rests, by which the scheduler may trim it under load; () otherwise.
+        survival: S_1, S_2, ... on which a learned K rests, by which the scheduler may trim it under load, as deep as
+            its steps usually go; () otherwise.
         expected_tpot_s: seconds per output token expected of a learned K.
-        max_k: the most drafts of a step: k, unless the scheduler decides by `survival` at every step.
+        max_k: the most drafts of a step: k, unless the scheduler decides by `survival`.
     """
 
     workload: str

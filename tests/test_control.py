@@ -56,9 +56,9 @@ def test_k_follows_what_each_workload_accepts_and_what_a_row_costs() -> None:
 
 
 def learned(found: DepthControl, workload: str) -> Drafting:
-    """A choice that is no probe."""
-    choices = (found.settle(Drafting(workload, 3, "default"), 1.0) for _ in range(20))
-    return next(choice for choice in choices if choice.source == "learned")
+    choice = found.settle(Drafting(workload, 3, "default"), 1.0)
+    assert choice.source == "learned"
+    return choice
 
 
 def test_a_choice_says_why_and_the_engine_may_verify_deeper() -> None:
@@ -76,11 +76,15 @@ def test_a_choice_says_why_and_the_engine_may_verify_deeper() -> None:
         assert (settled.k, settled.max_k) == (0, max_k), "on a GPU a step that may draft runs the drafter"
 
 
-def test_with_an_objective_no_step_is_deeper_than_k() -> None:
+def test_with_an_objective_steps_usually_go_no_deeper_than_k() -> None:
     found = control(objectives={"chat": Objective(max_tpot_ms=50)})
-    found.observe([report()], 0.0)
-    settled = learned(found, "code")
-    assert settled.max_k == settled.k
+    found.observe([report(workloads={"chat": counts(0.6, 5000)})], 0.0)
+    settled = learned(found, "chat")
+    assert 0 < len(settled.survival) == settled.k < settled.max_k == K_MAX
+    found = control(objectives={"chat": Objective(max_tpot_ms=50)})
+    found.observe([report(workloads={"chat": counts(0.01, 5000)})], 0.0)
+    drawn = [found.settle(Drafting("chat", 3, "default"), 1.0) for _ in range(2000)]
+    assert {(each.source, each.k, each.max_k) for each in drawn} == {("learned", 0, 0), ("probe", K_MAX, K_MAX)}
 
 
 def test_what_the_request_or_the_operator_fixed_stays() -> None:
@@ -229,7 +233,7 @@ def test_a_target_chooses_as_the_router_does_whatever_it_has_seen_itself() -> No
     assert (settled.survival, settled.max_k) == (learned(router, "code").survival, K_MAX)
     unseen = target.settle(Drafting("never-seen", 3, "default"), 1.0)
     assert unseen.workload == "never-seen"
-    assert unseen.source in ("learned", "probe"), "judged like all traffic together"
+    assert unseen.source == "learned", "judged like all traffic together"
 
 
 def test_requests_probe_as_often_as_the_router_says_where_no_step_verifies_deeper() -> None:

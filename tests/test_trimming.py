@@ -151,7 +151,18 @@ def test_requests_without_a_survival_keep_their_k() -> None:
     depths = found.depths([request(), *[request(DOUBTFUL) for _ in range(15)]], [5] * 16)
     assert depths[0] == 5
     assert max(depths[1:]) <= 1
-    assert found.depths([request([0.01])] * 16, [3] * 16) == [3] * 16, "a survival shorter than K is not used"
+
+
+def test_steps_go_no_deeper_than_a_survival_says_but_for_those_that_verify_all() -> None:
+    """With objectives K is where the survival ends."""
+    found, batch = trimmer(per_token_s=0.0), [request(SURE[:2]) for _ in range(4)]
+    assert found.depths([*batch, request(workload="pinned")], [5] * 5) == [2, 2, 2, 2, 5]
+    depths = []
+    for _ in range(VERIFY_INTERVAL_STEPS + STEPS_PER_COSTS):
+        depths.append(found.depths(batch, [5] * 4))
+        found.model.observe(TimedStep(0.010, 4, 12, 100.0))
+    assert depths.count([2] * 4) == len(depths) - 1
+    assert depths.count([5] * 4) == 1
 
 
 @pytest.mark.parametrize("survival", [[0.5, 0.9], [float("nan")], "no numbers", [2.0], 7])

@@ -134,7 +134,7 @@ class Trimmer:
         batch = ([request.request_id for request in requests], max_ks, prompt_tokens, self._newest_costs())
         if batch == self._decided[0]:
             return self._decided[1]
-        survivals = self._survivals(requests, max_ks)
+        survivals = self._survivals(requests)
         typical = next((survival for survival in survivals if survival is not None), None)
         if typical is None:
             return max_ks
@@ -167,11 +167,13 @@ class Trimmer:
         if not any(max_ks) or prompt_tokens or self._num_drafted < MIN_DRAFTED:
             self._num_drafted += sum(map(bool, max_ks))
             return any(max_ks)
-        survivals = [found or () for found in self._survivals(requests, max_ks)]
-        if any(len(survival) < max_k for survival, max_k in zip(survivals, max_ks, strict=True)):
+        found = self._survivals(requests)
+        if any(max_k and survival is None for survival, max_k in zip(found, max_ks, strict=True)):
             return True
+        survivals = [survival or () for survival in found]
+        limits = [min(max_k, len(survival)) for max_k, survival in zip(max_ks, survivals, strict=True)]
         num, context_tokens, costs = len(requests), _mean_context(requests), self._newest_costs()
-        depths = allocate(survivals, max_ks, costs, context_tokens)
+        depths = allocate(survivals, limits, costs, context_tokens)
         num_drafts = sum(depths)
         length = 1.0 + sum(sum(survival[:k]) for survival, k in zip(survivals, depths, strict=True)) / num
         drafted_s = float(costs.curve(num, num_drafts, context_tokens, is_drafted=True)[-1])
@@ -228,15 +230,11 @@ class Trimmer:
             self._costs, self._costs_at_step = self.model.costs, self.model.num_steps
         return self._costs
 
-    def _survivals(self, requests: "list[Request]", max_ks: list[int]) -> list[tuple[float, ...] | None]:
-        """What was last said of each request's workload; None where its K is to be obeyed. One that is too short for
-        the K says nothing of the rest."""
+    def _survivals(self, requests: "list[Request]") -> list[tuple[float, ...] | None]:
+        """What was last said of each request's workload; behind its end only a step that verifies all goes. None where
+        the request's K is to be obeyed."""
         workloads = [self._workload(request) for request in requests]
-        known = [None if workload is None else self._newest.get(workload) for workload in workloads]
-        return [
-            None if survival is None or len(survival) < max_k else survival
-            for survival, max_k in zip(known, max_ks, strict=True)
-        ]
+        return [None if workload is None else self._newest.get(workload) for workload in workloads]
 
     def _workload(self, request: "Request") -> str | None:
         """The request's workload; None where it brought no survival, or none that is usable."""
