@@ -44,18 +44,22 @@ COUNTERS = {
 @dataclass(frozen=True)
 class Arm:
     """kind: none, eagle3 (stock), stock (P-EAGLE as vLLM runs it, on its V1 runner), peagle (ours, colocated) or remote
-    (ours, the drafter on another GPU). k: K_max."""
+    (ours, the drafter on another GPU). k: K_max. fixed_k: K of every request, where it is not learned."""
 
     kind: str
     k: int = 0
+    fixed_k: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> "Arm":
-        kind, _, k = text.partition("-")
-        return cls(kind, int(k or 0))
+        """`KIND`, `KIND-K` or `KIND-KkFIXED`. Raises ValueError for numbers that are none."""
+        kind, _, numbers = text.partition("-")
+        k, _, fixed = numbers.partition("k")
+        return cls(kind, int(k or 0), int(fixed) if fixed else None)
 
     def __str__(self) -> str:
-        return f"{self.kind}-{self.k}" if self.k or self.kind == "ours" else self.kind
+        fixed = "" if self.fixed_k is None else f"k{self.fixed_k}"
+        return f"{self.kind}-{self.k}{fixed}" if self.k or self.kind == "ours" else self.kind
 
 
 class Segments:

@@ -16,6 +16,7 @@ Arms, all but the last three plain `vllm serve`; K is K_max:
     suffix      suffix decoding (needs the package arctic-inference, which vLLM does not bring)
     ours-K      `peagle serve`, the drafter in the target's engine, K learned
     remote-K    the same, the drafter a replica of its own: on the next one of `--gpus`, where there are some
+    ours-KkF    the server of ours-K, asked for F drafts a step by each request
     ours-0      `peagle serve` without a drafter
 
 All have the engine settings of `--engine`. The arms' servers run together (`--together` at a time), dealt out to
@@ -55,7 +56,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +125,15 @@ class Cell:
 
 def parse_arm(text: str, options: argparse.Namespace) -> Arm:
     """Raises ValueError for an arm that is not known, lacks its K or an option, or cannot run here."""
-    kind = text.partition("-")[0]
-    arm = Arm.parse(text) if text.partition("-")[2].isdecimal() or text == kind else Arm("")
+    kind, numbers = text.partition("-")[::2]
+    is_arm = text == kind or all(number.isdecimal() for number in numbers.split("k", 1))
+    arm = Arm.parse(text) if is_arm and (kind in OURS or "k" not in numbers) else Arm("")
     if arm.kind not in (*HEADS, *OTHERS) or (not arm.k and text not in ("none", "suffix", "ours-0")):
         raise ValueError(
             f"--arms: {text!r} is none, suffix, ours-0, or KIND-K with one of {', '.join((*HEADS, 'draft', 'ngram'))}"
         )
+    if arm.fixed_k is not None and arm.fixed_k > arm.k:
+        raise ValueError(f"--arms: {text!r} asks for {arm.fixed_k} drafts a step of at most {arm.k}")
     needed = HEADS.get(kind) if arm.k and not options.shape else None
     needed = "draft_model" if kind == "draft" else needed
     if needed and getattr(options, needed) is None:
@@ -138,8 +142,8 @@ def parse_arm(text: str, options: argparse.Namespace) -> Arm:
         raise ValueError(f"--arms {text} needs --batch-table")
     if kind == "suffix" and importlib.util.find_spec("arctic_inference") is None:
         raise ValueError("--arms suffix needs the package arctic-inference, which is not installed: leave it out")
-    if kind == "remote" and (options.shape or len(options.gpus) == 1):
-        raise ValueError("--arms remote-K needs real heads, and two of --gpus where it has any")
+    if kind == "remote" and len(options.gpus) == 1:
+        raise ValueError("--arms remote-K needs two of --gpus where it has any")
     return arm
 
 
@@ -159,12 +163,11 @@ def prepare(options: argparse.Namespace, arm: Arm) -> tuple[str, str | None, dic
     head = options.folder / f"head-{arm}"
     if not (head / "config.json").exists():
         models.write_head(head, arm.k, shape, num_layers=4 if parallel else 1, parallel=parallel)
-    synthetic = {
-        "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_rates": list(SURVIVAL[: arm.k]),
-        "draft_load_config": {"load_format": "safetensors"},
-    }
-    return str(target), str(head), synthetic
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(SURVIVAL[: arm.k])}
+    if arm.kind == "remote":
+        models.write_embedding(target, shape)  # the drafter's process reads it there
+        return str(target), str(head), synthetic
+    return str(target), str(head), synthetic | {"draft_load_config": {"load_format": "safetensors"}}
 
 
 def speculative_config(options: argparse.Namespace, arm: Arm, head: str | None) -> dict[str, Any]:
@@ -204,8 +207,7 @@ def command(options: argparse.Namespace, arm: Arm, port: int) -> list[str]:
             size = {"num_gpus": 1, "cache_gib": 8} if options.gpus else {"cache_gib": 0.25}
             replicas = {"num_replicas": 1, "num_cpus": 0.1, "host": "127.0.0.1", **size}
             args["drafter"] |= {"placement": "remote", "replicas": replicas}
-        else:
-            args["drafter"]["engine_options"] = further
+        args["drafter"]["engine_options"] = further
     application = {"name": "peagle", "route_prefix": "/", "import_path": "deployments.app:build", "args": args}
     document = {"proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": port}}
     file.write_text(yaml.safe_dump({**document, "applications": [application]}))
@@ -302,7 +304,9 @@ def dataset(options: argparse.Namespace, lines: list[str], max_tokens: int) -> l
     return [*how, "--custom-output-len", str(max_tokens)]
 
 
-def load(options: argparse.Namespace, url: str, cell: Cell, number: int, seed: int, max_tokens: int) -> dict[str, Any]:
+def load(
+    options: argparse.Namespace, arm: Arm, url: str, cell: Cell, number: int, seed: int, max_tokens: int
+) -> dict[str, Any]:
     """What `vllm bench serve` says of so many prompts, the cell's requests in flight."""
     from vllm.benchmarks import serve
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -320,20 +324,22 @@ def load(options: argparse.Namespace, url: str, cell: Cell, number: int, seed: i
         *("--percentile-metrics", "ttft,tpot", "--metric-percentiles", ",".join(map(str, PERCENTILES))),
         *("--disable-tqdm", *dataset(options, choose_lines(options, cell, number, seed), max_tokens)),
     ]
+    if arm.fixed_k is not None:
+        arguments += ["--extra-body", json.dumps({"drafting": {"k": arm.fixed_k}})]
     with contextlib.redirect_stdout(sys.stderr):
         return asyncio.run(asyncio.wait_for(serve.main_async(parser.parse_args(arguments)), options.max_cell_s))
 
 
 def measure(
-    options: argparse.Namespace, url: str, pid: int, cell: Cell, repeat: int
+    options: argparse.Namespace, arm: Arm, url: str, pid: int, cell: Cell, repeat: int
 ) -> tuple[dict[str, Any], list[str]]:
     """Figures of one cell, and its answers in the order of the prompts. pid: of the server."""
     seed = cell_seed(cell, repeat)
-    load(options, url, cell, max(options.warmups, cell.num_requests), seed + 500, options.warm_tokens)
+    load(options, arm, url, cell, max(options.warmups, cell.num_requests), seed + 500, options.warm_tokens)
     before = read_counters(url)
     number = max(options.min_prompts, options.waves * cell.num_requests)
     busy_s = processor_s(pid)
-    result = load(options, url, cell, number, seed, options.max_tokens)
+    result = load(options, arm, url, cell, number, seed, options.max_tokens)
     spent = {one: seconds - busy_s.get(one, 0.0) for one, seconds in processor_s(pid).items()}
     after = read_counters(url)
     found = {name: result[name] for name in FIGURES} | verification(after - before) | decided(url)
@@ -461,19 +467,26 @@ def run(options: argparse.Namespace, arms: list[Arm], cells: list[Cell]) -> dict
     report["num_gpus"] = {str(arm): 2 if arm.kind == "remote" else 1 for arm in arms} if options.gpus else {}
     report["conditions"] = conditions()
     answers: dict[tuple[int, Cell], dict[str, list[str]]] = {}
-    together = options.together or len(arms)
-    for first in range(0, len(arms), together):
-        with servers(options, arms[first : first + together], first) as urls:
+    by_server: dict[Arm, list[Arm]] = {}
+    for arm in arms:
+        by_server.setdefault(replace(arm, fixed_k=None), []).append(arm)
+    served = list(by_server)
+    together = options.together or len(served)
+    for first in range(0, len(served), together):
+        with servers(options, served[first : first + together], first) as urls:
             report["ready_s"] |= {str(arm): ready_s for arm, (_, ready_s, _) in urls.items()}
             for repeat, cell in itertools.product(range(options.repeats), cells):
-                for arm, (url, _, pid) in list(urls.items()):
+                for server, arm in [(one, arm) for one in urls for arm in by_server[one]]:
+                    if server not in urls:
+                        continue
+                    url, _, pid = urls[server]
                     try:
-                        figures, texts = measure(options, url, pid, cell, repeat)
+                        figures, texts = measure(options, arm, url, pid, cell, repeat)
                     except (httpx.HTTPError, TimeoutError) as error:  # the others go on
                         print(
                             f"error: {arm} answers no more ({error!r}): its log is in {options.folder}", file=sys.stderr
                         )
-                        del urls[arm]
+                        del urls[server]
                         continue
                     report["rows"].append({"arm": str(arm), "repeat": repeat, **asdict(cell), **figures})
                     answers.setdefault((repeat, cell), {})[str(arm)] = texts

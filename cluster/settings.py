@@ -59,6 +59,9 @@ OWNED_DRAFT_KEYS = {
 ONLY_DRAFT_VALUES = {"draft_sample_method": ("greedy",), "rejection_sample_method": ("standard", "synthetic")}
 """Keys of which one value is refused: K is learned from drafts that are greedy and rejected one by one."""
 
+VERIFICATION_KEYS = ("rejection_sample_method", "synthetic_acceptance_length", "synthetic_acceptance_rates")
+"""Keys of verification, which the target's engine does wherever the drafter runs."""
+
 ROW_DTYPES = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
 """vLLM's names of data types, and the names in the remote drafter's protocol."""
 
@@ -259,9 +262,9 @@ class DrafterSettings(Section):
                     if getattr(self, key)
                 ]
             )
-        elif self.engine_options:
+        elif others := [key for key in self.engine_options if key not in VERIFICATION_KEYS]:
             raise ValueError(
-                f".engine_options ({', '.join(self.engine_options)}) are for a drafter in the target's engine, which "
+                f".engine_options ({', '.join(others)}) are for a drafter in the target's engine, which "
                 "placement: remote does not have: leave them out"
             )
         if (num_heads := len(self.heads) + self.spare_heads) > MAX_NUM_HEADS:

@@ -70,11 +70,19 @@ def test_every_arm_becomes_one_of_vllms_settings_or_a_service(tmp_path: Path, ta
         ("draft-4", {"draft_model": None}, "draft-4 needs --draft-model"),
         ("table-7", {"batch_table": None}, "table-7 needs --batch-table"),
         ("remote-7", {"gpus": ["0"]}, "two of --gpus"),
+        ("ours-7k8", {}, "asks for 8 drafts a step of at most 7"),
+        ("eagle3-7k3", {}, "is none, suffix, ours-0, or KIND-K"),
     ],
 )
 def test_arms_that_cannot_run_are_named(text: str, given: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         parse_arm(text, options(**given))
+
+
+def test_requests_of_a_fixed_k_go_to_the_server_of_the_learned_one() -> None:
+    arm = parse_arm("ours-7k3", options())
+    assert (arm.kind, arm.k, arm.fixed_k, str(arm)) == ("ours", 7, 3, "ours-7k3")
+    assert str(dataclasses.replace(arm, fixed_k=None)) == "ours-7"
 
 
 def test_cells_are_sets_temperatures_and_requests() -> None:

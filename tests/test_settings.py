@@ -268,6 +268,10 @@ BAD_INPUTS: dict[str, tuple[Any, list[str]]] = {
         remote(drafter__engine_options={"draft_tensor_parallel_size": 2}),
         ["drafter.engine_options", "draft_tensor_parallel_size", "leave them out"],
     ),
+    "options of both": (
+        remote(drafter__engine_options={"rejection_sample_method": "synthetic", "draft_tensor_parallel_size": 2}),
+        ["drafter.engine_options (draft_tensor_parallel_size)", "leave them out"],
+    ),
     "pipeline of stages": (
         remote(engine={"dtype": "half", "pipeline_parallel_size": 2}),
         ["engine.pipeline_parallel_size is 2", "tensor_parallel_size"],
@@ -359,6 +363,13 @@ def test_bad_input_is_named_with_its_path_and_remedy(name: str, catalog: Catalog
 def test_autoscaling_that_cannot_be_meant_is_named(catalog: Catalog, section: dict[str, Any], words: str) -> None:
     problems = problems_of(changed(autoscaling=section), catalog)
     assert any(words in problem for problem in problems), problems
+
+
+def test_options_of_verification_go_with_a_remote_drafter(catalog: Catalog) -> None:
+    options = {"rejection_sample_method": "synthetic"}
+    drafter = load_settings(remote(drafter__engine_options=options), catalog).drafter
+    assert drafter is not None
+    assert drafter.engine_options == options
 
 
 def test_a_remote_drafter_scales_too(catalog: Catalog) -> None:
