@@ -304,15 +304,33 @@ def dataset(options: argparse.Namespace, lines: list[str], max_tokens: int) -> l
     return [*how, "--custom-output-len", str(max_tokens)]
 
 
+def drafting(options: argparse.Namespace, arm: Arm, line: str) -> dict[str, Any]:
+    """What a request of an arm asks our service for; empty for the others' requests. line: its prompt's, or empty."""
+    asked = {} if arm.fixed_k is None else {"k": arm.fixed_k}
+    if options.tagged and line and arm.kind in OURS:
+        asked["workload"] = json.loads(line)["category"]
+    return asked
+
+
 def load(
     options: argparse.Namespace, arm: Arm, url: str, cell: Cell, number: int, seed: int, max_tokens: int
 ) -> dict[str, Any]:
     """What `vllm bench serve` says of so many prompts, the cell's requests in flight."""
-    from vllm.benchmarks import serve
+    from vllm.benchmarks import datasets, serve
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     if not hasattr(serve.get_tokenizer, "cache_info"):  # loading it takes longer than a small cell
         serve.get_tokenizer = functools.cache(serve.get_tokenizer)
+    lines = choose_lines(options, cell, number, seed)
+
+    def samples(*given: Any) -> list[Any]:
+        found: list[Any] = datasets.get_samples(*given)
+        for sample, line in zip(found, lines or itertools.repeat(""), strict=False):
+            if asked := drafting(options, arm, line):
+                sample.request_overrides = {"drafting": asked}
+        return found
+
+    serve.get_samples = samples
     parser = FlexibleArgumentParser()
     serve.add_cli_args(parser)
     arguments = [
@@ -322,10 +340,8 @@ def load(
         *("--ready-check-timeout-sec", "0"),  # which sends a whole request of its own
         *("--temperature", str(cell.temperature), "--save-detailed"),
         *("--percentile-metrics", "ttft,tpot", "--metric-percentiles", ",".join(map(str, PERCENTILES))),
-        *("--disable-tqdm", *dataset(options, choose_lines(options, cell, number, seed), max_tokens)),
+        *("--disable-tqdm", *dataset(options, lines, max_tokens)),
     ]
-    if arm.fixed_k is not None:
-        arguments += ["--extra-body", json.dumps({"drafting": {"k": arm.fixed_k}})]
     with contextlib.redirect_stdout(sys.stderr):
         return asyncio.run(asyncio.wait_for(serve.main_async(parser.parse_args(arguments)), options.max_cell_s))
 
@@ -512,6 +528,9 @@ def main() -> int:
     parser.add_argument("--together", type=int, help="servers that run at a time, 1 to spare memory; default: all")
     parser.add_argument("--cells", nargs="+", default=["random:1,8,32,64,128,256"], metavar="SET[@TEMPERATURE]:N,N..")
     parser.add_argument("--prompts", type=Path, help="folder of the sets, as benchmarks.prompts writes them")
+    parser.add_argument(
+        "--tagged", action="store_true", help="requests of our service name their prompt's category as their workload"
+    )
     parser.add_argument("--max-tokens", type=int, default=256, help="of an answer to one of them")
     parser.add_argument(
         "--dataset",

@@ -17,6 +17,7 @@ from benchmarks.headline import (
     Counts,
     command,
     compare,
+    drafting,
     keep_answers,
     name_of,
     parse_arm,
@@ -83,6 +84,16 @@ def test_requests_of_a_fixed_k_go_to_the_server_of_the_learned_one() -> None:
     arm = parse_arm("ours-7k3", options())
     assert (arm.kind, arm.k, arm.fixed_k, str(arm)) == ("ours", 7, 3, "ours-7k3")
     assert str(dataclasses.replace(arm, fixed_k=None)) == "ours-7"
+
+
+def test_requests_ask_for_a_k_and_name_a_workload() -> None:
+    line = json.dumps({"prompt": "a", "category": "qa"})
+    tagged, plain = options(tagged=True), options(tagged=False)
+    assert drafting(tagged, parse_arm("ours-7k0", tagged), line) == {"k": 0, "workload": "qa"}
+    assert drafting(tagged, parse_arm("ours-7", tagged), line) == {"workload": "qa"}
+    assert drafting(plain, parse_arm("ours-7k3", plain), line) == {"k": 3}
+    assert drafting(tagged, parse_arm("eagle3-3", tagged), line) == {}
+    assert drafting(tagged, parse_arm("ours-7k3", tagged), "") == {"k": 3}
 
 
 def test_cells_are_sets_temperatures_and_requests() -> None:
