@@ -329,14 +329,19 @@ class StepCostModel:
 
     @property
     def costs(self) -> StepCosts:
-        """What is believed now. No coefficient is below 0, and V never falls, whatever noise says."""
+        """What is believed now. No coefficient is below 0, and V and D never fall, whatever noise says: fewer rows take
+        at most what more rows are believed to take. Fewer may really take longer (a CPU's 2 rows, by its kernels). Were
+        the more held to be as slow, they would seem to cost nothing, and no step of theirs could say otherwise."""
         mean = np.maximum(self._mean, 0.0) * self._unit_s
         begin, end = len(self._knots), len(self._knots) + len(self._request_knots)
         numbers = mean[end:]
         numbers[3:] /= CONTEXT_UNIT
+        forward, by_requests = (
+            np.minimum.accumulate(curve[::-1])[::-1].tolist() for curve in (mean[:begin], mean[begin:end])
+        )
         return StepCosts(
-            Curve(tuple(self._knots.tolist()), tuple(np.maximum.accumulate(mean[:begin]).tolist())),
-            Curve(tuple(self._request_knots.tolist()), tuple(np.maximum.accumulate(mean[begin:end]).tolist())),
+            Curve(tuple(self._knots.tolist()), tuple(forward)),
+            Curve(tuple(self._request_knots.tolist()), tuple(by_requests)),
             **dict(zip(NUMBERS, numbers.tolist(), strict=True)),
             serving_s=self.serving_s,
             num_steps=self.num_steps,

@@ -270,6 +270,26 @@ def test_an_engine_without_points_learns_from_its_first_steps() -> None:
     assert sum(found.depths(batch, [K_MAX] * 16)) > 70
 
 
+KERNELS_MS = {1: 45.0, 2: 52.0, 3: 48.0, 4: 45.0, 5: 45.0, 6: 44.0, 7: 48.0, 8: 52.5}
+"""Steps of one request by rows, the drafter's pass included, as two CPU cores take them: 2 rows are slower than 6."""
+
+
+@pytest.mark.parametrize("before", [(), (7,), (7, 5, 3, 1)])
+def test_fewer_drafts_are_found_out_by_looking_too(before: tuple[int, ...]) -> None:
+    """Whatever was run before: a batch that always verifies all its drafts would never know what fewer take."""
+    found = Trimmer(StepCostModel(on_gpu=False))
+    survival = [0.72, 0.48, 0.35, 0.25, 0.19, 0.14, 0.105]
+    best = max(range(8), key=lambda k: (1 + sum(survival[:k])) / KERNELS_MS[1 + k])
+    assert best == 5
+    for k in (*before, None):
+        batch, seen = [request(survival if k is None else None)], []
+        for _ in range(600):
+            (depth,) = found.depths(batch, [7 if k is None else k])
+            found.model.observe(TimedStep(KERNELS_MS[1 + depth] / 1000, 1, 1 + depth, 250.0, 0, True))
+            seen.append(depth)
+    assert seen[200:].count(best) >= 390, "looks are few once all is known"
+
+
 def test_costs_are_reported_when_new_and_not_more_often_than_they_are_read() -> None:
     found = trimmer()
 

@@ -17,7 +17,8 @@ import json
 import logging
 import math
 import tempfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +46,9 @@ STEPS_PER_COSTS = 8
 """Steps after which drafts are weighed by newer costs: making them takes time between two steps."""
 
 LOOK_ERROR, LOOK_INTERVAL_STEPS = 0.06, 20
-"""Once in so many steps one verifies all its drafts, while what that takes is known no better than this share; or runs
-the drafter's pass, or leaves it out, against what is believed to be better, while that is known no better and could
-change it."""
+"""Once in so many steps one is run to learn what it takes, while that is known no better than this share: it verifies
+all its drafts; or another number of each request, or runs the drafter's pass, or leaves it out, against what is
+believed to be better, where better knowledge could change that."""
 
 VERIFY_INTERVAL_STEPS = 200
 """So often a step verifies all its drafts although fewer pay, or one whose pass would be left out runs it, so that
@@ -139,17 +140,24 @@ class Trimmer:
         if typical is None:
             return max_ks
         context_tokens = _mean_context(requests)
-        if not prompt_tokens and self._should_look(len(requests), sum(max_ks), context_tokens):
-            self._verifies_all = True
-            return max_ks
+        looks = not prompt_tokens and self.model.num_steps - self._looked_at_step >= LOOK_INTERVAL_STEPS
+        if looks:
+            self._looked_at_step = self.model.num_steps
+            if self._is_unsure(len(requests), sum(max_ks), context_tokens):
+                self._verifies_all = True
+                return max_ks
         # Those that keep their K load the step like the rest; they are valued like one of them.
         valued = [typical if survival is None else survival for survival in survivals]
         limits = [min(max_k, len(survival)) for max_k, survival in zip(max_ks, valued, strict=True)]
         depths = allocate(valued, limits, self._newest_costs(), context_tokens, prompt_tokens)
+        if looks and (other := self._worth_a_look(valued, limits, depths, context_tokens)) is not None:
+            depths = [min(limit, other) for limit in limits]
         depths = [
             max_k if survival is None else depth
             for max_k, survival, depth in zip(max_ks, survivals, depths, strict=True)
         ]
+        if looks and other is not None:
+            return depths
         if depths == max_ks:
             self._verified_at_step = self.model.num_steps
         elif not prompt_tokens and self.model.num_steps - self._verified_at_step >= VERIFY_INTERVAL_STEPS:
@@ -214,16 +222,39 @@ class Trimmer:
         numbers = {name: float(f"{number:.4g}") for name, number in self.model.costs.to_wire().items()}
         return json.dumps(numbers, separators=(",", ":"))
 
-    def _should_look(self, num_requests: int, num_drafts: int, context_tokens: float) -> bool:
-        """Whether this step verifies everything to learn what that takes: what was never run is never known, and a
-        guess that is too dear would stand for ever."""
-        num_steps = self.model.num_steps
-        if not num_steps or num_steps - self._looked_at_step < LOOK_INTERVAL_STEPS:
-            return False
-        if self.model.error(num_requests, num_requests + num_drafts, context_tokens) <= LOOK_ERROR:
-            return False
-        self._looked_at_step = num_steps
-        return True
+    def _is_unsure(self, num_requests: int, num_drafts: int, context_tokens: float) -> bool:
+        """Whether little is known of what such a step takes."""
+        return self.model.error(num_requests, num_requests + num_drafts, context_tokens) > LOOK_ERROR
+
+    def _worth_a_look(
+        self, survivals: Sequence[tuple[float, ...]], limits: list[int], depths: list[int], context_tokens: float
+    ) -> int | None:
+        """The most drafts of a request of which too little is known to say that they are worse than `depths`. None
+        without any.
+
+        What was never run is never known: a guess that is too dear, or too near its neighbour's, would stand for ever.
+        """
+        num, costs = len(limits), self._newest_costs()
+        seconds = costs.curve(num, sum(limits), context_tokens, is_drafted=True)
+        groups = Counter(zip(survivals, limits, depths, strict=True))
+
+        def rate(k: int | None) -> tuple[int, float]:
+            """Drafts, and tokens per second, with at most `k` drafts of a request; None: with `depths`."""
+            num_drafts, gained = 0, 0.0
+            for (survival, limit, depth), count in groups.items():
+                kept = depth if k is None else min(limit, k)
+                num_drafts += count * kept
+                gained += count * sum(survival[:kept])
+            return num_drafts, (num + gained) / float(seconds[num_drafts])
+
+        best, found = rate(None)[1], None
+        for k in range(max(limits) + 1):
+            num_drafts, expected = rate(k)
+            error = self.model.error(num, num + num_drafts, context_tokens)
+            hope = expected / max(1.0 - 2.0 * error, LOOK_ERROR)
+            if error > LOOK_ERROR and hope > best:
+                best, found = hope, k
+        return found
 
     def _newest_costs(self) -> StepCosts:
         if self.model.num_steps - self._costs_at_step >= STEPS_PER_COSTS:
