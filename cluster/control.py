@@ -60,6 +60,7 @@ class DepthControl:
         is_adaptive: K is chosen; else the operator's default stands, and what is learned is shown only.
         on_gpu: of the targets' engines: what is guessed of their steps until they report what these take.
         objectives: by workload; the others want throughput.
+        max_num_seqs: sequences that one engine runs at a time; what it has beyond them waits, and is no load of a step.
         seed: of the draws for probes.
     """
 
@@ -70,9 +71,11 @@ class DepthControl:
         is_adaptive: bool = True,
         on_gpu: bool = False,
         objectives: Mapping[str, Objective] | None = None,
+        max_num_seqs: float = math.inf,
         seed: int | None = None,
     ) -> None:
         self.policy = policy
+        self._max_num_seqs = max_num_seqs
         self.is_adaptive = is_adaptive
         self.ledger = Ledger()
         self.book = AcceptanceBook(policy.max_draft_tokens)
@@ -115,6 +118,8 @@ class DepthControl:
         for report in observed:
             for workload, counts in report.workloads.items():
                 mean[workload] = mean.get(workload, 0.0) + max(0, counts.num_running) / len(observed)
+        share_running = min(1.0, self._max_num_seqs / max(1.0, sum(mean.values())))
+        mean = {workload: share_running * num for workload, num in mean.items()}
         for workload in {*self._load, *mean}:
             before = self._load.get(workload, 0.0)
             self._load[workload] = before + LOAD_WEIGHT * (mean.get(workload, 0.0) - before)
@@ -145,7 +150,9 @@ class DepthControl:
         else:
             since = "yet" if math.isinf(silent_s) else f"for {abs(silent_s):.0f} s"
             return dataclasses.replace(drafting, reason=f"no target has reported {since}: the default K")
-        settled = self._choices[workload] = self._as_played(choice.drafting)
+        settled = self._as_played(choice.drafting)
+        if not self.follows(now_s):  # who follows forgets no workload, and is not asked for what was chosen
+            self._choices[workload] = settled
         if not settled.max_k:  # it has no drafts that a step could verify
             settled = self._as_played(choice.draw(self._random))
         max_k = self.policy.max_k if max_k is None else min(max_k, self.policy.max_k)
@@ -244,6 +251,14 @@ class DepthControl:
         engines = "1 engine" if len(self._costs) == 1 else f"{len(self._costs)} engines"
         server = f", {1e6 * costs.serving_s:.0f} us of the server for each output" if costs.serving_s else ""
         return f"step times {start} over {costs.num_steps:.0f} steps of {engines}{server}"
+
+    def take_over(self, before: "DepthControl") -> None:
+        """Go on from what a control with other settings has learned, has seen last, and follows."""
+        self.restore(before.snapshot())
+        self._costs, self._load = dict(before._costs), dict(before._load)
+        self._context_tokens, self._observed_s = before._context_tokens, before._observed_s
+        self._followed, self._followed_s = before._followed, before._followed_s
+        self._chooser.costs = self.costs
 
     def snapshot(self) -> dict[str, Any]:
         """The posteriors, and what was counted for them, as JSON, for `restore` after a restart."""

@@ -403,7 +403,7 @@ class LimitSettings(Section):
     """Limits of one request, beyond which it gets 400 (413 for its size), and of all requests of a replica that answers
     HTTP: beyond `max_running_requests` a request waits, beyond `max_queued_requests` it gets 429 with Retry-After.
 
-    `max_num_sequences`: n (or best_of) times the number of prompts of one request. `max_grammar_bytes`,
+    `max_num_sequences`: n times the number of prompts of one request. `max_grammar_bytes`,
     `max_grammar_choices`, `grammar_timeout_s`: a grammar, schema or list of choices, and the time to compile it."""
 
     max_body_bytes: int = Field(default=8 * 2**20, ge=1)

@@ -461,7 +461,8 @@ class EdgeMetrics:
         self.first_token = histogram("time_to_first_token", "Arrival to first chunk, streams.", LATENCY_BUCKETS_S)
         self.per_token = histogram("time_per_output_token", "Time of a token after the first, streams.", TPOT_BUCKETS_S)
         self.latency = histogram("request_latency", "Arrival to the end of a complete answer.", LATENCY_BUCKETS_S)
-        self.answers = Counter(
+        self._statuses: dict[str, set[str]] = {}  # of the answers counted, by workload
+        self._answers = Counter(
             "peagle_answers",
             "Requests by HTTP status: 2xx answered, 4xx refused (499: the client left), 5xx failed.",
             ["workload", "status"],
@@ -469,8 +470,18 @@ class EdgeMetrics:
         )
         self.queued = Gauge("peagle_queued_requests", "Requests that wait for a place.", registry=self._registry)
 
-    def families(self) -> list[Metric]:
-        """Plain values, which can travel."""
+    def count_answer(self, workload: str, status: int) -> None:
+        """workload: "" where the request was refused before it had one."""
+        self._statuses.setdefault(workload, set()).add(str(status))
+        self._answers.labels(workload, str(status)).inc()
+
+    def families(self, workloads: Iterable[str]) -> list[Metric]:
+        """Plain values, which can travel, of these workloads; what was kept of others is dropped."""
+        for gone in self._statuses.keys() - {*workloads, ""}:
+            for status in self._statuses.pop(gone):
+                self._answers.remove(gone, status)
+            for histogram in (self.first_token, self.per_token, self.latency):
+                histogram.remove(gone)
         found = list(self._registry.collect())
         for family in found:
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
@@ -667,9 +678,13 @@ class Edge:
             logger.exception("a %s request failed", call)
             raise internal_error() from error
         finally:
-            self.metrics.answers.labels(workload, str(status)).inc()
+            self.metrics.count_answer(workload, status)
             if usage is not None:
                 self.admission.charge_tokens(caller, usage.num_prompt_tokens + usage.num_output_tokens)
+
+    def families(self) -> list[Metric]:
+        """`EdgeMetrics.families` of the workloads that are told apart now."""
+        return self.metrics.families(self._workloads.names())
 
     def _measure(
         self, workload: str, streams: bool, usage: Usage | None, started_s: float, first_s: float | None
@@ -936,7 +951,7 @@ class KeyMiddleware:
             try:
                 caller = self._edge.caller_of(Headers(scope=scope).get("authorization"))
             except ApiError as error:
-                self._edge.metrics.answers.labels("", "401").inc()
+                self._edge.metrics.count_answer("", 401)
                 await error.response()(scope, receive, send)
                 return
             scope.setdefault("state", {})["caller"] = caller

@@ -48,7 +48,7 @@ class Ingress(Router):
 
     async def edge_metrics(self) -> tuple[str, list[Any]]:
         """This replica, and what its clients saw, as `EdgeMetrics.families`."""
-        return self._replica, self.edge.metrics.families()
+        return self._replica, self.edge.families()
 
     def _observe(self, reports: Sequence[TargetReport]) -> None:
         super()._observe(reports)

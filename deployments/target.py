@@ -17,7 +17,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Mapping, MutableMapping
+import uuid
+from collections.abc import AsyncIterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -119,6 +120,7 @@ class TargetServer(LLMServer):
         self._learning = asyncio.get_running_loop().create_task(self._learn_forever())
         compat.write_error_page()
         self._aborts: set[asyncio.Task[None]] = set()
+        self._ids: set[str] = set()  # of the requests in the engine, as it names them
         self._links: DrafterLinks | None = None
         if drafter is not None:
             self._links = DrafterLinks(drafter, self._client.collective_rpc, self._is_busy)
@@ -184,7 +186,7 @@ class TargetServer(LLMServer):
 
     async def edge_metrics(self) -> tuple[str, list[Any]]:
         """This replica, and what its clients saw, as `EdgeMetrics.families`."""
-        return self._replica, self.edge.metrics.families()
+        return self._replica, self.edge.families()
 
     async def _learn_forever(self) -> None:
         """Once a second take the router's guidance; without any, learn from this replica's own counts."""
@@ -255,7 +257,10 @@ class TargetServer(LLMServer):
     async def generate(self, admitted: Admitted) -> Answer:
         """The engine's answer to what an edge has admitted, see `deployments.edge.Answer`."""
         self.edge.know(admitted.drafting.workload)  # found by an ingress: calls by handle find the same workloads
+        if not self._ids.isdisjoint(engine_ids(admitted)):  # clients name requests, and vLLM aborts all of a name
+            admitted.body.request_id += f"-{uuid.uuid4().hex[:8]}"
         ids, is_complete = engine_ids(admitted), False
+        self._ids.update(ids)
         try:
             if self._client.errored:
                 raise engine_lost()
@@ -278,11 +283,22 @@ class TargetServer(LLMServer):
         except Exception as error:  # noqa: BLE001  # answered and logged there
             yield self._failure(admitted, self._refusal(error))
         finally:
-            if not is_complete:
-                # vLLM aborts what is cancelled, but not always all of a request's sequences, and sometimes late.
-                task = asyncio.get_running_loop().create_task(self._client.abort(ids))
+            if is_complete:
+                self._ids.difference_update(ids)
+            else:
+                task = asyncio.get_running_loop().create_task(self._abort(ids))
                 self._aborts.add(task)
                 task.add_done_callback(self._aborts.discard)
+
+    async def _abort(self, ids: Sequence[str]) -> None:
+        """End what is left of a request. vLLM aborts what is cancelled, but not always all of its sequences, and
+        sometimes late."""
+        try:
+            await self._client.abort(ids)
+        finally:
+            self._ids.difference_update(ids)
+            for request_id in ids:
+                self._recorder.pop(request_id)
 
     async def _events(self, admitted: Admitted, events: Any) -> Answer:
         """vLLM's server-sent events, with `drafting` in the last chunk that finishes a choice."""

@@ -51,9 +51,10 @@ def make_control(settings: ClusterSettings, before: DepthControl | None = None) 
         is_adaptive=settings.depth.policy == "adaptive" and settings.max_draft_tokens > 0,
         on_gpu=settings.target.has_gpu,
         objectives=settings.depth.objectives,
+        max_num_seqs=settings.max_num_seqs,
     )
     if before is not None:
-        control.restore(before.snapshot())
+        control.take_over(before)
     return control
 
 

@@ -287,6 +287,41 @@ def test_guidance_of_a_deeper_limit_is_cut_to_the_own_one() -> None:
         assert settled.k <= settled.max_k <= 2
 
 
+def test_a_control_with_other_settings_goes_on_where_the_one_before_was() -> None:
+    router, target = control(), control()
+    router.observe([report()], 0.0)
+    target.observe([report("b")], 0.0)
+    target.follow(router.guidance(1, 0.0), 0.0)
+    alone = control()
+    alone.observe([report()], 0.0)
+    for before in (target, alone):
+        after = DepthControl(DepthPolicy(K_MAX, 3, 2), seed=0)
+        after.take_over(before)
+        settled = after.settle(Drafting("code", 2, "default"), 1.0)
+        assert (settled.source, settled.k) == ("learned", 3)
+        assert len(settled.survival) >= 3, "the scheduler can trim it"
+        assert after.costs == before.costs
+
+
+def test_what_waits_in_an_engine_is_no_load_of_its_steps() -> None:
+    """An edge hands over twice as many sequences as run."""
+    limited, twice = control(max_num_seqs=64), control()
+    full = {"code": counts(0.95, 5000, num_running=96), "chat": counts(0.2, 5000, num_running=32)}
+    half = {"code": counts(0.95, 5000, num_running=48), "chat": counts(0.2, 5000, num_running=16)}
+    limited.observe([report(workloads=full)], 0.0)
+    twice.observe([report(workloads=half)], 0.0)
+    assert limited._load == pytest.approx(twice._load)
+
+
+def test_who_follows_keeps_no_choices_of_workloads_that_are_gone() -> None:
+    router, target = control(), control()
+    router.observe([report()], 0.0)
+    target.follow(router.guidance(1, 0.0), 0.0)
+    for number in range(50):
+        k_of(target, f"tag-{number}", 0.0)
+    assert target._choices == {}
+
+
 def test_a_fixed_policy_gives_names_and_no_choices() -> None:
     router, target = control(is_adaptive=False), control(is_adaptive=False)
     router.observe([report()], 0.0)

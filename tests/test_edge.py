@@ -39,6 +39,7 @@ from deployments.edge import (
     Admitted,
     ApiError,
     Edge,
+    EdgeMetrics,
     Usage,
     check_document,
     drafting_field,
@@ -698,7 +699,7 @@ def test_a_client_that_leaves_closes_its_answer_at_once_and_logs_nothing(caplog:
         assert backend.num_closed == 1
         text = b"".join(message.get("body", b"") for message in sent)
         assert b"DONE" not in text
-        (answers,) = [family for family in backend.edge.metrics.families() if family.name == "peagle_answers"]
+        (answers,) = [family for family in backend.edge.families() if family.name == "peagle_answers"]
         assert [(sample.labels["status"], sample.value) for sample in answers.samples] == [("499", 1.0)]
 
     asyncio.run(run(stream=True, has_begun=True))
@@ -735,7 +736,7 @@ def test_an_engine_that_answers_a_cancelled_request_is_not_heard(caplog: Any) ->
         await make_app(backend, [])(scope, receive, send)  # type: ignore[arg-type]
         await asyncio.sleep(0.05)
         gc.collect()
-        (answers,) = [family for family in backend.edge.metrics.families() if family.name == "peagle_answers"]
+        (answers,) = [family for family in backend.edge.families() if family.name == "peagle_answers"]
         assert [sample.labels["status"] for sample in answers.samples] == ["499"]
 
     asyncio.run(run())
@@ -749,7 +750,7 @@ def test_what_clients_see_is_measured_by_workload_and_status() -> None:
     chat(backend, temperature="hot")
     samples = {
         (sample.name, sample.labels.get("workload"), sample.labels.get("status")): sample.value
-        for family in backend.edge.metrics.families()
+        for family in backend.edge.families()
         for sample in family.samples
         if "le" not in sample.labels
     }
@@ -759,6 +760,17 @@ def test_what_clients_see_is_measured_by_workload_and_status() -> None:
     assert samples["peagle_answers_total", "code", "200"] == 2
     assert samples["peagle_answers_total", "", "400"] == 1
     assert not any(name.endswith("_created") for name, _, _ in samples)
+
+
+def test_workloads_that_are_told_apart_no_more_leave_no_series() -> None:
+    metrics = EdgeMetrics()
+    for name in (f"tag-{number}" for number in range(100)):
+        metrics.count_answer(name, 200)
+        metrics.latency.labels(name).observe(0.1)
+    metrics.count_answer("", 400)
+    for _ in range(2):
+        labels = {sample.labels.get("workload") for family in metrics.families(["tag-7"]) for sample in family.samples}
+        assert labels == {"tag-7", "", None}, "None: the queue's length"
 
 
 # ---- callers

@@ -14,7 +14,8 @@ from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
-from peagle.vllm.acceptance import OUTPUTS_HEADER, STEPS_HEADER
+from cluster.counts import Counts
+from peagle.vllm.acceptance import OUTPUTS_HEADER, STEPS_HEADER, counts_of_steps, steps_text
 from peagle.vllm.outputs import (
     MAX_CHUNKS_PER_S,
     MAX_HELD_TOKENS,
@@ -229,6 +230,24 @@ def test_each_client_gets_what_is_due_to_it_and_steps_wait_with_their_tokens(mon
     assert sent[2][1].finished_requests == {"z"}
     assert sent[3][0].outputs[0].trace_headers == {OUTPUTS_HEADER: "3", STEPS_HEADER: "7,1 7,2 7,3"}
     assert found._steps == {"b": [(7, 1), (7, 2), (7, 3)]}
+
+
+def test_drafts_behind_the_end_of_a_grammar_count_neither_as_verified_nor_as_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of `[EOS, x, y]` vLLM rules out x and y, and lets its GPU accept them."""
+    found = scheduler(monkeypatch, [], Engine("a"))
+    found.make_spec_decoding_stats(None, 3, 2, {"a": 2}, "a")
+    found.make_spec_decoding_stats(None, 2, 1, {"a": 2}, "a")
+    assert found._steps == {"a": [(1, 1)]}
+    assert counts_of_steps({steps_text(found._steps["a"]): 1}) == Counts([1], [1], [1])
+
+
+def test_a_refused_grammar_is_forgotten_with_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = scheduler(monkeypatch, [{0: outputs(("a", [0]))}], Engine("a"))
+    found._refused_grammars = {"left": "too large", "a": "too slow"}
+    found.update_from_output(SimpleNamespace(), SimpleNamespace())
+    assert found._refused_grammars == {"a": "too slow"}
 
 
 @pytest.mark.parametrize(

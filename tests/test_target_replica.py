@@ -35,9 +35,9 @@ class Replica(TargetServer):
         self.aborted: list[str] = []
         self._settings = cluster()
         self.edge = Edge(self._settings)
-        self._aborts = set()
+        self._aborts, self._ids = set(), set()
         self.edge.heads = ("digest",)
-        self._client = SimpleNamespace(errored=False, abort=self._abort)
+        self._client = SimpleNamespace(errored=False, abort=self._end)
         record = RequestDrafting("x", "default", 7, COUNTS, num_output_tokens=9, num_prompt_tokens=4)
         self._recorder = SimpleNamespace(pop=lambda response_id: record)  # type: ignore[assignment]
         chat = SimpleNamespace(create_chat_completion=ask, create_error_response=create_error_response)
@@ -45,7 +45,7 @@ class Replica(TargetServer):
             _oai_serving_chat=chat, _oai_serving_completion=SimpleNamespace(create_completion=ask)
         )
 
-    async def _abort(self, ids: list[str]) -> None:
+    async def _end(self, ids: list[str]) -> None:
         self.aborted += ids
 
     def __del__(self) -> None:  # type: ignore[override]
@@ -199,6 +199,45 @@ def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: Any) -> 
         await asyncio.sleep(0.01)
         assert closed == [True]
         assert replica.aborted == (["chatcmpl-r1"] if call == "chat" else ["cmpl-r1-0", "cmpl-r1-1"])
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("call", ["chat", "completions"])
+def test_requests_of_one_name_do_not_end_each_other(call: Any) -> None:
+    """Gateways give retries, and calls side by side, one X-Request-Id; vLLM aborts all requests of a name."""
+
+    async def run() -> None:
+        asked = []
+
+        async def endless() -> AsyncIterator[str]:
+            while True:
+                yield chunk()
+                await asyncio.sleep(0)
+
+        def answer(request: Any) -> Any:
+            asked.append(request.request_id)
+            return endless()
+
+        replica = Replica(answer)
+        fields = {"messages": HELLO} if call == "chat" else {"prompt": ["a", "b"]}
+
+        def begin() -> Any:
+            return replica.generate(replica.edge.admit(call, {**fields, "stream": True, "request_id": "r1"}))
+
+        first, second = begin(), begin()
+        assert await anext(first)
+        assert await anext(second)
+        await second.aclose()
+        await asyncio.sleep(0.01)
+        assert asked[0] == "r1"
+        assert asked[1].startswith("r1-")
+        assert replica.aborted
+        assert all(asked[1] in name for name in replica.aborted)
+        await first.aclose()
+        await asyncio.sleep(0.01)
+        await anext(begin())
+        assert asked[2] == "r1", "its name is free again"
 
     asyncio.run(run())
 

@@ -141,11 +141,13 @@ class _PerRequestDepth(_Base):
         """Note one request's verified step; vLLM calls this for each request with drafts, whatever its log settings.
 
         Drafts that a grammar ruled out before verification, or that were never there (`num_invalid_spec_tokens`), do
-        not count as verified.
+        not count as verified. The V2 runner verifies its own drafts, also those behind a grammar's end, which the
+        grammar rules out here and lets pass there: what of them was accepted does not count either.
         """
         num_verified = num_draft_tokens - (num_invalid_spec_tokens or {}).get(request_id, 0)
         if num_verified > 0:
-            self._steps.setdefault(request_id, []).append((num_verified, num_accepted_tokens))
+            step = num_verified, min(num_accepted_tokens, num_verified)
+            self._steps.setdefault(request_id, []).append(step)
         return super().make_spec_decoding_stats(
             spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
         )
@@ -170,6 +172,8 @@ class _PerRequestDepth(_Base):
                 for output in core_outputs.outputs:
                     if output.finish_reason == FinishReason.ERROR:
                         output.stop_reason = self._refused_grammars.pop(output.request_id, output.stop_reason)
+            for request_id in self._refused_grammars.keys() - self.requests.keys():  # their clients have left
+                del self._refused_grammars[request_id]
         if not self._steps:
             return outputs_by_client
         for core_outputs in outputs_by_client.values():
