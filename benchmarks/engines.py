@@ -44,7 +44,7 @@ COUNTERS = {
 @dataclass(frozen=True)
 class Arm:
     """kind: none, eagle3 (stock), stock (P-EAGLE as vLLM runs it, on its V1 runner), peagle (ours, colocated) or remote
-    (ours, the drafter on another GPU). k: K_max. fixed_k: K of every request, where it is not learned."""
+    (ours, the drafter on another GPU). k: K_max. fixed_k: K that every request asks for (`benchmarks.headline`)."""
 
     kind: str
     k: int = 0
@@ -52,10 +52,8 @@ class Arm:
 
     @classmethod
     def parse(cls, text: str) -> "Arm":
-        """`KIND`, `KIND-K` or `KIND-KkFIXED`. Raises ValueError for numbers that are none."""
-        kind, _, numbers = text.partition("-")
-        k, _, fixed = numbers.partition("k")
-        return cls(kind, int(k or 0), int(fixed) if fixed else None)
+        kind, _, k = text.partition("-")
+        return cls(kind, int(k or 0))
 
     def __str__(self) -> str:
         fixed = "" if self.fixed_k is None else f"k{self.fixed_k}"

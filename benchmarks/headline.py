@@ -5,7 +5,7 @@
         --prompts /tmp/prompts --cells humaneval:1,8,32 mixed@0.7:8 --repeats 3 --gpus 0 1 --out FILE
     python -m benchmarks.headline --shape LLAMA_8B --tokenizer DIR --arms none ours-0 eagle3-7 ours-7 --out FILE
 
-Arms, all but the last three plain `vllm serve`; K is K_max:
+Arms, all but the last four plain `vllm serve`; K is K_max:
 
     none        no speculation
     eagle3-K    an EAGLE-3 head
@@ -16,7 +16,7 @@ Arms, all but the last three plain `vllm serve`; K is K_max:
     suffix      suffix decoding (needs the package arctic-inference, which vLLM does not bring)
     ours-K      `peagle serve`, the drafter in the target's engine, K learned
     remote-K    the same, the drafter a replica of its own: on the next one of `--gpus`, where there are some
-    ours-KkF    the server of ours-K, asked for F drafts a step by each request
+    ours-KkF    the server of ours-K, asked for F drafts a step by each request; likewise remote-KkF
     ours-0      `peagle serve` without a drafter
 
 All have the engine settings of `--engine`. The arms' servers run together (`--together` at a time), dealt out to
@@ -126,8 +126,9 @@ class Cell:
 def parse_arm(text: str, options: argparse.Namespace) -> Arm:
     """Raises ValueError for an arm that is not known, lacks its K or an option, or cannot run here."""
     kind, numbers = text.partition("-")[::2]
-    is_arm = text == kind or all(number.isdecimal() for number in numbers.split("k", 1))
-    arm = Arm.parse(text) if is_arm and (kind in OURS or "k" not in numbers) else Arm("")
+    k, _, fixed = numbers.partition("k") if kind in OURS else (numbers, "", "")
+    is_arm = text in (kind, f"{kind}-{k}", f"{kind}-{k}k{fixed}") and f"{k or 0}{fixed}".isdecimal()
+    arm = Arm(kind, int(k or 0), int(fixed) if fixed else None) if is_arm else Arm("")
     if arm.kind not in (*HEADS, *OTHERS) or (not arm.k and text not in ("none", "suffix", "ours-0")):
         raise ValueError(
             f"--arms: {text!r} is none, suffix, ours-0, or KIND-K with one of {', '.join((*HEADS, 'draft', 'ngram'))}"
