@@ -65,7 +65,7 @@ MAX_SILENCE_S = 10.0  # of a drafter with a step in hand, before the connection 
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 DEFAULT_MIN_DEADLINE_S, DEFAULT_MAX_DEADLINE_S = 0.05, 1.0
 _CHECK_S, _POLL_S = 0.5, 50e-6
-_NUM_QUICK_READS = 50
+_NUM_QUICK_READS, _HOST_POLL_S = 50, 0.3e-3  # of a host that waits, for a drafter on the same few cores maybe
 _CLOSE_S = 2.0
 _NO_TOKENS = np.zeros(0, np.int32)
 _LOST = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
@@ -424,7 +424,7 @@ class Link:
                 self._give_up(session)
                 return None
             if (num_reads := num_reads + 1) > _NUM_QUICK_READS:
-                time.sleep(_POLL_S)
+                time.sleep(_HOST_POLL_S)
         return self._answered(session, number, time.monotonic() - begin_s)
 
     def enqueue_wait(self, out_MK: Tensor) -> None:

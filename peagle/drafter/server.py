@@ -58,10 +58,10 @@ logger = logging.getLogger(__name__)
 _LINGER_MS = 200  # for the last words of a server that stops
 _ALIVE_S = 0.5  # between signs of life, with which targets that went away are noticed too
 _CHECK_S = 0.01  # between looks at the socket while targets have mailboxes
-# How long after its last step the serving thread looks for the next without sleeping, letting other threads run: on a
-# GPU longer than a target's step takes.
-_GPU_SPIN_S, _SPIN_S = 50e-3, 100e-6
-_SLEEP_S, _IDLE_SLEEP_S, _IDLE_AFTER_S = 50e-6, 1e-3, 1.0
+# Between looks at mailboxes. On a GPU without sleeping for _SPIN_S after the last step, which is longer than a target's
+# step takes, letting other threads run, and often for _IDLE_AFTER_S. On a CPU seldom: the target's threads have its
+# cores, and looks every 50 us made their steps a quarter slower.
+_SPIN_S, _SLEEP_S, _IDLE_AFTER_S, _IDLE_SLEEP_S = 50e-3, 50e-6, 1.0, 1e-3
 _BLOCK_S = 0.2  # without mailboxes: the socket wakes the thread
 _SWITCH_INTERVAL_S = 1e-4
 _MAX_FAILURES = 3  # passes in a row, after which the drafter counts as broken
@@ -137,7 +137,6 @@ class DrafterServer:
         if not digests or len(set(digests)) < len(digests):
             raise ValueError(f"heads = {digests} must be one or more, each once")
         self._engine, self._heads, self._device = engine, dict(heads), torch.device(device)
-        self._spin_s = _GPU_SPIN_S if self._device.type == "cuda" else _SPIN_S
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.router_mandatory = 1  # a message to a target that is gone raises
@@ -266,7 +265,10 @@ class DrafterServer:
 
     def _pause(self, idle_s: float, has_mailboxes: bool) -> None:
         if has_mailboxes:
-            time.sleep(0 if idle_s < self._spin_s else _SLEEP_S if idle_s < _IDLE_AFTER_S else _IDLE_SLEEP_S)
+            if self._device.type != "cuda" or idle_s > _IDLE_AFTER_S:
+                time.sleep(_IDLE_SLEEP_S)
+            else:
+                time.sleep(0 if idle_s < _SPIN_S else _SLEEP_S)
             return
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
