@@ -49,7 +49,7 @@ from deployments.target import TargetServer
 from deployments.up import ray_environment
 from peagle.embedded import DEFAULT_TARGET
 from peagle.provenance import conditions
-from peagle.vllm.acceptance import OUTPUTS_HEADER, STEPS_HEADER, steps_text
+from peagle.vllm.acceptance import STEPS_HEADER, steps_text
 from peagle.vllm.outputs import OutputCoalescer
 
 ARMS = ("vllm", "target", "each-step", "ingress", "proxy")
@@ -152,7 +152,7 @@ class EngineProcess:
         self._end(ended)
         if self._is_drafted:
             for output in outputs:
-                number = int((output.trace_headers or {}).get(OUTPUTS_HEADER, 1))
+                number = -(-len(output.new_token_ids) // self._tokens)
                 steps = steps_text(number * [(2 * self._tokens - 1, self._tokens - 1)])
                 output.trace_headers = {**(output.trace_headers or {}), STEPS_HEADER: steps}
         return outputs

@@ -249,8 +249,7 @@ class DepthControl:
         costs = self.costs
         start = "measured by the engines at their start, and" if costs.has_points else "learned"
         engines = "1 engine" if len(self._costs) == 1 else f"{len(self._costs)} engines"
-        server = f", {1e6 * costs.serving_s:.0f} us of the server for each output" if costs.serving_s else ""
-        return f"step times {start} over {costs.num_steps:.0f} steps of {engines}{server}"
+        return f"step times {start} over {costs.num_steps:.0f} steps of {engines}"
 
     def take_over(self, before: "DepthControl") -> None:
         """Go on from what a control with other settings has learned, has seen last, and follows."""

@@ -10,10 +10,8 @@ of C tokens, takes
     seconds = V(N + P) + D(R) + (g + d R) [drafting] + p [P > 0] + c_R R C + c_N (N + P) C
 
 V is the target's forward, D the host by requests, both straight between knots; g + d R the drafter's pass, which makes
-the drafts of the next step and is left out where none are wanted; p what a step loses off the CUDA graphs. The server's
-process takes f R beside it, to turn the step's outputs into text and send them. It runs at the same time, so requests
-wait for the longer of the two: with a small target and many requests that is f R, and drafts that the engine verifies
-in that time cost nothing.
+the drafts of the next step and is left out where none are wanted; p what a step loses off the CUDA graphs. What the
+server's process takes to send text is not in it: streams have a pace of their own (`peagle.vllm.outputs`), whatever K.
 
 `StepCostModel` estimates these coefficients by Bayesian linear regression, as a Kalman filter. The mean begins at a
 cautious guess for a CPU or a GPU, in units of a step's fixed part; the points, or without them the first steps, say how
@@ -70,9 +68,6 @@ NUMBERS = (
 )
 """The coefficients other than V and D: g, d, p, c_R and c_N."""
 
-SERVING = "serving_s"
-"""f."""
-
 LEAST_S = 1e-6
 
 
@@ -111,7 +106,6 @@ class StepCosts:
 
     Attributes:
         forward, by_requests: V and D.
-        serving_s: f, what the server's process takes for one request's output of a step; 0.0 where it is not known.
         num_steps: steps of the running engine that it rests on.
         has_points: the engine measured points at its start.
         others: as the formula has them; of `per_*_context_s` each token of context counts.
@@ -124,7 +118,6 @@ class StepCosts:
     beside_prompts_s: float = 0.0
     per_request_context_s: float = 0.0
     per_token_context_s: float = 0.0
-    serving_s: float = 0.0
     num_steps: float = 0.0
     has_points: bool = False
 
@@ -155,12 +148,9 @@ class StepCosts:
         seconds = self.forward(num_tokens + prompt_tokens) + self.per_token_context_s * context_tokens * num_tokens
         seconds[0 if is_drafted else 1 :] += self.pass_s(num_requests)
         seconds += self.by_requests.at(num_requests) + self.per_request_context_s * context_tokens * num_requests
-        least_s = self.serving_s * num_requests
         if prompt_tokens:
-            prompts_s = self.forward.at(num_requests + prompt_tokens) - self.forward.at(num_requests)
-            seconds -= prompts_s
-            least_s -= prompts_s + self.beside_prompts_s  # the server's process goes on while the prompts run
-        return np.maximum.accumulate(np.maximum(seconds, max(LEAST_S, least_s)))
+            seconds -= self.forward.at(num_requests + prompt_tokens) - self.forward.at(num_requests)
+        return np.maximum.accumulate(np.maximum(seconds, LEAST_S))
 
     def seconds(
         self, num_requests: float, num_tokens: float, context_tokens: float = 0.0, prompt_tokens: float = 0.0
@@ -170,7 +160,7 @@ class StepCosts:
         seconds = self.forward.at(rows) + self.per_token_context_s * context_tokens * rows
         seconds += self.by_requests.at(num_requests) + self.per_request_context_s * context_tokens * num_requests
         seconds += self.pass_s(num_requests) * (num_tokens > num_requests) + self.beside_prompts_s * (prompt_tokens > 0)
-        return max(seconds, self.serving_s * num_requests, LEAST_S)
+        return max(seconds, LEAST_S)
 
     def pass_s(self, num_requests: float) -> float:
         """What the drafter's pass adds to a step."""
@@ -178,7 +168,7 @@ class StepCosts:
 
     def to_wire(self) -> dict[str, float]:
         """Flat numbers by name: JSON, and metrics, can hold them."""
-        numbers = {name: getattr(self, name) for name in ("num_steps", SERVING, *NUMBERS)}
+        numbers = {name: getattr(self, name) for name in ("num_steps", *NUMBERS)}
         curves = self.forward.to_wire("forward_s") | self.by_requests.to_wire("by_requests_s")
         return {"has_points": float(self.has_points), **numbers, **curves}
 
@@ -196,7 +186,7 @@ class StepCosts:
             raise ValueError(f"step costs must be numbers from 0 by name, not {value!r:.80}")
         try:
             forward, by_requests = (Curve.from_wire(name, value) for name in ("forward_s", "by_requests_s"))
-            numbers = {name: float(value[name]) for name in (*NUMBERS, SERVING, "num_steps")}
+            numbers = {name: float(value[name]) for name in (*NUMBERS, "num_steps")}
             return cls(forward, by_requests, **numbers, has_points=bool(value["has_points"]))
         except (KeyError, ValueError) as error:
             raise ValueError(f"step costs cannot be read: {error!r}") from error
@@ -219,8 +209,7 @@ def average_costs(engines: Sequence[StepCosts]) -> StepCosts:
         return Curve(tuple(knots), tuple(np.maximum.accumulate(seconds).tolist()))
 
     forward, by_requests = mean([costs.forward for costs in engines]), mean([costs.by_requests for costs in engines])
-    names = *NUMBERS, SERVING
-    numbers = {name: float(weights @ np.array([getattr(costs, name) for costs in engines])) for name in names}
+    numbers = {name: float(weights @ np.array([getattr(costs, name) for costs in engines])) for name in NUMBERS}
     num_steps = sum(costs.num_steps for costs in engines)
     has_points = any(costs.has_points for costs in engines)
     return StepCosts(forward, by_requests, **numbers, num_steps=num_steps, has_points=has_points)
@@ -301,8 +290,6 @@ class StepCostModel:
         self._unit_s = guess.unit_s
         self._first_steps: list[TimedStep] | None = [] if not points else None
         self._has_points = bool(points)
-        self.serving_s = 0.0
-        """f, which the server says; no step of the engine does."""
         self.num_steps = 0
         if points:
             self._set_unit(points)
@@ -343,7 +330,6 @@ class StepCostModel:
             Curve(tuple(self._knots.tolist()), tuple(forward)),
             Curve(tuple(self._request_knots.tolist()), tuple(by_requests)),
             **dict(zip(NUMBERS, numbers.tolist(), strict=True)),
-            serving_s=self.serving_s,
             num_steps=self.num_steps,
             has_points=self._has_points,
         )

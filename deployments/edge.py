@@ -55,7 +55,7 @@ from cluster.settings import ClusterSettings, LimitSettings
 from deployments import openapi
 from deployments.compat import NOT_READY, NOT_READY_CODE, RETRY_AFTER_S
 from peagle.schema import nearest
-from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, LEARN_KEY, SERVING_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.compat import chat_part_kinds
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ UNUSED_FIELDS = frozenset(
 )
 """Fields of OpenAI's API that clients send and that change no answer here."""
 
-SERVER_KEYS = (DEPTH_KEY, HEAD_KEY, LEARN_KEY, SERVING_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
+SERVER_KEYS = (DEPTH_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
 """Keys of `vllm_xargs` that the edge sets."""
 
 BODY_TIMEOUT_S = 120.0

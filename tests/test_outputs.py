@@ -15,7 +15,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
 from cluster.counts import Counts
-from peagle.vllm.acceptance import OUTPUTS_HEADER, STEPS_HEADER, counts_of_steps, steps_text
+from peagle.vllm.acceptance import STEPS_HEADER, counts_of_steps, steps_text
 from peagle.vllm.outputs import (
     MAX_CHUNKS_PER_S,
     MAX_HELD_TOKENS,
@@ -62,8 +62,6 @@ def test_tokens_go_out_by_the_chunk_after_the_first_and_before_the_last() -> Non
     engine = Engine("a")
     assert [engine.step() for _ in range(6)] == [[0, 1], None, None, [2, 3, 4, 5, 6, 7], None, None]
     assert engine.step(num_tokens=1, finish_reason=FinishReason.LENGTH) == [8, 9, 10, 11, 12]
-    headers = [output.trace_headers for output in engine.sent]
-    assert headers == [None, {OUTPUTS_HEADER: "3"}, {OUTPUTS_HEADER: "3"}]
 
 
 def test_a_reader_of_each_token_waits_for_none() -> None:
@@ -156,7 +154,7 @@ def test_what_holds_more_than_tokens_goes_out_as_it_is_behind_what_waited(more: 
     assert engine.step(num_tokens=1, **more, trace_headers={"traceparent": "00-1"}) == [2, 3, 4]
     for name, value in more.items():
         assert getattr(engine.sent[-1], name) is value
-    assert engine.sent[-1].trace_headers == {"traceparent": "00-1", OUTPUTS_HEADER: "2"}
+    assert engine.sent[-1].trace_headers == {"traceparent": "00-1"}
     if "finish_reason" not in more:
         assert [engine.step(), engine.step()] == [None, None]
 
@@ -228,7 +226,7 @@ def test_each_client_gets_what_is_due_to_it_and_steps_wait_with_their_tokens(mon
     assert tokens == [{0: [[0]], 1: [[5]]}, {0: []}, {0: [], 1: []}, {0: [[1, 2, 3, 4, 5, 6]]}]
     assert sent[1][0].scheduler_stats is sent[2][0].scheduler_stats is stats
     assert sent[2][1].finished_requests == {"z"}
-    assert sent[3][0].outputs[0].trace_headers == {OUTPUTS_HEADER: "3", STEPS_HEADER: "7,1 7,2 7,3"}
+    assert sent[3][0].outputs[0].trace_headers == {STEPS_HEADER: "7,1 7,2 7,3"}
     assert found._steps == {"b": [(7, 1), (7, 2), (7, 3)]}
 
 

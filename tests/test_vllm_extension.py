@@ -4,8 +4,6 @@ The engine itself is in test_engine.py.
 """
 
 import dataclasses
-import functools
-import itertools
 import json
 import pickle
 import subprocess
@@ -33,14 +31,12 @@ from deployments import app
 from deployments.app import catalog, replica_env, target_options
 from deployments.target import TargetServer, engine_config
 from peagle.config import DEFAULT_NUM_DEPTHS
-from peagle.vllm import acceptance, compat
+from peagle.vllm import compat
 from peagle.vllm.acceptance import (
     DEPTH_KEY,
     LEARN_KEY,
-    SERVING_KEY,
     STEP_COSTS_HEADER,
     STEPS_HEADER,
-    SURVIVAL_KEY,
     WORKLOAD_KEY,
     DraftingRecorder,
     RequestDrafting,
@@ -302,39 +298,6 @@ def test_bounds_of_the_recorder(processor: OutputProcessor) -> None:
         processor.process_outputs([last_output(str(index), [(1, 1)])])
     assert [recorder.pop(str(index)) is not None for index in range(4)] == [False, False, True, True]
     assert num_steps(recorder) == {"w2": 1, "w3": 1}
-
-
-def test_what_an_output_takes_is_measured_while_the_process_is_busy_and_said_to_the_scheduler(
-    processor: OutputProcessor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = {"monotonic": 1000.0, "process_time": 20.0}
-    read = {name: functools.partial(clock.__getitem__, name) for name in clock}
-    monkeypatch.setattr(acceptance, "time", SimpleNamespace(**read))
-    recorder, names = DraftingRecorder(), itertools.count()
-    recorder.attach(SimpleNamespace(output_processor=processor))
-
-    def begun(**extra_args: Any) -> dict[str, Any]:
-        """What the engine gets with a request that comes now."""
-        name = str(next(names))
-        made = make_request(name, name, **extra_args)
-        processor.add_request(made, None)
-        return dict(made.sampling_params.extra_args or {})
-
-    def said_after(seconds: float, busy_s: float, num_outputs: int) -> float:
-        for _ in range(num_outputs):
-            processor.process_outputs([EngineCoreOutput(request_id="0", new_token_ids=[5])])
-        clock["monotonic"] += seconds
-        clock["process_time"] += busy_s
-        return float(begun(**{SURVIVAL_KEY: [0.5]})[SERVING_KEY])
-
-    assert begun(**{SURVIVAL_KEY: [0.5]})[SERVING_KEY] == 0.0, "the start's imports are nobody's output"
-    assert SERVING_KEY not in begun(**{DEPTH_KEY: 2})
-    assert said_after(2.0, 0.9, 200) == 0.0, "hardly busy"
-    assert said_after(2.0, 1.8, 200) == pytest.approx(0.009)
-    assert said_after(0.5, 0.5, 200) == pytest.approx(0.009), "not yet measured anew"
-    assert said_after(1.5, 1.5, 200) == pytest.approx(0.005)
-    assert said_after(60.0, 5.0, 200) == pytest.approx(0.005), "idle most of the time"
-    assert said_after(2.0, 2.0, 50) == pytest.approx(0.005), "busy with something else"
 
 
 def test_a_workload_with_live_sequences_keeps_its_counts(processor: OutputProcessor) -> None:

@@ -10,7 +10,6 @@ come with the last output only: aborted requests, those ended by a stop string a
 Imports no vLLM.
 """
 
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -32,14 +31,6 @@ SURVIVAL_KEY = "peagle_survival"
 """`extra_args` key: list of S_1, S_2, ..., at least K long: chances by which the scheduler may trim the request further
 under load. Absent: K is obeyed as it is."""
 
-SERVING_KEY = "peagle_serving_s"
-"""`extra_args` key: float, what the process that owns the engine client takes for each output of a step, in seconds of
-its processor time. `DraftingRecorder` writes it beside `SURVIVAL_KEY`."""
-
-SERVING_INTERVAL_S, MIN_SERVED, MIN_BUSY = 1.0, 100, 0.5
-"""What outputs take is measured over so many seconds and outputs, or more, in which the process was busy for such a
-share of the time, or more. Where it is less busy it holds up nobody, and what else it does would count as theirs."""
-
 WORKLOAD_KEY = "peagle_workload"
 """`extra_args` key: str, the workload under which this request is counted. Absent: `DEFAULT_WORKLOAD`."""
 
@@ -48,9 +39,6 @@ LEARN_KEY = "peagle_learn"
 
 STEPS_HEADER = "x-peagle-steps"
 """A request's `VerifiedStep`s that were not reported yet, oldest first: "7,3 7,0 5,5"."""
-
-OUTPUTS_HEADER = "x-peagle-outputs"
-"""How many steps' outputs an output is made of (`peagle.vllm.outputs`). Absent: one."""
 
 STEP_COSTS_HEADER = "x-peagle-step-costs"
 """What the scheduler has learned of its step times, in the form of `cluster.step_time`."""
@@ -192,10 +180,6 @@ class DraftingRecorder:
         """Of all sequences since `attach`."""
         self.step_costs = ""
         """The newest of what the scheduler learned of step times, as it travelled; "" before the first."""
-        self.serving_s = 0.0
-        """Processor time of this process for each output of a step, while it was busy; 0.0 before it first was."""
-        self._num_outputs = 0
-        self._measured = 0.0, 0.0, 0  # monotonic seconds, processor seconds and outputs at the last measurement
 
     def attach(self, engine: Any) -> None:
         """Start recording `engine`: an `AsyncLLM`, an `LLMEngine` or an `LLM`, before its first request.
@@ -214,10 +198,6 @@ class DraftingRecorder:
         abort_requests = processor.abort_requests
 
         def add_and_track(request: Any, *args: Any, **kwargs: Any) -> Any:
-            self._measure_serving()
-            extra_args = getattr(request.sampling_params, "extra_args", None) or {}
-            if SURVIVAL_KEY in extra_args:  # before the request goes to the engine
-                extra_args[SERVING_KEY] = self.serving_s
             result = add_request(request, *args, **kwargs)
             if request.request_id in processor.request_states:
                 self._track(request)
@@ -285,16 +265,6 @@ class DraftingRecorder:
         num_tokens = sum(live.num_prompt_tokens + live.num_output_tokens for live in self._live.values())
         return num_tokens / len(self._live) if self._live else 0.0
 
-    def _measure_serving(self) -> None:
-        """Called as a request comes."""
-        now = time.monotonic(), time.process_time(), self._num_outputs
-        passed_s, busy_s, num_outputs = (after - before for after, before in zip(now, self._measured, strict=True))
-        if passed_s < SERVING_INTERVAL_S:
-            return
-        self._measured = now
-        if num_outputs >= MIN_SERVED and busy_s >= MIN_BUSY * passed_s:
-            self.serving_s = busy_s / num_outputs
-
     def _track(self, request: Any) -> None:
         if request.request_id in self._live:
             return  # a later part of a streamed prompt
@@ -329,7 +299,6 @@ class DraftingRecorder:
             # Corrections are the engine's: whose output carries them does not matter, nor whether that is followed.
             self.step_costs = headers.get(STEP_COSTS_HEADER, self.step_costs)
             self.num_output_tokens += len(output.new_token_ids)
-            self._num_outputs += int(headers.get(OUTPUTS_HEADER, 1))
             live = self._live.get(output.request_id)
             if live is None:
                 continue

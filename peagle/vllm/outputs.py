@@ -17,8 +17,6 @@ from typing import Any
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput
 
-from peagle.vllm.acceptance import OUTPUTS_HEADER
-
 MAX_HELD_TOKENS = 32
 """That make an output, of whole answers too, of which nobody sees a part: the counts of a request follow its steps by
 no more, however long the chunks that its client asks for."""
@@ -71,7 +69,6 @@ class _HeldBack:
 
     least: int
     most: int = MAX_HELD_TOKENS
-    num_outputs: int = 0
     token_ids: list[int] = field(default_factory=list)
 
 
@@ -108,13 +105,9 @@ class OutputCoalescer:
             least = held.least or min(self._pace.tokens_per_chunk, held.most)
             if least > 1 or held.token_ids:
                 held.token_ids += output.new_token_ids
-                held.num_outputs += 1
                 if len(held.token_ids) < least and all(map(is_, _others_of(output), _NOTHING_ELSE)):
                     continue
-                output.new_token_ids = held.token_ids
-                if held.num_outputs > 1:
-                    output.trace_headers = {**(output.trace_headers or {}), OUTPUTS_HEADER: str(held.num_outputs)}
-                held.token_ids, held.num_outputs = [], 0
+                output.new_token_ids, held.token_ids = held.token_ids, []
             if output.finish_reason is not None:
                 del self._held[output.request_id]
             found.append(output)

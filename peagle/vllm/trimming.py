@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.depth import allocate, check_survival
 from cluster.step_time import StepCostModel, StepCosts, TimedStep
-from peagle.vllm.acceptance import SERVING_KEY, SURVIVAL_KEY, WORKLOAD_KEY, drafts_ahead
+from peagle.vllm.acceptance import SURVIVAL_KEY, WORKLOAD_KEY, drafts_ahead
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,9 +35,6 @@ logger = logging.getLogger(__name__)
 
 MAX_KNOWN = 4096
 """Requests and workloads that are remembered."""
-
-MAX_SERVING_S = 0.01
-"""For one output; a measurement that says more is none."""
 
 REPORT_INTERVAL_S = 0.5
 """Costs are reported at most so often; reports are read about once a second."""
@@ -289,9 +286,6 @@ class Trimmer:
         except (TypeError, ValueError) as error:
             logger.warning("request %s: %s=%.80r is not used: %s", request.request_id, SURVIVAL_KEY, raw, error)
             return None
-        serving_s = extra_args.get(SERVING_KEY)
-        if isinstance(serving_s, float) and 0.0 <= serving_s < MAX_SERVING_S:
-            self.model.serving_s = serving_s
         # One that names no workload speaks for itself alone.
         workload = str(extra_args.get(WORKLOAD_KEY) or survival)
         self._newest[workload] = survival
