@@ -32,7 +32,6 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.buffer_utils import async_copy_to_gpu
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
@@ -140,9 +139,6 @@ class PEagleSpeculator(DraftModelSpeculator):
 
     graphs: DraftGraphs | None
     rows: DraftRows
-    plans_replays: bool
-    """Whether the drafter's attention reads what the host plans for each replay of a full graph; FlashAttention reads
-    the buffers of the rows alone."""
     model: Any  # vLLM's network of an EAGLE-3 head
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -181,9 +177,6 @@ class PEagleSpeculator(DraftModelSpeculator):
         for builder in self.builders:
             if hasattr(builder, "max_cudagraph_size"):  # up to which FlashAttention plans for graphs, in rows
                 builder.max_cudagraph_size = self.max_rows
-            if hasattr(builder, "aot_schedule"):  # as in vLLM's own drafters: planned on the GPU, layer by layer
-                builder.aot_schedule = False
-        self.plans_replays = any(type(builder) is not FlashAttentionMetadataBuilder for builder in self.builders)
         num_groups = len(self.kv_cache_config.kv_cache_groups)
         self.rows = DraftRows.empty(
             self.max_num_reqs, self.max_rows, self.num_speculative_steps, num_groups, self.device
@@ -338,7 +331,13 @@ class PEagleSpeculator(DraftModelSpeculator):
             assert desc.num_reqs is not None
             stride, num_padded = desc.uniform_token_count or 0, desc.num_reqs
             depth = stride // 2 or self.num_speculative_steps
-        num_rows = num_targets + num_requests * (depth - 1) if desc is None else desc.num_tokens
+        if stride:
+            first_row_B1 = self.arange[: num_padded + 1].clamp(max=num_requests) * stride
+        else:
+            first_row_B1 = torch.full((num_padded + 1,), num_targets + num_requests * (depth - 1), dtype=torch.int32)
+            first_row_B1[0] = 0
+            first_row_B1[1 : num_requests + 1] = torch.from_numpy(np.cumsum(lengths_B + (depth - 1)))
+        num_rows = int(first_row_B1[-1]) if desc is None else desc.num_tokens
         run_rows, mode = num_rows, CUDAGraphMode.NONE
         if desc is None and graphs is not None:
             piecewise = graphs.dispatch(num_requests, num_rows, None, 0)
@@ -359,19 +358,10 @@ class PEagleSpeculator(DraftModelSpeculator):
                 mask_token_id=self.mask_token_id,
                 max_model_len=self.max_model_len,
             )
-        if graphs is not None and desc is not None and not self.plans_replays:
-            graphs.run_fullgraph(desc)
-            return
-        if stride:
-            first_row_B1 = self.arange[: num_padded + 1].clamp(max=num_requests) * stride
-        else:
-            first_row_B1 = torch.full((num_padded + 1,), num_targets + num_requests * (depth - 1), dtype=torch.int32)
-            first_row_B1[0] = 0
-            first_row_B1[1 : num_requests + 1] = torch.from_numpy(np.cumsum(lengths_B + (depth - 1)))
         context_B = torch.zeros(num_padded, dtype=torch.int32)
         context_B[:num_requests] = (most_keys_B + (depth - 1)).clamp(max=self.max_model_len)
-        # Full graphs read these through the builder's buffers; what is planned from the number of rows a request has to
-        # be what was captured.
+        # Full graphs read these through the builder's buffers, so they are built for a replay too; what is planned from
+        # the number of rows a request has to be what was captured.
         planned = None if desc is None else desc.max_query_len
         metadata, slots = self._attention(
             num_rows, first_row_B1, context_B, planned or stride or max_query_len + depth - 1, int(context_B.max())

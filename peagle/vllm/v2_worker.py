@@ -86,11 +86,6 @@ class RaggedModelRunner(GPUModelRunner):
                 varlen_decode=True,
             )
 
-    def add_requests(self, scheduler_output: "SchedulerOutput") -> None:
-        """vLLM's. Without new requests it would only copy the sampler's settings of every place again."""
-        if scheduler_output.scheduled_new_reqs:
-            super().add_requests(scheduler_output)
-
     def prepare_inputs(self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any) -> Any:
         """vLLM's. A replay is planned for as many rows a request as its graph was captured for."""
         batch = super().prepare_inputs(scheduler_output, batch_req_state, batch_desc)
