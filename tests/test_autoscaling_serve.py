@@ -103,5 +103,5 @@ def test_counters_of_replicas_become_replicas_and_a_document(folder: Path) -> No
     bad = board.get(DECISION)
     assert bad is not None
     assert bad["capacity_tokens_per_s"] < good["capacity_tokens_per_s"]
-    assert bad["ongoing_requests"] == 0  # by queue length, one replica is enough
+    assert bad["ongoing_requests"] <= 1  # by queue length, one replica is enough
     wait_for(lambda: (board.get(DECISION) or {})["drafter"]["num_running"] > 1, "word of the drafters")

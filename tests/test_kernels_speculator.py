@@ -140,7 +140,7 @@ def make_speculator(drafter: Any, num_drafts: int, with_graphs: bool) -> Any:
 def test_drafts_are_the_reference_s(num_drafts: int, with_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in chunks beside decoding, rejections, requests that come and go, some with K = 0, sequences up to the
     longest, and fewer drafts than K_max ahead."""
-    monkeypatch.setattr(speculator, "async_copy_to_gpu", lambda array, device: torch.from_numpy(array).to(device))
+    monkeypatch.setattr(speculator, "async_tensor_h2d", lambda array, device: torch.from_numpy(array).to(device))
     monkeypatch.setattr(speculator, "set_forward_context", lambda *args, **kwargs: contextlib.nullcontext())
     drafter = build_drafter(REDUCED, head_tensors(REDUCED))
     one = make_speculator(drafter, num_drafts, with_graphs)

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
-from vllm.v1.worker.gpu.buffer_utils import async_copy_to_gpu
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
@@ -293,7 +293,7 @@ class PEagleSpeculator(DraftModelSpeculator):
         if members_M is None:
             return self.draft_tokens[:num_requests]
         drafts_BK = torch.zeros(num_requests, k_max, dtype=self.draft_tokens.dtype, device=self.device)
-        drafts_BK[async_copy_to_gpu(members_M, device=self.device)] = self.draft_tokens[: len(members_M)]
+        drafts_BK[async_tensor_h2d(members_M, device=self.device)] = self.draft_tokens[: len(members_M)]
         return drafts_BK
 
     def _members(self, batch: InputBatch) -> np.ndarray[Any, Any] | None:
@@ -448,9 +448,9 @@ def _only(
     """The target's rows of some requests of the batch, one after another, and which rows these are."""
     ends_M = np.cumsum(lengths_M)
     rows_N = np.arange(ends_M[-1]) + np.repeat(first_row_np[members_M] - ends_M + lengths_M, lengths_M)
-    members, rows = (async_copy_to_gpu(indices, device=device) for indices in (members_M, rows_N))
+    members, rows = (async_tensor_h2d(indices, device=device) for indices in (members_M, rows_N))
     chosen = TargetRows(
-        first_row_B1=async_copy_to_gpu(np.concatenate([[0], ends_M]).astype(np.int32), device=device),
+        first_row_B1=async_tensor_h2d(np.concatenate([[0], ends_M]).astype(np.int32), device=device),
         input_ids_N=target.input_ids_N[rows],
         positions_N=target.positions_N[rows],
         place_B=target.place_B[members],

@@ -86,9 +86,10 @@ class RaggedModelRunner(GPUModelRunner):
                 varlen_decode=True,
             )
 
-    def prepare_inputs(self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any) -> Any:
-        """vLLM's. A replay is planned for as many rows a request as its graph was captured for."""
-        batch = super().prepare_inputs(scheduler_output, batch_req_state, batch_desc)
+    def prepare_inputs(self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, *more: Any) -> Any:
+        """vLLM's, which takes more in later versions. A replay is planned for as many rows a request as its graph was
+        captured for."""
+        batch = super().prepare_inputs(scheduler_output, batch_req_state, batch_desc, *more)
         if batch_desc.cg_mode == CUDAGraphMode.FULL and batch_desc.max_query_len is not None:
             batch.max_query_len = batch_desc.max_query_len
         return batch
