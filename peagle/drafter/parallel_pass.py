@@ -129,8 +129,8 @@ Linear = Callable[[Tensor], Tensor]
 def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """The product with these weights, [out, in] and [out].
 
-    In float32 on a CPU by oneDNN, from a copy in its own layout: MKL, which torch takes, needs several times as long for
-    a few rows on an AMD CPU (benchmarks/parallel_pass.py).
+    In float32 on a CPU by oneDNN, from a copy in its own layout: MKL, which torch takes, needs several times as long
+    for a few rows on an AMD CPU (benchmarks/parallel_pass.py).
     """
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)

@@ -59,8 +59,8 @@ _LINGER_MS = 200  # for the last words of a server that stops
 _ALIVE_S = 0.5  # between signs of life, with which targets that went away are noticed too
 _CHECK_S = 0.01  # between looks at the socket while targets have mailboxes
 # Between looks at mailboxes. On a GPU without sleeping for _SPIN_S after the last step, which is longer than a target's
-# step takes, letting other threads run, and often for _IDLE_AFTER_S. On a CPU seldom, as each look
-# takes time from the target's threads.
+# step takes, letting other threads run, and often for _IDLE_AFTER_S. On a CPU seldom: each look takes time from the
+# target's threads.
 _SPIN_S, _SLEEP_S, _IDLE_AFTER_S, _IDLE_SLEEP_S = 50e-3, 50e-6, 1.0, 1e-3
 _BLOCK_S = 0.2  # without mailboxes: the socket wakes the thread
 _SWITCH_INTERVAL_S = 1e-4
