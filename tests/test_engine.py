@@ -271,8 +271,8 @@ def test_bad_k_neither_crashes_nor_is_obeyed(engine: RunningEngine, prompts: Pro
 
 
 def test_grammar(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
-    """Drafts that a grammar rules out count neither as verified nor as accepted. With asynchronous scheduling vLLM's own
-    list of steps has those behind the grammar's end as accepted."""
+    """Drafts that a grammar rules out count neither as verified nor as accepted. With asynchronous scheduling vLLM's
+    own list of steps has those behind the grammar's end as accepted."""
     ks = (0, 2, K_MAX)
     results = engine.run([grammar_job(prompts[9], k) for k in ks])
     for k, result in zip(ks, results, strict=True):
