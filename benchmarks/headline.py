@@ -5,7 +5,7 @@
         --prompts /tmp/prompts --cells humaneval:1,8,32 mixed@0.7:8 --repeats 3 --gpus 0 1 --out FILE
     python -m benchmarks.headline --shape LLAMA_8B --tokenizer DIR --arms none ours-0 eagle3-7 ours-7 --out FILE
 
-Arms, all but the last four plain `vllm serve`; K is K_max:
+Arms, all but the last five plain `vllm serve`; K is K_max:
 
     none        no speculation
     eagle3-K    an EAGLE-3 head
@@ -17,6 +17,7 @@ Arms, all but the last four plain `vllm serve`; K is K_max:
     ours-K      `peagle serve`, the drafter in the target's engine, K learned
     remote-K    the same, the drafter a replica of its own: on the next one of `--gpus`, where there are some
     ours-KkF    the server of ours-K, asked for F drafts a step by each request; likewise remote-KkF
+    ours-Kfp8   the drafter's weights and activations in FP8; likewise eagle3-Kfp8, stock-Kfp8, ours-KkFfp8
     ours-0      `peagle serve` without a drafter
 
 All have the engine settings of `--engine`. The arms' servers run together (`--together` at a time), dealt out to
@@ -50,6 +51,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -80,6 +82,7 @@ HEADS = {"eagle3": "eagle3_head", "table": "eagle3_head", "stock": "peagle_head"
 HEADS["remote"] = "peagle_head"
 OTHERS = ("none", "draft", "ngram", "suffix")
 OURS = ("ours", "remote")
+FP8 = ("eagle3", "stock", "ours")
 NGRAM_TOKENS = 4
 """Longest run of tokens that ngram looks up; from 2 on."""
 PERCENTILES = (50, 90, 99)
@@ -125,10 +128,11 @@ class Cell:
 
 def parse_arm(text: str, options: argparse.Namespace) -> Arm:
     """Raises ValueError for an arm that is not known, lacks its K or an option, or cannot run here."""
-    kind, numbers = text.partition("-")[::2]
-    k, _, fixed = numbers.partition("k") if kind in OURS else (numbers, "", "")
-    is_arm = text in (kind, f"{kind}-{k}", f"{kind}-{k}k{fixed}") and f"{k or 0}{fixed}".isdecimal()
-    arm = Arm(kind, int(k or 0), int(fixed) if fixed else None) if is_arm else Arm("")
+    found = re.fullmatch(r"([a-z]+3?)(?:-(\d+)(?:k(\d+))?(fp8)?)?", text)
+    kind, k, fixed, fp8 = found.groups() if found else ("", None, None, None)
+    if (fixed and kind not in OURS) or (fp8 and kind not in FP8):
+        kind = ""
+    arm = Arm(kind, int(k or 0), int(fixed) if fixed else None, bool(fp8))
     if arm.kind not in (*HEADS, *OTHERS) or (not arm.k and text not in ("none", "suffix", "ours-0")):
         raise ValueError(
             f"--arms: {text!r} is none, suffix, ours-0, or KIND-K with one of {', '.join((*HEADS, 'draft', 'ngram'))}"
@@ -150,9 +154,10 @@ def parse_arm(text: str, options: argparse.Namespace) -> Arm:
 
 def prepare(options: argparse.Namespace, arm: Arm) -> tuple[str, str | None, dict[str, Any]]:
     """Target, head and further speculative settings of an arm."""
+    further: dict[str, Any] = {"quantization": "fp8"} if arm.is_fp8 else {}
     if not options.shape:
         head = getattr(options, HEADS[arm.kind]) if arm.kind in HEADS and arm.k else None
-        return str(options.model), None if head is None else str(prepare_head(head, options.model)), {}
+        return str(options.model), None if head is None else str(prepare_head(head, options.model)), further
     parallel = HEADS.get(arm.kind) == "peagle_head"
     shape = getattr(models, options.shape)
     target = models.write_target(options.folder / "target", shape)
@@ -161,14 +166,15 @@ def prepare(options: argparse.Namespace, arm: Arm) -> tuple[str, str | None, dic
             shutil.copy(options.tokenizer / name, target / name)
     if arm.kind not in HEADS or not arm.k:
         return str(target), None, {}
-    head = options.folder / f"head-{arm}"
+    head = options.folder / f"head-{arm.kind}-{arm.k}"
     if not (head / "config.json").exists():
         models.write_head(head, arm.k, shape, num_layers=4 if parallel else 1, parallel=parallel)
-    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(SURVIVAL[: arm.k])}
+    rates = list(SURVIVAL[: arm.k])
+    further |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
     if arm.kind == "remote":
         models.write_embedding(target, shape)  # the drafter's process reads it there
-        return str(target), str(head), synthetic
-    return str(target), str(head), synthetic | {"draft_load_config": {"load_format": "safetensors"}}
+        return str(target), str(head), further
+    return str(target), str(head), further | {"draft_load_config": {"load_format": "safetensors"}}
 
 
 def speculative_config(options: argparse.Namespace, arm: Arm, head: str | None) -> dict[str, Any]:

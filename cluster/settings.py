@@ -52,12 +52,16 @@ OWNED_DRAFT_KEYS = {
     "tensor_parallel_size": "set draft_tensor_parallel_size, as in vLLM",
     "num_speculative_tokens_per_batch_size": "each request has a K of its own, which follows the load: see depth",
     "enable_adaptive_verification": "the scheduler weighs every draft already: see depth",
-    "quantization": "heads are served as they are stored, in bfloat16",
 }
 """Keys of vLLM's speculative_config that cannot be set in drafter.engine_options, each with what to do instead."""
 
-ONLY_DRAFT_VALUES = {"draft_sample_method": ("greedy",), "rejection_sample_method": ("standard", "synthetic")}
-"""Keys of which one value is refused: K is learned from drafts that are greedy and rejected one by one."""
+ONLY_DRAFT_VALUES = {
+    "draft_sample_method": ("greedy",),
+    "rejection_sample_method": ("standard", "synthetic"),
+    "quantization": ("fp8",),
+}
+"""Keys of which other values are refused: K is learned from drafts that are greedy and rejected one by one, and heads
+are stored in bfloat16, of which vLLM makes FP8 as it loads them (W8A8; a GPU of compute capability 8.9 or more)."""
 
 VERIFICATION_KEYS = ("rejection_sample_method", "synthetic_acceptance_length", "synthetic_acceptance_rates")
 """Keys of verification, which the target's engine does wherever the drafter runs."""

@@ -73,6 +73,7 @@ def test_every_arm_becomes_one_of_vllms_settings_or_a_service(tmp_path: Path, ta
         ("remote-7", {"gpus": ["0"]}, "two of --gpus"),
         ("ours-7k8", {}, "asks for 8 drafts a step of at most 7"),
         ("eagle3-7k3", {}, "is none, suffix, ours-0, or KIND-K"),
+        ("remote-7fp8", {"gpus": ["0", "1"]}, "is none, suffix, ours-0, or KIND-K"),
     ],
 )
 def test_arms_that_cannot_run_are_named(text: str, given: dict[str, Any], problem: str) -> None:
@@ -84,6 +85,17 @@ def test_requests_of_a_fixed_k_go_to_the_server_of_the_learned_one() -> None:
     arm = parse_arm("ours-7k3", options())
     assert (arm.kind, arm.k, arm.fixed_k, str(arm)) == ("ours", 7, 3, "ours-7k3")
     assert str(dataclasses.replace(arm, fixed_k=None)) == "ours-7"
+
+
+def test_drafters_in_fp8_are_arms_of_their_own(tmp_path: Path, target_dir: Path) -> None:
+    given = options(folder=tmp_path, model=target_dir, engine="{}")
+    stock, ours = (parse_arm(text, given) for text in ("eagle3-3fp8", "ours-7k3fp8"))
+    assert (str(stock), str(ours), ours.fixed_k) == ("eagle3-3fp8", "ours-7k3fp8", 3)
+    line = command(given, stock, 8000)
+    assert json.loads(line[line.index("--speculative-config") + 1])["quantization"] == "fp8"
+    _, checked = read_config(Path(command(given, dataclasses.replace(ours, fixed_k=None), 8000)[-1]))
+    assert checked.drafter is not None
+    assert checked.drafter.engine_options == {"quantization": "fp8"}
 
 
 def test_requests_ask_for_a_k_and_name_a_workload() -> None:

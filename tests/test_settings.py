@@ -65,7 +65,7 @@ SPECULATIVE_CONFIG = {
 }
 QUEUE = {"policy": "queue_length", "target": {"min": 1, "max": 3}}
 ACCEPTANCE = {"policy": "acceptance", "target": {"min": 1, "max": 3}}
-DRAFT_KEYS = {"draft_tensor_parallel_size", "rejection_sample_method"}
+DRAFT_KEYS = {"draft_tensor_parallel_size", "quantization", "rejection_sample_method"}
 ENGINE_KEYS = {"dtype", "max_model_len", "max_num_seqs", "speculative_config", "pipeline_parallel_size"}
 
 
@@ -518,6 +518,11 @@ BARE = changed(drafter=..., depth=...)
             {**BARE, "speculative_config": {**SPECULATIVE_CONFIG, "rejection_sample_method": "block"}},
             {},
             "rejection_sample_method is 'block', but must be standard or synthetic here",
+        ),
+        (
+            {**BARE, "speculative_config": {**SPECULATIVE_CONFIG, "quantization": "mxfp4"}},
+            {},
+            "quantization is 'mxfp4', but must be fp8 here",
         ),
         (
             changed(drafter__engine_options={"model": "other"}),
