@@ -30,7 +30,7 @@ MAX_CHUNKS_PER_S = 1000
 API process, the first token of a new request waits for hundreds of milliseconds (benchmarks/streams.py, and the H200's
 results of benchmarks/headline.py)."""
 
-STREAM_CHUNKS_PER_S = 10
+STREAM_CHUNKS_PER_S = 5
 """What the reader of a stream gets at least, as far as the engine makes tokens."""
 
 PACE_WINDOW_S = 0.25
