@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import logging
+import os
 import queue
 import sys
 import threading
@@ -267,8 +268,10 @@ class DrafterServer:
         if has_mailboxes:
             if self._device.type != "cuda" or idle_s > _IDLE_AFTER_S:
                 time.sleep(_IDLE_SLEEP_S)
+            elif idle_s < _SPIN_S:
+                os.sched_yield()  # time.sleep(0) takes the kernel's timer slack, 50 us and more
             else:
-                time.sleep(0 if idle_s < _SPIN_S else _SLEEP_S)
+                time.sleep(_SLEEP_S)
             return
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
