@@ -4,8 +4,8 @@
     python -m benchmarks.fp8 HEAD ANSWERS --target DIR [--out FILE]
 
 The products of `fc` and of the layers are computed here from rounded operands: weights to E4M3 with one scale for each
-matrix that vLLM multiplies by (q, k and v are one, gate and up another), inputs to E4M3 with one scale a row. The output
-matrix and attention stay as they are, as in vLLM. Acceptance is that of `peagle evaluate`; on a CPU in float32.
+matrix that vLLM multiplies by (q, k and v are one, gate and up another), inputs to E4M3 with one scale a row. Attention
+and the output matrix stay as they are, as in vLLM. Acceptance is that of `peagle evaluate`; on a CPU in float32.
 """
 
 import argparse
