@@ -384,13 +384,14 @@ def test_versions_are_compared(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("values", [torch.tensor([0.5, 0.0, 2.0]), torch.tensor([3, 0, 5], dtype=torch.int32)])
 def test_plain_expansion(values: torch.Tensor) -> None:
-    output = torch.full((6,), 9).to(values.dtype)
-    ends = torch.tensor([2, 3, 6], dtype=torch.int32)
-    from peagle.vllm.workers import PlainExpansion
+    from peagle.vllm.workers import plain_expansion
 
-    PlainExpansion()[(3,)](output, values, ends, 0, 1, MAX_NUM_TOKENS=8)
-    first, _, last = values.tolist()
+    ends = torch.tensor([2, 3, 6], dtype=torch.int32)
+    first, middle, last = values.tolist()
+    output = plain_expansion(values, ends, 6, replace_from=0, replace_to=1)
+    assert output.dtype == values.dtype
     assert output.tolist() == [first, first, 1, last, last, last]
+    assert plain_expansion(values, ends, 6).tolist() == [first, first, middle, last, last, last]
 
 
 def test_the_newest_step_costs_stay_whoever_carried_them(processor: OutputProcessor) -> None:

