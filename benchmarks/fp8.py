@@ -5,7 +5,8 @@
 
 The products of `fc` and of the layers are computed here from rounded operands: weights to E4M3 with one scale for each
 matrix that vLLM multiplies by (q, k and v are one, gate and up another), inputs to E4M3 with one scale a row. Attention
-and the output matrix stay as they are, as in vLLM. Acceptance is that of `peagle evaluate`; on a CPU in float32.
+and the output matrix stay as they are, as in vLLM. Acceptance is that of `peagle evaluate`; on a CPU in float32. In
+FILE `groups` are the head's figures with FP8, `against` those without.
 """
 
 import argparse

