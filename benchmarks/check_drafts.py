@@ -7,7 +7,8 @@ some sequences that end at `max_model_len`, and a cache so small that requests a
 `--phase`: plain is stock vLLM without drafts, none our worker without drafts; drafts is our worker with a drafter, but
 verifies tokens that this program makes up of the first one's output: the right ones up to a random place, then wrong
 ones, so that everything between no and all drafts is accepted. Their output must be the first one's. What the drafter
-really proposed is recorded with all that it read, and compared with the reference in float32.
+really proposed is recorded with all that it read, and compared with the reference in float32. Drafts for which a pass
+had no room are counted and not compared: nobody expects them to be accepted.
 """
 
 import argparse
@@ -53,8 +54,23 @@ class Recorder:
 
     def start_recording(self, oracle: dict[str, list[int]] | None) -> None:
         """From now on, record. oracle: a request's whole output, whose tokens stand in for the drafts."""
+        from peagle.vllm import speculator as passes
+
         speculator = self.model_runner.speculator
         self.recorded: list[dict[str, Any]] = []
+        write_rows, laid_out = passes.write_rows, {}
+
+        def noting(target: Any, table: Any, out: Any, **kwargs: Any) -> None:
+            write_rows(target, table, out, **kwargs)
+            laid_out.update(kwargs, num_requests=len(target.place_B))
+
+        def made_by_request() -> list[int]:
+            """Drafts of each request of the pass that have a row of their own."""
+            depth, count = laid_out["num_drafts"], laid_out["num_requests"]
+            sampled = speculator.rows.sample_rows_BD[: count * depth].view(count, depth)
+            return [len(set(row)) for row in sampled.tolist()]
+
+        passes.write_rows = noting
         propose, wrong = speculator.propose, random.Random(0)
 
         def recording(batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -77,6 +93,7 @@ class Recorder:
                 "drafts": drafts.tolist(),
                 "members": list(range(count)) if members is None else members.tolist(),
                 "num_ahead": num_ahead,
+                "num_made": made_by_request(),
             }
             self.recorded.append(step)
             if oracle is None:
@@ -104,7 +121,7 @@ class Recorder:
         runner = self.model_runner
         found = {"target": runner.cudagraph_manager}
         if runner.speculator is not None:
-            found["drafter"] = runner.speculator.graphs
+            found |= {"drafter": runner.speculator.graphs, "choice": runner.speculator.choices}
         return found
 
     def count_replays(self) -> None:
@@ -113,7 +130,7 @@ class Recorder:
         for name, manager in self._graphs().items():
 
             def counted(desc: Any, name: str = name, run: Any = manager.run_fullgraph) -> Any:
-                is_any = desc.uniform_token_count is None and desc.max_query_len > 1 + NUM_DRAFTS
+                is_any = desc.uniform_token_count is None and (desc.max_query_len or 0) > 1 + NUM_DRAFTS
                 self.num_replays[f"{name}, {'any split' if is_any else 'decoding'}, {desc.num_tokens} rows"] += 1
                 return run(desc)
 
@@ -263,9 +280,9 @@ def compare(steps: list[dict[str, Any]], head_dir: Path, target_dir: Path) -> di
     config, tensors = load_head(head_dir)
     drafter = build_drafter(config, tensors, embed_VH=target_table(target_dir, "embed_tokens.weight").float())
     sessions: dict[str, DraftSession] = {}
-    num_equal, num_all, by_depth, gaps, kinds = 0, 0, Counter[int](), [], Counter[str]()
+    num_equal, num_all, num_left_out, by_depth, gaps, kinds = 0, 0, 0, Counter[int](), [], Counter[str]()
     for step in steps:
-        for row in step["members"]:
+        for row, num_made in zip(step["members"], step["num_made"], strict=True):
             name = step["req_ids"][row]
             start, end = step["first"][row : row + 2]
             context, valid = step["positions"][start], end - start - step["num_rejected"][row]
@@ -276,6 +293,8 @@ def compare(steps: list[dict[str, Any]], head_dir: Path, target_dir: Path) -> di
             session.cache.truncate(context)
             wanted = min(step["num_ahead"], MAX_MODEL_LEN - context - valid + 1)
             found = session.propose(torch.tensor(tokens), step["taps"][start : start + valid], NUM_DRAFTS)
+            num_left_out += max(0, wanted - num_made)
+            wanted = min(wanted, num_made)
             for depth in range(wanted):
                 expected, given = int(found.token_ids_K[depth]), step["drafts"][row][depth]
                 num_all += 1
@@ -289,6 +308,7 @@ def compare(steps: list[dict[str, Any]], head_dir: Path, target_dir: Path) -> di
                 gaps.append(round(gap, 4))
     return {
         "num_drafts": num_all,
+        "num_left_out": num_left_out,
         "equal_share": num_equal / max(1, num_all),
         "unequal_by_depth": dict(by_depth),
         "largest_gaps_in_std": sorted(gaps, reverse=True)[:10],
@@ -350,6 +370,7 @@ def judge(steps: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
         "drafts": compare(steps, folder / "head", folder / "target"),
         "tokens_a_step": dict(sorted(accepted.items())),
         "steps_by_drafts_ahead": dict(sorted(Counter(step["num_ahead"] for step in steps).items())),
+        "steps_with_too_few_rows": sum(min(step["num_made"]) < max(1, step["num_ahead"]) for step in steps),
         "steps_with_requests_left_out": sum(len(step["members"]) < len(step["req_ids"]) for step in steps),
     }
 

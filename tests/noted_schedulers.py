@@ -10,7 +10,7 @@ from peagle.vllm.scheduler import PerRequestDepthAsyncScheduler, PerRequestDepth
 
 NOTES = "TEST_STEP_NOTES"
 """Environment variable: the file that gets, for each step, {"prompt_tokens": n, "drafts": [K of each decode],
-"ahead": most drafts of a request in the next step}."""
+"ahead": most drafts of a request in the next step, "num_rejected": of these drafts, as expected}."""
 
 
 class _Noted:
@@ -23,6 +23,7 @@ class _Noted:
             "prompt_tokens": sum(num for name, num in scheduled if is_prompt.get(name, True)),
             "drafts": [drafts.get(name, 0) for name, _ in scheduled if not is_prompt.get(name, True)],
             "ahead": output.peagle_drafts_ahead,
+            "num_rejected": output.peagle_num_rejected,
         }
         with Path(os.environ[NOTES]).open("a", encoding="utf-8") as file:
             file.write(json.dumps(note) + "\n")

@@ -12,6 +12,7 @@ from tests.kernel_device import DEVICE, needs_kernel
 pytestmark = needs_kernel
 
 MASK, BLOCK_SIZE, MAX_MODEL_LEN, MAX_REQUESTS, NUM_PLACES = 999, 4, 200, 9, 12
+MOST_DRAFTS = 8
 LONGEST = 150
 """Rows of a prompt: several programs of the kernel."""
 
@@ -50,15 +51,25 @@ def make_requests(seed: int, num_requests: int, num_drafts: int, longest: int) -
 
 
 def plain_rows(
-    requests: list[Request], num_drafts: int, stride: int
-) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
-    """Rows (token, position, slot, source), keys of each request, sampled rows: by the table in the module."""
+    requests: list[Request], num_drafts: int, stride: int, num_packed: int | None = None
+) -> tuple[list[tuple[int, ...]], list[int], list[int], list[int]]:
+    """Rows (token, position, slot, source), keys of each request, sampled rows, first rows: by the table in the module.
+
+    num_packed: rows of the packed layout at most; None: another layout.
+    """
     rows: list[tuple[int, ...]] = []
-    contexts, sampled, target_row = [], [], 0
-    for one in requests:
+    contexts, sampled, firsts, target_row = [], [], [], 0
+    masks = [num_drafts - 1] * len(requests)
+    if num_packed is not None:
+        num_valid = sum(len(one.tokens) - one.num_rejected for one in requests)
+        turn = 0
+        while num_valid + sum(masks) > num_packed:
+            masks[turn % len(masks)] -= 1
+            turn += 1
+    for one, num_masks in zip(requests, masks, strict=True):
         valid = len(one.tokens) - one.num_rejected
         used: list[tuple[int, ...]] = []
-        for i in range(valid + num_drafts - 1):
+        for i in range(valid + num_masks):
             position = one.context + i
             if position >= MAX_MODEL_LEN:
                 break
@@ -67,16 +78,19 @@ def plain_rows(
             block = one.blocks[position // BLOCK_SIZE]
             slot = block * BLOCK_SIZE + position % BLOCK_SIZE if block else -1
             used.append((real, position, slot, 1 + target_row + i if i < valid else 0))
-        total = stride or len(one.tokens) + num_drafts - 1
+        total = stride or (len(one.tokens) if num_packed is None else valid) + num_masks
+        firsts.append(len(rows))
         rows += [(0, 0, -1, 0)] * (total - len(used))
         sampled += [len(rows) + min(valid - 1 + depth, len(used) - 1) for depth in range(num_drafts)]
         rows += used
         contexts.append(one.context + len(used))
         target_row += len(one.tokens)
-    return rows, contexts, sampled
+    return rows, contexts, sampled, [*firsts, len(rows)]
 
 
-def laid_out(requests: list[Request], num_drafts: int, stride: int, num_rows: int) -> DraftRows:
+def laid_out(
+    requests: list[Request], num_drafts: int, stride: int, num_rows: int, is_packed: bool = False
+) -> DraftRows:
     """What the kernel writes, into buffers full of -7, second cache group; `num_rows` with the padding."""
 
     def tensor(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -96,7 +110,7 @@ def laid_out(requests: list[Request], num_drafts: int, stride: int, num_rows: in
         last_sampled_S=tensor(last, torch.int64).view(-1, 1),
         next_prefill_S=tensor(prefill),
     )
-    out = DraftRows.empty(MAX_REQUESTS, num_rows, num_drafts, 2, torch.device(DEVICE))
+    out = DraftRows.empty(MAX_REQUESTS, num_rows, MOST_DRAFTS, 2, torch.device(DEVICE))
     for buffer in (out.token_ids_R, out.positions_R, out.slots_GR, out.sources_R, out.sample_rows_BD, out.context_B):
         buffer.fill_(-7)
     write_rows(
@@ -106,6 +120,7 @@ def laid_out(requests: list[Request], num_drafts: int, stride: int, num_rows: in
         group=1,
         num_drafts=num_drafts,
         stride=stride,
+        is_packed=is_packed,
         max_query_len=max(lengths),
         num_rows=num_rows,
         block_size=BLOCK_SIZE,
@@ -116,21 +131,27 @@ def laid_out(requests: list[Request], num_drafts: int, stride: int, num_rows: in
 
 
 @pytest.mark.parametrize("num_drafts", [1, 2, 7])
-@pytest.mark.parametrize("uniform", [True, False])
+@pytest.mark.parametrize("layout", ["uniform", "ragged", "packed", "packed, short of 1", "packed, short of many"])
 @pytest.mark.parametrize("seed", range(4))
-def test_rows_are_those_of_the_loop(num_drafts: int, uniform: bool, seed: int) -> None:
+def test_rows_are_those_of_the_loop(num_drafts: int, layout: str, seed: int) -> None:
     num_requests = [1, 4, MAX_REQUESTS, 6][seed]
-    requests = make_requests(seed, num_requests, num_drafts, num_drafts + 1 if uniform else LONGEST)
-    stride = 2 * num_drafts if uniform else 0
-    rows, contexts, sampled = plain_rows(requests, num_drafts, stride)
-    out = laid_out(requests, num_drafts, stride, len(rows) + 5)
+    is_packed, stride = layout.startswith("packed"), 2 * num_drafts if layout == "uniform" else 0
+    requests = make_requests(seed, num_requests, num_drafts, num_drafts + 1 if stride else LONGEST)
+    num_targets = sum(len(one.tokens) - one.num_rejected for one in requests)
+    num_rows = num_targets + num_requests * (num_drafts - 1)
+    if layout == "packed, short of 1":
+        num_rows = max(num_targets, num_rows - 1)
+    if layout == "packed, short of many":
+        num_rows = max(num_targets, num_rows - num_requests * 2 - 1)
+    rows, contexts, sampled, firsts = plain_rows(requests, num_drafts, stride, num_rows if is_packed else None)
+    padding = 0 if "short" in layout else 5
+    assert not is_packed or len(rows) == num_rows
+    out = laid_out(requests, num_drafts, stride, len(rows) + padding, is_packed)
     columns = (out.token_ids_R, out.positions_R, out.slots_GR[1], out.sources_R)
     found = list(zip(*(column.tolist() for column in columns), strict=True))
-    assert found == rows + [(0, 0, -1, 0)] * 5
+    assert found == rows + [(0, 0, -1, 0)] * padding
     assert out.context_B.tolist() == contexts + [0] * (MAX_REQUESTS - num_requests)
-    assert out.sample_rows_BD.tolist() == sampled + [0] * (num_drafts * (MAX_REQUESTS - num_requests))
-    lengths = [len(one.tokens) for one in requests]
-    firsts = [stride * i if stride else sum(lengths[:i]) + i * (num_drafts - 1) for i in range(num_requests + 1)]
+    assert out.sample_rows_BD.tolist() == sampled + [0] * (MOST_DRAFTS * MAX_REQUESTS - len(sampled))
     assert out.first_row_B1.tolist() == firsts + [len(rows)] * (MAX_REQUESTS - num_requests)
     assert out.slots_GR[0].eq(-7).all()
 
@@ -140,12 +161,12 @@ def test_one_kernel_serves_every_batch() -> None:
     num_rows = MAX_REQUESTS * (LONGEST + 6)
     compiled = _write_rows_kernel.device_caches[torch.cuda.current_device()][0]
     before = None
-    for num_drafts in range(1, 9):
+    for num_drafts in range(1, MOST_DRAFTS + 1):
         for num_requests in (1, 2, MAX_REQUESTS):
             for longest in (1, num_drafts + 1, LONGEST):
                 requests = make_requests(num_drafts, num_requests, num_drafts, longest)
                 for stride in (0, 2 * num_drafts) if longest <= num_drafts + 1 else (0,):
-                    laid_out(requests, num_drafts, stride, num_rows)
+                    laid_out(requests, num_drafts, stride, num_rows, is_packed=not stride)
                     before = before or len(compiled)
     assert before
     assert len(compiled) == before

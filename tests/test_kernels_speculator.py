@@ -7,6 +7,7 @@ brings; the reference is `peagle.draft`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ MAX_REQUESTS, MAX_LEN, BLOCK, NUM_BLOCKS, MAX_TOKENS = 4, 48, 4, 60, 40
 
 
 class Network:
-    """vLLM's network of a head, as far as the speculator uses it, over a paged cache."""
+    """vLLM's network of a head, as far as the speculator uses it, over a paged cache. It is whole."""
 
     def __init__(self, drafter: Any, rows: Any) -> None:
         self._drafter, self._rows = drafter, rows
@@ -74,30 +75,41 @@ class Network:
 
 
 class Graphs:
-    """Full graphs for a padded number of requests, and those for a padded number of rows."""
+    """Full graphs for a padded number of requests, and those for a number of rows with no more room than it takes; the
+    choice of drafts for a padded number of drafts, or none."""
 
     def __init__(self, owner: Any) -> None:
-        self._owner, self.num_dense = owner, 0
+        self._owner, self.num_packed, self._turn = owner, 0, 0
 
     def dispatch(self, num_requests: int, num_rows: int, uniform: int | None, num_loras: int) -> Any:
+        if self is self._owner.choices:
+            mode = speculator.CUDAGraphMode.FULL if num_rows % 2 else speculator.CUDAGraphMode.NONE
+            return SimpleNamespace(cg_mode=mode, num_tokens=num_rows + 1)
         return SimpleNamespace(cg_mode=speculator.CUDAGraphMode.NONE, num_tokens=num_rows + 3)
 
-    def full_graph(self, num_requests: int, num_targets: int, depth: int, max_query_len: int) -> Any:
+    def full_graph(self, num_requests: int, num_targets: int, depth: int, max_query_len: int, num_rejected: int) -> Any:
+        self._turn += 1
         padded, k_max = min(num_requests + 1, MAX_REQUESTS), self._owner.num_speculative_steps
-        depth = max(depth, max_query_len - 1)
-        if depth <= k_max:
+        deep = max(depth, max_query_len - 1)
+        if deep <= k_max and self._turn % 2:
             return SimpleNamespace(
-                num_tokens=padded * 2 * depth, num_reqs=padded, uniform_token_count=2 * depth, max_query_len=None
+                num_tokens=padded * 2 * deep, num_reqs=padded, uniform_token_count=2 * deep, max_query_len=None
             )
-        num_rows = num_targets + num_requests * (k_max - 1) + 3
+        num_rows = max(num_targets, num_targets + num_requests * (depth - 1) - num_rejected)
         return SimpleNamespace(num_tokens=num_rows, num_reqs=padded, uniform_token_count=None, max_query_len=num_rows)
 
     def run_fullgraph(self, desc: Any) -> None:
-        self.num_dense += desc.uniform_token_count is None
-        depth = (desc.uniform_token_count or 0) // 2 or self._owner.num_speculative_steps
-        num_targets = desc.num_reqs * (1 + depth) if desc.uniform_token_count else desc.num_tokens
-        mode = speculator.CUDAGraphMode.FULL
-        self._owner._draft(desc.num_reqs, num_targets, desc.num_tokens, depth, None, None, mode)
+        if self is self._owner.choices:
+            self._owner._choose(desc.num_tokens)
+            return
+        self.num_packed += desc.uniform_token_count is None
+        num_targets, mode = desc.num_tokens, speculator.CUDAGraphMode.FULL
+        if desc.uniform_token_count is not None:
+            depth = desc.uniform_token_count // 2
+            num_targets = desc.num_reqs * (1 + depth)
+        self._owner._pass(num_targets, desc.num_tokens, None, None, mode)
+        if desc.uniform_token_count is not None:
+            self._owner._choose(desc.num_reqs * depth)
 
 
 class Tables:
@@ -131,7 +143,11 @@ def make_speculator(drafter: Any, num_drafts: int, with_graphs: bool) -> Any:
     one.hidden_MH = torch.zeros(one.max_rows, one.hidden_size)
     one.reduced_NH = torch.zeros(1 + one.max_rows, one.hidden_size)
     one.reduced_NH[:1] = drafter.reduce(drafter.mask_hidden[0])
-    one.graphs = Graphs(one) if with_graphs else None
+    one.attended_SA = torch.zeros(MAX_REQUESTS * num_drafts, one.hidden_size)
+    one.stream_SH = torch.zeros(MAX_REQUESTS * num_drafts, one.hidden_size)
+    one.last_layer = lambda attended_SA, stream_SH: attended_SA
+    one.draft_ids_S = torch.zeros(MAX_REQUESTS * num_drafts + 1, dtype=torch.int64)
+    one.graphs, one.choices = (Graphs(one), Graphs(one)) if with_graphs else (None, None)
     return one
 
 
@@ -207,6 +223,9 @@ def test_drafts_are_the_reference_s(num_drafts: int, with_graphs: bool, monkeypa
                 first.append(first[-1] + query)
             one.model.tables_BC = one.block_tables.input_block_tables[0]
             num_alone += any(request.max_k == 0 for request, _ in batch)
+            decides = zip(batch, columns["prompt"], strict=True)
+            takes_part = [request.max_k > 0 or is_prompt for (request, _), is_prompt in decides]
+            one._num_rejected = sum(itertools.compress(columns["rejected"], takes_part))
             proposed = one.propose(
                 SimpleNamespace(
                     num_reqs=len(batch),
@@ -244,4 +263,4 @@ def test_drafts_are_the_reference_s(num_drafts: int, with_graphs: bool, monkeypa
                     one.forget([str(request.place)])
     assert num_compared > 10 * num_drafts**0.5
     assert num_alone > 2
-    assert one.graphs is None or one.graphs.num_dense > 2
+    assert one.graphs is None or one.graphs.num_packed > 5

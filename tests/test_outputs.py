@@ -15,7 +15,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
 from cluster.counts import Counts
-from peagle.vllm.acceptance import STEPS_HEADER, counts_of_steps, steps_text
+from peagle.vllm.acceptance import STEPS_HEADER, Rejections, counts_of_steps, steps_text
 from peagle.vllm.outputs import (
     MAX_CHUNKS_PER_S,
     MAX_HELD_TOKENS,
@@ -195,6 +195,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch, steps: list[dict[int, EngineCoreO
     """The product's, on a vLLM scheduler that has these outputs."""
     found: Any = object.__new__(PerRequestDepthScheduler)
     found._trimmer, found._refused_grammars, found._steps = None, {}, {}
+    found._rejections = Rejections(7)
     found._coalescer, found.requests = engine.coalescer, engine.requests
     monkeypatch.setattr(Scheduler, "update_from_output", lambda *_: steps.pop(0))
     monkeypatch.setattr(Scheduler, "make_spec_decoding_stats", lambda *_: None)
@@ -264,3 +265,24 @@ def test_only_an_abort_drops_what_waits(
     last = EngineCoreOutput("a", [9], finish_reason=FinishReason.ERROR)
     (output,) = engine.coalescer.due([last], {}, 0.0)
     assert output.new_token_ids == tokens
+
+
+def test_rejections_are_expected_from_the_last_steps() -> None:
+    rejections = Rejections(3)
+    assert rejections.expected([3] * 100) == 0  # nothing is known
+    for _ in range(100):
+        for step in ((3, 0), (3, 1), (3, 3), (1, 1)):
+            rejections.add(*step)
+        rejections.expected([])
+    # Of those that reach depth 1, 2 and 3, 3 of 4, 1 of 3 and 1 of 3 survive it: 3 - 17 / 12 are rejected of three.
+    assert rejections.expected([3] * 1600) == int(1600 * (3 - 17 / 12) - 40 * 1.5)
+    assert rejections.expected([1] * 1600 + [0] * 9) == int(1600 / 4 - 40 * 0.5)
+    assert rejections.expected([3]) == 0  # a few may all be accepted
+    for _ in range(100):
+        rejections.add(3, 3)
+        rejections.expected([])
+    assert rejections.expected([3] * 1600) == 0
+
+
+def test_an_engine_without_drafts_expects_none() -> None:
+    assert Rejections(0).expected([]) == 0

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from peagle.vllm import compat, speculator
 from peagle.vllm.engine import capture_sizes
-from peagle.vllm.speculator import DraftGraphs
+from peagle.vllm.speculator import MIN_PACKED_REQUESTS, ChoiceGraphs, DraftGraphs
 from peagle.vllm.v2_worker import RaggedModelRunner, StepGraphs
 
 K_MAX, MAX_REQUESTS = 7, 48
@@ -51,6 +51,14 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Any:
 def step_graphs(config: Any, mode: CUDAGraphMode = MODE, **changes: Any) -> StepGraphs:
     settings = {"decode_query_len": 1 + K_MAX, "varlen_decode": True, **changes}
     graphs = StepGraphs(config, "cuda", mode, **settings)
+    graphs._graphs_captured = True
+    return graphs
+
+
+def draft_graphs(config: Any, *, is_ragged: bool = True, packs_prompts: bool = True) -> DraftGraphs:
+    graphs = DraftGraphs(
+        config, "cuda", MODE, decode_query_len=2 * K_MAX, is_ragged=is_ragged, packs_prompts=packs_prompts
+    )
     graphs._graphs_captured = True
     return graphs
 
@@ -160,8 +168,11 @@ def test_a_replay_of_the_drafter_is_planned_as_its_capture(config: Any, monkeypa
     one.block_tables = SimpleNamespace(
         input_block_tables=tables, kernel_block_sizes=[16], get_dummy_block_tables=lambda count: tables
     )
-    one.graphs = graphs = DraftGraphs(config, "cuda", MODE, decode_query_len=2 * K_MAX, has_dense=True)
-    graphs._graphs_captured = True
+    one.graphs = graphs = draft_graphs(config)
+    one.choices = SimpleNamespace(dispatch=lambda *args: SimpleNamespace(cg_mode=CUDAGraphMode.FULL))
+    one.choices.run_fullgraph = lambda desc: None
+    one.draft_tokens = torch.zeros(MAX_REQUESTS, K_MAX, dtype=torch.int64)
+    one.draft_ids_S = torch.zeros(MAX_REQUESTS * K_MAX, dtype=torch.int64)
     chosen: list[Any] = []
     monkeypatch.setattr(graphs, "run_fullgraph", chosen.append)
     captures: dict[Any, tuple[Any, ...]] = {}
@@ -183,7 +194,9 @@ def test_a_replay_of_the_drafter_is_planned_as_its_capture(config: Any, monkeypa
     for longest in (1 + K_MAX, 40, 200):
         for lengths in splits(200, longest):
             depth = 1 + len(lengths) % K_MAX
-            if graphs.full_graph(len(lengths), sum(lengths), depth, max(lengths)) is None:
+            num_drafts = sum(lengths) - len(lengths) if longest == 1 + K_MAX else 0
+            one._num_rejected = num_drafts // 2
+            if graphs.full_graph(len(lengths), sum(lengths), depth, max(lengths), num_drafts // 2) is None:
                 continue
             target, most_keys_B = SimpleNamespace(place_B=lengths), torch.full((len(lengths),), 300)
             one._run_pass(target, np.array(lengths), most_keys_B, depth, is_part=False, is_profile=False)
@@ -195,31 +208,51 @@ def test_a_replay_of_the_drafter_is_planned_as_its_capture(config: Any, monkeypa
 
 
 @pytest.mark.parametrize("longest", [1 + K_MAX, 40, 400])
-@pytest.mark.parametrize("has_dense", [True, False])
-def test_every_pass_to_k_max_has_a_graph_with_room_for_it(config: Any, longest: int, has_dense: bool) -> None:
-    graphs = DraftGraphs(config, "cuda", MODE, decode_query_len=2 * K_MAX, has_dense=has_dense)
+@pytest.mark.parametrize(("is_ragged", "packs_prompts"), [(True, True), (True, False), (False, False)])
+def test_every_pass_has_a_graph_with_room_for_it(
+    config: Any, longest: int, is_ragged: bool, packs_prompts: bool
+) -> None:
+    graphs = draft_graphs(config, is_ragged=is_ragged, packs_prompts=packs_prompts)
     captured, kinds = graphs._capture_descs[CUDAGraphMode.FULL], set()
+    draw = random.Random(longest)
     for rows in splits(300, longest):
-        desc = graphs.full_graph(len(rows), sum(rows), K_MAX, max(rows))
-        num_rows = sum(rows) + len(rows) * (K_MAX - 1)
+        depth, is_decode = draw.randint(1, K_MAX), max(rows) <= 1 + K_MAX
+        num_rejected = draw.randint(0, sum(rows) - len(rows)) if is_decode else 0
+        desc = graphs.full_graph(len(rows), sum(rows), depth, max(rows), num_rejected)
+        num_rows = max(sum(rows), len(rows) * depth, sum(rows) + len(rows) * (depth - 1) - num_rejected)
         if desc is None:
-            assert max(rows) > 1 + K_MAX
-            assert not has_dense or num_rows > captured[0].num_tokens
+            assert not is_decode
+            assert not packs_prompts or num_rows > captured[0].num_tokens
             continue
         assert desc in captured
         assert desc.num_reqs >= len(rows)
         kinds.add(desc.uniform_token_count)
         if desc.uniform_token_count is None:
+            assert is_ragged
             assert desc.num_tokens >= num_rows
-            assert desc.max_query_len >= max(rows) + K_MAX - 1
+            assert desc.max_query_len >= max(rows)
         else:
-            assert desc.num_tokens >= 2 * K_MAX * len(rows)
-            assert max(rows) <= 1 + K_MAX
-    assert (None in kinds) == (has_dense and longest > 1 + K_MAX)
+            assert desc.num_tokens >= 2 * max(depth, max(rows) - 1) * len(rows)
+            assert not is_ragged or len(rows) <= MIN_PACKED_REQUESTS
+    assert (None in kinds) == (packs_prompts if longest > 1 + K_MAX else is_ragged)
 
 
-def test_shallow_passes_of_many_requests_stay_shallow(config: Any) -> None:
-    graphs = DraftGraphs(config, "cuda", MODE, decode_query_len=2 * K_MAX, has_dense=True)
-    assert graphs.full_graph(40, 300, 3, 100) is None
-    assert graphs.full_graph(20, 300, 3, 100).uniform_token_count is None
-    assert graphs.full_graph(40, 40, 3, 1).uniform_token_count == 6
+def test_rejected_drafts_need_no_rows(config: Any) -> None:
+    graphs = draft_graphs(config)
+    assert graphs.full_graph(40, 40 * 8, 7, 8, 0).num_tokens == 576  # the least of `SIZES` from 40 * 14 on
+    assert graphs.full_graph(40, 40 * 8, 7, 8, 150).num_tokens == 416  # and from 410
+    assert graphs.full_graph(40, 40 * 8, 7, 8, 280).num_tokens == 320  # rows of the target are never left out
+    assert graphs.full_graph(40, 40, 3, 1).num_tokens == 128  # from 120
+    assert graphs.full_graph(20, 20 * 8, 3, 8).uniform_token_count == 2 * K_MAX
+
+
+def test_every_number_of_drafts_has_a_graph(config: Any) -> None:
+    choices = ChoiceGraphs(config, "cuda", MODE, decode_query_len=2 * K_MAX)
+    choices._graphs_captured = True
+    captured = choices._capture_descs[CUDAGraphMode.FULL]
+    assert [desc.num_tokens for desc in captured] == sorted({desc.num_tokens for desc in captured}, reverse=True)
+    for num_drafts in range(1, MAX_REQUESTS * K_MAX + 1):
+        desc = choices.dispatch(0, num_drafts, None, 0)
+        assert desc in captured
+        assert num_drafts <= desc.num_tokens <= MAX_REQUESTS * K_MAX
+    assert choices.dispatch(0, MAX_REQUESTS * K_MAX + 1, None, 0).cg_mode == CUDAGraphMode.NONE

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from cluster.counts import Counts
 from cluster.step_time import StepCosts
 from tests.engine_cases import K_MAX, TEXT, engine_settings
 from tests.engine_harness import Job, Result, RunningEngine, drafted_kwargs, reference_results
@@ -39,9 +40,11 @@ def reference(target_dir: Path, jobs: list[Job], environment: None) -> list[Resu
 
 @dataclass(frozen=True)
 class Seen:
-    """`steps`: what each step was made of; `step_costs`: what the client was told of their times at last."""
+    """`steps`: what each was made of; `step_costs`: what the client was told of their times at last; `num_rejected`:
+    drafts that were verified and not accepted."""
 
     steps: list[dict[str, Any]]
+    num_rejected: int
     step_costs: str
     is_async: bool
 
@@ -69,9 +72,11 @@ def seen(
             for found, expected in zip(engine.run(jobs), reference, strict=True):
                 assert found.tokens == expected.tokens
             step_costs = engine.recorder.step_costs
+            counts = sum((one.counts for one in engine.recorder.workloads().values()), Counts())
         finally:
             engine.shutdown()
-    return Seen([json.loads(line) for line in notes.read_text().splitlines()], step_costs, request.param == "async")
+    steps = [json.loads(line) for line in notes.read_text().splitlines()]
+    return Seen(steps, counts.num_draft_tokens - counts.num_accepted_tokens, step_costs, request.param == "async")
 
 
 def test_no_step_verifies_more_than_k_and_none_leaves_a_request_out(seen: Seen) -> None:
@@ -86,6 +91,13 @@ def test_a_step_verifies_what_the_step_before_was_told_to_draft(seen: Seen) -> N
     assert all(deepest <= ahead for ahead, deepest in told)
     aheads = {ahead for ahead, _ in told}
     assert len(aheads) > 1 if seen.is_async else aheads <= {0, K_MAX}
+
+
+def test_rejections_are_expected_as_they_come(seen: Seen) -> None:
+    """In small batches as in these the margin is wide; more than there were drafts is never expected."""
+    assert all(0 <= step["num_rejected"] <= sum(step["drafts"]) for step in seen.steps)
+    assert seen.num_rejected
+    assert 0.1 < sum(step["num_rejected"] for step in seen.steps) / seen.num_rejected < 1.1
 
 
 def test_the_client_hears_what_steps_take(seen: Seen) -> None:

@@ -10,9 +10,11 @@ come with the last output only: aborted requests, those ended by a stop string a
 Imports no vLLM.
 """
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from cluster.counts import Counts, WorkloadCounts
@@ -74,15 +76,65 @@ def drafts_wanted(params: Any, k_max: int) -> int:
     return min(max(wanted, 0), k_max) if type(wanted) is int else k_max
 
 
-def plan_drafts_ahead(scheduled: Any, num_drafts: int) -> None:
+def plan_drafts_ahead(scheduled: Any, num_drafts: int, num_rejected: int = 0) -> None:
     """Write on a `SchedulerOutput`: in the step after it, no request has more than `num_drafts` drafts verified. With 0
-    nobody needs the drafter's pass in this step but its prompts, which a later request may find in the prefix cache."""
-    scheduled.peagle_drafts_ahead = num_drafts
+    nobody needs the drafter's pass in this step but its prompts, which a later request may find in the prefix cache.
+
+    num_rejected: how many of this step's drafts are expected to be rejected (`Rejections`). The scheduler says so, and
+    not each worker for itself, so that all ranks of a group run passes of the same size.
+    """
+    scheduled.peagle_drafts_ahead, scheduled.peagle_num_rejected = num_drafts, num_rejected
 
 
 def drafts_ahead(scheduled: Any, k_max: int) -> int:
     """What `plan_drafts_ahead` wrote; without, `k_max`."""
     return min(getattr(scheduled, "peagle_drafts_ahead", k_max), k_max)
+
+
+def num_rejected_of(scheduled: Any) -> int:
+    """Drafts of the step that are expected to be rejected; 0 where nothing is known."""
+    return int(getattr(scheduled, "peagle_num_rejected", 0))
+
+
+class Rejections:
+    """How many drafts of an engine's next step will be rejected, by what became of those of its last steps.
+
+    Acceptance at each depth is that of all requests together, later steps counting more.
+    """
+
+    KEPT = 0.95
+    """What is left of a step's weight with each step after it."""
+
+    def __init__(self, k_max: int) -> None:
+        self._num_verified, self._num_accepted = [0.0] * (k_max + 1), [0.0] * (k_max + 1)
+
+    def add(self, num_verified: int, num_accepted: int) -> None:
+        """One request's step."""
+        self._num_verified[num_verified] += 1.0
+        self._num_accepted[num_accepted] += 1.0
+
+    def expected(self, num_drafts: Iterable[int]) -> int:
+        """At least so many of the requests' drafts are rejected, as a rule: the mean, less a bound of its standard
+        deviation. Of a request's 0..K accepted drafts that is K / 2 at most. To be asked once a step.
+
+        Args:
+            num_drafts: of each request, 0..k_max.
+        """
+        num_verified = num_accepted = 0.0
+        survival_K = [1.0] * len(self._num_verified)  # [0] is not used
+        for depth in range(len(survival_K) - 1, 0, -1):
+            num_verified += self._num_verified[depth]
+            num_accepted += self._num_accepted[depth]
+            if num_verified:
+                survival_K[depth] = num_accepted / num_verified
+        accepted_K = list(accumulate(survival_K[1:], initial=0.0))
+        mean = variance = 0.0
+        for k, count in Counter(num_drafts).items():
+            mean += count * (k - accepted_K[k])
+            variance += count * (k / 2) ** 2
+        for counts in (self._num_verified, self._num_accepted):
+            counts[:] = [self.KEPT * count for count in counts]
+        return max(0, int(mean - math.sqrt(variance)))
 
 
 def needs_no_drafts(params: Any) -> bool:

@@ -1,15 +1,22 @@
 """The rows of P-EAGLE's one pass over a batch of vLLM's V2 model runner, laid out by one kernel on the GPU.
 
 Enters: what the runner knows after sampling, all of it on the GPU: the target's rows, how many tokens of each request
-were sampled and rejected. Leaves: tokens, positions, cache slots, sources of hidden states, sampled rows. The host
-never learns how many drafts were rejected, so a request has a number of rows that does not depend on it:
+were sampled and rejected. Leaves: tokens, positions, cache slots, sources of hidden states, sampled rows.
 
     q target rows at positions c .. c + q - 1, r of them rejected, n = q - r, D drafts; Q rows of the pass:
     Q - n - D + 1 unused rows | n rows at c .. c + n - 1: the next tokens | D - 1 mask rows at c + n .. c + n + D - 2
 
-Q is q + D - 1 (`stride` 0: requests lie one after another) or the same for all (`stride`, for full CUDA graphs). Unused
-rows come first: FlashAttention aligns the last row with the last key, so row i of the used ones sees keys up to c + i
-and the number of keys, c + n + D - 1, is exact. Where that exceeds the longest sequence, the last mask rows are unused.
+When the host lays out a pass it does not know yet what was rejected. There are three layouts:
+
+    uniform    Q is the same for all (`stride`): full CUDA graphs of any attention.
+    ragged     Q = q + D - 1, which the host knows: attention that is planned on the host.
+    packed     Q = n + D - 1: where only the GPU has to know at which row a request starts. The host sets the number of
+               rows by what it expects; where they do not suffice, all requests lose their last mask rows, the first
+               ones of the batch one more. Rows of the target are never left out.
+
+Unused rows come first: FlashAttention aligns the last row with the last key, so row i of the used ones sees keys up to
+c + i and the number of keys, c + n + D - 1, is exact. Where that exceeds the longest sequence, the last mask rows are
+unused.
 
 B requests, N target rows, R rows of the pass, S places of requests in the runner, C columns of the block table.
 """
@@ -34,8 +41,8 @@ class DraftRows:
     token_ids_R: int32. positions_R: int64; 0 in unused rows.
     slots_GR: int64, place in the flat KV cache of each cache group; -1: not to be written.
     sources_R: int64, 1 + target row whose hidden state enters; 0: the shared hidden state of the mask rows.
-    sample_rows_BD: int64, flat: row that proposes draft d of request b at b * D + d. Drafts beyond the longest
-        sequence come from the last row, and no one verifies them.
+    sample_rows_BD: int64, flat: row that proposes draft d of request b at b * D + d. Drafts whose row was left out, as
+        beyond the longest sequence, come from the request's last row.
     first_row_B1: int32. context_B: int32, keys of a request; 0 beyond the batch.
     """
 
@@ -94,6 +101,7 @@ def write_rows(
     group: int,
     num_drafts: int,
     stride: int,
+    is_packed: bool,
     max_query_len: int,
     num_rows: int,
     block_size: int,
@@ -105,9 +113,10 @@ def write_rows(
     Args:
         block_table_BC: cache block of positions [j * block_size, (j + 1) * block_size) in column j; block 0 is never
             written.
-        stride: rows of each request, at least q + D - 1; 0: exactly that many.
+        stride: rows of each request, at least q + D - 1, in the uniform layout; else 0.
+        is_packed: the packed layout.
         max_query_len: the largest q, known to the host.
-        num_rows: rows that run, those of the batch and padding after them.
+        num_rows: rows that run, those of the batch and padding after them; at least the target's.
     """
     num_requests = len(target.place_B)
     most_rows = stride or max_query_len + num_drafts - 1
@@ -115,25 +124,39 @@ def write_rows(
         target.first_row_B1, target.input_ids_N, target.positions_N, target.place_B,
         target.num_sampled_B, target.num_rejected_B, target.last_sampled_S, target.next_prefill_S, block_table_BC,
         out.token_ids_R, out.positions_R, out.slots_GR[group], out.sources_R,
-        out.sample_rows_BD, out.first_row_B1, out.context_B,
-        len(out.context_B), num_rows, block_table_BC.stride(0), stride, num_drafts, mask_token_id,
+        out.sample_rows_BD, out.first_row_B1, out.context_B, len(out.context_B), len(out.sample_rows_BD), num_rows,
+        block_table_BC.stride(0), stride, int(is_packed), num_drafts, mask_token_id,
         BLOCK_SIZE=block_size, MAX_MODEL_LEN=max_model_len, BLOCK=BLOCK_ROWS,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows", "stride", "num_drafts"])  # each special value is a kernel to compile
+@triton.jit(do_not_specialize=["num_rows", "stride", "is_packed", "num_drafts"])  # each value is a kernel to compile
 def _write_rows_kernel(
     target_row_B1, input_ids_N, target_positions_N, place_B,
     num_sampled_B, num_rejected_B, last_sampled_S, next_prefill_S, block_table_BC,
     token_ids_R, positions_R, slots_R, sources_R, sample_rows_BD, first_row_B1, context_B,
-    max_requests, num_rows, table_stride, stride, num_drafts, mask_token_id,
+    max_requests, max_drafts, num_rows, table_stride, stride, is_packed, num_drafts, mask_token_id,
     BLOCK_SIZE: tl.constexpr, MAX_MODEL_LEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (b, i): block i of request b; the last b: everything beyond the batch."""
     request = tl.program_id(0)
     num_requests = tl.num_programs(0) - 1
     start = tl.load(target_row_B1 + request)
-    first = tl.where(stride > 0, request * stride, start + request * (num_drafts - 1))
+    first, num_masks = request * stride, num_drafts - 1
+    if stride == 0:
+        first = start + request * num_masks
+    if is_packed != 0:
+        before, all_rejected = 0, 0
+        for i in range(0, num_requests, BLOCK):
+            other = i + tl.arange(0, BLOCK)
+            rejected = tl.load(num_rejected_B + other, mask=other < num_requests, other=0)
+            before += tl.sum(tl.where(other < request, rejected, 0))
+            all_rejected += tl.sum(rejected)
+        wanted = tl.load(target_row_B1 + num_requests) - all_rejected + num_requests * num_masks
+        excess = tl.maximum(wanted - num_rows, 0)
+        each, more = excess // num_requests, excess % num_requests
+        first -= before + request * each + tl.minimum(request, more)
+        num_masks -= each + tl.where(request < more, 1, 0)
     offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if request == num_requests:
         if tl.program_id(1) == 0:
@@ -147,15 +170,16 @@ def _write_rows_kernel(
                 index = i + tl.arange(0, BLOCK)
                 tl.store(first_row_B1 + index, first, mask=index <= max_requests)
                 tl.store(context_B + index, 0, mask=index < max_requests)
-            for i in range(num_requests * num_drafts, max_requests * num_drafts, BLOCK):
+            for i in range(num_requests * num_drafts, max_drafts, BLOCK):
                 index = i + tl.arange(0, BLOCK)
-                tl.store(sample_rows_BD + index, 0, mask=index < max_requests * num_drafts)
+                tl.store(sample_rows_BD + index, 0, mask=index < max_drafts)
     else:
         query_len = tl.load(target_row_B1 + request + 1) - start
         num_valid = query_len - tl.load(num_rejected_B + request)
         context = tl.load(target_positions_N + start).to(tl.int32)
-        num_used = tl.minimum(num_valid + num_drafts - 1, MAX_MODEL_LEN - context)
-        num_slots = tl.where(stride > 0, stride, query_len + num_drafts - 1)
+        num_used = tl.minimum(num_valid + num_masks, MAX_MODEL_LEN - context)
+        num_slots = tl.where(is_packed != 0, num_valid, query_len) + num_masks
+        num_slots = tl.where(stride > 0, stride, num_slots)
         num_unused = num_slots - num_used
         place = tl.load(place_B + request)
         newest = tl.load(last_sampled_S + place).to(tl.int32)

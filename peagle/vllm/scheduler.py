@@ -26,6 +26,7 @@ from peagle.vllm.acceptance import (
     DEPTH_KEY,
     STEP_COSTS_HEADER,
     STEPS_HEADER,
+    Rejections,
     VerifiedStep,
     drafts_wanted,
     num_drafts_of,
@@ -79,6 +80,7 @@ class _PerRequestDepth(_Base):
         # Prompts that wait for room in the KV cache run in no step, and must not trim all of them.
         self._is_stuck = False
         self._steps: dict[str, list[VerifiedStep]] = {}
+        self._rejections = Rejections(self.num_spec_tokens)
         self._coalescer = OutputCoalescer(self.scheduler_config.stream_interval)
         self._last_warning_s = float("-inf")
 
@@ -130,6 +132,11 @@ class _PerRequestDepth(_Base):
         compat.drop_admission_padding(scheduler_output)
         super()._update_after_schedule(scheduler_output)
 
+    def _plan_pass(self, scheduled: "SchedulerOutput", num_ahead: int) -> None:
+        """Say how deep the drafter's pass of this step is to be, and how many of the step's drafts it will not see."""
+        drafts = scheduled.scheduled_spec_decode_tokens.values()
+        plan_drafts_ahead(scheduled, num_ahead, self._rejections.expected(map(len, drafts)))
+
     def make_spec_decoding_stats(
         self,
         spec_decoding_stats: "SpecDecodingStats | None",
@@ -148,6 +155,7 @@ class _PerRequestDepth(_Base):
         if num_verified > 0:
             step = num_verified, min(num_accepted_tokens, num_verified)
             self._steps.setdefault(request_id, []).append(step)
+            self._rejections.add(*step)
         return super().make_spec_decoding_stats(
             spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
         )
@@ -251,7 +259,7 @@ class PerRequestDepthScheduler(_PerRequestDepth, Scheduler):
         self._is_drafted = self._trimmer is not None and self._trimmer.makes_drafts(
             found, self._depths(found), prompt_tokens
         )
-        plan_drafts_ahead(scheduler_output, self.num_spec_tokens if self._is_drafted else 0)
+        self._plan_pass(scheduler_output, self.num_spec_tokens if self._is_drafted else 0)
 
     def update_draft_token_ids(self, draft_token_ids: "DraftTokenIds") -> None:
         """Keep the first K of the drafts that vLLM takes over (after a grammar's check, where there is one); none of a
@@ -286,4 +294,4 @@ class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
         max_k = self._trim(drafting)
         # This step's pass makes the drafts of the next one; where all are trimmed away it fills the drafter's cache.
         deepest = max((len(request.spec_token_ids) for request in drafting), default=0)
-        plan_drafts_ahead(scheduler_output, max(deepest, min(max_k, 1)))
+        self._plan_pass(scheduler_output, max(deepest, min(max_k, 1)))

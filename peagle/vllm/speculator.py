@@ -4,17 +4,22 @@ Enters: the target's three tapped hidden states, and what was sampled and reject
 tokens a request, in the target's vocabulary; equal to `peagle.draft`. The rows of the pass are those of
 `peagle.vllm.draft_rows`.
 
-A pass drafts to a depth D: K_max, about half of it, or 1, the least of these that covers what the scheduler verifies in
-the next step. It has D - 1 mask rows a request; draft d does not depend on the mask rows after it. Requests with K = 0
-take part with their prompts only, which a later request may find in the prefix cache.
+A pass drafts to a depth D, as deep as the scheduler verifies in the next step or deeper. It has D - 1 mask rows a
+request; draft d does not depend on the mask rows after it. Requests with K = 0 take part with their prompts only, which
+a later request may find in the prefix cache.
 
-Batches in which no request has more than 1 + D target rows, that is decoding ones, give every request 2 D rows. So one
-graph for each number of requests and depth serves them, whatever was rejected or trimmed, and holds everything from
-`fc` to the choice of draft tokens. Other batches, with prompts in them, run densely packed: on vLLM's piecewise graphs
-where their size has one, or, where `compat.replays_prompts`, as one full graph to K_max, chosen by the number of rows.
+Full graphs are of two kinds. Those for a number of requests that decode give every request 2 D rows, whatever was
+rejected or trimmed, and hold everything from `fc` to the choice of draft tokens. Those for a number of rows serve any
+batch to any depth, and need no rows for rejected drafts, which make up a fifth to a third of the others' rows; what
+comes behind the last layer's attention, up to the choice of draft tokens, is a graph of its own there, by the number of
+drafts. Batches of `MIN_PACKED_REQUESTS` run on
+them, and, where `compat.replays_prompts`, those with prompts; smaller ones, whose passes take as long with more rows,
+on the first kind to K_max. Attention that has full graphs only for equal numbers of rows has the first kind for all
+numbers of requests and depths. What has no full graph runs on vLLM's piecewise graphs where their size has one.
 Greedy drafts only: vLLM's rejection sampling keeps the output's distribution with them.
 
-R requests, N target rows, M rows of the pass, H drafter's hidden size, X = 3 times the target's.
+R requests, N target rows, M rows of the pass, S drafts, H drafter's hidden size, X = 3 times the target's, A numbers of
+its heads of attention.
 """
 
 from __future__ import annotations
@@ -41,9 +46,10 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 
 from peagle.vllm import compat
-from peagle.vllm.acceptance import drafts_ahead, drafts_wanted
+from peagle.vllm.acceptance import drafts_ahead, drafts_wanted, num_rejected_of
 from peagle.vllm.draft_rows import DraftRows, TargetRows, write_rows
-from peagle.vllm.engine import MAX_GRAPH_TOKENS, capture_sizes
+from peagle.vllm.engine import capture_sizes
+from peagle.vllm.last_layer import COMPILED_KEY, LastLayer
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -52,8 +58,8 @@ logger = logging.getLogger(__name__)
 
 MAX_NUM_SPLITS, MAX_SPLIT_REQUESTS = 32, 32
 
-MIN_SHALLOW_REQUESTS = 32
-"""Smaller batches draft to K_max in its full graphs, so that fewer graphs have to be captured."""
+MIN_PACKED_REQUESTS = 32
+"""Smaller batches draft to K_max in the full graphs for their number."""
 
 
 def most_rows(config: VllmConfig) -> int:
@@ -69,42 +75,46 @@ def request_counts(most: int) -> list[int]:
     return [*(count for count in counts if count < most), most]
 
 
-class DraftGraphs(CudaGraphManager):
-    """Graphs of passes: full ones for some numbers of requests at each depth, and for some numbers of densely packed
-    rows to K_max; piecewise ones for the engine's sizes in rows.
+def row_counts(most: int) -> list[int]:
+    """Numbers of rows to capture a graph for, at most an eighth too large."""
+    sizes = capture_sizes(most)
+    sizes += range(sizes[-1] + 512, most, 512)
+    return [*(size for size in sizes if size < most), most]
 
-    has_dense: the drafter's attention has full graphs for rows of any split.
+
+class DraftGraphs(CudaGraphManager):
+    """Graphs of passes: full ones by the number of requests at each depth, full ones by the number of rows, where the
+    drafter's attention has graphs for rows of any split, and piecewise ones for the engine's sizes in rows.
+
+    is_ragged: it has. packs_prompts: steps with prompts in them run on full graphs as well.
     """
 
-    def __init__(self, *args: Any, has_dense: bool, **kwargs: Any) -> None:
-        self._has_dense = has_dense
+    def __init__(self, *args: Any, is_ragged: bool, packs_prompts: bool, **kwargs: Any) -> None:
+        self._is_ragged, self._packs_prompts = is_ragged, packs_prompts
         super().__init__(*args, **kwargs)
 
     def _init_candidates(self) -> None:
-        self._full: dict[int, list[BatchExecutionDescriptor]] = {}
-        self._dense: list[BatchExecutionDescriptor] = []
-        full, piecewise = [], []
-        k_max = self.vllm_config.num_speculative_tokens
+        self._by_requests: dict[int, list[BatchExecutionDescriptor]] = {}
+        self._packed: list[BatchExecutionDescriptor] = []
+        k_max, full, piecewise = self.vllm_config.num_speculative_tokens, [], []
         if self.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
-            for depth in range(1, k_max + 1):
-                stride, least = 2 * depth, 1 if depth == k_max else MIN_SHALLOW_REQUESTS
+            for depth in (k_max,) if self._is_ragged else range(1, k_max + 1):
+                stride, least = 2 * depth, 1 if depth == k_max else MIN_PACKED_REQUESTS
                 limit = min(self.max_num_reqs, most_rows(self.vllm_config) // stride)
-                self._full[depth] = [
+                if self._is_ragged:
+                    limit = min(limit, MIN_PACKED_REQUESTS)
+                self._by_requests[depth] = [
                     BatchExecutionDescriptor(CUDAGraphMode.FULL, count * stride, count, stride)
                     for count in request_counts(limit)
                     if count >= least
                 ]
-                full += self._full[depth]
-            if self._has_dense and self.cudagraph_mode.mixed_mode() == CUDAGraphMode.PIECEWISE:
-                # Each request has one target row and K_max - 1 mask rows at least.
-                self._dense = [
-                    BatchExecutionDescriptor(
-                        CUDAGraphMode.FULL, size, min(size // k_max, self.max_num_reqs), max_query_len=size
-                    )
-                    for size in capture_sizes(2 * k_max * self.max_num_reqs)
-                    if k_max <= size <= most_rows(self.vllm_config)
+                full += self._by_requests[depth]
+            if self._is_ragged:
+                self._packed = [
+                    BatchExecutionDescriptor(CUDAGraphMode.FULL, size, min(size, self.max_num_reqs), max_query_len=size)
+                    for size in row_counts(min(2 * k_max * self.max_num_reqs, most_rows(self.vllm_config)))
                 ]
-                full += self._dense
+                full += self._packed
         if self.cudagraph_mode.mixed_mode() == CUDAGraphMode.PIECEWISE and not self.use_breakable_cg:
             for size in sorted(self.compilation_config.cudagraph_capture_sizes or []):
                 piecewise.append(BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, size, None))
@@ -117,29 +127,48 @@ class DraftGraphs(CudaGraphManager):
             start = desc.num_tokens + 1
 
     def full_graph(
-        self, num_requests: int, num_targets: int, depth: int, max_query_len: int
+        self, num_requests: int, num_targets: int, depth: int, max_query_len: int, num_rejected: int = 0
     ) -> BatchExecutionDescriptor | None:
-        """The smallest full graph of a pass to `depth` or deeper over `num_targets` rows of the target, of which no
-        request has more than `max_query_len`; None where there is none."""
+        """The full graph of a pass to `depth` or deeper over `num_targets` rows of the target, of which no request has
+        more than `max_query_len`, and so many are expected to be rejected; None where there is none."""
         fitting = []
-        for deep, descs in self._full.items():
+        for deep, descs in self._by_requests.items():
             if deep >= depth and deep + 1 >= max_query_len:
                 place = bisect_left(descs, num_requests, key=lambda desc: desc.num_reqs or 0)
                 fitting += descs[place : place + 1]
-        k_max = self.vllm_config.num_speculative_tokens
-        if not fitting and (depth == k_max or num_requests < MIN_SHALLOW_REQUESTS):
-            num_rows = num_targets + num_requests * (k_max - 1)
-            place = bisect_left(self._dense, num_rows, key=lambda desc: desc.num_tokens)
-            fitting = self._dense[place : place + 1]
+        is_decode = max_query_len <= 1 + self.vllm_config.num_speculative_tokens
+        if num_requests >= MIN_PACKED_REQUESTS if is_decode else self._packs_prompts:
+            num_rows = num_targets + num_requests * (depth - 1) - num_rejected
+            num_rows = max(num_rows, num_targets, num_requests * depth)
+            place = bisect_left(self._packed, num_rows, key=lambda desc: desc.num_tokens)
+            fitting += self._packed[place : place + 1]
         return min(fitting, key=lambda desc: desc.num_tokens, default=None)
+
+
+class ChoiceGraphs(CudaGraphManager):
+    """Full graphs of the choice of draft tokens, by the number of drafts."""
+
+    def _init_candidates(self) -> None:
+        k_max = self.vllm_config.num_speculative_tokens
+        descs = [
+            BatchExecutionDescriptor(CUDAGraphMode.FULL, size, None) for size in row_counts(k_max * self.max_num_reqs)
+        ]
+        self._capture_descs[CUDAGraphMode.FULL] = descs[::-1]
+        start = 1
+        for desc in descs:
+            for num_drafts in range(start, desc.num_tokens + 1):
+                self._candidates[num_drafts, 0] = [desc]
+            start = desc.num_tokens + 1
 
 
 class PEagleSpeculator(DraftModelSpeculator):
     """Drop-in for vLLM's EAGLE speculator where `parallel_drafting` is set."""
 
     graphs: DraftGraphs | None
+    choices: ChoiceGraphs | None
     rows: DraftRows
-    model: Any  # vLLM's network of an EAGLE-3 head
+    model: Any  # vLLM's network of an EAGLE-3 head, less the end of its last layer
+    last_layer: LastLayer
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         """Raises ValueError for settings that it was not made for; the message names them."""
@@ -149,22 +178,32 @@ class PEagleSpeculator(DraftModelSpeculator):
         """Requests with K = 0."""
         self._num_ahead = self.num_speculative_steps
         """Drafts of a request that the next step verifies at most."""
+        self._num_rejected = 0
+        """Drafts of this step that are expected to be rejected."""
         self.max_rows = most_rows(vllm_config)
         self.mask_token_id = get_parallel_drafting_token_id(self.draft_model_config.hf_config)
-        self.graphs = None
+        self.graphs = self.choices = None
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
-        return load_eagle_model(target_model, self.vllm_config)
+        extra = self.vllm_config.additional_config
+        if isinstance(extra, dict):
+            self.vllm_config.additional_config = {**extra, COMPILED_KEY: True}
+        network = load_eagle_model(target_model, self.vllm_config)
+        self.last_layer = LastLayer(network)
+        return network
 
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
         self.supports_mm_inputs = False  # prompts with images are drafted from their text
-        # The graphs of dense passes put as many rows through `fc` as the pass has.
-        dense = min(self.max_rows, MAX_GRAPH_TOKENS)
-        most_targets = max(self.max_num_tokens, self.max_num_reqs * (1 + self.num_speculative_steps), dense)
+        # The graphs by the number of rows put as many through `fc` as the pass has.
+        most_targets = max(self.max_rows, self.max_num_reqs * (1 + self.num_speculative_steps))
+        most_drafts = self.max_num_reqs * self.num_speculative_steps
         shape: Any = {"dtype": self.dtype, "device": self.device}
         self.taps_NX = torch.zeros(most_targets, self.model.model.fc_input_size, **shape)
         self.hidden_MH = torch.zeros(self.max_rows, self.hidden_size, **shape)
+        self.attended_SA = torch.zeros(most_drafts, self.last_layer.input_size, **shape)
+        self.stream_SH = torch.zeros(most_drafts, self.hidden_size, **shape)
+        self.draft_ids_S = torch.zeros(most_drafts, dtype=self.draft_tokens.dtype, device=self.device)
         # Row 0 is the shared hidden state of mask rows, the others are the target's rows after `fc`.
         self.reduced_NH = torch.zeros(1 + most_targets, self.hidden_size, **shape)
         with torch.inference_mode():
@@ -191,14 +230,28 @@ class PEagleSpeculator(DraftModelSpeculator):
             logger.warning("the drafter's attention (%s) has no full CUDA graphs", support.min_cg_attn_backend)
             cudagraph_mode = CUDAGraphMode.NONE
         stride = 2 * self.num_speculative_steps
-        has_dense = support.min_cg_support == AttentionCGSupport.ALWAYS and compat.replays_prompts(self.vllm_config)
-        self.graphs = DraftGraphs(
-            self.vllm_config, self.device, cudagraph_mode, decode_query_len=stride, has_dense=has_dense
+        is_ragged = support.min_cg_support == AttentionCGSupport.ALWAYS
+        packs_prompts = cudagraph_mode.mixed_mode() == CUDAGraphMode.PIECEWISE and compat.replays_prompts(
+            self.vllm_config
         )
+        self.graphs = DraftGraphs(
+            self.vllm_config,
+            self.device,
+            cudagraph_mode,
+            decode_query_len=stride,
+            is_ragged=is_ragged,
+            packs_prompts=packs_prompts,
+        )
+        if is_ragged and cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
+            self.choices = ChoiceGraphs(self.vllm_config, self.device, cudagraph_mode, decode_query_len=stride)
 
     def capture(self) -> None:
         assert self.graphs is not None
         self.graphs.capture(self._prepare_capture, "Capturing P-EAGLE's CUDA graphs")
+        if self.choices is not None:
+            self.choices.capture(
+                lambda desc, warmup: lambda mode: self._choose(desc.num_tokens), "Capturing the choice of drafts"
+            )
 
     def add(self, scheduled: SchedulerOutput) -> None:
         """Take in the requests that start in this step, and what the scheduler plans for the next one."""
@@ -206,6 +259,7 @@ class PEagleSpeculator(DraftModelSpeculator):
             if not drafts_wanted(new.sampling_params, self.num_speculative_steps):
                 self._without_drafts.add(new.req_id)
         self._num_ahead = drafts_ahead(scheduled, self.num_speculative_steps)
+        self._num_rejected = num_rejected_of(scheduled)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop requests that have ended."""
@@ -219,10 +273,11 @@ class PEagleSpeculator(DraftModelSpeculator):
         rows.slots_GR.fill_(-1)
         metadata = slots = None
         depth = (desc.uniform_token_count or 0) // 2 or self.num_speculative_steps
-        num_targets = count * (1 + depth)
+        num_targets, num_drafts = count * (1 + depth), count * depth
         if desc.cg_mode == CUDAGraphMode.FULL:
             stride = desc.uniform_token_count or desc.num_tokens // count
-            num_targets = desc.num_tokens if desc.uniform_token_count is None else num_targets
+            if desc.uniform_token_count is None:
+                num_targets, num_drafts = desc.num_tokens, 0
             rows.context_B[:count] = stride
             rows.first_row_B1.copy_(self.arange.clamp(max=count) * stride)
             self.block_tables.get_dummy_block_tables(count)
@@ -236,7 +291,13 @@ class PEagleSpeculator(DraftModelSpeculator):
                 self.max_model_len,
                 for_capture=True,
             )
-        return lambda mode: self._draft(count, num_targets, desc.num_tokens, depth, metadata, slots, mode)
+
+        def draft(mode: CUDAGraphMode) -> None:
+            self._pass(num_targets, desc.num_tokens, metadata, slots, mode)
+            if num_drafts:
+                self._choose(num_drafts)
+
+        return draft
 
     @torch.inference_mode()
     def propose(  # type: ignore[override]
@@ -265,7 +326,8 @@ class PEagleSpeculator(DraftModelSpeculator):
             self._take_taps(aux_hidden_states, input_batch.num_tokens)
             self.rows = DraftRows.empty(self.max_num_reqs, self.max_rows, k_max, 1, self.device)
             num_rows = min(input_batch.num_tokens + num_requests * (k_max - 1), self.max_rows)
-            self._draft(num_requests, input_batch.num_tokens, num_rows, k_max, None, None, CUDAGraphMode.NONE)
+            self._pass(input_batch.num_tokens, num_rows, None, None, CUDAGraphMode.NONE)
+            self._choose(num_requests * k_max)
             return self.draft_tokens[:num_requests]
 
         members_M = None if dummy_run else self._members(input_batch)
@@ -326,17 +388,21 @@ class PEagleSpeculator(DraftModelSpeculator):
         """
         num_requests, num_targets, max_query_len = len(lengths_B), int(lengths_B.sum()), int(lengths_B.max())
         graphs, stride, num_padded = None if is_profile else self.graphs, 0, num_requests
-        desc = None if graphs is None else graphs.full_graph(num_requests, num_targets, depth, max_query_len)
+        desc = None
+        if graphs is not None:
+            desc = graphs.full_graph(num_requests, num_targets, depth, max_query_len, self._num_rejected)
         if desc is not None:
             assert desc.num_reqs is not None
             stride, num_padded = desc.uniform_token_count or 0, desc.num_reqs
-            depth = stride // 2 or self.num_speculative_steps
+            depth = stride // 2 or depth
         if stride:
             first_row_B1 = self.arange[: num_padded + 1].clamp(max=num_requests) * stride
         else:
             first_row_B1 = torch.full((num_padded + 1,), num_targets + num_requests * (depth - 1), dtype=torch.int32)
             first_row_B1[0] = 0
             first_row_B1[1 : num_requests + 1] = torch.from_numpy(np.cumsum(lengths_B + (depth - 1)))
+            if desc is not None:  # what of it is rejected, only the GPU knows
+                first_row_B1.clamp_(max=desc.num_tokens)
         num_rows = int(first_row_B1[-1]) if desc is None else desc.num_tokens
         run_rows, mode = num_rows, CUDAGraphMode.NONE
         if desc is None and graphs is not None:
@@ -352,6 +418,7 @@ class PEagleSpeculator(DraftModelSpeculator):
                 group=group,
                 num_drafts=depth,
                 stride=stride,
+                is_packed=desc is not None and not stride,
                 max_query_len=max_query_len,
                 num_rows=run_rows,
                 block_size=self.block_tables.kernel_block_sizes[group],
@@ -366,10 +433,23 @@ class PEagleSpeculator(DraftModelSpeculator):
         metadata, slots = self._attention(
             num_rows, first_row_B1, context_B, planned or stride or max_query_len + depth - 1, int(context_B.max())
         )
-        if graphs is not None and desc is not None:
-            graphs.run_fullgraph(desc)
+        num_drafts = num_requests * depth
+        if graphs is None or desc is None:
+            self._pass(num_targets, run_rows, metadata, slots, mode)
+            self._choose(num_drafts)
         else:
-            self._draft(num_requests, num_targets, run_rows, depth, metadata, slots, mode)
+            graphs.run_fullgraph(desc)
+            if not stride:
+                self._replay_choice(num_drafts)
+        self.draft_tokens[:num_requests, :depth] = self.draft_ids_S[:num_drafts].view(num_requests, depth)
+
+    def _replay_choice(self, num_drafts: int) -> None:
+        assert self.choices is not None
+        desc = self.choices.dispatch(0, num_drafts, None, 0)
+        if desc.cg_mode == CUDAGraphMode.FULL:
+            self.choices.run_fullgraph(desc)
+        else:
+            self._choose(num_drafts)
 
     def _attention(
         self,
@@ -403,17 +483,15 @@ class PEagleSpeculator(DraftModelSpeculator):
         )
         return metadata, build_slot_mappings_by_layer(self.rows.slots_GR[:, :num_rows], self.kv_cache_config)
 
-    def _draft(
+    def _pass(
         self,
-        num_requests: int,
         num_targets: int,
         num_rows: int,
-        depth: int,
         attn_metadata: dict[str, Any] | None,
         slots: dict[str, Tensor] | None,
         mode: CUDAGraphMode,
     ) -> None:
-        """The pass over the rows in the buffers, from the taps to `draft_tokens`. What a full graph holds."""
+        """The pass over the rows in the buffers, from the taps to the last layer's attention; what is of use of it."""
         model, rows = self.model, self.rows
         self.reduced_NH[1 : 1 + num_targets] = model.combine_hidden_states(self.taps_NX[:num_targets])
         torch.index_select(self.reduced_NH, 0, rows.sources_R[:num_rows], out=self.hidden_MH[:num_rows])
@@ -425,17 +503,27 @@ class PEagleSpeculator(DraftModelSpeculator):
             slot_mapping=slots,
             batch_descriptor=BatchDescriptor(num_tokens=num_rows),
         ):
-            normed_MH, _ = model(
+            attended_MA, stream_MH = model(
                 input_ids=rows.token_ids_R[:num_rows],
                 positions=rows.positions_R[:num_rows],
                 hidden_states=self.hidden_MH[:num_rows],
                 inputs_embeds=None,
             )
-        sampled = rows.sample_rows_BD[: num_requests * depth]
-        draft_ids = model.logits_processor(model.lm_head, normed_MH[sampled]).argmax(dim=-1)
+        # Each request has a row at least for each draft.
+        num_drafts = min(num_rows, len(self.stream_SH))
+        sampled_S = rows.sample_rows_BD[:num_drafts]
+        torch.index_select(attended_MA, 0, sampled_S, out=self.attended_SA[:num_drafts])
+        torch.index_select(stream_MH, 0, sampled_S, out=self.stream_SH[:num_drafts])
+
+    def _choose(self, num_drafts: int) -> None:
+        """The rest of the last layer and the draft tokens of the first `num_drafts` rows that propose, into
+        `draft_ids_S`."""
+        model = self.model
+        normed_SH = self.last_layer(self.attended_SA[:num_drafts], self.stream_SH[:num_drafts])
+        draft_ids_S = model.logits_processor(model.lm_head, normed_SH).argmax(dim=-1)
         if model.draft_id_to_target_id is not None:
-            draft_ids = draft_ids + model.draft_id_to_target_id[draft_ids]
-        self.draft_tokens[:num_requests, :depth] = draft_ids.view(num_requests, depth)
+            draft_ids_S = draft_ids_S + model.draft_id_to_target_id[draft_ids_S]
+        self.draft_ids_S[:num_drafts] = draft_ids_S
 
 
 def _only(

@@ -155,7 +155,8 @@ class _Batch:
         if depth:
             output.scheduled_spec_decode_tokens = {request_id: [-1] * depth for request_id in self._ids}
         output.num_common_prefix_blocks = [0] * len(self._blocks)
-        plan_drafts_ahead(output, depth)
+        # Drafts of random tokens are rejected; an engine's first passes have as many rows as with half of them.
+        plan_drafts_ahead(output, depth, depth * len(self._ids) // 2)
         self._worker.execute_model(output)
         self._worker.sample_tokens(None)
         self._computed += 1 + depth
