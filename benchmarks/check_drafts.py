@@ -93,7 +93,7 @@ class Recorder:
                 "drafts": drafts.tolist(),
                 "members": list(range(count)) if members is None else members.tolist(),
                 "num_ahead": num_ahead,
-                "num_made": made_by_request(),
+                "num_made": made_by_request() if members is None or len(members) else [],
             }
             self.recorded.append(step)
             if oracle is None:
@@ -370,7 +370,7 @@ def judge(steps: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
         "drafts": compare(steps, folder / "head", folder / "target"),
         "tokens_a_step": dict(sorted(accepted.items())),
         "steps_by_drafts_ahead": dict(sorted(Counter(step["num_ahead"] for step in steps).items())),
-        "steps_with_too_few_rows": sum(min(step["num_made"]) < max(1, step["num_ahead"]) for step in steps),
+        "steps_with_too_few_rows": sum(min(step["num_made"], default=NUM_DRAFTS) < step["num_ahead"] for step in steps),
         "steps_with_requests_left_out": sum(len(step["members"]) < len(step["req_ids"]) for step in steps),
     }
 
