@@ -72,6 +72,7 @@ from benchmarks.common import markdown
 from benchmarks.engines import SURVIVAL, Arm
 from benchmarks.heads import cpu_environment
 from benchmarks.humaneval import answers_file
+from deployments.up import HAPROXY_PORTS
 from peagle.heads import prepare_head
 from peagle.provenance import conditions
 from peagle.train.recipe import target_checkpoint
@@ -223,11 +224,11 @@ def command(options: argparse.Namespace, arm: Arm, port: int) -> list[str]:
 
 def environment(options: argparse.Namespace, arm: Arm, index: int) -> dict[str, str]:
     """Of the server that is started as number `index`."""
-    port = options.first_port - FIRST_PORT + index
-    # Each service of ours is a Ray of its own, and Ray's HAProxy has pages of its own on fixed ports.
-    ports = {"STATS_PORT": 8404, "METRICS_PORT": 9101}
-    env = {f"RAY_SERVE_HAPROXY_{name}": str(first + port) for name, first in ports.items()}
-    env |= {"RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(8500 + port), "RAY_ADDRESS": "local"}
+    # Each service of ours is a Ray of its own, and Ray's HAProxy has pages of its own on fixed ports. Those of several
+    # programs like this one, whose first ports differ, must not meet.
+    port = options.first_port + index
+    ports = {name: str(port + 5000 * place) for place, name in enumerate(HAPROXY_PORTS, start=1)}
+    env = {**ports, "RAY_ADDRESS": "local"}
     # Where the arms together fill the machine, Ray would end the service, and nothing else.
     env["RAY_memory_monitor_refresh_ms"] = "0"
     if arm.kind == "table":

@@ -231,6 +231,8 @@ LARGE_BY_REQUESTS = 0.3
 """Of the unit: D wanders as if it were that large."""
 POINT_ERROR, STEP_ERROR = 0.03, 0.1
 """Of a point, and of a single step, as a share of what it took."""
+MAX_KNOWN_ERROR = 0.25
+"""Standard deviation of a known difference between the times of two numbers of rows, as a share of the fewer's time."""
 FORGETTING = 1 / 20_000
 """The share of its first uncertainty that the model regains with every step: engines change slowly."""
 
@@ -316,15 +318,13 @@ class StepCostModel:
 
     @property
     def costs(self) -> StepCosts:
-        """What is believed now. No coefficient is below 0, and V and D never fall, whatever noise says: fewer rows take
-        at most what more rows are believed to take. Fewer may really take longer (a CPU's 2 rows, by its kernels). Were
-        the more held to be as slow, they would seem to cost nothing, and no step of theirs could say otherwise."""
-        mean = np.maximum(self._mean, 0.0) * self._unit_s
+        """What is believed now. No coefficient is below 0, and V and D never fall, whatever noise says (`_rising`)."""
         begin, end = len(self._knots), len(self._knots) + len(self._request_knots)
-        numbers = mean[end:]
+        numbers = np.maximum(self._mean[end:], 0.0) * self._unit_s
         numbers[3:] /= CONTEXT_UNIT
         forward, by_requests = (
-            np.minimum.accumulate(curve[::-1])[::-1].tolist() for curve in (mean[:begin], mean[begin:end])
+            (_rising(self._mean[part], self._covariance[part, part]) * self._unit_s).tolist()
+            for part in (slice(0, begin), slice(begin, end))
         )
         return StepCosts(
             Curve(tuple(self._knots.tolist()), tuple(forward)),
@@ -377,6 +377,20 @@ def _wander(knots: Array, mean: Array) -> Array:
     """Covariance of a curve that wanders from its mean by `OCTAVE_DEVIATION` of it in every octave of the knots."""
     octaves = np.log2(knots) + 1.0
     return np.asarray(OCTAVE_DEVIATION**2 * np.minimum(octaves[:, None], octaves) * np.outer(mean, mean), np.float64)
+
+
+def _rising(mean: Array, covariance: Array) -> Array:
+    """A curve that never falls and is not below 0, from what is believed of its knots.
+
+    Fewer rows take at most what more rows take, where the difference of the two is known. Where fewer really take
+    longer (a CPU's 2 rows, by its kernels), the more are not held to be as slow: they would seem to cost nothing, and
+    no step of theirs could say otherwise. What was never visited, and may be believed to take anything, lowers nothing.
+    """
+    variance = np.diag(covariance)
+    difference = np.sqrt(np.maximum(variance[:, None] + variance - 2.0 * covariance, 0.0))
+    is_known = np.tri(len(mean), dtype=bool).T & (difference <= MAX_KNOWN_ERROR * mean[:, None])
+    most = np.where(is_known, mean, np.inf).min(axis=1)
+    return np.asarray(np.maximum.accumulate(np.maximum(np.minimum(mean, most), 0.0)), np.float64)
 
 
 def guessed_costs(on_gpu: bool) -> StepCosts:

@@ -132,6 +132,41 @@ def test_prompts_and_context_are_learned_from_steps():
         assert model.costs.seconds(*cell) == pytest.approx(engine(*cell), rel=0.06)
 
 
+def long_contexts(num_requests: int, num_tokens: int, prompt_tokens: int, context: float) -> float:
+    """A small target on a GPU: prompts of 8,192 rows take what their own contexts ask for, which no step says."""
+    rows, is_drafted = num_tokens + prompt_tokens, num_tokens > num_requests
+    seconds = 1.9e-3 + 4e-6 * min(rows, 600) + 5.2e-6 * max(rows - 600, 0) + 18e-6 * num_requests
+    return seconds + (0.6e-3 + 12e-6 * num_requests) * is_drafted + context * (6e-8 * num_requests + 3.5e-10 * rows)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_unknown_of_large_steps_makes_no_small_ones_free(seed):
+    """After a while of long prompts their rows are believed to take less than nothing, and that is not known at all."""
+    points = [
+        {"num_requests": size, "num_tokens": size * (1 + k), "step_s": long_contexts(size, size * (1 + k), 0, 512.0)}
+        for size in (1, 2, 4, 8, 16, 32, 64, 128, 256)
+        for k in (0, 1, 3, 7)
+    ]
+    model, rng = StepCostModel(True, {"points": points, "context_tokens": 512}), np.random.default_rng(seed)
+
+    def serve(num_requests: int, prompt: int, context: float, num_steps: int) -> None:
+        for _ in range(num_steps):
+            prompts = min(8192, prompt * rng.poisson(num_requests / 60))
+            decoding = max(1, num_requests - (prompts > 0))
+            seconds = long_contexts(decoding, 8 * decoding, prompts, context) + prompts * context * 2e-9
+            seconds *= float(np.exp(0.06 * rng.standard_normal())) * (rng.uniform(2, 6) if rng.random() < 0.01 else 1)
+            model.observe(TimedStep(seconds, decoding, 8 * decoding, context, prompts, True))
+
+    for _ in range(3):
+        serve(8, 150, 300.0, 1000)
+        serve(4, 12_000, 12_000.0, 800)
+        serve(16, 150, 300.0, 1000)
+        for size in (1, 2, 4, 8, 16):
+            for k in (0, 7):
+                believed = model.costs.curve(size, size * k, 300.0)[-1]
+                assert believed == pytest.approx(long_contexts(size, size * (1 + k), 0, 300.0), rel=0.3)
+
+
 def test_prompts_do_not_make_drafts_look_cheaper_than_their_rows():
     """Beside prompts a curve starts at what the step takes without them, and rises by what a row then costs."""
     costs = StepCosts(Curve((1.0, 64.0, 128.0), (0.01, 0.01, 0.02)), Curve((1.0, 2.0), (0.0, 0.0)), drafting_s=0.001)
