@@ -110,6 +110,7 @@ class Graphs:
         self._owner._pass(num_targets, desc.num_tokens, None, None, mode)
         if desc.uniform_token_count is not None:
             self._owner._choose(desc.num_reqs * depth)
+            self._owner._lay_out_drafts(desc.num_reqs, depth)
 
 
 class Tables:

@@ -296,6 +296,7 @@ class PEagleSpeculator(DraftModelSpeculator):
             self._pass(num_targets, desc.num_tokens, metadata, slots, mode)
             if num_drafts:
                 self._choose(num_drafts)
+                self._lay_out_drafts(count, depth)
 
         return draft
 
@@ -328,6 +329,7 @@ class PEagleSpeculator(DraftModelSpeculator):
             num_rows = min(input_batch.num_tokens + num_requests * (k_max - 1), self.max_rows)
             self._pass(input_batch.num_tokens, num_rows, None, None, CUDAGraphMode.NONE)
             self._choose(num_requests * k_max)
+            self._lay_out_drafts(num_requests, k_max)
             return self.draft_tokens[:num_requests]
 
         members_M = None if dummy_run else self._members(input_batch)
@@ -439,9 +441,13 @@ class PEagleSpeculator(DraftModelSpeculator):
             self._choose(num_drafts)
         else:
             graphs.run_fullgraph(desc)
-            if not stride:
-                self._replay_choice(num_drafts)
-        self.draft_tokens[:num_requests, :depth] = self.draft_ids_S[:num_drafts].view(num_requests, depth)
+            if stride:
+                return
+            self._replay_choice(num_drafts)
+        self._lay_out_drafts(num_requests, depth)
+
+    def _lay_out_drafts(self, num_requests: int, depth: int) -> None:
+        self.draft_tokens[:num_requests, :depth] = self.draft_ids_S[: num_requests * depth].view(num_requests, depth)
 
     def _replay_choice(self, num_drafts: int) -> None:
         assert self.choices is not None
