@@ -237,6 +237,14 @@ def test_every_pass_has_a_graph_with_room_for_it(
     assert (None in kinds) == (packs_prompts if longest > 1 + K_MAX else is_ragged)
 
 
+def test_prompts_beside_a_full_batch_have_graphs_too(config: Any) -> None:
+    """Half as many rows as decoding takes, as the target's graphs have them."""
+    num_decoding, graphs = 2 * K_MAX * MAX_REQUESTS, draft_graphs(config)
+    assert graphs._packed[-1].num_tokens == num_decoding * 3 // 2
+    assert graphs.full_graph(MAX_REQUESTS, num_decoding, K_MAX, 300).num_tokens == 960  # 672 + 48 * 6
+    assert draft_graphs(config, packs_prompts=False)._packed[-1].num_tokens == num_decoding
+
+
 def test_rejected_drafts_need_no_rows(config: Any) -> None:
     graphs = draft_graphs(config)
     assert graphs.full_graph(40, 40 * 8, 7, 8, 0).num_tokens == 576  # the least of `SIZES` from 40 * 14 on

@@ -10,12 +10,13 @@ a later request may find in the prefix cache.
 
 Full graphs are of two kinds. Those for a number of requests that decode give every request 2 D rows, whatever was
 rejected or trimmed, and hold everything from `fc` to the choice of draft tokens. Those for a number of rows serve any
-batch to any depth, and need no rows for rejected drafts, which make up a fifth to a third of the others' rows; what
-comes behind the last layer's attention, up to the choice of draft tokens, is a graph of its own there, by the number of
-drafts. Batches of `MIN_PACKED_REQUESTS` run on
-them, and, where `compat.replays_prompts`, those with prompts; smaller ones, whose passes take as long with more rows,
-on the first kind to K_max. Attention that has full graphs only for equal numbers of rows has the first kind for all
-numbers of requests and depths. What has no full graph runs on vLLM's piecewise graphs where their size has one.
+batch to any depth, and need no rows for rejected drafts, a fifth to a third of the rows of the first kind; what comes
+behind the last layer's attention, up to the choice of draft tokens, is a graph of its own there, by the number of
+drafts. On them run batches of `MIN_PACKED_REQUESTS` and more, and, where `compat.replays_prompts`, those with prompts;
+smaller ones, whose passes take as long with more rows, run on the first kind to K_max. Attention that has full graphs
+only for equal numbers of rows has the first kind for all numbers of requests and depths. What has no full graph runs on
+vLLM's piecewise graphs where their size has one.
+
 Greedy drafts only: vLLM's rejection sampling keeps the output's distribution with them.
 
 R requests, N target rows, M rows of the pass, S drafts, H drafter's hidden size, X = 3 times the target's, A numbers of
@@ -110,9 +111,12 @@ class DraftGraphs(CudaGraphManager):
                 ]
                 full += self._by_requests[depth]
             if self._is_ragged:
+                most = 2 * k_max * self.max_num_reqs
+                if self._packs_prompts:
+                    most = max(most, capture_sizes(most)[-1])
                 self._packed = [
                     BatchExecutionDescriptor(CUDAGraphMode.FULL, size, min(size, self.max_num_reqs), max_query_len=size)
-                    for size in row_counts(min(2 * k_max * self.max_num_reqs, most_rows(self.vllm_config)))
+                    for size in row_counts(min(most, most_rows(self.vllm_config)))
                 ]
                 full += self._packed
         if self.cudagraph_mode.mixed_mode() == CUDAGraphMode.PIECEWISE and not self.use_breakable_cg:
