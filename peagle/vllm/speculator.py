@@ -10,12 +10,11 @@ a later request may find in the prefix cache.
 
 Full graphs are of two kinds. Those for a number of requests that decode give every request 2 D rows, whatever was
 rejected or trimmed, and hold everything from `fc` to the choice of draft tokens. Those for a number of rows serve any
-batch to any depth, and need no rows for rejected drafts, a fifth to a third of the rows of the first kind; what comes
-behind the last layer's attention, up to the choice of draft tokens, is a graph of its own there, by the number of
-drafts. On them run batches of `MIN_PACKED_REQUESTS` and more, and, where `compat.replays_prompts`, those with prompts;
-smaller ones, whose passes take as long with more rows, run on the first kind to K_max. Attention that has full graphs
-only for equal numbers of rows has the first kind for all numbers of requests and depths. What has no full graph runs on
-vLLM's piecewise graphs where their size has one.
+batch to any depth, and need no rows for rejected drafts; what comes behind the last layer's attention, up to the choice
+of draft tokens, is a graph of its own there, by the number of drafts. On them run batches of `MIN_PACKED_REQUESTS` and
+more, and, where `compat.replays_prompts`, those with prompts; smaller ones run on the first kind to K_max. Attention
+that has full graphs only for equal numbers of rows has the first kind for all numbers of requests and depths. What has
+no full graph runs on vLLM's piecewise graphs where their size has one.
 
 Greedy drafts only: vLLM's rejection sampling keeps the output's distribution with them.
 
@@ -84,10 +83,11 @@ def row_counts(most: int) -> list[int]:
 
 
 class DraftGraphs(CudaGraphManager):
-    """Graphs of passes: full ones by the number of requests at each depth, full ones by the number of rows, where the
-    drafter's attention has graphs for rows of any split, and piecewise ones for the engine's sizes in rows.
+    """Graphs of passes: full ones by the number of requests at each depth, full ones by the number of rows (only with
+    `is_ragged`), and piecewise ones for the engine's sizes in rows.
 
-    is_ragged: it has. packs_prompts: steps with prompts in them run on full graphs as well.
+    is_ragged: the drafter's attention has graphs for rows of any split.
+    packs_prompts: steps with prompts in them run on full graphs as well.
     """
 
     def __init__(self, *args: Any, is_ragged: bool, packs_prompts: bool, **kwargs: Any) -> None:
@@ -150,7 +150,8 @@ class DraftGraphs(CudaGraphManager):
 
 
 class ChoiceGraphs(CudaGraphManager):
-    """Full graphs of the choice of draft tokens, by the number of drafts."""
+    """Full graphs of the rest of the last layer and the choice of draft tokens (`PEagleSpeculator._choose`), by the
+    number of drafts."""
 
     def _init_candidates(self) -> None:
         k_max = self.vllm_config.num_speculative_tokens
@@ -451,9 +452,11 @@ class PEagleSpeculator(DraftModelSpeculator):
         self._lay_out_drafts(num_requests, depth)
 
     def _lay_out_drafts(self, num_requests: int, depth: int) -> None:
+        """`draft_ids_S`, [R * D] one request after another, into the first D columns of `draft_tokens`, [R, K_max]."""
         self.draft_tokens[:num_requests, :depth] = self.draft_ids_S[: num_requests * depth].view(num_requests, depth)
 
     def _replay_choice(self, num_drafts: int) -> None:
+        """`_choose`, as a graph where there is one."""
         assert self.choices is not None
         desc = self.choices.dispatch(0, num_drafts, None, 0)
         if desc.cg_mode == CUDAGraphMode.FULL:
@@ -519,7 +522,7 @@ class PEagleSpeculator(DraftModelSpeculator):
                 hidden_states=self.hidden_MH[:num_rows],
                 inputs_embeds=None,
             )
-        # Each request has a row at least for each draft.
+        # No pass has fewer rows than drafts.
         num_drafts = min(num_rows, len(self.stream_SH))
         sampled_S = rows.sample_rows_BD[:num_drafts]
         torch.index_select(attended_MA, 0, sampled_S, out=self.attended_SA[:num_drafts])
