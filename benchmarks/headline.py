@@ -20,10 +20,11 @@ Arms, all but the last five plain `vllm serve`; K is K_max:
     ours-Kfp8   the drafter's weights and activations in FP8; likewise eagle3-Kfp8, stock-Kfp8, ours-KkFfp8
     ours-0      `peagle serve` without a drafter
 
-All have the engine settings of `--engine`. The arms' servers run together (`--together` at a time), dealt out to
-`--gpus` in turn, and take turns at each cell, one at a time, so that a drift of the machine meets all alike. A cell is
-a set of prompts, a temperature and a number of requests in flight; `random` is what `--dataset` describes. Every arm
-gets the same prompts in the same order; other prompts go before, uncounted, in which our service may learn K.
+All have the engine settings of `--engine`; its distributed_executor_backend is for `vllm serve` alone. The arms'
+servers run together (`--together` at a time), dealt out to `--gpus` in turn, and take turns at each cell, one at a
+time, so that a drift of the machine meets all alike. A cell is a set of prompts, a temperature and a number of requests
+in flight; `random` is what `--dataset` describes. Every arm gets the same prompts in the same order; other prompts go
+before, uncounted, in which our service may learn K.
 
 Load comes from `vllm bench serve`: vLLM's own program, in the same package as the stock arms, so that whoever doubts a
 figure can repeat it with what is installed already. (AIPerf asks for a package more and measures the same.)
@@ -206,6 +207,7 @@ def command(options: argparse.Namespace, arm: Arm, port: int) -> list[str]:
         found += ["--port", str(port), "--served-model-name", NAME]
         speculative = speculative_config(options, arm, head) | further
         return found + (["--speculative-config", json.dumps(speculative)] if speculative else [])
+    engine.pop("distributed_executor_backend", None)  # a service of ours decides for itself
     args: dict[str, Any] = {"model": {"id": NAME, "source": target}, "engine": engine}
     bundle = {"GPU": 1} if options.gpus else {"CPU": 1}
     args["target"] = {"num_replicas": 1, "num_cpus": 0.1, "bundle": bundle}

@@ -37,7 +37,7 @@ OWNED_ENGINE_KEYS = {
     "scheduler_cls": "the target's scheduler trims each request to its K and cannot be replaced here",
     "async_scheduling": "on for GPUs, off for CPUs, where vLLM does not support it",
     "worker_cls": "the target's worker cannot be replaced here",
-    "distributed_executor_backend": "ray.serve.llm chooses it from target.bundle",
+    "distributed_executor_backend": "it follows from target.bundle",
     "per_request_spec_decode_metrics": "acceptance is always recorded for each request",
     "disable_log_stats": "acceptance is counted from the engine's statistics",
     "data_parallel_size": "set target.num_replicas",

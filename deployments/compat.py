@@ -100,12 +100,14 @@ def download_nothing(config: Any) -> None:
 
 
 def engine_class(on_cpu: bool) -> type:
-    """`ray.serve.llm`'s engine with scheduler and worker in one process where there is one worker, as in `vllm serve`.
+    """`ray.serve.llm`'s engine without Ray between scheduler and worker where there is one worker.
 
-    Otherwise no step passes from process to process but through Ray's worker, and vLLM is imported twice more: by the
-    worker, and by the task that makes the configuration where it sees a GPU. The replica has a share of its bundle's
-    (`deployments.app.target_options`), so it and what it starts see that one. On a CPU vLLM gives the worker a process
-    of its own, to set OpenMP's environment in it; the scheduler's can have the same.
+    Otherwise no step passes from process to process but through Ray's worker, and vLLM is imported once more by the
+    task that makes the configuration where it sees a GPU. The replica has a share of its bundle's
+    (`deployments.app.target_options`), so it and what it starts see that one. On a GPU the worker has a process of its
+    own: where the host limits a step, as with small targets, the scheduler then plans while the worker launches. On a
+    CPU, whose cores the model has use for, both are one process; vLLM has two there, to set OpenMP's environment in the
+    worker's, which the scheduler's can have as well.
     """
     import ray
     from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine, _get_vllm_engine_config
@@ -118,7 +120,7 @@ def engine_class(on_cpu: bool) -> type:
     if on_cpu:
         compat.check("cpu engine")
 
-    class OneProcessEngine(VLLMEngine):
+    class LocalEngine(VLLMEngine):
         def _prepare_engine_config(self, callback_ctx: Any) -> Any:
             config: Any = self.llm_config.get_engine_config()
             if config.num_devices > 1:
@@ -133,7 +135,7 @@ def engine_class(on_cpu: bool) -> type:
             if config.parallel_config.world_size > 1:
                 return start(arguments, config, placement_group)
             # The class, because the name "uni" is not taken on a CPU.
-            config.parallel_config.distributed_executor_backend = UniProcExecutor
+            config.parallel_config.distributed_executor_backend = UniProcExecutor if on_cpu else "mp"
             with cpu_environment(config) if on_cpu else contextlib.nullcontext():
                 return start(arguments, config, placement_group)
 
@@ -142,7 +144,7 @@ def engine_class(on_cpu: bool) -> type:
 
         return OMPProcessManager(config).configure_omp_envs(rank=0, local_rank=0)
 
-    return OneProcessEngine
+    return LocalEngine
 
 
 def engine_client(server: Any) -> Any:

@@ -41,9 +41,15 @@ class Replica:
         return {
             "gpu": os.environ["CUDA_VISIBLE_DEVICES"],
             "engine_gpus": [psutil.Process(one.pid).environ()["CUDA_VISIBLE_DEVICES"] for one in engines],
+            "worker_gpus": [
+                one.environ()["CUDA_VISIBLE_DEVICES"]
+                for engine_process in engines
+                for one in psutil.Process(engine_process.pid).children()
+                if "VLLM::Worker" in " ".join(one.cmdline())
+            ],
             "num_tokens": len(found.outputs[0].token_ids),
             "left_for_others": ray.available_resources().get("GPU", 0.0),
-            "executor": engine._engine_client.vllm_config.parallel_config.distributed_executor_backend.__name__,
+            "executor": engine._engine_client.vllm_config.parallel_config.distributed_executor_backend,
         }
 
 
