@@ -6,7 +6,14 @@ import random
 import pytest
 import torch
 
-from peagle.vllm.draft_rows import DraftRows, TargetRows, _write_rows_kernel, write_rows
+from peagle.vllm.draft_rows import (
+    DraftRows,
+    TargetRows,
+    _accepted_rows_kernel,
+    _write_rows_kernel,
+    accepted_rows,
+    write_rows,
+)
 from tests.kernel_device import DEVICE, needs_kernel
 
 pytestmark = needs_kernel
@@ -88,19 +95,17 @@ def plain_rows(
     return rows, contexts, sampled, [*firsts, len(rows)]
 
 
-def laid_out(
-    requests: list[Request], num_drafts: int, stride: int, num_rows: int, is_packed: bool = False
-) -> DraftRows:
-    """What the kernel writes, into buffers full of -7, second cache group; `num_rows` with the padding."""
+def tensor(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
 
-    def tensor(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=DEVICE)
 
+def target_rows(requests: list[Request]) -> TargetRows:
+    """Of a batch, as the runner knows them."""
     lengths = [len(one.tokens) for one in requests]
     last, prefill = [0] * NUM_PLACES, [0] * NUM_PLACES
     for one in requests:
         last[one.place], prefill[one.place] = one.newest, one.next_prompt
-    target = TargetRows(
+    return TargetRows(
         first_row_B1=tensor([sum(lengths[:i]) for i in range(len(requests) + 1)] + [sum(lengths)] * 2),
         input_ids_N=tensor([token for one in requests for token in one.tokens]),
         positions_N=tensor([one.context + i for one in requests for i in range(len(one.tokens))], torch.int64),
@@ -110,18 +115,24 @@ def laid_out(
         last_sampled_S=tensor(last, torch.int64).view(-1, 1),
         next_prefill_S=tensor(prefill),
     )
+
+
+def laid_out(
+    requests: list[Request], num_drafts: int, stride: int, num_rows: int, is_packed: bool = False
+) -> DraftRows:
+    """What the kernel writes, into buffers full of -7, second cache group; `num_rows` with the padding."""
     out = DraftRows.empty(MAX_REQUESTS, num_rows, MOST_DRAFTS, 2, torch.device(DEVICE))
     for buffer in (out.token_ids_R, out.positions_R, out.slots_GR, out.sources_R, out.sample_rows_BD, out.context_B):
         buffer.fill_(-7)
     write_rows(
-        target,
+        target_rows(requests),
         tensor([block for one in requests for block in one.blocks]).view(len(requests), -1),
         out,
         group=1,
         num_drafts=num_drafts,
         stride=stride,
         is_packed=is_packed,
-        max_query_len=max(lengths),
+        max_query_len=max(len(one.tokens) for one in requests),
         num_rows=num_rows,
         block_size=BLOCK_SIZE,
         mask_token_id=MASK,
@@ -154,6 +165,32 @@ def test_rows_are_those_of_the_loop(num_drafts: int, layout: str, seed: int) -> 
     assert out.sample_rows_BD.tolist() == sampled + [0] * (MOST_DRAFTS * MAX_REQUESTS - len(sampled))
     assert out.first_row_B1.tolist() == firsts + [len(rows)] * (MAX_REQUESTS - num_requests)
     assert out.slots_GR[0].eq(-7).all()
+
+
+@pytest.mark.parametrize("num_requests", [1, 3, MAX_REQUESTS])
+@pytest.mark.parametrize("longest", [1, 8, LONGEST])
+def test_a_remote_drafter_hears_of_the_rows_that_stay(num_requests: int, longest: int) -> None:
+    requests = make_requests(num_requests, num_requests, 7, longest)
+    start_B, num_valid_B, next_tokens_N = accepted_rows(target_rows(requests), max(len(one.tokens) for one in requests))
+    assert start_B.tolist() == [one.context for one in requests]
+    assert num_valid_B.tolist() == [len(one.tokens) - one.num_rejected for one in requests]
+    found = next_tokens_N.split([len(one.tokens) for one in requests])
+    for one, num_valid, tokens in zip(requests, num_valid_B.tolist(), found, strict=True):
+        newest = one.next_prompt if one.is_prompt else one.newest
+        assert tokens[:num_valid].tolist() == [*one.tokens[1:num_valid], newest]
+        assert int(tokens.min()) >= 0, "a rejected row's token is none"
+
+
+@pytest.mark.gpu
+def test_one_kernel_tells_of_every_batch() -> None:
+    compiled = _accepted_rows_kernel.device_caches[torch.cuda.current_device()][0]
+    before = None
+    for num_requests in range(1, MAX_REQUESTS + 1):
+        for longest in (1, 8, LONGEST):
+            requests = make_requests(num_requests, num_requests, 7, longest)
+            accepted_rows(target_rows(requests), longest)
+            before = before or len(compiled)
+    assert len(compiled) == before
 
 
 @pytest.mark.gpu

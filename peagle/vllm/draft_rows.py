@@ -1,4 +1,5 @@
-"""The rows of P-EAGLE's one pass over a batch of vLLM's V2 model runner, laid out by one kernel on the GPU.
+"""The rows of P-EAGLE's one pass over a batch of vLLM's V2 model runner, laid out by one kernel on the GPU; for a pass
+in another process, what is sent there of the target's rows (`accepted_rows`).
 
 Enters: what the runner knows after sampling, all of it on the GPU: the target's rows, how many tokens of each request
 were sampled and rejected. Leaves: tokens, positions, cache slots, sources of hidden states, sampled rows.
@@ -130,6 +131,53 @@ def write_rows(
     )  # fmt: skip
 
 
+def accepted_rows(target: TargetRows, max_query_len: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What a remote drafter needs to know of the target's rows: position of each request's first row [B], how many of
+    its rows stay [B], and the token after each row [N]; int32. The token after a rejected row means nothing.
+
+    max_query_len: the largest q, known to the host.
+    """
+    num_requests, num_rows = len(target.place_B), len(target.input_ids_N)
+    out = torch.empty(2 * num_requests + num_rows, dtype=torch.int32, device=target.input_ids_N.device)
+    start_B, num_valid_B, next_tokens_N = out.split([num_requests, num_requests, num_rows])
+    _accepted_rows_kernel[(num_requests, triton.cdiv(max_query_len, BLOCK_ROWS))](
+        target.first_row_B1, target.input_ids_N, target.positions_N, target.place_B,
+        target.num_sampled_B, target.num_rejected_B, target.last_sampled_S, target.next_prefill_S,
+        start_B, num_valid_B, next_tokens_N, BLOCK=BLOCK_ROWS,
+    )  # fmt: skip
+    return start_B, num_valid_B, next_tokens_N
+
+
+# Where these begin follows from the number of requests.
+@triton.jit(do_not_specialize_on_alignment=["num_valid_B", "next_tokens_N"])
+def _accepted_rows_kernel(
+    first_row_B1, input_ids_N, positions_N, place_B,
+    num_sampled_B, num_rejected_B, last_sampled_S, next_prefill_S,
+    start_B, num_valid_B, next_tokens_N, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (b, i): block i of request b."""
+    request = tl.program_id(0)
+    first, end = tl.load(first_row_B1 + request), tl.load(first_row_B1 + request + 1)
+    num_valid = end - first - tl.load(num_rejected_B + request)
+    newest = _newest_token(request, place_B, num_sampled_B, last_sampled_S, next_prefill_S)
+    row = first + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    given = tl.load(input_ids_N + row + 1, mask=row < end - 1, other=0).to(tl.int32)
+    tl.store(next_tokens_N + row, tl.where(row == first + num_valid - 1, newest, given), mask=row < end)
+    if tl.program_id(1) == 0:
+        tl.store(start_B + request, tl.load(positions_N + first).to(tl.int32))
+        tl.store(num_valid_B + request, num_valid)
+
+
+@triton.jit
+def _newest_token(request, place_B, num_sampled_B, last_sampled_S, next_prefill_S):
+    """The token after a request's last row that stays."""
+    place = tl.load(place_B + request)
+    newest = tl.load(last_sampled_S + place).to(tl.int32)
+    if tl.load(num_sampled_B + request) == 0:
+        newest = tl.load(next_prefill_S + place).to(tl.int32)
+    return newest
+
+
 @triton.jit(do_not_specialize=["num_rows", "stride", "is_packed", "num_drafts"])  # each value is a kernel to compile
 def _write_rows_kernel(
     target_row_B1, input_ids_N, target_positions_N, place_B,
@@ -181,10 +229,7 @@ def _write_rows_kernel(
         num_slots = tl.where(is_packed != 0, num_valid, query_len) + num_masks
         num_slots = tl.where(stride > 0, stride, num_slots)
         num_unused = num_slots - num_used
-        place = tl.load(place_B + request)
-        newest = tl.load(last_sampled_S + place).to(tl.int32)
-        if tl.load(num_sampled_B + request) == 0:
-            newest = tl.load(next_prefill_S + place).to(tl.int32)
+        newest = _newest_token(request, place_B, num_sampled_B, last_sampled_S, next_prefill_S)
 
         index = offset - num_unused
         is_used = (index >= 0) & (offset < num_slots)

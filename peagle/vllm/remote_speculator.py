@@ -21,8 +21,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from peagle.drafter.protocol import Int32Array
-from peagle.drafter.rows import accepted_rows
 from peagle.vllm.acceptance import attach_num_drafts, drafts_ahead, drafts_wanted, head_of
+from peagle.vllm.draft_rows import TargetRows, accepted_rows
 from peagle.vllm.remote import EngineStep, RemoteControl, StepSender, check_config, make_sender
 from peagle.vllm.v2_worker import PEagleRunner, V2Worker
 
@@ -54,8 +54,6 @@ class RemoteSpeculator(BaseSpeculator):
         if get_tp_group().rank_in_group == 0:
             self.sender = make_sender(config, device)
         self._device, self._k_max = device, config.num_speculative_tokens
-        max_requests = config.scheduler_config.max_num_seqs
-        self._ordinal_B = torch.arange(1, max_requests + 1, dtype=torch.int32, device=device)
         self._known: dict[str, _Known] = {}
         self._num_ahead = self._k_max
         self.num_drafts: dict[str, int] = {}
@@ -99,44 +97,43 @@ class RemoteSpeculator(BaseSpeculator):
         **kwargs: Any,
     ) -> Tensor:
         """Drafts of every request of the batch, [B, K] int64; 0 where nobody proposes any."""
-        num_requests = input_batch.num_reqs
-        drafts_BK = torch.zeros(num_requests, self._k_max, dtype=torch.int32, device=self._device)
-        if dummy_run:
-            return drafts_BK.long()
-        if self.sender is not None:
+        num_requests, k_max = input_batch.num_reqs, self._k_max
+        target = TargetRows(
+            first_row_B1=input_batch.query_start_loc,
+            input_ids_N=input_batch.input_ids[: input_batch.num_tokens],
+            positions_N=input_batch.positions,
+            place_B=input_batch.idx_mapping,
+            num_sampled_B=num_sampled,
+            num_rejected_B=num_rejected,
+            last_sampled_S=last_sampled,
+            next_prefill_S=next_prefill_tokens,
+        )
+        if dummy_run or self.sender is None:
+            if self.sender is not None:
+                accepted_rows(target, int(input_batch.num_scheduled_tokens.max()))  # compiled before requests come
+            drafts_BK = torch.zeros(num_requests, k_max, dtype=torch.int32, device=self._device)
+        else:
             assert aux_hidden_states, "the target returned no tapped hidden states"
-            place_B = input_batch.idx_mapping
-            newest_B = torch.where(num_sampled > 0, last_sampled[place_B, 0], next_prefill_tokens[0, place_B])
-            step = self._engine_step(input_batch, aux_hidden_states, num_sampled, newest_B)
+            step = self._engine_step(input_batch, aux_hidden_states, target)
             sent = self.sender.send(step)
             drafts_BK = self.sender.enqueue_wait(sent, num_requests)
             num_drafts_B = np.zeros(num_requests, dtype=np.int32)
             has_drafts_B = self.sender.has_drafts()
             for message in sent:
-                num_drafts_B[message.members_M] = self._k_max * has_drafts_B[message.members_M]
+                num_drafts_B[message.members_M] = k_max * has_drafts_B[message.members_M]
             asked = zip(input_batch.req_ids, step.depth_B, num_drafts_B, strict=True)
             self.num_drafts = {request_id: int(count) for request_id, depth, count in asked if depth}
-        if get_tp_group().world_size > 1:
+        if not dummy_run and get_tp_group().world_size > 1:
             drafts_BK = get_tp_group().broadcast(drafts_BK, src=0)
         return drafts_BK.long()
 
-    def _engine_step(self, batch: InputBatch, aux: list[Tensor], num_sampled_B: Tensor, newest_B: Tensor) -> EngineStep:
+    def _engine_step(self, batch: InputBatch, aux: list[Tensor], target: TargetRows) -> EngineStep:
         """The step as `StepSender` takes it; tensors are computed in the order of the stream."""
-        count = batch.num_reqs
-        drafts_up_to_B = (
-            batch.cu_num_logits[1 : count + 1] - self._ordinal_B[:count] if batch.num_draft_tokens else None
-        )
-        num_valid_B, next_tokens_R = accepted_rows(
-            batch.query_start_loc[: count + 1],
-            drafts_up_to_B,
-            num_sampled_B,
-            newest_B,
-            batch.input_ids[: batch.num_tokens],
-        )
+        count, lengths_B = batch.num_reqs, batch.num_scheduled_tokens
+        start_B, num_valid_B, next_tokens_R = accepted_rows(target, int(lengths_B.max()))
         known = [self._known[request_id] for request_id in batch.req_ids]
         k_B = np.array([request.depth for request in known], dtype=np.int32)
-        ends_B = batch.num_computed_tokens_np + batch.num_scheduled_tokens
-        offset_B1 = batch.query_start_loc_np[: count + 1].astype(np.int32)
+        ends_B = batch.num_computed_tokens_np + lengths_B
 
         def prompt_of(index: int) -> Int32Array:
             tokens = known[index].tokens[: int(batch.num_computed_tokens_np[index]) + 1]
@@ -149,9 +146,9 @@ class RemoteSpeculator(BaseSpeculator):
             depth_B=np.where(ends_B < batch.prefill_len_np, 0, np.minimum(k_B, self._num_ahead)).astype(np.int32),
             # A request with K = 0 never drafts; its prompt may serve another one from the drafter's cache.
             wanted_B=(k_B > 0) | batch.is_prefilling_np,
-            row_offset_B=offset_B1[:-1],
-            num_rows_B=np.diff(offset_B1),
-            start_B=batch.positions[batch.query_start_loc[:count]].int(),
+            row_offset_B=batch.query_start_loc_np[:count].astype(np.int32),
+            num_rows_B=lengths_B.astype(np.int32),
+            start_B=start_B,
             num_valid_B=num_valid_B,
             next_tokens_R=next_tokens_R,
             aux=aux,
