@@ -140,7 +140,9 @@ class Segments:
         return found
 
 
-def engine_settings(arm: Arm, folder: Path, shape: dict[str, Any], prompt_graphs: bool = True) -> dict[str, Any]:
+def engine_settings(
+    arm: Arm, folder: Path, shape: dict[str, Any], prompt_graphs: bool = True, executor: str = "mp"
+) -> dict[str, Any]:
     """Keyword arguments of vLLM's `AsyncEngineArgs`. prompt_graphs: `compat.PROMPT_GRAPHS_KEY`, of our arms."""
     from benchmarks.models import write_embedding, write_head, write_target
     from peagle.vllm import compat
@@ -156,6 +158,7 @@ def engine_settings(arm: Arm, folder: Path, shape: dict[str, Any], prompt_graphs
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
         "kv_cache_memory_bytes": KV_BYTES,
         "enable_prefix_caching": False,
+        "distributed_executor_backend": executor,
         "cudagraph_capture_sizes": capture_sizes(MAX_NUM_SEQS * (1 + max(arm.k, 7))),
         "worker_extension_cls": "benchmarks.engines.Segments",
     }
@@ -333,7 +336,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     arm, shape = Arm.parse(args.arm), dict(getattr(models, args.shape))
     if args.num_layers:
         shape = models.shortened(shape, args.num_layers)
-    settings = engine_settings(arm, args.folder, shape, not args.piecewise)
+    settings = engine_settings(arm, args.folder, shape, not args.piecewise, args.executor)
     start_s = time.perf_counter()
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
     await engine.get_supported_tasks()
@@ -398,6 +401,9 @@ def main() -> int:
     parser.add_argument("--shape", default="QWEN3_CODER_30B", help="a name of benchmarks.models")
     parser.add_argument("--num-layers", type=int, help="fewer layers of the target, to try things out")
     parser.add_argument("--piecewise", action="store_true", help="ours: steps with prompts, to compare with")
+    parser.add_argument(
+        "--executor", choices=("mp", "uni"), default="mp", help="the worker in a process of its own, as ours, or not"
+    )
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--mixed-requests", type=int, nargs="+", default=[8, 128], help="with other --depths than all")
