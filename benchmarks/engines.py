@@ -5,7 +5,8 @@
 One engine a process. A cell keeps so many requests in flight, each replaced by another when it ends: prompts of 128
 random tokens, answers of 128 to 384, so steps with prompts are among those counted, as in service. Nothing is streamed.
 Steps, tokens and accepted drafts are vLLM's own counters over a window of time. All arms have the same CUDA graph
-sizes, the same sampling and the same acceptance by position; stock arms are vLLM as it comes.
+sizes, the same sampling and the same acceptance by position, and the worker in a process of its own (`--executor`);
+else stock arms are vLLM as it comes.
 """
 
 import argparse
@@ -143,7 +144,8 @@ class Segments:
 def engine_settings(
     arm: Arm, folder: Path, shape: dict[str, Any], prompt_graphs: bool = True, executor: str = "mp"
 ) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `AsyncEngineArgs`. prompt_graphs: `compat.PROMPT_GRAPHS_KEY`, of our arms."""
+    """Keyword arguments of vLLM's `AsyncEngineArgs`. prompt_graphs: `compat.PROMPT_GRAPHS_KEY`, of our arms. executor:
+    vLLM's distributed_executor_backend, of all arms."""
     from benchmarks.models import write_embedding, write_head, write_target
     from peagle.vllm import compat
     from peagle.vllm.engine import RemoteSettings, capture_sizes, engine_kwargs
@@ -402,7 +404,10 @@ def main() -> int:
     parser.add_argument("--num-layers", type=int, help="fewer layers of the target, to try things out")
     parser.add_argument("--piecewise", action="store_true", help="ours: steps with prompts, to compare with")
     parser.add_argument(
-        "--executor", choices=("mp", "uni"), default="mp", help="the worker in a process of its own, as ours, or not"
+        "--executor",
+        choices=("mp", "uni"),
+        default="mp",
+        help="a process for the worker, as in a service of ours, or not",
     )
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--seconds", type=float, default=4.0)

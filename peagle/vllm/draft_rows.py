@@ -25,11 +25,15 @@ B requests, N target rows, R rows of the pass, S places of requests in the runne
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
 
 BLOCK_ROWS = 64
 """Rows of a program, whatever the batch: another size is another kernel, compiled while requests wait."""
@@ -92,6 +96,20 @@ class TargetRows:
     num_rejected_B: Tensor
     last_sampled_S: Tensor
     next_prefill_S: Tensor
+
+    @classmethod
+    def of(cls, batch: InputBatch, sampled: Tensor, rejected: Tensor, last: Tensor, next_prefill: Tensor) -> TargetRows:
+        """As the runner hands them to a speculator."""
+        return cls(
+            first_row_B1=batch.query_start_loc,
+            input_ids_N=batch.input_ids[: batch.num_tokens],
+            positions_N=batch.positions,
+            place_B=batch.idx_mapping,
+            num_sampled_B=sampled,
+            num_rejected_B=rejected,
+            last_sampled_S=last,
+            next_prefill_S=next_prefill,
+        )
 
 
 def write_rows(

@@ -98,16 +98,7 @@ class RemoteSpeculator(BaseSpeculator):
     ) -> Tensor:
         """Drafts of every request of the batch, [B, K] int64; 0 where nobody proposes any."""
         num_requests, k_max = input_batch.num_reqs, self._k_max
-        target = TargetRows(
-            first_row_B1=input_batch.query_start_loc,
-            input_ids_N=input_batch.input_ids[: input_batch.num_tokens],
-            positions_N=input_batch.positions,
-            place_B=input_batch.idx_mapping,
-            num_sampled_B=num_sampled,
-            num_rejected_B=num_rejected,
-            last_sampled_S=last_sampled,
-            next_prefill_S=next_prefill_tokens,
-        )
+        target = TargetRows.of(input_batch, num_sampled, num_rejected, last_sampled, next_prefill_tokens)
         if dummy_run or self.sender is None:
             if self.sender is not None:
                 accepted_rows(target, int(input_batch.num_scheduled_tokens.max()))  # compiled before requests come

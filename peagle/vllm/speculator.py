@@ -340,16 +340,7 @@ class PEagleSpeculator(DraftModelSpeculator):
         members_M = None if dummy_run else self._members(input_batch)
         if members_M is not None and not len(members_M):
             return self.draft_tokens[:num_requests]
-        target = TargetRows(
-            first_row_B1=input_batch.query_start_loc,
-            input_ids_N=input_batch.input_ids,
-            positions_N=input_batch.positions,
-            place_B=input_batch.idx_mapping,
-            num_sampled_B=num_sampled,
-            num_rejected_B=num_rejected,
-            last_sampled_S=last_sampled,
-            next_prefill_S=next_prefill_tokens,
-        )
+        target = TargetRows.of(input_batch, num_sampled, num_rejected, last_sampled, next_prefill_tokens)
         lengths_B, most_keys_B = input_batch.num_scheduled_tokens, input_batch.seq_lens_cpu_upper_bound[:num_requests]
         if members_M is None:
             self._take_taps(aux_hidden_states, input_batch.num_tokens)
