@@ -99,9 +99,10 @@ class RemoteSpeculator(BaseSpeculator):
         """Drafts of every request of the batch, [B, K] int64; 0 where nobody proposes any."""
         num_requests, k_max = input_batch.num_reqs, self._k_max
         target = TargetRows.of(input_batch, num_sampled, num_rejected, last_sampled, next_prefill_tokens)
-        if dummy_run or self.sender is None:
-            if self.sender is not None:
-                accepted_rows(target, int(input_batch.num_scheduled_tokens.max()))  # compiled before requests come
+        if dummy_run:
+            accepted_rows(target, int(input_batch.num_scheduled_tokens.max()))  # compiled before requests come
+            return torch.zeros(num_requests, k_max, dtype=torch.int64, device=self._device)
+        if self.sender is None:
             drafts_BK = torch.zeros(num_requests, k_max, dtype=torch.int32, device=self._device)
         else:
             assert aux_hidden_states, "the target returned no tapped hidden states"
@@ -114,7 +115,7 @@ class RemoteSpeculator(BaseSpeculator):
                 num_drafts_B[message.members_M] = k_max * has_drafts_B[message.members_M]
             asked = zip(input_batch.req_ids, step.depth_B, num_drafts_B, strict=True)
             self.num_drafts = {request_id: int(count) for request_id, depth, count in asked if depth}
-        if not dummy_run and get_tp_group().world_size > 1:
+        if get_tp_group().world_size > 1:
             drafts_BK = get_tp_group().broadcast(drafts_BK, src=0)
         return drafts_BK.long()
 
