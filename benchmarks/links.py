@@ -31,7 +31,7 @@ from benchmarks.common import markdown
 from peagle.drafter.client import Link, LinkPool
 from peagle.drafter.engine import DraftEngine
 from peagle.drafter.parallel_pass import ParallelPass, PassBatch, PassLimits, PendingDrafts
-from peagle.drafter.protocol import Int32Array, Reducer, ServedHead, TargetShape, TargetStep
+from peagle.drafter.protocol import Int32Array, Reducer, ServedHead, StepPlan, TargetShape, TargetStep
 from peagle.drafter.server import DrafterServer
 from peagle.provenance import conditions
 
@@ -109,15 +109,14 @@ class Case:
         self.num_valid_B = torch.full((num_requests,), num_valid, dtype=torch.int32, device=device)
         self.next_tokens_R = torch.ones(num_rows, dtype=torch.int32, device=device)
         self.hidden_RH = torch.ones(num_rows, shape.hidden_size, dtype=shape.torch_dtype, device=device)
-        self.out_BK = torch.empty(num_requests, shape.max_depth, dtype=torch.int32, device=device)
+        self.out_BK = torch.empty(num_requests, shape.max_depth, dtype=torch.int64, device=device)
 
     def send(self, link: Link) -> None:
-        step = TargetStep(
-            self.slots_B, self.heads_B, self.depth_B, self.row_offset_B,
-            self.start_B, self.num_valid_B, self.next_tokens_R, self.hidden_RH, prompts=self.prompts,
-        )  # fmt: skip
+        num_rows = len(self.next_tokens_R)
+        plan = StepPlan(self.slots_B, self.heads_B, self.depth_B, self.row_offset_B, num_rows, self.prompts)
         self.prompts = {}
-        if not link.send(step):
+        rest = self.start_B, self.num_valid_B, self.next_tokens_R, self.hidden_RH
+        if not (link.announce(plan) and link.send(*rest)):
             raise RuntimeError(f"a step was not sent: {link.report()}")
 
     def on_host(self, pool: LinkPool) -> tuple[float, float]:

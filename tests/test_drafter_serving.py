@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from peagle.checkpoint import build_drafter, load_head, save_head
 from peagle.config import HeadError
 from peagle.drafter.client import LinkPool
-from peagle.drafter.protocol import TargetShape, TargetStep
+from peagle.drafter.protocol import StepPlan, TargetShape
 from peagle.drafter.serving import DrafterLimits, load_runtime_head, load_served_head
 from peagle.heads import prepare_head, shipped_heads
 from peagle.model import Drafter
@@ -119,8 +119,8 @@ def test_a_drafter_started_by_hand_drafts_for_a_target_and_ends_when_asked(head_
         ((link, _),) = pool.assign(slots_B, slots_B * 0, {0: "a", 1: "b"})
         hidden_RH = link.reducers[0].reduce(torch.randn(8, config.fc_input_size))
         four = torch.full((2,), 4, dtype=torch.int32)
-        step = TargetStep(slots_B, slots_B * 0, slots_B + 4, slots_B * 4, four * 0, four, four.repeat(4), hidden_RH)
-        assert link.send(step)
+        assert link.announce(StepPlan(slots_B, slots_B * 0, slots_B + 4, slots_B * 4, 8))
+        assert link.send(four * 0, four, four.repeat(4), hidden_RH)
         drafts_BK = link.wait()
         assert drafts_BK is not None
         assert ((drafts_BK >= 0) & (drafts_BK < config.vocab_size)).sum(axis=1).tolist() == [4, 5]

@@ -1,4 +1,5 @@
-"""Waiting for a word: outcomes, what is looked at first, and that a word written meanwhile ends the wait."""
+"""The target's side of a mailbox: what a step leaves there, outcomes of a wait for drafts, what is looked at first, and
+that a word written meanwhile ends the wait."""
 
 from __future__ import annotations
 
@@ -10,37 +11,41 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.drafter.mailbox import (
-    ABORTED,
-    REACHED,
-    TIMED_OUT,
-    wait_for_word,
-)
+from peagle.drafter.mailbox import ABORTED, REACHED, TIMED_OUT, post_step, take_drafts
 from peagle.drafter.rows import INTERPRETED
 from tests.kernel_device import DEVICE, needs_kernel, twin
 
-Wait = Callable[[Tensor, int, Tensor, Tensor, int], None]
-plain_wait = twin(wait_for_word)
-WAITS = [
-    pytest.param(plain_wait, id="twin"),
-    pytest.param(wait_for_word, id="kernel", marks=needs_kernel),
-]
+Take = Callable[[Tensor, int, Tensor, Tensor, Tensor, Tensor, int], None]
+plain_take = twin(take_drafts)
+TAKES = [pytest.param(plain_take, id="twin"), pytest.param(take_drafts, id="kernel", marks=needs_kernel)]
+POSTS = [pytest.param(twin(post_step), id="twin"), pytest.param(post_step, id="kernel", marks=needs_kernel)]
 ENOUGH_NS = 20_000_000_000
 
 
-def words(*values: int) -> list[Tensor]:
-    """Words of host memory, each int64 [1]; pinned where a GPU reads them."""
-    made = [torch.tensor([value], dtype=torch.int64) for value in values]
-    return [word.pin_memory() for word in made] if DEVICE == "cuda" else made
+def pinned(tensor: Tensor) -> Tensor:
+    """Host memory, pinned where a GPU reads it."""
+    return tensor.pin_memory() if DEVICE == "cuda" else tensor
 
 
-def status_of(wait: Wait) -> Tensor:
-    return torch.zeros(2, dtype=torch.int64, device="cpu" if wait is plain_wait else DEVICE)
+class Wait:
+    """A wait for the drafts of two requests, which lie in memory for three."""
+
+    def __init__(self, take: Take, done: int = 0, abort: int = 0) -> None:
+        self._take = take
+        self.done_1, self.abort_1 = (pinned(torch.tensor([value], dtype=torch.int64)) for value in (done, abort))
+        self.drafts_BK = pinned(torch.tensor([[5, 6, -1], [-1, -1, -1], [9, 9, 9]], dtype=torch.int32))
+        self.outcome_2 = pinned(torch.zeros(2, dtype=torch.int64))
+        self.out_BK = torch.full((2, 3), 77, device="cpu" if take is plain_take else DEVICE)
+
+    def __call__(self, number: int, timeout_ns: int) -> list[list[int]]:
+        """The drafts found."""
+        self._take(self.done_1, number, self.abort_1, self.drafts_BK, self.outcome_2, self.out_BK, timeout_ns)
+        return self.out_BK.tolist()
 
 
-@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("take", TAKES)
 @pytest.mark.parametrize(
-    ("word", "abort", "timeout_ns", "expected"),
+    ("done", "abort", "timeout_ns", "expected"),
     [
         (7, 0, ENOUGH_NS, REACHED),
         (8, 0, ENOUGH_NS, REACHED),
@@ -52,54 +57,81 @@ def status_of(wait: Wait) -> Tensor:
         (-1, 0, 100, TIMED_OUT),
     ],
 )
-def test_outcome(wait: Wait, word: int, abort: int, timeout_ns: int, expected: int) -> None:
-    (word_1, abort_1), status_2 = words(word, abort), status_of(wait)
-    wait(word_1, 7, abort_1, status_2, timeout_ns)
-    assert status_2[0].item() == expected
-    assert (status_2[1].item() >= timeout_ns) == (expected == TIMED_OUT or timeout_ns == 0)
+def test_outcome(take: Take, done: int, abort: int, timeout_ns: int, expected: int) -> None:
+    wait = Wait(take, done, abort)
+    drafts_BK = wait(7, timeout_ns)
+    assert drafts_BK == ([[5, 6, 0], [0, 0, 0]] if expected == REACHED else [[0, 0, 0]] * 2)
+    assert wait.outcome_2[0].item() == expected
+    assert (wait.outcome_2[1].item() >= timeout_ns) == (expected == TIMED_OUT or timeout_ns == 0)
+
+
+@pytest.mark.parametrize("take", TAKES)
+def test_more_drafts_than_are_moved_at_once(take: Take) -> None:
+    wait = Wait(take, done=1)
+    wait.drafts_BK = pinned(torch.arange(-1, 4199, dtype=torch.int32).view(600, 7))
+    wait.out_BK = wait.out_BK.new_full((500, 7), 77)
+    assert wait(1, 0) == wait.drafts_BK[:500].clamp(min=0).tolist()
 
 
 def test_sequence_numbers_beyond_32_bits_are_compared_whole() -> None:
-    (word_1, abort_1), status_2 = words(1 << 40, 0), status_of(wait_for_word)
-    wait_for_word(word_1, (1 << 40) + 1, abort_1, status_2, 10)
-    assert status_2[0].item() == TIMED_OUT
-    wait_for_word(word_1, 1 << 40, abort_1, status_2, 10)
-    assert status_2[0].item() == REACHED
+    wait = Wait(take_drafts, done=1 << 40)
+    wait((1 << 40) + 1, 10)
+    assert wait.outcome_2[0].item() == TIMED_OUT
+    wait(1 << 40, 10)
+    assert wait.outcome_2[0].item() == REACHED
 
 
-@pytest.mark.parametrize("wait", WAITS)
-@pytest.mark.parametrize("which", ["word", "abort"])
-def test_a_word_written_meanwhile_ends_the_wait(wait: Wait, which: str) -> None:
-    if wait is wait_for_word and DEVICE == "cuda":
-        wait(*words(1), 1, *words(0), status_of(wait), ENOUGH_NS)  # compiled before the clock runs
-    (word_1, abort_1), status_2 = words(0, 0), status_of(wait)
-    written = word_1 if which == "word" else abort_1
+@pytest.mark.parametrize("take", TAKES)
+@pytest.mark.parametrize("which", ["done", "abort"])
+def test_a_word_written_meanwhile_ends_the_wait(take: Take, which: str) -> None:
+    if take is take_drafts and DEVICE == "cuda":
+        Wait(take, done=1)(1, ENOUGH_NS)  # compiled before the clock runs
+    wait = Wait(take)
+    written = wait.done_1 if which == "done" else wait.abort_1
     timer = threading.Timer(0.05, lambda: written.fill_(3))
     timer.start()
-    wait(word_1, 3, abort_1, status_2, ENOUGH_NS)
-    assert status_2[0].item() == (REACHED if which == "word" else ABORTED)
-    assert wait is not plain_wait or status_2[1].item() >= 10_000_000
+    wait(3, ENOUGH_NS)
+    assert wait.outcome_2[0].item() == (REACHED if which == "done" else ABORTED)
+    assert take is not plain_take or wait.outcome_2[1].item() >= 10_000_000
     timer.join()
 
 
 @pytest.mark.gpu
 def test_the_host_goes_on_while_a_wait_holds_the_stream() -> None:
-    (word_1, abort_1), status_2 = words(1, 0), status_of(wait_for_word)
-    wait_for_word(word_1, 1, abort_1, status_2, ENOUGH_NS)  # compiled before
-    done = torch.cuda.Event()
-    wait_for_word(word_1, 2, abort_1, status_2, ENOUGH_NS)
+    Wait(take_drafts, done=1)(1, ENOUGH_NS)  # compiled before
+    wait, done = Wait(take_drafts, done=1), torch.cuda.Event()
+    take_drafts(wait.done_1, 2, wait.abort_1, wait.drafts_BK, wait.outcome_2, wait.out_BK, ENOUGH_NS)
     done.record()
     time.sleep(0.02)
     assert not done.query(), "the stream did not wait"
-    word_1.fill_(2)
+    wait.drafts_BK[0, 0] = 8  # as a drafter: the drafts, then the word
+    wait.done_1.fill_(2)
     done.synchronize()
-    assert status_2[0].item() == REACHED
-    assert 10_000_000 < status_2[1].item() < ENOUGH_NS
+    assert wait.outcome_2[0].item() == REACHED
+    assert 10_000_000 < wait.outcome_2[1].item() < ENOUGH_NS
+    assert wait.out_BK.tolist() == [[8, 6, 0], [0, 0, 0]]
 
 
 @needs_kernel
-def test_dispatch_follows_the_status() -> None:
-    (word_1, abort_1), status_2 = words(0, 0), torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    wait_for_word(word_1, 1, abort_1, status_2, 30)
+def test_dispatch_follows_the_output() -> None:
+    wait = Wait(take_drafts)
+    wait(1, 30)
     # The interpreter's clock counts reads, so 30 of them show that the kernel ran.
-    assert not INTERPRETED or status_2.tolist() == [TIMED_OUT, 30]
+    assert not INTERPRETED or wait.outcome_2.tolist() == [TIMED_OUT, 30]
+
+
+@pytest.mark.parametrize("post", POSTS)
+@pytest.mark.parametrize(("num_requests", "num_rows"), [(0, 0), (1, 1), (3, 17), (1030, 2500)])
+def test_a_step_s_integers_lie_one_after_another_and_nothing_behind_them_changes(
+    post: Callable[..., None], num_requests: int, num_rows: int
+) -> None:
+    ready_1, device_part = (
+        pinned(torch.full((size,), -5, dtype=dtype)) for size, dtype in ((1, torch.int64), (9000, torch.int32))
+    )
+    values = torch.arange(2 * num_requests + num_rows, dtype=torch.int32, device=DEVICE)
+    start_B, num_valid_B, next_tokens_R = values.split([num_requests, num_requests, num_rows])
+    post(start_B, num_valid_B, next_tokens_R, device_part, ready_1, 1 << 40)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    assert device_part.tolist() == values.tolist() + [-5] * (9000 - len(values))
+    assert ready_1.item() == 1 << 40

@@ -35,7 +35,7 @@ from peagle.drafter.mailbox import (
 )
 from peagle.drafter.protocol import DtypeName, Int32Array, TargetShape, TargetStep
 from tests.transport_harness import SHAPE as SERVED_SHAPE
-from tests.transport_harness import DrafterProcess, Target, eventually, make_pool
+from tests.transport_harness import DrafterProcess, Target, device_part, eventually, make_pool, plan_of
 
 SHAPE = TargetShape(hidden_size=6, dtype="float32", max_depth=3, max_num_requests=4, max_num_rows=10, vocab_size=100)
 
@@ -53,13 +53,19 @@ def new_step(
     return TargetStep(*host_4B, start_B, num_valid_B, tokens_R, hidden_RH, number=number, **more)
 
 
+def put(mailbox: Mailbox, step: TargetStep) -> int:
+    """The whole step; how many prompts did not fit."""
+    num_cut = mailbox.write_host_part(plan_of(step))
+    mailbox.write_device_part(step.number, *device_part(step))
+    return num_cut
+
+
 def write(mailbox: Mailbox, number: int, num_rows: int = 7) -> Tensor:
     """A step of slots 3 and 1 with 4 and 2 rows and a hole between them; its payload."""
     hidden_RH = torch.randn(num_rows, mailbox.shape.hidden_size).to(mailbox.shape.torch_dtype)
     host_4B = np.stack([ints(3, 1), ints(0, 2), ints(3, 0), ints(0, 5)])
     step = new_step(number, host_4B, [[8, 2], [4, 2]], hidden_RH, finished_slots=[1, 2], prompts={1: ints(5, 6, 7)})
-    mailbox.write_host_part(step)
-    mailbox.write_device_part(step)
+    put(mailbox, step)
     return hidden_RH
 
 
@@ -100,8 +106,7 @@ def test_an_area_is_written_again_only_after_its_answer() -> None:
 def test_a_step_without_requests_only_tells_who_ended() -> None:
     mailbox = Mailbox.private(SHAPE)
     step = new_step(1, np.zeros((4, 0), np.int32), [[], []], torch.zeros(0, 6), finished_slots=[0, 3])
-    mailbox.write_host_part(step)
-    mailbox.write_device_part(step)
+    put(mailbox, step)
     found = mailbox.read_step(1, 0)
     assert (found.num_requests, list(found.finished_slots), found.prompts) == (0, [0, 3], {})
 
@@ -112,8 +117,7 @@ def test_prompts_that_do_not_fit_travel_empty() -> None:
     host_4B = np.stack([ints(0, 1), ints(0, 0), ints(0, 0), ints(0, 1)])
     starts = [[len(long) - 1, 1], [1, 1]]
     step = new_step(1, host_4B, starts, torch.zeros(2, 6), prompts={0: long, 1: ints(0, 1)})
-    assert mailbox.write_host_part(step) == 1
-    mailbox.write_device_part(step)
+    assert put(mailbox, step) == 1
     assert {slot: len(tokens) for slot, tokens in mailbox.read_step(1, 0).prompts.items()} == {0: len(long), 1: 0}
 
 
@@ -243,7 +247,7 @@ class StreamTarget(Target):
         new, self.is_new = self.is_new, set()
         ((link, members_M),) = self.pool.assign(slots_B, np.zeros_like(slots_B), {slot: str(slot) for slot in new})
         assert self._send(link, members_M.tolist(), num_rows, SERVED_SHAPE.max_depth, 0, new)
-        out_MK = torch.full((len(self.tokens), SERVED_SHAPE.max_depth), 77, dtype=torch.int32, device="cuda")
+        out_MK = torch.full((len(self.tokens), SERVED_SHAPE.max_depth), 77, device="cuda")
         link.enqueue_wait(out_MK)
         self.ends = [end + num_rows for end in self.ends]
         return link, out_MK, [self.expected(slot) for slot in range(len(self.tokens))]
@@ -272,7 +276,7 @@ def test_a_killed_drafter_releases_the_stream() -> None:
         _, out_MK, _ = StreamTarget(pool).begin(3)
         begin_s = time.monotonic()
         drafter.kill()
-        assert out_MK.unique().tolist() == [-1]
+        assert out_MK.unique().tolist() == [0]
         assert time.monotonic() - begin_s < 12, "the deadline ended the wait, not the drafter's death"
         pool.close()
 
@@ -288,11 +292,11 @@ def test_a_mailboxes_payload_counts_as_pinned() -> None:
 @pytest.mark.parametrize("aborted", [False, True])
 def test_a_wait_ends_with_its_deadline_or_with_the_abort_word(device: str, aborted: bool) -> None:
     with pinned_mailbox(device) as mailbox:
-        out_BK = torch.full((2, SERVED_SHAPE.max_depth), 77, dtype=torch.int32, device=device)
+        out_BK = torch.full((2, SERVED_SHAPE.max_depth), 77, device=device)
         mailbox.set_abort(aborted)
         begin_s = time.monotonic()
         mailbox.enqueue_wait(1, 20.0 if aborted else 0.2, out_BK)
-        assert out_BK.unique().tolist() == [-1]
+        assert out_BK.unique().tolist() == [0]
         assert time.monotonic() - begin_s < 12
         assert eventually(lambda: int(mailbox.area(1).outcome[0])) == (ABORTED if aborted else TIMED_OUT)
         mailbox.answer(1, np.full((2, SERVED_SHAPE.max_depth), 5, np.int32), 0)
@@ -308,8 +312,7 @@ def test_a_step_from_device_tensors_is_whole_when_it_is_ready(device: str) -> No
         for number in range(1, 5):
             hidden_RH = torch.randn(5, SERVED_SHAPE.hidden_size, dtype=torch.float64, device=device)
             step = new_step(number, host_4B, [[2, 2], [2, 2]], hidden_RH)
-            mailbox.write_host_part(step)
-            mailbox.write_device_part(step)
+            put(mailbox, step)
             eventually(lambda number=number: mailbox.is_ready(number))
             found = mailbox.read_step(number, 0)
             assert torch.equal(found.hidden_RH, hidden_RH.cpu())

@@ -9,7 +9,7 @@ import torch
 
 from peagle.drafter.protocol import Reducer, TargetShape
 from peagle.vllm.acceptance import HEAD_KEY, head_of
-from peagle.vllm.remote import EngineStep, StepSender, _place, _reduce, _rows_of
+from peagle.vllm.remote import EngineBatch, SampledRows, StepSender, _place, _reduce, _rows_of
 
 CPU = torch.device("cpu")
 NUM_ROWS = [3, 1, 4, 2]
@@ -17,11 +17,11 @@ NUM_VALID = [2, 1, 4, 1]
 AUX = [torch.arange(20, dtype=torch.float32).view(10, 2) + 100 * layer for layer in range(3)]
 
 
-def step(num_valid: list[int] | None = None) -> EngineStep:
-    """Four requests of 3, 1, 4 and 2 rows, of which `NUM_VALID` stay."""
+def batch(num_sent: list[int] | None = None) -> EngineBatch:
+    """Four requests of 3, 1, 4 and 2 rows, of which `NUM_VALID` stay and travel."""
     ends = np.cumsum(NUM_ROWS).astype(np.int32)
     some = np.zeros(4, np.int32)
-    return EngineStep(
+    return EngineBatch(
         request_ids=list("abcd"),
         requests={},
         heads_B=some,
@@ -29,38 +29,29 @@ def step(num_valid: list[int] | None = None) -> EngineStep:
         wanted_B=np.ones(4, bool),
         row_offset_B=ends - np.array(NUM_ROWS, np.int32),
         num_rows_B=np.array(NUM_ROWS, np.int32),
-        start_B=torch.zeros(4, dtype=torch.int32),
-        num_valid_B=torch.tensor(num_valid or NUM_VALID, dtype=torch.int32),
-        next_tokens_R=torch.arange(10, dtype=torch.int32),
-        aux=AUX,
+        num_sent_B=np.array(num_sent or NUM_VALID, np.int32),
         prompt_of=lambda _: np.zeros(0, np.int32),
     )
 
 
 def test_rejected_rows_stay_behind() -> None:
-    rows = _rows_of(step(), np.arange(4), CPU)
+    rows = _rows_of(batch(), np.arange(4), CPU)
     assert rows.index is not None
     assert rows.index.tolist() == [0, 1, 3, 4, 5, 6, 7, 8]
     assert (rows.num_rows, rows.offset_M.tolist()) == (8, [0, 2, 3, 7])
 
 
 def test_a_batch_without_rejections_travels_as_it_stands() -> None:
-    rows = _rows_of(step(NUM_ROWS), np.arange(4), CPU)
+    rows = _rows_of(batch(NUM_ROWS), np.arange(4), CPU)
     assert rows.index is None
     assert (rows.num_rows, rows.offset_M.tolist()) == (10, [0, 3, 4, 8])
 
 
 def test_rows_of_some_requests_are_gathered() -> None:
-    rows = _rows_of(step(), np.array([2, 0]), CPU)
+    rows = _rows_of(batch(), np.array([2, 0]), CPU)
     assert rows.index is not None
     assert rows.index.tolist() == [4, 5, 6, 7, 0, 1]
     assert rows.offset_M.tolist() == [0, 4]
-
-
-def test_where_only_the_device_knows_rejections_they_travel_as_holes() -> None:
-    rows = _rows_of(step(), np.arange(4), torch.device("meta"))  # no values to read, as on a GPU without a wait
-    assert rows.index is None
-    assert (rows.num_rows, rows.num_rows_M.tolist()) == (10, NUM_ROWS)
 
 
 @pytest.mark.parametrize("members", [[0, 1, 2, 3], [2, 0], [3]])
@@ -70,7 +61,7 @@ def test_each_row_is_reduced_by_its_requests_head(members: list[int]) -> None:
     reducers = {head: Reducer(torch.randn(5, 6)) for head in (0, 1)}
     members_M = np.array(members)
     heads_M = (members_M % 2).astype(np.int32)
-    rows = _rows_of(step(), members_M, CPU)
+    rows = _rows_of(batch(), members_M, CPU)
     hidden_RH = _reduce(reducers, heads_M, rows, AUX)
     aux_RX = torch.cat(AUX, dim=-1)
     expected = []
@@ -82,8 +73,7 @@ def test_each_row_is_reduced_by_its_requests_head(members: list[int]) -> None:
 
 
 def test_all_requests_in_order_need_no_index() -> None:
-    everyone: Any = _place(np.arange(3), 3, CPU)
-    assert everyone == slice(None)
+    assert _place(np.arange(3), 3, CPU) is None
     for members in ([0, 2], [1, 0, 2]):
         place = _place(np.array(members), 3, CPU)
         assert isinstance(place, torch.Tensor)
@@ -103,8 +93,11 @@ class OneLink:
     def assign(self, slots_B: Any, *_: Any) -> list[tuple[Any, Any]]:
         return [(self, np.arange(len(slots_B)))] if self.state == "up" else []
 
-    def send(self, *_: Any, **__: Any) -> bool:
+    def announce(self, *_: Any) -> bool:
         return self.takes_steps
+
+    def send(self, *_: Any) -> bool:
+        return True
 
     def wait(self) -> None:
         self.num_waits += 1
@@ -115,7 +108,9 @@ def send(pool: OneLink, num_steps: int = 1, sender: StepSender | None = None) ->
     sender = sender or StepSender(pool, TargetShape(5, "float32", 3, 8, 16, 100), CPU)
     names = {name: object() for name in "abcd"}
     for _ in range(num_steps):
-        assert sender.send(dataclasses.replace(step(), requests=names)) == []
+        sender.begin(dataclasses.replace(batch(), requests=names))
+        per_request_B = torch.zeros(4, dtype=torch.int32)
+        assert sender.send(SampledRows(per_request_B, per_request_B, torch.arange(10, dtype=torch.int32), AUX)) == []
     return sender
 
 

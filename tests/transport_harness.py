@@ -19,7 +19,7 @@ import torch
 
 from peagle.drafter.client import LinkPool
 from peagle.drafter.engine import DraftEngine
-from peagle.drafter.protocol import Int32Array, ServedHead, TargetShape, TargetStep
+from peagle.drafter.protocol import Int32Array, ServedHead, StepPlan, TargetShape, TargetStep
 from peagle.drafter.server import DrafterServer
 from peagle.drafter.serving import reducer_of
 from tests.draft_engine_harness import CONFIG, MAX_DEPTH, aux_rows, drafter_of, expected_drafts, head_runtime
@@ -142,6 +142,17 @@ def make_pool(**settings: Any) -> LinkPool:
     return LinkPool(settings.pop("shape", SHAPE), **settings)
 
 
+def plan_of(step: TargetStep) -> StepPlan:
+    """What a target's host knows of a step."""
+    names = ("slots_B", "heads_B", "depth_B", "row_offset_B", "prompts", "finished_slots", "number")
+    return StepPlan(num_rows=len(step.next_tokens_R), **{name: getattr(step, name) for name in names})
+
+
+def device_part(step: TargetStep) -> tuple[Any, Any, Any, Any]:
+    """The rest of it."""
+    return step.start_B, step.num_valid_B, step.next_tokens_R, step.hidden_RH
+
+
 class Target:
     """An engine's side without a model: requests with fixed tokens that advance by some rows a step."""
 
@@ -191,19 +202,18 @@ class Target:
             return np.asarray(values, np.int32)
 
         device = self.pool.device
-        return link.send(
-            TargetStep(
-                slots_B=ints(slots),
-                heads_B=ints([head] * len(slots)),
-                depth_B=ints([depth] * len(slots)),
-                row_offset_B=ints(range(0, num_rows * len(slots), num_rows)),
-                start_B=torch.tensor(starts, dtype=torch.int32, device=device),
-                num_valid_B=torch.full((len(slots),), num_rows, dtype=torch.int32, device=device),
-                next_tokens_R=torch.tensor(next_tokens, dtype=torch.int32, device=device),
-                hidden_RH=torch.cat(rows),
-                prompts={slot: ints(self.tokens[slot][: self.ends[slot] + 1]) for slot in new},
-            )
+        step = TargetStep(
+            slots_B=ints(slots),
+            heads_B=ints([head] * len(slots)),
+            depth_B=ints([depth] * len(slots)),
+            row_offset_B=ints(range(0, num_rows * len(slots), num_rows)),
+            start_B=torch.tensor(starts, dtype=torch.int32, device=device),
+            num_valid_B=torch.full((len(slots),), num_rows, dtype=torch.int32, device=device),
+            next_tokens_R=torch.tensor(next_tokens, dtype=torch.int32, device=device),
+            hidden_RH=torch.cat(rows),
+            prompts={slot: ints(self.tokens[slot][: self.ends[slot] + 1]) for slot in new},
         )
+        return link.announce(plan_of(step)) and link.send(*device_part(step))
 
     def expected(self, slot: int, depth: int = MAX_DEPTH, head: int = 0) -> list[int]:
         """Drafts that the last step must have got for the slot."""

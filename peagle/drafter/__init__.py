@@ -2,8 +2,10 @@
 
 The way of one hidden row, from a target's step to the draft tokens, and the form that it has:
 
-    peagle/vllm   EngineStep    the target's tapped hidden states after sampling; reduced by the head's `Reducer`
-    client        TargetStep    `LinkPool` picks the request's drafter, `Link.send` hands the step over,
+    peagle/vllm   EngineBatch   what the host knows of a step; `LinkPool` picks the requests' drafters
+    client        StepPlan      announced by `Link.announce`, so that the drafter prepares while the step runs
+    peagle/vllm   SampledRows   the target's tapped hidden states after sampling; reduced by the head's `Reducer`,
+                                handed over by `Link.send`
     mailbox                     through shared memory of one host, in the order of the GPU's stream,
     protocol                    or over TCP between hosts
     server        TargetStep    read and checked, together with those of other targets

@@ -5,7 +5,8 @@ Whatever goes wrong costs drafts, never a request.
 `LinkPool` gives each request its drafter, a `Link` is the way to one of them. An engine's step is
 
     for link, members_M in pool.assign(slots_B, heads_B, new_slots):
-        link.send(TargetStep(...))                    # reduced by `link.reducers`
+        link.announce(StepPlan(...))                  # as soon as the host knows the step
+    link.send(starts, valid rows, next tokens, rows)  # reduced by `link.reducers`
     link.wait()  or  link.enqueue_wait(out_MK)        # on the host, or in the order of a GPU's stream
 
 One thread (the engine's) does this; a thread of each link connects, watches the drafter and, where the mailbox is not
@@ -47,9 +48,9 @@ from peagle.drafter.protocol import (
     Int32Array,
     Reducer,
     Refused,
+    StepPlan,
     Swapped,
     TargetShape,
-    TargetStep,
     Waker,
     Welcome,
     WireError,
@@ -312,7 +313,7 @@ class Link:
         self._session: Session | None = None  # of the link's thread, read by the engine's
         self._current: Session | None = None  # of the engine's step
         self._finished: set[int] = set()
-        self._last: TargetStep[Tensor] | None = None
+        self._announced: Session | None = None  # whose next step's rest is to be sent
         self._sent_s = 0.0
         self._stopped, self._hello_lock = threading.Event(), threading.Lock()
         self._waker = Waker()
@@ -366,11 +367,11 @@ class Link:
             self._give_up(session)
         return not session.is_late
 
-    def send(self, step: TargetStep[Tensor]) -> bool:
-        """Hand a step to the drafter; False where it does not get it (no drafts, then).
+    def announce(self, plan: StepPlan) -> bool:
+        """Tell the drafter what it can prepare for; `send` follows. False where it does not get the step (no drafts,
+        then).
 
-        Its prompts are those of requests that are new to the target, those of other drafters may be among them;
-        session, number and finished slots are set here. On a GPU everything is enqueued on the current stream.
+        The plan's prompts are those of requests that are new to the target, those of other drafters may be among them.
 
         Raises:
             ValueError: more requests or rows than the shape that was agreed on, which is the caller's mistake.
@@ -379,32 +380,51 @@ class Link:
         if session is None or session.is_late or session.is_closed:
             self.stats.num_skipped += 1
             return False
-        shape, num_rows = self._hello.shape, len(step.next_tokens_R)
-        if step.num_requests > shape.max_num_requests or num_rows > shape.max_num_rows:
+        if self._announced is session:  # a step that never ran: the drafter may have prepared for it
+            session.is_unwanted = True
+            self._waker.wake()
+            return False
+        shape = self._hello.shape
+        if plan.num_requests > shape.max_num_requests or plan.num_rows > shape.max_num_rows:
             raise ValueError(
-                f"{step.num_requests} requests, {num_rows} rows; agreed were {shape.max_num_requests}, "
+                f"{plan.num_requests} requests, {plan.num_rows} rows; agreed were {shape.max_num_requests}, "
                 f"{shape.max_num_rows}"
             )
-        slots, new = set(step.slots_B.tolist()), step.slots_B[~session.known[step.slots_B]].tolist()
-        prompts = {slot: token_ids for slot, token_ids in step.prompts.items() if slot in slots}
-        step = dataclasses.replace(
-            step,
-            number=session.sent + 1,
-            finished_slots=sorted(self._finished),
-            prompts=prompts | {slot: prompts.get(slot, _NO_TOKENS) for slot in new},
-        )
+        prompts: dict[int, Int32Array] = {}
+        if plan.prompts or not session.known[plan.slots_B].all():
+            slots, new = set(plan.slots_B.tolist()), plan.slots_B[~session.known[plan.slots_B]].tolist()
+            prompts = {slot: token_ids for slot, token_ids in plan.prompts.items() if slot in slots}
+            prompts |= {slot: prompts.get(slot, _NO_TOKENS) for slot in new}
+        number = session.sent + 1
+        plan = dataclasses.replace(plan, number=number, finished_slots=sorted(self._finished), prompts=prompts)
         with session.lock:
             if session.is_closed:
                 return False
-            self.stats.num_cut_prompts += session.mailbox.write_host_part(step)
-            session.mailbox.write_device_part(step)
+            self.stats.num_cut_prompts += session.mailbox.write_host_part(plan)
+        session.num_rows[number % NUM_AREAS] = plan.num_rows + int(plan.depth_B.sum())
+        session.known[plan.slots_B] = True
+        session.has_drafts[list(prompts)] = True
+        self._finished.clear()
+        self._announced = session
+        return True
+
+    def send(self, start_B: Tensor, num_valid_B: Tensor, next_tokens_R: Tensor, hidden_RH: Tensor) -> bool:
+        """The rest of the step that was announced, as in `TargetStep`; False where the connection ended meanwhile.
+
+        On a GPU everything is enqueued on the current stream.
+        """
+        session, self._announced = self._announced, None
+        if session is None or session is not self._current:
+            return False
+        number = session.sent + 1
+        with session.lock:
+            if session.is_closed:
+                return False
+            # `Session.close` waits for work on the mailbox that came before this.
+            session.mailbox.write_device_part(number, start_B, num_valid_B, next_tokens_R, hidden_RH)
             if session.enqueued is not None:
                 session.enqueued.record()
-        session.sent, self._last, self._sent_s = step.number, step, time.monotonic()
-        session.num_rows[step.number % NUM_AREAS] = num_rows + int(step.depth_B.sum())
-        session.known[step.slots_B] = True
-        session.has_drafts[list(step.prompts)] = True
-        self._finished.clear()
+        session.sent, self._sent_s = number, time.monotonic()
         self.stats.num_steps += 1
         if not session.is_shared:
             self._waker.wake()
@@ -428,9 +448,9 @@ class Link:
         return self._answered(session, number, time.monotonic() - begin_s)
 
     def enqueue_wait(self, out_MK: Tensor) -> None:
-        """Let the current stream wait for the drafts of the step sent last and put them into out_MK, int32 [M, K].
+        """Let the current stream wait for the drafts of the step sent last and put them into out_MK, int64 [M, K].
 
-        `NO_DRAFT` all over when they do not come in time, or when the link went down since.
+        0 all over when they do not come in time, or when the link went down since.
         """
         if (session := self._current) is not None and session.sent:
             with session.lock:
@@ -440,7 +460,7 @@ class Link:
                     session.enqueued.record()
                     session.waited.append(session.sent)
                     return
-        out_MK.fill_(NO_DRAFT)
+        out_MK.zero_()
 
     def has_drafts(self, slots_B: Int32Array) -> npt.NDArray[np.bool_]:
         """Whether drafts are to be expected for these requests: the link is up, and the last answer held some for them

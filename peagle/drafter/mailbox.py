@@ -3,7 +3,8 @@
 Three areas in turn (step s uses area s % 3), each with a request and its reply:
 
     host part     by the target's host              slots, heads, depths, row offsets, finished slots, prompts; then the
-                                                    counts, and last of them the step's number: the part is whole
+                                                    counts, and last of them the step's number: the part is whole.
+                                                    Before the step runs, so that the drafter can prepare meanwhile
     device part   by the target's GPU, or its host  starts, valid rows, next tokens; payload (reduced hidden rows)
     ready         the same, last                    the step's number: the request is whole
     drafts        by the drafter                    draft ids, time of service
@@ -15,9 +16,9 @@ sender that finds step s - 3 unanswered does not send (`is_free`).
 The word `abort`, beside the areas, is non-zero while the target must not wait; its host sets it. The flags rely on the
 order of plain stores and loads that x86-64 keeps.
 
-On a GPU everything is enqueued on the current stream: the host goes on, the stream waits, and the host learns later
-from `outcome` what a wait came to. A wait must not be enqueued where the writer of the word itself waits for this
-stream: only the deadline would end it.
+On a GPU everything is enqueued on the current stream, in few launches: kernels write and read the words where they lie,
+in host memory. The host goes on, the stream waits, and the host learns later from `outcome` what a wait came to. A wait
+must not be enqueued where the writer of the word itself waits for this stream: only the deadline would end it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from peagle.drafter.protocol import MAX_PROMPT_TOKENS, NO_DRAFT, Int32Array, TargetShape, TargetStep, check_step
+from peagle.drafter.protocol import MAX_PROMPT_TOKENS, Int32Array, StepPlan, TargetShape, TargetStep, check_step
 from peagle.drafter.rows import INTERPRETED, uses_kernel
 
 Int64Array = npt.NDArray[np.int64]
@@ -250,47 +251,50 @@ class Mailbox:
         """Whether the area of this step may be written: the step that had it before is answered."""
         return int(self.area(number).done[0]) >= number - NUM_AREAS
 
-    def write_host_part(self, step: TargetStep[Tensor]) -> int:
+    def write_host_part(self, plan: StepPlan) -> int:
         """What the target's host knows of a step. Returns how many prompts did not fit and travel empty.
 
         Sizes are the sender's to keep: within the shape.
         """
-        area = self.area(step.number)
+        area = self.area(plan.number)
         area.outcome[0] = 0
-        area.host_4B[:, : step.num_requests] = (step.slots_B, step.heads_B, step.depth_B, step.row_offset_B)
-        area.finished_B[: len(step.finished_slots)] = step.finished_slots
+        area.host_4B[:, : plan.num_requests] = (plan.slots_B, plan.heads_B, plan.depth_B, plan.row_offset_B)
+        area.finished_B[: len(plan.finished_slots)] = plan.finished_slots
         used, num_cut = 0, 0
-        for i, (slot, token_ids) in enumerate(step.prompts.items()):
+        for i, (slot, token_ids) in enumerate(plan.prompts.items()):
             if used + len(token_ids) > MAX_PROMPT_TOKENS:
                 token_ids, num_cut = token_ids[:0], num_cut + 1
             area.prompt_slots_B[i], area.prompt_lengths_B[i] = slot, len(token_ids)
             area.prompt_tokens_P[used : used + len(token_ids)] = token_ids
             used += len(token_ids)
-        num_rows = len(step.next_tokens_R)
-        area.counts[1:] = (step.num_requests, num_rows, len(step.finished_slots), len(step.prompts))
-        area.counts[0] = step.number
+        area.counts[1:] = (plan.num_requests, plan.num_rows, len(plan.finished_slots), len(plan.prompts))
+        area.counts[0] = plan.number
         return num_cut
 
-    def write_device_part(self, step: TargetStep[Tensor]) -> None:
-        """The rest of a step: three copies, on a GPU in the order of its current stream, the last one `ready`."""
-        area, packed = self.area(step.number), torch.cat([step.start_B, step.num_valid_B, step.next_tokens_R])
-        torch.from_numpy(area.device_part)[: len(packed)].copy_(packed, non_blocking=True)
-        area.payload_RH[: len(step.hidden_RH)].copy_(step.hidden_RH, non_blocking=True)
-        ready = torch.full((1,), step.number, dtype=torch.int64, device=step.hidden_RH.device)
-        torch.from_numpy(area.ready).copy_(ready, non_blocking=True)
+    def write_device_part(
+        self, number: int, start_B: Tensor, num_valid_B: Tensor, next_tokens_R: Tensor, hidden_RH: Tensor
+    ) -> None:
+        """The rest of a step, `ready` last: tensors as in `TargetStep`, on a GPU in the order of its current stream."""
+        area = self.area(number)
+        area.payload_RH[: len(hidden_RH)].copy_(hidden_RH, non_blocking=True)
+        post_step(
+            start_B,
+            num_valid_B,
+            next_tokens_R,
+            torch.from_numpy(area.device_part),
+            torch.from_numpy(area.ready),
+            number,
+        )
 
     def enqueue_wait(self, number: int, timeout_s: float, out_BK: Tensor) -> None:
-        """Let the current stream wait for the drafts of a step, at most this long, and put them into out_BK (int32 on
-        the device).
-
-        Without an answer in time out_BK is `NO_DRAFT` all over. A reply that comes later is not seen.
+        """Let the current stream wait for the drafts of a step, at most this long, and put them into out_BK, int64 on
+        the device: 0 where there are none, all over without an answer in time. A reply that comes later is not seen.
         """
         area = self.area(number)
-        status_2 = torch.empty(2, dtype=torch.int64, device=out_BK.device)
-        wait_for_word(torch.from_numpy(area.done), number, self.abort_t, status_2, int(timeout_s * 1e9))
-        out_BK.copy_(torch.from_numpy(area.drafts_BK)[: len(out_BK)], non_blocking=True)
-        out_BK.masked_fill_(status_2[:1, None] != REACHED, NO_DRAFT)
-        torch.from_numpy(area.outcome).copy_(status_2, non_blocking=True)
+        take_drafts(
+            torch.from_numpy(area.done), number, self.abort_t, torch.from_numpy(area.drafts_BK),
+            torch.from_numpy(area.outcome), out_BK, int(timeout_s * 1e9),
+        )  # fmt: skip
 
     def is_done(self, number: int) -> bool:
         return int(self.area(number).done[0]) >= number
@@ -357,7 +361,8 @@ class Mailbox:
     def pin(self, device: torch.device, *, will_wait: bool) -> None:
         """Register the memory with CUDA, so that `device` reaches it. Raises RuntimeError where CUDA refuses.
 
-        will_wait: compiles the kernel of a wait, for timeouts of 32 and of 64 bits: at the first step it is too late.
+        will_wait: compiles the kernels of the target's side, that of a wait for timeouts of 32 and of 64 bits: at the
+            first step it is too late. Only while no step is under way.
         """
         portable_and_mapped = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
         base = torch.frombuffer(self.memory.mapping, dtype=torch.uint8)
@@ -366,9 +371,13 @@ class Mailbox:
             torch.cuda.check_error(error)
             if not will_wait:
                 return
-            status_2 = torch.empty(2, dtype=torch.int64, device=device)
-            for timeout_ns in (1 << 20, 1 << 40):
-                wait_for_word(torch.from_numpy(self.areas[0].done), 0, self.abort_t, status_2, timeout_ns)
+            area, out_BK = self.areas[0], torch.empty(1, self.shape.max_depth, dtype=torch.int64, device=device)
+            nothing = torch.empty(0, dtype=torch.int32, device=device)
+            self.write_device_part(0, nothing, nothing, nothing, torch.empty(0, self.shape.hidden_size, device=device))
+            for timeout_s in (1e-3, 1e3):
+                self.enqueue_wait(0, timeout_s, out_BK)
+            torch.cuda.synchronize(device)
+            area.outcome[:] = 0
 
     def unpin(self, device: torch.device) -> None:
         """Undo `pin`, before the memory goes and after the last work that uses it."""
@@ -377,33 +386,59 @@ class Mailbox:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(base.data_ptr()))
 
 
-# Waiting for a word in the order of a stream
+# The target's side in the order of a stream
 
 
-REACHED, ABORTED, TIMED_OUT = 1, 2, 3  # values of `status_2[0]`
+REACHED, ABORTED, TIMED_OUT = 1, 2, 3  # values of `outcome_2[0]`
 _NUM_QUICK_READS, _SLEEP_S = 200, 50e-6  # the twin reads this often without a pause, then sleeps between reads
+_BLOCK = 1024
 
 
-def wait_for_word(word_1: Tensor, wanted: int, abort_1: Tensor, status_2: Tensor, timeout_ns: int) -> None:
-    """Wait until word_1 >= wanted, abort_1 != 0, or timeout_ns are over since the wait itself began.
+def post_step(
+    start_B: Tensor, num_valid_B: Tensor, next_tokens_R: Tensor, device_part: Tensor, ready_1: Tensor, number: int
+) -> None:
+    """Put the int32 tensors one after another into device_part, then the number into ready_1, int64 [1].
 
-    With `status_2` on a GPU this enqueues the wait on the current stream and returns: one warp reads the words over the
-    bus, other work goes on. Otherwise it blocks. The word is looked at before the others, so an answer that is there
+    The last two are host memory, pinned where the others are a GPU's: there it is one kernel on the current stream.
+    """
+    num_requests, num_rows = len(start_B), len(next_tokens_R)
+    if uses_kernel(next_tokens_R):
+        _post_kernel[(1,)](
+            start_B, num_valid_B, next_tokens_R, device_part, ready_1, num_requests, num_rows, number,
+            BLOCK=_BLOCK, ON_GPU=not INTERPRETED,
+        )  # fmt: skip
+        return
+    device_part[: 2 * num_requests + num_rows] = torch.cat([start_B, num_valid_B, next_tokens_R])
+    ready_1[0] = number
+
+
+def take_drafts(
+    done_1: Tensor, number: int, abort_1: Tensor, drafts_BK: Tensor, outcome_2: Tensor, out_BK: Tensor, timeout_ns: int
+) -> None:
+    """Wait until done_1 >= number, abort_1 != 0, or timeout_ns are over since the wait itself began; then write out_BK.
+
+    With out_BK on a GPU this enqueues one kernel on the current stream and returns: one warp reads the words over the
+    bus, other work goes on. Otherwise it blocks. `done_1` is looked at before the others, so an answer that is there
     counts even with the abort word set or no time left.
 
-    word_1, abort_1: int64 [1] of host memory, pinned where a GPU waits; written by others meanwhile.
-    status_2: int64 [2], written at the end: REACHED, ABORTED or TIMED_OUT, and the nanoseconds waited. Under Triton's
-        interpreter, which has no timer, a read of the words counts 1 ns.
+    done_1, abort_1: int64 [1] of host memory, pinned where a GPU waits; written by others meanwhile.
+    drafts_BK: int32 of host memory, whole when `done_1` is reached; it may have more rows than out_BK.
+    outcome_2: int64 [2] of host memory, written at the end: the nanoseconds waited, then REACHED, ABORTED or TIMED_OUT.
+        Under Triton's interpreter, which has no timer, a read of the words counts 1 ns.
+    out_BK: int64: the drafts; 0 where there are none.
     """
-    if uses_kernel(status_2):
-        _wait_kernel[(1,)](word_1, wanted, abort_1, status_2, timeout_ns, HAS_TIMER=not INTERPRETED, num_warps=1)
+    if uses_kernel(out_BK):
+        _take_kernel[(1,)](
+            done_1, number, abort_1, drafts_BK, outcome_2, out_BK, out_BK.numel(), timeout_ns,
+            BLOCK=_BLOCK, ON_GPU=not INTERPRETED, num_warps=1,
+        )  # fmt: skip
         return
     start_ns = time.monotonic_ns()
-    word, abort = word_1.numpy(), abort_1.numpy()  # a read of an aligned 64-bit word is one load
+    done, abort = done_1.numpy(), abort_1.numpy()  # a read of an aligned 64-bit word is one load
     num_reads, status = 0, 0
     while not status:
         waited_ns = time.monotonic_ns() - start_ns
-        if word[0] >= wanted:
+        if done[0] >= number:
             status = REACHED
         elif abort[0] != 0:
             status = ABORTED
@@ -411,32 +446,75 @@ def wait_for_word(word_1: Tensor, wanted: int, abort_1: Tensor, status_2: Tensor
             status = TIMED_OUT
         elif (num_reads := num_reads + 1) > _NUM_QUICK_READS:
             time.sleep(_SLEEP_S)
-    status_2[0], status_2[1] = status, waited_ns
-
-
-# The numbers change with every call: without this a kernel would be compiled anew for 1 and for multiples of 16.
-@triton.jit(do_not_specialize=["wanted", "timeout_ns"])
-def _wait_kernel(word_1, wanted, abort_1, status_2, timeout_ns, HAS_TIMER: tl.constexpr):
-    wanted = wanted.to(tl.int64)
-    timeout = timeout_ns.to(tl.int64)
-    waited = timeout * 0
-    start = waited
-    if HAS_TIMER:
-        start = cuda.globaltimer()
-    status = _wait_status(word_1, wanted, abort_1, waited, timeout)
-    while status == 0:
-        if HAS_TIMER:
-            waited = cuda.globaltimer() - start
-        else:
-            waited += 1
-        status = _wait_status(word_1, wanted, abort_1, waited, timeout)
-    tl.store(status_2, status)
-    tl.store(status_2 + 1, waited)
+    out_BK.copy_(drafts_BK[: len(out_BK)].clamp(min=0) if status == REACHED else torch.zeros_like(out_BK))
+    outcome_2[1] = waited_ns
+    outcome_2[0] = status
 
 
 @triton.jit
-def _wait_status(word_1, wanted, abort_1, waited, timeout):
+def _fence(ON_GPU: tl.constexpr):
+    """What this program has stored so far reaches the host before what it stores from here on."""
+    if ON_GPU:
+        tl.inline_asm_elementwise("membar.sys; mov.b32 $0, $1;", "=r,r", [tl.program_id(0)], tl.int32, False, 1)
+        tl.debug_barrier()
+
+
+# The numbers change with every call, and where the tensors begin follows from the number of requests: without this a
+# kernel would be compiled anew for 1, for multiples of 16 and by alignment.
+@triton.jit(
+    do_not_specialize=["num_requests", "num_rows", "number"],
+    do_not_specialize_on_alignment=["start_B", "num_valid_B", "next_tokens_R"],
+)
+def _post_kernel(
+    start_B, num_valid_B, next_tokens_R, device_part, ready_1, num_requests, num_rows, number,
+    BLOCK: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    for i in range(0, num_requests, BLOCK):
+        at = i + tl.arange(0, BLOCK)
+        mask = at < num_requests
+        tl.store(device_part + at, tl.load(start_B + at, mask=mask), mask=mask)
+        tl.store(device_part + num_requests + at, tl.load(num_valid_B + at, mask=mask), mask=mask)
+    for i in range(0, num_rows, BLOCK):
+        at = i + tl.arange(0, BLOCK)
+        tl.store(
+            device_part + 2 * num_requests + at, tl.load(next_tokens_R + at, mask=at < num_rows), mask=at < num_rows
+        )
+    _fence(ON_GPU)
+    tl.store(ready_1, number.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["number", "num_drafts", "timeout_ns"])
+def _take_kernel(
+    done_1, number, abort_1, drafts_BK, outcome_2, out_BK, num_drafts, timeout_ns,
+    BLOCK: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    wanted = number.to(tl.int64)
+    timeout = timeout_ns.to(tl.int64)
+    waited = timeout * 0
+    start = waited
+    if ON_GPU:
+        start = cuda.globaltimer()
+    status = _wait_status(done_1, wanted, abort_1, waited, timeout)
+    while status == 0:
+        if ON_GPU:
+            waited = cuda.globaltimer() - start
+        else:
+            waited += 1
+        status = _wait_status(done_1, wanted, abort_1, waited, timeout)
+    num_found = tl.where(status == 1, num_drafts, 0)
+    for i in range(0, num_drafts, BLOCK):
+        at = i + tl.arange(0, BLOCK)
+        # Volatile: past the caches, which may hold what an earlier step had here.
+        draft = tl.load(drafts_BK + at, mask=at < num_found, other=0, volatile=True)
+        tl.store(out_BK + at, tl.maximum(draft, 0).to(tl.int64), mask=at < num_drafts)
+    tl.store(outcome_2 + 1, waited)
+    _fence(ON_GPU)
+    tl.store(outcome_2, status)
+
+
+@triton.jit
+def _wait_status(done_1, wanted, abort_1, waited, timeout):
     """0 while the wait goes on. Volatile: every read goes to memory, where another processor writes."""
     status = tl.where(waited >= timeout, 3, 0).to(tl.int64)
     status = tl.where(tl.load(abort_1, volatile=True) != 0, 2, status).to(tl.int64)
-    return tl.where(tl.load(word_1, volatile=True) >= wanted, 1, status).to(tl.int64)
+    return tl.where(tl.load(done_1, volatile=True) >= wanted, 1, status).to(tl.int64)

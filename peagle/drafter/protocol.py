@@ -98,6 +98,27 @@ class TargetShape:
 
 
 @dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """What a target's host knows of a step before it runs; fields as in `TargetStep`.
+
+    num_rows: of the payload. Session, number and finished slots are set by the link.
+    """
+
+    slots_B: Int32Array
+    heads_B: Int32Array
+    depth_B: Int32Array
+    row_offset_B: Int32Array
+    num_rows: int
+    prompts: Mapping[int, Int32Array] = dataclasses.field(default_factory=dict)
+    finished_slots: Sequence[int] = ()
+    number: int = 0
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.slots_B)
+
+
+@dataclasses.dataclass(frozen=True)
 class TargetStep(Generic[Ints]):
     """What one target hands to a drafter after one of its steps.
 
@@ -359,6 +380,11 @@ def read_drafts(
 # Heads as they are offered, and who fits whom
 
 
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As `rms_norm`; on a GPU in two kernels."""
+    return weight * F.rms_norm(x, x.shape[-1:], eps=eps) if x.is_cuda else rms_norm(x, weight, eps)
+
+
 class Reducer:
     """`fc` and its norms: what a target needs of a head, to turn its tapped hidden states into the rows that travel.
 
@@ -396,9 +422,9 @@ class Reducer:
         """aux_RX [R, C * S], the target's tapped hidden states in the order of its layers -> [R, H] in `dtype`."""
         x = aux_RX.to(self.dtype)
         if self.input_norm_X is not None:
-            x = rms_norm(x, self.input_norm_X, self.eps)
+            x = _norm(x, self.input_norm_X, self.eps)
         if self.fc_norm_CS is not None:
-            x = rms_norm(x.unflatten(-1, tuple(self.fc_norm_CS.shape)), self.fc_norm_CS, self.eps).flatten(-2)
+            x = _norm(x.unflatten(-1, tuple(self.fc_norm_CS.shape)), self.fc_norm_CS, self.eps).flatten(-2)
         return F.linear(x, self.fc_HX)
 
     def to(self, device: torch.device) -> Reducer:

@@ -28,7 +28,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from peagle.config import UNNAMED_LAYERS, default_aux_layer_ids
 from peagle.drafter.client import LinkPool
-from peagle.drafter.protocol import NO_DRAFT, DtypeName, Int32Array, TargetShape, TargetStep
+from peagle.drafter.protocol import NO_DRAFT, DtypeName, Int32Array, StepPlan, TargetShape
 from peagle.drafter.rows import accepted_rows
 from peagle.vllm import compat
 from peagle.vllm.acceptance import drafts_ahead, drafts_wanted, head_of
@@ -98,13 +98,12 @@ class RequestSlots:
 
 
 @dataclasses.dataclass(frozen=True)
-class EngineStep:
-    """A batch after sampling. Arrays are known to the host; tensors may be known to the device only.
+class EngineBatch:
+    """What the host knows of a step before it runs.
 
     requests: all that the engine has, by id. wanted_B: whether the drafter needs the request's rows. prompt_of: token
-    ids of the positions 0 .. start of a request of the batch that starts or comes back, empty if not known.
-    aux: tapped hidden states of each layer, [>= R, S]; rows of request b are from row_offset_B[b], num_rows_B[b] of
-    them, of which the first num_valid_B[b] stay.
+    ids of the positions 0 .. start of a request of the batch that starts or comes back, empty if not known. The rows of
+    request b are num_rows_B[b] from row_offset_B[b] on; the first num_sent_B[b] of them travel.
     """
 
     request_ids: Sequence[str]
@@ -114,23 +113,49 @@ class EngineStep:
     wanted_B: np.ndarray[Any, np.dtype[np.bool_]]
     row_offset_B: Int32Array
     num_rows_B: Int32Array
-    start_B: Tensor
-    num_valid_B: Tensor
-    next_tokens_R: Tensor
-    aux: Sequence[Tensor]
+    num_sent_B: Int32Array
     prompt_of: Callable[[int], Int32Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Sent:
-    """A message under way: its link, and the positions in the batch of its requests."""
+class SampledRows:
+    """What sampling leaves of a batch: tensors may be known to the device only.
+
+    num_valid_B: how many of a request's rows stay, its first ones. aux: tapped hidden states of each layer, [>= R, S].
+    """
+
+    start_B: Tensor
+    num_valid_B: Tensor
+    next_tokens_R: Tensor
+    aux: Sequence[Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Rows of a message: their places in the batch, None for all as they stand, and where each request's begin."""
+
+    index: Tensor | None
+    num_rows: int
+    offset_M: Int32Array
+    num_rows_M: Int32Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """Under way to a drafter: its link, its requests' positions in the batch (`members_M`, and as `places` an index
+    for tensors, None for all in order), their heads, their rows, and whether any is to get drafts."""
 
     link: Any
-    members_M: Int32Array
+    members_M: npt.NDArray[np.int64]
+    places: Tensor | None
+    heads_M: Int32Array
+    rows: _Rows
+    wants_drafts: bool
 
 
 class StepSender:
-    """Sends every step of one engine to the drafters of `pool` (`peagle.drafter.client.LinkPool`).
+    """Sends every step of one engine to the drafters of `pool` (`peagle.drafter.client.LinkPool`): `begin` as soon as
+    the host knows the batch, so that drafters can prepare, `send` when its rows are there.
 
     Nobody waits for the answer to a step without drafts, such as a prompt chunk, while the target goes on. It is waited
     for before the next step is sent there, so that a drafter is at most one step behind.
@@ -139,74 +164,79 @@ class StepSender:
     def __init__(self, pool: Any, shape: TargetShape, device: torch.device) -> None:
         """device: of the engine. Where it is a GPU, its stream waits for answers, not the host."""
         self.pool, self.shape, self.device = pool, shape, device
-        self._unanswered: dict[Any, Sent] = {}  # by link
+        self._unanswered: dict[Any, Message] = {}  # by link
+        self._begun: list[Message] = []
         self._slots = RequestSlots(shape.max_num_requests)
         self._slots_B: Int32Array = np.zeros(0, np.int32)  # of the last step
         self._counts: Counter[str] = Counter()
 
-    def send(self, step: EngineStep) -> list[Sent]:
-        """Hand the rows of a step to the drafters of its requests; the messages whose drafts are to be waited for.
-
-        Never raises for a drafter that is gone.
-        """
-        change = self._slots.update(step.request_ids, step.requests)
+    def begin(self, batch: EngineBatch) -> None:
+        """Tell the drafters of the batch's requests what they will get. Never raises for one that is gone."""
+        change = self._slots.update(batch.request_ids, batch.requests)
         self._slots_B = change.slots_B
         self.pool.finish(list(change.finished))
-        new = {int(change.slots_B[i]): step.request_ids[i] for i in change.new}
-        wanted = np.flatnonzero(step.wanted_B)
+        new = {int(change.slots_B[i]): batch.request_ids[i] for i in change.new}
+        wanted = np.flatnonzero(batch.wanted_B)
         self._counts["steps"] += 1
         self._counts["requests"] += len(wanted)
-        sent = []
+        self._begun = []
         # A drafter that was let go owes nothing.
         self._unanswered = {link: message for link, message in self._unanswered.items() if link.state != "closed"}
-        groups = self.pool.assign(change.slots_B[wanted], step.heads_B[wanted], new) if len(wanted) else ()
+        groups = self.pool.assign(change.slots_B[wanted], batch.heads_B[wanted], new) if len(wanted) else ()
         for link, places in groups:
             members_M = wanted[np.asarray(places, dtype=np.int64)]
-            prompts = {int(change.slots_B[i]): step.prompt_of(i) for i in change.new if i in members_M}
-            if (unanswered := self._unanswered.pop(link, None)) is not None:
+            rows, heads_M, depth_M = (
+                _rows_of(batch, members_M, self.device),
+                batch.heads_B[members_M],
+                batch.depth_B[members_M],
+            )
+            plan = StepPlan(
+                slots_B=change.slots_B[members_M],
+                heads_B=heads_M,
+                depth_B=depth_M,
+                row_offset_B=rows.offset_M,
+                num_rows=rows.num_rows,
+                prompts={int(change.slots_B[i]): batch.prompt_of(i) for i in change.new if i in members_M},
+            )
+            if link.announce(plan):
+                place = _place(members_M, len(batch.request_ids), self.device)
+                self._begun.append(Message(link, members_M, place, heads_M, rows, bool(depth_M.any())))
+
+    def send(self, sampled: SampledRows) -> list[Message]:
+        """The rows of the batch begun last; the messages whose drafts are to be waited for."""
+        begun, self._begun = self._begun, []
+        sent = []
+        for message in begun:
+            if (unanswered := self._unanswered.pop(message.link, None)) is not None:
                 self._settle(unanswered)
-            if self._send_to(link, step, change.slots_B, members_M, prompts):
-                message = Sent(link, members_M.astype(np.int32))
-                if step.depth_B[members_M].any():
-                    sent.append(message)
-                else:
-                    self._unanswered[link] = message
-                self._counts["requests_sent"] += len(members_M)
+            if not self._send(message, sampled):
+                continue
+            if message.wants_drafts:
+                sent.append(message)
+            else:
+                self._unanswered[message.link] = message
+            self._counts["requests_sent"] += len(message.members_M)
+            self._counts["rows_sent"] += message.rows.num_rows
         return sent
 
-    def _settle(self, message: Sent) -> None:
+    def _settle(self, message: Message) -> None:
         """Wait for an answer without drafts."""
         if self.device.type == "cuda":
             size = (len(message.members_M), self.shape.max_depth)
-            message.link.enqueue_wait(torch.empty(size, dtype=torch.int32, device=self.device))
+            message.link.enqueue_wait(torch.empty(size, dtype=torch.int64, device=self.device))
         else:
             message.link.wait()
 
-    def _send_to(
-        self, link: Any, step: EngineStep, slots_B: Int32Array, members_M: Any, prompts: Mapping[int, Int32Array]
-    ) -> bool:
-        rows = _rows_of(step, members_M, self.device)
-        heads_M = step.heads_B[members_M]
-        hidden_RH = _reduce(link.reducers, heads_M, rows, step.aux)
-        places = _place(members_M, len(step.request_ids), self.device)
-        next_tokens_R = step.next_tokens_R if rows.index is None else step.next_tokens_R[rows.index]
-        is_sent: bool = link.send(
-            TargetStep(
-                slots_B=slots_B[members_M],
-                heads_B=heads_M,
-                depth_B=step.depth_B[members_M],
-                row_offset_B=rows.offset_M,
-                start_B=step.start_B[places],
-                num_valid_B=step.num_valid_B[places],
-                next_tokens_R=next_tokens_R[: len(hidden_RH)],
-                hidden_RH=hidden_RH,
-                prompts=prompts,
-            )
-        )
-        self._counts["rows_sent"] += len(hidden_RH) if is_sent else 0
+    def _send(self, message: Message, sampled: SampledRows) -> bool:
+        rows, places = message.rows, message.places
+        hidden_RH = _reduce(message.link.reducers, message.heads_M, rows, sampled.aux)
+        per_request = sampled.start_B, sampled.num_valid_B
+        start_B, num_valid_B = per_request if places is None else (tensor[places] for tensor in per_request)
+        next_tokens_R = sampled.next_tokens_R if rows.index is None else sampled.next_tokens_R[rows.index]
+        is_sent: bool = message.link.send(start_B, num_valid_B, next_tokens_R[: rows.num_rows], hidden_RH)
         return is_sent
 
-    def wait_host(self, sent: Sequence[Sent], num_requests: int) -> Int32Array:
+    def wait_host(self, sent: Sequence[Message], num_requests: int) -> Int32Array:
         """Drafts [B, K] of the host, -1 where there are none; waits no longer than the links' deadlines."""
         drafts_BK = np.full((num_requests, self.shape.max_depth), NO_DRAFT, dtype=np.int32)
         for message in sent:
@@ -214,19 +244,21 @@ class StepSender:
                 drafts_BK[message.members_M] = drafts_MK
         return drafts_BK
 
-    def enqueue_wait(self, sent: Sequence[Sent], num_requests: int) -> Tensor:
-        """Drafts [B, K], int32 on the device, filled in the order of its stream; 0 where there are none."""
-        size = (num_requests, self.shape.max_depth)
-        drafts_BK = torch.zeros(size, dtype=torch.int32, device=self.device)
+    def enqueue_wait(self, sent: Sequence[Message], num_requests: int) -> Tensor:
+        """Drafts [B, K], int64 on the device, filled in the order of its stream; 0 where there are none."""
+        whole_BK: Tensor | None = None
         for message in sent:
-            places = _place(message.members_M, num_requests, self.device)
-            drafts_MK = torch.empty(len(message.members_M), size[1], dtype=torch.int32, device=self.device)
+            size = (len(message.members_M), self.shape.max_depth)
+            drafts_MK = torch.empty(size, dtype=torch.int64, device=self.device)
             message.link.enqueue_wait(drafts_MK)
-            drafts_MK.clamp_(min=0)
-            if isinstance(places, slice):
+            if message.places is None:
                 return drafts_MK
-            drafts_BK[places] = drafts_MK
-        return drafts_BK
+            if whole_BK is None:
+                whole_BK = drafts_MK.new_zeros(num_requests, self.shape.max_depth)
+            whole_BK[message.places] = drafts_MK
+        if whole_BK is None:
+            return torch.zeros(num_requests, self.shape.max_depth, dtype=torch.int64, device=self.device)
+        return whole_BK
 
     def has_drafts(self) -> npt.NDArray[np.bool_]:
         """Of the last step's requests, as far as is known: its link is up, and the last answer held drafts for it."""
@@ -241,22 +273,10 @@ class StepSender:
         self.pool.close()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """Rows of a message: their places in the batch, None for all as they stand, and where each request's begin."""
-
-    index: Tensor | None
-    num_rows: int
-    offset_M: Int32Array
-    num_rows_M: Int32Array
-
-
-def _rows_of(step: EngineStep, members_M: Any, device: torch.device) -> _Rows:
-    """Which rows travel. Where the host knows the rejected ones they stay behind, else they travel as holes."""
-    offset_M, num_rows_M = step.row_offset_B[members_M], step.num_rows_B[members_M]
-    if device.type == "cpu":
-        num_rows_M = step.num_valid_B.numpy()[members_M]
-    num_all = int((step.row_offset_B + step.num_rows_B).max())
+def _rows_of(batch: EngineBatch, members_M: Any, device: torch.device) -> _Rows:
+    """Which rows travel. Where the host does not know the rejected ones, they travel as holes."""
+    offset_M, num_rows_M = batch.row_offset_B[members_M], batch.num_sent_B[members_M]
+    num_all = int((batch.row_offset_B + batch.num_rows_B).max())
     num_rows = int(num_rows_M.sum())
     if num_rows == num_all:
         return _Rows(None, num_all, offset_M, num_rows_M)
@@ -282,10 +302,10 @@ def _reduce(reducers: Mapping[int, Any], heads_M: Int32Array, rows: _Rows, aux: 
     return hidden_RH
 
 
-def _place(members_M: Any, num_requests: int, device: torch.device) -> Tensor | slice:
-    """Index of a message's requests in the batch; a slice, which copies nothing, where it is all of them in order."""
+def _place(members_M: Any, num_requests: int, device: torch.device) -> Tensor | None:
+    """Index of a message's requests in the batch; None where it is all of them in order."""
     if len(members_M) == num_requests and np.array_equal(members_M, np.arange(num_requests)):
-        return slice(None)
+        return None
     return _upload(np.asarray(members_M, dtype=np.int64), device)
 
 
@@ -409,7 +429,7 @@ class RemoteDrafts(_Runner):
     """Mixin over vLLM's model runner in synchronous scheduling; `install_remote` turns a finished runner into one."""
 
     remote: StepSender | None  # None on ranks that do not send
-    _sent: list[Sent]
+    _sent: list[Message]
 
     @classmethod
     def install_remote(cls, runner: Any) -> None:
@@ -448,10 +468,11 @@ class RemoteDrafts(_Runner):
         self._draft_prob_req_ids = None
         next_tokens_B, num_sampled_B = prepare_next_tokens(self, sampled_token_ids)
         if self.remote is not None:
-            step = self._engine_step(
+            sampled = self._sampled_rows(
                 scheduler_output, aux_hidden_states, spec_decode_metadata, next_tokens_B, num_sampled_B
             )
-            self._sent = self.remote.send(step)
+            self.remote.begin(self._engine_batch(scheduler_output, sampled.num_valid_B.numpy()))
+            self._sent = self.remote.send(sampled)
         return [[] for _ in range(self.input_batch.num_reqs)]
 
     def take_draft_token_ids(self) -> Any:
@@ -463,13 +484,10 @@ class RemoteDrafts(_Runner):
             self._draft_token_ids = [row[:n].tolist() for row, n in zip(drafts_BK, num_drafts_B, strict=True)]
         return super().take_draft_token_ids()
 
-    def _engine_step(
+    def _sampled_rows(
         self, scheduled: Any, aux: Any, spec_decode_metadata: Any, next_tokens_B: torch.Tensor, num_sampled_B: Any
-    ) -> EngineStep:
-        """The step as `StepSender` takes it. Rows travel also where no drafts are planned ahead: nobody waits for
-        these."""
-        batch = self.input_batch
-        num_requests = batch.num_reqs
+    ) -> SampledRows:
+        num_requests = self.input_batch.num_reqs
         num_valid_B, next_tokens_R = accepted_rows(
             self.query_start_loc.gpu[: num_requests + 1],
             None if spec_decode_metadata is None else spec_decode_metadata.cu_num_draft_tokens,
@@ -477,6 +495,13 @@ class RemoteDrafts(_Runner):
             next_tokens_B,
             self.input_ids.gpu[: scheduled.total_num_scheduled_tokens],
         )
+        return SampledRows(self.num_computed_tokens[:num_requests], num_valid_B, next_tokens_R, aux)
+
+    def _engine_batch(self, scheduled: Any, num_valid_B: Int32Array) -> EngineBatch:
+        """The step as `StepSender` takes it. Rows travel also where no drafts are planned ahead: nobody waits for
+        these. num_valid_B: rows that stay; this device's host knows them."""
+        batch = self.input_batch
+        num_requests = batch.num_reqs
         requests = [self.requests[request_id] for request_id in batch.req_ids]
         heads = [
             head_of(request.sampling_params.extra_args if request.sampling_params else None) for request in requests
@@ -486,7 +511,7 @@ class RemoteDrafts(_Runner):
         depth_B = k_B if drafts_ahead(scheduled, k_max) else np.zeros_like(k_B)
         is_prompt_B = batch.num_computed_tokens_cpu[:num_requests] < batch.num_prompt_tokens[:num_requests]
         offset_B1 = self.query_start_loc.np[: num_requests + 1].astype(np.int32)
-        return EngineStep(
+        return EngineBatch(
             request_ids=batch.req_ids,
             requests=self.requests,
             heads_B=np.array(heads, dtype=np.int32),
@@ -495,10 +520,7 @@ class RemoteDrafts(_Runner):
             wanted_B=(k_B > 0) | is_prompt_B,
             row_offset_B=offset_B1[:-1],
             num_rows_B=np.diff(offset_B1),
-            start_B=self.num_computed_tokens[:num_requests],
-            num_valid_B=num_valid_B,
-            next_tokens_R=next_tokens_R,
-            aux=aux,
+            num_sent_B=num_valid_B,
             prompt_of=self._prompt_of,
         )
 

@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from peagle.drafter.protocol import Int32Array
 from peagle.vllm.acceptance import attach_num_drafts, drafts_ahead, drafts_wanted, head_of
 from peagle.vllm.draft_rows import TargetRows, accepted_rows
-from peagle.vllm.remote import EngineStep, RemoteControl, StepSender, check_config, make_sender
+from peagle.vllm.remote import EngineBatch, RemoteControl, SampledRows, StepSender, check_config, make_sender
 from peagle.vllm.v2_worker import PEagleRunner, V2Worker
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class RemoteSpeculator(BaseSpeculator):
             self.sender = make_sender(config, device)
         self._device, self._k_max = device, config.num_speculative_tokens
         self._known: dict[str, _Known] = {}
-        self._num_ahead = self._k_max
+        self._num_ahead, self._depths = self._k_max, list[int]()
         self.num_drafts: dict[str, int] = {}
         """By request that the last step wanted drafts for: how many will come, as far as the last answers say."""
 
@@ -99,52 +99,54 @@ class RemoteSpeculator(BaseSpeculator):
         """Drafts of every request of the batch, [B, K] int64; 0 where nobody proposes any."""
         num_requests, k_max = input_batch.num_reqs, self._k_max
         target = TargetRows.of(input_batch, num_sampled, num_rejected, last_sampled, next_prefill_tokens)
+        max_query_len = int(input_batch.num_scheduled_tokens.max())
         if dummy_run:
-            accepted_rows(target, int(input_batch.num_scheduled_tokens.max()))  # compiled before requests come
+            accepted_rows(target, max_query_len)  # compiled before requests come
             return torch.zeros(num_requests, k_max, dtype=torch.int64, device=self._device)
         if self.sender is None:
-            drafts_BK = torch.zeros(num_requests, k_max, dtype=torch.int32, device=self._device)
+            drafts_BK = torch.empty(num_requests, k_max, dtype=torch.int64, device=self._device)
         else:
             assert aux_hidden_states, "the target returned no tapped hidden states"
-            step = self._engine_step(input_batch, aux_hidden_states, target)
-            sent = self.sender.send(step)
+            sent = self.sender.send(SampledRows(*accepted_rows(target, max_query_len), aux_hidden_states))
             drafts_BK = self.sender.enqueue_wait(sent, num_requests)
             num_drafts_B = np.zeros(num_requests, dtype=np.int32)
             has_drafts_B = self.sender.has_drafts()
             for message in sent:
                 num_drafts_B[message.members_M] = k_max * has_drafts_B[message.members_M]
-            asked = zip(input_batch.req_ids, step.depth_B, num_drafts_B, strict=True)
-            self.num_drafts = {request_id: int(count) for request_id, depth, count in asked if depth}
+            asked = zip(input_batch.req_ids, self._depths, num_drafts_B.tolist(), strict=True)
+            self.num_drafts = {request_id: count for request_id, depth, count in asked if depth}
         if get_tp_group().world_size > 1:
             drafts_BK = get_tp_group().broadcast(drafts_BK, src=0)
-        return drafts_BK.long()
+        return drafts_BK
 
-    def _engine_step(self, batch: InputBatch, aux: list[Tensor], target: TargetRows) -> EngineStep:
-        """The step as `StepSender` takes it; tensors are computed in the order of the stream."""
-        count, lengths_B = batch.num_reqs, batch.num_scheduled_tokens
-        start_B, num_valid_B, next_tokens_R = accepted_rows(target, int(lengths_B.max()))
+    def begin(self, batch: InputBatch) -> None:
+        """Tell the drafter of a step that runs now; `propose` follows."""
+        if self.sender is None:
+            return
+        count, lengths_B = batch.num_reqs, batch.num_scheduled_tokens.astype(np.int32)
         known = [self._known[request_id] for request_id in batch.req_ids]
         k_B = np.array([request.depth for request in known], dtype=np.int32)
         ends_B = batch.num_computed_tokens_np + lengths_B
+        depth_B = np.where(ends_B < batch.prefill_len_np, 0, np.minimum(k_B, self._num_ahead)).astype(np.int32)
+        self._depths = depth_B.tolist()
 
         def prompt_of(index: int) -> Int32Array:
             tokens = known[index].tokens[: int(batch.num_computed_tokens_np[index]) + 1]
             return np.array(tokens, dtype=np.int32)
 
-        return EngineStep(
-            request_ids=batch.req_ids,
-            requests=self._known,
-            heads_B=np.array([request.head for request in known], dtype=np.int32),
-            depth_B=np.where(ends_B < batch.prefill_len_np, 0, np.minimum(k_B, self._num_ahead)).astype(np.int32),
-            # A request with K = 0 never drafts; its prompt may serve another one from the drafter's cache.
-            wanted_B=(k_B > 0) | batch.is_prefilling_np,
-            row_offset_B=batch.query_start_loc_np[:count].astype(np.int32),
-            num_rows_B=lengths_B.astype(np.int32),
-            start_B=start_B,
-            num_valid_B=num_valid_B,
-            next_tokens_R=next_tokens_R,
-            aux=aux,
-            prompt_of=prompt_of,
+        self.sender.begin(
+            EngineBatch(
+                request_ids=batch.req_ids,
+                requests=self._known,
+                heads_B=np.array([request.head for request in known], dtype=np.int32),
+                depth_B=depth_B,
+                # A request with K = 0 never drafts; its prompt may serve another one from the drafter's cache.
+                wanted_B=(k_B > 0) | batch.is_prefilling_np,
+                row_offset_B=batch.query_start_loc_np[:count].astype(np.int32),
+                num_rows_B=lengths_B,
+                num_sent_B=lengths_B,
+                prompt_of=prompt_of,
+            )
         )
 
 
@@ -152,6 +154,21 @@ class RemoteModelRunner(PEagleRunner):
     """vLLM's V2 runner with a remote drafter."""
 
     speculator: RemoteSpeculator
+
+    _planned: InputBatch | None = None
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> InputBatch:
+        """vLLM's; the batch is kept for `execute_model`."""
+        self._planned = super().prepare_inputs(*args, **kwargs)
+        return self._planned
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's, after which the drafter hears of the step that the GPU runs now."""
+        output: Any = super().execute_model(*args, **kwargs)
+        planned, self._planned = self._planned, None
+        if planned is not None:
+            self.speculator.begin(planned)
+        return output
 
     @property
     def remote(self) -> StepSender | None:

@@ -14,7 +14,8 @@ batch to any depth, and need no rows for rejected drafts; what comes behind the 
 of draft tokens, is a graph of its own there, by the number of drafts. On them run batches of `MIN_PACKED_REQUESTS` and
 more, and, where `compat.replays_prompts`, those with prompts; smaller ones run on the first kind to K_max. Attention
 that has full graphs only for equal numbers of rows has the first kind for all numbers of requests and depths. What has
-no full graph runs on vLLM's piecewise graphs where their size has one.
+no full graph runs on vLLM's piecewise graphs where their size has one. FlashAttention's metadata follow from numbers on
+the GPU alone, so full graphs hold their making too: the host then only lays out the rows and replays.
 
 Greedy drafts only: vLLM's rejection sampling keeps the output's distribution with them.
 
@@ -38,6 +39,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -221,6 +223,7 @@ class PEagleSpeculator(DraftModelSpeculator):
         for builder in self.builders:
             if hasattr(builder, "max_cudagraph_size"):  # up to which FlashAttention plans for graphs, in rows
                 builder.max_cudagraph_size = self.max_rows
+        self.plans_in_graphs = all(type(builder) is FlashAttentionMetadataBuilder for builder in self.builders)
         num_groups = len(self.kv_cache_config.kv_cache_groups)
         self.rows = DraftRows.empty(
             self.max_num_reqs, self.max_rows, self.num_speculative_steps, num_groups, self.device
@@ -276,7 +279,7 @@ class PEagleSpeculator(DraftModelSpeculator):
         for buffer in (rows.token_ids_R, rows.positions_R, rows.sources_R, rows.sample_rows_BD, rows.context_B):
             buffer.zero_()
         rows.slots_GR.fill_(-1)
-        metadata = slots = None
+        attention: tuple[Any, ...] | None = None  # arguments of `_attention`
         depth = (desc.uniform_token_count or 0) // 2 or self.num_speculative_steps
         num_targets, num_drafts = count * (1 + depth), count * depth
         if desc.cg_mode == CUDAGraphMode.FULL:
@@ -288,16 +291,16 @@ class PEagleSpeculator(DraftModelSpeculator):
             self.block_tables.get_dummy_block_tables(count)
             first_row_B1 = self.arange[: count + 1] * stride
             context_B = torch.full((count,), stride, dtype=torch.int32)
-            metadata, slots = self._attention(
-                desc.num_tokens,
-                first_row_B1,
-                context_B,
-                desc.max_query_len or stride,
-                self.max_model_len,
-                for_capture=True,
-            )
+            max_query_len = desc.max_query_len or stride
+            attention = desc.num_tokens, first_row_B1, context_B, max_query_len, self.max_model_len, True
+        metadata = slots = None
+        if attention is not None and not self.plans_in_graphs:
+            metadata, slots = self._attention(*attention)
 
         def draft(mode: CUDAGraphMode) -> None:
+            nonlocal metadata, slots
+            if attention is not None and self.plans_in_graphs:
+                metadata, slots = self._attention(*attention)
             self._pass(num_targets, desc.num_tokens, metadata, slots, mode)
             if num_drafts:
                 self._choose(num_drafts)
@@ -393,15 +396,7 @@ class PEagleSpeculator(DraftModelSpeculator):
             assert desc.num_reqs is not None
             stride, num_padded = desc.uniform_token_count or 0, desc.num_reqs
             depth = stride // 2 or depth
-        if stride:
-            first_row_B1 = self.arange[: num_padded + 1].clamp(max=num_requests) * stride
-        else:
-            first_row_B1 = torch.full((num_padded + 1,), num_targets + num_requests * (depth - 1), dtype=torch.int32)
-            first_row_B1[0] = 0
-            first_row_B1[1 : num_requests + 1] = torch.from_numpy(np.cumsum(lengths_B + (depth - 1)))
-            if desc is not None:  # what of it is rejected, only the GPU knows
-                first_row_B1.clamp_(max=desc.num_tokens)
-        num_rows = int(first_row_B1[-1]) if desc is None else desc.num_tokens
+        num_rows = num_targets + num_requests * (depth - 1) if desc is None else desc.num_tokens
         run_rows, mode = num_rows, CUDAGraphMode.NONE
         if desc is None and graphs is not None:
             piecewise = graphs.dispatch(num_requests, num_rows, None, 0)
@@ -423,14 +418,15 @@ class PEagleSpeculator(DraftModelSpeculator):
                 mask_token_id=self.mask_token_id,
                 max_model_len=self.max_model_len,
             )
-        context_B = torch.zeros(num_padded, dtype=torch.int32)
-        context_B[:num_requests] = (most_keys_B + (depth - 1)).clamp(max=self.max_model_len)
-        # Full graphs read these through the builder's buffers, so they are built for a replay too; what is planned from
-        # the number of rows a request has to be what was captured.
-        planned = None if desc is None else desc.max_query_len
-        metadata, slots = self._attention(
-            num_rows, first_row_B1, context_B, planned or stride or max_query_len + depth - 1, int(context_B.max())
-        )
+        metadata = slots = None
+        if desc is None or not self.plans_in_graphs:
+            # Full graphs read these through the builder's buffers, so they are built for a replay too; what is planned
+            # from the number of rows a request has to be what was captured.
+            planned = None if desc is None else desc.max_query_len
+            first_row_B1, context_B = self._host_view(lengths_B, most_keys_B, depth, stride, num_padded, num_rows)
+            metadata, slots = self._attention(
+                num_rows, first_row_B1, context_B, planned or stride or max_query_len + depth - 1, int(context_B.max())
+            )
         num_drafts = num_requests * depth
         if graphs is None or desc is None:
             self._pass(num_targets, run_rows, metadata, slots, mode)
@@ -441,6 +437,29 @@ class PEagleSpeculator(DraftModelSpeculator):
                 return
             self._replay_choice(num_drafts)
         self._lay_out_drafts(num_requests, depth)
+
+    def _host_view(
+        self,
+        lengths_B: np.ndarray[Any, Any],
+        most_keys_B: Tensor,
+        depth: int,
+        stride: int,
+        num_padded: int,
+        num_rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        """First rows [P + 1] and numbers of keys [P] of a pass's requests, padded to P, as far as the host knows them:
+        what is rejected, only the GPU does."""
+        num_requests = len(lengths_B)
+        if stride:
+            first_row_B1 = self.arange[: num_padded + 1].clamp(max=num_requests) * stride
+        else:
+            first_row_B1 = torch.full((num_padded + 1,), num_rows, dtype=torch.int32)
+            first_row_B1[0] = 0
+            first_row_B1[1 : num_requests + 1] = torch.from_numpy(np.cumsum(lengths_B + (depth - 1)))
+            first_row_B1.clamp_(max=num_rows)
+        context_B = torch.zeros(num_padded, dtype=torch.int32)
+        context_B[:num_requests] = (most_keys_B + (depth - 1)).clamp(max=self.max_model_len)
+        return first_row_B1, context_B
 
     def _lay_out_drafts(self, num_requests: int, depth: int) -> None:
         """`draft_ids_S`, [R * D] one request after another, into the first D columns of `draft_tokens`, [R, K_max]."""
