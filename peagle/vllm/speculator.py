@@ -293,14 +293,11 @@ class PEagleSpeculator(DraftModelSpeculator):
             context_B = torch.full((count,), stride, dtype=torch.int32)
             max_query_len = desc.max_query_len or stride
             attention = desc.num_tokens, first_row_B1, context_B, max_query_len, self.max_model_len, True
-        metadata = slots = None
-        if attention is not None and not self.plans_in_graphs:
-            metadata, slots = self._attention(*attention)
+        is_planned = attention is not None and self.plans_in_graphs
+        made = (None, None) if attention is None or is_planned else self._attention(*attention)
 
         def draft(mode: CUDAGraphMode) -> None:
-            nonlocal metadata, slots
-            if attention is not None and self.plans_in_graphs:
-                metadata, slots = self._attention(*attention)
+            metadata, slots = self._attention(*attention) if attention is not None and is_planned else made
             self._pass(num_targets, desc.num_tokens, metadata, slots, mode)
             if num_drafts:
                 self._choose(num_drafts)
