@@ -6,9 +6,9 @@ others are copied there first. The host waits for none of these: pinned areas ar
 only after its event.
 
 A graph is made for (rows, requests, depth), each rounded up to one of few sizes. The requests that pad a batch have no
-rows; the rows that pad it are written nowhere. After warm-up a batch without a graph of its size runs on a larger one,
-because launching kernel by kernel takes the host many times longer. Batches of more rows than the largest size run
-without a graph: there a launch costs little beside the work.
+rows; the rows that pad it are written nowhere. After warm-up a batch without a graph of its size runs on a larger one.
+Sizes go up to the most rows that a pass takes: launched kernel by kernel, a pass of thousands of rows still takes the
+host longer than the GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,7 +34,7 @@ from peagle.drafter.rows import ALIGNMENT_BYTES
 logger = logging.getLogger(__name__)
 
 NUM_AREAS = 4  # passes that may be under way before the host waits for the oldest
-MAX_ROWS = 1024  # of a graph
+_MANY_ROWS = 1024  # of a pass; of more there are graphs for few numbers of requests and depths only
 _RECORD = 4  # int32 of a record
 
 #: compute(inputs, num_rows, depth) -> drafts [B, depth] on the device, waiting for nothing.
@@ -101,9 +102,13 @@ class GraphSizes:
 
     @classmethod
     def of(cls, limits: PassLimits) -> GraphSizes:
-        """Steps of about an eighth, so that padding costs little, and K with the powers of two below it."""
-        most = min(MAX_ROWS, limits.max_num_rows)
-        rows = [*range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, MAX_ROWS + 1, 64)]
+        """Steps of about an eighth, so that padding costs little, and K with the powers of two below it.
+
+        Each doubling of max_num_rows adds eight sizes of rows.
+        """
+        most = limits.max_num_rows
+        octaves = [1 << n for n in range(8, most.bit_length())]
+        rows = [*range(8, 64, 8), *range(64, 256, 16), *(size * n // 8 for size in octaves for n in range(8, 16))]
         few = [1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, *range(80, 257, 16), *range(288, 1025, 32)]
         depths = {0, limits.max_depth, *(1 << n for n in range(limits.max_depth.bit_length()))}
         return cls(
@@ -126,17 +131,29 @@ class GraphSizes:
         """Graphs of batches that draft at one of `depths` throughout, where each request has 1 .. depth + 1 rows of its
         own; and for the most requests and drafts all numbers of rows, so that every batch has a graph that holds it.
 
+        Beyond `_MANY_ROWS`, where prompts take any number of rows beside drafts and each graph takes as long to capture
+        as a small one: requests by powers of two, K and half of it, because the output matrix runs for all drafts that
+        the requests of a graph may have; and prompts alone, for which any number of requests costs the same.
+
         The largest come first: later ones then find their memory in what the pool has already.
         """
-        found: set[Key] = {(rows, self.requests[-1], self.depths[-1]) for rows in self.rows}
+        if not self.rows:
+            return []
+        num_small = bisect.bisect_right(self.rows, _MANY_ROWS)
+        small, large = self.rows[:num_small], self.rows[num_small:]
+        most, deepest = self.requests[-1], self.depths[-1]
+        found: set[Key] = {(rows, most, deepest) for rows in self.rows}
         for depth in self.depths:
             before = 0
             for requests in self.requests:
                 low, high = (before + 1) * max(depth, 1), requests * (2 * depth if depth else 1)
-                first = bisect.bisect_left(self.rows, low)
-                last = min(bisect.bisect_left(self.rows, high), len(self.rows) - 1)
-                found.update((rows, requests, depth) for rows in self.rows[first : last + 1])
+                first, last = bisect.bisect_left(small, low), bisect.bisect_left(small, high)
+                found.update((rows, requests, depth) for rows in small[first : last + 1])
                 before = requests
+        half = [depth for depth in self.depths if 2 * depth <= deepest + 1][-1:]
+        some = [n for n in self.requests if n in (32, 64, 128, 256, 512, most)]
+        found.update(itertools.product(large, some, [*half, deepest]))
+        found.update((rows, most, self.depths[0]) for rows in large)
         return sorted(found, reverse=True)
 
 
