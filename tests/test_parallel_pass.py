@@ -165,15 +165,13 @@ def test_full_batches_cover_what_drafting_needs() -> None:
         assert sizes.key(num_requests * (num_valid + depth - 1), num_requests, depth) in graphs
     assert sizes.key(64, 64, 0) in graphs, "requests that draft nothing still hand over a row each"
     assert {(rows, 128, 7) for rows in sizes.rows} <= graphs, "a prompt beside drafts has any number of rows"
-    assert {(2048, 128, 0), (2048, 32, 7), (1152, 128, 4)} <= graphs, "without drafts that nobody wants"
+    assert {(2048, 32, 0), (2048, 32, 7), (1152, 128, 4)} <= graphs, "without drafts that nobody wants"
 
 
 def test_many_rows_cost_the_start_of_a_drafter_few_graphs() -> None:
     """Each takes some 30 ms of warm-up."""
     limits = dataclasses.replace(LIMITS, max_num_requests=256)
-    few, many = (
-        GraphSizes.of(dataclasses.replace(limits, max_num_rows=rows)).full_batches() for rows in (1024, 8192)
-    )
+    few, many = (GraphSizes.of(dataclasses.replace(limits, max_num_rows=rows)).full_batches() for rows in (1024, 8192))
     assert set(few) < set(many)
     assert len(many) < 1.35 * len(few)
 

@@ -156,8 +156,10 @@ def test_in_bfloat16_most_drafts_are_those_of_float32() -> None:
 # Without a GPU
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("num_padding", [0, 1, 3])
-def test_a_packed_batch_drafts_as_the_batch_does(num_padding: int) -> None:
+def test_a_packed_batch_drafts_as_the_batch_does(num_padding: int, ahead: bool) -> None:
+    """ahead: its valid rows and tokens are packed and moved after the rest."""
     requests = Requests(random_drafter(CONFIG).float(), 3)
     parallel_pass = requests.new_pass(max_num_requests=3 + num_padding)
     layout = PassLayout(parallel_pass.limits)
@@ -169,9 +171,14 @@ def test_a_packed_batch_drafts_as_the_batch_does(num_padding: int) -> None:
         batch = requests.batch(steps, num_pieces=1 + number % 2)
         addresses = [piece[row].data_ptr() for piece in batch.hidden for row in range(len(piece))]
         padded = len(steps) + num_padding
-        blocks = layout.pack(batch, np.array(addresses, np.int64), buffer, padded)
+        unknown = np.full_like(batch.next_tokens_R, -99)
+        early = dataclasses.replace(batch, num_valid_B=unknown[: len(steps)], next_tokens_R=unknown) if ahead else batch
+        blocks = layout.pack(early, np.array(addresses, np.int64), buffer)
         moved = torch.full((layout.num_integers,), -777, dtype=torch.int32)
         moved[: blocks.stop] = torch.from_numpy(buffer[: blocks.stop])
+        if ahead:
+            last = layout.pack_last(batch, buffer)
+            moved[last] = torch.from_numpy(buffer[last])
         given, width = batch.block_table_BN.shape
         blocks_BN[:given, :width] = moved[blocks].view(given, width)
         inputs = layout.inputs(moved, padded, blocks_BN)
