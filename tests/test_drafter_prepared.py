@@ -229,22 +229,29 @@ def test_without_room_for_all_that_might_come_nothing_is_prepared() -> None:
     assert engine.counters.refused == 0
 
 
-@pytest.mark.parametrize("limit", ["max_num_rows", "max_num_requests", "max_payload_rows"])
-def test_a_step_that_may_take_several_passes_is_not_prepared(limit: str) -> None:
-    least = {"max_num_rows": 3 * (2 * MAX_DEPTH), "max_num_requests": 3, "max_payload_rows": 3 * (MAX_DEPTH + 1)}
-    for value, fits in ((least[limit], True), (least[limit] - 1, False)):
+@pytest.mark.parametrize(("limit", "least"), [("max_num_rows", 3 * 2 * MAX_DEPTH), ("max_num_requests", 3)])
+def test_a_step_that_may_take_several_passes_is_not_prepared(limit: str, least: int) -> None:
+    for value, fits in ((least, True), (least - 1, False)):
         engine = new_engine(**{limit: value})
         requests = begin(engine)
-        work = {slot: Rows(request, 9, MAX_DEPTH + 1, MAX_DEPTH) for slot, request in requests.items()}
-        step = target_step(1, 1, work, rng=_NoRejections())
-        ahead = Ahead(engine, 1, 1, work, step)
+        work = {slot: Rows(request, 9, 2, MAX_DEPTH) for slot, request in requests.items()}
+        ahead = Ahead(engine, 1, 1, work)
         assert (ahead.prepared is not None) == fits
         assert ahead.arrive() == 0
 
 
-class _NoRejections(random.Random):
-    def randint(self, a: int, b: int) -> int:
-        return a
+@pytest.mark.parametrize("num_rows", [30, 31])
+def test_a_payload_with_more_rows_than_a_pass_takes_is_not_prepared(num_rows: int) -> None:
+    engine = new_engine(max_num_rows=30, max_payload_rows=30)
+    requests = begin(engine)
+    work = {slot: Rows(request, 9, 2, MAX_DEPTH) for slot, request in requests.items()}
+    step = target_step(1, 1, work)
+    padding = num_rows - len(step.next_tokens_R)
+    hidden = torch.cat([step.hidden_RH, torch.zeros(padding, step.hidden_RH.shape[1], dtype=torch.float64)])
+    step = dataclasses.replace(step, hidden_RH=hidden, next_tokens_R=np.pad(step.next_tokens_R, (0, padding)))
+    ahead = Ahead(engine, 1, 1, work, step)
+    assert (ahead.prepared is not None) == (num_rows == 30)
+    assert ahead.arrive() == 0
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_blocks": 40}, {"max_num_rows": 12}])

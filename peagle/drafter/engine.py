@@ -299,8 +299,7 @@ class DraftEngine:
     def _launch_prepared(self, step: HostStep, prepared: PreparedStep) -> list[tuple[Requests, PendingDrafts]]:
         """As `_launch`, of a step whose one pass was prepared; nothing where what was assumed is not so."""
         table, batch, requests = prepared.table, prepared.batch, prepared.requests
-        most, is_drafting = int(requests.num_valid_G[0]), step.num_valid_B.any()
-        if (step.start_B != batch.start_B).any() or int(step.num_valid_B.max()) > most or not is_drafting:
+        if (step.start_B != batch.start_B).any() or not 0 < step.num_valid_B.max() <= requests.num_valid_G[0]:
             return []
         # Meanwhile the head may have been swapped, or a request closed for others.
         rows_B = table.find(step.session, step.slots_B)

@@ -89,13 +89,14 @@ class PassBatch:
     def num_requests(self) -> int:
         return len(self.start_B)
 
+    @functools.cached_property
     def drafts_B(self) -> Int32Array:
         """Drafts that each request gets: `depth_B`, but 0 without rows."""
         return self.depth_B if self.num_valid_B.all() else np.where(self.num_valid_B > 0, self.depth_B, 0)
 
     def rows_B(self) -> Int32Array:
         """Rows that each request takes in the pass: n, and one of the mask token for each draft after the first."""
-        return self.num_valid_B + np.maximum(self.drafts_B() - 1, 0)
+        return self.num_valid_B + np.maximum(self.drafts_B - 1, 0)
 
     @functools.cached_property
     def num_rows(self) -> int:
@@ -105,7 +106,7 @@ class PassBatch:
     @functools.cached_property
     def depth(self) -> int:
         """Drafts that the request with the most of them gets."""
-        return int(self.drafts_B().max())
+        return int(self.drafts_B.max())
 
 
 @dataclasses.dataclass(frozen=True)
