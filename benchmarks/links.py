@@ -45,13 +45,16 @@ class CopyingEngine:
     def __init__(self, max_depth: int, device: str) -> None:
         self._max_depth, self._device = max_depth, torch.device(device)
 
-    def step(self, steps: Sequence[TargetStep]) -> list[Int32Array]:
+    def step(self, steps: Sequence[TargetStep], prepared: None = None) -> list[Int32Array]:
         if self._device.type == "cuda":
             for step in steps:
                 for first, count in zip(step.row_offset_B.tolist(), step.num_valid_B.tolist(), strict=True):
                     step.hidden_RH[first : first + count].to(self._device, non_blocking=True)
             torch.cuda.synchronize(self._device)
         return [np.zeros((step.num_requests, self._max_depth), np.int32) for step in steps]
+
+    def prepare(self, step: TargetStep) -> None:
+        pass
 
     def drop_session(self, session: int) -> None:
         pass
@@ -73,7 +76,10 @@ class IdlePass:
             shape.hidden_size,
         )  # fmt: skip
 
-    def launch(self, batch: PassBatch) -> PendingDrafts:
+    def send_ahead(self, batch: PassBatch) -> None:
+        pass
+
+    def launch(self, batch: PassBatch, ahead: None = None) -> PendingDrafts:
         return lambda: np.zeros((batch.num_requests, self.limits.max_depth), np.int32)
 
 

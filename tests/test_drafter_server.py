@@ -269,7 +269,7 @@ def test_a_killed_target_is_forgotten_and_its_memory_freed(path: str) -> None:
 
 
 class FailingEngine(DraftEngine):
-    def step(self, steps: Any) -> Any:
+    def step(self, steps: Any, prepared: Any = None) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access")
 
 

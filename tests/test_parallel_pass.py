@@ -148,13 +148,13 @@ def test_graph_sizes_hold_every_batch() -> None:
     sizes = GraphSizes.of(LIMITS)
     assert sizes.depths == (0, 1, 2, 4, 7)
     assert sizes.requests[-1] == 128
-    assert sizes.rows[-1] == 1024
-    for num_rows, num_requests, depth in itertools.product((1, 8, 9, 63, 1000, 1024), (1, 3, 65, 128), range(8)):
+    assert sizes.rows[-1] == 4096
+    for num_rows, num_requests, depth in itertools.product((1, 8, 9, 63, 1000, 1025, 4096), (1, 3, 65, 128), range(8)):
         key = sizes.key(num_rows, num_requests, depth)
         assert key is not None
         assert all(have >= want for have, want in zip(key, (num_rows, num_requests, depth), strict=True))
         assert key[0] - num_rows <= max(8, num_rows / 4)
-    assert sizes.key(1025, 1, 7) is None
+    assert sizes.key(4097, 1, 7) is None
     assert sizes.key(8, 129, 7) is None
 
 
@@ -165,6 +165,15 @@ def test_full_batches_cover_what_drafting_needs() -> None:
         assert sizes.key(num_requests * (num_valid + depth - 1), num_requests, depth) in graphs
     assert sizes.key(64, 64, 0) in graphs, "requests that draft nothing still hand over a row each"
     assert {(rows, 128, 7) for rows in sizes.rows} <= graphs, "a prompt beside drafts has any number of rows"
+    assert {(2048, 32, 0), (2048, 32, 7), (1152, 128, 4)} <= graphs, "without drafts that nobody wants"
+
+
+def test_many_rows_cost_the_start_of_a_drafter_few_graphs() -> None:
+    """Each takes some 30 ms of warm-up."""
+    limits = dataclasses.replace(LIMITS, max_num_requests=256)
+    few, many = (GraphSizes.of(dataclasses.replace(limits, max_num_rows=rows)).full_batches() for rows in (1024, 8192))
+    assert set(few) < set(many)
+    assert len(many) < 1.35 * len(few)
 
 
 def test_graph_sizes_of_small_limits() -> None:

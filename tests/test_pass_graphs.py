@@ -97,6 +97,37 @@ def test_rows_are_read_where_they_lie_in_pinned_memory(num_pieces: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [NO_GRAPHS, SIZES, None], ids=["eager", "few sizes", "all sizes"])
+def test_what_was_sent_ahead_drafts_as_the_whole_batch_does(sizes: GraphSizes | None) -> None:
+    """At once, after other passes and after more that were sent ahead and never launched than there are areas."""
+    requests = on_gpu()
+    parallel_pass = requests.new_pass("cuda", graph_sizes=sizes)
+    for number, steps in enumerate(STEPS):
+        expected = [requests.expected(step) for step in steps]
+        batch = requests.batch(steps, num_pieces=1 + number % 2)
+        batch = dataclasses.replace(batch, hidden=[piece.cpu().pin_memory() for piece in batch.hidden])
+        unknown = np.full_like(batch.next_tokens_R, -99)
+        early = dataclasses.replace(batch, num_valid_B=unknown[: len(steps)], next_tokens_R=unknown)
+        ahead = parallel_pass.send_ahead(early)
+        assert ahead is not None
+        if number % 3 == 1:
+            assert parallel_pass.run(batch).tolist() == expected
+        if number % 3 == 2:
+            for _ in range(NUM_AREAS + 1):
+                parallel_pass.send_ahead(dataclasses.replace(early, block_table_BN=early.block_table_BN[::-1]))
+        assert parallel_pass.launch(batch, ahead)().tolist() == expected
+
+
+@pytest.mark.gpu
+def test_a_payload_that_must_be_copied_is_not_sent_ahead() -> None:
+    parallel_pass, batch = (requests := on_gpu()).new_pass("cuda"), requests.batch(STEPS[0])
+    pinned = [piece.cpu().pin_memory() for piece in batch.hidden]
+    for hidden in ([piece.clone() for piece in pinned], [piece.double().pin_memory() for piece in pinned]):
+        assert parallel_pass.send_ahead(dataclasses.replace(batch, hidden=hidden)) is None
+    assert parallel_pass.send_ahead(dataclasses.replace(batch, hidden=pinned)) is not None
+
+
+@pytest.mark.gpu
 def test_a_payload_of_another_type_is_converted() -> None:
     requests = on_gpu()
     batch = requests.batch(STEPS[0])
@@ -156,8 +187,10 @@ def test_in_bfloat16_most_drafts_are_those_of_float32() -> None:
 # Without a GPU
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("num_padding", [0, 1, 3])
-def test_a_packed_batch_drafts_as_the_batch_does(num_padding: int) -> None:
+def test_a_packed_batch_drafts_as_the_batch_does(num_padding: int, ahead: bool) -> None:
+    """ahead: its valid rows and tokens are packed and moved after the rest."""
     requests = Requests(random_drafter(CONFIG).float(), 3)
     parallel_pass = requests.new_pass(max_num_requests=3 + num_padding)
     layout = PassLayout(parallel_pass.limits)
@@ -169,9 +202,14 @@ def test_a_packed_batch_drafts_as_the_batch_does(num_padding: int) -> None:
         batch = requests.batch(steps, num_pieces=1 + number % 2)
         addresses = [piece[row].data_ptr() for piece in batch.hidden for row in range(len(piece))]
         padded = len(steps) + num_padding
-        blocks = layout.pack(batch, np.array(addresses, np.int64), buffer, padded)
+        unknown = np.full_like(batch.next_tokens_R, -99)
+        early = dataclasses.replace(batch, num_valid_B=unknown[: len(steps)], next_tokens_R=unknown) if ahead else batch
+        blocks = layout.pack(early, np.array(addresses, np.int64), buffer)
         moved = torch.full((layout.num_integers,), -777, dtype=torch.int32)
         moved[: blocks.stop] = torch.from_numpy(buffer[: blocks.stop])
+        if ahead:
+            last = layout.pack_last(batch, buffer)
+            moved[last] = torch.from_numpy(buffer[last])
         given, width = batch.block_table_BN.shape
         blocks_BN[:given, :width] = moved[blocks].view(given, width)
         inputs = layout.inputs(moved, padded, blocks_BN)

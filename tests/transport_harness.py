@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from peagle.drafter.client import LinkPool
-from peagle.drafter.engine import DraftEngine
+from peagle.drafter.engine import DraftEngine, PreparedStep
 from peagle.drafter.protocol import Int32Array, ServedHead, StepPlan, TargetShape, TargetStep
 from peagle.drafter.server import DrafterServer
 from peagle.drafter.serving import reducer_of
@@ -53,9 +53,9 @@ class SlowEngine(DraftEngine):
 
     delay_s = 0.0
 
-    def step(self, steps: Sequence[TargetStep]) -> list[Int32Array]:
+    def step(self, steps: Sequence[TargetStep], prepared: PreparedStep | None = None) -> list[Int32Array]:
         time.sleep(self.delay_s)
-        return super().step(steps)
+        return super().step(steps, prepared)
 
 
 def make_server(

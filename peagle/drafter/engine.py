@@ -4,6 +4,8 @@ The requests' cache blocks are looked up or given (`peagle.drafter.kvcache`), an
 requests of the call, more where they do not fit in one. The engine knows nothing of connections: a `session` is a
 number, and whoever opened it drops it. Steps have been checked where they came in.
 
+What of this needs only a step's host part may happen before the step is ready (`DraftEngine.prepare`).
+
 A request is a slot of a session. Without a prompt in its first step it still drafts, but its blocks answer for no
 prefix. The cache follows what a target sends: a start before the cached rows truncates, a start after them begins cold,
 a step that is repeated gives the same drafts again.
@@ -124,7 +126,7 @@ def pass_batch(part: Requests, steps: Sequence[HostStep], table: RequestTable, l
         offset_G[mine] += num_before - first
         tokens.append(steps[index].next_tokens_R[first:end])
         hidden.append(steps[index].hidden_RH[first:end])
-        num_before += end - first
+        num_before += len(tokens[-1])
     if num_before > limits.max_payload_rows:
         rows = [(steps[index], part[mine].payload_rows()) for index, mine in part.by_step()]
         tokens = [step.next_tokens_R[rows_R] for step, rows_R in rows]
@@ -140,6 +142,21 @@ def pass_batch(part: Requests, steps: Sequence[HostStep], table: RequestTable, l
         hidden=hidden,
         block_table_BN=table.block_table(part.table_rows_G, part.end_G),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedStep:
+    """A pass that is ready but for what `DraftEngine.prepare` does not know, and had to assume.
+
+    requests: all of one step, each beginning where its rows end, with the most valid rows that are prepared for. batch:
+    of these, its valid rows and tokens without meaning. ahead: of `ParallelPass.send_ahead`.
+    """
+
+    table: RequestTable
+    head: ParallelPass
+    requests: Requests
+    batch: PassBatch
+    ahead: int | None
 
 
 class DraftEngine:
@@ -191,19 +208,53 @@ class DraftEngine:
         for table in self.tables.values():
             table.drop_session(session)
 
-    def step(self, steps: Sequence[HostStep]) -> list[Int32Array]:
+    def prepare(self, step: HostStep) -> PreparedStep | None:
+        """What `step` may be given for the next step of a session, from the step's host part: starts, valid rows, next
+        tokens and hidden rows are not read, their sizes and places are.
+
+        Requests that ended are released. Only while drafting, where all requests of the step are of one head and in its
+        cache already, and as long as there is room; else None.
+        """
+        self.release(step.session, step.finished_slots)
+        num_requests, num_rows = step.num_requests, len(step.next_tokens_R)
+        if not num_requests or step.prompts or (step.heads_B != (index := int(step.heads_B[0]))).any():
+            return None
+        table, head = self.tables[index], self._heads[index]
+        rows_B, limits = table.find(step.session, step.slots_B), head.limits
+        if (rows_B == NO_ROW).any():
+            return None
+        requests = Requests(
+            flat_G=np.arange(num_requests),
+            step_G=np.zeros(num_requests, np.int64),
+            table_rows_G=rows_B,
+            start_G=table.num_rows_C[rows_B],
+            num_valid_G=np.full(num_requests, limits.max_depth + 1),  # all drafts accepted, and the target's own token
+            row_offset_G=step.row_offset_B.astype(np.int64),
+            depth_G=step.depth_B.astype(np.int64),
+        )
+        end_G = requests.end_G
+        is_one_pass = num_requests <= limits.max_num_requests and num_rows <= limits.max_payload_rows
+        is_one_pass &= int((end_G - requests.start_G).sum()) <= limits.max_num_rows
+        if not is_one_pass or not table.reserve(rows_B, end_G):
+            return None
+        batch = pass_batch(requests, [step], table, limits)
+        return PreparedStep(table, head, requests, batch, head.send_ahead(batch))
+
+    def step(self, steps: Sequence[HostStep], prepared: PreparedStep | None = None) -> list[Int32Array]:
         """Draft ids of each step's requests, [B, K] each, `NO_DRAFT` from a request's depth on.
 
-        A request that is refused for lack of cache has none.
+        A request that is refused for lack of cache has none. prepared: of the only step.
         """
         if len(steps) > 1 and len({step.session for step in steps}) < len(steps):
             return [self.step([step])[0] for step in steps]  # a later step needs an earlier one's rows
-        for step in steps:
-            if ended := [*step.finished_slots, *step.prompts]:
-                self.release(step.session, ended)
-        heads_F = _joined([step.heads_B for step in steps])
-        launched = [part for index in np.unique(heads_F).tolist() for part in self._launch(index, steps, heads_F)]
-        drafts_FK = self._gathered(launched, len(heads_F))
+        launched = [] if prepared is None else self._launch_prepared(steps[0], prepared)
+        if not launched:
+            for step in steps:
+                if ended := [*step.finished_slots, *step.prompts]:
+                    self.release(step.session, ended)
+            heads_F = _joined([step.heads_B for step in steps])
+            launched = [part for index in np.unique(heads_F).tolist() for part in self._launch(index, steps, heads_F)]
+        drafts_FK = self._gathered(launched, sum(step.num_requests for step in steps))
         self.counters.drafts += int((drafts_FK != NO_DRAFT).sum())
         return np.split(drafts_FK, np.cumsum([step.num_requests for step in steps])[:-1])
 
@@ -245,6 +296,26 @@ class DraftEngine:
         granted_G &= requests.num_valid_G > 0
         return requests if granted_G.all() else requests[granted_G]
 
+    def _launch_prepared(self, step: HostStep, prepared: PreparedStep) -> list[tuple[Requests, PendingDrafts]]:
+        """As `_launch`, of a step whose one pass was prepared; nothing where what was assumed is not so."""
+        table, batch, requests = prepared.table, prepared.batch, prepared.requests
+        if (step.start_B != batch.start_B).any() or not 0 < step.num_valid_B.max() <= requests.num_valid_G[0]:
+            return []
+        # Meanwhile the head may have been swapped, or a request closed for others.
+        rows_B = table.find(step.session, step.slots_B)
+        if table not in self.tables.values() or (rows_B != requests.table_rows_G).any():
+            return []
+        table.call += 1
+        table.last_call_C[rows_B] = table.call
+        first = int(requests.row_offset_G[0]) - int(batch.row_offset_B[0])
+        tokens_R = step.next_tokens_R[first : first + len(batch.next_tokens_R)]
+        batch = dataclasses.replace(batch, num_valid_B=step.num_valid_B, next_tokens_R=tokens_R)
+        pending = self._start(prepared.head, batch, prepared.ahead)
+        self.counters.prepared += 1
+        requests = dataclasses.replace(requests, num_valid_G=step.num_valid_B.astype(np.int64))
+        _commit(table, requests, [step])
+        return [(requests, pending)]
+
     def _launch(
         self, index: int, steps: Sequence[HostStep], heads_F: Int32Array
     ) -> list[tuple[Requests, PendingDrafts]]:
@@ -254,13 +325,21 @@ class DraftEngine:
             return []
         launched = []
         for part in split(requests, head.limits.max_num_rows, head.limits.max_num_requests):
-            launched.append((part, head.launch(pass_batch(part, steps, table, head.limits))))
-            self.counters.passes += 1
-            self.counters.rows += int((part.end_G - part.start_G).sum())
-        tokens = [steps[i].next_tokens_R[requests[mine].payload_rows()] for i, mine in requests.by_step()]
-        # Passes run in the order of their launch, so whoever finds these rows from now on reads them written.
-        table.commit(requests.table_rows_G, requests.start_G, requests.num_valid_G, _joined(tokens))
+            launched.append((part, self._start(head, pass_batch(part, steps, table, head.limits))))
+        _commit(table, requests, steps)
         return launched
+
+    def _start(self, head: ParallelPass, batch: PassBatch, ahead: int | None = None) -> PendingDrafts:
+        self.counters.passes += 1
+        self.counters.rows += batch.num_rows
+        return head.launch(batch, ahead)
+
+
+def _commit(table: RequestTable, requests: Requests, steps: Sequence[HostStep]) -> None:
+    """Take the rows of passes that were launched into the cache."""
+    tokens = [steps[i].next_tokens_R[requests[mine].payload_rows()] for i, mine in requests.by_step()]
+    # Passes run in the order of their launch, so whoever finds these rows from now on reads them written.
+    table.commit(requests.table_rows_G, requests.start_G, requests.num_valid_G, _joined(tokens))
 
 
 def _joined(arrays: Sequence[npt.NDArray[Any]], axis: int = 0) -> npt.NDArray[Any]:

@@ -5,10 +5,14 @@ pinned memory with an event behind it. The graph reads hidden states where they 
 others are copied there first. The host waits for none of these: pinned areas are used in turn, and one is used again
 only after its event.
 
+Most integers are known before a target's step is: `send_ahead` moves them, and a launch then only the rest. Integers
+have one place on the GPU, which the stream reads and writes in order: what was sent ahead holds until anything else is
+sent.
+
 A graph is made for (rows, requests, depth), each rounded up to one of few sizes. The requests that pad a batch have no
-rows; the rows that pad it are written nowhere. After warm-up a batch without a graph of its size runs on a larger one,
-because launching kernel by kernel takes the host many times longer. Batches of more rows than the largest size run
-without a graph: there a launch costs little beside the work.
+rows; the rows that pad it are written nowhere. After warm-up a batch without a graph of its size runs on a larger one.
+Sizes go up to the most rows that a pass takes: launched kernel by kernel, a pass of thousands of rows still takes the
+host longer than the GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,7 +38,7 @@ from peagle.drafter.rows import ALIGNMENT_BYTES
 logger = logging.getLogger(__name__)
 
 NUM_AREAS = 4  # passes that may be under way before the host waits for the oldest
-MAX_ROWS = 1024  # of a graph
+_MANY_ROWS = 1024  # of a pass; of more there are graphs for few numbers of requests and depths only
 _RECORD = 4  # int32 of a record
 
 #: compute(inputs, num_rows, depth) -> drafts [B, depth] on the device, waiting for nothing.
@@ -44,51 +49,53 @@ Key = tuple[int, int, int]
 class PassLayout:
     """Where the integers of a pass lie in one buffer: written by the host, moved by one copy, read in place.
 
-    For n requests, those that pad the batch included, one area after another:
+    For n requests, the most of a pass, one area after another:
 
-        columns    5 x n     start, valid rows, row offset, depth, cache start
+        columns    5 x n     start, row offset, depth, cache start, valid rows
         records    R x 2     int64: a payload row's address and the token after it
         blocks     B x N     block tables of the batch's own requests, as wide as it uses, to be copied to their place
 
-    Columns and records begin at a multiple of 16 bytes. Their places follow from n alone, so a captured graph finds
-    them again.
+    Columns and records begin at a multiple of 16 bytes. Their places are those of every batch, so a captured graph
+    finds them again. What is known last, valid rows and tokens, lies together.
     """
 
     def __init__(self, limits: PassLimits) -> None:
-        self._limits = limits
-        num_before_blocks = self._records_at(limits.max_num_requests) + _RECORD * limits.max_payload_rows
-        self.num_integers = num_before_blocks + limits.max_num_requests * limits.max_blocks
+        # Columns are rounded up to 16 bytes: Triton compiles a kernel again for a pointer that is not aligned so.
+        self._column = -(-limits.max_num_requests // 4) * 4
+        self._records = len(PER_REQUEST) * self._column
+        self._num_before_blocks = self._records + _RECORD * limits.max_payload_rows
+        self.num_integers = self._num_before_blocks + limits.max_num_requests * limits.max_blocks
 
-    def pack(self, batch: PassBatch, addresses_R: npt.NDArray[np.int64], into: Int32Array, num_requests: int) -> slice:
-        """Write a batch, padded to num_requests by such without rows; returns where its blocks are, the last of what is
-        to be moved. addresses_R: int64, of the payload's rows."""
-        given, first, num_rows = batch.num_requests, self._records_at(num_requests), len(batch.next_tokens_R)
-        columns = into[:first].reshape(len(PER_REQUEST), -1)
+    def pack(self, batch: PassBatch, addresses_R: npt.NDArray[np.int64], into: Int32Array) -> slice:
+        """Write a batch, padded by requests without rows; returns where its blocks are, the last of what is to be
+        moved. addresses_R: int64, of the payload's rows."""
+        columns = into[: self._records].reshape(len(PER_REQUEST), -1)
         for column, name in zip(columns, PER_REQUEST, strict=True):
-            column[:given] = getattr(batch, name)
-        columns[:, given:] = 0
-        blocks = slice(first + _RECORD * num_rows, first + _RECORD * num_rows + batch.block_table_BN.size)
-        records = into[first : blocks.start].view(np.int64).reshape(num_rows, 2)
-        records[:, 0] = addresses_R
-        records[:, 1] = batch.next_tokens_R
+            column[: batch.num_requests] = getattr(batch, name)
+        columns[:, batch.num_requests :] = 0
+        last = self.pack_last(batch, into)
+        into[self._records : last.stop].view(np.int64)[::2] = addresses_R
+        blocks = slice(last.stop, last.stop + batch.block_table_BN.size)
         into[blocks] = batch.block_table_BN.reshape(-1)
         return blocks
 
+    def pack_last(self, batch: PassBatch, into: Int32Array) -> slice:
+        """Write the valid rows and tokens of a batch that is packed but for these; returns what is to be moved."""
+        place = slice(self._records - self._column, self._records + _RECORD * len(batch.next_tokens_R))
+        into[place.start : place.start + batch.num_requests] = batch.num_valid_B
+        into[self._records : place.stop].view(np.int64)[1::2] = batch.next_tokens_R
+        return place
+
     def inputs(self, integers: Tensor, num_requests: int, blocks_BN: Tensor) -> PassInputs:
         """Views of what `pack` wrote. blocks_BN: where block tables are copied to."""
-        first = self._records_at(num_requests)
-        columns = integers[:first].view(len(PER_REQUEST), -1)[:, :num_requests]
-        records = integers[first : first + _RECORD * self._limits.max_payload_rows].view(torch.int64).view(-1, 2)
+        columns = integers[: self._records].view(len(PER_REQUEST), -1)[:, :num_requests]
+        records = integers[self._records : self._num_before_blocks].view(torch.int64).view(-1, 2)
         return PassInputs(
             **dict(zip(PER_REQUEST, columns, strict=True)),
             next_tokens_R=records[:, 1],
             block_table_BN=blocks_BN[:num_requests],
             addresses_R=records[:, 0],
         )
-
-    def _records_at(self, num_requests: int) -> int:
-        # Columns are rounded up to 16 bytes: Triton compiles a kernel again for a pointer that is not aligned so.
-        return len(PER_REQUEST) * (-(-num_requests // 4) * 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +108,13 @@ class GraphSizes:
 
     @classmethod
     def of(cls, limits: PassLimits) -> GraphSizes:
-        """Steps of about an eighth, so that padding costs little, and K with the powers of two below it."""
-        most = min(MAX_ROWS, limits.max_num_rows)
-        rows = [*range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, MAX_ROWS + 1, 64)]
+        """Steps of about an eighth, so that padding costs little, and K with the powers of two below it.
+
+        Each doubling of max_num_rows adds eight sizes of rows.
+        """
+        most = limits.max_num_rows
+        octaves = [1 << n for n in range(8, most.bit_length())]
+        rows = [*range(8, 64, 8), *range(64, 256, 16), *(size * n // 8 for size in octaves for n in range(8, 16))]
         few = [1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, *range(80, 257, 16), *range(288, 1025, 32)]
         depths = {0, limits.max_depth, *(1 << n for n in range(limits.max_depth.bit_length()))}
         return cls(
@@ -126,17 +137,29 @@ class GraphSizes:
         """Graphs of batches that draft at one of `depths` throughout, where each request has 1 .. depth + 1 rows of its
         own; and for the most requests and drafts all numbers of rows, so that every batch has a graph that holds it.
 
+        Beyond `_MANY_ROWS`, where prompts take any number of rows beside drafts and each graph takes as long to capture
+        as a small one: requests by powers of two, K and half of it, because the output matrix runs for all drafts that
+        the requests of a graph may have; and the prompts of few requests, which want none.
+
         The largest come first: later ones then find their memory in what the pool has already.
         """
-        found: set[Key] = {(rows, self.requests[-1], self.depths[-1]) for rows in self.rows}
+        if not self.rows:
+            return []
+        num_small = bisect.bisect_right(self.rows, _MANY_ROWS)
+        small, large = self.rows[:num_small], self.rows[num_small:]
+        most, deepest = self.requests[-1], self.depths[-1]
+        found: set[Key] = {(rows, most, deepest) for rows in self.rows}
         for depth in self.depths:
             before = 0
             for requests in self.requests:
                 low, high = (before + 1) * max(depth, 1), requests * (2 * depth if depth else 1)
-                first = bisect.bisect_left(self.rows, low)
-                last = min(bisect.bisect_left(self.rows, high), len(self.rows) - 1)
-                found.update((rows, requests, depth) for rows in self.rows[first : last + 1])
+                first, last = bisect.bisect_left(small, low), bisect.bisect_left(small, high)
+                found.update((rows, requests, depth) for rows in small[first : last + 1])
                 before = requests
+        half = [depth for depth in self.depths if 2 * depth <= deepest + 1][-1:]
+        some = [n for n in self.requests if n in (32, 64, 128, 256, 512, most)]
+        found.update(itertools.product(large, some, [*half, deepest]))
+        found.update((rows, some[0], self.depths[0]) for rows in large)
         return sorted(found, reverse=True)
 
 
@@ -186,7 +209,7 @@ class GraphRunner:
         self._layout = PassLayout(limits)
         self._areas = [_PinnedArea(self._layout.num_integers, limits) for _ in range(NUM_AREAS)]
         self._row_begin_R = np.arange(limits.max_payload_rows, dtype=np.int64) * (limits.hidden_size * dtype.itemsize)
-        self._num_launches = 0
+        self._num_sent = 0
         self._is_warm = False
         with torch.cuda.stream(self._stream):
             self._integers = torch.zeros(self._layout.num_integers, dtype=torch.int32, device=device)
@@ -195,28 +218,37 @@ class GraphRunner:
         # Weights and cache were made on the caller's stream.
         torch.cuda.synchronize(device)
 
-    def launch(self, batch: PassBatch) -> PendingDrafts:
-        """Enqueues a pass and the way back of its drafts."""
-        area = self._areas[self._num_launches % NUM_AREAS]
-        self._num_launches += 1
-        if area.pending is not None:
-            area.pending()
-        num_requests, num_rows, depth = batch.num_requests, int(batch.rows_B().sum()), int(batch.drafts_B().max())
-        key = self._key_for(num_rows, num_requests, depth)
+    def send_ahead(self, batch: PassBatch) -> int | None:
+        """Moves a batch whose valid rows and tokens mean nothing yet. Returns what `launch` takes; None where the
+        payload is not in pinned memory, because its rows are not there yet either."""
+        if any(piece.is_cuda or not self._is_reachable(piece) for piece in batch.hidden):
+            return None
         with torch.cuda.stream(self._stream):
-            self._send(batch, area, num_requests if key is None else key[1])
+            self._send(batch)
+        return self._num_sent
+
+    def launch(self, batch: PassBatch, ahead: int | None = None) -> PendingDrafts:
+        """Enqueues a pass and the way back of its drafts. ahead: of `send_ahead` for the same batch, used once."""
+        key = self._key_for(batch.num_rows, batch.num_requests, batch.depth)
+        with torch.cuda.stream(self._stream):
+            if ahead == self._num_sent:
+                area = self._areas[ahead % NUM_AREAS]
+                last = self._layout.pack_last(batch, area.array)
+                self._integers[last].copy_(area.integers[last], non_blocking=True)
+            else:
+                area = self._send(batch)
             if key is None:
-                drafts_BK = self._compute(self._inputs(num_requests), num_rows, depth)
+                drafts_BK = self._compute(self._inputs(batch.num_requests), batch.num_rows, batch.depth)
             else:
                 if key not in self._graphs:
                     self._graphs[key] = self._capture(key)
                 graph, drafts_BK = self._graphs[key]
                 graph.replay()
             depth = drafts_BK.shape[1]
-            wanted = drafts_BK[:num_requests].flatten()
+            wanted = drafts_BK.view(-1)[: batch.num_requests * depth]
             area.drafts[: len(wanted)].copy_(wanted, non_blocking=True)
             area.event.record(self._stream)
-        return area.enqueued(num_requests, depth, self._limits.max_depth)
+        return area.enqueued(batch.num_requests, depth, self._limits.max_depth)
 
     def warm_up(self) -> int:
         """Captures the graphs of full batches that do not exist yet; returns how many graphs there are.
@@ -248,13 +280,19 @@ class GraphRunner:
             self._graph_for[key] = min(holds, key=lambda size: (size[0] + size[1] * size[2], size), default=None)
         return self._graph_for[key]
 
-    def _send(self, batch: PassBatch, area: _PinnedArea, num_requests: int) -> None:
-        """Moves a batch to the GPU, its requests padded to num_requests by such without rows."""
+    def _send(self, batch: PassBatch) -> _PinnedArea:
+        """Moves a batch to the GPU, through the area that it returns."""
+        self._num_sent += 1
+        area = self._areas[self._num_sent % NUM_AREAS]
+        if area.pending is not None:
+            area.pending()
+        # What was sent ahead through this area and never launched may still be on its way: nobody reads it.
         addresses_R = self._addresses([piece for piece in batch.hidden if len(piece)])
-        blocks = self._layout.pack(batch, addresses_R, area.array, num_requests)
+        blocks = self._layout.pack(batch, addresses_R, area.array)
         self._integers[: blocks.stop].copy_(area.integers[: blocks.stop], non_blocking=True)
         given, width = batch.block_table_BN.shape
         self._blocks_BN[:given, :width].copy_(self._integers[blocks].view(given, width))
+        return area
 
     def _addresses(self, pieces: Sequence[Tensor]) -> npt.NDArray[np.int64]:
         """Of every row of the payload, where the GPU can read it."""
@@ -268,13 +306,18 @@ class GraphRunner:
 
     def _reachable(self, piece: Tensor, first: int) -> Tensor:
         """The piece itself, or a copy on the GPU, in the payload's rows from `first` on."""
-        place = self._payload_RH[first : first + len(piece)]
-        is_placed = piece.dtype == place.dtype and piece.is_contiguous() and not piece.data_ptr() % ALIGNMENT_BYTES
-        if is_placed and (piece.device == place.device or piece.is_pinned()):
+        if self._is_reachable(piece):
             return piece
+        place = self._payload_RH[first : first + len(piece)]
         # A copy that also converts would wait: between devices only bytes move without the host.
         place.copy_(piece if piece.dtype == place.dtype else piece.to(self._device, non_blocking=True), True)
         return place
+
+    def _is_reachable(self, piece: Tensor) -> bool:
+        """Whether the GPU can read the piece's rows where they lie."""
+        is_placed = piece.dtype == self._payload_RH.dtype and piece.is_contiguous()
+        is_placed &= not piece.data_ptr() % ALIGNMENT_BYTES
+        return is_placed and (piece.device == self._payload_RH.device or piece.is_pinned())
 
     def _inputs(self, num_requests: int) -> PassInputs:
         """Views of the places that `_send` fills."""

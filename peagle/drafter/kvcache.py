@@ -153,6 +153,7 @@ class Counters:
     evicted_blocks: int = 0
     refused: int = 0
     passes: int = 0
+    prepared: int = 0  # of these, launched as they were prepared
     rows: int = 0  # of passes, mask rows included
     drafts: int = 0
 
@@ -228,7 +229,7 @@ class RequestTable:
             return np.ones(len(rows_B), np.bool_)  # as most of the time while drafting: there is room
         cold = [i for i in jumps if self._move(int(rows_B[i]), int(start_B[i]))]
         end_B = start_B + num_valid_B + np.where(num_valid_B > 0, np.maximum(depth_B - 1, 0), 0)
-        need_B = np.maximum(-(-end_B // self.pool.block_size) - self._end_block_C[rows_B], 0)
+        need_B = self._needed(rows_B, end_B)
         granted_B = end_B <= self.max_num_positions
         total = int(need_B.sum()) if granted_B.all() else int(need_B[granted_B].sum())
         if total > self.pool.num_available:
@@ -244,6 +245,15 @@ class RequestTable:
             self.counters.cold_starts += int(granted_B[cold].sum())
         self._extend(rows_B, need_B)
         return granted_B
+
+    def reserve(self, rows_B: Int64Array, end_B: Int64Array) -> bool:
+        """Give requests blocks for the positions below `end_B`. False, and nothing given, where others would have to
+        lose theirs or a request would get too long."""
+        need_B = self._needed(rows_B, end_B)
+        if int(need_B.sum()) > self.pool.num_available or (end_B > self.max_num_positions).any():
+            return False
+        self._extend(rows_B, need_B)
+        return True
 
     def block_table(self, rows_B: Int64Array, end_B: Int64Array) -> Int32Array:
         """[B, N] blocks of these requests; N is as wide as the furthest of the positions below `end_B` needs."""
@@ -318,6 +328,10 @@ class RequestTable:
         self.pool.release(self.blocks_CN[row, self._first_block_C[row] : self._end_block_C[row]])
         self._first_block_C[row] = self._end_block_C[row] = start // self.pool.block_size
         self.num_rows_C[row] = self.cache_start_C[row] = start
+
+    def _needed(self, rows_B: Int64Array, end_B: Int64Array) -> Int64Array:
+        """Blocks that requests lack for the positions below `end_B`."""
+        return np.maximum(-(-end_B // self.pool.block_size) - self._end_block_C[rows_B], 0)
 
     def _fitting(self, need_B: Int64Array, wanted_B: BoolArray) -> BoolArray:
         """Which of the wanted requests get blocks when there are not enough: those that need the fewest first."""

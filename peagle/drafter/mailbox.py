@@ -42,7 +42,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from peagle.drafter.protocol import MAX_PROMPT_TOKENS, Int32Array, StepPlan, TargetShape, TargetStep, check_step
+from peagle.drafter.protocol import (
+    MAX_PROMPT_TOKENS,
+    Int32Array,
+    StepPlan,
+    TargetShape,
+    TargetStep,
+    check_device_part,
+    check_host_part,
+)
 from peagle.drafter.rows import INTERPRETED, uses_kernel
 
 Int64Array = npt.NDArray[np.int64]
@@ -319,8 +327,16 @@ class Mailbox:
     def is_ready(self, number: int) -> bool:
         return int(self.area(number).ready[0]) == number
 
+    def has_host_part(self, number: int) -> bool:
+        return int(self.area(number).counts[0]) == number
+
     def read_step(self, number: int, session: int) -> TargetStep[Int32Array]:
         """A step that is ready. `hidden_RH` is a view, the rest copies. Raises ValueError for what does not fit."""
+        return self.read_device_part(self.read_host_part(number, session))
+
+    def read_host_part(self, number: int, session: int) -> TargetStep[Int32Array]:
+        """A step as far as its host knows it: starts, valid rows, next tokens and `hidden_RH` are views of where they
+        will be once it is ready, the rest copies. Raises ValueError for what does not fit."""
         area, shape = self.area(number), self.shape
         counted, num_requests, num_rows, num_finished, num_prompts = sizes = area.counts.tolist()
         limits = (number, shape.max_num_requests, shape.max_num_rows, shape.max_num_requests, shape.max_num_requests)
@@ -331,7 +347,7 @@ class Mailbox:
             raise ValueError(f"prompts of {lengths} tokens, at most {MAX_PROMPT_TOKENS} together")
         prompts = np.split(area.prompt_tokens_P[: sum(lengths)].copy(), np.cumsum(lengths)[:-1])
         slots_B, heads_B, depth_B, row_offset_B = area.host_4B[:, :num_requests].copy()
-        device_part = area.device_part[: 2 * num_requests + num_rows].copy()
+        device_part = area.device_part[: 2 * num_requests + num_rows]
         step = TargetStep(
             slots_B=slots_B,
             heads_B=heads_B,
@@ -346,8 +362,21 @@ class Mailbox:
             session=session,
             number=number,
         )
-        check_step(step, shape)
+        check_host_part(step, shape)
         return step
+
+    def read_device_part(self, step: TargetStep[Int32Array]) -> TargetStep[Int32Array]:
+        """The step of a host part, now that it is ready. Raises ValueError for what does not fit."""
+        num_requests, num_rows = step.num_requests, len(step.next_tokens_R)
+        device_part = self.area(step.number).device_part[: 2 * num_requests + num_rows].copy()
+        whole = dataclasses.replace(
+            step,
+            start_B=device_part[:num_requests],
+            num_valid_B=device_part[num_requests : 2 * num_requests],
+            next_tokens_R=device_part[2 * num_requests :],
+        )
+        check_device_part(whole, self.shape)
+        return whole
 
     def answer(self, number: int, drafts_BK: Int32Array, service_ns: int) -> None:
         """Drafts of a step, [B, max_depth]; then `done`."""

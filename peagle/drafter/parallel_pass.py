@@ -12,6 +12,7 @@ D, I width of the MLP.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 #: Waits for the drafts of a pass: [B, K], -1 where none is wanted; an array of the caller's own.
 PendingDrafts = Callable[[], Int32Array]
-PER_REQUEST = ("start_B", "num_valid_B", "row_offset_B", "depth_B", "cache_start_B")
+PER_REQUEST = ("start_B", "row_offset_B", "depth_B", "cache_start_B", "num_valid_B")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +89,24 @@ class PassBatch:
     def num_requests(self) -> int:
         return len(self.start_B)
 
+    @functools.cached_property
     def drafts_B(self) -> Int32Array:
         """Drafts that each request gets: `depth_B`, but 0 without rows."""
         return self.depth_B if self.num_valid_B.all() else np.where(self.num_valid_B > 0, self.depth_B, 0)
 
     def rows_B(self) -> Int32Array:
         """Rows that each request takes in the pass: n, and one of the mask token for each draft after the first."""
-        return self.num_valid_B + np.maximum(self.drafts_B() - 1, 0)
+        return self.num_valid_B + np.maximum(self.drafts_B - 1, 0)
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        """Of the pass."""
+        return int(self.rows_B().sum())
+
+    @functools.cached_property
+    def depth(self) -> int:
+        """Drafts that the request with the most of them gets."""
+        return int(self.drafts_B.max())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,21 +288,31 @@ class ParallelPass:
         """Drafts [B, K] in host memory, -1 where none is wanted; waits for them."""
         return self.launch(batch)()
 
+    def send_ahead(self, batch: PassBatch) -> int | None:
+        """Moves to the GPU what is known before the valid rows and tokens of a batch are; those in it mean nothing.
+
+        Returns what the launch of the whole batch is given to use it; None, as on a CPU, where nothing was moved.
+        """
+        return None if self._runner is None else self._runner.send_ahead(batch)
+
     @torch.no_grad()
-    def launch(self, batch: PassBatch) -> PendingDrafts:
+    def launch(self, batch: PassBatch, ahead: int | None = None) -> PendingDrafts:
         """Starts a pass; what the batch points to must stay as it is until the drafts are there.
 
         The batch must fit the limits, and its blocks and rows must be there: on a GPU wrong ones are wild writes and
         reads. Passes run one after another, so the next may be launched before the drafts of this one are there.
+
+        ahead: of `send_ahead` for this batch but for its valid rows and tokens; void, and of no effect, after any other
+        call of the two.
         """
         if self._runner is not None:
-            return self._runner.launch(batch)
+            return self._runner.launch(batch, ahead)
         payload_RH = torch.cat([*batch.hidden, torch.empty(0, self.limits.hidden_size)]).to(self.dtype)
         begin_R = torch.arange(len(payload_RH)) * (payload_RH.stride(0) * payload_RH.itemsize)
         names = (*PER_REQUEST, "next_tokens_R", "block_table_BN")
         tensors = {name: torch.from_numpy(np.ascontiguousarray(getattr(batch, name))) for name in names}
         inputs = PassInputs(**tensors, addresses_R=payload_RH.data_ptr() + begin_R)
-        drafts_BK = self._compute(inputs, int(batch.rows_B().sum()), int(batch.drafts_B().max()))
+        drafts_BK = self._compute(inputs, batch.num_rows, batch.depth)
         found_BK = widened(drafts_BK.numpy(), self.limits.max_depth)
         return lambda: found_BK
 

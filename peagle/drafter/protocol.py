@@ -173,6 +173,12 @@ def check_step(step: TargetStep[Int32Array], shape: TargetShape) -> None:
 
     A wrong row or token would be a wild read on the drafter's GPU.
     """
+    check_host_part(step, shape)
+    check_device_part(step, shape)
+
+
+def check_host_part(step: TargetStep[Int32Array], shape: TargetShape) -> None:
+    """Those of `check_step` that need no starts, valid rows and next tokens, but for their number of rows."""
     num_rows = len(step.next_tokens_R)
     _check_range("slots_B", step.slots_B, shape.max_num_requests - 1)
     if step.num_requests and np.bincount(step.slots_B).max() > 1:
@@ -180,14 +186,19 @@ def check_step(step: TargetStep[Int32Array], shape: TargetShape) -> None:
     _check_range("heads_B", step.heads_B, MAX_NUM_HEADS - 1)
     _check_range("depth_B", step.depth_B, shape.max_depth)
     _check_range("row_offset_B", step.row_offset_B, num_rows)
+    if step.finished_slots:
+        _check_range("finished_slots", np.asarray(step.finished_slots, np.int32), shape.max_num_requests - 1)
+
+
+def check_device_part(step: TargetStep[Int32Array], shape: TargetShape) -> None:
+    """Those of `check_step` that `check_host_part` leaves."""
+    num_rows = len(step.next_tokens_R)
     _check_range("start_B", step.start_B, 2**31 - 1 - shape.max_num_rows - shape.max_depth)
     _check_range("num_valid_B", step.num_valid_B, num_rows)
     if (step.row_offset_B + step.num_valid_B > num_rows).any():
         raise ValueError(f"row_offset_B + num_valid_B reaches beyond the {num_rows} rows of the step")
     if not _is_in_range(step.next_tokens_R, shape.vocab_size - 1):  # those of rejected rows may be anything
         _check_range("next_tokens_R", step.next_tokens_R[valid_rows(step)], shape.vocab_size - 1)
-    if step.finished_slots:
-        _check_range("finished_slots", np.asarray(step.finished_slots, np.int32), shape.max_num_requests - 1)
     for slot, token_ids in step.prompts.items():
         at = np.flatnonzero(step.slots_B == slot)
         if len(at) != 1:

@@ -1,5 +1,7 @@
 """A drafter's server: targets connect, one thread takes every step that is ready, drafts for all of them, answers.
 
+While none is ready, it prepares for those whose host part is there already.
+
 The serving thread owns the engine, the socket and all that is known of targets; it waits for nobody. A target whose
 hello fits gets a mailbox, which another thread makes and registers with CUDA meanwhile; another one is told why not. An
 error of a target ends its connection, an error of the engine those of the steps in hand; the server goes on.
@@ -15,7 +17,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ import torch
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from peagle.drafter.engine import DraftEngine
+from peagle.drafter.engine import DraftEngine, PreparedStep
 from peagle.drafter.mailbox import Mailbox, host_identity, sweep
 from peagle.drafter.parallel_pass import ParallelPass
 from peagle.drafter.protocol import (
@@ -85,7 +87,8 @@ class Peer:
     """A target that was welcomed. Used by the serving thread only.
 
     identity: of its connection. mailbox: None where steps come over TCP. engine_heads: the target's head index -> the
-    engine's. num_steps: answered. seen_ns: when its step was seen in the mailbox.
+    engine's. num_steps: answered. seen_ns: when its step was seen in the mailbox. host_part: of the next step, once it
+    was read. prepared: for that step.
     """
 
     identity: bytes
@@ -95,6 +98,15 @@ class Peer:
     engine_heads: Mapping[int, int]
     num_steps: int = 0
     seen_ns: int = 0
+    host_part: TargetStep[Int32Array] | None = None
+    prepared: PreparedStep | None = None
+
+    def poll_host_part(self) -> TargetStep[Int32Array] | None:
+        """Of the next step, if it is there and was not read before. Raises ValueError for one that does not fit."""
+        if self.mailbox is None or self.host_part is not None or not self.mailbox.has_host_part(self.num_steps + 1):
+            return None
+        self.host_part = self.translated(self.mailbox.read_host_part(self.num_steps + 1, self.session))
+        return self.host_part
 
     def poll_mailbox(self) -> TargetStep[Int32Array] | None:
         """The next step, if it is there. Raises ValueError for one that does not fit."""
@@ -102,7 +114,9 @@ class Peer:
         if not self.mailbox.is_ready(self.num_steps + 1):
             return None
         self.seen_ns = time.monotonic_ns()
-        return self.translated(self.mailbox.read_step(self.num_steps + 1, self.session))
+        host_part = self.host_part or self.translated(self.mailbox.read_host_part(self.num_steps + 1, self.session))
+        self.host_part = None
+        return self.mailbox.read_device_part(host_part)
 
     def translated(self, step: TargetStep[Int32Array]) -> TargetStep[Int32Array]:
         """The step with the engine's heads. Raises ValueError for a head that was not agreed."""
@@ -251,7 +265,7 @@ class DrafterServer:
                 self._draft(steps)
                 self.stats.busy_s += time.monotonic() - now_s
                 last_s = time.monotonic()
-            else:
+            elif not self._prepare():
                 self._pause(now_s - last_s, has_mailboxes)
         self._maker.shutdown()
         self._look_around()  # who has just been welcomed hears it too
@@ -394,21 +408,44 @@ class DrafterServer:
                 self._reject(peer, error)
         return steps
 
+    def _prepare(self) -> bool:
+        """Prepare for the next step of one target, if anything of it can be; False where nothing was done."""
+        for peer in list(self._peers.values()):
+            try:
+                host_part = peer.poll_host_part()
+            except Exception as error:  # noqa: BLE001 - as above
+                self._reject(peer, error)
+                return True
+            if host_part is not None:
+                try:
+                    peer.prepared = self._engine.prepare(host_part)
+                except Exception as error:  # noqa: BLE001 - `_fail` logs it
+                    self._fail([peer], error)
+                return True
+        return False
+
     def _draft(self, steps: Sequence[tuple[Peer, TargetStep[Int32Array]]]) -> None:
+        prepared = steps[0][0].prepared if len(steps) == 1 else None  # several steps share a pass
+        for peer, _ in steps:
+            peer.prepared = None
         try:
-            answers = self._engine.step([step for _, step in steps])
-        except Exception as error:  # its caches may be in any state: the targets begin anew
-            logger.exception("the engine failed")
-            self.last_error, self._failures_in_a_row = repr(error), self._failures_in_a_row + 1
-            self.stats.num_failures += 1
-            for peer in {id(peer): peer for peer, _ in steps}.values():
-                self._drop(peer, Bye(f"the drafter failed: {error!r:.200}"))
+            answers = self._engine.step([step for _, step in steps], prepared)
+        except Exception as error:  # noqa: BLE001 - `_fail` logs it
+            self._fail({id(peer): peer for peer, _ in steps}.values(), error)
             return
         self._failures_in_a_row = 0
         self.stats.num_batches += 1
         self.stats.num_steps += len(steps)
         for (peer, step), drafts_BK in zip(steps, answers, strict=True):
             self._answer(peer, step, drafts_BK)
+
+    def _fail(self, peers: Iterable[Peer], error: Exception) -> None:
+        """The engine raised, so its caches may be in any state: these targets begin anew. In an `except` only."""
+        logger.exception("the engine failed")
+        self.last_error, self._failures_in_a_row = repr(error), self._failures_in_a_row + 1
+        self.stats.num_failures += 1
+        for peer in peers:
+            self._drop(peer, Bye(f"the drafter failed: {error!r:.200}"))
 
     def _answer(self, peer: Peer, step: TargetStep[Int32Array], drafts_BK: Int32Array) -> None:
         """Give the drafts of a step, of any number of columns."""
@@ -441,7 +478,7 @@ class DrafterServer:
         """Let the mailbox go."""
         if (mailbox := peer.mailbox) is None:
             return
-        peer.mailbox = None
+        peer.mailbox = peer.host_part = peer.prepared = None
         mailbox.memory.unlink()
         if self._device.type == "cuda":
             mailbox.unpin(self._device)

@@ -1,0 +1,347 @@
+"""A step that was prepared from its host part gets the drafts that it gets without, whatever happened meanwhile.
+
+Every answer is compared with a plain session's of the rows that the engine says it holds, as in `test_drafter_engine`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from peagle.drafter.engine import DraftEngine, PreparedStep
+from peagle.drafter.mailbox import Mailbox
+from peagle.drafter.protocol import TargetStep
+from tests.draft_engine_harness import (
+    BLOCK,
+    MAX_DEPTH,
+    Rows,
+    cached_range,
+    check_answer,
+    head_runtime,
+    num_requests,
+    target_step,
+)
+from tests.test_drafter_engine import RandomTarget, make_request, prompt
+from tests.transport_harness import (
+    SHAPE,
+    Target,
+    entry,
+    eventually,
+    make_pool,
+    make_server,
+    running,
+)
+
+
+def host_part_of(step: TargetStep) -> TargetStep:
+    """What of a step is there before it is ready; where the rest will be lies rubbish."""
+    return dataclasses.replace(
+        step,
+        start_B=np.full_like(step.start_B, -99),
+        num_valid_B=np.full_like(step.num_valid_B, 77),
+        next_tokens_R=np.full_like(step.next_tokens_R, -99),
+        hidden_RH=torch.full_like(step.hidden_RH, float("nan")),
+    )
+
+
+class Ahead:
+    """A step that was prepared, as far as it can be, and arrives later, its hidden rows where they were expected."""
+
+    def __init__(
+        self, engine: DraftEngine, session: int, number: int, work: dict[int, Rows], step: TargetStep | None = None,
+        **more: Any,
+    ) -> None:  # fmt: skip
+        self.engine, self.session, self.work = engine, session, work
+        self.step = target_step(session, number, work, **more) if step is None else step
+        host_part = host_part_of(self.step)
+        self.prepared: PreparedStep | None = engine.prepare(host_part)
+        self.hidden_RH = host_part.hidden_RH
+
+    def arrive(self) -> int:
+        """Returns how many requests got no drafts although they have rows."""
+        self.hidden_RH.copy_(self.step.hidden_RH)
+        step = dataclasses.replace(self.step, hidden_RH=self.hidden_RH)
+        [answer_BK] = self.engine.step([step], self.prepared)
+        return check_answer(self.engine, self.session, self.work, answer_BK)
+
+
+def new_engine(**limits: int) -> DraftEngine:
+    return DraftEngine({0: head_runtime(0, **limits)}, min_idle_calls=2)
+
+
+def begin(
+    engine: DraftEngine, session: int = 1, num_rows: int = 9, slots: tuple[int, ...] = (0, 1, 2)
+) -> dict[int, Any]:
+    """Requests by slot, of which the engine has the first rows."""
+    requests = {slot: make_request(10 * session + slot) for slot in slots}
+    work = {slot: Rows(request, 0, num_rows, MAX_DEPTH) for slot, request in requests.items()}
+    prompts = {slot: prompt(request, 0) for slot, request in requests.items()}
+    assert Ahead(engine, session, 0, work, prompts=prompts).prepared is None, "they are new"
+    engine.step([target_step(session, 0, work, prompts=prompts)])
+    return requests
+
+
+def test_while_drafting_every_step_runs_as_it_was_prepared() -> None:
+    """With rejections, requests that want fewer drafts or none, or have no new row, across blocks."""
+    engine, rng = new_engine(), random.Random(0)
+    requests, ends = begin(engine), [9, 9, 9]
+    for number in range(1, 25):
+        num_valid = [rng.randint(1, MAX_DEPTH + 1), rng.randint(0, 2), 1]
+        work = {
+            slot: Rows(request, ends[slot], num_valid[slot], (MAX_DEPTH, number % 3, 0)[slot])
+            for slot, request in requests.items()
+        }
+        assert Ahead(engine, 1, number, work, rng=rng).arrive() == 0
+        ends = [end + num for end, num in zip(ends, num_valid, strict=True)]
+    assert (engine.counters.prepared, engine.counters.passes) == (24, 25)
+    assert ends[0] > 9 + 8 * BLOCK
+    assert (engine.counters.cold_starts, engine.counters.refused) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("start", "num_valid"),
+    [(0, 9), (7, 2), (2 * BLOCK, 3), (9, MAX_DEPTH + 2), (9, 0)],
+    ids=["begins anew", "goes back", "to the begin of a block", "more rows than drafts", "nothing new"],
+)
+def test_what_was_not_expected_takes_the_usual_way(start: int, num_valid: int) -> None:
+    engine = new_engine()
+    requests = begin(engine)
+    ends = {0: start, 1: 9 if num_valid else start, 2: 9 if num_valid else start}
+    work = {slot: Rows(request, ends[slot], num_valid, MAX_DEPTH) for slot, request in requests.items()}
+    ahead = Ahead(engine, 1, 1, work)
+    assert ahead.prepared is not None
+    assert ahead.arrive() == 0
+    assert (engine.counters.prepared, engine.counters.cold_starts) == (0, 0)
+    more = {slot: Rows(request, ends[slot] + num_valid, 1, MAX_DEPTH) for slot, request in requests.items()}
+    Ahead(engine, 1, 2, more).arrive()
+    assert (engine.counters.prepared, engine.counters.cold_starts) == (1, 0)
+
+
+@pytest.mark.parametrize("prompted", [True, False])
+def test_a_slot_that_ends_and_begins_in_one_step_is_not_prepared(prompted: bool) -> None:
+    engine = new_engine()
+    requests = begin(engine)
+    requests[1] = make_request(77)
+    work = {slot: Rows(request, 9 if slot != 1 else 0, 2, MAX_DEPTH) for slot, request in requests.items()}
+    prompts = {1: prompt(requests[1], 0)} if prompted else {}
+    ahead = Ahead(engine, 1, 1, work, finished=[1], prompts=prompts)
+    assert ahead.prepared is None
+    assert ahead.arrive() == 0
+    assert num_requests(engine) == 3
+    assert cached_range(engine, 1, 1) == (0, 2)
+
+
+def test_requests_that_ended_make_room_whether_or_not_the_rest_goes_as_prepared() -> None:
+    engine = new_engine()
+    free = engine.tables[0].pool.num_available
+    requests = begin(engine)
+    for number, (slot, start) in enumerate([(1, 9), (2, 0)], 1):
+        ahead = Ahead(engine, 1, number, {0: Rows(requests[0], start, 2, MAX_DEPTH)}, finished=[slot])
+        assert ahead.prepared is not None
+        assert cached_range(engine, 1, slot) is None
+        assert ahead.arrive() == 0
+    assert engine.counters.prepared == 1
+    assert num_requests(engine) == 1
+    assert Ahead(engine, 1, 3, {}, finished=[0]).prepared is None
+    assert engine.tables[0].pool.num_available == free
+
+
+def test_requests_of_two_heads_are_not_prepared() -> None:
+    engine = DraftEngine({head: head_runtime(head) for head in (0, 1)})
+    requests = begin(engine)
+    requests[2] = dataclasses.replace(requests[2], head=1)
+    work = {slot: Rows(request, 9, 2, MAX_DEPTH) for slot, request in requests.items()}
+    ahead = Ahead(engine, 1, 1, work)
+    assert ahead.prepared is None
+    assert ahead.arrive() == 0
+
+
+def test_a_request_evicted_meanwhile_starts_cold() -> None:
+    """Also where another has its place in the table by then."""
+    engine = new_engine(num_blocks=25)
+    requests = begin(engine, slots=(0, 1))
+    ahead = Ahead(engine, 1, 1, {slot: Rows(request, 9, 2, MAX_DEPTH) for slot, request in requests.items()})
+    assert ahead.prepared is not None
+    for number in range(13):  # up to 68 rows: 17 blocks, where the two have 10
+        work = {3: Rows(make_request(50), 5 * number, 5, MAX_DEPTH)}
+        check_answer(engine, 2, work, engine.step([target_step(2, number, work)])[0])
+    engine.step([target_step(2, 13, {4: Rows(make_request(51), 0, 1, 1)})])
+    assert engine.counters.evicted_requests == 1
+    assert ahead.arrive() == 0
+    assert (engine.counters.prepared, engine.counters.cold_starts) == (0, 1)
+
+
+def test_a_head_swapped_meanwhile_does_not_draft() -> None:
+    engine = new_engine()
+    requests = begin(engine)
+    ahead = Ahead(engine, 1, 1, {slot: Rows(request, 9, 2, MAX_DEPTH) for slot, request in requests.items()})
+    assert ahead.prepared is not None
+    engine.swap(0, head_runtime(0))
+    assert ahead.arrive() == 0
+    assert (engine.counters.prepared, engine.counters.cold_starts) == (0, 3)
+
+
+def test_a_session_dropped_meanwhile_has_no_rows() -> None:
+    engine = new_engine()
+    requests = begin(engine)
+    ahead = Ahead(engine, 1, 1, {slot: Rows(request, 9, 2, MAX_DEPTH) for slot, request in requests.items()})
+    engine.drop_session(1)
+    begin(engine, session=2)  # in the table rows of the others
+    assert ahead.arrive() == 0
+    assert (engine.counters.prepared, engine.counters.cold_starts) == (0, 3)
+
+
+def test_two_targets_prepared_at_a_time() -> None:
+    engine = new_engine()
+    sessions = {session: begin(engine, session) for session in (1, 2)}
+    for number in range(1, 9):
+        waiting = [
+            Ahead(
+                engine, session, number,
+                {slot: Rows(request, 7 + 2 * number, 2, MAX_DEPTH) for slot, request in requests.items()},
+            )
+            for session, requests in sessions.items()
+        ]  # fmt: skip
+        for ahead in waiting[:: 1 if number % 2 else -1]:
+            assert ahead.arrive() == 0
+    assert engine.counters.prepared == 16
+
+
+def test_without_room_for_all_that_might_come_nothing_is_prepared() -> None:
+    """Rather than take from others, or refuse, what the step itself would not."""
+    engine = new_engine(num_blocks=13)  # of which 12 rows of three requests take 9
+    requests = begin(engine)
+    assert engine.tables[0].pool.num_available == 13 - 9
+    work = {slot: Rows(request, 9, 1, 1 + slot) for slot, request in requests.items()}
+    ahead = Ahead(engine, 1, 1, work)
+    assert ahead.prepared is not None  # up to 9 + 5 + 2 rows: a block more each
+    ahead.arrive()
+    work = {slot: Rows(request, 10, 1, MAX_DEPTH) for slot, request in requests.items()}
+    ahead = Ahead(engine, 1, 2, work)  # up to 10 + 5 + 3 rows: another one each, and one is left
+    assert ahead.prepared is None
+    assert engine.tables[0].pool.num_available == 1
+    assert ahead.arrive() == 0
+    assert engine.counters.refused == 0
+
+
+@pytest.mark.parametrize(("limit", "least"), [("max_num_rows", 3 * 2 * MAX_DEPTH), ("max_num_requests", 3)])
+def test_a_step_that_may_take_several_passes_is_not_prepared(limit: str, least: int) -> None:
+    for value, fits in ((least, True), (least - 1, False)):
+        engine = new_engine(**{limit: value})
+        requests = begin(engine)
+        work = {slot: Rows(request, 9, 2, MAX_DEPTH) for slot, request in requests.items()}
+        ahead = Ahead(engine, 1, 1, work)
+        assert (ahead.prepared is not None) == fits
+        assert ahead.arrive() == 0
+
+
+@pytest.mark.parametrize("num_rows", [30, 31])
+def test_a_payload_with_more_rows_than_a_pass_takes_is_not_prepared(num_rows: int) -> None:
+    engine = new_engine(max_num_rows=30, max_payload_rows=30)
+    requests = begin(engine)
+    work = {slot: Rows(request, 9, 2, MAX_DEPTH) for slot, request in requests.items()}
+    step = target_step(1, 1, work)
+    padding = num_rows - len(step.next_tokens_R)
+    hidden = torch.cat([step.hidden_RH, torch.zeros(padding, step.hidden_RH.shape[1], dtype=torch.float64)])
+    step = dataclasses.replace(step, hidden_RH=hidden, next_tokens_R=np.pad(step.next_tokens_R, (0, padding)))
+    ahead = Ahead(engine, 1, 1, work, step)
+    assert (ahead.prepared is not None) == (num_rows == 30)
+    assert ahead.arrive() == 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_blocks": 40}, {"max_num_rows": 12}])
+def test_drafts_are_those_of_a_session_for_each_request(settings: dict[str, int]) -> None:
+    """Two targets' random steps, some prepared ahead of the other's step and some never sent."""
+    engine, rng = new_engine(**settings), random.Random(3)
+    stems = [[rng.randrange(99) for _ in range(50)] for _ in range(2)]
+    targets = [RandomTarget(session, [0], rng, stems) for session in (3, 8)]
+    for _ in range(150):
+        waiting = []
+        for target in rng.sample(targets, rng.choice([1, 2, 2])):
+            step, work = target.next_step()
+            waiting.append(Ahead(engine, target.session, 0, work, step))
+        if rng.random() < 0.05:
+            continue
+        for ahead in rng.sample(waiting, len(waiting)):
+            ahead.arrive()
+    counters = engine.counters
+    assert counters.prepared > 10
+    assert counters.drafts > 300
+    assert (counters.evicted_blocks > 0) == ("num_blocks" in settings)
+
+
+# Through a mailbox and a server
+
+
+def test_a_server_prepares_what_comes_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host part is there long before the rest: as a target on a GPU has it."""
+    with running(make_server()) as server:
+        engine, write = server._engine, Mailbox.write_device_part
+        pool = make_pool()
+        pool.set_drafters([entry(server.address, {0: "digest0"})])
+        eventually(lambda: pool.num_up)
+        target, calls = Target(pool), []
+        target.check_step()
+        prepare = engine.prepare
+        monkeypatch.setattr(engine, "prepare", lambda step: calls.append(step.number) or prepare(step))
+
+        def write_late(mailbox: Mailbox, step: Any) -> None:
+            eventually(lambda: calls and calls[-1] == step.number)
+            write(mailbox, step)
+
+        monkeypatch.setattr(Mailbox, "write_device_part", write_late)
+        for num_rows in (1, 3, 2, 1):
+            target.check_step(num_rows)
+        assert calls == [2, 3, 4, 5]
+        assert engine.counters.prepared == 4
+        monkeypatch.undo()
+        target.check_step(2)  # both parts at once, as from a host
+        pool.close()
+
+
+def test_a_host_part_that_does_not_fit_ends_its_connection_before_the_rest_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with running(make_server()) as server:
+        pool = make_pool()
+        pool.set_drafters([entry(server.address, {0: "digest0"})])
+        eventually(lambda: pool.num_up)
+        target, write = Target(pool), Mailbox.write_host_part
+        target.check_step()
+
+        def write_damaged(mailbox: Mailbox, step: Any) -> int:
+            depth_B = np.full_like(step.depth_B, SHAPE.max_depth + 1)
+            return write(mailbox, dataclasses.replace(step, depth_B=depth_B))
+
+        def wait(mailbox: Mailbox, step: Any) -> None:
+            eventually(lambda: server.report()["num_dropped"])
+
+        monkeypatch.setattr(Mailbox, "write_host_part", write_damaged)
+        monkeypatch.setattr(Mailbox, "write_device_part", wait)
+        assert target.step() == [None] * 3
+        monkeypatch.undo()
+        pool.close()
+
+
+def test_an_engine_that_fails_to_prepare_counts_as_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(make_server()) as server:
+        pool = make_pool()
+        pool.set_drafters([entry(server.address, {0: "digest0"})])
+        eventually(lambda: pool.num_up)
+
+        def fail(step: Any) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access")
+
+        monkeypatch.setattr(server._engine, "prepare", fail)
+        monkeypatch.setattr(
+            Mailbox, "write_device_part", lambda *_: eventually(lambda: server.report()["num_failures"])
+        )
+        assert Target(pool).step() == [None] * 3
+        assert "illegal memory access" in server.report()["last_error"]
+        monkeypatch.undo()
+        pool.close()
