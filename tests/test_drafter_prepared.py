@@ -122,18 +122,19 @@ def test_what_was_not_expected_takes_the_usual_way(start: int, num_valid: int) -
     assert (engine.counters.prepared, engine.counters.cold_starts) == (1, 0)
 
 
-@pytest.mark.parametrize("prompted", [True, False])
-def test_a_slot_that_ends_and_begins_in_one_step_is_not_prepared(prompted: bool) -> None:
+@pytest.mark.parametrize(("finished", "prompted"), [([1], True), ([1], False), ([], True)])
+def test_a_slot_that_another_request_has_from_now_on_is_not_prepared(finished: list[int], prompted: bool) -> None:
+    """Although the new one begins where the old one would have gone on."""
     engine = new_engine()
     requests = begin(engine)
     requests[1] = make_request(77)
-    work = {slot: Rows(request, 9 if slot != 1 else 0, 2, MAX_DEPTH) for slot, request in requests.items()}
-    prompts = {1: prompt(requests[1], 0)} if prompted else {}
-    ahead = Ahead(engine, 1, 1, work, finished=[1], prompts=prompts)
+    work = {slot: Rows(request, 9, 2, MAX_DEPTH) for slot, request in requests.items()}
+    prompts = {1: prompt(requests[1], 9)} if prompted else {}
+    ahead = Ahead(engine, 1, 1, work, finished=finished, prompts=prompts)
     assert ahead.prepared is None
     assert ahead.arrive() == 0
     assert num_requests(engine) == 3
-    assert cached_range(engine, 1, 1) == (0, 2)
+    assert cached_range(engine, 1, 1) == (9, 11)
 
 
 def test_requests_that_ended_make_room_whether_or_not_the_rest_goes_as_prepared() -> None:
@@ -229,6 +230,17 @@ def test_without_room_for_all_that_might_come_nothing_is_prepared() -> None:
     assert engine.counters.refused == 0
 
 
+def test_a_request_that_may_reach_its_longest_context_is_not_prepared() -> None:
+    engine, request = new_engine(), dataclasses.replace(make_request(0), tokens=list(range(90)) * 3)
+    longest = engine.tables[0].max_num_positions
+    end = longest - 2 * MAX_DEPTH  # as many rows may come, those of the mask token included
+    engine.step([target_step(1, 0, {0: Rows(request, 0, end, 0)})])
+    for number, fits in enumerate([True, False, False]):
+        ahead = Ahead(engine, 1, number, {0: Rows(request, end + number, 1, MAX_DEPTH)})
+        assert (ahead.prepared is not None) == fits
+        assert ahead.arrive() == 0
+
+
 @pytest.mark.parametrize(("limit", "least"), [("max_num_rows", 3 * 2 * MAX_DEPTH), ("max_num_requests", 3)])
 def test_a_step_that_may_take_several_passes_is_not_prepared(limit: str, least: int) -> None:
     for value, fits in ((least, True), (least - 1, False)):
@@ -285,10 +297,11 @@ def test_a_server_prepares_what_comes_in_two_parts(monkeypatch: pytest.MonkeyPat
         pool = make_pool()
         pool.set_drafters([entry(server.address, {0: "digest0"})])
         eventually(lambda: pool.num_up)
-        target, calls = Target(pool), []
+        target, calls, given = Target(pool), [], []
         target.check_step()
-        prepare = engine.prepare
+        prepare, run = engine.prepare, engine.step
         monkeypatch.setattr(engine, "prepare", lambda step: calls.append(step.number) or prepare(step))
+        monkeypatch.setattr(engine, "step", lambda steps, prepared: given.append(prepared) or run(steps, prepared))
 
         def write_late(mailbox: Mailbox, step: Any) -> None:
             eventually(lambda: calls and calls[-1] == step.number)
@@ -299,8 +312,10 @@ def test_a_server_prepares_what_comes_in_two_parts(monkeypatch: pytest.MonkeyPat
             target.check_step(num_rows)
         assert calls == [2, 3, 4, 5]
         assert engine.counters.prepared == 4
-        monkeypatch.undo()
+        monkeypatch.setattr(Mailbox, "write_device_part", write)
+        monkeypatch.setattr(engine, "prepare", lambda step: None)
         target.check_step(2)  # both parts at once, as from a host
+        assert [prepared is not None for prepared in given] == [True] * 4 + [False]
         pool.close()
 
 
