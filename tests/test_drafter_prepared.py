@@ -303,9 +303,9 @@ def test_a_server_prepares_what_comes_in_two_parts(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(engine, "prepare", lambda step: calls.append(step.number) or prepare(step))
         monkeypatch.setattr(engine, "step", lambda steps, prepared: given.append(prepared) or run(steps, prepared))
 
-        def write_late(mailbox: Mailbox, step: Any) -> None:
-            eventually(lambda: calls and calls[-1] == step.number)
-            write(mailbox, step)
+        def write_late(mailbox: Mailbox, number: int, *rest: Any) -> None:
+            eventually(lambda: calls and calls[-1] == number)
+            write(mailbox, number, *rest)
 
         monkeypatch.setattr(Mailbox, "write_device_part", write_late)
         for num_rows in (1, 3, 2, 1):
@@ -333,7 +333,7 @@ def test_a_host_part_that_does_not_fit_ends_its_connection_before_the_rest_is_th
             depth_B = np.full_like(step.depth_B, SHAPE.max_depth + 1)
             return write(mailbox, dataclasses.replace(step, depth_B=depth_B))
 
-        def wait(mailbox: Mailbox, step: Any) -> None:
+        def wait(*_: Any) -> None:
             eventually(lambda: server.report()["num_dropped"])
 
         monkeypatch.setattr(Mailbox, "write_host_part", write_damaged)
