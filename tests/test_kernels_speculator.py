@@ -136,7 +136,7 @@ def make_speculator(drafter: Any, num_drafts: int, with_graphs: bool) -> Any:
     one.arange = torch.arange(MAX_REQUESTS + 1, dtype=torch.int32)
     one.rows = speculator.DraftRows.empty(MAX_REQUESTS, one.max_rows, num_drafts, 1, one.device)
     one.model = Network(drafter, lambda: one.rows)
-    one.groups, one.builders, one.attn_groups, one.plans_in_graphs = [0], [], [[]], with_graphs
+    one.groups, one.builders, one.attn_groups, one.renews_metadata = [0], [], [[]], with_graphs
     one.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["a"])])
     tables = torch.zeros(MAX_REQUESTS, MAX_LEN // BLOCK, dtype=torch.int32)
     one.block_tables = Tables([tables])

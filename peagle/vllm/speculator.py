@@ -14,8 +14,8 @@ batch to any depth, and need no rows for rejected drafts; what comes behind the 
 of draft tokens, is a graph of its own there, by the number of drafts. On them run batches of `MIN_PACKED_REQUESTS` and
 more, and, where `compat.replays_prompts`, those with prompts; smaller ones run on the first kind to K_max. Attention
 that has full graphs only for equal numbers of rows has the first kind for all numbers of requests and depths. What has
-no full graph runs on vLLM's piecewise graphs where their size has one. FlashAttention's metadata follow from numbers on
-the GPU alone, so full graphs hold their making too: the host then only lays out the rows and replays.
+no full graph runs on vLLM's piecewise graphs where their size has one. Where attention can renew its metadata from
+numbers on the GPU (vLLM does so between EAGLE's drafts), full graphs hold that too: the host lays out rows and replays.
 
 Greedy drafts only: vLLM's rejection sampling keeps the output's distribution with them.
 
@@ -39,7 +39,6 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -223,7 +222,9 @@ class PEagleSpeculator(DraftModelSpeculator):
         for builder in self.builders:
             if hasattr(builder, "max_cudagraph_size"):  # up to which FlashAttention plans for graphs, in rows
                 builder.max_cudagraph_size = self.max_rows
-        self.plans_in_graphs = all(type(builder) is FlashAttentionMetadataBuilder for builder in self.builders)
+        self.renews_metadata = all(
+            getattr(builder, "supports_draft_decode_metadata_update", False) for builder in self.builders
+        )
         num_groups = len(self.kv_cache_config.kv_cache_groups)
         self.rows = DraftRows.empty(
             self.max_num_reqs, self.max_rows, self.num_speculative_steps, num_groups, self.device
@@ -279,7 +280,7 @@ class PEagleSpeculator(DraftModelSpeculator):
         for buffer in (rows.token_ids_R, rows.positions_R, rows.sources_R, rows.sample_rows_BD, rows.context_B):
             buffer.zero_()
         rows.slots_GR.fill_(-1)
-        attention: tuple[Any, ...] | None = None  # arguments of `_attention`
+        metadata = slots = None
         depth = (desc.uniform_token_count or 0) // 2 or self.num_speculative_steps
         num_targets, num_drafts = count * (1 + depth), count * depth
         if desc.cg_mode == CUDAGraphMode.FULL:
@@ -291,13 +292,19 @@ class PEagleSpeculator(DraftModelSpeculator):
             self.block_tables.get_dummy_block_tables(count)
             first_row_B1 = self.arange[: count + 1] * stride
             context_B = torch.full((count,), stride, dtype=torch.int32)
-            max_query_len = desc.max_query_len or stride
-            attention = desc.num_tokens, first_row_B1, context_B, max_query_len, self.max_model_len, True
-        is_planned = attention is not None and self.plans_in_graphs
-        made = (None, None) if attention is None or is_planned else self._attention(*attention)
+            metadata, slots = self._attention(
+                desc.num_tokens,
+                first_row_B1,
+                context_B,
+                desc.max_query_len or stride,
+                self.max_model_len,
+                for_capture=True,
+            )
 
         def draft(mode: CUDAGraphMode) -> None:
-            metadata, slots = self._attention(*attention) if attention is not None and is_planned else made
+            if metadata is not None and self.renews_metadata:
+                for group in chain.from_iterable(self.attn_groups):
+                    group.update_draft_decode_metadata(metadata)
             self._pass(num_targets, desc.num_tokens, metadata, slots, mode)
             if num_drafts:
                 self._choose(num_drafts)
@@ -416,7 +423,7 @@ class PEagleSpeculator(DraftModelSpeculator):
                 max_model_len=self.max_model_len,
             )
         metadata = slots = None
-        if desc is None or not self.plans_in_graphs:
+        if desc is None or not self.renews_metadata:
             # Full graphs read these through the builder's buffers, so they are built for a replay too; what is planned
             # from the number of rows a request has to be what was captured.
             planned = None if desc is None else desc.max_query_len
@@ -450,9 +457,10 @@ class PEagleSpeculator(DraftModelSpeculator):
         if stride:
             first_row_B1 = self.arange[: num_padded + 1].clamp(max=num_requests) * stride
         else:
-            first_row_B1 = torch.full((num_padded + 1,), num_rows, dtype=torch.int32)
+            ends_B = np.cumsum(lengths_B + (depth - 1))
+            first_row_B1 = torch.full((num_padded + 1,), int(ends_B[-1]), dtype=torch.int32)
             first_row_B1[0] = 0
-            first_row_B1[1 : num_requests + 1] = torch.from_numpy(np.cumsum(lengths_B + (depth - 1)))
+            first_row_B1[1 : num_requests + 1] = torch.from_numpy(ends_B)
             first_row_B1.clamp_(max=num_rows)
         context_B = torch.zeros(num_padded, dtype=torch.int32)
         context_B[:num_requests] = (most_keys_B + (depth - 1)).clamp(max=self.max_model_len)
