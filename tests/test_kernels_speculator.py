@@ -265,3 +265,25 @@ def test_drafts_are_the_reference_s(num_drafts: int, with_graphs: bool, monkeypa
     assert num_compared > 10 * num_drafts**0.5
     assert num_alone > 2
     assert one.graphs is None or one.graphs.num_packed > 5
+
+
+@pytest.mark.parametrize("renews", [True, False])
+def test_full_graphs_hold_the_renewal_of_metadata_where_attention_has_it(renews: bool) -> None:
+    """What a graph holds is what its function does when it is captured, and again at each replay."""
+    one, done = make_speculator(build_drafter(REDUCED, head_tensors(REDUCED)), 4, with_graphs=False), []
+    one.renews_metadata, one.attn_groups = renews, [[SimpleNamespace(update_draft_decode_metadata=done.append)]]
+    one._attention, one._pass = lambda *_, **__: ("metadata", "slots"), lambda *given: done.append(given[2:4])
+    one.block_tables.get_dummy_block_tables = lambda count: None
+    draft = one._prepare_capture(
+        SimpleNamespace(
+            num_tokens=16, num_reqs=2, uniform_token_count=8, max_query_len=None, cg_mode=speculator.CUDAGraphMode.FULL
+        ),
+        False,
+    )
+    draft(speculator.CUDAGraphMode.NONE)
+    draft(speculator.CUDAGraphMode.NONE)
+    assert done == [*(["metadata"] if renews else []), ("metadata", "slots")] * 2
+    done.clear()
+    piecewise = SimpleNamespace(num_tokens=16, num_reqs=None, uniform_token_count=None, cg_mode="piecewise")
+    one._prepare_capture(piecewise, False)(speculator.CUDAGraphMode.PIECEWISE)
+    assert done == [(None, None)]
