@@ -124,9 +124,9 @@ class Admission:
         finally:
             self._leave(line, weight)
 
-    def charge_tokens(self, caller: Caller, num_tokens: int) -> None:
-        """Count the tokens of an answer against its caller's rate."""
-        line = self._lines.get(caller.name)
+    def charge_tokens(self, caller: str, num_tokens: int) -> None:
+        """Count the tokens of an answer against the rate of the caller of this name, where it has one."""
+        line = self._lines.get(caller)
         if line is not None and (tokens := line.rates.get("tokens")) is not None:
             tokens.use(num_tokens, self._clock())
 

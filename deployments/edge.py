@@ -410,13 +410,14 @@ class Admitted:
     """A request as the engine gets it. May travel from an ingress replica to a target replica.
 
     `fields`: vLLM's fields of the body, with what the edge decided in `vllm_xargs`. `num_sequences`: its weight.
-    `trace`: headers by which the engine's span becomes part of its client's trace."""
+    `trace`: headers by which the engine's span becomes part of its client's trace. `caller`: name of who asked."""
 
     call: Call
     fields: dict[str, Any]
     drafting: Drafting
     num_sequences: int = 1
     trace: Mapping[str, str] = field(default_factory=dict)
+    caller: str = ""
 
     @functools.cached_property
     def body(self) -> Body:
@@ -588,7 +589,7 @@ class Edge:
         if "request_id" not in fields and _REQUEST_ID.fullmatch(request_id):
             fields["request_id"] = body.request_id = request_id
         trace = {name: headers[name] for name in TRACE_HEADERS if name in headers} if headers else {}
-        admitted = Admitted(call, fields, drafting, num_sequences, trace)
+        admitted = Admitted(call, fields, drafting, num_sequences, trace, caller.name)
         admitted.__dict__["body"] = body
         return admitted
 
@@ -680,7 +681,7 @@ class Edge:
         finally:
             self.metrics.count_answer(workload, status)
             if usage is not None:
-                self.admission.charge_tokens(caller, usage.num_prompt_tokens + usage.num_output_tokens)
+                self.admission.charge_tokens(caller.name, usage.num_prompt_tokens + usage.num_output_tokens)
 
     def families(self) -> list[Metric]:
         """`EdgeMetrics.families` of the workloads that are told apart now."""

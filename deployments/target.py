@@ -286,19 +286,19 @@ class TargetServer(LLMServer):
             if is_complete:
                 self._ids.difference_update(ids)
             else:
-                task = asyncio.get_running_loop().create_task(self._abort(ids))
+                task = asyncio.get_running_loop().create_task(self._abort(ids, admitted.caller))
                 self._aborts.add(task)
                 task.add_done_callback(self._aborts.discard)
 
-    async def _abort(self, ids: Sequence[str]) -> None:
-        """End what is left of a request. vLLM aborts what is cancelled, but not always all of its sequences, and
-        sometimes late."""
+    async def _abort(self, ids: Sequence[str], caller: str) -> None:
+        """End what is left of a request, and charge its caller for what there was. vLLM aborts what is cancelled, but
+        not always all of its sequences, and sometimes late."""
         try:
             await self._client.abort(ids)
         finally:
             self._ids.difference_update(ids)
-            for request_id in ids:
-                self._recorder.pop(request_id)
+            for record in filter(None, map(self._recorder.pop, ids)):
+                self.edge.admission.charge_tokens(caller, record.num_prompt_tokens + record.num_output_tokens)
 
     async def _events(self, admitted: Admitted, events: Any) -> Answer:
         """vLLM's server-sent events, with `drafting` in the last chunk that finishes a choice."""

@@ -176,7 +176,7 @@ def test_rates_are_refused_with_the_time_to_wait_and_come_back() -> None:
         assert requests.running == ["a", "b"]
         assert (requests.refused[0].retry_after_s, "2 requests a minute" in requests.refused[0].message) == (30, True)
         now_s = 31.0
-        requests.admission.charge_tokens(caller, 900)
+        requests.admission.charge_tokens(caller.name, 900)
         await requests.send("d", caller)
         assert (requests.refused[1].retry_after_s, "600 tokens" in requests.refused[1].message) == (31, True)
         now_s = 62.5

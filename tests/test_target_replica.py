@@ -16,7 +16,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from cluster.control import DepthControl
 from cluster.counts import Counts, TargetReport, WorkloadCounts
-from deployments.edge import Admitted, ApiError, Edge, Usage
+from cluster.request import Caller
+from deployments.edge import ApiError, Edge, Usage
 from deployments.target import TargetServer
 from peagle.vllm.acceptance import RequestDrafting
 from tests.counted import counts_of
@@ -115,7 +116,7 @@ def test_an_engine_that_dies_in_a_stream_ends_it_in_words_of_our_own() -> None:
     replica._client.errored = True
     (refused,) = items(replica, stream=True)
     assert (refused.status, refused.code) == (502, "engine_lost")
-    replica._client = SimpleNamespace(errored=False, abort=replica._abort)
+    replica._client = SimpleNamespace(errored=False, abort=replica._end)
 
     async def dies() -> AsyncIterator[str]:
         yield chunk()
@@ -192,13 +193,16 @@ def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: Any) -> 
 
         replica = Replica(lambda _: endless())
         fields = {"messages": HELLO} if call == "chat" else {"prompt": ["a", "b"]}
-        admitted: Admitted = replica.edge.admit(call, {**fields, "stream": True, "n": 3, "request_id": "r1"})
-        answer = replica.generate(admitted)
+        document = {**fields, "stream": True, "n": 3, "request_id": "r1"}
+        charged: list[Any] = []
+        replica.edge.admission.charge_tokens = lambda *given: charged.append(given)  # type: ignore[method-assign]
+        answer = replica.edge.answer(call, document, replica.generate, Caller("web"))
         assert [await anext(answer) for _ in range(3)]
         await answer.aclose()
         await asyncio.sleep(0.01)
         assert closed == [True]
         assert replica.aborted == (["chatcmpl-r1"] if call == "chat" else ["cmpl-r1-0", "cmpl-r1-1"])
+        assert charged == [("web", 13)] * len(replica.aborted), "prompt and output so far of each of its prompts"
 
     asyncio.run(run())
 
