@@ -98,7 +98,7 @@ def test_while_drafting_every_step_runs_as_it_was_prepared() -> None:
         }
         assert Ahead(engine, 1, number, work, rng=rng).arrive() == 0
         ends = [end + num for end, num in zip(ends, num_valid, strict=True)]
-    assert (engine.counters.prepared, engine.counters.passes) == (24, 25)
+    assert (engine.counters.prepared_passes, engine.counters.passes) == (24, 25)
     assert ends[0] > 9 + 8 * BLOCK
     assert (engine.counters.cold_starts, engine.counters.refused) == (0, 0)
 
@@ -116,10 +116,10 @@ def test_what_was_not_expected_takes_the_usual_way(start: int, num_valid: int) -
     ahead = Ahead(engine, 1, 1, work)
     assert ahead.prepared is not None
     assert ahead.arrive() == 0
-    assert (engine.counters.prepared, engine.counters.cold_starts) == (0, 0)
+    assert (engine.counters.prepared_passes, engine.counters.cold_starts) == (0, 0)
     more = {slot: Rows(request, ends[slot] + num_valid, 1, MAX_DEPTH) for slot, request in requests.items()}
     Ahead(engine, 1, 2, more).arrive()
-    assert (engine.counters.prepared, engine.counters.cold_starts) == (1, 0)
+    assert (engine.counters.prepared_passes, engine.counters.cold_starts) == (1, 0)
 
 
 @pytest.mark.parametrize(("finished", "prompted"), [([1], True), ([1], False), ([], True)])
@@ -146,7 +146,7 @@ def test_requests_that_ended_make_room_whether_or_not_the_rest_goes_as_prepared(
         assert ahead.prepared is not None
         assert cached_range(engine, 1, slot) is None
         assert ahead.arrive() == 0
-    assert engine.counters.prepared == 1
+    assert engine.counters.prepared_passes == 1
     assert num_requests(engine) == 1
     assert Ahead(engine, 1, 3, {}, finished=[0]).prepared is None
     assert engine.tables[0].pool.num_available == free
@@ -174,7 +174,7 @@ def test_a_request_evicted_meanwhile_starts_cold() -> None:
     engine.step([target_step(2, 13, {4: Rows(make_request(51), 0, 1, 1)})])
     assert engine.counters.evicted_requests == 1
     assert ahead.arrive() == 0
-    assert (engine.counters.prepared, engine.counters.cold_starts) == (0, 1)
+    assert (engine.counters.prepared_passes, engine.counters.cold_starts) == (0, 1)
 
 
 def test_a_head_swapped_meanwhile_does_not_draft() -> None:
@@ -184,7 +184,7 @@ def test_a_head_swapped_meanwhile_does_not_draft() -> None:
     assert ahead.prepared is not None
     engine.swap(0, head_runtime(0))
     assert ahead.arrive() == 0
-    assert (engine.counters.prepared, engine.counters.cold_starts) == (0, 3)
+    assert (engine.counters.prepared_passes, engine.counters.cold_starts) == (0, 3)
 
 
 def test_a_session_dropped_meanwhile_has_no_rows() -> None:
@@ -194,7 +194,7 @@ def test_a_session_dropped_meanwhile_has_no_rows() -> None:
     engine.drop_session(1)
     begin(engine, session=2)  # in the table rows of the others
     assert ahead.arrive() == 0
-    assert (engine.counters.prepared, engine.counters.cold_starts) == (0, 3)
+    assert (engine.counters.prepared_passes, engine.counters.cold_starts) == (0, 3)
 
 
 def test_two_targets_prepared_at_a_time() -> None:
@@ -210,7 +210,7 @@ def test_two_targets_prepared_at_a_time() -> None:
         ]  # fmt: skip
         for ahead in waiting[:: 1 if number % 2 else -1]:
             assert ahead.arrive() == 0
-    assert engine.counters.prepared == 16
+    assert engine.counters.prepared_passes == 16
 
 
 def test_without_room_for_all_that_might_come_nothing_is_prepared() -> None:
@@ -282,7 +282,7 @@ def test_drafts_are_those_of_a_session_for_each_request(settings: dict[str, int]
         for ahead in rng.sample(waiting, len(waiting)):
             ahead.arrive()
     counters = engine.counters
-    assert counters.prepared > 10
+    assert counters.prepared_passes > 10
     assert counters.drafts > 300
     assert (counters.evicted_blocks > 0) == ("num_blocks" in settings)
 
@@ -311,7 +311,7 @@ def test_a_server_prepares_what_comes_in_two_parts(monkeypatch: pytest.MonkeyPat
         for num_rows in (1, 3, 2, 1):
             target.check_step(num_rows)
         assert calls == [2, 3, 4, 5]
-        assert engine.counters.prepared == 4
+        assert engine.counters.prepared_passes == 4
         monkeypatch.setattr(Mailbox, "write_device_part", write)
         monkeypatch.setattr(engine, "prepare", lambda step: None)
         target.check_step(2)  # both parts at once, as from a host

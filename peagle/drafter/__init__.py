@@ -8,7 +8,8 @@ The way of one hidden row, from a target's step to the draft tokens, and the for
                                 handed over by `Link.send`
     mailbox                     through shared memory of one host, in the order of the GPU's stream,
     protocol                    or over TCP between hosts
-    server        TargetStep    read and checked, together with those of other targets
+    server        TargetStep    its host part read, checked and prepared for while the target runs, the rest when it is
+                                ready, together with those of other targets
     engine        PassBatch     the request's cache blocks (`kvcache`), and the row's place in its payload
     graphs                      on a GPU: one copy of the integers, one CUDA graph
     parallel_pass Rows          the P-EAGLE pass: `rows` lays them out, `attention` reads and writes the paged cache

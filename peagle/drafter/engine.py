@@ -311,7 +311,7 @@ class DraftEngine:
         tokens_R = step.next_tokens_R[first : first + len(batch.next_tokens_R)]
         batch = dataclasses.replace(batch, num_valid_B=step.num_valid_B, next_tokens_R=tokens_R)
         pending = self._start(prepared.head, batch, prepared.ahead)
-        self.counters.prepared += 1
+        self.counters.prepared_passes += 1
         requests = dataclasses.replace(requests, num_valid_G=step.num_valid_B.astype(np.int64))
         _commit(table, requests, [step])
         return [(requests, pending)]

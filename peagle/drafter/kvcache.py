@@ -153,7 +153,7 @@ class Counters:
     evicted_blocks: int = 0
     refused: int = 0
     passes: int = 0
-    prepared: int = 0  # of these, launched as they were prepared
+    prepared_passes: int = 0  # of these, launched as they were prepared
     rows: int = 0  # of passes, mask rows included
     drafts: int = 0
 
