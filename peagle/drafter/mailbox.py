@@ -285,14 +285,8 @@ class Mailbox:
         """The rest of a step, `ready` last: tensors as in `TargetStep`, on a GPU in the order of its current stream."""
         area = self.area(number)
         area.payload_RH[: len(hidden_RH)].copy_(hidden_RH, non_blocking=True)
-        post_step(
-            start_B,
-            num_valid_B,
-            next_tokens_R,
-            torch.from_numpy(area.device_part),
-            torch.from_numpy(area.ready),
-            number,
-        )
+        words = torch.from_numpy(area.device_part), torch.from_numpy(area.ready)
+        post_step(start_B, num_valid_B, next_tokens_R, *words, number)
 
     def enqueue_wait(self, number: int, timeout_s: float, out_BK: Tensor) -> None:
         """Let the current stream wait for the drafts of a step, at most this long, and put them into out_BK, int64 on
@@ -405,7 +399,7 @@ class Mailbox:
             self.write_device_part(0, nothing, nothing, nothing, torch.empty(0, self.shape.hidden_size, device=device))
             for timeout_s in (1e-3, 1e3):
                 self.enqueue_wait(0, timeout_s, out_BK)
-            torch.cuda.synchronize(device)
+            torch.cuda.current_stream().synchronize()
             area.outcome[:] = 0
 
     def unpin(self, device: torch.device) -> None:

@@ -185,11 +185,8 @@ class StepSender:
         groups = self.pool.assign(change.slots_B[wanted], batch.heads_B[wanted], new) if len(wanted) else ()
         for link, places in groups:
             members_M = wanted[np.asarray(places, dtype=np.int64)]
-            rows, heads_M, depth_M = (
-                _rows_of(batch, members_M, self.device),
-                batch.heads_B[members_M],
-                batch.depth_B[members_M],
-            )
+            heads_M, depth_M = batch.heads_B[members_M], batch.depth_B[members_M]
+            rows = _rows_of(batch, members_M, self.device)
             plan = StepPlan(
                 slots_B=change.slots_B[members_M],
                 heads_B=heads_M,

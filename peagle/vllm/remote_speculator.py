@@ -154,7 +154,6 @@ class RemoteModelRunner(PEagleRunner):
     """vLLM's V2 runner with a remote drafter."""
 
     speculator: RemoteSpeculator
-
     _planned: InputBatch | None = None
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> InputBatch:
