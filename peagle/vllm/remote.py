@@ -141,7 +141,7 @@ class _Rows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Message:
+class StepMessage:
     """Under way to a drafter: its link, its requests' positions in the batch (`members_M`, and as `places` an index
     for tensors, None for all in order), their heads, their rows, and whether any is to get drafts."""
 
@@ -164,8 +164,8 @@ class StepSender:
     def __init__(self, pool: Any, shape: TargetShape, device: torch.device) -> None:
         """device: of the engine. Where it is a GPU, its stream waits for answers, not the host."""
         self.pool, self.shape, self.device = pool, shape, device
-        self._unanswered: dict[Any, Message] = {}  # by link
-        self._begun: list[Message] = []
+        self._unanswered: dict[Any, StepMessage] = {}  # by link
+        self._begun: list[StepMessage] = []
         self._slots = RequestSlots(shape.max_num_requests)
         self._slots_B: Int32Array = np.zeros(0, np.int32)  # of the last step
         self._counts: Counter[str] = Counter()
@@ -197,9 +197,9 @@ class StepSender:
             )
             if link.announce(plan):
                 place = _place(members_M, len(batch.request_ids), self.device)
-                self._begun.append(Message(link, members_M, place, heads_M, rows, bool(depth_M.any())))
+                self._begun.append(StepMessage(link, members_M, place, heads_M, rows, bool(depth_M.any())))
 
-    def send(self, sampled: SampledRows) -> list[Message]:
+    def send(self, sampled: SampledRows) -> list[StepMessage]:
         """The rows of the batch begun last; the messages whose drafts are to be waited for."""
         begun, self._begun = self._begun, []
         sent = []
@@ -216,7 +216,7 @@ class StepSender:
             self._counts["rows_sent"] += message.rows.num_rows
         return sent
 
-    def _settle(self, message: Message) -> None:
+    def _settle(self, message: StepMessage) -> None:
         """Wait for an answer without drafts."""
         if self.device.type == "cuda":
             size = (len(message.members_M), self.shape.max_depth)
@@ -224,7 +224,7 @@ class StepSender:
         else:
             message.link.wait()
 
-    def _send(self, message: Message, sampled: SampledRows) -> bool:
+    def _send(self, message: StepMessage, sampled: SampledRows) -> bool:
         rows, places = message.rows, message.places
         hidden_RH = _reduce(message.link.reducers, message.heads_M, rows, sampled.aux)
         per_request = sampled.start_B, sampled.num_valid_B
@@ -233,7 +233,7 @@ class StepSender:
         is_sent: bool = message.link.send(start_B, num_valid_B, next_tokens_R[: rows.num_rows], hidden_RH)
         return is_sent
 
-    def wait_host(self, sent: Sequence[Message], num_requests: int) -> Int32Array:
+    def wait_host(self, sent: Sequence[StepMessage], num_requests: int) -> Int32Array:
         """Drafts [B, K] of the host, -1 where there are none; waits no longer than the links' deadlines."""
         drafts_BK = np.full((num_requests, self.shape.max_depth), NO_DRAFT, dtype=np.int32)
         for message in sent:
@@ -241,7 +241,7 @@ class StepSender:
                 drafts_BK[message.members_M] = drafts_MK
         return drafts_BK
 
-    def enqueue_wait(self, sent: Sequence[Message], num_requests: int) -> Tensor:
+    def enqueue_wait(self, sent: Sequence[StepMessage], num_requests: int) -> Tensor:
         """Drafts [B, K], int64 on the device, filled in the order of its stream; 0 where there are none."""
         whole_BK: Tensor | None = None
         for message in sent:
@@ -426,7 +426,7 @@ class RemoteDrafts(_Runner):
     """Mixin over vLLM's model runner in synchronous scheduling; `install_remote` turns a finished runner into one."""
 
     remote: StepSender | None  # None on ranks that do not send
-    _sent: list[Message]
+    _sent: list[StepMessage]
 
     @classmethod
     def install_remote(cls, runner: Any) -> None:
