@@ -22,6 +22,7 @@ import httpx
 import ray
 import ray.serve
 import yaml
+from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.settings import SPECULATIVE_CONFIG_ENV, ClusterSettings, key_variables, live_config, load_settings
@@ -148,9 +149,17 @@ def read_config(path: Path, *, with_keys: bool = True) -> tuple[dict[str, Any], 
     """
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-        ServeDeploySchema.model_validate(config)
+        ServeDeploySchema.model_validate(config, extra="forbid")
     except OSError as error:
         raise UpError(f"{path} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        unknown = [".".join(map(str, one["loc"])) for one in error.errors() if one["type"] == "extra_forbidden"]
+        if not unknown:
+            raise UpError(f"{path} is not a Ray Serve config file: {error}") from error
+        raise UpError(
+            f"{path}: Ray Serve has no {', '.join(unknown)} and would pass over it; what is set of the service itself "
+            "(model, drafter, callers, ...) belongs under applications, args"
+        ) from error
     except (yaml.YAMLError, ValueError) as error:
         raise UpError(f"{path} is not a Ray Serve config file: {error}") from error
     if not config["applications"]:

@@ -66,6 +66,11 @@ def test_a_drafter_named_by_sagemakers_variable_goes_with_the_config(
         ("- a list", "is not a Ray Serve config file"),
         ({"applications": []}, "applications is empty"),
         ({**config(), "proxy_location": "Nowhere"}, "proxy_location"),
+        ({**config(), "callers": {"web": {}}}, "Ray Serve has no callers"),
+        (
+            {"applications": [{**config()["applications"][0], "deployments": [{"name": "target", "num_replica": 2}]}]},
+            "Ray Serve has no applications.0.deployments.0.num_replica",
+        ),
         ({"applications": [{"import_path": "deployments.app:build", "args": {"modle": {}}}]}, "unknown key modle"),
         ({"applications": [{"import_path": "deployments.app:build"}]}, "missing key model"),
     ],
