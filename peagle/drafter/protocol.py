@@ -101,7 +101,7 @@ class TargetShape:
 class StepPlan:
     """What a target's host knows of a step before it runs; fields as in `TargetStep`.
 
-    num_rows: of the payload. Session, number and finished slots are set by the link.
+    num_rows: of the payload. Number and finished slots are set by the link.
     """
 
     slots_B: Int32Array
