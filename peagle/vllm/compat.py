@@ -107,8 +107,18 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
             "capture": ("create_forward_fn",),
         },
         "vllm.v1.worker.gpu.block_table:BlockTables": {"gather_block_tables": ("idx_mapping", "num_reqs_padded")},
-        "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager": {"__init__": ("varlen_decode",)},
+        "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager": {
+            "__init__": ("varlen_decode",),
+            "capture": ("model",),
+        },
         "vllm.v1.worker.gpu.cudagraph_utils:BatchExecutionDescriptor": {"__init__": ("num_reqs", "max_query_len")},
+        "vllm.v1.worker.gpu.model_states.default:DefaultModelState": {
+            "prepare_attn": ("input_batch", "cudagraph_mode", "for_capture")
+        },
+        "vllm.v1.worker.utils:AttentionGroup": {
+            "get_metadata_builder": (),
+            "update_draft_decode_metadata": ("attn_metadata",),
+        },
         "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator": {
             "propose": (
                 "input_batch",

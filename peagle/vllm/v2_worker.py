@@ -3,20 +3,27 @@
 Given to vLLM as an import string, `worker_cls=V2_WORKER` of `peagle.vllm.engine`. With a P-EAGLE head it brings the
 speculator (`peagle.vllm.speculator`), and full CUDA graphs for decoding steps of any mix of 0..K_max drafts a request.
 Where `compat.replays_prompts`, with it and without any head, steps with prompts in them run on full CUDA graphs too.
+Where attention can also renew its metadata from numbers on the GPU, these graphs hold that, and the host builds none.
 Else without a head, and with an EAGLE-3 head, the runner is vLLM's own. Each engine measures its decoding steps when
 it starts (`peagle.vllm.step_measure`).
 """
 
 import dataclasses
+from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
 from vllm.v1.worker.gpu.attn_utils import get_attn_cg_support
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.utils import AttentionGroup
 
 from peagle.vllm import compat
 from peagle.vllm.speculator import PEagleSpeculator, most_rows
@@ -28,6 +35,9 @@ if TYPE_CHECKING:
 
 compat.allow_v2()
 
+RENEWABLE = (FlashAttentionMetadataBuilder, TritonAttentionMetadataBuilder)
+"""Builders of metadata that a full graph can renew, and no others derived from them."""
+
 
 class StepGraphs(ModelCudaGraphManager):
     """Full graphs for steps of any split of rows to requests, in the engine's sizes in rows.
@@ -36,6 +46,9 @@ class StepGraphs(ModelCudaGraphManager):
     scheduler trims drafts. Steps with prompts have graphs of the same sizes, planned for a request of as many rows, in
     place of vLLM's piecewise ones, whose attention the host launches layer by layer.
     """
+
+    renewed: Sequence[AttentionGroup] = ()
+    """Whose metadata every full graph renews before the target's layers."""
 
     def _init_candidates(self) -> None:
         super()._init_candidates()
@@ -59,12 +72,49 @@ class StepGraphs(ModelCudaGraphManager):
         for key, descs in self._candidates.items():
             self._candidates[key] = [desc for desc in (full.get(desc, desc) for desc in descs) if desc in captured]
 
+    def renew(self, groups: Sequence[AttentionGroup]) -> bool:
+        """Before the capture: have full graphs renew the metadata of `groups`, all that the target's layers read.
+        Returns whether they will; not where what is built for a step is more than they can renew."""
+        # For a replay these two builders write to the GPU FlashAttention's plan alone, from the lengths in the runner's
+        # buffers; layers read those buffers themselves. Builders derived from them inherit the flag and do more: the
+        # one for static sinks changes the lengths in place. Graphs with breaks would renew for other steps than theirs,
+        # and in vLLM's mode FULL each step has a plan for its own longest request.
+        builders = [group.get_metadata_builder() for group in groups]
+        if (
+            set(self._capture_descs) == {CUDAGraphMode.FULL}
+            and all(desc.max_query_len is not None for desc in self._capture_descs[CUDAGraphMode.FULL])
+            and all(type(one) in RENEWABLE and one.supports_draft_decode_metadata_update for one in builders)
+        ):
+            self.renewed = groups
+        return bool(self.renewed)
+
+    def capture(self, model: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        def renewed(**inputs: Any) -> Any:
+            metadata: Any = get_forward_context().attn_metadata
+            for group in self.renewed:
+                group.update_draft_decode_metadata(metadata)
+            return model(**inputs)
+
+        captured: Any = renewed if self.renewed else model
+        super().capture(captured, *args, **kwargs)
+
+
+class RenewedState(DefaultModelState):
+    """vLLM's, beside graphs that renew attention's metadata: a step that replays one has none built."""
+
+    def prepare_attn(self, input_batch: Any, cudagraph_mode: CUDAGraphMode, *args: Any, **more: Any) -> dict[str, Any]:
+        # Of a replay's metadata only a speculator could read, and ours do not. Dummy steps are vLLM's.
+        if cudagraph_mode == CUDAGraphMode.FULL and not more.get("for_capture"):
+            return {}
+        return super().prepare_attn(input_batch, cudagraph_mode, *args, **more)
+
 
 class RaggedModelRunner(GPUModelRunner):
     """vLLM's V2 runner, whose full graphs serve steps of any split of rows to requests, where the attention of the
     target's layers has such graphs: decoding ones, and all with `StepGraphs`."""
 
     speculator: Any
+    model_state: Any
     cudagraph_manager: ModelCudaGraphManager
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
@@ -74,7 +124,8 @@ class RaggedModelRunner(GPUModelRunner):
         found = get_attn_cg_support(self.attn_groups, self.vllm_config, checked_layer_names=layers - drafter_layers)
         found = found.narrow(*self.model_state.get_additional_cg_support())
         # Other kinds of model plan a replay by the rows that requests have in it.
-        has_all = compat.replays_prompts(self.vllm_config) and type(self.model_state) is DefaultModelState
+        is_default = type(self.model_state) in (DefaultModelState, RenewedState)
+        has_all = is_default and compat.replays_prompts(self.vllm_config)
         # Other attention has graphs for K_max drafts of every request; what else there is runs piecewise.
         if found.min_cg_support == AttentionCGSupport.ALWAYS:
             self.cudagraph_manager = (StepGraphs if has_all else ModelCudaGraphManager)(
@@ -85,6 +136,12 @@ class RaggedModelRunner(GPUModelRunner):
                 lora_capture_cases=self.lora_capture_cases,
                 varlen_decode=True,
             )
+        graphs, every = self.cudagraph_manager, chain.from_iterable(self.attn_groups)
+        renews = isinstance(graphs, StepGraphs) and graphs.renew(
+            [group for group in every if not drafter_layers.issuperset(group.layer_names)]
+        )
+        if is_default:  # each time: vLLM sets up a small cache before, to measure graphs with
+            self.model_state.__class__ = RenewedState if renews else DefaultModelState
 
     def prepare_inputs(self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, *more: Any) -> Any:
         """vLLM's, which takes more in later versions. A replay is planned for as many rows a request as its graph was
