@@ -48,12 +48,16 @@ def test_slots_of_random_batches_are_different_and_told() -> None:
     """Against a model: a slot's holder changes only where `new` says so."""
     chance, slots = random.Random(0), RequestSlots(6)
     requests: dict[str, object] = {}
-    holder: dict[int, str] = {}
+    holder: dict[int, object] = {}
+    batch: list[str] = []
     for number in range(400):
         requests[f"r{number}"] = object()
         for name in [name for name in requests if chance.random() < 0.15]:
             del requests[name]
-        batch = chance.sample(sorted(requests), min(len(requests), chance.randint(1, 6)))
+        if chance.random() < 0.6 or not batch or not requests.keys() >= set(batch):
+            batch = chance.sample(sorted(requests), min(len(requests), chance.randint(1, 6)))
+        elif chance.random() < 0.2:  # the batch of the step before, with another request under one of its ids
+            requests[batch[0]] = object()
         change = slots.update(batch, requests)
         taken = change.slots_B.tolist()
         assert len(set(taken)) == len(batch)
@@ -61,5 +65,5 @@ def test_slots_of_random_batches_are_different_and_told() -> None:
         for slot in change.finished:
             del holder[slot]
         for place, (name, slot) in enumerate(zip(batch, taken, strict=True)):
-            assert (holder.get(slot) != name) is (place in change.new)
-            holder[slot] = name
+            assert (holder.get(slot) is not requests[name]) is (place in change.new)
+            holder[slot] = requests[name]

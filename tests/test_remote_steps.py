@@ -9,7 +9,7 @@ import torch
 
 from peagle.drafter.protocol import Reducer, TargetShape
 from peagle.vllm.acceptance import HEAD_KEY, head_of
-from peagle.vllm.remote import EngineBatch, SampledRows, StepSender, _place, _reduce, _rows_of
+from peagle.vllm.remote import EngineBatch, SampledRows, StepSender, _reduce, _rows_of
 
 CPU = torch.device("cpu")
 NUM_ROWS = [3, 1, 4, 2]
@@ -70,14 +70,6 @@ def test_each_row_is_reduced_by_its_requests_head(members: list[int]) -> None:
         of_request = aux_RX[offset : offset + NUM_VALID[request]]
         expected.append(reducers[request % 2].reduce(of_request))
     torch.testing.assert_close(hidden_RH, torch.cat(expected))
-
-
-def test_all_requests_in_order_need_no_index() -> None:
-    assert _place(np.arange(3), 3, CPU) is None
-    for members in ([0, 2], [1, 0, 2]):
-        place = _place(np.array(members), 3, CPU)
-        assert isinstance(place, torch.Tensor)
-        assert place.tolist() == members
 
 
 class OneLink:

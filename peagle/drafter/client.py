@@ -402,8 +402,9 @@ class Link:
                 return False
             self.stats.num_cut_prompts += session.mailbox.write_host_part(plan)
         session.num_rows[number % NUM_AREAS] = plan.num_rows + int(plan.depth_B.sum())
-        session.known[plan.slots_B] = True
-        session.has_drafts[list(prompts)] = True
+        if prompts:
+            session.known[plan.slots_B] = True
+            session.has_drafts[list(prompts)] = True
         self._finished.clear()
         self._announced = session
         return True
@@ -691,6 +692,8 @@ class LinkPool:
         self._num_made = 0
         self._link_of = np.full(shape.max_num_requests, -1, np.int64)  # by slot
         self._key_of: dict[int, str] = {}
+        # The groups of the last step and what they follow from; None: `_link_of` or the links may have changed since.
+        self._last: tuple[object, list[tuple[Link, npt.NDArray[np.int64]]]] | None = None
 
     def set_drafters(self, drafters: Iterable[Any]) -> None:
         """The drafters to use from now on; does not wait for them. Those that are not named any more are drained.
@@ -700,6 +703,7 @@ class LinkPool:
 
         Raises ValueError naming the drafter and its wrong field; nothing has changed then.
         """
+        self._last = None
         wanted = {entry.address: entry for entry in map(_read_entry, drafters)}
         number_of = {link.address: number for number, link in self._links.items()}
         for address, entry in wanted.items():
@@ -717,7 +721,7 @@ class LinkPool:
     def assign(
         self, slots_B: Int32Array, heads_B: Int32Array, new_slots: Mapping[int, str] | None = None
     ) -> list[tuple[Link, npt.NDArray[np.int64]]]:
-        """Begin a step: for each link that takes part, the positions 0 .. B - 1 of its requests.
+        """Begin a step: for each link that takes part, the positions 0 .. B - 1 of its requests, in their order.
 
         new_slots: ids of requests that are new to the target. Requests are in no group while their drafter is late or
         none serves their head.
@@ -725,9 +729,14 @@ class LinkPool:
         if new_slots:
             self.finish(slot for slot in new_slots if self._link_of[slot] >= 0)
             self._key_of.update(new_slots)
+            self._last = None
         usable = {number: link for number, link in self._links.items() if link.begin_step()}
+        states = {number: (link.state, link.served_heads) for number, link in self._links.items()}
+        reasons = (slots_B.tobytes(), heads_B.tobytes(), list(usable), states)
+        if self._last is not None and self._last[0] == reasons:
+            return self._last[1]
         links_B = self._link_of[slots_B]
-        connected = [number for number, link in self._links.items() if link.state != "connecting"]
+        connected = [number for number, (state, _) in states.items() if state != "connecting"]
         self._forget_reducers()
         for i in np.flatnonzero(~_is_one_of(links_B, connected)).tolist():
             slot, head = int(slots_B[i]), int(heads_B[i])
@@ -739,20 +748,13 @@ class LinkPool:
                 groups.append((link, members_M))
             # The link's heads changed: next time the request goes to another one.
             self._link_of[slots_B[(links_B == number) & ~is_served_B]] = -1
+        self._last = (reasons, groups) if (self._link_of[slots_B] == links_B).all() else None
         return groups
-
-    def has_drafts(self, slots_B: Int32Array) -> npt.NDArray[np.bool_]:
-        """Whether drafts are to be expected for each request: it has a link that is up, and whose last answer held some
-        for it if it was asked for any."""
-        found_B, links_B = np.zeros(len(slots_B), bool), self._link_of[slots_B]
-        for number, link in self._links.items():
-            members_M = np.flatnonzero(links_B == number)
-            found_B[members_M] = link.has_drafts(slots_B[members_M])
-        return found_B
 
     def finish(self, slots: Iterable[int]) -> None:
         """These requests ended or were aborted."""
         for slot in slots:
+            self._last = None
             if (link := self._links.get(int(self._link_of[slot]))) is not None:
                 link.finish([slot])
             self._link_of[slot] = -1

@@ -70,6 +70,7 @@ class RequestSlots:
         self._free = list(range(num_slots - 1, -1, -1))
         self._held: dict[str, _Held] = {}
         self._step = 0
+        self._last_ids, self._last = list[str](), SlotChange(np.zeros(0, np.int32), (), ())
 
     def update(self, request_ids: Sequence[str], requests: Mapping[str, object]) -> SlotChange:
         """Slots of a step of `request_ids`; `requests` are all that the engine has, running or waiting.
@@ -78,6 +79,8 @@ class RequestSlots:
         """
         self._step += 1
         gone = [key for key, held in self._held.items() if requests.get(key) is not held.request]
+        if not gone and request_ids == self._last_ids:
+            return self._last  # who waits has waited longer all the same
         finished = [self._release(key) for key in gone]
         for request_id in request_ids:
             if (held := self._held.get(request_id)) is not None:
@@ -89,6 +92,7 @@ class RequestSlots:
             request_id = request_ids[i]
             self._held[request_id] = _Held(self._free.pop(), requests[request_id], self._step)
         slots_B = np.array([self._held[request_id].slot for request_id in request_ids], dtype=np.int32)
+        self._last_ids, self._last = list(request_ids), SlotChange(slots_B, (), ())
         return SlotChange(slots_B, new, tuple(finished))
 
     def _release(self, request_id: str) -> int:
@@ -103,7 +107,8 @@ class EngineBatch:
 
     requests: all that the engine has, by id. wanted_B: whether the drafter needs the request's rows. prompt_of: token
     ids of the positions 0 .. start of a request of the batch that starts or comes back, empty if not known. The rows of
-    request b are num_rows_B[b] from row_offset_B[b] on; the first num_sent_B[b] of them travel.
+    request b are num_rows_B[b] from row_offset_B[b] on, behind those of the request before; the first num_sent_B[b] of
+    them travel.
     """
 
     request_ids: Sequence[str]
@@ -143,11 +148,12 @@ class _Rows:
 @dataclasses.dataclass(frozen=True)
 class StepMessage:
     """Under way to a drafter: its link, its requests' positions in the batch (`members_M`, and as `places` an index
-    for tensors, None for all in order), their heads, their rows, and whether any is to get drafts."""
+    for tensors, None for all in order), their slots and heads, their rows, and whether any is to get drafts."""
 
     link: Any
     members_M: npt.NDArray[np.int64]
     places: Tensor | None
+    slots_M: Int32Array
     heads_M: Int32Array
     rows: _Rows
     wants_drafts: bool
@@ -167,16 +173,14 @@ class StepSender:
         self._unanswered: dict[Any, StepMessage] = {}  # by link
         self._begun: list[StepMessage] = []
         self._slots = RequestSlots(shape.max_num_requests)
-        self._slots_B: Int32Array = np.zeros(0, np.int32)  # of the last step
         self._counts: Counter[str] = Counter()
 
     def begin(self, batch: EngineBatch) -> None:
         """Tell the drafters of the batch's requests what they will get. Never raises for one that is gone."""
         change = self._slots.update(batch.request_ids, batch.requests)
-        self._slots_B = change.slots_B
-        self.pool.finish(list(change.finished))
+        self.pool.finish(change.finished)
         new = {int(change.slots_B[i]): batch.request_ids[i] for i in change.new}
-        wanted = np.flatnonzero(batch.wanted_B)
+        wanted, num_requests = batch.wanted_B.nonzero()[0], len(batch.request_ids)
         self._counts["steps"] += 1
         self._counts["requests"] += len(wanted)
         self._begun = []
@@ -184,11 +188,13 @@ class StepSender:
         self._unanswered = {link: message for link, message in self._unanswered.items() if link.state != "closed"}
         groups = self.pool.assign(change.slots_B[wanted], batch.heads_B[wanted], new) if len(wanted) else ()
         for link, places in groups:
-            members_M = wanted[np.asarray(places, dtype=np.int64)]
-            heads_M, depth_M = batch.heads_B[members_M], batch.depth_B[members_M]
+            members_M = wanted[places]
+            slots_M, heads_M, depth_M = (
+                column_B[members_M] for column_B in (change.slots_B, batch.heads_B, batch.depth_B)
+            )
             rows = _rows_of(batch, members_M, self.device)
             plan = StepPlan(
-                slots_B=change.slots_B[members_M],
+                slots_B=slots_M,
                 heads_B=heads_M,
                 depth_B=depth_M,
                 row_offset_B=rows.offset_M,
@@ -196,8 +202,8 @@ class StepSender:
                 prompts={int(change.slots_B[i]): batch.prompt_of(i) for i in change.new if i in members_M},
             )
             if link.announce(plan):
-                place = _place(members_M, len(batch.request_ids), self.device)
-                self._begun.append(StepMessage(link, members_M, place, heads_M, rows, bool(depth_M.any())))
+                place = None if len(members_M) == num_requests else _upload(members_M, self.device)
+                self._begun.append(StepMessage(link, members_M, place, slots_M, heads_M, rows, bool(depth_M.any())))
 
     def send(self, sampled: SampledRows) -> list[StepMessage]:
         """The rows of the batch begun last; the messages whose drafts are to be waited for."""
@@ -257,10 +263,14 @@ class StepSender:
             return torch.zeros(num_requests, self.shape.max_depth, dtype=torch.int64, device=self.device)
         return whole_BK
 
-    def has_drafts(self) -> npt.NDArray[np.bool_]:
-        """Of the last step's requests, as far as is known: its link is up, and the last answer held drafts for it."""
-        has_drafts_B: npt.NDArray[np.bool_] = self.pool.has_drafts(self._slots_B)
-        return has_drafts_B
+    def num_drafts(self, sent: Sequence[StepMessage], num_requests: int) -> list[int]:
+        """How many drafts each of the batch's requests will get, as far as is known: all where its message was sent,
+        its link is up and the last answer held some for it."""
+        num_drafts_B = np.zeros(num_requests, dtype=np.int32)
+        for message in sent:
+            num_drafts_B[message.members_M] = message.link.has_drafts(message.slots_M)
+        counts: list[int] = (num_drafts_B * self.shape.max_depth).tolist()
+        return counts
 
     def report(self) -> dict[str, Any]:
         """Plain values: steps and rows since the start, and what the pool says of its links."""
@@ -273,7 +283,7 @@ class StepSender:
 def _rows_of(batch: EngineBatch, members_M: Any, device: torch.device) -> _Rows:
     """Which rows travel. Where the host does not know the rejected ones, they travel as holes."""
     offset_M, num_rows_M = batch.row_offset_B[members_M], batch.num_sent_B[members_M]
-    num_all = int((batch.row_offset_B + batch.num_rows_B).max())
+    num_all = int(batch.row_offset_B[-1] + batch.num_rows_B[-1])
     num_rows = int(num_rows_M.sum())
     if num_rows == num_all:
         return _Rows(None, num_all, offset_M, num_rows_M)
@@ -297,13 +307,6 @@ def _reduce(reducers: Mapping[int, Any], heads_M: Int32Array, rows: _Rows, aux: 
         index = _upload(np.flatnonzero(heads_R == head), aux_RX.device)
         hidden_RH[index] = reducers[head].reduce(aux_RX[index]).to(hidden_RH.dtype)
     return hidden_RH
-
-
-def _place(members_M: Any, num_requests: int, device: torch.device) -> Tensor | None:
-    """Index of a message's requests in the batch; None where it is all of them in order."""
-    if len(members_M) == num_requests and np.array_equal(members_M, np.arange(num_requests)):
-        return None
-    return _upload(np.asarray(members_M, dtype=np.int64), device)
 
 
 def _upload(index: Any, device: torch.device) -> Tensor:

@@ -109,11 +109,8 @@ class RemoteSpeculator(BaseSpeculator):
             assert aux_hidden_states, "the target returned no tapped hidden states"
             sent = self.sender.send(SampledRows(*accepted_rows(target, max_query_len), aux_hidden_states))
             drafts_BK = self.sender.enqueue_wait(sent, num_requests)
-            num_drafts_B = np.zeros(num_requests, dtype=np.int32)
-            has_drafts_B = self.sender.has_drafts()
-            for message in sent:
-                num_drafts_B[message.members_M] = k_max * has_drafts_B[message.members_M]
-            asked = zip(input_batch.req_ids, self._depths, num_drafts_B.tolist(), strict=True)
+            num_drafts = self.sender.num_drafts(sent, num_requests)
+            asked = zip(input_batch.req_ids, self._depths, num_drafts, strict=True)
             self.num_drafts = {request_id: count for request_id, depth, count in asked if depth}
         if get_tp_group().world_size > 1:
             drafts_BK = get_tp_group().broadcast(drafts_BK, src=0)
@@ -123,11 +120,11 @@ class RemoteSpeculator(BaseSpeculator):
         """Tell the drafter of a step that runs now; `propose` follows."""
         if self.sender is None:
             return
-        count, lengths_B = batch.num_reqs, batch.num_scheduled_tokens.astype(np.int32)
+        lengths_B = batch.num_scheduled_tokens
         known = [self._known[request_id] for request_id in batch.req_ids]
         k_B = np.array([request.depth for request in known], dtype=np.int32)
         ends_B = batch.num_computed_tokens_np + lengths_B
-        depth_B = np.where(ends_B < batch.prefill_len_np, 0, np.minimum(k_B, self._num_ahead)).astype(np.int32)
+        depth_B = np.minimum(k_B, self._num_ahead) * (ends_B >= batch.prefill_len_np)
         self._depths = depth_B.tolist()
 
         def prompt_of(index: int) -> Int32Array:
@@ -142,7 +139,7 @@ class RemoteSpeculator(BaseSpeculator):
                 depth_B=depth_B,
                 # A request with K = 0 never drafts; its prompt may serve another one from the drafter's cache.
                 wanted_B=(k_B > 0) | batch.is_prefilling_np,
-                row_offset_B=batch.query_start_loc_np[:count].astype(np.int32),
+                row_offset_B=batch.query_start_loc_np[: batch.num_reqs],
                 num_rows_B=lengths_B,
                 num_sent_B=lengths_B,
                 prompt_of=prompt_of,
