@@ -1,9 +1,10 @@
 """Tests of `peagle.vllm.remote_speculator` without vLLM's engine: a small runner of our own calls it as vLLM's V2
-runner does, and a drafter in a process of its own answers. Only the wait for drafts is the host's, not a stream's."""
+runner does, and a drafter in a process of its own answers. What a graph holds on a GPU runs kernel by kernel."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,25 +13,29 @@ import pytest
 import torch
 from torch import Tensor
 
+from peagle.drafter.replay import StepReplayer
 from tests.draft_engine_harness import CONFIG, MAX_DEPTH, aux_rows, expected_drafts
 from tests.kernel_device import DEVICE, needs_kernel
 from tests.transport_harness import SHAPE, DrafterProcess, entry, eventually, make_pool
 
-pytestmark = [needs_kernel, pytest.mark.skipif(DEVICE != "cpu", reason="its links wait on the host")]
+pytestmark = [needs_kernel, pytest.mark.skipif(DEVICE != "cpu", reason="its links are the host's")]
 if DEVICE == "cpu":
     remote_speculator = pytest.importorskip("peagle.vllm.remote_speculator")
 
 NUM_PLACES, PROMPT_TOKENS, LONGEST = SHAPE.max_num_requests, (1, 14), 60
 
 
-class HostSender(remote_speculator.StepSender if DEVICE == "cpu" else object):  # type: ignore[misc]
-    def enqueue_wait(self, sent: Any, num_requests: int) -> Tensor:
-        return torch.from_numpy(self.wait_host(sent, num_requests)).clamp(min=0)
+class CountingReplayer(StepReplayer):
+    num_steps = 0
+
+    def prepare(self, *args: Any) -> Callable[[Tensor], None]:
+        self.num_steps += 1
+        return super().prepare(*args)
 
 
 def make_speculator(pool: Any) -> Any:
-    one = object.__new__(remote_speculator.RemoteSpeculator)
-    one.sender = HostSender(pool, SHAPE, torch.device("cpu"))
+    one, cpu = object.__new__(remote_speculator.RemoteSpeculator), torch.device("cpu")
+    one.sender = remote_speculator.StepSender(pool, SHAPE, cpu, CountingReplayer(SHAPE, [1, 4, 8, 24], cpu))
     one._device, one._k_max, one._num_ahead, one._known, one.num_drafts = torch.device("cpu"), MAX_DEPTH, 0, {}, {}
     return one
 
@@ -128,5 +133,7 @@ def test_drafts_are_the_reference_s(monkeypatch: pytest.MonkeyPatch) -> None:
                 live.remove(request)
                 places.append(request.place)
                 one.forget([request.id])
+        counts, replayer = one.sender.report()["counts"], one.sender.replayer
+        assert 5 < replayer.num_steps < counts["steps"] - 5, "one of the two ways was not taken"
         one.sender.close()
     assert num_compared > 60

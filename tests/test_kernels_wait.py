@@ -11,20 +11,36 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.drafter.mailbox import ABORTED, REACHED, TIMED_OUT, post_step, take_drafts
+from peagle.drafter.mailbox import (
+    ABORTED,
+    REACHED,
+    TIMED_OUT,
+    StepWords,
+    copy_payload,
+    post_step,
+    take_drafts,
+)
 from peagle.drafter.rows import INTERPRETED
 from tests.kernel_device import DEVICE, needs_kernel, twin
 
-Take = Callable[[Tensor, int, Tensor, Tensor, Tensor, Tensor, int], None]
+Take = Callable[[Tensor, Tensor], None]
 plain_take = twin(take_drafts)
 TAKES = [pytest.param(plain_take, id="twin"), pytest.param(take_drafts, id="kernel", marks=needs_kernel)]
 POSTS = [pytest.param(twin(post_step), id="twin"), pytest.param(post_step, id="kernel", marks=needs_kernel)]
+COPIES = [pytest.param(twin(copy_payload), id="twin"), pytest.param(copy_payload, id="kernel", marks=needs_kernel)]
 ENOUGH_NS = 20_000_000_000
 
 
 def pinned(tensor: Tensor) -> Tensor:
     """Host memory, pinned where a GPU reads it."""
     return tensor.pin_memory() if DEVICE == "cuda" else tensor
+
+
+def words_of(device: str, **values: int | Tensor) -> Tensor:
+    """`StepWords` on the device; addresses by the tensors there, 0 for others."""
+    numbers = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in values.items()}
+    words = StepWords(*[0] * len(StepWords._fields))._replace(**numbers)
+    return torch.tensor(words, dtype=torch.int64, device=device)
 
 
 class Wait:
@@ -37,9 +53,22 @@ class Wait:
         self.outcome_2 = pinned(torch.zeros(2, dtype=torch.int64))
         self.out_BK = torch.full((2, 3), 77, device="cpu" if take is plain_take else DEVICE)
 
+    def enqueue(self, number: int, timeout_ns: int, num_waiting: int | None = None) -> None:
+        words_W = words_of(
+            str(self.out_BK.device),
+            done=self.done_1,
+            abort=self.abort_1,
+            drafts=self.drafts_BK,
+            outcome=self.outcome_2,
+            number=number,
+            num_waiting=len(self.out_BK) if num_waiting is None else num_waiting,
+            timeout_ns=timeout_ns,
+        )
+        self._take(words_W, self.out_BK)
+
     def __call__(self, number: int, timeout_ns: int) -> list[list[int]]:
         """The drafts found."""
-        self._take(self.done_1, number, self.abort_1, self.drafts_BK, self.outcome_2, self.out_BK, timeout_ns)
+        self.enqueue(number, timeout_ns)
         return self.out_BK.tolist()
 
 
@@ -73,6 +102,13 @@ def test_more_drafts_than_are_moved_at_once(take: Take) -> None:
     assert wait(1, 0) == wait.drafts_BK[:500].clamp(min=0).tolist()
 
 
+@pytest.mark.parametrize("take", TAKES)
+def test_rows_of_others_in_a_buffer_stay(take: Take) -> None:
+    wait = Wait(take, done=1)
+    wait.enqueue(1, 0, num_waiting=1)
+    assert wait.out_BK.tolist() == [[5, 6, 0], [77] * 3]
+
+
 def test_sequence_numbers_beyond_32_bits_are_compared_whole() -> None:
     wait = Wait(take_drafts, done=1 << 40)
     wait((1 << 40) + 1, 10)
@@ -100,7 +136,7 @@ def test_a_word_written_meanwhile_ends_the_wait(take: Take, which: str) -> None:
 def test_the_host_goes_on_while_a_wait_holds_the_stream() -> None:
     Wait(take_drafts, done=1)(1, ENOUGH_NS)  # compiled before
     wait, done = Wait(take_drafts, done=1), torch.cuda.Event()
-    take_drafts(wait.done_1, 2, wait.abort_1, wait.drafts_BK, wait.outcome_2, wait.out_BK, ENOUGH_NS)
+    wait.enqueue(2, ENOUGH_NS)
     done.record()
     time.sleep(0.02)
     assert not done.query(), "the stream did not wait"
@@ -128,10 +164,26 @@ def test_a_step_s_integers_lie_one_after_another_and_nothing_behind_them_changes
     ready_1, device_part = (
         pinned(torch.full((size,), -5, dtype=dtype)) for size, dtype in ((1, torch.int64), (9000, torch.int32))
     )
-    values = torch.arange(2 * num_requests + num_rows, dtype=torch.int32, device=DEVICE)
-    start_B, num_valid_B, next_tokens_R = values.split([num_requests, num_requests, num_rows])
-    post(start_B, num_valid_B, next_tokens_R, device_part, ready_1, 1 << 40)
+    count = 2 * num_requests + num_rows
+    values = torch.arange(count + 3, dtype=torch.int32, device=DEVICE)
+    sizes = {"num_requests": num_requests, "num_rows": num_rows}
+    post(words_of(DEVICE, device_part=device_part, ready=ready_1, number=1 << 40, **sizes), values)
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    assert device_part.tolist() == values.tolist() + [-5] * (9000 - len(values))
+    assert device_part.tolist() == [*range(count)] + [-5] * (9000 - count)
     assert ready_1.item() == 1 << 40
+
+
+@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_rows", "num_padded", "hidden_size"), [(0, 1, 6), (1, 8, 6), (7, 16, 1536), (5, 5, 1)])
+def test_as_many_rows_travel_as_the_words_say(
+    copy: Callable[..., None], dtype: torch.dtype, num_rows: int, num_padded: int, hidden_size: int
+) -> None:
+    hidden_RH = torch.randn(num_padded, hidden_size, device=DEVICE).to(dtype)
+    payload_RH = pinned(torch.full((num_padded + 1, hidden_size), 5.0, dtype=dtype))
+    copy(words_of(DEVICE, payload=payload_RH, num_rows=num_rows), hidden_RH)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(payload_RH[:num_rows], hidden_RH[:num_rows].cpu())
+    assert payload_RH[num_rows:].eq(5).all()

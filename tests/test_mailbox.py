@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import typing
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from peagle.drafter.client import LinkPool
 from peagle.drafter.mailbox import (
     ABORTED,
     MAX_PROMPT_TOKENS,
@@ -33,7 +35,8 @@ from peagle.drafter.mailbox import (
     mailbox_bytes,
     sweep,
 )
-from peagle.drafter.protocol import DtypeName, Int32Array, TargetShape, TargetStep
+from peagle.drafter.protocol import DtypeName, Int32Array, Reducer, TargetShape, TargetStep
+from peagle.drafter.replay import StepReplayer
 from tests.transport_harness import SHAPE as SERVED_SHAPE
 from tests.transport_harness import DrafterProcess, Target, device_part, eventually, make_pool, plan_of
 
@@ -240,45 +243,118 @@ def pinned_mailbox(device: str) -> Iterator[Mailbox]:
 
 
 class StreamTarget(Target):
-    """A target whose tensors are on a GPU and whose host never waits for a step."""
+    """A target whose host, with its tensors on a GPU, never waits for a step."""
 
-    def begin(self, num_rows: int) -> tuple[object, torch.Tensor, list[list[int]]]:
+    def begin(self, num_rows: int) -> tuple[torch.Tensor, list[list[int]]]:
+        """Where the step's drafts come, and those that must."""
         slots_B = np.arange(len(self.tokens), dtype=np.int32)
         new, self.is_new = self.is_new, set()
         ((link, members_M),) = self.pool.assign(slots_B, np.zeros_like(slots_B), {slot: str(slot) for slot in new})
         assert self._send(link, members_M.tolist(), num_rows, SERVED_SHAPE.max_depth, 0, new)
-        out_MK = torch.full((len(self.tokens), SERVED_SHAPE.max_depth), 77, device="cuda")
-        link.enqueue_wait(out_MK)
+        drafts_MK = self._drafts(link)
         self.ends = [end + num_rows for end in self.ends]
-        return link, out_MK, [self.expected(slot) for slot in range(len(self.tokens))]
+        return drafts_MK, [self.expected(slot) for slot in range(len(self.tokens))]
+
+    def _drafts(self, link: Any) -> torch.Tensor:
+        out_MK = torch.full((len(self.tokens), SERVED_SHAPE.max_depth), 77, device=self.pool.device)
+        link.enqueue_wait(out_MK)
+        return out_MK
 
 
-@pytest.mark.gpu
-def test_drafts_arrive_in_stream_order_while_the_host_runs_ahead() -> None:
+class ReplayTarget(StreamTarget):
+    """The same by a graph."""
+
+    def __init__(self, pool: LinkPool) -> None:
+        super().__init__(pool)
+        self._replayer = StepReplayer(SERVED_SHAPE, [4, 10, 16], pool.device)
+        eye_HH = torch.eye(SERVED_SHAPE.hidden_size, dtype=torch.float64, device=pool.device)
+        self._reducer = Reducer(eye_HH)  # of rows that are reduced already
+
+    def _hand_over(self, link: Any, step: TargetStep) -> bool:
+        integers = torch.cat([step.start_B, step.num_valid_B, step.next_tokens_R])
+        self._replayer.integers[: len(integers)] = integers
+        num_rows = len(step.hidden_RH)
+        run = self._replayer.prepare(self._reducer, [step.hidden_RH], num_rows)
+        return link.send_and_wait(run, step.num_requests, num_rows)
+
+    def _drafts(self, link: Any) -> torch.Tensor:
+        return self._replayer.drafts_BK[: len(self.tokens)].clone()
+
+
+TARGETS = pytest.mark.parametrize("kind", [StreamTarget, ReplayTarget])
+
+
+@DEVICES
+@TARGETS
+def test_drafts_arrive_in_stream_order_while_the_host_runs_ahead(device: str, kind: type[StreamTarget]) -> None:
+    """Over two connections: what is captured knows of none."""
     with DrafterProcess() as drafter:
-        pool = make_pool(device="cuda")
-        pool.set_drafters([{"address": drafter.address, "heads": {0: "digest0"}}])
-        eventually(lambda: pool.num_up)
-        target = StreamTarget(pool)
-        for sizes in ((5, 1), (3, 2), (1, 1)):
-            steps = [target.begin(num_rows) for num_rows in sizes]
-            for _, out_MK, expected in steps:
-                assert out_MK.tolist() == expected
-        pool.close()
+        pools = [make_pool(device=device) for _ in range(2)]
+        target = kind(pools[0])
+        for pool in pools:
+            target.pool = pool
+            pool.set_drafters([{"address": drafter.address, "heads": {0: "digest0"}}])
+            eventually(lambda pool=pool: pool.num_up)
+            for sizes in ((5, 1), (3, 2), (1, 1), (2, 1)):
+                steps = [target.begin(num_rows) for num_rows in sizes]
+                for drafts_MK, expected in steps:
+                    assert drafts_MK.tolist() == expected
+            for slot in range(3):
+                target.restart(slot)
+            pool.close()
 
 
 @pytest.mark.gpu
-def test_a_killed_drafter_releases_the_stream() -> None:
+@TARGETS
+def test_a_killed_drafter_releases_the_stream(kind: type[StreamTarget]) -> None:
     with DrafterProcess(delay_s=30.0) as drafter:
         pool = make_pool(device="cuda", min_deadline_s=25.0, max_deadline_s=25.0)
         pool.set_drafters([{"address": drafter.address, "heads": {0: "digest0"}}])
         eventually(lambda: pool.num_up)
-        _, out_MK, _ = StreamTarget(pool).begin(3)
+        drafts_MK, _ = kind(pool).begin(3)
         begin_s = time.monotonic()
         drafter.kill()
-        assert out_MK.unique().tolist() == [0]
+        assert drafts_MK.unique().tolist() == [0]
         assert time.monotonic() - begin_s < 12, "the deadline ended the wait, not the drafter's death"
         pool.close()
+
+
+@DEVICES
+def test_a_replay_serves_every_step_area_and_session_and_goes_with_its_reducer(device: str) -> None:
+    """On a CPU the same functions run one by one."""
+    shape, draw = SERVED_SHAPE, np.random.default_rng(0)
+    replayer = StepReplayer(shape, [4, 8], torch.device(device))
+    reducer = Reducer(torch.randn(shape.hidden_size, 12, dtype=torch.float64, device=device))
+    with pinned_mailbox(device) as one, pinned_mailbox(device) as other:
+        for mailbox, first in ((one, 1), (other, 1), (one, 6), (other, 6)):
+            for number in range(first, first + 5):
+                num_requests = int(draw.integers(1, shape.max_num_requests + 1))
+                num_rows = int(draw.integers(num_requests, 9))
+                integers = draw.integers(0, 50, 2 * num_requests + num_rows).astype(np.int32)
+                drafts_BK = draw.integers(0, 50, (num_requests, shape.max_depth)).astype(np.int32)
+                aux = list(torch.randn(3, num_rows, 4, dtype=torch.float64, device=device))
+                area = mailbox.area(number)
+                area.outcome[0], area.payload_RH[:] = 0, 5.0
+                replayer.integers[: len(integers)] = torch.from_numpy(integers)
+                run = replayer.prepare(reducer, aux, num_rows)
+
+                def answer(mailbox: Mailbox = mailbox, number: int = number, drafts: Int32Array = drafts_BK) -> None:
+                    eventually(lambda: mailbox.is_ready(number))
+                    mailbox.answer(number, drafts, 0)
+
+                drafter = threading.Thread(target=answer)
+                drafter.start()
+                run(mailbox.words(number, request=(num_requests, num_rows), wait=(num_requests, 20.0)))
+                assert replayer.drafts_BK[:num_requests].tolist() == drafts_BK.tolist()
+                drafter.join()
+                eventually(lambda area=area: area.outcome[0])
+                assert area.outcome[0] == REACHED
+                assert area.device_part[: len(integers)].tolist() == integers.tolist()
+                torch.testing.assert_close(area.payload_RH[:num_rows], reducer.reduce(torch.cat(aux, dim=-1)).cpu())
+                assert area.payload_RH[num_rows:].eq(5).all()
+        assert device == "cpu" or sorted(replayer._graphs[reducer]) == [4, 8]
+        del run, reducer
+        assert not replayer._graphs
 
 
 @pytest.mark.gpu

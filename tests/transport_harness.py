@@ -213,7 +213,10 @@ class Target:
             hidden_RH=torch.cat(rows),
             prompts={slot: ints(self.tokens[slot][: self.ends[slot] + 1]) for slot in new},
         )
-        return link.announce(plan_of(step)) and link.send(*device_part(step))
+        return link.announce(plan_of(step)) and self._hand_over(link, step)
+
+    def _hand_over(self, link: Any, step: TargetStep) -> bool:
+        return link.send(*device_part(step))
 
     def expected(self, slot: int, depth: int = MAX_DEPTH, head: int = 0) -> list[int]:
         """Drafts that the last step must have got for the slot."""

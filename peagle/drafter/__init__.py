@@ -6,7 +6,8 @@ The way of one hidden row, from a target's step to the draft tokens, and the for
     client        StepPlan      announced by `Link.announce`, so that the drafter prepares while the step runs
     peagle/vllm   SampledRows   the target's tapped hidden states after sampling; reduced by the head's `Reducer`,
                                 handed over by `Link.send`
-    mailbox                     through shared memory of one host, in the order of the GPU's stream,
+    mailbox                     through shared memory of one host, in the order of the GPU's stream; usual steps by one
+                                CUDA graph (`replay`),
     protocol                    or over TCP between hosts
     server        TargetStep    its host part read, checked and prepared for while the target runs, the rest when it is
                                 ready, together with those of other targets

@@ -21,7 +21,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -361,7 +361,7 @@ class Link:
             session.is_late = False
             session.has_drafts[:] = True
             # No more than it was waited for: a drafter that became slower gets more time by and by, one hang little.
-            late_s = min(mailbox.service_s(session.sent), self._deadline_s(session))
+            late_s = min(mailbox.service_s(session.sent), self._deadline_s(session, session.sent))
             self._deadlines.add(late_s, session.num_rows[session.sent % NUM_AREAS])
         if not session.is_late and not mailbox.is_free(session.sent + 1):
             self._give_up(session)
@@ -414,6 +414,25 @@ class Link:
 
         On a GPU everything is enqueued on the current stream.
         """
+        return self._send(
+            lambda mailbox, number: mailbox.write_device_part(number, start_B, num_valid_B, next_tokens_R, hidden_RH)
+        )
+
+    def send_and_wait(self, run: Callable[[Tensor], None], num_requests: int, num_rows: int) -> bool:
+        """`send` and `enqueue_wait` in one, for `peagle.drafter.replay`: `run` does the work of both, given the step's
+        words. As `send`; where it is False nothing was run."""
+        if (session := self._announced) is None:
+            return False
+        wait = num_requests, self._deadline_s(session, session.sent + 1)
+        is_sent = self._send(
+            lambda mailbox, number: run(mailbox.words(number, request=(num_requests, num_rows), wait=wait))
+        )
+        if is_sent:
+            session.waited.append(session.sent)
+        return is_sent
+
+    def _send(self, write: Callable[[Mailbox, int], None]) -> bool:
+        """write: enqueues or does what hands over the rest of the step of this number."""
         session, self._announced = self._announced, None
         if session is None or session is not self._current:
             return False
@@ -422,7 +441,7 @@ class Link:
             if session.is_closed:
                 return False
             # `Session.close` waits for work on the mailbox that came before this.
-            session.mailbox.write_device_part(number, start_B, num_valid_B, next_tokens_R, hidden_RH)
+            write(session.mailbox, number)
             if session.enqueued is not None:
                 session.enqueued.record()
         session.sent, self._sent_s = number, time.monotonic()
@@ -437,7 +456,7 @@ class Link:
         if session is None or session.is_late or session.sent == 0:
             return None
         mailbox, number, begin_s = session.mailbox, session.sent, time.monotonic()
-        end_s, num_reads = self._sent_s + self._deadline_s(session), 0
+        end_s, num_reads = self._sent_s + self._deadline_s(session, number), 0
         while not mailbox.is_done(number):
             if mailbox.is_aborted():
                 return None
@@ -456,9 +475,9 @@ class Link:
         if (session := self._current) is not None and session.sent:
             with session.lock:
                 if not session.is_closed:
-                    assert session.enqueued is not None
-                    session.mailbox.enqueue_wait(session.sent, self._deadline_s(session), out_MK)
-                    session.enqueued.record()
+                    session.mailbox.enqueue_wait(session.sent, self._deadline_s(session, session.sent), out_MK)
+                    if session.enqueued is not None:
+                        session.enqueued.record()
                     session.waited.append(session.sent)
                     return
         out_MK.zero_()
@@ -518,8 +537,8 @@ class Link:
             elif outcome == TIMED_OUT:
                 self._give_up(session)
 
-    def _deadline_s(self, session: Session) -> float:
-        return self._deadlines.deadline_s(session.num_rows[session.sent % NUM_AREAS])
+    def _deadline_s(self, session: Session, number: int) -> float:
+        return self._deadlines.deadline_s(session.num_rows[number % NUM_AREAS])
 
     def _answered(self, session: Session, number: int, wait_s: float) -> Int32Array:
         """Count an answer that came in time, and take its drafts."""

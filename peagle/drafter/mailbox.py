@@ -23,6 +23,7 @@ must not be enqueued where the writer of the word itself waits for this stream: 
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import fcntl
 import math
@@ -32,7 +33,7 @@ import platform
 import secrets
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -177,6 +178,27 @@ class Area:
     outcome: Int64Array  # [2]: REACHED, ABORTED or TIMED_OUT, 0 before; nanoseconds waited
 
 
+class StepWords(NamedTuple):
+    """What the kernels of the target's side read of a step, each an int64, in this order: so a captured graph serves
+    every step, area and session. The addresses are those of the area, `abort` the mailbox's.
+
+    num_waiting: requests that the target waits for. timeout_ns: how long.
+    """
+
+    device_part: int
+    ready: int
+    payload: int
+    done: int
+    drafts: int
+    outcome: int
+    abort: int
+    number: int = 0
+    num_requests: int = 0
+    num_rows: int = 0
+    num_waiting: int = 0
+    timeout_ns: int = 0
+
+
 class _Carver:
     """Cuts views out of a buffer one after another; with no buffer it only counts the bytes."""
 
@@ -232,8 +254,8 @@ class Mailbox:
         self.memory, self.shape = memory, shape
         carver = _Carver(memory.mapping)
         self._abort = carver.words(1)
-        self.abort_t = torch.from_numpy(self._abort)
         self.areas = tuple(carver.area(shape) for _ in range(NUM_AREAS))
+        self._words = torch.tensor([self._addresses(area) for area in self.areas])
 
     @classmethod
     def create(cls, shape: TargetShape) -> Mailbox:
@@ -252,6 +274,10 @@ class Mailbox:
 
     def area(self, number: int) -> Area:
         return self.areas[number % NUM_AREAS]
+
+    def _addresses(self, area: Area) -> StepWords:
+        arrays = (area.device_part, area.ready, area.payload_RH.view(torch.uint8).numpy(), area.done, area.drafts_BK)
+        return StepWords(*(array.ctypes.data for array in (*arrays, area.outcome, self._abort)))
 
     # The target's side
 
@@ -283,20 +309,36 @@ class Mailbox:
         self, number: int, start_B: Tensor, num_valid_B: Tensor, next_tokens_R: Tensor, hidden_RH: Tensor
     ) -> None:
         """The rest of a step, `ready` last: tensors as in `TargetStep`, on a GPU in the order of its current stream."""
-        area = self.area(number)
-        area.payload_RH[: len(hidden_RH)].copy_(hidden_RH, non_blocking=True)
-        words = torch.from_numpy(area.device_part), torch.from_numpy(area.ready)
-        post_step(start_B, num_valid_B, next_tokens_R, *words, number)
+        self.area(number).payload_RH[: len(hidden_RH)].copy_(hidden_RH, non_blocking=True)
+        words_W = self.words(number, request=(len(start_B), len(next_tokens_R)))
+        integers = torch.cat([start_B, num_valid_B, next_tokens_R])
+        post_step(words_W.to(integers.device, non_blocking=True), integers)
 
     def enqueue_wait(self, number: int, timeout_s: float, out_BK: Tensor) -> None:
         """Let the current stream wait for the drafts of a step, at most this long, and put them into out_BK, int64 on
         the device: 0 where there are none, all over without an answer in time. A reply that comes later is not seen.
         """
-        area = self.area(number)
-        take_drafts(
-            torch.from_numpy(area.done), number, self.abort_t, torch.from_numpy(area.drafts_BK),
-            torch.from_numpy(area.outcome), out_BK, int(timeout_s * 1e9),
-        )  # fmt: skip
+        words_W = self.words(number, wait=(len(out_BK), timeout_s))
+        take_drafts(words_W.to(out_BK.device, non_blocking=True), out_BK)
+
+    def words(
+        self, number: int, *, request: tuple[int, int] | None = None, wait: tuple[int, float] | None = None
+    ) -> Tensor:
+        """`StepWords` of a step, on the host, pinned where the mailbox is: to be copied in the order of the stream.
+
+        request: the step's requests and rows. wait: requests to wait for, and seconds. What is not given stays as it
+        was: a copy of it may be under way. The next step with this area writes all of them again. That is only after
+        this step's answer (`is_free`), when its request, and the copy before that, is done; and at vLLM, whose host is
+        at most two steps ahead of the stream, after its wait.
+        """
+        words_W = self._words[number % NUM_AREAS]
+        values = words_W.numpy()
+        values[7] = number
+        if request is not None:
+            values[8:10] = request
+        if wait is not None:
+            values[10:] = wait[0], int(wait[1] * 1e9)
+        return words_W
 
     def is_done(self, number: int) -> bool:
         return int(self.area(number).done[0]) >= number
@@ -384,8 +426,8 @@ class Mailbox:
     def pin(self, device: torch.device, *, will_wait: bool) -> None:
         """Register the memory with CUDA, so that `device` reaches it. Raises RuntimeError where CUDA refuses.
 
-        will_wait: compiles the kernels of the target's side, that of a wait for timeouts of 32 and of 64 bits: at the
-            first step it is too late. Only while no step is under way.
+        will_wait: compiles the kernels of the target's side: at the first step it is too late. Only while no step is
+            under way.
         """
         portable_and_mapped = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
         base = torch.frombuffer(self.memory.mapping, dtype=torch.uint8)
@@ -394,13 +436,13 @@ class Mailbox:
             torch.cuda.check_error(error)
             if not will_wait:
                 return
-            area, out_BK = self.areas[0], torch.empty(1, self.shape.max_depth, dtype=torch.int64, device=device)
-            nothing = torch.empty(0, dtype=torch.int32, device=device)
-            self.write_device_part(0, nothing, nothing, nothing, torch.empty(0, self.shape.hidden_size, device=device))
-            for timeout_s in (1e-3, 1e3):
-                self.enqueue_wait(0, timeout_s, out_BK)
+            self._words = self._words.pin_memory()
+            words_W = self.words(0, request=(0, 0), wait=(0, 0.0)).to(device)
+            copy_payload(words_W, torch.empty(1, self.shape.hidden_size, dtype=self.shape.torch_dtype, device=device))
+            post_step(words_W, torch.empty(1, dtype=torch.int32, device=device))
+            take_drafts(words_W, torch.empty(1, self.shape.max_depth, dtype=torch.int64, device=device))
             torch.cuda.current_stream().synchronize()
-            area.outcome[:] = 0
+            self.areas[0].outcome[:] = 0
 
     def unpin(self, device: torch.device) -> None:
         """Undo `pin`, before the memory goes and after the last work that uses it."""
@@ -414,64 +456,77 @@ class Mailbox:
 
 REACHED, ABORTED, TIMED_OUT = 1, 2, 3  # values of `outcome_2[0]`
 _NUM_QUICK_READS, _SLEEP_S = 200, 50e-6  # the twin reads this often without a pause, then sleeps between reads
-_BLOCK = 1024
+_BLOCK, _COPIED_ELEMENTS = 1024, 4096
 
 
-def post_step(
-    start_B: Tensor, num_valid_B: Tensor, next_tokens_R: Tensor, device_part: Tensor, ready_1: Tensor, number: int
-) -> None:
-    """Put the int32 tensors one after another into device_part, then the number into ready_1, int64 [1].
-
-    The last two are host memory, pinned where the others are a GPU's: there it is one kernel on the current stream.
-    """
-    num_requests, num_rows = len(start_B), len(next_tokens_R)
-    if uses_kernel(next_tokens_R):
-        _post_kernel[(1,)](
-            start_B, num_valid_B, next_tokens_R, device_part, ready_1, num_requests, num_rows, number,
-            BLOCK=_BLOCK, ON_GPU=not INTERPRETED,
+def copy_payload(words_W: Tensor, hidden_RH: Tensor) -> None:
+    """Copy as many rows as the words say into a step's payload, whose type they have, on a GPU in one kernel."""
+    if uses_kernel(hidden_RH):
+        _copy_payload_kernel[(triton.cdiv(hidden_RH.numel(), _COPIED_ELEMENTS),)](
+            words_W, hidden_RH, hidden_RH.shape[1], BLOCK=_COPIED_ELEMENTS, ON_GPU=not INTERPRETED,
         )  # fmt: skip
         return
-    device_part[: 2 * num_requests + num_rows] = torch.cat([start_B, num_valid_B, next_tokens_R])
-    ready_1[0] = number
+    step = StepWords(*words_W.tolist())
+    moved = hidden_RH[: step.num_rows].reshape(-1)
+    _memory(step.payload, moved.numel(), moved.dtype).copy_(moved)
 
 
-def take_drafts(
-    done_1: Tensor, number: int, abort_1: Tensor, drafts_BK: Tensor, outcome_2: Tensor, out_BK: Tensor, timeout_ns: int
-) -> None:
-    """Wait until done_1 >= number, abort_1 != 0, or timeout_ns are over since the wait itself began; then write out_BK.
+def post_step(words_W: Tensor, integers: Tensor) -> None:
+    """Put a step's starts, valid rows and next tokens, int32 one after another, into its area; then its number into
+    `ready`. `integers` may be longer. On a GPU one kernel on the current stream: what the stream did before has reached
+    the host when the number does.
+    """
+    if uses_kernel(integers):
+        _post_kernel[(1,)](words_W, integers, BLOCK=_BLOCK, ON_GPU=not INTERPRETED)
+        return
+    step = StepWords(*words_W.tolist())
+    count = 2 * step.num_requests + step.num_rows
+    _memory(step.device_part, count, torch.int32).copy_(integers[:count])
+    _memory(step.ready, 1, torch.int64)[0] = step.number
+
+
+def take_drafts(words_W: Tensor, out_BK: Tensor) -> None:
+    """Wait until a step is done, the abort word is set, or its timeout is over since the wait itself began; then write
+    the first rows of out_BK, int64, as many as the words say: the drafts; 0 where there are none.
 
     With out_BK on a GPU this enqueues one kernel on the current stream and returns: one warp reads the words over the
-    bus, other work goes on. Otherwise it blocks. `done_1` is looked at before the others, so an answer that is there
-    counts even with the abort word set or no time left.
-
-    done_1, abort_1: int64 [1] of host memory, pinned where a GPU waits; written by others meanwhile.
-    drafts_BK: int32 of host memory, whole when `done_1` is reached; it may have more rows than out_BK.
-    outcome_2: int64 [2] of host memory, written at the end: the nanoseconds waited, then REACHED, ABORTED or TIMED_OUT.
-        Under Triton's interpreter, which has no timer, a read of the words counts 1 ns.
-    out_BK: int64: the drafts; 0 where there are none.
+    bus, other work goes on. Otherwise it blocks. `done` is looked at before the others, so an answer that is there
+    counts even with the abort word set or no time left. `outcome` is written at the end. Under Triton's interpreter,
+    which has no timer, a read of the words counts 1 ns.
     """
     if uses_kernel(out_BK):
-        _take_kernel[(1,)](
-            done_1, number, abort_1, drafts_BK, outcome_2, out_BK, out_BK.numel(), timeout_ns,
-            BLOCK=_BLOCK, ON_GPU=not INTERPRETED, num_warps=1,
-        )  # fmt: skip
+        _take_kernel[(1,)](words_W, out_BK, out_BK.shape[1], BLOCK=_BLOCK, ON_GPU=not INTERPRETED, num_warps=1)
         return
-    start_ns = time.monotonic_ns()
-    done, abort = done_1.numpy(), abort_1.numpy()  # a read of an aligned 64-bit word is one load
+    step, start_ns = StepWords(*words_W.tolist()), time.monotonic_ns()
+    # A read of an aligned 64-bit word is one load.
+    done, abort, outcome_2 = (
+        _memory(address, count, torch.int64).numpy()
+        for address, count in ((step.done, 1), (step.abort, 1), (step.outcome, 2))
+    )
     num_reads, status = 0, 0
     while not status:
         waited_ns = time.monotonic_ns() - start_ns
-        if done[0] >= number:
+        if done[0] >= step.number:
             status = REACHED
         elif abort[0] != 0:
             status = ABORTED
-        elif waited_ns >= timeout_ns:
+        elif waited_ns >= step.timeout_ns:
             status = TIMED_OUT
         elif (num_reads := num_reads + 1) > _NUM_QUICK_READS:
             time.sleep(_SLEEP_S)
-    out_BK.copy_(drafts_BK[: len(out_BK)].clamp(min=0) if status == REACHED else torch.zeros_like(out_BK))
+    found_BK = out_BK[: step.num_waiting].zero_()
+    if status == REACHED:
+        drafts = _memory(step.drafts, found_BK.numel(), torch.int32)
+        found_BK.copy_(drafts.view(found_BK.shape).clamp(min=0))
     outcome_2[1] = waited_ns
     outcome_2[0] = status
+
+
+def _memory(address: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Host memory as a tensor, which does not keep it."""
+    if not count:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(address), dtype=dtype)
 
 
 @triton.jit
@@ -482,48 +537,45 @@ def _fence(ON_GPU: tl.constexpr):
         tl.debug_barrier()
 
 
-# The numbers change with every call, and where the tensors begin follows from the number of requests: without this a
-# kernel would be compiled anew for 1, for multiples of 16 and by alignment.
-@triton.jit(
-    do_not_specialize=["num_requests", "num_rows", "number"],
-    do_not_specialize_on_alignment=["start_B", "num_valid_B", "next_tokens_R"],
-)
-def _post_kernel(
-    start_B, num_valid_B, next_tokens_R, device_part, ready_1, num_requests, num_rows, number,
-    BLOCK: tl.constexpr, ON_GPU: tl.constexpr,
-):  # fmt: skip
-    for i in range(0, num_requests, BLOCK):
-        at = i + tl.arange(0, BLOCK)
-        mask = at < num_requests
-        tl.store(device_part + at, tl.load(start_B + at, mask=mask), mask=mask)
-        tl.store(device_part + num_requests + at, tl.load(num_valid_B + at, mask=mask), mask=mask)
-    for i in range(0, num_rows, BLOCK):
-        at = i + tl.arange(0, BLOCK)
-        tl.store(
-            device_part + 2 * num_requests + at, tl.load(next_tokens_R + at, mask=at < num_rows), mask=at < num_rows
-        )
+@triton.jit
+def _copy_payload_kernel(words_W, hidden_RH, hidden_size, BLOCK: tl.constexpr, ON_GPU: tl.constexpr):
+    # A payload begins a page.
+    payload = tl.multiple_of(tl.load(words_W + 2).to(tl.pointer_type(hidden_RH.dtype.element_ty)), 16)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < tl.load(words_W + 9) * hidden_size
+    tl.store(payload + at, tl.load(hidden_RH + at, mask=mask), mask=mask)
     _fence(ON_GPU)
-    tl.store(ready_1, number.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["number", "num_drafts", "timeout_ns"])
-def _take_kernel(
-    done_1, number, abort_1, drafts_BK, outcome_2, out_BK, num_drafts, timeout_ns,
-    BLOCK: tl.constexpr, ON_GPU: tl.constexpr,
-):  # fmt: skip
-    wanted = number.to(tl.int64)
-    timeout = timeout_ns.to(tl.int64)
+@triton.jit
+def _post_kernel(words_W, integers, BLOCK: tl.constexpr, ON_GPU: tl.constexpr):
+    device_part = tl.load(words_W).to(tl.pointer_type(tl.int32))
+    count = 2 * tl.load(words_W + 8) + tl.load(words_W + 9)
+    for i in range(0, count, BLOCK):
+        at = i + tl.arange(0, BLOCK)
+        tl.store(device_part + at, tl.load(integers + at, mask=at < count), mask=at < count)
+    _fence(ON_GPU)
+    tl.store(tl.load(words_W + 1).to(tl.pointer_type(tl.int64)), tl.load(words_W + 7))
+
+
+@triton.jit
+def _take_kernel(words_W, out_BK, num_columns, BLOCK: tl.constexpr, ON_GPU: tl.constexpr):
+    done_1 = tl.load(words_W + 3).to(tl.pointer_type(tl.int64))
+    drafts_BK = tl.load(words_W + 4).to(tl.pointer_type(tl.int32))
+    outcome_2 = tl.load(words_W + 5).to(tl.pointer_type(tl.int64))
+    abort_1 = tl.load(words_W + 6).to(tl.pointer_type(tl.int64))
+    number, num_drafts, timeout = tl.load(words_W + 7), tl.load(words_W + 10) * num_columns, tl.load(words_W + 11)
     waited = timeout * 0
     start = waited
     if ON_GPU:
         start = cuda.globaltimer()
-    status = _wait_status(done_1, wanted, abort_1, waited, timeout)
+    status = _wait_status(done_1, number, abort_1, waited, timeout)
     while status == 0:
         if ON_GPU:
             waited = cuda.globaltimer() - start
         else:
             waited += 1
-        status = _wait_status(done_1, wanted, abort_1, waited, timeout)
+        status = _wait_status(done_1, number, abort_1, waited, timeout)
     num_found = tl.where(status == 1, num_drafts, 0)
     for i in range(0, num_drafts, BLOCK):
         at = i + tl.arange(0, BLOCK)

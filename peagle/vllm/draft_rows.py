@@ -149,32 +149,34 @@ def write_rows(
     )  # fmt: skip
 
 
-def accepted_rows(target: TargetRows, max_query_len: int) -> tuple[Tensor, Tensor, Tensor]:
+def accepted_rows(target: TargetRows, max_query_len: int, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """What a remote drafter needs to know of the target's rows: position of each request's first row [B], how many of
     its rows stay [B], and the token after each row [N]; int32. The token after a rejected row means nothing.
 
-    max_query_len: the largest q, known to the host.
+    max_query_len: the largest q, known to the host. out: int32, where they are put one after another from its start on.
     """
-    num_requests, num_rows = len(target.place_B), len(target.input_ids_N)
-    out = torch.empty(2 * num_requests + num_rows, dtype=torch.int32, device=target.input_ids_N.device)
-    start_B, num_valid_B, next_tokens_N = out.split([num_requests, num_requests, num_rows])
+    num_requests = len(target.place_B)
+    sizes = num_requests, num_requests, len(target.input_ids_N)
+    if out is None:
+        out = torch.empty(sum(sizes), dtype=torch.int32, device=target.input_ids_N.device)
     _accepted_rows_kernel[(num_requests, triton.cdiv(max_query_len, BLOCK_ROWS))](
         target.first_row_B1, target.input_ids_N, target.positions_N, target.place_B,
         target.num_sampled_B, target.num_rejected_B, target.last_sampled_S, target.next_prefill_S,
-        start_B, num_valid_B, next_tokens_N, BLOCK=BLOCK_ROWS,
+        out, BLOCK=BLOCK_ROWS,
     )  # fmt: skip
+    start_B, num_valid_B, next_tokens_N = out[: sum(sizes)].split(sizes)
     return start_B, num_valid_B, next_tokens_N
 
 
-# Where these begin follows from the number of requests.
-@triton.jit(do_not_specialize_on_alignment=["num_valid_B", "next_tokens_N"])
+@triton.jit
 def _accepted_rows_kernel(
     first_row_B1, input_ids_N, positions_N, place_B,
     num_sampled_B, num_rejected_B, last_sampled_S, next_prefill_S,
-    start_B, num_valid_B, next_tokens_N, BLOCK: tl.constexpr,
+    out, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (b, i): block i of request b."""
-    request = tl.program_id(0)
+    request, num_requests = tl.program_id(0), tl.num_programs(0)
+    num_valid_B, next_tokens_N = out + num_requests, out + 2 * num_requests
     first, end = tl.load(first_row_B1 + request), tl.load(first_row_B1 + request + 1)
     num_valid = end - first - tl.load(num_rejected_B + request)
     newest = _newest_token(request, place_B, num_sampled_B, last_sampled_S, next_prefill_S)
@@ -182,7 +184,7 @@ def _accepted_rows_kernel(
     given = tl.load(input_ids_N + row + 1, mask=row < end - 1, other=0).to(tl.int32)
     tl.store(next_tokens_N + row, tl.where(row == first + num_valid - 1, newest, given), mask=row < end)
     if tl.program_id(1) == 0:
-        tl.store(start_B + request, tl.load(positions_N + first).to(tl.int32))
+        tl.store(out + request, tl.load(positions_N + first).to(tl.int32))
         tl.store(num_valid_B + request, num_valid)
 
 

@@ -29,6 +29,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from peagle.config import UNNAMED_LAYERS, default_aux_layer_ids
 from peagle.drafter.client import LinkPool
 from peagle.drafter.protocol import NO_DRAFT, DtypeName, Int32Array, StepPlan, TargetShape
+from peagle.drafter.replay import StepReplayer
 from peagle.drafter.rows import accepted_rows
 from peagle.vllm import compat
 from peagle.vllm.acceptance import drafts_ahead, drafts_wanted, head_of
@@ -148,7 +149,8 @@ class _Rows:
 @dataclasses.dataclass(frozen=True)
 class StepMessage:
     """Under way to a drafter: its link, its requests' positions in the batch (`members_M`, and as `places` an index
-    for tensors, None for all in order), their slots and heads, their rows, and whether any is to get drafts."""
+    for tensors, None for all in order), their slots and heads, their rows, whether any is to get drafts, and whether it
+    goes by a replay."""
 
     link: Any
     members_M: npt.NDArray[np.int64]
@@ -157,6 +159,7 @@ class StepMessage:
     heads_M: Int32Array
     rows: _Rows
     wants_drafts: bool
+    is_replayed: bool
 
 
 class StepSender:
@@ -167,8 +170,12 @@ class StepSender:
     for before the next step is sent there, so that a drafter is at most one step behind.
     """
 
-    def __init__(self, pool: Any, shape: TargetShape, device: torch.device) -> None:
-        """device: of the engine. Where it is a GPU, its stream waits for answers, not the host."""
+    def __init__(
+        self, pool: Any, shape: TargetShape, device: torch.device, replayer: StepReplayer | None = None
+    ) -> None:
+        """device: of the engine. Where it is a GPU, its stream waits for answers, not the host. replayer: where rows
+        are sampled into its `integers` and the stream waits: for steps that it can take."""
+        self.replayer = replayer
         self.pool, self.shape, self.device = pool, shape, device
         self._unanswered: dict[Any, StepMessage] = {}  # by link
         self._begun: list[StepMessage] = []
@@ -203,7 +210,14 @@ class StepSender:
             )
             if link.announce(plan):
                 place = None if len(members_M) == num_requests else _upload(members_M, self.device)
-                self._begun.append(StepMessage(link, members_M, place, slots_M, heads_M, rows, bool(depth_M.any())))
+                wants_drafts = bool(depth_M.any())
+                is_replayed = (
+                    (self.replayer is not None and self.replayer.holds(rows.num_rows))
+                    and (place is None and rows.index is None and wants_drafts)
+                    and bool((heads_M == heads_M[0]).all())
+                )
+                message = StepMessage(link, members_M, place, slots_M, heads_M, rows, wants_drafts, is_replayed)
+                self._begun.append(message)
 
     def send(self, sampled: SampledRows) -> list[StepMessage]:
         """The rows of the batch begun last; the messages whose drafts are to be waited for."""
@@ -232,11 +246,18 @@ class StepSender:
 
     def _send(self, message: StepMessage, sampled: SampledRows) -> bool:
         rows, places = message.rows, message.places
+        is_sent: bool
+        if message.is_replayed:
+            assert self.replayer is not None
+            reducer = message.link.reducers[int(message.heads_M[0])]
+            run = self.replayer.prepare(reducer, sampled.aux, rows.num_rows)
+            is_sent = message.link.send_and_wait(run, len(message.members_M), rows.num_rows)
+            return is_sent
         hidden_RH = _reduce(message.link.reducers, message.heads_M, rows, sampled.aux)
         per_request = sampled.start_B, sampled.num_valid_B
         start_B, num_valid_B = per_request if places is None else (tensor[places] for tensor in per_request)
         next_tokens_R = sampled.next_tokens_R if rows.index is None else sampled.next_tokens_R[rows.index]
-        is_sent: bool = message.link.send(start_B, num_valid_B, next_tokens_R[: rows.num_rows], hidden_RH)
+        is_sent = message.link.send(start_B, num_valid_B, next_tokens_R[: rows.num_rows], hidden_RH)
         return is_sent
 
     def wait_host(self, sent: Sequence[StepMessage], num_requests: int) -> Int32Array:
@@ -251,6 +272,9 @@ class StepSender:
         """Drafts [B, K], int64 on the device, filled in the order of its stream; 0 where there are none."""
         whole_BK: Tensor | None = None
         for message in sent:
+            if message.is_replayed:
+                assert self.replayer is not None
+                return self.replayer.drafts_BK[:num_requests]
             size = (len(message.members_M), self.shape.max_depth)
             drafts_MK = torch.empty(size, dtype=torch.int64, device=self.device)
             message.link.enqueue_wait(drafts_MK)
@@ -549,8 +573,9 @@ def check_config(config: Any) -> None:
         raise ValueError(f"a remote drafter does not go with {', '.join(given)}: leave one of them out")
 
 
-def make_sender(config: Any, device: torch.device) -> StepSender:
-    """The sending side of one engine whose configuration was checked, with no drafters yet."""
+def make_sender(config: Any, device: torch.device, replay_sizes: Sequence[int] = ()) -> StepSender:
+    """The sending side of one engine whose configuration was checked, with no drafters yet. replay_sizes: numbers of
+    rows of `StepReplayer`; none: all is enqueued kernel by kernel."""
     model, scheduler = config.model_config, config.scheduler_config
     about = config.additional_config[REMOTE_KEY]
     shape = TargetShape(
@@ -572,7 +597,8 @@ def make_sender(config: Any, device: torch.device) -> StepSender:
         min_deadline_s=about["min_deadline_s"],
         max_deadline_s=about["max_deadline_s"],
     )
-    return StepSender(pool, shape, device)
+    sizes = sorted(size for size in replay_sizes if size <= shape.max_num_rows)
+    return StepSender(pool, shape, device, StepReplayer(shape, sizes, device) if sizes else None)
 
 
 class RemoteControl:

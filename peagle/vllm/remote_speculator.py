@@ -52,7 +52,7 @@ class RemoteSpeculator(BaseSpeculator):
             raise ValueError("a remote drafter on a GPU needs async_scheduling: leave it on")
         self.sender: StepSender | None = None  # None on ranks that do not send
         if get_tp_group().rank_in_group == 0:
-            self.sender = make_sender(config, device)
+            self.sender = make_sender(config, device, config.compilation_config.cudagraph_capture_sizes or ())
         self._device, self._k_max = device, config.num_speculative_tokens
         self._known: dict[str, _Known] = {}
         self._num_ahead, self._depths = self._k_max, list[int]()
@@ -100,14 +100,18 @@ class RemoteSpeculator(BaseSpeculator):
         num_requests, k_max = input_batch.num_reqs, self._k_max
         target = TargetRows.of(input_batch, num_sampled, num_rejected, last_sampled, next_prefill_tokens)
         max_query_len = int(input_batch.num_scheduled_tokens.max())
+        replayer = self.sender.replayer if self.sender is not None else None
         if dummy_run:
             accepted_rows(target, max_query_len)  # compiled before requests come
+            if replayer is not None and aux_hidden_states:
+                replayer.take_taps(aux_hidden_states, 1)  # the buffer counts in vLLM's profile of memory
             return torch.zeros(num_requests, k_max, dtype=torch.int64, device=self._device)
         if self.sender is None:
             drafts_BK = torch.empty(num_requests, k_max, dtype=torch.int64, device=self._device)
         else:
             assert aux_hidden_states, "the target returned no tapped hidden states"
-            sent = self.sender.send(SampledRows(*accepted_rows(target, max_query_len), aux_hidden_states))
+            rows = accepted_rows(target, max_query_len, None if replayer is None else replayer.integers)
+            sent = self.sender.send(SampledRows(*rows, aux_hidden_states))
             drafts_BK = self.sender.enqueue_wait(sent, num_requests)
             num_drafts = self.sender.num_drafts(sent, num_requests)
             asked = zip(input_batch.req_ids, self._depths, num_drafts, strict=True)
