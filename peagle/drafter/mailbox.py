@@ -155,6 +155,7 @@ def sweep() -> None:
 # The mailbox
 
 NUM_AREAS = 3
+_NUM_WORDS = 2 * NUM_AREAS  # steps whose `StepWords` are kept: two turns of the areas
 _LINE_BYTES, _PAGE_BYTES = 64, 4096
 _HOST_ROWS = 4  # slots, heads, depths, row offsets
 
@@ -255,7 +256,7 @@ class Mailbox:
         carver = _Carver(memory.mapping)
         self._abort = carver.words(1)
         self.areas = tuple(carver.area(shape) for _ in range(NUM_AREAS))
-        self._words = torch.tensor([self._addresses(area) for area in self.areas])
+        self._words = torch.tensor([self._addresses(self.area(i)) for i in range(_NUM_WORDS)])
 
     @classmethod
     def create(cls, shape: TargetShape) -> Mailbox:
@@ -327,11 +328,10 @@ class Mailbox:
         """`StepWords` of a step, on the host, pinned where the mailbox is: to be copied in the order of the stream.
 
         request: the step's requests and rows. wait: requests to wait for, and seconds. What is not given stays as it
-        was: a copy of it may be under way. The next step with this area writes all of them again. That is only after
-        this step's answer (`is_free`), when its request, and the copy before that, is done; and at vLLM, whose host is
-        at most two steps ahead of the stream, after its wait.
+        was: a copy of it may be under way. The host writes them again six steps later. A step is waited for in its own
+        turn or in the next one, and vLLM's host is at most two steps ahead of the stream, so by then all is done.
         """
-        words_W = self._words[number % NUM_AREAS]
+        words_W = self._words[number % _NUM_WORDS]
         values = words_W.numpy()
         values[7] = number
         if request is not None:
