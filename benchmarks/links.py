@@ -45,7 +45,7 @@ class CopyingEngine:
     def __init__(self, max_depth: int, device: str) -> None:
         self._max_depth, self._device = max_depth, torch.device(device)
 
-    def step(self, steps: Sequence[TargetStep], prepared: None = None) -> list[Int32Array]:
+    def step(self, steps: Sequence[TargetStep], prepared: Sequence[None] = ()) -> list[Int32Array]:
         if self._device.type == "cuda":
             for step in steps:
                 for first, count in zip(step.row_offset_B.tolist(), step.num_valid_B.tolist(), strict=True):

@@ -107,12 +107,16 @@ def target_step(
     finished: list[int] | None = None,
     prompts: Mapping[int, Int32Array] | None = None,
     rng: random.Random | None = None,
+    num_rejected: int | None = None,
 ) -> TargetStep:
-    """The step of these slots; rows of rejected drafts and padding, full of NaN, lie between those of the requests."""
+    """The step of these slots; rows of rejected drafts and padding, full of NaN, lie between those of the requests.
+
+    num_rejected: rows after each request's own, with none before them; by default up to 2, by chance.
+    """
     rng = rng or random.Random(0)
-    num_rejected = [rng.randint(0, 2) for _ in work]
-    offsets, num_rows = [], rng.randint(0, 2)
-    for rows, rejected in zip(work.values(), num_rejected, strict=True):
+    rejected_B = [rng.randint(0, 2) if num_rejected is None else num_rejected for _ in work]
+    offsets, num_rows = [], rng.randint(0, 2) if num_rejected is None else 0
+    for rows, rejected in zip(work.values(), rejected_B, strict=True):
         offsets.append(num_rows)
         num_rows += rows.num_valid + rejected
     tokens_R = np.full(num_rows, 123_456, np.int32)

@@ -301,7 +301,7 @@ def test_a_step_that_no_engine_can_take_ends_its_connection_and_no_other() -> No
         assert bad.step() == [None] * 3
         eventually(lambda: server.report()["num_dropped"] == 1)
         target.check_step()
-        assert "next_tokens_R holds 10000" in eventually(lambda: only_link(other)["problem"])
+        assert "prompts[0] holds 10000" in eventually(lambda: only_link(other)["problem"])
         for each in (pool, other):
             each.close()
 

@@ -53,7 +53,9 @@ class SlowEngine(DraftEngine):
 
     delay_s = 0.0
 
-    def step(self, steps: Sequence[TargetStep], prepared: PreparedStep | None = None) -> list[Int32Array]:
+    def step(
+        self, steps: Sequence[TargetStep], prepared: Sequence[PreparedStep | None] | None = None
+    ) -> list[Int32Array]:
         time.sleep(self.delay_s)
         return super().step(steps, prepared)
 

@@ -4,7 +4,8 @@ The requests' cache blocks are looked up or given (`peagle.drafter.kvcache`), an
 requests of the call, more where they do not fit in one. The engine knows nothing of connections: a `session` is a
 number, and whoever opened it drops it. Steps have been checked where they came in.
 
-What of this needs only a step's host part may happen before the step is ready (`DraftEngine.prepare`).
+What of this needs only a step's host part may happen before the step is ready (`DraftEngine.prepare`): requests end and
+begin, and the pass is made ready but for its valid rows and tokens.
 
 A request is a slot of a session. Without a prompt in its first step it still drafts, but its blocks answer for no
 prefix. The cache follows what a target sends: a start before the cached rows truncates, a start after them begins cold,
@@ -145,11 +146,12 @@ def pass_batch(part: Requests, steps: Sequence[HostStep], table: RequestTable, l
 
 
 @dataclasses.dataclass(frozen=True)
-class PreparedStep:
+class PreparedPass:
     """A pass that is ready but for what `DraftEngine.prepare` does not know, and had to assume.
 
-    requests: all of one step, each beginning where its rows end, with the most valid rows that are prepared for. batch:
-    of these, its valid rows and tokens without meaning. ahead: of `ParallelPass.send_ahead`.
+    requests: all of one step, each beginning where its rows end, a new one at the last token of its prompt, with the
+    most valid rows that are prepared for. batch: of these, its valid rows and tokens without meaning. ahead: of
+    `ParallelPass.send_ahead`.
     """
 
     table: RequestTable
@@ -157,6 +159,14 @@ class PreparedStep:
     requests: Requests
     batch: PassBatch
     ahead: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedStep:
+    """A step whose requests that ended are released already, which must not happen twice: new ones may have begun in
+    their slots. one_pass: all of its work, None where that could not be prepared."""
+
+    one_pass: PreparedPass | None
 
 
 class DraftEngine:
@@ -208,55 +218,77 @@ class DraftEngine:
         for table in self.tables.values():
             table.drop_session(session)
 
-    def prepare(self, step: HostStep) -> PreparedStep | None:
-        """What `step` may be given for the next step of a session, from the step's host part: starts, valid rows, next
-        tokens and hidden rows are not read, their sizes and places are.
+    def prepare(self, step: HostStep) -> PreparedStep:
+        """What `step` is to be given with the next step of a session, from the step's host part: starts, valid rows,
+        next tokens and hidden rows are not read, their sizes and places are.
 
-        Requests that ended are released. Only while drafting, where all requests of the step are of one head and in its
-        cache already, and as long as there is room; else None.
+        Requests that ended are released. A pass is prepared where all requests are of one head, each in its cache
+        already or new with the tokens of its prompt, and one pass holds them; and as long as there are free blocks for
+        all rows that may come. New requests then enter the table, an idle one may be evicted for them as in `step`.
         """
-        self.release(step.session, step.finished_slots)
+        self._release_ended(step)
+        return PreparedStep(self._prepared_pass(step))
+
+    def _prepared_pass(self, step: HostStep) -> PreparedPass | None:
+        """The pass of a step whose requests that ended are released; None as `prepare` says."""
         num_requests, num_rows = step.num_requests, len(step.next_tokens_R)
-        if not num_requests or step.prompts or (step.heads_B != (index := int(step.heads_B[0]))).any():
+        if not num_requests or (step.heads_B != (index := int(step.heads_B[0]))).any():
             return None
         table, head = self.tables[index], self._heads[index]
         rows_B, limits = table.find(step.session, step.slots_B), head.limits
-        if (rows_B == NO_ROW).any():
+        start_B = table.num_rows_C[rows_B]
+        for i in np.flatnonzero(rows_B == NO_ROW).tolist():
+            start_B[i] = len(step.prompts.get(int(step.slots_B[i]), ())) - 1
+        # A request has no more valid rows than lie before the next request's.
+        most_B = np.diff(step.row_offset_B, append=num_rows).astype(np.int64)
+        most_rows = num_rows + int(np.maximum(step.depth_B - 1, 0).sum())
+        is_one_pass = num_requests <= limits.max_num_requests and num_rows <= limits.max_payload_rows
+        is_one_pass &= most_rows <= limits.max_num_rows
+        is_known = int(start_B.min()) >= 0 and int(most_B.min()) >= 0
+        if not is_one_pass or not is_known or not self._open(table, step, step.slots_B, rows_B):
             return None
         requests = Requests(
             flat_G=np.arange(num_requests),
             step_G=np.zeros(num_requests, np.int64),
             table_rows_G=rows_B,
-            start_G=table.num_rows_C[rows_B],
-            num_valid_G=np.full(num_requests, limits.max_depth + 1),  # all drafts accepted, and the target's own token
+            start_G=start_B,
+            num_valid_G=most_B,
             row_offset_G=step.row_offset_B.astype(np.int64),
             depth_G=step.depth_B.astype(np.int64),
         )
-        end_G = requests.end_G
-        is_one_pass = num_requests <= limits.max_num_requests and num_rows <= limits.max_payload_rows
-        is_one_pass &= int((end_G - requests.start_G).sum()) <= limits.max_num_rows
-        if not is_one_pass or not table.reserve(rows_B, end_G):
+        if not table.reserve(rows_B, start_B, requests.end_G):
             return None
         batch = pass_batch(requests, [step], table, limits)
-        return PreparedStep(table, head, requests, batch, head.send_ahead(batch))
+        return PreparedPass(table, head, requests, batch, head.send_ahead(batch))
 
-    def step(self, steps: Sequence[HostStep], prepared: PreparedStep | None = None) -> list[Int32Array]:
+    def step(
+        self, steps: Sequence[HostStep], prepared: Sequence[PreparedStep | None] | None = None
+    ) -> list[Int32Array]:
         """Draft ids of each step's requests, [B, K] each, `NO_DRAFT` from a request's depth on.
 
-        A request that is refused for lack of cache has none. prepared: of the only step.
+        A request that is refused for lack of cache has none. prepared: of each step, None for one that was not.
         """
+        prepared = prepared or [None] * len(steps)
         if len(steps) > 1 and len({step.session for step in steps}) < len(steps):
-            return [self.step([step])[0] for step in steps]  # a later step needs an earlier one's rows
-        launched = [] if prepared is None else self._launch_prepared(steps[0], prepared)
+            # A later step needs an earlier one's rows.
+            return [self.step([step], [ready])[0] for step, ready in zip(steps, prepared, strict=True)]
+        launched = []
+        if len(steps) == 1 and prepared[0] is not None and prepared[0].one_pass is not None:
+            launched = self._launch_prepared(steps[0], prepared[0].one_pass)
         if not launched:
-            for step in steps:
-                if ended := [*step.finished_slots, *step.prompts]:
-                    self.release(step.session, ended)
+            for step, ready in zip(steps, prepared, strict=True):
+                if ready is None:
+                    self._release_ended(step)
             heads_F = _joined([step.heads_B for step in steps])
             launched = [part for index in np.unique(heads_F).tolist() for part in self._launch(index, steps, heads_F)]
         drafts_FK = self._gathered(launched, sum(step.num_requests for step in steps))
         self.counters.drafts += int((drafts_FK != NO_DRAFT).sum())
         return np.split(drafts_FK, np.cumsum([step.num_requests for step in steps])[:-1])
+
+    def _release_ended(self, step: HostStep) -> None:
+        """Release what ended before a step, also where only its slot says so: another request begins there."""
+        if ended := [*step.finished_slots, *step.prompts]:
+            self.release(step.session, ended)
 
     def _gathered(self, launched: Sequence[tuple[Requests, PendingDrafts]], num_requests: int) -> Int32Array:
         """[F, K] drafts of all requests of a call, once their passes are over."""
@@ -271,6 +303,14 @@ class DraftEngine:
             drafts_FK[part.flat_G[wanting], : drafts_GK.shape[1]] = drafts_GK[wanting]
         return drafts_FK
 
+    def _open(self, table: RequestTable, step: HostStep, slots_G: Int32Array, rows_G: Int64Array) -> bool:
+        """Fill in table rows for those of a step's slots that have none; False where one stays without."""
+        for i in np.flatnonzero(rows_G == NO_ROW).tolist():
+            slot = int(slots_G[i])
+            self.release(step.session, [slot])  # it may have rows of another head
+            rows_G[i] = table.open(step.session, slot, step.prompts.get(slot))
+        return bool((rows_G != NO_ROW).all())
+
     def _admit(self, index: int, steps: Sequence[HostStep], heads_F: Int32Array) -> Requests:
         """The requests of one head that have a table row and blocks now, and new rows to write."""
         table, flat_G = self.tables[index], np.flatnonzero(heads_F == index)
@@ -279,10 +319,7 @@ class DraftEngine:
         slots = [step.slots_B[which] for step, which in zip(steps, mine, strict=True)]
         rows = [table.find(step.session, slots_G) for step, slots_G in zip(steps, slots, strict=True)]
         for step, slots_G, rows_G in zip(steps, slots, rows, strict=True):
-            for i in np.flatnonzero(rows_G == NO_ROW).tolist():
-                slot = int(slots_G[i])
-                self.release(step.session, [slot])  # it may have rows of another head
-                rows_G[i] = table.open(step.session, slot, step.prompts.get(slot))
+            self._open(table, step, slots_G, rows_G)
         columns = [
             np.array([step.start_B, step.num_valid_B, step.row_offset_B, step.depth_B], np.int64)[:, which]
             for step, which in zip(steps, mine, strict=True)
@@ -296,11 +333,13 @@ class DraftEngine:
         granted_G &= requests.num_valid_G > 0
         return requests if granted_G.all() else requests[granted_G]
 
-    def _launch_prepared(self, step: HostStep, prepared: PreparedStep) -> list[tuple[Requests, PendingDrafts]]:
+    def _launch_prepared(self, step: HostStep, prepared: PreparedPass) -> list[tuple[Requests, PendingDrafts]]:
         """As `_launch`, of a step whose one pass was prepared; nothing where what was assumed is not so."""
         table, batch, requests = prepared.table, prepared.batch, prepared.requests
-        if (step.start_B != batch.start_B).any() or not 0 < step.num_valid_B.max() <= requests.num_valid_G[0]:
+        if (step.start_B != batch.start_B).any() or (step.num_valid_B > requests.num_valid_G).any():
             return []
+        if not step.num_valid_B.any():
+            return []  # nothing to run
         # Meanwhile the head may have been swapped, or a request closed for others.
         rows_B = table.find(step.session, step.slots_B)
         if table not in self.tables.values() or (rows_B != requests.table_rows_G).any():

@@ -246,11 +246,15 @@ class RequestTable:
         self._extend(rows_B, need_B)
         return granted_B
 
-    def reserve(self, rows_B: Int64Array, end_B: Int64Array) -> bool:
-        """Give requests blocks for the positions below `end_B`. False, and nothing given, where others would have to
-        lose theirs or a request would get too long."""
+    def reserve(self, rows_B: Int64Array, start_B: Int64Array, end_B: Int64Array) -> bool:
+        """As `place`, for requests that are new or go on where their rows end, with blocks for the positions below
+        `end_B`. False, and no block given, where others would have to lose theirs or a request would get too long."""
+        if (end_B > self.max_num_positions).any():
+            return False
+        for i in np.flatnonzero(self.num_rows_C[rows_B] != start_B).tolist():
+            self.counters.cold_starts += self._move(int(rows_B[i]), int(start_B[i]))
         need_B = self._needed(rows_B, end_B)
-        if int(need_B.sum()) > self.pool.num_available or (end_B > self.max_num_positions).any():
+        if int(need_B.sum()) > self.pool.num_available:
             return False
         self._extend(rows_B, need_B)
         return True

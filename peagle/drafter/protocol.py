@@ -188,6 +188,10 @@ def check_host_part(step: TargetStep[Int32Array], shape: TargetShape) -> None:
     _check_range("row_offset_B", step.row_offset_B, num_rows)
     if step.finished_slots:
         _check_range("finished_slots", np.asarray(step.finished_slots, np.int32), shape.max_num_requests - 1)
+    for slot, token_ids in step.prompts.items():
+        if slot not in step.slots_B:
+            raise ValueError(f"prompts has slot {slot}, which has no rows in this step")
+        _check_range(f"prompts[{slot}]", token_ids, shape.vocab_size - 1)
 
 
 def check_device_part(step: TargetStep[Int32Array], shape: TargetShape) -> None:
@@ -200,12 +204,8 @@ def check_device_part(step: TargetStep[Int32Array], shape: TargetShape) -> None:
     if not _is_in_range(step.next_tokens_R, shape.vocab_size - 1):  # those of rejected rows may be anything
         _check_range("next_tokens_R", step.next_tokens_R[valid_rows(step)], shape.vocab_size - 1)
     for slot, token_ids in step.prompts.items():
-        at = np.flatnonzero(step.slots_B == slot)
-        if len(at) != 1:
-            raise ValueError(f"prompts has slot {slot}, which has no rows in this step")
-        if len(token_ids) not in (0, num_expected := int(step.start_B[at[0]]) + 1):
+        if len(token_ids) not in (0, num_expected := int(step.start_B[step.slots_B == slot][0]) + 1):
             raise ValueError(f"prompts[{slot}] has {len(token_ids)} tokens, not 0 or {num_expected}, start + 1")
-        _check_range(f"prompts[{slot}]", token_ids, shape.vocab_size - 1)
 
 
 def _is_in_range(values: Int32Array, high: int) -> bool:

@@ -425,7 +425,7 @@ class DrafterServer:
         return False
 
     def _draft(self, steps: Sequence[tuple[Peer, TargetStep[Int32Array]]]) -> None:
-        prepared = steps[0][0].prepared if len(steps) == 1 else None  # several steps share a pass
+        prepared = [peer.prepared for peer, _ in steps]
         for peer, _ in steps:
             peer.prepared = None
         try:
