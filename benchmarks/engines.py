@@ -1,12 +1,14 @@
 """Speed of engines with random weights of a real shape, at equal synthetic acceptance: tokens/s and time of a step.
 
     python -m benchmarks.engines --arm peagle-7 --out FILE [--requests 1 8 32] [--seconds 4]
+    python -m benchmarks.engines --arm peagle-7 remote-7 --rounds 3 --kv-gib 6 --shape LLAMA_8B --out FILE
 
 One engine a process. A cell keeps so many requests in flight, each replaced by another when it ends: prompts of 128
 random tokens, answers of 128 to 384, so steps with prompts are among those counted, as in service. Nothing is streamed.
 Steps, tokens and accepted drafts are vLLM's own counters over a window of time. All arms have the same CUDA graph
 sizes, the same sampling and the same acceptance by position, and the worker in a process of its own (`--executor`);
-else stock arms are vLLM as it comes.
+else stock arms are vLLM as it comes. Several arms start together, their engines all on the GPU, and are measured in
+turn, round by round: ratios are then of one host and of the same minutes.
 """
 
 import argparse
@@ -19,8 +21,9 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -30,7 +33,7 @@ from peagle.provenance import conditions
 
 SURVIVAL = (0.80, 0.64, 0.50, 0.39, 0.30, 0.22, 0.17, 0.13, 0.10, 0.075, 0.055, 0.04)
 """Chance that the first i drafts are accepted; beyond the seventh continued by hand at the same ratio."""
-MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN, KV_BYTES = 256, 8192, 4096, 20 << 30
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 256, 8192, 4096
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, (128, 384)
 WARM_S, LEARNING_S = 1.5, 4.0
 COUNTERS = {
@@ -142,7 +145,7 @@ class Segments:
 
 
 def engine_settings(
-    arm: Arm, folder: Path, shape: dict[str, Any], prompt_graphs: bool = True, executor: str = "mp"
+    arm: Arm, folder: Path, shape: dict[str, Any], kv_gib: int, prompt_graphs: bool = True, executor: str = "mp"
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's `AsyncEngineArgs`. prompt_graphs: `compat.PROMPT_GRAPHS_KEY`, of our arms. executor:
     vLLM's distributed_executor_backend, of all arms."""
@@ -158,7 +161,7 @@ def engine_settings(
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": MAX_NUM_SEQS,
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
-        "kv_cache_memory_bytes": KV_BYTES,
+        "kv_cache_memory_bytes": kv_gib << 30,
         "enable_prefix_caching": False,
         "distributed_executor_backend": executor,
         "cudagraph_capture_sizes": capture_sizes(MAX_NUM_SEQS * (1 + max(arm.k, 7))),
@@ -190,8 +193,9 @@ def engine_settings(
 
 
 @contextlib.contextmanager
-def drafter(settings: dict[str, Any], gpu: str, log: Path) -> Iterator[dict[str, Any]]:
-    """A drafter's process on `gpu`, as `set_drafters` takes it."""
+def drafter(settings: dict[str, Any], gpu: str, log: Path) -> Iterator[Callable[[], dict[str, Any]]]:
+    """A drafter's process on `gpu`, which starts beside the engine. What is called when it is needed waits for it and
+    returns it as `set_drafters` takes it."""
     command = [sys.executable, "-m", "benchmarks.drafter", "--target", settings["model"]]
     command += ["--head", settings["speculative_config"]["model"], "--max-num-requests", str(MAX_NUM_SEQS)]
     command += ["--max-num-rows", str(MAX_NUM_BATCHED_TOKENS), "--max-context", "2048", "--cache-gib", "8"]
@@ -200,12 +204,60 @@ def drafter(settings: dict[str, Any], gpu: str, log: Path) -> Iterator[dict[str,
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env, start_new_session=True
         )
+        lines = process.stdout
+        assert lines is not None
         try:
-            assert process.stdout is not None
-            yield json.loads(process.stdout.readline())
+            yield lambda: json.loads(lines.readline())
         finally:
             os.killpg(process.pid, signal.SIGTERM)
             process.wait(20)
+
+
+class Turns:
+    """Of one arm among those of a call, as a context for each of its turns: files in one folder say who is ready and
+    which turns are over."""
+
+    def __init__(self, folder: Path, index: int, num_arms: int) -> None:
+        self._folder, self._index, self._num_arms, self._round = folder, index, num_arms, 0
+
+    async def __aenter__(self) -> None:
+        (self._folder / f"ready-{self._index}").touch()
+        turn = self._round * self._num_arms + self._index
+        awaited = [f"ready-{i}" for i in range(self._num_arms)] if not turn else [f"over-{turn - 1}"]
+        while not all((self._folder / name).exists() for name in awaited):
+            await asyncio.sleep(0.1)
+
+    async def __aexit__(self, *error: object) -> None:
+        (self._folder / f"over-{self._round * self._num_arms + self._index}").touch()
+        self._round += 1
+
+    def give_up(self, num_rounds: int) -> None:
+        """The arm has ended: none of the others waits for it any more."""
+        (self._folder / f"ready-{self._index}").touch()
+        for number in range(num_rounds):
+            (self._folder / f"over-{number * self._num_arms + self._index}").touch()
+
+
+def measure_in_turn(args: argparse.Namespace) -> int:
+    """Each arm in a process of its own; their reports together, by arm. Returns how many failed."""
+    folder, num_arms = Path(tempfile.mkdtemp(dir=args.folder)), len(args.arm)
+    running, reports, num_failed = {}, {}, 0
+    for index, arm in enumerate(args.arm):
+        command = [sys.executable, "-m", "benchmarks.engines", *sys.argv[1:], "--arm", arm]
+        command += ["--out", str(folder / f"{index}.json"), "--turn", str(folder), str(index), str(num_arms)]
+        running[index] = subprocess.Popen(command)
+    while running:
+        for index, process in list(running.items()):
+            if process.poll() is None:
+                continue
+            del running[index]
+            Turns(folder, index, num_arms).give_up(args.rounds + 1)
+            num_failed += process.returncode != 0
+            if (part := folder / f"{index}.json").exists():
+                reports[args.arm[index]] = json.loads(part.read_text())
+        time.sleep(0.2)
+    args.out.write_text(json.dumps(reports, indent=1))
+    return num_failed
 
 
 def read_counters() -> dict[str, float]:
@@ -335,21 +387,24 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     from peagle.vllm.trimming import document_path
 
     models.spawn_engines()
-    arm, shape = Arm.parse(args.arm), dict(getattr(models, args.shape))
+    name = args.arm[0]
+    arm, shape = Arm.parse(name), dict(getattr(models, args.shape))
     if args.num_layers:
         shape = models.shortened(shape, args.num_layers)
-    settings = engine_settings(arm, args.folder, shape, not args.piecewise, args.executor)
-    start_s = time.perf_counter()
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
-    await engine.get_supported_tasks()
-    report: dict[str, Any] = {"arm": args.arm, "shape": args.shape, "start_s": round(time.perf_counter() - start_s, 1)}
-    document = document_path(engine.vllm_config.instance_id)
-    report["measured_at_start"] = json.loads(document.read_text(encoding="utf-8")) if document.exists() else None
-    report["rows"] = []
+    settings = engine_settings(arm, args.folder, shape, args.kv_gib, not args.piecewise, args.executor)
     with contextlib.ExitStack() as stack:
         if arm.kind == "remote":
-            found = stack.enter_context(drafter(settings, args.drafter_gpu, args.out.with_suffix(".drafter")))
-            await engine.collective_rpc("set_drafters", args=([found],))
+            log = args.out.with_suffix(".drafter")
+            found = stack.enter_context(drafter(settings, args.drafter_gpu, log))
+        start_s = time.perf_counter()
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
+        await engine.get_supported_tasks()
+        report: dict[str, Any] = {"arm": name, "shape": args.shape, "start_s": round(time.perf_counter() - start_s, 1)}
+        document = document_path(engine.vllm_config.instance_id)
+        report["measured_at_start"] = json.loads(document.read_text(encoding="utf-8")) if document.exists() else None
+        report["rows"] = []
+        if arm.kind == "remote":
+            await engine.collective_rpc("set_drafters", args=([found()],))
             while not (await engine.collective_rpc("remote_report"))[0]["pool"]["num_up"]:
                 await asyncio.sleep(0.2)
         await measure_arm(engine, args, report, settings)
@@ -368,12 +423,31 @@ def write(out: Path, report: dict[str, Any], settings: dict[str, Any]) -> None:
 
 
 async def measure_arm(engine: Any, args: argparse.Namespace, report: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Every cell, then where a step's time goes; written as it comes."""
+    """Every cell, round by round, then where a step's time goes; written as it comes."""
     await engine.collective_rpc("make_drafts_random")
-    learned, observing = None, None
+    arm, learned, observing = Arm.parse(args.arm[0]), None, None
     if "learned" in (args.depths or ()):
-        learned = LearnedDepths(engine, Arm.parse(args.arm).k)
+        learned = LearnedDepths(engine, arm.k)
         observing = asyncio.create_task(learned.observe_forever())
+    turns: Any = Turns(Path(args.turn[0]), *map(int, args.turn[1:])) if args.turn else contextlib.nullcontext()
+    for number in range(args.rounds):
+        async with turns:
+            async for row in measure_cells(engine, args, learned):
+                report["rows"].append({"round": number, **row})
+                write(args.out, report, settings)
+    if observing is not None:
+        observing.cancel()
+    if arm.kind != "stock":
+        async with turns:
+            await engine.collective_rpc("start_segments")
+            report["segments"] = [await Load(engine, None).measure(count, 0.2, 1.0) for count in (1, 8, 32, 64, 128)]
+        write(args.out, report, settings)
+
+
+async def measure_cells(
+    engine: Any, args: argparse.Namespace, learned: LearnedDepths | None
+) -> AsyncIterator[dict[str, Any]]:
+    """Every cell once."""
     for mix in args.depths or ["all"]:
         depths = None if mix in ("all", "learned") else tuple(map(int, mix.split("/")))
         load = Load(engine, depths, learned if mix == "learned" else None)
@@ -381,22 +455,18 @@ async def measure_arm(engine: Any, args: argparse.Namespace, report: dict[str, A
             row = {"depths": mix, **await load.measure(num_requests, args.seconds, 0.0)}
             if mix == "learned" and learned is not None:
                 row["believed"] = learned.believed()
-            report["rows"].append(row)
-            write(args.out, report, settings)
             log = {key: row[key] for key in ("depths", "num_requests", "tokens_per_s", "step_ms", "accepted_length")}
-            with args.out.with_suffix(".log").open("a") as file:
-                file.write(json.dumps({"arm": args.arm, **log}) + "\n")
-    if observing is not None:
-        observing.cancel()
-    if not args.arm.startswith("stock"):
-        await engine.collective_rpc("start_segments")
-        report["segments"] = [await Load(engine, None).measure(count, 0.2, 1.0) for count in (1, 8, 32, 64, 128)]
-        write(args.out, report, settings)
+            sys.stdout.write(json.dumps({"arm": args.arm[0], **log}) + "\n")
+            sys.stdout.flush()
+            yield row
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arm", required=True, help="none, eagle3-K, stock-K, peagle-K or remote-K")
+    parser.add_argument("--arm", nargs="+", required=True, help="none, eagle3-K, stock-K, peagle-K or remote-K")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--kv-gib", type=int, default=20, help="KV cache of each engine")
+    parser.add_argument("--turn", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--drafter-gpu", default="1", help="of a remote drafter")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/bench-engines"))
@@ -420,6 +490,8 @@ def main() -> int:
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    if len(args.arm) > 1:
+        return measure_in_turn(args)
     asyncio.run(run(args))
     return 0
 

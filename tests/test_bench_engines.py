@@ -1,0 +1,49 @@
+"""Tests of `benchmarks.engines` that need no engine: whose turn it is to be measured."""
+
+import asyncio
+from pathlib import Path
+
+from benchmarks.engines import Turns
+
+NUM_ROUNDS = 3
+
+
+async def arm(index: int, turns: Turns, start_s: float, seen: list[int], running: list[int], num_rounds: int) -> None:
+    await asyncio.sleep(start_s)
+    for _ in range(num_rounds):
+        async with turns:
+            assert not running, "one at a time"
+            running.append(index)
+            await asyncio.sleep(0.05)
+            seen.append(running.pop())
+
+
+def test_arms_are_measured_in_turn_once_all_are_ready(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    async def together() -> None:
+        running: list[int] = []
+        await asyncio.gather(
+            *(arm(i, Turns(tmp_path, i, 3), 0.3 * (i == 1), seen, running, NUM_ROUNDS) for i in range(3))
+        )
+
+    asyncio.run(asyncio.wait_for(together(), 30))
+    assert seen == [0, 1, 2] * NUM_ROUNDS
+
+
+def test_nobody_waits_for_an_arm_that_has_ended(tmp_path: Path) -> None:
+    """The first one after a round, the last one before it was ready."""
+    seen: list[int] = []
+
+    async def together() -> None:
+        running: list[int] = []
+        Turns(tmp_path, 2, 3).give_up(NUM_ROUNDS)
+        others = arm(1, Turns(tmp_path, 1, 3), 0.0, seen, running, NUM_ROUNDS)
+        await asyncio.gather(first(running), others)
+
+    async def first(running: list[int]) -> None:
+        await arm(0, Turns(tmp_path, 0, 3), 0.0, seen, running, 1)
+        Turns(tmp_path, 0, 3).give_up(NUM_ROUNDS)
+
+    asyncio.run(asyncio.wait_for(together(), 30))
+    assert seen == [0, 1, 1, 1]
