@@ -37,6 +37,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from peagle.vllm import v2_worker
 from peagle.vllm.v2_worker import RaggedModelRunner, RenewedState, StepGraphs
+from tests.graph_config import graph_config
 
 MAX_REQUESTS, MAX_LEN, SIZES = 6, 512, [4, 8, 16, 32]
 LAYER, DRAFTER_LAYER = "target.0", "drafter.0"
@@ -105,22 +106,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(flash_attn, "get_scheduler_metadata", plan, raising=False)
     for module in (cudagraph_utils, model_runner):
         monkeypatch.setattr(module, "set_forward_context", forward_context)
-    return SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=MAX_REQUESTS, max_num_batched_tokens=64),
-        compilation_config=SimpleNamespace(cudagraph_capture_sizes=SIZES, max_cudagraph_capture_size=SIZES[-1]),
-        parallel_config=SimpleNamespace(
-            data_parallel_size=1,
-            tensor_parallel_size=1,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-        ),
-        model_config=SimpleNamespace(
-            is_multimodal_model=False, is_encoder_decoder=False, use_mla=False, rswa_window=None
-        ),
-        additional_config={},
-        speculative_config=None,
-        kv_transfer_config=None,
-    )
+    return graph_config(MAX_REQUESTS, 64, SIZES)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from peagle.vllm import compat, speculator
 from peagle.vllm.engine import capture_sizes
 from peagle.vllm.speculator import MIN_PACKED_REQUESTS, ChoiceGraphs, DraftGraphs
 from peagle.vllm.v2_worker import RaggedModelRunner, StepGraphs
+from tests.graph_config import graph_config
 
 K_MAX, MAX_REQUESTS = 7, 48
 SIZES = capture_sizes(MAX_REQUESTS * (1 + K_MAX))
@@ -29,23 +30,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Any:
     rank = SimpleNamespace(is_first_rank=True, is_last_rank=True)
     monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: rank)
     monkeypatch.setattr(cudagraph_utils.current_platform, "get_global_graph_pool", lambda: None, raising=False)
-    return SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=MAX_REQUESTS, max_num_batched_tokens=8192),
-        compilation_config=SimpleNamespace(cudagraph_capture_sizes=SIZES, max_cudagraph_capture_size=SIZES[-1]),
-        parallel_config=SimpleNamespace(
-            data_parallel_size=1,
-            tensor_parallel_size=1,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-        ),
-        model_config=SimpleNamespace(
-            is_multimodal_model=False, is_encoder_decoder=False, use_mla=False, rswa_window=None
-        ),
-        additional_config={},
-        speculative_config=None,
-        num_speculative_tokens=K_MAX,
-        kv_transfer_config=None,
-    )
+    return graph_config(MAX_REQUESTS, 8192, SIZES, num_speculative_tokens=K_MAX)
 
 
 def step_graphs(config: Any, mode: CUDAGraphMode = MODE, **changes: Any) -> StepGraphs:
