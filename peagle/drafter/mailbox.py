@@ -180,8 +180,8 @@ class Area:
 
 
 class StepWords(NamedTuple):
-    """What the kernels of the target's side read of a step, each an int64, in this order: so a captured graph serves
-    every step, area and session. The addresses are those of the area, `abort` the mailbox's.
+    """What the kernels of the target's side read of a step, each an int64, by its place, 0 to 11: so a captured graph
+    serves every step, area and session. The addresses are those of the area, `abort` the mailbox's.
 
     num_waiting: requests that the target waits for. timeout_ns: how long.
     """
