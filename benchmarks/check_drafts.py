@@ -1,6 +1,7 @@
 """Checks P-EAGLE on vLLM's V2 runner, on a GPU: equal output, and drafts equal to `peagle.draft`.
 
     python -m benchmarks.check_drafts --out FILE [--eager] [--backend TRITON_ATTN] [--dtype float32]
+    python -m benchmarks.check_drafts --out FILE --max-model-len 6000 --phase plain (then none)
 
 A small target and a small head of random weights, prompts of mixed lengths in chunks, a K of its own for each request,
 some sequences that end at `max_model_len`, and a cache so small that requests are preempted. Engines run in turn, by
@@ -23,8 +24,8 @@ import torch
 
 from peagle.provenance import conditions
 
-NUM_DRAFTS, MAX_MODEL_LEN, CHUNK, NUM_REQUESTS, MAX_NUM_SEQS, NUM_OUTPUT = 5, 400, 256, 48, 36, 48
-PRESSED_BLOCKS = 300  # of 16 tokens: 36 sequences of 400 need 900
+NUM_DRAFTS, CHUNK, NUM_REQUESTS, MAX_NUM_SEQS, NUM_OUTPUT = 5, 256, 48, 36, 48
+USUAL_LEN, PRESSED_BLOCKS = 400, 300  # of 16 tokens: 36 sequences of 400 need 900
 ROUNDS: tuple[tuple[int | None, ...], ...] = ((None, 0, 1, 3, NUM_DRAFTS), (0, 1), (1, 3), (0,))
 """K of the requests that run together."""
 TARGET: dict[str, Any] = {
@@ -37,7 +38,7 @@ TARGET: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 64,
     "vocab_size": 2048,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
@@ -221,13 +222,13 @@ def engine(folder: Path, args: argparse.Namespace) -> Any:
         "model": str(folder / "target"),
         "skip_tokenizer_init": True,
         "dtype": args.dtype,
-        "max_model_len": MAX_MODEL_LEN,
+        "max_model_len": args.max_model_len,
         "max_num_seqs": MAX_NUM_SEQS,
         "max_num_batched_tokens": CHUNK,
         "enable_prefix_caching": False,
         "enforce_eager": args.eager,
         "attention_backend": args.backend,
-        "num_gpu_blocks_override": PRESSED_BLOCKS,
+        "num_gpu_blocks_override": PRESSED_BLOCKS * args.max_model_len // USUAL_LEN,
         "gpu_memory_utilization": 0.15,
         "kv_cache_memory_bytes": 1 << 30,
         "async_scheduling": True,
@@ -250,15 +251,15 @@ def engine(folder: Path, args: argparse.Namespace) -> Any:
     return LLM(**kwargs)
 
 
-def generate(llm: Any, with_depths: bool) -> list[list[int]]:
+def generate(llm: Any, max_model_len: int, with_depths: bool) -> list[list[int]]:
     from vllm import SamplingParams, TokensPrompt
 
-    draw = random.Random(3)
-    tokens = []
+    draw, tokens = random.Random(3), []
+    lengths = [1, 2, 7, *(usual * max_model_len // USUAL_LEN for usual in (60, 150, 300))]
     for depths in ROUNDS:
         prompts, params = [], []
         for index in range(NUM_REQUESTS):
-            length = MAX_MODEL_LEN - NUM_OUTPUT // 2 if index % 6 == 5 else draw.choice([1, 2, 7, 60, 150, 300])
+            length = max_model_len - NUM_OUTPUT // 2 if index % 6 == 5 else draw.choice(lengths)
             prompts.append(TokensPrompt(prompt_token_ids=[draw.randrange(2, 2000) for _ in range(length)]))
             depth = draw.choice(depths)
             extra = {"peagle_k": depth} if with_depths and depth is not None else None
@@ -272,7 +273,7 @@ def generate(llm: Any, with_depths: bool) -> list[list[int]]:
     return tokens
 
 
-def compare(steps: list[dict[str, Any]], head_dir: Path, target_dir: Path) -> dict[str, Any]:
+def compare(steps: list[dict[str, Any]], head_dir: Path, target_dir: Path, max_model_len: int) -> dict[str, Any]:
     """Drafts of every recorded step against the reference, which is given the same hidden states."""
     from peagle.checkpoint import build_drafter, load_head
     from peagle.draft import DraftSession
@@ -293,7 +294,7 @@ def compare(steps: list[dict[str, Any]], head_dir: Path, target_dir: Path) -> di
             session = sessions.setdefault(name, DraftSession(drafter))
             kinds["first" if context == 0 and not session.num_rows else "resumed" if context == 0 else "later"] += 1
             session.cache.truncate(context)
-            wanted = min(step["num_ahead"], MAX_MODEL_LEN - context - valid + 1)
+            wanted = min(step["num_ahead"], max_model_len - context - valid + 1)
             found = session.propose(torch.tensor(tokens), step["taps"][start : start + valid], NUM_DRAFTS)
             num_left_out += max(0, wanted - num_made)
             wanted = min(wanted, num_made)
@@ -326,13 +327,14 @@ def main() -> int:
     parser.add_argument("--piecewise", action="store_true", help="steps with prompts, to compare with")
     parser.add_argument("--backend", default="TRITON_ATTN")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--max-model-len", type=int, default=USUAL_LEN, help="prompts and cache grow with it")
     parser.add_argument("--phase", choices=("plain", "none", "drafts"), required=True, help="one engine a process")
     args = parser.parse_args()
-    plain = args.folder / f"plain-{args.dtype}-{args.backend}.json"
+    plain = args.folder / f"plain-{args.dtype}-{args.backend}-{args.max_model_len}.json"
     if args.phase == "plain":
         write_target(args.folder / "target", getattr(torch, args.dtype))
         write_head(args.folder / "head", getattr(torch, args.dtype))
-        plain.write_text(json.dumps(generate(engine(args.folder, args), False)))
+        plain.write_text(json.dumps(generate(engine(args.folder, args), args.max_model_len, False)))
         return 0
     expected = json.loads(plain.read_text())
     llm = engine(args.folder, args)
@@ -340,7 +342,7 @@ def main() -> int:
         llm.collective_rpc("count_replays")
     if args.phase == "drafts":
         llm.collective_rpc("start_recording", args=({str(index): one for index, one in enumerate(expected)},))
-    outputs = generate(llm, args.phase == "drafts")
+    outputs = generate(llm, args.max_model_len, args.phase == "drafts")
     first_wrong = [
         next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
         for one, other in zip(outputs, expected, strict=True)
@@ -349,6 +351,7 @@ def main() -> int:
         "phase": args.phase,
         "backend": args.backend,
         "dtype": args.dtype,
+        "max_model_len": args.max_model_len,
         "eager": args.eager,
         "piecewise": args.piecewise,
         "num_equal_outputs": sum(one == other for one, other in zip(outputs, expected, strict=True)),
@@ -359,17 +362,17 @@ def main() -> int:
     if args.phase == "drafts":
         path = str(args.folder / f"recorded-{args.dtype}-{args.eager}.pt")
         report["num_steps"] = llm.collective_rpc("take_recorded", args=(path,))[0]
-        report |= judge(torch.load(path, weights_only=False), args.folder)
+        report |= judge(torch.load(path, weights_only=False), args.folder, args.max_model_len)
     args.out.write_text(json.dumps(report | {"conditions": conditions()}, indent=1))
     sys.stdout.write(json.dumps(report, indent=1) + "\n")
     return 0
 
 
-def judge(steps: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+def judge(steps: list[dict[str, Any]], folder: Path, max_model_len: int) -> dict[str, Any]:
     """What the recorded steps were, and their drafts against the reference."""
     accepted = Counter(num_sampled for step in steps for num_sampled in step["num_sampled"])
     return {
-        "drafts": compare(steps, folder / "head", folder / "target"),
+        "drafts": compare(steps, folder / "head", folder / "target", max_model_len),
         "tokens_a_step": dict(sorted(accepted.items())),
         "steps_by_drafts_ahead": dict(sorted(Counter(step["num_ahead"] for step in steps).items())),
         "steps_with_too_few_rows": sum(min(step["num_made"], default=NUM_DRAFTS) < step["num_ahead"] for step in steps),
