@@ -35,7 +35,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.utils import AttentionGroup
 
-from peagle.vllm import v2_worker
+from peagle.vllm import speculator, v2_worker
 from peagle.vllm.v2_worker import RaggedModelRunner, RenewedState, StepGraphs
 from tests.graph_config import graph_config
 
@@ -250,7 +250,7 @@ def test_replays_read_the_plan_of_their_own_step(
     monkeypatch.setattr(builder_class, "build", lambda *args, **more: built.append(1) or build(*args, **more))
     monkeypatch.setattr(builder_class, "_cudagraph_support", AttentionCGSupport.ALWAYS)
     if not renews:
-        monkeypatch.setattr(v2_worker, "RENEWABLE", ())
+        monkeypatch.setattr(speculator, "RENEWABLE", ())
     runner = set_up(config, monkeypatch, group_of(builder_of(builder_class)))
     runner.initialize_kv_cache(CUDAGraphMode.FULL_AND_PIECEWISE)
     graphs = runner.cudagraph_manager

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -61,6 +63,17 @@ MAX_NUM_SPLITS, MAX_SPLIT_REQUESTS = 32, 32
 
 MIN_PACKED_REQUESTS = 32
 """Smaller batches draft to K_max in the full graphs for their number."""
+
+RENEWABLE = (FlashAttentionMetadataBuilder, TritonAttentionMetadataBuilder)
+
+
+def can_renew(builders: Sequence[Any]) -> bool:
+    """Whether a full graph can renew what these build for it (`update_draft_decode_metadata`), so that the host builds
+    nothing for a replay."""
+    # For a replay these two write to the GPU FlashAttention's plan alone, from lengths in the runner's buffers; layers
+    # read those buffers themselves. Builders derived from them inherit the flag and do more: the one for static sinks
+    # changes the lengths in place.
+    return all(type(one) in RENEWABLE and one.supports_draft_decode_metadata_update for one in builders)
 
 
 def most_rows(config: VllmConfig) -> int:
@@ -222,9 +235,7 @@ class PEagleSpeculator(DraftModelSpeculator):
         for builder in self.builders:
             if hasattr(builder, "max_cudagraph_size"):  # up to which FlashAttention plans for graphs, in rows
                 builder.max_cudagraph_size = self.max_rows
-        self.renews_metadata = all(
-            getattr(builder, "supports_draft_decode_metadata_update", False) for builder in self.builders
-        )
+        self.renews_metadata = can_renew(self.builders)
         num_groups = len(self.kv_cache_config.kv_cache_groups)
         self.rows = DraftRows.empty(
             self.max_num_reqs, self.max_rows, self.num_speculative_steps, num_groups, self.device

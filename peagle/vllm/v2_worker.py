@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
-from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
 from vllm.v1.worker.gpu.attn_utils import get_attn_cg_support
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -26,7 +24,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import AttentionGroup
 
 from peagle.vllm import compat
-from peagle.vllm.speculator import PEagleSpeculator, most_rows
+from peagle.vllm.speculator import PEagleSpeculator, can_renew, most_rows
 from peagle.vllm.step_measure import measure_steps, write_steps
 
 if TYPE_CHECKING:
@@ -34,9 +32,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import CompilationTimes
 
 compat.allow_v2()
-
-RENEWABLE = (FlashAttentionMetadataBuilder, TritonAttentionMetadataBuilder)
-"""Builders of metadata that a full graph can renew, and no others derived from them."""
 
 
 class StepGraphs(ModelCudaGraphManager):
@@ -75,15 +70,12 @@ class StepGraphs(ModelCudaGraphManager):
     def renew(self, groups: Sequence[AttentionGroup]) -> bool:
         """Before the capture: have full graphs renew the metadata of `groups`, all that the target's layers read.
         Returns whether they will; not where what is built for a step is more than they can renew."""
-        # For a replay these two builders write to the GPU FlashAttention's plan alone, from the lengths in the runner's
-        # buffers; layers read those buffers themselves. Builders derived from them inherit the flag and do more: the
-        # one for static sinks changes the lengths in place. Graphs with breaks would renew for other steps than theirs,
-        # and in vLLM's mode FULL each step has a plan for its own longest request.
-        builders = [group.get_metadata_builder() for group in groups]
+        # Graphs with breaks would renew for other steps than theirs, and in vLLM's mode FULL each step has a plan for
+        # its own longest request.
         if (
             set(self._capture_descs) == {CUDAGraphMode.FULL}
             and all(desc.max_query_len is not None for desc in self._capture_descs[CUDAGraphMode.FULL])
-            and all(type(one) in RENEWABLE and one.supports_draft_decode_metadata_update for one in builders)
+            and can_renew([group.get_metadata_builder() for group in groups])
         ):
             self.renewed = groups
         return bool(self.renewed)
