@@ -279,7 +279,7 @@ def compare(steps: list[dict[str, Any]], head_dir: Path, target_dir: Path, max_m
     from peagle.draft import DraftSession
     from peagle.heads import target_table
 
-    torch.set_num_threads(1)  # small operations, and perhaps another check beside this one
+    torch.set_num_threads(max(1, min(8, max_model_len // 1000)))  # small operations at the usual length
     config, tensors = load_head(head_dir)
     drafter = build_drafter(config, tensors, embed_VH=target_table(target_dir, "embed_tokens.weight").float())
     sessions: dict[str, DraftSession] = {}
@@ -330,6 +330,8 @@ def main() -> int:
     parser.add_argument("--max-model-len", type=int, default=USUAL_LEN, help="prompts and cache grow with it")
     parser.add_argument("--phase", choices=("plain", "none", "drafts"), required=True, help="one engine a process")
     args = parser.parse_args()
+    # vLLM forks its engine, which hangs in the first operation that torch would spread over this process's threads.
+    torch.set_num_threads(1)
     plain = args.folder / f"plain-{args.dtype}-{args.backend}-{args.max_model_len}.json"
     if args.phase == "plain":
         write_target(args.folder / "target", getattr(torch, args.dtype))
