@@ -16,6 +16,7 @@ FILES = (
     "test_kernels_remote_speculator.py",
     "test_kernels_rows.py",
     "test_kernels_speculator.py",
+    "test_kernels_verification.py",
     "test_kernels_wait.py",
 )
 

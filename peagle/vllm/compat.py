@@ -100,6 +100,7 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
             "finish_requests": ("scheduler_output",),
             "prepare_inputs": ("scheduler_output", "batch_req_state", "batch_desc"),
             "execute_model": ("scheduler_output",),
+            "sample": ("hidden_states", "input_batch", "grammar_output"),
             "sample_tokens": ("grammar_output",),
         },
         "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager": {
@@ -200,6 +201,12 @@ def check_version(version: str) -> None:
         raise UnsupportedVLLMError(f"vLLM {version} is too old: this package needs {OLDEST_VERSION} or later")
     if release.release[:2] > Version(NEWEST_TESTED_VERSION).release[:2]:
         logger.warning("vLLM %s is newer than %s, the newest that was tested", version, NEWEST_TESTED_VERSION)
+
+
+def is_tested() -> bool:
+    """Whether this vLLM is no newer than the newest tested one: what copies the order of its calls, rather than a name,
+    is for these only."""
+    return Version(vllm_version).release[:2] <= Version(NEWEST_TESTED_VERSION).release[:2]
 
 
 def missing_methods(path: str, methods: Methods) -> list[str]:

@@ -1,7 +1,8 @@
 """vLLM's GPU worker on its V2 model runner, for targets with a P-EAGLE head, an EAGLE-3 head or none.
 
 Given to vLLM as an import string, `worker_cls=V2_WORKER` of `peagle.vllm.engine`. With a P-EAGLE head it brings the
-speculator (`peagle.vllm.speculator`), and full CUDA graphs for decoding steps of any mix of 0..K_max drafts a request.
+speculator (`peagle.vllm.speculator`), full CUDA graphs for decoding steps of any mix of 0..K_max drafts a request, and
+for their verification (`peagle.vllm.verification`).
 Where `compat.replays_prompts`, with it and without any head, steps with prompts in them run on full CUDA graphs too.
 Where attention can also renew its metadata from numbers on the GPU, these graphs hold that, and the host builds none.
 Else without a head, and with an EAGLE-3 head, the runner is vLLM's own. Each engine measures its decoding steps when
@@ -26,6 +27,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from peagle.vllm import compat
 from peagle.vllm.speculator import PEagleSpeculator, can_renew, most_rows
 from peagle.vllm.step_measure import measure_steps, write_steps
+from peagle.vllm.verification import Verification
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -145,7 +147,24 @@ class RaggedModelRunner(GPUModelRunner):
 
 
 class PEagleRunner(RaggedModelRunner):
-    """The same with a P-EAGLE speculator."""
+    """The same with a P-EAGLE speculator, and with graphs for the verification of its drafts."""
+
+    verification: Verification | None = None
+
+    def capture_model(self) -> int:
+        num_bytes: int = super().capture_model()
+        if (verification := Verification.of(self)) is not None:
+            verification.capture()
+        self.verification = verification
+        return num_bytes
+
+    def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+        """vLLM's: what was sampled, and of each request how many tokens and rejected drafts."""
+        if self.verification is not None and grammar_output is None:
+            found = self.verification(hidden_states, input_batch)
+            if found is not None:
+                return found, found.num_sampled, found.num_rejected
+        return super().sample(hidden_states, input_batch, grammar_output)
 
     def add_requests(self, scheduler_output: "SchedulerOutput") -> None:
         super().add_requests(scheduler_output)

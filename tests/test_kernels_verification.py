@@ -1,0 +1,334 @@
+"""`peagle.vllm.verification` against vLLM's own rejection sampler, token by token: on a GPU with captured graphs, else
+under the interpreter with what a graph holds in the place of its replay."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from peagle.drafter.rows import INTERPRETED
+from tests.graph_config import graph_config
+from tests.kernel_device import DEVICE, needs_kernel
+
+pytestmark = needs_kernel
+pytest.importorskip("vllm")
+
+
+@contextlib.contextmanager
+def vllms_kernels() -> Iterator[None]:
+    """vLLM's V2 runner imported anew, and what we build on it. On a CPU vLLM has an empty module for Triton, here it is
+    Triton. Afterwards all modules are those of before."""
+    import vllm.triton_utils
+
+    libdevice = SimpleNamespace(log1p=lambda x: triton.language.log(1.0 + x))  # the interpreter has none
+    again = [name for name in sys.modules if name.startswith(("vllm.v1.worker.gpu.", "peagle.vllm."))]
+    before = {name: sys.modules.pop(name) for name in again}
+    try:
+        with mock.patch.multiple(vllm.triton_utils, triton=triton, tl=triton.language, tldevice=libdevice):
+            yield
+    finally:
+        for name in [name for name in sys.modules if name.startswith(("vllm.v1.worker.gpu.", "peagle.vllm."))]:
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+with vllms_kernels() if INTERPRETED else contextlib.nullcontext():
+    from vllm.v1.worker.gpu import cudagraph_utils
+    from vllm.v1.worker.gpu.input_batch import InputBatch, expand_idx_mapping
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS, SamplingStates
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+    from peagle.vllm import verification
+
+NUM_PLACES, K, VOCAB, HIDDEN = 12, 3, 50, 16
+NUM_ROWS = 200  # of the target's buffers
+METHODS: dict[str, dict[str, Any]] = {
+    "standard": {},
+    "synthetic": {"synthetic_acceptance_rates": [0.8, 0.6, 0.3]},
+    "block": {},
+}
+
+
+def both(values: np.ndarray[Any, Any]) -> Any:
+    """As the runner has a parameter: on the host, and for the device."""
+    return SimpleNamespace(np=values, gpu=torch.from_numpy(values).to(DEVICE))
+
+
+class Stream:
+    def wait_stream(self, other: Any) -> None:
+        assert isinstance(other, Stream)
+
+
+class Runner:
+    """What the sampler of vLLM's runner reads of it, with an output matrix of random numbers."""
+
+    def __init__(self, temperatures: list[float], method: str = "standard") -> None:
+        draw = np.random.default_rng(0)
+        self.weight_VH = torch.from_numpy(3 * draw.standard_normal((VOCAB, HIDDEN))).float().to(DEVICE)
+        self.model = SimpleNamespace(compute_logits=lambda hidden_NH: hidden_NH @ self.weight_VH.T)
+        self.device, self.max_num_reqs, self.num_speculative_steps = torch.device(DEVICE), NUM_PLACES, K
+        zeros = np.zeros(NUM_PLACES, np.int32)
+        states: Any = object.__new__(SamplingStates)
+        states.vocab_size, states.num_logprobs = VOCAB, np.full(NUM_PLACES, NO_LOGPROBS)
+        chosen = draw.choice(np.array(temperatures, np.float32), NUM_PLACES)
+        states.temperature, states.min_p = both(chosen), both(np.zeros(NUM_PLACES, np.float32))
+        states.seeds = both(draw.integers(-(2**62), 2**62, NUM_PLACES))
+        states.top_k, states.top_p = both(zeros + VOCAB), both(np.ones(NUM_PLACES, np.float32))
+        self.sampler: Any = object.__new__(Sampler)
+        nothing = SimpleNamespace(
+            use_logit_bias=zeros > 0, use_penalty=zeros > 0, num_bad_words=both(zeros), enabled=False
+        )
+        for name in ("apply_logit_bias", "apply_penalties", "apply_bad_words", "apply"):
+            setattr(nothing, name, lambda *_: None)
+        for name in ("penalties_state", "logit_bias_state", "bad_words_state", "thinking_budget_state"):
+            setattr(self.sampler, name, nothing)
+        self.sampler.sampling_states, self.sampler.trace_replay_state = states, None
+        self.sampler.needs_logits_processing = (chosen != 0) & (chosen != 1)
+        self.sampler.compute_nans = self.sampler.use_fp64_gumbel = False
+        self.sampler.logprobs_mode = "raw_logprobs"
+        self.sampler.req_states = SimpleNamespace(prefill_len=both(draw.integers(20, 60, NUM_PLACES).astype(np.int32)))
+        self.speculative_config = SimpleNamespace(
+            num_speculative_tokens=K,
+            enable_adaptive_verification=False,
+            rejection_sample_method=method,
+            **METHODS[method],
+        )
+        self.rejection_sampler = RejectionSampler(self.sampler, self.speculative_config, self.device)
+        self.input_buffers = SimpleNamespace(
+            input_ids=torch.zeros(NUM_ROWS, dtype=torch.int32, device=DEVICE),
+            positions=torch.zeros(NUM_ROWS, dtype=torch.int64, device=DEVICE),
+            seq_lens=torch.zeros(NUM_PLACES, dtype=torch.int32, device=DEVICE),
+        )
+        self.cudagraph_manager = SimpleNamespace(hidden_states=torch.zeros(NUM_ROWS, HIDDEN, device=DEVICE))
+        self.vllm_config = graph_config(NUM_PLACES, NUM_ROWS, [NUM_ROWS])
+        self.parallel_config = self.vllm_config.parallel_config
+        self.model_state = SimpleNamespace(num_new_sampled_tokens_per_step=1)
+        self.speculator = SimpleNamespace(draft_logits=None)
+        self.batch_sharder = self.pp_handler = self.pcp_manager = self.lora_config = None
+        on_gpu = DEVICE == "cuda"
+        self.main_stream = torch.cuda.current_stream() if on_gpu else Stream()
+        self.output_copy_stream = torch.cuda.Stream() if on_gpu else Stream()
+
+    def step(self, draw: random.Random, drafts_B: list[int], prompt_rows_B: list[int]) -> tuple[Tensor, Any]:
+        """A step of requests in random places, each with so many drafts, behind so many rows of its prompt: what the
+        runner lays out of it, tokens included, and the target's output."""
+        count, buffers = len(drafts_B), self.input_buffers
+        place_np = np.array(draw.sample(range(NUM_PLACES), count), np.int32)
+        lengths_B = [1 + drafts + prompt for drafts, prompt in zip(drafts_B, prompt_rows_B, strict=True)]
+        num_rows, ends_B = sum(lengths_B), np.cumsum(lengths_B)
+        noise = torch.Generator().manual_seed(draw.randrange(2**31))
+        hidden_MH = self.cudagraph_manager.hidden_states
+        hidden_MH.copy_(torch.randn(NUM_ROWS, HIDDEN, generator=noise))
+        best_N = self.model.compute_logits(hidden_MH[:num_rows]).argmax(-1).tolist()
+        prefill_np = self.sampler.req_states.prefill_len.np
+        ids, positions, rows, lengths = [], [], [], []
+        for place, length, drafts, prompt in zip(place_np, lengths_B, drafts_B, prompt_rows_B, strict=True):
+            first = len(ids)
+            # Some prompts do not end here: nothing is sampled of those.
+            unfinished = prompt > 0 and draw.random() < 0.5
+            start = int(prefill_np[place]) - length - 1 if unfinished else int(prefill_np[place]) - 1
+            right = draw.randint(0, drafts)
+            for offset in range(length):
+                token = draw.randrange(VOCAB)
+                if prompt < offset <= prompt + right:
+                    token = best_N[first + offset - 1]
+                ids.append(-1 if offset > prompt and draw.random() < 0.05 else token)
+                positions.append(start + offset)
+            rows += range(first + prompt, first + length)
+            lengths.append(start + length)
+        buffers.input_ids[:num_rows] = torch.tensor(ids, dtype=torch.int32)
+        buffers.positions[:num_rows] = torch.tensor(positions)
+        buffers.seq_lens.zero_()
+        buffers.seq_lens[:count] = torch.tensor(lengths, dtype=torch.int32)
+        up_to_np = np.concatenate([[0], np.cumsum(np.array(drafts_B) + 1)]).astype(np.int32)
+        place_B, up_to_B1 = torch.from_numpy(place_np).to(DEVICE), torch.from_numpy(up_to_np).to(DEVICE)
+        expanded, local = expand_idx_mapping(place_B, len(rows), up_to_B1, 1 + K)
+        batch: Any = object.__new__(InputBatch)
+        fields = {
+            "num_reqs": count,
+            "num_draft_tokens": sum(drafts_B),
+            "idx_mapping": place_B,
+            "idx_mapping_np": place_np,
+            "expanded_idx_mapping": expanded,
+            "expanded_local_pos": local,
+            "logits_indices": torch.tensor(rows, device=DEVICE),
+            "cu_num_logits": up_to_B1,
+            "cu_num_logits_np": up_to_np,
+            "query_start_loc_np": np.concatenate([[0], ends_B]),
+            "input_ids": buffers.input_ids[:num_rows],
+            "positions": buffers.positions[:num_rows],
+            "seq_lens": buffers.seq_lens[:count],
+        }
+        for name, value in fields.items():
+            setattr(batch, name, value)
+        return hidden_MH[:num_rows], batch
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's capture without its engine; on a CPU nothing is captured, and a replay does what a graph holds."""
+    rank = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: rank)
+    monkeypatch.setattr(cudagraph_utils, "is_global_first_rank", lambda: False)
+    if DEVICE == "cuda":
+
+        @contextlib.contextmanager
+        def on_a_stream(device: Any) -> Any:
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                yield
+
+        monkeypatch.setattr(cudagraph_utils, "graph_capture", on_a_stream)
+        return
+    monkeypatch.setattr(cudagraph_utils.current_platform, "get_global_graph_pool", lambda: 0, raising=False)
+
+
+def make(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> Any:
+    one = verification.Verification.of(runner)
+    assert one is not None
+    if DEVICE == "cuda":
+        one.capture()
+    else:
+        for graphs in (one.graphs, one.scaled_graphs):
+            scaled = graphs is one.scaled_graphs
+            monkeypatch.setattr(graphs, "run_fullgraph", lambda desc, scaled=scaled: one.verify(desc, scaled))
+    return one
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("temperatures", [[0.0], [0.0, 1.0], [0.0, 0.7, 1.0, 1.8]])
+def test_it_samples_what_vllms_sampler_does(
+    temperatures: list[float], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, draw = Runner(temperatures, method), random.Random(1)
+    one = make(runner, monkeypatch)
+    accepted, num_scaled = [], 0
+    for index in range(40 if DEVICE == "cuda" else 9):
+        count = (1, 2, 5, NUM_PLACES)[index % 4]
+        drafts_B = [draw.choice([0, 1, K, K]) for _ in range(count)]
+        drafts_B[-1] = K
+        prompt_rows_B = [draw.choice([0, 0, 0, 4]) if index % 3 == 2 else 0 for _ in range(count)]
+        drafts_B = [0 if prompt else drafts for prompt, drafts in zip(prompt_rows_B, drafts_B, strict=True)]
+        if not any(drafts_B):
+            drafts_B[0], prompt_rows_B[0] = K, 0
+        hidden_NH, batch = runner.step(draw, drafts_B, prompt_rows_B)
+        logits = runner.model.compute_logits(hidden_NH[batch.logits_indices])
+        expected = runner.rejection_sampler(logits, batch, None)
+        # Numbers of a larger step before must not show.
+        one.rows.request_N.fill_(0)
+        one.rows.draft_N.zero_()
+        found = one(hidden_NH, batch)
+        assert found is not None
+        assert found.num_sampled.tolist() == expected.num_sampled.tolist()
+        assert found.num_rejected.tolist() == expected.num_rejected.tolist()
+        for mine, theirs, num in zip(
+            found.sampled_token_ids.tolist(), expected.sampled_token_ids.tolist(), found.num_sampled, strict=True
+        ):
+            assert mine[: int(num)] == theirs[: int(num)]
+        accepted += [num - 1 for num in found.num_sampled.tolist()]
+        num_scaled += bool(runner.sampler.needs_logits_processing[batch.idx_mapping_np].any())
+    assert {0, K} <= set(accepted)
+    assert bool(num_scaled) == (0.7 in temperatures)
+
+
+@pytest.mark.usefixtures("graphs")
+def test_other_steps_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, draw = Runner([0.7]), random.Random(2)
+    one, sampler = make(runner, monkeypatch), runner.sampler
+    hidden_NH, batch = runner.step(draw, [K, 1], [0, 0])
+    place = int(batch.idx_mapping_np[1])
+    assert one(hidden_NH, batch) is not None
+    assert one(hidden_NH.clone(), batch) is None  # the target ran without a full graph
+    for values, value in [
+        (sampler.sampling_states.num_logprobs, 0),
+        (sampler.sampling_states.min_p.np, 0.1),
+        (sampler.sampling_states.top_k.np, 5),
+        (sampler.sampling_states.top_p.np, 0.9),
+        (sampler.logit_bias_state.use_logit_bias, True),
+        (sampler.penalties_state.use_penalty, True),
+        (sampler.bad_words_state.num_bad_words.np, 1),
+    ]:
+        usual = values[place].copy()
+        values[place] = value
+        assert one(hidden_NH, batch) is None
+        values[place] = usual
+        assert one(hidden_NH, batch) is not None
+    sampler.thinking_budget_state.enabled = True
+    sampler.thinking_budget_state.use_thinking_budget = np.ones(NUM_PLACES, bool)
+    assert one(hidden_NH, batch) is None
+    hidden_NH, batch = runner.step(draw, [0, 0], [0, 0])
+    assert one(hidden_NH, batch) is None  # nothing to verify
+
+
+@pytest.mark.usefixtures("graphs")
+def test_other_engines_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    of, runner = verification.Verification.of, Runner([0.0])
+    assert of(runner) is not None
+    for name in ("batch_sharder", "pp_handler", "pcp_manager", "lora_config"):
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, name, object())
+            assert of(runner) is None, name
+    for owner, name, value in [
+        (runner.speculator, "draft_logits", torch.zeros(1)),
+        (runner.parallel_config, "tensor_parallel_size", 2),
+        (runner.speculative_config, "enable_adaptive_verification", True),
+        (runner.sampler, "compute_nans", True),
+        (runner.sampler, "trace_replay_state", object()),
+        (runner.model_state, "num_new_sampled_tokens_per_step", 0),
+        (runner.cudagraph_manager, "hidden_states", None),
+        (verification.compat, "is_tested", lambda: False),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert of(runner) is None, name
+    assert of(runner) is not None
+
+
+@pytest.mark.usefixtures("graphs")
+def test_every_step_of_so_many_rows_has_a_graph() -> None:
+    for max_requests, k_max in ((1, 7), (5, 1), (48, 7), (300, 3)):
+        config = graph_config(max_requests, 4096, [8])
+        graphs = verification.VerificationGraphs(
+            config, torch.device("cpu"), verification.CUDAGraphMode.FULL, decode_query_len=1 + k_max
+        )
+        captured = set(graphs._capture_descs[verification.CUDAGraphMode.FULL])
+        most = min(verification.MAX_ROWS, max_requests * (1 + k_max))
+        for num_rows in range(1, most + 1):
+            for num_requests in range(-(-num_rows // (1 + k_max)), min(num_rows, max_requests) + 1):
+                desc = graphs.fitting(num_rows, num_requests)
+                assert desc in captured
+                assert num_rows <= desc.num_tokens < num_rows + 16
+                assert num_requests <= desc.num_reqs < 2 * num_requests + 2
+        assert graphs.fitting(most + 1, max_requests) is None
+
+
+@pytest.mark.usefixtures("graphs")
+def test_what_pads_a_graph_has_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, draw = Runner([1.0]), random.Random(3)
+    one = make(runner, monkeypatch)
+    for drafts_B in ([K] * NUM_PLACES, [K, 1], [K] * 5):
+        hidden_NH, batch = runner.step(draw, drafts_B, [0] * len(drafts_B))
+        assert one(hidden_NH, batch) is not None
+        num_rows, count, rows = sum(drafts_B) + len(drafts_B), len(drafts_B), one.rows
+        desc = one.graphs.fitting(num_rows, count)
+        # A request without rows looks at the row after the last one of the graph.
+        padding = slice(num_rows, desc.num_tokens + 1)
+        assert set(rows.request_N[padding].tolist()) == {NUM_PLACES}
+        assert set(rows.draft_N[padding].tolist()) == {K}  # whose logits are not looked at
+        assert not rows.rows_N[padding].any()
+        assert set(rows.up_to_B1[count : desc.num_reqs + 1].tolist()) == {num_rows}
+        assert not rows.temperature_B[count : desc.num_reqs].any()
+        assert not rows.temperature_B[NUM_PLACES]
+        assert rows.request_N[:num_rows].tolist() == [b for b, k in enumerate(drafts_B) for _ in range(1 + k)]
