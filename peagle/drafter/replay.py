@@ -26,7 +26,11 @@ class StepReplayer:
 
     integers: where starts, valid rows and next tokens of a step are to be, int32 one after another.
     drafts_BK: int64, where drafts come; the next step overwrites them.
+    tap_views: places in the buffer of `take_taps` where the target may leave each layer's hidden states itself; none
+    before its first call.
     """
+
+    tap_views: Sequence[Tensor] = ()
 
     def __init__(self, shape: TargetShape, sizes: Sequence[int], device: torch.device) -> None:
         """sizes: numbers of rows to have graphs of, ascending; at least one."""
@@ -47,7 +51,9 @@ class StepReplayer:
         """The first rows of each layer's tapped hidden states, side by side in a buffer: returns all of it."""
         if self._taps_RX is None:
             self._taps_RX = aux[0].new_zeros(self._sizes[-1], sum(layer.shape[-1] for layer in aux))
-        torch.cat([layer[:num_rows] for layer in aux], dim=-1, out=self._taps_RX[:num_rows])
+            self.tap_views = self._taps_RX.split([layer.shape[-1] for layer in aux], dim=-1)
+        if aux[0].data_ptr() != self._taps_RX.data_ptr():
+            torch.cat([layer[:num_rows] for layer in aux], dim=-1, out=self._taps_RX[:num_rows])
         return self._taps_RX
 
     def prepare(self, reducer: Reducer, aux: Sequence[Tensor], num_rows: int) -> Callable[[Tensor], None]:

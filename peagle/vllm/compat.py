@@ -100,6 +100,7 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
             "finish_requests": ("scheduler_output",),
             "prepare_inputs": ("scheduler_output", "batch_req_state", "batch_desc"),
             "execute_model": ("scheduler_output",),
+            "capture_model": (),
             "sample": ("hidden_states", "input_batch", "grammar_output"),
             "sample_tokens": ("grammar_output",),
         },

@@ -65,6 +65,11 @@ class RemoteSpeculator(BaseSpeculator):
     def capture(self) -> None:
         """No pass, no graphs."""
 
+    def tap_views(self) -> list[Tensor]:
+        """Places where a graph of the target may leave the hidden states of each tapped layer, so that no copy is."""
+        replayer = self.sender.replayer if self.sender is not None else None
+        return [] if replayer is None else list(replayer.tap_views)
+
     def add(self, scheduled: "SchedulerOutput") -> None:
         """Take in requests that start in this step, or come back after a preemption."""
         for new in scheduled.scheduled_new_reqs:

@@ -382,8 +382,14 @@ class PEagleSpeculator(DraftModelSpeculator):
         takes_part_B = np.array(drafts_B) | batch.is_prefilling_np
         return None if takes_part_B.all() else takes_part_B.nonzero()[0]
 
+    def tap_views(self) -> list[Tensor]:
+        """Places in the buffer where a graph of the target may leave the hidden states of each tapped layer."""
+        return list(self.taps_NX.split(self.vllm_config.model_config.get_hidden_size(), dim=-1))
+
     def _take_taps(self, taps: list[Tensor], num_rows: int, rows_N: Tensor | None = None) -> None:
         """The target's hidden states into the buffer: its first `num_rows` rows, or `rows_N` of them."""
+        if rows_N is None and taps[0].data_ptr() == self.taps_NX.data_ptr():
+            return  # they are there
         chosen = [tap_NH[:num_rows] if rows_N is None else tap_NH[rows_N] for tap_NH in taps]
         torch.cat(chosen, dim=-1, out=self.taps_NX[:num_rows])
 

@@ -151,11 +151,21 @@ class PEagleRunner(RaggedModelRunner):
 
     verification: Verification | None = None
 
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's. The target's graphs then leave tapped hidden states where the drafter wants them."""
+        super().initialize_kv_cache(*args, **kwargs)
+        graphs, views = self.cudagraph_manager, self.speculator.tap_views()
+        most_rows = max((desc.num_tokens for descs in graphs._capture_descs.values() for desc in descs), default=0)
+        if views and most_rows <= len(views[0]):
+            graphs.aux_hidden_states = views
+
     def capture_model(self) -> int:
+        """vLLM's: bytes that all graphs take. Before there is a cache it captures a few, to learn how many."""
         num_bytes: int = super().capture_model()
+        num_sampled = self.cudagraph_manager._max_full_descs_to_capture
         if (verification := Verification.of(self)) is not None:
-            verification.capture()
-        self.verification = verification
+            num_bytes += verification.capture(num_sampled)
+        self.verification = None if num_sampled is not None else verification
         return num_bytes
 
     def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:

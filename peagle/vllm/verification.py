@@ -142,17 +142,22 @@ class Verification:
             for _ in range(2)
         )
 
-    def capture(self) -> None:
-        """Captures all graphs, those without temperatures first."""
-        for graphs in (self.scaled_graphs, self.graphs):
-            is_scaled = graphs is self.scaled_graphs
+    def capture(self, num_sampled: int | None = None) -> int:
+        """Captures all graphs, or so many of the largest ones; returns the bytes that they take."""
+        torch.accelerator.synchronize()
+        num_free = torch.accelerator.get_memory_info()[0]
+        # With temperatures they take more: the others find their memory in what these leave.
+        for graphs, is_scaled in ((self.scaled_graphs, True), (self.graphs, False)):
 
             def forward(
                 desc: BatchExecutionDescriptor, warmup: bool, is_scaled: bool = is_scaled
             ) -> Callable[[CUDAGraphMode], None]:
                 return lambda mode: self.verify(desc, is_scaled)
 
+            graphs._max_full_descs_to_capture = num_sampled
             graphs.capture(forward, "Capturing verification")
+        torch.accelerator.synchronize()
+        return num_free - torch.accelerator.get_memory_info()[0]
 
     def __call__(self, hidden_MH: Tensor, batch: InputBatch) -> SamplerOutput | None:
         """What vLLM's rejection sampler returns for this step, in buffers that the next one overwrites; None where no
