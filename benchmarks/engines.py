@@ -162,6 +162,7 @@ def engine_settings(
         "max_num_seqs": MAX_NUM_SEQS,
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
         "kv_cache_memory_bytes": kv_gib << 30,
+        "gpu_memory_utilization": 0.1,  # no more has to be free at the start: other arms are there too
         "enable_prefix_caching": False,
         "distributed_executor_backend": executor,
         "cudagraph_capture_sizes": capture_sizes(MAX_NUM_SEQS * (1 + max(arm.k, 7))),
