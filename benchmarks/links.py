@@ -79,6 +79,9 @@ class IdlePass:
     def send_ahead(self, batch: PassBatch) -> None:
         pass
 
+    def arm(self, *_: Any) -> None:
+        pass
+
     def launch(self, batch: PassBatch, ahead: None = None) -> PendingDrafts:
         return lambda: np.zeros((batch.num_requests, self.limits.max_depth), np.int32)
 

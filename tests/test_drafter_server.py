@@ -97,7 +97,7 @@ HELLO = Hello("target", SHAPE, CONFIG.aux_layer_ids, {0: "digest0"}, "another ho
 @pytest.mark.parametrize(
     ("frames", "reason"),
     [
-        ([b"hello"], "it speaks b'hello', this side b'peagle/4': run the same release"),
+        ([b"hello"], "it speaks b'hello', this side b'peagle/5': run the same release"),
         ([b"peagle/2", b"\x80"], "it speaks b'peagle/2'"),
         ([PROTOCOL], "it speaks"),
         ([PROTOCOL, b""], "a message that does not fit"),
@@ -271,6 +271,9 @@ def test_a_killed_target_is_forgotten_and_its_memory_freed(path: str) -> None:
 class FailingEngine(DraftEngine):
     def step(self, steps: Any, prepared: Any = None) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access")
+
+    def arm(self, *_: Any) -> None:
+        pass
 
 
 def test_an_engine_that_fails_is_reported_and_its_targets_go_on_without_drafts() -> None:

@@ -5,7 +5,8 @@ requests of the call, more where they do not fit in one. The engine knows nothin
 number, and whoever opened it drops it. Steps have been checked where they came in.
 
 What of this needs only a step's host part may happen before the step is ready (`DraftEngine.prepare`): requests end and
-begin, and the pass is made ready but for its valid rows and tokens.
+begin, and the pass is made ready but for its valid rows and tokens. It may then also be started (`DraftEngine.arm`):
+it waits for its step and answers it without the engine, which hears of it afterwards.
 
 A request is a slot of a session. Without a prompt in its first step it still drafts, but its blocks answer for no
 prefix. The cache follows what a target sends: a start before the cached rows truncates, a start after them begins cold,
@@ -24,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from peagle.drafter.armed import ArmedPass, ArmedWords
 from peagle.drafter.kvcache import NO_ROW, BlockPool, Counters, Int64Array, RequestTable
 from peagle.drafter.parallel_pass import ParallelPass, PassBatch, PassLimits, PendingDrafts
 from peagle.drafter.protocol import NO_DRAFT, Int32Array, TargetStep
@@ -150,7 +152,7 @@ class PreparedPass:
     """A pass that is ready but for what `DraftEngine.prepare` does not know, and had to assume.
 
     requests: all of one step, each beginning where its rows end, a new one at the last token of its prompt, with the
-    most valid rows that are prepared for. batch: of these, its valid rows and tokens without meaning. ahead: of
+    most valid rows that are prepared for. batch: of these, as `ParallelPass.arm` takes it. ahead: of
     `ParallelPass.send_ahead`.
     """
 
@@ -259,7 +261,33 @@ class DraftEngine:
         if not table.reserve(rows_B, start_B, requests.end_G):
             return None
         batch = pass_batch(requests, [step], table, limits)
+        batch = dataclasses.replace(batch, next_tokens_R=np.repeat(np.arange(num_requests, dtype=np.int32), most_B))
         return PreparedPass(table, head, requests, batch, head.send_ahead(batch))
+
+    def arm(self, step: HostStep, prepared: PreparedStep, words: ArmedWords) -> ArmedPass | None:
+        """Start the pass of a step before the step is ready, right after `prepare`; None where that cannot be.
+
+        Until its outcome is known, nothing else of the engine is called, and after ANSWERED, `finish_armed` before
+        anything else. After another outcome `step` takes the step as it would have without. words: of the step in its
+        mailbox.
+        """
+        if (one := prepared.one_pass) is None or not self._is_held(step, one):
+            return None
+        return one.head.arm(one.batch, one.ahead, words._replace(first_row=int(one.requests.row_offset_G[0])))
+
+    def finish_armed(self, step: HostStep, prepared: PreparedStep) -> None:
+        """Take the rows of a pass that was armed, and has answered `step`, into the cache.
+
+        Raises ValueError for another step than the one that was answered.
+        """
+        one = prepared.one_pass
+        if one is None or not self._is_expected(step, one):
+            raise ValueError(f"step {step.number} is not the one that was answered")
+        batch = dataclasses.replace(one.batch, num_valid_B=step.num_valid_B)
+        self._count(batch)
+        self.counters.armed_passes += 1
+        self.counters.drafts += int(batch.drafts_B.sum())
+        self._take_prepared(step, one)
 
     def step(
         self, steps: Sequence[HostStep], prepared: Sequence[PreparedStep | None] | None = None
@@ -335,25 +363,34 @@ class DraftEngine:
 
     def _launch_prepared(self, step: HostStep, prepared: PreparedPass) -> list[tuple[Requests, PendingDrafts]]:
         """As `_launch`, of a step whose one pass was prepared; nothing where what was assumed is not so."""
-        table, batch, requests = prepared.table, prepared.batch, prepared.requests
-        if (step.start_B != batch.start_B).any() or (step.num_valid_B > requests.num_valid_G).any():
+        if not self._is_expected(step, prepared):
             return []
-        if not step.num_valid_B.any():
-            return []  # nothing to run
-        # Meanwhile the head may have been swapped, or a request closed for others.
-        rows_B = table.find(step.session, step.slots_B)
-        if table not in self.tables.values() or (rows_B != requests.table_rows_G).any():
-            return []
-        table.call += 1
-        table.last_call_C[rows_B] = table.call
-        first = int(requests.row_offset_G[0]) - int(batch.row_offset_B[0])
+        batch, first = prepared.batch, int(prepared.requests.row_offset_G[0])
         tokens_R = step.next_tokens_R[first : first + len(batch.next_tokens_R)]
         batch = dataclasses.replace(batch, num_valid_B=step.num_valid_B, next_tokens_R=tokens_R)
         pending = self._start(prepared.head, batch, prepared.ahead)
+        return [(self._take_prepared(step, prepared), pending)]
+
+    def _is_expected(self, step: HostStep, prepared: PreparedPass) -> bool:
+        """Whether a step, now that it is ready, is what was assumed, with something to run, and its requests held."""
+        if (step.start_B != prepared.batch.start_B).any() or (step.num_valid_B > prepared.batch.num_valid_B).any():
+            return False
+        return bool(step.num_valid_B.any()) and self._is_held(step, prepared)
+
+    def _is_held(self, step: HostStep, prepared: PreparedPass) -> bool:
+        """False where meanwhile the head was swapped, or a request closed for others."""
+        rows_B = prepared.table.find(step.session, step.slots_B)
+        return prepared.table in self.tables.values() and bool((rows_B == prepared.requests.table_rows_G).all())
+
+    def _take_prepared(self, step: HostStep, prepared: PreparedPass) -> Requests:
+        """Take the rows of a prepared pass that was launched into the cache."""
+        table = prepared.table
+        table.call += 1
+        table.last_call_C[prepared.requests.table_rows_G] = table.call
         self.counters.prepared_passes += 1
-        requests = dataclasses.replace(requests, num_valid_G=step.num_valid_B.astype(np.int64))
+        requests = dataclasses.replace(prepared.requests, num_valid_G=step.num_valid_B.astype(np.int64))
         _commit(table, requests, [step])
-        return [(requests, pending)]
+        return requests
 
     def _launch(
         self, index: int, steps: Sequence[HostStep], heads_F: Int32Array
@@ -369,9 +406,12 @@ class DraftEngine:
         return launched
 
     def _start(self, head: ParallelPass, batch: PassBatch, ahead: int | None = None) -> PendingDrafts:
+        self._count(batch)
+        return head.launch(batch, ahead)
+
+    def _count(self, batch: PassBatch) -> None:
         self.counters.passes += 1
         self.counters.rows += batch.num_rows
-        return head.launch(batch, ahead)
 
 
 def _commit(table: RequestTable, requests: Requests, steps: Sequence[HostStep]) -> None:

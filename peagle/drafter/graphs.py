@@ -7,7 +7,8 @@ only after its event.
 
 Most integers are known before a target's step is: `send_ahead` moves them, and a launch then only the rest. Integers
 have one place on the GPU, which the stream reads and writes in order: what was sent ahead holds until anything else is
-sent.
+sent. Of what was sent ahead a pass may also be enqueued before the rest is there (`GraphRunner.arm`): its await kernel
+moves that, past the host.
 
 A graph is made for (rows, requests, depth), each rounded up to one of few sizes. The requests that pad a batch have no
 rows; the rows that pad it are written nowhere. After warm-up a batch without a graph of its size runs on a larger one.
@@ -31,6 +32,16 @@ import torch
 from torch import Tensor
 from triton import knobs
 
+from peagle.drafter.armed import (
+    TIMEOUT_S,
+    ArmedPass,
+    ArmedWords,
+    answer_step,
+    await_step,
+    compile_kernels,
+    new_flags,
+    reset,
+)
 from peagle.drafter.parallel_pass import PER_REQUEST, PassBatch, PassInputs, PassLimits, PendingDrafts, widened
 from peagle.drafter.protocol import Int32Array
 from peagle.drafter.rows import ALIGNMENT_BYTES
@@ -210,11 +221,14 @@ class GraphRunner:
         self._areas = [_PinnedArea(self._layout.num_integers, limits) for _ in range(NUM_AREAS)]
         self._row_begin_R = np.arange(limits.max_payload_rows, dtype=np.int64) * (limits.hidden_size * dtype.itemsize)
         self._num_sent = 0
+        self._armed_words_W = torch.zeros(len(ArmedWords._fields), dtype=torch.int64, pin_memory=True)
+        self._armed_flags, self._armed_event = new_flags(pinned=True), torch.cuda.Event()
         self._is_warm = False
         with torch.cuda.stream(self._stream):
             self._integers = torch.zeros(self._layout.num_integers, dtype=torch.int32, device=device)
             self._blocks_BN = torch.zeros(limits.max_num_requests, limits.max_blocks, dtype=torch.int32, device=device)
             self._payload_RH = torch.zeros(limits.max_payload_rows, limits.hidden_size, dtype=dtype, device=device)
+            self._words_W = torch.zeros_like(self._armed_words_W, device=device)
         # Weights and cache were made on the caller's stream.
         torch.cuda.synchronize(device)
 
@@ -250,6 +264,24 @@ class GraphRunner:
             area.event.record(self._stream)
         return area.enqueued(batch.num_requests, depth, self._limits.max_depth)
 
+    def arm(self, batch: PassBatch, ahead: int | None, words: ArmedWords) -> ArmedPass | None:
+        """As `ParallelPass.arm`, with the graph that holds all rows that may come, once one is there after warm-up."""
+        key = self._key_for(batch.num_rows, batch.num_requests, batch.depth)
+        if ahead != self._num_sent or not self._is_warm or key is None or key not in self._graphs:
+            return None
+        graph, drafts_BK = self._graphs[key]
+        # The pass that these served before is over.
+        self._armed_words_W[:] = torch.tensor(
+            reset(self._armed_flags, words, depth=drafts_BK.shape[1], timeout_s=TIMEOUT_S)
+        )
+        with torch.cuda.stream(self._stream):
+            self._words_W.copy_(self._armed_words_W, non_blocking=True)
+            await_step(self._words_W, *self._awaited(batch.num_requests))
+            graph.replay()
+            answer_step(self._words_W, drafts_BK)
+            self._armed_event.record(self._stream)
+        return ArmedPass(self._armed_flags, self._armed_event.synchronize)
+
     def warm_up(self) -> int:
         """Captures the graphs of full batches that do not exist yet; returns how many graphs there are.
 
@@ -261,6 +293,7 @@ class GraphRunner:
             self._integers.zero_()
             for num_rows, num_requests in self._batches:  # passes without rows, to compile
                 self._compute(self._inputs(num_requests), num_rows, self._limits.max_depth)
+            compile_kernels(self._words_W, *self._awaited(1))
             for key in self.sizes.full_batches():
                 if key not in self._graphs:
                     self._graphs[key] = self._capture(key)
@@ -318,6 +351,11 @@ class GraphRunner:
         is_placed = piece.dtype == self._payload_RH.dtype and piece.is_contiguous()
         is_placed &= not piece.data_ptr() % ALIGNMENT_BYTES
         return is_placed and (piece.device == self._payload_RH.device or piece.is_pinned())
+
+    def _awaited(self, num_requests: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What `await_step` compares with a step, and fills."""
+        inputs = self._inputs(num_requests)
+        return inputs.start_B, inputs.row_offset_B, inputs.num_valid_B, inputs.next_tokens_R
 
     def _inputs(self, num_requests: int) -> PassInputs:
         """Views of the places that `_send` fills."""

@@ -154,6 +154,7 @@ class Counters:
     refused: int = 0
     passes: int = 0
     prepared_passes: int = 0  # of these, launched as they were prepared
+    armed_passes: int = 0  # of these, enqueued before their step was ready
     rows: int = 0  # of passes, mask rows included
     drafts: int = 0
 

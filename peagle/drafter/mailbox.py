@@ -78,6 +78,11 @@ def host_identity() -> str:
         return ""
 
 
+def gpu_identity(device: torch.device) -> str:
+    """Equal for two processes exactly when they use the same GPU; "" for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
 class SharedMemory:
     """A mapping that two processes share, and that no kill -9 leaves behind.
 
@@ -468,7 +473,7 @@ def copy_payload(words_W: Tensor, hidden_RH: Tensor) -> None:
         return
     step = StepWords(*words_W.tolist())
     moved = hidden_RH[: step.num_rows].reshape(-1)
-    _memory(step.payload, moved.numel(), moved.dtype).copy_(moved)
+    memory_at(step.payload, moved.numel(), moved.dtype).copy_(moved)
 
 
 def post_step(words_W: Tensor, integers: Tensor) -> None:
@@ -481,8 +486,8 @@ def post_step(words_W: Tensor, integers: Tensor) -> None:
         return
     step = StepWords(*words_W.tolist())
     count = 2 * step.num_requests + step.num_rows
-    _memory(step.device_part, count, torch.int32).copy_(integers[:count])
-    _memory(step.ready, 1, torch.int64)[0] = step.number
+    memory_at(step.device_part, count, torch.int32).copy_(integers[:count])
+    memory_at(step.ready, 1, torch.int64)[0] = step.number
 
 
 def take_drafts(words_W: Tensor, out_BK: Tensor) -> None:
@@ -497,32 +502,35 @@ def take_drafts(words_W: Tensor, out_BK: Tensor) -> None:
     if uses_kernel(out_BK):
         _take_kernel[(1,)](words_W, out_BK, out_BK.shape[1], BLOCK=_BLOCK, ON_GPU=not INTERPRETED, num_warps=1)
         return
-    step, start_ns = StepWords(*words_W.tolist()), time.monotonic_ns()
-    # A read of an aligned 64-bit word is one load.
-    done, abort, outcome_2 = (
-        _memory(address, count, torch.int64).numpy()
-        for address, count in ((step.done, 1), (step.abort, 1), (step.outcome, 2))
-    )
-    num_reads, status = 0, 0
-    while not status:
-        waited_ns = time.monotonic_ns() - start_ns
-        if done[0] >= step.number:
-            status = REACHED
-        elif abort[0] != 0:
-            status = ABORTED
-        elif waited_ns >= step.timeout_ns:
-            status = TIMED_OUT
-        elif (num_reads := num_reads + 1) > _NUM_QUICK_READS:
-            time.sleep(_SLEEP_S)
+    step = StepWords(*words_W.tolist())
+    status, waited_ns = wait_for(step.done, step.number, step.abort, step.timeout_ns)
     found_BK = out_BK[: step.num_waiting].zero_()
     if status == REACHED:
-        drafts = _memory(step.drafts, found_BK.numel(), torch.int32)
+        drafts = memory_at(step.drafts, found_BK.numel(), torch.int32)
         found_BK.copy_(drafts.view(found_BK.shape).clamp(min=0))
+    outcome_2 = memory_at(step.outcome, 2, torch.int64)
     outcome_2[1] = waited_ns
     outcome_2[0] = status
 
 
-def _memory(address: int, count: int, dtype: torch.dtype) -> Tensor:
+def wait_for(word: int, wanted: int, abort: int, timeout_ns: int) -> tuple[int, int]:
+    """REACHED once the word at this address is `wanted` or more, else ABORTED or TIMED_OUT; and nanoseconds waited."""
+    # A read of an aligned 64-bit word is one load.
+    word_1, abort_1 = (memory_at(address, 1, torch.int64).numpy() for address in (word, abort))
+    start_ns, num_reads = time.monotonic_ns(), 0
+    while True:
+        waited_ns = time.monotonic_ns() - start_ns
+        if word_1[0] >= wanted:
+            return REACHED, waited_ns
+        if abort_1[0] != 0:
+            return ABORTED, waited_ns
+        if waited_ns >= timeout_ns:
+            return TIMED_OUT, waited_ns
+        if (num_reads := num_reads + 1) > _NUM_QUICK_READS:
+            time.sleep(_SLEEP_S)
+
+
+def memory_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
     """Host memory as a tensor, which does not keep it."""
     if not count:
         return torch.empty(0, dtype=dtype)
@@ -530,7 +538,7 @@ def _memory(address: int, count: int, dtype: torch.dtype) -> Tensor:
 
 
 @triton.jit
-def _fence(ON_GPU: tl.constexpr):
+def fence(ON_GPU: tl.constexpr):
     """What this program has stored so far reaches the host before what it stores from here on."""
     if ON_GPU:
         tl.inline_asm_elementwise("membar.sys; mov.b32 $0, $1;", "=r,r", [tl.program_id(0)], tl.int32, False, 1)
@@ -544,7 +552,7 @@ def _copy_payload_kernel(words_W, hidden_RH, hidden_size, BLOCK: tl.constexpr, O
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < tl.load(words_W + 9) * hidden_size
     tl.store(payload + at, tl.load(hidden_RH + at, mask=mask), mask=mask)
-    _fence(ON_GPU)
+    fence(ON_GPU)
 
 
 @triton.jit
@@ -554,7 +562,7 @@ def _post_kernel(words_W, integers, BLOCK: tl.constexpr, ON_GPU: tl.constexpr):
     for i in range(0, count, BLOCK):
         at = i + tl.arange(0, BLOCK)
         tl.store(device_part + at, tl.load(integers + at, mask=at < count), mask=at < count)
-    _fence(ON_GPU)
+    fence(ON_GPU)
     tl.store(tl.load(words_W + 1).to(tl.pointer_type(tl.int64)), tl.load(words_W + 7))
 
 
@@ -565,17 +573,7 @@ def _take_kernel(words_W, out_BK, num_columns, BLOCK: tl.constexpr, ON_GPU: tl.c
     outcome_2 = tl.load(words_W + 5).to(tl.pointer_type(tl.int64))
     abort_1 = tl.load(words_W + 6).to(tl.pointer_type(tl.int64))
     number, num_drafts, timeout = tl.load(words_W + 7), tl.load(words_W + 10) * num_columns, tl.load(words_W + 11)
-    waited = timeout * 0
-    start = waited
-    if ON_GPU:
-        start = cuda.globaltimer()
-    status = _wait_status(done_1, number, abort_1, waited, timeout)
-    while status == 0:
-        if ON_GPU:
-            waited = cuda.globaltimer() - start
-        else:
-            waited += 1
-        status = _wait_status(done_1, number, abort_1, waited, timeout)
+    status, waited = wait_in_kernel(done_1, number, abort_1, timeout, ON_GPU)
     num_found = tl.where(status == 1, num_drafts, 0)
     for i in range(0, num_drafts, BLOCK):
         at = i + tl.arange(0, BLOCK)
@@ -583,13 +581,30 @@ def _take_kernel(words_W, out_BK, num_columns, BLOCK: tl.constexpr, ON_GPU: tl.c
         draft = tl.load(drafts_BK + at, mask=at < num_found, other=0, volatile=True)
         tl.store(out_BK + at, tl.maximum(draft, 0).to(tl.int64), mask=at < num_drafts)
     tl.store(outcome_2 + 1, waited)
-    _fence(ON_GPU)
+    fence(ON_GPU)
     tl.store(outcome_2, status)
 
 
 @triton.jit
-def _wait_status(done_1, wanted, abort_1, waited, timeout):
+def wait_in_kernel(word_1, wanted, abort_1, timeout, ON_GPU: tl.constexpr):
+    """As `wait_for`."""
+    waited = timeout * 0
+    start = waited
+    if ON_GPU:
+        start = cuda.globaltimer()
+    status = _wait_status(word_1, wanted, abort_1, waited, timeout)
+    while status == 0:
+        if ON_GPU:
+            waited = cuda.globaltimer() - start
+        else:
+            waited += 1
+        status = _wait_status(word_1, wanted, abort_1, waited, timeout)
+    return status, waited
+
+
+@triton.jit
+def _wait_status(word_1, wanted, abort_1, waited, timeout):
     """0 while the wait goes on. Volatile: every read goes to memory, where another processor writes."""
     status = tl.where(waited >= timeout, 3, 0).to(tl.int64)
     status = tl.where(tl.load(abort_1, volatile=True) != 0, 2, status).to(tl.int64)
-    return tl.where(tl.load(done_1, volatile=True) >= wanted, 1, status).to(tl.int64)
+    return tl.where(tl.load(word_1, volatile=True) >= wanted, 1, status).to(tl.int64)

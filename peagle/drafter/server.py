@@ -1,6 +1,8 @@
 """A drafter's server: targets connect, one thread takes every step that is ready, drafts for all of them, answers.
 
-While none is ready, it prepares for those whose host part is there already.
+While none is ready, it prepares for those whose host part is there already. The only target's step it also arms: the
+pass waits for it on the GPU, and answers it without this thread, which takes it back before it does anything else with
+the engine or with the mailbox.
 
 The serving thread owns the engine, the socket and all that is known of targets; it waits for nobody. A target whose
 hello fits gets a mailbox, which another thread makes and registers with CUDA meanwhile; another one is told why not. An
@@ -25,8 +27,9 @@ import torch
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from peagle.drafter.armed import ANSWERED, ArmedPass, armed_words
 from peagle.drafter.engine import DraftEngine, PreparedStep
-from peagle.drafter.mailbox import Mailbox, host_identity, sweep
+from peagle.drafter.mailbox import Mailbox, gpu_identity, host_identity, sweep
 from peagle.drafter.parallel_pass import ParallelPass
 from peagle.drafter.protocol import (
     FROM_TARGET,
@@ -88,7 +91,8 @@ class Peer:
 
     identity: of its connection. mailbox: None where steps come over TCP. engine_heads: the target's head index -> the
     engine's. num_steps: answered. seen_ns: when its step was seen in the mailbox. host_part: of the next step, once it
-    was read. prepared: for that step.
+    was read. prepared: for that step. armed: likewise, its pass under way; until it is settled, the engine and the
+    mailbox are left alone.
     """
 
     identity: bytes
@@ -100,6 +104,7 @@ class Peer:
     seen_ns: int = 0
     host_part: TargetStep[Int32Array] | None = None
     prepared: PreparedStep | None = None
+    armed: ArmedPass | None = None
 
     def poll_host_part(self) -> TargetStep[Int32Array] | None:
         """Of the next step, if it is there and was not read before. Raises ValueError for one that does not fit."""
@@ -152,6 +157,7 @@ class DrafterServer:
         if not digests or len(set(digests)) < len(digests):
             raise ValueError(f"heads = {digests} must be one or more, each once")
         self._engine, self._heads, self._device = engine, dict(heads), torch.device(device)
+        self._gpu = gpu_identity(self._device)
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.router_mandatory = 1  # a message to a target that is gone raises
@@ -178,6 +184,7 @@ class DrafterServer:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waker, self._stopped = Waker(), threading.Event()
         self._failures_in_a_row, self._beat_s = 0, time.monotonic()
+        self._last_step_s = self._beat_s
         self._serving = threading.Thread(target=self._serve, name="drafter serve", daemon=True)
 
     def start(self) -> None:
@@ -247,7 +254,7 @@ class DrafterServer:
     # The serving thread
 
     def _serve(self) -> None:
-        last_s = checked_s = alive_s = time.monotonic()
+        checked_s = alive_s = time.monotonic()
         while not self._stopped.is_set():
             self._beat_s = now_s = time.monotonic()
             has_mailboxes = any(peer.mailbox is not None for peer in self._peers.values())
@@ -264,9 +271,9 @@ class DrafterServer:
             if steps := [(peer, step) for peer, step in steps if peer.identity in self._peers]:
                 self._draft(steps)
                 self.stats.busy_s += time.monotonic() - now_s
-                last_s = time.monotonic()
+                self._last_step_s = time.monotonic()
             elif not self._prepare():
-                self._pause(now_s - last_s, has_mailboxes)
+                self._pause(now_s - self._last_step_s, has_mailboxes)
         self._maker.shutdown()
         self._look_around()  # who has just been welcomed hears it too
         for peer in list(self._peers.values()):
@@ -399,7 +406,9 @@ class DrafterServer:
     def _read_mailboxes(self) -> list[tuple[Peer, TargetStep[Int32Array]]]:
         steps = []
         for peer in list(self._peers.values()):
-            if peer.mailbox is None:
+            if peer.armed is not None:
+                self._poll_armed(peer)
+            if peer.mailbox is None or peer.armed is not None:
                 continue
             try:
                 if (step := peer.poll_mailbox()) is not None:
@@ -417,14 +426,67 @@ class DrafterServer:
                 self._reject(peer, error)
                 return True
             if host_part is not None:
+                self._disarm()
                 try:
                     peer.prepared = self._engine.prepare(host_part)
+                    self._arm(peer, host_part)
                 except Exception as error:  # noqa: BLE001 - `_fail` logs it
                     self._fail([peer], error)
                 return True
         return False
 
+    def _arm(self, peer: Peer, host_part: TargetStep[Int32Array]) -> None:
+        """Let the next step's pass wait for it, where nobody else's can come in between."""
+        # A pass that waits on the target's own GPU would take turns with what it waits for.
+        is_alone = len(self._peers) == 1 and not self._greeted
+        is_alone &= self._device.type != "cuda" or peer.hello.gpu != self._gpu
+        if is_alone and peer.prepared is not None and peer.mailbox is not None:
+            words = armed_words(peer.mailbox, host_part.number, host_part.num_requests)
+            peer.armed = self._engine.arm(host_part, peer.prepared, words)
+
+    def _poll_armed(self, peer: Peer) -> None:
+        try:
+            is_over = peer.armed is not None and peer.armed.poll() != 0
+        except Exception as error:  # noqa: BLE001 - `_fail` logs it
+            peer.armed = None
+            self._fail([peer], error)
+            return
+        if is_over:
+            self._settle(peer)
+
+    def _disarm(self) -> None:
+        """Take back what is armed: from here on the engine and all mailboxes are this thread's."""
+        for peer in list(self._peers.values()):
+            self._settle(peer)
+
+    def _settle(self, peer: Peer) -> None:
+        """Finish what a peer's armed pass has answered; otherwise its step goes the usual way."""
+        armed, peer.armed = peer.armed, None
+        if armed is None:
+            return
+        try:
+            if armed.settle() != ANSWERED:
+                return
+            assert peer.mailbox is not None
+            assert peer.host_part is not None
+            assert peer.prepared is not None
+            step = peer.mailbox.read_device_part(peer.host_part)
+            self._engine.finish_armed(step, peer.prepared)
+        except ValueError as error:  # it wrote another step over one that was answered
+            self._reject(peer, error)
+            return
+        except Exception as error:  # noqa: BLE001 - `_fail` logs it
+            self._fail([peer], error)
+            return
+        peer.host_part = peer.prepared = None
+        peer.num_steps += 1
+        self._failures_in_a_row, self._last_step_s = 0, time.monotonic()
+        self.stats.num_batches += 1
+        self.stats.num_steps += 1
+        self.stats.busy_s += peer.mailbox.service_s(step.number)
+
     def _draft(self, steps: Sequence[tuple[Peer, TargetStep[Int32Array]]]) -> None:
+        self._disarm()
         prepared = [peer.prepared for peer, _ in steps]
         for peer, _ in steps:
             peer.prepared = None
@@ -467,6 +529,7 @@ class DrafterServer:
 
     def _drop(self, peer: Peer, last_words: Bye | Swapped) -> None:
         """Say why, as far as the target listens, and let everything of it go."""
+        self._disarm()
         if peer.identity not in self._peers:  # dropped for another step of the same batch
             return
         self._engine.drop_session(peer.session)
@@ -476,6 +539,7 @@ class DrafterServer:
 
     def _release(self, peer: Peer) -> None:
         """Let the mailbox go."""
+        self._settle(peer)
         if (mailbox := peer.mailbox) is None:
             return
         peer.mailbox = peer.host_part = peer.prepared = None
@@ -484,6 +548,7 @@ class DrafterServer:
             mailbox.unpin(self._device)
 
     def _swap(self, index: int, head: ParallelPass, old: ServedHead | None, served: ServedHead) -> None:
+        self._disarm()
         self._engine.swap(index, head)
         self._heads = {**self._heads, index: served}  # other threads read it
         if old is None:
