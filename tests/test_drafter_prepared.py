@@ -515,7 +515,8 @@ def test_all_is_counted_once_whether_or_not_it_was_prepared() -> None:
 
 
 def test_a_server_prepares_what_comes_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host part is there long before the rest: as a target on a GPU has it."""
+    """The host part is there long before the rest: as a target on a GPU has it. Passes that are armed are another
+    test's."""
     with running(make_server()) as server:
         engine, write = server._engine, Mailbox.write_device_part
         pool = make_pool()
@@ -523,6 +524,7 @@ def test_a_server_prepares_what_comes_in_two_parts(monkeypatch: pytest.MonkeyPat
         eventually(lambda: pool.num_up)
         target, calls, given = Target(pool), [], []
         target.check_step()
+        monkeypatch.setattr(engine, "arm", lambda *_: None)
         prepare, run, before = engine.prepare, engine.step, engine.counters.prepared_passes
         monkeypatch.setattr(engine, "prepare", lambda step: calls.append(step.number) or prepare(step))
         monkeypatch.setattr(engine, "step", lambda steps, prepared: given.append(prepared) or run(steps, prepared))
