@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zmq
 
 from peagle.drafter import armed, parallel_pass
 from peagle.drafter.armed import ANSWERED, CANCELLED, REJECTED, ArmedPass, armed_words
 from peagle.drafter.engine import DraftEngine
 from peagle.drafter.mailbox import TIMED_OUT, Mailbox
-from peagle.drafter.protocol import NO_DRAFT, Int32Array, TargetShape, TargetStep
+from peagle.drafter.protocol import NO_DRAFT, Attached, Bye, Int32Array, TargetShape, TargetStep, frames_of
 from peagle.drafter.server import DrafterServer
 from tests.draft_engine_harness import (
     BLOCK,
@@ -343,6 +344,7 @@ def test_a_second_target_is_served_while_a_pass_waits_and_none_is_armed_beside_i
         assert served.outcomes == []
         pools.append(served.new_pool())
         assert served.is_armed, "who arrives takes nothing back"
+        served.before_ready = lambda: eventually(lambda: served.outcomes)  # its step is prepared for, too
         Target(pools[0], seed=2).check_step()
         assert served.outcomes == [CANCELLED]
 
@@ -415,6 +417,39 @@ def test_a_target_that_goes_away_while_a_pass_waits(served: Served) -> None:
     pool = served.new_pool()
     Target(pool).check_step()
     pool.close()
+
+
+def test_a_target_dropped_when_its_step_is_answered_has_had_its_drafts(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, write = served.server, Mailbox.write_device_part
+
+    def write_and_drop(*given: Any) -> None:
+        """In the serving thread, so that nothing comes in between."""
+        (peer,) = server._peers.values()
+        write(*given)
+        server._drop(peer, Bye("for a test"))
+
+    def hand_over(*given: Any) -> None:
+        eventually(lambda: served.is_armed)
+        server._jobs.put(lambda: write_and_drop(*given))
+
+    monkeypatch.setattr(Mailbox, "write_device_part", hand_over)
+    assert served.target.step() == [served.target.expected(slot) for slot in range(3)]
+    eventually(lambda: not server._peers)
+    assert served.outcomes == [ANSWERED]
+    assert (server.stats.num_steps, server.stats.num_dropped, server.stats.num_failures) == (2, 0, 0)
+
+
+def test_a_mailbox_that_a_target_says_it_has_not_goes_after_the_pass(served: Served) -> None:
+    served.target._hand_over = lambda link, step: False  # type: ignore[method-assign]
+    served.target.step()
+    eventually(lambda: served.is_armed)
+    (peer,) = served.server._peers.values()
+    frames = [zmq.Frame(frame) for frame in frames_of(Attached(has_mailbox=False))]
+    served.server._jobs.put(lambda: served.server._take(peer.identity, frames) and None)
+    eventually(lambda: peer.mailbox is None)
+    assert served.outcomes == [CANCELLED]
 
 
 @pytest.mark.parametrize(
