@@ -13,6 +13,8 @@ The way of one hidden row, from a target's step to the draft tokens, and the for
                                 ready, together with those of other targets
     engine        PassBatch     the request's cache blocks (`kvcache`), and the row's place in its payload
     graphs                      on a GPU: one copy of the integers, one CUDA graph
+    armed                       of the only target also before its step is ready, which the GPU then awaits, checks and
+                                answers by itself
     parallel_pass Rows          the P-EAGLE pass: `rows` lays them out, `attention` reads and writes the paged cache
     engine        drafts [B, K] -1 where there is no draft; the same way back, to `Link.wait` or `Link.enqueue_wait`
 

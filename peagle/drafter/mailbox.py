@@ -7,7 +7,7 @@ Three areas in turn (step s uses area s % 3), each with a request and its reply:
                                                     Before the step runs, so that the drafter can prepare meanwhile
     device part   by the target's GPU, or its host  starts, valid rows, next tokens; payload (reduced hidden rows)
     ready         the same, last                    the step's number: the request is whole
-    drafts        by the drafter                    draft ids, time of service
+    drafts        by the drafter, or its GPU        draft ids, time of service
     done          the same, last                    the step's number: the reply is whole
 
 Three, because with asynchronous scheduling the target's host writes step s + 2 while the drafter still reads step s. A
