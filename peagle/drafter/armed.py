@@ -39,7 +39,7 @@ from peagle.drafter.rows import INTERPRETED, uses_kernel
 ANSWERED, CANCELLED, REJECTED = REACHED, ABORTED, 4  # outcomes, beside TIMED_OUT; 0: there is none yet
 # Of the rows that may come: the graph runs for all of them, and from about here on those that do not come cost the GPU
 # more than the host's part takes.
-MAX_ROWS = 512
+MAX_ROWS = 1024
 TIMEOUT_S = 1.0  # longer than a target's step; no kernel may wait for ever
 _AWAITED, _ANSWERED = 256, 512  # elements at once: all of one block are on their way over the bus together
 _CANCEL, _OUTCOME, _NUM_FLAGS = 0, 8, 16  # the two words lie in cache lines of their own
