@@ -36,7 +36,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.utils import AttentionGroup
 
 from peagle.vllm import speculator, v2_worker
-from peagle.vllm.v2_worker import RaggedModelRunner, RenewedState, StepGraphs
+from peagle.vllm.v2_worker import PEagleRunner, RaggedModelRunner, RenewedState, StepGraphs
 from tests.graph_config import graph_config
 
 MAX_REQUESTS, MAX_LEN, SIZES = 6, 512, [4, 8, 16, 32]
@@ -363,3 +363,17 @@ def test_a_drafters_layers_are_no_matter(config: Any, monkeypatch: pytest.Monkey
     runner.initialize_kv_cache(CUDAGraphMode.FULL_AND_PIECEWISE)
     assert type(runner.cudagraph_manager) is ModelCudaGraphManager
     assert type(runner.model_state) is DefaultModelState
+
+
+def test_the_targets_graphs_leave_taps_where_the_drafter_reads_them(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(v2_worker, "get_attn_cg_support", lambda *_, **__: SimpleNamespace(narrow=supports_all))
+    taps_NX = torch.zeros(SIZES[-1], 6)
+    views = list(taps_NX.split(2, dim=-1))
+    runner = set_up(config, monkeypatch, group_of(builder_of(FlashAttentionMetadataBuilder)))
+    runner.__class__ = PEagleRunner
+    for given, expected in ((views, views), ([], []), ([view[:-1] for view in views], [])):
+        runner.speculator = SimpleNamespace(draft_attn_layer_names=set(), tap_views=lambda given=given: given)
+        runner.initialize_kv_cache(CUDAGraphMode.FULL_AND_PIECEWISE)
+        assert [id(view) for view in runner.cudagraph_manager.aux_hidden_states] == [id(view) for view in expected]

@@ -13,10 +13,10 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from peagle.vllm import compat, speculator
+from peagle.vllm import compat, speculator, v2_worker
 from peagle.vllm.engine import capture_sizes
 from peagle.vllm.speculator import MIN_PACKED_REQUESTS, ChoiceGraphs, DraftGraphs
-from peagle.vllm.v2_worker import RaggedModelRunner, StepGraphs
+from peagle.vllm.v2_worker import PEagleRunner, RaggedModelRunner, StepGraphs
 from tests.graph_config import graph_config
 
 K_MAX, MAX_REQUESTS = 7, 48
@@ -255,3 +255,37 @@ def test_every_number_of_drafts_has_a_graph(config: Any) -> None:
         assert desc in captured
         assert num_drafts <= desc.num_tokens <= MAX_REQUESTS * K_MAX
     assert choices.dispatch(0, MAX_REQUESTS * K_MAX + 1, None, 0).cg_mode == CUDAGraphMode.NONE
+
+
+def test_a_step_is_verified_by_a_graph_where_one_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[int | None] = []
+
+    class Stand:
+        """In the place of `Verification`, which needs a GPU. It leaves the batch "other" to vLLM."""
+
+        def capture(self, num_sampled: int | None) -> int:
+            captured.append(num_sampled)
+            return 7
+
+        def __call__(self, hidden: Any, batch: str) -> Any:
+            return None if batch == "other" else SimpleNamespace(num_sampled=[2], num_rejected=[1])
+
+    found: list[Any] = [Stand()]
+    monkeypatch.setattr(v2_worker.Verification, "of", lambda runner: found[0])
+    monkeypatch.setattr(GPUModelRunner, "capture_model", lambda runner: 100)
+    monkeypatch.setattr(GPUModelRunner, "sample", lambda runner, *step: ("vLLM", *step))
+    runner: Any = object.__new__(PEagleRunner)
+    runner.cudagraph_manager = SimpleNamespace(_max_full_descs_to_capture=2)
+    assert runner.sample("hidden", "batch", None) == ("vLLM", "hidden", "batch", None)
+    # vLLM captures a few graphs to learn what they take, and lets them go with the cache that they belong to.
+    assert runner.capture_model() == 107
+    assert runner.sample("hidden", "batch", None)[0] == "vLLM"
+    runner.cudagraph_manager._max_full_descs_to_capture = None
+    assert runner.capture_model() == 107
+    assert captured == [2, None]
+    assert runner.sample("hidden", "batch", None)[1:] == ([2], [1])
+    assert runner.sample("hidden", "batch", "grammar") == ("vLLM", "hidden", "batch", "grammar")
+    assert runner.sample("hidden", "other", None)[0] == "vLLM"
+    found[0] = None
+    assert runner.capture_model() == 100
+    assert runner.sample("hidden", "batch", None)[0] == "vLLM"
