@@ -136,7 +136,10 @@ class Verification:
         self.rows = StagedRows.empty(max_requests, device)
         self._requests_B = torch.arange(max_requests, dtype=torch.int32, device=device)
         self._sampled_BK1 = torch.zeros(max_requests, k_max + 1, dtype=torch.int64, device=device)
-        self._num_sampled_B, self._num_rejected_B = torch.zeros(2, max_requests, dtype=torch.int32, device=device)
+        # Each begins where memory is aligned: kernels are compiled again for a pointer that is not.
+        self._num_sampled_B, self._num_rejected_B = (
+            torch.zeros(max_requests, dtype=torch.int32, device=device) for _ in range(2)
+        )
         self.graphs, self.scaled_graphs = (
             VerificationGraphs(runner.vllm_config, device, CUDAGraphMode.FULL, decode_query_len=k_max + 1)
             for _ in range(2)
@@ -209,8 +212,9 @@ class Verification:
     def verify(self, desc: BatchExecutionDescriptor, is_scaled: bool) -> None:
         """What a graph holds: `RejectionSampler.__call__` over the staged rows."""
         runner, rows, num_rows, num_requests = self._runner, self.rows, desc.num_tokens, desc.num_reqs
-        rows_N, request_N, up_to_B1 = rows.rows_N[:num_rows], rows.request_N[:num_rows], rows.up_to_B1
-        requests_B, up_to_B1 = self._requests_B[:num_requests], up_to_B1[: (num_requests or 0) + 1]
+        assert num_requests is not None
+        rows_N, request_N = rows.rows_N[:num_rows], rows.request_N[:num_rows]
+        requests_B, up_to_B1 = self._requests_B[:num_requests], rows.up_to_B1[: num_requests + 1]
         logits_NV = runner.model.compute_logits(self._hidden_MH.index_select(0, rows_N))
         if is_scaled:
             logits_NV = logits_NV.float()
