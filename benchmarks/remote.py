@@ -221,6 +221,7 @@ def drafter(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     command = [sys.executable, "-m", "benchmarks.drafter", "--head", str(head), "--target", str(target)]
     command += ["--max-num-requests", str(args.max_num_seqs), "--max-num-rows", "8192", "--max-depth", str(K_MAX)]
     command += ["--max-context", "2048", "--cache-gib", "4"]
+    command += ["--shares-gpu"] if args.drafter_gpu == args.target_gpu else []
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(args.drafter_gpu)}
     log = args.out.with_suffix(".drafter.log").open("w")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=env, start_new_session=True)

@@ -196,7 +196,15 @@ class DrafterReplica:
         served = {place: head.served for place, head in self._places.items()}
         # Targets hear it through Ray; whoever else reaches the port is not let in.
         self._key = secrets.token_hex(16)
-        self._server = DrafterServer(self._engine, served, host=host, port=0, device=self._loader.device, key=self._key)
+        self._server = DrafterServer(
+            self._engine,
+            served,
+            host=host,
+            port=0,
+            device=self._loader.device,
+            key=self._key,
+            shares_gpu=bool((settings.drafter.replicas.num_gpus or 0.0) % 1.0),
+        )
         self._server.start()
         logger.info("drafting at %s on %s", self._server.address, self._loader.device)
 

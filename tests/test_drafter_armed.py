@@ -10,7 +10,6 @@ import dataclasses
 import random
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -494,20 +493,11 @@ def test_a_pass_that_fails_ends_its_connection_and_no_more(
     served.target.check_step()
 
 
-def test_no_pass_waits_on_the_targets_own_gpu(served: Served) -> None:
-    server = served.server
-    server._device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
-    try:
-        server._gpu = "GPU-1"
-        served.when_armed()
-        served.target.check_step()
-        assert served.outcomes == [ANSWERED]
-        server._gpu = served.pool._hello.gpu
-        prepared = threading.Event()
-        prepare = served.engine.prepare
-        served.engine.prepare = lambda step: (prepare(step), prepared.set())[0]  # type: ignore[method-assign]
-        served.before_ready = lambda: eventually(prepared.is_set)
-        served.target.check_step()
-        assert served.outcomes == [ANSWERED]
-    finally:
-        server._device = torch.device("cpu")
+def test_no_pass_waits_on_a_shared_gpu(served: Served) -> None:
+    served.server._shares_gpu = True
+    prepared, prepare = threading.Event(), served.engine.prepare
+    served.engine.prepare = lambda step: (prepare(step), prepared.set())[0]  # type: ignore[method-assign]
+    served.before_ready = lambda: eventually(prepared.is_set)
+    served.target.check_step()
+    assert prepared.is_set()
+    assert served.outcomes == []

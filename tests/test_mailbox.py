@@ -31,7 +31,6 @@ from peagle.drafter.mailbox import (
     TIMED_OUT,
     Mailbox,
     SharedMemory,
-    gpu_identity,
     host_identity,
     mailbox_bytes,
     sweep,
@@ -224,18 +223,6 @@ def _make_old(path: Path) -> None:
 def test_the_identity_of_a_host_is_its_boot_and_its_shared_memory() -> None:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     assert host_identity() == f"{boot}:{SHARED_DIR.stat().st_dev}"
-
-
-@pytest.mark.gpu
-def test_the_identity_of_a_gpu_is_its_own() -> None:
-    found = [gpu_identity(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
-    assert len(set(found)) == len(found)
-    assert gpu_identity(torch.device("cuda")) in found
-    assert "" not in found
-
-
-def test_a_cpu_has_no_identity() -> None:
-    assert make_pool(device="cpu")._hello.gpu == gpu_identity(torch.device("cpu")) == ""
 
 
 # On a device

@@ -32,7 +32,7 @@ import zmq
 from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
-from peagle.drafter.mailbox import NUM_AREAS, REACHED, TIMED_OUT, Mailbox, gpu_identity, host_identity
+from peagle.drafter.mailbox import NUM_AREAS, REACHED, TIMED_OUT, Mailbox, host_identity
 from peagle.drafter.protocol import (
     FROM_DRAFTER,
     MAX_REPLY_BYTES,
@@ -704,8 +704,7 @@ class LinkPool:
         """Without drafters yet. use_shared_memory: False takes TCP also on one host."""
         self.device = torch.device(device)
         self._deadlines = Deadlines(min_deadline_s, max_deadline_s)
-        host = host_identity() if use_shared_memory else ""
-        self._hello = Hello(name, shape, tuple(aux_layer_ids), {}, host, gpu=gpu_identity(self.device))
+        self._hello = Hello(name, shape, tuple(aux_layer_ids), {}, host_identity() if use_shared_memory else "")
         self._reducers: dict[str, Reducer] = {}
         self._links: dict[int, Link] = {}  # by a number that is never used again
         self._draining: set[int] = set()

@@ -78,11 +78,6 @@ def host_identity() -> str:
         return ""
 
 
-def gpu_identity(device: torch.device) -> str:
-    """Equal for two processes exactly when they use the same GPU; "" for a CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-
-
 class SharedMemory:
     """A mapping that two processes share, and that no kill -9 leaves behind.
 

@@ -37,7 +37,7 @@ from torch.nn import functional as F
 
 from peagle.model import rms_norm
 
-PROTOCOL = b"peagle/5"  # the first frame of every message; another release may have another
+PROTOCOL = b"peagle/4"  # the first frame of every message; another release may have another
 MAX_NUM_HEADS = 63  # a bit each in a word of 64, the sign left out: `peagle.vllm.remote`
 MAX_PROMPT_TOKENS = 262_144  # of all new requests of one step; beyond, prompts travel empty
 MAX_PAYLOAD_BYTES = 1 << 30  # of one step's hidden rows
@@ -225,7 +225,7 @@ HeadIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUM_HEADS)]
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """A target introduces itself. heads: index -> digest; the indices are the target's own. host: of `host_identity`.
-    known_reducers: digests of heads whose reducer the target has already. gpu: of `gpu_identity`."""
+    known_reducers: digests of heads whose reducer the target has already."""
 
     name: str
     shape: TargetShape
@@ -233,7 +233,6 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     heads: dict[HeadIndex, str]
     host: str
     known_reducers: tuple[str, ...] = ()
-    gpu: str = ""
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):

@@ -29,7 +29,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from peagle.drafter.armed import ANSWERED, ArmedPass, armed_words
 from peagle.drafter.engine import DraftEngine, PreparedStep
-from peagle.drafter.mailbox import Mailbox, gpu_identity, host_identity, sweep
+from peagle.drafter.mailbox import Mailbox, host_identity, sweep
 from peagle.drafter.parallel_pass import ParallelPass
 from peagle.drafter.protocol import (
     FROM_TARGET,
@@ -146,10 +146,12 @@ class DrafterServer:
         *,
         device: torch.device | str = "cpu",
         key: str = "",
+        shares_gpu: bool = False,
     ) -> None:
         """heads: by the engine's numbers. port: 0 for a free one. device: of the engine. key: up to 255 bytes, which
         targets must name before anything of theirs is read; "" lets in whoever reaches the port. The key goes over the
-        wire as it is.
+        wire as it is. shares_gpu: with other processes, whose time there a pass would take that waits for its step:
+        then none does.
 
         Raises ValueError without a head or with one twice, OSError when the port is taken.
         """
@@ -157,7 +159,7 @@ class DrafterServer:
         if not digests or len(set(digests)) < len(digests):
             raise ValueError(f"heads = {digests} must be one or more, each once")
         self._engine, self._heads, self._device = engine, dict(heads), torch.device(device)
-        self._gpu = gpu_identity(self._device)
+        self._shares_gpu = shares_gpu
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.router_mandatory = 1  # a message to a target that is gone raises
@@ -437,10 +439,8 @@ class DrafterServer:
 
     def _arm(self, peer: Peer, host_part: TargetStep[Int32Array]) -> None:
         """Let the next step's pass wait for it, where nobody else's can come in between."""
-        # A pass that waits on the target's own GPU would take turns with what it waits for.
         is_alone = len(self._peers) == 1 and not self._greeted
-        is_alone &= self._device.type != "cuda" or peer.hello.gpu != self._gpu
-        if is_alone and peer.prepared is not None and peer.mailbox is not None:
+        if is_alone and not self._shares_gpu and peer.prepared is not None and peer.mailbox is not None:
             words = armed_words(peer.mailbox, host_part.number, host_part.num_requests)
             peer.armed = self._engine.arm(host_part, peer.prepared, words)
 
