@@ -4,6 +4,7 @@ under the interpreter with what a graph holds in the place of its replay."""
 from __future__ import annotations
 
 import contextlib
+import importlib
 import random
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,9 @@ pytestmark = needs_kernel
 pytest.importorskip("vllm")
 
 
+RENEWED = ("vllm.v1.worker.gpu.", "peagle.vllm.")
+
+
 @contextlib.contextmanager
 def vllms_kernels() -> Iterator[None]:
     """vLLM's V2 runner imported anew, and what we build on it. On a CPU vLLM has an empty module for Triton, here it is
@@ -32,25 +36,28 @@ def vllms_kernels() -> Iterator[None]:
     import vllm.triton_utils
 
     libdevice = SimpleNamespace(log1p=lambda x: triton.language.log(1.0 + x))  # the interpreter has none
-    again = [name for name in sys.modules if name.startswith(("vllm.v1.worker.gpu.", "peagle.vllm."))]
-    before = {name: sys.modules.pop(name) for name in again}
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(RENEWED)}
     try:
         with mock.patch.multiple(vllm.triton_utils, triton=triton, tl=triton.language, tldevice=libdevice):
             yield
     finally:
-        for name in [name for name in sys.modules if name.startswith(("vllm.v1.worker.gpu.", "peagle.vllm."))]:
+        for name in [name for name in sys.modules if name.startswith(RENEWED)]:
             del sys.modules[name]
         sys.modules.update(before)
+        for name, module in before.items():
+            package, _, child = name.rpartition(".")
+            setattr(sys.modules[package], child, module)
 
 
 with vllms_kernels() if INTERPRETED else contextlib.nullcontext():
-    from vllm.v1.worker.gpu import cudagraph_utils
     from vllm.v1.worker.gpu.input_batch import InputBatch, expand_idx_mapping
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS, SamplingStates
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-    from peagle.vllm import verification
+    # Not as names of their packages, which may still have those of before.
+    cudagraph_utils = importlib.import_module("vllm.v1.worker.gpu.cudagraph_utils")
+    verification = importlib.import_module("peagle.vllm.verification")
 
 NUM_PLACES, K, VOCAB, HIDDEN = 12, 3, 50, 16
 NUM_ROWS = 200  # of the target's buffers
