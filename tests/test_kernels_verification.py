@@ -339,3 +339,28 @@ def test_what_pads_a_graph_has_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not rows.temperature_B[count : desc.num_reqs].any()
         assert not rows.temperature_B[NUM_PLACES]
         assert rows.request_N[:num_rows].tolist() == [b for b, k in enumerate(drafts_B) for _ in range(1 + k)]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there all are captured in earnest")
+@pytest.mark.usefixtures("graphs")
+def test_a_profile_of_memory_captures_the_largest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([1000, 940, 1000, 800])
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (next(free), 2000))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
+    for name in ("graph_capture", "set_graph_pool_id"):
+        monkeypatch.setattr(cudagraph_utils, name, lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(cudagraph_utils, "current_stream", lambda: None)
+    runner = Runner([0.7])
+    sampled, whole = verification.Verification.of(runner), verification.Verification.of(runner)
+    assert sampled is not None
+    assert whole is not None
+    assert sampled.capture(2) == 60
+    assert whole.capture() == 200
+    for found, every in ((sampled.graphs, whole.graphs), (sampled.scaled_graphs, whole.scaled_graphs)):
+        planned = every._capture_descs[verification.CUDAGraphMode.FULL]
+        assert list(every.graphs) == planned
+        assert list(found.graphs) == planned[:2]
+        assert planned[0].num_tokens == NUM_PLACES * (1 + K)
+        assert planned[0].num_reqs == NUM_PLACES
