@@ -365,15 +365,38 @@ def test_a_drafters_layers_are_no_matter(config: Any, monkeypatch: pytest.Monkey
     assert type(runner.model_state) is DefaultModelState
 
 
+def tapped(input_ids: Tensor, positions: Tensor, **_: Any) -> tuple[Tensor, list[Tensor]]:
+    """A network with two tapped layers."""
+    rows_N2 = torch.stack([input_ids, positions], 1).double()
+    return rows_N2, [rows_N2 + 100, rows_N2 + 200]
+
+
 def test_the_targets_graphs_leave_taps_where_the_drafter_reads_them(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(v2_worker, "get_attn_cg_support", lambda *_, **__: SimpleNamespace(narrow=supports_all))
-    taps_NX = torch.zeros(SIZES[-1], 6)
+    taps_NX = torch.zeros(SIZES[-1], 4, dtype=torch.float64)
     views = list(taps_NX.split(2, dim=-1))
-    runner = set_up(config, monkeypatch, group_of(builder_of(FlashAttentionMetadataBuilder)))
+    runner = set_up(config, monkeypatch, group_of(builder_of(TritonAttentionMetadataBuilder)))
     runner.__class__ = PEagleRunner
-    for given, expected in ((views, views), ([], []), ([view[:-1] for view in views], [])):
+    # Without a place, and with too small a one, they keep vLLM's.
+    for given, expected in (([], []), ([view[:-1] for view in views], []), (views, views)):
         runner.speculator = SimpleNamespace(draft_attn_layer_names=set(), tap_views=lambda given=given: given)
         runner.initialize_kv_cache(CUDAGraphMode.FULL_AND_PIECEWISE)
         assert [id(view) for view in runner.cudagraph_manager.aux_hidden_states] == [id(view) for view in expected]
+    graphs, buffers = runner.cudagraph_manager, InputBuffers(MAX_REQUESTS, 64, torch.device("cpu"))
+    tables = object.__new__(BlockTables)
+    tables.cp_size, tables.slot_mappings = 1, torch.zeros(1, 64, dtype=torch.int64)
+    tables.input_block_tables = [torch.zeros(MAX_REQUESTS, 4, dtype=torch.int32)]
+    with torch.inference_mode():
+        rest = (runner.model_state, buffers, None, tables, runner.attn_groups, runner.kv_cache_config)
+        graphs.capture(tapped, *rest, use_aux_hidden_state_outputs=True)
+        for num_rows in (1, 3, 20):
+            buffers.input_ids[:num_rows] = torch.arange(num_rows) * num_rows
+            buffers.positions[:num_rows] = torch.arange(num_rows) + 7
+            desc = graphs.dispatch(1, num_rows, None, 0, max_query_len=num_rows)
+            hidden_N2, aux = graphs.run_fullgraph(desc)
+            assert aux[0].data_ptr() == taps_NX.data_ptr()  # by which a drafter knows
+            found_N4, expected_N2 = taps_NX[:num_rows], hidden_N2[:num_rows]
+            assert expected_N2[:, 0].tolist() == [row * num_rows for row in range(num_rows)]
+            assert found_N4.equal(torch.cat([expected_N2 + 100, expected_N2 + 200], dim=-1))

@@ -37,8 +37,8 @@ from peagle.drafter.protocol import NO_DRAFT
 from peagle.drafter.rows import INTERPRETED, uses_kernel
 
 ANSWERED, CANCELLED, REJECTED = REACHED, ABORTED, 4  # outcomes, beside TIMED_OUT; 0: there is none yet
-# Of the rows that may come: the graph runs for all of them, and from about here on those that do not come cost the GPU
-# more than the host's part takes.
+# Of a pass: its graph runs for all rows that may come, and those that do not come cost the more, the more there are.
+# Measured up to 64 requests with K = 7, 896 rows.
 MAX_ROWS = 1024
 TIMEOUT_S = 1.0  # longer than a target's step; no kernel may wait for ever
 _AWAITED, _ANSWERED = 256, 512  # elements at once: all of one block are on their way over the bus together
