@@ -349,6 +349,7 @@ def load(
         *("--max-concurrency", str(cell.num_requests), "--num-prompts", str(number), "--num-warmups", "0"),
         *("--ready-check-timeout-sec", "0"),  # which sends a whole request of its own
         *("--temperature", str(cell.temperature), "--save-detailed"),
+        *(options.sampling.split() if cell.temperature else ()),
         *("--percentile-metrics", "ttft,tpot", "--metric-percentiles", ",".join(map(str, PERCENTILES))),
         *("--disable-tqdm", *dataset(options, lines, max_tokens)),
     ]
@@ -546,6 +547,11 @@ def main() -> int:
         "--dataset",
         default="--dataset-name random --random-input-len 128 --random-output-len 256 --ignore-eos",
         help="of `vllm bench serve`, for random:N",
+    )
+    parser.add_argument(
+        "--sampling",
+        default="",
+        help="of `vllm bench serve`, where a cell has a temperature: --sampling='--top-p 0.8 --repetition-penalty 1.1'",
     )
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--waves", type=int, default=3, help="a cell has so many times its requests in flight ...")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import random
 import sys
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ pytestmark = needs_kernel
 pytest.importorskip("vllm")
 
 
-RENEWED = ("vllm.v1.worker.gpu.", "peagle.vllm.")
+RENEWED = ("vllm.v1.worker.gpu.", "vllm.v1.sample.ops.", "peagle.vllm.")
 
 
 @contextlib.contextmanager
@@ -50,7 +51,9 @@ def vllms_kernels() -> Iterator[None]:
 
 
 with vllms_kernels() if INTERPRETED else contextlib.nullcontext():
+    from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.gpu.input_batch import InputBatch, expand_idx_mapping
+    from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS, SamplingStates
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
@@ -61,6 +64,22 @@ with vllms_kernels() if INTERPRETED else contextlib.nullcontext():
 
 NUM_PLACES, K, VOCAB, HIDDEN = 12, 3, 50, 16
 NUM_ROWS = 200  # of the target's buffers
+PARAMETERS: dict[str, dict[str, list[float]]] = {
+    "greedy": {"temperature": [0.0]},
+    "plain": {"temperature": [0.0, 1.0]},
+    "temperatures": {"temperature": [0.0, 0.7, 1.0, 1.8]},
+    "nucleus": {"temperature": [0.0, 0.7], "top_p": [1.0, 0.5, 0.9], "top_k": [VOCAB, 3, 20]},
+    "min_p": {"temperature": [0.0, 0.7], "min_p": [0.0, 0.2]},
+    "penalties": {
+        "temperature": [0.0, 1.0],
+        "repetition": [1.0, 1.1],
+        "frequency": [0.0, 0.2],
+        "presence": [0.0, -0.5],
+        "top_p": [1.0, 0.8],
+    },
+}
+"""Values of a request's sampling parameters, one of which it has."""
+SCALED = [name for name in PARAMETERS if name not in ("greedy", "plain")]
 METHODS: dict[str, dict[str, Any]] = {
     "standard": {},
     "synthetic": {"synthetic_acceptance_rates": [0.8, 0.6, 0.3]},
@@ -81,28 +100,49 @@ class Stream:
 class Runner:
     """What the sampler of vLLM's runner reads of it, with an output matrix of random numbers."""
 
-    def __init__(self, temperatures: list[float], method: str = "standard") -> None:
+    def __init__(self, parameters: str = "greedy", method: str = "standard") -> None:
         draw = np.random.default_rng(0)
         self.weight_VH = torch.from_numpy(3 * draw.standard_normal((VOCAB, HIDDEN))).float().to(DEVICE)
         self.model = SimpleNamespace(compute_logits=lambda hidden_NH: hidden_NH @ self.weight_VH.T)
         self.device, self.max_num_reqs, self.num_speculative_steps = torch.device(DEVICE), NUM_PLACES, K
-        zeros = np.zeros(NUM_PLACES, np.int32)
+        given, zeros = PARAMETERS[parameters], np.zeros(NUM_PLACES, np.int32)
+
+        def drawn(name: str, neutral: float, kind: type = np.float32) -> Any:
+            return both(draw.choice(np.array(given.get(name, [neutral]), kind), NUM_PLACES))
+
         states: Any = object.__new__(SamplingStates)
         states.vocab_size, states.num_logprobs = VOCAB, np.full(NUM_PLACES, NO_LOGPROBS)
-        chosen = draw.choice(np.array(temperatures, np.float32), NUM_PLACES)
-        states.temperature, states.min_p = both(chosen), both(np.zeros(NUM_PLACES, np.float32))
+        states.temperature, states.min_p = drawn("temperature", 0.0), drawn("min_p", 0.0)
+        states.top_k, states.top_p = drawn("top_k", VOCAB, np.int32), drawn("top_p", 1.0)
         states.seeds = both(draw.integers(-(2**62), 2**62, NUM_PLACES))
-        states.top_k, states.top_p = both(zeros + VOCAB), both(np.ones(NUM_PLACES, np.float32))
-        self.sampler: Any = object.__new__(Sampler)
-        nothing = SimpleNamespace(
-            use_logit_bias=zeros > 0, use_penalty=zeros > 0, num_bad_words=both(zeros), enabled=False
+        penalties: Any = object.__new__(PenaltiesState)
+        penalties.repetition_penalty = drawn("repetition", 1.0)
+        penalties.frequency_penalty, penalties.presence_penalty = drawn("frequency", 0.0), drawn("presence", 0.0)
+        penalties.use_penalty = (
+            (penalties.repetition_penalty.np != 1.0)
+            | (penalties.frequency_penalty.np != 0.0)
+            | (penalties.presence_penalty.np != 0.0)
         )
-        for name in ("apply_logit_bias", "apply_penalties", "apply_bad_words", "apply"):
+        # Tokens of prompts, a bit each, and how often each is in what was answered.
+        bits = draw.integers(-(2**31), 2**31, (NUM_PLACES, -(-VOCAB // 32)), np.int32)
+        counts = draw.choice(np.array([0, 0, 0, 1, 2], np.int32), (NUM_PLACES, VOCAB))
+        penalties.prompt_bin_mask = torch.from_numpy(bits).to(DEVICE)
+        penalties.output_bin_counts = torch.from_numpy(counts).to(DEVICE)
+        self.sampler: Any = object.__new__(Sampler)
+        nothing = SimpleNamespace(use_logit_bias=zeros > 0, num_bad_words=both(zeros), enabled=False)
+        for name in ("apply_logit_bias", "apply_bad_words", "apply"):
             setattr(nothing, name, lambda *_: None)
-        for name in ("penalties_state", "logit_bias_state", "bad_words_state", "thinking_budget_state"):
+        for name in ("logit_bias_state", "bad_words_state", "thinking_budget_state"):
             setattr(self.sampler, name, nothing)
-        self.sampler.sampling_states, self.sampler.trace_replay_state = states, None
-        self.sampler.needs_logits_processing = (chosen != 0) & (chosen != 1)
+        self.sampler.sampling_states, self.sampler.penalties_state = states, penalties
+        self.sampler.trace_replay_state = None
+        self.sampler.needs_logits_processing = (
+            ((states.temperature.np != 0) & (states.temperature.np != 1))
+            | (states.min_p.np != 0)
+            | (states.top_k.np != VOCAB)
+            | (states.top_p.np != 1)
+            | penalties.use_penalty
+        )
         self.sampler.compute_nans = self.sampler.use_fp64_gumbel = False
         self.sampler.logprobs_mode = "raw_logprobs"
         self.sampler.req_states = SimpleNamespace(prefill_len=both(draw.integers(20, 60, NUM_PLACES).astype(np.int32)))
@@ -199,6 +239,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cudagraph_utils, "graph_capture", on_a_stream)
         return
     monkeypatch.setattr(cudagraph_utils.current_platform, "get_global_graph_pool", lambda: 0, raising=False)
+    # The interpreter cannot run the kernel's loop over rows; vLLM's sampler does not call it on a CPU, either.
+    by_sorting = topk_topp_sampler.apply_top_k_top_p_pytorch
+    monkeypatch.setattr(verification.topk_topp_triton, "apply_top_k_top_p_triton", by_sorting)
 
 
 def make(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -214,12 +257,12 @@ def make(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.usefixtures("graphs")
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("temperatures", [[0.0], [0.0, 1.0], [0.0, 0.7, 1.0, 1.8]])
-def test_it_samples_what_vllms_sampler_does(
-    temperatures: list[float], method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner, draw = Runner(temperatures, method), random.Random(1)
+@pytest.mark.parametrize(
+    ("parameters", "method"),
+    [*itertools.product(("greedy", "plain", "temperatures"), METHODS), *((name, "standard") for name in SCALED[1:])],
+)
+def test_it_samples_what_vllms_sampler_does(parameters: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, draw = Runner(parameters, method), random.Random(1)
     one = make(runner, monkeypatch)
     accepted, num_scaled = [], 0
     for index in range(40 if DEVICE == "cuda" else 9):
@@ -234,7 +277,7 @@ def test_it_samples_what_vllms_sampler_does(
         logits = runner.model.compute_logits(hidden_NH[batch.logits_indices])
         expected = runner.rejection_sampler(logits, batch, None)
         # Numbers of a larger step before must not show.
-        one.rows.request_N.fill_(0)
+        one.rows.place_N.fill_(0)
         one.rows.draft_N.zero_()
         found = one(hidden_NH, batch)
         assert found is not None
@@ -247,12 +290,12 @@ def test_it_samples_what_vllms_sampler_does(
         accepted += [num - 1 for num in found.num_sampled.tolist()]
         num_scaled += bool(runner.sampler.needs_logits_processing[batch.idx_mapping_np].any())
     assert {0, K} <= set(accepted)
-    assert bool(num_scaled) == (0.7 in temperatures)
+    assert bool(num_scaled) == (parameters in SCALED)
 
 
 @pytest.mark.usefixtures("graphs")
 def test_other_steps_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, draw = Runner([0.7]), random.Random(2)
+    runner, draw = Runner("temperatures"), random.Random(2)
     one, sampler = make(runner, monkeypatch), runner.sampler
     hidden_NH, batch = runner.step(draw, [K, 1], [0, 0])
     place = int(batch.idx_mapping_np[1])
@@ -260,17 +303,13 @@ def test_other_steps_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one(hidden_NH.clone(), batch) is None  # the target ran without a full graph
     for values, value in [
         (sampler.sampling_states.num_logprobs, 0),
-        (sampler.sampling_states.min_p.np, 0.1),
-        (sampler.sampling_states.top_k.np, 5),
-        (sampler.sampling_states.top_p.np, 0.9),
         (sampler.logit_bias_state.use_logit_bias, True),
-        (sampler.penalties_state.use_penalty, True),
         (sampler.bad_words_state.num_bad_words.np, 1),
     ]:
-        usual = values[place].copy()
-        values[place] = value
+        usual, processed = values[place].copy(), sampler.needs_logits_processing[place].copy()
+        values[place], sampler.needs_logits_processing[place] = value, True
         assert one(hidden_NH, batch) is None
-        values[place] = usual
+        values[place], sampler.needs_logits_processing[place] = usual, processed
         assert one(hidden_NH, batch) is not None
     sampler.thinking_budget_state.enabled = True
     sampler.thinking_budget_state.use_thinking_budget = np.ones(NUM_PLACES, bool)
@@ -281,7 +320,7 @@ def test_other_steps_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("graphs")
 def test_other_engines_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    of, runner = verification.Verification.of, Runner([0.0])
+    of, runner = verification.Verification.of, Runner()
     assert of(runner) is not None
     for name in ("batch_sharder", "pp_handler", "pcp_manager", "lora_config"):
         with monkeypatch.context() as patch:
@@ -323,7 +362,7 @@ def test_every_step_of_so_many_rows_has_a_graph() -> None:
 
 @pytest.mark.usefixtures("graphs")
 def test_what_pads_a_graph_has_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, draw = Runner([1.0]), random.Random(3)
+    runner, draw = Runner("plain"), random.Random(3)
     one = make(runner, monkeypatch)
     for drafts_B in ([K] * NUM_PLACES, [K, 1], [K] * 5):
         hidden_NH, batch = runner.step(draw, drafts_B, [0] * len(drafts_B))
@@ -332,13 +371,19 @@ def test_what_pads_a_graph_has_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         desc = one.graphs.fitting(num_rows, count)
         # A request without rows looks at the row after the last one of the graph.
         padding = slice(num_rows, desc.num_tokens + 1)
-        assert set(rows.request_N[padding].tolist()) == {NUM_PLACES}
+        assert set(rows.place_N[padding].tolist()) == {NUM_PLACES}
         assert set(rows.draft_N[padding].tolist()) == {K}  # whose logits are not looked at
         assert not rows.rows_N[padding].any()
         assert set(rows.up_to_B1[count : desc.num_reqs + 1].tolist()) == {num_rows}
-        assert not rows.temperature_B[count : desc.num_reqs].any()
-        assert not rows.temperature_B[NUM_PLACES]
-        assert rows.request_N[:num_rows].tolist() == [b for b, k in enumerate(drafts_B) for _ in range(1 + k)]
+        assert set(rows.place_B[count : desc.num_reqs].tolist()) <= {NUM_PLACES}
+        places = batch.idx_mapping_np.tolist()
+        assert rows.place_B[:count].tolist() == places
+        assert rows.place_N[:num_rows].tolist() == [
+            place for place, k in zip(places, drafts_B, strict=True) for _ in range(1 + k)
+        ]
+    # Nothing is written to the place that pads: its logits stay as they are.
+    of_padding = [float(values[NUM_PLACES]) for values in rows.parameters]
+    assert of_padding == [0, 0, VOCAB, 1, 1, 0, 0, 0, 0]
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there all are captured in earnest")
@@ -352,7 +397,7 @@ def test_a_profile_of_memory_captures_the_largest_alone(monkeypatch: pytest.Monk
     for name in ("graph_capture", "set_graph_pool_id"):
         monkeypatch.setattr(cudagraph_utils, name, lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(cudagraph_utils, "current_stream", lambda: None)
-    runner = Runner([0.7])
+    runner = Runner("temperatures")
     sampled, whole = verification.Verification.of(runner), verification.Verification.of(runner)
     assert sampled is not None
     assert whole is not None

@@ -1,14 +1,14 @@
 """Verification of a step's drafts as one full CUDA graph, where vLLM launches some twenty kernels from the host.
 
 Enters: the target's hidden states where its own graph left them, and what the runner laid out of the step. Leaves: what
-vLLM's rejection sampler returns, from vLLM's own kernels. A graph holds the target's output matrix, the temperature
-where a request has one, acceptance, and the token after the accepted ones.
+vLLM's rejection sampler returns, from vLLM's own kernels. A graph holds the target's output matrix, penalties,
+temperature, min_p, top_k and top_p where a request has any of them, acceptance, and the token after the accepted ones.
 
 Graphs are for a number of rows of logits and of requests, and read both from buffers of their own (`StagedRows`), which
-one kernel fills: the runner's arrays of sampling parameters change their place from step to step. Steps with any other
-sampling parameter, with log probabilities, a grammar, or more rows than `MAX_ROWS` go vLLM's way.
+one kernel fills: the runner's arrays of sampling parameters change their address from step to step. Steps with any
+other sampling parameter, with log probabilities, a grammar, or more rows than `MAX_ROWS` go vLLM's way.
 
-B requests, N rows of logits, S places of requests in the runner, K drafts at most, H hidden size.
+B requests, N rows of logits, S places of requests in the runner, K drafts at most, H hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.sample.ops import topk_topp_triton
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
+from vllm.v1.worker.gpu.sample.min_p import apply_min_p
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.penalties import apply_penalties
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
@@ -43,39 +46,57 @@ take hundreds of megabytes."""
 
 @dataclasses.dataclass(frozen=True)
 class StagedRows:
-    """What the graphs read of a step, at fixed addresses. Requests are numbered as in the batch; a request after the
-    last one pads: it is greedy and has no rows. So do rows after the last one, of the request `max_requests`.
+    """What the graphs read of a step, at fixed addresses. A request after the last one pads: it has the place S, which
+    is greedy, and no rows. So do rows after the last one.
 
-    rows_N: int64, row of the target's output. request_N: int32. draft_N: int32, 0 for a request's first row; K for rows
-    that pad, whose logits nobody needs. up_to_B1: int32, rows of the requests before. temperature_B: float32. seed_B:
-    int64. prefill_B: int32, tokens that are not sampled. Of rows there is one more than `MAX_ROWS`, because a request
-    without rows reads the one where its first would be.
+    rows_N: int64, row of the target's output. place_N: int32, of the row's request. draft_N: int32, 0 for a request's
+    first row; K for rows that pad, whose logits nobody needs. up_to_B1: int32, rows of the requests before. place_B:
+    int32. parameters: of each place, as `parameters_of` lists them. Of rows there is one more than `MAX_ROWS`, because
+    a request without rows reads the one where its first would be.
     """
 
     rows_N: Tensor
-    request_N: Tensor
+    place_N: Tensor
     draft_N: Tensor
     up_to_B1: Tensor
-    temperature_B: Tensor
-    seed_B: Tensor
-    prefill_B: Tensor
+    place_B: Tensor
+    parameters: tuple[Tensor, ...]
 
     @classmethod
-    def empty(cls, max_requests: int, device: torch.device) -> StagedRows:
+    def empty(cls, sampler: Sampler, max_requests: int, device: torch.device) -> StagedRows:
         """Of no request."""
+        vocab_size = sampler.sampling_states.vocab_size
 
-        def zeros(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
+        def filled(size: int, value: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full((size,), value, dtype=dtype, device=device)
 
         return cls(
-            rows_N=zeros(MAX_ROWS + 1, torch.int64),
-            request_N=zeros(MAX_ROWS + 1) + max_requests,
-            draft_N=zeros(MAX_ROWS + 1),
-            up_to_B1=zeros(max_requests + 1),
-            temperature_B=zeros(max_requests + 1, torch.float32),
-            seed_B=zeros(max_requests + 1, torch.int64),
-            prefill_B=zeros(max_requests),
+            rows_N=filled(MAX_ROWS + 1, 0, torch.int64),
+            place_N=filled(MAX_ROWS + 1, max_requests),
+            draft_N=filled(MAX_ROWS + 1, 0),
+            up_to_B1=filled(max_requests + 1, 0),
+            place_B=filled(max_requests, max_requests),
+            parameters=tuple(
+                filled(max_requests + 1, neutral, given_S.dtype)
+                for given_S, neutral in zip(parameters_of(sampler), neutral_parameters(vocab_size), strict=True)
+            ),
         )
+
+
+def parameters_of(sampler: Sampler) -> tuple[Tensor, ...]:
+    """What the graphs know of each place's request: temperature, min_p, top_k (V: all), top_p, the repetition,
+    frequency and presence penalty, seed, and tokens that are not sampled."""
+    states, penalties = sampler.sampling_states, sampler.penalties_state
+    by_place = (
+        states.temperature, states.min_p, states.top_k, states.top_p, penalties.repetition_penalty,
+        penalties.frequency_penalty, penalties.presence_penalty, states.seeds, sampler.req_states.prefill_len,
+    )  # fmt: skip
+    return tuple(values.gpu for values in by_place)
+
+
+def neutral_parameters(vocab_size: int) -> tuple[int, ...]:
+    """Those of the place that pads, whose logits are left as they are."""
+    return 0, 0, vocab_size, 1, 1, 0, 0, 0, 0
 
 
 class VerificationGraphs(CudaGraphManager):
@@ -133,8 +154,7 @@ class Verification:
         self._runner, self._sampler, self._rejection = runner, runner.sampler, runner.rejection_sampler
         self._hidden_MH: Tensor = runner.cudagraph_manager.hidden_states
         max_requests, k_max, device = runner.max_num_reqs, runner.num_speculative_steps, runner.device
-        self.rows = StagedRows.empty(max_requests, device)
-        self._requests_B = torch.arange(max_requests, dtype=torch.int32, device=device)
+        self.rows = StagedRows.empty(runner.sampler, max_requests, device)
         self._sampled_BK1 = torch.zeros(max_requests, k_max + 1, dtype=torch.int64, device=device)
         # Each begins where memory is aligned: kernels are compiled again for a pointer that is not.
         self._num_sampled_B, self._num_rejected_B = (
@@ -149,7 +169,7 @@ class Verification:
         """Captures all graphs, or so many of the largest ones; returns the bytes that they take."""
         torch.accelerator.synchronize()
         num_free = torch.accelerator.get_memory_info()[0]
-        # With temperatures they take more: the others find their memory in what these leave.
+        # With parameters they take more: the others find their memory in what these leave.
         for graphs, is_scaled in ((self.scaled_graphs, True), (self.graphs, False)):
 
             def forward(
@@ -159,6 +179,8 @@ class Verification:
 
             graphs._max_full_descs_to_capture = num_sampled
             graphs.capture(forward, "Capturing verification")
+        # The graphs read these, which vLLM replaces by larger ones when it needs them.
+        self._kept = [*topk_topp_triton._TRITON_BUFFER_CACHE.values(), *topk_topp_triton._TRITON_TABLE_CACHE.values()]
         torch.accelerator.synchronize()
         return num_free - torch.accelerator.get_memory_info()[0]
 
@@ -178,12 +200,9 @@ class Verification:
         states = sampler.sampling_states
         if desc is None or (states.num_logprobs[place_B] != NO_LOGPROBS).any():
             return None
-        if is_scaled and not self._need_temperature_alone(place_B):
+        if is_scaled and self._need_more(place_B):
             return None
-        stage_rows(
-            batch, self.rows, desc, states.temperature.gpu, states.seeds.gpu, sampler.req_states.prefill_len.gpu,
-            num_drafts=self._runner.num_speculative_steps,
-        )  # fmt: skip
+        stage_rows(batch, self.rows, desc, parameters_of(sampler), num_drafts=self._runner.num_speculative_steps)
         # What the step before sampled may still be on its way to the host.
         self._runner.main_stream.wait_stream(self._runner.output_copy_stream)
         graphs.run_fullgraph(desc)
@@ -195,16 +214,11 @@ class Verification:
             num_rejected=self._num_rejected_B[:num_requests],
         )
 
-    def _need_temperature_alone(self, place_B: np.ndarray[Any, Any]) -> bool:
-        """Whether none of these requests has logits processed in any other way than by its temperature."""
-        sampler, states = self._sampler, self._sampler.sampling_states
-        thinking = sampler.thinking_budget_state
-        return not (
-            (states.min_p.np[place_B] != 0.0).any()
-            or (states.top_k.np[place_B] != states.vocab_size).any()
-            or (states.top_p.np[place_B] != 1.0).any()
-            or sampler.logit_bias_state.use_logit_bias[place_B].any()
-            or sampler.penalties_state.use_penalty[place_B].any()
+    def _need_more(self, place_B: np.ndarray[Any, Any]) -> bool:
+        """Whether one of these requests has logits processed in a way that no graph holds."""
+        sampler, thinking = self._sampler, self._sampler.thinking_budget_state
+        return bool(
+            sampler.logit_bias_state.use_logit_bias[place_B].any()
             or sampler.bad_words_state.num_bad_words.np[place_B].any()
             or (thinking.enabled and thinking.use_thinking_budget[place_B].any())
         )
@@ -213,30 +227,43 @@ class Verification:
         """What a graph holds: `RejectionSampler.__call__` over the staged rows."""
         runner, rows, num_rows, num_requests = self._runner, self.rows, desc.num_tokens, desc.num_reqs
         assert num_requests is not None
-        rows_N, request_N = rows.rows_N[:num_rows], rows.request_N[:num_rows]
-        requests_B, up_to_B1 = self._requests_B[:num_requests], rows.up_to_B1[: num_requests + 1]
+        rows_N, place_N, draft_N = rows.rows_N[:num_rows], rows.place_N[:num_rows], rows.draft_N[:num_rows]
+        up_to_B1, place_B = rows.up_to_B1[: num_requests + 1], rows.place_B[:num_requests]
+        temperature_S, min_p_S, top_k_S, top_p_S, repetition_S, frequency_S, presence_S, seed_S, prefill_S = (
+            rows.parameters
+        )
+        tokens_N = runner.input_buffers.input_ids[rows_N]
         logits_NV = runner.model.compute_logits(self._hidden_MH.index_select(0, rows_N))
         if is_scaled:
+            # In the order of `Sampler.apply_sampling_params`; a row costs nothing where it has no such parameter.
+            penalties = self._sampler.penalties_state
             logits_NV = logits_NV.float()
-            apply_temperature(logits_NV, request_N, rows.temperature_B)
+            apply_penalties(
+                logits_NV, place_N, tokens_N, draft_N, repetition_S, frequency_S, presence_S,
+                penalties.prompt_bin_mask, penalties.output_bin_counts,
+            )  # fmt: skip
+            apply_temperature(logits_NV, place_N, temperature_S)
+            apply_min_p(logits_NV, place_N, min_p_S)
+            # For fewer than 8 rows vLLM sorts the vocabulary, which takes as long whatever they ask for.
+            logits_NV = topk_topp_triton.apply_top_k_top_p_triton(logits_NV, top_k_S[place_N], top_p_S[place_N])
         sampled_BK1, num_sampled_B = rejection_sample(
             logits_NV,
             None,
-            runner.input_buffers.input_ids[rows_N],
+            tokens_N,
             up_to_B1,
             runner.input_buffers.positions[rows_N],
-            requests_B,
-            request_N,
-            rows.draft_N[:num_rows],
-            rows.temperature_B,
-            rows.seed_B,
+            place_B,
+            place_N,
+            draft_N,
+            temperature_S,
+            seed_S,
             runner.num_speculative_steps,
             self._rejection.synthetic_conditional_rates,
             use_fp64=self._sampler.use_fp64_gumbel,
             use_block_verification=self._rejection.use_block_verification,
         )
         num_sampled_B, num_rejected_B = get_num_sampled_and_rejected(
-            num_sampled_B, runner.input_buffers.seq_lens, up_to_B1, requests_B, rows.prefill_B
+            num_sampled_B, runner.input_buffers.seq_lens, up_to_B1, place_B, prefill_S
         )
         self._sampled_BK1[:num_requests] = sampled_BK1
         self._num_sampled_B[:num_requests] = num_sampled_B
@@ -247,27 +274,25 @@ def stage_rows(
     batch: InputBatch,
     out: StagedRows,
     desc: BatchExecutionDescriptor,
-    temperature_S: Tensor,
-    seed_S: Tensor,
-    prefill_S: Tensor,
+    parameters: tuple[Tensor, ...],
     *,
     num_drafts: int,
 ) -> None:
-    """Fills `out` for a batch and a graph that holds it; one kernel. Parameters are by the runner's place of a request;
+    """Fills `out` for a batch and a graph that holds it; one kernel. parameters: as `parameters_of` lists them.
     num_drafts: K."""
     num_padded = desc.num_reqs or batch.num_reqs
     _stage_kernel[(num_padded + 1,)](
-        batch.idx_mapping, batch.cu_num_logits, batch.logits_indices, temperature_S, seed_S, prefill_S,
-        out.rows_N, out.request_N, out.draft_N, out.up_to_B1, out.temperature_B, out.seed_B, out.prefill_B,
-        batch.num_reqs, num_padded, len(batch.logits_indices), desc.num_tokens, len(out.prefill_B),
+        batch.idx_mapping, batch.cu_num_logits, batch.logits_indices, parameters,
+        out.rows_N, out.place_N, out.draft_N, out.up_to_B1, out.place_B, out.parameters,
+        batch.num_reqs, num_padded, len(batch.logits_indices), desc.num_tokens, len(out.place_B),
         NUM_DRAFTS=num_drafts, BLOCK=triton.next_power_of_2(num_drafts + 1), num_warps=1,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_padded", "num_rows", "num_padded_rows", "max_requests"])
 def _stage_kernel(
-    place_B, given_up_to_B1, given_rows_N, temperature_S, seed_S, prefill_S,
-    rows_N, request_N, draft_N, up_to_B1, temperature_B, seed_B, prefill_B,
+    given_place_B, given_up_to_B1, given_rows_N, given_parameters,
+    rows_N, place_N, draft_N, up_to_B1, place_B, parameters,
     num_requests, num_padded, num_rows, num_padded_rows, max_requests,
     NUM_DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -275,21 +300,22 @@ def _stage_kernel(
     request, column = tl.program_id(0), tl.arange(0, BLOCK)
     if request < num_padded:
         is_request = request < num_requests
-        place = tl.load(place_B + request, mask=is_request, other=0)
-        tl.store(temperature_B + request, tl.load(temperature_S + place, mask=is_request, other=0.0))
-        tl.store(seed_B + request, tl.load(seed_S + place, mask=is_request, other=0))
-        tl.store(prefill_B + request, tl.load(prefill_S + place, mask=is_request, other=0))
+        place = tl.load(given_place_B + request, mask=is_request, other=max_requests)
+        tl.store(place_B + request, place)
+        for index in tl.static_range(len(parameters)):
+            value = tl.load(given_parameters[index] + place, mask=is_request)
+            tl.store(parameters[index] + place, value, mask=is_request)
         first = tl.load(given_up_to_B1 + request, mask=is_request, other=num_rows)
         end = tl.load(given_up_to_B1 + request + 1, mask=is_request, other=num_rows)
         tl.store(up_to_B1 + request + 1, end)
         row = first + column
         tl.store(rows_N + row, tl.load(given_rows_N + row, mask=row < end), mask=row < end)
-        tl.store(request_N + row, column * 0 + request, mask=row < end)
+        tl.store(place_N + row, column * 0 + place, mask=row < end)
         tl.store(draft_N + row, column, mask=row < end)
     else:
         for before in range(num_rows, num_padded_rows + 1, BLOCK):
             row = before + column
             is_row = row <= num_padded_rows
             tl.store(rows_N + row, tl.zeros([BLOCK], tl.int64), mask=is_row)
-            tl.store(request_N + row, column * 0 + max_requests, mask=is_row)
+            tl.store(place_N + row, column * 0 + max_requests, mask=is_row)
             tl.store(draft_N + row, column * 0 + NUM_DRAFTS, mask=is_row)
