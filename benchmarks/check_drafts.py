@@ -76,11 +76,13 @@ class Recorder:
 
         def recording(batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
             members, num_ahead = speculator._members(batch), speculator._num_ahead
+            taps, num_sampled, num_rejected, last_sampled, next_prefill = args[3:8]
+            count, num_rows = batch.num_reqs, batch.num_tokens
+            # A pass of some of the requests moves their rows together, in the buffer where the target left them.
+            given_taps = torch.cat([tap[:num_rows] for tap in taps], dim=-1)
             drafts = propose(batch, *args, **kwargs)
             if kwargs.get("dummy_run") or batch.req_ids[0].startswith("_"):
                 return drafts
-            taps, num_sampled, num_rejected, last_sampled, next_prefill = args[3:8]
-            count, num_rows = batch.num_reqs, batch.num_tokens
             step = {
                 "req_ids": list(batch.req_ids),
                 "first": batch.query_start_loc_np[: count + 1].tolist(),
@@ -90,7 +92,7 @@ class Recorder:
                 "num_rejected": num_rejected.tolist(),
                 "newest": last_sampled[batch.idx_mapping].view(-1).tolist(),
                 "next_prompt": next_prefill.view(-1)[batch.idx_mapping].tolist(),
-                "taps": torch.cat([tap[:num_rows] for tap in taps], dim=-1).float().cpu(),
+                "taps": given_taps.float().cpu(),
                 "drafts": drafts.tolist(),
                 "members": list(range(count)) if members is None else members.tolist(),
                 "num_ahead": num_ahead,
