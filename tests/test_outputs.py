@@ -97,11 +97,11 @@ def test_how_much_waits(sampling: dict[str, Any], interval: int, least: int) -> 
     ("tokens_per_s", "num_requests", "expected"),
     [
         (MAX_CHUNKS_PER_S, 1, 1),
-        (20 * MAX_CHUNKS_PER_S, 64, 20),
+        (20 * MAX_CHUNKS_PER_S, 16, 20),
         (20 * MAX_CHUNKS_PER_S, 20 * MAX_CHUNKS_PER_S // (12 * STREAM_CHUNKS_PER_S), 12),
         (20 * MAX_CHUNKS_PER_S, 10 * MAX_CHUNKS_PER_S, 1),
-        (1000 * MAX_CHUNKS_PER_S, 64, MAX_HELD_TOKENS),
-        (1000 * MAX_CHUNKS_PER_S, 0, MAX_HELD_TOKENS),
+        (1000 * MAX_CHUNKS_PER_S, 64, 1000 * MAX_CHUNKS_PER_S // (64 * STREAM_CHUNKS_PER_S)),
+        (20 * MAX_CHUNKS_PER_S, 0, 20),
     ],
 )
 def test_each_stream_has_its_chunks_a_second(tokens_per_s: int, num_requests: int, expected: int) -> None:

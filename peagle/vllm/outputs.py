@@ -25,10 +25,10 @@ STOP_STRING_TOKENS = 8
 """Stop strings are found in the client's process, from which the engine then hears that it is to stop: no more than a
 step with drafts may bring behind one."""
 
-MAX_CHUNKS_PER_S = 1000
-"""Of all streams of an engine together, where each has `STREAM_CHUNKS_PER_S`. Where chunks take all the time of vLLM's
-API process, the first token of a new request waits for hundreds of milliseconds (benchmarks/streams.py, and the H200's
-results of benchmarks/headline.py)."""
+MAX_CHUNKS_PER_S = 300
+"""Of all streams of an engine together, where each has `STREAM_CHUNKS_PER_S`. A chunk costs the process 130 us on its
+way, whatever is in it; where that process is full, the first token of a new request waits for hundreds of milliseconds
+(benchmarks/streams.py, and the results of benchmarks/headline.py on GPUs)."""
 
 STREAM_CHUNKS_PER_S = 5
 """What the reader of a stream gets at least, as far as the engine makes tokens."""
@@ -52,7 +52,7 @@ class StreamPace:
             return
         rate = self._num_tokens / elapsed_s
         smooth = int(rate / max(1, num_requests) / STREAM_CHUNKS_PER_S)
-        self.tokens_per_chunk = max(1, min(math.ceil(rate / MAX_CHUNKS_PER_S), smooth, MAX_HELD_TOKENS))
+        self.tokens_per_chunk = max(1, min(math.ceil(rate / MAX_CHUNKS_PER_S), smooth))
         self._num_tokens, self._since_s = 0, now_s
 
 
@@ -68,7 +68,7 @@ class _HeldBack:
     pace says, but no more than `most`."""
 
     least: int
-    most: int = MAX_HELD_TOKENS
+    most: float = math.inf
     token_ids: list[int] = field(default_factory=list)
 
 
