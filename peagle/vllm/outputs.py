@@ -26,9 +26,9 @@ STOP_STRING_TOKENS = 8
 step with drafts may bring behind one."""
 
 MAX_CHUNKS_PER_S = 300
-"""Of all streams of an engine together, where each has `STREAM_CHUNKS_PER_S`. A chunk costs the process 130 us on its
-way, whatever is in it; where that process is full, the first token of a new request waits for hundreds of milliseconds
-(benchmarks/streams.py, and the results of benchmarks/headline.py on GPUs)."""
+"""Of all streams of an engine together, where each has `STREAM_CHUNKS_PER_S`. A chunk costs vLLM's API process
+some 70 us, whatever is in it; where that process is full, the first token of a new request waits for hundreds of
+milliseconds (benchmarks/streams.py, and the results of benchmarks/headline.py on GPUs)."""
 
 STREAM_CHUNKS_PER_S = 5
 """What the reader of a stream gets at least, as far as the engine makes tokens."""
