@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +44,47 @@ MAX_ROWS = 256
 take hundreds of megabytes."""
 
 
+class Parameters(NamedTuple):
+    """What the graphs know of each place's request. top_k_S: V for all tokens. prefill_S: tokens that are not
+    sampled."""
+
+    temperature_S: Tensor
+    min_p_S: Tensor
+    top_k_S: Tensor
+    top_p_S: Tensor
+    repetition_S: Tensor
+    frequency_S: Tensor
+    presence_S: Tensor
+    seed_S: Tensor
+    prefill_S: Tensor
+
+    @classmethod
+    def of(cls, sampler: Sampler) -> Parameters:
+        """The runner's, where they are for this step."""
+        states, penalties = sampler.sampling_states, sampler.penalties_state
+        return cls(
+            temperature_S=states.temperature.gpu,
+            min_p_S=states.min_p.gpu,
+            top_k_S=states.top_k.gpu,
+            top_p_S=states.top_p.gpu,
+            repetition_S=penalties.repetition_penalty.gpu,
+            frequency_S=penalties.frequency_penalty.gpu,
+            presence_S=penalties.presence_penalty.gpu,
+            seed_S=states.seeds.gpu,
+            prefill_S=sampler.req_states.prefill_len.gpu,
+        )
+
+    def neutral(self, vocab_size: int, device: torch.device) -> Parameters:
+        """As many of these and one more, for the place that pads: greedy, and logits stay as they are."""
+        values = {"top_k_S": vocab_size, "top_p_S": 1, "repetition_S": 1}
+        return Parameters(
+            *(
+                torch.full((len(given_S) + 1,), values.get(name, 0), dtype=given_S.dtype, device=device)
+                for name, given_S in self._asdict().items()
+            )
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class StagedRows:
     """What the graphs read of a step, at fixed addresses. A request after the last one pads: it has the place S, which
@@ -51,8 +92,8 @@ class StagedRows:
 
     rows_N: int64, row of the target's output. place_N: int32, of the row's request. draft_N: int32, 0 for a request's
     first row; K for rows that pad, whose logits nobody needs. up_to_B1: int32, rows of the requests before. place_B:
-    int32. parameters: of each place, as `parameters_of` lists them. Of rows there is one more than `MAX_ROWS`, because
-    a request without rows reads the one where its first would be.
+    int32. parameters: of S + 1 places. Of rows there is one more than `MAX_ROWS`, because a request without rows reads
+    the one where its first would be.
     """
 
     rows_N: Tensor
@@ -60,12 +101,11 @@ class StagedRows:
     draft_N: Tensor
     up_to_B1: Tensor
     place_B: Tensor
-    parameters: tuple[Tensor, ...]
+    parameters: Parameters
 
     @classmethod
     def empty(cls, sampler: Sampler, max_requests: int, device: torch.device) -> StagedRows:
         """Of no request."""
-        vocab_size = sampler.sampling_states.vocab_size
 
         def filled(size: int, value: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full((size,), value, dtype=dtype, device=device)
@@ -76,27 +116,8 @@ class StagedRows:
             draft_N=filled(MAX_ROWS + 1, 0),
             up_to_B1=filled(max_requests + 1, 0),
             place_B=filled(max_requests, max_requests),
-            parameters=tuple(
-                filled(max_requests + 1, neutral, given_S.dtype)
-                for given_S, neutral in zip(parameters_of(sampler), neutral_parameters(vocab_size), strict=True)
-            ),
+            parameters=Parameters.of(sampler).neutral(sampler.sampling_states.vocab_size, device),
         )
-
-
-def parameters_of(sampler: Sampler) -> tuple[Tensor, ...]:
-    """What the graphs know of each place's request: temperature, min_p, top_k (V: all), top_p, the repetition,
-    frequency and presence penalty, seed, and tokens that are not sampled."""
-    states, penalties = sampler.sampling_states, sampler.penalties_state
-    by_place = (
-        states.temperature, states.min_p, states.top_k, states.top_p, penalties.repetition_penalty,
-        penalties.frequency_penalty, penalties.presence_penalty, states.seeds, sampler.req_states.prefill_len,
-    )  # fmt: skip
-    return tuple(values.gpu for values in by_place)
-
-
-def neutral_parameters(vocab_size: int) -> tuple[int, ...]:
-    """Those of the place that pads, whose logits are left as they are."""
-    return 0, 0, vocab_size, 1, 1, 0, 0, 0, 0
 
 
 class VerificationGraphs(CudaGraphManager):
@@ -202,7 +223,7 @@ class Verification:
             return None
         if is_scaled and self._need_more(place_B):
             return None
-        stage_rows(batch, self.rows, desc, parameters_of(sampler), num_drafts=self._runner.num_speculative_steps)
+        stage_rows(batch, self.rows, desc, Parameters.of(sampler), num_drafts=self._runner.num_speculative_steps)
         # What the step before sampled may still be on its way to the host.
         self._runner.main_stream.wait_stream(self._runner.output_copy_stream)
         graphs.run_fullgraph(desc)
@@ -229,9 +250,7 @@ class Verification:
         assert num_requests is not None
         rows_N, place_N, draft_N = rows.rows_N[:num_rows], rows.place_N[:num_rows], rows.draft_N[:num_rows]
         up_to_B1, place_B = rows.up_to_B1[: num_requests + 1], rows.place_B[:num_requests]
-        temperature_S, min_p_S, top_k_S, top_p_S, repetition_S, frequency_S, presence_S, seed_S, prefill_S = (
-            rows.parameters
-        )
+        given = rows.parameters
         tokens_N = runner.input_buffers.input_ids[rows_N]
         logits_NV = runner.model.compute_logits(self._hidden_MH.index_select(0, rows_N))
         if is_scaled:
@@ -239,13 +258,15 @@ class Verification:
             penalties = self._sampler.penalties_state
             logits_NV = logits_NV.float()
             apply_penalties(
-                logits_NV, place_N, tokens_N, draft_N, repetition_S, frequency_S, presence_S,
+                logits_NV, place_N, tokens_N, draft_N, given.repetition_S, given.frequency_S, given.presence_S,
                 penalties.prompt_bin_mask, penalties.output_bin_counts,
             )  # fmt: skip
-            apply_temperature(logits_NV, place_N, temperature_S)
-            apply_min_p(logits_NV, place_N, min_p_S)
+            apply_temperature(logits_NV, place_N, given.temperature_S)
+            apply_min_p(logits_NV, place_N, given.min_p_S)
             # For fewer than 8 rows vLLM sorts the vocabulary, which takes as long whatever they ask for.
-            logits_NV = topk_topp_triton.apply_top_k_top_p_triton(logits_NV, top_k_S[place_N], top_p_S[place_N])
+            logits_NV = topk_topp_triton.apply_top_k_top_p_triton(
+                logits_NV, given.top_k_S[place_N], given.top_p_S[place_N]
+            )
         sampled_BK1, num_sampled_B = rejection_sample(
             logits_NV,
             None,
@@ -255,15 +276,15 @@ class Verification:
             place_B,
             place_N,
             draft_N,
-            temperature_S,
-            seed_S,
+            given.temperature_S,
+            given.seed_S,
             runner.num_speculative_steps,
             self._rejection.synthetic_conditional_rates,
             use_fp64=self._sampler.use_fp64_gumbel,
             use_block_verification=self._rejection.use_block_verification,
         )
         num_sampled_B, num_rejected_B = get_num_sampled_and_rejected(
-            num_sampled_B, runner.input_buffers.seq_lens, up_to_B1, place_B, prefill_S
+            num_sampled_B, runner.input_buffers.seq_lens, up_to_B1, place_B, given.prefill_S
         )
         self._sampled_BK1[:num_requests] = sampled_BK1
         self._num_sampled_B[:num_requests] = num_sampled_B
@@ -274,16 +295,15 @@ def stage_rows(
     batch: InputBatch,
     out: StagedRows,
     desc: BatchExecutionDescriptor,
-    parameters: tuple[Tensor, ...],
+    parameters: Parameters,
     *,
     num_drafts: int,
 ) -> None:
-    """Fills `out` for a batch and a graph that holds it; one kernel. parameters: as `parameters_of` lists them.
-    num_drafts: K."""
+    """Fills `out` for a batch and a graph that holds it; one kernel. num_drafts: K."""
     num_padded = desc.num_reqs or batch.num_reqs
     _stage_kernel[(num_padded + 1,)](
-        batch.idx_mapping, batch.cu_num_logits, batch.logits_indices, parameters,
-        out.rows_N, out.place_N, out.draft_N, out.up_to_B1, out.place_B, out.parameters,
+        batch.idx_mapping, batch.cu_num_logits, batch.logits_indices, tuple(parameters),
+        out.rows_N, out.place_N, out.draft_N, out.up_to_B1, out.place_B, tuple(out.parameters),
         batch.num_reqs, num_padded, len(batch.logits_indices), desc.num_tokens, len(out.place_B),
         NUM_DRAFTS=num_drafts, BLOCK=triton.next_power_of_2(num_drafts + 1), num_warps=1,
     )  # fmt: skip
