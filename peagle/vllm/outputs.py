@@ -18,8 +18,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput
 
 MAX_HELD_TOKENS = 32
-"""That make an output, of whole answers too, of which nobody sees a part: the counts of a request follow its steps by
-no more, however long the chunks that its client asks for."""
+"""That make an output of a whole answer, of which nobody sees a part, and of a stream whose client asks for longer
+chunks: the counts of such a request follow its steps by no more. Those of a stream at the pace follow by a chunk."""
 
 STOP_STRING_TOKENS = 8
 """Stop strings are found in the client's process, from which the engine then hears that it is to stop: no more than a
@@ -27,8 +27,8 @@ step with drafts may bring behind one."""
 
 MAX_CHUNKS_PER_S = 300
 """Of all streams of an engine together, where each has `STREAM_CHUNKS_PER_S`. A chunk costs vLLM's API process
-some 70 us, whatever is in it; where that process is full, the first token of a new request waits for hundreds of
-milliseconds (benchmarks/streams.py, and the results of benchmarks/headline.py on GPUs)."""
+time, whatever is in it; where that process is full, the first token of a new request waits for hundreds of milliseconds
+(benchmarks/streams.py, and the results of benchmarks/headline.py on GPUs)."""
 
 STREAM_CHUNKS_PER_S = 5
 """What the reader of a stream gets at least, as far as the engine makes tokens."""
