@@ -29,7 +29,7 @@ tail -1 "$work/generate.log"
 
 train() {  # name, GPU, minutes
   CUDA_VISIBLE_DEVICES=$2 python3 -m deployments.cli train "configs/train/coder-$1.yaml" "${set_target[@]}" output="$work/$1" \
-    schedule.max_minutes="$3" evaluate.data="$work/answers" keep_states_gib="${KEEP_STATES_GIB:-0}" \
+    schedule.max_minutes="$3" evaluate.data="$work/answers" ${STATES_DIR:+states_dir="$STATES_DIR"} \
     ${START:+drafter.start_from="$START/$1"} > "$work/train-$1.log" 2>&1
 }
 say "training, $minutes and $minutes_eagle3 minutes, on ${#gpus[@]} GPUs"

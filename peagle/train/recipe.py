@@ -166,11 +166,11 @@ class Recipe(Section):
     seed: int = 0
     device: Literal["auto", "cuda", "cpu"] = "auto"
     compile: bool = Field(True, description="torch.compile on a GPU; never used on a CPU")
-    keep_states_gib: float = Field(
-        0.0,
-        ge=0,
-        description="memory of the device for the target's hidden states of all data, so that the target runs over "
-        "each conversation once; 0: it runs in every pass",
+    states_dir: str | None = Field(
+        None,
+        description="folder whose file keeps the target's hidden states of all data, so that the target runs over each "
+        "conversation once: (taps + 1) x hidden size numbers a token, in memory (/dev/shm) or on a fast disk; runs "
+        "with the same target, data and taps share it; none: the target runs in every pass",
     )
     log_every_steps: int = Field(50, ge=1)
     save_every_steps: int = Field(1000, ge=1)

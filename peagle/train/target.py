@@ -6,6 +6,9 @@ when it is loaded. Serving never uses this module: there vLLM runs the target.
 
 from __future__ import annotations
 
+import hashlib
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from peagle.config import read_target_config
-from peagle.train.data import Batch
+from peagle.train.data import Batch, Conversations
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -31,6 +34,9 @@ class Target:
         self, target_dir: str | Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32, compiled: bool = False
     ) -> None:
         self.config: dict[str, Any] = read_target_config(target_dir)
+        files = [path for path in sorted(Path(target_dir).iterdir()) if path.suffix in {".json", ".safetensors"}]
+        #: Changes with any of its files.
+        self.fingerprint = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         model: Any = _load(target_dir, dtype)
         self.model = model.to(device).eval().requires_grad_(False)
         self.device = torch.device(device)
@@ -139,40 +145,64 @@ class Target:
 
 
 class KeptStates:
-    """A target's states of a data set, kept from the first pass over each conversation on.
+    """A target's states of a data set, kept in a file from the first pass over each conversation on.
 
-    Takes the bytes of `num_bytes` on the target's device at once. A conversation's states do not depend on what it is
-    packed with, but for rounding.
+    The file is named for the target's weights, the data, the taps and the type, so that runs which agree in these share
+    it, also at the same time. A conversation's states do not depend on what it is packed with, but for rounding.
     """
 
-    def __init__(self, target: Target, num_tokens: int, aux_layer_ids: tuple[int, ...]) -> None:
-        """num_tokens: of the data set, what batches leave out of it counted."""
+    def __init__(self, folder: str | Path, target: Target, data: Conversations, aux_layer_ids: tuple[int, ...]) -> None:
+        """Raises ValueError where the folder has not the room."""
         self._target, self._aux_layer_ids = target, aux_layer_ids
-        hidden_size = target.embed_VS.shape[1]
-        self._widths = [len(aux_layer_ids) * hidden_size, hidden_size]
-        options: dict[str, Any] = {"device": target.device, "dtype": target.embed_VS.dtype}
-        self._states_NX = torch.zeros(num_tokens, sum(self._widths), **options)
-        self._known_N = torch.zeros(num_tokens, dtype=torch.bool, device=target.device)
+        table, num_tokens = target.embed_VS, len(data.tokens)
+        self._widths = [len(aux_layer_ids) * table.shape[1], table.shape[1]]
+        size = num_tokens * sum(self._widths)
+        made_of = (target.fingerprint, data.digest(), aux_layer_ids, str(table.dtype))
+        path = Path(folder) / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.states"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        held = path.stat().st_blocks * 512 if path.exists() else 0
+        missing, free = size * table.element_size() - held, shutil.disk_usage(folder).free
+        if missing > free:
+            raise ValueError(
+                f"states_dir = {folder}: the target's states of {num_tokens} tokens take {missing / 2**30:.2f} GiB "
+                f"more, and {free / 2**30:.2f} are free there; name another folder, or none"
+            )
+        self._states_NX = torch.from_file(str(path), shared=True, size=size, dtype=table.dtype).view(num_tokens, -1)
+        self._known_N = torch.from_file(f"{path}.known", shared=True, size=num_tokens, dtype=torch.bool)
+        self._writer = ThreadPoolExecutor(1)
+        self._writing: Future[None] | None = None
 
-    @staticmethod
-    def num_bytes(target: Target, num_tokens: int, aux_layer_ids: tuple[int, ...]) -> int:
-        """Of the taps and the last hidden state of so many tokens, in the target's type."""
-        table = target.embed_VS
-        return num_tokens * (len(aux_layer_ids) + 1) * table.shape[1] * table.element_size()
+    def read(self, batch: Batch) -> Tensor | None:
+        """States [B, N, C * S + S] of a batch on the host, for `to_device`; None where some are not known yet.
 
-    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """As `Target.states`; zeros or another token's states on padding."""
-        places_M = batch.index_BN[batch.index_BN >= 0]
-        if bool(self._known_N[places_M].all()):
-            aux_BNX, last_BNS = self._states_NX[batch.index_BN.clamp_min(0)].split(self._widths, dim=-1)
-            # Compiled passes are made for the layout that the target's own states have.
-            return aux_BNX.contiguous(), last_BNS.contiguous()
-        aux_BNX, last_BNS = self._target.states(
-            batch.tokens_BN, batch.document_BN, batch.position_BN, self._aux_layer_ids
-        )
-        self._states_NX[places_M] = torch.cat([aux_BNX, last_BNS], dim=-1)[batch.index_BN >= 0]
+        On padding they are another token's.
+        """
+        if not bool(self._known_N[batch.index_BN[batch.index_BN >= 0]].all()):
+            return None
+        shape = (*batch.index_BN.shape, sum(self._widths))
+        rows_BNX = torch.empty(shape, dtype=self._states_NX.dtype, pin_memory=self._target.device.type == "cuda")
+        torch.index_select(self._states_NX, 0, batch.index_BN.clamp_min(0).flatten(), out=rows_BNX.flatten(0, 1))
+        return rows_BNX
+
+    def to_device(self, rows_BNX: Tensor) -> tuple[Tensor, Tensor]:
+        """What `read` gave in the form of `Target.states`."""
+        aux_BNX, last_BNS = rows_BNX.to(self._target.device, non_blocking=True).split(self._widths, dim=-1)
+        # Compiled passes are made for the layout that the target's own states have.
+        return aux_BNX.contiguous(), last_BNS.contiguous()
+
+    def make(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """`Target.states` of a batch on the target's device; they are in the file a little later."""
+        states = self._target.states(batch.tokens_BN, batch.document_BN, batch.position_BN, self._aux_layer_ids)
+        if self._writing is not None:
+            self._writing.result()
+        self._writing = self._writer.submit(self._write, batch.index_BN, *states)
+        return states
+
+    def _write(self, index_BN: Tensor, aux_BNX: Tensor, last_BNS: Tensor) -> None:
+        rows_MX = torch.cat([aux_BNX, last_BNS], dim=-1)[index_BN >= 0].cpu()
+        places_M = index_BN[index_BN >= 0].cpu()
+        self._states_NX[places_M] = rows_MX
         self._known_N[places_M] = True
-        return aux_BNX, last_BNS
 
 
 def _load(target_dir: str | Path, dtype: torch.dtype) -> Any:

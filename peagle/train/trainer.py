@@ -16,7 +16,7 @@ import logging
 import math
 import pickle
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -226,25 +226,23 @@ class Trainer:
         else:
             self._pass = PEaglePass(recipe, self.random, compiled=self.compiled)
         self.output = Path(recipe.output)
-        self._kept = self._room_for_states()
+        self._kept: KeptStates | None = None
+        if recipe.states_dir is not None:
+            layers = self.drafter.config.aux_layer_ids
+            self._kept = KeptStates(recipe.states_dir, self.target, self.batches.data, layers)
 
-    def _room_for_states(self) -> KeptStates | None:
-        """None where the recipe keeps none. Raises ValueError naming the setting where the data needs more."""
-        if not self.recipe.keep_states_gib:
-            return None
-        num_tokens, layers = len(self.batches.data.tokens), self.drafter.config.aux_layer_ids
-        gib = KeptStates.num_bytes(self.target, num_tokens, layers) / 2**30
-        if gib > self.recipe.keep_states_gib:
-            raise ValueError(
-                f"keep_states_gib = {self.recipe.keep_states_gib:g}: the target's states of {num_tokens} tokens take "
-                f"{gib:.2f} GiB; give as much, or 0"
-            )
-        return KeptStates(self.target, num_tokens, layers)
+    def _next(self, batches: Iterator[Batch]) -> tuple[Batch, Tensor | None]:
+        """The next batch, on the host, and the target's states of it as far as they are kept."""
+        batch = next(batches)
+        return batch, None if self._kept is None else self._kept.read(batch)
 
-    def run_pass(self, batch: Batch, *, is_first: bool = True) -> PassReport:
-        """Adds the gradients of one batch. Where scores are clipped, they are before the first pass of a step."""
+    def run_pass(self, batch: Batch, kept_BNX: Tensor | None = None, *, is_first: bool = True) -> PassReport:
+        """Adds the gradients of one batch. Where scores are clipped, they are before the first pass of a step.
+
+        kept_BNX: what `KeptStates.read` gave for the batch.
+        """
         if self._kept is not None:
-            aux_BNX, last_BNS = self._kept(batch)
+            aux_BNX, last_BNS = self._kept.make(batch) if kept_BNX is None else self._kept.to_device(kept_BNX)
         else:
             aux_BNX, last_BNS = self.target.states(
                 batch.tokens_BN, batch.document_BN, batch.position_BN, self.drafter.config.aux_layer_ids
@@ -292,11 +290,11 @@ class Trainer:
         with bar, ThreadPoolExecutor(1) as ahead:
             # A run that ended may have been cut short before its head was written: no step comes on top.
             _, over = schedule_scale(schedule, self.step, workers.agree(self.elapsed_s, self.device))
-            pending, last = ahead.submit(next, batches), time.monotonic()
+            pending, last = ahead.submit(self._next, batches), time.monotonic()
             while not over:
                 for number in range(num_passes):
-                    batch, pending = pending.result().to(self.device), ahead.submit(next, batches)
-                    tally.add(self.run_pass(batch, is_first=number == 0))
+                    (batch, kept_BNX), pending = pending.result(), ahead.submit(self._next, batches)
+                    tally.add(self.run_pass(batch.to(self.device), kept_BNX, is_first=number == 0))
                 num_tokens = batch.tokens_BN.numel() * num_passes * workers.size
                 workers.average(self.optimizer.parameters, num_passes)
                 scale, over = schedule_scale(schedule, self.step + 1, workers.agree(self.elapsed_s, self.device))
