@@ -111,17 +111,18 @@ def test_bfloat16_rows_keep_their_gradient(name: str) -> None:
 def test_weights_may_wait_for_all_drafts() -> None:
     problem, seen = Problem.draw(), []
 
-    def weigh(correct_R: Tensor) -> Tensor:
-        seen.append(correct_R)
-        return torch.where(correct_R, 0.25, problem.weight_R)
+    def weigh(draft_R: Tensor) -> Tensor:
+        seen.append(draft_R)
+        return torch.where(draft_R % 2 == 0, 0.25, problem.weight_R)
 
     late_RH, early_RH = (problem.hidden_RH.clone().requires_grad_() for _ in range(2))
     late = problem.score(ChunkedLoss("soft", 8), late_RH, weigh)
     late.total.backward()
-    early = problem.score(ChunkedLoss("soft", 8), early_RH, torch.where(late.correct_R, 0.25, problem.weight_R))
+    draft_R = (problem.hidden_RH @ problem.lm_head_VH.T).argmax(-1)
+    early = problem.score(ChunkedLoss("soft", 8), early_RH, torch.where(draft_R % 2 == 0, 0.25, problem.weight_R))
     early.total.backward()
     assert len(seen) == 1
-    assert torch.equal(seen[0], late.correct_R)
+    assert torch.equal(seen[0], draft_R)
     assert torch.equal(late.total, early.total)
     assert torch.equal(late_RH.grad, early_RH.grad)
 
@@ -134,7 +135,10 @@ def test_chain_weights_equal_a_slow_loop() -> None:
     useful_T, label_T, offset_T = label_rows(rows, chain_BN)
     index_R, label_R, offset_R = useful_T.nonzero().squeeze(1), label_T[useful_T], offset_T[useful_T]
     sequence_R, anchor_R = index_R // rows.anchor_BT.shape[1], rows.anchor_BT.flatten()[index_R]
-    correct_R = torch.rand(len(index_R), generator=generator) < 0.6
+    token_N = torch.randint(0, 5, (chain_BN.numel(),), generator=generator) - 1  # -1: not in the draft vocabulary
+    right_R = torch.rand(len(index_R), generator=generator) < 0.7
+    draft_R = torch.where(right_R, token_N[label_R].clamp_min(0), 4)
+    correct_R = right_R & (token_N[label_R] >= 0)
 
     keys = list(zip(sequence_R.tolist(), anchor_R.tolist(), offset_R.tolist(), strict=True))
     correct = dict(zip(keys, correct_R.tolist(), strict=True))
@@ -143,15 +147,16 @@ def test_chain_weights_equal_a_slow_loop() -> None:
     expected_R = torch.tensor([0.9**g * (1.0 if r else 0.3) / total for (*_, g), r in zip(keys, reached, strict=True)])
     assert 10 < sum(reached) < len(keys) - 10
 
-    settings = {"num_labels": chain_BN.numel(), "num_depths": 4, "offset_decay": 0.9, "reach": 0.3}
-    weigh = ChainWeights(offset_R, **settings).weigh(label_R, offset_R)
-    torch.testing.assert_close(weigh(correct_R), expected_R)
-    torch.testing.assert_close(weigh(torch.ones_like(correct_R)).sum(), torch.tensor(1.0))
+    settings = {"num_depths": 4, "offset_decay": 0.9, "reach": 0.3}
+    weigh = ChainWeights(offset_R, token_N, **settings).weigh(label_R, offset_R)
+    torch.testing.assert_close(weigh(draft_R), expected_R)
+    known = ChainWeights(offset_R, token_N.clamp_min(0), **settings).weigh(label_R, offset_R)
+    torch.testing.assert_close(known(token_N[label_R].clamp_min(0)).sum(), torch.tensor(1.0))
     # In two parts, as a partitioned pass may have them: offset 0 of a chain before its other rows.
-    weights, weight_R = ChainWeights(offset_R, **settings), torch.zeros_like(expected_R)
+    weights, weight_R = ChainWeights(offset_R, token_N, **settings), torch.zeros_like(expected_R)
     first_R = (anchor_R % 2 == 0) | (offset_R == 0)
     for part_R in (first_R, ~first_R):
-        weight_R[part_R] = weights.weigh(label_R[part_R], offset_R[part_R])(correct_R[part_R])
+        weight_R[part_R] = weights.weigh(label_R[part_R], offset_R[part_R])(draft_R[part_R])
     torch.testing.assert_close(weight_R, expected_R)
 
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 #: statistics(logits_UV) -> (log-sum-exp_U, argmax_U), the first in float32 or wider.
 Statistics = Callable[[Tensor], tuple[Tensor, Tensor]]
-#: Weight of each row, or a function correct_R (bool) -> weight_R that is called once all rows are scored.
+#: Weight of each row, or a function draft_R -> weight_R that is called once all rows are scored. A draft is the
+#: drafter's most likely token, an index into the draft vocabulary.
 Weigh = Tensor | Callable[[Tensor], Tensor]
 
 
@@ -77,7 +78,7 @@ class TargetLogits:
         vocabulary = lm_head_VS.shape[0]
         reduced = target_ids_V is not None and len(target_ids_V) < vocabulary
         self.target_ids_V = target_ids_V if reduced else None
-        self._index_V: Tensor | None = None  # id of the target -> index into the draft vocabulary, or -1
+        self._index_V: Tensor | None = None
         if target_ids_V is not None and reduced:
             self._index_V = target_ids_V.new_full((vocabulary,), -1)
             self._index_V[target_ids_V] = torch.arange(len(target_ids_V), device=target_ids_V.device)
@@ -99,13 +100,17 @@ class TargetLogits:
         for (start, end), first, last in zip(spans, firsts, lasts, strict=True):
             yield order_R[start:end], self._at(token_U[first : last + 1]), index_R[start:end] - first
 
+    def indices(self, tokens: Tensor) -> Tensor:
+        """Indices into the draft vocabulary of the target's ids, any shape; -1 where it lacks a token."""
+        return tokens if self._index_V is None else self._index_V[tokens]
+
     @torch.no_grad()
     def _at(self, token_U: Tensor) -> Distributions:
         whole_UV = self._hidden_NS[token_U] @ self._lm_head_VS.T
         draft_UV = whole_UV if self.target_ids_V is None else whole_UV.index_select(1, self.target_ids_V)
         logsumexp_U, best_U = self._statistics(draft_UV)
         if self._index_V is not None:
-            best_U = self._index_V[whole_UV.argmax(-1)]
+            best_U = self.indices(whole_UV.argmax(-1))
         return Distributions(draft_UV, logsumexp_U, best_U)
 
 
@@ -128,31 +133,42 @@ class Scored(NamedTuple):
 
 
 class ChainWeights:
-    """Weights of the useful rows of a pass: offset_decay ** offset, times `reach` behind a wrong draft of the chain,
-    which decoding never gets to.
+    """Weights of the useful rows of a pass: offset_decay ** offset, times `reach` behind a draft of the chain that is
+    not the conversation's token there, for decoding never gets to such rows.
+
+    What counts is the token and not the target's most likely one: where an answer was sampled and they differ, a chain
+    that drafts the latter ends too, and what follows in the conversation is no label for its later drafts.
 
     Weights are shares of the pass's sum of offset_decay ** offset: they add up to 1 where every draft is right.
     """
 
     def __init__(
-        self, offset_R: Tensor, *, num_labels: int, num_depths: int, offset_decay: float = 1.0, reach: float = 1.0
+        self,
+        offset_R: Tensor,
+        token_N: Tensor,
+        *,
+        num_depths: int,
+        offset_decay: float = 1.0,
+        reach: float = 1.0,
     ) -> None:
-        """offset_R: 0..num_depths - 1, of all useful rows of the pass."""
+        """offset_R: 0..num_depths - 1, of all useful rows of the pass. token_N: the token behind each position, as an
+        index into the draft vocabulary, -1 where it lacks that."""
         self.offset_decay, self.reach = offset_decay, reach
         self._total = (offset_decay ** offset_R.float()).sum()
+        self._token_N = token_N
         #: drafts found wrong so far, by chain (its anchor, flattened as labels are) and offset
-        self._wrong_NK = torch.zeros(num_labels, num_depths, dtype=torch.int32, device=offset_R.device)
+        self._wrong_NK = torch.zeros(len(token_N), num_depths, dtype=torch.int32, device=offset_R.device)
 
     def weigh(self, label_R: Tensor, offset_R: Tensor) -> Callable[[Tensor], Tensor]:
-        """correct_R -> weight_R (float32) of some of the rows, for one call of `ChunkedLoss`.
+        """draft_R -> weight_R (float32) of some of the rows, for one call of `ChunkedLoss`.
 
-        label_R: 0..num_labels - 1 and offset_R as `peagle.train.cod.label_rows` gives them. Earlier offsets of a
-        row's chain must be among these rows, or among those of a call before.
+        label_R: 0..N - 1 and offset_R as `peagle.train.cod.label_rows` gives them. Earlier offsets of a row's chain
+        must be among these rows, or among those of a call before.
         """
 
-        def weights(correct_R: Tensor) -> Tensor:
+        def weights(draft_R: Tensor) -> Tensor:
             chain_R = label_R - offset_R - 1
-            self._wrong_NK[chain_R, offset_R] = (~correct_R).int()
+            self._wrong_NK[chain_R, offset_R] = (draft_R != self._token_N[label_R]).int()
             before_R = (self._wrong_NK.cumsum(1) - self._wrong_NK)[chain_R, offset_R]
             return self.offset_decay ** offset_R.float() * torch.where(before_R > 0, self.reach, 1.0) / self._total
 
@@ -224,13 +240,13 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_RH = hidden_RH.to(lm_head_VH.dtype)
         gradient_RH = torch.empty_like(hidden_RH)
         losses_R = hidden_RH.new_empty(len(label_R), dtype=torch.promote_types(hidden_RH.dtype, torch.float32))
-        correct_R = torch.empty_like(label_R, dtype=torch.bool)
+        draft_R, correct_R = torch.empty_like(label_R), torch.empty_like(label_R, dtype=torch.bool)
         for rows, target, index_P in labels.walk(label_R, chunk):
             losses_R[rows], gradient_RH[rows], draft_P = _score(kernel, hidden_RH[rows], lm_head_VH, target, index_P)
-            correct_R[rows] = draft_P == target.best_U[index_P]
+            draft_R[rows], correct_R[rows] = draft_P, draft_P == target.best_U[index_P]
             del target  # or two chunks of the target's logits would live while the next is made
         # A row's gradient is linear in its weight, so the weights may wait until every draft is known.
-        weight_R = weigh if isinstance(weigh, Tensor) else weigh(correct_R)
+        weight_R = weigh if isinstance(weigh, Tensor) else weigh(draft_R)
         ctx.save_for_backward(gradient_RH, weight_R)
         ctx.mark_non_differentiable(correct_R)
         return (losses_R * weight_R).sum(), correct_R

@@ -37,7 +37,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from peagle.checkpoint import load_head
 from peagle.config import DrafterConfig, HeadError
 from peagle.model import Drafter, initialize
-from peagle.train.cod import CodRows, attend_under, chain_lengths, draft_rows, label_rows, sample_rows
+from peagle.train.cod import CodRows, attend_under, chain_lengths, draft_rows, label_rows, next_tokens, sample_rows
 from peagle.train.data import Batch, PackedBatches, answer_token_counts, frequent_tokens
 from peagle.train.losses import ChainWeights, ChunkedLoss
 from peagle.train.masks import Sight
@@ -85,19 +85,26 @@ class PassLosses:
     """The loss of one pass, of all its rows at once or of some at a time; remembers what it saw for the report."""
 
     def __init__(
-        self, recipe: Recipe, score: ChunkedLoss, drafter: Drafter, rows: CodRows, chain_BN: Tensor, states: States
+        self,
+        recipe: Recipe,
+        score: ChunkedLoss,
+        drafter: Drafter,
+        rows: CodRows,
+        chain_BN: Tensor,
+        tokens_BN: Tensor,
+        states: States,
     ) -> None:
         assert drafter.lm_head is not None, "share_target or load_head first"
         self._score, self._lm_head_VH = score, drafter.lm_head.weight
         self._useful_T, self._label_T, self._offset_T = label_rows(rows, chain_BN)
+        self._labels = score.labels(states.last_BNS.flatten(0, 1), states.lm_head_VS, drafter.target_ids)
         self._weights = ChainWeights(
             self._offset_T[self._useful_T],
-            num_labels=chain_BN.numel(),
+            self._labels.indices(next_tokens(tokens_BN).flatten()),
             num_depths=drafter.config.num_depths,
             offset_decay=recipe.loss.offset_decay,
             reach=recipe.loss.reach,
         )
-        self._labels = score.labels(states.last_BNS.flatten(0, 1), states.lm_head_VS, drafter.target_ids)
         self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __call__(self, normed_RH: Tensor, index_R: Tensor | None = None, first: int = 0) -> Tensor:
@@ -137,7 +144,7 @@ class PEaglePass:
         chain_BN = chain_lengths(batch.document_BN, batch.answer_BN, num_depths)
         rows = sample_rows(chain_BN, num_depths, self.recipe.cod.ratio, generator=self.random)
         position_BT = batch.position_BN.gather(1, rows.anchor_BT) + rows.offset_BT
-        losses = PassLosses(self.recipe, self.score, drafter, rows, chain_BN, states)
+        losses = PassLosses(self.recipe, self.score, drafter, rows, chain_BN, batch.tokens_BN, states)
         if self._partition is None:
             losses(self._normed(drafter, batch, states, rows, position_BT).flatten(0, 1)).backward()
             return losses.report()
@@ -177,7 +184,8 @@ class Eagle3Pass:
         """Adds the gradients of the batch's mean loss to the drafter's parameters."""
         device, num_depths = batch.tokens_BN.device.type, drafter.config.num_depths
         chain_BN = chain_lengths(batch.document_BN, batch.answer_BN, num_depths)
-        losses = PassLosses(self.recipe, self.score, drafter, all_rows(chain_BN, num_depths), chain_BN, states)
+        rows = all_rows(chain_BN, num_depths)
+        losses = PassLosses(self.recipe, self.score, drafter, rows, chain_BN, batch.tokens_BN, states)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             mask = block_masks(batch.document_BN, drafter.config) if self._block_mask else batch.document_BN
             normed_BTH = self._draft_rows(drafter, batch.tokens_BN, states.aux_BNX, batch.position_BN, mask)

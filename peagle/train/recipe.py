@@ -144,7 +144,11 @@ class LossRecipe(Section):
     )
     offset_decay: float = Field(1.0, gt=0, le=1, description="weight of offset g is offset_decay ** g")
     reach: float = Field(
-        1.0, ge=0, le=1, description="weight of rows behind a wrong draft of their chain, which decoding never reaches"
+        1.0,
+        ge=0,
+        le=1,
+        description="weight of rows behind a draft of their chain that is not the conversation's token: decoding never "
+        "reaches them",
     )
     chunk: int = Field(8192, ge=16, description="rows whose logits exist at once")
 
