@@ -199,8 +199,11 @@ class KeptStates:
         return states
 
     def _write(self, index_BN: Tensor, aux_BNX: Tensor, last_BNS: Tensor) -> None:
-        rows_MX = torch.cat([aux_BNX, last_BNS], dim=-1)[index_BN >= 0].cpu()
-        places_M = index_BN[index_BN >= 0].cpu()
+        rows_MX = torch.cat([aux_BNX, last_BNS], dim=-1)[index_BN >= 0]
+        # Not blocking, a copy from a GPU goes to pinned memory that is used again, not to 100 MB of new pages a batch.
+        rows_MX, places_M = (x.to("cpu", non_blocking=True) for x in (rows_MX, index_BN[index_BN >= 0]))
+        if index_BN.is_cuda:
+            torch.cuda.current_stream(index_BN.device).synchronize()
         self._states_NX[places_M] = rows_MX
         self._known_N[places_M] = True
 

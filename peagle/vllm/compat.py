@@ -140,7 +140,6 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
     "cpu runner": {
         "vllm.v1.worker.cpu_model_runner:CPUModelRunner": {"_sample": ("logits",), "_bookkeeping_sync": ()},
         "vllm.v1.sample.logits_processor:BUILTIN_LOGITS_PROCESSORS": {},
-        "vllm.v1.sample.ops.topk_topp_sampler:compiled_random_sample": {},
         "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens": {},
         "vllm.v1.sample.sampler:batched_count_greater_than": {},
     },

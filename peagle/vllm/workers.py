@@ -42,8 +42,8 @@ def plain_expansion(
 def run_uncompiled() -> None:
     """Let sampling on this CPU run without TorchInductor, in this process."""
     for module, name in ((topk_topp_sampler, "compiled_random_sample"), (sampler, "batched_count_greater_than")):
-        function = getattr(module, name)
-        setattr(module, name, getattr(function, "_torchdynamo_orig_callable", function))
+        if (function := getattr(module, name, None)) is not None:  # vLLM 0.33 has no compiled_random_sample
+            setattr(module, name, getattr(function, "_torchdynamo_orig_callable", function))
 
 
 class SeedSafeModelRunner(cpu_model_runner.CPUModelRunner):
