@@ -46,6 +46,7 @@ def absolute_paths(recipe: Recipe) -> list[str]:
         "data": recipe.data,
         "output": recipe.output,
         "evaluate.data": recipe.evaluate.data,
+        "states_dir": recipe.states_dir,
         "drafter.start_from": recipe.drafter.start_from,
         "target": recipe.target if Path(recipe.target).is_dir() else None,
     }

@@ -105,7 +105,7 @@ def test_folders_of_the_recipe_mean_the_same_in_every_workers_directory(tmp_path
     from deployments.train import absolute_paths
 
     recipe = write_small_run(tmp_path) / "recipe.yaml"
-    names = ("data", "output", "evaluate.data", "drafter.start_from", "target")
+    names = ("data", "output", "evaluate.data", "states_dir", "drafter.start_from", "target")
     relative = [f"{name}=here/{name}" for name in names]
     for name in names:
         (tmp_path / "here" / name).mkdir(parents=True)
