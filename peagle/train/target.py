@@ -34,7 +34,8 @@ class Target:
         self, target_dir: str | Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32, compiled: bool = False
     ) -> None:
         self.config: dict[str, Any] = read_target_config(target_dir)
-        files = [path for path in sorted(Path(target_dir).iterdir()) if path.suffix in {".json", ".safetensors", ".bin"}]
+        read = {".json", ".safetensors", ".bin"}
+        files = [path for path in sorted(Path(target_dir).iterdir()) if path.suffix in read]
         #: Changes with its weights or its configuration.
         self.fingerprint = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         model: Any = _load(target_dir, dtype)
