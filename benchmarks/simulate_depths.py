@@ -1,11 +1,12 @@
 """Learned K against every fixed K and an oracle, on recorded acceptance and measured step times, without an engine.
 
-    python -m benchmarks.simulate_depths [--mix code-chat] [--requests 600]
+    python -m benchmarks.simulate_depths [--mix code-chat] [--requests 600] [--traces FILE]
 
 A closed loop of clients sends requests whose drafts are accepted as a real head's were (`benchmarks.traces`) to
 an engine whose steps take what was measured on a real one. The learned arm is the product's own code: `DepthControl`
 hears a report each second, and the scheduler's `Trimmer` sees every step's time and trims every step. It knows the
-engine by its guess alone, or by points as an engine measures them at its start (`--points`).
+engine by its guess alone, or by points as an engine measures them at its start (`--points`). Where the traces have the
+drafter's own chances, so many drafts a request on average as a fixed K has are also chosen by them, over the batch.
 
 A step decodes every running request with 1 + k rows, and takes in the prompts of new ones. Not modelled: the limit of
 the KV cache, prefix caching, several replicas.
@@ -43,6 +44,7 @@ MIXES: dict[str, dict[str, tuple[Sequence[str], float]]] = {
     "code": {"code": (("humaneval", "coding"), 0.0)},
     "chat": {"chat": (CHAT, 0.0)},
     "code-chat": {"code": (("humaneval", "coding"), 0.0), "chat": ((*CHAT, "qa"), 1.0)},
+    "greedy": {"code": (("humaneval", "coding"), 0.0), "chat": ((*CHAT, "qa"), 0.0)},
     "apps": {
         "code": (("humaneval", "coding"), 0.0),
         "chat": (CHAT, 0.0),
@@ -67,6 +69,8 @@ class Answer:
     category: str
     temperature: float
     accepted: bytes
+    chances: np.ndarray | None = None
+    """[tokens, K]: of each draft, by the drafter's own distribution."""
 
 
 def load_answers(path: str | Path = TRACES, max_draft_tokens: int = K_MAX) -> list[Answer]:
@@ -75,8 +79,14 @@ def load_answers(path: str | Path = TRACES, max_draft_tokens: int = K_MAX) -> li
         ends = np.cumsum(stored["num_anchors"], dtype=np.int64)
         accepted = np.minimum(stored["accepted"], max_draft_tokens).astype(np.uint8).tobytes()
         rows = zip(stored["category"], stored["temperature"], stored["num_anchors"], ends.tolist(), strict=True)
+        sure = stored["chances"][:, :max_draft_tokens] if "chances" in stored else None
         return [
-            Answer(str(category), float(temperature), accepted[end - int(num) : end])
+            Answer(
+                str(category),
+                float(temperature),
+                accepted[end - int(num) : end],
+                None if sure is None else sure[end - int(num) : end].astype(np.float64),
+            )
             for category, temperature, num, end in rows
             if num
         ]
@@ -256,6 +266,19 @@ class Oracle(Fixed):
         return None
 
 
+@dataclass
+class Chosen(Fixed):
+    """k drafts of each request on average, the best of the batch by the product of the drafter's chances up to them."""
+
+    def depths(self, requests: Sequence[Request], prompt_tokens: int) -> list[int]:
+        assert isinstance(self.k, int)
+        rows = [request.answer.chances for request in requests]
+        worth_BK = np.cumprod([row[r.place] for row, r in zip(rows, requests, strict=True) if row is not None], axis=1)
+        best = np.argsort(-worth_BK, axis=None, kind="stable")[: self.k * len(requests)]
+        found: list[int] = np.bincount(best // worth_BK.shape[1], minlength=len(requests)).tolist()
+        return found
+
+
 class Learned:
     """The product: `DepthControl` in the ingress and `Trimmer` in the scheduler, with one replica."""
 
@@ -368,8 +391,10 @@ def simulate(engine: Engine, pools: Mapping[str, Sequence[Answer]], policy: Poli
 def compare(
     engine: Engine, pools: Mapping[str, Sequence[Answer]], load: Load, learned: Callable[[], Policy], seed: int = 0
 ) -> dict[str, float]:
-    """Tokens per second of every arm: `K=0` .. `K=7`, `learned` and `oracle`."""
+    """Tokens per second of every arm: `K=0` .. `K=7`, with chances `chosen=1` .. `chosen=6`, `learned` and `oracle`."""
     rates = {f"K={k}": simulate(engine, pools, Fixed(k), load, seed) for k in range(K_MAX + 1)}
+    if all(answer.chances is not None for pool in pools.values() for answer in pool):
+        rates |= {f"chosen={k}": simulate(engine, pools, Chosen(k), load, seed) for k in range(1, K_MAX)}
     rates["learned"] = simulate(engine, pools, learned(), load, seed)
     rates["oracle"] = simulate(engine, pools, Oracle(engine=engine), load, seed)
     return rates

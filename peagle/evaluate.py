@@ -186,7 +186,7 @@ def replay(
             skipped[index] = f"more than {max_tokens} tokens"
     walked = [index for index in range(len(data)) if index not in skipped]
     found: dict[int, np.ndarray] = {}
-    for indices, batch in _sequences(data, walked):
+    for indices, batch in sequences(data, walked):
         accepted_N = _accepted(drafter, target, batch.to(target.device), num_depths).cpu().numpy().astype(np.uint8)
         ends = data.lengths[indices].cumsum()
         for index, end in zip(indices, ends.tolist(), strict=True):
@@ -195,7 +195,7 @@ def replay(
     return Replay([found[index] for index in walked], walked, skipped, num_depths)
 
 
-def _sequences(data: Conversations, indices: list[int]) -> Iterator[tuple[list[int], Batch]]:
+def sequences(data: Conversations, indices: list[int]) -> Iterator[tuple[list[int], Batch]]:
     """Packed sequences without padding, and the conversations in them."""
     if not indices:
         return

@@ -15,6 +15,7 @@ from deployments.cli import main
 from peagle import evaluate as program
 from peagle.checkpoint import save_drafter
 from peagle.config import DrafterConfig
+from peagle.draft import DraftSession
 from peagle.evaluate import AnswerCounts, figures, replay, walk
 from peagle.model import Drafter
 from peagle.train.cod import draft_rows, sample_rows
@@ -78,6 +79,22 @@ def test_every_anchor_accepts_what_drafting_there_gets_right(target: Target, cha
     for (ids, prompt), accepted in zip(data.documents(), found.accepted, strict=True):
         assert accepted.tolist() == accepted_in_session(drafter, target, ids, prompt, NUM_DEPTHS)
     assert set(np.concatenate(found.accepted).tolist()) == {0, 1, 2, 3}, "too little is ever right to compare"
+
+
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 5}])
+def test_chances_are_those_of_drafting_there(target: Target, changes: dict) -> None:
+    drafter, data = new_drafter(target, **changes), random_data(4)
+    found = traces.chances(drafter, target, data, [2, 0])
+    for index, chance_NK in zip([2, 0], found, strict=True):
+        ids, prompt = list(data.documents())[index]
+        tokens_N, zeros_BN = torch.from_numpy(ids).long(), torch.zeros(1, len(ids), dtype=torch.int64)
+        position_BN = torch.arange(len(ids))[None]
+        aux_NX = target.states(tokens_N[None], zeros_BN, position_BN, drafter.config.aux_layer_ids)[0][0]
+        assert chance_NK.shape == (len(ids) - prompt - 1, NUM_DEPTHS)
+        for newest in range(prompt, len(ids) - 1):
+            drafts = DraftSession(drafter).propose(tokens_N[1 : newest + 1], aux_NX[:newest], NUM_DEPTHS)
+            expected_K = drafts.logits_KV.softmax(-1).amax(-1)
+            np.testing.assert_allclose(chance_NK[newest - prompt], expected_K.numpy(), rtol=1e-4)
 
 
 def test_eagle3_heads_go_on_beyond_their_training_and_p_eagle_heads_do_not(target: Target) -> None:
@@ -270,6 +287,11 @@ def test_program_writes_table_json_plot_and_traces(target: Target, folders: Path
     with np.load(folders / "t.npz") as stored:
         assert len(stored["num_anchors"]) == len(stored["category"]) == 20
         assert stored["num_anchors"].sum() == len(stored["accepted"])
+        assert "chances" not in stored
+    traces.main([*(str(argument) for argument in arguments), "--chances", "--max-per-category", "3"])
+    with np.load(folders / "t.npz") as stored:
+        assert len(stored["num_anchors"]) == 12
+        assert stored["chances"].shape == (len(stored["accepted"]), int(stored["num_depths"]))
 
 
 @pytest.mark.parametrize(("manifest", "message"), [({}, "names no categories"), ({"categories": ["a"]}, "names 1 cat")])

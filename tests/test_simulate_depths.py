@@ -8,10 +8,12 @@ from benchmarks.simulate_depths import (
     K_MAX,
     MIXES,
     Answer,
+    Chosen,
     Fixed,
     Learned,
     Load,
     Oracle,
+    Request,
     TableEngine,
     acceptance_length,
     compare,
@@ -22,6 +24,7 @@ from benchmarks.simulate_depths import (
     simulate,
     survival,
 )
+from cluster.request import Drafting
 from tests.test_step_time import cpu, dear_drafter, gpu
 
 ANSWERS = load_answers()
@@ -106,3 +109,14 @@ def test_a_measured_engine_is_its_points_and_straight_between():
     assert engine(1, 1) == pytest.approx(np.median([engine(1, 1)]))
     assert engine(8, 8) < engine(8, 20) < engine(8, 64) < engine(8, 64, 128)
     assert engine(2, 8) < engine(3, 12) < engine(4, 16)
+
+
+def test_drafts_chosen_by_chances_are_the_best_of_the_batch() -> None:
+    chances = [[0.9, 0.9, 0.1], [0.5, 0.9, 0.9], [0.99, 0.2, 0.9]]
+    requests = [
+        Request(str(number), "code", Answer("code", 0.0, b"\0", np.array([row])), Drafting("code", 2, "request"))
+        for number, row in enumerate(chances)
+    ]
+    # Products: 0.9 0.81 0.08, 0.5 0.45 0.41, 0.99 0.2 0.18.
+    assert Chosen(1).depths(requests, 0) == [2, 0, 1]
+    assert Chosen(2).depths(requests, 0) == [2, 3, 1]
