@@ -13,6 +13,7 @@ TESTS = Path(__file__).parent
 FILES = (
     "test_kernels_armed.py",
     "test_kernels_attention.py",
+    "test_kernels_chosen.py",
     "test_kernels_draft_rows.py",
     "test_kernels_remote_speculator.py",
     "test_kernels_rows.py",

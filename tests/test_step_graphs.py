@@ -158,6 +158,7 @@ def test_a_replay_of_the_drafter_is_planned_as_its_capture(config: Any, monkeypa
     one.choices.run_fullgraph = lambda desc: None
     one.draft_tokens = torch.zeros(MAX_REQUESTS, K_MAX, dtype=torch.int64)
     one.draft_ids_S = torch.zeros(MAX_REQUESTS * K_MAX, dtype=torch.int64)
+    one.chance_S, one.chance_BK = torch.zeros(MAX_REQUESTS * K_MAX), torch.zeros(MAX_REQUESTS, K_MAX)
     chosen: list[Any] = []
     monkeypatch.setattr(graphs, "run_fullgraph", chosen.append)
     captures: dict[Any, tuple[Any, ...]] = {}
@@ -184,7 +185,7 @@ def test_a_replay_of_the_drafter_is_planned_as_its_capture(config: Any, monkeypa
             if graphs.full_graph(len(lengths), sum(lengths), depth, max(lengths), num_drafts // 2) is None:
                 continue
             target, most_keys_B = SimpleNamespace(place_B=lengths), torch.full((len(lengths),), 300)
-            given = target, np.array(lengths), most_keys_B, depth
+            given = target, np.array(lengths), most_keys_B, max(lengths), depth
             one.renews_metadata = False
             one._run_pass(*given, is_part=False, is_profile=False)
             desc = chosen.pop()

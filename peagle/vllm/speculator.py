@@ -50,6 +50,7 @@ from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 
 from peagle.vllm import compat
 from peagle.vllm.acceptance import drafts_ahead, drafts_wanted, num_rejected_of
+from peagle.vllm.chosen import best_tokens
 from peagle.vllm.draft_rows import DraftRows, TargetRows, write_rows
 from peagle.vllm.engine import capture_sizes
 from peagle.vllm.last_layer import COMPILED_KEY, LastLayer
@@ -223,6 +224,8 @@ class PEagleSpeculator(DraftModelSpeculator):
         self.attended_SA = torch.zeros(most_drafts, self.last_layer.input_size, **shape)
         self.stream_SH = torch.zeros(most_drafts, self.hidden_size, **shape)
         self.draft_ids_S = torch.zeros(most_drafts, dtype=self.draft_tokens.dtype, device=self.device)
+        self.chance_S = torch.zeros(most_drafts, dtype=torch.float32, device=self.device)
+        self.chance_BK = torch.zeros(self.max_num_reqs, self.num_speculative_steps, device=self.device)
         # Row 0 is the shared hidden state of mask rows, the others are the target's rows after `fc`.
         self.reduced_NH = torch.zeros(1 + most_targets, self.hidden_size, **shape)
         with torch.inference_mode():
@@ -359,15 +362,19 @@ class PEagleSpeculator(DraftModelSpeculator):
         if members_M is not None and not len(members_M):
             return self.draft_tokens[:num_requests]
         target = TargetRows.of(input_batch, num_sampled, num_rejected, last_sampled, next_prefill_tokens)
+        # Where the GPU chose the drafts, the host knows of each request's rows the most, and how many all are.
         lengths_B, most_keys_B = input_batch.num_scheduled_tokens, input_batch.seq_lens_cpu_upper_bound[:num_requests]
+        max_query_len = int(lengths_B.max())
+        lengths_B = np.diff(input_batch.query_start_loc_np[: num_requests + 1])
         if members_M is None:
             self._take_taps(aux_hidden_states, input_batch.num_tokens)
         else:
             lengths_B, most_keys_B = lengths_B[members_M], most_keys_B[torch.from_numpy(members_M)]
             target, member_rows_N = _only(target, members_M, input_batch.query_start_loc_np, lengths_B, self.device)
             self._take_taps(aux_hidden_states, len(member_rows_N), member_rows_N)
+            max_query_len = int(lengths_B.max())
         depth = k_max if dummy_run else max(1, self._num_ahead)
-        self._run_pass(target, lengths_B, most_keys_B, depth, members_M is not None, is_profile)
+        self._run_pass(target, lengths_B, most_keys_B, max_query_len, depth, members_M is not None, is_profile)
         if members_M is None:
             return self.draft_tokens[:num_requests]
         drafts_BK = torch.zeros(num_requests, k_max, dtype=self.draft_tokens.dtype, device=self.device)
@@ -398,6 +405,7 @@ class PEagleSpeculator(DraftModelSpeculator):
         target: TargetRows,
         lengths_B: np.ndarray[Any, Any],
         most_keys_B: Tensor,
+        max_query_len: int,
         depth: int,
         is_part: bool,
         is_profile: bool,
@@ -405,10 +413,11 @@ class PEagleSpeculator(DraftModelSpeculator):
         """Lay out the rows and draft to `depth`, or deeper where a full graph is.
 
         Args:
-            lengths_B: target rows of each request. most_keys_B: what no request's number of keys exceeds. Host's view.
+            lengths_B: target rows of each request. most_keys_B, max_query_len: what no request's number of keys, and of
+                target rows, exceeds. Host's view.
             is_part: some requests of the batch do not take part.
         """
-        num_requests, num_targets, max_query_len = len(lengths_B), int(lengths_B.sum()), int(lengths_B.max())
+        num_requests, num_targets = len(lengths_B), int(lengths_B.sum())
         graphs, stride, num_padded = None if is_profile else self.graphs, 0, num_requests
         desc = None
         if graphs is not None:
@@ -484,8 +493,10 @@ class PEagleSpeculator(DraftModelSpeculator):
         return first_row_B1, context_B
 
     def _lay_out_drafts(self, num_requests: int, depth: int) -> None:
-        """`draft_ids_S`, [R * D] one request after another, into the first D columns of `draft_tokens`, [R, K_max]."""
-        self.draft_tokens[:num_requests, :depth] = self.draft_ids_S[: num_requests * depth].view(num_requests, depth)
+        """`draft_ids_S`, [R * D] one request after another, into the first D columns of `draft_tokens`, [R, K_max], and
+        their chances into those of `chance_BK`."""
+        for out_BK, given_S in ((self.draft_tokens, self.draft_ids_S), (self.chance_BK, self.chance_S)):
+            out_BK[:num_requests, :depth] = given_S[: num_requests * depth].view(num_requests, depth)
 
     def _replay_choice(self, num_drafts: int) -> None:
         """`_choose`, as a graph where there is one."""
@@ -562,13 +573,13 @@ class PEagleSpeculator(DraftModelSpeculator):
 
     def _choose(self, num_drafts: int) -> None:
         """The rest of the last layer and the draft tokens of the first `num_drafts` rows that propose, into
-        `draft_ids_S`."""
+        `draft_ids_S`, and the chances of these, into `chance_S`."""
         model = self.model
         normed_SH = self.last_layer(self.attended_SA[:num_drafts], self.stream_SH[:num_drafts])
-        draft_ids_S = model.logits_processor(model.lm_head, normed_SH).argmax(dim=-1)
+        draft_ids_S = self.draft_ids_S[:num_drafts]
+        best_tokens(model.logits_processor(model.lm_head, normed_SH), draft_ids_S, self.chance_S[:num_drafts])
         if model.draft_id_to_target_id is not None:
-            draft_ids_S = draft_ids_S + model.draft_id_to_target_id[draft_ids_S]
-        self.draft_ids_S[:num_drafts] = draft_ids_S
+            draft_ids_S += model.draft_id_to_target_id[draft_ids_S]
 
 
 def _only(

@@ -1,0 +1,183 @@
+"""Which of a step's drafts are verified, by the drafter's own chances.
+
+The scheduler says how many drafts a step verifies, B, and how many each request may have at most; which, only the GPU
+can tell: the drafts are made there while the host plans the step. A draft is worth the chance that it and all before it
+are accepted, by the drafter's own distribution, and the B best drafts of the batch are verified. The chance is a
+property of the distribution and not of a drawn token, so the output keeps the target's distribution.
+
+This is vLLM's adaptive verification (PR 52228 and its blog of 2026-08-14), which vLLM 0.29 has for DSpark heads alone:
+`ChosenDrafts` takes the place of its manager in the runner, for the steps that the scheduler says.
+
+B requests, S places of requests in the runner, K drafts at most, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
+
+VOCABULARY_BLOCK = 4096
+MAX_DRAFTS = 4096
+"""Of a step, all that requests may have: one program looks at them."""
+
+
+def best_tokens(logits_NV: Tensor, ids_N: Tensor, chance_N: Tensor) -> None:
+    """Most likely token of each row (the first of equal ones) into ids_N, int64, its probability into chance_N,
+    float32."""
+    num_rows, vocabulary = logits_NV.shape
+    _best_kernel[(num_rows,)](
+        logits_NV, logits_NV.stride(0), ids_N, chance_N, vocabulary, BLOCK=VOCABULARY_BLOCK, num_warps=8
+    )
+
+
+class ChosenDrafts:
+    """Stands where vLLM's runner has its `AdaptiveVerificationManager`, and has those of its methods that one step
+    calls, in this order: `get_num_tokens`, `compact_batch`, `reallocate_drafts`."""
+
+    num_bonus_tokens = 1
+
+    def __init__(self, max_requests: int, k_max: int, query_start_loc: Tensor) -> None:
+        """query_start_loc: the runner's buffer [max_requests + 1], int32."""
+        device = query_start_loc.device
+        self.chance_SK = torch.ones(max_requests, k_max, dtype=torch.float32, device=device)
+        """Of the newest drafts of each place: chance of each, given the ones before it."""
+        self.num_drafts = 0
+        """B of the step that is prepared next."""
+        self.admitted_B: Tensor | None = None
+        """Drafts of each request of the step that was prepared last, int32; None before the first."""
+        self._query_start_loc = query_start_loc
+        self._up_to_B1 = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)
+        self._admitted_B = torch.zeros(max_requests, dtype=torch.int32, device=device)
+
+    def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
+        """Rows of the step. Arguments: what the scheduler planned of each request."""
+        num_planned = sum(map(len, draft_tokens.values()))
+        assert self.num_drafts <= num_planned, (self.num_drafts, num_planned)
+        return sum(num_tokens_per_req.values()) - num_planned + self.num_drafts
+
+    def compact_batch(
+        self,
+        num_draft_tokens_per_req: np.ndarray[Any, Any],
+        num_scheduled_tokens: np.ndarray[Any, Any],
+        cu_num_logits_np: np.ndarray[Any, Any],
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Rows of each request as the host may think of them: they add up, and no request has more than was planned."""
+        self._limit_B = num_draft_tokens_per_req
+        self._rest_B = num_scheduled_tokens - num_draft_tokens_per_req
+        given_B, left = np.zeros_like(self._limit_B), self.num_drafts
+        for depth in range(int(self._limit_B.max(initial=0))):
+            next_B = (self._limit_B > depth).nonzero()[0][:left]
+            given_B[next_B] += 1
+            left -= len(next_B)
+        return self._rest_B + given_B, cu_num_logits_np
+
+    def reallocate_drafts(self, req_ids: list[str], idx_mapping: Tensor) -> tuple[Tensor, Tensor, int]:
+        """(rows of logits before each request and in all [B + 1], rows of the step before each request
+        [max_requests + 1], B)."""
+        num_requests = len(req_ids)
+        planned = async_tensor_h2d(
+            np.stack([self._limit_B, self._rest_B]).astype(np.int32), device=self._admitted_B.device
+        )
+        choose_drafts(
+            self.chance_SK,
+            idx_mapping,
+            planned[0],
+            planned[1],
+            self.num_drafts,
+            int(self._rest_B.sum()) + self.num_drafts,
+            self._admitted_B,
+            self._up_to_B1,
+            self._query_start_loc,
+        )
+        self.admitted_B = self._admitted_B[:num_requests]
+        return self._up_to_B1[: num_requests + 1], self._query_start_loc, self.num_drafts
+
+
+def choose_drafts(
+    chance_SK: Tensor,
+    place_B: Tensor,
+    limit_B: Tensor,
+    rest_B: Tensor,
+    num_drafts: int,
+    num_rows: int,
+    admitted_B: Tensor,
+    up_to_B1: Tensor,
+    first_row_B1: Tensor,
+) -> None:
+    """The `num_drafts` best drafts of a batch, of each request the first ones; one program.
+
+    At equal worth the request that comes first has its drafts.
+
+    Args:
+        chance_SK: of each draft of the requests at these places, given the ones before it; what is no number is 0.
+        limit_B, rest_B: int32, drafts that a request may have, and its rows that are no drafts.
+        num_drafts: at most the sum of limit_B.
+        num_rows: of the step, `num_drafts` and the sum of rest_B.
+        admitted_B: int32, gets the drafts of each request.
+        up_to_B1: int32, gets the rows of logits before each request, and in all: one more than its drafts each.
+        first_row_B1: int32, gets the rows before each request; behind the last one `num_rows`.
+    """
+    num_requests, k_max = len(place_B), chance_SK.shape[1]
+    _choose_kernel[(1,)](
+        chance_SK, place_B, limit_B, rest_B, admitted_B, up_to_B1, first_row_B1,
+        num_requests, len(first_row_B1), num_drafts, num_rows,
+        K=k_max, COLUMNS=triton.next_power_of_2(k_max), ROWS=triton.next_power_of_2(num_requests), num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit
+def _best_kernel(logits_NV, stride, ids_N, chance_N, vocabulary, BLOCK: tl.constexpr):
+    """One program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    best, token, total = float("-inf"), 0, 0.0
+    for start in range(0, vocabulary, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        logit = tl.load(logits_NV + row * stride + column, mask=column < vocabulary, other=float("-inf"))
+        logit = logit.to(tl.float32)
+        greatest, place = tl.max(logit, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        token = tl.where(greatest > best, start + place, token)
+        new = tl.maximum(best, greatest)
+        total = total * tl.exp(best - new) + tl.sum(tl.exp(logit - new))
+        best = new
+    tl.store(ids_N + row, token.to(tl.int64))
+    tl.store(chance_N + row, 1.0 / total)
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_drafts", "num_rows"])
+def _choose_kernel(
+    chance_SK, place_B, limit_B, rest_B, admitted_B, up_to_B1, first_row_B1,
+    num_requests, num_places, num_drafts, num_rows,
+    K: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The worth of the last draft that is verified is found bit by bit: floats from 0 on are ordered as their bits."""
+    request, depth = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    is_request = request < num_requests
+    place = tl.load(place_B + request, mask=is_request, other=0)
+    limit = tl.load(limit_B + request, mask=is_request, other=0)
+    may_be = (depth[None, :] < limit[:, None]) & (depth[None, :] < K)
+    chance = tl.load(chance_SK + place[:, None] * K + depth[None, :], mask=may_be, other=0.0)
+    worth = tl.cumprod(tl.where(chance == chance, chance, 0.0), axis=1)
+    bits = tl.where(may_be, worth.to(tl.int32, bitcast=True), -1)
+    least = 0
+    for index in range(31):
+        higher = least | (1 << (30 - index))
+        least = tl.where(tl.sum((bits >= higher).to(tl.int32)) >= num_drafts, higher, least)
+    num_better = tl.sum((bits > least).to(tl.int32))
+    # Of those that are worth as much the first ones; a request's own are in a row, and behind its better ones.
+    equal = tl.reshape((bits == least).to(tl.int32), [ROWS * COLUMNS])
+    is_chosen = tl.reshape((tl.cumsum(equal, axis=0) <= num_drafts - num_better) & (equal > 0), [ROWS, COLUMNS])
+    admitted = tl.sum(((bits > least) | is_chosen).to(tl.int32), axis=1)
+    rows = admitted + tl.load(rest_B + request, mask=is_request, other=0)
+    tl.store(admitted_B + request, admitted, mask=is_request)
+    tl.store(up_to_B1 + 1 + request, tl.cumsum(admitted + 1, axis=0), mask=is_request)
+    tl.store(first_row_B1 + 1 + request, tl.cumsum(rows, axis=0), mask=is_request)
+    tl.store(up_to_B1, 0)
+    tl.store(first_row_B1, 0)
+    for start in range(num_requests + 1, num_places, ROWS):
+        tl.store(first_row_B1 + start + request, num_rows, mask=start + request < num_places)

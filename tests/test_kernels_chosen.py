@@ -1,0 +1,88 @@
+"""Tests of `peagle.vllm.chosen`: its kernels, on a GPU or interpreted, against numpy, and what a runner asks of it."""
+
+import numpy as np
+import pytest
+import torch
+
+from peagle.vllm.chosen import ChosenDrafts, best_tokens, choose_drafts
+from tests.kernel_device import DEVICE, needs_kernel
+
+pytestmark = needs_kernel
+
+
+def plain_choice(chance_BK: np.ndarray, limit_B: np.ndarray, num_drafts: int) -> list[int]:
+    """Drafts of each request, one draft after another: the best that is next of its request."""
+    worth_BK = np.cumprod(np.nan_to_num(chance_BK).astype(np.float32), axis=1, dtype=np.float32)
+    given = [0] * len(limit_B)
+    for _ in range(num_drafts):
+        left = [b for b in range(len(limit_B)) if given[b] < limit_B[b]]
+        best = max(left, key=lambda b: (worth_BK[b, given[b]], -b))
+        given[best] += 1
+    return given
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_best_drafts_of_the_batch_are_chosen(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_places, num_requests, k_max = 20, int(rng.integers(1, 18)), int(rng.integers(1, 9))
+    chance_SK = rng.random((num_places, k_max)).astype(np.float32)
+    if seed % 2:  # many of equal worth
+        chance_SK = (chance_SK * 3).round() / 3
+    chance_SK[rng.integers(num_places)] = np.nan
+    place_B = rng.permutation(num_places)[:num_requests]
+    limit_B, rest_B = rng.integers(0, k_max + 1, num_requests), rng.integers(1, 5, num_requests)
+    up_to_B1, first_row_B1 = (torch.full((num_places + 1,), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    for num_drafts in sorted({0, 1, int(limit_B.sum()) // 2, int(limit_B.sum())} & set(range(int(limit_B.sum()) + 1))):
+        admitted_B = torch.full((num_places,), -7, dtype=torch.int32, device=DEVICE)
+        choose_drafts(
+            torch.from_numpy(chance_SK).to(DEVICE),
+            torch.from_numpy(place_B).to(DEVICE),
+            *(torch.from_numpy(x).to(DEVICE, torch.int32) for x in (limit_B, rest_B)),
+            num_drafts,
+            num_drafts + int(rest_B.sum()),
+            admitted_B,
+            up_to_B1,
+            first_row_B1,
+        )
+        expected = plain_choice(chance_SK[place_B], limit_B, num_drafts)
+        assert admitted_B[:num_requests].tolist() == expected
+        assert (admitted_B[num_requests:] == -7).all()
+        assert up_to_B1[: num_requests + 1].tolist() == [0, *np.cumsum(np.array(expected) + 1)]
+        assert first_row_B1[: num_requests + 1].tolist() == [0, *np.cumsum(expected + rest_B)]
+        assert (first_row_B1[num_requests + 1 :] == num_drafts + rest_B.sum()).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_best_tokens_and_their_chances(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits_NV = (4 * torch.randn(5, 9001)).to(DEVICE, dtype)
+    logits_NV[0, 100] = logits_NV[0, 8000] = 50.0  # two of equal worth, in different blocks
+    logits_NV[1, 9000] = 60.0
+    ids_N = torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    chance_N = torch.zeros(5, device=DEVICE)
+    best_tokens(logits_NV, ids_N, chance_N)
+    assert ids_N.tolist()[:2] == [100, 9000]
+    expected_N, _ = logits_NV.float().softmax(-1).max(-1)
+    torch.testing.assert_close(chance_N, expected_N, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(logits_NV.float().gather(1, ids_N[:, None])[:, 0], logits_NV.float().amax(-1))
+
+
+def test_the_runner_is_told_a_step_that_adds_up() -> None:
+    query_start_loc = torch.zeros(9, dtype=torch.int32, device=DEVICE)
+    chosen = ChosenDrafts(8, 3, query_start_loc)
+    chosen.chance_SK[:4] = torch.tensor([[0.9, 0.9, 0.9], [0.1, 0.9, 0.9], [0.5, 0.5, 0.5], [1, 1, 1]], device=DEVICE)
+    chosen.num_drafts = 4
+    planned = {"a": [-1] * 3, "b": [-1] * 3, "c": [-1] * 2}
+    assert chosen.get_num_tokens({"a": 4, "b": 4, "c": 3, "prompt": 50}, planned) == 4 + 3 + 50
+    limit_B, scheduled_B = np.array([3, 3, 2, 0], np.int32), np.array([4, 4, 3, 50], np.int32)
+    cu_num_logits_np = np.array([0, 4, 8, 11, 12], np.int32)
+    told_B, _ = chosen.compact_batch(limit_B, scheduled_B, cu_num_logits_np)
+    assert told_B.tolist() == [3, 2, 2, 50]
+    up_to_B1, first_row_B1, num_drafts = chosen.reallocate_drafts(
+        ["a", "b", "c", "prompt"], torch.tensor([0, 1, 2, 3], device=DEVICE)
+    )
+    assert chosen.admitted_B is not None
+    assert chosen.admitted_B.tolist() == [3, 0, 1, 0]
+    assert up_to_B1.tolist() == [0, 4, 5, 7, 8]
+    assert first_row_B1.tolist() == [0, 4, 5, 7, 57, 57, 57, 57, 57]
+    assert num_drafts == 4
