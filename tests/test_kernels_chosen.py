@@ -69,8 +69,11 @@ def test_best_tokens_and_their_chances(dtype: torch.dtype) -> None:
 
 def test_the_runner_is_told_a_step_that_adds_up() -> None:
     query_start_loc = torch.zeros(9, dtype=torch.int32, device=DEVICE)
-    chosen = ChosenDrafts(8, 3, query_start_loc)
-    chosen.chance_SK[:4] = torch.tensor([[0.9, 0.9, 0.9], [0.1, 0.9, 0.9], [0.5, 0.5, 0.5], [1, 1, 1]], device=DEVICE)
+    chance_SK = torch.ones(8, 3, device=DEVICE)
+    chance_SK[:3] = torch.tensor([[0.9, 0.9, 0.9], [0.1, 0.9, 0.9], [0.5, 0.5, 0.5]])
+    chosen = ChosenDrafts(chance_SK, query_start_loc)
+    chosen.warm()
+    assert chosen.admitted_B is None
     chosen.num_drafts = 4
     planned = {"a": [-1] * 3, "b": [-1] * 3, "c": [-1] * 2}
     assert chosen.get_num_tokens({"a": 4, "b": 4, "c": 3, "prompt": 50}, planned) == 4 + 3 + 50

@@ -76,19 +76,36 @@ def drafts_wanted(params: Any, k_max: int) -> int:
     return min(max(wanted, 0), k_max) if type(wanted) is int else k_max
 
 
-def plan_drafts_ahead(scheduled: Any, num_drafts: int, num_rejected: int = 0) -> None:
+def plan_drafts_ahead(scheduled: Any, num_drafts: int, num_rejected: int = 0, is_choice: bool = False) -> None:
     """Write on a `SchedulerOutput`: in the step after it, no request has more than `num_drafts` drafts verified. With 0
     nobody needs the drafter's pass in this step but its prompts, which a later request may find in the prefix cache.
 
     num_rejected: how many of this step's drafts are expected to be rejected (`Rejections`). The scheduler says so, and
     not each worker for itself, so that all ranks of a group run passes of the same size.
+    is_choice: the worker may have to choose among the drafts of the pass (`choose_drafts`).
     """
     scheduled.peagle_drafts_ahead, scheduled.peagle_num_rejected = num_drafts, num_rejected
+    scheduled.peagle_is_choice = is_choice
+
+
+def choose_drafts(scheduled: Any, num_drafts: int) -> None:
+    """Write on a `SchedulerOutput`: of its drafts only so many are verified, and the worker chooses which."""
+    scheduled.peagle_num_chosen = num_drafts
+
+
+def num_chosen_of(scheduled: Any) -> int | None:
+    """What `choose_drafts` wrote; None where all are verified."""
+    return getattr(scheduled, "peagle_num_chosen", None)
 
 
 def drafts_ahead(scheduled: Any, k_max: int) -> int:
     """What `plan_drafts_ahead` wrote; without, `k_max`."""
     return min(getattr(scheduled, "peagle_drafts_ahead", k_max), k_max)
+
+
+def is_choice_ahead(scheduled: Any) -> bool:
+    """What `plan_drafts_ahead` said of it."""
+    return bool(getattr(scheduled, "peagle_is_choice", False))
 
 
 def num_rejected_of(scheduled: Any) -> int:
@@ -107,11 +124,23 @@ class Rejections:
 
     def __init__(self, k_max: int) -> None:
         self._num_verified, self._num_accepted = [0.0] * (k_max + 1), [0.0] * (k_max + 1)
+        self._num_chosen = self._num_chosen_rejected = 0.0
 
     def add(self, num_verified: int, num_accepted: int) -> None:
         """One request's step."""
         self._num_verified[num_verified] += 1.0
         self._num_accepted[num_accepted] += 1.0
+
+    def add_chosen(self, num_verified: int, num_accepted: int) -> None:
+        """All of a step whose drafts were chosen."""
+        self._num_chosen = self.KEPT * self._num_chosen + num_verified
+        self._num_chosen_rejected = self.KEPT * self._num_chosen_rejected + num_verified - num_accepted
+
+    def expected_of_chosen(self, num_drafts: int) -> int:
+        """As `expected`, of so many drafts that are chosen; 0 before the first such step."""
+        if not self._num_chosen:
+            return 0
+        return max(0, int(num_drafts * self._num_chosen_rejected / self._num_chosen - 2.0 * math.sqrt(num_drafts)))
 
     def expected(self, num_drafts: Iterable[int]) -> int:
         """At least so many of the requests' drafts are rejected, as a rule: the mean, less a bound of its standard
@@ -163,6 +192,18 @@ def attach_num_drafts(model_runner_output: Any, num_drafts: list[int]) -> None:
 def num_drafts_of(model_runner_output: Any) -> list[int] | None:
     """What `attach_num_drafts` wrote; None where the drafter always has K_max."""
     return getattr(model_runner_output, "peagle_num_drafts", None)
+
+
+def attach_num_admitted(model_runner_output: Any, num_admitted: Any) -> None:
+    """Write on vLLM's `ModelRunnerOutput` how many drafts of each request were verified where the worker chose: a list
+    in the order of the output's `req_ids`, or what becomes one by `tolist()` when the output is there."""
+    model_runner_output.peagle_num_admitted = num_admitted
+
+
+def num_admitted_of(model_runner_output: Any) -> list[int] | None:
+    """What `attach_num_admitted` wrote; None where nothing was chosen."""
+    found = getattr(model_runner_output, "peagle_num_admitted", None)
+    return found if found is None or isinstance(found, list) else found.tolist()
 
 
 @dataclass(slots=True)

@@ -37,23 +37,34 @@ def best_tokens(logits_NV: Tensor, ids_N: Tensor, chance_N: Tensor) -> None:
 
 
 class ChosenDrafts:
-    """Stands where vLLM's runner has its `AdaptiveVerificationManager`, and has those of its methods that one step
-    calls, in this order: `get_num_tokens`, `compact_batch`, `reallocate_drafts`."""
+    """Stands where vLLM's runner has its `AdaptiveVerificationManager`, in the steps whose drafts are chosen, and has
+    those of its methods that one step calls: `add_request`, then `get_num_tokens`, `compact_batch` and
+    `reallocate_drafts`."""
 
-    num_bonus_tokens = 1
-
-    def __init__(self, max_requests: int, k_max: int, query_start_loc: Tensor) -> None:
-        """query_start_loc: the runner's buffer [max_requests + 1], int32."""
-        device = query_start_loc.device
-        self.chance_SK = torch.ones(max_requests, k_max, dtype=torch.float32, device=device)
-        """Of the newest drafts of each place: chance of each, given the ones before it."""
+    def __init__(self, chance_SK: Tensor, query_start_loc: Tensor) -> None:
+        """chance_SK: float32, of the newest drafts of each place: chance of each, given the ones before it.
+        query_start_loc: the runner's buffer [max_requests + 1], int32."""
+        max_requests, device = len(chance_SK), query_start_loc.device
+        self._chance_SK = chance_SK
         self.num_drafts = 0
         """B of the step that is prepared next."""
         self.admitted_B: Tensor | None = None
-        """Drafts of each request of the step that was prepared last, int32; None before the first."""
+        """Drafts of each request of the step that was prepared last, int32, on their way to the host."""
         self._query_start_loc = query_start_loc
         self._up_to_B1 = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)
         self._admitted_B = torch.zeros(max_requests, dtype=torch.int32, device=device)
+
+    def warm(self) -> None:
+        """Compile the kernels of every number of requests, before requests wait for them."""
+        sizes = [1 << power for power in range(len(self._admitted_B).bit_length())]
+        for size in [*(size for size in sizes if size < len(self._admitted_B)), len(self._admitted_B)]:
+            place_B = torch.arange(size, device=self._admitted_B.device)
+            self.num_drafts, self._limit_B, self._rest_B = 0, np.zeros(size, np.int32), np.ones(size, np.int32)
+            self.reallocate_drafts([""] * size, place_B)
+        self.admitted_B = None
+
+    def add_request(self, req_idx: int) -> None:
+        """A new request has no drafts in its first step."""
 
     def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
         """Rows of the step. Arguments: what the scheduler planned of each request."""
@@ -85,7 +96,7 @@ class ChosenDrafts:
             np.stack([self._limit_B, self._rest_B]).astype(np.int32), device=self._admitted_B.device
         )
         choose_drafts(
-            self.chance_SK,
+            self._chance_SK,
             idx_mapping,
             planned[0],
             planned[1],
@@ -95,7 +106,7 @@ class ChosenDrafts:
             self._up_to_B1,
             self._query_start_loc,
         )
-        self.admitted_B = self._admitted_B[:num_requests]
+        self.admitted_B = self._admitted_B[:num_requests].to("cpu", non_blocking=True)
         return self._up_to_B1[: num_requests + 1], self._query_start_loc, self.num_drafts
 
 
@@ -145,7 +156,7 @@ def _best_kernel(logits_NV, stride, ids_N, chance_N, vocabulary, BLOCK: tl.const
         new = tl.maximum(best, greatest)
         total = total * tl.exp(best - new) + tl.sum(tl.exp(logit - new))
         best = new
-    tl.store(ids_N + row, token.to(tl.int64))
+    tl.store(ids_N + row, token)
     tl.store(chance_N + row, 1.0 / total)
 
 

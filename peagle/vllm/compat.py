@@ -121,6 +121,12 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
             "get_metadata_builder": (),
             "update_draft_decode_metadata": ("attn_metadata",),
         },
+        "vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager": {
+            "add_request": ("req_idx",),
+            "get_num_tokens": ("num_tokens_per_req", "draft_tokens"),
+            "compact_batch": ("num_draft_tokens_per_req", "num_scheduled_tokens", "cu_num_logits_np"),
+            "reallocate_drafts": ("req_ids", "idx_mapping"),
+        },
         "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator": {
             "propose": (
                 "input_batch",

@@ -28,7 +28,10 @@ from peagle.vllm.acceptance import (
     STEPS_HEADER,
     Rejections,
     VerifiedStep,
+    choose_drafts,
     drafts_wanted,
+    num_admitted_of,
+    num_chosen_of,
     num_drafts_of,
     plan_drafts_ahead,
     steps_text,
@@ -53,6 +56,10 @@ compat.allow_v2()
 logger = logging.getLogger(__name__)
 
 WARNING_INTERVAL_S = 60.0
+
+MORE_TO_CHOOSE = 2
+"""Drafts that a request may have in a step whose drafts are chosen, beyond the most of any request without a choice.
+The drafter's pass is as deep, and few of the best drafts are deeper."""
 
 
 class _PerRequestDepth(_Base):
@@ -79,6 +86,9 @@ class _PerRequestDepth(_Base):
         self._without_drafts: set[str] = set()
         # Prompts that wait for room in the KV cache run in no step, and must not trim all of them.
         self._is_stuck = False
+        # The worker chooses among the drafts of the next step, as long as it has fewer than are planned.
+        self._is_choice = False
+        self._chosen_step: list[VerifiedStep] | None = None
         self._steps: dict[str, list[VerifiedStep]] = {}
         self._rejections = Rejections(self.num_spec_tokens)
         self._coalescer = OutputCoalescer(self.scheduler_config.stream_interval)
@@ -119,13 +129,16 @@ class _PerRequestDepth(_Base):
         """K of each request, 0 where its drafter had none."""
         return [0 if request.request_id in self._without_drafts else self.depth_of(request) for request in requests]
 
-    def _trim(self, requests: "list[Request]", prompt_tokens: int = 0) -> int:
-        """Keep of each request's drafts the first K, and under load the ones that pay in this step. The greatest K."""
+    def _trim(self, requests: list[Any], prompt_tokens: int = 0) -> int:
+        """Keep of each request's drafts the first K, and under load the ones that pay in this step, or, where the
+        worker is to choose as many, somewhat more. The greatest K."""
         max_ks = depths = self._depths(requests)
         if self._trimmer is not None:
             depths = self._trimmer.depths(requests, max_ks, prompt_tokens)
-        for request, depth in zip(requests, depths, strict=True):
-            request.spec_token_ids = request.spec_token_ids[:depth]
+        most = max(depths, default=0) + MORE_TO_CHOOSE if self._is_choice else 0
+        for request, depth, max_k in zip(requests, depths, max_ks, strict=True):
+            request.peagle_depth = depth
+            request.spec_token_ids = request.spec_token_ids[: max(depth, min(most, max_k))]
         return max(max_ks, default=0)
 
     def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:
@@ -134,8 +147,12 @@ class _PerRequestDepth(_Base):
 
     def _plan_pass(self, scheduled: "SchedulerOutput", num_ahead: int) -> None:
         """Say how deep the drafter's pass of this step is to be, and how many of the step's drafts it will not see."""
-        drafts = scheduled.scheduled_spec_decode_tokens.values()
-        plan_drafts_ahead(scheduled, num_ahead, self._rejections.expected(map(len, drafts)))
+        drafts, num_chosen = scheduled.scheduled_spec_decode_tokens.values(), num_chosen_of(scheduled)
+        if num_chosen is None:
+            num_rejected = self._rejections.expected(map(len, drafts))
+        else:
+            num_rejected = self._rejections.expected_of_chosen(num_chosen)
+        plan_drafts_ahead(scheduled, num_ahead, num_rejected, self._is_choice)
 
     def make_spec_decoding_stats(
         self,
@@ -154,8 +171,12 @@ class _PerRequestDepth(_Base):
         num_verified = num_draft_tokens - (num_invalid_spec_tokens or {}).get(request_id, 0)
         if num_verified > 0:
             step = num_verified, min(num_accepted_tokens, num_verified)
-            self._steps.setdefault(request_id, []).append(step)
-            self._rejections.add(*step)
+            if self._chosen_step is not None:
+                # Deep drafts are among the chosen ones where they are likely: of survival such steps say nothing.
+                self._chosen_step.append(step)
+            else:
+                self._steps.setdefault(request_id, []).append(step)
+                self._rejections.add(*step)
         return super().make_spec_decoding_stats(
             spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
         )
@@ -170,7 +191,13 @@ class _PerRequestDepth(_Base):
             self._trimmer.arrived(time.perf_counter(), scheduler_output)
         if (num_drafts := num_drafts_of(model_runner_output)) is not None:
             self._leave_out_missing(dict(zip(model_runner_output.req_ids, num_drafts, strict=True)), scheduler_output)
+        if (num_admitted := num_admitted_of(model_runner_output)) is not None:
+            self._leave_out(dict(zip(model_runner_output.req_ids, num_admitted, strict=True)), scheduler_output)
+            self._chosen_step = []
         outputs_by_client = self._due(super().update_from_output(scheduler_output, model_runner_output))
+        if self._chosen_step is not None:
+            self._rejections.add_chosen(*(sum(numbers) for numbers in zip((0, 0), *self._chosen_step, strict=True)))
+            self._chosen_step = None
         if self._trimmer is not None:
             self._report_costs(self._trimmer, outputs_by_client)
             if not self.has_requests():
@@ -218,22 +245,25 @@ class _PerRequestDepth(_Base):
                 first.trace_headers = {**(first.trace_headers or {}), STEP_COSTS_HEADER: costs}
 
     def _leave_out_missing(self, num_drafts: dict[str, int], scheduled: "SchedulerOutput") -> None:
-        """Tell vLLM of planned drafts that were not there as it tells itself of those that a grammar ruled out.
-
-        `num_drafts`: what the remote drafter had for each request, -1 where it was not asked.
-        """
-        invalid = dict(scheduled.num_invalid_spec_tokens or {})
+        """`num_drafts`: what the remote drafter had for each request, -1 where it was not asked."""
         for request_id, num_ready in num_drafts.items():
-            num_planned = len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
             if num_ready > 0:
                 self._without_drafts.discard(request_id)
             elif num_ready == 0 and request_id in self.requests:
                 self._without_drafts.add(request_id)
-            if 0 <= num_ready < num_planned:
-                invalid[request_id] = max(invalid.get(request_id, 0), num_planned - num_ready)
-        scheduled.num_invalid_spec_tokens = invalid
+        self._leave_out({request_id: ready for request_id, ready in num_drafts.items() if ready >= 0}, scheduled)
         if self._without_drafts:
             self._without_drafts &= self.requests.keys()
+
+    @staticmethod
+    def _leave_out(num_verified: dict[str, int], scheduled: "SchedulerOutput") -> None:
+        """Tell vLLM of planned drafts that were not verified as it tells itself of those that a grammar ruled out."""
+        invalid = dict(scheduled.num_invalid_spec_tokens or {})
+        for request_id, num in num_verified.items():
+            num_planned = len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
+            if num < num_planned:
+                invalid[request_id] = max(invalid.get(request_id, 0), num_planned - num)
+        scheduled.num_invalid_spec_tokens = invalid
 
 
 def _prompt_tokens(output: "SchedulerOutput") -> int:
@@ -288,10 +318,34 @@ class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
             )
 
     def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:
+        if self._is_choice:
+            self._choose(scheduler_output)
         super()._update_after_schedule(scheduler_output)
-        found = [self.requests[request_id] for request_id in scheduler_output.num_scheduled_tokens]
+        found: list[Any] = [self.requests[request_id] for request_id in scheduler_output.num_scheduled_tokens]
+        self._is_choice = (
+            self._trimmer is not None and self._trimmer.chooses and len(found) > 1 and all(map(self._is_plain, found))
+        )
         drafting = [request for request in found if not request.is_prefill_chunk and request.spec_token_ids]
         max_k = self._trim(drafting)
+        self._is_choice &= any(len(request.spec_token_ids) > request.peagle_depth for request in drafting)
         # This step's pass makes the drafts of the next one; where all are trimmed away it fills the drafter's cache.
         deepest = max((len(request.spec_token_ids) for request in drafting), default=0)
         self._plan_pass(scheduler_output, max(deepest, min(max_k, 1)))
+
+    def _choose(self, scheduled: "SchedulerOutput") -> None:
+        """Say how many of the step's drafts are verified, where that is fewer than are planned."""
+        drafts = scheduled.scheduled_spec_decode_tokens
+        num_planned = sum(map(len, drafts.values()))
+        requests: dict[str, Any] = self.requests
+        num_chosen = sum(min(requests[one].peagle_depth, len(ids)) for one, ids in drafts.items())
+        if num_chosen < num_planned:
+            choose_drafts(scheduled, num_chosen)
+
+    def _is_plain(self, request: Any) -> bool:
+        """Whether its drafts may be among those that the worker chooses of: not where it has none, nor where vLLM looks
+        at each of them on the host."""
+        if (kept := getattr(request, "peagle_is_plain", None)) is None:
+            params = request.sampling_params
+            kept = not request.use_structured_output and params is not None and params.logprobs is None
+            request.peagle_is_plain = kept
+        return bool(kept) and self.depth_of(request) > 0

@@ -49,7 +49,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 
 from peagle.vllm import compat
-from peagle.vllm.acceptance import drafts_ahead, drafts_wanted, num_rejected_of
+from peagle.vllm.acceptance import drafts_ahead, drafts_wanted, is_choice_ahead, num_rejected_of
 from peagle.vllm.chosen import best_tokens
 from peagle.vllm.draft_rows import DraftRows, TargetRows, write_rows
 from peagle.vllm.engine import capture_sizes
@@ -200,6 +200,8 @@ class PEagleSpeculator(DraftModelSpeculator):
         """Drafts of a request that the next step verifies at most."""
         self._num_rejected = 0
         """Drafts of this step that are expected to be rejected."""
+        self._is_choice = False
+        """The next step may choose among the drafts of this one's pass."""
         self.max_rows = most_rows(vllm_config)
         self.mask_token_id = get_parallel_drafting_token_id(self.draft_model_config.hf_config)
         self.graphs = self.choices = None
@@ -226,6 +228,7 @@ class PEagleSpeculator(DraftModelSpeculator):
         self.draft_ids_S = torch.zeros(most_drafts, dtype=self.draft_tokens.dtype, device=self.device)
         self.chance_S = torch.zeros(most_drafts, dtype=torch.float32, device=self.device)
         self.chance_BK = torch.zeros(self.max_num_reqs, self.num_speculative_steps, device=self.device)
+        self.chance_SK = torch.zeros_like(self.chance_BK)  # by the runner's place of a request
         # Row 0 is the shared hidden state of mask rows, the others are the target's rows after `fc`.
         self.reduced_NH = torch.zeros(1 + most_targets, self.hidden_size, **shape)
         with torch.inference_mode():
@@ -283,6 +286,7 @@ class PEagleSpeculator(DraftModelSpeculator):
                 self._without_drafts.add(new.req_id)
         self._num_ahead = drafts_ahead(scheduled, self.num_speculative_steps)
         self._num_rejected = num_rejected_of(scheduled)
+        self._is_choice = is_choice_ahead(scheduled)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop requests that have ended."""
@@ -376,6 +380,8 @@ class PEagleSpeculator(DraftModelSpeculator):
         depth = k_max if dummy_run else max(1, self._num_ahead)
         self._run_pass(target, lengths_B, most_keys_B, max_query_len, depth, members_M is not None, is_profile)
         if members_M is None:
+            if self._is_choice:
+                self.chance_SK[input_batch.idx_mapping] = self.chance_BK[:num_requests]
             return self.draft_tokens[:num_requests]
         drafts_BK = torch.zeros(num_requests, k_max, dtype=self.draft_tokens.dtype, device=self.device)
         drafts_BK[async_tensor_h2d(members_M, device=self.device)] = self.draft_tokens[: len(members_M)]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.depth import allocate, check_survival
 from cluster.step_time import StepCostModel, StepCosts, TimedStep
-from peagle.vllm.acceptance import SURVIVAL_KEY, WORKLOAD_KEY, drafts_ahead
+from peagle.vllm.acceptance import SURVIVAL_KEY, WORKLOAD_KEY, drafts_ahead, num_chosen_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -62,7 +62,8 @@ MIN_GAIN = 0.03
 def document_path(instance_id: str) -> Path:
     """Where the engine with vLLM's `instance_id` writes what its steps took at its start:
 
-    {"device", "max_draft_tokens", "context_tokens", "points": [{"num_requests", "num_tokens", "step_s"}, ...]}
+    {"device", "max_draft_tokens", "context_tokens", "points": [{"num_requests", "num_tokens", "step_s"}, ...],
+    "chooses": whether the worker can choose a step's drafts}
     """
     return Path(tempfile.gettempdir()) / f"peagle-steps-{instance_id}.json"
 
@@ -74,7 +75,8 @@ def make_trimmer(config: "VllmConfig", max_draft_tokens: int) -> "Trimmer | None
     on_gpu, path = config.device_config.device_type != "cpu", document_path(config.instance_id)
     if path.exists():
         try:
-            return Trimmer(StepCostModel(on_gpu, json.loads(path.read_text(encoding="utf-8"))))
+            document = json.loads(path.read_text(encoding="utf-8"))
+            return Trimmer(StepCostModel(on_gpu, document), chooses=bool(document.get("chooses")))
         except (OSError, ValueError) as error:
             logger.warning("step times measured at the start are not used: %s: %s", path, error)
     return Trimmer(StepCostModel(on_gpu))
@@ -86,6 +88,8 @@ def timed_step(seconds: float, scheduled: "SchedulerOutput") -> TimedStep | None
     drafts, cached = scheduled.scheduled_spec_decode_tokens, scheduled.scheduled_cached_reqs
     num_drafts = sum(map(len, drafts.values()))
     num_requests, num_tokens = len(scheduled.num_scheduled_tokens), scheduled.total_num_scheduled_tokens
+    num_chosen = num_chosen_of(scheduled)
+    num_spared = 0 if num_chosen is None else num_drafts - num_chosen
     if scheduled.scheduled_new_reqs or cached.resumed_req_ids or num_tokens > num_requests + num_drafts:
         begun = {request.req_id for request in scheduled.scheduled_new_reqs} | set(cached.resumed_req_ids)
         decoding = [
@@ -100,14 +104,15 @@ def timed_step(seconds: float, scheduled: "SchedulerOutput") -> TimedStep | None
     context_tokens = sum(contexts) / len(contexts) if contexts else 0.0
     prompt_tokens = scheduled.total_num_scheduled_tokens - num_tokens
     is_drafted = drafts_ahead(scheduled, 1) > 0
-    return TimedStep(seconds, num_requests, num_tokens, context_tokens, prompt_tokens, is_drafted)
+    return TimedStep(seconds, num_requests, num_tokens - num_spared, context_tokens, prompt_tokens, is_drafted)
 
 
 class Trimmer:
     """Drafts of the requests of one step after another. One for each engine, fed in order."""
 
-    def __init__(self, model: StepCostModel) -> None:
-        self.model = model
+    def __init__(self, model: StepCostModel, *, chooses: bool = False) -> None:
+        """chooses: the worker can choose which drafts of a step are verified (`peagle.vllm.chosen`)."""
+        self.model, self.chooses = model, chooses
         self._last_s: float | None = None
         self._reported_s, self._reported_steps = -math.inf, 0
         self._costs, self._costs_at_step = model.costs, 0

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import triton
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.worker.gpu.attn_utils import get_attn_cg_support
+from vllm.v1.worker.gpu.attn_utils import get_attn_cg_support, get_query_lens_mismatch_unsupported_backend
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
@@ -25,6 +26,8 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import AttentionGroup
 
 from peagle.vllm import compat
+from peagle.vllm.acceptance import attach_num_admitted, num_chosen_of
+from peagle.vllm.chosen import MAX_DRAFTS, ChosenDrafts
 from peagle.vllm.speculator import PEagleSpeculator, can_renew, most_rows
 from peagle.vllm.step_measure import measure_steps, write_steps
 from peagle.vllm.verification import Verification
@@ -150,10 +153,13 @@ class PEagleRunner(RaggedModelRunner):
     """The same with a P-EAGLE speculator, and with graphs for the verification of its drafts."""
 
     verification: Verification | None = None
+    chosen: ChosenDrafts | None = None
+    """Where a step's drafts can be chosen."""
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's. The target's graphs then leave tapped hidden states where the drafter wants them."""
         super().initialize_kv_cache(*args, **kwargs)
+        self.chosen = self._choice()
         graphs, views = self.cudagraph_manager, self.speculator.tap_views()
         most_rows = max((desc.num_tokens for descs in graphs._capture_descs.values() for desc in descs), default=0)
         if views and most_rows <= len(views[0]):
@@ -166,7 +172,45 @@ class PEagleRunner(RaggedModelRunner):
         if (verification := Verification.of(self)) is not None:
             num_bytes += verification.capture(num_sampled)
         self.verification = None if num_sampled is not None else verification
+        if self.chosen is not None:
+            self.chosen.warm()
         return num_bytes
+
+    def _choice(self) -> ChosenDrafts | None:
+        """None where attention plans by the host's view of the rows, or where drafts are accepted by a coin."""
+        layers = {name for group in self.kv_cache_config.kv_cache_groups for name in group.layer_names}
+        assert self.speculative_config is not None
+        is_usual = (
+            compat.is_tested()
+            and get_query_lens_mismatch_unsupported_backend(self.attn_groups, checked_layer_names=layers) is None
+            and type(self.model_state) in (DefaultModelState, RenewedState)
+            and self.cudagraph_manager.varlen_decode
+            and self.parallel_config.tensor_parallel_size == 1
+            and self.pp_handler is None
+            and self.speculative_config.rejection_sample_method != "synthetic"
+            and self.max_num_reqs * triton.next_power_of_2(self.num_speculative_steps) <= MAX_DRAFTS
+        )
+        return ChosenDrafts(self.speculator.chance_SK, self.input_buffers.query_start_loc) if is_usual else None
+
+    def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
+        num_drafts = num_chosen_of(scheduler_output)
+        if num_drafts is None:
+            return super().execute_model(scheduler_output, *args, **kwargs)
+        assert self.chosen is not None
+        manager: Any = self.chosen
+        self.chosen.num_drafts, self.adaptive_verification = num_drafts, manager
+        try:
+            return super().execute_model(scheduler_output, *args, **kwargs)
+        finally:
+            self.adaptive_verification = None
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """vLLM's own; its output says which drafts of a step were chosen (`attach_num_admitted`)."""
+        output: Any = super().sample_tokens(grammar_output)
+        if self.chosen is not None and self.chosen.admitted_B is not None:
+            admitted_B, self.chosen.admitted_B = self.chosen.admitted_B, None
+            attach_num_admitted(getattr(output, "model_runner_output", output), admitted_B)
+        return output
 
     def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
         """vLLM's: what was sampled, and of each request how many tokens and rejected drafts."""
@@ -218,5 +262,5 @@ class V2Worker(Worker):
         times = super().compile_or_warm_up_model()
         points = measure_steps(self)
         if self.rank == 0:
-            write_steps(self.vllm_config, points)
+            write_steps(self.vllm_config, points, chooses=getattr(self.model_runner, "chosen", None) is not None)
         return times

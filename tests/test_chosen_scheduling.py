@@ -1,0 +1,157 @@
+"""The asynchronous scheduler where the worker chooses a step's drafts: what it plans, and what it counts."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from peagle.vllm.acceptance import (
+    Rejections,
+    attach_num_admitted,
+    choose_drafts,
+    drafts_ahead,
+    is_choice_ahead,
+    num_chosen_of,
+    num_rejected_of,
+)
+from peagle.vllm.scheduler import PerRequestDepthAsyncScheduler
+from peagle.vllm.trimming import timed_step
+
+K_MAX = 7
+
+
+def request(name: str, max_k: int = K_MAX, logprobs: int | None = None, has_grammar: bool = False) -> Any:
+    params = SimpleNamespace(extra_args={"peagle_k": max_k}, logprobs=logprobs, logit_bias=None, min_p=0.0)
+    return SimpleNamespace(
+        request_id=name,
+        sampling_params=params,
+        use_structured_output=has_grammar,
+        is_prefill_chunk=False,
+        spec_token_ids=[],
+    )
+
+
+def scheduled(requests: list[Any]) -> Any:
+    drafts = {one.request_id: list(one.spec_token_ids) for one in requests if one.spec_token_ids}
+    return SimpleNamespace(
+        num_scheduled_tokens={one.request_id: 1 + len(one.spec_token_ids) for one in requests},
+        total_num_scheduled_tokens=sum(1 + len(one.spec_token_ids) for one in requests),
+        scheduled_spec_decode_tokens=drafts,
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(), num_computed_tokens=[100] * len(requests)),
+        num_invalid_spec_tokens=None,
+    )
+
+
+@pytest.fixture
+def one(monkeypatch: pytest.MonkeyPatch) -> Any:
+    found = object.__new__(PerRequestDepthAsyncScheduler)
+    found.num_spec_tokens, found.requests, found._without_drafts = K_MAX, {}, set()
+    found._rejections, found._is_choice, found._chosen_step, found._steps = Rejections(K_MAX), False, None, {}
+    found._trimmer = SimpleNamespace(chooses=True, depths=lambda requests, max_ks, prompt_tokens: found.wanted(max_ks))
+
+    def placeholders(self: Any, output: Any) -> None:
+        for name in output.num_scheduled_tokens:
+            self.requests[name].spec_token_ids = [-1] * K_MAX
+
+    monkeypatch.setattr(AsyncScheduler, "_update_after_schedule", placeholders)
+    return found
+
+
+def step(one: Any, requests: list[Any], depths: list[int]) -> Any:
+    """A step of these requests, after which the next one is trimmed to the depths."""
+    one.requests = {each.request_id: each for each in requests}
+    one.wanted = lambda max_ks: depths
+    output = scheduled(requests)
+    one._update_after_schedule(output)
+    return output
+
+
+def test_the_worker_chooses_as_many_drafts_as_would_be_verified(one: Any) -> None:
+    requests = [request("a"), request("b"), request("c", max_k=3)]
+    first = step(one, requests, [2, 2, 1])
+    assert num_chosen_of(first) is None, "it has no drafts"
+    assert [len(each.spec_token_ids) for each in requests] == [4, 4, 3]
+    assert drafts_ahead(first, K_MAX) == 4
+    assert is_choice_ahead(first)
+    second = step(one, requests, [7, 7, 3])
+    assert num_chosen_of(second) == 5
+    assert not is_choice_ahead(second)
+    third = step(one, requests, [2, 2, 1])
+    assert num_chosen_of(third) is None, "all are verified"
+
+
+@pytest.mark.parametrize("other", [request("b", logprobs=2), request("b", has_grammar=True), request("b", max_k=0)])
+def test_where_the_host_looks_at_drafts_nobody_chooses(one: Any, other: Any) -> None:
+    requests = [request("a"), other, request("c")]
+    first = step(one, requests, [2, 0, 1])
+    assert [len(each.spec_token_ids) for each in requests] == [2, 0, 1]
+    assert not is_choice_ahead(first)
+    assert num_chosen_of(step(one, requests, [2, 0, 1])) is None
+
+
+def test_prompts_beside_trim_what_is_chosen(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [request("a"), request("b")]
+    step(one, requests, [3, 3])
+    one.running, one.wanted = requests, lambda max_ks: [1, 0]
+    monkeypatch.setattr(one, "_prompt_tokens_ahead", lambda: 50)
+    one._is_stuck = False
+    monkeypatch.setattr(Scheduler, "schedule", lambda self: scheduled(requests))
+    output = one.schedule()
+    assert [len(ids) for ids in output.scheduled_spec_decode_tokens.values()] == [3, 3]
+    one._choose(output)
+    assert num_chosen_of(output) == 1
+
+
+def test_a_step_takes_the_time_of_what_was_verified() -> None:
+    requests = [request("a"), request("b")]
+    for each in requests:
+        each.spec_token_ids = [-1] * 4
+    output = scheduled(requests)
+    whole = timed_step(0.01, output)
+    choose_drafts(output, 3)
+    chosen = timed_step(0.01, output)
+    assert whole is not None
+    assert chosen is not None
+    assert (whole.num_tokens, chosen.num_tokens) == (10, 5)
+    assert chosen.prompt_tokens == whole.prompt_tokens == 0
+
+
+def test_what_was_chosen_counts_in_vllm_s_figures_and_not_as_survival(
+    one: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [request("a"), request("b")]
+    for each in requests:
+        each.spec_token_ids = [-1] * 4
+    one.requests = {each.request_id: each for each in requests}
+    output, counted = scheduled(requests), []
+
+    def update(self: Any, planned: Any, result: Any) -> dict[int, Any]:
+        for each, num_accepted in zip(requests, (3, 0), strict=True):
+            invalid = planned.num_invalid_spec_tokens
+            self.make_spec_decoding_stats(None, len(each.spec_token_ids), num_accepted, invalid, each.request_id)
+        return {}
+
+    def stats(self: Any, so_far: Any, drafts: int, accepted: int, invalid: dict[str, int] | None, name: str) -> None:
+        counted.append((drafts - (invalid or {}).get(name, 0), accepted))
+
+    monkeypatch.setattr(Scheduler, "update_from_output", update)
+    monkeypatch.setattr(Scheduler, "make_spec_decoding_stats", stats)
+    one._refused_grammars, one._trimmer = {}, None
+    result = SimpleNamespace(req_ids=["a", "b"])
+    attach_num_admitted(result, [4, 1])
+    one.update_from_output(output, result)
+    assert counted == [(4, 3), (1, 0)]
+    assert one._steps == {}
+    assert one._rejections.expected_of_chosen(100) == 20, "two of five, less a bound of what it varies by"
+    one.update_from_output(scheduled(requests), SimpleNamespace(req_ids=["a", "b"]))
+    assert one._steps == {"a": [(4, 3)], "b": [(4, 0)]}
+
+
+def test_fewer_of_the_chosen_drafts_are_expected_to_fail(one: Any) -> None:
+    requests = [request("a"), request("b")]
+    step(one, requests, [2, 2])
+    one._rejections.add_chosen(1000, 800)
+    assert num_rejected_of(step(one, requests, [2, 2])) == max(0, int(4 * 0.2 - 2 * 4**0.5))
