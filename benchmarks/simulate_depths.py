@@ -14,6 +14,7 @@ the KV cache, prefix caching, several replicas.
 
 import fnmatch
 import json
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,10 +27,11 @@ import typer
 
 from cluster.control import DepthControl
 from cluster.counts import TargetReport, WorkloadCounts
+from cluster.depth import WORTH_LEVELS
 from cluster.request import DepthPolicy, Drafting
 from cluster.step_time import StepCostModel, StepCosts, TimedStep
 from peagle.vllm.acceptance import SURVIVAL_KEY, WORKLOAD_KEY
-from peagle.vllm.trimming import Trimmer
+from peagle.vllm.trimming import MORE_TO_CHOOSE, Trimmer
 
 RESULTS = Path(__file__).parent / "results"
 TRACES = RESULTS / "2026-11-21-traces-smollm2-135m.npz"
@@ -272,11 +274,23 @@ class Chosen(Fixed):
 
     def depths(self, requests: Sequence[Request], prompt_tokens: int) -> list[int]:
         assert isinstance(self.k, int)
-        rows = [request.answer.chances for request in requests]
-        worth_BK = np.cumprod([row[r.place] for row, r in zip(rows, requests, strict=True) if row is not None], axis=1)
-        best = np.argsort(-worth_BK, axis=None, kind="stable")[: self.k * len(requests)]
-        found: list[int] = np.bincount(best // worth_BK.shape[1], minlength=len(requests)).tolist()
-        return found
+        return best_drafts(requests, [K_MAX] * len(requests), self.k * len(requests))
+
+
+def worth_of_drafts(requests: Sequence[Request], limits: Sequence[int]) -> np.ndarray:
+    """[B, K]; -1 beyond a request's limit."""
+    rows = [request.answer.chances for request in requests]
+    worth_BK = np.cumprod([row[r.place] for row, r in zip(rows, requests, strict=True) if row is not None], axis=1)
+    worth_BK[np.arange(worth_BK.shape[1]) >= np.array(limits)[:, None]] = -1.0
+    return worth_BK
+
+
+def best_drafts(requests: Sequence[Request], limits: Sequence[int], num_drafts: int) -> list[int]:
+    """Of so many drafts of the batch those of each request, chosen as `peagle.vllm.chosen` does."""
+    worth_BK = worth_of_drafts(requests, limits)
+    best = np.argsort(-worth_BK, axis=None, kind="stable")[:num_drafts]
+    found: list[int] = np.bincount(best // worth_BK.shape[1], minlength=len(requests)).tolist()
+    return found
 
 
 class Learned:
@@ -284,9 +298,13 @@ class Learned:
 
     REPORT_S = 1.0
 
-    def __init__(self, on_gpu: bool, document: Mapping[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self, on_gpu: bool, document: Mapping[str, Any] | None = None, *, chooses: bool = False, **options: Any
+    ) -> None:
+        """chooses: so do the worker's drafts of a step, as in `peagle.vllm.chosen`."""
+        self._is_chosen = False
         self.control = DepthControl(DepthPolicy(K_MAX, K_MAX, 3), on_gpu=on_gpu, seed=0, **options)
-        self.trimmer = Trimmer(StepCostModel(on_gpu, document))
+        self.trimmer = Trimmer(StepCostModel(on_gpu, document), chooses=chooses)
         self._on_gpu = on_gpu
         self._counts: dict[str, WorkloadCounts] = {}
         self._reported_s = 0.0
@@ -301,7 +319,19 @@ class Learned:
             if request.sampling_params is None:
                 survival = {SURVIVAL_KEY: request.drafting.survival} if request.drafting.survival else {}
                 request.sampling_params = SimpleNamespace(extra_args={**survival, WORKLOAD_KEY: request.workload})
-        return self.trimmer.depths(cast(Any, requests), [request.drafting.max_k for request in requests], prompt_tokens)
+        max_ks = [request.drafting.max_k for request in requests]
+        depths = self.trimmer.depths(cast(Any, requests), max_ks, prompt_tokens)
+        self._is_chosen = False
+        if self.trimmer.chooses and len(requests) > 1:
+            if (num_chosen := self.trimmer.num_chosen) is not None:
+                most = math.ceil(num_chosen / len(requests)) + MORE_TO_CHOOSE
+                depths = [min(most, max_k) for max_k in max_ks]
+                self._is_chosen = num_chosen < sum(depths)
+            worth_BK = worth_of_drafts(requests, depths)
+            self.trimmer.hear_worth([int((worth_BK >= level).sum()) for level in WORTH_LEVELS], len(requests))
+            if num_chosen is not None and self._is_chosen:
+                return best_drafts(requests, depths, num_chosen)
+        return depths
 
     def drafts(self, requests: Sequence[Request], prompt_tokens: int) -> bool:
         max_ks = [request.drafting.max_k for request in requests]
@@ -314,7 +344,8 @@ class Learned:
         self.trimmer.model.observe(step)
         for request, (num_verified, num_accepted) in zip(requests, steps, strict=True):
             counts = self._counts[request.workload]
-            counts.counts.add_step(num_verified, num_accepted)
+            if not self._is_chosen:
+                counts.counts.add_step(num_verified, num_accepted)
             counts.num_finished += request.place >= len(request.answer.accepted)
         if now_s - self._reported_s >= self.REPORT_S:
             self._report(now_s)
@@ -419,6 +450,8 @@ def main(
     for concurrency in (1, 4, 8) if engine == "cpu" else (1, 8, 32, 64, 128):
         load = Load(concurrency, max(requests, 4 * concurrency))
         rates = compare(table, pools, load, lambda: Learned(engine != "cpu", document))
+        if "chosen=1" in rates:
+            rates["learned, chosen"] = simulate(table, pools, Learned(engine != "cpu", document, chooses=True), load)
         cells = "  ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
         typer.echo(f"{concurrency:4d} clients: {cells}  learned/best fixed {learned_share(rates):.3f}")
 

@@ -126,6 +126,27 @@ def allocate(
     return depths
 
 
+WORTH_LEVELS = (0.02, *(round(0.05 * number, 2) for number in range(1, 20)), 0.98)
+"""At which the drafts of a batch are counted whose worth is known one by one (`best_total`)."""
+
+
+def best_total(counts: Sequence[float], num_requests: int, max_total: int, seconds: Floats) -> int:
+    """How many drafts of a batch give the most tokens per second in the next step, where the best are verified.
+
+    Args:
+        counts: of the batch's drafts, how many are worth each of `WORTH_LEVELS` or more. A draft's worth is the chance
+            that it and all before it are accepted.
+        max_total: the most drafts.
+        seconds: of a step with 0 .. `max_total` drafts.
+    """
+    levels = (*WORTH_LEVELS, 1.0)
+    known = np.minimum([0.0, *reversed(counts), max_total], max_total)
+    worth = [(low + high) / 2 for low, high in zip((0.0, *levels), levels, strict=False)]
+    gained = np.concatenate([[0.0], np.cumsum(np.diff(known) * worth[::-1])])
+    num_tokens = num_requests + np.interp(np.arange(max_total + 1), known, gained)
+    return int((num_tokens / seconds).argmax())
+
+
 # ---- K of each workload on a replica
 
 

@@ -3,10 +3,13 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from cluster.depth import WORTH_LEVELS, best_total
+from cluster.step_time import StepCostModel
 from peagle.vllm.acceptance import (
     Rejections,
     attach_num_admitted,
@@ -17,7 +20,7 @@ from peagle.vllm.acceptance import (
     num_rejected_of,
 )
 from peagle.vllm.scheduler import PerRequestDepthAsyncScheduler
-from peagle.vllm.trimming import timed_step
+from peagle.vllm.trimming import Trimmer, timed_step
 
 K_MAX = 7
 
@@ -50,7 +53,10 @@ def one(monkeypatch: pytest.MonkeyPatch) -> Any:
     found = object.__new__(PerRequestDepthAsyncScheduler)
     found.num_spec_tokens, found.requests, found._without_drafts = K_MAX, {}, set()
     found._rejections, found._is_choice, found._chosen_step, found._steps = Rejections(K_MAX), False, None, {}
-    found._trimmer = SimpleNamespace(chooses=True, depths=lambda requests, max_ks, prompt_tokens: found.wanted(max_ks))
+    found._chosen_share = 0.0
+    found._trimmer = SimpleNamespace(
+        chooses=True, num_chosen=None, depths=lambda requests, max_ks, prompt_tokens: found.wanted(max_ks)
+    )
 
     def placeholders(self: Any, output: Any) -> None:
         for name in output.num_scheduled_tokens:
@@ -60,47 +66,49 @@ def one(monkeypatch: pytest.MonkeyPatch) -> Any:
     return found
 
 
-def step(one: Any, requests: list[Any], depths: list[int]) -> Any:
-    """A step of these requests, after which the next one is trimmed to the depths."""
+def step(one: Any, requests: list[Any], depths: list[int], num_chosen: int | None) -> Any:
+    """A step of these requests, after which the next one is trimmed to the depths, or so many drafts are chosen."""
     one.requests = {each.request_id: each for each in requests}
-    one.wanted = lambda max_ks: depths
+    one.wanted, one._trimmer.num_chosen = lambda max_ks: depths, num_chosen
     output = scheduled(requests)
     one._update_after_schedule(output)
     return output
 
 
-def test_the_worker_chooses_as_many_drafts_as_would_be_verified(one: Any) -> None:
+def test_the_worker_chooses_as_many_drafts_as_pay(one: Any) -> None:
     requests = [request("a"), request("b"), request("c", max_k=3)]
-    first = step(one, requests, [2, 2, 1])
+    first = step(one, requests, [2, 2, 1], 5)
     assert num_chosen_of(first) is None, "it has no drafts"
-    assert [len(each.spec_token_ids) for each in requests] == [4, 4, 3]
-    assert drafts_ahead(first, K_MAX) == 4
+    assert [len(each.spec_token_ids) for each in requests] == [5, 5, 3], "three more than the mean"
+    assert drafts_ahead(first, K_MAX) == 5
     assert is_choice_ahead(first)
-    second = step(one, requests, [7, 7, 3])
-    assert num_chosen_of(second) == 5
-    assert not is_choice_ahead(second)
-    third = step(one, requests, [2, 2, 1])
+    second = step(one, requests[:2], [2, 2], 20)
+    assert num_chosen_of(second) == 3, "five of three requests are three of two"
+    assert [len(each.spec_token_ids) for each in requests[:2]] == [7, 7]
+    third = step(one, requests, [7, 7, 3], None)
     assert num_chosen_of(third) is None, "all are verified"
+    assert is_choice_ahead(third), "what they are worth is to be known"
+    assert [len(each.spec_token_ids) for each in requests] == [7, 7, 3]
 
 
 @pytest.mark.parametrize("other", [request("b", logprobs=2), request("b", has_grammar=True), request("b", max_k=0)])
 def test_where_the_host_looks_at_drafts_nobody_chooses(one: Any, other: Any) -> None:
     requests = [request("a"), other, request("c")]
-    first = step(one, requests, [2, 0, 1])
+    first = step(one, requests, [2, 0, 1], 3)
     assert [len(each.spec_token_ids) for each in requests] == [2, 0, 1]
     assert not is_choice_ahead(first)
-    assert num_chosen_of(step(one, requests, [2, 0, 1])) is None
+    assert num_chosen_of(step(one, requests, [2, 0, 1], 3)) is None
 
 
 def test_prompts_beside_trim_what_is_chosen(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [request("a"), request("b")]
-    step(one, requests, [3, 3])
-    one.running, one.wanted = requests, lambda max_ks: [1, 0]
+    step(one, requests, [3, 3], 6)
+    one.running, one._trimmer.num_chosen = requests, 1
     monkeypatch.setattr(one, "_prompt_tokens_ahead", lambda: 50)
     one._is_stuck = False
     monkeypatch.setattr(Scheduler, "schedule", lambda self: scheduled(requests))
     output = one.schedule()
-    assert [len(ids) for ids in output.scheduled_spec_decode_tokens.values()] == [3, 3]
+    assert [len(ids) for ids in output.scheduled_spec_decode_tokens.values()] == [4, 4]
     one._choose(output)
     assert num_chosen_of(output) == 1
 
@@ -152,6 +160,27 @@ def test_what_was_chosen_counts_in_vllm_s_figures_and_not_as_survival(
 
 def test_fewer_of_the_chosen_drafts_are_expected_to_fail(one: Any) -> None:
     requests = [request("a"), request("b")]
-    step(one, requests, [2, 2])
-    one._rejections.add_chosen(1000, 800)
-    assert num_rejected_of(step(one, requests, [2, 2])) == max(0, int(4 * 0.2 - 2 * 4**0.5))
+    step(one, requests, [2, 2], 4)
+    one._rejections.add_chosen(1000, 200)
+    assert num_rejected_of(step(one, requests, [2, 2], 4)) == 0, "of four, 3.2 less 4"
+
+
+def test_the_best_number_of_drafts_is_that_of_the_most_tokens_per_second() -> None:
+    """Against every number, with each draft known for itself."""
+    rng = np.random.default_rng(0)
+    worth = np.sort((rng.random((40, K_MAX)) ** 0.4).cumprod(axis=1).ravel())[::-1]
+    counts = [int((worth >= level).sum()) for level in WORTH_LEVELS]
+    for per_row in (1e-5, 1e-4, 3e-4, 1e-3):
+        seconds = 0.01 + per_row * np.arange(40, 40 + len(worth) + 1)
+        rates = (40 + np.concatenate([[0.0], np.cumsum(worth)])) / seconds
+        found = best_total(counts, 40, len(worth), seconds)
+        assert rates[found] > 0.998 * rates.max()
+        assert best_total(counts, 40, 10, seconds[:11]) <= 10
+    assert best_total([0] * len(WORTH_LEVELS), 40, 10, seconds[:11]) == 0
+
+
+def test_worth_is_a_mean_over_steps_by_request() -> None:
+    trimmer = Trimmer(StepCostModel(on_gpu=True), chooses=True)
+    trimmer.hear_worth([40] * len(WORTH_LEVELS), 10)
+    trimmer.hear_worth([0] * len(WORTH_LEVELS), 20)
+    np.testing.assert_allclose(trimmer._worth, 3.6)

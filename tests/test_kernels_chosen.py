@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from peagle.vllm.chosen import ChosenDrafts, best_tokens, choose_drafts
+from cluster.depth import WORTH_LEVELS
+from peagle.vllm.chosen import Chances, ChosenDrafts, best_tokens, choose_drafts
 from tests.kernel_device import DEVICE, needs_kernel
 
 pytestmark = needs_kernel
@@ -69,11 +70,12 @@ def test_best_tokens_and_their_chances(dtype: torch.dtype) -> None:
 
 def test_the_runner_is_told_a_step_that_adds_up() -> None:
     query_start_loc = torch.zeros(9, dtype=torch.int32, device=DEVICE)
-    chance_SK = torch.ones(8, 3, device=DEVICE)
-    chance_SK[:3] = torch.tensor([[0.9, 0.9, 0.9], [0.1, 0.9, 0.9], [0.5, 0.5, 0.5]])
-    chosen = ChosenDrafts(chance_SK, query_start_loc)
+    chances = Chances(8, 3, torch.device(DEVICE))
+    chosen = ChosenDrafts(chances, query_start_loc)
     chosen.warm()
     assert chosen.admitted_B is None
+    assert chances.counts is None
+    chances.chance_SK[:3] = torch.tensor([[0.9, 0.9, 0.9], [0.1, 0.9, 0.9], [0.5, 0.5, 0.5]])
     chosen.num_drafts = 4
     planned = {"a": [-1] * 3, "b": [-1] * 3, "c": [-1] * 2}
     assert chosen.get_num_tokens({"a": 4, "b": 4, "c": 3, "prompt": 50}, planned) == 4 + 3 + 50
@@ -89,3 +91,19 @@ def test_the_runner_is_told_a_step_that_adds_up() -> None:
     assert up_to_B1.tolist() == [0, 4, 5, 7, 8]
     assert first_row_B1.tolist() == [0, 4, 5, 7, 57, 57, 57, 57, 57]
     assert num_drafts == 4
+
+
+def test_chances_are_recorded_and_counted_by_their_worth() -> None:
+    chances, generator = Chances(9, 5, torch.device(DEVICE)), torch.Generator().manual_seed(0)
+    chance_BK = torch.rand(6, 5, generator=generator).pow(0.3)
+    place_B = torch.tensor([7, 0, 3])
+    chances.record(chance_BK.to(DEVICE), place_B.to(DEVICE), 4)
+    assert chances.counts is not None
+    counts_L, num_requests = chances.counts
+    worth_BK = chance_BK[:3, :4].cumprod(1)
+    assert num_requests == 3
+    assert counts_L.tolist() == [int((worth_BK >= level).sum()) for level in WORTH_LEVELS]
+    assert len(set(counts_L.tolist())) > 5
+    assert torch.equal(chances.chance_SK[place_B, :4].cpu(), chance_BK[:3, :4])
+    assert not chances.chance_SK[:, 4].any()
+    assert not chances.chance_SK[[1, 2, 4, 5, 6, 8]].any()

@@ -82,7 +82,8 @@ def plan_drafts_ahead(scheduled: Any, num_drafts: int, num_rejected: int = 0, is
 
     num_rejected: how many of this step's drafts are expected to be rejected (`Rejections`). The scheduler says so, and
     not each worker for itself, so that all ranks of a group run passes of the same size.
-    is_choice: the worker may have to choose among the drafts of the pass (`choose_drafts`).
+    is_choice: the worker may have to choose among the drafts of the pass (`choose_drafts`), and is to say what they
+        are worth.
     """
     scheduled.peagle_drafts_ahead, scheduled.peagle_num_rejected = num_drafts, num_rejected
     scheduled.peagle_is_choice = is_choice
@@ -204,6 +205,20 @@ def num_admitted_of(model_runner_output: Any) -> list[int] | None:
     """What `attach_num_admitted` wrote; None where nothing was chosen."""
     found = getattr(model_runner_output, "peagle_num_admitted", None)
     return found if found is None or isinstance(found, list) else found.tolist()
+
+
+def attach_worth(model_runner_output: Any, counts: Any, num_requests: int) -> None:
+    """Write on vLLM's `ModelRunnerOutput` how many drafts of a batch of so many requests, that of the step before, are
+    worth each of `cluster.depth.WORTH_LEVELS` or more: a list, or what becomes one by `tolist()` later."""
+    model_runner_output.peagle_worth = counts, num_requests
+
+
+def worth_of(model_runner_output: Any) -> tuple[list[int], int] | None:
+    """What `attach_worth` wrote."""
+    if (found := getattr(model_runner_output, "peagle_worth", None)) is None:
+        return None
+    counts, num_requests = found
+    return counts if isinstance(counts, list) else counts.tolist(), num_requests
 
 
 @dataclass(slots=True)

@@ -22,6 +22,8 @@ import triton.language as tl
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from cluster.depth import WORTH_LEVELS
+
 VOCABULARY_BLOCK = 4096
 MAX_DRAFTS = 4096
 """Of a step, all that requests may have: one program looks at them."""
@@ -36,16 +38,38 @@ def best_tokens(logits_NV: Tensor, ids_N: Tensor, chance_N: Tensor) -> None:
     )
 
 
+class Chances:
+    """Of the newest drafts of an engine's requests."""
+
+    def __init__(self, max_requests: int, k_max: int, device: torch.device) -> None:
+        self.chance_SK = torch.zeros(max_requests, k_max, dtype=torch.float32, device=device)
+        """By the runner's place of a request: chance of each draft, given the ones before it."""
+        self._levels_L = torch.tensor(WORTH_LEVELS, dtype=torch.float32, device=device)
+        self._counts_L = torch.zeros(len(WORTH_LEVELS), dtype=torch.int32, device=device)
+        self.counts: tuple[Tensor, int] | None = None
+        """How many drafts of the batch that was recorded last are worth each of `WORTH_LEVELS` or more, on their way
+        to the host, and its number of requests."""
+
+    def record(self, chance_BK: Tensor, place_B: Tensor, depth: int) -> None:
+        """The first `depth` chances of a batch's requests."""
+        num_requests, k_max = len(place_B), chance_BK.shape[1]
+        _record_kernel[(1,)](
+            chance_BK, place_B, self.chance_SK, self._levels_L, self._counts_L, num_requests, depth,
+            K=k_max, COLUMNS=triton.next_power_of_2(k_max), ROWS=triton.next_power_of_2(num_requests),
+            LEVELS=len(WORTH_LEVELS), num_warps=8,
+        )  # fmt: skip
+        self.counts = self._counts_L.to("cpu", non_blocking=True), num_requests
+
+
 class ChosenDrafts:
     """Stands where vLLM's runner has its `AdaptiveVerificationManager`, in the steps whose drafts are chosen, and has
     those of its methods that one step calls: `add_request`, then `get_num_tokens`, `compact_batch` and
     `reallocate_drafts`."""
 
-    def __init__(self, chance_SK: Tensor, query_start_loc: Tensor) -> None:
-        """chance_SK: float32, of the newest drafts of each place: chance of each, given the ones before it.
-        query_start_loc: the runner's buffer [max_requests + 1], int32."""
-        max_requests, device = len(chance_SK), query_start_loc.device
-        self._chance_SK = chance_SK
+    def __init__(self, chances: Chances, query_start_loc: Tensor) -> None:
+        """query_start_loc: the runner's buffer [max_requests + 1], int32."""
+        max_requests, device = len(chances.chance_SK), query_start_loc.device
+        self.chances = chances
         self.num_drafts = 0
         """B of the step that is prepared next."""
         self.admitted_B: Tensor | None = None
@@ -61,7 +85,8 @@ class ChosenDrafts:
             place_B = torch.arange(size, device=self._admitted_B.device)
             self.num_drafts, self._limit_B, self._rest_B = 0, np.zeros(size, np.int32), np.ones(size, np.int32)
             self.reallocate_drafts([""] * size, place_B)
-        self.admitted_B = None
+            self.chances.record(self.chances.chance_SK[:size].clone(), place_B, 1)
+        self.admitted_B = self.chances.counts = None
 
     def add_request(self, req_idx: int) -> None:
         """A new request has no drafts in its first step."""
@@ -96,7 +121,7 @@ class ChosenDrafts:
             np.stack([self._limit_B, self._rest_B]).astype(np.int32), device=self._admitted_B.device
         )
         choose_drafts(
-            self._chance_SK,
+            self.chances.chance_SK,
             idx_mapping,
             planned[0],
             planned[1],
@@ -158,6 +183,22 @@ def _best_kernel(logits_NV, stride, ids_N, chance_N, vocabulary, BLOCK: tl.const
         best = new
     tl.store(ids_N + row, token)
     tl.store(chance_N + row, 1.0 / total)
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_depths"])
+def _record_kernel(
+    chance_BK, place_B, chance_SK, levels_L, counts_L, num_requests, num_depths,
+    K: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    request, depth = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    is_request = request < num_requests
+    place = tl.load(place_B + request, mask=is_request, other=0)
+    is_draft = is_request[:, None] & (depth[None, :] < num_depths) & (depth[None, :] < K)
+    chance = tl.load(chance_BK + request[:, None] * K + depth[None, :], mask=is_draft, other=0.0)
+    tl.store(chance_SK + place[:, None] * K + depth[None, :], chance, mask=is_draft)
+    worth = tl.where(is_draft, tl.cumprod(tl.where(chance == chance, chance, 0.0), axis=1), -1.0)
+    for level in range(LEVELS):
+        tl.store(counts_L + level, tl.sum((worth >= tl.load(levels_L + level)).to(tl.int32)))
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_drafts", "num_rows"])

@@ -12,6 +12,7 @@ Knows nothing of workloads or of how K is chosen.
 """
 
 import logging
+import math
 import time
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -35,10 +36,11 @@ from peagle.vllm.acceptance import (
     num_drafts_of,
     plan_drafts_ahead,
     steps_text,
+    worth_of,
 )
 from peagle.vllm.limits import bound_grammars, max_grammar_s
 from peagle.vllm.outputs import OutputCoalescer
-from peagle.vllm.trimming import Trimmer, make_trimmer
+from peagle.vllm.trimming import MORE_TO_CHOOSE, Trimmer, make_trimmer
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -56,10 +58,6 @@ compat.allow_v2()
 logger = logging.getLogger(__name__)
 
 WARNING_INTERVAL_S = 60.0
-
-MORE_TO_CHOOSE = 2
-"""Drafts that a request may have in a step whose drafts are chosen, beyond the most of any request without a choice.
-The drafter's pass is as deep, and few of the best drafts are deeper."""
 
 
 class _PerRequestDepth(_Base):
@@ -86,8 +84,8 @@ class _PerRequestDepth(_Base):
         self._without_drafts: set[str] = set()
         # Prompts that wait for room in the KV cache run in no step, and must not trim all of them.
         self._is_stuck = False
-        # The worker chooses among the drafts of the next step, as long as it has fewer than are planned.
-        self._is_choice = False
+        # The worker chooses among the drafts of the next step so many a request.
+        self._is_choice, self._chosen_share = False, 0.0
         self._chosen_step: list[VerifiedStep] | None = None
         self._steps: dict[str, list[VerifiedStep]] = {}
         self._rejections = Rejections(self.num_spec_tokens)
@@ -135,24 +133,30 @@ class _PerRequestDepth(_Base):
         max_ks = depths = self._depths(requests)
         if self._trimmer is not None:
             depths = self._trimmer.depths(requests, max_ks, prompt_tokens)
-        most = max(depths, default=0) + MORE_TO_CHOOSE if self._is_choice else 0
-        for request, depth, max_k in zip(requests, depths, max_ks, strict=True):
-            request.peagle_depth = depth
-            request.spec_token_ids = request.spec_token_ids[: max(depth, min(most, max_k))]
+        num_chosen = self._trimmer.num_chosen if self._trimmer is not None and self._is_choice else None
+        self._is_choice = num_chosen is not None
+        if num_chosen is not None:
+            self._chosen_share = num_chosen / len(requests)
+            most = math.ceil(self._chosen_share) + MORE_TO_CHOOSE
+            depths = [min(most, max_k) for max_k in max_ks]
+            self._is_choice = num_chosen < sum(depths)
+        for request, depth in zip(requests, depths, strict=True):
+            request.spec_token_ids = request.spec_token_ids[:depth]
         return max(max_ks, default=0)
 
     def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:
         compat.drop_admission_padding(scheduler_output)
         super()._update_after_schedule(scheduler_output)
 
-    def _plan_pass(self, scheduled: "SchedulerOutput", num_ahead: int) -> None:
-        """Say how deep the drafter's pass of this step is to be, and how many of the step's drafts it will not see."""
+    def _plan_pass(self, scheduled: "SchedulerOutput", num_ahead: int, is_choice: bool = False) -> None:
+        """Say how deep the drafter's pass of this step is to be, how many of the step's drafts it will not see, and
+        whether what it drafts is to be valued."""
         drafts, num_chosen = scheduled.scheduled_spec_decode_tokens.values(), num_chosen_of(scheduled)
         if num_chosen is None:
             num_rejected = self._rejections.expected(map(len, drafts))
         else:
             num_rejected = self._rejections.expected_of_chosen(num_chosen)
-        plan_drafts_ahead(scheduled, num_ahead, num_rejected, self._is_choice)
+        plan_drafts_ahead(scheduled, num_ahead, num_rejected, is_choice)
 
     def make_spec_decoding_stats(
         self,
@@ -191,6 +195,8 @@ class _PerRequestDepth(_Base):
             self._trimmer.arrived(time.perf_counter(), scheduler_output)
         if (num_drafts := num_drafts_of(model_runner_output)) is not None:
             self._leave_out_missing(dict(zip(model_runner_output.req_ids, num_drafts, strict=True)), scheduler_output)
+        if self._trimmer is not None and (worth := worth_of(model_runner_output)) is not None:
+            self._trimmer.hear_worth(*worth)
         if (num_admitted := num_admitted_of(model_runner_output)) is not None:
             self._leave_out(dict(zip(model_runner_output.req_ids, num_admitted, strict=True)), scheduler_output)
             self._chosen_step = []
@@ -322,23 +328,21 @@ class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
             self._choose(scheduler_output)
         super()._update_after_schedule(scheduler_output)
         found: list[Any] = [self.requests[request_id] for request_id in scheduler_output.num_scheduled_tokens]
-        self._is_choice = (
+        may_choose = (
             self._trimmer is not None and self._trimmer.chooses and len(found) > 1 and all(map(self._is_plain, found))
         )
+        self._is_choice = may_choose
         drafting = [request for request in found if not request.is_prefill_chunk and request.spec_token_ids]
         max_k = self._trim(drafting)
-        self._is_choice &= any(len(request.spec_token_ids) > request.peagle_depth for request in drafting)
         # This step's pass makes the drafts of the next one; where all are trimmed away it fills the drafter's cache.
         deepest = max((len(request.spec_token_ids) for request in drafting), default=0)
-        self._plan_pass(scheduler_output, max(deepest, min(max_k, 1)))
+        self._plan_pass(scheduler_output, max(deepest, min(max_k, 1)), may_choose)
 
     def _choose(self, scheduled: "SchedulerOutput") -> None:
         """Say how many of the step's drafts are verified, where that is fewer than are planned."""
         drafts = scheduled.scheduled_spec_decode_tokens
-        num_planned = sum(map(len, drafts.values()))
-        requests: dict[str, Any] = self.requests
-        num_chosen = sum(min(requests[one].peagle_depth, len(ids)) for one, ids in drafts.items())
-        if num_chosen < num_planned:
+        num_chosen = round(self._chosen_share * len(drafts))
+        if num_chosen < sum(map(len, drafts.values())):
             choose_drafts(scheduled, num_chosen)
 
     def _is_plain(self, request: Any) -> bool:

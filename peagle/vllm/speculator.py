@@ -50,7 +50,7 @@ from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 
 from peagle.vllm import compat
 from peagle.vllm.acceptance import drafts_ahead, drafts_wanted, is_choice_ahead, num_rejected_of
-from peagle.vllm.chosen import best_tokens
+from peagle.vllm.chosen import Chances, best_tokens
 from peagle.vllm.draft_rows import DraftRows, TargetRows, write_rows
 from peagle.vllm.engine import capture_sizes
 from peagle.vllm.last_layer import COMPILED_KEY, LastLayer
@@ -228,7 +228,7 @@ class PEagleSpeculator(DraftModelSpeculator):
         self.draft_ids_S = torch.zeros(most_drafts, dtype=self.draft_tokens.dtype, device=self.device)
         self.chance_S = torch.zeros(most_drafts, dtype=torch.float32, device=self.device)
         self.chance_BK = torch.zeros(self.max_num_reqs, self.num_speculative_steps, device=self.device)
-        self.chance_SK = torch.zeros_like(self.chance_BK)  # by the runner's place of a request
+        self.chances = Chances(self.max_num_reqs, self.num_speculative_steps, self.device)
         # Row 0 is the shared hidden state of mask rows, the others are the target's rows after `fc`.
         self.reduced_NH = torch.zeros(1 + most_targets, self.hidden_size, **shape)
         with torch.inference_mode():
@@ -381,7 +381,7 @@ class PEagleSpeculator(DraftModelSpeculator):
         self._run_pass(target, lengths_B, most_keys_B, max_query_len, depth, members_M is not None, is_profile)
         if members_M is None:
             if self._is_choice:
-                self.chance_SK[input_batch.idx_mapping] = self.chance_BK[:num_requests]
+                self.chances.record(self.chance_BK, input_batch.idx_mapping, depth)
             return self.draft_tokens[:num_requests]
         drafts_BK = torch.zeros(num_requests, k_max, dtype=self.draft_tokens.dtype, device=self.device)
         drafts_BK[async_tensor_h2d(members_M, device=self.device)] = self.draft_tokens[: len(members_M)]

@@ -22,7 +22,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.depth import allocate, check_survival
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.depth import allocate, best_total, check_survival
 from cluster.step_time import StepCostModel, StepCosts, TimedStep
 from peagle.vllm.acceptance import SURVIVAL_KEY, WORKLOAD_KEY, drafts_ahead, num_chosen_of
 
@@ -51,6 +54,13 @@ VERIFY_INTERVAL_STEPS = 200
 """So often a step verifies all its drafts although fewer pay, or one whose pass would be left out runs it, so that
 acceptance stays known. All requests of one step, and not one request in many: the pass of a whole batch is as deep as
 its deepest request."""
+
+WORTH_KEPT = 0.9
+"""What is left of what a step's drafts were worth with each step after it."""
+
+MORE_TO_CHOOSE = 3
+"""Drafts that a request may have in a step whose drafts are chosen, beyond the mean. The drafter's pass is as deep, and
+few of the best drafts are deeper."""
 
 MIN_DRAFTED = 100
 """Requests, summed over steps, that are drafted before a pass is left out: acceptance has been measured by then."""
@@ -119,7 +129,11 @@ class Trimmer:
         self._looked_at_step = self._verified_at_step = self._crossed_at_step = self._num_drafted = 0
         self._verifies_all = False
         self._leaves_out = False
-        self._decided: tuple[object, list[int]] = None, []
+        self._decided: tuple[object, list[int], int | None] = None, [], None
+        self.num_chosen: int | None = None
+        """Drafts that the step asked for last is best to verify where the worker chooses them among all; None where
+        that is not known, or where the step is to show what other drafts bring."""
+        self._worth: NDArray[np.float64] | None = None  # drafts of a request, by their worth
         # Read once a request, not once a step. Requests of a workload share the survival of the one that came last: it
         # is the best known, and requests with the same survival are decided together.
         self._workload_of: OrderedDict[str, str | None] = OrderedDict()
@@ -131,11 +145,13 @@ class Trimmer:
 
         Decided anew when the batch changes, or what is believed of step times: this runs between two steps.
         """
+        self.num_chosen = None
         if prompt_tokens and self._verifies_all:
             return max_ks
         self._verifies_all = False
         batch = ([request.request_id for request in requests], max_ks, prompt_tokens, self._newest_costs())
         if batch == self._decided[0]:
+            self.num_chosen = self._decided[2]
             return self._decided[1]
         survivals = self._survivals(requests)
         typical = next((survival for survival in survivals if survival is not None), None)
@@ -165,8 +181,19 @@ class Trimmer:
         elif not prompt_tokens and self.model.num_steps - self._verified_at_step >= VERIFY_INTERVAL_STEPS:
             self._verified_at_step, self._verifies_all = self.model.num_steps, True
             return max_ks
-        self._decided = batch, depths
+        if self.chooses and self._worth is not None and None not in survivals:
+            num, costs = len(requests), self._newest_costs()
+            most = sum(max_ks)
+            seconds = costs.curve(num, most, context_tokens, prompt_tokens, is_drafted=True)
+            self.num_chosen = best_total((num * self._worth).tolist(), num, most, seconds)
+        self._decided = batch, depths, self.num_chosen
         return depths
+
+    def hear_worth(self, counts: Sequence[int], num_requests: int) -> None:
+        """Of the drafts of a step of so many requests, how many are worth each of `cluster.depth.WORTH_LEVELS` or
+        more."""
+        worth = np.array(counts, np.float64) / num_requests
+        self._worth = worth if self._worth is None else WORTH_KEPT * self._worth + (1.0 - WORTH_KEPT) * worth
 
     def makes_drafts(self, requests: "list[Request]", max_ks: list[int], prompt_tokens: int) -> bool:
         """Whether the drafter's pass runs in the step of these requests, so that the next one has drafts to verify.

@@ -26,7 +26,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import AttentionGroup
 
 from peagle.vllm import compat
-from peagle.vllm.acceptance import attach_num_admitted, num_chosen_of
+from peagle.vllm.acceptance import attach_num_admitted, attach_worth, num_chosen_of
 from peagle.vllm.chosen import MAX_DRAFTS, ChosenDrafts
 from peagle.vllm.speculator import PEagleSpeculator, can_renew, most_rows
 from peagle.vllm.step_measure import measure_steps, write_steps
@@ -190,7 +190,7 @@ class PEagleRunner(RaggedModelRunner):
             and self.speculative_config.rejection_sample_method != "synthetic"
             and self.max_num_reqs * triton.next_power_of_2(self.num_speculative_steps) <= MAX_DRAFTS
         )
-        return ChosenDrafts(self.speculator.chance_SK, self.input_buffers.query_start_loc) if is_usual else None
+        return ChosenDrafts(self.speculator.chances, self.input_buffers.query_start_loc) if is_usual else None
 
     def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
         num_drafts = num_chosen_of(scheduler_output)
@@ -205,11 +205,17 @@ class PEagleRunner(RaggedModelRunner):
             self.adaptive_verification = None
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """vLLM's own; its output says which drafts of a step were chosen (`attach_num_admitted`)."""
+        """vLLM's own; its output says which drafts of the step were chosen, and what those of the step before were
+        worth: their way to the host began behind that step's output."""
+        chances = self.speculator.chances
+        counts, chances.counts = chances.counts, None
         output: Any = super().sample_tokens(grammar_output)
+        inner = getattr(output, "model_runner_output", output)
+        if counts is not None and inner is not None:
+            attach_worth(inner, *counts)
         if self.chosen is not None and self.chosen.admitted_B is not None:
             admitted_B, self.chosen.admitted_B = self.chosen.admitted_B, None
-            attach_num_admitted(getattr(output, "model_runner_output", output), admitted_B)
+            attach_num_admitted(inner, admitted_B)
         return output
 
     def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
