@@ -48,13 +48,15 @@ COUNTERS = {
 @dataclass(frozen=True)
 class Arm:
     """kind: none, eagle3 (stock), stock (P-EAGLE as vLLM runs it, on its V1 runner), peagle (ours, colocated) or remote
-    (ours, the drafter on another GPU). k: K_max. Of `benchmarks.headline`: fixed_k, K that every request asks for, and
-    is_fp8, whether the drafter's weights and activations are in FP8."""
+    (ours, the drafter on another GPU). k: K_max. Of `benchmarks.headline`: fixed_k, K that every request asks for;
+    is_fp8, whether the drafter's weights and activations are in FP8; in_turn, whether each request's first drafts are
+    verified rather than the best of the batch."""
 
     kind: str
     k: int = 0
     fixed_k: int | None = None
     is_fp8: bool = False
+    in_turn: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "Arm":
@@ -63,7 +65,7 @@ class Arm:
 
     def __str__(self) -> str:
         fixed = "" if self.fixed_k is None else f"k{self.fixed_k}"
-        quantized = "fp8" if self.is_fp8 else ""
+        quantized = ("fp8" if self.is_fp8 else "") + ("t" if self.in_turn else "")
         return f"{self.kind}-{self.k}{fixed}{quantized}" if self.k or self.kind == "ours" else self.kind
 
 

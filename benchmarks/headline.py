@@ -18,6 +18,7 @@ Arms, all but the last five plain `vllm serve`; K is K_max:
     remote-K    the same, the drafter a replica of its own: on the next one of `--gpus`, where there are some
     ours-KkF    the server of ours-K, asked for F drafts a step by each request; likewise remote-KkF
     ours-Kfp8   the drafter's weights and activations in FP8; likewise eagle3-Kfp8, stock-Kfp8, ours-KkFfp8
+    ours-Kt     drafts verified in turn: each request's first ones, not the best of the batch
     ours-0      `peagle serve` without a drafter
 
 All have the engine settings of `--engine`; its distributed_executor_backend is for `vllm serve` alone. The arms'
@@ -77,6 +78,7 @@ from deployments.up import HAPROXY_PORTS
 from peagle.heads import prepare_head
 from peagle.provenance import conditions
 from peagle.train.recipe import target_checkpoint
+from peagle.vllm.trimming import CHOICE_KEY
 
 NAME, RANDOM = "model", "random"
 FIRST_PORT, STOP_TIMEOUT_S = 8000, 90
@@ -130,11 +132,11 @@ class Cell:
 
 def parse_arm(text: str, options: argparse.Namespace) -> Arm:
     """Raises ValueError for an arm that is not known, lacks its K or an option, or cannot run here."""
-    found = re.fullmatch(r"([a-z]+3?)(?:-(\d+)(?:k(\d+))?(fp8)?)?", text)
-    kind, k, fixed, fp8 = found.groups() if found else ("", None, None, None)
-    if (fixed and kind not in OURS) or (fp8 and kind not in FP8):
+    found = re.fullmatch(r"([a-z]+3?)(?:-(\d+)(?:k(\d+))?(fp8)?(t)?)?", text)
+    kind, k, fixed, fp8, in_turn = found.groups() if found else ("", None, None, None, None)
+    if (fixed and kind not in OURS) or (fp8 and kind not in FP8) or (in_turn and kind != "ours"):
         kind = ""
-    arm = Arm(kind, int(k or 0), int(fixed) if fixed else None, bool(fp8))
+    arm = Arm(kind, int(k or 0), int(fixed) if fixed else None, bool(fp8), bool(in_turn))
     if arm.kind not in (*HEADS, *OTHERS) or (not arm.k and text not in ("none", "suffix", "ours-0")):
         raise ValueError(
             f"--arms: {text!r} is none, suffix, ours-0, or KIND-K with one of {', '.join((*HEADS, 'draft', 'ngram'))}"
@@ -208,6 +210,8 @@ def command(options: argparse.Namespace, arm: Arm, port: int) -> list[str]:
         speculative = speculative_config(options, arm, head) | further
         return found + (["--speculative-config", json.dumps(speculative)] if speculative else [])
     engine.pop("distributed_executor_backend", None)  # a service of ours decides for itself
+    if arm.in_turn:
+        engine["additional_config"] = engine.get("additional_config", {}) | {CHOICE_KEY: False}
     args: dict[str, Any] = {"model": {"id": NAME, "source": target}, "engine": engine}
     bundle = {"GPU": 1} if options.gpus else {"CPU": 1}
     args["target"] = {"num_replicas": 1, "num_cpus": 0.1, "bundle": bundle}

@@ -17,6 +17,8 @@ from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from peagle.vllm.trimming import CHOICE_KEY
+
 logger = logging.getLogger(__name__)
 
 OLDEST_VERSION = "0.29"
@@ -263,18 +265,36 @@ def chat_part_kinds() -> frozenset[str]:
     return frozenset(importlib.import_module(place).MM_PARSER_MAP)
 
 
+def _is_wanted(config: VllmConfig, key: str) -> bool:
+    """A bool of `additional_config`, by default true. Raises ValueError where it is none."""
+    extra = config.additional_config
+    wanted = extra.get(key, True) if isinstance(extra, Mapping) else True
+    if not isinstance(wanted, bool):
+        raise ValueError(f"additional_config[{key!r}] must be true or false, not {wanted!r}")
+    return wanted
+
+
+def chooses(config: VllmConfig) -> bool:
+    """Whether the best drafts of a batch are to be verified: `additional_config` does not refuse it (`CHOICE_KEY`), and
+    drafts are accepted by the target, on one GPU. Raises ValueError where the key is no bool."""
+    speculative, parallel = config.speculative_config, config.parallel_config
+    return (
+        _is_wanted(config, CHOICE_KEY)
+        and is_tested()
+        and speculative is not None
+        and speculative.rejection_sample_method != "synthetic"
+        and parallel.tensor_parallel_size == parallel.pipeline_parallel_size == 1
+    )
+
+
 def replays_prompts(config: VllmConfig) -> bool:
     """Whether steps with prompts in them are to run as one full CUDA graph: `additional_config` does not refuse it
     (`PROMPT_GRAPHS_KEY`), and nothing happens on the host between the layers of such a step, nor is its attention
     planned there by what is a prompt: no parts of the KV cache to load or save, no image features, no MLA, no ranks
     that share sequences or agree on graphs. Raises ValueError where the key is no bool."""
     parallel, model = config.parallel_config, config.model_config
-    extra = config.additional_config
-    wanted = extra.get(PROMPT_GRAPHS_KEY, True) if isinstance(extra, Mapping) else True
-    if not isinstance(wanted, bool):
-        raise ValueError(f"additional_config[{PROMPT_GRAPHS_KEY!r}] must be true or false, not {wanted!r}")
     return (
-        wanted
+        _is_wanted(config, PROMPT_GRAPHS_KEY)
         and config.kv_transfer_config is None
         and parallel.data_parallel_size == 1
         and parallel.decode_context_parallel_size == 1

@@ -55,6 +55,10 @@ VERIFY_INTERVAL_STEPS = 200
 acceptance stays known. All requests of one step, and not one request in many: the pass of a whole batch is as deep as
 its deepest request."""
 
+CHOICE_KEY = "peagle_choice"
+"""Key of vLLM's `additional_config`: bool, verify the best drafts of a batch rather than each request's first ones
+(`peagle.vllm.chosen`), where that can be. Absent: true."""
+
 WORTH_KEPT = 0.9
 """What is left of what a step's drafts were worth with each step after it."""
 

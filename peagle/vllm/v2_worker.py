@@ -177,17 +177,13 @@ class PEagleRunner(RaggedModelRunner):
         return num_bytes
 
     def _choice(self) -> ChosenDrafts | None:
-        """None where attention plans by the host's view of the rows, or where drafts are accepted by a coin."""
+        """None where it is not wanted, and where attention plans by the host's view of the rows."""
         layers = {name for group in self.kv_cache_config.kv_cache_groups for name in group.layer_names}
-        assert self.speculative_config is not None
         is_usual = (
-            compat.is_tested()
+            compat.chooses(self.vllm_config)
             and get_query_lens_mismatch_unsupported_backend(self.attn_groups, checked_layer_names=layers) is None
             and type(self.model_state) in (DefaultModelState, RenewedState)
             and self.cudagraph_manager.varlen_decode
-            and self.parallel_config.tensor_parallel_size == 1
-            and self.pp_handler is None
-            and self.speculative_config.rejection_sample_method != "synthetic"
             and self.max_num_reqs * triton.next_power_of_2(self.num_speculative_steps) <= MAX_DRAFTS
         )
         return ChosenDrafts(self.speculator.chances, self.input_buffers.query_start_loc) if is_usual else None
