@@ -48,6 +48,9 @@ TARGET: dict[str, Any] = {
 }
 
 
+CHOOSING_SCHEDULER = "benchmarks.choosing_scheduler.ChoosingScheduler"
+
+
 class Recorder:
     """vLLM's `worker_extension_cls`: what the drafter read and proposed, and drafts that are verified in its place."""
 
@@ -85,7 +88,8 @@ class Recorder:
                 return drafts
             step = {
                 "req_ids": list(batch.req_ids),
-                "first": batch.query_start_loc_np[: count + 1].tolist(),
+                "first": batch.query_start_loc[: count + 1].tolist(),
+                "is_chosen": int(batch.num_scheduled_tokens.sum()) != num_rows,
                 "tokens": batch.input_ids[:num_rows].tolist(),
                 "positions": batch.positions[:num_rows].tolist(),
                 "num_sampled": num_sampled.tolist(),
@@ -239,7 +243,7 @@ def engine(folder: Path, args: argparse.Namespace) -> Any:
     }
     if args.phase != "plain":
         kwargs |= {
-            "scheduler_cls": ASYNC_SCHEDULER,
+            "scheduler_cls": CHOOSING_SCHEDULER if args.choice else ASYNC_SCHEDULER,
             "worker_cls": V2_WORKER,
             "worker_extension_cls": "benchmarks.check_drafts.Recorder",
         }
@@ -328,6 +332,7 @@ def main() -> int:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--piecewise", action="store_true", help="steps with prompts, to compare with")
     parser.add_argument("--backend", default="TRITON_ATTN")
+    parser.add_argument("--choice", action="store_true", help="any number of drafts, chosen by the drafter's chances")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--max-model-len", type=int, default=USUAL_LEN, help="prompts and cache grow with it")
     parser.add_argument("--phase", choices=("plain", "none", "drafts"), required=True, help="one engine a process")
@@ -346,7 +351,7 @@ def main() -> int:
         llm.collective_rpc("count_replays")
     if args.phase == "drafts":
         llm.collective_rpc("start_recording", args=({str(index): one for index, one in enumerate(expected)},))
-    outputs = generate(llm, args.max_model_len, args.phase == "drafts")
+    outputs = generate(llm, args.max_model_len, args.phase == "drafts" and not args.choice)
     first_wrong = [
         next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
         for one, other in zip(outputs, expected, strict=True)
@@ -358,6 +363,7 @@ def main() -> int:
         "max_model_len": args.max_model_len,
         "eager": args.eager,
         "piecewise": args.piecewise,
+        "choice": args.choice,
         "num_equal_outputs": sum(one == other for one, other in zip(outputs, expected, strict=True)),
         "num_outputs": len(outputs),
         "first_wrong_token": [place for place in first_wrong if place is not None],
@@ -380,6 +386,7 @@ def judge(steps: list[dict[str, Any]], folder: Path, max_model_len: int) -> dict
         "tokens_a_step": dict(sorted(accepted.items())),
         "steps_by_drafts_ahead": dict(sorted(Counter(step["num_ahead"] for step in steps).items())),
         "steps_with_too_few_rows": sum(min(step["num_made"], default=NUM_DRAFTS) < step["num_ahead"] for step in steps),
+        "steps_chosen": sum(step["is_chosen"] for step in steps),
         "steps_with_requests_left_out": sum(len(step["members"]) < len(step["req_ids"]) for step in steps),
     }
 
