@@ -71,7 +71,7 @@ def test_best_tokens_and_their_chances(dtype: torch.dtype) -> None:
 def test_the_runner_is_told_a_step_that_adds_up() -> None:
     query_start_loc = torch.zeros(9, dtype=torch.int32, device=DEVICE)
     chances = Chances(8, 3, torch.device(DEVICE))
-    chosen = ChosenDrafts(chances, query_start_loc)
+    chosen = ChosenDrafts(chances, query_start_loc, max_logits=100)
     chosen.warm()
     assert chosen.admitted_B is None
     assert chances.counts is None
@@ -91,6 +91,10 @@ def test_the_runner_is_told_a_step_that_adds_up() -> None:
     assert up_to_B1.tolist() == [0, 4, 5, 7, 8]
     assert first_row_B1.tolist() == [0, 4, 5, 7, 57, 57, 57, 57, 57]
     assert num_drafts == 4
+    few = ChosenDrafts(chances, query_start_loc, max_logits=6)
+    few.num_drafts = 4
+    assert few.get_num_tokens({"a": 4, "b": 4, "c": 3, "prompt": 50}, planned) == 2 + 3 + 50
+    assert few.num_drafts == 2
 
 
 def test_chances_are_recorded_and_counted_by_their_worth() -> None:

@@ -66,10 +66,11 @@ class ChosenDrafts:
     those of its methods that one step calls: `add_request`, then `get_num_tokens`, `compact_batch` and
     `reallocate_drafts`."""
 
-    def __init__(self, chances: Chances, query_start_loc: Tensor) -> None:
-        """query_start_loc: the runner's buffer [max_requests + 1], int32."""
+    def __init__(self, chances: Chances, query_start_loc: Tensor, max_logits: int) -> None:
+        """query_start_loc: the runner's buffer [max_requests + 1], int32. max_logits: rows of logits that vLLM verifies
+        at once; more it would split by what the host knows of them."""
         max_requests, device = len(chances.chance_SK), query_start_loc.device
-        self.chances = chances
+        self.chances, self._max_logits = chances, max_logits
         self.num_drafts = 0
         """B of the step that is prepared next."""
         self.admitted_B: Tensor | None = None
@@ -95,6 +96,7 @@ class ChosenDrafts:
         """Rows of the step. Arguments: what the scheduler planned of each request."""
         num_planned = sum(map(len, draft_tokens.values()))
         assert self.num_drafts <= num_planned, (self.num_drafts, num_planned)
+        self.num_drafts = max(0, min(self.num_drafts, self._max_logits - len(num_tokens_per_req)))
         return sum(num_tokens_per_req.values()) - num_planned + self.num_drafts
 
     def compact_batch(

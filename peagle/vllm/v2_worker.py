@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu.attn_utils import get_attn_cg_support, get_query_lens_mi
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import AttentionGroup
 
@@ -186,7 +187,10 @@ class PEagleRunner(RaggedModelRunner):
             and self.cudagraph_manager.varlen_decode
             and self.max_num_reqs * triton.next_power_of_2(self.num_speculative_steps) <= MAX_DRAFTS
         )
-        return ChosenDrafts(self.speculator.chances, self.input_buffers.query_start_loc) if is_usual else None
+        if not is_usual:
+            return None
+        max_logits = get_max_chunk_logits(self.vocab_size)
+        return ChosenDrafts(self.speculator.chances, self.input_buffers.query_start_loc, max_logits)
 
     def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
         num_drafts = num_chosen_of(scheduler_output)
