@@ -66,6 +66,9 @@ MORE_TO_CHOOSE = 3
 """Drafts that a request may have in a step whose drafts are chosen, beyond the mean. The drafter's pass is as deep, and
 few of the best drafts are deeper."""
 
+CHOICE_INTERVAL_STEPS = 50
+"""The same where drafts are chosen, for then no other step says how many survive."""
+
 MIN_DRAFTED = 100
 """Requests, summed over steps, that are drafted before a pass is left out: acceptance has been measured by then."""
 
@@ -180,17 +183,19 @@ class Trimmer:
         ]
         if looks and other is not None:
             return depths
-        if depths == max_ks:
+        num_chosen = None
+        if self.chooses and self._worth is not None and None not in survivals:
+            num, most = len(requests), sum(max_ks)
+            seconds = self._newest_costs().curve(num, most, context_tokens, prompt_tokens, is_drafted=True)
+            num_chosen = best_total((num * self._worth).tolist(), num, most, seconds)
+        interval = VERIFY_INTERVAL_STEPS if num_chosen is None else CHOICE_INTERVAL_STEPS
+        if depths == max_ks and num_chosen is None:
             self._verified_at_step = self.model.num_steps
-        elif not prompt_tokens and self.model.num_steps - self._verified_at_step >= VERIFY_INTERVAL_STEPS:
+        elif not prompt_tokens and self.model.num_steps - self._verified_at_step >= interval:
             self._verified_at_step, self._verifies_all = self.model.num_steps, True
             return max_ks
-        if self.chooses and self._worth is not None and None not in survivals:
-            num, costs = len(requests), self._newest_costs()
-            most = sum(max_ks)
-            seconds = costs.curve(num, most, context_tokens, prompt_tokens, is_drafted=True)
-            self.num_chosen = best_total((num * self._worth).tolist(), num, most, seconds)
-        self._decided = batch, depths, self.num_chosen
+        self.num_chosen = num_chosen
+        self._decided = batch, depths, num_chosen
         return depths
 
     def hear_worth(self, counts: Sequence[int], num_requests: int) -> None:
