@@ -7,7 +7,8 @@ only, so trimming costs no draft quality and keeps the distribution of the outpu
 
 Given to vLLM as an import string, `scheduler_cls=SYNC_SCHEDULER` or `ASYNC_SCHEDULER` of `peagle.vllm.engine`, for its
 V1 and its V2 model runner. Where requests carry survivals and the engine knows its step times, drafts beyond what pays
-in the step at hand are trimmed too (`peagle.vllm.trimming`); never deepened.
+in the step at hand are trimmed too (`peagle.vllm.trimming`); never deepened. Where the worker can choose which drafts
+are verified (`peagle.vllm.chosen`), somewhat more are planned than pay, and the step says how many it verifies.
 Knows nothing of workloads or of how K is chosen.
 """
 
@@ -68,6 +69,12 @@ class _PerRequestDepth(_Base):
     answer to the client belongs to the edge.
     """
 
+    _is_choice = False
+    """The worker chooses among the drafts of the next step, `_chosen_share` a request."""
+    _chosen_share = 0.0
+    _chosen_step: list[VerifiedStep] | None = None
+    """Of a step whose drafts were chosen, while its output is taken in: what was verified and accepted."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         compat.check("scheduler", self)
@@ -84,9 +91,6 @@ class _PerRequestDepth(_Base):
         self._without_drafts: set[str] = set()
         # Prompts that wait for room in the KV cache run in no step, and must not trim all of them.
         self._is_stuck = False
-        # The worker chooses among the drafts of the next step so many a request.
-        self._is_choice, self._chosen_share = False, 0.0
-        self._chosen_step: list[VerifiedStep] | None = None
         self._steps: dict[str, list[VerifiedStep]] = {}
         self._rejections = Rejections(self.num_spec_tokens)
         self._coalescer = OutputCoalescer(self.scheduler_config.stream_interval)
