@@ -30,6 +30,7 @@ from cluster.counts import TargetReport, WorkloadCounts
 from cluster.depth import WORTH_LEVELS
 from cluster.request import DepthPolicy, Drafting
 from cluster.step_time import StepCostModel, StepCosts, TimedStep
+from peagle.provenance import conditions
 from peagle.vllm.acceptance import SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.trimming import MORE_TO_CHOOSE, Trimmer
 
@@ -293,6 +294,17 @@ def best_drafts(requests: Sequence[Request], limits: Sequence[int], num_drafts: 
     return found
 
 
+def chances_and_acceptance(answers: Sequence[Answer]) -> dict[str, list[float]] | None:
+    """Means over all places of the answers, by depth: `chance`, the product of the drafter's chances up to a draft, and
+    `accepted`, the share of places where it and all before it are; None without chances."""
+    if any(answer.chances is None for answer in answers):
+        return None
+    chance_NK = np.concatenate([answer.chances for answer in answers if answer.chances is not None]).cumprod(axis=1)
+    accepted_N = np.frombuffer(b"".join(answer.accepted for answer in answers), np.uint8)
+    accepted_NK = accepted_N[:, None] > np.arange(chance_NK.shape[1])
+    return {name: x.mean(axis=0).round(4).tolist() for name, x in (("chance", chance_NK), ("accepted", accepted_NK))}
+
+
 class Learned:
     """The product: `DepthControl` in the ingress and `Trimmer` in the scheduler, with one replica."""
 
@@ -442,8 +454,10 @@ def main(
     requests: Annotated[int, typer.Option(help="Requests of each run.")] = 600,
     points: Annotated[bool, typer.Option(help="The engine measures itself at its start.")] = False,
     traces: Annotated[Path, typer.Option(help="Recorded acceptance.")] = TRACES,
+    out: Annotated[Path | None, typer.Option(help="JSON with the figures and their conditions.")] = None,
 ) -> None:
     """Print tokens per second by K, learned K and the oracle, at several numbers of clients."""
+    rates_by_clients: dict[int, dict[str, float]] = {}
     answers, table = load_answers(traces), TableEngine.load(ENGINES[engine])
     pools = {name: select(answers, *kind) for name, kind in MIXES[mix].items()}
     document = points_of(table, 128) if points else None
@@ -452,8 +466,12 @@ def main(
         rates = compare(table, pools, load, lambda: Learned(engine != "cpu", document))
         if "chosen=1" in rates:
             rates["learned, chosen"] = simulate(table, pools, Learned(engine != "cpu", document, chooses=True), load)
+        rates_by_clients[concurrency] = {name: round(rate, 1) for name, rate in rates.items()}
         cells = "  ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
         typer.echo(f"{concurrency:4d} clients: {cells}  learned/best fixed {learned_share(rates):.3f}")
+    if out is not None:
+        found = {"tokens_per_s": rates_by_clients, "by_depth": chances_and_acceptance(answers)}
+        out.write_text(json.dumps({"mix": mix, "engine": engine, **found, "conditions": conditions()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

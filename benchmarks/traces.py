@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from peagle.checkpoint import build_drafter, load_head
-from peagle.evaluate import LOGIT_ROWS, load_answers, replay, sequences
+from peagle.evaluate import LOGIT_ROWS, answer_anchors, load_answers, replay, sequences
 from peagle.model import Drafter
 from peagle.train.cod import next_tokens, row_inputs
 from peagle.train.data import Conversations
@@ -51,10 +51,7 @@ def chances(drafter: Drafter, target: Target, data: Conversations, walked: list[
             )
             attend.keep(index_R, anchor_R)
             embeds_BRH, hidden_BRH = (x[:, -1:].expand(-1, len(anchor_R), -1) for x in (embeds_BMH, hidden_BMH))
-        ends = data.lengths[indices].cumsum()
-        for index, end in zip(indices, ends.tolist(), strict=True):
-            first = end - int(data.lengths[index]) + int(data.prompt_lengths[index]) - 1
-            found[index] = chance_NK[first : end - 2].cpu().numpy()
+        found |= {index: chance_NK[anchors].cpu().numpy() for index, anchors in answer_anchors(data, indices).items()}
     return [found[index] for index in walked]
 
 

@@ -188,10 +188,7 @@ def replay(
     found: dict[int, np.ndarray] = {}
     for indices, batch in sequences(data, walked):
         accepted_N = _accepted(drafter, target, batch.to(target.device), num_depths).cpu().numpy().astype(np.uint8)
-        ends = data.lengths[indices].cumsum()
-        for index, end in zip(indices, ends.tolist(), strict=True):
-            first = end - int(data.lengths[index]) + int(data.prompt_lengths[index]) - 1
-            found[index] = accepted_N[first : end - 2]
+        found |= {index: accepted_N[anchors] for index, anchors in answer_anchors(data, indices).items()}
     return Replay([found[index] for index in walked], walked, skipped, num_depths)
 
 
@@ -207,6 +204,16 @@ def sequences(data: Conversations, indices: list[int]) -> Iterator[tuple[list[in
     for group in [*groups, *pack(data.lengths, PACK_TOKENS, order[~is_long])]:
         whole, num_tokens = packer.assemble([group]), int(data.lengths[group].sum())
         yield group, Batch(*(getattr(whole, field.name)[:, :num_tokens] for field in dataclasses.fields(Batch)))
+
+
+def answer_anchors(data: Conversations, indices: list[int]) -> dict[int, slice]:
+    """Of each conversation of a packed sequence: anchors in it whose first draft is a token of the answer."""
+    ends = data.lengths[indices].cumsum().tolist()
+    starts = [
+        end - int(data.lengths[index]) + int(data.prompt_lengths[index])
+        for index, end in zip(indices, ends, strict=True)
+    ]
+    return {index: slice(start - 1, end - 2) for index, start, end in zip(indices, starts, ends, strict=True)}
 
 
 def _accepted(drafter: Drafter, target: Target, batch: Batch, num_depths: int) -> Tensor:

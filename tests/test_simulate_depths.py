@@ -16,6 +16,7 @@ from benchmarks.simulate_depths import (
     Request,
     TableEngine,
     acceptance_length,
+    chances_and_acceptance,
     compare,
     learned_share,
     load_answers,
@@ -120,3 +121,10 @@ def test_drafts_chosen_by_chances_are_the_best_of_the_batch() -> None:
     # Products: 0.9 0.81 0.08, 0.5 0.45 0.41, 0.99 0.2 0.18.
     assert Chosen(1).depths(requests, 0) == [2, 0, 1]
     assert Chosen(2).depths(requests, 0) == [2, 3, 1]
+
+
+def test_chances_are_compared_with_what_is_accepted() -> None:
+    chances = np.array([[0.5, 0.5], [1.0, 0.5]])
+    answers = [Answer("code", 0.0, bytes([0, 2]), chances), Answer("code", 0.0, bytes([1, 1]), chances)]
+    assert chances_and_acceptance(answers) == {"chance": [0.75, 0.375], "accepted": [0.75, 0.25]}
+    assert chances_and_acceptance([*answers, Answer("code", 0.0, b"\0")]) is None
