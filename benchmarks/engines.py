@@ -1,14 +1,16 @@
-"""Speed of engines with random weights of a real shape, at equal synthetic acceptance: tokens/s and time of a step.
+"""Speed of engines with random weights of a real shape, at equal acceptance: tokens/s and time of a step.
 
-    python -m benchmarks.engines --arm peagle-7 --out FILE [--requests 1 8 32] [--seconds 4]
+    python -m benchmarks.engines --arm peagle-7 --out FILE [--requests 1 8 32] [--seconds 4] [--traces FILE]
     python -m benchmarks.engines --arm peagle-7 remote-7 --rounds 3 --kv-gib 6 --shape LLAMA_8B --out FILE
 
 One engine a process. A cell keeps so many requests in flight, each replaced by another when it ends: prompts of 128
 random tokens, answers of 128 to 384, so steps with prompts are among those counted, as in service. Nothing is streamed.
 Steps, tokens and accepted drafts are vLLM's own counters over a window of time. All arms have the same CUDA graph
-sizes, the same sampling and the same acceptance by position, and the worker in a process of its own (`--executor`);
-else stock arms are vLLM as it comes. Several arms start together, their engines all on the GPU, and are measured in
-turn, round by round: ratios are then of one host and of the same minutes.
+sizes, the same sampling and the same acceptance, and the worker in a process of its own (`--executor`); else stock arms
+are vLLM as it comes. Acceptance is by position (`SURVIVAL`) or, with `--traces`, each request's that of an answer which
+a real head drafted (`benchmarks.replayed`), two workloads mixed. Several arms start together, their engines all on the
+GPU, and are measured in turn, round by round: ratios are then of one host and of the same minutes. `peagle-Kt` verifies
+each request's first drafts where `peagle-K` may choose the best of the batch.
 """
 
 import argparse
@@ -23,13 +25,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peagle.provenance import conditions
+
+if TYPE_CHECKING:
+    from benchmarks.replayed import Replay
 
 SURVIVAL = (0.80, 0.64, 0.50, 0.39, 0.30, 0.22, 0.17, 0.13, 0.10, 0.075, 0.055, 0.04)
 """Chance that the first i drafts are accepted; beyond the seventh continued by hand at the same ratio."""
@@ -60,8 +65,8 @@ class Arm:
 
     @classmethod
     def parse(cls, text: str) -> "Arm":
-        kind, _, k = text.partition("-")
-        return cls(kind, int(k or 0))
+        kind, _, k = text.removesuffix("t").partition("-")
+        return cls(kind, int(k or 0), in_turn=text.endswith("t"))
 
     def __str__(self) -> str:
         fixed = "" if self.fixed_k is None else f"k{self.fixed_k}"
@@ -147,13 +152,20 @@ class Segments:
 
 
 def engine_settings(
-    arm: Arm, folder: Path, shape: dict[str, Any], kv_gib: int, prompt_graphs: bool = True, executor: str = "mp"
+    arm: Arm,
+    folder: Path,
+    shape: dict[str, Any],
+    kv_gib: int,
+    prompt_graphs: bool = True,
+    executor: str = "mp",
+    replays: bool = False,
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's `AsyncEngineArgs`. prompt_graphs: `compat.PROMPT_GRAPHS_KEY`, of our arms. executor:
-    vLLM's distributed_executor_backend, of all arms."""
+    vLLM's distributed_executor_backend, of all arms. replays: acceptance is not vLLM's synthetic one."""
     from benchmarks.models import write_embedding, write_head, write_target
     from peagle.vllm import compat
     from peagle.vllm.engine import RemoteSettings, capture_sizes, engine_kwargs
+    from peagle.vllm.trimming import CHOICE_KEY
 
     name = f"{arm.kind}-{arm.k}"
     target_dir, head_dir = write_target(folder / f"target-{name}", shape), folder / f"head-{name}"
@@ -168,7 +180,7 @@ def engine_settings(
         "enable_prefix_caching": False,
         "distributed_executor_backend": executor,
         "cudagraph_capture_sizes": capture_sizes(MAX_NUM_SEQS * (1 + max(arm.k, 7))),
-        "worker_extension_cls": "benchmarks.engines.Segments",
+        "worker_extension_cls": "benchmarks.replayed.Replayed" if replays else "benchmarks.engines.Segments",
     }
     stock = {"model": str(target_dir), "dtype": "bfloat16", "async_scheduling": True, **common}
     if arm.kind == "none":
@@ -178,7 +190,7 @@ def engine_settings(
         write_head(head_dir, arm.k, shape, num_layers=4 if parallel else 1, parallel=parallel)
     if arm.kind in ("peagle", "remote"):
         compat.allow_v2()
-        common["additional_config"] = {compat.PROMPT_GRAPHS_KEY: prompt_graphs}
+        common["additional_config"] = {compat.PROMPT_GRAPHS_KEY: prompt_graphs, CHOICE_KEY: not arm.in_turn}
         remote = None
         if arm.kind == "remote":
             write_embedding(target_dir, shape)  # the drafter's process reads it there
@@ -187,11 +199,10 @@ def engine_settings(
     else:
         speculative = {"method": "eagle3", "model": str(head_dir), "num_speculative_tokens": arm.k}
         kwargs = {**stock, "speculative_config": {**speculative, "parallel_drafting": parallel}}
-    kwargs["speculative_config"] |= {
-        "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_rates": list(SURVIVAL[: arm.k]),
-        "draft_load_config": {"load_format": "safetensors"},
-    }
+    kwargs["speculative_config"]["draft_load_config"] = {"load_format": "safetensors"}
+    if not replays:
+        synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(SURVIVAL[: arm.k])}
+        kwargs["speculative_config"] |= synthetic
     return kwargs
 
 
@@ -309,24 +320,31 @@ class LearnedDepths:
         """What K rests on now: survivals and step costs."""
         return {**self._control.document(time.monotonic()), "step_costs": self._control.costs.to_wire()}
 
-    def extra_args(self) -> dict[str, Any]:
+    def extra_args(self, workload: str) -> dict[str, Any]:
         from cluster.request import Drafting
         from peagle.vllm.acceptance import DEPTH_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
-        drafting = self._control.settle(Drafting("load", self._k_max, "default"), time.monotonic())
+        drafting = self._control.settle(Drafting(workload, self._k_max, "default"), time.monotonic())
         args = {DEPTH_KEY: drafting.max_k, WORKLOAD_KEY: drafting.workload}
         return {**args, SURVIVAL_KEY: list(drafting.survival)} if drafting.survival else args
 
 
 class Load:
-    """A number of requests in flight. depths: K of a request is drawn from these; None: K_max."""
+    """A number of requests in flight. depths: K of a request is drawn from these; None: K_max. replays: answers that
+    requests replay, drawn anew by each."""
 
-    def __init__(self, engine: Any, depths: tuple[int, ...] | None, learned: LearnedDepths | None = None) -> None:
-        self._engine, self._depths, self._learned, self._count = engine, depths, learned, 0
+    def __init__(
+        self,
+        engine: Any,
+        depths: tuple[int, ...] | None,
+        learned: LearnedDepths | None = None,
+        replays: "Sequence[Replay]" = (),
+    ) -> None:
+        self._engine, self._depths, self._learned, self._replays, self._count = engine, depths, learned, replays, 0
 
-    def _extra_args(self, draw: random.Random) -> dict[str, Any] | None:
+    def _extra_args(self, draw: random.Random, workload: str) -> dict[str, Any] | None:
         if self._learned is not None:
-            return self._learned.extra_args()
+            return self._learned.extra_args(workload)
         return {"peagle_k": draw.choice(self._depths)} if self._depths else None
 
     async def measure(self, num_requests: int, seconds: float, segments_s: float) -> dict[str, Any]:
@@ -367,19 +385,24 @@ class Load:
         draw, is_first = random.Random(index), True
         while True:
             self._count += 1
-            length = draw.randint(*OUTPUT_TOKENS)
+            replay = draw.choice(self._replays) if self._replays else None
+            length = replay.length if replay else draw.randint(*OUTPUT_TOKENS)
+            # The first ones end at different times.
+            num_tokens = draw.randint(min(16, length), length) if is_first else length
             params = SamplingParams(
                 temperature=0.0,
                 ignore_eos=True,
-                # The first ones end at different times.
-                max_tokens=draw.randint(16, length) if is_first else length,
+                max_tokens=num_tokens,
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
-                extra_args=self._extra_args(draw),
+                extra_args=self._extra_args(draw, replay.workload if replay else "load"),
             )
             is_first = False
+            request_id = f"{id(self)}-{self._count}"
+            if replay:
+                request_id = f"{id(self)}-{replay.request_id(self._count, length - num_tokens)}"
             prompt = TokensPrompt(prompt_token_ids=[draw.randrange(1000, 40_000) for _ in range(PROMPT_TOKENS)])
-            async for _ in self._engine.generate(prompt, params, f"{id(self)}-{self._count}"):
+            async for _ in self._engine.generate(prompt, params, request_id):
                 pass
 
 
@@ -395,7 +418,8 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     arm, shape = Arm.parse(name), dict(getattr(models, args.shape))
     if args.num_layers:
         shape = models.shortened(shape, args.num_layers)
-    settings = engine_settings(arm, args.folder, shape, args.kv_gib, not args.piecewise, args.executor)
+    replays = args.traces is not None
+    settings = engine_settings(arm, args.folder, shape, args.kv_gib, not args.piecewise, args.executor, replays)
     with contextlib.ExitStack() as stack:
         if arm.kind == "remote":
             log = args.out.with_suffix(".drafter")
@@ -429,7 +453,11 @@ def write(out: Path, report: dict[str, Any], settings: dict[str, Any]) -> None:
 async def measure_arm(engine: Any, args: argparse.Namespace, report: dict[str, Any], settings: dict[str, Any]) -> None:
     """Every cell, round by round, then where a step's time goes; written as it comes."""
     await engine.collective_rpc("make_drafts_random")
+    if args.traces:
+        await engine.collective_rpc("replay", args=(str(args.traces.resolve()),))
     arm, learned, observing = Arm.parse(args.arm[0]), None, None
+    if arm.kind not in ("peagle", "remote"):
+        args.depths = None
     if "learned" in (args.depths or ()):
         learned = LearnedDepths(engine, arm.k)
         observing = asyncio.create_task(learned.observe_forever())
@@ -441,7 +469,7 @@ async def measure_arm(engine: Any, args: argparse.Namespace, report: dict[str, A
                 write(args.out, report, settings)
     if observing is not None:
         observing.cancel()
-    if arm.kind != "stock":
+    if arm.kind != "stock" and not args.traces:
         async with turns:
             await engine.collective_rpc("start_segments")
             report["segments"] = [await Load(engine, None).measure(count, 0.2, 1.0) for count in (1, 8, 32, 64, 128)]
@@ -452,9 +480,14 @@ async def measure_cells(
     engine: Any, args: argparse.Namespace, learned: LearnedDepths | None
 ) -> AsyncIterator[dict[str, Any]]:
     """Every cell once."""
+    replays: Sequence[Replay] = ()
+    if args.traces:
+        from benchmarks.replayed import load_replays
+
+        replays = load_replays(args.traces)
     for mix in args.depths or ["all"]:
         depths = None if mix in ("all", "learned") else tuple(map(int, mix.split("/")))
-        load = Load(engine, depths, learned if mix == "learned" else None)
+        load = Load(engine, depths, learned if mix == "learned" else None, replays)
         for num_requests in args.requests if depths is None else args.mixed_requests:
             row = {"depths": mix, **await load.measure(num_requests, args.seconds, 0.0)}
             if mix == "learned" and learned is not None:
@@ -467,8 +500,11 @@ async def measure_cells(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arm", nargs="+", required=True, help="none, eagle3-K, stock-K, peagle-K or remote-K")
+    parser.add_argument(
+        "--arm", nargs="+", required=True, help="none, eagle3-K, stock-K, peagle-K, peagle-Kt or remote-K"
+    )
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--traces", type=Path, help="acceptance of these answers (`benchmarks.traces --chances`)")
     parser.add_argument("--kv-gib", type=int, default=20, help="KV cache of each engine")
     parser.add_argument("--turn", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--drafter-gpu", default="1", help="of a remote drafter")
@@ -489,7 +525,7 @@ def main() -> int:
     parser.add_argument(
         "--depths",
         nargs="+",
-        help="K of requests: all (K_max), learned (as the service does), or such as 3 or 0/3/7, drawn from",
+        help="K of requests of our arms: all (K_max), learned (as the service does), or such as 3 or 0/3/7, drawn from",
     )
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
