@@ -53,10 +53,9 @@ class Chances:
     def record(self, chance_BK: Tensor, place_B: Tensor, depth: int) -> None:
         """The first `depth` chances of a batch's requests."""
         num_requests, k_max = len(place_B), chance_BK.shape[1]
-        _record_kernel[(1,)](
+        _record_kernel[(len(WORTH_LEVELS),)](
             chance_BK, place_B, self.chance_SK, self._levels_L, self._counts_L, num_requests, depth,
-            K=k_max, COLUMNS=triton.next_power_of_2(k_max), ROWS=triton.next_power_of_2(num_requests),
-            LEVELS=len(WORTH_LEVELS), num_warps=8,
+            K=k_max, COLUMNS=triton.next_power_of_2(k_max), ROWS=triton.next_power_of_2(num_requests), num_warps=8,
         )  # fmt: skip
         self.counts = self._counts_L.to("cpu", non_blocking=True), num_requests
 
@@ -119,9 +118,10 @@ class ChosenDrafts:
         """(rows of logits before each request and in all [B + 1], rows of the step before each request
         [max_requests + 1], B)."""
         num_requests = len(req_ids)
-        planned = async_tensor_h2d(
-            np.stack([self._limit_B, self._rest_B]).astype(np.int32), device=self._admitted_B.device
-        )
+        # Each row begins where memory is aligned: the kernel is compiled again for a pointer that is not.
+        planned_np = np.zeros((2, -(-num_requests // 4) * 4), np.int32)
+        planned_np[:, :num_requests] = self._limit_B, self._rest_B
+        planned = async_tensor_h2d(planned_np, device=self._admitted_B.device)
         choose_drafts(
             self.chances.chance_SK,
             idx_mapping,
@@ -190,17 +190,19 @@ def _best_kernel(logits_NV, stride, ids_N, chance_N, vocabulary, BLOCK: tl.const
 @triton.jit(do_not_specialize=["num_requests", "num_depths"])
 def _record_kernel(
     chance_BK, place_B, chance_SK, levels_L, counts_L, num_requests, num_depths,
-    K: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr,
+    K: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """One program a level of worth; the first one also records."""
+    level = tl.program_id(0)
     request, depth = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     is_request = request < num_requests
     place = tl.load(place_B + request, mask=is_request, other=0)
     is_draft = is_request[:, None] & (depth[None, :] < num_depths) & (depth[None, :] < K)
     chance = tl.load(chance_BK + request[:, None] * K + depth[None, :], mask=is_draft, other=0.0)
-    tl.store(chance_SK + place[:, None] * K + depth[None, :], chance, mask=is_draft)
+    if level == 0:
+        tl.store(chance_SK + place[:, None] * K + depth[None, :], chance, mask=is_draft)
     worth = tl.where(is_draft, tl.cumprod(tl.where(chance == chance, chance, 0.0), axis=1), -1.0)
-    for level in range(LEVELS):
-        tl.store(counts_L + level, tl.sum((worth >= tl.load(levels_L + level)).to(tl.int32)))
+    tl.store(counts_L + level, tl.sum((worth >= tl.load(levels_L + level)).to(tl.int32)))
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_drafts", "num_rows"])
