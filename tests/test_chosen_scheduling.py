@@ -12,6 +12,7 @@ from cluster.depth import WORTH_LEVELS, best_total
 from cluster.step_time import StepCostModel
 from peagle.vllm.acceptance import (
     Rejections,
+    VerifiedStep,
     attach_num_admitted,
     choose_drafts,
     drafts_ahead,
@@ -152,10 +153,10 @@ def test_what_was_chosen_counts_in_vllm_s_figures_and_not_as_survival(
     attach_num_admitted(result, [4, 1])
     one.update_from_output(output, result)
     assert counted == [(4, 3), (1, 0)]
-    assert one._steps == {}
+    assert one._steps == {"a": [VerifiedStep(4, 3, is_chosen=True)], "b": [VerifiedStep(1, 0, is_chosen=True)]}
     assert one._rejections.expected_of_chosen(100) == 20, "two of five, less a bound of what it varies by"
     one.update_from_output(scheduled(requests), SimpleNamespace(req_ids=["a", "b"]))
-    assert one._steps == {"a": [(4, 3)], "b": [(4, 0)]}
+    assert [steps[1] for steps in one._steps.values()] == [VerifiedStep(4, 3), VerifiedStep(4, 0)]
 
 
 def test_fewer_of_the_chosen_drafts_are_expected_to_fail(one: Any) -> None:

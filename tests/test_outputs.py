@@ -15,7 +15,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
 from cluster.counts import Counts
-from peagle.vllm.acceptance import STEPS_HEADER, Rejections, counts_of_steps, steps_text
+from peagle.vllm.acceptance import STEPS_HEADER, Rejections, VerifiedStep, counts_of_steps, steps_text
 from peagle.vllm.outputs import (
     MAX_CHUNKS_PER_S,
     MAX_HELD_TOKENS,
@@ -228,7 +228,7 @@ def test_each_client_gets_what_is_due_to_it_and_steps_wait_with_their_tokens(mon
     assert sent[1][0].scheduler_stats is sent[2][0].scheduler_stats is stats
     assert sent[2][1].finished_requests == {"z"}
     assert sent[3][0].outputs[0].trace_headers == {STEPS_HEADER: "7,1 7,2 7,3"}
-    assert found._steps == {"b": [(7, 1), (7, 2), (7, 3)]}
+    assert found._steps == {"b": [VerifiedStep(7, 1), VerifiedStep(7, 2), VerifiedStep(7, 3)]}
 
 
 def test_drafts_behind_the_end_of_a_grammar_count_neither_as_verified_nor_as_accepted(
@@ -238,7 +238,7 @@ def test_drafts_behind_the_end_of_a_grammar_count_neither_as_verified_nor_as_acc
     found = scheduler(monkeypatch, [], Engine("a"))
     found.make_spec_decoding_stats(None, 3, 2, {"a": 2}, "a")
     found.make_spec_decoding_stats(None, 2, 1, {"a": 2}, "a")
-    assert found._steps == {"a": [(1, 1)]}
+    assert found._steps == {"a": [VerifiedStep(1, 1)]}
     assert counts_of_steps({steps_text(found._steps["a"]): 1}) == Counts([1], [1], [1])
 
 

@@ -40,6 +40,7 @@ from peagle.vllm.acceptance import (
     WORKLOAD_KEY,
     DraftingRecorder,
     RequestDrafting,
+    VerifiedStep,
     attach_num_drafts,
     num_drafts_of,
     steps_text,
@@ -256,13 +257,13 @@ def make_request(internal_id: str, external_id: str, **extra_args: Any) -> Engin
     )
 
 
-def last_output(internal_id: str, steps: list[tuple[int, int]]) -> EngineCoreOutput:
+def last_output(internal_id: str, steps: list[tuple[int, ...]]) -> EngineCoreOutput:
     """Final output of a request: three tokens, and the report of `steps`."""
     return EngineCoreOutput(
         request_id=internal_id,
         new_token_ids=[5, 6, 7],
         finish_reason=FinishReason.LENGTH,
-        trace_headers={"traceparent": "00-1", STEPS_HEADER: steps_text(steps)},
+        trace_headers={"traceparent": "00-1", STEPS_HEADER: steps_text(VerifiedStep(*step) for step in steps)},
     )
 
 
@@ -288,6 +289,23 @@ def test_prompts_of_one_completion_are_summed(processor: OutputProcessor) -> Non
     assert recorder.pop("cmpl-x") == RequestDrafting("cmpl-x", "code", 2, counts, 6, 2)
     assert recorder.pop("cmpl-x") is None
     assert recorder.workloads() == {"code": WorkloadCounts(2, 2, 0, 6, 2, counts)}
+
+
+def test_steps_whose_drafts_were_chosen_are_a_request_s_and_say_nothing_of_survival(
+    processor: OutputProcessor,
+) -> None:
+    recorder = DraftingRecorder()
+    recorder.attach(SimpleNamespace(output_processor=processor))
+    processor.add_request(make_request("a", "a", **{WORKLOAD_KEY: "code"}), None)
+    output = last_output("a", [(7, 2), (5, 5, True), (1, 0, True)])
+    output.finish_reason = None
+    processor.process_outputs([output])
+    assert recorder.workloads()["code"].counts == counts_of([(7, 2)])
+    processor.process_outputs([last_output("a", [(3, 3, True)])])
+    assert recorder.workloads()["code"].counts == counts_of([(7, 2)])
+    record = recorder.pop("a")
+    assert record is not None
+    assert record.counts == counts_of([(7, 2), (5, 5), (1, 0), (3, 3)])
 
 
 def test_bounds_of_the_recorder(processor: OutputProcessor) -> None:

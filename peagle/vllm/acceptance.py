@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from cluster.counts import Counts, WorkloadCounts
 from cluster.request import DEFAULT_WORKLOAD
@@ -40,7 +40,7 @@ LEARN_KEY = "peagle_learn"
 """`extra_args` key: str, name of the caller whose answers may be kept to train heads on. Absent: none of it is kept."""
 
 STEPS_HEADER = "x-peagle-steps"
-"""A request's `VerifiedStep`s that were not reported yet, oldest first: "7,3 7,0 5,5"."""
+"""A request's `VerifiedStep`s that were not reported yet, oldest first: "7,3 7,0 5,5c"."""
 
 STEP_COSTS_HEADER = "x-peagle-step-costs"
 """What the scheduler has learned of its step times, in the form of `cluster.step_time`."""
@@ -48,22 +48,33 @@ STEP_COSTS_HEADER = "x-peagle-step-costs"
 WHOLE_ANSWERS = ("None", "stop", "length")
 """vLLM's finish reasons, as text, of an answer of which every token may be learned from."""
 
-VerifiedStep = tuple[int, int]
-"""(drafts verified, drafts accepted) of one request in one engine step; verified in 1..K, accepted in 0..verified."""
+
+class VerifiedStep(NamedTuple):
+    """One request in one engine step. Drafts verified, 1..K, and accepted, 0..verified; is_chosen: the worker chose how
+    many (`peagle.vllm.chosen`). Deep drafts are among the chosen ones where they are likely, so of survival such a step
+    says nothing."""
+
+    num_verified: int
+    num_accepted: int
+    is_chosen: bool = False
+
+
+CHOSEN = "c"
 
 
 def steps_text(steps: Iterable[VerifiedStep]) -> str:
     """What stands under `STEPS_HEADER`. Words and not JSON: the process of `DraftingRecorder`, which is full first,
     counts them as they are."""
-    return " ".join([f"{verified},{accepted}" for verified, accepted in steps])
+    return " ".join([f"{verified},{accepted}{CHOSEN if is_chosen else ''}" for verified, accepted, is_chosen in steps])
 
 
-def counts_of_steps(steps: Mapping[str, int]) -> Counts:
-    """Counts of steps: how often each word of a `steps_text` came."""
+def counts_of_steps(steps: Mapping[str, int], *, of_survival: bool = False) -> Counts:
+    """Counts of steps: how often each word of a `steps_text` came. of_survival: less those that say nothing of it."""
     counts = Counts()
     for step, number in steps.items():
-        num_verified, num_accepted = step.split(",")
-        counts.add_step(int(num_verified), int(num_accepted), number)
+        if not (of_survival and step.endswith(CHOSEN)):
+            num_verified, num_accepted = step.removesuffix(CHOSEN).split(",")
+            counts.add_step(int(num_verified), int(num_accepted), number)
     return counts
 
 
@@ -355,7 +366,7 @@ class DraftingRecorder:
         )
 
     def workloads(self) -> dict[str, WorkloadCounts]:
-        """Counts of each workload since `attach`, whatever became of its requests.
+        """Counts of each workload since `attach`, whatever became of its requests; of steps those that tell survival.
 
         Not in it: of a request that was aborted, a step still running in the engine, and those whose tokens were held
         back there.
@@ -365,7 +376,7 @@ class DraftingRecorder:
         for request_id, live in self._live.items():
             running.setdefault(live.workload, Counter()).update(self._steps[request_id])
         for workload, steps in running.items():
-            found[workload].counts += counts_of_steps(steps)
+            found[workload].counts += counts_of_steps(steps, of_survival=True)
         return found
 
     def context_tokens(self) -> float:
@@ -422,9 +433,10 @@ class DraftingRecorder:
             if internal_id in still_open or (record := self._live.pop(internal_id, None)) is None:
                 continue
             record.is_aborted = is_aborted
-            record.counts = counts_of_steps(self._steps.pop(internal_id))
+            steps = self._steps.pop(internal_id)
+            record.counts = counts_of_steps(steps)
             totals = self._workloads[record.workload]
-            totals.counts += record.counts
+            totals.counts += counts_of_steps(steps, of_survival=True)
             totals.num_finished += not is_aborted
             totals.num_aborted += is_aborted
             totals.num_output_tokens += record.num_output_tokens

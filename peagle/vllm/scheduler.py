@@ -72,7 +72,7 @@ class _PerRequestDepth(_Base):
     _is_choice = False
     """The worker chooses among the drafts of the next step, `_chosen_share` a request."""
     _chosen_share = 0.0
-    _chosen_step: list[VerifiedStep] | None = None
+    _chosen_step: list[tuple[int, int]] | None = None
     """Of a step whose drafts were chosen, while its output is taken in: what was verified and accepted."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -178,13 +178,13 @@ class _PerRequestDepth(_Base):
         """
         num_verified = num_draft_tokens - (num_invalid_spec_tokens or {}).get(request_id, 0)
         if num_verified > 0:
-            step = num_verified, min(num_accepted_tokens, num_verified)
+            num_accepted = min(num_accepted_tokens, num_verified)
+            is_chosen = self._chosen_step is not None
+            self._steps.setdefault(request_id, []).append(VerifiedStep(num_verified, num_accepted, is_chosen))
             if self._chosen_step is not None:
-                # Deep drafts are among the chosen ones where they are likely: of survival such steps say nothing.
-                self._chosen_step.append(step)
+                self._chosen_step.append((num_verified, num_accepted))
             else:
-                self._steps.setdefault(request_id, []).append(step)
-                self._rejections.add(*step)
+                self._rejections.add(num_verified, num_accepted)
         return super().make_spec_decoding_stats(
             spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
         )
