@@ -72,8 +72,8 @@ class _PerRequestDepth(_Base):
     _is_choice = False
     """The worker chooses among the drafts of the next step, `_chosen_share` a request."""
     _chosen_share = 0.0
-    _chosen_step: list[tuple[int, int]] | None = None
-    """Of a step whose drafts were chosen, while its output is taken in: what was verified and accepted."""
+    _chosen_step: list[VerifiedStep] | None = None
+    """The requests of a step whose drafts were chosen, while its output is taken in."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -179,10 +179,10 @@ class _PerRequestDepth(_Base):
         num_verified = num_draft_tokens - (num_invalid_spec_tokens or {}).get(request_id, 0)
         if num_verified > 0:
             num_accepted = min(num_accepted_tokens, num_verified)
-            is_chosen = self._chosen_step is not None
-            self._steps.setdefault(request_id, []).append(VerifiedStep(num_verified, num_accepted, is_chosen))
+            step = VerifiedStep(num_verified, num_accepted, is_chosen=self._chosen_step is not None)
+            self._steps.setdefault(request_id, []).append(step)
             if self._chosen_step is not None:
-                self._chosen_step.append((num_verified, num_accepted))
+                self._chosen_step.append(step)
             else:
                 self._rejections.add(num_verified, num_accepted)
         return super().make_spec_decoding_stats(
@@ -206,7 +206,8 @@ class _PerRequestDepth(_Base):
             self._chosen_step = []
         outputs_by_client = self._due(super().update_from_output(scheduler_output, model_runner_output))
         if self._chosen_step is not None:
-            self._rejections.add_chosen(*(sum(numbers) for numbers in zip((0, 0), *self._chosen_step, strict=True)))
+            num_verified = sum(step.num_verified for step in self._chosen_step)
+            self._rejections.add_chosen(num_verified, sum(step.num_accepted for step in self._chosen_step))
             self._chosen_step = None
         if self._trimmer is not None:
             self._report_costs(self._trimmer, outputs_by_client)
