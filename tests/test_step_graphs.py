@@ -13,7 +13,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from peagle.vllm import compat, speculator, v2_worker
+from peagle.vllm import compat, remote_speculator, speculator, v2_worker
+from peagle.vllm.acceptance import num_admitted_of, num_drafts_of, worth_of
 from peagle.vllm.engine import capture_sizes
 from peagle.vllm.speculator import MIN_PACKED_REQUESTS, ChoiceGraphs, DraftGraphs
 from peagle.vllm.v2_worker import PEagleRunner, RaggedModelRunner, StepGraphs
@@ -290,3 +291,17 @@ def test_a_step_is_verified_by_a_graph_where_one_can(monkeypatch: pytest.MonkeyP
     found[0] = None
     assert runner.capture_model() == 100
     assert runner.sample("hidden", "batch", None)[0] == "vLLM"
+
+
+def test_drafts_that_come_without_their_chances_are_verified_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A remote drafter's: nothing is chosen, and a step's output says how many drafts there were."""
+    runner: Any = object.__new__(remote_speculator.RemoteModelRunner)
+    runner.speculator = object.__new__(remote_speculator.RemoteSpeculator)
+    runner.speculator.sender, runner.speculator.num_drafts = object(), {"a": 3}
+    runner.chosen = runner._choice()
+    assert runner.chosen is None
+    monkeypatch.setattr(GPUModelRunner, "sample_tokens", lambda self, grammar: SimpleNamespace(req_ids="ab"))
+    output = runner.sample_tokens(None)
+    assert num_drafts_of(output) == [3, -1]
+    assert num_admitted_of(output) is None
+    assert worth_of(output) is None

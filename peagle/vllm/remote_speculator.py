@@ -44,6 +44,8 @@ class RemoteSpeculator(BaseSpeculator):
 
     supports_mm_inputs = False
     draft_logits = None
+    chances = None
+    """Its drafts come without."""
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         """Raises ValueError for settings that do not go with a remote drafter; the message names them."""

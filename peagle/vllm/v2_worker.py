@@ -28,7 +28,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from peagle.vllm import compat
 from peagle.vllm.acceptance import attach_num_admitted, attach_worth, num_chosen_of
-from peagle.vllm.chosen import MAX_DRAFTS, ChosenDrafts
+from peagle.vllm.chosen import MAX_DRAFTS, Chances, ChosenDrafts
 from peagle.vllm.speculator import PEagleSpeculator, can_renew, most_rows
 from peagle.vllm.step_measure import measure_steps, write_steps
 from peagle.vllm.verification import Verification
@@ -178,19 +178,21 @@ class PEagleRunner(RaggedModelRunner):
         return num_bytes
 
     def _choice(self) -> ChosenDrafts | None:
-        """None where it is not wanted, and where attention plans by the host's view of the rows."""
+        """None where it is not wanted, where drafts come without their chances, and where attention plans by the host's
+        view of the rows."""
+        chances: Chances | None = self.speculator.chances
+        if chances is None or not compat.chooses(self.vllm_config):
+            return None
         layers = {name for group in self.kv_cache_config.kv_cache_groups for name in group.layer_names}
         is_usual = (
-            compat.chooses(self.vllm_config)
-            and get_query_lens_mismatch_unsupported_backend(self.attn_groups, checked_layer_names=layers) is None
+            get_query_lens_mismatch_unsupported_backend(self.attn_groups, checked_layer_names=layers) is None
             and type(self.model_state) in (DefaultModelState, RenewedState)
             and self.cudagraph_manager.varlen_decode
             and self.max_num_reqs * triton.next_power_of_2(self.num_speculative_steps) <= MAX_DRAFTS
         )
         if not is_usual:
             return None
-        max_logits = get_max_chunk_logits(self.vocab_size)
-        return ChosenDrafts(self.speculator.chances, self.input_buffers.query_start_loc, max_logits)
+        return ChosenDrafts(chances, self.input_buffers.query_start_loc, get_max_chunk_logits(self.vocab_size))
 
     def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
         num_drafts = num_chosen_of(scheduler_output)
@@ -207,13 +209,15 @@ class PEagleRunner(RaggedModelRunner):
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's own; its output says which drafts of the step were chosen, and what those of the step before were
         worth: their way to the host began behind that step's output."""
-        chances = self.speculator.chances
+        if self.chosen is None:
+            return super().sample_tokens(grammar_output)
+        chances = self.chosen.chances
         counts, chances.counts = chances.counts, None
         output: Any = super().sample_tokens(grammar_output)
         inner = getattr(output, "model_runner_output", output)
         if counts is not None and inner is not None:
             attach_worth(inner, *counts)
-        if self.chosen is not None and self.chosen.admitted_B is not None:
+        if self.chosen.admitted_B is not None:
             admitted_B, self.chosen.admitted_B = self.chosen.admitted_B, None
             attach_num_admitted(inner, admitted_B)
         return output
