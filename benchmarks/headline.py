@@ -5,7 +5,7 @@
         --prompts /tmp/prompts --cells humaneval:1,8,32 mixed@0.7:8 --repeats 3 --gpus 0 1 --out FILE
     python -m benchmarks.headline --shape LLAMA_8B --tokenizer DIR --arms none ours-0 eagle3-7 ours-7 --out FILE
 
-Arms, all but the last five plain `vllm serve`; K is K_max:
+Arms, all but `ours-` and `remote-` ones plain `vllm serve`; K is K_max:
 
     none        no speculation
     eagle3-K    an EAGLE-3 head

@@ -10,6 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from cluster.depth import WORTH_LEVELS, best_total
 from cluster.step_time import StepCostModel
+from peagle.vllm import compat
 from peagle.vllm.acceptance import (
     Rejections,
     VerifiedStep,
@@ -99,6 +100,40 @@ def test_where_the_host_looks_at_drafts_nobody_chooses(one: Any, other: Any) -> 
     assert [len(each.spec_token_ids) for each in requests] == [2, 0, 1]
     assert not is_choice_ahead(first)
     assert num_chosen_of(step(one, requests, [2, 0, 1], 3)) is None
+
+
+@pytest.mark.parametrize(
+    ("newcomer", "expected"),
+    [(request("n"), 2), (request("n", logprobs=0), None), (request("n", has_grammar=True), None)],
+)
+def test_nor_where_such_a_request_comes_into_the_step(one: Any, newcomer: Any, expected: int | None) -> None:
+    """Of a prompt beside chosen drafts vLLM would take the log probabilities, or the grammar's mask, at another row."""
+    requests = [request("a"), request("b")]
+    step(one, requests, [2, 2], 2)
+    second = step(one, [*requests, newcomer], [2, 2, 2], 2)
+    assert num_chosen_of(second) == expected
+    assert {len(ids) for ids in second.scheduled_spec_decode_tokens.values()} == {4}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"lora_config": object()},
+        {"world_size_across_dp": 2},
+        {"additional_config": {compat.CHOICE_KEY: False}},
+        {"rejection_sample_method": "synthetic"},
+        {"speculative_config": None},
+    ],
+)
+def test_an_engine_chooses_where_nothing_is_laid_out_by_the_host(change: dict[str, Any]) -> None:
+    def config(**given: Any) -> Any:
+        parallel = SimpleNamespace(world_size_across_dp=given.pop("world_size_across_dp", 1))
+        speculative = SimpleNamespace(rejection_sample_method=given.pop("rejection_sample_method", "standard"))
+        values = {"lora_config": None, "additional_config": {}, "speculative_config": speculative, **given}
+        return SimpleNamespace(parallel_config=parallel, **values)
+
+    assert compat.chooses(config())
+    assert not compat.chooses(config(**change))
 
 
 def test_prompts_beside_trim_what_is_chosen(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:

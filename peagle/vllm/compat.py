@@ -275,15 +275,17 @@ def _is_wanted(config: VllmConfig, key: str) -> bool:
 
 
 def chooses(config: VllmConfig) -> bool:
-    """Whether the best drafts of a batch are to be verified: `additional_config` does not refuse it (`CHOICE_KEY`), and
-    drafts are accepted by the target, on one GPU. Raises ValueError where the key is no bool."""
-    speculative, parallel = config.speculative_config, config.parallel_config
+    """Whether the best drafts of a batch are to be verified: `additional_config` does not refuse it (`CHOICE_KEY`),
+    drafts are accepted by the target, on one GPU, and without adapters (LoRA), which vLLM assigns to rows on the host.
+    Raises ValueError where the key is no bool."""
+    speculative = config.speculative_config
     return (
         _is_wanted(config, CHOICE_KEY)
         and is_tested()
         and speculative is not None
         and speculative.rejection_sample_method != "synthetic"
-        and parallel.tensor_parallel_size == parallel.pipeline_parallel_size == 1
+        and config.parallel_config.world_size_across_dp == 1
+        and config.lora_config is None
     )
 
 

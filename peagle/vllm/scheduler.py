@@ -329,13 +329,14 @@ class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
             )
 
     def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:
-        if self._is_choice:
-            self._choose(scheduler_output)
-        super()._update_after_schedule(scheduler_output)
         found: list[Any] = [self.requests[request_id] for request_id in scheduler_output.num_scheduled_tokens]
         may_choose = (
             self._trimmer is not None and self._trimmer.chooses and len(found) > 1 and all(map(self._is_plain, found))
         )
+        # A request that is new in this step is not among those that the last one planned for.
+        if self._is_choice and may_choose:
+            self._choose(scheduler_output)
+        super()._update_after_schedule(scheduler_output)
         self._is_choice = may_choose
         drafting = [request for request in found if not request.is_prefill_chunk and request.spec_token_ids]
         max_k = self._trim(drafting)
@@ -351,8 +352,8 @@ class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
             choose_drafts(scheduled, num_chosen)
 
     def _is_plain(self, request: Any) -> bool:
-        """Whether its drafts may be among those that the worker chooses of: not where it has none, nor where vLLM looks
-        at each of them on the host."""
+        """Whether it may be in a step whose drafts the worker chooses: not where it has none, nor where vLLM finds its
+        rows of logits by what the host knows of the step."""
         if (kept := getattr(request, "peagle_is_plain", None)) is None:
             params = request.sampling_params
             kept = not request.use_structured_output and params is not None and params.logprobs is None

@@ -67,7 +67,7 @@ MORE_TO_CHOOSE = 3
 few of the best drafts are deeper."""
 
 CHOICE_INTERVAL_STEPS = 50
-"""The same where drafts are chosen, for then no other step says how many survive."""
+"""In the place of `VERIFY_INTERVAL_STEPS` where drafts are chosen: no other step then says how many survive."""
 
 MIN_DRAFTED = 100
 """Requests, summed over steps, that are drafted before a pass is left out: acceptance has been measured by then."""
