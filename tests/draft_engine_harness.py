@@ -18,6 +18,7 @@ from torch import Tensor
 
 from peagle.config import DrafterConfig
 from peagle.draft import DraftSession
+from peagle.drafter.drafts import token_ids
 from peagle.drafter.engine import DraftEngine
 from peagle.drafter.kvcache import NO_ROW
 from peagle.drafter.parallel_pass import ParallelPass
@@ -162,7 +163,7 @@ def check_answer(engine: DraftEngine, session: int, work: Mapping[int, Rows], an
     """Every request got the drafts of the rows that the engine says it holds. Returns how many got none."""
     num_refused = 0
     assert answer_BK.shape == (len(work), engine.max_depth)
-    for (slot, rows), drafts_K in zip(work.items(), answer_BK.tolist(), strict=True):
+    for (slot, rows), drafts_K in zip(work.items(), token_ids(answer_BK).tolist(), strict=True):
         end, cached = rows.start + rows.num_valid, cached_range(engine, session, slot)
         if cached is None:
             assert drafts_K == [-1] * engine.max_depth

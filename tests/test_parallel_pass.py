@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from peagle.config import DrafterConfig, HeadError
+from peagle.drafter.drafts import token_ids
 from peagle.drafter.graphs import GraphSizes
 from peagle.drafter.parallel_pass import PassLimits, cache_bytes_per_block
 from peagle.model import Drafter
@@ -47,7 +48,7 @@ def test_drafts_equal_the_sessions(name: str) -> None:
     for number, steps in enumerate(STEPS):
         found = parallel_pass.run(requests.batch(steps, num_pieces=1 + number % 3))
         assert found.dtype == np.int32
-        assert found.tolist() == [requests.expected(step) for step in steps]
+        assert token_ids(found).tolist() == [requests.expected(step) for step in steps]
 
 
 def test_the_prompt_reaches_the_drafts() -> None:
@@ -77,15 +78,15 @@ def test_a_cold_start_begins_late(name: str) -> None:
     # Rotations are relative: a session whose row 0 stands at position 14 proposes the same.
     requests.tokens, requests.aux = requests.tokens[:, 14:], requests.aux[:, 14:]
     requests.cache_start[0] = 0
-    assert first.tolist() == [requests.expected(Step(0, 0, 5, 4))]
-    assert second.tolist() == [requests.expected(Step(0, 4, 1, 4))]
+    assert token_ids(first).tolist() == [requests.expected(Step(0, 0, 5, 4))]
+    assert token_ids(second).tolist() == [requests.expected(Step(0, 4, 1, 4))]
 
 
 def test_a_request_without_rows_gets_no_drafts() -> None:
     requests = Requests(random_drafter(CONFIG), 2)
     steps = [Step(0, 0, 0, 5), Step(1, 0, 6, 2)]
     found = requests.new_pass().run(requests.batch(steps))
-    assert found.tolist() == [[-1] * MAX_DEPTH, requests.expected(steps[1])]
+    assert token_ids(found).tolist() == [[-1] * MAX_DEPTH, requests.expected(steps[1])]
 
 
 def test_a_batch_need_not_be_drafted_from_at_all() -> None:
@@ -96,7 +97,7 @@ def test_a_batch_need_not_be_drafted_from_at_all() -> None:
     assert (parallel_pass.run(requests.batch(chunks)) == -1).all()
     after = [Step(0, 12, 1, 5), Step(1, 7, 3, 5)]
     expected = [[requests.expected(step) for step in steps] for steps in (chunks, after)]
-    assert parallel_pass.run(requests.batch(after)).tolist() == expected[1]
+    assert token_ids(parallel_pass.run(requests.batch(after))).tolist() == expected[1]
 
 
 def test_in_bfloat16_and_float32_the_drafter_stays_as_it_is() -> None:
@@ -105,8 +106,9 @@ def test_in_bfloat16_and_float32_the_drafter_stays_as_it_is() -> None:
     before = {name: value.clone() for name, value in drafter.named_parameters()}
     requests = Requests(drafter, 1)
     step = Step(0, 0, 9, 5)
-    assert requests.new_pass(dtype=torch.float32).run(requests.batch([step])).tolist() == [requests.expected(step)]
-    low = requests.new_pass(dtype=torch.bfloat16).run(requests.batch([step]))
+    found = requests.new_pass(dtype=torch.float32).run(requests.batch([step]))
+    assert token_ids(found).tolist() == [requests.expected(step)]
+    low = token_ids(requests.new_pass(dtype=torch.bfloat16).run(requests.batch([step])))
     assert ((low >= 0) & (low < CONFIG.vocab_size)).all()
     for name, value in drafter.named_parameters():
         assert value.dtype == torch.float32
