@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from peagle.config import DrafterConfig, HeadError
-from peagle.drafter.drafts import token_ids
+from peagle.drafter.drafts import token_ids, unpack
 from peagle.drafter.graphs import GraphSizes
-from peagle.drafter.parallel_pass import PassLimits, cache_bytes_per_block
+from peagle.drafter.parallel_pass import PassLimits, cache_bytes_per_block, check_parallel
 from peagle.model import Drafter
 from tests.head_factory import random_drafter
 from tests.pass_requests import BLOCK_SIZE, MAX_DEPTH, STEPS, SWITCHES, Requests, Step
@@ -49,6 +49,13 @@ def test_drafts_equal_the_sessions(name: str) -> None:
         found = parallel_pass.run(requests.batch(steps, num_pieces=1 + number % 3))
         assert found.dtype == np.int32
         assert token_ids(found).tolist() == [requests.expected(step) for step in steps]
+
+
+def test_drafts_come_with_the_chances_that_the_session_gives_them() -> None:
+    requests, step = Requests(random_drafter(CONFIG), 1), Step(0, 0, 9, 5)
+    found = requests.new_pass().run(requests.batch([step]))
+    expected_K = requests.sessions[0].propose(*requests.rows(step), step.depth).logits_KV.softmax(-1).amax(-1)
+    torch.testing.assert_close(unpack(torch.from_numpy(found))[1][0].double(), expected_K, rtol=0.0, atol=3e-4)
 
 
 def test_the_prompt_reaches_the_drafts() -> None:
@@ -125,6 +132,12 @@ def test_an_eagle3_head_is_refused() -> None:
     requests.drafter = random_drafter(EAGLE3)
     with pytest.raises(HeadError, match="EAGLE-3 head: a remote drafter runs P-EAGLE heads only"):
         requests.new_pass()
+
+
+def test_a_head_of_a_target_with_more_tokens_than_a_draft_can_name_is_refused() -> None:
+    check_parallel(dataclasses.replace(CONFIG, vocab_size=1 << 20), "head a")
+    with pytest.raises(HeadError, match="head a drafts for a target of 1048577 tokens, .* name at most 1048576"):
+        check_parallel(dataclasses.replace(CONFIG, vocab_size=(1 << 20) + 1), "head a")
 
 
 def test_unused_blocks_may_be_missing() -> None:
