@@ -8,7 +8,7 @@ property of the distribution and not of a drawn token, so the output keeps the t
 This is vLLM's adaptive verification (PR 52228 and its blog of 2026-08-14), which vLLM 0.29 has for DSpark heads alone:
 `ChosenDrafts` takes the place of its manager in the runner, for the steps that the scheduler says.
 
-B requests, S places of requests in the runner, K drafts at most, V draft vocabulary.
+B requests, S places of requests in the runner, K drafts at most.
 """
 
 from __future__ import annotations
