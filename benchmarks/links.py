@@ -119,6 +119,7 @@ class Case:
         self.next_tokens_R = torch.ones(num_rows, dtype=torch.int32, device=device)
         self.hidden_RH = torch.ones(num_rows, shape.hidden_size, dtype=shape.torch_dtype, device=device)
         self.out_BK = torch.empty(num_requests, shape.max_depth, dtype=torch.int64, device=device)
+        self.chance_BK = torch.empty_like(self.out_BK, dtype=torch.float32)
 
     def send(self, link: Link) -> None:
         num_rows = len(self.next_tokens_R)
@@ -148,7 +149,7 @@ class Case:
         begin.record()
         ((link, _),) = pool.assign(self.slots_B, self.heads_B)
         self.send(link)
-        link.enqueue_wait(self.out_BK)
+        link.enqueue_wait(self.out_BK, self.chance_BK)
         end.record()
         host_s = time.perf_counter() - begin_s
         torch.cuda.synchronize()

@@ -35,6 +35,7 @@ import torch
 from torch import nn
 
 from peagle.config import DrafterConfig
+from peagle.drafter.drafts import token_ids
 from peagle.drafter.graphs import GraphSizes
 from peagle.drafter.parallel_pass import ParallelPass, PassBatch
 from peagle.drafter.protocol import Int32Array
@@ -170,7 +171,7 @@ def measure(
     drafts_BK = _measure_graphs(new_pass(drafter, load, num_requests, device, dtype, None), batch, row, num_calls)
     if device != "cpu":
         eager = new_pass(drafter, load, num_requests, device, dtype, GraphSizes((), (), ()))
-        row["share_of_drafts_as_eager"] = round(float((eager.run(batch) == drafts_BK).mean()), 4)
+        row["share_of_drafts_as_eager"] = round(float((token_ids(eager.run(batch)) == token_ids(drafts_BK)).mean()), 4)
         median_ms(lambda: eager.run(batch), 10)
         row["eager_ms"] = median_ms(lambda: eager.run(batch), num_calls)
     return row

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from peagle.config import DrafterConfig
-from peagle.draft import DraftSession
+from peagle.draft import Drafts, DraftSession
+from peagle.drafter.drafts import token_ids
 from peagle.drafter.engine import DraftEngine
 from peagle.drafter.kvcache import NO_ROW
 from peagle.drafter.parallel_pass import ParallelPass
@@ -70,12 +71,16 @@ class Reference(DraftSession):
         return normed_BTH[0], back_BTH[0]
 
 
-def expected_drafts(head: int, tokens: list[int], first: int, end: int, depth: int) -> list[int]:
-    """Drafts after the rows first .. end - 1 of a request."""
-    drafts = Reference(drafter_of(head), first).propose(
+def proposed(head: int, tokens: list[int], first: int, end: int, depth: int) -> Drafts:
+    """After the rows first .. end - 1 of a request."""
+    return Reference(drafter_of(head), first).propose(
         torch.tensor(tokens[first + 1 : end + 1]), aux_rows(tokens, first, end), depth
     )
-    return drafts.token_ids_K.tolist()
+
+
+def expected_drafts(head: int, tokens: list[int], first: int, end: int, depth: int) -> list[int]:
+    """Drafts after the rows first .. end - 1 of a request."""
+    return proposed(head, tokens, first, end, depth).token_ids_K.tolist()
 
 
 @dataclasses.dataclass
@@ -162,7 +167,7 @@ def check_answer(engine: DraftEngine, session: int, work: Mapping[int, Rows], an
     """Every request got the drafts of the rows that the engine says it holds. Returns how many got none."""
     num_refused = 0
     assert answer_BK.shape == (len(work), engine.max_depth)
-    for (slot, rows), drafts_K in zip(work.items(), answer_BK.tolist(), strict=True):
+    for (slot, rows), drafts_K in zip(work.items(), token_ids(answer_BK).tolist(), strict=True):
         end, cached = rows.start + rows.num_valid, cached_range(engine, session, slot)
         if cached is None:
             assert drafts_K == [-1] * engine.max_depth

@@ -15,6 +15,7 @@ from peagle.vllm.acceptance import (
     Rejections,
     VerifiedStep,
     attach_num_admitted,
+    attach_num_drafts,
     choose_drafts,
     drafts_ahead,
     is_choice_ahead,
@@ -192,6 +193,40 @@ def test_what_was_chosen_counts_in_vllm_s_figures_and_not_as_survival(
     assert one._rejections.expected_of_chosen(100) == 20, "two of five, less a bound of what it varies by"
     one.update_from_output(scheduled(requests), SimpleNamespace(req_ids=["a", "b"]))
     assert [steps[1] for steps in one._steps.values()] == [VerifiedStep(4, 3), VerifiedStep(4, 0)]
+
+
+@pytest.mark.parametrize(("ready", "counted"), [(0, []), (3, [(1, 0)])])
+def test_of_what_was_chosen_only_drafts_that_a_remote_drafter_had_count(
+    one: Any, monkeypatch: pytest.MonkeyPatch, ready: int, counted: list[tuple[int, int]]
+) -> None:
+    """Where it had fewer than are to be verified, some are chosen that were not there. For the second request it was
+    asked for none."""
+    requests = [request("a"), request("b")]
+    for each in requests:
+        each.spec_token_ids = [-1] * 4
+    one.requests = {each.request_id: each for each in requests}
+    output, found = scheduled(requests), []
+
+    def update(self: Any, planned: Any, result: Any) -> dict[int, Any]:
+        for each, num_accepted in zip(requests, (0, 2), strict=True):
+            invalid = planned.num_invalid_spec_tokens
+            self.make_spec_decoding_stats(None, len(each.spec_token_ids), num_accepted, invalid, each.request_id)
+        return {}
+
+    def stats(self: Any, so_far: Any, drafts: int, accepted: int, invalid: dict[str, int] | None, name: str) -> None:
+        found.append((drafts - (invalid or {}).get(name, 0), accepted))
+
+    monkeypatch.setattr(Scheduler, "update_from_output", update)
+    monkeypatch.setattr(Scheduler, "make_spec_decoding_stats", stats)
+    one._refused_grammars, one._trimmer = {}, None
+    result = SimpleNamespace(req_ids=["a", "b"])
+    attach_num_drafts(result, [ready, -1])
+    attach_num_admitted(result, [1, 3])
+    one.update_from_output(output, result)
+    assert found == [(1 if ready else 0, 0), (3, 2)]
+    assert one._steps.get("a", []) == [VerifiedStep(*step, is_chosen=True) for step in counted]
+    assert one._steps["b"] == [VerifiedStep(3, 2, is_chosen=True)]
+    assert one._without_drafts == (set() if ready else {"a"})
 
 
 def test_fewer_of_the_chosen_drafts_are_expected_to_fail(one: Any) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from peagle.drafter.drafts import token_ids
 from peagle.drafter.engine import DraftEngine, Requests, split
 from peagle.drafter.protocol import TargetStep
 from tests.draft_engine_harness import (
@@ -62,7 +63,7 @@ def test_two_steps_of_one_target_in_one_call_follow_each_other() -> None:
     engine, request, other = DraftEngine({0: head_runtime(0)}), make_request(0), make_request(1)
     sent = [{0: Rows(request, 0, 9, 4)}, {3: Rows(other, 0, 5, 2)}, {0: Rows(request, 9, 2, 3)}]
     steps = [target_step(session, i, work) for i, (session, work) in enumerate(zip([1, 2, 1], sent, strict=True))]
-    answers = engine.step(steps)
+    answers = [token_ids(answer_BK) for answer_BK in engine.step(steps)]
     assert answers[0][0].tolist() == expected_drafts(0, request.tokens, 0, 9, 4)
     assert answers[1][0, :2].tolist() == expected_drafts(0, other.tokens, 0, 5, 2)
     assert answers[2][0, :3].tolist() == expected_drafts(0, request.tokens, 0, 11, 3)
@@ -137,7 +138,7 @@ def test_a_swapped_head_drafts_without_the_old_heads_rows() -> None:
     new = dataclasses.replace(request, head=1)
     start = 2 * BLOCK + 1
     [answer_BK] = engine.step([_as_head_zero(target_step(1, 1, {0: Rows(new, start, 2, 4)}))])
-    assert answer_BK[0].tolist() == expected_drafts(1, request.tokens, start, start + 2, 4)
+    assert token_ids(answer_BK)[0].tolist() == expected_drafts(1, request.tokens, start, start + 2, 4)
     assert engine.counters.cold_starts == 1
     other = _as_head_zero(target_step(2, 0, {0: Rows(new, BLOCK, 2, 4)}, prompts={0: prompt(request, BLOCK)}))
     engine.step([other])

@@ -97,7 +97,7 @@ HELLO = Hello("target", SHAPE, CONFIG.aux_layer_ids, {0: "digest0"}, "another ho
 @pytest.mark.parametrize(
     ("frames", "reason"),
     [
-        ([b"hello"], "it speaks b'hello', this side b'peagle/4': run the same release"),
+        ([b"hello"], "it speaks b'hello', this side b'peagle/5': run the same release"),
         ([b"peagle/2", b"\x80"], "it speaks b'peagle/2'"),
         ([PROTOCOL], "it speaks"),
         ([PROTOCOL, b""], "a message that does not fit"),

@@ -15,6 +15,7 @@ FILES = (
     "test_kernels_attention.py",
     "test_kernels_chosen.py",
     "test_kernels_draft_rows.py",
+    "test_kernels_drafts.py",
     "test_kernels_remote_speculator.py",
     "test_kernels_rows.py",
     "test_kernels_speculator.py",

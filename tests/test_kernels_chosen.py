@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.replayed import accept
 from cluster.depth import WORTH_LEVELS
-from peagle.vllm.chosen import Chances, ChosenDrafts, best_tokens, choose_drafts
+from peagle.vllm.chosen import Chances, ChosenDrafts, choose_drafts
 from tests.kernel_device import DEVICE, needs_kernel
 
 pytestmark = needs_kernel
@@ -54,21 +54,6 @@ def test_the_best_drafts_of_the_batch_are_chosen(seed: int) -> None:
         assert up_to_B1[: num_requests + 1].tolist() == [0, *np.cumsum(np.array(expected) + 1)]
         assert first_row_B1[: num_requests + 1].tolist() == [0, *np.cumsum(expected + rest_B)]
         assert (first_row_B1[num_requests + 1 :] == num_drafts + rest_B.sum()).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_best_tokens_and_their_chances(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    logits_NV = (4 * torch.randn(5, 9001)).to(DEVICE, dtype)
-    logits_NV[0, 100] = logits_NV[0, 8000] = 50.0  # two of equal worth, in different blocks
-    logits_NV[1, 9000] = 60.0
-    ids_N = torch.zeros(5, dtype=torch.int64, device=DEVICE)
-    chance_N = torch.zeros(5, device=DEVICE)
-    best_tokens(logits_NV, ids_N, chance_N)
-    assert ids_N.tolist()[:2] == [100, 9000]
-    expected_N, _ = logits_NV.float().softmax(-1).max(-1)
-    torch.testing.assert_close(chance_N, expected_N, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(logits_NV.float().gather(1, ids_N[:, None])[:, 0], logits_NV.float().amax(-1))
 
 
 def test_the_runner_is_told_a_step_that_adds_up() -> None:

@@ -167,18 +167,45 @@ def test_rows_are_those_of_the_loop(num_drafts: int, layout: str, seed: int) -> 
     assert out.slots_GR[0].eq(-7).all()
 
 
+def check_travelling(
+    requests: list[Request], places: list[int], found: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+) -> None:
+    """What `accepted_rows` found of requests with so many places each."""
+    start_B, num_valid_B, next_tokens_R, sources_R = found
+    assert start_B.tolist() == [one.context for one in requests]
+    assert num_valid_B.tolist() == [len(one.tokens) - one.num_rejected for one in requests]
+    first = 0
+    columns = zip(requests, num_valid_B.tolist(), next_tokens_R.split(places), sources_R.split(places), strict=True)
+    for one, num_valid, tokens, sources in columns:
+        newest, num_rows = one.next_prompt if one.is_prompt else one.newest, len(one.tokens)
+        assert tokens[:num_valid].tolist() == [*one.tokens[1:num_valid], newest]
+        assert int(tokens.min()) >= 0, "a rejected row's token is none"
+        assert not tokens[num_rows:].any()
+        assert sources.tolist() == [*range(first, first + num_rows)] + [-1] * (len(sources) - num_rows)
+        first += num_rows
+
+
 @pytest.mark.parametrize("num_requests", [1, 3, MAX_REQUESTS])
 @pytest.mark.parametrize("longest", [1, 8, LONGEST])
 def test_a_remote_drafter_hears_of_the_rows_that_stay(num_requests: int, longest: int) -> None:
     requests = make_requests(num_requests, num_requests, 7, longest)
-    start_B, num_valid_B, next_tokens_N = accepted_rows(target_rows(requests), max(len(one.tokens) for one in requests))
-    assert start_B.tolist() == [one.context for one in requests]
-    assert num_valid_B.tolist() == [len(one.tokens) - one.num_rejected for one in requests]
-    found = next_tokens_N.split([len(one.tokens) for one in requests])
-    for one, num_valid, tokens in zip(requests, num_valid_B.tolist(), found, strict=True):
-        newest = one.next_prompt if one.is_prompt else one.newest
-        assert tokens[:num_valid].tolist() == [*one.tokens[1:num_valid], newest]
-        assert int(tokens.min()) >= 0, "a rejected row's token is none"
+    lengths = [len(one.tokens) for one in requests]
+    check_travelling(requests, lengths, accepted_rows(target_rows(requests), max(lengths)))
+
+
+@pytest.mark.parametrize("num_requests", [1, 3, MAX_REQUESTS])
+@pytest.mark.parametrize("longest", [1, 8, LONGEST])
+def test_rows_travel_at_the_places_that_the_host_knows(num_requests: int, longest: int) -> None:
+    """Where the GPU chose the drafts; into buffers of steps of any size."""
+    requests = make_requests(num_requests, num_requests, 7, longest)
+    places = [len(one.tokens) + random.Random(one.place).randint(0, 70) for one in requests]
+    out, sources_R = tensor([-7] * 3000), tensor([-7] * 2000)
+    travel_B1 = tensor([sum(places[:i]) for i in range(len(places) + 1)])
+    found = accepted_rows(target_rows(requests), max(places), travel_B1, sum(places), out, sources_R)
+    check_travelling(requests, places, found)
+    assert out[2 * num_requests + sum(places) :].eq(-7).all()
+    assert sources_R[sum(places) :].eq(-7).all()
+    assert [column.data_ptr() for column in (found[0], found[3])] == [out.data_ptr(), sources_R.data_ptr()]
 
 
 @pytest.mark.gpu
@@ -188,8 +215,11 @@ def test_one_kernel_tells_of_every_batch() -> None:
     for num_requests in range(1, MAX_REQUESTS + 1):
         for longest in (1, 8, LONGEST):
             requests = make_requests(num_requests, num_requests, 7, longest)
-            accepted_rows(target_rows(requests), longest)
+            target = target_rows(requests)
+            accepted_rows(target, longest)
             before = before or len(compiled)
+            travel_B1, num_travelling = 2 * target.first_row_B1[: num_requests + 1], 2 * len(target.input_ids_N)
+            accepted_rows(target, 2 * longest, travel_B1, num_travelling)
     assert len(compiled) == before
 
 

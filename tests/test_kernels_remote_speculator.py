@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from peagle.drafter.replay import StepReplayer
-from tests.draft_engine_harness import CONFIG, MAX_DEPTH, aux_rows, expected_drafts
+from tests.draft_engine_harness import CONFIG, MAX_DEPTH, aux_rows, proposed
 from tests.kernel_device import DEVICE, needs_kernel
 from tests.transport_harness import SHAPE, DrafterProcess, entry, eventually, make_pool
 
@@ -36,6 +36,7 @@ class CountingReplayer(StepReplayer):
 def make_speculator(pool: Any) -> Any:
     one, cpu = object.__new__(remote_speculator.RemoteSpeculator), torch.device("cpu")
     one.sender = remote_speculator.StepSender(pool, SHAPE, cpu, CountingReplayer(SHAPE, [1, 4, 8, 24], cpu))
+    one.chances = remote_speculator.Chances(NUM_PLACES, MAX_DEPTH, cpu)
     one._device, one._k_max, one._num_ahead, one._known, one.num_drafts = torch.device("cpu"), MAX_DEPTH, 0, {}, {}
     return one
 
@@ -45,7 +46,7 @@ class Request:
 
     def __init__(self, number: int, place: int, draw: random.Random) -> None:
         self.id, self.place, self.computed = f"request {number}", place, 0
-        self.num_prompt, self.max_k = draw.randint(*PROMPT_TOKENS), draw.choice([0, 2, MAX_DEPTH, MAX_DEPTH])
+        self.num_prompt, self.max_k = draw.randint(*PROMPT_TOKENS), draw.choice([0, *[2, MAX_DEPTH, MAX_DEPTH] * 2])
         self.tokens = [draw.randrange(CONFIG.vocab_size - 1) for _ in range(LONGEST + MAX_DEPTH)]
 
     def as_new(self) -> Any:
@@ -54,7 +55,9 @@ class Request:
 
 
 def step(one: Any, requests: list[Request], draw: random.Random) -> list[tuple[Request, int, list[int]]]:
-    """One step of these requests: each with what it wanted of drafts, and what came."""
+    """One step of these requests: each with what it wanted of drafts, and what came. In some steps the GPU chose which
+    drafts are verified: the host knows how many all are, and of each request the most."""
+    is_chosen, most = draw.random() < 0.5, []
     ids, positions, first, taps, rejected = [], [], [0], [], []
     last, prefill = torch.zeros(NUM_PLACES, 1, dtype=torch.int64), torch.zeros(1, NUM_PLACES, dtype=torch.int32)
     starts, is_prefilling = [request.computed for request in requests], []
@@ -64,6 +67,7 @@ def step(one: Any, requests: list[Request], draw: random.Random) -> list[tuple[R
         query = min(left, draw.choice([4, 9])) if left > 0 else 1 + draw.randint(0, request.max_k)
         rejected.append(0 if left > 0 else draw.randint(0, query - 1))
         valid = query - rejected[-1]
+        most.append(draw.randint(query, 1 + request.max_k) if is_chosen and left <= 0 else query)
         wrong = [draw.randrange(CONFIG.vocab_size - 1) for _ in range(rejected[-1])]
         ids += request.tokens[start : start + valid] + wrong
         positions += range(start, start + query)
@@ -85,9 +89,8 @@ def step(one: Any, requests: list[Request], draw: random.Random) -> list[tuple[R
         input_ids=torch.tensor([*ids, 0, 0], dtype=torch.int32),  # padding after the batch
         positions=torch.tensor([*positions, 0, 0]),
         query_start_loc=torch.tensor([*first, first[-1]], dtype=torch.int32),
-        query_start_loc_np=np.array(first, np.int32),
         idx_mapping=torch.tensor([request.place for request in requests], dtype=torch.int32),
-        num_scheduled_tokens=np.diff(first).astype(np.int32),
+        num_scheduled_tokens=np.array(most, np.int32),
         num_computed_tokens_np=np.array(starts, np.int32),
         prefill_len_np=np.array([request.num_prompt for request in requests], np.int32),
         is_prefilling_np=np.array(is_prefilling),
@@ -107,8 +110,8 @@ def step(one: Any, requests: list[Request], draw: random.Random) -> list[tuple[R
 
 
 def test_drafts_are_the_reference_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts in chunks beside decoding, rejections, requests that come and go, some with K = 0, and fewer drafts than
-    K_max ahead."""
+    """Prompts in chunks beside decoding, rejections, requests that come and go, some with K = 0, fewer drafts than
+    K_max ahead, and steps whose drafts were chosen. With the drafts' chances, where the next step may choose."""
     monkeypatch.setattr(remote_speculator, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     draw, num_compared, number = random.Random(0), 0, 0
     places, live = list(range(NUM_PLACES)), []
@@ -120,18 +123,26 @@ def test_drafts_are_the_reference_s(monkeypatch: pytest.MonkeyPatch) -> None:
         pool.set_drafters([entry(drafter.address, {0: "digest0"})])
         eventually(lambda: pool.num_up)
         one = make_speculator(pool)
-        for _ in range(40):
+        for _ in range(80):
             new = [Request(number := number + 1, places.pop(), draw) for _ in range(draw.randint(0, len(places)))]
             live += new
             ahead = draw.choice([1, MAX_DEPTH, MAX_DEPTH])
-            one.add(SimpleNamespace(scheduled_new_reqs=[r.as_new() for r in new], peagle_drafts_ahead=ahead))
+            planned = {"peagle_drafts_ahead": ahead, "peagle_is_choice": (is_choice := draw.random() < 0.5)}
+            one.add(SimpleNamespace(scheduled_new_reqs=[r.as_new() for r in new], **planned))
+            one.chances.chance_SK.fill_(-1.0)
             draw.shuffle(live)
             if not live:
                 continue
             for request, depth, drafts in step(one, live, draw):
-                expected = expected_drafts(0, request.tokens, 0, request.computed, depth) if depth else []
-                assert drafts[:depth] == expected[:depth]
-                num_compared += depth
+                chance_K, found_K = torch.zeros(ahead), one.chances.chance_SK[request.place]
+                if depth:
+                    expected = proposed(0, request.tokens, 0, request.computed, depth)
+                    assert drafts[:depth] == expected.token_ids_K.tolist()
+                    chance_K[:depth] = expected.logits_KV.softmax(-1).amax(-1)
+                    num_compared += depth
+                if is_choice:
+                    torch.testing.assert_close(found_K[:ahead], chance_K, rtol=0.0, atol=3e-4)
+                assert found_K[ahead if is_choice else 0 :].eq(-1).all()
             for request in [r for r in live if r.computed >= LONGEST - MAX_DEPTH or draw.random() < 0.1]:
                 live.remove(request)
                 places.append(request.place)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from peagle.drafter.drafts import MAX_VOCABULARY, pack, unpack
 from peagle.drafter.mailbox import (
     ABORTED,
     REACHED,
@@ -23,7 +24,7 @@ from peagle.drafter.mailbox import (
 from peagle.drafter.rows import INTERPRETED
 from tests.kernel_device import DEVICE, needs_kernel, twin
 
-Take = Callable[[Tensor, Tensor], None]
+Take = Callable[[Tensor, Tensor, Tensor], None]
 plain_take = twin(take_drafts)
 TAKES = [pytest.param(plain_take, id="twin"), pytest.param(take_drafts, id="kernel", marks=needs_kernel)]
 POSTS = [pytest.param(twin(post_step), id="twin"), pytest.param(post_step, id="kernel", marks=needs_kernel)]
@@ -44,7 +45,7 @@ def words_of(device: str, **values: int | Tensor) -> Tensor:
 
 
 class Wait:
-    """A wait for the drafts of two requests, which lie in memory for three."""
+    """A wait for the drafts of two requests, which lie in memory for three; those of chance 0 are token ids."""
 
     def __init__(self, take: Take, done: int = 0, abort: int = 0) -> None:
         self._take = take
@@ -52,6 +53,7 @@ class Wait:
         self.drafts_BK = pinned(torch.tensor([[5, 6, -1], [-1, -1, -1], [9, 9, 9]], dtype=torch.int32))
         self.outcome_2 = pinned(torch.zeros(2, dtype=torch.int64))
         self.out_BK = torch.full((2, 3), 77, device="cpu" if take is plain_take else DEVICE)
+        self.chance_BK = self.out_BK.float()
 
     def enqueue(self, number: int, timeout_ns: int, num_waiting: int | None = None) -> None:
         words_W = words_of(
@@ -64,7 +66,7 @@ class Wait:
             num_waiting=len(self.out_BK) if num_waiting is None else num_waiting,
             timeout_ns=timeout_ns,
         )
-        self._take(words_W, self.out_BK)
+        self._take(words_W, self.out_BK, self.chance_BK)
 
     def __call__(self, number: int, timeout_ns: int) -> list[list[int]]:
         """The drafts found."""
@@ -99,7 +101,21 @@ def test_more_drafts_than_are_moved_at_once(take: Take) -> None:
     wait = Wait(take, done=1)
     wait.drafts_BK = pinned(torch.arange(-1, 4199, dtype=torch.int32).view(600, 7))
     wait.out_BK = wait.out_BK.new_full((500, 7), 77)
+    wait.chance_BK = wait.out_BK.float()
     assert wait(1, 0) == wait.drafts_BK[:500].clamp(min=0).tolist()
+
+
+@pytest.mark.parametrize("take", TAKES)
+def test_drafts_come_with_their_chances(take: Take) -> None:
+    wait, ids_BK = Wait(take, done=1), torch.tensor([[5, MAX_VOCABULARY - 1, 0], [7, 8, 9]])
+    wait.drafts_BK = pinned(pack(ids_BK, torch.tensor([[0.25, 1.0, 0.0], [0.5, 0.75, 1e-9]])))
+    wait.drafts_BK[0, 2] = -1
+    assert wait(1, 0) == ids_BK.tolist()
+    assert torch.equal(wait.chance_BK.cpu(), unpack(wait.drafts_BK)[1])
+    torch.testing.assert_close(wait.chance_BK[:, 0].cpu(), torch.tensor([0.25, 0.5]), rtol=0.0, atol=3e-4)
+    wait(2, 0)
+    assert not wait.out_BK.any()
+    assert not wait.chance_BK.any()
 
 
 @pytest.mark.parametrize("take", TAKES)
@@ -107,6 +123,7 @@ def test_rows_of_others_in_a_buffer_stay(take: Take) -> None:
     wait = Wait(take, done=1)
     wait.enqueue(1, 0, num_waiting=1)
     assert wait.out_BK.tolist() == [[5, 6, 0], [77] * 3]
+    assert wait.chance_BK.tolist() == [[0.0] * 3, [77.0] * 3]
 
 
 def test_sequence_numbers_beyond_32_bits_are_compared_whole() -> None:
@@ -182,8 +199,24 @@ def test_as_many_rows_travel_as_the_words_say(
 ) -> None:
     hidden_RH = torch.randn(num_padded, hidden_size, device=DEVICE).to(dtype)
     payload_RH = pinned(torch.full((num_padded + 1, hidden_size), 5.0, dtype=dtype))
-    copy(words_of(DEVICE, payload=payload_RH, num_rows=num_rows), hidden_RH)
+    sources_R = torch.arange(num_padded, dtype=torch.int32, device=DEVICE)
+    copy(words_of(DEVICE, payload=payload_RH, num_rows=num_rows), hidden_RH, sources_R)
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     assert torch.equal(payload_RH[:num_rows], hidden_RH[:num_rows].cpu())
     assert payload_RH[num_rows:].eq(5).all()
+
+
+@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("hidden_size", [6, 1536, 4100])
+def test_more_rows_travel_than_there_are_where_some_stay_empty(copy: Callable[..., None], hidden_size: int) -> None:
+    hidden_NH = torch.randn(3, hidden_size, device=DEVICE)
+    payload_RH = pinned(torch.full((12, hidden_size), 5.0))
+    sources = [0, -1, -1, 1, -1, 2, -1, -1, -1]
+    sources_R = torch.tensor([*sources, 1, 1], dtype=torch.int32, device=DEVICE)
+    copy(words_of(DEVICE, payload=payload_RH, num_rows=len(sources)), hidden_NH, sources_R)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    expected_RH = torch.full((12, hidden_size), 5.0)
+    expected_RH[[0, 3, 5]] = hidden_NH.cpu()
+    assert torch.equal(payload_RH, expected_RH)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from peagle.drafter.client import LinkPool
+from peagle.drafter.drafts import pack
 from peagle.drafter.mailbox import (
     ABORTED,
     MAX_PROMPT_TOKENS,
@@ -245,6 +246,12 @@ def pinned_mailbox(device: str) -> Iterator[Mailbox]:
 class StreamTarget(Target):
     """A target whose host, with its tensors on a GPU, never waits for a step."""
 
+    def check_chances(self, drafts_MK: Tensor, chance_MK: Tensor) -> None:
+        """Of drafts that came, on a CPU, where they are there: of a random head each has some."""
+        if drafts_MK.is_cpu:
+            assert chance_MK.gt(0).all()
+            assert chance_MK.lt(1).all()
+
     def begin(self, num_rows: int) -> tuple[torch.Tensor, list[list[int]]]:
         """Where the step's drafts come, and those that must."""
         slots_B = np.arange(len(self.tokens), dtype=np.int32)
@@ -257,7 +264,8 @@ class StreamTarget(Target):
 
     def _drafts(self, link: Any) -> torch.Tensor:
         out_MK = torch.full((len(self.tokens), SERVED_SHAPE.max_depth), 77, device=self.pool.device)
-        link.enqueue_wait(out_MK)
+        link.enqueue_wait(out_MK, chance_MK := out_MK.float())
+        self.check_chances(out_MK, chance_MK)
         return out_MK
 
 
@@ -274,11 +282,16 @@ class ReplayTarget(StreamTarget):
         integers = torch.cat([step.start_B, step.num_valid_B, step.next_tokens_R])
         self._replayer.integers[: len(integers)] = integers
         num_rows = len(step.hidden_RH)
+        self._replayer.sources_R[:num_rows] = torch.arange(num_rows)
         run = self._replayer.prepare(self._reducer, [step.hidden_RH], num_rows)
         return link.send_and_wait(run, step.num_requests, num_rows)
 
     def _drafts(self, link: Any) -> torch.Tensor:
-        return self._replayer.drafts_BK[: len(self.tokens)].clone()
+        drafts_MK, chance_MK = (
+            found_BK[: len(self.tokens)] for found_BK in (self._replayer.drafts_BK, self._replayer.chance_BK)
+        )
+        self.check_chances(drafts_MK, chance_MK)
+        return drafts_MK.clone()
 
 
 TARGETS = pytest.mark.parametrize("kind", [StreamTarget, ReplayTarget])
@@ -321,7 +334,7 @@ def test_a_killed_drafter_releases_the_stream(kind: type[StreamTarget]) -> None:
 
 @DEVICES
 def test_a_replay_serves_every_step_area_and_session_and_goes_with_its_reducer(device: str) -> None:
-    """On a CPU the same functions run one by one."""
+    """Rows travel as they stand, or with empty places between them. On a CPU the same functions run one by one."""
     shape, draw = SERVED_SHAPE, np.random.default_rng(0)
     replayer = StepReplayer(shape, [4, 8], torch.device(device))
     reducer = Reducer(torch.randn(shape.hidden_size, 12, dtype=torch.float64, device=device))
@@ -330,12 +343,17 @@ def test_a_replay_serves_every_step_area_and_session_and_goes_with_its_reducer(d
             for number in range(first, first + 5):
                 num_requests = int(draw.integers(1, shape.max_num_requests + 1))
                 num_rows = int(draw.integers(num_requests, 9))
-                integers = draw.integers(0, 50, 2 * num_requests + num_rows).astype(np.int32)
-                drafts_BK = draw.integers(0, 50, (num_requests, shape.max_depth)).astype(np.int32)
+                num_places = num_rows + int(draw.choice([0, 0, 1, 20]))
+                places = np.sort(draw.choice(num_places, num_rows, replace=False))
+                integers = draw.integers(0, 50, 2 * num_requests + num_places).astype(np.int32)
+                ids_BK = torch.from_numpy(draw.integers(0, 50, (num_requests, shape.max_depth)))
+                drafts_BK = pack(ids_BK, chance_BK := torch.from_numpy(draw.random(ids_BK.shape))).numpy()
                 aux = list(torch.randn(3, num_rows, 4, dtype=torch.float64, device=device))
                 area = mailbox.area(number)
                 area.outcome[0], area.payload_RH[:] = 0, 5.0
                 replayer.integers[: len(integers)] = torch.from_numpy(integers)
+                replayer.sources_R[:num_places] = -1
+                replayer.sources_R[places] = torch.arange(num_rows, dtype=torch.int32, device=device)
                 run = replayer.prepare(reducer, aux, num_rows)
 
                 def answer(mailbox: Mailbox = mailbox, number: int = number, drafts: Int32Array = drafts_BK) -> None:
@@ -344,14 +362,17 @@ def test_a_replay_serves_every_step_area_and_session_and_goes_with_its_reducer(d
 
                 drafter = threading.Thread(target=answer)
                 drafter.start()
-                run(mailbox.words(number, request=(num_requests, num_rows), wait=(num_requests, 20.0)))
-                assert replayer.drafts_BK[:num_requests].tolist() == drafts_BK.tolist()
+                run(mailbox.words(number, request=(num_requests, num_places), wait=(num_requests, 20.0)))
+                assert replayer.drafts_BK[:num_requests].tolist() == ids_BK.tolist()
+                found_BK = replayer.chance_BK[:num_requests].cpu().double()
+                torch.testing.assert_close(found_BK, chance_BK, rtol=0.0, atol=3e-4)
                 drafter.join()
                 eventually(lambda area=area: area.outcome[0])
                 assert area.outcome[0] == REACHED
                 assert area.device_part[: len(integers)].tolist() == integers.tolist()
-                torch.testing.assert_close(area.payload_RH[:num_rows], reducer.reduce(torch.cat(aux, dim=-1)).cpu())
-                assert area.payload_RH[num_rows:].eq(5).all()
+                reduced_NH = reducer.reduce(torch.cat(aux, dim=-1)).cpu()
+                torch.testing.assert_close(area.payload_RH[places], reduced_NH)
+                assert (np.delete(area.payload_RH.numpy(), places, axis=0) == 5).all()
         assert device == "cpu" or sorted(replayer._graphs[reducer]) == [4, 8]
         del run, reducer
         assert not replayer._graphs
@@ -371,12 +392,13 @@ def test_a_wait_ends_with_its_deadline_or_with_the_abort_word(device: str, abort
         out_BK = torch.full((2, SERVED_SHAPE.max_depth), 77, device=device)
         mailbox.set_abort(aborted)
         begin_s = time.monotonic()
-        mailbox.enqueue_wait(1, 20.0 if aborted else 0.2, out_BK)
+        mailbox.enqueue_wait(1, 20.0 if aborted else 0.2, out_BK, chance_BK := out_BK.float())
         assert out_BK.unique().tolist() == [0]
+        assert chance_BK.unique().tolist() == [0.0]
         assert time.monotonic() - begin_s < 12
         assert eventually(lambda: int(mailbox.area(1).outcome[0])) == (ABORTED if aborted else TIMED_OUT)
         mailbox.answer(1, np.full((2, SERVED_SHAPE.max_depth), 5, np.int32), 0)
-        mailbox.enqueue_wait(1, 0.2, out_BK)
+        mailbox.enqueue_wait(1, 0.2, out_BK, chance_BK)
         assert out_BK.unique().tolist() == [5], "an answer that is there counts even when aborted"
         assert eventually(lambda: int(mailbox.area(1).outcome[0]) == REACHED)
 

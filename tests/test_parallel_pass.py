@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from peagle.config import DrafterConfig, HeadError
+from peagle.drafter.drafts import token_ids, unpack
 from peagle.drafter.graphs import GraphSizes
-from peagle.drafter.parallel_pass import PassLimits, cache_bytes_per_block
+from peagle.drafter.parallel_pass import PassLimits, cache_bytes_per_block, check_parallel
 from peagle.model import Drafter
 from tests.head_factory import random_drafter
 from tests.pass_requests import BLOCK_SIZE, MAX_DEPTH, STEPS, SWITCHES, Requests, Step
@@ -47,7 +48,14 @@ def test_drafts_equal_the_sessions(name: str) -> None:
     for number, steps in enumerate(STEPS):
         found = parallel_pass.run(requests.batch(steps, num_pieces=1 + number % 3))
         assert found.dtype == np.int32
-        assert found.tolist() == [requests.expected(step) for step in steps]
+        assert token_ids(found).tolist() == [requests.expected(step) for step in steps]
+
+
+def test_drafts_come_with_the_chances_that_the_session_gives_them() -> None:
+    requests, step = Requests(random_drafter(CONFIG), 1), Step(0, 0, 9, 5)
+    found = requests.new_pass().run(requests.batch([step]))
+    expected_K = requests.sessions[0].propose(*requests.rows(step), step.depth).logits_KV.softmax(-1).amax(-1)
+    torch.testing.assert_close(unpack(torch.from_numpy(found))[1][0].double(), expected_K, rtol=0.0, atol=3e-4)
 
 
 def test_the_prompt_reaches_the_drafts() -> None:
@@ -77,15 +85,15 @@ def test_a_cold_start_begins_late(name: str) -> None:
     # Rotations are relative: a session whose row 0 stands at position 14 proposes the same.
     requests.tokens, requests.aux = requests.tokens[:, 14:], requests.aux[:, 14:]
     requests.cache_start[0] = 0
-    assert first.tolist() == [requests.expected(Step(0, 0, 5, 4))]
-    assert second.tolist() == [requests.expected(Step(0, 4, 1, 4))]
+    assert token_ids(first).tolist() == [requests.expected(Step(0, 0, 5, 4))]
+    assert token_ids(second).tolist() == [requests.expected(Step(0, 4, 1, 4))]
 
 
 def test_a_request_without_rows_gets_no_drafts() -> None:
     requests = Requests(random_drafter(CONFIG), 2)
     steps = [Step(0, 0, 0, 5), Step(1, 0, 6, 2)]
     found = requests.new_pass().run(requests.batch(steps))
-    assert found.tolist() == [[-1] * MAX_DEPTH, requests.expected(steps[1])]
+    assert token_ids(found).tolist() == [[-1] * MAX_DEPTH, requests.expected(steps[1])]
 
 
 def test_a_batch_need_not_be_drafted_from_at_all() -> None:
@@ -96,7 +104,7 @@ def test_a_batch_need_not_be_drafted_from_at_all() -> None:
     assert (parallel_pass.run(requests.batch(chunks)) == -1).all()
     after = [Step(0, 12, 1, 5), Step(1, 7, 3, 5)]
     expected = [[requests.expected(step) for step in steps] for steps in (chunks, after)]
-    assert parallel_pass.run(requests.batch(after)).tolist() == expected[1]
+    assert token_ids(parallel_pass.run(requests.batch(after))).tolist() == expected[1]
 
 
 def test_in_bfloat16_and_float32_the_drafter_stays_as_it_is() -> None:
@@ -105,8 +113,9 @@ def test_in_bfloat16_and_float32_the_drafter_stays_as_it_is() -> None:
     before = {name: value.clone() for name, value in drafter.named_parameters()}
     requests = Requests(drafter, 1)
     step = Step(0, 0, 9, 5)
-    assert requests.new_pass(dtype=torch.float32).run(requests.batch([step])).tolist() == [requests.expected(step)]
-    low = requests.new_pass(dtype=torch.bfloat16).run(requests.batch([step]))
+    found = requests.new_pass(dtype=torch.float32).run(requests.batch([step]))
+    assert token_ids(found).tolist() == [requests.expected(step)]
+    low = token_ids(requests.new_pass(dtype=torch.bfloat16).run(requests.batch([step])))
     assert ((low >= 0) & (low < CONFIG.vocab_size)).all()
     for name, value in drafter.named_parameters():
         assert value.dtype == torch.float32
@@ -123,6 +132,12 @@ def test_an_eagle3_head_is_refused() -> None:
     requests.drafter = random_drafter(EAGLE3)
     with pytest.raises(HeadError, match="EAGLE-3 head: a remote drafter runs P-EAGLE heads only"):
         requests.new_pass()
+
+
+def test_a_head_of_a_target_with_more_tokens_than_a_draft_can_name_is_refused() -> None:
+    check_parallel(dataclasses.replace(CONFIG, vocab_size=1 << 20), "head a")
+    with pytest.raises(HeadError, match="head a drafts for a target of 1048577 tokens, .* name at most 1048576"):
+        check_parallel(dataclasses.replace(CONFIG, vocab_size=(1 << 20) + 1), "head a")
 
 
 def test_unused_blocks_may_be_missing() -> None:

@@ -30,6 +30,7 @@ def batch(num_sent: list[int] | None = None) -> EngineBatch:
         row_offset_B=ends - np.array(NUM_ROWS, np.int32),
         num_rows_B=np.array(NUM_ROWS, np.int32),
         num_sent_B=np.array(num_sent or NUM_VALID, np.int32),
+        num_target_rows=sum(NUM_ROWS),
         prompt_of=lambda _: np.zeros(0, np.int32),
     )
 
@@ -70,6 +71,21 @@ def test_each_row_is_reduced_by_its_requests_head(members: list[int]) -> None:
         of_request = aux_RX[offset : offset + NUM_VALID[request]]
         expected.append(reducers[request % 2].reduce(of_request))
     torch.testing.assert_close(hidden_RH, torch.cat(expected))
+
+
+@pytest.mark.parametrize("members", [[0, 1, 2, 3], [3, 1]])
+def test_rows_of_chosen_steps_come_from_where_the_gpu_put_them(members: list[int]) -> None:
+    """Of 3, 1, 4 and 2 places, where the target has 2, 1, 1 and 2 rows: what is in the others means nothing."""
+    torch.manual_seed(0)
+    sources_R = torch.tensor([0, 1, -1, 2, 3, -1, -1, -1, 4, 5], dtype=torch.int32)
+    reducers, aux = {0: Reducer(torch.randn(5, 6))}, [layer[:6] for layer in AUX]
+    rows = _rows_of(batch(NUM_ROWS), np.array(members), CPU)
+    hidden_RH = _reduce(reducers, np.zeros(len(members), np.int32), rows, aux, sources_R)
+    places = [np.arange(sum(NUM_ROWS[:request]), sum(NUM_ROWS[: request + 1])) for request in members]
+    wanted_R = sources_R[np.concatenate(places)].long()
+    assert rows.offset_M.tolist() == [sum(map(len, places[:index])) for index in range(len(members))]
+    expected_NH = reducers[0].reduce(torch.cat(aux, dim=-1))
+    torch.testing.assert_close(hidden_RH[wanted_R >= 0], expected_NH[wanted_R[wanted_R >= 0]])
 
 
 class OneLink:

@@ -381,9 +381,7 @@ def test_the_targets_graphs_leave_taps_where_the_drafter_reads_them(
     runner.__class__ = PEagleRunner
     # Without a place, and with too small a one, they keep vLLM's.
     for given, expected in (([], []), ([view[:-1] for view in views], []), (views, views)):
-        runner.speculator = SimpleNamespace(
-            draft_attn_layer_names=set(), tap_views=lambda given=given: given, chances=None
-        )
+        runner.speculator = SimpleNamespace(draft_attn_layer_names=set(), tap_views=lambda given=given: given)
         runner.initialize_kv_cache(CUDAGraphMode.FULL_AND_PIECEWISE)
         assert [id(view) for view in runner.cudagraph_manager.aux_hidden_states] == [id(view) for view in expected]
     graphs, buffers = runner.cudagraph_manager, InputBuffers(MAX_REQUESTS, 64, torch.device("cpu"))

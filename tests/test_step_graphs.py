@@ -15,9 +15,10 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from peagle.vllm import compat, remote_speculator, speculator, v2_worker
 from peagle.vllm.acceptance import num_admitted_of, num_drafts_of, worth_of
+from peagle.vllm.chosen import Chances
 from peagle.vllm.engine import capture_sizes
 from peagle.vllm.speculator import MIN_PACKED_REQUESTS, ChoiceGraphs, DraftGraphs
-from peagle.vllm.v2_worker import PEagleRunner, RaggedModelRunner, StepGraphs
+from peagle.vllm.v2_worker import PEagleRunner, RaggedModelRunner, RenewedState, StepGraphs
 from tests.graph_config import graph_config
 
 K_MAX, MAX_REQUESTS = 7, 48
@@ -293,15 +294,28 @@ def test_a_step_is_verified_by_a_graph_where_one_can(monkeypatch: pytest.MonkeyP
     assert runner.sample("hidden", "batch", None)[0] == "vLLM"
 
 
-def test_drafts_that_come_without_their_chances_are_verified_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A remote drafter's: nothing is chosen, and a step's output says how many drafts there were."""
+def test_drafts_of_a_remote_drafter_are_chosen_too(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's output then says which were, how many there were, and what those of the step before are worth."""
     runner: Any = object.__new__(remote_speculator.RemoteModelRunner)
-    runner.speculator = object.__new__(remote_speculator.RemoteSpeculator)
-    runner.speculator.sender, runner.speculator.num_drafts = object(), {"a": 3}
+    one = runner.speculator = object.__new__(remote_speculator.RemoteSpeculator)
+    one.sender, one.num_drafts, one.chances = object(), {"a": 3}, Chances(4, K_MAX, torch.device("cpu"))
+    config.speculative_config = SimpleNamespace(rejection_sample_method="standard")
+    config.parallel_config.world_size_across_dp, config.lora_config = 1, None
+    monkeypatch.setattr(v2_worker, "get_query_lens_mismatch_unsupported_backend", lambda *_, **__: None)
+    runner.vllm_config, runner.attn_groups, runner.model_state = config, [], object.__new__(RenewedState)
+    runner.kv_cache_config = SimpleNamespace(kv_cache_groups=[])
+    runner.cudagraph_manager = SimpleNamespace(varlen_decode=True)
+    runner.max_num_reqs, runner.num_speculative_steps, runner.vocab_size = 4, K_MAX, 1000
+    runner.input_buffers = SimpleNamespace(query_start_loc=torch.zeros(5, dtype=torch.int32))
     runner.chosen = runner._choice()
-    assert runner.chosen is None
+    assert runner.chosen.chances is one.chances
     monkeypatch.setattr(GPUModelRunner, "sample_tokens", lambda self, grammar: SimpleNamespace(req_ids="ab"))
+    one.chances.counts, runner.chosen.admitted_B = (torch.tensor([5, 1]), 2), torch.tensor([2, 4])
     output = runner.sample_tokens(None)
     assert num_drafts_of(output) == [3, -1]
-    assert num_admitted_of(output) is None
-    assert worth_of(output) is None
+    assert num_admitted_of(output) == [2, 4]
+    assert worth_of(output) == ([5, 1], 2)
+    second = runner.sample_tokens(None)
+    assert [num_drafts_of(second), num_admitted_of(second), worth_of(second)] == [[-1, -1], None, None]
+    config.additional_config = {compat.CHOICE_KEY: False}
+    assert runner._choice() is None

@@ -16,7 +16,8 @@ The way of one hidden row, from a target's step to the draft tokens, and the for
     armed                       of the only target also before its step is ready, which the GPU then awaits, checks and
                                 answers by itself
     parallel_pass Rows          the P-EAGLE pass: `rows` lays them out, `attention` reads and writes the paged cache
-    engine        drafts [B, K] -1 where there is no draft; the same way back, to `Link.wait` or `Link.enqueue_wait`
+    engine        drafts [B, K] tokens with their chances (`drafts`), -1 where there is none; the same way back, to
+                                `Link.wait` or `Link.enqueue_wait`
 
 `serving` loads heads; `deployments.drafter` runs the server as Ray Serve replicas. Nothing here imports vLLM or Ray.
 """

@@ -7,7 +7,7 @@ Whatever goes wrong costs drafts, never a request.
     for link, members_M in pool.assign(slots_B, heads_B, new_slots):
         link.announce(StepPlan(...))                  # as soon as the host knows the step
     link.send(starts, valid rows, next tokens, rows)  # reduced by `link.reducers`
-    link.wait()  or  link.enqueue_wait(out_MK)        # on the host, or in the order of a GPU's stream
+    link.wait()  or  link.enqueue_wait(out_MK, chance_MK)  # on the host, or in the order of a GPU's stream
 
 One thread (the engine's) does this; a thread of each link connects, watches the drafter and, where the mailbox is not
 shared, carries steps and drafts over TCP: whoever sends and waits sees no difference.
@@ -32,6 +32,7 @@ import zmq
 from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
+from peagle.drafter.drafts import token_ids
 from peagle.drafter.mailbox import NUM_AREAS, REACHED, TIMED_OUT, Mailbox, host_identity
 from peagle.drafter.protocol import (
     FROM_DRAFTER,
@@ -451,7 +452,8 @@ class Link:
         return True
 
     def wait(self) -> Int32Array | None:
-        """Drafts of the step sent last, [M, K], `NO_DRAFT` where there are none; None when they do not come in time."""
+        """Token ids of the drafts of the step sent last, [M, K], `NO_DRAFT` where there are none; None when they do not
+        come in time."""
         session = self._current
         if session is None or session.is_late or session.sent == 0:
             return None
@@ -465,22 +467,25 @@ class Link:
                 return None
             if (num_reads := num_reads + 1) > _NUM_QUICK_READS:
                 time.sleep(_HOST_POLL_S)
-        return self._answered(session, number, time.monotonic() - begin_s)
+        return token_ids(self._answered(session, number, time.monotonic() - begin_s))
 
-    def enqueue_wait(self, out_MK: Tensor) -> None:
-        """Let the current stream wait for the drafts of the step sent last and put them into out_MK, int64 [M, K].
+    def enqueue_wait(self, out_MK: Tensor, chance_MK: Tensor) -> None:
+        """Let the current stream wait for the drafts of the step sent last and put them into out_MK, int64 [M, K], and
+        their chances into chance_MK, float32.
 
         0 all over when they do not come in time, or when the link went down since.
         """
         if (session := self._current) is not None and session.sent:
             with session.lock:
                 if not session.is_closed:
-                    session.mailbox.enqueue_wait(session.sent, self._deadline_s(session, session.sent), out_MK)
+                    deadline_s = self._deadline_s(session, session.sent)
+                    session.mailbox.enqueue_wait(session.sent, deadline_s, out_MK, chance_MK)
                     if session.enqueued is not None:
                         session.enqueued.record()
                     session.waited.append(session.sent)
                     return
         out_MK.zero_()
+        chance_MK.zero_()
 
     def has_drafts(self, slots_B: Int32Array) -> npt.NDArray[np.bool_]:
         """Whether drafts are to be expected for these requests: the link is up, and the last answer held some for them
@@ -541,7 +546,7 @@ class Link:
         return self._deadlines.deadline_s(session.num_rows[number % NUM_AREAS])
 
     def _answered(self, session: Session, number: int, wait_s: float) -> Int32Array:
-        """Count an answer that came in time, and take its drafts."""
+        """Count an answer that came in time, and take its drafts, as they travel."""
         area, stats = session.mailbox.area(number), self.stats
         service_s = session.mailbox.service_s(number)
         stats.num_answered += 1

@@ -292,7 +292,7 @@ class DraftEngine:
     def step(
         self, steps: Sequence[HostStep], prepared: Sequence[PreparedStep | None] | None = None
     ) -> list[Int32Array]:
-        """Draft ids of each step's requests, [B, K] each, `NO_DRAFT` from a request's depth on.
+        """Drafts of each step's requests, [B, K] each, as they travel, `NO_DRAFT` from a request's depth on.
 
         A request that is refused for lack of cache has none. prepared: of each step, None for one that was not.
         """

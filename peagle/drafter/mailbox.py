@@ -7,7 +7,7 @@ Three areas in turn (step s uses area s % 3), each with a request and its reply:
                                                     Before the step runs, so that the drafter can prepare meanwhile
     device part   by the target's GPU, or its host  starts, valid rows, next tokens; payload (reduced hidden rows)
     ready         the same, last                    the step's number: the request is whole
-    drafts        by the drafter, or its GPU        draft ids, time of service
+    drafts        by the drafter, or its GPU        drafts (`peagle.drafter.drafts`), time of service
     done          the same, last                    the step's number: the reply is whole
 
 Three, because with asynchronous scheduling the target's host writes step s + 2 while the drafter still reads step s. A
@@ -43,6 +43,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
+from peagle.drafter.drafts import unpack, unpack_in_kernel
 from peagle.drafter.protocol import (
     MAX_PROMPT_TOKENS,
     Int32Array,
@@ -315,12 +316,13 @@ class Mailbox:
         integers = torch.cat([start_B, num_valid_B, next_tokens_R])
         post_step(words_W.to(integers.device, non_blocking=True), integers)
 
-    def enqueue_wait(self, number: int, timeout_s: float, out_BK: Tensor) -> None:
-        """Let the current stream wait for the drafts of a step, at most this long, and put them into out_BK, int64 on
-        the device: 0 where there are none, all over without an answer in time. A reply that comes later is not seen.
+    def enqueue_wait(self, number: int, timeout_s: float, out_BK: Tensor, chance_BK: Tensor) -> None:
+        """Let the current stream wait for the drafts of a step, at most this long, and put them into out_BK, int64, and
+        their chances into chance_BK, float32, on the device: 0 where there are none, all over without an answer in
+        time. A reply that comes later is not seen.
         """
         words_W = self.words(number, wait=(len(out_BK), timeout_s))
-        take_drafts(words_W.to(out_BK.device, non_blocking=True), out_BK)
+        take_drafts(words_W.to(out_BK.device, non_blocking=True), out_BK, chance_BK)
 
     def words(
         self, number: int, *, request: tuple[int, int] | None = None, wait: tuple[int, float] | None = None
@@ -351,7 +353,7 @@ class Mailbox:
         return bool(self._abort[0])
 
     def read_drafts(self, number: int, num_requests: int) -> Int32Array:
-        """[B, K], once `is_done`; a copy."""
+        """[B, K] as they travel, once `is_done`; a copy."""
         return self.area(number).drafts_BK[:num_requests].copy()
 
     def service_s(self, number: int) -> float:
@@ -415,7 +417,7 @@ class Mailbox:
         return whole
 
     def answer(self, number: int, drafts_BK: Int32Array, service_ns: int) -> None:
-        """Drafts of a step, [B, max_depth]; then `done`."""
+        """Drafts of a step, [B, max_depth] as they travel; then `done`."""
         area = self.area(number)
         area.drafts_BK[: len(drafts_BK)] = drafts_BK
         area.service_ns[0] = service_ns
@@ -438,9 +440,12 @@ class Mailbox:
                 return
             self._words = self._words.pin_memory()
             words_W = self.words(0, request=(0, 0), wait=(0, 0.0)).to(device)
-            copy_payload(words_W, torch.empty(1, self.shape.hidden_size, dtype=self.shape.torch_dtype, device=device))
-            post_step(words_W, torch.empty(1, dtype=torch.int32, device=device))
-            take_drafts(words_W, torch.empty(1, self.shape.max_depth, dtype=torch.int64, device=device))
+            integers, ids_1K = (
+                torch.zeros(1, self.shape.max_depth, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64)
+            )
+            copy_payload(words_W, ids_1K.new_zeros(1, self.shape.hidden_size, dtype=self.shape.torch_dtype), integers)
+            post_step(words_W, integers)
+            take_drafts(words_W, ids_1K, ids_1K.float())
             torch.cuda.current_stream().synchronize()
             self.areas[0].outcome[:] = 0
 
@@ -456,19 +461,26 @@ class Mailbox:
 
 REACHED, ABORTED, TIMED_OUT = 1, 2, 3  # values of `outcome_2[0]`
 _NUM_QUICK_READS, _SLEEP_S = 200, 50e-6  # the twin reads this often without a pause, then sleeps between reads
-_BLOCK, _COPIED_ELEMENTS = 1024, 4096
+_BLOCK, _MAX_COPIED_ELEMENTS = 1024, 4096
 
 
-def copy_payload(words_W: Tensor, hidden_RH: Tensor) -> None:
-    """Copy as many rows as the words say into a step's payload, whose type they have, on a GPU in one kernel."""
-    if uses_kernel(hidden_RH):
-        _copy_payload_kernel[(triton.cdiv(hidden_RH.numel(), _COPIED_ELEMENTS),)](
-            words_W, hidden_RH, hidden_RH.shape[1], BLOCK=_COPIED_ELEMENTS, ON_GPU=not INTERPRETED,
+def copy_payload(words_W: Tensor, hidden_NH: Tensor, sources_R: Tensor) -> None:
+    """Fill as many rows of a step's payload, whose type hidden_NH has, as the words say, on a GPU in one kernel.
+
+    hidden_NH: of the target's rows. sources_R: int32, which of them each row of the payload is, in order of these, and
+    maybe more; -1: none, it stays as it is.
+    """
+    num_rows, size = hidden_NH.shape
+    if uses_kernel(hidden_NH):
+        block = min(_MAX_COPIED_ELEMENTS, triton.next_power_of_2(size))
+        _copy_payload_kernel[(num_rows * triton.cdiv(size, block),)](
+            words_W, hidden_NH, sources_R, size, BLOCK=block, ON_GPU=not INTERPRETED,
         )  # fmt: skip
         return
     step = StepWords(*words_W.tolist())
-    moved = hidden_RH[: step.num_rows].reshape(-1)
-    memory_at(step.payload, moved.numel(), moved.dtype).copy_(moved)
+    payload_RH = memory_at(step.payload, step.num_rows * size, hidden_NH.dtype).view(-1, size)
+    source_R = sources_R[: step.num_rows].long()
+    payload_RH[source_R >= 0] = hidden_NH[source_R[source_R >= 0]]
 
 
 def post_step(words_W: Tensor, integers: Tensor) -> None:
@@ -485,9 +497,10 @@ def post_step(words_W: Tensor, integers: Tensor) -> None:
     memory_at(step.ready, 1, torch.int64)[0] = step.number
 
 
-def take_drafts(words_W: Tensor, out_BK: Tensor) -> None:
+def take_drafts(words_W: Tensor, out_BK: Tensor, chance_BK: Tensor) -> None:
     """Wait until a step is done, the abort word is set, or its timeout is over since the wait itself began; then write
-    the first rows of out_BK, int64, as many as the words say: the drafts; 0 where there are none.
+    the first rows of out_BK, int64, and of chance_BK, float32, as many as the words say: tokens and chances of the
+    drafts; 0 where there are none.
 
     With out_BK on a GPU this enqueues one kernel on the current stream and returns: one warp reads the words over the
     bus, other work goes on. Otherwise it blocks. `done` is looked at before the others, so an answer that is there
@@ -495,14 +508,17 @@ def take_drafts(words_W: Tensor, out_BK: Tensor) -> None:
     which has no timer, a read of the words counts 1 ns.
     """
     if uses_kernel(out_BK):
-        _take_kernel[(1,)](words_W, out_BK, out_BK.shape[1], BLOCK=_BLOCK, ON_GPU=not INTERPRETED, num_warps=1)
+        _take_kernel[(1,)](
+            words_W, out_BK, chance_BK, out_BK.shape[1], BLOCK=_BLOCK, ON_GPU=not INTERPRETED, num_warps=1
+        )
         return
     step = StepWords(*words_W.tolist())
     status, waited_ns = wait_for(step.done, step.number, step.abort, step.timeout_ns)
-    found_BK = out_BK[: step.num_waiting].zero_()
+    for column_BK in (out_BK, chance_BK):
+        column_BK[: step.num_waiting] = 0
     if status == REACHED:
-        drafts = memory_at(step.drafts, found_BK.numel(), torch.int32)
-        found_BK.copy_(drafts.view(found_BK.shape).clamp(min=0))
+        drafts = memory_at(step.drafts, step.num_waiting * out_BK.shape[1], torch.int32)
+        out_BK[: step.num_waiting], chance_BK[: step.num_waiting] = unpack(drafts.view(-1, out_BK.shape[1]))
     outcome_2 = memory_at(step.outcome, 2, torch.int64)
     outcome_2[1] = waited_ns
     outcome_2[0] = status
@@ -541,12 +557,19 @@ def fence(ON_GPU: tl.constexpr):
 
 
 @triton.jit
-def _copy_payload_kernel(words_W, hidden_RH, hidden_size, BLOCK: tl.constexpr, ON_GPU: tl.constexpr):
+def _copy_payload_kernel(words_W, hidden_NH, sources_R, hidden_size, BLOCK: tl.constexpr, ON_GPU: tl.constexpr):
+    """As many programs as hidden_NH has blocks; the payload may have more of them."""
     # A payload begins a page.
-    payload = tl.multiple_of(tl.load(words_W + 2).to(tl.pointer_type(hidden_RH.dtype.element_ty)), 16)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < tl.load(words_W + 9) * hidden_size
-    tl.store(payload + at, tl.load(hidden_RH + at, mask=mask), mask=mask)
+    payload_RH = tl.multiple_of(tl.load(words_W + 2).to(tl.pointer_type(hidden_NH.dtype.element_ty)), 16)
+    num_each = tl.cdiv(hidden_size, BLOCK)
+    # 32 bits: a division of 64 takes many times as long.
+    for i in range(tl.program_id(0), tl.load(words_W + 9).to(tl.int32) * num_each, tl.num_programs(0)):
+        row, column = i // num_each, (i % num_each) * BLOCK + tl.arange(0, BLOCK)
+        source = tl.load(sources_R + row)
+        if source >= 0:
+            mask = column < hidden_size
+            hidden = tl.load(hidden_NH + source.to(tl.int64) * hidden_size + column, mask=mask)
+            tl.store(payload_RH + row.to(tl.int64) * hidden_size + column, hidden, mask=mask)
     fence(ON_GPU)
 
 
@@ -562,7 +585,7 @@ def _post_kernel(words_W, integers, BLOCK: tl.constexpr, ON_GPU: tl.constexpr):
 
 
 @triton.jit
-def _take_kernel(words_W, out_BK, num_columns, BLOCK: tl.constexpr, ON_GPU: tl.constexpr):
+def _take_kernel(words_W, out_BK, chance_BK, num_columns, BLOCK: tl.constexpr, ON_GPU: tl.constexpr):
     done_1 = tl.load(words_W + 3).to(tl.pointer_type(tl.int64))
     drafts_BK = tl.load(words_W + 4).to(tl.pointer_type(tl.int32))
     outcome_2 = tl.load(words_W + 5).to(tl.pointer_type(tl.int64))
@@ -574,7 +597,9 @@ def _take_kernel(words_W, out_BK, num_columns, BLOCK: tl.constexpr, ON_GPU: tl.c
         at = i + tl.arange(0, BLOCK)
         # Volatile: past the caches, which may hold what an earlier step had here.
         draft = tl.load(drafts_BK + at, mask=at < num_found, other=0, volatile=True)
-        tl.store(out_BK + at, tl.maximum(draft, 0).to(tl.int64), mask=at < num_drafts)
+        token, chance = unpack_in_kernel(draft)
+        tl.store(out_BK + at, token, mask=at < num_drafts)
+        tl.store(chance_BK + at, chance, mask=at < num_drafts)
     tl.store(outcome_2 + 1, waited)
     fence(ON_GPU)
     tl.store(outcome_2, status)

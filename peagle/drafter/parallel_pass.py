@@ -1,9 +1,9 @@
 """The drafter's one forward pass over a batch of requests and a paged cache of keys and values.
 
-Enters: `PassBatch`. Leaves: draft ids [B, K], -1 from a request's depth on; the rows given are in the cache. For each
-request it is `peagle.draft.DraftSession.propose`: rows of the mask token leave no trace, because the next rows begin
-before them. On a CPU the pass runs at once; on a GPU as a CUDA graph of the batch's padded size
-(`peagle.drafter.graphs`).
+Enters: `PassBatch`. Leaves: drafts [B, K] as they travel (`peagle.drafter.drafts`), -1 from a request's depth on; the
+rows given are in the cache. For each request the tokens are those of `peagle.draft.DraftSession.propose`: rows of the
+mask token leave no trace, because the next rows begin before them. On a CPU the pass runs at once; on a GPU as a CUDA
+graph of the batch's padded size (`peagle.drafter.graphs`).
 
 B requests, N rows of the pass, M sampled rows, R rows of the payload, H hidden size, A query heads and G key heads of
 D, I width of the MLP.
@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from peagle.config import DrafterConfig, HeadError
 from peagle.drafter.armed import MAX_ROWS, ArmedPass, ArmedWords, answer_step, await_step, new_flags, reset
 from peagle.drafter.attention import distinct_batches, paged_attention, write_kv
+from peagle.drafter.drafts import MAX_VOCABULARY, best_drafts
 from peagle.drafter.mailbox import memory_at
 from peagle.drafter.protocol import NO_DRAFT, Int32Array
 from peagle.drafter.rows import (
@@ -39,7 +40,7 @@ from peagle.model import Attention, Drafter, Layer, rotary_tables
 if TYPE_CHECKING:
     from peagle.drafter.graphs import GraphSizes
 
-#: Waits for the drafts of a pass: [B, K], -1 where none is wanted; an array of the caller's own.
+#: Waits for the drafts of a pass, as they travel: [B, K], -1 where none is wanted; an array of the caller's own.
 PendingDrafts = Callable[[], Int32Array]
 PER_REQUEST = ("start_B", "row_offset_B", "depth_B", "cache_start_B", "num_valid_B")
 
@@ -228,7 +229,7 @@ class ParallelPass:
         by default max_num_rows and K for each request. graph_sizes: batches that run as a CUDA graph; without effect on
         a CPU. The others are those of `PassLimits`.
 
-        Raises HeadError for an EAGLE-3 head.
+        Raises HeadError for an EAGLE-3 head, and for a target of more than 2**20 tokens.
         """
         config = self._config = drafter.config
         check_parallel(config, "the drafter")
@@ -287,7 +288,7 @@ class ParallelPass:
             self._runner = GraphRunner(self._compute, self.limits, graph_sizes, self.device, dtype, batches)
 
     def run(self, batch: PassBatch) -> Int32Array:
-        """Drafts [B, K] in host memory, -1 where none is wanted; waits for them."""
+        """Drafts [B, K] as they travel, in host memory; waits for them."""
         return self.launch(batch)()
 
     def send_ahead(self, batch: PassBatch) -> int | None:
@@ -361,7 +362,7 @@ class ParallelPass:
 
     @torch.no_grad()
     def _compute(self, inputs: PassInputs, num_rows: int, depth: int) -> Tensor:
-        """Drafts [B, depth] int32 in the target's vocabulary, -1 where none is wanted; waits for nothing.
+        """Drafts [B, depth] as they travel, -1 where none is wanted; waits for nothing.
 
         num_rows may be more than the batch has.
         """
@@ -400,16 +401,23 @@ class ParallelPass:
             stream_NH, x = add_norm(
                 stream_NH, mlp_NH, self._norm_H if is_last else self._layers[index + 1].input_norm_H, eps
             )
-        best_M = self._lm_head(x).argmax(dim=-1)
-        return torch.where(sampled_M >= 0, self._target_ids_V[best_M], -1).view(rows.sample_rows_BK.shape)
+        drafts_BK = torch.empty_like(rows.sample_rows_BK, dtype=torch.int32)
+        best_drafts(self._lm_head(x), self._target_ids_V, sampled_M, drafts_BK.view(-1))
+        return drafts_BK
 
 
 def check_parallel(config: DrafterConfig, source: str) -> None:
-    """Raise HeadError for a head that drafts one token after another: a remote drafter has one pass a step."""
+    """Raise HeadError for a head that a remote drafter does not run: one that drafts one token after another, where the
+    drafter has one pass a step, or one of a target whose tokens do not fit into a draft as it travels."""
     if config.ptd_token_id is None:
         raise HeadError(
             f"{source} has no mask token (ptd_token_id), so it is an EAGLE-3 head: a remote drafter runs P-EAGLE heads "
             "only, which propose all their tokens in one pass; run this head in the target's own engine"
+        )
+    if config.vocab_size > MAX_VOCABULARY:
+        raise HeadError(
+            f"{source} drafts for a target of {config.vocab_size} tokens, a remote drafter's drafts name at most "
+            f"{MAX_VOCABULARY}; run this head in the target's own engine"
         )
 
 

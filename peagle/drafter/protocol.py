@@ -6,7 +6,7 @@
                                                   <-  Welcome: mailbox or none; one frame for each reducer
     Attached: whether it has the mailbox          ->  (only where a mailbox was named)
     Step: one target step                         ->  (only without a mailbox; frames: hidden rows)
-                                                  <-  Answer: to a step (frame: draft ids)
+                                                  <-  Answer: to a step (frame: drafts, `peagle.drafter.drafts`)
                                                   <-  Alive, twice a second
                                                   <-  Swapped or Bye: the connection is over
 
@@ -37,14 +37,14 @@ from torch.nn import functional as F
 
 from peagle.model import rms_norm
 
-PROTOCOL = b"peagle/4"  # the first frame of every message; another release may have another
+PROTOCOL = b"peagle/5"  # the first frame of every message; another release may have another
 MAX_NUM_HEADS = 63  # a bit each in a word of 64, the sign left out: `peagle.vllm.remote`
 MAX_PROMPT_TOKENS = 262_144  # of all new requests of one step; beyond, prompts travel empty
 MAX_PAYLOAD_BYTES = 1 << 30  # of one step's hidden rows
 MAX_FRAME_BYTES = 1 << 24  # that a target may send; a larger one ends its connection unread. Payloads travel in pieces
 MAX_REPLY_BYTES = 1 << 30  # of one frame of a drafter: a reducer of the widest targets has some 400 MB
 USER = b"target"  # beside the key
-NO_DRAFT = -1  # fills the draft ids of a request from its number of drafts on
+NO_DRAFT = -1  # fills the drafts of a request from its number of drafts on
 
 Int32Array = npt.NDArray[np.int32]
 Ints = TypeVar("Ints", Int32Array, Tensor)
@@ -69,7 +69,7 @@ class TargetShape:
     max_depth: K, the most drafts a request may ask for.
     max_num_requests: B of the largest step; slots are numbered 0 .. max_num_requests - 1.
     max_num_rows: R of the largest step.
-    vocab_size: of the target; draft ids are below it.
+    vocab_size: of the target; tokens of drafts are below it.
     """
 
     hidden_size: _Size
@@ -273,7 +273,8 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a step. Frame: int32 [B, K], `NO_DRAFT` from each request's number of drafts on."""
+    """The answer to a step. Frame: int32 [B, K], drafts as they travel (`peagle.drafter.drafts`), `NO_DRAFT` from each
+    request's number of drafts on."""
 
     number: int
 
@@ -381,7 +382,7 @@ def _ints(data: bytes) -> Int32Array:
 def read_drafts(
     message: Answer, raw: Sequence[zmq.Frame], number: int, num_requests: int, max_depth: int
 ) -> Int32Array:
-    """[B, K] of the answer to a step. Raises WireError for an answer to another step or of another size."""
+    """[B, K] of the answer to a step, as they travel. Raises WireError for one to another step or of another size."""
     sizes = [len(frame.buffer) for frame in raw]
     if message.number != number or sizes != [4 * num_requests * max_depth]:
         raise WireError(f"an answer to step {message.number} with {sizes} bytes, to step {number} wanted")

@@ -8,7 +8,7 @@ property of the distribution and not of a drawn token, so the output keeps the t
 This is vLLM's adaptive verification (PR 52228 and its blog of 2026-08-14), which vLLM 0.29 has for DSpark heads alone:
 `ChosenDrafts` takes the place of its manager in the runner, for the steps that the scheduler says.
 
-B requests, S places of requests in the runner, K drafts at most, V draft vocabulary.
+B requests, S places of requests in the runner, K drafts at most.
 """
 
 from __future__ import annotations
@@ -24,18 +24,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from cluster.depth import WORTH_LEVELS
 
-VOCABULARY_BLOCK = 4096
 MAX_DRAFTS = 4096
 """Of a step, all that requests may have: one program looks at them."""
-
-
-def best_tokens(logits_NV: Tensor, ids_N: Tensor, chance_N: Tensor) -> None:
-    """Most likely token of each row (the first of equal ones) into ids_N, int64, its probability into chance_N,
-    float32."""
-    num_rows, vocabulary = logits_NV.shape
-    _best_kernel[(num_rows,)](
-        logits_NV, logits_NV.stride(0), ids_N, chance_N, vocabulary, BLOCK=VOCABULARY_BLOCK, num_warps=8
-    )
 
 
 class Chances:
@@ -167,24 +157,6 @@ def choose_drafts(
         num_requests, len(first_row_B1), num_drafts, num_rows,
         K=k_max, COLUMNS=triton.next_power_of_2(k_max), ROWS=triton.next_power_of_2(num_requests), num_warps=8,
     )  # fmt: skip
-
-
-@triton.jit
-def _best_kernel(logits_NV, stride, ids_N, chance_N, vocabulary, BLOCK: tl.constexpr):
-    """One program a row."""
-    row = tl.program_id(0).to(tl.int64)
-    best, token, total = float("-inf"), 0, 0.0
-    for start in range(0, vocabulary, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        logit = tl.load(logits_NV + row * stride + column, mask=column < vocabulary, other=float("-inf"))
-        logit = logit.to(tl.float32)
-        greatest, place = tl.max(logit, axis=0, return_indices=True, return_indices_tie_break_left=True)
-        token = tl.where(greatest > best, start + place, token)
-        new = tl.maximum(best, greatest)
-        total = total * tl.exp(best - new) + tl.sum(tl.exp(logit - new))
-        best = new
-    tl.store(ids_N + row, token)
-    tl.store(chance_N + row, 1.0 / total)
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_depths"])

@@ -149,40 +149,61 @@ def write_rows(
     )  # fmt: skip
 
 
-def accepted_rows(target: TargetRows, max_query_len: int, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def accepted_rows(
+    target: TargetRows,
+    max_query_len: int,
+    travel_B1: Tensor | None = None,
+    num_travelling: int | None = None,
+    out: Tensor | None = None,
+    sources_R: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What a remote drafter needs to know of the target's rows: position of each request's first row [B], how many of
-    its rows stay [B], and the token after each row [N]; int32. The token after a rejected row means nothing.
+    its rows stay [B], and of each row that travels the token after it and which of the target's it is [R]; int32. The
+    token after a rejected row means nothing. A request may have more places among the rows that travel than rows: the
+    last ones of its places are empty then, with token 0 and row -1.
 
-    max_query_len: the largest q, known to the host. out: int32, where they are put one after another from its start on.
+    Args:
+        max_query_len: the largest q, and most places of a request, known to the host.
+        travel_B1, num_travelling: int32, first place of each request, and R; None: rows travel as they stand.
+        out: int32, where all but the last are put one after another from its start on.
+        sources_R: int32, of R or more, where the last is put.
     """
-    num_requests = len(target.place_B)
-    sizes = num_requests, num_requests, len(target.input_ids_N)
+    num_requests, device = len(target.place_B), target.input_ids_N.device
+    if travel_B1 is None or num_travelling is None:
+        travel_B1, num_travelling = target.first_row_B1, len(target.input_ids_N)
+    sizes = num_requests, num_requests, num_travelling
     if out is None:
-        out = torch.empty(sum(sizes), dtype=torch.int32, device=target.input_ids_N.device)
+        out = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+    if sources_R is None:
+        sources_R = torch.empty(num_travelling, dtype=torch.int32, device=device)
     _accepted_rows_kernel[(num_requests, triton.cdiv(max_query_len, BLOCK_ROWS))](
         target.first_row_B1, target.input_ids_N, target.positions_N, target.place_B,
         target.num_sampled_B, target.num_rejected_B, target.last_sampled_S, target.next_prefill_S,
-        out, BLOCK=BLOCK_ROWS,
+        travel_B1, out, sources_R, BLOCK=BLOCK_ROWS,
     )  # fmt: skip
-    start_B, num_valid_B, next_tokens_N = out[: sum(sizes)].split(sizes)
-    return start_B, num_valid_B, next_tokens_N
+    start_B, num_valid_B, next_tokens_R = out[: sum(sizes)].split(sizes)
+    return start_B, num_valid_B, next_tokens_R, sources_R[:num_travelling]
 
 
 @triton.jit
 def _accepted_rows_kernel(
     first_row_B1, input_ids_N, positions_N, place_B,
     num_sampled_B, num_rejected_B, last_sampled_S, next_prefill_S,
-    out, BLOCK: tl.constexpr,
+    travel_B1, out, sources_R, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (b, i): block i of request b."""
     request, num_requests = tl.program_id(0), tl.num_programs(0)
-    num_valid_B, next_tokens_N = out + num_requests, out + 2 * num_requests
+    num_valid_B, next_tokens_R = out + num_requests, out + 2 * num_requests
     first, end = tl.load(first_row_B1 + request), tl.load(first_row_B1 + request + 1)
+    travel, travel_end = tl.load(travel_B1 + request), tl.load(travel_B1 + request + 1)
     num_valid = end - first - tl.load(num_rejected_B + request)
     newest = _newest_token(request, place_B, num_sampled_B, last_sampled_S, next_prefill_S)
-    row = first + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, is_place = first + offset, travel + offset < travel_end
     given = tl.load(input_ids_N + row + 1, mask=row < end - 1, other=0).to(tl.int32)
-    tl.store(next_tokens_N + row, tl.where(row == first + num_valid - 1, newest, given), mask=row < end)
+    token = tl.where(offset == num_valid - 1, newest, given)
+    tl.store(next_tokens_R + travel + offset, token, mask=is_place)
+    tl.store(sources_R + travel + offset, tl.where(row < end, row, -1), mask=is_place)
     if tl.program_id(1) == 0:
         tl.store(out + request, tl.load(positions_N + first).to(tl.int32))
         tl.store(num_valid_B + request, num_valid)

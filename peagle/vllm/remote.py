@@ -109,7 +109,8 @@ class EngineBatch:
     requests: all that the engine has, by id. wanted_B: whether the drafter needs the request's rows. prompt_of: token
     ids of the positions 0 .. start of a request of the batch that starts or comes back, empty if not known. The rows of
     request b are num_rows_B[b] from row_offset_B[b] on, behind those of the request before; the first num_sent_B[b] of
-    them travel.
+    them travel. Where the GPU chooses which drafts are verified, these are the most rows that a request may have, and
+    the target has fewer: num_target_rows.
     """
 
     request_ids: Sequence[str]
@@ -120,6 +121,7 @@ class EngineBatch:
     row_offset_B: Int32Array
     num_rows_B: Int32Array
     num_sent_B: Int32Array
+    num_target_rows: int
     prompt_of: Callable[[int], Int32Array]
 
 
@@ -128,12 +130,14 @@ class SampledRows:
     """What sampling leaves of a batch: tensors may be known to the device only.
 
     num_valid_B: how many of a request's rows stay, its first ones. aux: tapped hidden states of each layer, [>= R, S].
+    sources_R: int32, which of the rows of `aux` each one is, -1 for none; None: all as they stand.
     """
 
     start_B: Tensor
     num_valid_B: Tensor
     next_tokens_R: Tensor
     aux: Sequence[Tensor]
+    sources_R: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,8 +153,8 @@ class _Rows:
 @dataclasses.dataclass(frozen=True)
 class StepMessage:
     """Under way to a drafter: its link, its requests' positions in the batch (`members_M`, and as `places` an index
-    for tensors, None for all in order), their slots and heads, their rows, whether any is to get drafts, and whether it
-    goes by a replay."""
+    for tensors, None for all in order), their slots and heads, their rows, whether any is to get drafts, and the
+    target's number of rows where it goes by a replay, else 0."""
 
     link: Any
     members_M: npt.NDArray[np.int64]
@@ -159,7 +163,7 @@ class StepMessage:
     heads_M: Int32Array
     rows: _Rows
     wants_drafts: bool
-    is_replayed: bool
+    num_replayed: int
 
 
 class StepSender:
@@ -174,7 +178,7 @@ class StepSender:
         self, pool: Any, shape: TargetShape, device: torch.device, replayer: StepReplayer | None = None
     ) -> None:
         """device: of the engine. Where it is a GPU, its stream waits for answers, not the host. replayer: where rows
-        are sampled into its `integers` and the stream waits: for steps that it can take."""
+        are sampled into its `integers` and `sources_R` and the stream waits: for steps that it can take."""
         self.replayer = replayer
         self.pool, self.shape, self.device = pool, shape, device
         self._unanswered: dict[Any, StepMessage] = {}  # by link
@@ -212,11 +216,12 @@ class StepSender:
                 place = None if len(members_M) == num_requests else _upload(members_M, self.device)
                 wants_drafts = bool(depth_M.any())
                 is_replayed = (
-                    (self.replayer is not None and self.replayer.holds(rows.num_rows))
+                    (self.replayer is not None and self.replayer.holds(batch.num_target_rows))
                     and (place is None and rows.index is None and wants_drafts)
                     and bool((heads_M == heads_M[0]).all())
                 )
-                message = StepMessage(link, members_M, place, slots_M, heads_M, rows, wants_drafts, is_replayed)
+                num_replayed = batch.num_target_rows if is_replayed else 0
+                message = StepMessage(link, members_M, place, slots_M, heads_M, rows, wants_drafts, num_replayed)
                 self._begun.append(message)
 
     def send(self, sampled: SampledRows) -> list[StepMessage]:
@@ -239,21 +244,20 @@ class StepSender:
     def _settle(self, message: StepMessage) -> None:
         """Wait for an answer without drafts."""
         if self.device.type == "cuda":
-            size = (len(message.members_M), self.shape.max_depth)
-            message.link.enqueue_wait(torch.empty(size, dtype=torch.int64, device=self.device))
+            message.link.enqueue_wait(*self._no_drafts(len(message.members_M)))
         else:
             message.link.wait()
 
     def _send(self, message: StepMessage, sampled: SampledRows) -> bool:
         rows, places = message.rows, message.places
         is_sent: bool
-        if message.is_replayed:
+        if message.num_replayed:
             assert self.replayer is not None
             reducer = message.link.reducers[int(message.heads_M[0])]
-            run = self.replayer.prepare(reducer, sampled.aux, rows.num_rows)
+            run = self.replayer.prepare(reducer, sampled.aux, message.num_replayed)
             is_sent = message.link.send_and_wait(run, len(message.members_M), rows.num_rows)
             return is_sent
-        hidden_RH = _reduce(message.link.reducers, message.heads_M, rows, sampled.aux)
+        hidden_RH = _reduce(message.link.reducers, message.heads_M, rows, sampled.aux, sampled.sources_R)
         per_request = sampled.start_B, sampled.num_valid_B
         start_B, num_valid_B = per_request if places is None else (tensor[places] for tensor in per_request)
         next_tokens_R = sampled.next_tokens_R if rows.index is None else sampled.next_tokens_R[rows.index]
@@ -268,24 +272,27 @@ class StepSender:
                 drafts_BK[message.members_M] = drafts_MK
         return drafts_BK
 
-    def enqueue_wait(self, sent: Sequence[StepMessage], num_requests: int) -> Tensor:
-        """Drafts [B, K], int64 on the device, filled in the order of its stream; 0 where there are none."""
-        whole_BK: Tensor | None = None
+    def enqueue_wait(self, sent: Sequence[StepMessage], num_requests: int) -> tuple[Tensor, Tensor]:
+        """Drafts [B, K], int64 on the device, and their chances, float32, filled in the order of its stream; 0 where
+        there are none."""
+        whole: tuple[Tensor, Tensor] | None = None
         for message in sent:
-            if message.is_replayed:
+            if message.num_replayed:
                 assert self.replayer is not None
-                return self.replayer.drafts_BK[:num_requests]
-            size = (len(message.members_M), self.shape.max_depth)
-            drafts_MK = torch.empty(size, dtype=torch.int64, device=self.device)
-            message.link.enqueue_wait(drafts_MK)
+                return self.replayer.drafts_BK[:num_requests], self.replayer.chance_BK[:num_requests]
+            found = self._no_drafts(len(message.members_M))
+            message.link.enqueue_wait(*found)
             if message.places is None:
-                return drafts_MK
-            if whole_BK is None:
-                whole_BK = drafts_MK.new_zeros(num_requests, self.shape.max_depth)
-            whole_BK[message.places] = drafts_MK
-        if whole_BK is None:
-            return torch.zeros(num_requests, self.shape.max_depth, dtype=torch.int64, device=self.device)
-        return whole_BK
+                return found
+            whole = whole or self._no_drafts(num_requests)
+            for whole_BK, found_MK in zip(whole, found, strict=True):
+                whole_BK[message.places] = found_MK
+        return whole or self._no_drafts(num_requests)
+
+    def _no_drafts(self, num_requests: int) -> tuple[Tensor, Tensor]:
+        """As `enqueue_wait`."""
+        drafts_BK = torch.zeros(num_requests, self.shape.max_depth, dtype=torch.int64, device=self.device)
+        return drafts_BK, torch.zeros_like(drafts_BK, dtype=torch.float32)
 
     def num_drafts(self, sent: Sequence[StepMessage], num_requests: int) -> list[int]:
         """How many drafts each of the batch's requests will get, as far as is known: all where its message was sent,
@@ -317,9 +324,19 @@ def _rows_of(batch: EngineBatch, members_M: Any, device: torch.device) -> _Rows:
     return _Rows(_upload(index_R, device), num_rows, packed_M, num_rows_M)
 
 
-def _reduce(reducers: Mapping[int, Any], heads_M: Int32Array, rows: _Rows, aux: Sequence[Tensor]) -> Tensor:
-    """Hidden rows [R, H], each reduced by the head of its request."""
-    chosen = [layer[: rows.num_rows] if rows.index is None else layer[rows.index] for layer in aux]
+def _reduce(
+    reducers: Mapping[int, Any],
+    heads_M: Int32Array,
+    rows: _Rows,
+    aux: Sequence[Tensor],
+    sources_R: Tensor | None = None,
+) -> Tensor:
+    """Hidden rows [R, H], each reduced by the head of its request. sources_R: as in `SampledRows`; places without a row
+    get any."""
+    index = rows.index
+    if sources_R is not None:
+        index = (sources_R if index is None else sources_R[index]).clamp(min=0).long()
+    chosen = [layer[: rows.num_rows] if index is None else layer[index] for layer in aux]
     aux_RX = torch.cat(chosen, dim=-1)
     heads = np.unique(heads_M).tolist()
     if len(heads) == 1:
@@ -545,6 +562,7 @@ class RemoteDrafts(_Runner):
             row_offset_B=offset_B1[:-1],
             num_rows_B=np.diff(offset_B1),
             num_sent_B=num_valid_B,
+            num_target_rows=int(offset_B1[-1]),
             prompt_of=self._prompt_of,
         )
 

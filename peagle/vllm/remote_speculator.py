@@ -5,6 +5,9 @@ those of a colocated drafter, and so are the target's graphs (`peagle.vllm.v2_wo
 cache for one. What is sent, and to whom, is `peagle.vllm.remote.StepSender`'s. Everything happens in the order of the
 GPU's stream: the host waits for nothing, and tokens have left for the client when the stream waits for drafts.
 
+In a step whose drafts the GPU chose (`peagle.vllm.chosen`), the host does not know where a request's rows begin. What
+travels then has a place for each row that a request may have, and the places without a row stay empty.
+
 Of the ranks of a tensor-parallel group the first sends; the others get its drafts by a broadcast.
 """
 
@@ -17,11 +20,13 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from peagle.drafter.protocol import Int32Array
-from peagle.vllm.acceptance import attach_num_drafts, drafts_ahead, drafts_wanted, head_of
+from peagle.vllm.acceptance import attach_num_drafts, drafts_ahead, drafts_wanted, head_of, is_choice_ahead
+from peagle.vllm.chosen import Chances
 from peagle.vllm.draft_rows import TargetRows, accepted_rows
 from peagle.vllm.remote import EngineBatch, RemoteControl, SampledRows, StepSender, check_config, make_sender
 from peagle.vllm.v2_worker import PEagleRunner, V2Worker
@@ -44,8 +49,8 @@ class RemoteSpeculator(BaseSpeculator):
 
     supports_mm_inputs = False
     draft_logits = None
-    chances = None
-    """Its drafts come without."""
+    _is_choice = False
+    """The next step may choose among the drafts of this one."""
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         """Raises ValueError for settings that do not go with a remote drafter; the message names them."""
@@ -57,6 +62,7 @@ class RemoteSpeculator(BaseSpeculator):
             self.sender = make_sender(config, device, config.compilation_config.cudagraph_capture_sizes or ())
         self._device, self._k_max = device, config.num_speculative_tokens
         self._known: dict[str, _Known] = {}
+        self.chances = Chances(config.scheduler_config.max_num_seqs, self._k_max, device)
         self._num_ahead, self._depths = self._k_max, list[int]()
         self.num_drafts: dict[str, int] = {}
         """By request that the last step wanted drafts for: how many will come, as far as the last answers say."""
@@ -81,6 +87,7 @@ class RemoteSpeculator(BaseSpeculator):
             known.tokens = new.prefill_token_ids or ()
         # A request whose drafter had none gets 0 drafts until an answer holds some: at least one is asked for.
         self._num_ahead = max(1, drafts_ahead(scheduled, self._k_max))
+        self._is_choice = is_choice_ahead(scheduled)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop requests that have ended. A preempted one keeps its place at the drafter."""
@@ -117,9 +124,16 @@ class RemoteSpeculator(BaseSpeculator):
             drafts_BK = torch.empty(num_requests, k_max, dtype=torch.int64, device=self._device)
         else:
             assert aux_hidden_states, "the target returned no tapped hidden states"
-            rows = accepted_rows(target, max_query_len, None if replayer is None else replayer.integers)
-            sent = self.sender.send(SampledRows(*rows, aux_hidden_states))
-            drafts_BK = self.sender.enqueue_wait(sent, num_requests)
+            buffers = (None, None) if replayer is None else (replayer.integers, replayer.sources_R)
+            travel_B1, num_travelling = self._travelling(input_batch)
+            start_B, num_valid_B, next_tokens_R, sources_R = accepted_rows(
+                target, max_query_len, travel_B1, num_travelling, *buffers
+            )
+            chosen_R = None if travel_B1 is None else sources_R
+            sent = self.sender.send(SampledRows(start_B, num_valid_B, next_tokens_R, aux_hidden_states, chosen_R))
+            drafts_BK, chance_BK = self.sender.enqueue_wait(sent, num_requests)
+            if self._is_choice:
+                self.chances.record(chance_BK, input_batch.idx_mapping, self._num_ahead)
             num_drafts = self.sender.num_drafts(sent, num_requests)
             asked = zip(input_batch.req_ids, self._depths, num_drafts, strict=True)
             self.num_drafts = {request_id: count for request_id, depth, count in asked if depth}
@@ -127,10 +141,19 @@ class RemoteSpeculator(BaseSpeculator):
             drafts_BK = get_tp_group().broadcast(drafts_BK, src=0)
         return drafts_BK
 
+    def _travelling(self, batch: InputBatch) -> tuple[Tensor | None, int]:
+        """`travel_B1` and `num_travelling` of `accepted_rows`: as `begin` says."""
+        lengths_B = batch.num_scheduled_tokens
+        if (num_travelling := int(lengths_B.sum())) == batch.num_tokens:
+            return None, num_travelling
+        first_B1 = np.concatenate([[0], np.cumsum(lengths_B)]).astype(np.int32)
+        return async_tensor_h2d(first_B1, device=self._device), num_travelling
+
     def begin(self, batch: InputBatch) -> None:
         """Tell the drafter of a step that runs now; `propose` follows."""
         if self.sender is None:
             return
+        # Where the GPU chooses the drafts, the most that each request may have.
         lengths_B = batch.num_scheduled_tokens
         known = [self._known[request_id] for request_id in batch.req_ids]
         k_B = np.array([request.depth for request in known], dtype=np.int32)
@@ -150,9 +173,10 @@ class RemoteSpeculator(BaseSpeculator):
                 depth_B=depth_B,
                 # A request with K = 0 never drafts; its prompt may serve another one from the drafter's cache.
                 wanted_B=(k_B > 0) | batch.is_prefilling_np,
-                row_offset_B=batch.query_start_loc_np[: batch.num_reqs],
+                row_offset_B=np.cumsum(lengths_B, dtype=np.int32) - lengths_B,
                 num_rows_B=lengths_B,
                 num_sent_B=lengths_B,
+                num_target_rows=batch.num_tokens,
                 prompt_of=prompt_of,
             )
         )

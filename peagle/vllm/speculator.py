@@ -48,9 +48,10 @@ from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 
+from peagle.drafter.drafts import best_tokens
 from peagle.vllm import compat
 from peagle.vllm.acceptance import drafts_ahead, drafts_wanted, is_choice_ahead, num_rejected_of
-from peagle.vllm.chosen import Chances, best_tokens
+from peagle.vllm.chosen import Chances
 from peagle.vllm.draft_rows import DraftRows, TargetRows, write_rows
 from peagle.vllm.engine import capture_sizes
 from peagle.vllm.last_layer import COMPILED_KEY, LastLayer

@@ -178,10 +178,8 @@ class PEagleRunner(RaggedModelRunner):
         return num_bytes
 
     def _choice(self) -> ChosenDrafts | None:
-        """None where it is not wanted, where drafts come without their chances, and where attention plans by the host's
-        view of the rows."""
-        chances: Chances | None = self.speculator.chances
-        if chances is None or not compat.chooses(self.vllm_config):
+        """None where it is not wanted, and where attention plans by the host's view of the rows."""
+        if not compat.chooses(self.vllm_config):
             return None
         layers = {name for group in self.kv_cache_config.kv_cache_groups for name in group.layer_names}
         is_usual = (
@@ -192,6 +190,7 @@ class PEagleRunner(RaggedModelRunner):
         )
         if not is_usual:
             return None
+        chances: Chances = self.speculator.chances
         return ChosenDrafts(chances, self.input_buffers.query_start_loc, get_max_chunk_logits(self.vocab_size))
 
     def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
