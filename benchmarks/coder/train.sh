@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Both heads for Qwen2.5-Coder-1.5B-Instruct: conversations by the target, then training. See README.md.
+# Heads for Qwen2.5-Coder-1.5B-Instruct: conversations by the target, then training, a head a GPU. See README.md.
+# HEADS: NAME[:RECIPE[,section.key=value...]] each, RECIPE of configs/train/coder-RECIPE.yaml and by default the name.
 set -euo pipefail
 work=${WORK:-/tmp/coder}
-minutes=${MINUTES:-8} minutes_eagle3=${MINUTES_EAGLE3:-${MINUTES:-8}}
+read -ra heads <<< "${HEADS:-peagle eagle3}"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} VLLM_USE_FLASHINFER_SAMPLER=0 RAY_USAGE_STATS_ENABLED=0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 CI=1
 mkdir -p "$work"
 peagle() { python3 -m deployments.cli "$@"; }
@@ -22,23 +23,26 @@ set_target=(target="$work/target" data="$work/data")
 
 say "conversations, and answers to evaluate on"
 cat "$PROMPTS"/humaneval.jsonl "$PROMPTS"/questions.jsonl > "$work/evaluate.jsonl"
-peagle generate configs/train/coder-peagle.yaml "${set_target[@]}" ${ROUNDS:+generate.num_rounds="$ROUNDS"} > "$work/generate.log" 2>&1 & first=$!
+workers=$(( ${#gpus[@]} > 2 ? 2 * ${#gpus[@]} : 4 ))
+peagle generate configs/train/coder-peagle.yaml "${set_target[@]}" generate.num_workers=$workers \
+  generate.num_conversations=$(( ${CONVERSATIONS:-36000} / workers )) > "$work/generate.log" 2>&1 & first=$!
 peagle generate configs/train/coder-peagle.yaml "${set_target[@]}" --prompts "$work/evaluate.jsonl" --out "$work/answers" > "$work/answers.log" 2>&1 & second=$!
 all $first $second
 tail -1 "$work/generate.log"
 
-train() {  # name, GPU, minutes
-  CUDA_VISIBLE_DEVICES=$2 python3 -m deployments.cli train "configs/train/coder-$1.yaml" "${set_target[@]}" output="$work/$1" \
-    schedule.max_minutes="$3" evaluate.data="$work/answers" ${STATES_DIR:+states_dir="$STATES_DIR"} \
-    ${START:+drafter.start_from="$START/$1"} > "$work/train-$1.log" 2>&1
+train() {  # GPU, head
+  local name=${2%%:*} rest recipe
+  rest=${2#"$name"}; rest=${rest#:}; recipe=${rest%%,*}; rest=${rest#"$recipe"}
+  CUDA_VISIBLE_DEVICES=$1 python3 -m deployments.cli train "configs/train/coder-${recipe:-$name}.yaml" "${set_target[@]}" output="$work/$name" \
+    schedule.max_minutes="${MINUTES:-8}" evaluate.data="$work/answers" ${STATES_DIR:+states_dir="$STATES_DIR"} \
+    ${START:+drafter.start_from="$START/$name"} ${rest//,/ } > "$work/train-$name.log" 2>&1
 }
-say "training, $minutes and $minutes_eagle3 minutes, on ${#gpus[@]} GPUs"
-if [ "${#gpus[@]}" -gt 1 ]; then
-  train peagle "${gpus[0]}" "$minutes" & first=$!
-  train eagle3 "${gpus[1]}" "$minutes_eagle3" & second=$!
-  all $first $second
-else
-  train peagle "${gpus[0]}" "$minutes"
-  train eagle3 "${gpus[0]}" "$minutes_eagle3"
-fi
+say "training on ${#gpus[@]} GPUs: ${heads[*]}"
+for ((i = 0; i < ${#heads[@]}; i += ${#gpus[@]})); do
+  running=()
+  for ((j = 0; j < ${#gpus[@]} && i + j < ${#heads[@]}; j++)); do
+    train "${gpus[j]}" "${heads[i + j]}" & running+=($!)
+  done
+  all "${running[@]}"
+done
 say "heads are there"
