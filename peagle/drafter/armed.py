@@ -46,7 +46,7 @@ _CANCEL, _OUTCOME, _NUM_FLAGS = 0, 8, 16  # the two words lie in cache lines of 
 
 
 class ArmedWords(NamedTuple):
-    """What the kernels read, each an int64, by its place, 0 to 16. Addresses first: of the mailbox's area, then of the
+    """What the kernels read, each an int64, by its place. Addresses first: of the mailbox's area, then of the
     flags. Graphs and kernels know of no step, so one compilation serves all.
 
     num_requests: of the step. vocab_size, max_depth: of the target. first_row: of the step's payload, where the pass's
@@ -204,16 +204,25 @@ def compile_kernels(
     torch.cuda.current_stream().synchronize()
 
 
+# Places of `ArmedWords` in kernels.
+(
+    _AT_DEVICE_PART, _AT_READY, _AT_DRAFTS, _AT_SERVICE_NS, _AT_DONE, _AT_CANCEL, _AT_OUTCOME, _AT_NUMBER,
+    _AT_NUM_REQUESTS, _AT_VOCAB_SIZE, _AT_MAX_DEPTH, _AT_FIRST_ROW, _AT_NUM_ROWS, _AT_DEPTH, _AT_TIMEOUT_NS, _AT_STATUS,
+    _AT_SEEN_NS,
+) = map(tl.constexpr, range(len(ArmedWords._fields)))  # fmt: skip
+
+
 @triton.jit
 def _await_kernel(
     words_W, start_B, row_offset_B, num_valid_B, next_tokens_R, tokens_stride, BLOCK: tl.constexpr, ON_GPU: tl.constexpr
 ):
-    device_part = tl.load(words_W).to(tl.pointer_type(tl.int32))
-    ready_1 = tl.load(words_W + 1).to(tl.pointer_type(tl.int64))
-    cancel_1 = tl.load(words_W + 5).to(tl.pointer_type(tl.int64))
-    num_requests, vocab_size, num_rows = tl.load(words_W + 8), tl.load(words_W + 9), tl.load(words_W + 12)
-    tokens = device_part + 2 * num_requests + tl.load(words_W + 11)
-    status, seen = wait_in_kernel(ready_1, tl.load(words_W + 7), cancel_1, tl.load(words_W + 14), ON_GPU)
+    device_part = tl.load(words_W + _AT_DEVICE_PART).to(tl.pointer_type(tl.int32))
+    ready_1 = tl.load(words_W + _AT_READY).to(tl.pointer_type(tl.int64))
+    cancel_1 = tl.load(words_W + _AT_CANCEL).to(tl.pointer_type(tl.int64))
+    num_requests, num_rows = tl.load(words_W + _AT_NUM_REQUESTS), tl.load(words_W + _AT_NUM_ROWS)
+    vocab_size, timeout = tl.load(words_W + _AT_VOCAB_SIZE), tl.load(words_W + _AT_TIMEOUT_NS)
+    tokens = device_part + 2 * num_requests + tl.load(words_W + _AT_FIRST_ROW)
+    status, seen = wait_in_kernel(ready_1, tl.load(words_W + _AT_NUMBER), cancel_1, timeout, ON_GPU)
     if ON_GPU:
         seen = cuda.globaltimer()
     # Volatile, here and below: past the caches, which may hold what an earlier step had here.
@@ -248,20 +257,20 @@ def _await_kernel(
     for i in range(0, tl.where(status == 1, 0, num_requests), BLOCK):
         at = i + tl.arange(0, BLOCK)
         tl.store(num_valid_B + at, tl.zeros([BLOCK], tl.int32), mask=at < num_requests)
-    tl.store(words_W + 15, status)
-    tl.store(words_W + 16, seen)
+    tl.store(words_W + _AT_STATUS, status)
+    tl.store(words_W + _AT_SEEN_NS, seen)
 
 
 @triton.jit
 def _answer_kernel(words_W, drafts_BK, BLOCK: tl.constexpr, ON_GPU: tl.constexpr):
-    out_BK = tl.load(words_W + 2).to(tl.pointer_type(tl.int32))
-    service_1 = tl.load(words_W + 3).to(tl.pointer_type(tl.int64))
-    done_1 = tl.load(words_W + 4).to(tl.pointer_type(tl.int64))
-    outcome_1 = tl.load(words_W + 6).to(tl.pointer_type(tl.int64))
-    status, seen = tl.load(words_W + 15), tl.load(words_W + 16)
+    out_BK = tl.load(words_W + _AT_DRAFTS).to(tl.pointer_type(tl.int32))
+    service_1 = tl.load(words_W + _AT_SERVICE_NS).to(tl.pointer_type(tl.int64))
+    done_1 = tl.load(words_W + _AT_DONE).to(tl.pointer_type(tl.int64))
+    outcome_1 = tl.load(words_W + _AT_OUTCOME).to(tl.pointer_type(tl.int64))
+    status, seen = tl.load(words_W + _AT_STATUS), tl.load(words_W + _AT_SEEN_NS)
     # 32 bits: a division of 64 takes many times as long.
-    max_depth, depth = tl.load(words_W + 10).to(tl.int32), tl.load(words_W + 13).to(tl.int32)
-    count = tl.where(status == 1, tl.load(words_W + 8).to(tl.int32) * max_depth, 0)
+    max_depth, depth = tl.load(words_W + _AT_MAX_DEPTH).to(tl.int32), tl.load(words_W + _AT_DEPTH).to(tl.int32)
+    count = tl.where(status == 1, tl.load(words_W + _AT_NUM_REQUESTS).to(tl.int32) * max_depth, 0)
     for i in range(0, count, BLOCK):
         at = i + tl.arange(0, BLOCK)
         request, column = at // max_depth, at % max_depth
@@ -273,6 +282,6 @@ def _answer_kernel(words_W, drafts_BK, BLOCK: tl.constexpr, ON_GPU: tl.constexpr
         service = cuda.globaltimer() - seen
     tl.store(service_1, service, mask=status == 1)
     fence(ON_GPU)
-    tl.store(done_1, tl.load(words_W + 7), mask=status == 1)
+    tl.store(done_1, tl.load(words_W + _AT_NUMBER), mask=status == 1)
     fence(ON_GPU)
     tl.store(outcome_1, status)

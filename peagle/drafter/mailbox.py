@@ -181,7 +181,7 @@ class Area:
 
 
 class StepWords(NamedTuple):
-    """What the kernels of the target's side read of a step, each an int64, by its place, 0 to 11: so a captured graph
+    """What the kernels of the target's side read of a step, each an int64, by its place: so a captured graph
     serves every step, area and session. The addresses are those of the area, `abort` the mailbox's.
 
     num_waiting: requests that the target waits for. timeout_ns: how long.
@@ -548,6 +548,13 @@ def memory_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(address), dtype=dtype)
 
 
+# Places of `StepWords` in kernels.
+(
+    _AT_DEVICE_PART, _AT_READY, _AT_PAYLOAD, _AT_DONE, _AT_DRAFTS, _AT_OUTCOME, _AT_ABORT, _AT_NUMBER, _AT_NUM_REQUESTS,
+    _AT_NUM_ROWS, _AT_NUM_WAITING, _AT_TIMEOUT_NS,
+) = map(tl.constexpr, range(len(StepWords._fields)))  # fmt: skip
+
+
 @triton.jit
 def fence(ON_GPU: tl.constexpr):
     """What this program has stored so far reaches the host before what it stores from here on."""
@@ -560,10 +567,10 @@ def fence(ON_GPU: tl.constexpr):
 def _copy_payload_kernel(words_W, hidden_NH, sources_R, hidden_size, BLOCK: tl.constexpr, ON_GPU: tl.constexpr):
     """As many programs as hidden_NH has blocks; the payload may have more of them."""
     # A payload begins a page.
-    payload_RH = tl.multiple_of(tl.load(words_W + 2).to(tl.pointer_type(hidden_NH.dtype.element_ty)), 16)
+    payload_RH = tl.multiple_of(tl.load(words_W + _AT_PAYLOAD).to(tl.pointer_type(hidden_NH.dtype.element_ty)), 16)
     num_each = tl.cdiv(hidden_size, BLOCK)
     # 32 bits: a division of 64 takes many times as long.
-    for i in range(tl.program_id(0), tl.load(words_W + 9).to(tl.int32) * num_each, tl.num_programs(0)):
+    for i in range(tl.program_id(0), tl.load(words_W + _AT_NUM_ROWS).to(tl.int32) * num_each, tl.num_programs(0)):
         row, column = i // num_each, (i % num_each) * BLOCK + tl.arange(0, BLOCK)
         source = tl.load(sources_R + row)
         if source >= 0:
@@ -575,22 +582,23 @@ def _copy_payload_kernel(words_W, hidden_NH, sources_R, hidden_size, BLOCK: tl.c
 
 @triton.jit
 def _post_kernel(words_W, integers, BLOCK: tl.constexpr, ON_GPU: tl.constexpr):
-    device_part = tl.load(words_W).to(tl.pointer_type(tl.int32))
-    count = 2 * tl.load(words_W + 8) + tl.load(words_W + 9)
+    device_part = tl.load(words_W + _AT_DEVICE_PART).to(tl.pointer_type(tl.int32))
+    count = 2 * tl.load(words_W + _AT_NUM_REQUESTS) + tl.load(words_W + _AT_NUM_ROWS)
     for i in range(0, count, BLOCK):
         at = i + tl.arange(0, BLOCK)
         tl.store(device_part + at, tl.load(integers + at, mask=at < count), mask=at < count)
     fence(ON_GPU)
-    tl.store(tl.load(words_W + 1).to(tl.pointer_type(tl.int64)), tl.load(words_W + 7))
+    tl.store(tl.load(words_W + _AT_READY).to(tl.pointer_type(tl.int64)), tl.load(words_W + _AT_NUMBER))
 
 
 @triton.jit
 def _take_kernel(words_W, out_BK, chance_BK, num_columns, BLOCK: tl.constexpr, ON_GPU: tl.constexpr):
-    done_1 = tl.load(words_W + 3).to(tl.pointer_type(tl.int64))
-    drafts_BK = tl.load(words_W + 4).to(tl.pointer_type(tl.int32))
-    outcome_2 = tl.load(words_W + 5).to(tl.pointer_type(tl.int64))
-    abort_1 = tl.load(words_W + 6).to(tl.pointer_type(tl.int64))
-    number, num_drafts, timeout = tl.load(words_W + 7), tl.load(words_W + 10) * num_columns, tl.load(words_W + 11)
+    done_1 = tl.load(words_W + _AT_DONE).to(tl.pointer_type(tl.int64))
+    drafts_BK = tl.load(words_W + _AT_DRAFTS).to(tl.pointer_type(tl.int32))
+    outcome_2 = tl.load(words_W + _AT_OUTCOME).to(tl.pointer_type(tl.int64))
+    abort_1 = tl.load(words_W + _AT_ABORT).to(tl.pointer_type(tl.int64))
+    number, timeout = tl.load(words_W + _AT_NUMBER), tl.load(words_W + _AT_TIMEOUT_NS)
+    num_drafts = tl.load(words_W + _AT_NUM_WAITING) * num_columns
     status, waited = wait_in_kernel(done_1, number, abort_1, timeout, ON_GPU)
     num_found = tl.where(status == 1, num_drafts, 0)
     for i in range(0, num_drafts, BLOCK):
