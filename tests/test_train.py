@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from peagle.checkpoint import build_drafter, load_head
+from peagle.config import ARCHITECTURE, QWEN_ARCHITECTURE
 from peagle.evaluate import evaluate, load_answers
 from peagle.train.cod import chain_lengths, label_rows
 from peagle.train.data import Conversations, PackedBatches
@@ -147,9 +148,13 @@ def test_a_chain_ends_at_a_draft_that_is_not_the_token(small) -> None:
     assert torch.equal(moved_T, useful_T & ~behind_T)
 
 
-def test_head_loads_and_beats_chance(small) -> None:
-    trainer = Trainer(Recipe.load(small / "recipe.yaml", [f"output={small / 'head-run'}"]))
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_head_loads_and_beats_chance(small, qk_norm: bool) -> None:
+    overrides = [f"output={small / f'head-run-{qk_norm}'}", f"drafter.qk_norm={qk_norm}"]
+    trainer = Trainer(Recipe.load(small / "recipe.yaml", overrides))
     head = trainer.run()
+    layers = json.loads((head / "config.json").read_text())["architectures"]
+    assert layers == [QWEN_ARCHITECTURE if qk_norm else ARCHITECTURE]
     provenance = json.loads((head / "provenance.json").read_text())
     assert provenance["training"]["num_steps"] == 60
     target = Target(small / "target")

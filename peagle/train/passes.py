@@ -320,7 +320,7 @@ def new_drafter(recipe: Recipe, target: Target, batches: PackedBatches, random: 
         always = ends if isinstance(ends, list) else [] if ends is None else [ends]
         vocabulary = frequent_tokens(counts, wanted.draft_vocab_size, always)
         shape["draft_vocab_size"] = wanted.draft_vocab_size
-    same = {"num_layers", "num_depths", "ptd_token_id", "fc_norm", "norm_before_residual", "sliding_window"}
+    same = {"num_layers", "num_depths", "ptd_token_id", "fc_norm", "norm_before_residual", "qk_norm", "sliding_window"}
     config = DrafterConfig.for_target(target.config, **wanted.model_dump(include=same), **shape)
     drafter = Drafter(config).to(target.device)
     drafter.share_target(target.embed_VS, target.lm_head_VS, vocabulary)
@@ -353,7 +353,7 @@ def start_from(drafter: Drafter, head_dir: str | Path) -> list[str]:
         own[name].copy_(tensors[name])
     drawn = [name for name in own if name not in taken]
     logger.info("started from %s: %s; as drawn: %s", head_dir, ", ".join(taken), ", ".join(drawn) or "none")
-    for name in ("aux_layer_ids", "norm_before_residual", "norm_output", "fc_norm", "rope_theta"):
+    for name in ("aux_layer_ids", "norm_before_residual", "norm_output", "fc_norm", "qk_norm", "rope_theta"):
         theirs, ours = getattr(config, name), getattr(drafter.config, name)
         if theirs != ours:
             logger.warning("started from a head with %s = %s, this drafter has %s", name, theirs, ours)

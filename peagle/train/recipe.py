@@ -70,6 +70,7 @@ class DrafterRecipe(Section):
     )
     fc_norm: bool = Field(True, description="normalise each tapped hidden state before fc (EAGLE-3.1)")
     norm_before_residual: bool = False
+    qk_norm: bool = Field(False, description="normalise queries and keys of each head: Qwen 3's layers, not Llama's")
     draft_vocab_size: int | None = Field(
         None, ge=16, description="the most frequent tokens of the training answers only; none: the target's vocabulary"
     )

@@ -249,7 +249,7 @@ class Trainer:
             )
         states = States(aux_BNX, last_BNS, self.target.lm_head_VS)
         batch, states = seen_by_drafter(batch, states, self.recipe.batch.joined_share, self.step)
-        max_score = self.recipe.optimizer.max_attention_score
+        max_score = None if self.drafter.config.qk_norm else self.recipe.optimizer.max_attention_score
         if max_score is not None and is_first and self.step % EVERY_STEPS == 0:
             scores_WLA = torch.stack(self.workers.gather(attention_scores(self.drafter, batch, states.aux_BNX)))
             clip_attention(self.drafter, scores_WLA.amax(0), max_score)
