@@ -1,4 +1,4 @@
-"""What the scripts of benchmarks/coder start on hosts of one GPU and of several: stand-ins write down their arguments."""
+"""What the scripts of benchmarks/coder start on hosts of one GPU and of several; stand-ins write down how."""
 
 from __future__ import annotations
 
