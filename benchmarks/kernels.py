@@ -2,10 +2,11 @@
 
     python -m benchmarks.kernels --out FILE.json [--device cuda] [--sweep] [--quick]
 
-Two tables, of the shape of an 8B target (H = 4096, 32 query heads, 8 key heads of 128, bfloat16):
+Three tables, of the shape of an 8B target (H = 4096, 32 query heads, 8 key heads of 128, bfloat16):
 
     preparation   rows and hidden states of a pass with K = 7 (`build_rows`, `place_hidden`)
     attention     one layer over the paged cache: requests that decode, and chunks of a prompt
+    choice        draft tokens and their chances from logits (`best_tokens`), K = 7, vocabularies reduced and whole
 
     device_us     time on the device, a call: many calls queued behind a pause, so that no launch is waited for
     call_us       time of a call that is waited for, what the host does included
@@ -33,7 +34,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import markdown
-from peagle.drafter import attention
+from peagle.drafter import attention, drafts
 from peagle.drafter import rows as row_kernels
 from peagle.drafter.rows import Rows, build_rows, place_hidden
 from peagle.provenance import conditions
@@ -48,6 +49,8 @@ TOLERANCE = 0.02
 PREPARED = (*itertools.product((1, 8, 32, 64, 128), ("decode",)), (1, "chunk"), (64, "mixed"))
 DECODES = tuple(itertools.product((1, 8, 32, 64, 128), (1024, 8192, 32768)))
 CHUNKS = ((2048, 2048), (2048, 16384), (8192, 8192))
+CHOICES = tuple(itertools.product((7, 56, 448, 896), (32_768, 128_256, 201_088)))
+"""Rows of logits and their vocabulary: of 1, 8, 64 and 128 requests."""
 TWIN_LIMIT_KEYS = 1 << 20
 SWEPT_CONTEXT = 8192
 
@@ -215,6 +218,27 @@ def attend(case: Attention, device: str, sweep: bool) -> dict[str, Any]:
     return found
 
 
+def choose(num_rows: int, vocabulary: int, device: str) -> dict[str, Any]:
+    """Times of kernel and twin. Raises ValueError when they differ."""
+    logits_NV = torch.randn(num_rows, vocabulary, device=device, dtype=torch.bfloat16)
+    logits_NV[torch.arange(num_rows), torch.randint(0, vocabulary, (num_rows,))] = 14.0  # one is best
+    made = [
+        (torch.empty(num_rows, dtype=torch.int64, device=device), torch.empty(num_rows, device=device)) for _ in "kt"
+    ]
+
+    def twin() -> None:
+        with mock.patch.object(drafts, "uses_kernel", return_value=False):
+            drafts.best_tokens(logits_NV, *made[1])
+
+    found: dict[str, Any] = {"case": f"rows={num_rows} vocabulary={vocabulary}", "twin": timed([twin], device)}
+    if device == "cuda":
+        found["kernel"] = timed([lambda: drafts.best_tokens(logits_NV, *made[0])], device)
+        (ids_N, chance_N), (twin_ids_N, twin_chance_N) = made
+        if not torch.equal(ids_N, twin_ids_N) or not torch.allclose(chance_N, twin_chance_N, rtol=TOLERANCE):
+            raise ValueError(f"{found['case']}: kernel and twin differ")
+    return found
+
+
 def plans_beside(case: Attention) -> list[attention.LaunchPlan]:
     """Plans that differ from the chosen one in one thing: tile, keys read at a time and stages, or splits."""
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
@@ -241,7 +265,7 @@ def cases(quick: bool) -> tuple[list[Preparation], list[Attention]]:
 
 def report(document: dict[str, Any]) -> str:
     tables = []
-    for name in ("preparation", "attention"):
+    for name in ("preparation", "attention", "choice"):
         rows = []
         for row in document[name]:
             times = [row.get("kernel", {}), row.get("twin", {})]
@@ -263,6 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "conditions": conditions(),
         "preparation": [prepare(case, options.device) for case in prepared],
         "attention": [attend(case, options.device, options.sweep) for case in attentions],
+        "choice": [choose(*case, options.device) for case in (CHOICES[:1] if options.quick else CHOICES)],
     }
     options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(report(document))

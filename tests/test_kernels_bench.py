@@ -16,8 +16,8 @@ from peagle.drafter.rows import build_rows
 def test_without_a_gpu_only_twins_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kernels.main(["--device", "cpu", "--quick", "--out", str(tmp_path / "kernels.json")])
     document = json.loads((tmp_path / "kernels.json").read_text())
-    rows = [*document["preparation"], *document["attention"]]
-    assert [row["twin"]["call_us"] > 0 for row in rows] == [True] * 3
+    rows = [*document["preparation"], *document["attention"], *document["choice"]]
+    assert [row["twin"]["call_us"] > 0 for row in rows] == [True] * 4
     assert not any("kernel" in row or "device_us" in row["twin"] for row in rows)
     assert document["conditions"]["hardware"]["num_cpus"] > 0
     assert capsys.readouterr().out.count("| decode B=1 | - | - |") == 1
@@ -51,6 +51,7 @@ def test_on_a_gpu_kernels_and_other_plans_are_timed(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(kernels, "SWEPT_CONTEXT", 64)
     kernels.main(["--device", "cuda", "--quick", "--sweep", "--out", str(tmp_path / "kernels.json")])
     document = json.loads((tmp_path / "kernels.json").read_text())
-    assert all(row["kernel"]["device_us"] > 0 for row in [*document["preparation"], *document["attention"]])
+    rows = [*document["preparation"], *document["attention"], *document["choice"]]
+    assert all(row["kernel"]["device_us"] > 0 for row in rows)
     assert len(document["attention"][0]["sweep"]) >= 5
     assert torch.cuda.is_available()
