@@ -41,8 +41,9 @@ def head_runtime(head: int, **limits: int) -> ParallelPass:
     sizes = dict(max_num_requests=16, max_num_rows=200, num_blocks=600, block_size=BLOCK, max_depth=MAX_DEPTH)
     settings = {**sizes, **limits}
     return ParallelPass(
-        drafter_of(head), digest=f"digest{head}", **settings, device="cpu", dtype=torch.float64, max_context=200
-    )
+        drafter_of(head), digest=f"digest{head}", **settings, device="cpu", dtype=torch.float64, max_context=200,
+        with_chances=True,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=100_000)

@@ -53,7 +53,8 @@ def test_drafts_equal_the_sessions(name: str) -> None:
 
 def test_drafts_come_with_the_chances_that_the_session_gives_them() -> None:
     requests, step = Requests(random_drafter(CONFIG), 1), Step(0, 0, 9, 5)
-    found = requests.new_pass().run(requests.batch([step]))
+    found = requests.new_pass(with_chances=True).run(requests.batch([step]))
+    assert (unpack(torch.from_numpy(requests.new_pass(with_chances=False).run(requests.batch([step]))))[1] == 0).all()
     expected_K = requests.sessions[0].propose(*requests.rows(step), step.depth).logits_KV.softmax(-1).amax(-1)
     torch.testing.assert_close(unpack(torch.from_numpy(found))[1][0].double(), expected_K, rtol=0.0, atol=3e-4)
 

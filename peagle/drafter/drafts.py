@@ -4,7 +4,7 @@ A draft travels as one int32, from 0 on: the token and the drafter's chance of i
 (`NO_DRAFT`) is no draft.
 
     bits 0 .. 19     token id in the target's vocabulary
-    bits 20 .. 30    chance, rounded to steps of 1/2047
+    bits 20 .. 30    chance, rounded to steps of 1/2047; 0 from a drafter on a CPU
 
 Where code needs a number for no draft, it is token 0 with chance 0.
 

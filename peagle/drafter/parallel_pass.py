@@ -34,6 +34,7 @@ from peagle.drafter.rows import (
     place_hidden,
     rotate_heads,
     silu_mul,
+    uses_kernel,
 )
 from peagle.model import Attention, Drafter, Layer, rotary_tables
 
@@ -220,6 +221,7 @@ class ParallelPass:
         max_context: int | None = None,
         max_payload_rows: int | None = None,
         graph_sizes: GraphSizes | None = None,
+        with_chances: bool | None = None,
     ) -> None:
         """drafter: a P-EAGLE head with its tables, as `load_runtime_head` gives it; where it has the pass's device and
         type already, its matrices become views of the joined ones.
@@ -227,7 +229,8 @@ class ParallelPass:
         digest: `peagle.heads.head_digest`, which keeps apart the cached prefixes of different heads. max_context:
         positions that a request may reach, by default what the head's config.json says and K more. max_payload_rows:
         by default max_num_rows and K for each request. graph_sizes: batches that run as a CUDA graph; without effect on
-        a CPU. The others are those of `PassLimits`.
+        a CPU. with_chances: of the drafts; by default where kernels find them on the way, and else 0: targets on a CPU
+        do not look at them. The others are those of `PassLimits`.
 
         Raises HeadError for an EAGLE-3 head, and for a target of more than 2**20 tokens.
         """
@@ -265,6 +268,7 @@ class ParallelPass:
         tables = rotary_tables(positions_1P, config.head_dim, config.rope_theta, config.rope_scaling)
         # Both halves of a head turn alike.
         self._cos_PF, self._sin_PF = (table[0, 0, :, : config.head_dim // 2].contiguous() for table in tables)
+        self._with_chances = uses_kernel(self._cos_PF) if with_chances is None else with_chances
         with torch.no_grad():
             self._mask_hidden_H = placed(drafter.reduce(drafter.mask_hidden.view(1, -1))[0])
         shape = (config.num_hidden_layers, 2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
@@ -401,8 +405,12 @@ class ParallelPass:
             stream_NH, x = add_norm(
                 stream_NH, mlp_NH, self._norm_H if is_last else self._layers[index + 1].input_norm_H, eps
             )
+        logits_MV = self._lm_head(x)
+        if not self._with_chances:
+            drafts_M = torch.where(sampled_M < 0, NO_DRAFT, self._target_ids_V[logits_MV.max(dim=-1).indices])
+            return drafts_M.view(rows.sample_rows_BK.shape)
         drafts_BK = torch.empty_like(rows.sample_rows_BK, dtype=torch.int32)
-        best_drafts(self._lm_head(x), self._target_ids_V, sampled_M, drafts_BK.view(-1))
+        best_drafts(logits_MV, self._target_ids_V, sampled_M, drafts_BK.view(-1))
         return drafts_BK
 
 
