@@ -1,6 +1,6 @@
 """Checks P-EAGLE on vLLM's V2 runner, on a GPU: equal output, and drafts equal to `peagle.draft`.
 
-    python -m benchmarks.check_drafts --out FILE [--eager] [--backend TRITON_ATTN] [--dtype float32]
+    python -m benchmarks.check_drafts --out FILE [--eager] [--backend TRITON_ATTN] [--dtype float32] [--qwen]
     python -m benchmarks.check_drafts --out FILE --max-model-len 6000 --phase plain (then none)
 
 A small target and a small head of random weights, prompts of mixed lengths in chunks, a K of its own for each request,
@@ -192,17 +192,24 @@ def write_target(folder: Path, dtype: torch.dtype) -> Path:
     return folder
 
 
-def write_head(folder: Path, dtype: torch.dtype) -> Path:
-    """A P-EAGLE head of four layers, with a draft vocabulary that is every fourth token."""
+def write_head(folder: Path, dtype: torch.dtype, is_qwen: bool) -> Path:
+    """A P-EAGLE head of four layers, with a draft vocabulary that is every fourth token. is_qwen: of Qwen 3's layers,
+    and with an embedding table of its own."""
     from peagle.checkpoint import expected_tensors, save_head
     from peagle.config import DrafterConfig
 
     config = DrafterConfig.for_target(
-        TARGET, num_layers=4, draft_vocab_size=512, ptd_token_id=2047, num_depths=NUM_DRAFTS, num_key_value_heads=2
+        TARGET,
+        num_layers=4,
+        draft_vocab_size=512,
+        ptd_token_id=2047,
+        num_depths=NUM_DRAFTS,
+        num_key_value_heads=2,
+        qk_norm=is_qwen,
     )
     generator, tensors = torch.Generator().manual_seed(1), {}
     for name, expected in expected_tensors(config).items():
-        if name in ("embed_tokens.weight", "mask_embedding"):
+        if name == "mask_embedding" or (name == "embed_tokens.weight" and not is_qwen):
             continue
         if name == "d2t":
             tensors[name] = 3 * torch.arange(512)
@@ -250,7 +257,7 @@ def engine(folder: Path, args: argparse.Namespace) -> Any:
     if args.phase == "drafts":
         kwargs["speculative_config"] = {
             "method": "eagle3",
-            "model": str(folder / "head"),
+            "model": str(args.head),
             "num_speculative_tokens": NUM_DRAFTS,
             "parallel_drafting": True,
         }
@@ -333,19 +340,21 @@ def main() -> int:
     parser.add_argument("--piecewise", action="store_true", help="steps with prompts, to compare with")
     parser.add_argument("--backend", default="TRITON_ATTN")
     parser.add_argument("--choice", action="store_true", help="any number of drafts, chosen by the drafter's chances")
+    parser.add_argument("--qwen", action="store_true", help="a head of Qwen 3's layers with its own embedding table")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--max-model-len", type=int, default=USUAL_LEN, help="prompts and cache grow with it")
     parser.add_argument("--phase", choices=("plain", "none", "drafts"), required=True, help="one engine a process")
     args = parser.parse_args()
+    args.head = args.folder / ("head-qwen" if args.qwen else "head")
     # vLLM forks its engine, which hangs in the first operation that torch would spread over this process's threads.
     torch.set_num_threads(1)
     plain = args.folder / f"plain-{args.dtype}-{args.backend}-{args.max_model_len}.json"
     if args.phase == "plain":
         write_target(args.folder / "target", getattr(torch, args.dtype))
-        write_head(args.folder / "head", getattr(torch, args.dtype))
         plain.write_text(json.dumps(generate(engine(args.folder, args), args.max_model_len, False)))
         return 0
     expected = json.loads(plain.read_text())
+    write_head(args.head, getattr(torch, args.dtype), args.qwen)
     llm = engine(args.folder, args)
     if not args.eager:
         llm.collective_rpc("count_replays")
@@ -364,25 +373,26 @@ def main() -> int:
         "eager": args.eager,
         "piecewise": args.piecewise,
         "choice": args.choice,
+        "qwen": args.qwen,
         "num_equal_outputs": sum(one == other for one, other in zip(outputs, expected, strict=True)),
         "num_outputs": len(outputs),
         "first_wrong_token": [place for place in first_wrong if place is not None],
         "graphs": None if args.eager else llm.collective_rpc("graph_kinds")[0],
     }
     if args.phase == "drafts":
-        path = str(args.folder / f"recorded-{args.dtype}-{args.eager}.pt")
+        path = str(args.folder / f"recorded-{args.out.stem}.pt")
         report["num_steps"] = llm.collective_rpc("take_recorded", args=(path,))[0]
-        report |= judge(torch.load(path, weights_only=False), args.folder, args.max_model_len)
+        report |= judge(torch.load(path, weights_only=False), args.head, args.folder / "target", args.max_model_len)
     args.out.write_text(json.dumps(report | {"conditions": conditions()}, indent=1))
     sys.stdout.write(json.dumps(report, indent=1) + "\n")
     return 0
 
 
-def judge(steps: list[dict[str, Any]], folder: Path, max_model_len: int) -> dict[str, Any]:
+def judge(steps: list[dict[str, Any]], head_dir: Path, target_dir: Path, max_model_len: int) -> dict[str, Any]:
     """What the recorded steps were, and their drafts against the reference."""
     accepted = Counter(num_sampled for step in steps for num_sampled in step["num_sampled"])
     return {
-        "drafts": compare(steps, folder / "head", folder / "target", max_model_len),
+        "drafts": compare(steps, head_dir, target_dir, max_model_len),
         "tokens_a_step": dict(sorted(accepted.items())),
         "steps_by_drafts_ahead": dict(sorted(Counter(step["num_ahead"] for step in steps).items())),
         "steps_with_too_few_rows": sum(min(step["num_made"], default=NUM_DRAFTS) < step["num_ahead"] for step in steps),

@@ -167,7 +167,7 @@ def engine_settings(
     from peagle.vllm.engine import RemoteSettings, capture_sizes, engine_kwargs
     from peagle.vllm.trimming import CHOICE_KEY
 
-    name = f"{arm.kind}-{arm.k}"
+    name = str(arm)
     target_dir, head_dir = write_target(folder / f"target-{name}", shape), folder / f"head-{name}"
     common: dict[str, Any] = {
         "load_format": "dummy",
