@@ -28,7 +28,8 @@ CHANCE_STEPS = (1 << 31 - TOKEN_BITS) - 1
 
 _TOKEN_BITS, _TOKEN_MASK = tl.constexpr(TOKEN_BITS), tl.constexpr(MAX_VOCABULARY - 1)
 _CHANCE_STEPS, _CHANCE_STEP = tl.constexpr(CHANCE_STEPS), tl.constexpr(1.0 / CHANCE_STEPS)
-_VOCABULARY_BLOCK = 4096
+_DEPTH, _NUM_LANES, _NUM_WARPS = 4, 2048, 8  # a thread has eight lanes, whole
+_FLOOR = tl.constexpr(-3.0e38)
 
 
 def pack(ids: Tensor, chance: Tensor) -> Tensor:
@@ -67,8 +68,9 @@ def best_tokens(logits_NV: Tensor, ids_N: Tensor, chance_N: Tensor) -> None:
         return
     num_rows, vocabulary = logits_NV.shape
     _best_tokens_kernel[(num_rows,)](
-        logits_NV, logits_NV.stride(0), ids_N, chance_N, vocabulary, BLOCK=_VOCABULARY_BLOCK, num_warps=8
-    )
+        logits_NV, logits_NV.stride(0), ids_N, chance_N, vocabulary,
+        DEPTH=_DEPTH, NUM_LANES=_NUM_LANES, num_warps=_NUM_WARPS,
+    )  # fmt: skip
 
 
 def best_drafts(logits_MV: Tensor, target_ids_V: Tensor, sampled_M: Tensor, out_M: Tensor) -> None:
@@ -82,7 +84,7 @@ def best_drafts(logits_MV: Tensor, target_ids_V: Tensor, sampled_M: Tensor, out_
         return
     _best_drafts_kernel[(num_rows,)](
         logits_MV, logits_MV.stride(0), target_ids_V, sampled_M, out_M, vocabulary,
-        BLOCK=_VOCABULARY_BLOCK, num_warps=8,
+        DEPTH=_DEPTH, NUM_LANES=_NUM_LANES, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 
@@ -92,36 +94,48 @@ def _fits_kernel(logits: Tensor) -> bool:
 
 
 @triton.jit
-def _best_of_row(logits_V, vocabulary, BLOCK: tl.constexpr):
-    """Most likely token, the first of equal ones, and its chance."""
-    best, token, total = float("-inf"), 0, 0.0
-    for start in range(0, vocabulary, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        logit = tl.load(logits_V + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
-        greatest, place = tl.max(logit, axis=0, return_indices=True, return_indices_tie_break_left=True)
-        token = tl.where(greatest > best, start + place, token)
-        new = tl.maximum(best, greatest)
-        total = total * tl.exp(best - new) + tl.sum(tl.exp(logit - new))
-        best = new
-    return token, 1.0 / total
+def _best_of_row(logits_V, vocabulary, DEPTH: tl.constexpr, NUM_LANES: tl.constexpr):
+    """Most likely token, the first of equal ones, and its chance.
+
+    Each lane keeps the maximum, its token and the sum of the columns that it reads, DEPTH at a time. Lanes meet once,
+    at the end: a reduction over all of them at every block takes longer than the reading.
+    """
+    depth_D, lane_L = tl.arange(0, DEPTH), tl.arange(0, NUM_LANES)
+    # Finite, so that a lane that has read nothing has a sum of 0 and not of no number.
+    best_L = tl.full([NUM_LANES], _FLOOR, tl.float32)
+    token_L = tl.zeros([NUM_LANES], tl.int32)
+    total_L = tl.zeros([NUM_LANES], tl.float32)
+    for start in range(0, vocabulary, DEPTH * NUM_LANES):
+        column_DL = start + depth_D[:, None] * NUM_LANES + lane_L[None, :]
+        logit_DL = tl.load(logits_V + column_DL, mask=column_DL < vocabulary, other=float("-inf")).to(tl.float32)
+        greatest_L, place_L = tl.max(logit_DL, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        token_L = tl.where(greatest_L > best_L, start + place_L * NUM_LANES + lane_L, token_L)
+        new_L = tl.maximum(best_L, greatest_L)
+        total_L = total_L * tl.exp(best_L - new_L) + tl.sum(tl.exp(logit_DL - new_L[None, :]), axis=0)
+        best_L = new_L
+    best = tl.max(best_L, axis=0)
+    token = tl.min(tl.where(best_L == best, token_L, 2147483647), axis=0)
+    return token, 1.0 / tl.sum(total_L * tl.exp(best_L - best), axis=0)
 
 
 @triton.jit
-def _best_tokens_kernel(logits_NV, stride, ids_N, chance_N, vocabulary, BLOCK: tl.constexpr):
+def _best_tokens_kernel(logits_NV, stride, ids_N, chance_N, vocabulary, DEPTH: tl.constexpr, NUM_LANES: tl.constexpr):
     """One program a row."""
     row = tl.program_id(0).to(tl.int64)
-    token, chance = _best_of_row(logits_NV + row * stride, vocabulary, BLOCK)
+    token, chance = _best_of_row(logits_NV + row * stride, vocabulary, DEPTH, NUM_LANES)
     tl.store(ids_N + row, token)
     tl.store(chance_N + row, chance)
 
 
 @triton.jit
-def _best_drafts_kernel(logits_MV, stride, target_ids_V, sampled_M, out_M, vocabulary, BLOCK: tl.constexpr):
+def _best_drafts_kernel(
+    logits_MV, stride, target_ids_V, sampled_M, out_M, vocabulary, DEPTH: tl.constexpr, NUM_LANES: tl.constexpr
+):
     """One program a row."""
     row = tl.program_id(0).to(tl.int64)
     draft = -1
     if tl.load(sampled_M + row) >= 0:
-        token, chance = _best_of_row(logits_MV + row * stride, vocabulary, BLOCK)
+        token, chance = _best_of_row(logits_MV + row * stride, vocabulary, DEPTH, NUM_LANES)
         # What is no number is the other one of a maximum.
         steps = (tl.maximum(chance, 0.0) * _CHANCE_STEPS + 0.5).to(tl.int32)
         draft = (steps << _TOKEN_BITS) | tl.load(target_ids_V + token)
