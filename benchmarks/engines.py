@@ -229,28 +229,30 @@ def drafter(settings: dict[str, Any], gpu: str, log: Path) -> Iterator[Callable[
 
 
 class Turns:
-    """Of one arm among those of a call, as a context for each of its turns: files in one folder say who is ready and
-    which turns are over."""
+    """Of one arm among those of a call, as a context for each of its turns: files in one folder say who is ready, which
+    turns are over and which arms have ended. A turn waits for every earlier one, but for those of ended arms."""
 
     def __init__(self, folder: Path, index: int, num_arms: int) -> None:
         self._folder, self._index, self._num_arms, self._round = folder, index, num_arms, 0
 
     async def __aenter__(self) -> None:
         (self._folder / f"ready-{self._index}").touch()
-        turn = self._round * self._num_arms + self._index
-        awaited = [f"ready-{i}" for i in range(self._num_arms)] if not turn else [f"over-{turn - 1}"]
-        while not all((self._folder / name).exists() for name in awaited):
+        earlier = range(self._round * self._num_arms + self._index)
+        awaited = [(f"ready-{i}", i) for i in range(self._num_arms)]
+        awaited += [(f"over-{turn}", turn % self._num_arms) for turn in earlier]
+        while not all(self._is_there(name) or self._is_there(f"ended-{arm}") for name, arm in awaited):
             await asyncio.sleep(0.1)
 
     async def __aexit__(self, *error: object) -> None:
         (self._folder / f"over-{self._round * self._num_arms + self._index}").touch()
         self._round += 1
 
-    def give_up(self, num_rounds: int) -> None:
+    def end(self) -> None:
         """The arm has ended: none of the others waits for it any more."""
-        (self._folder / f"ready-{self._index}").touch()
-        for number in range(num_rounds):
-            (self._folder / f"over-{number * self._num_arms + self._index}").touch()
+        (self._folder / f"ended-{self._index}").touch()
+
+    def _is_there(self, name: str) -> bool:
+        return (self._folder / name).exists()
 
 
 def measure_in_turn(args: argparse.Namespace) -> int:
@@ -266,7 +268,7 @@ def measure_in_turn(args: argparse.Namespace) -> int:
             if process.poll() is None:
                 continue
             del running[index]
-            Turns(folder, index, num_arms).give_up(args.rounds + 1)
+            Turns(folder, index, num_arms).end()
             num_failed += process.returncode != 0
             if (part := folder / f"{index}.json").exists():
                 reports[args.arm[index]] = json.loads(part.read_text())

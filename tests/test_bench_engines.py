@@ -37,13 +37,27 @@ def test_nobody_waits_for_an_arm_that_has_ended(tmp_path: Path) -> None:
 
     async def together() -> None:
         running: list[int] = []
-        Turns(tmp_path, 2, 3).give_up(NUM_ROUNDS)
+        Turns(tmp_path, 2, 3).end()
         others = arm(1, Turns(tmp_path, 1, 3), 0.0, seen, running, NUM_ROUNDS)
         await asyncio.gather(first(running), others)
 
     async def first(running: list[int]) -> None:
         await arm(0, Turns(tmp_path, 0, 3), 0.0, seen, running, 1)
-        Turns(tmp_path, 0, 3).give_up(NUM_ROUNDS)
+        Turns(tmp_path, 0, 3).end()
 
     asyncio.run(asyncio.wait_for(together(), 30))
     assert seen == [0, 1, 1, 1]
+
+
+def test_the_others_keep_their_order_where_an_arm_between_them_has_ended(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    async def together() -> None:
+        running: list[int] = []
+        Turns(tmp_path, 1, 3).end()
+        await asyncio.gather(
+            *(arm(i, Turns(tmp_path, i, 3), 0.2 * (i == 0), seen, running, NUM_ROUNDS) for i in (0, 2))
+        )
+
+    asyncio.run(asyncio.wait_for(together(), 30))
+    assert seen == [0, 2] * NUM_ROUNDS
