@@ -263,17 +263,22 @@ def measure_in_turn(args: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "benchmarks.engines", *sys.argv[1:], "--arm", arm]
         command += ["--out", str(folder / f"{index}.json"), "--turn", str(folder), str(index), str(num_arms)]
         running[index] = subprocess.Popen(command)
-    while running:
-        for index, process in list(running.items()):
-            if process.poll() is None:
-                continue
-            del running[index]
-            Turns(folder, index, num_arms).end()
-            num_failed += process.returncode != 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended; what was measured is in the file"))
+    try:
+        while running:
+            for index, process in list(running.items()):
+                if process.poll() is not None:
+                    del running[index]
+                    Turns(folder, index, num_arms).end()
+                    num_failed += process.returncode != 0
+            time.sleep(0.2)
+    finally:
+        for process in running.values():
+            process.terminate()
+        for index, arm in enumerate(args.arm):
             if (part := folder / f"{index}.json").exists():
-                reports[args.arm[index]] = json.loads(part.read_text())
-        time.sleep(0.2)
-    args.out.write_text(json.dumps(reports, indent=1))
+                reports[arm] = json.loads(part.read_text())
+        args.out.write_text(json.dumps(reports, indent=1))
     return num_failed
 
 

@@ -17,7 +17,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Protocol, cast
@@ -339,8 +339,9 @@ class Learned:
                 most = math.ceil(num_chosen / len(requests)) + MORE_TO_CHOOSE
                 depths = [min(most, max_k) for max_k in max_ks]
                 self._is_chosen = num_chosen < sum(depths)
-            worth_BK = worth_of_drafts(requests, depths)
-            self.trimmer.hear_worth([int((worth_BK >= level).sum()) for level in WORTH_LEVELS], len(requests))
+            if self._is_chosen or self.trimmer.wants_worth:
+                worth_BK = worth_of_drafts(requests, depths)
+                self.trimmer.hear_worth([int((worth_BK >= level).sum()) for level in WORTH_LEVELS], len(requests))
             if num_chosen is not None and self._is_chosen:
                 return best_drafts(requests, depths, num_chosen)
         return depths
@@ -353,7 +354,7 @@ class Learned:
     def observe(
         self, requests: Sequence[Request], steps: Sequence[tuple[int, int]], step: TimedStep, now_s: float
     ) -> None:
-        self.trimmer.model.observe(step)
+        self.trimmer.model.observe(replace(step, is_chosen=self._is_chosen))
         for request, (num_verified, num_accepted) in zip(requests, steps, strict=True):
             counts = self._counts[request.workload]
             if not self._is_chosen:

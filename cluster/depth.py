@@ -84,8 +84,9 @@ def allocate(
     costs: StepCosts,
     context_tokens: float = 0.0,
     prompt_tokens: float = 0.0,
-) -> list[int]:
-    """Drafts of each request that give the most tokens per second in the next step; exact for any step times.
+) -> tuple[list[int], float]:
+    """Drafts of each request that give the most tokens per second in the next step, exact for any step times; and how
+    many tokens per second.
 
     The drafter's pass counts as paid. At a tie the step with fewer drafts wins, and the request that comes first.
 
@@ -99,7 +100,7 @@ def allocate(
         ValueError: lengths differ.
     """
     if not survivals:
-        return []
+        return [], 0.0
     groups: dict[tuple[tuple[float, ...], int], list[int]] = {}
     for index, key in enumerate(zip(map(tuple, survivals), max_ks, strict=True)):
         groups.setdefault(key, []).append(index)
@@ -115,23 +116,25 @@ def allocate(
     added = np.repeat(np.array(values)[order], counts[order])
     num_tokens = len(survivals) + np.concatenate([[0.0], np.cumsum(added)])
     seconds = costs.curve(len(survivals), len(added), context_tokens, prompt_tokens, is_drafted=True)
-    num_left = int((num_tokens / seconds).argmax())
-    depths = [0] * len(survivals)
+    rates = num_tokens / seconds
+    num_left = int(rates.argmax())
+    rate, depths = float(rates[num_left]), [0] * len(survivals)
     for slot in order.tolist():
         for index in owners[slot][:num_left]:
             depths[index] += 1
         num_left -= min(num_left, len(owners[slot]))
         if not num_left:
             break
-    return depths
+    return depths, rate
 
 
 WORTH_LEVELS = (0.02, *(round(0.05 * number, 2) for number in range(1, 20)), 0.98)
 """At which the drafts of a batch are counted whose worth is known one by one (`best_total`)."""
 
 
-def best_total(counts: Sequence[float], num_requests: int, max_total: int, seconds: Floats) -> int:
-    """How many drafts of a batch give the most tokens per second in the next step, where the best are verified.
+def best_total(counts: Sequence[float], num_requests: int, max_total: int, seconds: Floats) -> tuple[int, float]:
+    """How many drafts of a batch give the most tokens per second in the next step, where the best are verified; and how
+    many tokens per second.
 
     Args:
         counts: of the batch's drafts, how many are worth each of `WORTH_LEVELS` or more. A draft's worth is the chance
@@ -143,8 +146,9 @@ def best_total(counts: Sequence[float], num_requests: int, max_total: int, secon
     known = np.minimum([0.0, *reversed(counts), max_total], max_total)
     worth = [(low + high) / 2 for low, high in zip((0.0, *levels), levels, strict=False)]
     gained = np.concatenate([[0.0], np.cumsum(np.diff(known) * worth[::-1])])
-    num_tokens = num_requests + np.interp(np.arange(max_total + 1), known, gained)
-    return int((num_tokens / seconds).argmax())
+    rates = (num_requests + np.interp(np.arange(max_total + 1), known, gained)) / seconds
+    best = int(rates.argmax())
+    return best, float(rates[best])
 
 
 # ---- K of each workload on a replica

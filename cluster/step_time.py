@@ -7,11 +7,12 @@ survival, workloads, vLLM.
 A step of R requests with N target rows (one a request and one a draft), beside prompts of P tokens, at a mean context
 of C tokens, takes
 
-    seconds = V(N + P) + D(R) + (g + d R) [drafting] + p [P > 0] + c_R R C + c_N (N + P) C
+    seconds = V(N + P) + D(R) + (g + d R) [drafting] + p [P > 0] + q [choosing] + c_R R C + c_N (N + P) C
 
 V is the target's forward, D the host by requests, both straight between knots; g + d R the drafter's pass, which makes
-the drafts of the next step and is left out where none are wanted; p what a step loses off the CUDA graphs. What the
-server's process takes to send text is not in it: streams have a pace of their own (`peagle.vllm.outputs`), whatever K.
+the drafts of the next step and is left out where none are wanted; p what a step loses off the CUDA graphs; q what it
+takes more where the worker chooses which drafts are verified. What the server's process takes to send text is not in
+it: streams have a pace of their own (`peagle.vllm.outputs`), whatever K.
 
 `StepCostModel` estimates these coefficients by Bayesian linear regression, as a Kalman filter. The mean begins at a
 cautious guess for a CPU or a GPU, in units of a step's fixed part; the points, or without them the first steps, say how
@@ -43,6 +44,7 @@ class TimedStep:
         context_tokens: mean length of what these requests attend to.
         prompt_tokens: rows of prompts in the same step.
         is_drafted: the drafter's pass ran, for the next step; None where it runs exactly if drafts are verified.
+        is_chosen: the worker chose which drafts are verified.
     """
 
     seconds: float
@@ -51,6 +53,7 @@ class TimedStep:
     context_tokens: float = 0.0
     prompt_tokens: int = 0
     is_drafted: bool | None = None
+    is_chosen: bool = False
 
     @property
     def is_possible(self) -> bool:
@@ -63,10 +66,11 @@ NUMBERS = (
     "drafting_s",
     "per_request_drafting_s",
     "beside_prompts_s",
+    "choosing_s",
     "per_request_context_s",
     "per_token_context_s",
 )
-"""The coefficients other than V and D: g, d, p, c_R and c_N."""
+"""The coefficients other than V and D: g, d, p, q, c_R and c_N."""
 
 LEAST_S = 1e-6
 
@@ -116,6 +120,7 @@ class StepCosts:
     drafting_s: float = 0.0
     per_request_drafting_s: float = 0.0
     beside_prompts_s: float = 0.0
+    choosing_s: float = 0.0
     per_request_context_s: float = 0.0
     per_token_context_s: float = 0.0
     num_steps: float = 0.0
@@ -227,8 +232,8 @@ SCALE_DEVIATION = 0.5
 """Of the unit, once it was set: standard deviation, as a share."""
 OCTAVE_DEVIATION = 0.25
 """Of V over V at half the rows, as a share: V may rise later, or earlier, than the guess."""
-LARGE_BY_REQUESTS = 0.3
-"""Of the unit: D wanders as if it were that large."""
+LARGE_BY_REQUESTS = LARGE_CHOOSING = 0.3
+"""Of the unit: D wanders as if it were that large, and q may be."""
 POINT_ERROR, STEP_ERROR = 0.03, 0.1
 """Of a point, and of a single step, as a share of what it took."""
 MAX_KNOWN_ERROR = 0.25
@@ -258,8 +263,8 @@ class _Guess:
         return 1.0 + np.maximum(knots - self.free_rows, 0.0) / self.rows_a_unit
 
 
-CPU = _Guess(0.03, 0.0, 16.0, 64.0, (0.3, 0.18, 0.02, 0.002, 0.002))
-GPU = _Guess(0.008, 64.0, 150.0, 200.0, (0.2, 0.001, 0.15, 0.001, 0.0002))
+CPU = _Guess(0.03, 0.0, 16.0, 64.0, (0.3, 0.18, 0.02, 0.0, 0.002, 0.002))
+GPU = _Guess(0.008, 64.0, 150.0, 200.0, (0.2, 0.001, 0.15, 0.05, 0.001, 0.0002))
 
 
 class StepCostModel:
@@ -281,12 +286,15 @@ class StepCostModel:
         self._request_knots = np.array(REQUEST_KNOTS)
         forward, by_requests = guess.forward(self._knots), self._request_knots / guess.requests_a_unit
         self._mean = np.concatenate([forward, by_requests, guess.numbers])
+        self._choosing = len(forward) + len(by_requests) + NUMBERS.index("choosing_s")
         self._covariance = np.diag(np.square(self._mean))
         end = len(forward) + len(by_requests)
         self._covariance[: len(forward), : len(forward)] = _wander(self._knots, forward)
         # D is little where the guess is right, and may be much.
         own = _wander(self._request_knots, by_requests + LARGE_BY_REQUESTS) + np.outer(by_requests, by_requests)
         self._covariance[len(forward) : end, len(forward) : end] = own
+        if on_gpu:
+            self._covariance[self._choosing, self._choosing] = LARGE_CHOOSING**2
         self._covariance += SCALE_DEVIATION**2 * np.outer(self._mean, self._mean)
         self._first_covariance = self._covariance.copy()
         self._unit_s = guess.unit_s
@@ -321,7 +329,7 @@ class StepCostModel:
         """What is believed now. No coefficient is below 0, and V and D never fall, whatever noise says (`_rising`)."""
         begin, end = len(self._knots), len(self._knots) + len(self._request_knots)
         numbers = np.maximum(self._mean[end:], 0.0) * self._unit_s
-        numbers[3:] /= CONTEXT_UNIT
+        numbers[4:] /= CONTEXT_UNIT
         forward, by_requests = (
             (_rising(self._mean[part], self._covariance[part, part]) * self._unit_s).tolist()
             for part in (slice(0, begin), slice(begin, end))
@@ -341,6 +349,11 @@ class StepCostModel:
         weights = self._weights(TimedStep(0.0, num_requests, num_tokens, context_tokens, 0, is_drafted))
         expected = max(float(weights @ self._mean), LEAST_S)
         return math.sqrt(max(float(weights @ self._covariance @ weights), 0.0)) / expected
+
+    @property
+    def choosing_error_s(self) -> float:
+        """Standard deviation of what is believed of `choosing_s`."""
+        return math.sqrt(max(float(self._covariance[self._choosing, self._choosing]), 0.0)) * self._unit_s
 
     def _set_unit(self, steps: Sequence[TimedStep]) -> None:
         self._unit_s = float(np.median([step.seconds / float(self._weights(step) @ self._mean) for step in steps]))
@@ -369,7 +382,8 @@ class StepCostModel:
         is_drafted = step.num_tokens > step.num_requests if step.is_drafted is None else step.is_drafted
         num_drafted, context = step.num_requests * is_drafted, step.context_tokens / CONTEXT_UNIT
         beside = step.prompt_tokens > 0
-        weights[begin:] = is_drafted, num_drafted, beside, step.num_requests * context, rows * context
+        by_context = step.num_requests * context, rows * context
+        weights[begin:] = is_drafted, num_drafted, beside, step.is_chosen, *by_context
         return weights
 
 

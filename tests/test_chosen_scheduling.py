@@ -22,6 +22,7 @@ from peagle.vllm.acceptance import (
     num_chosen_of,
     num_rejected_of,
 )
+from peagle.vllm.engine import REMOTE_KEY
 from peagle.vllm.scheduler import PerRequestDepthAsyncScheduler
 from peagle.vllm.trimming import Trimmer, timed_step
 
@@ -58,7 +59,10 @@ def one(monkeypatch: pytest.MonkeyPatch) -> Any:
     found._rejections, found._is_choice, found._chosen_step, found._steps = Rejections(K_MAX), False, None, {}
     found._chosen_share = 0.0
     found._trimmer = SimpleNamespace(
-        chooses=True, num_chosen=None, depths=lambda requests, max_ks, prompt_tokens: found.wanted(max_ks)
+        chooses=True,
+        num_chosen=None,
+        wants_worth=False,
+        depths=lambda requests, max_ks, prompt_tokens: found.wanted(max_ks),
     )
 
     def placeholders(self: Any, output: Any) -> None:
@@ -88,10 +92,13 @@ def test_the_worker_chooses_as_many_drafts_as_pay(one: Any) -> None:
     second = step(one, requests[:2], [2, 2], 20)
     assert num_chosen_of(second) == 3, "five of three requests are three of two"
     assert [len(each.spec_token_ids) for each in requests[:2]] == [7, 7]
+    assert not is_choice_ahead(second), "all are verified next"
     third = step(one, requests, [7, 7, 3], None)
-    assert num_chosen_of(third) is None, "all are verified"
-    assert is_choice_ahead(third), "what they are worth is to be known"
+    assert num_chosen_of(third) is None
+    assert not is_choice_ahead(third)
     assert [len(each.spec_token_ids) for each in requests] == [7, 7, 3]
+    one._trimmer.wants_worth = True
+    assert is_choice_ahead(step(one, requests, [7, 7, 3], None)), "what they are worth is to be known"
 
 
 @pytest.mark.parametrize("other", [request("b", logprobs=2), request("b", has_grammar=True), request("b", max_k=0)])
@@ -122,7 +129,6 @@ def test_nor_where_such_a_request_comes_into_the_step(one: Any, newcomer: Any, e
         {"lora_config": object()},
         {"world_size_across_dp": 2},
         {"additional_config": {compat.CHOICE_KEY: False}},
-        {"additional_config": {compat.REMOTE_KEY: {}}},
         {"rejection_sample_method": "synthetic"},
         {"speculative_config": None},
     ],
@@ -135,7 +141,7 @@ def test_an_engine_chooses_where_nothing_is_laid_out_by_the_host(change: dict[st
         return SimpleNamespace(parallel_config=parallel, **values)
 
     assert compat.chooses(config())
-    assert compat.chooses(config(additional_config={compat.REMOTE_KEY: {}, compat.CHOICE_KEY: True}))
+    assert compat.chooses(config(additional_config={REMOTE_KEY: {}}))
     assert not compat.chooses(config(**change))
 
 
@@ -246,10 +252,11 @@ def test_the_best_number_of_drafts_is_that_of_the_most_tokens_per_second() -> No
     for per_row in (1e-5, 1e-4, 3e-4, 1e-3):
         seconds = 0.01 + per_row * np.arange(40, 40 + len(worth) + 1)
         rates = (40 + np.concatenate([[0.0], np.cumsum(worth)])) / seconds
-        found = best_total(counts, 40, len(worth), seconds)
+        found, rate = best_total(counts, 40, len(worth), seconds)
         assert rates[found] > 0.998 * rates.max()
-        assert best_total(counts, 40, 10, seconds[:11]) <= 10
-    assert best_total([0] * len(WORTH_LEVELS), 40, 10, seconds[:11]) == 0
+        assert rate == pytest.approx(rates[found], rel=0.01)
+        assert best_total(counts, 40, 10, seconds[:11])[0] <= 10
+    assert best_total([0] * len(WORTH_LEVELS), 40, 10, seconds[:11])[0] == 0
 
 
 def test_worth_is_a_mean_over_steps_by_request() -> None:

@@ -46,21 +46,19 @@ def rate(table: Table, given_survivals, depths) -> float:
 @given(TABLES, st.lists(st.tuples(survivals(3), st.integers(0, 3)), min_size=1, max_size=4))
 def test_allocate_is_the_optimum_of_all_assignments(table, requests):
     found_survivals, max_ks = zip(*requests, strict=True)
-    depths = allocate(found_survivals, max_ks, table)
+    depths, expected = allocate(found_survivals, max_ks, table)
     assert all(0 <= k <= max_k for k, max_k in zip(depths, max_ks, strict=True))
     best = max(rate(table, found_survivals, each) for each in product(*(range(max_k + 1) for max_k in max_ks)))
     assert rate(table, found_survivals, depths) == pytest.approx(best, rel=1e-9)
+    assert expected == pytest.approx(best, rel=1e-9)
 
 
 def test_ties_go_to_fewer_drafts_and_the_first_request():
     free = Table(per_token_s=0.0)
-    assert allocate([(0.0, 0.0)] * 2, [2, 2], free) == [0, 0]
-    assert allocate([(0.5, 0.4)] * 3, [2, 2, 2], Table(10 * MS, 0.0, sizes=[4, 1000], per_token_squared_s=MS)) == [
-        1,
-        0,
-        0,
-    ]
-    assert allocate([], [], free) == []
+    assert allocate([(0.0, 0.0)] * 2, [2, 2], free)[0] == [0, 0]
+    dear = Table(10 * MS, 0.0, sizes=[4, 1000], per_token_squared_s=MS)
+    assert allocate([(0.5, 0.4)] * 3, [2, 2, 2], dear)[0] == [1, 0, 0]
+    assert allocate([], [], free) == ([], 0.0)
 
 
 @pytest.mark.parametrize(

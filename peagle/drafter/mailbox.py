@@ -480,7 +480,8 @@ def copy_payload(words_W: Tensor, hidden_NH: Tensor, sources_R: Tensor) -> None:
     step = StepWords(*words_W.tolist())
     payload_RH = memory_at(step.payload, step.num_rows * size, hidden_NH.dtype).view(-1, size)
     source_R = sources_R[: step.num_rows].long()
-    payload_RH[source_R >= 0] = hidden_NH[source_R[source_R >= 0]]
+    is_row_R = source_R >= 0
+    payload_RH[is_row_R.cpu()] = hidden_NH[source_R[is_row_R]].cpu()
 
 
 def post_step(words_W: Tensor, integers: Tensor) -> None:

@@ -97,11 +97,12 @@ class ChosenDrafts:
         """Rows of each request as the host may think of them: they add up, and no request has more than was planned."""
         self._limit_B = num_draft_tokens_per_req
         self._rest_B = num_scheduled_tokens - num_draft_tokens_per_req
-        given_B, left = np.zeros_like(self._limit_B), self.num_drafts
-        for depth in range(int(self._limit_B.max(initial=0))):
-            next_B = (self._limit_B > depth).nonzero()[0][:left]
-            given_B[next_B] += 1
-            left -= len(next_B)
+        # As many of each depth as there may be, one depth after another.
+        depth_D = np.arange(1 + self.chances.chance_SK.shape[1])
+        up_to_D = np.minimum(self._limit_B[:, None], depth_D).sum(axis=0)
+        depth = int(up_to_D.searchsorted(self.num_drafts, side="right")) - 1
+        given_B = np.minimum(self._limit_B, depth)
+        given_B[(self._limit_B > depth).nonzero()[0][: self.num_drafts - up_to_D[depth]]] += 1
         return self._rest_B + given_B, cu_num_logits_np
 
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: Tensor) -> tuple[Tensor, Tensor, int]:

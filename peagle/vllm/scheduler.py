@@ -340,9 +340,10 @@ class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
         self._is_choice = may_choose
         drafting = [request for request in found if not request.is_prefill_chunk and request.spec_token_ids]
         max_k = self._trim(drafting)
+        is_valued = self._is_choice or (may_choose and self._trimmer is not None and self._trimmer.wants_worth)
         # This step's pass makes the drafts of the next one; where all are trimmed away it fills the drafter's cache.
         deepest = max((len(request.spec_token_ids) for request in drafting), default=0)
-        self._plan_pass(scheduler_output, max(deepest, min(max_k, 1)), may_choose)
+        self._plan_pass(scheduler_output, max(deepest, min(max_k, 1)), is_valued)
 
     def _choose(self, scheduled: "SchedulerOutput") -> None:
         """Say how many of the step's drafts are verified, where that is fewer than are planned."""

@@ -69,6 +69,13 @@ few of the best drafts are deeper."""
 CHOICE_INTERVAL_STEPS = 50
 """In the place of `VERIFY_INTERVAL_STEPS` where drafts are chosen: no other step then says how many survive."""
 
+CHOICE_ERROR = 0.02
+"""While what choosing takes is known no better than this share of a step, and that could change whether it pays, one
+step in `LOOK_INTERVAL_STEPS` goes the other way."""
+
+WORTH_INTERVAL_STEPS = 8
+"""Where drafts are verified in turn, one step in so many learns what they are worth: that takes the host some time."""
+
 MIN_DRAFTED = 100
 """Requests, summed over steps, that are drafted before a pass is left out: acceptance has been measured by then."""
 
@@ -121,7 +128,8 @@ def timed_step(seconds: float, scheduled: "SchedulerOutput") -> TimedStep | None
     context_tokens = sum(contexts) / len(contexts) if contexts else 0.0
     prompt_tokens = scheduled.total_num_scheduled_tokens - num_tokens
     is_drafted = drafts_ahead(scheduled, 1) > 0
-    return TimedStep(seconds, num_requests, num_tokens - num_spared, context_tokens, prompt_tokens, is_drafted)
+    num_rows, is_chosen = num_tokens - num_spared, num_chosen is not None
+    return TimedStep(seconds, num_requests, num_rows, context_tokens, prompt_tokens, is_drafted, is_chosen)
 
 
 class Trimmer:
@@ -138,8 +146,8 @@ class Trimmer:
         self._leaves_out = False
         self._decided: tuple[object, list[int], int | None] = None, [], None
         self.num_chosen: int | None = None
-        """Drafts that the step asked for last is best to verify where the worker chooses them among all; None where
-        that is not known, or where the step is to show what other drafts bring."""
+        """Drafts that the step asked for last is best to verify, chosen by the worker among all; None where the first
+        drafts of each request are as good, and where the step is to show what other drafts bring."""
         self._worth: NDArray[np.float64] | None = None  # drafts of a request, by their worth
         # Read once a request, not once a step. Requests of a workload share the survival of the one that came last: it
         # is the best known, and requests with the same survival are decided together.
@@ -174,7 +182,7 @@ class Trimmer:
         # Those that keep their K load the step like the rest; they are valued like one of them.
         valued = [typical if survival is None else survival for survival in survivals]
         limits = [min(max_k, len(survival)) for max_k, survival in zip(max_ks, valued, strict=True)]
-        depths = allocate(valued, limits, self._newest_costs(), context_tokens, prompt_tokens)
+        depths, rate = allocate(valued, limits, self._newest_costs(), context_tokens, prompt_tokens)
         if looks and (other := self._worth_a_look(valued, limits, depths, context_tokens)) is not None:
             depths = [min(limit, other) for limit in limits]
         depths = [
@@ -183,11 +191,15 @@ class Trimmer:
         ]
         if looks and other is not None:
             return depths
-        num_chosen = None
+        num_chosen, is_look = None, False
         if self.chooses and self._worth is not None and None not in survivals:
-            num, most = len(requests), sum(max_ks)
-            seconds = self._newest_costs().curve(num, most, context_tokens, prompt_tokens, is_drafted=True)
-            num_chosen = best_total((num * self._worth).tolist(), num, most, seconds)
+            num, most, costs = len(requests), sum(max_ks), self._newest_costs()
+            seconds = costs.curve(num, most, context_tokens, prompt_tokens, is_drafted=True) + costs.choosing_s
+            num_chosen, chosen_rate = best_total((num * self._worth).tolist(), num, most, seconds)
+            error = self.model.choosing_error_s / float(seconds[num_chosen])
+            is_look = looks and error > CHOICE_ERROR and abs(math.log(chosen_rate / rate)) < 2.0 * error
+            if (chosen_rate > rate) == is_look:
+                num_chosen = None
         interval = VERIFY_INTERVAL_STEPS if num_chosen is None else CHOICE_INTERVAL_STEPS
         if depths == max_ks and num_chosen is None:
             self._verified_at_step = self.model.num_steps
@@ -195,8 +207,14 @@ class Trimmer:
             self._verified_at_step, self._verifies_all = self.model.num_steps, True
             return max_ks
         self.num_chosen = num_chosen
-        self._decided = batch, depths, num_chosen
+        if not is_look:
+            self._decided = batch, depths, num_chosen
         return depths
+
+    @property
+    def wants_worth(self) -> bool:
+        """Whether the drafts of the next step are to be valued although none of them will be chosen."""
+        return self.model.num_steps % WORTH_INTERVAL_STEPS == 0
 
     def hear_worth(self, counts: Sequence[int], num_requests: int) -> None:
         """Of the drafts of a step of so many requests, how many are worth each of `cluster.depth.WORTH_LEVELS` or
@@ -219,7 +237,7 @@ class Trimmer:
         survivals = [survival or () for survival in found]
         limits = [min(max_k, len(survival)) for max_k, survival in zip(max_ks, survivals, strict=True)]
         num, context_tokens, costs = len(requests), _mean_context(requests), self._newest_costs()
-        depths = allocate(survivals, limits, costs, context_tokens)
+        depths, _ = allocate(survivals, limits, costs, context_tokens)
         num_drafts = sum(depths)
         length = 1.0 + sum(sum(survival[:k]) for survival, k in zip(survivals, depths, strict=True)) / num
         drafted_s = float(costs.curve(num, num_drafts, context_tokens, is_drafted=True)[-1])
