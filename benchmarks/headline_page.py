@@ -177,10 +177,9 @@ def plot(document: dict[str, Any], path: Path) -> None:
             users = [1000 / (one.mean(arm, count, "p50_tpot_ms") or 1.0) for count in counts]
             gpus = one.num_gpus.get(arm, 1)
             trade.plot(users, [rate / gpus for rate in rates], marker="o", ms=3, **style)
-            shown = [value for count in one.counts for value in one.values(arm, count, "survival")][:1]
+            shown = [value for count in counts for value in one.values(arm, count, "survival")][:1]
             if shown:
-                length = one.mean(arm, one.counts[0], "accepted_length")
-                label = f"{arm}: AL {length:.2f}"
+                label = f"{arm} at {counts[0]}: AL {one.mean(arm, counts[0], 'accepted_length'):.2f}"
                 survival.plot(range(1, len(shown[0]) + 1), shown[0], marker="o", ms=3, **style | {"label": label})
             for panel, key in zip(latencies, ("ttft", "tpot"), strict=True):
                 for percent, line in ((50, "-"), (99, ":")):
@@ -189,7 +188,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
         speed.set(title=f"{one.name}: output tokens/s", xlabel="requests in flight", xscale="log", yscale="log")
         trade.set(title="throughput against interactivity", xlabel="tokens/s of a user (1 / median TPOT)")
         trade.set(ylabel="output tokens/s a GPU" if one.num_gpus else "output tokens/s")
-        survival.set(title=f"survival at {one.counts[0]} requests", xlabel="depth", ylim=(0, 1))
+        survival.set(title="survival at an arm's fewest requests", xlabel="depth", ylim=(0, 1))
         for panel, key in zip(latencies, ("TTFT", "TPOT"), strict=True):
             panel.set(title=f"{key}, ms: median, dotted p99", xlabel="requests in flight", xscale="log", yscale="log")
         for panel in axes:
