@@ -49,7 +49,7 @@ from deployments.target import TargetServer
 from deployments.up import ray_environment
 from peagle.embedded import DEFAULT_TARGET
 from peagle.provenance import conditions
-from peagle.vllm.acceptance import STEPS_HEADER, steps_text
+from peagle.vllm.acceptance import STEPS_HEADER, VerifiedStep, steps_text
 from peagle.vllm.outputs import OutputCoalescer
 
 ARMS = ("vllm", "target", "each-step", "ingress", "proxy")
@@ -153,7 +153,7 @@ class EngineProcess:
         if self._is_drafted:
             for output in outputs:
                 number = -(-len(output.new_token_ids) // self._tokens)
-                steps = steps_text(number * [(2 * self._tokens - 1, self._tokens - 1)])
+                steps = steps_text(number * [VerifiedStep(2 * self._tokens - 1, self._tokens - 1)])
                 output.trace_headers = {**(output.trace_headers or {}), STEPS_HEADER: steps}
         return outputs
 
