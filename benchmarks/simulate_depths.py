@@ -39,6 +39,7 @@ TRACES = RESULTS / "2026-11-21-traces-smollm2-135m.npz"
 ENGINES = {
     "h200": RESULTS / "step-times-qwen3-30b-a3b-shape-h200.json",
     "cpu": RESULTS / "step-times-smollm2-135m-cpu.json",  # at K = 0 the drafter's pass ran too
+    "coder": RESULTS / "step-times-qwen2-coder-1b-shape-h100.json",
 }
 K_MAX = 7
 
@@ -314,7 +315,7 @@ class Learned:
         self, on_gpu: bool, document: Mapping[str, Any] | None = None, *, chooses: bool = False, **options: Any
     ) -> None:
         """chooses: so do the worker's drafts of a step, as in `peagle.vllm.chosen`."""
-        self._is_chosen = False
+        self.is_chosen = False
         self.control = DepthControl(DepthPolicy(K_MAX, K_MAX, 3), on_gpu=on_gpu, seed=0, **options)
         self.trimmer = Trimmer(StepCostModel(on_gpu, document), chooses=chooses)
         self._on_gpu = on_gpu
@@ -333,16 +334,16 @@ class Learned:
                 request.sampling_params = SimpleNamespace(extra_args={**survival, WORKLOAD_KEY: request.workload})
         max_ks = [request.drafting.max_k for request in requests]
         depths = self.trimmer.depths(cast(Any, requests), max_ks, prompt_tokens)
-        self._is_chosen = False
+        self.is_chosen = False
         if self.trimmer.chooses and len(requests) > 1:
             if (num_chosen := self.trimmer.num_chosen) is not None:
                 most = math.ceil(num_chosen / len(requests)) + MORE_TO_CHOOSE
                 depths = [min(most, max_k) for max_k in max_ks]
-                self._is_chosen = num_chosen < sum(depths)
-            if self._is_chosen or self.trimmer.wants_worth:
+                self.is_chosen = num_chosen < sum(depths)
+            if self.is_chosen or self.trimmer.wants_worth:
                 worth_BK = worth_of_drafts(requests, depths)
                 self.trimmer.hear_worth([int((worth_BK >= level).sum()) for level in WORTH_LEVELS], len(requests))
-            if num_chosen is not None and self._is_chosen:
+            if num_chosen is not None and self.is_chosen:
                 return best_drafts(requests, depths, num_chosen)
         return depths
 
@@ -354,10 +355,10 @@ class Learned:
     def observe(
         self, requests: Sequence[Request], steps: Sequence[tuple[int, int]], step: TimedStep, now_s: float
     ) -> None:
-        self.trimmer.model.observe(replace(step, is_chosen=self._is_chosen))
+        self.trimmer.model.observe(replace(step, is_chosen=self.is_chosen))
         for request, (num_verified, num_accepted) in zip(requests, steps, strict=True):
             counts = self._counts[request.workload]
-            if not self._is_chosen:
+            if not self.is_chosen:
                 counts.counts.add_step(num_verified, num_accepted)
             counts.num_finished += request.place >= len(request.answer.accepted)
         if now_s - self._reported_s >= self.REPORT_S:
@@ -384,6 +385,8 @@ class Load:
     jitter: float = 0.03
     warm_share: float = 0.2
     warm_steps: int = 0
+    choosing_s: float = 0.0
+    """What a step takes more whose drafts are chosen."""
 
 
 def simulate(engine: Engine, pools: Mapping[str, Sequence[Answer]], policy: Policy, load: Load, seed: int = 0) -> float:
@@ -410,6 +413,7 @@ def simulate(engine: Engine, pools: Mapping[str, Sequence[Answer]], policy: Poli
         num_requests, num_rows = len(running), len(running) + sum(depths)
         noise = float(np.exp(load.jitter * rng.standard_normal()))
         seconds = engine(max(num_requests, 1), max(num_rows, 1), prompt_tokens, is_drafted) * noise
+        seconds += load.choosing_s * getattr(policy, "is_chosen", False)
         now_s += seconds
         steps = []
         num_emitted = len(admitted)
@@ -454,6 +458,7 @@ def main(
     engine: Annotated[str, typer.Option(help=f"Engine whose steps were measured: {', '.join(ENGINES)}.")] = "h200",
     requests: Annotated[int, typer.Option(help="Requests of each run.")] = 600,
     points: Annotated[bool, typer.Option(help="The engine measures itself at its start.")] = False,
+    choosing_ms: Annotated[float, typer.Option(help="What a step takes more whose drafts are chosen.")] = 0.0,
     traces: Annotated[Path, typer.Option(help="Recorded acceptance.")] = TRACES,
     out: Annotated[Path | None, typer.Option(help="JSON with the figures and their conditions.")] = None,
 ) -> None:
@@ -463,7 +468,7 @@ def main(
     pools = {name: select(answers, *kind) for name, kind in MIXES[mix].items()}
     document = points_of(table, 128) if points else None
     for concurrency in (1, 4, 8) if engine == "cpu" else (1, 8, 32, 64, 128):
-        load = Load(concurrency, max(requests, 4 * concurrency))
+        load = Load(concurrency, max(requests, 4 * concurrency), choosing_s=choosing_ms / 1e3)
         rates = compare(table, pools, load, lambda: Learned(engine != "cpu", document))
         if "chosen=1" in rates:
             rates["learned, chosen"] = simulate(table, pools, Learned(engine != "cpu", document, chooses=True), load)
