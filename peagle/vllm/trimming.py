@@ -192,14 +192,9 @@ class Trimmer:
         if looks and other is not None:
             return depths
         num_chosen, is_look = None, False
-        if self.chooses and self._worth is not None and None not in survivals:
-            num, most, costs = len(requests), sum(max_ks), self._newest_costs()
-            seconds = costs.curve(num, most, context_tokens, prompt_tokens, is_drafted=True) + costs.choosing_s
-            num_chosen, chosen_rate = best_total((num * self._worth).tolist(), num, most, seconds)
-            error = self.model.choosing_error_s / float(seconds[num_chosen])
-            is_look = looks and error > CHOICE_ERROR and abs(math.log(chosen_rate / rate)) < 2.0 * error
-            if (chosen_rate > rate) == is_look:
-                num_chosen = None
+        if None not in survivals:
+            num, most = len(requests), sum(max_ks)
+            num_chosen, is_look = self._best_choice(num, most, context_tokens, prompt_tokens, rate, looks)
         interval = VERIFY_INTERVAL_STEPS if num_chosen is None else CHOICE_INTERVAL_STEPS
         if depths == max_ks and num_chosen is None:
             self._verified_at_step = self.model.num_steps
@@ -210,6 +205,22 @@ class Trimmer:
         if not is_look:
             self._decided = batch, depths, num_chosen
         return depths
+
+    def _best_choice(
+        self, num: int, most: int, context_tokens: float, prompt_tokens: int, rate: float, looks: bool
+    ) -> tuple[int | None, bool]:
+        """How many of at most `most` drafts of `num` requests the worker is to choose; None where the first drafts of
+        each request, which give `rate` tokens per second, are as good. And whether that is turned round in this step,
+        to learn what choosing takes.
+        """
+        if not self.chooses or self._worth is None:
+            return None, False
+        costs = self._newest_costs()
+        seconds = costs.curve(num, most, context_tokens, prompt_tokens, is_drafted=True) + costs.choosing_s
+        num_chosen, chosen_rate = best_total((num * self._worth).tolist(), num, most, seconds)
+        error = self.model.choosing_error_s / float(seconds[num_chosen])
+        is_look = looks and error > CHOICE_ERROR and abs(math.log(chosen_rate / rate)) < 2.0 * error
+        return (num_chosen if (chosen_rate > rate) != is_look else None), is_look
 
     @property
     def wants_worth(self) -> bool:
