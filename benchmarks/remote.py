@@ -1,13 +1,15 @@
 """A drafter on another GPU against one inside the engine: the same target, head and acceptance. Needs GPUs.
 
     python -m benchmarks.remote --placements colocated remote none --num-requests 1 8 32 64 --out FILE.json
-    python -m benchmarks.remote --check --placements colocated remote none --out FILE.json
+    python -m benchmarks.remote --check [--choice] --placements colocated remote none --out FILE.json
 
 The first form has the shape of Llama-3.1-8B with random weights and a P-EAGLE head of four layers, and synthetic
 acceptance (`SURVIVAL`): output tokens/s of a closed load of 128 prompt tokens and `--output-tokens`, and where the time
 of a remote step goes. The second has the embedded small model and its head: greedy output of a few texts, which
-must be the same in each placement, and tokens a step. Each placement runs in a process of its own. The target runs on
-GPU `--target-gpu`, the remote drafter (`benchmarks.drafter`) on `--drafter-gpu`; both may be the same.
+must be the same in each placement, and tokens a step; with `--choice` any number of drafts is verified, chosen by the
+drafter's chances (`peagle.vllm.chosen`), and steps with such drafts are counted. Each placement runs in a process of
+its own. The target runs on GPU `--target-gpu`, the remote drafter (`benchmarks.drafter`) on `--drafter-gpu`; both may
+be the same.
 """
 
 import argparse
@@ -29,6 +31,7 @@ from benchmarks.models import LLAMA_8B, spawn_engines, write_embedding, write_he
 from peagle.provenance import conditions
 from peagle.vllm.acceptance import DEPTH_KEY, STEPS_HEADER
 from peagle.vllm.engine import RemoteSettings, engine_kwargs
+from peagle.vllm.trimming import CHOICE_KEY
 
 PLACEMENTS = ("colocated", "remote", "none")
 SURVIVAL = (0.80, 0.64, 0.50, 0.39, 0.30, 0.22, 0.17)
@@ -170,6 +173,26 @@ class LoadedEngine:
         self._engine.engine_core.shutdown()
 
 
+class ChosenSteps:
+    """vLLM's `worker_extension_cls`: counts the steps whose drafts were chosen."""
+
+    model_runner: Any
+
+    def count_chosen_steps(self) -> None:
+        """From now on."""
+        chosen, self.num_chosen_steps = self.model_runner.chosen, 0
+        inner = chosen.reallocate_drafts
+
+        def counting(*args: Any) -> Any:
+            self.num_chosen_steps += 1
+            return inner(*args)
+
+        chosen.reallocate_drafts = counting
+
+    def chosen_steps(self) -> int:
+        return self.num_chosen_steps
+
+
 def models(folder: Path, check: bool) -> tuple[Path, Path]:
     """Directories of target and head, made where they are not there yet."""
     if check:
@@ -196,6 +219,9 @@ def settings_of(placement: str, args: argparse.Namespace) -> dict[str, Any]:
     else:
         extra |= {"load_format": "dummy", "skip_tokenizer_init": True, "gpu_memory_utilization": args.gpu_memory}
     has_head = placement != "none"
+    if has_head and args.choice:
+        extra["worker_extension_cls"] = "benchmarks.remote.ChosenSteps"
+        extra["additional_config"] = {CHOICE_KEY: True}
     kwargs = engine_kwargs(
         target,
         head if has_head else None,
@@ -205,6 +231,8 @@ def settings_of(placement: str, args: argparse.Namespace) -> dict[str, Any]:
         remote=RemoteSettings(min_deadline_s=0.2) if placement == "remote" else None,
         extra=extra,
     )
+    if has_head and args.choice:
+        kwargs["scheduler_cls"] = "benchmarks.choosing_scheduler.ChoosingScheduler"
     if has_head and not args.check:
         kwargs["speculative_config"] |= {
             "rejection_sample_method": "synthetic",
@@ -257,6 +285,8 @@ def measure(placement: str, args: argparse.Namespace, found: dict[str, Any] | No
         engine = LLM(**kwargs, disable_log_stats=True)
         if found:
             connect(engine.collective_rpc, found)
+        if args.choice and placement != "none":
+            engine.collective_rpc("count_chosen_steps")
         start_s = time.perf_counter()
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=NUM_TEXT_TOKENS)
         outputs = engine.generate(TEXTS, params, use_tqdm=False)
@@ -264,6 +294,8 @@ def measure(placement: str, args: argparse.Namespace, found: dict[str, Any] | No
         row["tokens"] = [list(output.outputs[0].token_ids) for output in outputs]
         if found:
             row["report"] = engine.collective_rpc("remote_report")[0]
+        if args.choice and placement != "none":
+            row["num_chosen_steps"] = engine.collective_rpc("chosen_steps")[0]
         yield row
         return
     k = K_MAX if placement != "none" else 0
@@ -315,6 +347,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS))
     parser.add_argument("--check", action="store_true", help="outputs of the embedded small model instead of speed")
+    parser.add_argument("--choice", action="store_true", help="with --check: drafts chosen by the drafter's chances")
     parser.add_argument("--target-gpu", type=int, default=0)
     parser.add_argument("--drafter-gpu", type=int, default=1)
     parser.add_argument("--gpu-memory", type=float, default=0.8)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
-from benchmarks.remote import SURVIVAL, Window, step_parts_ms
+from benchmarks.remote import SURVIVAL, ChosenSteps, Window, settings_of, step_parts_ms
+from peagle.vllm.engine import REMOTE_KEY
+from peagle.vllm.trimming import CHOICE_KEY
 from tests.transport_harness import Target, eventually, make_pool, make_server, running
 
 DELAY_S = 0.05
@@ -43,3 +49,20 @@ def test_rates_come_from_steps_as_measured_and_tokens_as_expected() -> None:
     # 0.1 s to its first token, then 10 tokens at 1 + 0.80 + 0.64 a step of 20 ms.
     request_s = 0.1 + 10 / (1 + SURVIVAL[0] + SURVIVAL[1]) * 0.02
     assert found["expected_otps"] == pytest.approx(4 * 11 / request_s, abs=0.01)
+
+
+def test_drafts_are_chosen_where_that_is_to_be_checked_and_there_are_any() -> None:
+    args = Namespace(folder=Path(), check=True, choice=True, max_num_seqs=4)
+    remote, none = settings_of("remote", args), settings_of("none", args)
+    assert remote["additional_config"][CHOICE_KEY] is True
+    assert REMOTE_KEY in remote["additional_config"]
+    assert remote["scheduler_cls"].endswith("ChoosingScheduler")
+    assert not {"additional_config", "worker_extension_cls"} & none.keys()
+
+
+def test_steps_with_chosen_drafts_are_counted() -> None:
+    steps = ChosenSteps()
+    steps.model_runner = SimpleNamespace(chosen=SimpleNamespace(reallocate_drafts=lambda ids, places: len(ids)))
+    steps.count_chosen_steps()
+    assert [steps.model_runner.chosen.reallocate_drafts(["a"] * n, None) for n in (2, 3)] == [2, 3]
+    assert steps.chosen_steps() == 2

@@ -166,6 +166,9 @@ def test_the_page_names_what_is_lost(tmp_path: Path) -> None:
     assert "- Because." in text
     plot(document, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 10_000
+    late = row("ours-7t", 200.0, accepted_length=2.5, survival=[0.8, 0.4]) | {"num_requests": 64}
+    plot(document | {"rows": [*rows, late]}, tmp_path / "y.png")
+    assert (tmp_path / "y.png").stat().st_size > 10_000, "an arm that not every cell has"
 
 
 def test_long_prompts_are_long_and_mixtures_have_some(tmp_path: Path) -> None:
