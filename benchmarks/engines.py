@@ -263,7 +263,12 @@ def measure_in_turn(args: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "benchmarks.engines", *sys.argv[1:], "--arm", arm]
         command += ["--out", str(folder / f"{index}.json"), "--turn", str(folder), str(index), str(num_arms)]
         running[index] = subprocess.Popen(command)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended; what was measured is in the file"))
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends two, and the file is yet to be written
+        sys.exit("ended; what was measured is in the file")
+
+    signal.signal(signal.SIGTERM, end)
     try:
         while running:
             for index, process in list(running.items()):

@@ -31,7 +31,6 @@ from benchmarks.models import LLAMA_8B, spawn_engines, write_embedding, write_he
 from peagle.provenance import conditions
 from peagle.vllm.acceptance import DEPTH_KEY, STEPS_HEADER
 from peagle.vllm.engine import RemoteSettings, engine_kwargs
-from peagle.vllm.trimming import CHOICE_KEY
 
 PLACEMENTS = ("colocated", "remote", "none")
 SURVIVAL = (0.80, 0.64, 0.50, 0.39, 0.30, 0.22, 0.17)
@@ -221,7 +220,6 @@ def settings_of(placement: str, args: argparse.Namespace) -> dict[str, Any]:
     has_head = placement != "none"
     if has_head and args.choice:
         extra["worker_extension_cls"] = "benchmarks.remote.ChosenSteps"
-        extra["additional_config"] = {CHOICE_KEY: True}
     kwargs = engine_kwargs(
         target,
         head if has_head else None,

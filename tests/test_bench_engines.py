@@ -1,6 +1,12 @@
 """Tests of `benchmarks.engines` that need no engine: whose turn it is to be measured."""
 
 import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 from benchmarks.engines import Turns
@@ -61,3 +67,30 @@ def test_the_others_keep_their_order_where_an_arm_between_them_has_ended(tmp_pat
 
     asyncio.run(asyncio.wait_for(together(), 30))
     assert seen == [0, 2] * NUM_ROUNDS
+
+
+def test_what_was_measured_is_in_the_file_of_a_call_that_is_ended(tmp_path: Path) -> None:
+    """`timeout` ends a program's process, then the process group that it is in."""
+    code = """
+import json, subprocess, sys
+from argparse import Namespace
+from pathlib import Path
+from benchmarks import engines
+start = subprocess.Popen
+def arm(command):
+    Path(command[command.index("--out") + 1]).write_text(json.dumps({"arm": command[command.index("--arm") + 1]}))
+    return start([sys.executable, "-c", "import time; print('measured', flush=True); time.sleep(60)"])
+subprocess.Popen = arm
+folder = Path(sys.argv[1])
+engines.measure_in_turn(Namespace(folder=folder, arm=["none", "peagle-7"], out=folder / "out.json"))
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["measured\n"] * 2
+        process.terminate()
+        while process.poll() is None:
+            time.sleep(0.002)
+            os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(30) == 1
+    assert json.loads((tmp_path / "out.json").read_text()) == {"none": {"arm": "none"}, "peagle-7": {"arm": "peagle-7"}}

@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks.remote import SURVIVAL, ChosenSteps, Window, settings_of, step_parts_ms
 from peagle.vllm.engine import REMOTE_KEY
-from peagle.vllm.trimming import CHOICE_KEY
 from tests.transport_harness import Target, eventually, make_pool, make_server, running
 
 DELAY_S = 0.05
@@ -54,8 +53,7 @@ def test_rates_come_from_steps_as_measured_and_tokens_as_expected() -> None:
 def test_drafts_are_chosen_where_that_is_to_be_checked_and_there_are_any() -> None:
     args = Namespace(folder=Path(), check=True, choice=True, max_num_seqs=4)
     remote, none = settings_of("remote", args), settings_of("none", args)
-    assert remote["additional_config"][CHOICE_KEY] is True
-    assert REMOTE_KEY in remote["additional_config"]
+    assert remote["additional_config"].keys() == {REMOTE_KEY}
     assert remote["scheduler_cls"].endswith("ChoosingScheduler")
     assert not {"additional_config", "worker_extension_cls"} & none.keys()
 

@@ -129,7 +129,6 @@ def test_nor_where_such_a_request_comes_into_the_step(one: Any, newcomer: Any, e
         {"lora_config": object()},
         {"world_size_across_dp": 2},
         {"additional_config": {compat.CHOICE_KEY: False}},
-        {"additional_config": {REMOTE_KEY: {}}},
         {"rejection_sample_method": "synthetic"},
         {"speculative_config": None},
     ],
@@ -142,7 +141,7 @@ def test_an_engine_chooses_where_nothing_is_laid_out_by_the_host(change: dict[st
         return SimpleNamespace(parallel_config=parallel, **values)
 
     assert compat.chooses(config())
-    assert compat.chooses(config(additional_config={REMOTE_KEY: {}, compat.CHOICE_KEY: True}))
+    assert compat.chooses(config(additional_config={REMOTE_KEY: {}}))
     assert not compat.chooses(config(**change))
 
 

@@ -56,6 +56,12 @@ def test_the_best_drafts_of_the_batch_are_chosen(seed: int) -> None:
         assert (first_row_B1[num_requests + 1 :] == num_drafts + rest_B.sum()).all()
 
 
+def wait_for_the_host() -> None:
+    """What is on its way to the host is there."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
 def test_the_runner_is_told_a_step_that_adds_up() -> None:
     query_start_loc = torch.zeros(9, dtype=torch.int32, device=DEVICE)
     chances = Chances(8, 3, torch.device(DEVICE))
@@ -75,6 +81,7 @@ def test_the_runner_is_told_a_step_that_adds_up() -> None:
         ["a", "b", "c", "prompt"], torch.tensor([0, 1, 2, 3], device=DEVICE)
     )
     assert chosen.admitted_B is not None
+    wait_for_the_host()
     assert chosen.admitted_B.tolist() == [3, 0, 1, 0]
     assert up_to_B1.tolist() == [0, 4, 5, 7, 8]
     assert first_row_B1.tolist() == [0, 4, 5, 7, 57, 57, 57, 57, 57]
@@ -91,6 +98,7 @@ def test_chances_are_recorded_and_counted_by_their_worth() -> None:
     place_B = torch.tensor([7, 0, 3])
     chances.record(chance_BK.to(DEVICE), place_B.to(DEVICE), 4)
     assert chances.counts is not None
+    wait_for_the_host()
     counts_L, num_requests = chances.counts
     worth_BK = chance_BK[:3, :4].cumprod(1)
     assert num_requests == 3

@@ -17,7 +17,6 @@ from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from peagle.vllm.engine import REMOTE_KEY
 from peagle.vllm.trimming import CHOICE_KEY
 
 logger = logging.getLogger(__name__)
@@ -266,24 +265,22 @@ def chat_part_kinds() -> frozenset[str]:
     return frozenset(importlib.import_module(place).MM_PARSER_MAP)
 
 
-def _is_wanted(config: VllmConfig, key: str, default: bool = True) -> bool:
-    """A bool of `additional_config`. Raises ValueError where it is none."""
+def _is_wanted(config: VllmConfig, key: str) -> bool:
+    """A bool of `additional_config`, true where it is absent. Raises ValueError where it is none."""
     extra = config.additional_config
-    wanted = extra.get(key, default) if isinstance(extra, Mapping) else default
+    wanted = extra.get(key, True) if isinstance(extra, Mapping) else True
     if not isinstance(wanted, bool):
         raise ValueError(f"additional_config[{key!r}] must be true or false, not {wanted!r}")
     return wanted
 
 
 def chooses(config: VllmConfig) -> bool:
-    """Whether the best drafts of a batch are to be verified: `additional_config` does not refuse it (`CHOICE_KEY`), or
-    asks for it where the drafter is remote; drafts are accepted by the target, on one GPU, and without adapters (LoRA),
-    which vLLM assigns to rows on the host. Raises ValueError where the key is no bool."""
-    speculative, extra = config.speculative_config, config.additional_config
-    # With a remote drafter greedy output has not been compared on a GPU (`benchmarks.remote --check --choice`).
-    is_remote = isinstance(extra, Mapping) and REMOTE_KEY in extra
+    """Whether the best drafts of a batch are to be verified: `additional_config` does not refuse it (`CHOICE_KEY`),
+    drafts are accepted by the target, on one GPU, and without adapters (LoRA), which vLLM assigns to rows on the host.
+    Raises ValueError where the key is no bool."""
+    speculative = config.speculative_config
     return (
-        _is_wanted(config, CHOICE_KEY, default=not is_remote)
+        _is_wanted(config, CHOICE_KEY)
         and is_tested()
         and speculative is not None
         and speculative.rejection_sample_method != "synthetic"
