@@ -40,8 +40,9 @@ ENGINES = {
     "h200": RESULTS / "step-times-qwen3-30b-a3b-shape-h200.json",
     "cpu": RESULTS / "step-times-smollm2-135m-cpu.json",  # at K = 0 the drafter's pass ran too
     "coder": RESULTS / "step-times-qwen2-coder-1b-shape-h100.json",
+    "8b": RESULTS / "step-times-llama-8b-shape-h200.json",
 }
-K_MAX = 7
+K_MAX, FREE_ROWS = 7, 256
 
 CHAT = ("writing", "roleplay", "humanities")
 MIXES: dict[str, dict[str, tuple[Sequence[str], float]]] = {
@@ -186,7 +187,7 @@ class TableEngine:
 
 def points_of(engine: Engine, max_num_seqs: int, max_draft_tokens: int = K_MAX) -> dict[str, Any]:
     """What an engine that measures itself at its start would say."""
-    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128) if size <= max_num_seqs]
+    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= max_num_seqs]
     depths = sorted({0, max_draft_tokens // 4, max_draft_tokens // 2, max_draft_tokens})
     points = [
         {"num_requests": size, "num_tokens": size * (1 + k), "step_s": engine(size, size * (1 + k))}
@@ -316,6 +317,7 @@ class Learned:
     ) -> None:
         """chooses: so do the worker's drafts of a step, as in `peagle.vllm.chosen`."""
         self.is_chosen = False
+        self.num_spare_rows = 0
         self.control = DepthControl(DepthPolicy(K_MAX, K_MAX, 3), on_gpu=on_gpu, seed=0, **options)
         self.trimmer = Trimmer(StepCostModel(on_gpu, document), chooses=chooses)
         self._on_gpu = on_gpu
@@ -333,8 +335,10 @@ class Learned:
                 survival = {SURVIVAL_KEY: request.drafting.survival} if request.drafting.survival else {}
                 request.sampling_params = SimpleNamespace(extra_args={**survival, WORKLOAD_KEY: request.workload})
         max_ks = [request.drafting.max_k for request in requests]
-        depths = self.trimmer.depths(cast(Any, requests), max_ks, prompt_tokens)
-        self.is_chosen = False
+        depths = self.trimmer.depths(cast(Any, requests), max_ks)
+        if prompt_tokens:  # as the scheduler asks
+            depths = self.trimmer.depths(cast(Any, requests), max_ks, prompt_tokens)
+        self.is_chosen, self.num_spare_rows = False, 0
         if self.trimmer.chooses and len(requests) > 1:
             if (num_chosen := self.trimmer.num_chosen) is not None:
                 most = math.ceil(num_chosen / len(requests)) + MORE_TO_CHOOSE
@@ -344,6 +348,7 @@ class Learned:
                 worth_BK = worth_of_drafts(requests, depths)
                 self.trimmer.hear_worth([int((worth_BK >= level).sum()) for level in WORTH_LEVELS], len(requests))
             if num_chosen is not None and self.is_chosen:
+                self.num_spare_rows = max(sum(depths), FREE_ROWS) - max(num_chosen, FREE_ROWS)
                 return best_drafts(requests, depths, num_chosen)
         return depths
 
@@ -387,6 +392,9 @@ class Load:
     warm_steps: int = 0
     choosing_s: float = 0.0
     """What a step takes more whose drafts are chosen."""
+    spare_row_s: float = 0.0
+    """And for each draft that its pass made, beyond `FREE_ROWS` and those verified, whose rows of the pass are in the
+    engine's times."""
 
 
 def simulate(engine: Engine, pools: Mapping[str, Sequence[Answer]], policy: Policy, load: Load, seed: int = 0) -> float:
@@ -414,6 +422,7 @@ def simulate(engine: Engine, pools: Mapping[str, Sequence[Answer]], policy: Poli
         noise = float(np.exp(load.jitter * rng.standard_normal()))
         seconds = engine(max(num_requests, 1), max(num_rows, 1), prompt_tokens, is_drafted) * noise
         seconds += load.choosing_s * getattr(policy, "is_chosen", False)
+        seconds += load.spare_row_s * getattr(policy, "num_spare_rows", 0)
         now_s += seconds
         steps = []
         num_emitted = len(admitted)
@@ -459,6 +468,7 @@ def main(
     requests: Annotated[int, typer.Option(help="Requests of each run.")] = 600,
     points: Annotated[bool, typer.Option(help="The engine measures itself at its start.")] = False,
     choosing_ms: Annotated[float, typer.Option(help="What a step takes more whose drafts are chosen.")] = 0.0,
+    spare_row_us: Annotated[float, typer.Option(help="What a draft takes there that is not verified.")] = 0.0,
     traces: Annotated[Path, typer.Option(help="Recorded acceptance.")] = TRACES,
     out: Annotated[Path | None, typer.Option(help="JSON with the figures and their conditions.")] = None,
 ) -> None:
@@ -466,9 +476,10 @@ def main(
     rates_by_clients: dict[int, dict[str, float]] = {}
     answers, table = load_answers(traces), TableEngine.load(ENGINES[engine])
     pools = {name: select(answers, *kind) for name, kind in MIXES[mix].items()}
-    document = points_of(table, 128) if points else None
-    for concurrency in (1, 4, 8) if engine == "cpu" else (1, 8, 32, 64, 128):
-        load = Load(concurrency, max(requests, 4 * concurrency), choosing_s=choosing_ms / 1e3)
+    document = points_of(table, 256) if points else None
+    for concurrency in (1, 4, 8) if engine == "cpu" else (1, 8, 32, 64, 128, 256):
+        num_requests, costs = max(requests, 4 * concurrency), (choosing_ms / 1e3, spare_row_us / 1e6)
+        load = Load(concurrency, num_requests, choosing_s=costs[0], spare_row_s=costs[1])
         rates = compare(table, pools, load, lambda: Learned(engine != "cpu", document))
         if "chosen=1" in rates:
             rates["learned, chosen"] = simulate(table, pools, Learned(engine != "cpu", document, chooses=True), load)

@@ -8,7 +8,9 @@ equal ones would all go to the same experts; their context is an empty cache.
 
 import json
 import logging
+import statistics
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -119,12 +121,9 @@ class _Batch:
         self._run(output, 0)
 
     def time_steps(self, depth: int) -> float:
-        """Mean seconds of a step in which every request verifies `depth` drafts."""
+        """Median seconds of a step in which every request verifies `depth` drafts: something else may happen in one."""
         done: list[torch.cuda.Event] = []
         for index in range(NUM_WARM_STEPS + NUM_STEPS):
-            if index == NUM_WARM_STEPS:
-                torch.accelerator.synchronize()
-                start_s = time.perf_counter()
             cached = CachedRequestData.make_empty()
             cached.req_ids = list(self._ids)
             cached.num_computed_tokens = [self._computed] * len(self._ids)
@@ -135,10 +134,10 @@ class _Batch:
             if index >= MAX_STEPS_AHEAD:
                 done[index - MAX_STEPS_AHEAD].synchronize()
             self._run(output, depth)
-            done.append(torch.cuda.Event())
+            done.append(torch.cuda.Event(enable_timing=True))
             done[-1].record()
         torch.accelerator.synchronize()
-        return (time.perf_counter() - start_s) / NUM_STEPS
+        return statistics.median(start.elapsed_time(end) / 1e3 for start, end in pairwise(done[NUM_WARM_STEPS - 1 :]))
 
     def finish(self) -> None:
         """The requests are gone from the runner."""
