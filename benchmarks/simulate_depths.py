@@ -42,7 +42,10 @@ ENGINES = {
     "coder": RESULTS / "step-times-qwen2-coder-1b-shape-h100.json",
     "8b": RESULTS / "step-times-llama-8b-shape-h200.json",
 }
-K_MAX, FREE_ROWS = 7, 256
+K_MAX = 7
+
+FREE_ROWS = 256
+"""Of the drafter's pass, up to which it takes about as long: reading its weights."""
 
 CHAT = ("writing", "roleplay", "humanities")
 MIXES: dict[str, dict[str, tuple[Sequence[str], float]]] = {
@@ -393,8 +396,8 @@ class Load:
     choosing_s: float = 0.0
     """What a step takes more whose drafts are chosen."""
     spare_row_s: float = 0.0
-    """And for each draft that its pass made, beyond `FREE_ROWS` and those verified, whose rows of the pass are in the
-    engine's times."""
+    """What such a step takes more for each row of its pass, beyond `FREE_ROWS`, whose draft is not verified; rows of
+    verified drafts are in the engine's times."""
 
 
 def simulate(engine: Engine, pools: Mapping[str, Sequence[Answer]], policy: Policy, load: Load, seed: int = 0) -> float:
@@ -478,8 +481,8 @@ def main(
     pools = {name: select(answers, *kind) for name, kind in MIXES[mix].items()}
     document = points_of(table, 256) if points else None
     for concurrency in (1, 4, 8) if engine == "cpu" else (1, 8, 32, 64, 128, 256):
-        num_requests, costs = max(requests, 4 * concurrency), (choosing_ms / 1e3, spare_row_us / 1e6)
-        load = Load(concurrency, num_requests, choosing_s=costs[0], spare_row_s=costs[1])
+        num_requests = max(requests, 4 * concurrency)
+        load = Load(concurrency, num_requests, choosing_s=choosing_ms / 1e3, spare_row_s=spare_row_us / 1e6)
         rates = compare(table, pools, load, lambda: Learned(engine != "cpu", document))
         if "chosen=1" in rates:
             rates["learned, chosen"] = simulate(table, pools, Learned(engine != "cpu", document, chooses=True), load)

@@ -121,7 +121,8 @@ class _Batch:
         self._run(output, 0)
 
     def time_steps(self, depth: int) -> float:
-        """Median seconds of a step in which every request verifies `depth` drafts: something else may happen in one."""
+        """Median seconds of `NUM_STEPS` steps in which every request verifies `depth` drafts; one slow step among them
+        does not count."""
         done: list[torch.cuda.Event] = []
         for index in range(NUM_WARM_STEPS + NUM_STEPS):
             cached = CachedRequestData.make_empty()
