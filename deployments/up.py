@@ -27,7 +27,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.settings import SPECULATIVE_CONFIG_ENV, ClusterSettings, key_variables, live_config, load_settings
 from deployments import DRAFTER_NAME, INGRESS_NAME, ROUTER_NAME, TARGET_NAME, compat
-from deployments.app import catalog
+from deployments.app import catalog, check_heads
 from deployments.autoscaling import MAX_STREAM_S
 from deployments.host import TERMINATE_S
 
@@ -167,6 +167,7 @@ def read_config(path: Path, *, with_keys: bool = True) -> tuple[dict[str, Any], 
     args = config["applications"][0].get("args") or {}
     env = os.environ if with_keys else {**os.environ, **{name: name for name in key_variables(args)}}
     settings = load_settings(args, catalog(), env)
+    check_heads(settings)
     if settings.drafter is not None and not {"drafter", "speculative_config"} & args.keys():
         args["speculative_config"] = env[SPECULATIVE_CONFIG_ENV]
     return config, settings
