@@ -21,7 +21,6 @@ from typing import Any
 import httpx
 import ray
 import ray.serve
-import yaml
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
@@ -30,6 +29,7 @@ from deployments import DRAFTER_NAME, INGRESS_NAME, ROUTER_NAME, TARGET_NAME, co
 from deployments.app import catalog, check_heads
 from deployments.autoscaling import MAX_STREAM_S
 from deployments.host import TERMINATE_S
+from peagle.schema import read_yaml
 
 POLL_INTERVAL_S = 1.0
 HEARTBEAT_S = 10.0
@@ -148,7 +148,7 @@ def read_config(path: Path, *, with_keys: bool = True) -> tuple[dict[str, Any], 
     Raises UpError for a file that is missing, no YAML or no Serve config, SettingsError for wrong settings.
     """
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = read_yaml(path.read_bytes(), path)
         ServeDeploySchema.model_validate(config, extra="forbid")
     except OSError as error:
         raise UpError(f"{path} cannot be read: {error.strerror}") from error
@@ -160,7 +160,7 @@ def read_config(path: Path, *, with_keys: bool = True) -> tuple[dict[str, Any], 
             f"{path}: Ray Serve has no {', '.join(unknown)} and would pass over it; what is set of the service itself "
             "(model, drafter, callers, ...) belongs under applications, args"
         ) from error
-    except (yaml.YAMLError, ValueError) as error:
+    except ValueError as error:
         raise UpError(f"{path} is not a Ray Serve config file: {error}") from error
     if not config["applications"]:
         raise UpError(f"{path}: applications is empty, there is nothing to serve")

@@ -105,7 +105,9 @@ class Llama3Rope:
 
     def __post_init__(self) -> None:
         if self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError(f"low_freq_factor = {self.low_freq_factor} must be below {self.high_freq_factor}, the high")
+            raise ValueError(
+                f"low_freq_factor = {self.low_freq_factor} must be below {self.high_freq_factor}, the high"
+            )
 
 
 @checked_dataclass(frozen=True, config=_CHECKED)
@@ -206,7 +208,9 @@ def _yarn_attention_factor(given: dict[str, Any]) -> float | None:
     """
     for key, only in _YARN_ONLY.items():
         if given.get(key, only) != only:
-            raise ValueError(f"RoPE: {key} = {given[key]!r:.80} is not read by vLLM 0.32: write {only}, or leave it out")
+            raise ValueError(
+                f"RoPE: {key} = {given[key]!r:.80} is not read by vLLM 0.32: write {only}, or leave it out"
+            )
     given = {key: value for key, value in given.items() if key not in ("mscale", "mscale_all_dim") or value != 0}
     wrong = [key for key in ("factor", *_YARN_MAGNITUDES) if key in given and not _is_number(given[key])]
     if wrong:
@@ -430,8 +434,8 @@ def is_vllms_own(raw: dict[str, Any]) -> bool:
 
     It does not where the file is of the speculators package (of a P-EAGLE head vLLM drops `fc_norm` and `norm_output`),
     where vLLM would put `Eagle3` before the architecture's name and so know no such model, where `target_hidden_size`
-    is null, where a Llama drafter's taps, other than three, stand at the top only, or where YaRN's magnitude is given by
-    a name that one of the versions does not read.
+    is null, where a Llama drafter's taps, other than three, stand at the top only, or where YaRN's magnitude has a name
+    that one of the versions does not read.
     """
     names, top = raw.get("architectures") or (), raw.get(_LAYER_IDS) or ()
     inner = (raw.get("eagle_config") or {}).get(_LAYER_IDS)
@@ -616,7 +620,14 @@ class SpeculatorsFile(_File):
 
 
 #: Layers' settings that transformers folds into others of them as it reads.
-_FOLDED = ("model_type", "rope_theta", "rope_scaling", "partial_rotary_factor", "use_sliding_window", "max_window_layers")
+_FOLDED = (
+    "model_type",
+    "rope_theta",
+    "rope_scaling",
+    "partial_rotary_factor",
+    "use_sliding_window",
+    "max_window_layers",
+)
 
 
 def plain_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
@@ -637,7 +648,9 @@ def plain_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     names = {"llama": ARCHITECTURE, "qwen3": QWEN_ARCHITECTURE}
     kind = layer.get("model_type") if isinstance(layer, dict) else layer
     if not isinstance(layer, dict) or not isinstance(kind, str) or kind not in names:
-        raise HeadError(f"{source}: transformer_layer_config.model_type = {kind!r:.80}, only llama and qwen3 can be read")
+        raise HeadError(
+            f"{source}: transformer_layer_config.model_type = {kind!r:.80}, only llama and qwen3 can be read"
+        )
     if method == "peagle" and not isinstance(raw.get("mask_token_id"), int):
         raise HeadError(f"{source}: mask_token_id = {raw.get('mask_token_id')!r}, a peagle checkpoint needs a token")
     try:
@@ -647,7 +660,9 @@ def plain_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     plain: dict[str, Any] = {"architectures": [names[kind]]}
     # transformers leaves out the layers' settings that have its defaults when it saves.
     try:
-        settings = AutoConfig.for_model(**{key: layer[key] for key in (*LAYER_KEYS, *_FOLDED) if key in layer}).to_dict()
+        settings = AutoConfig.for_model(
+            **{key: layer[key] for key in (*LAYER_KEYS, *_FOLDED) if key in layer}
+        ).to_dict()
     except Exception as error:  # of transformers' own checks
         raise HeadError(f"{source}: transformer_layer_config: {error}") from error
     plain |= {key: value for key, value in settings.items() if key in LAYER_KEYS}

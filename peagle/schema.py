@@ -2,7 +2,8 @@
 
 Settings of the cluster (`cluster.settings`) and recipes of training (`peagle.train.recipe`) are made of `Section`s. A
 validator raises `ValueError`, or `Problems` for several, with text that continues the path of its field
-(`.max is 8, above ...`), or a whole line where it is about another path. Imports nothing but pydantic.
+(`.max is 8, above ...`), or a whole line where it is about another path. Imports nothing but pydantic, and yaml
+to read a file.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import types
 import typing
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -90,6 +92,18 @@ def problem_lines(error: ValidationError, model: type[BaseModel], path: str = ""
         else:
             lines.append(f"{where}: {detail['msg']}, not {detail['input']!r:.80}" if where else detail["msg"])
     return lines
+
+
+def read_yaml(text: str | bytes, source: str | Path) -> Any:
+    """The value of a YAML text. Raises ValueError naming its source."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{source} is not YAML: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{source} is not YAML that can be read: it is nested too deeply") from error
 
 
 def type_problems(path: str, value: Any, expected: Any) -> list[str]:

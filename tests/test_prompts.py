@@ -86,17 +86,26 @@ def test_line_ends_that_json_allows_inside_a_string(tmp_path) -> None:
             "messages.0.role must be 'system', 'user', 'assistant' or 'tool'",
         ),
         (b'{"messages": [{"role": "user", "content": null}]}', "messages.0 needs content"),
-        (b'{"messages": [{"role": "user", "content": "a", "weight": 0}]}', "messages.0.weight is of the role assistant"),
+        (
+            b'{"messages": [{"role": "user", "content": "a", "weight": 0}]}',
+            "messages.0.weight is of the role assistant",
+        ),
         (b'{"messages": [{"role": "user", "content": "a", "reasoning": "b"}]}', "did you mean reasoning_content?"),
         (b'{"messages": [{"role": "user", "content": "a"}], "functions": []}', "unknown key functions"),
         (b'{"messages": [{"role": "user", "content": "a"}], "answer": "b"}', "`answer` goes with `prompt`"),
-        (b'{"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}', "`tools` goes with `messages`"),
+        (
+            b'{"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}',
+            "`tools` goes with `messages`",
+        ),
         (
             b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": '
             b'[{"function": {"name": "f", "arguments": "{"}}]}]}',
             "messages.1.tool_calls.0.function.arguments must be a JSON object",
         ),
-        (b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "weight": 2}]}', "messages.1.weight must be"),
+        (
+            b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "weight": 2}]}',
+            "messages.1.weight must be",
+        ),
         (b'{"messages": [{"role": "assistant", "content": "a"}]}', "needs a user's message"),
         (b'{"messages": []}', "needs a user's message"),
     ],
@@ -214,7 +223,9 @@ def test_tools_and_reasoning_are_written_by_the_template(tool_target: Path, tmp_
         {"messages": answered, "tools": TOOLS},
         {"messages": [*answered, user("Sure?"), assistant("Yes.")]},
     )
-    system = '<|im_start|>system\n[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]'
+    system = (
+        '<|im_start|>system\n[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]'
+    )
     begin = f"{system}<|im_end|>\n<|im_start|>user\nRain?<|im_end|>\n<|im_start|>assistant\n"
     call = "<think>ask</think>\n<call>weather Oslo</call><|im_end|>"
     assert found[0] == (begin, call)
@@ -255,7 +266,9 @@ def test_what_the_template_writes_nothing_of_is_refused(
 ) -> None:
     """SmolLM2's template knows no tools and no reasoning."""
     line = {"messages": [user("a"), assistant("b")]} | changes
-    with pytest.raises(ValueError, match=rf"lines.jsonl:2: .*chat template writes nothing of {lost}: leave out the line"):
+    with pytest.raises(
+        ValueError, match=rf"lines.jsonl:2: .*chat template writes nothing of {lost}: leave out the line"
+    ):
         tokenized(target_dir, tmp_path / "run", {"prompt": "a", "answer": "b"}, line)
     assert not (tmp_path / "run/data").exists()
 
@@ -263,11 +276,20 @@ def test_what_the_template_writes_nothing_of_is_refused(
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}", "chat_template: .*no system"),
-        ("{{ messages[0].content + 1 }}", r"chat_template: .* \(roles user\).*; change the messages, or chat_template in"),
+        (
+            "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}",
+            "chat_template: .*no system",
+        ),
+        (
+            "{{ messages[0].content + 1 }}",
+            r"chat_template: .* \(roles user\).*; change the messages, or chat_template in",
+        ),
         ("{% for", "chat_template: .*refuses these messages"),
         ("always the same", "it writes a message 0 times, expected once"),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", "it has no eos_token, and its chat_template ends .*: set eos"),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}",
+            "it has no eos_token, and its chat_template ends .*: set eos",
+        ),
         (None, "it has no eos_token: set eos_token in tokenizer_config.json"),
     ],
 )

@@ -17,6 +17,7 @@ import logging
 import random
 import re
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -26,7 +27,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from torch import Tensor
 
-from peagle.config import read_target_config
+from peagle.config import read_json, read_target_config
 from peagle.provenance import conditions
 from peagle.schema import problem_lines
 from peagle.store import sha256_of
@@ -70,8 +71,10 @@ class Conversations:
                 with np.load(part) as stored:
                     for name, values in arrays.items():
                         values.append(stored[name].astype(np.int32))
-            except (zipfile.BadZipFile, EOFError, KeyError, ValueError) as error:
+            except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"data: {part} is damaged: {error}") from error
+            if arrays["lengths"][-1].shape != arrays["prompt_lengths"][-1].shape:
+                raise ValueError(f"data: {part} is damaged: lengths and prompt_lengths are not of one shape")
             if arrays["tokens"][-1].size != arrays["lengths"][-1].sum():
                 raise ValueError(f"data: {part} is damaged: lengths do not add up to its tokens")
         return cls(**{name: np.concatenate(values) for name, values in arrays.items()})
@@ -366,7 +369,12 @@ class Message(_Record):
 
     @model_validator(mode="after")
     def _check_keys(self) -> Self:
-        only = {"reasoning_content": "assistant", "tool_calls": "assistant", "weight": "assistant", "tool_call_id": "tool"}
+        only = {
+            "reasoning_content": "assistant",
+            "tool_calls": "assistant",
+            "weight": "assistant",
+            "tool_call_id": "tool",
+        }
         wrong = [key for key, role in only.items() if getattr(self, key) is not None and self.role != role]
         if wrong:
             raise ValueError(f".{wrong[0]} is of the role {only[wrong[0]]}, not {self.role}")
@@ -559,8 +567,8 @@ class ChatTemplate:
         is_idle = re.compile(r"messages\.\d+\.(tool_call_id|reasoning_content)").fullmatch
         if lost := [key for key in self.keys_left_out(prompt) if not is_idle(key)]:
             raise ValueError(
-                f"{prompt.where}: the target's chat template writes nothing of {', '.join(lost)}: leave out the line, or "
-                "take a chat template that does"
+                f"{prompt.where}: the target's chat template writes nothing of {', '.join(lost)}: leave out the line, "
+                "or take a chat template that does"
             )
         return self.encode(self._text(prompt.messages, prompt.where, **self._tools(prompt), add_generation_prompt=True))
 
@@ -568,8 +576,8 @@ class ChatTemplate:
         return {"tools": list(prompt.tools)} if prompt.tools else {}
 
     def keys_left_out(self, prompt: Prompt) -> list[str]:
-        """Keys that change nothing of what the template writes: `tools`, `messages.2.reasoning_content` (templates leave
-        out that of earlier turns), `answer.tool_calls`."""
+        """Keys that change nothing of what the template writes: `tools`, `messages.2.reasoning_content` (templates
+        leave out that of earlier turns), `answer.tool_calls`."""
         named = {f"messages.{index}": message for index, message in enumerate(prompt.messages)}
         named |= {"answer": prompt.answer_message} if prompt.answer_message else {}
         extra = [(name, key) for name, message in named.items() for key in message.keys() - {"role", "content"}]
@@ -607,8 +615,8 @@ class ChatTemplate:
         ids = self.encode(whole.removeprefix(begin))
         if not whole.startswith(begin) or (self.closes and self.end_id not in ids):
             raise ValueError(
-                f"{prompt.where}: the target's chat template does not write the answer behind the prompt and end it, so "
-                "what the target would write is not known: leave out the line"
+                f"{prompt.where}: the target's chat template does not write the answer behind the prompt and end it, "
+                "so what the target would write is not known: leave out the line"
             )
         if not self.closes:
             return [*ids, self.end_id]
@@ -659,10 +667,14 @@ def tokenizer_hash(target_dir: str | Path) -> str | None:
     path = Path(target_dir) / "tokenizer.json"
     if not path.exists():
         return None
-    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_bytes())
+        model = content["model"]
+        merges = model.get("merges")
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no file of the package tokenizers: {error!r:.200}") from error
     for key in ("version", "truncation", "padding"):
         content.pop(key, None)
-    merges = content.get("model", {}).get("merges")
     if merges:
         content["model"]["merges"] = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
@@ -704,7 +716,7 @@ def check_data_fits(folder: str | Path, target_dir: str | Path, batches: PackedB
     config = read_target_config(target_dir)
     vocab_size, num_positions = config["vocab_size"], config.get("max_position_embeddings")
     manifest = Path(folder) / "manifest.json"
-    theirs = json.loads(manifest.read_text(encoding="utf-8")).get("tokenizer") if manifest.exists() else None
+    theirs = read_json(manifest, "data").get("tokenizer") if manifest.exists() else None
     ours = tokenizer_hash(target_dir)
     if theirs is None:
         logger.info("%s names no tokenizer: only the range of its token ids is checked", folder)
@@ -735,8 +747,9 @@ def tokenize_file(target_dir: Path, file: Path, out: Path) -> dict[str, int]:
     """Makes a data folder from JSONL lines with answers (`read_jsonl`), without an engine; returns its totals.
 
     The last answer of a conversation, of a weight other than 0, is what is learned; earlier ones are context (and
-    counted), and reasoning of theirs that the template leaves out is counted. Raises ValueError naming wrong lines, messages that the chat template refuses, a tokenizer that is not the target's, and a folder that
-    holds data already.
+    counted), and reasoning of theirs that the template leaves out is counted. Raises ValueError naming wrong lines,
+    messages that the chat template refuses or writes nothing of, a tokenizer that is not the target's, and a folder
+    that holds data already.
     """
     if any(out.glob("part-*.npz")):
         raise ValueError(f"{out} holds data already: use another folder for --out")

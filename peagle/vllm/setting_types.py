@@ -63,7 +63,9 @@ class SettingTypes(Mapping[str, Any]):
         keywords = {keyword.arg: keyword.value for keyword in default.keywords} if _is_field(default) else {}
         bounds = {name: ast.literal_eval(value) for name, value in keywords.items() if name in _BOUNDS}
         options = typing.get_args(found) if typing.get_origin(found) is typing.Union else (found,)
-        bounded = [Annotated[option, Field(**bounds)] if option in (int, float) and bounds else option for option in options]
+        bounded = [
+            Annotated[option, Field(**bounds)] if option in (int, float) and bounds else option for option in options
+        ]
         if _is_none(keywords.get("default", default)):
             bounded.append(None)
         return typing.Union[tuple(bounded)]  # noqa: UP007
