@@ -141,10 +141,12 @@ LAYOUTS: dict[str, Callable[[Path], Path]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """vLLM's process groups of one rank."""
+    """vLLM's process groups of one rank, and a loader that empties no accelerator's cache, as in vLLM's CPU worker."""
     before = dict(os.environ)
     init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('vllm')}/init", 0, backend="gloo")
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "empty_cache", lambda: None)
+        yield
     destroy_distributed_environment()
     os.environ.clear()
     os.environ.update(before)
