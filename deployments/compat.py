@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import re
 import socket
 import time
 import warnings
@@ -26,7 +27,9 @@ RAY_VERSION = "2.60"
 """Ray's minor version that this was written against. Another may work: the names are checked one by one."""
 
 SEAMS = (
+    "ray.serve.context:_get_global_client",
     "ray.serve.handle:DeploymentBroadcastResponse._fetch_replica_results_async",
+    "ray.serve._private.client:ServeControllerClient.http_config",
     "ray.serve._private.replica_result:ReplicaResult.get_async",
     "ray.experimental.internal_kv:_internal_kv_get",
     "ray.experimental.internal_kv:_internal_kv_put",
@@ -190,6 +193,20 @@ def kv_put(key: str, value: str, namespace: str) -> None:
     from ray.experimental import internal_kv
 
     internal_kv._internal_kv_put(key, value, namespace=namespace)
+
+
+def listening_host() -> str:
+    """The address that Serve's HTTP listens on. Asks Serve's controller."""
+    from ray.serve.context import _get_global_client
+
+    return str(_get_global_client().http_config.host or "")
+
+
+def address_header() -> str:
+    """The header in which HAProxy writes the client's address, "" where it was not told to
+    (`deployments.up.RAY_ENVIRONMENT`)."""
+    found = re.search(r"option forwardfor header (\S+)", os.environ.get("RAY_SERVE_HAPROXY_RETRY_ON", ""))
+    return found[1] if found else ""
 
 
 def be_no_nicer() -> None:

@@ -32,6 +32,7 @@ class Requests:
 
     async def _run(self, name: str, caller: Caller, weight: int) -> None:
         try:
+            self.admission.count_request(caller)
             async with self.admission.place(caller, weight):
                 self.running.append(name)
                 try:

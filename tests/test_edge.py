@@ -26,7 +26,6 @@ from cluster.settings import (
     CallerSettings,
     ClusterSettings,
     DrafterSettings,
-    IngressSettings,
     LearningSettings,
     ModelSettings,
     live_config,
@@ -40,6 +39,7 @@ from deployments.edge import (
     ApiError,
     Edge,
     EdgeMetrics,
+    Entrance,
     Usage,
     check_document,
     drafting_field,
@@ -52,6 +52,8 @@ from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY,
 SECRET = "sk-very-secret"
 DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()
 HELLO = [{"role": "user", "content": "Hi"}]
+JSON_TYPE = {"content-type": "application/json"}
+JSON_HEADERS = [(b"content-type", b"application/json")]
 
 
 def cluster(**sections: Any) -> ClusterSettings:
@@ -117,7 +119,7 @@ class Echo:
 
 def request(backend: Echo, method: str, path: str, **sent: Any) -> httpx.Response:
     async def ask() -> httpx.Response:
-        app: FastAPI = make_app(backend, sent.pop("origins", []))  # type: ignore[arg-type]
+        app: FastAPI = make_app(backend, sent.pop("entrance", Entrance()))  # type: ignore[arg-type]
         transport = httpx.ASGITransport(app, root_path=sent.pop("root_path", ""), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.request(method, path, **sent)
@@ -337,7 +339,7 @@ def test_a_bad_completion_gets_400_that_names_the_field(name: str) -> None:
         ("POST", "/metrics", 405, "GET"),
         ("POST", "/", 405, "GET"),
         ("GET", "/v1/nothing", 404, ""),
-        ("POST", "/v1/chat/completions/", 404, ""),
+        ("GET", "/v1/chat/completions/", 405, "POST"),
         ("GET", "/v1/models/%00", 404, ""),
         ("GET", "/v1/models/../../etc/passwd", 404, ""),
     ],
@@ -359,7 +361,7 @@ def test_the_openapi_document_is_true_of_bodies_and_refusals() -> None:
         operation = document["paths"][path]["post"]
         ref = f"#/components/schemas/{name}"
         assert operation["requestBody"]["content"]["application/json"]["schema"] == {"anyOf": [{"$ref": ref}]}
-        assert {"200", "400", "401", "403", "404", "408", "413", "429", "502", "503"} == operation["responses"].keys()
+        assert {"200", "400", "401", "403", "404", "408", "413", "415", "429", "502", "503"} == operation["responses"].keys()
     validator = jsonschema.Draft202012Validator({"$ref": "#/components/schemas/ChatCompletionRequest", **document})
     for good in ({}, {"drafting": {"k": 3, "workload": "code"}}, {"n": None}, {"store": True}, {"stop": ["a"]}):
         assert validator.is_valid({"messages": HELLO, **good})
@@ -399,7 +401,7 @@ def test_every_field_that_vllm_knows_passes_as_it_is(call: Any) -> None:
     [b'{"messages": [', b"", b"\xff\xfe", b"[1]", b"3", b"null", b'"text"', b"[" * 100_000, b'{"a": "\xed\xa0\x80"}'],
 )
 def test_a_body_that_is_no_json_object_gets_400(raw: bytes) -> None:
-    response = request(Echo(), "POST", "/v1/chat/completions", content=raw)
+    response = request(Echo(), "POST", "/v1/chat/completions", content=raw, headers=JSON_TYPE)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["type"] == "invalid_request_error"
 
@@ -414,9 +416,9 @@ def test_a_body_beyond_the_limit_gets_413_and_is_not_read_to_its_end() -> None:
             yield b" " * 1000
 
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(make_app(Echo(limits(max_body_bytes=10_000)), []))  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(make_app(Echo(limits(max_body_bytes=10_000)), Entrance()))  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.post("/v1/chat/completions", content=endless())
+            return await client.post("/v1/chat/completions", content=endless(), headers=JSON_TYPE)
 
     response = asyncio.run(ask())
     assert (response.status_code, response.json()["error"]["code"]) == (413, "too_large")
@@ -443,8 +445,8 @@ def test_a_body_that_does_not_come_gets_408_and_one_whose_client_leaves_is_no_fa
             sent.append(message)
 
         path = "/v1/chat/completions"
-        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"", "root_path": ""}
-        await make_app(Echo(), [])(scope, receive, send)  # type: ignore[arg-type]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": JSON_HEADERS, "query_string": b"", "root_path": ""}
+        await make_app(Echo(), Entrance())(scope, receive, send)  # type: ignore[arg-type]
         return sent
 
     slow, gone = asyncio.run(ask(b'{"messages": [', leaves=False)), asyncio.run(ask(b"{", leaves=True))
@@ -455,7 +457,7 @@ def test_a_body_that_does_not_come_gets_408_and_one_whose_client_leaves_is_no_fa
 
 def test_an_endless_number_and_an_infinite_one() -> None:
     for raw in ('{"temperature": 1e999}', '{"temperature": NaN}', '{"temperature": -Infinity}'):
-        response = request(Echo(), "POST", "/v1/chat/completions", content=raw)
+        response = request(Echo(), "POST", "/v1/chat/completions", content=raw, headers=JSON_TYPE)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "temperature")
 
 
@@ -628,7 +630,7 @@ def test_invocations_that_are_neither_are_refused() -> None:
         assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
         assert "nor prompt, for a completion" in response.json()["error"]["message"]
     for raw in (b"", b"[]", b"{"):
-        assert request(Echo(), "POST", "/invocations", content=raw).status_code == 400
+        assert request(Echo(), "POST", "/invocations", content=raw, headers=JSON_TYPE).status_code == 400
     both = request(Echo(), "POST", "/invocations", json={"messages": HELLO, "prompt": "One,"})
     assert (both.status_code, both.json()["error"]["param"]) == (400, "prompt")
     assert request(Echo(callers(web={"key_sha256": DIGEST})), "POST", "/invocations", json={}).status_code == 401
@@ -673,7 +675,7 @@ def test_a_client_that_leaves_closes_its_answer_at_once_and_logs_nothing(caplog:
     async def run(stream: bool, has_begun: bool) -> None:
         backend = Echo()
         backend.pause = asyncio.Event()
-        app = make_app(backend, [])  # type: ignore[arg-type]
+        app = make_app(backend, Entrance())  # type: ignore[arg-type]
         body = json.dumps({"messages": HELLO, "stream": stream}).encode()
         received = [{"type": "http.request", "body": body, "more_body": False}]
         sent: list[Any] = []
@@ -689,7 +691,7 @@ def test_a_client_that_leaves_closes_its_answer_at_once_and_logs_nothing(caplog:
             sent.append(message)
 
         path = "/v1/chat/completions"
-        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"", "root_path": ""}
+        scope = {"type": "http", "method": "POST", "path": path, "headers": JSON_HEADERS, "query_string": b"", "root_path": ""}
         served = asyncio.ensure_future(app(scope, receive, send))
         await asyncio.sleep(0.05)
         assert backend.admitted
@@ -732,8 +734,8 @@ def test_an_engine_that_answers_a_cancelled_request_is_not_heard(caplog: Any) ->
             pass
 
         path = "/v1/chat/completions"
-        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"", "root_path": ""}
-        await make_app(backend, [])(scope, receive, send)  # type: ignore[arg-type]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": JSON_HEADERS, "query_string": b"", "root_path": ""}
+        await make_app(backend, Entrance())(scope, receive, send)  # type: ignore[arg-type]
         await asyncio.sleep(0.05)
         gc.collect()
         (answers,) = [family for family in backend.edge.families() if family.name == "peagle_answers"]
@@ -796,7 +798,7 @@ def test_only_requests_of_callers_who_opted_in_may_be_learned_from(learn: bool) 
     assert backend.admitted[0].fields["vllm_xargs"].get(LEARN_KEY) == ("web" if learn else None)
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/openapi.json", "/none", "/health/"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/openapi.json", "/none", "/health/x"])
 @pytest.mark.parametrize("headers", [{}, bearer("sk-wrong"), {"X-Api-Key": SECRET}])
 def test_an_unknown_key_gets_401_before_anything_else(path: str, headers: dict[str, str]) -> None:
     backend = Echo(callers(web={"key_sha256": DIGEST}))
@@ -836,10 +838,10 @@ def test_a_browser_may_ask_whether_it_may_call_and_can_read_the_refusal() -> Non
     origin = {"Origin": "http://page.example"}
     preflight = {**origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     backend = Echo(callers(web={"key_sha256": DIGEST}))
-    origins = IngressSettings(allow_origins=["http://page.example"]).allow_origins
+    entrance = Entrance(allow_origins=["http://page.example"])
     path = "/v1/chat/completions"
-    assert request(backend, "OPTIONS", path, headers=preflight, origins=origins).status_code == 200
-    refused = request(backend, "POST", path, headers=origin, origins=origins)
+    assert request(backend, "OPTIONS", path, headers=preflight, entrance=entrance).status_code == 200
+    refused = request(backend, "POST", path, headers=origin, entrance=entrance)
     assert refused.status_code == 401
     assert refused.headers["access-control-allow-origin"] == "http://page.example"
     assert "access-control-allow-origin" not in request(Echo(), "POST", path, headers=origin).headers
