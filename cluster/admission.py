@@ -99,6 +99,15 @@ class Admission:
         self._num_served = 0
         self._lines: dict[str, _Line] = {}
 
+    @property
+    def num_lines(self) -> int:
+        """Callers that are remembered."""
+        return len(self._lines)
+
+    def running_by_caller(self) -> dict[str, int]:
+        """Requests that run, by `Caller.line`."""
+        return {line.name: line.num_running for line in self._lines.values() if line.num_running}
+
     @asynccontextmanager
     async def place(self, caller: Caller, weight: int = 1) -> AsyncIterator[None]:
         """Hold a place during the `async with`, after waiting for it in the queue.

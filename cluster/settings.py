@@ -411,7 +411,8 @@ class LimitSettings(Section):
     """Limits of one request, beyond which it gets 400 (413 for its size), and of all requests of a replica that answers
     HTTP: beyond `max_running_requests` a request waits, beyond `max_queued_requests` it gets 429 with Retry-After.
 
-    `max_num_sequences`: n times the number of prompts of one request. `max_grammar_bytes`,
+    `max_num_sequences`: n times the number of prompts of one request. `max_num_prompt_logprobs`: log probabilities of
+    its prompts (`prompt_logprobs`, or `echo` with `logprobs`): n times tokens times 1 + logprobs. `max_grammar_bytes`,
     `max_grammar_choices`, `grammar_timeout_s`: a grammar, schema or list of choices, and the time to compile it.
     `max_body_bytes_in_flight`: of the bodies above 16 KiB of all requests of such a replica, from their first byte to
     the end of the answer; one caller may hold half of it, and beyond it a request gets 429 with Retry-After."""
@@ -420,6 +421,7 @@ class LimitSettings(Section):
     max_body_bytes_in_flight: int = Field(default=256 * 2**20, ge=1)
     max_num_sequences: int = Field(default=16, ge=1)
     max_num_logprobs: int = Field(default=20, ge=0)
+    max_num_prompt_logprobs: int = Field(default=2**16, ge=0)
     max_num_stop: int = Field(default=16, ge=0)
     max_grammar_bytes: int = Field(default=64 * 2**10, ge=1)
     max_grammar_choices: int = Field(default=1000, ge=1)

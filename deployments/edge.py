@@ -17,6 +17,7 @@ import logging
 import math
 import random
 import re
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -57,7 +58,7 @@ from cluster.settings import ClusterSettings, IngressSettings, LimitSettings
 from deployments import openapi
 from deployments.compat import NOT_READY, NOT_READY_CODE, RETRY_AFTER_S, address_header, listening_host
 from peagle.schema import nearest
-from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.acceptance import DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.compat import chat_part_kinds
 from peagle.vllm.engine import setting_names
 
@@ -108,7 +109,7 @@ RENAMED_FIELDS = {
 }
 """What a field of another name is called here: OpenAI's deprecated ones, vLLM's former ones, and those of other APIs."""
 
-SERVER_KEYS = (DEPTH_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
+SERVER_KEYS = (DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
 """Keys of `vllm_xargs` that the edge sets."""
 
 BODY_TIMEOUT_S = 120.0
@@ -459,6 +460,30 @@ def check_limits(body: Body, fields: Mapping[str, Any], limits: LimitSettings) -
     return num_sequences
 
 
+def check_prompt_logprobs(body: Body, limits: LimitSettings) -> None:
+    """Raises ApiError for more log probabilities of prompts than an answer may have: each sequence has its own, which
+    the engine computes anew and this process puts into words."""
+    per_token = body.prompt_logprobs
+    if per_token is None and isinstance(body, CompletionRequest) and body.echo:
+        per_token = body.logprobs
+    if per_token is None:
+        return
+    name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+    num = (1 if body.n is None else body.n) * _prompt_tokens(body) * (1 + per_token)
+    what = f"the number of log probabilities of the prompt, n times its tokens times 1 + {name},"
+    _at_most(name, what, num, limits.max_num_prompt_logprobs)
+
+
+def _prompt_tokens(body: Body) -> int:
+    """Tokens of all prompts of a request, of a text one for each four bytes."""
+    if isinstance(body, ChatCompletionRequest):
+        return len(json.dumps(body.messages, default=str)) // 4
+    prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
+    if prompts and isinstance(prompts[0], int):
+        return len(prompts)
+    return sum(-(-len(one.encode()) // 4) if isinstance(one, str) else len(one) for one in prompts)
+
+
 def _at_most(param: str, what: str, value: float, limit: int) -> None:
     if value > limit:
         shown = "all" if math.isinf(value) else f"{value:g}"
@@ -657,6 +682,7 @@ class Edge:
         fields["model"] = self.model
         body = parse_body(call, fields)
         num_sequences = check_limits(body, fields, self.limits)
+        check_prompt_logprobs(body, self.limits)
         own = fields.get("vllm_xargs") or {}
         if taken := [key for key in SERVER_KEYS if key in own]:
             name = f"vllm_xargs.{taken[0]}"
@@ -667,6 +693,8 @@ class Edge:
             decided[SURVIVAL_KEY] = list(drafting.survival)
         if (drafter := self._settings.drafter) is not None and drafter.is_remote:
             decided[HEAD_KEY] = self._head_index(drafting.workload)
+        if num_sequences > 1:
+            decided[GROUP_KEY] = secrets.token_hex(8)
         if self._settings.learns_from(caller, base_workload(drafting.workload)):
             decided[LEARN_KEY] = caller.name
         fields["vllm_xargs"] = body.vllm_xargs = {**own, **decided}
