@@ -1,8 +1,11 @@
 """Which request goes next: a bounded queue that is fair between callers.
 
 Enters: requests with their caller and weight (sequences), and the bytes of their bodies as they arrive. Leaves: a place
-among the running ones, or a `BusyError` that says when to come again. A place goes to the caller with the fewest running sequences; of several such callers to
-the one served longest ago. Never knows: HTTP, Ray, what a request asks. State of one event loop.
+among the running ones, or a `BusyError` that says when to come again.
+
+A place goes to the caller with the fewest running sequences; of several such callers to the one served longest ago. Of
+one caller, requests of one sequence go before those of several. Never knows: HTTP, Ray, what a request asks. State of
+one event loop.
 """
 
 import asyncio
@@ -15,6 +18,8 @@ from dataclasses import dataclass, field
 from cluster.request import Caller
 
 QUEUE_FULL_RETRY_S = 2.0
+MAX_OVERTAKEN = 64
+"""Requests of one sequence that go before a waiting one of several of the same caller."""
 UNCOUNTED_BODY_BYTES = 16 * 2**10
 """Of every body. Nobody's large bodies keep out a usual request; HAProxy holds 4,096 connections at the most."""
 
@@ -67,8 +72,21 @@ class _Line:
     weight: int = 0
     last_served: int = 0
     waiting: deque[tuple[asyncio.Future[None], int]] = field(default_factory=deque)
+    num_overtaken: int = 0
     limit: int | None = None
     rates: dict[str, Allowance] = field(default_factory=dict)
+
+    def next_index(self) -> int:
+        """Place in `waiting` of the request that goes next. One of several sequences is overtaken by those of one
+        sequence, `MAX_OVERTAKEN` times at the most."""
+        if self.num_overtaken >= MAX_OVERTAKEN:
+            return 0
+        return next((index for index, (_, weight) in enumerate(self.waiting) if weight == 1), 0)
+
+    def take(self, index: int) -> None:
+        """Take the request at this place out of `waiting`."""
+        del self.waiting[index]
+        self.num_overtaken = self.num_overtaken + 1 if index else 0
 
 
 class Admission:
@@ -186,16 +204,17 @@ class Admission:
             if not lines:
                 return
             line = min(lines, key=lambda line: (line.weight, line.last_served))
-            turn, weight = line.waiting[0]
+            index = line.next_index()
+            turn, weight = line.waiting[index]
             if turn.cancelled():  # it leaves at this moment
-                line.waiting.popleft()
+                del line.waiting[index]
                 self._count_queued(-1, -weight)
                 continue
             # The heaviest request is not passed over for lighter ones for ever: it waits until it fits.
             num_places = self.max_running - (self.num_reserved if line.num_running else 0)
             if self.num_running and self._weight + weight > num_places:
                 return
-            line.waiting.popleft()
+            line.take(index)
             self._count_queued(-1, -weight)
             self._num_served += 1
             line.last_served = self._num_served
@@ -259,9 +278,7 @@ class BodyBudget:
     def charge(self, line: str, num_bytes: int) -> None:
         """Raises BusyError, with nothing charged, where they do not fit."""
         share = self.max_bytes // 2
-        if num_bytes > 0 and (
-            self.num_bytes + num_bytes > self.max_bytes or self._by_line[line] + num_bytes > share
-        ):
+        if num_bytes > 0 and (self.num_bytes + num_bytes > self.max_bytes or self._by_line[line] + num_bytes > share):
             raise BusyError(
                 f"this service holds {self.max_bytes} bytes of requests at a time (limits.max_body_bytes_in_flight), "
                 f"{share} of one caller, and they are full",

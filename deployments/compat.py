@@ -11,7 +11,6 @@ import importlib.metadata
 import json
 import logging
 import os
-import re
 import socket
 import time
 import warnings
@@ -199,14 +198,13 @@ def listening_host() -> str:
     """The address that Serve's HTTP listens on. Asks Serve's controller."""
     from ray.serve.context import _get_global_client
 
-    return str(_get_global_client().http_config.host or "")
+    client: Any = _get_global_client()
+    return str(client.http_config.host or "")
 
 
 def address_header() -> str:
-    """The header in which HAProxy writes the client's address, "" where it was not told to
-    (`deployments.up.RAY_ENVIRONMENT`)."""
-    found = re.search(r"option forwardfor header (\S+)", os.environ.get("RAY_SERVE_HAPROXY_RETRY_ON", ""))
-    return found[1] if found else ""
+    """The header in which HAProxy writes the client's address, "" where it was not told to."""
+    return os.environ.get(ADDRESS_HEADER_ENV, "")
 
 
 def be_no_nicer() -> None:
@@ -256,6 +254,10 @@ def serve_client(dashboard: str) -> Any:
 
 
 # ---- Serve's ways of HTTP: HAProxy, and its own proxy in Python, which takes what HAProxy finds no replica for
+
+ADDRESS_HEADER_ENV = "PEAGLE_ADDRESS_HEADER"
+"""Environment variable of Ray that names the header in which HAProxy writes its client's address, below what the client
+sends under that name. Replicas listen on ports of their own, so the name is one that clients cannot guess."""
 
 RETRY_AFTER_S = 5
 NOT_READY = (

@@ -107,7 +107,7 @@ RENAMED_FIELDS = {
     "max_output_tokens": "max_tokens",
     "stop_sequences": "stop",
 }
-"""What a field of another name is called here: OpenAI's deprecated ones, vLLM's former ones, and those of other APIs."""
+"""What a field of another name is called here: OpenAI's deprecated ones, vLLM's former ones, and other APIs'."""
 
 SERVER_KEYS = (DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
 """Keys of `vllm_xargs` that the edge sets."""
@@ -328,7 +328,9 @@ def drop_unused(call: Call, fields: Mapping[str, Any]) -> dict[str, Any]:
     if call == "chat" and "best_of" in given:
         raise ApiError(400, "best_of is a field of completions: send n", param="best_of", code="unknown_field")
     if best_of != given.get("n", 1):
-        raise ApiError(400, f"best_of is {best_of!r:.80}, but as many are returned as made: send n alone", param="best_of")
+        raise ApiError(
+            400, f"best_of is {best_of!r:.80}, but as many are returned as made: send n alone", param="best_of"
+        )
     return {name: item for name, item in given.items() if name not in UNUSED_FIELDS}
 
 
@@ -478,7 +480,7 @@ def _prompt_tokens(body: Body) -> int:
     """Tokens of all prompts of a request, of a text one for each four bytes."""
     if isinstance(body, ChatCompletionRequest):
         return len(json.dumps(body.messages, default=str)) // 4
-    prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
+    prompts: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
     if prompts and isinstance(prompts[0], int):
         return len(prompts)
     return sum(-(-len(one.encode()) // 4) if isinstance(one, str) else len(one) for one in prompts)

@@ -308,7 +308,7 @@ class TargetServer(LLMServer):
         # vLLM's first event names the role; with a grammar it waits for the first text, which may never come.
         held = "" if grammars(admitted.fields) else None
         has_begun = False
-        last, drafting = "", {}  # the last chunk so far, once all choices have finished
+        last, drafting = "", dict[str, Any]()  # the last chunk so far, once all choices have finished
         usage = Usage(0, 0)
         async with contextlib.aclosing(events):
             async for event in events:

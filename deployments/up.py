@@ -53,12 +53,12 @@ RAY_ENVIRONMENT = {
     # until it has all of it (head and body may come apart), of up to a buffer's 16 kB, or 60 s: it holds no more than
     # 4,096 connections, and who sends nothing would keep one for an hour. And HAProxy 2.8 that splices a
     # request which came in two pieces never sees its client go away; Ray writes that option into its file, and what is
-    # set here stands below it there. And it writes the client's address into a header of this name, by which callers
-    # without keys take turns (`ray_environment` makes a name that no client can guess).
+    # set here stands below it there. And it tells replicas the client's address: callers without keys take turns by it.
     "RAY_SERVE_HAPROXY_RETRY_ON": (
         "conn-failure empty-response 502\n    option http-buffer-request\n    timeout http-request 60s\n"
-        "    no option splice-request\n    option forwardfor header X-Peagle-Client"
+        f'    no option splice-request\n    option forwardfor header "${{{compat.ADDRESS_HEADER_ENV}}}"'
     ),
+    compat.ADDRESS_HEADER_ENV: "X-Peagle-Client",
     # A HAProxy that died is the door closed: it is noticed after three checks, and started anew.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     # So long HAProxy takes to hear that a replica is to go; whoever still comes is sent to another one.
@@ -285,7 +285,7 @@ def ray_cluster(config: Mapping[str, Any], settings: ClusterSettings, detach: bo
 def ray_environment(has_ingress: bool, say: Say) -> dict[str, str]:
     """What a Ray that starts on this machine is to have in its environment, ports that are free here included."""
     made = RAY_ENVIRONMENT | (INGRESS_ENVIRONMENT if has_ingress else {})
-    made["RAY_SERVE_HAPROXY_RETRY_ON"] += f"-{secrets.token_hex(8)}"
+    made[compat.ADDRESS_HEADER_ENV] += f"-{secrets.token_hex(8)}"
     if reason := compat.why_no_haproxy():
         say(f"without HAProxy, streams go through Serve's slower proxy in Python: {reason}")
         del made["RAY_SERVE_ENABLE_HA_PROXY"]

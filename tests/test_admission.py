@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.admission import UNCOUNTED_BODY_BYTES, Admission, BodyBudget, BusyError
+from cluster.admission import MAX_OVERTAKEN, UNCOUNTED_BODY_BYTES, Admission, BodyBudget, BusyError
 from cluster.request import ANYONE, Caller, network_of
 
 WEB, JOB = Caller("web"), Caller("job")
@@ -123,6 +123,24 @@ def test_a_wide_request_that_waits_fills_the_queue_by_its_sequences() -> None:
         assert (len(requests.refused), requests.admission.num_queued) == (2, 4)
 
     played(play, max_running=1, max_queued=4)
+
+
+def test_requests_of_one_sequence_overtake_those_of_several_of_the_same_caller_but_not_without_end() -> None:
+    async def play(requests: Requests) -> None:
+        await requests.send("wide", WEB, weight=4)
+        await requests.send("wide too", WEB, weight=4)
+        for number in range(MAX_OVERTAKEN + 2):
+            await requests.send(str(number), WEB)
+        assert requests.running == ["wide", "0", "1"]
+        for number in range(MAX_OVERTAKEN - 2):
+            await requests.end(str(number))
+        assert requests.running == ["wide", str(MAX_OVERTAKEN - 2), str(MAX_OVERTAKEN - 1)]
+        await requests.end(str(MAX_OVERTAKEN - 2))
+        assert requests.running == ["wide", str(MAX_OVERTAKEN - 1)], "the others wait behind it now"
+        await requests.end("wide")
+        assert requests.running == [str(MAX_OVERTAKEN - 1), "wide too", str(MAX_OVERTAKEN)]
+
+    played(play, max_running=6, max_queued=100)
 
 
 def test_a_crowd_leaves_places_for_those_of_whom_nothing_runs() -> None:

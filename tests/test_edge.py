@@ -364,7 +364,9 @@ def test_the_openapi_document_is_true_of_bodies_and_refusals() -> None:
         operation = document["paths"][path]["post"]
         ref = f"#/components/schemas/{name}"
         assert operation["requestBody"]["content"]["application/json"]["schema"] == {"anyOf": [{"$ref": ref}]}
-        assert {"200", "400", "401", "403", "404", "408", "413", "415", "429", "502", "503"} == operation["responses"].keys()
+        assert {"200", "400", "401", "403", "404", "408", "413", "415", "429", "502", "503"} == operation[
+            "responses"
+        ].keys()
     validator = jsonschema.Draft202012Validator({"$ref": "#/components/schemas/ChatCompletionRequest", **document})
     for good in ({}, {"drafting": {"k": 3, "workload": "code"}}, {"n": None}, {"store": True}, {"stop": ["a"]}):
         assert validator.is_valid({"messages": HELLO, **good})
@@ -569,7 +571,14 @@ def test_a_body_that_does_not_come_gets_408_and_one_whose_client_leaves_is_no_fa
             sent.append(message)
 
         path = "/v1/chat/completions"
-        scope = {"type": "http", "method": "POST", "path": path, "headers": JSON_HEADERS, "query_string": b"", "root_path": ""}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "headers": JSON_HEADERS,
+            "query_string": b"",
+            "root_path": "",
+        }
         await make_app(Echo(), Entrance())(scope, receive, send)  # type: ignore[arg-type]
         return sent
 
@@ -853,7 +862,7 @@ def test_a_service_of_this_machine_answers_no_foreign_page(headers: dict[str, st
     for path in ("/", "/metrics", "/drafting", "/v1/models"):
         assert request(Echo(), "GET", path, **sent).status_code == response.status_code
     for path in ("/health", "/ping"):
-        assert code == "origin_not_allowed" or request(Echo(), "GET", path, **sent).status_code == 200
+        assert request(Echo(), "GET", path, **sent).status_code == 200
 
 
 def test_hosts_are_checked_where_no_key_is_and_nobody_else_should_call() -> None:
@@ -1043,7 +1052,14 @@ def test_a_client_that_leaves_closes_its_answer_at_once_and_logs_nothing(caplog:
             sent.append(message)
 
         path = "/v1/chat/completions"
-        scope = {"type": "http", "method": "POST", "path": path, "headers": JSON_HEADERS, "query_string": b"", "root_path": ""}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "headers": JSON_HEADERS,
+            "query_string": b"",
+            "root_path": "",
+        }
         served = asyncio.ensure_future(app(scope, receive, send))
         await asyncio.sleep(0.05)
         assert backend.admitted
@@ -1086,7 +1102,14 @@ def test_an_engine_that_answers_a_cancelled_request_is_not_heard(caplog: Any) ->
             pass
 
         path = "/v1/chat/completions"
-        scope = {"type": "http", "method": "POST", "path": path, "headers": JSON_HEADERS, "query_string": b"", "root_path": ""}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "headers": JSON_HEADERS,
+            "query_string": b"",
+            "root_path": "",
+        }
         await make_app(backend, Entrance())(scope, receive, send)  # type: ignore[arg-type]
         await asyncio.sleep(0.05)
         gc.collect()

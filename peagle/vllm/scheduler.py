@@ -116,11 +116,12 @@ class _PerRequestDepth(_Base):
     def schedule(self, *args: Any, **kwargs: Any) -> "SchedulerOutput":
         """vLLM's own, after the drafts were trimmed once more where prompts are about to run in the same step, and with
         those that wait for their first step in turns."""
-        takes_turns = type(self.waiting) is FCFSRequestQueue and any(map(group_of, self.waiting))
-        if takes_turns:
-            ordered = in_turns(self.waiting, self.running)
-            self.waiting.clear()
-            self.waiting.extend(ordered)
+        waiting = self.waiting
+        takes_turns = isinstance(waiting, FCFSRequestQueue) and any(map(group_of, waiting))
+        if isinstance(waiting, FCFSRequestQueue) and takes_turns:
+            ordered = in_turns(waiting, self.running)
+            waiting.clear()
+            waiting.extend(ordered)
         prompt_tokens = 0 if self._trimmer is None else self._prompt_tokens_ahead()
         if prompt_tokens and not self._is_stuck:
             self._trim([request for request in self.running if request.spec_token_ids], prompt_tokens)

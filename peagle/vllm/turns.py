@@ -25,8 +25,9 @@ def group_of(request: Any) -> str | None:
 
 
 def in_turns(waiting: Iterable[Any], running: Iterable[Any]) -> list[Any]:
-    """`waiting`, in their order, but for this: a sequence lets those before it of which requests fewer sequences run, or
-    are before it, than of its own. One that was preempted, or overtaken `MAX_OVERTAKEN` times, keeps its place."""
+    """`waiting` in turns: first those of whose request no other sequence runs or waits before them, then those with one
+    such, and so on; otherwise in their order. One that was preempted, or overtaken `MAX_OVERTAKEN` times, counts as
+    first."""
     num_ahead = Counter(group_of(request) for request in running)
 
     def turn(request: Any) -> int:
