@@ -3,9 +3,9 @@
 Enters: requests with their caller and weight (sequences), and the bytes of their bodies as they arrive. Leaves: a place
 among the running ones, or a `BusyError` that says when to come again.
 
-A place goes to the caller with the fewest running sequences; of several such callers to the one served longest ago. Of
-one caller, requests of one sequence go before those of several. Never knows: HTTP, Ray, what a request asks. State of
-one event loop.
+A place goes to the caller with the fewest running sequences; of several such callers to the one served longest ago. A
+caller's requests of one sequence go before its requests of several. Never knows: HTTP, Ray, what a request asks. State
+of one event loop.
 """
 
 import asyncio
@@ -21,7 +21,8 @@ QUEUE_FULL_RETRY_S = 2.0
 MAX_OVERTAKEN = 64
 """Requests of one sequence that go before a waiting one of several of the same caller."""
 UNCOUNTED_BODY_BYTES = 16 * 2**10
-"""Of every body. Nobody's large bodies keep out a usual request; HAProxy holds 4,096 connections at the most."""
+"""Size of a body that needs no room in `BodyBudget`: large bodies keep no usual request out. HAProxy holds 4,096
+connections at the most, so these bodies are bounded too."""
 
 MAX_RETRY_AFTER_S = 60.0
 
@@ -76,15 +77,15 @@ class _Line:
     limit: int | None = None
     rates: dict[str, Allowance] = field(default_factory=dict)
 
-    def next_index(self) -> int:
+    def find_next(self) -> int:
         """Place in `waiting` of the request that goes next. One of several sequences is overtaken by those of one
         sequence, `MAX_OVERTAKEN` times at the most."""
         if self.num_overtaken >= MAX_OVERTAKEN:
             return 0
         return next((index for index, (_, weight) in enumerate(self.waiting) if weight == 1), 0)
 
-    def take(self, index: int) -> None:
-        """Take the request at this place out of `waiting`."""
+    def remove_waiting(self, index: int) -> None:
+        """Remove the request at this place of `waiting`, which goes next."""
         del self.waiting[index]
         self.num_overtaken = self.num_overtaken + 1 if index else 0
 
@@ -98,8 +99,8 @@ class Admission:
         clock: monotonic seconds.
 
     Attributes:
-        num_reserved: of `max_running`, places for callers of whom nothing runs: no other caller waits until a crowd's
-            requests end.
+        num_reserved: places of `max_running` that only callers with no running request get. The others may fill the
+            rest.
         num_replicas: that share the requests of every caller. Each applies its part of a caller's limits, of running
             requests rounded up.
     """
@@ -204,7 +205,7 @@ class Admission:
             if not lines:
                 return
             line = min(lines, key=lambda line: (line.weight, line.last_served))
-            index = line.next_index()
+            index = line.find_next()
             turn, weight = line.waiting[index]
             if turn.cancelled():  # it leaves at this moment
                 del line.waiting[index]
@@ -214,7 +215,7 @@ class Admission:
             num_places = self.max_running - (self.num_reserved if line.num_running else 0)
             if self.num_running and self._weight + weight > num_places:
                 return
-            line.take(index)
+            line.remove_waiting(index)
             self._count_queued(-1, -weight)
             self._num_served += 1
             line.last_served = self._num_served
@@ -267,7 +268,7 @@ class BodyBudget:
         self._by_line: Counter[str] = Counter()
 
     @contextmanager
-    def held_for(self, caller: Caller) -> Iterator["HeldBody"]:
+    def hold_body(self, caller: Caller) -> Iterator["HeldBody"]:
         """The body of a request of this caller, held during the `with`."""
         body = HeldBody(self, caller.line)
         try:

@@ -117,7 +117,7 @@ MAX_NESTING = 64
 MAX_INTEGER = 2**63 - 1
 JSON_MEDIA_TYPE = "application/json"
 PROBE_PATHS = ("/health", "/ping")
-"""Balancers ask these by any name."""
+"""Load balancers ask these, with any Host header."""
 
 OPEN_PATHS = ("/", "/metrics", *PROBE_PATHS)
 """For probes and Prometheus, and the page, which asks for a key itself: they need no key."""
@@ -199,7 +199,7 @@ def internal_error() -> ApiError:
     return ApiError(500, "The server failed on this request; its log says why.")
 
 
-def busy(error: BusyError) -> ApiError:
+def busy_error(error: BusyError) -> ApiError:
     return ApiError(429, error.message, code="rate_limit_exceeded", retry_after_s=error.retry_after_s)
 
 
@@ -636,7 +636,7 @@ class Edge:
         places = self.admission.max_running = min(
             limits.max_running_requests, max_running or limits.max_running_requests
         )
-        # Of those beyond what the engines run at a time: a crowd alone keeps the engines as busy without them.
+        # Half of the places beyond what the engines run at a time: one caller alone keeps them busy with the others.
         running = places if max_running is None else max_running // QUEUED_PER_RUNNING
         self.admission.num_reserved = max(0, places - running) // 2
 
@@ -788,7 +788,7 @@ class Edge:
             self._measure(workload, admitted.streams, usage, started_s, first_s)
         except BusyError as error:
             status = 429
-            raise busy(error) from error
+            raise busy_error(error) from error
         except ApiError as error:
             status = error.status
             raise
@@ -898,8 +898,8 @@ class Entrance:
     allow_origins: Sequence[str] = ()
 
     @classmethod
-    def of(cls, ingress: IngressSettings) -> "Entrance":
-        """That of a replica in Serve. Waits for Serve's controller."""
+    def read_from_serve(cls, ingress: IngressSettings) -> "Entrance":
+        """The entrance of the replica that runs this. Waits for Serve's controller."""
         return cls(listening_host(), address_header(), ingress.allowed_hosts, ingress.allow_origins)
 
     @property
@@ -1053,11 +1053,11 @@ async def _answer(backend: Backend, call: Call | None, request: Request) -> Resp
         try:
             edge.admission.count_request(caller)
             _check_media_type(request.headers.get("content-type", ""))
-            body = until_sent.enter_context(edge.bodies.held_for(caller))
+            body = until_sent.enter_context(edge.bodies.hold_body(caller))
             document = read_json(await _body(request, body, edge.limits.max_body_bytes), edge.limits.max_body_bytes)
             call = call or call_of(document)
         except (ApiError, BusyError) as error:
-            refusal = busy(error) if isinstance(error, BusyError) else error
+            refusal = busy_error(error) if isinstance(error, BusyError) else error
             edge.metrics.count_answer("", refusal.status)
             raise refusal from error
         pieces = edge.answer(call, document, backend.generate, caller, request.headers)
@@ -1166,7 +1166,7 @@ class GateMiddleware:
             if path not in PROBE_PATHS and not self._edge.needs_key and self._entrance.checks_hosts:
                 self._entrance.check_site(headers)
             if path not in OPEN_PATHS:
-                caller = self._edge.caller_of(headers.get("authorization"), self._address_in(scope))
+                caller = self._edge.caller_of(headers.get("authorization"), self._read_address(scope))
                 scope["state"] = {**scope.get("state", {}), "caller": caller}
                 scope["headers"] = [header for header in scope["headers"] if header[0].lower() != b"authorization"]
         except ApiError as error:
@@ -1175,7 +1175,7 @@ class GateMiddleware:
             return
         await self._app(scope, receive, send)
 
-    def _address_in(self, scope: Scope) -> str:
+    def _read_address(self, scope: Scope) -> str:
         """What HAProxy wrote: it appends its header below those that the client may have sent under the same name."""
         found = Headers(scope=scope).getlist(self._entrance.address_header) if self._entrance.address_header else []
         return found[-1] if found else ""

@@ -35,7 +35,7 @@ class Ingress(Router):
         self._edges = {"ingress": own, **self._edges}
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        return make_app(self, await asyncio.to_thread(Entrance.of, self._settings.ingress))
+        return make_app(self, await asyncio.to_thread(Entrance.read_from_serve, self._settings.ingress))
 
     async def reconfigure(self, user_config: Mapping[str, Any] | None) -> None:
         await super().reconfigure(user_config)

@@ -135,7 +135,7 @@ class TargetServer(LLMServer):
         await self.engine.start()  # type: ignore[no-untyped-call]
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        return make_app(self, await asyncio.to_thread(Entrance.of, self._settings.ingress))
+        return make_app(self, await asyncio.to_thread(Entrance.read_from_serve, self._settings.ingress))
 
     async def reconfigure(self, user_config: Mapping[str, Any] | None) -> None:
         """Take other limits, callers, depths and aliases while requests run (`cluster.settings.live_config`)."""

@@ -196,19 +196,19 @@ def test_bodies_are_held_up_to_a_bound_of_which_one_caller_has_half() -> None:
     budget = BodyBudget(4 * large)
     with ExitStack() as bodies:
         for _ in range(2):
-            bodies.enter_context(budget.held_for(WEB)).add(large)
-        third = bodies.enter_context(budget.held_for(WEB))
+            bodies.enter_context(budget.hold_body(WEB)).add(large)
+        third = bodies.enter_context(budget.hold_body(WEB))
         third.add(large - 1)  # nobody's large bodies keep out a small one
         with pytest.raises(BusyError, match="max_body_bytes_in_flight"):
             third.add(1)
-        job = bodies.enter_context(budget.held_for(JOB))
+        job = bodies.enter_context(budget.hold_body(JOB))
         for _ in range(large):
             job.add(2)
         assert budget.num_bytes == 4 * large
         with pytest.raises(BusyError):
-            bodies.enter_context(budget.held_for(Caller("other"))).add(large)
+            bodies.enter_context(budget.hold_body(Caller("other"))).add(large)
     assert budget.num_bytes == 0
-    with budget.held_for(WEB) as body:
+    with budget.hold_body(WEB) as body:
         body.add(2 * large)
 
 

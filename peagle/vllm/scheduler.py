@@ -43,7 +43,7 @@ from peagle.vllm.acceptance import (
 from peagle.vllm.limits import bound_grammars, max_grammar_s
 from peagle.vllm.outputs import OutputCoalescer
 from peagle.vllm.trimming import MORE_TO_CHOOSE, Trimmer, make_trimmer
-from peagle.vllm.turns import count_overtaken, group_of, in_turns
+from peagle.vllm.turns import count_overtaken, group_of, order_by_turns
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -119,7 +119,7 @@ class _PerRequestDepth(_Base):
         waiting = self.waiting
         takes_turns = isinstance(waiting, FCFSRequestQueue) and any(map(group_of, waiting))
         if isinstance(waiting, FCFSRequestQueue) and takes_turns:
-            ordered = in_turns(waiting, self.running)
+            ordered = order_by_turns(waiting, self.running)
             waiting.clear()
             waiting.extend(ordered)
         prompt_tokens = 0 if self._trimmer is None else self._prompt_tokens_ahead()

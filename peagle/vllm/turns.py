@@ -24,7 +24,7 @@ def group_of(request: Any) -> str | None:
     return group if isinstance(group, str) else None
 
 
-def in_turns(waiting: Iterable[Any], running: Iterable[Any]) -> list[Any]:
+def order_by_turns(waiting: Iterable[Any], running: Iterable[Any]) -> list[Any]:
     """`waiting` in turns: first those of whose request no other sequence runs or waits before them, then those with one
     such, and so on; otherwise in their order. One that was preempted, or overtaken `MAX_OVERTAKEN` times, counts as
     first."""
