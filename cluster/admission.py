@@ -1,20 +1,29 @@
 """Which request goes next: a bounded queue that is fair between callers.
 
-Enters: requests with their caller and weight (sequences). Leaves: a place among the running ones, or a `BusyError`
-that says when to come again. A place goes to the caller with the fewest running sequences; of several such callers to
-the one served longest ago. Never knows: HTTP, Ray, what a request asks. State of one event loop.
+Enters: requests with their caller and weight (sequences), and the bytes of their bodies as they arrive. Leaves: a place
+among the running ones, or a `BusyError` that says when to come again.
+
+A place goes to the caller with the fewest running sequences; of several such callers to the one served longest ago. A
+caller's requests of one sequence go before its requests of several. Never knows: HTTP, Ray, what a request asks. State
+of one event loop.
 """
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from cluster.request import Caller
 
 QUEUE_FULL_RETRY_S = 2.0
+MAX_OVERTAKEN = 64
+"""Requests of one sequence that go before a waiting one of several of the same caller."""
+UNCOUNTED_BODY_BYTES = 16 * 2**10
+"""Size of a body that needs no room in `BodyBudget`: large bodies keep no usual request out. HAProxy holds 4,096
+connections at the most, so these bodies are bounded too."""
+
 MAX_RETRY_AFTER_S = 60.0
 
 
@@ -59,12 +68,26 @@ class Allowance:
 class _Line:
     """One caller's requests."""
 
+    name: str
     num_running: int = 0
     weight: int = 0
     last_served: int = 0
     waiting: deque[tuple[asyncio.Future[None], int]] = field(default_factory=deque)
+    num_overtaken: int = 0
     limit: int | None = None
     rates: dict[str, Allowance] = field(default_factory=dict)
+
+    def find_next(self) -> int:
+        """Place in `waiting` of the request that goes next. One of several sequences is overtaken by those of one
+        sequence, `MAX_OVERTAKEN` times at the most."""
+        if self.num_overtaken >= MAX_OVERTAKEN:
+            return 0
+        return next((index for index, (_, weight) in enumerate(self.waiting) if weight == 1), 0)
+
+    def remove_waiting(self, index: int) -> None:
+        """Remove the request at this place of `waiting`, which goes next."""
+        del self.waiting[index]
+        self.num_overtaken = self.num_overtaken + 1 if index else 0
 
 
 class Admission:
@@ -72,10 +95,12 @@ class Admission:
 
     Args:
         max_running: sequences that run at a time; a request that weighs more runs alone.
-        max_queued: requests that wait for a place.
+        max_queued: sequences that wait for a place; a request that weighs more waits alone.
         clock: monotonic seconds.
 
     Attributes:
+        num_reserved: places of `max_running` that only callers with no running request get. The others may fill the
+            rest.
         num_replicas: that share the requests of every caller. Each applies its part of a caller's limits, of running
             requests rounded up.
     """
@@ -83,28 +108,39 @@ class Admission:
     def __init__(self, max_running: int, max_queued: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_running = max_running
         self.max_queued = max_queued
+        self.num_reserved = 0
         self.num_replicas = 1
         self.num_running = 0
         self.num_queued = 0
         self._clock = clock
         self._weight = 0
+        self._queued_weight = 0
         self._num_served = 0
         self._lines: dict[str, _Line] = {}
+
+    @property
+    def num_lines(self) -> int:
+        """Callers that are remembered."""
+        return len(self._lines)
+
+    def running_by_caller(self) -> dict[str, int]:
+        """Requests that run, by `Caller.line`."""
+        return {line.name: line.num_running for line in self._lines.values() if line.num_running}
 
     @asynccontextmanager
     async def place(self, caller: Caller, weight: int = 1) -> AsyncIterator[None]:
         """Hold a place during the `async with`, after waiting for it in the queue.
 
         Raises:
-            BusyError: the queue is full, or the caller has used up its own rate.
+            BusyError: the queue is full.
         """
         line = self._line_of(caller)
-        self._check_rates(caller, line)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         line.waiting.append((turn, weight))
-        self.num_queued += 1
+        self._count_queued(1, weight)
         self._hand_out_places()
-        if not turn.done() and self.num_queued > self.max_queued:
+        is_alone = self.num_queued == 1 and self.max_queued > 0
+        if not turn.done() and self._queued_weight > self.max_queued and not is_alone:
             self._leave_queue(line, turn, weight)
             raise BusyError(
                 f"{self.num_running} requests run and {self.num_queued} wait for a place, which is all that this "
@@ -124,6 +160,22 @@ class Admission:
         finally:
             self._leave(line, weight)
 
+    def count_request(self, caller: Caller) -> None:
+        """Count a request against the rate of its caller, whatever becomes of it.
+
+        Raises:
+            BusyError: the caller has used up its own rate; the request is not counted.
+        """
+        line = self._line_of(caller)
+        self._drop_idle(line)  # one without rates
+        now_s = self._clock()
+        for name, rate in line.rates.items():
+            if wait_s := rate.wait_s(1.0, now_s):
+                most = _rates_of(caller)[name]
+                raise BusyError(f"the caller {caller.name} has used up its {most:g} {name} a minute", wait_s)
+        if "requests" in line.rates:
+            line.rates["requests"].use(1.0, now_s)
+
     def charge_tokens(self, caller: str, num_tokens: int) -> None:
         """Count the tokens of an answer against the rate of the caller of this name, where it has one."""
         line = self._lines.get(caller)
@@ -131,7 +183,7 @@ class Admission:
             tokens.use(num_tokens, self._clock())
 
     def _line_of(self, caller: Caller) -> _Line:
-        line = self._lines.setdefault(caller.name, _Line())
+        line = self._lines.setdefault(caller.line, _Line(caller.line))
         most = caller.max_running_requests
         line.limit = None if most is None else -(-most // self.num_replicas)
         now_s = self._clock()
@@ -146,15 +198,6 @@ class Admission:
                 rate.change(share, now_s)
         return line
 
-    def _check_rates(self, caller: Caller, line: _Line) -> None:
-        now_s = self._clock()
-        for name, rate in line.rates.items():
-            if wait_s := rate.wait_s(1.0, now_s):
-                most = _rates_of(caller)[name]
-                raise BusyError(f"the caller {caller.name} has used up its {most:g} {name} a minute", wait_s)
-        if "requests" in line.rates:
-            line.rates["requests"].use(1.0, now_s)
-
     def _hand_out_places(self) -> None:
         """Give the free places to those whose turn it is."""
         while True:
@@ -162,16 +205,18 @@ class Admission:
             if not lines:
                 return
             line = min(lines, key=lambda line: (line.weight, line.last_served))
-            turn, weight = line.waiting[0]
+            index = line.find_next()
+            turn, weight = line.waiting[index]
             if turn.cancelled():  # it leaves at this moment
-                line.waiting.popleft()
-                self.num_queued -= 1
+                del line.waiting[index]
+                self._count_queued(-1, -weight)
                 continue
             # The heaviest request is not passed over for lighter ones for ever: it waits until it fits.
-            if self.num_running and self._weight + weight > self.max_running:
+            num_places = self.max_running - (self.num_reserved if line.num_running else 0)
+            if self.num_running and self._weight + weight > num_places:
                 return
-            line.waiting.popleft()
-            self.num_queued -= 1
+            line.remove_waiting(index)
+            self._count_queued(-1, -weight)
             self._num_served += 1
             line.last_served = self._num_served
             line.num_running += 1
@@ -189,13 +234,76 @@ class Admission:
         line.weight -= weight
         self.num_running -= 1
         self._weight -= weight
+        self._drop_idle(line)
         self._hand_out_places()
 
     def _leave_queue(self, line: _Line, turn: asyncio.Future[None], weight: int) -> None:
         if (turn, weight) in line.waiting:
             line.waiting.remove((turn, weight))
-            self.num_queued -= 1
+            self._count_queued(-1, -weight)
+        self._drop_idle(line)
         self._hand_out_places()
+
+    def _count_queued(self, num: int, weight: int) -> None:
+        self.num_queued += num
+        self._queued_weight += weight
+
+    def _drop_idle(self, line: _Line) -> None:
+        """Addresses come and go without end: a line is kept while it has requests, or rates that fill up."""
+        is_idle = not (line.num_running or line.waiting or line.rates)
+        if is_idle and self._lines.get(line.name) is line:
+            del self._lines[line.name]
+
+
+class BodyBudget:
+    """Bytes of request bodies that one replica holds, from their arrival to the end of their answers.
+
+    Args:
+        max_bytes: of all bodies, of which one caller may hold half. May be changed at any time.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._by_line: Counter[str] = Counter()
+
+    @contextmanager
+    def hold_body(self, caller: Caller) -> Iterator["HeldBody"]:
+        """The body of a request of this caller, held during the `with`."""
+        body = HeldBody(self, caller.line)
+        try:
+            yield body
+        finally:
+            self.charge(caller.line, -body.num_counted)
+
+    def charge(self, line: str, num_bytes: int) -> None:
+        """Raises BusyError, with nothing charged, where they do not fit."""
+        share = self.max_bytes // 2
+        if num_bytes > 0 and (self.num_bytes + num_bytes > self.max_bytes or self._by_line[line] + num_bytes > share):
+            raise BusyError(
+                f"this service holds {self.max_bytes} bytes of requests at a time (limits.max_body_bytes_in_flight), "
+                f"{share} of one caller, and they are full",
+                QUEUE_FULL_RETRY_S,
+            )
+        self.num_bytes += num_bytes
+        self._by_line[line] += num_bytes
+        if not self._by_line[line]:
+            del self._by_line[line]
+
+
+class HeldBody:
+    """One request's body as it arrives. Its first `UNCOUNTED_BODY_BYTES` are free as long as there are no more."""
+
+    def __init__(self, budget: BodyBudget, line: str) -> None:
+        self._budget, self._line = budget, line
+        self._num_bytes = self.num_counted = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Raises BusyError where they do not fit."""
+        self._num_bytes += num_bytes
+        if self._num_bytes > UNCOUNTED_BODY_BYTES:
+            self._budget.charge(self._line, self._num_bytes - self.num_counted)
+            self.num_counted = self._num_bytes
 
 
 def _rates_of(caller: Caller) -> dict[str, float | None]:

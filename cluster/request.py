@@ -6,6 +6,7 @@ its range. Never knows: HTTP beyond these headers, Ray, the engine.
 """
 
 import hashlib
+import ipaddress
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +26,8 @@ class UnknownCallerError(ValueError):
 @dataclass(frozen=True)
 class Caller:
     """One caller and its rights; the fields are those of `cluster.settings.CallerSettings`, None for no limit.
-    `workload`: of its requests without a tag (None: as `Workloads.of` decides)."""
+    `workload`: of its requests without a tag (None: as `Workloads.of` decides). `address`: of a caller without a key,
+    "" where it is not known; callers of different addresses take turns."""
 
     name: str
     tags: TagRight = "refuse"
@@ -35,6 +37,24 @@ class Caller:
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     learn: bool = False
+    address: str = ""
+
+    @property
+    def line(self) -> str:
+        """Name of its line of the queue. No caller's name has a slash."""
+        return f"{self.name}/{self.address}" if self.address else self.name
+
+
+def network_of(address: str) -> str:
+    """The address of one client: IPv4 as it is, of IPv6 the first 64 bits, of which a client has all addresses; "" for
+    what is no address."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return ""
+    if isinstance(found, ipaddress.IPv6Address):
+        found = found.ipv4_mapped or found
+    return str(found if found.version == 4 else ipaddress.ip_network((found, 64), strict=False))
 
 
 ANYONE = Caller("anyone", tags="allow")

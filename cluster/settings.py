@@ -412,30 +412,48 @@ class DepthSettings(Section):
 class IngressSettings(Section):
     """The way of HTTP. Target replicas answer it themselves, beside one router that learns for all of them; with
     `num_replicas` above 0 so many ingress replicas stand before the targets instead. `num_cpus`: of the router, or of
-    each ingress replica; `allow_origins`: web pages that a browser may call from (CORS), none by default."""
+    each ingress replica; `allow_origins`: web pages that a browser may call from (CORS), none by default.
+
+    `allowed_hosts`: names under which clients may call (their Host header, without port, "*": any), where the service
+    has no `callers`. One that listens on a loopback address takes those of this machine besides, and no others."""
 
     num_replicas: int = Field(default=0, ge=0)
     num_cpus: float = Field(default=1.0, ge=0)
     max_ongoing_requests: int = Field(default=1024, ge=1)
     allow_origins: list[str] = Field(default_factory=list)
+    allowed_hosts: list[str] = Field(default_factory=list)
 
 
 class LimitSettings(Section):
     """Limits of one request, beyond which it gets 400 (413 for its size), and of all requests of a replica that answers
     HTTP: beyond `max_running_requests` a request waits, beyond `max_queued_requests` it gets 429 with Retry-After.
 
-    `max_num_sequences`: n times the number of prompts of one request. `max_grammar_bytes`,
-    `max_grammar_choices`, `grammar_timeout_s`: a grammar, schema or list of choices, and the time to compile it."""
+    `max_num_sequences`: n times the number of prompts of one request. `max_num_prompt_logprobs`: log probabilities of
+    its prompts (`prompt_logprobs`, or `echo` with `logprobs`): n times tokens times 1 + logprobs. `max_grammar_bytes`,
+    `max_grammar_choices`, `grammar_timeout_s`: a grammar, schema or list of choices, and the time to compile it.
+    `max_body_bytes_in_flight`: of the bodies above 16 KiB of all requests of such a replica, from their first byte to
+    the end of the answer; one caller may hold half of it, and beyond it a request gets 429 with Retry-After."""
 
     max_body_bytes: int = Field(default=8 * 2**20, ge=1)
+    max_body_bytes_in_flight: int = Field(default=256 * 2**20, ge=1)
     max_num_sequences: int = Field(default=16, ge=1)
     max_num_logprobs: int = Field(default=20, ge=0)
+    max_num_prompt_logprobs: int = Field(default=2**16, ge=0)
     max_num_stop: int = Field(default=16, ge=0)
     max_grammar_bytes: int = Field(default=64 * 2**10, ge=1)
     max_grammar_choices: int = Field(default=1000, ge=1)
     grammar_timeout_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     max_running_requests: int = Field(default=256, ge=1)
     max_queued_requests: int = Field(default=256, ge=0)
+
+    @model_validator(mode="after")
+    def _check_bodies(self) -> "LimitSettings":
+        if self.max_body_bytes_in_flight < 2 * self.max_body_bytes:
+            raise ValueError(
+                f".max_body_bytes_in_flight is {self.max_body_bytes_in_flight}: one caller may hold half of it, which "
+                f"must be at least max_body_bytes, {self.max_body_bytes}"
+            )
+        return self
 
 
 class CallerSettings(Section):

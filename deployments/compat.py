@@ -26,7 +26,9 @@ RAY_VERSION = "2.60"
 """Ray's minor version that this was written against. Another may work: the names are checked one by one."""
 
 SEAMS = (
+    "ray.serve.context:_get_global_client",
     "ray.serve.handle:DeploymentBroadcastResponse._fetch_replica_results_async",
+    "ray.serve._private.client:ServeControllerClient.http_config",
     "ray.serve._private.replica_result:ReplicaResult.get_async",
     "ray.experimental.internal_kv:_internal_kv_get",
     "ray.experimental.internal_kv:_internal_kv_put",
@@ -192,6 +194,19 @@ def kv_put(key: str, value: str, namespace: str) -> None:
     internal_kv._internal_kv_put(key, value, namespace=namespace)
 
 
+def listening_host() -> str:
+    """The address that Serve's HTTP listens on. Asks Serve's controller."""
+    from ray.serve.context import _get_global_client
+
+    client: Any = _get_global_client()
+    return str(client.http_config.host or "")
+
+
+def address_header() -> str:
+    """The header in which HAProxy writes the client's address, "" where it was not told to."""
+    return os.environ.get(ADDRESS_HEADER_ENV, "")
+
+
 def be_no_nicer() -> None:
     """Give this process, and so those that it starts, the priority of any other. Ray starts workers at nice 15, where
     whatever else runs on the machine starves an engine; `peagle serve` and the manifests tell Ray not to. In a Ray that
@@ -239,6 +254,10 @@ def serve_client(dashboard: str) -> Any:
 
 
 # ---- Serve's ways of HTTP: HAProxy, and its own proxy in Python, which takes what HAProxy finds no replica for
+
+ADDRESS_HEADER_ENV = "PEAGLE_ADDRESS_HEADER"
+"""Environment variable of Ray that names the header in which HAProxy writes its client's address, below what the client
+sends under that name. Replicas listen on ports of their own, so the name is one that clients cannot guess."""
 
 RETRY_AFTER_S = 5
 NOT_READY = (

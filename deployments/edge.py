@@ -11,13 +11,15 @@ import base64
 import contextlib
 import functools
 import hashlib
+import ipaddress
 import json
 import logging
 import math
 import random
 import re
+import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -36,7 +38,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 from vllm.exceptions import VLLMClientError
 
-from cluster.admission import Admission, BusyError
+from cluster.admission import Admission, BodyBudget, BusyError, HeldBody
 from cluster.control import DepthControl
 from cluster.heads import TRIAL_SUFFIX, HeadRouting, base_workload
 from cluster.request import (
@@ -48,15 +50,17 @@ from cluster.request import (
     ForbiddenTagError,
     UnknownCallerError,
     Workloads,
+    network_of,
     resolve,
     system_prompt,
 )
-from cluster.settings import ClusterSettings, LimitSettings
+from cluster.settings import ClusterSettings, IngressSettings, LimitSettings
 from deployments import openapi
-from deployments.compat import NOT_READY, NOT_READY_CODE, RETRY_AFTER_S
+from deployments.compat import NOT_READY, NOT_READY_CODE, RETRY_AFTER_S, address_header, listening_host
 from peagle.schema import nearest
-from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.acceptance import DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.compat import chat_part_kinds
+from peagle.vllm.engine import setting_names
 
 logger = logging.getLogger(__name__)
 
@@ -73,24 +77,49 @@ ANSWERS: dict[type[BaseModel], type[BaseModel]] = {
 }
 UNUSED_FIELDS = frozenset(
     {
+        "best_of",
         "metadata",
+        "modalities",
+        "moderation",
+        "prediction",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
         "store",
         "verbosity",
+        "web_search_options",
     }
 )
-"""Fields of OpenAI's API that clients send and that change no answer here."""
+"""Fields of OpenAI's API that clients send and that change no answer here, except for values that `drop_unused`
+refuses."""
 
-SERVER_KEYS = (DEPTH_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
+RENAMED_FIELDS = {
+    "function_call": "tool_choice",
+    "functions": "tools",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "stop_sequences": "stop",
+}
+"""What a field of another name is called here: OpenAI's deprecated ones, vLLM's former ones, and other APIs'."""
+
+SERVER_KEYS = (DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
 """Keys of `vllm_xargs` that the edge sets."""
 
 BODY_TIMEOUT_S = 120.0
 MAX_NESTING = 64
 MAX_INTEGER = 2**63 - 1
-OPEN_PATHS = ("", "/", "/health", "/metrics", "/ping")
+JSON_MEDIA_TYPE = "application/json"
+PROBE_PATHS = ("/health", "/ping")
+"""Load balancers ask these, with any Host header."""
+
+OPEN_PATHS = ("/", "/metrics", *PROBE_PATHS)
 """For probes and Prometheus, and the page, which asks for a key itself: they need no key."""
 
 TRACE_HEADERS = ("traceparent", "tracestate")
@@ -170,6 +199,10 @@ def internal_error() -> ApiError:
     return ApiError(500, "The server failed on this request; its log says why.")
 
 
+def busy_error(error: BusyError) -> ApiError:
+    return ApiError(429, error.message, code="rate_limit_exceeded", retry_after_s=error.retry_after_s)
+
+
 def from_engine(error: Any) -> ApiError:
     """The `error` object (or its dictionary) of vLLM's answer. What is not the client's fault keeps its details in the
     log."""
@@ -180,9 +213,27 @@ def from_engine(error: Any) -> ApiError:
     message = str(found.get("message"))
     if message == "Client disconnected":
         return ApiError(499, "the client has gone")
+    message = _name_keys(message)
     first = message.partition(" ")[0]  # of many refusals the name of the field, without `param`
     is_field = any(first in known_fields(call) for call in BODIES)
     return ApiError(status, message, param=found.get("param") or (first if is_field else None))
+
+
+def _name_keys(message: str) -> str:
+    """vLLM's words with the keys of the settings in place of the flags of `vllm serve`: `--max-model-len` is
+    `engine.max_model_len`."""
+
+    def key(found: re.Match[str]) -> str:
+        name = found[1].replace("-", "_")
+        return f"engine.{name}" if name in _engine_keys() else found[0]
+
+    return re.sub(r"(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])", key, message)
+
+
+@functools.cache
+def _engine_keys() -> frozenset[str]:
+    found = setting_names("engine/arg_utils:AsyncEngineArgs", "entrypoints/launchers/cli_args:FrontendArgs")
+    return found or frozenset()
 
 
 # ---- a body, from its bytes to vLLM's record
@@ -260,11 +311,40 @@ def known_fields(call: Call) -> frozenset[str]:
     return frozenset({*fields, *(info.alias for info in fields.values() if info.alias)})
 
 
+def drop_unused(call: Call, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` without those that are null, which stand for missing ones, and without `UNUSED_FIELDS`. Raises ApiError
+    for a value that would change the answer where OpenAI serves it."""
+    given = {name: item for name, item in fields.items() if item is not None}
+    if given.get("modalities", ["text"]) != ["text"]:
+        raise ApiError(400, 'modalities must be ["text"]: only text is served here', param="modalities")
+    policy = given["moderation"].get("policy") if isinstance(given.get("moderation"), dict) else None
+    for side, rule in policy.items() if isinstance(policy, dict) else ():
+        if isinstance(rule, dict) and rule.get("mode") == "block":
+            name = f"moderation.policy.{side}"
+            raise ApiError(400, f"{name} asks to block, but nothing is moderated here: leave it out", param=name)
+    if given.get("audio") is not None:
+        raise ApiError(400, "audio asks for spoken answers: only text is served here", param="audio")
+    best_of = given.get("best_of", given.get("n", 1))
+    if call == "chat" and "best_of" in given:
+        raise ApiError(400, "best_of is a field of completions: send n", param="best_of", code="unknown_field")
+    if best_of != given.get("n", 1):
+        raise ApiError(
+            400, f"best_of is {best_of!r:.80}, but as many are returned as made: send n alone", param="best_of"
+        )
+    return {name: item for name, item in given.items() if name not in UNUSED_FIELDS}
+
+
+def _hint(call: Call, name: str) -> str:
+    """What an unknown field is called here, or `nearest`."""
+    other = RENAMED_FIELDS.get(name)
+    return f"; it is called {other} here" if other else nearest(name, {*known_fields(call), "drafting"})
+
+
 def parse_body(call: Call, fields: dict[str, Any]) -> Body:
     """vLLM's record of a request. Raises ApiError naming the field."""
     for name in fields:
         if name not in known_fields(call):
-            hint = nearest(name, {*known_fields(call), "drafting"})
+            hint = _hint(call, name)
             raise ApiError(400, f"unknown field {name:.80}{hint}", param=f"{name:.80}", code="unknown_field")
     if call == "chat":
         _check_messages(fields.get("messages"))
@@ -380,6 +460,30 @@ def check_limits(body: Body, fields: Mapping[str, Any], limits: LimitSettings) -
         num_bytes = len(json.dumps(grammar, ensure_ascii=False).encode())
         _at_most(name, f"the size of {name} in bytes", num_bytes, limits.max_grammar_bytes)
     return num_sequences
+
+
+def check_prompt_logprobs(body: Body, limits: LimitSettings) -> None:
+    """Raises ApiError for more log probabilities of prompts than an answer may have: each sequence has its own, which
+    the engine computes anew and this process puts into words."""
+    per_token = body.prompt_logprobs
+    if per_token is None and isinstance(body, CompletionRequest) and body.echo:
+        per_token = body.logprobs
+    if per_token is None:
+        return
+    name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+    num = (1 if body.n is None else body.n) * _prompt_tokens(body) * (1 + per_token)
+    what = f"the number of log probabilities of the prompt, n times its tokens times 1 + {name},"
+    _at_most(name, what, num, limits.max_num_prompt_logprobs)
+
+
+def _prompt_tokens(body: Body) -> int:
+    """Tokens of all prompts of a request, of a text one for each four bytes."""
+    if isinstance(body, ChatCompletionRequest):
+        return len(json.dumps(body.messages, default=str)) // 4
+    prompts: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
+    if prompts and isinstance(prompts[0], int):
+        return len(prompts)
+    return sum(-(-len(one.encode()) // 4) if isinstance(one, str) else len(one) for one in prompts)
 
 
 def _at_most(param: str, what: str, value: float, limit: int) -> None:
@@ -503,6 +607,7 @@ class Edge:
         self.metrics = EdgeMetrics()
         self._max_running = max_running
         self.admission = Admission(1, 0)
+        self.bodies = BodyBudget(1)
         self.metrics.queued.set_function(lambda: self.admission.num_queued)
         self._settings = settings
         self._workloads = Workloads(known=settings.named_workloads(), aliases=settings.model.aliases)
@@ -527,7 +632,13 @@ class Edge:
         self._max_running = max_running
         limits = self._settings.limits
         self.admission.max_queued = limits.max_queued_requests
-        self.admission.max_running = min(limits.max_running_requests, max_running or limits.max_running_requests)
+        self.bodies.max_bytes = limits.max_body_bytes_in_flight
+        places = self.admission.max_running = min(
+            limits.max_running_requests, max_running or limits.max_running_requests
+        )
+        # Half of the places beyond what the engines run at a time: one caller alone keeps them busy with the others.
+        running = places if max_running is None else max_running // QUEUED_PER_RUNNING
+        self.admission.num_reserved = max(0, places - running) // 2
 
     @property
     def model(self) -> str:
@@ -543,10 +654,15 @@ class Edge:
         names = (self.model, *self._settings.model.aliases)
         return {name: {"id": name, **card} for name in names}
 
-    def caller_of(self, authorization: str | None) -> Caller:
-        """Who sends a request with this Authorization header. Raises ApiError (401)."""
+    @property
+    def needs_key(self) -> bool:
+        return self._callers is not None
+
+    def caller_of(self, authorization: str | None, address: str = "") -> Caller:
+        """Who sends a request with this Authorization header from this address ("": not known). Raises ApiError
+        (401)."""
         if self._callers is None:
-            return ANYONE
+            return replace(ANYONE, address=network_of(address))
         try:
             return self._callers.identify(authorization)
         except UnknownCallerError as error:
@@ -557,8 +673,7 @@ class Edge:
     ) -> Admitted:
         """Check a request and decide its workload and K. Raises ApiError."""
         given = check_document(document)
-        # A field that is null is a field that is missing.
-        fields = {name: item for name, item in given.items() if item is not None and name not in UNUSED_FIELDS}
+        fields = drop_unused(call, given)
         asked = fields.pop("drafting", None)
         model = fields.get("model", self.model)
         if not isinstance(model, str) or model not in (self.model, *self._settings.model.aliases):
@@ -569,6 +684,7 @@ class Edge:
         fields["model"] = self.model
         body = parse_body(call, fields)
         num_sequences = check_limits(body, fields, self.limits)
+        check_prompt_logprobs(body, self.limits)
         own = fields.get("vllm_xargs") or {}
         if taken := [key for key in SERVER_KEYS if key in own]:
             name = f"vllm_xargs.{taken[0]}"
@@ -579,6 +695,8 @@ class Edge:
             decided[SURVIVAL_KEY] = list(drafting.survival)
         if (drafter := self._settings.drafter) is not None and drafter.is_remote:
             decided[HEAD_KEY] = self._head_index(drafting.workload)
+        if num_sequences > 1:
+            decided[GROUP_KEY] = secrets.token_hex(8)
         if self._settings.learns_from(caller, base_workload(drafting.workload)):
             decided[LEARN_KEY] = caller.name
         fields["vllm_xargs"] = body.vllm_xargs = {**own, **decided}
@@ -670,7 +788,7 @@ class Edge:
             self._measure(workload, admitted.streams, usage, started_s, first_s)
         except BusyError as error:
             status = 429
-            raise ApiError(429, error.message, code="rate_limit_exceeded", retry_after_s=error.retry_after_s) from error
+            raise busy_error(error) from error
         except ApiError as error:
             status = error.status
             raise
@@ -768,8 +886,67 @@ class Backend(Protocol):
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def make_app(backend: Backend, allow_origins: list[str]) -> FastAPI:
+@dataclass(frozen=True)
+class Entrance:
+    """Where requests come in. `host`: the address that the service listens on, "" where it is not known;
+    `address_header`: of the client's address, as HAProxy of this service writes it, "" without one; and what the
+    settings' `ingress` allows."""
+
+    host: str = ""
+    address_header: str = ""
+    allowed_hosts: Sequence[str] = ()
+    allow_origins: Sequence[str] = ()
+
+    @classmethod
+    def read_from_serve(cls, ingress: IngressSettings) -> "Entrance":
+        """The entrance of the replica that runs this. Waits for Serve's controller."""
+        return cls(listening_host(), address_header(), ingress.allowed_hosts, ingress.allow_origins)
+
+    @property
+    def checks_hosts(self) -> bool:
+        """Whether the service relies on the browser's user being the only one who reaches it."""
+        return bool(self.allowed_hosts) or _is_loopback(self.host)
+
+    def check_site(self, headers: Mapping[str, str]) -> None:
+        """Raises ApiError (403) for what a web page of another site sends: by its Origin, or, where its name has been
+        made to lead to this machine, by that name in Host."""
+        host, origin = headers.get("host", ""), headers.get("origin", "")
+        name = _host_name(host)
+        hosts = {self.host.lower(), *(_host_name(allowed) for allowed in self.allowed_hosts)}
+        if host and not (_is_loopback(name) or name in hosts or "*" in hosts):
+            raise ApiError(
+                403,
+                f"the Host {host!r:.80} is not one of this service, which has no API keys: write it into "
+                "ingress.allowed_hosts",
+                code="host_not_allowed",
+            )
+        is_own = host and origin.partition("://")[2].lower() == host.lower()
+        if origin and not (is_own or origin in self.allow_origins or "*" in self.allow_origins):
+            raise ApiError(
+                403,
+                f"web pages of {origin!r:.80} may not call this service: write it into ingress.allow_origins",
+                code="origin_not_allowed",
+            )
+
+
+def _host_name(host: str) -> str:
+    """The name or address in a Host header, without its port."""
+    name = host.lower().strip()
+    return name.partition("]")[0].removeprefix("[") if name.startswith("[") else name.partition(":")[0].rstrip(".")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
     """The HTTP API: OpenAI's, SageMaker's, and GET /health, /metrics, /drafting and the page at /."""
+    _engine_keys()  # takes a part of a second
     app = FastAPI(title="peagle-serve", docs_url=None, redoc_url=None, redirect_slashes=False)
 
     async def ask(call: Call | None, request: Request) -> Response:
@@ -832,16 +1009,17 @@ def make_app(backend: Backend, allow_origins: list[str]) -> FastAPI:
     def described() -> dict[str, Any]:
         bodies: dict[str, list[type[BaseModel]]] = {"/invocations": list(ANSWERS)}
         bodies |= {"/v1/chat/completions": [ChatCompletionRequest], "/v1/completions": [CompletionRequest]}
-        return openapi.document(app, bodies, ANSWERS, UNUSED_FIELDS)
+        made = openapi.document(app, bodies, ANSWERS, UNUSED_FIELDS)
+        return dict(json.loads(_name_keys(json.dumps(made))))
 
     app.openapi = functools.cache(described)  # type: ignore[method-assign]
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(Exception, unexpected)
-    app.add_middleware(KeyMiddleware, edge=backend.edge)
+    app.add_middleware(GateMiddleware, edge=backend.edge, entrance=entrance)
     # Added last and thereby outermost: a browser asks whether it may call before it sends a key.
-    if allow_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=allow_origins, allow_methods=["*"], allow_headers=["*"])
+    if origins := entrance.allow_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app
 
 
@@ -870,33 +1048,59 @@ def live_page() -> tuple[str, dict[str, str]]:
 async def _answer(backend: Backend, call: Call | None, request: Request) -> Response:
     """The HTTP response to a request for an answer; its status waits for the first piece of it. `call` None: its fields
     say what it asks for."""
-    edge = backend.edge
-    document = read_json(await _body(request, edge.limits.max_body_bytes), edge.limits.max_body_bytes)
-    call = call or call_of(document)
-    caller = getattr(request.state, "caller", ANYONE)
-    pieces = edge.answer(call, document, backend.generate, caller, request.headers)
-    first = await _unless_disconnected(request, anext(pieces, ""))
-    if first.startswith("data: "):
-        return EventStream(_events(first, pieces), media_type="text/event-stream")
-    return Response("".join([first, *[piece async for piece in pieces]]), media_type="application/json")
+    edge, caller = backend.edge, getattr(request.state, "caller", ANYONE)
+    with contextlib.ExitStack() as until_sent:
+        try:
+            edge.admission.count_request(caller)
+            _check_media_type(request.headers.get("content-type", ""))
+            body = until_sent.enter_context(edge.bodies.hold_body(caller))
+            document = read_json(await _body(request, body, edge.limits.max_body_bytes), edge.limits.max_body_bytes)
+            call = call or call_of(document)
+        except (ApiError, BusyError) as error:
+            refusal = busy_error(error) if isinstance(error, BusyError) else error
+            edge.metrics.count_answer("", refusal.status)
+            raise refusal from error
+        pieces = edge.answer(call, document, backend.generate, caller, request.headers)
+        first = await _unless_disconnected(request, anext(pieces, ""))
+        if first.startswith("data: "):
+            return EventStream(_events(first, pieces), until_sent.pop_all())
+        return Response("".join([first, *[piece async for piece in pieces]]), media_type="application/json")
+
+
+def _check_media_type(content_type: str) -> None:
+    """Raises ApiError (415) for what is not said to be JSON: a browser lets any web page send other media types, and
+    none, to any address without asking."""
+    if content_type.partition(";")[0].strip().lower() != JSON_MEDIA_TYPE:
+        said = f"Content-Type {content_type!r:.80}" if content_type else "no Content-Type"
+        raise ApiError(
+            415,
+            f"The request has {said}: send the header Content-Type: {JSON_MEDIA_TYPE}.",
+            code="unsupported_media_type",
+        )
 
 
 class EventStream(StreamingResponse):
-    """Ends its source with the response. A source that is left to the garbage collector goes on for a while, and with
-    it the request in the engine."""
+    """Ends its source with the response, and closes `until_sent`. A source that is left to the garbage collector goes
+    on for a while, and with it the request in the engine."""
+
+    def __init__(self, source: AsyncIterator[str], until_sent: contextlib.ExitStack) -> None:
+        super().__init__(source, media_type="text/event-stream")
+        self._until_sent = until_sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         source: Any = self.body_iterator
-        async with contextlib.aclosing(source):
-            await super().__call__(scope, receive, send)
+        with self._until_sent:
+            async with contextlib.aclosing(source):
+                await super().__call__(scope, receive, send)
 
 
-async def _body(request: Request, max_bytes: int) -> bytes:
-    """The body, of which no more is read than may be sent."""
+async def _body(request: Request, body: HeldBody, max_bytes: int) -> bytes:
+    """The body, of which no more is read than may be sent. Raises BusyError where others fill the memory for bodies."""
     parts, size = [], 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for part in request.stream():
+                body.add(len(part))
                 parts.append(part)
                 size += len(part)
                 if size > max_bytes:
@@ -940,21 +1144,38 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-class KeyMiddleware:
-    """Finds the caller of every request by its API key before anything else is looked at, and takes the key away."""
+class GateMiddleware:
+    """Looks at every request before anything else does: refuses those of foreign web pages where no key protects the
+    service, finds the caller by API key or address, and takes the key away. HEAD is answered as GET, whose body the
+    HTTP server leaves out, and a path with a slash at its end as the one without."""
 
-    def __init__(self, app: ASGIApp, edge: Edge) -> None:
-        self._app, self._edge = app, edge
+    def __init__(self, app: ASGIApp, edge: Edge, entrance: Entrance) -> None:
+        self._app, self._edge, self._entrance = app, edge, entrance
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = str(scope.get("path", "")).removeprefix(str(scope.get("root_path", "")))
-        if scope["type"] == "http" and path not in OPEN_PATHS:
-            try:
-                caller = self._edge.caller_of(Headers(scope=scope).get("authorization"))
-            except ApiError as error:
-                self._edge.metrics.count_answer("", 401)
-                await error.response()(scope, receive, send)
-                return
-            scope.setdefault("state", {})["caller"] = caller
-            scope["headers"] = [header for header in scope["headers"] if header[0].lower() != b"authorization"]
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        root = str(scope.get("root_path", ""))
+        path = str(scope.get("path", "")).removeprefix(root).rstrip("/") or "/"
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        # A copy: the HTTP server has to see that it was HEAD.
+        scope = {**scope, "method": method, "path": root + path}
+        headers = Headers(scope=scope)
+        try:
+            if path not in PROBE_PATHS and not self._edge.needs_key and self._entrance.checks_hosts:
+                self._entrance.check_site(headers)
+            if path not in OPEN_PATHS:
+                caller = self._edge.caller_of(headers.get("authorization"), self._read_address(scope))
+                scope["state"] = {**scope.get("state", {}), "caller": caller}
+                scope["headers"] = [header for header in scope["headers"] if header[0].lower() != b"authorization"]
+        except ApiError as error:
+            self._edge.metrics.count_answer("", error.status)
+            await error.response()(scope, receive, send)
+            return
         await self._app(scope, receive, send)
+
+    def _read_address(self, scope: Scope) -> str:
+        """What HAProxy wrote: it appends its header below those that the client may have sent under the same name."""
+        found = Headers(scope=scope).getlist(self._entrance.address_header) if self._entrance.address_header else []
+        return found[-1] if found else ""

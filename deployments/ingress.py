@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.counts import TargetReport
 from cluster.settings import ClusterSettings
 from deployments import INGRESS_NAME
-from deployments.edge import QUEUED_PER_RUNNING, Admitted, Answer, Edge, engine_lost, make_app, not_ready
+from deployments.edge import QUEUED_PER_RUNNING, Admitted, Answer, Edge, Entrance, engine_lost, make_app, not_ready
 from deployments.replicas import is_lost
 from deployments.router import Router
 
@@ -35,7 +35,7 @@ class Ingress(Router):
         self._edges = {"ingress": own, **self._edges}
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        return make_app(self, self._settings.ingress.allow_origins)
+        return make_app(self, await asyncio.to_thread(Entrance.read_from_serve, self._settings.ingress))
 
     async def reconfigure(self, user_config: Mapping[str, Any] | None) -> None:
         await super().reconfigure(user_config)

@@ -16,16 +16,22 @@ REF = "#/components/schemas/{model}"
 REFUSALS = {
     "400": "The request is not valid: `param` names the field, where one is to blame.",
     "401": "No API key, or one that nobody has.",
-    "403": "A workload tag from a caller that may not set one.",
+    "403": "A workload tag from a caller that may not set one, or a web page or Host that the settings do not name.",
     "404": "The model is not served here.",
     "408": "The body did not come in time.",
     "413": "The body is larger than `limits.max_body_bytes`.",
+    "415": "The Content-Type is not application/json.",
     "429": "More than the caller may ask for, or than can wait here. `Retry-After` says when to come back.",
     "502": "The engine that worked on the request is gone. `Retry-After` says when to come back.",
     "503": "No replica can answer now. `Retry-After` says when to come back.",
 }
 OF_AN_ANSWER = tuple(REFUSALS)
-OF_A_PAGE = {"/v1/models": ("401",), "/v1/models/{model}": ("401", "404"), "/drafting": ("401", "503")}
+OF_A_PAGE = {
+    "/v1/models": ("401", "403"),
+    "/v1/models/{model}": ("401", "403", "404"),
+    "/drafting": ("401", "403", "503"),
+    "/metrics": ("403", "503"),
+}
 
 ERROR = {
     "type": "object",

@@ -49,6 +49,7 @@ from deployments.edge import (
     ApiError,
     Call,
     Edge,
+    Entrance,
     Usage,
     drafting_field,
     engine_lost,
@@ -134,7 +135,7 @@ class TargetServer(LLMServer):
         await self.engine.start()  # type: ignore[no-untyped-call]
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        return make_app(self, self._settings.ingress.allow_origins)
+        return make_app(self, await asyncio.to_thread(Entrance.read_from_serve, self._settings.ingress))
 
     async def reconfigure(self, user_config: Mapping[str, Any] | None) -> None:
         """Take other limits, callers, depths and aliases while requests run (`cluster.settings.live_config`)."""
@@ -301,11 +302,13 @@ class TargetServer(LLMServer):
                 self.edge.admission.charge_tokens(caller, record.num_prompt_tokens + record.num_output_tokens)
 
     async def _events(self, admitted: Admitted, events: Any) -> Answer:
-        """vLLM's server-sent events, with `drafting` in the last chunk that finishes a choice."""
+        """vLLM's server-sent events, with `drafting` in the last chunk: the one that finishes the last choice, or with
+        `include_usage` the one with the usage."""
         num_unfinished = admitted.num_sequences
         # vLLM's first event names the role; with a grammar it waits for the first text, which may never come.
         held = "" if grammars(admitted.fields) else None
         has_begun = False
+        last, drafting = "", dict[str, Any]()  # the last chunk so far, once all choices have finished
         usage = Usage(0, 0)
         async with contextlib.aclosing(events):
             async for event in events:
@@ -319,6 +322,13 @@ class TargetServer(LLMServer):
                     yield held
                     held = None
                 has_begun = True
+                if last and event_document(event):
+                    yield last
+                    last = event
+                    continue
+                if last:
+                    yield event_with(last, drafting=drafting)
+                    last = ""
                 if num_finished := num_finished_choices(event):
                     num_unfinished -= num_finished
                     if num_unfinished <= 0:
@@ -326,10 +336,13 @@ class TargetServer(LLMServer):
                         record = None if response_id is None else self._recorder.pop(response_id[1])
                         if record is not None:
                             usage = Usage(record.num_prompt_tokens, record.num_output_tokens)
-                        event = event_with(event, drafting=self._drafting_field(admitted, record))
+                        last, drafting = event, self._drafting_field(admitted, record)
+                        continue
                 yield event
         if held:
             yield held
+        if last:
+            yield event_with(last, drafting=drafting)
         yield usage
 
     def _drafting_field(self, admitted: Admitted, record: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -52,11 +53,12 @@ RAY_ENVIRONMENT = {
     # until it has all of it (head and body may come apart), of up to a buffer's 16 kB, or 60 s: it holds no more than
     # 4,096 connections, and who sends nothing would keep one for an hour. And HAProxy 2.8 that splices a
     # request which came in two pieces never sees its client go away; Ray writes that option into its file, and what is
-    # set here stands below it there.
+    # set here stands below it there. And it tells replicas the client's address: callers without keys take turns by it.
     "RAY_SERVE_HAPROXY_RETRY_ON": (
         "conn-failure empty-response 502\n    option http-buffer-request\n    timeout http-request 60s\n"
-        "    no option splice-request"
+        f'    no option splice-request\n    option forwardfor header "${{{compat.ADDRESS_HEADER_ENV}}}"'
     ),
+    compat.ADDRESS_HEADER_ENV: "X-Peagle-Client",
     # A HAProxy that died is the door closed: it is noticed after three checks, and started anew.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     # So long HAProxy takes to hear that a replica is to go; whoever still comes is sent to another one.
@@ -188,9 +190,10 @@ def live_form(config: Mapping[str, Any], settings: ClusterSettings) -> dict[str,
     if settings.autoscaling is None:
         args.pop("depth", None)
     args["model"] = {key: value for key, value in args["model"].items() if key != "aliases"}
-    origins, ingress = args.pop("ingress", {}).get("allow_origins"), settings.ingress
+    section, ingress = args.pop("ingress", {}), settings.ingress
     # Their presence decides on the way of HTTP, their number does not.
-    kept = {"num_replicas": min(1, ingress.num_replicas), "allow_origins": origins}
+    kept = {"num_replicas": min(1, ingress.num_replicas)}
+    kept |= {name: section.get(name) for name in ("allow_origins", "allowed_hosts")}
     if kept := {key: value for key, value in kept.items() if value}:
         args["ingress"] = kept
     changes: dict[str, dict[str, Any]] = {
@@ -283,6 +286,7 @@ def ray_cluster(config: Mapping[str, Any], settings: ClusterSettings, detach: bo
 def ray_environment(has_ingress: bool, say: Say) -> dict[str, str]:
     """What a Ray that starts on this machine is to have in its environment, ports that are free here included."""
     made = RAY_ENVIRONMENT | (INGRESS_ENVIRONMENT if has_ingress else {})
+    made[compat.ADDRESS_HEADER_ENV] += f"-{secrets.token_hex(8)}"
     if reason := compat.why_no_haproxy():
         say(f"without HAProxy, streams go through Serve's slower proxy in Python: {reason}")
         del made["RAY_SERVE_ENABLE_HA_PROXY"]

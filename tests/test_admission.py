@@ -3,14 +3,16 @@
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.admission import Admission, BusyError
-from cluster.request import Caller
+from cluster.admission import MAX_OVERTAKEN, UNCOUNTED_BODY_BYTES, Admission, BodyBudget, BusyError
+from cluster.request import ANYONE, Caller, network_of
 
 WEB, JOB = Caller("web"), Caller("job")
 
@@ -32,6 +34,7 @@ class Requests:
 
     async def _run(self, name: str, caller: Caller, weight: int) -> None:
         try:
+            self.admission.count_request(caller)
             async with self.admission.place(caller, weight):
                 self.running.append(name)
                 try:
@@ -103,6 +106,110 @@ def test_one_request_of_many_sequences_counts_as_many() -> None:
         assert requests.running == ["wide too"]
 
     played(play, max_running=4, max_queued=10)
+
+
+def test_a_wide_request_that_waits_fills_the_queue_by_its_sequences() -> None:
+    async def play(requests: Requests) -> None:
+        await requests.send("runs", WEB)
+        await requests.send("too wide for the queue", WEB, weight=8)
+        assert requests.admission.num_queued == 1, "alone it may wait"
+        await requests.send("one more", JOB)
+        assert len(requests.refused) == 1
+        await requests.leave("too wide for the queue")
+        for number in range(4):
+            await requests.send(str(number), JOB)
+        assert (len(requests.refused), requests.admission.num_queued) == (1, 4)
+        await requests.send("wide", WEB, weight=2)
+        assert (len(requests.refused), requests.admission.num_queued) == (2, 4)
+
+    played(play, max_running=1, max_queued=4)
+
+
+def test_requests_of_one_sequence_overtake_those_of_several_of_the_same_caller_but_not_without_end() -> None:
+    async def play(requests: Requests) -> None:
+        await requests.send("wide", WEB, weight=4)
+        await requests.send("wide too", WEB, weight=4)
+        for number in range(MAX_OVERTAKEN + 2):
+            await requests.send(str(number), WEB)
+        assert requests.running == ["wide", "0", "1"]
+        for number in range(MAX_OVERTAKEN - 2):
+            await requests.end(str(number))
+        assert requests.running == ["wide", str(MAX_OVERTAKEN - 2), str(MAX_OVERTAKEN - 1)]
+        await requests.end(str(MAX_OVERTAKEN - 2))
+        assert requests.running == ["wide", str(MAX_OVERTAKEN - 1)], "the others wait behind it now"
+        await requests.end("wide")
+        assert requests.running == [str(MAX_OVERTAKEN - 1), "wide too", str(MAX_OVERTAKEN)]
+
+    played(play, max_running=6, max_queued=100)
+
+
+def test_a_crowd_leaves_places_for_those_of_whom_nothing_runs() -> None:
+    async def play(requests: Requests) -> None:
+        requests.admission.num_reserved = 2
+        for number in range(8):
+            await requests.send(f"crowd-{number}", WEB)
+        assert len(requests.running) == 6
+        await requests.send("first", JOB)
+        await requests.send("second", JOB)
+        await requests.send("other", Caller("other"))
+        assert set(requests.running) - {f"crowd-{number}" for number in range(6)} == {"first", "other"}
+
+    played(play, max_running=8, max_queued=100)
+
+
+def test_callers_without_keys_take_turns_by_address_and_leave_nothing_behind() -> None:
+    async def play(requests: Requests) -> None:
+        crowd, other = (replace(ANYONE, address=address) for address in ("192.0.2.1", "192.0.2.2"))
+        for number in range(6):
+            await requests.send(f"crowd-{number}", crowd)
+        await requests.send("other", other)
+        await requests.end("crowd-0")
+        assert requests.running == ["crowd-1", "other"]
+        for number in range(100):  # who leaves while it waits
+            await requests.send(f"passing-{number}", replace(ANYONE, address=f"198.51.100.{number}"))
+            await requests.leave(f"passing-{number}")
+        assert requests.admission.num_lines == 2
+        while requests.running:
+            await requests.end(requests.running[0])
+        assert requests.admission.num_lines == 0
+
+    played(play, max_running=2, max_queued=100)
+
+
+@pytest.mark.parametrize(
+    ("address", "network"),
+    [
+        ("192.0.2.1", "192.0.2.1"),
+        ("::ffff:192.0.2.1", "192.0.2.1"),
+        ("2001:db8::1", "2001:db8::/64"),
+        ("2001:db8::ffff:1", "2001:db8::/64"),
+        ("", ""),
+        ("unknown", ""),
+    ],
+)
+def test_a_client_is_told_apart_by_what_it_cannot_choose_of_its_address(address: str, network: str) -> None:
+    assert network_of(address) == network
+
+
+def test_bodies_are_held_up_to_a_bound_of_which_one_caller_has_half() -> None:
+    large = UNCOUNTED_BODY_BYTES + 1
+    budget = BodyBudget(4 * large)
+    with ExitStack() as bodies:
+        for _ in range(2):
+            bodies.enter_context(budget.hold_body(WEB)).add(large)
+        third = bodies.enter_context(budget.hold_body(WEB))
+        third.add(large - 1)  # nobody's large bodies keep out a small one
+        with pytest.raises(BusyError, match="max_body_bytes_in_flight"):
+            third.add(1)
+        job = bodies.enter_context(budget.hold_body(JOB))
+        for _ in range(large):
+            job.add(2)
+        assert budget.num_bytes == 4 * large
+        with pytest.raises(BusyError):
+            bodies.enter_context(budget.hold_body(Caller("other"))).add(large)
+    assert budget.num_bytes == 0
+    with budget.hold_body(WEB) as body:
+        body.add(2 * large)
 
 
 def test_one_that_is_too_wide_for_any_number_of_places_runs_alone() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from cluster.depth import WORTH_LEVELS, best_total
@@ -57,7 +58,7 @@ def one(monkeypatch: pytest.MonkeyPatch) -> Any:
     found = object.__new__(PerRequestDepthAsyncScheduler)
     found.num_spec_tokens, found.requests, found._without_drafts = K_MAX, {}, set()
     found._rejections, found._is_choice, found._chosen_step, found._steps = Rejections(K_MAX), False, None, {}
-    found._chosen_share = 0.0
+    found._chosen_share, found.waiting = 0.0, FCFSRequestQueue()
     found._trimmer = SimpleNamespace(
         chooses=True,
         num_chosen=None,

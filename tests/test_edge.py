@@ -10,7 +10,7 @@ import hashlib
 import json
 import pickle
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, get_type_hints
 
 import httpx
 import jsonschema
@@ -18,6 +18,8 @@ import pytest
 from fastapi import FastAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
 
 from cluster.counts import Counts
 from cluster.heads import HeadRouting
@@ -26,7 +28,6 @@ from cluster.settings import (
     CallerSettings,
     ClusterSettings,
     DrafterSettings,
-    IngressSettings,
     LearningSettings,
     ModelSettings,
     live_config,
@@ -36,10 +37,12 @@ from deployments import edge
 from deployments.edge import (
     BODIES,
     MAX_NESTING,
+    UNUSED_FIELDS,
     Admitted,
     ApiError,
     Edge,
     EdgeMetrics,
+    Entrance,
     Usage,
     check_document,
     drafting_field,
@@ -47,11 +50,13 @@ from deployments.edge import (
     from_engine,
     make_app,
 )
-from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.acceptance import DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
 SECRET = "sk-very-secret"
 DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()
 HELLO = [{"role": "user", "content": "Hi"}]
+JSON_TYPE = {"content-type": "application/json"}
+JSON_HEADERS = [(b"content-type", b"application/json")]
 
 
 def cluster(**sections: Any) -> ClusterSettings:
@@ -117,7 +122,7 @@ class Echo:
 
 def request(backend: Echo, method: str, path: str, **sent: Any) -> httpx.Response:
     async def ask() -> httpx.Response:
-        app: FastAPI = make_app(backend, sent.pop("origins", []))  # type: ignore[arg-type]
+        app: FastAPI = make_app(backend, sent.pop("entrance", Entrance()))  # type: ignore[arg-type]
         transport = httpx.ASGITransport(app, root_path=sent.pop("root_path", ""), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.request(method, path, **sent)
@@ -337,7 +342,7 @@ def test_a_bad_completion_gets_400_that_names_the_field(name: str) -> None:
         ("POST", "/metrics", 405, "GET"),
         ("POST", "/", 405, "GET"),
         ("GET", "/v1/nothing", 404, ""),
-        ("POST", "/v1/chat/completions/", 404, ""),
+        ("GET", "/v1/chat/completions/", 405, "POST"),
         ("GET", "/v1/models/%00", 404, ""),
         ("GET", "/v1/models/../../etc/passwd", 404, ""),
     ],
@@ -359,7 +364,9 @@ def test_the_openapi_document_is_true_of_bodies_and_refusals() -> None:
         operation = document["paths"][path]["post"]
         ref = f"#/components/schemas/{name}"
         assert operation["requestBody"]["content"]["application/json"]["schema"] == {"anyOf": [{"$ref": ref}]}
-        assert {"200", "400", "401", "403", "404", "408", "413", "429", "502", "503"} == operation["responses"].keys()
+        assert {"200", "400", "401", "403", "404", "408", "413", "415", "429", "502", "503"} == operation[
+            "responses"
+        ].keys()
     validator = jsonschema.Draft202012Validator({"$ref": "#/components/schemas/ChatCompletionRequest", **document})
     for good in ({}, {"drafting": {"k": 3, "workload": "code"}}, {"n": None}, {"store": True}, {"stop": ["a"]}):
         assert validator.is_valid({"messages": HELLO, **good})
@@ -372,14 +379,135 @@ def test_the_openapi_document_is_true_of_bodies_and_refusals() -> None:
     assert "422" not in json.dumps(document)
 
 
-def test_an_unknown_field_is_told_the_nearest_one() -> None:
-    assert "did you mean max_tokens?" in chat(Echo(), max_token=3).json()["error"]["message"]
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_token", "; did you mean max_tokens?"),
+        ("temprature", "; did you mean temperature?"),
+        ("top-p", "; did you mean top_p?"),
+        ("functions", "; it is called tools here"),
+        ("function_call", "; it is called tool_choice here"),
+        ("max_output_tokens", "; it is called max_tokens here"),
+        ("guided_json", "; it is called structured_outputs.json here"),
+        ("instructions", ""),
+        ("system", ""),
+        ("zzz", ""),
+    ],
+)
+def test_an_unknown_field_is_told_what_it_is_called_here(name: str, hint: str) -> None:
+    error = chat(Echo(), **{name: 3}).json()["error"]
+    assert (error["message"], error["param"]) == (f"unknown field {name}{hint}", name)
 
 
-def test_what_openais_clients_send_and_nothing_needs_is_taken() -> None:
-    backend = Echo()
-    assert chat(backend, store=True, metadata={"a": "b"}, service_tier="auto", user="u", seed=None).status_code == 200
-    assert not {"store", "metadata", "service_tier", "seed"} & backend.admitted[0].fields.keys()
+def test_a_completion_is_told_its_own_name_for_a_chats_field() -> None:
+    error = complete(Echo(), max_completion_tokens=3).json()["error"]
+    assert "it is called max_tokens here" in error["message"]
+
+
+CHAT_PARAMS: dict[str, list[Any]] = {
+    "audio": [],
+    "frequency_penalty": [0.5],
+    "function_call": [],
+    "functions": [],
+    "logit_bias": [{"5": 1}],
+    "logprobs": [False],
+    "max_completion_tokens": [5],
+    "max_tokens": [5],
+    "messages": [HELLO],
+    "metadata": [{"a": "b"}],
+    "modalities": [["text"]],
+    "model": ["tiny"],
+    "moderation": [{"model": "m"}, {"model": "m", "policy": {"input": {"mode": "score"}}}],
+    "n": [2],
+    "parallel_tool_calls": [True],
+    "prediction": [{"type": "content", "content": "x"}],
+    "presence_penalty": [0.5],
+    "prompt_cache_key": ["k"],
+    "prompt_cache_options": [{"mode": "explicit"}],
+    "prompt_cache_retention": ["24h"],
+    "reasoning_effort": ["low"],
+    "response_format": [{"type": "text"}],
+    "safety_identifier": ["s"],
+    "seed": [3],
+    "service_tier": ["auto"],
+    "stop": ["a", ["a", "b"]],
+    "store": [True],
+    "stream_options": [None],
+    "temperature": [1.0],
+    "tool_choice": ["none"],
+    "tools": [[TOOL]],
+    "top_logprobs": [None],
+    "top_p": [0.5],
+    "user": ["u"],
+    "verbosity": ["low"],
+    "web_search_options": [{}],
+}
+"""Of OpenAI's chat API, each with values that are taken: none where it is refused."""
+
+COMPLETION_PARAMS: dict[str, list[Any]] = {
+    "best_of": [1],
+    "echo": [True],
+    "frequency_penalty": [0.5],
+    "logit_bias": [{"5": 1}],
+    "logprobs": [5],
+    "max_tokens": [5],
+    "model": ["tiny"],
+    "n": [2],
+    "presence_penalty": [0.5],
+    "prompt": ["a", ["a", "b"], [1, 2], [[1], [2]]],
+    "seed": [3],
+    "stop": ["a", ["a", "b"]],
+    "stream_options": [None],
+    "suffix": [None],
+    "temperature": [1.0],
+    "top_p": [0.5],
+    "user": ["u"],
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "declared", "decided"),
+    [
+        ("chat", chat_params.CompletionCreateParamsBase, CHAT_PARAMS),
+        ("completions", completion_params.CompletionCreateParamsBase, COMPLETION_PARAMS),
+    ],
+)
+def test_every_parameter_of_openais_client_is_taken_or_refused_by_name(call: Any, declared: Any, decided: Any) -> None:
+    assert set(get_type_hints(declared)) == set(decided), "a parameter of the client that nobody has decided on"
+    least = {"messages": HELLO} if call == "chat" else {"prompt": "One,"}
+    for name, values in decided.items():
+        for value in values:
+            admitted = EDGE.admit(call, {**least, name: value})
+            assert name not in UNUSED_FIELDS or name not in admitted.fields
+        if not values:
+            with pytest.raises(ApiError) as raised:
+                EDGE.admit(call, {**least, name: {"a": "b"}})
+            assert (raised.value.status, raised.value.param) == (400, name)
+
+
+@pytest.mark.parametrize(
+    ("call", "fields", "param"),
+    [
+        ("chat", {"modalities": ["text", "audio"]}, "modalities"),
+        ("chat", {"modalities": ["audio"], "audio": {"voice": "a", "format": "wav"}}, "modalities"),
+        ("chat", {"audio": {"voice": "a", "format": "wav"}}, "audio"),
+        ("chat", {"moderation": {"policy": {"output": {"mode": "block"}}}}, "moderation.policy.output"),
+        ("completions", {"best_of": 2}, "best_of"),
+        ("completions", {"best_of": 3, "n": 2}, "best_of"),
+        ("completions", {"best_of": 1, "n": 2}, "best_of"),
+        ("completions", {"best_of": "many"}, "best_of"),
+    ],
+)
+def test_a_value_that_would_change_the_answer_is_refused(call: Any, fields: dict[str, Any], param: str) -> None:
+    least = {"messages": HELLO} if call == "chat" else {"prompt": "One,"}
+    with pytest.raises(ApiError) as raised:
+        EDGE.admit(call, {**least, **fields})
+    assert (raised.value.status, raised.value.param) == (400, param)
+    assert "unknown field" not in raised.value.message
+
+
+def test_as_many_completions_as_are_made_are_returned() -> None:
+    assert EDGE.admit("completions", {"prompt": "a", "n": 3, "best_of": 3}).num_sequences == 3
 
 
 @pytest.mark.parametrize("call", BODIES)
@@ -399,7 +527,7 @@ def test_every_field_that_vllm_knows_passes_as_it_is(call: Any) -> None:
     [b'{"messages": [', b"", b"\xff\xfe", b"[1]", b"3", b"null", b'"text"', b"[" * 100_000, b'{"a": "\xed\xa0\x80"}'],
 )
 def test_a_body_that_is_no_json_object_gets_400(raw: bytes) -> None:
-    response = request(Echo(), "POST", "/v1/chat/completions", content=raw)
+    response = request(Echo(), "POST", "/v1/chat/completions", content=raw, headers=JSON_TYPE)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["type"] == "invalid_request_error"
 
@@ -414,9 +542,9 @@ def test_a_body_beyond_the_limit_gets_413_and_is_not_read_to_its_end() -> None:
             yield b" " * 1000
 
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(make_app(Echo(limits(max_body_bytes=10_000)), []))  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(make_app(Echo(limits(max_body_bytes=10_000)), Entrance()))  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.post("/v1/chat/completions", content=endless())
+            return await client.post("/v1/chat/completions", content=endless(), headers=JSON_TYPE)
 
     response = asyncio.run(ask())
     assert (response.status_code, response.json()["error"]["code"]) == (413, "too_large")
@@ -443,8 +571,15 @@ def test_a_body_that_does_not_come_gets_408_and_one_whose_client_leaves_is_no_fa
             sent.append(message)
 
         path = "/v1/chat/completions"
-        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"", "root_path": ""}
-        await make_app(Echo(), [])(scope, receive, send)  # type: ignore[arg-type]
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "headers": JSON_HEADERS,
+            "query_string": b"",
+            "root_path": "",
+        }
+        await make_app(Echo(), Entrance())(scope, receive, send)  # type: ignore[arg-type]
         return sent
 
     slow, gone = asyncio.run(ask(b'{"messages": [', leaves=False)), asyncio.run(ask(b"{", leaves=True))
@@ -455,7 +590,7 @@ def test_a_body_that_does_not_come_gets_408_and_one_whose_client_leaves_is_no_fa
 
 def test_an_endless_number_and_an_infinite_one() -> None:
     for raw in ('{"temperature": 1e999}', '{"temperature": NaN}', '{"temperature": -Infinity}'):
-        response = request(Echo(), "POST", "/v1/chat/completions", content=raw)
+        response = request(Echo(), "POST", "/v1/chat/completions", content=raw, headers=JSON_TYPE)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "temperature")
 
 
@@ -508,6 +643,38 @@ def test_sequences_are_prompts_times_n() -> None:
     assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
     assert complete(backend, prompt=[[1], [2]], n=3).status_code == 200
     assert complete(backend, prompt=[1, 2, 3, 4, 5, 6, 7]).status_code == 200, "one prompt of seven tokens"
+
+
+def test_log_probabilities_of_prompts_are_bounded_by_the_whole_answer() -> None:
+    backend = Echo(limits(max_num_prompt_logprobs=1000))
+    ids = list(range(1, 101))
+    for body in (
+        {"prompt": ids, "echo": True, "logprobs": 4, "n": 2},
+        {"prompt": [ids, ids], "prompt_logprobs": 4},
+        {"prompt": "text" * 100, "echo": True, "logprobs": 9},
+        {"prompt": "text" * 100, "logprobs": 20, "n": 16},
+    ):
+        assert complete(backend, **body).status_code == 200, body
+    for body, param in (
+        ({"prompt": ids, "echo": True, "logprobs": 4, "n": 3}, "logprobs"),
+        ({"prompt": [ids, ids, ids], "prompt_logprobs": 4}, "prompt_logprobs"),
+        ({"prompt": ["text" * 50, "text" * 60], "echo": True, "logprobs": 9}, "logprobs"),
+    ):
+        error = complete(backend, **body).json()["error"]
+        assert (error["param"], error["code"]) == (param, "limit")
+    long = [{"role": "user", "content": "text" * 300}]
+    assert chat(backend, messages=long, prompt_logprobs=3).json()["error"]["param"] == "prompt_logprobs"
+    assert chat(backend, messages=long, logprobs=True, top_logprobs=3).status_code == 200
+
+
+def test_sequences_of_one_request_share_a_group_that_no_client_names() -> None:
+    backend = Echo()
+    for _ in range(2):
+        assert complete(backend, prompt=["a", "b"]).status_code == 200
+    first, second = (admitted.body.vllm_xargs[GROUP_KEY] for admitted in backend.admitted)
+    assert first != second
+    assert GROUP_KEY not in EDGE.admit("completions", {"prompt": "a"}).body.vllm_xargs
+    assert complete(backend, vllm_xargs={GROUP_KEY: "a"}).json()["error"]["param"] == f"vllm_xargs.{GROUP_KEY}"
 
 
 def test_limits_are_those_of_the_settings() -> None:
@@ -628,10 +795,204 @@ def test_invocations_that_are_neither_are_refused() -> None:
         assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
         assert "nor prompt, for a completion" in response.json()["error"]["message"]
     for raw in (b"", b"[]", b"{"):
-        assert request(Echo(), "POST", "/invocations", content=raw).status_code == 400
+        assert request(Echo(), "POST", "/invocations", content=raw, headers=JSON_TYPE).status_code == 400
     both = request(Echo(), "POST", "/invocations", json={"messages": HELLO, "prompt": "One,"})
     assert (both.status_code, both.json()["error"]["param"]) == (400, "prompt")
     assert request(Echo(callers(web={"key_sha256": DIGEST})), "POST", "/invocations", json={}).status_code == 401
+
+
+# ---- who may call, and in what form
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/invocations"])
+@pytest.mark.parametrize(
+    "kind", [None, "", "text/plain", "application/x-www-form-urlencoded", "application/jsonp", "application/ld+json"]
+)
+def test_a_body_that_is_not_said_to_be_json_gets_415(path: str, kind: str | None) -> None:
+    """A browser sends none of these elsewhere without asking first, but for what a form or a script can send."""
+    backend = Echo()
+    headers = {} if kind is None else {"content-type": kind}
+    response = request(backend, "POST", path, content=b'{"messages": []}', headers=headers)
+    assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_media_type")
+    assert "application/json" in response.json()["error"]["message"]
+    assert backend.admitted == []
+
+
+@pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "Application/JSON ;a=b"])
+def test_a_body_that_is_said_to_be_json_is_read(kind: str) -> None:
+    text = json.dumps({"messages": HELLO})
+    headers = {"content-type": kind}
+    assert request(Echo(), "POST", "/v1/chat/completions", content=text, headers=headers).status_code == 200
+
+
+LOCAL = Entrance("127.0.0.1", allowed_hosts=["api.example.com"], allow_origins=["http://page.example"])
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"host": "localhost:8000"}, None),
+        ({"host": "127.0.0.1"}, None),
+        ({"host": "[::1]:8000"}, None),
+        ({"host": "LOCALHOST."}, None),
+        ({"host": "api.example.com:443"}, None),
+        ({"host": "evil.example"}, "host_not_allowed"),
+        ({"host": "evil.example:8000"}, "host_not_allowed"),
+        ({"host": "localhost.evil.example"}, "host_not_allowed"),
+        ({"host": "127.0.0.1.evil.example"}, "host_not_allowed"),
+        ({"host": "192.0.2.1"}, "host_not_allowed"),
+        ({"host": "[2001:db8::1]"}, "host_not_allowed"),
+        ({"host": "localhost:8000", "origin": "http://localhost:8000"}, None),
+        ({"host": "localhost:8000", "origin": "http://page.example"}, None),
+        ({"host": "localhost:8000", "origin": "http://localhost:3000"}, "origin_not_allowed"),
+        ({"host": "localhost:8000", "origin": "http://evil.example"}, "origin_not_allowed"),
+        ({"host": "localhost:8000", "origin": "null"}, "origin_not_allowed"),
+    ],
+)
+def test_a_service_of_this_machine_answers_no_foreign_page(headers: dict[str, str], code: str | None) -> None:
+    backend = Echo()
+    sent: dict[str, Any] = {"headers": headers, "entrance": LOCAL}
+    response = request(backend, "POST", "/v1/chat/completions", json={"messages": HELLO}, **sent)
+    assert response.status_code == (200 if code is None else 403), response.text
+    assert len(backend.admitted) == (code is None)
+    if code is not None:
+        assert response.json()["error"]["code"] == code
+        key = {"host_not_allowed": "ingress.allowed_hosts", "origin_not_allowed": "ingress.allow_origins"}[code]
+        assert key in response.json()["error"]["message"]
+    for path in ("/", "/metrics", "/drafting", "/v1/models"):
+        assert request(Echo(), "GET", path, **sent).status_code == response.status_code
+    for path in ("/health", "/ping"):
+        assert request(Echo(), "GET", path, **sent).status_code == 200
+
+
+def test_hosts_are_checked_where_no_key_is_and_nobody_else_should_call() -> None:
+    evil = {"host": "evil.example", "origin": "http://evil.example"}
+    body = {"json": {"messages": HELLO}, "headers": evil}
+    path = "/v1/chat/completions"
+    for host in ("0.0.0.0", "192.0.2.1", ""):
+        assert request(Echo(), "POST", path, entrance=Entrance(host), **body).status_code == 200
+    for host in ("127.0.0.1", "127.0.0.2", "localhost", "::1"):
+        assert request(Echo(), "POST", path, entrance=Entrance(host), **body).status_code == 403
+    named = Entrance("0.0.0.0", allowed_hosts=["api.example.com"])
+    assert request(Echo(), "POST", path, entrance=named, **body).status_code == 403
+    everyone = Entrance("127.0.0.1", allowed_hosts=["*"], allow_origins=["*"])
+    assert request(Echo(), "POST", path, entrance=everyone, **body).status_code == 200
+    keyed = Echo(callers(web={"key_sha256": DIGEST}))
+    body["headers"] = {**evil, **bearer(SECRET)}
+    assert request(keyed, "POST", path, entrance=LOCAL, **body).status_code == 200
+
+
+def test_callers_without_a_key_are_told_apart_by_the_address_that_the_proxy_wrote() -> None:
+    """It writes below what the client sent under the same name."""
+    entrance = Entrance(address_header="x-client")
+
+    async def run(*headers: tuple[str, str]) -> set[str]:
+        backend = Echo()
+        backend.pause = asyncio.Event()
+        transport = httpx.ASGITransport(make_app(backend, entrance))  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            sent = {"json": {"messages": HELLO}, "headers": list(headers)}
+            asking = asyncio.ensure_future(client.post("/v1/chat/completions", **sent))
+            while not backend.admitted:
+                await asyncio.sleep(0)
+            found = backend.edge.admission.running_by_caller()
+            backend.pause.set()
+            assert (await asking).status_code == 200
+        assert backend.admitted[0].caller == "anyone", "no address goes to what is kept for learning"
+        return set(found)
+
+    assert asyncio.run(run(("X-Client", "192.0.2.9"))) == {"anyone/192.0.2.9"}
+    assert asyncio.run(run(("X-Client", "192.0.2.1"), ("X-Client", "192.0.2.9"))) == {"anyone/192.0.2.9"}
+    assert asyncio.run(run(("X-Forwarded-For", "192.0.2.1"))) == {"anyone"}
+
+
+def test_a_request_that_is_refused_counts_against_the_rate_of_its_caller() -> None:
+    path, headers = "/v1/chat/completions", bearer(SECRET)
+    refused: list[tuple[dict[str, Any], int]] = [
+        ({"json": {"messages": HELLO, "temperature": "hot"}}, 400),
+        ({"content": b"{", "headers": {**headers, **JSON_TYPE}}, 400),
+        ({"content": b"{}", "headers": {**headers, "content-type": "text/plain"}}, 415),
+        ({"json": {"messages": HELLO, "model": "other"}}, 404),
+        ({"json": {"messages": HELLO, "user": "a" * 20_000}}, 413),
+    ]
+    found = callers(web={"key_sha256": DIGEST, "requests_per_minute": len(refused)})
+    changed = found.limits.model_copy(update={"max_body_bytes": 10_000})
+    backend = Echo(found.model_copy(update={"limits": changed}))
+    for sent, status in refused:
+        assert request(backend, "POST", path, **{"headers": headers, **sent}).status_code == status
+    late = chat(backend, headers=headers)
+    assert (late.status_code, "5 requests a minute" in late.json()["error"]["message"]) == (429, True)
+    assert int(late.headers["retry-after"]) > 0
+    (answers,) = [family for family in backend.edge.families() if family.name == "peagle_answers"]
+    counted = {sample.labels["status"]: sample.value for sample in answers.samples}
+    assert counted == {"400": 2, "415": 1, "404": 1, "413": 1, "429": 1}
+
+
+def test_unfinished_bodies_fill_a_bounded_memory_and_keep_no_small_request_out() -> None:
+    max_bytes, piece = 400_000, b" " * 20_000
+
+    async def run() -> None:
+        backend = Echo(limits(max_body_bytes=200_000, max_body_bytes_in_flight=max_bytes))
+        app = make_app(backend, Entrance())  # type: ignore[arg-type]
+        more = asyncio.Event()
+
+        async def unfinished() -> AsyncIterator[bytes]:
+            for _ in range(9):
+                yield piece
+            await more.wait()
+
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            path = "/v1/chat/completions"
+            sending = [
+                asyncio.ensure_future(client.post(path, content=unfinished(), headers=JSON_TYPE)) for _ in range(10)
+            ]
+            while sum(task.done() for task in sending) < 9:
+                await asyncio.sleep(0.01)
+            assert 0 < backend.edge.bodies.num_bytes <= max_bytes // 2, "of one caller"
+            refused = [task.result() for task in sending if task.done()]
+            assert {response.status_code for response in refused} == {429}
+            assert all(int(response.headers["retry-after"]) > 0 for response in refused)
+            assert (await client.post(path, json={"messages": HELLO})).status_code == 200
+            more.set()
+            await asyncio.gather(*sending)
+        assert backend.edge.bodies.num_bytes == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_body_is_held_until_its_answer_has_ended(stream: bool) -> None:
+    backend = Echo()
+    seen: list[int] = []
+
+    async def generate(admitted: Admitted) -> AsyncIterator[Any]:
+        seen.append(backend.edge.bodies.num_bytes)
+        async for item in Echo.generate(backend, admitted):
+            yield item
+            seen.append(backend.edge.bodies.num_bytes)
+
+    backend.generate = generate  # type: ignore[method-assign]
+    assert chat(backend, stream=stream, user="u" * 50_000).status_code == 200
+    assert min(seen) > 50_000
+    assert backend.edge.bodies.num_bytes == 0
+
+
+def test_head_is_answered_as_get_and_a_slash_at_the_end_changes_nothing() -> None:
+    for path in ("/health", "/ping", "/v1/models", "/metrics", "/"):
+        plain = request(Echo(), "GET", path)
+        head = request(Echo(), "HEAD", path)
+        assert (plain.status_code, head.status_code) == (200, 200)
+        assert head.content == b""
+        assert head.headers["content-length"] == plain.headers["content-length"]
+        assert request(Echo(), "GET", f"{path.rstrip('/')}/").content == plain.content
+        assert request(Echo(), "GET", f"/app{path.rstrip('/')}/", root_path="/app").content == plain.content
+    for path, body in (("chat/completions", {"messages": HELLO}), ("completions", {"prompt": "One,"})):
+        assert request(Echo(), "POST", f"/v1/{path}/", json=body).status_code == 200
+    assert request(Echo(), "HEAD", "/v1/chat/completions").status_code == 405
+    keyed = Echo(callers(web={"key_sha256": DIGEST}))
+    assert request(keyed, "GET", "/v1/models/").status_code == 401
+    assert request(keyed, "HEAD", "/health/").status_code == 200
 
 
 # ---- the answer
@@ -662,6 +1023,8 @@ def test_the_engines_own_refusal_keeps_its_field_and_its_failures_keep_their_wor
     by_name = from_engine({"code": 400, "message": "top_k must be 0 (disable), or at least 1, got -5.", "param": None})
     assert by_name.param == "top_k"
     assert from_engine({"code": 400, "message": "The prompt is empty", "param": None}).param is None
+    flags = from_engine({"code": 400, "message": "needs --enable-auto-tool-choice (`--max-logprobs`), not --my-own"})
+    assert flags.message == "needs engine.enable_auto_tool_choice (`engine.max_logprobs`), not --my-own"
     failed = from_engine({"code": 500, "message": "EngineCore encountered an issue. See stack trace (above)"})
     assert failed.status == 500
     assert "stack trace" not in failed.message
@@ -673,7 +1036,7 @@ def test_a_client_that_leaves_closes_its_answer_at_once_and_logs_nothing(caplog:
     async def run(stream: bool, has_begun: bool) -> None:
         backend = Echo()
         backend.pause = asyncio.Event()
-        app = make_app(backend, [])  # type: ignore[arg-type]
+        app = make_app(backend, Entrance())  # type: ignore[arg-type]
         body = json.dumps({"messages": HELLO, "stream": stream}).encode()
         received = [{"type": "http.request", "body": body, "more_body": False}]
         sent: list[Any] = []
@@ -689,7 +1052,14 @@ def test_a_client_that_leaves_closes_its_answer_at_once_and_logs_nothing(caplog:
             sent.append(message)
 
         path = "/v1/chat/completions"
-        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"", "root_path": ""}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "headers": JSON_HEADERS,
+            "query_string": b"",
+            "root_path": "",
+        }
         served = asyncio.ensure_future(app(scope, receive, send))
         await asyncio.sleep(0.05)
         assert backend.admitted
@@ -732,8 +1102,15 @@ def test_an_engine_that_answers_a_cancelled_request_is_not_heard(caplog: Any) ->
             pass
 
         path = "/v1/chat/completions"
-        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"", "root_path": ""}
-        await make_app(backend, [])(scope, receive, send)  # type: ignore[arg-type]
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "headers": JSON_HEADERS,
+            "query_string": b"",
+            "root_path": "",
+        }
+        await make_app(backend, Entrance())(scope, receive, send)  # type: ignore[arg-type]
         await asyncio.sleep(0.05)
         gc.collect()
         (answers,) = [family for family in backend.edge.families() if family.name == "peagle_answers"]
@@ -796,7 +1173,7 @@ def test_only_requests_of_callers_who_opted_in_may_be_learned_from(learn: bool) 
     assert backend.admitted[0].fields["vllm_xargs"].get(LEARN_KEY) == ("web" if learn else None)
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/openapi.json", "/none", "/health/"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/openapi.json", "/none", "/health/x"])
 @pytest.mark.parametrize("headers", [{}, bearer("sk-wrong"), {"X-Api-Key": SECRET}])
 def test_an_unknown_key_gets_401_before_anything_else(path: str, headers: dict[str, str]) -> None:
     backend = Echo(callers(web={"key_sha256": DIGEST}))
@@ -836,10 +1213,10 @@ def test_a_browser_may_ask_whether_it_may_call_and_can_read_the_refusal() -> Non
     origin = {"Origin": "http://page.example"}
     preflight = {**origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     backend = Echo(callers(web={"key_sha256": DIGEST}))
-    origins = IngressSettings(allow_origins=["http://page.example"]).allow_origins
+    entrance = Entrance(allow_origins=["http://page.example"])
     path = "/v1/chat/completions"
-    assert request(backend, "OPTIONS", path, headers=preflight, origins=origins).status_code == 200
-    refused = request(backend, "POST", path, headers=origin, origins=origins)
+    assert request(backend, "OPTIONS", path, headers=preflight, entrance=entrance).status_code == 200
+    refused = request(backend, "POST", path, headers=origin, entrance=entrance)
     assert refused.status_code == 401
     assert refused.headers["access-control-allow-origin"] == "http://page.example"
     assert "access-control-allow-origin" not in request(Echo(), "POST", path, headers=origin).headers

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from benchmarks.prompts import choose_prompts
 from deployments import TARGET_NAME, cli
 from deployments.client import TargetClient, TargetError
-from tests.service_harness import BAD_REQUESTS, PROMPTS, QUESTION, json_schema
+from tests.service_harness import BAD_REQUESTS, PROMPTS, QUESTION, json_schema, wait_for
 
 pytestmark = pytest.mark.service
 
@@ -140,6 +140,11 @@ def test_streaming_gives_the_same_text_piece_by_piece_and_its_drafting_at_the_en
     assert not any(hasattr(chunk, "drafting") for chunk in others)
     # One chunk for each step, not one for a time slice.
     assert len(others) >= whole["drafting"]["num_steps"]
+    with_usage = {"stream": True, "stream_options": {"include_usage": True}}
+    *others, last = service.client().chat.completions.create(model=service.model, **with_usage, **arguments)
+    assert (last.choices, last.usage.completion_tokens) == ([], 12)
+    assert last.drafting == whole["drafting"]
+    assert not any(hasattr(chunk, "drafting") for chunk in others)
 
 
 @pytest.mark.long
@@ -171,7 +176,7 @@ def test_what_the_engine_would_not_survive_is_an_error_of_the_request(service, n
     assert service.ask(max_tokens=1).status_code == 200
 
 
-POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n"
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BAD_HTTP: dict[str, tuple[bytes, set[bytes]]] = {
     "no request": (b"what is this?\r\n\r\n", {b"400"}),
     "a length that is no number": (POST + b"Content-Length: ten\r\n\r\n{}", {b"400"}),
@@ -227,7 +232,43 @@ def test_unknown_names_and_origins(service):
         service.client().chat.completions.create(model="gpt-none", messages=QUESTION)
     with pytest.raises(openai.NotFoundError):
         service.client().models.retrieve("gpt-none")
-    assert "access-control-allow-origin" not in service.ask(headers={"Origin": "http://elsewhere.example"}).headers
+    for headers in ({"Origin": "http://elsewhere.example"}, {"Host": "elsewhere.example"}):
+        refused = service.ask(headers=headers)
+        assert refused.status_code == 403
+        assert "access-control-allow-origin" not in refused.headers
+    assert service.ask(headers={"Origin": service.url}, max_tokens=1).status_code == 200
+    plain = {"content": b"{}", "headers": {"Content-Type": "text/plain"}, "timeout": 60}
+    assert httpx.post(f"{service.url}/v1/chat/completions", **plain).status_code == 415
+
+
+def test_paths_of_probes_and_of_clients_that_are_less_exact(service):
+    assert httpx.head(f"{service.url}/health", timeout=60).status_code == 200
+    assert httpx.head(f"{service.url}/ping/", timeout=60).status_code == 200
+    body = {"prompt": "One,", "max_tokens": 1}
+    assert httpx.post(f"{service.url}/v1/completions/", json=body, timeout=60).status_code == 200
+
+
+def test_a_missing_option_of_the_engine_is_named_by_its_key(service):
+    error = service.ask(thinking_token_budget=3).json()["error"]
+    assert "engine.reasoning_parser" in error["message"]
+    assert "--" not in error["message"]
+
+
+def test_requests_of_many_sequences_are_overtaken_by_one_of_one(service):
+    """Both of one caller, whose order is that of their arrival, and of another."""
+    wide = {"prompt": "The quick brown fox jumps over the lazy dog. " * 50, "n": 16, "echo": True, "logprobs": 1}
+
+    def complete(body: dict[str, Any], address: str = "127.0.0.1") -> float:
+        with httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=600) as client:
+            response = client.post(f"{service.url}/v1/completions", json={"max_tokens": 8, **body})
+            assert response.status_code == 200, response.text
+        return time.monotonic()
+
+    with ThreadPoolExecutor(3) as pool:
+        slow = [pool.submit(complete, {**wide, "prompt": f"{number} {wide['prompt']}"}) for number in range(2)]
+        wait_for(lambda: service.metrics()["peagle_running_requests"][()] > 8, "requests in the engine")
+        ended_s = complete({"prompt": "One,"}, "127.0.0.2")
+        assert ended_s < min(request.result() for request in slow)
 
 
 def test_greedy_output_is_the_same_whatever_k_also_mixed_in_one_batch(service):

@@ -251,6 +251,10 @@ BAD_INPUTS: dict[str, tuple[Any, list[str]]] = {
     "misspelt callers": (changed(caller={"web": KEY}), ["unknown key caller", "did you mean callers"]),
     "no sequences": (changed(limits={"max_num_sequences": 0}), ["limits.max_num_sequences", "at least 1"]),
     "grammar without end": (changed(limits={"grammar_timeout_s": float("inf")}), ["limits.grammar_timeout_s"]),
+    "bodies in flight of less than two": (
+        changed(limits={"max_body_bytes": 10, "max_body_bytes_in_flight": 19}),
+        ["limits.max_body_bytes_in_flight is 19", "at least max_body_bytes, 10"],
+    ),
     "misspelt limit": (changed(limits={"max_body": 1}), ["limits.max_body", "did you mean max_body_bytes"]),
     "depth without a drafter": (changed(drafter=None), ["depth has no meaning without a drafter"]),
     # A remote drafter.

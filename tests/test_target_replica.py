@@ -109,6 +109,18 @@ def test_a_stream_has_its_drafting_in_the_chunk_that_finishes_the_last_choice() 
     assert found[-1] == Usage(4, 9)
 
 
+def test_a_stream_with_usage_has_its_drafting_in_the_same_last_chunk() -> None:
+    usage = {"id": "chatcmpl-1", "choices": [], "usage": {"total_tokens": 13}}
+    with_usage = f"data: {json.dumps(usage)}\n\n"
+    found = items(
+        Replica(lambda _: events(chunk(), chunk("stop"), with_usage, "data: [DONE]\n\n")),
+        stream=True, stream_options={"include_usage": True},
+    )  # fmt: skip
+    assert found[:2] == [chunk(), chunk("stop")]
+    assert json.loads(found[2].removeprefix("data: ")) == {**usage, "drafting": DRAFTING}
+    assert found[3:] == ["data: [DONE]\n\n", Usage(4, 9)]
+
+
 def test_an_engine_that_dies_in_a_stream_ends_it_in_words_of_our_own() -> None:
     """vLLM turns the engine's death into an event that speaks of a stack trace above, with code 500."""
     died = json.dumps(create_error_response(EngineDeadError()).model_dump())

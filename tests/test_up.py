@@ -233,6 +233,12 @@ def test_ingress_replicas_change_in_number_without_a_new_engine(tmp_path: Path) 
     assert [options["ingress"]["num_replicas"] for options in by_name[1:]] == [1, 3]
 
 
+def test_who_may_call_from_where_is_what_replicas_are_made_from(tmp_path: Path) -> None:
+    ingress = {"allow_origins": ["http://page.example"], "allowed_hosts": ["api.example.com"]}
+    made = live_form(*read_config(Path(write(tmp_path / "c.yaml", served(ingress=ingress)))))
+    assert made["applications"][0]["args"]["ingress"] == ingress
+
+
 def test_options_that_the_file_itself_gives_to_deployments_stay(tmp_path: Path) -> None:
     raw = served(ingress={"num_replicas": 2})
     raw["applications"][0]["deployments"] = [

@@ -39,6 +39,9 @@ WORKLOAD_KEY = "peagle_workload"
 LEARN_KEY = "peagle_learn"
 """`extra_args` key: str, name of the caller whose answers may be kept to train heads on. Absent: none of it is kept."""
 
+GROUP_KEY = "peagle_group"
+"""`extra_args` key: str, the same for all sequences of one request of several. Absent: it has one sequence."""
+
 STEPS_HEADER = "x-peagle-steps"
 """A request's `VerifiedStep`s that were not reported yet, oldest first: "7,3 7,0 5,5c"."""
 
