@@ -169,12 +169,14 @@ def expected_tensors(config: DrafterConfig) -> dict[str, Expected]:
 def is_plain(head_dir: str | Path, config: DrafterConfig) -> bool:
     """Whether stock vLLM loads the head in `head_dir` as it is.
 
-    vLLM shares the target's output matrix with a head that has none, which fits the whole vocabulary only, and puts
-    `model.` before the names of most tensors itself.
+    vLLM shares the target's output matrix with a head that has none, which fits the whole vocabulary only, puts
+    `model.` before the names of most tensors itself, and refuses a table of token ids beside the whole vocabulary.
     """
     names = stored_names(head_dir)
-    complete = "lm_head.weight" in names or config.draft_vocab_size == config.vocab_size
+    has_whole_vocabulary = config.draft_vocab_size == config.vocab_size
+    complete = "lm_head.weight" in names or has_whole_vocabulary
     has_others = names & {"mask_embedding", *TARGET_TENSORS} or any(name.startswith("model.") for name in names)
+    has_others = has_others or (has_whole_vocabulary and "d2t" in names)
     return complete and not has_others and is_vllms_own(read_json(Path(head_dir) / "config.json"))
 
 

@@ -215,6 +215,8 @@ def _join(head_dir: Path, tables: "dict[str, torch.Tensor]", directory: Path) ->
         tensors["embed_tokens.weight"] = embed_VH
     if "lm_head.weight" in tables:
         tensors["lm_head.weight"] = tables["lm_head.weight"][target_ids(tensors["d2t"])]
+    if config.draft_vocab_size == config.vocab_size:
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
     written = (head_dir / "config.json").read_bytes()
     if not is_vllms_own(json.loads(written)):
         written = (json.dumps(config.to_dict(), indent=2) + "\n").encode()
