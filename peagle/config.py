@@ -351,7 +351,7 @@ def _mask_tokens(raw: dict[str, Any]) -> dict[str, int]:
 
 
 def is_vllms_own(raw: dict[str, Any]) -> bool:
-    """Whether stock vLLM 0.29 takes a head's `config.json` for what this package takes it for.
+    """Whether stock vLLM takes a head's `config.json` for what this package takes it for.
 
     It does not where the file is of the speculators package (of a P-EAGLE head vLLM drops `fc_norm` and `norm_output`),
     where vLLM would put `Eagle3` before the architecture's name and so know no such model, where `target_hidden_size`
