@@ -348,7 +348,7 @@ def test_a_draft_is_accepted_where_it_is_the_targets_token(k_max: int) -> None:
         given = [draw.choice([token, token, -1, 7]) for token in mine[:-1]]
         num_accepted = next((i for i, (a, b) in enumerate(zip(mine, given, strict=False)) if a != b), num_drafts)
         expected.append(mine[: num_accepted + 1])
-        tokens, drafts = tokens + mine, drafts + [draw.choice([mine[0], 5]), *given]
+        tokens, drafts = tokens + mine, [*drafts, draw.choice([mine[0], 5]), *given]
         up_to.append(len(tokens))
     up_to.append(up_to[-1])  # a request without rows
     on_device = [torch.tensor(tokens), torch.tensor(drafts, dtype=torch.int32), torch.tensor(up_to, dtype=torch.int32)]

@@ -248,6 +248,14 @@ def test_every_pass_has_a_graph_with_room_for_it(
     assert (None in kinds) == (packs_prompts if longest > 1 + K_MAX else is_ragged)
 
 
+def test_passes_before_the_capture_have_none(config: Any) -> None:
+    """vLLM warms up its kernels with real steps before it captures graphs."""
+    graphs = draft_graphs(config)
+    assert graphs.full_graph(2, 16, K_MAX, 8) is not None
+    graphs._graphs_captured = False
+    assert graphs.full_graph(2, 16, K_MAX, 8) is None
+
+
 def test_prompts_beside_a_full_batch_have_graphs_too(config: Any) -> None:
     """Half as many rows as decoding takes, as the target's graphs have them."""
     num_decoding, graphs = 2 * K_MAX * MAX_REQUESTS, draft_graphs(config)

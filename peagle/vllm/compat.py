@@ -344,8 +344,8 @@ def check(group: str, instance: object = None) -> None:
 
 
 def check_version(version: str) -> None:
-    """Raises UnsupportedVLLMError for another release than `TESTED_VERSION`, unless `UNTESTED_VARIABLE` is 1; then it is
-    logged."""
+    """Raises UnsupportedVLLMError for another release than `TESTED_VERSION`; where `UNTESTED_VARIABLE` is 1, it is
+    logged instead."""
     if is_tested(version):
         return
     if os.environ.get(UNTESTED_VARIABLE) != "1":

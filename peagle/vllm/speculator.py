@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,7 @@ RENEWABLE = (FlashAttentionMetadataBuilder, TritonAttentionMetadataBuilder)
 def can_renew(groups: Iterable[AttentionGroup]) -> bool:
     """Whether a full graph can renew what is built of these for it (`update_draft_decode_metadata`), so that the host
     builds nothing for a replay."""
-    # For a replay these two builders write to the GPU FlashAttention's plan alone, from lengths in the runner's buffers;
+    # For a replay these builders write to the GPU FlashAttention's plan alone, from lengths in the runner's buffers;
     # layers read those buffers themselves. Builders derived from them inherit the flag and do more: the one for static
     # sinks changes the lengths in place. A group with smaller blocks than the cache's has a block table of its own,
     # which vLLM fills when metadata is built.
@@ -157,7 +157,10 @@ class DraftGraphs(CudaGraphManager):
         self, num_requests: int, num_targets: int, depth: int, max_query_len: int, num_rejected: int = 0
     ) -> BatchExecutionDescriptor | None:
         """The full graph of a pass to `depth` or deeper over `num_targets` rows of the target, of which no request has
-        more than `max_query_len`, and so many are expected to be rejected; None where there is none."""
+        more than `max_query_len`, and so many are expected to be rejected; None where there is none, and before the
+        capture: vLLM runs real steps then, to warm up."""
+        if not self._graphs_captured:
+            return None
         fitting = []
         for deep, descs in self._by_requests.items():
             if deep >= depth and deep + 1 >= max_query_len:
