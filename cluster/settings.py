@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 
 from cluster.depth import Objective
 from cluster.request import Caller, Callers, DepthPolicy, TagRight, digest_of, is_workload_tag
-from peagle.schema import Problems, Section, SettingsError, listed, nearest, problem_lines
+from peagle.schema import Problems, Section, SettingsError, listed, nearest, problem_lines, type_problems
 
 SPECULATIVE_CONFIG_ENV = "SM_VLLM_SPECULATIVE_CONFIG"
 """The environment variable by which SageMaker hands over vLLM's speculative_config, as JSON."""
@@ -43,6 +43,21 @@ OWNED_ENGINE_KEYS = {
     "data_parallel_size": "set target.num_replicas",
 }
 """Engine arguments that cannot be set, each with what to do instead."""
+
+COUNTED = {
+    "max_model_len": "tokens",
+    "max_num_seqs": "requests",
+    "tensor_parallel_size": "workers",
+    "pipeline_parallel_size": "workers",
+    "max_num_batched_tokens": "tokens",
+    "block_size": "tokens",
+    "num_gpu_blocks_override": "blocks",
+    "kv_cache_memory_bytes": "bytes",
+}
+"""Engine arguments that are read here too, or whose bounds do not stand beside them in vLLM's source."""
+
+PARSER_PLUGINS = {"tool_call_parser": "tool_parser_plugin", "reasoning_parser": "reasoning_parser_plugin"}
+"""Engine arguments that name one of vLLM's own parsers, where no file of other parsers is given."""
 
 OWNED_DRAFT_KEYS = {
     "model": "set drafter.head",
@@ -98,14 +113,14 @@ Head = Any
 @dataclass(frozen=True)
 class Catalog:
     """Embedded models; the folder of shipped heads (one folder a head); what reads the config of a head's folder, and
-    raises ValueError; names of the engine's arguments, and of vLLM's speculative_config (None: not checked);
-    environment variables."""
+    raises ValueError; types of the engine's arguments, and of vLLM's speculative_config, by name (None: not
+    checked); environment variables."""
 
     embedded_models: Collection[str]
     heads_dir: Path
     read_head: Callable[[Path], Head]
-    engine_keys: Collection[str] | None = None
-    draft_keys: Collection[str] | None = None
+    engine_types: Mapping[str, Any] | None = None
+    draft_types: Mapping[str, Any] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
 
     def resolve(self, source: str, shipped: Collection[str], what: str) -> str:
@@ -278,7 +293,7 @@ class DrafterSettings(Section):
     @field_validator("engine_options")
     @classmethod
     def _check_options(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        known = None if info.context is None else info.context.draft_keys
+        known = None if info.context is None else info.context.draft_types
         problems = []
         for key, value in options.items():
             if key in OWNED_DRAFT_KEYS:
@@ -288,6 +303,8 @@ class DrafterSettings(Section):
                 problems.append(f"unknown key drafter.engine_options.{key}: vLLM's speculative_config has none{hint}")
             elif key in ONLY_DRAFT_VALUES and value not in ONLY_DRAFT_VALUES[key]:
                 problems.append(f".{key} is {value!r:.80}, but must be {' or '.join(ONLY_DRAFT_VALUES[key])} here")
+            elif known is not None:
+                problems += type_problems(f"drafter.engine_options.{key}", value, known[key])
         Problems.check(problems)
         return options
 
@@ -616,16 +633,17 @@ class ClusterSettings(Section):
     @field_validator("engine")
     @classmethod
     def _check_engine(cls, engine: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        known = None if info.context is None else info.context.engine_keys
-        counted = {"max_model_len": "tokens", "max_num_seqs": "requests"}
+        known = None if info.context is None else info.context.engine_types
         problems = []
         for key, value in engine.items():
             if key in OWNED_ENGINE_KEYS:
                 problems.append(f".{key} is not yours to set: {OWNED_ENGINE_KEYS[key]}")
             elif known is not None and key not in known:
                 problems.append(f"unknown key engine.{key}: vLLM has no such argument{nearest(key, known)}")
-            elif key in counted and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                problems.append(f".{key} must be a number of {counted[key]} from 1, not {value!r:.80}")
+            elif key in COUNTED and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                problems.append(f".{key} must be a number of {COUNTED[key]} from 1, not {value!r:.80}")
+            elif known is not None and not engine.get(PARSER_PLUGINS.get(key, "")):
+                problems += type_problems(f"engine.{key}", value, known[key])
         Problems.check(problems)
         return engine
 

@@ -5,7 +5,6 @@ else does. Only the replicas import what they are made of: Serve builds the appl
 which vLLM and torch are by far the slowest to import.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,9 +18,11 @@ from deployments import DRAFTER_NAME, INGRESS_NAME, LEARNER_NAME, ROUTER_NAME, T
 from deployments.autoscaling import MAX_STREAM_S, drafter_autoscaling, target_autoscaling
 from deployments.replicas import MAX_DRAIN_S
 from peagle.checkpoint import check_head, read_head_config
+from peagle.config import read_json
 from peagle.embedded import embedded_targets
 from peagle.schema import SettingsError
-from peagle.vllm.engine import openmp_preload, setting_names
+from peagle.vllm.engine import openmp_preload
+from peagle.vllm.setting_types import SettingTypes
 
 TARGET, HTTP_TARGET = "deployments.target.TargetServer", "deployments.target.HttpTarget"
 ROUTER, HTTP_INGRESS = "deployments.router.Router", "deployments.ingress.HttpIngress"
@@ -161,24 +162,41 @@ def bind_learner(settings: ClusterSettings) -> serve.Application | None:
 
 
 def catalog() -> Catalog:
-    """What this installation has: embedded models, shipped heads, and the names of vLLM's settings."""
+    """What this installation has: embedded models, shipped heads, and vLLM's settings."""
     return Catalog(
         frozenset(embedded_targets()),
         Path(peagle.heads.__file__).parent,
         read_head_config,
-        engine_keys=setting_names("engine/arg_utils:AsyncEngineArgs", "entrypoints/launchers/cli_args:FrontendArgs"),
-        draft_keys=setting_names("config/speculative:SpeculativeConfig"),
+        SettingTypes.read("engine/arg_utils:AsyncEngineArgs", "entrypoints/launchers/cli_args:FrontendArgs"),
+        SettingTypes.read("config/speculative:SpeculativeConfig"),
     )
 
 
 def check_files(settings: ClusterSettings) -> None:
-    """Check the heads' files without loading them, and that they fit the target where that one's config is at hand.
+    """Check the heads (`check_heads`) and the learner's recipe, for which torch is imported.
+
+    Raises:
+        SettingsError: listing every problem.
+    """
+    check_heads(settings)
+    if settings.learning is not None:
+        from peagle.train.continual import continual_recipe  # it needs torch
+
+        try:
+            continual_recipe(settings.learning.recipe)
+        except ValueError as error:
+            raise SettingsError([f"learning.recipe: {error}"]) from error
+
+
+def check_heads(settings: ClusterSettings) -> None:
+    """Check the heads' files without loading them, and that they fit the target where that one's sizes are at hand.
 
     Raises:
         SettingsError: a damaged or missing file, wrong tensors, or a head for another target.
     """
     if settings.drafter is None:
         return
+    embedded = embedded_targets().get(settings.model.source)
     target_config = Path(settings.model.source) / "config.json"
     named = {"drafter.head": settings.drafter.head} | {
         f"drafter.heads_by_workload.{workload}": head for workload, head in settings.drafter.heads_by_workload.items()
@@ -189,16 +207,11 @@ def check_files(settings: ClusterSettings) -> None:
         if not folder.is_dir():
             continue
         try:
-            target = json.loads(target_config.read_text()) if target_config.is_file() else None
+            target = None if embedded is None else dict(embedded.shape)
+            if target_config.is_file():
+                target = read_json(target_config, "target")
             check_head(folder, target)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             problems.append(f"{key}: {error}")
-    if settings.learning is not None:
-        from peagle.train.continual import continual_recipe  # it needs torch
-
-        try:
-            continual_recipe(settings.learning.recipe)
-        except ValueError as error:
-            problems.append(f"learning.recipe: {error}")
     if problems:
         raise SettingsError(problems)

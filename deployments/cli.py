@@ -2,7 +2,8 @@
 
 A subcommand turns its line into the arguments of one plain function, which it imports when it runs: `peagle --help`
 loads neither torch nor Ray. ValueError and OSError are the user's errors: their message goes to standard error and the
-exit status is 1. `peagle --traceback ...` shows where any error comes from.
+exit status is 1. So it is for any other error, which is named as unexpected. `peagle --traceback ...` shows where an
+error comes from.
 """
 
 from __future__ import annotations
@@ -371,10 +372,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         app(arguments, prog_name="peagle")
     except SystemExit as end:
         return int(end.code or 0)
-    except (ValueError, OSError) as error:
+    except Exception as error:
         if "--traceback" in arguments:
             raise
-        typer.echo(f"error: {error}", err=True)
+        if isinstance(error, ValueError | OSError):
+            typer.echo(f"error: {error}", err=True)
+        else:
+            typer.echo(f"error: unexpected {error!r:.1000}; `peagle --traceback ...` shows where", err=True)
         return 1
     return 0
 

@@ -156,12 +156,12 @@ def read_requests(path: Path) -> list[Json]:
     """The requests of a file in the format of OpenAI's batches: a JSON object a line, with `custom_id`, `url` and
     `body`. Raises ValueError naming the first line that is wrong."""
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
             request = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
         if not isinstance(request, dict) or not isinstance(request.get("custom_id"), str):
             raise ValueError(f"{path}, line {number}: a request is an object with a text custom_id")
@@ -171,6 +171,8 @@ def read_requests(path: Path) -> list[Json]:
         if not isinstance(body, dict) or CALLS[url] not in body:
             raise ValueError(f"{path}, line {number}: body must be an object with {CALLS[url]}")
         found.append(request)
+    if not found:
+        raise ValueError(f"{path} holds no requests")
     return found
 
 

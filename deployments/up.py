@@ -21,15 +21,15 @@ from typing import Any
 import httpx
 import ray
 import ray.serve
-import yaml
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.settings import SPECULATIVE_CONFIG_ENV, ClusterSettings, key_variables, live_config, load_settings
 from deployments import DRAFTER_NAME, INGRESS_NAME, ROUTER_NAME, TARGET_NAME, compat
-from deployments.app import catalog
+from deployments.app import catalog, check_heads
 from deployments.autoscaling import MAX_STREAM_S
 from deployments.host import TERMINATE_S
+from peagle.schema import read_yaml
 
 POLL_INTERVAL_S = 1.0
 HEARTBEAT_S = 10.0
@@ -148,7 +148,7 @@ def read_config(path: Path, *, with_keys: bool = True) -> tuple[dict[str, Any], 
     Raises UpError for a file that is missing, no YAML or no Serve config, SettingsError for wrong settings.
     """
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = read_yaml(path.read_bytes(), path)
         ServeDeploySchema.model_validate(config, extra="forbid")
     except OSError as error:
         raise UpError(f"{path} cannot be read: {error.strerror}") from error
@@ -160,13 +160,14 @@ def read_config(path: Path, *, with_keys: bool = True) -> tuple[dict[str, Any], 
             f"{path}: Ray Serve has no {', '.join(unknown)} and would pass over it; what is set of the service itself "
             "(model, drafter, callers, ...) belongs under applications, args"
         ) from error
-    except (yaml.YAMLError, ValueError) as error:
+    except ValueError as error:
         raise UpError(f"{path} is not a Ray Serve config file: {error}") from error
     if not config["applications"]:
         raise UpError(f"{path}: applications is empty, there is nothing to serve")
     args = config["applications"][0].get("args") or {}
     env = os.environ if with_keys else {**os.environ, **{name: name for name in key_variables(args)}}
     settings = load_settings(args, catalog(), env)
+    check_heads(settings)
     if settings.drafter is not None and not {"drafter", "speculative_config"} & args.keys():
         args["speculative_config"] = env[SPECULATIVE_CONFIG_ENV]
     return config, settings

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from peagle.config import (
     MASK_TOKEN_KEYS,
+    MAX_JSON_BYTES,
     DrafterConfig,
     HeadError,
     check_head_fits,
@@ -71,7 +72,7 @@ def canonical_name(name: str) -> str:
 
 def weight_files(head_dir: str | Path) -> list[Path]:
     """The head's safetensors files, sorted. Raises HeadError when there is none."""
-    files = sorted(Path(head_dir).glob("*.safetensors"))
+    files = sorted(path for path in Path(head_dir).glob("*.safetensors") if path.is_file())
     if not files:
         found = sorted(path.name for path in Path(head_dir).iterdir()) if Path(head_dir).is_dir() else []
         raise HeadError(
@@ -89,6 +90,10 @@ def read_tensor_specs(head_dir: str | Path) -> dict[str, TensorSpec]:
 
     specs: dict[str, TensorSpec] = {}
     for path in weight_files(head_dir):
+        with path.open("rb") as start:
+            num_header_bytes = int.from_bytes(start.read(8), "little")
+        if MAX_JSON_BYTES < num_header_bytes <= path.stat().st_size:
+            raise HeadError(f"{path}: its header has {num_header_bytes} bytes, expected at most {MAX_JSON_BYTES}")
         try:
             with safe_open(path, framework="np") as file:
                 slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
@@ -402,6 +407,8 @@ def check_tables(config: DrafterConfig, tensors: dict[str, Tensor], source: str 
     """Raise HeadError when `d2t` or `t2d` contradict each other, or point outside the target's vocabulary."""
     import torch
 
+    if not {"d2t", "t2d"} & tensors.keys():
+        return  # and no tensor's header vouches for the vocabulary's size
     problems = []
     ids = torch.arange(config.draft_vocab_size)
     if "d2t" in tensors:

@@ -1,19 +1,26 @@
 """What a drafter and its target are, from their `config.json` alone: shape, RoPE, taps, mask token.
 
-A head's file has vLLM's keys, or those of the `speculators` package (`plain_config`). Imports neither torch nor vLLM,
-so that the service checks a head before anything loads.
+A head's file has vLLM's keys, or those of the `speculators` package (`plain_config`). `HeadFile` gives every key that
+is read its type and its bounds. Imports neither torch nor vLLM, so that the service checks a head before anything
+loads.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import pydantic_core
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from peagle.schema import problem_lines
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 QWEN_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
-#: Names of the two kinds of layers: vLLM 0.29's (the first of each is the one written), and NeMo AutoModel's.
+#: Names of the two kinds of layers: vLLM's (the first of each is the one written), and NeMo AutoModel's.
 LLAMA_NAMES = (
     ARCHITECTURE, "Eagle3LlamaForCausalLM", "PeagleLlamaForCausalLM", "PEagleDraftModel", "Eagle3MiniMaxM2ForCausalLM",
     "Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM", "LlamaEagle3DraftModel",
@@ -36,12 +43,14 @@ UNSUPPORTED_SWITCHES: dict[str, Any] = {
     "mlp_bias": False,
     "hidden_act": "silu",
     "logit_scale": 1.0,
+    "bias": False,
+    "qkv_bias": False,
+    "is_causal": True,
 }
-#: Keys that must hold whole numbers where they are given; a JSON string there would fail far from its cause.
-INTEGER_KEYS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size", "draft_vocab_size", "target_hidden_size", *MASK_TOKEN_KEYS, "num_depths",
-)  # fmt: skip
+#: The most bytes of a `config.json`, and of the header of a safetensors file.
+MAX_JSON_BYTES = 4 * 2**20
+MAX_LAYERS = 1024
+MAX_POSITIONS = 2**24
 REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _SLIDING = "sliding_attention"
@@ -76,7 +85,12 @@ class HeadError(ValueError):
 # ---- RoPE
 
 
-@dataclasses.dataclass(frozen=True)
+_CHECKED = ConfigDict(strict=True, allow_inf_nan=False)
+Factor = Annotated[float, Field(gt=0, le=2**20)]
+Positions = Annotated[int, Field(ge=1, le=MAX_POSITIONS)]
+
+
+@checked_dataclass(frozen=True, config=_CHECKED)
 class Llama3Rope:
     """Llama 3.1's stretching to long contexts: slow frequencies are divided by `factor`, fast ones stay.
 
@@ -84,66 +98,135 @@ class Llama3Rope:
     fast when more than `high_freq_factor` do; in between the two are blended.
     """
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+    factor: Factor
+    low_freq_factor: Factor
+    high_freq_factor: Factor
+    original_max_position_embeddings: Positions
+
+    def __post_init__(self) -> None:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor = {self.low_freq_factor} must be below {self.high_freq_factor}, the high"
+            )
 
 
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass(frozen=True, config=_CHECKED)
 class YarnRope:
-    """YaRN's stretching to long contexts, as vLLM reads it (gpt-oss has it).
+    """YaRN's stretching to long contexts, as vLLM 0.32 and transformers read it (gpt-oss has it).
 
     A frequency is divided by `factor` when it makes fewer than `beta_slow` turns in `original_max_position_embeddings`
-    tokens, and stays when it makes more than `beta_fast`; in between the two are blended. Cosines and sines grow by
-    `attn_factor` and with the logarithm of `factor`. `truncate`: the bounds are whole numbers of frequencies.
+    tokens, and stays when it makes more than `beta_fast`; in between the two are blended. Cosines and sines are
+    multiplied by `attention_factor`, by default 1 + 0.1 log(factor). `truncate`: the bounds are whole numbers of
+    frequencies.
     """
 
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attn_factor: float = 1.0
+    factor: Factor
+    original_max_position_embeddings: Positions
+    beta_fast: Factor = 32.0
+    beta_slow: Factor = 1.0
+    attention_factor: Factor | None = None
     truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.factor * self.original_max_position_embeddings > MAX_POSITIONS:
+            raise ValueError(
+                f"factor * original_max_position_embeddings must be at most {MAX_POSITIONS}, the positions of vLLM's "
+                f"table, not {self.factor:g} * {self.original_max_position_embeddings}"
+            )
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of cosines and sines."""
+        return yarn_magnitude(self.factor) if self.attention_factor is None else self.attention_factor
 
 
 Rope = Llama3Rope | YarnRope
 ROPE_KINDS: dict[str, type[Llama3Rope] | type[YarnRope]] = {"llama3": Llama3Rope, "yarn": YarnRope}
+#: Keys beside those of the kind. With text, the three positions of `mrope_section` are one, so it changes nothing.
+_ROPE_KEYS = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+#: YaRN's keys that only some versions of vLLM read, with the value that says what all others do.
+_YARN_ONLY: dict[str, Any] = {"extrapolation_factor": 1, "apply_yarn_scaling": True}
+_YARN_MAGNITUDES = ("attention_factor", "mscale", "mscale_all_dim", "attn_factor")
+
+
+def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
+    """YaRN's factor of cosines and sines, by default (arXiv 2309.00071, section 3.4)."""
+    return 1.0 if factor <= 1 else 1 + 0.1 * scale * math.log(factor)
 
 
 def rope_theta(raw: dict[str, Any]) -> float:
     """Base alone, whatever the kind of RoPE."""
-    return float(_rope_settings(raw).get("rope_theta") or raw.get("rope_theta") or 10000.0)
-
-
-def _rope_settings(raw: dict[str, Any]) -> dict[str, Any]:
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     # Gemma 3 has one for each kind of layer.
-    return dict(given.get("full_attention") or given)
+    given = given.get("full_attention") or given
+    return float(given.get("rope_theta") or raw.get("rope_theta") or 10000.0)
 
 
 def read_rope(raw: dict[str, Any]) -> tuple[float, Rope | None]:
-    """Base and scaling, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`.
+    """Base and scaling of a head, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`.
 
-    Raises ValueError for another kind of RoPE, or for one with a setting missing.
+    Raises ValueError for another kind of RoPE, for one with a setting missing, and for settings that are not known or
+    that versions of vLLM read differently: nothing is left out silently.
     """
-    given = _rope_settings(raw)
-    theta = rope_theta(raw)
+    new, old = raw.get("rope_parameters"), raw.get("rope_scaling")
+    if new and old and new != old:
+        raise ValueError(f"rope_parameters = {new} and rope_scaling = {old} contradict each other: keep one of them")
+    given = {key: value for key, value in (new or old or {}).items() if value is not None}
+    theta = given.get("rope_theta", raw.get("rope_theta"))
+    theta = 10000.0 if theta is None else theta
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 1 < theta < math.inf:
+        raise ValueError(f"RoPE: rope_theta = {theta!r:.80} must be a number above 1")
     kind = given.get("rope_type") or given.get("type") or "default"
     share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if share not in (None, 1):
-        raise ValueError(f"RoPE: partial_rotary_factor = {share}, the drafter rotates whole heads only")
-    if kind == "default":
-        return theta, None
-    if kind not in ROPE_KINDS:
-        raise ValueError(f"RoPE {given}: rope_type must be default, llama3 or yarn, the drafter has no other")
-    fields = dataclasses.fields(ROPE_KINDS[kind])
-    values = {field.name: given[field.name] for field in fields if given.get(field.name) is not None}
-    defaults = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
-    wrong = [field.name for field in fields if not isinstance((defaults | values).get(field.name), int | float)]
+        raise ValueError(f"RoPE: partial_rotary_factor = {share!r:.80}, the drafter rotates whole heads only")
+    if kind != "default" and (not isinstance(kind, str) or kind not in ROPE_KINDS):
+        raise ValueError(f"RoPE {given!r:.400}: rope_type must be default, llama3 or yarn, the drafter has no other")
+    record = ROPE_KINDS.get(kind)
+    names = {field.name for field in dataclasses.fields(record)} if record else set()
+    also = {*_YARN_ONLY, *_YARN_MAGNITUDES} if kind == "yarn" else set()
+    if unknown := sorted(given.keys() - _ROPE_KEYS - names - also):
+        raise ValueError(
+            f"RoPE: settings that are not known with rope_type {kind}: {', '.join(unknown)}; they might change the "
+            "rotation: leave them out if they do not"
+        )
+    if record is None:
+        return float(theta), None
+    values = {name: given[name] for name in names if name in given}
+    if kind == "yarn" and (magnitude := _yarn_attention_factor(given)) is not None:
+        values["attention_factor"] = magnitude
+    try:
+        return float(theta), record(**values)
+    except ValidationError as error:
+        raise ValueError(f"RoPE, rope_type {kind}: {'; '.join(problem_lines(error, HeadFile))}") from error
+
+
+def _yarn_attention_factor(given: dict[str, Any]) -> float | None:
+    """YaRN's `attention_factor`, None for the default, from the names that transformers and vLLM 0.32 read.
+
+    Raises ValueError for what versions of vLLM read differently.
+    """
+    for key, only in _YARN_ONLY.items():
+        if given.get(key, only) != only:
+            raise ValueError(
+                f"RoPE: {key} = {given[key]!r:.80} is not read by vLLM 0.32: write {only}, or leave it out"
+            )
+    given = {key: value for key, value in given.items() if key not in ("mscale", "mscale_all_dim") or value != 0}
+    wrong = [key for key in ("factor", *_YARN_MAGNITUDES) if key in given and not _is_number(given[key])]
     if wrong:
-        raise ValueError(f"RoPE {given}: rope_type {kind} needs numbers for {', '.join(wrong)}")
-    return theta, ROPE_KINDS[kind](**values)
+        raise ValueError("RoPE: " + "; ".join(f"{key} = {given[key]!r:.80} must be a number above 0" for key in wrong))
+    factor, magnitude = given.get("factor", 1.0), given.get("attention_factor")
+    if magnitude is None and {"mscale", "mscale_all_dim"} <= given.keys():
+        magnitude = yarn_magnitude(factor, given["mscale"]) / yarn_magnitude(factor, given["mscale_all_dim"])
+    ratio = given.get("attn_factor", 1.0)
+    if ratio != 1 and (magnitude is None or not math.isclose(ratio * yarn_magnitude(factor), magnitude, rel_tol=1e-6)):
+        meant = ratio * yarn_magnitude(factor)
+        raise ValueError(f"RoPE: attn_factor = {ratio} is not read by vLLM 0.32: write attention_factor = {meant}")
+    return magnitude
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 # ---- the drafter
@@ -206,6 +289,8 @@ class DrafterConfig:
     extra: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise HeadError(f"head_dim = {self.head_dim} must be even and at least 2: RoPE rotates pairs of numbers")
         if self.num_attention_heads % self.num_key_value_heads:
             raise HeadError(
                 f"num_attention_heads = {self.num_attention_heads} must be a multiple of "
@@ -269,17 +354,8 @@ class DrafterConfig:
         Raises HeadError for another architecture, missing keys, keys of a wrong type, and switches of vLLM's drafter
         that this package does not implement; every one of a kind is named.
         """
-        architectures = set(raw.get("architectures") or [ARCHITECTURE])
-        if not architectures & {*LLAMA_NAMES, *QWEN_NAMES}:
-            raise HeadError(
-                f"{source}: architectures = {sorted(architectures)}, expected ['{ARCHITECTURE}'] or "
-                f"['{QWEN_ARCHITECTURE}'] (a P-EAGLE/EAGLE-3 head)"
-            )
         if problems := _problems(raw):
             raise HeadError(f"{source}: " + "; ".join(problems))
-        missing = [key for key in REQUIRED_KEYS if raw.get(key) is None]
-        if missing:
-            raise HeadError(f"{source}: missing {', '.join(missing)}")
         try:
             theta, scaling = read_rope(raw)
         except ValueError as error:
@@ -332,6 +408,9 @@ class DrafterConfig:
         if self.rope_scaling is not None:
             kind = next(name for name, record in ROPE_KINDS.items() if isinstance(self.rope_scaling, record))
             rope |= {"rope_type": kind, **dataclasses.asdict(self.rope_scaling)}
+            # vLLM 0.32 reads the one, vLLM 0.29 the other.
+            if (magnitude := rope.pop("attention_factor", None)) is not None:
+                rope |= {"attention_factor": magnitude, "attn_factor": magnitude / yarn_magnitude(rope["factor"])}
         raw |= {"rope_theta": self.rope_theta, "rope_parameters": rope}
         raw["eagle_config"] = {"use_aux_hidden_state": True}
         if self.aux_layer_ids != UNNAMED_LAYERS:
@@ -351,17 +430,21 @@ def _mask_tokens(raw: dict[str, Any]) -> dict[str, int]:
 
 
 def is_vllms_own(raw: dict[str, Any]) -> bool:
-    """Whether stock vLLM takes a head's `config.json` for what this package takes it for.
+    """Whether stock vLLM, 0.29 and 0.32, takes a head's `config.json` for what this package takes it for.
 
     It does not where the file is of the speculators package (of a P-EAGLE head vLLM drops `fc_norm` and `norm_output`),
     where vLLM would put `Eagle3` before the architecture's name and so know no such model, where `target_hidden_size`
-    is null, or where a Llama drafter's taps, other than three, stand at the top only.
+    is null, where a Llama drafter's taps, other than three, stand at the top only, or where YaRN's magnitude has a name
+    that one of the versions does not read.
     """
     names, top = raw.get("architectures") or (), raw.get(_LAYER_IDS) or ()
     inner = (raw.get("eagle_config") or {}).get(_LAYER_IDS)
     counts_taps = is_qwen(raw) or len(top) in (0, 3) or bool(inner) or raw.get("num_aux_hidden_states") is not None
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    magnitudes = [key for key in _YARN_MAGNITUDES if rope.get(key) is not None]
     return (
         "speculators_model_type" not in raw
+        and (not magnitudes or {"attention_factor", "attn_factor"} <= {*magnitudes})
         and raw.get("model_type") in ("llama", "qwen3")
         and any(name.startswith("Eagle3") or name.endswith("Eagle3") for name in names)
         and raw.get("target_hidden_size", 0) is not None
@@ -374,7 +457,7 @@ def _sliding_window(raw: dict[str, Any]) -> int | None:
     kinds = set(raw.get("layer_types") or [])
     if _SLIDING not in kinds:
         return None
-    if len(kinds) > 1 or not isinstance(raw.get("sliding_window"), int):
+    if len(kinds) > 1 or raw.get("sliding_window") is None:
         raise HeadError(
             f"layer_types = {raw['layer_types']}, sliding_window = {raw.get('sliding_window')}: a head with a sliding "
             "window has the same window, a whole number, in all its layers"
@@ -382,13 +465,83 @@ def _sliding_window(raw: dict[str, Any]) -> int | None:
     return int(raw["sliding_window"])
 
 
+Width = Annotated[int, Field(ge=1, le=2**20)]
+NumTokens = Annotated[int, Field(ge=1, le=2**24)]
+TokenId = Annotated[int, Field(ge=0, lt=2**24)]
+LayerIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_LAYERS)]], Field(max_length=MAX_LAYERS)]
+
+
+class _File(BaseModel):
+    """Keys of a file that are read. Null stands for a key that is not there; others may be there too."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class EagleFile(_File):
+    """`eagle_config` of a head's `config.json`."""
+
+    eagle_aux_hidden_state_layer_ids: LayerIds | None = None
+    norm_before_fc: bool | None = None
+
+
+class HeadFile(_File):
+    """Type and bounds of every key of a head's `config.json` that decides what is built from it, here and in vLLM.
+
+    The sizes are bounded so that a file of a few bytes takes no memory; the tensors' headers then have to agree.
+    """
+
+    architectures: list[str] | None = None
+    model_type: str | None = None
+    hidden_size: Width | None = None
+    intermediate_size: Width | None = None
+    num_hidden_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
+    num_attention_heads: Width | None = None
+    num_key_value_heads: Width | None = None
+    head_dim: Width | None = None
+    vocab_size: NumTokens | None = None
+    draft_vocab_size: NumTokens | None = None
+    target_hidden_size: Width | None = None
+    mask_token_id: TokenId | None = None
+    pard_token: TokenId | None = None
+    ptd_token_id: TokenId | None = None
+    num_depths: Annotated[int, Field(ge=1, le=MAX_NUM_DEPTHS)] | None = None
+    rms_norm_eps: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_position_embeddings: Positions | None = None
+    rope_theta: float | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    norm_before_residual: bool | None = None
+    norm_output: bool | None = None
+    fc_norm: bool | None = None
+    attention_bias: bool | None = None
+    norm_before_fc: bool | None = None
+    tie_word_embeddings: bool | None = None
+    eagle_config: EagleFile | None = None
+    eagle_aux_hidden_state_layer_ids: LayerIds | None = None
+    num_aux_hidden_states: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
+    layer_types: Annotated[list[str], Field(max_length=MAX_LAYERS)] | None = None
+    sliding_window: Positions | None = None
+    num_labels: Annotated[int, Field(ge=0, le=1024)] | None = None  # transformers names each of them
+
+
 def _problems(raw: dict[str, Any]) -> list[str]:
     """What is wrong with the values of a head's `config.json`, one line each."""
-    problems = [
-        f"{key} = {raw[key]!r} must be a whole number of at least {0 if key in MASK_TOKEN_KEYS else 1}"
-        for key in INTEGER_KEYS
-        if raw.get(key) is not None and not _is_count(raw[key], at_least=0 if key in MASK_TOKEN_KEYS else 1)
-    ]
+    try:
+        HeadFile.model_validate(raw)
+    except ValidationError as error:
+        return problem_lines(error, HeadFile)
+    architectures = set(raw.get("architectures") or [ARCHITECTURE])
+    if not architectures & {*LLAMA_NAMES, *QWEN_NAMES}:
+        return [
+            f"architectures = {sorted(architectures)}, expected ['{ARCHITECTURE}'] or ['{QWEN_ARCHITECTURE}'] "
+            "(a P-EAGLE/EAGLE-3 head)"
+        ]
+    problems = []
+    if missing := [key for key in REQUIRED_KEYS if raw.get(key) is None]:
+        problems.append(f"missing {', '.join(missing)}")
+    kinds, num_layers = raw.get("layer_types"), raw.get("num_hidden_layers")
+    if kinds and num_layers and len(kinds) != num_layers:
+        problems.append(f"layer_types has {len(kinds)} entries, but num_hidden_layers = {num_layers}")
     if len(set((masks := _mask_tokens(raw)).values())) > 1:
         problems.append(" and ".join(f"{key} = {value}" for key, value in masks.items()) + " contradict each other")
     if raw.get("quantization_config"):
@@ -399,23 +552,16 @@ def _problems(raw: dict[str, Any]) -> list[str]:
     for key, accepted in UNSUPPORTED_SWITCHES.items():
         given = eagle.get(key, raw.get(key, accepted))
         if given != accepted:
-            problems.append(f"{key} = {given!r} is not supported (only {accepted!r})")
+            problems.append(f"{key} = {given!r:.80} is not supported (only {accepted!r})")
     return problems + _tap_problems(raw, eagle)
 
 
 def _tap_problems(raw: dict[str, Any], eagle: dict[str, Any]) -> list[str]:
     """Tapped layers stand at the top of `config.json` or in `eagle_config`, any number of them."""
-    key = _LAYER_IDS
-    top, inner = raw.get(key) or [], eagle.get(key) or []
-    problems = [
-        f"{name} = {ids!r} must be a list of whole numbers"
-        for name, ids in ((key, top), (f"eagle_config.{key}", inner))
-        if not isinstance(ids, list) or not all(_is_count(index, at_least=0) for index in ids)
-    ]
-    if problems:
-        return problems
+    top, inner = raw.get(_LAYER_IDS) or [], eagle.get(_LAYER_IDS) or []
+    problems = []
     if top and inner and top != inner:
-        problems.append(f"{key} = {top} and eagle_config.{key} = {inner} contradict each other")
+        problems.append(f"{_LAYER_IDS} = {top} and eagle_config.{_LAYER_IDS} = {inner} contradict each other")
     num_taps, num_given = len(top or inner) or len(UNNAMED_LAYERS), raw.get("num_aux_hidden_states")
     if num_given is not None and num_given != num_taps:
         problems.append(f"num_aux_hidden_states = {num_given!r}, but {num_taps} layers are tapped")
@@ -431,10 +577,14 @@ def _is_count(value: object, at_least: int = 1) -> bool:
 
 def read_json(path: Path, kind: str = "head") -> dict[str, Any]:
     """The `config.json` of a head or target. Raises HeadError when there is none or it holds no JSON object."""
-    if not path.is_file():
+    if not path.exists():
         raise HeadError(f"no {kind} at {path.parent}: {path} does not exist")
+    if not path.is_file() or (num_bytes := path.stat().st_size) > MAX_JSON_BYTES:
+        found = f"holds {num_bytes} bytes" if path.is_file() else "is no file"
+        raise HeadError(f"{path} {found}: expected a JSON file of at most {MAX_JSON_BYTES} bytes")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        # Some targets' files have infinite values; nesting is bounded by the parser.
+        raw = pydantic_core.from_json(path.read_bytes(), allow_inf_nan=kind == "target")
     except ValueError as error:
         raise HeadError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
@@ -454,6 +604,32 @@ def read_head_config(head_dir: str | Path) -> DrafterConfig:
     return DrafterConfig.from_dict(raw, source=str(path))
 
 
+class _Proposal(_File):
+    speculative_tokens: int | None = None
+
+
+class _Proposals(_File):
+    proposal_methods: list[_Proposal] | None = None
+
+
+class SpeculatorsFile(_File):
+    """Of a `config.json` of the speculators package, what `DrafterConfig.from_dict` does not see again."""
+
+    transformer_layer_config: HeadFile
+    speculators_config: _Proposals | None = None
+
+
+#: Layers' settings that transformers folds into others of them as it reads.
+_FOLDED = (
+    "model_type",
+    "rope_theta",
+    "rope_scaling",
+    "partial_rotary_factor",
+    "use_sliding_window",
+    "max_window_layers",
+)
+
+
 def plain_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     """vLLM's `config.json` for the drafter that a configuration of the `speculators` package describes.
 
@@ -470,14 +646,25 @@ def plain_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     if unknown:
         raise HeadError(f"{source}: settings that are not known: {', '.join(unknown)}")
     names = {"llama": ARCHITECTURE, "qwen3": QWEN_ARCHITECTURE}
-    if not isinstance(layer, dict) or layer.get("model_type") not in names:
-        kind = layer.get("model_type") if isinstance(layer, dict) else layer
-        raise HeadError(f"{source}: transformer_layer_config.model_type = {kind!r}, only llama and qwen3 can be read")
+    kind = layer.get("model_type") if isinstance(layer, dict) else layer
+    if not isinstance(layer, dict) or not isinstance(kind, str) or kind not in names:
+        raise HeadError(
+            f"{source}: transformer_layer_config.model_type = {kind!r:.80}, only llama and qwen3 can be read"
+        )
     if method == "peagle" and not isinstance(raw.get("mask_token_id"), int):
         raise HeadError(f"{source}: mask_token_id = {raw.get('mask_token_id')!r}, a peagle checkpoint needs a token")
-    plain: dict[str, Any] = {"architectures": [names[layer["model_type"]]]}
+    try:
+        SpeculatorsFile.model_validate(raw)
+    except ValidationError as error:
+        raise HeadError(f"{source}: " + "; ".join(problem_lines(error, SpeculatorsFile))) from error
+    plain: dict[str, Any] = {"architectures": [names[kind]]}
     # transformers leaves out the layers' settings that have its defaults when it saves.
-    settings = AutoConfig.for_model(**layer).to_dict()
+    try:
+        settings = AutoConfig.for_model(
+            **{key: layer[key] for key in (*LAYER_KEYS, *_FOLDED) if key in layer}
+        ).to_dict()
+    except Exception as error:  # of transformers' own checks
+        raise HeadError(f"{source}: transformer_layer_config: {error}") from error
     plain |= {key: value for key, value in settings.items() if key in LAYER_KEYS}
     plain |= {key: raw.get(key) for key in ("draft_vocab_size", "target_hidden_size")}
     # Where the setting is missing, vLLM's translation has it for EAGLE-3 and not for P-EAGLE.
@@ -493,13 +680,18 @@ def plain_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     return plain
 
 
+def _text_config(target: dict[str, Any]) -> dict[str, Any]:
+    text = target if "hidden_size" in target else target.get("text_config")
+    return text if isinstance(text, dict) else {}
+
+
 def check_head_fits(config: DrafterConfig, target: dict[str, Any]) -> None:
     """Raises HeadError naming each mismatch of a head's configuration with its target's.
 
     target: the target's `config.json` as a dict; for a multimodal target its `text_config` counts.
     """
-    text = target if "hidden_size" in target else target.get("text_config") or {}
-    missing = [key for key in ("hidden_size", "vocab_size", "num_hidden_layers") if not isinstance(text.get(key), int)]
+    text = _text_config(target)
+    missing = [key for key in ("hidden_size", "vocab_size", "num_hidden_layers") if not _is_count(text.get(key))]
     if missing:
         raise HeadError(f"the target's config.json lacks {', '.join(missing)}, so no head can be compared with it")
     problems = []
@@ -531,9 +723,11 @@ def read_target_config(target_dir: str | Path) -> dict[str, Any]:
     (some architectures give a list, one number a layer: a drafter has one shape for all its layers).
     """
     path = Path(target_dir) / "config.json"
-    raw = json.loads(path.read_text(encoding="utf-8"))
-    text = raw if "hidden_size" in raw else raw.get("text_config") or {}
-    wrong = [f"{name} = {text.get(name)}" for name in REQUIRED_KEYS if not _is_count(text.get(name))]
+    if not path.exists():
+        raise FileNotFoundError(f"no target at {target_dir}: {path} does not exist")
+    raw = read_json(path, "target")
+    text = _text_config(raw)
+    wrong = [f"{name} = {text.get(name)!r:.80}" for name in REQUIRED_KEYS if not _is_count(text.get(name))]
     if wrong:
         where = "" if text is raw else " under text_config"
         raise ValueError(

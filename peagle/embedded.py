@@ -38,6 +38,8 @@ class EmbeddedTarget:
     """`weights_digest` of the converted weights."""
     num_bytes: int
     """Bytes of the finished checkpoint directory, and of the GGUF where it must be put together; rounded up."""
+    shape: Mapping[str, int]
+    """Sizes in its `config.json` that a head must fit."""
     splits_digits: bool = False
     """Whether every digit is cut off before BPE (`tokenizer.ggml.pre` = smollm), which Transformers does not read."""
 
@@ -60,6 +62,7 @@ def embedded_targets() -> dict[str, EmbeddedTarget]:
             gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             weights_sha256="647f940d3f2b22502a2e8dc0a7693ed39aba8389df9d0cf0de15c228508ba557",
             num_bytes=274_000_000,
+            shape={"hidden_size": 576, "vocab_size": 49152, "num_hidden_layers": 30},
             splits_digits=True,
         ),
         # The base model: the package carries google/gemma-3-270m, not its instruction-tuned sibling.
@@ -73,6 +76,7 @@ def embedded_targets() -> dict[str, EmbeddedTarget]:
             gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
             weights_sha256="63fb643a94fbf4764f696e6fbd01ea94aa5945615b2a8667e43e11a4f0e8396f",
             num_bytes=551_000_000 + 254_000_000,
+            shape={"hidden_size": 640, "vocab_size": 262144, "num_hidden_layers": 18},
         ),
     }
 

@@ -38,9 +38,10 @@ import torch
 from torch import Tensor
 
 from peagle.checkpoint import build_drafter, load_head
-from peagle.config import DrafterConfig
+from peagle.config import DrafterConfig, read_json
 from peagle.model import Drafter
 from peagle.provenance import conditions
+from peagle.schema import type_problems
 from peagle.train.cod import next_tokens, row_inputs
 from peagle.train.data import Batch, Conversations, PackedBatches, distinct_share, pack
 from peagle.train.passes import ChainAttention, check_window
@@ -299,11 +300,15 @@ def evaluate(drafter: Drafter, target: Target, answers: Answers) -> dict[str, An
 def load_answers(folder: str | Path, max_per_category: int | None = None) -> Answers:
     """Answers that `peagle generate --prompts` wrote, or the first so many of each category.
 
-    Raises ValueError when manifest.json has no categories, or not one for each answer.
+    Raises ValueError when manifest.json has no categories, or not one for each answer, or a temperature that is none.
     """
     data = Conversations.load(folder)
-    manifest = json.loads((Path(folder) / "manifest.json").read_text(encoding="utf-8"))
-    categories = manifest.get("categories")
+    path = Path(folder) / "manifest.json"
+    manifest = read_json(path, "data")
+    problems = type_problems("categories", categories := manifest.get("categories"), list[str] | None)
+    problems += type_problems("temperature", manifest.get("temperature"), float | None)
+    if problems:
+        raise ValueError(f"{path}: {'; '.join(problems)}: make the answers again with `peagle generate --prompts`")
     if categories is None or len(categories) != len(data):
         count = "no" if categories is None else len(categories)
         raise ValueError(f"{folder}: manifest.json names {count} categories for {len(data)} conversations")

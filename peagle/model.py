@@ -56,7 +56,7 @@ def rotary_tables(
         index = torch.arange(head_dim // 2, device=positions_BT.device, dtype=torch.float32)
         kept = 1 - ((index - low) / (high - low)).clamp(0, 1)
         frequency = frequency * (kept + (1 - kept) / scaling.factor)
-        magnitude = scaling.attn_factor * (1 + 0.1 * math.log(max(scaling.factor, 1.0)))
+        magnitude = scaling.magnitude
     angles = positions_BT[:, None, :, None].float() * frequency
     angles = torch.cat([angles, angles], dim=-1)
     return magnitude * angles.cos(), magnitude * angles.sin()

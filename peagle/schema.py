@@ -2,18 +2,21 @@
 
 Settings of the cluster (`cluster.settings`) and recipes of training (`peagle.train.recipe`) are made of `Section`s. A
 validator raises `ValueError`, or `Problems` for several, with text that continues the path of its field
-(`.max is 8, above ...`), or a whole line where it is about another path. Imports nothing but pydantic.
+(`.max is 8, above ...`), or a whole line where it is about another path. Imports nothing but pydantic, and yaml
+to read a file.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 
 class Section(BaseModel):
@@ -91,6 +94,36 @@ def problem_lines(error: ValidationError, model: type[BaseModel], path: str = ""
     return lines
 
 
+def read_yaml(text: str | bytes, source: str | Path) -> Any:
+    """The value of a YAML text. Raises ValueError naming its source."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{source} is not YAML: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{source} is not YAML that can be read: it is nested too deeply") from error
+
+
+def type_problems(path: str, value: Any, expected: Any) -> list[str]:
+    """What keeps `value`, which was read at `path`, from being of the type `expected`: a line, or none."""
+    try:
+        TypeAdapter(expected).validate_python(value, strict=True)
+    except ValidationError as error:
+        details = error.errors()
+        if len(details) == 1:
+            path = ".".join([path, *(str(key) for key in details[0]["loc"] if key != "[key]")])
+        wanted, names = [], []
+        for detail in details:
+            known = detail.get("ctx", {}).get("expected", "") if detail["type"] == "literal_error" else ""
+            names += re.findall(r"'([^']+)'", known)
+            wanted.append(known or _EXPECTED.get(detail["type"]) or detail["msg"].removeprefix("Input should be "))
+        hint = nearest(value, names) if isinstance(value, str) else ""
+        return [f"{path} must be {' or '.join(dict.fromkeys(wanted))}, not {details[0]['input']!r:.80}{hint}"]
+    return []
+
+
 def nearest(key: Any, known: Collection[str]) -> str:
     """`; did you mean X?` for the known name most like `key`, or nothing when none is like it."""
     close = difflib.get_close_matches(str(key), list(known), n=1, cutoff=0.5)
@@ -118,7 +151,8 @@ def _unknown_key(path: str, model: type[BaseModel]) -> str:
 
 
 def _model_at(model: type[BaseModel], keys: list[str]) -> type[BaseModel]:
-    """The model that a path of keys leads to. The key of a mapping leads to the model of its values."""
+    """The model that a path of keys leads to. The key of a mapping, or the place in a list, leads to the
+    model of its values."""
     for key in keys:
         if key in model.model_fields:
             annotation = model.model_fields[key].annotation
@@ -127,10 +161,12 @@ def _model_at(model: type[BaseModel], keys: list[str]) -> type[BaseModel]:
 
 
 def _models_in(annotation: Any, *, of_values: bool = False) -> list[type[BaseModel]]:
-    """The models among the options of a field's annotation, or those of the values of a `dict` among them."""
-    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    """The models among the options of a field's annotation, or those of the values of a `dict` or `list` among them."""
+    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    options = typing.get_args(annotation) if is_union else (annotation,)
     if of_values:
-        options = tuple(typing.get_args(option)[1] for option in options if typing.get_origin(option) is dict)
+        plain = (option.__origin__ if hasattr(option, "__metadata__") else option for option in options)
+        options = tuple(typing.get_args(option)[-1] for option in plain if typing.get_origin(option) in (dict, list))
     return [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
 
 

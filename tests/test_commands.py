@@ -3,16 +3,23 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import torch
 import typer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from deployments.cli import _show_answer, app, main
+from peagle.checkpoint import save_head
+from peagle.train.data import Conversations
+from tests.head_factory import CONFIG, TARGET, head_tensors
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = typer.main.get_command(app).commands
@@ -110,6 +117,102 @@ def test_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert "http://127.0.0.1:9/drafting does not answer" in capsys.readouterr().err
     with pytest.raises(FileNotFoundError):
         main(["--traceback", "train", "none.yaml"])
+
+
+WRONG_FILES: dict[str, bytes | None] = {
+    "missing": b"",
+    "a directory": None,
+    "empty": b"",
+    "binary": b"\xff\xfe\x00\x01" * 64,
+    "text": b"<html>not found</html>",
+    "nested": b"[" * 20_000,
+    "a list": b"[1]\n",
+    "a number": b"3\n",
+    "no keys": b"{}\n",
+    "wrong keys": b'{"model": [1], "target": {"a": 1}, "applications": 3, "recipe": 3, "categories": 5, "messages": 3}',
+}
+FILES_OF_COMMANDS = {
+    "serve {}": "service.yaml",
+    "manifest {}": "service.yaml",
+    "train {}": "recipe.yaml",
+    "generate {}": "recipe.yaml",
+    "tokenize {} good/lines.jsonl --out out": "recipe.yaml",
+    "generate good/recipe.yaml --prompts {} --out out": "lines.jsonl",
+    "tokenize good/recipe.yaml {} --out out": "lines.jsonl",
+    "batch {}": "requests.jsonl",
+    "convert {head} out": "head/config.json",
+    "convert {head} out ": "head/model.safetensors",
+    "publish {head} --repo a/b --dry-run": "head/provenance.json",
+    "publish {head} --repo a/b --dry-run ": "head/config.json",
+    "prepare --head {head}": "head/config.json",
+    "evaluate good/head {head} --target good/target": "head/manifest.json",
+    "evaluate {head} good/data --target good/target": "head/config.json",
+    "evaluate good/head good/data --target {head}": "head/config.json",
+    "tokenize good/other.yaml good/lines.jsonl --out out": "head/tokenizer.json",
+    "tokenize good/other.yaml good/lines.jsonl --out out ": "head/config.json",
+}
+
+
+@pytest.fixture(scope="module")
+def good(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one good file of each kind, in the folder `good` of it."""
+    folder = tmp_path_factory.mktemp("files")
+    made = folder / "good"
+    save_head(made / "head", CONFIG, head_tensors(CONFIG))
+    (made / "head/provenance.json").write_text("{}")
+    torch.manual_seed(0)
+    llama = LlamaConfig(**TARGET, head_dim=8, max_position_embeddings=64, tie_word_embeddings=False)
+    LlamaForCausalLM(llama).save_pretrained(made / "target")
+    data = Conversations.from_lists([[1, 2]], [[3, 4]])
+    data.save_part(made / "data", "00")
+    (made / "data/manifest.json").write_text('{"categories": ["default"]}')
+    (made / "lines.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    recipe: dict[str, Any] = {"target": str(target_dir), "data": str(made / "data"), "output": "out"}
+    recipe["drafter"] = {"num_layers": 1, "ptd_token_id": 5}
+    (made / "recipe.yaml").write_text(json.dumps(recipe))
+    (made / "other.yaml").write_text(json.dumps(recipe | {"target": "wrong/head"}))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(target_dir / file, made / "head" / file)
+    return folder
+
+
+@pytest.mark.parametrize("kind", WRONG_FILES)
+@pytest.mark.parametrize("line", FILES_OF_COMMANDS)
+def test_a_wrong_file_is_one_line_that_names_it(
+    good: Path, line: str, kind: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For every subcommand that reads one: never a traceback, nor an error that nobody has thought of."""
+    monkeypatch.chdir(good)
+    name, content = FILES_OF_COMMANDS[line], WRONG_FILES[kind]
+    folder = Path("wrong")
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree("good/head", folder / "head")
+    if "manifest.json" in name:
+        shutil.copytree("good/data", folder / "head", dirs_exist_ok=True)
+    path = folder / name
+    path.unlink(missing_ok=True)
+    if content is None:
+        path.mkdir()
+    elif kind != "missing":
+        path.write_bytes(content)
+    arguments = shlex.split(line.format(path, head=folder / "head"))
+    assert main(arguments) == 1
+    shown = capfd.readouterr().err
+    assert "Traceback" not in shown
+    error = shown[shown.index("error: ") :]
+    assert "unexpected" not in error
+    assert str(path) in error or str(path.parent) in error
+
+
+def test_an_error_that_nobody_has_thought_of_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deployments.up.read_config", lambda path: {}["applications"])
+    assert main(["serve", "none.yaml"]) == 1
+    shown = capsys.readouterr().err
+    assert shown == "error: unexpected KeyError('applications'); `peagle --traceback ...` shows where\n"
+    with pytest.raises(KeyError):
+        main(["--traceback", "serve", "none.yaml"])
 
 
 def test_chat_shows_a_last_step_in_green_but_for_the_token_that_ends_the_turn(

@@ -11,19 +11,26 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cluster.settings import Catalog, load_settings
 from peagle.checkpoint import build_drafter, check_head, expected_tensors, load_head, read_tensor_specs, save_head
 from peagle.config import (
     DEFAULT_NUM_DEPTHS,
     LLAMA_NAMES,
+    MAX_JSON_BYTES,
     QWEN_NAMES,
     DrafterConfig,
     HeadError,
+    HeadFile,
     Llama3Rope,
     YarnRope,
     check_head_fits,
+    plain_config,
     read_head_config,
 )
 from peagle.heads import MAX_NUM_CANDIDATES, candidate_directory, candidate_files, head_digest, keep_candidate
@@ -172,28 +179,31 @@ def test_one_tensor_in_two_files_is_refused(head: Path) -> None:
     ("changes", "message"),
     [
         ({"hidden_size": ..., "vocab_size": ...}, "missing hidden_size, vocab_size"),
-        ({"hidden_size": "32"}, "hidden_size = '32' must be a whole number of at least 1"),
+        ({"hidden_size": "32"}, "wrong type at hidden_size: expected an integer, got the string '32'"),
         (
             {"num_hidden_layers": 0, "num_depths": 1.5},
-            "num_hidden_layers = 0 .*; num_depths = 1.5 must be a whole number",
+            "num_hidden_layers must be at least 1, not 0; wrong type at num_depths: expected an integer",
         ),
-        ({"ptd_token_id": -1}, "ptd_token_id = -1 must be a whole number of at least 0"),
+        ({"ptd_token_id": -1}, "ptd_token_id must be at least 0, not -1"),
         ({"ptd_token_id": 100}, r"ptd_token_id = 100 must be in 0..99"),
         ({"draft_vocab_size": 101}, r"draft_vocab_size = 101 must be in 1..vocab_size = 100"),
         ({"architectures": ["LlamaForCausalLM"]}, r"architectures = \['LlamaForCausalLM'\], expected"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = False is not supported"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type must be default, llama3 or yarn"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 8}}, "yarn needs numbers for original_max_position_emb"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 8}}, "yarn: missing key original_max_position_emb"),
         ({"mask_token_id": 98}, "mask_token_id = 98 and ptd_token_id = 99 contradict each other"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported: take the head in"),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": "4"}},
-            "llama3 needs numbers for high_freq_factor, original_max_position_embeddings",
+            "llama3: wrong type at high_freq_factor: .* '4'; missing key original_max_position_embeddings",
         ),
         ({"num_aux_hidden_states": 2}, "num_aux_hidden_states = 2, but 3 layers are tapped"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"= \[1, 2\] and eagle_config.* = \[2, 4, 5\] contradict"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, "2"]}, r"= \[1, '2'\] must be a list of whole numbers"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [1, "2"]},
+            r"wrong type at eagle_aux.*_ids.1: expected an integer, got .*'2'",
+        ),
         ({"eagle_aux_hidden_state_layer_ids": [4, 2, 5], "eagle_config": {}}, "must be .* different and ascending"),
     ],
 )
@@ -203,13 +213,127 @@ def test_wrong_configuration_is_named(head: Path, changes: dict[str, Any], messa
         load_head(head)
 
 
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+
+
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "is not valid JSON"), ("[]", "must hold a JSON object, found a list")]
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 1_000_000_000}, "num_hidden_layers must be at most 1024, not 1000000000"),
+        ({"vocab_size": 2**62}, "vocab_size must be at most 16777216"),
+        ({"hidden_size": 10**400}, "hidden_size"),
+        ({"num_depths": 10**6}, "num_depths must be at most 64"),
+        ({"max_position_embeddings": 2**40}, "max_position_embeddings must be at most 16777216"),
+        ({"num_labels": 10**9}, "num_labels must be at most 1024"),
+        ({"eagle_aux_hidden_state_layer_ids": [0] * 2000}, "eagle_aux_hidden_state_layer_ids: List should have"),
+        ({"head_dim": 7}, "head_dim = 7 must be even and at least 2"),
+        ({"rms_norm_eps": float("nan")}, "is not valid JSON"),
+        ({"transformers": float("inf")}, "is not valid JSON"),
+        ({"rms_norm_eps": "1e-5"}, "wrong type at rms_norm_eps: expected a number, got the string '1e-5'"),
+        ({"norm_before_residual": "false"}, "wrong type at norm_before_residual: expected true or false"),
+        ({"fc_norm": 1}, "wrong type at fc_norm: expected true or false, got the integer 1"),
+        ({"tie_word_embeddings": "no"}, "wrong type at tie_word_embeddings: expected true or false"),
+        ({"eagle_config": [1]}, "wrong type at eagle_config: expected a mapping, got a list"),
+        ({"eagle_config": {"norm_before_fc": "no"}}, "wrong type at eagle_config.norm_before_fc: expected true"),
+        ({"architectures": "LlamaForCausalLMEagle3"}, "wrong type at architectures: expected a list"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 8}, "has 1 entries, but num_hidden_layers = 2"),
+        ({"bias": True}, "bias = True is not supported"),
+        ({"rope_parameters": [1]}, "wrong type at rope_parameters: expected a mapping, got a list"),
+        ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta = '1e4' must be a number above 1"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_type must be default, llama3 or yarn"),
+        ({"rope_parameters": {"use_fope": True}}, "not known with rope_type default: use_fope; .* leave them out"),
+        ({"rope_scaling": {"rope_type": "default", "rope_theta": 5.0}}, "and rope_scaling .* contradict each other"),
+        ({"rope_parameters": YARN | {"apply_yarn_scaling": False}}, "apply_yarn_scaling = False is not read by vLLM"),
+        ({"rope_parameters": YARN | {"extrapolation_factor": 0.5}}, "extrapolation_factor = 0.5 is not read by vLLM"),
+        ({"rope_parameters": YARN | {"attn_factor": 2.0}}, "attn_factor = 2.0 .*: write attention_factor = 2.41588"),
+        ({"rope_parameters": YARN | {"mscale": "1"}}, "mscale = '1' must be a number above 0"),
+        ({"rope_parameters": YARN | {"truncate": "no"}}, "wrong type at truncate: expected true or false"),
+        ({"rope_parameters": YARN | {"factor": 1e6}}, "the positions of vLLM's table, not 1e.06 . 64"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}
+             | {"original_max_position_embeddings": 64}},
+            "low_freq_factor = 4.0 must be below 4.0",
+        ),
+    ],
+)  # fmt: skip
+def test_types_and_bounds_of_a_configuration(head: Path, changes: dict[str, Any], message: str) -> None:
+    reconfigure(head, **changes)
+    with pytest.raises(HeadError, match=message):
+        check_head(head)
+
+
+KEYS = sorted({*json.loads(json.dumps(CONFIG.to_dict())), *HeadFile.model_fields})
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(10**9),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from([*KEYS, "factor"]), inner, max_size=3),
+    max_leaves=6,
 )
-def test_config_that_is_no_object(head: Path, text: str, message: str) -> None:
-    (head / "config.json").write_text(text)
+
+
+@settings(max_examples=400, deadline=None)
+@given(changes=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3), is_speculators=st.booleans())
+def test_any_value_of_any_key_is_read_or_refused(changes: dict[str, Any], is_speculators: bool) -> None:
+    """Never another exception, and what is read is small enough to be built."""
+    raw = CONFIG.to_dict() | changes
+    if is_speculators:
+        layer = CONFIG.to_dict() | {"model_type": "llama"} | changes
+        raw = {"speculators_model_type": "eagle3", "transformer_layer_config": layer, **changes}
+    try:
+        if is_speculators:
+            raw = plain_config(raw, "config.json")
+        config = DrafterConfig.from_dict(raw)
+    except HeadError:
+        return
+    assert len(expected_tensors(config)) < 20_000
+    assert DrafterConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "is not valid JSON"),
+        (b"[]", "must hold a JSON object, found a list"),
+        (b'{"a": ' * 100_000, "is not valid JSON: recursion limit exceeded"),
+        (b"\xff\xfe{}", "is not valid JSON"),
+        (b"", "is not valid JSON"),
+        (b" " * (MAX_JSON_BYTES + 1), f"holds {MAX_JSON_BYTES + 1} bytes: expected a JSON file of at most"),
+        (None, "is no file: expected a JSON file"),
+    ],
+    ids=["cut", "a list", "deep", "not UTF-8", "empty", "large", "a directory"],
+)
+def test_a_config_that_is_no_object(head: Path, content: bytes | None, message: str) -> None:
+    path = head / "config.json"
+    path.unlink()
+    path.mkdir() if content is None else path.write_bytes(content)
     with pytest.raises(HeadError, match=message):
         load_head(head)
+
+
+def test_a_header_of_tensors_is_bounded(head: Path) -> None:
+    save_file({f"{index}" * 2000: torch.zeros(1) for index in range(3000)}, head / "model.safetensors")
+    with pytest.raises(HeadError, match=r"model.safetensors: its header has \d+ bytes, expected at most 4194304"):
+        check_head(head)
+
+
+@pytest.mark.parametrize(
+    ("given", "factor"),
+    [
+        ({}, 1.2079441541679836),
+        ({"attention_factor": 0.5}, 0.5),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+        ({"mscale": 0.5, "mscale_all_dim": 2}, 0.7801),
+        ({"mscale": 1.0, "mscale_all_dim": 0}, 1.2079441541679836),
+        ({"attention_factor": 2.4158883083359672, "attn_factor": 2.0}, 2.4158883083359672),
+    ],
+)  # fmt: skip
+def test_the_magnitude_of_yarn_is_that_of_transformers(head: Path, given: dict[str, Any], factor: float) -> None:
+    reconfigure(head, rope_parameters=YARN | {"apply_yarn_scaling": True, "extrapolation_factor": 1} | given)
+    config = check_head(head)
+    assert isinstance(config.rope_scaling, YarnRope)
+    llama = LlamaConfig(rope_parameters=YARN | {"rope_theta": 10000.0} | given)
+    assert config.rope_scaling.magnitude == pytest.approx(ROPE_INIT_FUNCTIONS["yarn"](llama, "cpu")[1])
+    assert config.rope_scaling.magnitude == pytest.approx(factor, rel=1e-3)
+    assert DrafterConfig.from_dict(config.to_dict()) == config
 
 
 @pytest.mark.parametrize(

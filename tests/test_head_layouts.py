@@ -99,6 +99,7 @@ SWITCHES = dataclasses.replace(
 NARROW = dataclasses.replace(CONFIG, hidden_size=16, head_dim=8)
 FIVE_TAPS = dataclasses.replace(CONFIG, aux_layer_ids=(0, 2, 4, 6, 7))
 YARN = dataclasses.replace(CONFIG, rope_scaling=YarnRope(32.0, 16, truncate=False), rope_theta=150000.0)
+YARN_FILE = YARN.to_dict()["rope_parameters"]
 AT_TOP: dict[str, Any] = {"eagle_config": {"use_aux_hidden_state": True}}
 INSIDE: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": ...}
 EAGLE_3 = dataclasses.replace(CONFIG, ptd_token_id=None, aux_layer_ids=(1, 3, 6))
@@ -110,6 +111,10 @@ LAYOUTS: dict[str, Callable[[Path], Path]] = {
     "a reduced vocabulary": lambda folder: head(folder, REDUCED),
     "amazon": as_amazon,
     "yarn": lambda folder: head(folder, YARN),
+    "yarn, attention_factor": lambda folder: head(folder, YARN, rope_parameters=YARN_FILE | {"attention_factor": 0.5}),
+    "yarn, mscale": lambda folder: head(
+        folder, YARN, rope_parameters=YARN_FILE | {"mscale": 1.0, "mscale_all_dim": 1.0}
+    ),
     "pard_token": lambda folder: head(folder, CONFIG, ptd_token_id=..., pard_token=99),
     "mask_token_id": lambda folder: head(folder, CONFIG, ptd_token_id=..., mask_token_id=99),
     "every switch": lambda folder: head(folder, SWITCHES),
@@ -136,10 +141,12 @@ LAYOUTS: dict[str, Callable[[Path], Path]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """vLLM's process groups of one rank."""
+    """vLLM's process groups of one rank, and a loader that empties no accelerator's cache, as in vLLM's CPU worker."""
     before = dict(os.environ)
     init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('vllm')}/init", 0, backend="gloo")
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "empty_cache", lambda: None)
+        yield
     destroy_distributed_environment()
     os.environ.clear()
     os.environ.update(before)

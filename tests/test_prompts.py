@@ -1,11 +1,22 @@
 """Prompts: JSONL whose wrong lines are named, and the target's own chat template around them."""
 
 import json
+import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
-from peagle.train.data import ChatTemplate, Prompt, cut_loop, distinct_share, read_jsonl
+from peagle.train.data import (
+    ChatTemplate,
+    Conversations,
+    Prompt,
+    cut_loop,
+    distinct_share,
+    read_jsonl,
+    tokenize_file,
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,17 +74,38 @@ def test_line_ends_that_json_allows_inside_a_string(tmp_path) -> None:
         (b'{"prompt": "a"} {"prompt": "b"}', "Invalid JSON"),
         (b'{"prompt": "\xff"}', "invalid unicode"),
         (b'["a"]', "wrong type: expected a mapping, got a list"),
-        (b'{"text": "a"}', "needs one of `messages`, `prompt`, `turns`; has none"),
+        (b"{}", "needs one of `messages`, `prompt`, `turns`; has none"),
+        (b'{"text": "a"}', "unknown key text"),
         (b'{"prompt": "a", "turns": ["b"]}', "has ['prompt', 'turns']"),
         (b'{"prompt": " "}', "prompt: String should match"),
         (b'{"prompt": "a", "answer": ""}', "answer: String should match"),
         (b'{"turns": []}', "turns: List should have at least 1 item"),
         (b'{"messages": "a"}', "wrong type at messages: expected a list"),
         (
-            b'{"messages": [{"role": "tool", "content": "a"}]}',
-            "messages.0.role must be 'system', 'user' or 'assistant'",
+            b'{"messages": [{"role": "developer", "content": "a"}]}',
+            "messages.0.role must be 'system', 'user', 'assistant' or 'tool'",
         ),
-        (b'{"messages": [{"role": "user", "content": null}]}', "messages.0.content: expected a string"),
+        (b'{"messages": [{"role": "user", "content": null}]}', "messages.0 needs content"),
+        (
+            b'{"messages": [{"role": "user", "content": "a", "weight": 0}]}',
+            "messages.0.weight is of the role assistant",
+        ),
+        (b'{"messages": [{"role": "user", "content": "a", "reasoning": "b"}]}', "did you mean reasoning_content?"),
+        (b'{"messages": [{"role": "user", "content": "a"}], "functions": []}', "unknown key functions"),
+        (b'{"messages": [{"role": "user", "content": "a"}], "answer": "b"}', "`answer` goes with `prompt`"),
+        (
+            b'{"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}',
+            "`tools` goes with `messages`",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": '
+            b'[{"function": {"name": "f", "arguments": "{"}}]}]}',
+            "messages.1.tool_calls.0.function.arguments must be a JSON object",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "weight": 2}]}',
+            "messages.1.weight must be",
+        ),
         (b'{"messages": [{"role": "assistant", "content": "a"}]}', "needs a user's message"),
         (b'{"messages": []}', "needs a user's message"),
     ],
@@ -137,6 +169,135 @@ def test_messages_that_the_template_refuses_are_named(target_dir) -> None:
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ValueError, match="f.jsonl:3: .*roles must alternate"):
         template.render(Prompt((user("a"), user("b")), where="f.jsonl:3"))
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+CALL = {"id": "call-1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+TOOL_TEMPLATE = """
+{%- if tools %}<|im_start|>system
+{{ tools | tojson }}<|im_end|>
+{% endif -%}
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{% if message.reasoning_content and (loop.last or loop.nextitem.role == 'tool') -%}
+<think>{{ message.reasoning_content }}</think>
+{% endif -%}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+<call>{{ call.function.name }} {{ call.function.arguments.city }}</call>
+{%- endfor %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif -%}
+"""
+
+
+@pytest.fixture
+def tool_target(target_dir, tmp_path) -> Path:
+    """The target, with a chat template that takes tools and reasoning."""
+    folder = Path(shutil.copytree(target_dir, tmp_path / "target", ignore=shutil.ignore_patterns("*.safetensors")))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TOOL_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def tokenized(target: Path, folder: Path, *lines: dict[str, Any]) -> tuple[list[tuple[str, str]], dict[str, int]]:
+    """Prompt and answer of each line, as text, and the totals."""
+    folder.mkdir()
+    write(folder / "lines.jsonl", *lines)
+    totals = tokenize_file(target, folder / "lines.jsonl", folder / "data")
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    documents = Conversations.load(folder / "data").documents()
+    return [(tokenizer.decode(ids[:begin]), tokenizer.decode(ids[begin:])) for ids, begin in documents], totals
+
+
+def test_tools_and_reasoning_are_written_by_the_template(tool_target: Path, tmp_path: Path) -> None:
+    asked = [user("Rain?"), {"role": "assistant", "content": None, "reasoning_content": "ask", "tool_calls": [CALL]}]
+    answered = [*asked, {"role": "tool", "tool_call_id": "call-1", "content": "no"}]
+    answered.append({"role": "assistant", "content": "No.", "reasoning_content": "dry", "refusal": None})
+    found, totals = tokenized(
+        tool_target,
+        tmp_path / "run",
+        {"messages": asked, "tools": TOOLS},
+        {"messages": answered, "tools": TOOLS},
+        {"messages": [*answered, user("Sure?"), assistant("Yes.")]},
+    )
+    system = (
+        '<|im_start|>system\n[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]'
+    )
+    begin = f"{system}<|im_end|>\n<|im_start|>user\nRain?<|im_end|>\n<|im_start|>assistant\n"
+    call = "<think>ask</think>\n<call>weather Oslo</call><|im_end|>"
+    assert found[0] == (begin, call)
+    assert found[1][0] == f"{begin}{call}\n<|im_start|>tool\nno<|im_end|>\n<|im_start|>assistant\n"
+    assert found[1][1] == "<think>dry</think>\nNo.<|im_end|>"
+    assert "dry" not in found[2][0], "as the target will not see it"
+    assert found[2][1] == "Yes.<|im_end|>"
+    assert totals["num_reasoning_left_out"] == 1
+    assert (totals["num_conversations"], totals["num_earlier_answers"]) == (3, 3)
+
+
+def test_an_answer_of_weight_0_is_not_trained_on(target_dir: Path, tmp_path: Path) -> None:
+    conversation = [user("a"), assistant("b"), user("c"), {**assistant("d"), "weight": 0}]
+    early = [user("a"), {**assistant("b"), "weight": 0}, user("c"), {**assistant("d"), "weight": 1}]
+    found, totals = tokenized(target_dir, tmp_path / "run", {"messages": conversation}, {"messages": early})
+    assert [answer for _, answer in found] == ["b<|im_end|>", "d<|im_end|>"]
+    assert "b<|im_end|>" in found[1][0]
+    assert (totals["num_unused_messages"], totals["num_earlier_answers"]) == (2, 1)
+    with pytest.raises(ValueError, match=r"lines.jsonl:1: no answer: .* of a weight other than 0"):
+        tokenized(target_dir, tmp_path / "none", {"messages": [user("a"), {**assistant("b"), "weight": 0}]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "lost"),
+    [
+        ({"tools": TOOLS}, "tools"),
+        ({"messages": [user("a"), {**assistant("b"), "reasoning_content": "c"}]}, "answer.reasoning_content"),
+        ({"messages": [user("a"), {"role": "assistant", "tool_calls": [CALL]}]}, "answer.tool_calls"),
+        (
+            {"messages": [user("a"), {**assistant("b"), "tool_calls": [CALL]}, user("c"), assistant("d")]},
+            "messages.1.tool_calls",
+        ),
+        ({"messages": [{**user("a"), "name": "Ann"}, assistant("b")]}, "messages.0.name"),
+    ],
+)
+def test_what_the_template_writes_nothing_of_is_refused(
+    target_dir: Path, tmp_path: Path, changes: dict[str, Any], lost: str
+) -> None:
+    """SmolLM2's template knows no tools and no reasoning."""
+    line = {"messages": [user("a"), assistant("b")]} | changes
+    with pytest.raises(
+        ValueError, match=rf"lines.jsonl:2: .*chat template writes nothing of {lost}: leave out the line"
+    ):
+        tokenized(target_dir, tmp_path / "run", {"prompt": "a", "answer": "b"}, line)
+    assert not (tmp_path / "run/data").exists()
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}",
+            "chat_template: .*no system",
+        ),
+        (
+            "{{ messages[0].content + 1 }}",
+            r"chat_template: .* \(roles user\).*; change the messages, or chat_template in",
+        ),
+        ("{% for", "chat_template: .*refuses these messages"),
+        ("always the same", "it writes a message 0 times, expected once"),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}",
+            "it has no eos_token, and its chat_template ends .*: set eos",
+        ),
+        (None, "it has no eos_token: set eos_token in tokenizer_config.json"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_used_is_named(target_dir: Path, template: str | None, message: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    tokenizer.chat_template, tokenizer.eos_token = template, None
+    with pytest.raises(ValueError, match=rf"^tokenizer {tokenizer.name_or_path}.*{message}"):
+        ChatTemplate(tokenizer)
 
 
 def test_loops_are_cut_and_told() -> None:

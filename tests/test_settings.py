@@ -4,11 +4,11 @@ import copy
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import yaml
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from ray import serve
 
 from cluster.request import ANYONE
@@ -65,15 +65,23 @@ SPECULATIVE_CONFIG = {
 }
 QUEUE = {"policy": "queue_length", "target": {"min": 1, "max": 3}}
 ACCEPTANCE = {"policy": "acceptance", "target": {"min": 1, "max": 3}}
-DRAFT_KEYS = {"draft_tensor_parallel_size", "quantization", "rejection_sample_method"}
-ENGINE_KEYS = {"dtype", "max_model_len", "max_num_seqs", "speculative_config", "pipeline_parallel_size"}
+DRAFT_TYPES = dict.fromkeys(("draft_tensor_parallel_size", "quantization", "rejection_sample_method"), Any)
+ENGINE_TYPES = {
+    **dict.fromkeys(("dtype", "max_model_len", "max_num_seqs", "speculative_config", "pipeline_parallel_size"), Any),
+    "enforce_eager": bool,
+    "gpu_memory_utilization": Annotated[float, Field(gt=0, le=1)],
+    "hf_token": bool | str | None,
+    "tensor_parallel_size": int,
+    "tool_call_parser": Literal["hermes", "llama3_json"] | None,
+    "tool_parser_plugin": str,
+}
 
 
 @pytest.fixture
 def catalog(tmp_path: Path) -> Catalog:
     for name, config in HEADS.items():
         write_head(tmp_path / "heads" / name, config)
-    return Catalog({"embedded-model"}, tmp_path / "heads", read_head_config, ENGINE_KEYS, DRAFT_KEYS)
+    return Catalog({"embedded-model"}, tmp_path / "heads", read_head_config, ENGINE_TYPES, DRAFT_TYPES)
 
 
 def write_head(folder: Path, config: Any) -> str:
@@ -170,6 +178,23 @@ BAD_INPUTS: dict[str, tuple[Any, list[str]]] = {
     "no number of requests": (changed(engine__max_num_seqs=None), ["engine.max_num_seqs", "from 1", "None"]),
     "requests as text": (changed(engine__max_num_seqs="8"), ["engine.max_num_seqs", "number of requests", "'8'"]),
     "context as text": (changed(engine__max_model_len="2k"), ["engine.max_model_len", "'2k'"]),
+    "no worker": (changed(engine__tensor_parallel_size=0), ["engine.tensor_parallel_size", "workers from 1, not 0"]),
+    "more memory than there is": (
+        changed(engine__gpu_memory_utilization=90),
+        ["engine.gpu_memory_utilization must be less than or equal to 1, not 90"],
+    ),
+    "a switch as text": (
+        changed(engine__enforce_eager="yes"),
+        ["engine.enforce_eager must be true or false, not 'yes'"],
+    ),
+    "a value of neither type": (
+        changed(engine__hf_token=[1]),
+        ["engine.hf_token must be true or false or a string, not [1]"],
+    ),
+    "unknown parser of tools": (
+        changed(engine__tool_call_parser="hermess"),
+        ["engine.tool_call_parser must be 'hermes' or 'llama3_json', not 'hermess'; did you mean hermes?"],
+    ),
     "engine as a list": (changed(engine=[1]), ["engine", "expected a mapping"]),
     "string for a number": (changed(depth__default="5"), ["depth.default", "expected an integer", "the string '5'"]),
     "truth value for a number": (changed(depth__default=True), ["depth.default", "expected an integer"]),

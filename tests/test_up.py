@@ -27,6 +27,10 @@ from cluster.settings import (
 from deployments import up
 from deployments.cli import main
 from deployments.up import UpError, base_url, live_form, num_logical_cpus, progress, read_config, usage
+from peagle.checkpoint import save_head
+from peagle.embedded import DEFAULT_TARGET, embedded_targets
+from peagle.schema import SettingsError
+from tests.head_factory import CONFIG, head_tensors
 
 
 def config(**http_options: Any) -> dict[str, Any]:
@@ -367,3 +371,18 @@ def test_progress_counts_running_replicas() -> None:
     waiting = {"target": {"replicas": [{"state": "PENDING_ALLOCATION"}]}}
     assert progress("peagle", {"status": "DEPLOYING", "deployments": waiting}).endswith("waits for free resources")
     assert "application to be built" in progress("peagle", {"status": "DEPLOYING"})
+
+
+def test_a_head_of_another_target_is_refused_before_ray_starts(tmp_path: Path) -> None:
+    head = save_head(tmp_path / "head", CONFIG, head_tensors(CONFIG))
+    raw = config()
+    raw["applications"][0]["args"]["drafter"] = {"head": str(head)}
+    path = Path(write(tmp_path / "service.yaml", raw))
+    with pytest.raises(SettingsError, match=r"(?s)drafter.head: the head does not fit .*reads 32, the target has 576"):
+        read_config(path)
+
+
+def test_the_sizes_of_the_embedded_target_are_its_own(target_dir: Path) -> None:
+    raw = json.loads((target_dir / "config.json").read_text())
+    shape = embedded_targets()[DEFAULT_TARGET].shape
+    assert {key: raw[key] for key in shape} == dict(shape)

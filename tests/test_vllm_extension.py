@@ -8,6 +8,7 @@ import json
 import pickle
 import subprocess
 import sys
+import typing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,24 @@ import pytest
 import ray
 import torch
 import yaml
+from pydantic import ValidationError
 from ray import cloudpickle
 from ray.serve._private.replica import _load_deployment_def_from_import_path
 from vllm import SamplingParams
-from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    LoRAConfig,
+    ParallelConfig,
+    SpeculativeConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 
@@ -30,7 +43,9 @@ from cluster.settings import load_settings
 from deployments import app
 from deployments.app import catalog, replica_env, target_options
 from deployments.target import TargetServer, engine_config
-from peagle.config import DEFAULT_NUM_DEPTHS
+from peagle.config import DEFAULT_NUM_DEPTHS, read_rope
+from peagle.model import rotary_tables
+from peagle.schema import type_problems
 from peagle.vllm import compat
 from peagle.vllm.acceptance import (
     DEPTH_KEY,
@@ -53,9 +68,9 @@ from peagle.vllm.engine import (
     V2_WORKER,
     capture_sizes,
     engine_kwargs,
-    setting_names,
 )
 from peagle.vllm.scheduler import PerRequestDepthScheduler
+from peagle.vllm.setting_types import PARSERS, SettingTypes
 from tests.counted import counts_of
 from tests.head_factory import CONFIG
 
@@ -133,10 +148,58 @@ def test_vllm_s_settings_are_those_of_its_records() -> None:
         return frozenset(field.name for record in records for field in dataclasses.fields(record))
 
     found = catalog()
-    assert found.engine_keys == names_of(AsyncEngineArgs, FrontendArgs)
-    assert found.draft_keys == names_of(SpeculativeConfig)
+    assert found.engine_types is not None
+    assert found.draft_types is not None
+    assert found.engine_types.keys() == names_of(AsyncEngineArgs, FrontendArgs)
+    assert found.draft_types.keys() == names_of(SpeculativeConfig)
     for moved in ("engine/arg_utils:Moved", "moved/arg_utils:AsyncEngineArgs"):
-        assert setting_names(moved) is None
+        assert SettingTypes.read(moved) is None
+
+
+def test_vllm_s_own_defaults_are_of_the_types_read_from_its_source() -> None:
+    """And its validated configurations refuse what these refuse."""
+    types = catalog().engine_types
+    assert types is not None
+    num_plain = 0
+    for field in dataclasses.fields(AsyncEngineArgs):
+        if field.name not in PARSERS and isinstance(field.default, bool | int | float | str | None):
+            assert type_problems(field.name, field.default, types[field.name]) == []
+            num_plain += 1
+    assert num_plain > 100
+    wrong: list[tuple[Any, str, Any]] = [
+        (CacheConfig, "gpu_memory_utilization", 90),
+        (ParallelConfig, "tensor_parallel_size", 0),
+        (ParallelConfig, "expert_placement_strategy", "linaer"),
+        (LoRAConfig, "max_loras", 0),
+    ]
+    for record, name, value in wrong:
+        assert type_problems(f"engine.{name}", value, types[name])[0].startswith(f"engine.{name} must be ")
+        with pytest.raises(ValidationError, match=name):
+            record(**{name: value})
+    assert ToolParserManager.list_registered() == list(typing.get_args(typing.get_args(types["tool_call_parser"])[0]))
+    reasoning = typing.get_args(typing.get_args(types["reasoning_parser"])[0])
+    assert ReasoningParserManager.list_registered() == list(reasoning)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"attention_factor": 0.5},
+        {"mscale": 1.0, "mscale_all_dim": 1.0},
+        {"mscale": 0.5, "mscale_all_dim": 2.0},
+        {"truncate": False, "beta_fast": 16},
+    ],
+    ids=str,
+)
+def test_yarn_is_vllm_s(given: dict[str, Any]) -> None:
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0} | given
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
+        expected = get_rope(32, 512, True, yarn, torch.float32).cos_sin_cache
+    written = dataclasses.replace(CONFIG, rope_scaling=read_rope({"rope_parameters": yarn})[1]).to_dict()
+    theta, scaling = read_rope(written)
+    cos, sin = rotary_tables(torch.arange(512)[None], 32, theta, scaling)
+    torch.testing.assert_close(torch.cat([cos[0, 0, :, :16], sin[0, 0, :, :16]], dim=-1), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("path", [app.TARGET, app.HTTP_TARGET, app.ROUTER, app.HTTP_INGRESS, app.DRAFTER, app.LEARNER])

@@ -15,17 +15,19 @@ import itertools
 import json
 import logging
 import random
+import re
 import zipfile
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from torch import Tensor
 
-from peagle.config import read_target_config
+from peagle.config import read_json, read_target_config
 from peagle.provenance import conditions
 from peagle.schema import problem_lines
 from peagle.store import sha256_of
@@ -69,8 +71,10 @@ class Conversations:
                 with np.load(part) as stored:
                     for name, values in arrays.items():
                         values.append(stored[name].astype(np.int32))
-            except (zipfile.BadZipFile, EOFError, KeyError, ValueError) as error:
+            except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"data: {part} is damaged: {error}") from error
+            if arrays["lengths"][-1].shape != arrays["prompt_lengths"][-1].shape:
+                raise ValueError(f"data: {part} is damaged: lengths and prompt_lengths are not of one shape")
             if arrays["tokens"][-1].size != arrays["lengths"][-1].sum():
                 raise ValueError(f"data: {part} is damaged: lengths do not add up to its tokens")
         return cls(**{name: np.concatenate(values) for name, values in arrays.items()})
@@ -295,52 +299,160 @@ NotBlank = Annotated[str, Field(pattern=r"\S")]
 class Prompt:
     """Messages up to where an answer begins, the class of traffic they stand for, and the answer if one is given.
 
-    messages: {"role", "content"} each; where: file and line, for messages about it.
+    messages: as the chat template takes them, and so `tools`; answer_message: the answer where it is more than its text
+    (`reasoning_content`, `tool_calls`); num_unused: messages behind the answer; where: file and line, for messages
+    about it.
     """
 
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     category: str = "default"
     answer: str | None = None
     where: str = "prompt"
+    tools: tuple[dict[str, Any], ...] = ()
+    answer_message: dict[str, Any] | None = None
+    num_unused: int = 0
 
 
-class Message(BaseModel):
-    """A message as OpenAI's API has it; other keys are ignored."""
+class _Record(BaseModel):
+    """Part of a line. Unknown keys are errors, but null stands for a key that is not there."""
 
-    role: Literal["system", "user", "assistant"]
-    content: NotBlank
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, raw: Any) -> Any:
+        return {key: value for key, value in raw.items() if value is not None} if isinstance(raw, dict) else raw
 
 
-class Line(BaseModel):
-    """A line of a JSONL file of prompts; other keys are ignored. `answer` goes with `prompt`."""
+class Function(_Record):
+    name: NotBlank
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _parse(cls, arguments: Any) -> Any:
+        """OpenAI's API has them as JSON in a string, chat templates take an object."""
+        try:
+            return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f" must be a JSON object: {error}") from error
+
+
+class ToolCall(_Record):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class ToolFunction(_Record):
+    name: NotBlank
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Record):
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class Message(_Record):
+    """A message as OpenAI's API has it, and `reasoning_content`, as vLLM has it. weight 0: not trained on."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: NotBlank | None = None
+    reasoning_content: NotBlank | None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    weight: Literal[0, 1] | None = None
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Self:
+        only = {
+            "reasoning_content": "assistant",
+            "tool_calls": "assistant",
+            "weight": "assistant",
+            "tool_call_id": "tool",
+        }
+        wrong = [key for key, role in only.items() if getattr(self, key) is not None and self.role != role]
+        if wrong:
+            raise ValueError(f".{wrong[0]} is of the role {only[wrong[0]]}, not {self.role}")
+        if self.content is None and self.tool_calls is None:
+            raise ValueError(" needs content" + (", or tool_calls" if self.role == "assistant" else ""))
+        return self
+
+    def as_dict(self) -> dict[str, Any]:
+        """As vLLM hands it to the chat template."""
+        return {"role": self.role, "content": ""} | self.model_dump(exclude_none=True, exclude={"weight"})
+
+
+class Line(_Record):
+    """A line of a JSONL file of prompts. `answer` goes with `prompt`, `tools` with `messages`; `id`, `task_id`,
+    `question_id`, `reference`, `source` and `metadata` say where the line comes from and are not read."""
 
     messages: list[Message] | None = None
     prompt: NotBlank | None = None
     turns: Annotated[list[NotBlank], Field(min_length=1)] | None = None
     answer: NotBlank | None = None
+    tools: Annotated[list[Tool], Field(min_length=1)] | None = None
     category: str = "default"
+    id: Any = None
+    task_id: Any = None
+    question_id: Any = None
+    reference: Any = None
+    source: Any = None
+    metadata: Any = None
 
     @model_validator(mode="after")
     def _check_form(self) -> Self:
         given = [key for key in ("messages", "prompt", "turns") if getattr(self, key) is not None]
         if len(given) != 1:
             raise ValueError(f"needs one of `messages`, `prompt`, `turns`; has {given or 'none'}")
-        roles = [message.role for message in self.messages or ()]
-        if self.messages is not None and "user" not in (roles[-1:] if roles[-1:] != ["assistant"] else roles[-2:-1]):
-            raise ValueError("`messages` needs a user's message last, or before the assistant's last")
+        if self.answer is not None and self.prompt is None:
+            raise ValueError(f"`answer` goes with `prompt`, not with `{given[0]}`")
+        if self.tools is not None and self.messages is None:
+            raise ValueError(f"`tools` goes with `messages`, not with `{given[0]}`")
+        if self.messages is not None:
+            end = self.answer_index
+            if end == 0 or self.messages[end - 1].role not in ("user", "tool"):
+                raise ValueError("`messages` needs a user's message (or a tool's) last, or before the answer")
         return self
 
+    @property
+    def answer_index(self) -> int:
+        """Place in `messages` of the last answer that is trained on; where none ends them, their end."""
+        messages = self.messages or []
+        if not messages or messages[-1].role != "assistant":
+            return len(messages)
+        trained = [index for index, one in enumerate(messages) if one.role == "assistant" and one.weight != 0]
+        return trained[-1] if trained else len(messages) - 1
+
     def as_prompt(self, where: str) -> Prompt:
-        messages = [message.model_dump() for message in self.messages or ()]
-        answer = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else self.answer
-        text = self.prompt or (self.turns or [""])[0]
-        return Prompt(tuple(messages or [{"role": "user", "content": text}]), self.category, answer, where)
+        if self.messages is None:
+            text = self.prompt or (self.turns or [""])[0]
+            return Prompt(({"role": "user", "content": text},), self.category, self.answer, where)
+        at = self.answer_index
+        context = tuple(message.as_dict() for message in self.messages[:at])
+        found = [message for message in self.messages[at : at + 1] if message.weight != 0]
+        whole = found[0].as_dict() if found else {}
+        return Prompt(
+            context,
+            self.category,
+            whole.get("content"),
+            where,
+            tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ()),
+            whole if whole.keys() - {"role", "content"} else None,
+            len(self.messages) - at - len(found),
+        )
 
 
 def read_jsonl(path: str | Path, *, need_answers: bool = False) -> list[Prompt]:
     """One JSON object a line, of one of the forms
 
-    - `messages`: list of {"role": system | user | assistant, "content": str}; a last one of the assistant is the answer
+    - `messages`: list of {"role": system | user | assistant | tool, "content": str}, the assistant's also with
+      `reasoning_content`, `tool_calls` and `weight`, and `tools`; if the assistant's is last, the answer is the last of
+      them whose `weight` is not 0, and what follows it (counted and logged) is not used
     - `prompt`: str, and optionally `answer`: str
     - `turns`: list of str, user turns; the first is the prompt, the rest (counted and logged) is not used
 
@@ -361,7 +473,10 @@ def read_jsonl(path: str | Path, *, need_answers: bool = False) -> list[Prompt]:
         prompts.append(read.as_prompt(where))
         num_unused_turns += len(read.turns or [""]) - 1
         if need_answers and prompts[-1].answer is None:
-            wrong.append(f"  {where}: no answer: needs `answer`, or `messages` that end with the assistant's")
+            wrong.append(
+                f"  {where}: no answer: needs `answer`, or `messages` that end with the assistant's, one of a weight "
+                "other than 0"
+            )
     if lines == [b""]:
         raise ValueError(f"{path}: holds no prompts")
     if wrong:
@@ -370,6 +485,8 @@ def read_jsonl(path: str | Path, *, need_answers: bool = False) -> list[Prompt]:
         raise ValueError(f"{path}: {len(wrong)} of {len(lines)} lines are wrong\n{named}")
     if num_unused_turns:
         logger.warning("%s: %d later entries of `turns` are not used: only the first is", path, num_unused_turns)
+    if num_unused := sum(prompt.num_unused for prompt in prompts):
+        logger.warning("%s: %d messages behind the last answer of a weight other than 0 are not used", path, num_unused)
     return prompts
 
 
@@ -387,26 +504,50 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        """Raises ValueError for a template that refuses a user's message by itself, or does not repeat it as it is, and
+        for a tokenizer without `eos_token` whose template ends an answer with no special token."""
         self.tokenizer = tokenizer
         self.is_chat = bool(tokenizer.chat_template)
+        eos = tokenizer.eos_token_id
+        self.closes = False
         if not self.is_chat:
             logger.warning("the target has no chat template: prompts are plain text for it to go on with")
-            begins = tokenizer.encode("")[:1] == [tokenizer.bos_token_id]
+            begins = tokenizer.bos_token_id is not None and tokenizer.encode("")[:1] == [tokenizer.bos_token_id]
             self.before, self.after = [tokenizer.bos_token_id] if begins else [], []
-            self.end_id: int = tokenizer.eos_token_id
-            self.end_ids = frozenset({self.end_id})
-            return
-        user = {"role": "user", "content": _SENTINEL}
-        before, after = self._text([user], add_generation_prompt=True).split(_SENTINEL)
-        self.before, self.after = self.encode(before), self.encode(after)
-        answered = self._text([{**user, "content": "?"}, {"role": "assistant", "content": _SENTINEL}])
-        closing = self.encode(answered.split(_SENTINEL)[1])
-        closes = bool(closing) and closing[0] in special_ids(tokenizer)
-        self.end_id = closing[0] if closes else tokenizer.eos_token_id
-        self.end_ids = frozenset({self.end_id, tokenizer.eos_token_id})
+        else:
+            user = {"role": "user", "content": _SENTINEL}
+            before, after = self._around([user], add_generation_prompt=True)
+            self.before, self.after = self.encode(before), self.encode(after)
+            answered = [{**user, "content": "?"}, {"role": "assistant", "content": _SENTINEL}]
+            closing = self.encode(self._around(answered)[1])
+            self.closes = bool(closing) and closing[0] in special_ids(tokenizer)
+        self.end_id: int = closing[0] if self.closes else eos
+        if self.end_id is None:
+            raise ValueError(
+                f"tokenizer {tokenizer.name_or_path}: it has no eos_token"
+                + (", and its chat_template ends an answer with no special token" if self.is_chat else "")
+                + ": set eos_token in tokenizer_config.json to the token that ends the target's answers"
+            )
+        self.end_ids = frozenset({self.end_id} if eos is None else {self.end_id, eos})
 
-    def _text(self, messages: Any, **options: Any) -> str:
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    def _around(self, messages: list[dict[str, Any]], **options: Any) -> tuple[str, str]:
+        """What the template writes before and after the sentinel."""
+        where = f"tokenizer {self.tokenizer.name_or_path}, chat_template"
+        parts = self._text(messages, where, **options).split(_SENTINEL)
+        if len(parts) != 2:
+            raise ValueError(f"{where}: it writes a message {len(parts) - 1} times, expected once and as it is")
+        return parts[0], parts[1]
+
+    def _text(self, messages: Sequence[dict[str, Any]], where: str, **options: Any) -> str:
+        """Raises ValueError, beginning with `where`, for messages that the template refuses."""
+        try:
+            return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+        except Exception as error:  # a template is a program, and raises what it likes
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise ValueError(
+                f"{where}: the target's chat template refuses these messages (roles {roles}): {error}; change the "
+                "messages, or chat_template in tokenizer_config.json or chat_template.jinja"
+            ) from error
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
@@ -414,23 +555,72 @@ class ChatTemplate:
     def render(self, prompt: Prompt) -> list[int]:
         """Token ids of the whole prompt, up to where the target's answer begins.
 
-        Raises ValueError naming the line whose messages the template refuses (an order of roles, a system message), or
-        that has more than a user's message where there is no template.
+        Raises ValueError naming the line whose messages the template refuses (an order of roles, a system message) or
+        of whose keys it would write nothing, or that has more than a user's message where there is no template.
         """
-        from jinja2 import TemplateError
-
         if not self.is_chat:
-            if len(prompt.messages) > 1:
-                raise ValueError(f"{prompt.where}: the target has no chat template: a prompt is one message, its text")
+            if len(prompt.messages) > 1 or prompt.tools or prompt.answer_message:
+                raise ValueError(
+                    f"{prompt.where}: the target has no chat template: a prompt is one message and its answer, texts"
+                )
             return self.before + self.encode(prompt.messages[0]["content"])
-        try:
-            return self.encode(self._text(list(prompt.messages), add_generation_prompt=True))
-        except TemplateError as error:
-            raise ValueError(f"{prompt.where}: the target's chat template refuses these messages: {error}") from error
+        is_idle = re.compile(r"messages\.\d+\.(tool_call_id|reasoning_content)").fullmatch
+        if lost := [key for key in self.keys_left_out(prompt) if not is_idle(key)]:
+            raise ValueError(
+                f"{prompt.where}: the target's chat template writes nothing of {', '.join(lost)}: leave out the line, "
+                "or take a chat template that does"
+            )
+        return self.encode(self._text(prompt.messages, prompt.where, **self._tools(prompt), add_generation_prompt=True))
+
+    def _tools(self, prompt: Prompt) -> dict[str, Any]:
+        return {"tools": list(prompt.tools)} if prompt.tools else {}
+
+    def keys_left_out(self, prompt: Prompt) -> list[str]:
+        """Keys that change nothing of what the template writes: `tools`, `messages.2.reasoning_content` (templates
+        leave out that of earlier turns), `answer.tool_calls`."""
+        named = {f"messages.{index}": message for index, message in enumerate(prompt.messages)}
+        named |= {"answer": prompt.answer_message} if prompt.answer_message else {}
+        extra = [(name, key) for name, message in named.items() for key in message.keys() - {"role", "content"}]
+        if not extra and not prompt.tools:
+            return []
+        tools = self._tools(prompt)
+        whole = self._text(list(named.values()), prompt.where, **tools)
+
+        def is_idle(messages: dict[str, dict[str, Any]], tools: dict[str, Any]) -> bool:
+            try:
+                return self._text(list(messages.values()), prompt.where, **tools) == whole
+            except ValueError:  # the template needs it
+                return False
+
+        found = ["tools"] if tools and is_idle(named, {}) else []
+        for name, key in sorted(extra):
+            without = {other: value for other, value in named[name].items() if other != key}
+            found += [f"{name}.{key}"] if is_idle({**named, name: without}, tools) else []
+        return found
 
     def answer(self, text: str) -> list[int]:
         """Token ids of an answer that the target did not write, with the token that ends it."""
         return [*self.encode(text), self.end_id]
+
+    def render_answer(self, prompt: Prompt) -> list[int]:
+        """Token ids of the prompt's answer, with the token that ends it, as the target would write it.
+
+        Raises ValueError naming the line whose answer the template does not write behind the prompt.
+        """
+        if prompt.answer_message is None:
+            return self.answer(prompt.answer or "")
+        options = self._tools(prompt)
+        begin = self._text(prompt.messages, prompt.where, **options, add_generation_prompt=True)
+        whole = self._text([*prompt.messages, prompt.answer_message], prompt.where, **options)
+        ids = self.encode(whole.removeprefix(begin))
+        if not whole.startswith(begin) or (self.closes and self.end_id not in ids):
+            raise ValueError(
+                f"{prompt.where}: the target's chat template does not write the answer behind the prompt and end it, "
+                "so what the target would write is not known: leave out the line"
+            )
+        if not self.closes:
+            return [*ids, self.end_id]
+        return ids[: len(ids) - ids[::-1].index(self.end_id)]
 
 
 def begin_user_turns(
@@ -477,13 +667,29 @@ def tokenizer_hash(target_dir: str | Path) -> str | None:
     path = Path(target_dir) / "tokenizer.json"
     if not path.exists():
         return None
-    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_bytes())
+        model = content["model"]
+        merges = model.get("merges")
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no file of the package tokenizers: {error!r:.200}") from error
     for key in ("version", "truncation", "padding"):
         content.pop(key, None)
-    merges = content.get("model", {}).get("merges")
     if merges:
         content["model"]["merges"] = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load_tokenizer(target_dir: str | Path) -> Any:
+    """The target's tokenizer, checked (`check_tokenizer`). Raises ValueError for files that cannot be read as one."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    except Exception as error:  # transformers and tokenizers raise what they like, Exception itself too
+        raise ValueError(f"the tokenizer in {target_dir} cannot be loaded: {error}") from error
+    check_tokenizer(tokenizer, target_dir)
+    return tokenizer
 
 
 def check_tokenizer(tokenizer: Any, target_dir: str | Path) -> None:
@@ -510,7 +716,7 @@ def check_data_fits(folder: str | Path, target_dir: str | Path, batches: PackedB
     config = read_target_config(target_dir)
     vocab_size, num_positions = config["vocab_size"], config.get("max_position_embeddings")
     manifest = Path(folder) / "manifest.json"
-    theirs = json.loads(manifest.read_text(encoding="utf-8")).get("tokenizer") if manifest.exists() else None
+    theirs = read_json(manifest, "data").get("tokenizer") if manifest.exists() else None
     ours = tokenizer_hash(target_dir)
     if theirs is None:
         logger.info("%s names no tokenizer: only the range of its token ids is checked", folder)
@@ -540,19 +746,16 @@ def check_data_fits(folder: str | Path, target_dir: str | Path, batches: PackedB
 def tokenize_file(target_dir: Path, file: Path, out: Path) -> dict[str, int]:
     """Makes a data folder from JSONL lines with answers (`read_jsonl`), without an engine; returns its totals.
 
-    The last answer of a conversation is what is learned; earlier ones are context (and counted). Raises ValueError
-    naming wrong lines, messages that the chat template refuses, a tokenizer that is not the target's, and a folder that
-    holds data already.
+    The last answer of a conversation, of a weight other than 0, is what is learned; earlier ones are context (and
+    counted), and reasoning of theirs that the template leaves out is counted. Raises ValueError naming wrong lines,
+    messages that the chat template refuses or writes nothing of, a tokenizer that is not the target's, and a folder
+    that holds data already.
     """
-    from transformers import AutoTokenizer
-
     if any(out.glob("part-*.npz")):
         raise ValueError(f"{out} holds data already: use another folder for --out")
     given = read_jsonl(file, need_answers=True)
-    tokenizer: Any = AutoTokenizer.from_pretrained(target_dir)
-    check_tokenizer(tokenizer, target_dir)
-    template = ChatTemplate(tokenizer)
-    answers = [template.answer(prompt.answer or "") for prompt in given]
+    template = ChatTemplate(load_tokenizer(target_dir))
+    answers = [template.render_answer(prompt) for prompt in given]
     made = Conversations.from_lists([template.render(prompt) for prompt in given], answers)
     made.save_part(out, "000")
     roles = [message["role"] for prompt in given for message in prompt.messages]
@@ -561,6 +764,13 @@ def tokenize_file(target_dir: Path, file: Path, out: Path) -> dict[str, int]:
         "num_tokens": int(made.lengths.sum()),
         "num_answer_tokens": made.num_answer_tokens,
         "num_earlier_answers": roles.count("assistant"),
+        "num_unused_messages": sum(prompt.num_unused for prompt in given),
+        "num_reasoning_left_out": sum(
+            key.endswith(".reasoning_content")
+            for prompt in given
+            if template.is_chat
+            for key in template.keys_left_out(prompt)
+        ),
     }
     source = {"file": str(file), "sha256": sha256_of(file)}
     write_manifest(out, {"totals": totals, "answers": "as given", "source": source}, target_dir)

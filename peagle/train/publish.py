@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from peagle.checkpoint import check_head, is_plain
-from peagle.config import read_json
+from peagle.config import HeadError, read_json
 from peagle.evaluate import LOOPING, kind
 from peagle.heads import prepare_head
 from peagle.train.recipe import is_hub_id, target_checkpoint
@@ -82,14 +82,18 @@ def publish(
         OSError: the hub refuses.
     """
     head = Path(head)
-    provenance = read_json(head / "provenance.json", "head")
-    trained_on: str = provenance["recipe"]["target"]
-    base_model = base_model or trained_on
+    path = head / "provenance.json"
+    provenance = read_json(path, "head")
+    try:
+        trained_on = str(provenance["recipe"]["target"])
+        base_model = base_model or trained_on
+        card = model_card(head, repo, provenance, base_model, license_id, note)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise HeadError(f"{path} is not what `peagle train` writes beside a head: {error!r:.200}") from error
     if not is_hub_id(repo):
         raise ValueError(f"--repo {repo!r} is no Hugging Face id: ORG/NAME")
     if not is_hub_id(base_model):
         raise ValueError(f"the target {base_model!r} is no Hugging Face id: name it with --base-model ORG/NAME")
-    card = model_card(head, repo, provenance, base_model, license_id, note)
     (head / "README.md").write_text(card, encoding="utf-8")
     files = {name: head / name for name in ("README.md", "provenance.json", "config.json")}
     files |= {path.name: path for path in sorted(head.glob("*.safetensors"))}

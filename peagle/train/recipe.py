@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from peagle.schema import Section, SettingsError, problem_lines
+from peagle.schema import Section, SettingsError, problem_lines, read_yaml
 
 
 class GenerateRecipe(Section):
@@ -194,7 +193,7 @@ class Recipe(Section):
 
         Raises ValueError that names the file and every wrong key.
         """
-        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        raw = read_yaml(Path(path).read_bytes(), path)
         if not isinstance(raw, dict):
             raise ValueError(f"{path}: a recipe is a mapping of settings")
         for override in overrides or []:
@@ -207,7 +206,7 @@ class Recipe(Section):
                 at = at.setdefault(section, {})
                 if not isinstance(at, dict):
                     raise ValueError(f"{path}: override {override!r}: {section} is no section, but {at!r:.40}")
-            at[key] = yaml.safe_load(value)
+            at[key] = read_yaml(value, f"{path}: override {override!r:.80}")
         try:
             return cls.model_validate(raw)
         except ValidationError as error:

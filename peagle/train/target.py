@@ -38,7 +38,10 @@ class Target:
         files = [path for path in sorted(Path(target_dir).iterdir()) if path.suffix in read]
         #: Changes with its weights or its configuration.
         self.fingerprint = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-        model: Any = _load(target_dir, dtype)
+        try:
+            model: Any = _load(target_dir, dtype)
+        except Exception as error:  # transformers and safetensors raise what they like
+            raise ValueError(f"the target in {target_dir} cannot be loaded: {error}") from error
         self.model = model.to(device).eval().requires_grad_(False)
         self.device = torch.device(device)
         self._eager_body = model.get_decoder()

@@ -5,10 +5,8 @@ Enters: directories and numbers. Leaves: keyword arguments for `LLM`, `AsyncEngi
 nothing.
 """
 
-import ast
 import dataclasses
 import importlib.metadata
-import importlib.util
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -152,29 +150,6 @@ def _remote_engine(
     about = {"hidden_size": head.hidden_size, "aux_layer_ids": list(head.aux_layer_ids)}
     additional_config[REMOTE_KEY] = {**about, **dataclasses.asdict(remote)}
     return {"worker_cls": REMOTE_CPU_WORKER if on_cpu else REMOTE_GPU_WORKER, "additional_config": additional_config}
-
-
-def setting_names(*records: str) -> frozenset[str] | None:
-    """Fields of vLLM's dataclasses, "path/of/file:Class", as its source has them, without importing it. None where
-    vLLM is not installed, or keeps them elsewhere."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    names: set[str] = set()
-    for record in records:
-        file, _, wanted = record.partition(":")
-        path = Path(spec.submodule_search_locations[0], f"{file}.py")
-        source = path.read_text(encoding="utf-8") if path.exists() else ""
-        classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
-        waiting = [wanted]
-        while waiting:
-            node = classes.get(waiting.pop())
-            if node is None:
-                return None
-            waiting += [base.id for base in node.bases if isinstance(base, ast.Name)]
-            fields = [line.target for line in node.body if isinstance(line, ast.AnnAssign)]
-            names |= {field.id for field in fields if isinstance(field, ast.Name)}
-    return frozenset(names)
 
 
 # ---- Intel's OpenMP runtime, without which speculation on a CPU is slow; read while an engine's libraries load

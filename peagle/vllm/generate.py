@@ -30,9 +30,9 @@ from peagle.train.data import (
     Conversations,
     Prompt,
     begin_user_turns,
-    check_tokenizer,
     cut_loop,
     distinct_share,
+    load_tokenizer,
     read_jsonl,
     special_ids,
     tokenizer_hash,
@@ -56,12 +56,10 @@ class Writer:
 
     def __init__(self, target_dir: Path, recipe: GenerateRecipe, seed: int) -> None:
         """seed: of the engine; engines with one seed would write the same free user turns."""
-        from transformers import AutoTokenizer
         from vllm import LLM
 
         self.recipe = recipe
-        tokenizer = AutoTokenizer.from_pretrained(target_dir)
-        check_tokenizer(tokenizer, target_dir)
+        tokenizer = load_tokenizer(target_dir)
         self.template = ChatTemplate(tokenizer)
         self.special_ids = special_ids(tokenizer)
         self.engine = LLM(model=str(target_dir), seed=seed, **recipe.engine)
