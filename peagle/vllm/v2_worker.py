@@ -85,7 +85,7 @@ class StepGraphs(ModelCudaGraphManager):
         then planned as they were captured, for a request of all their rows."""
         return self.cudagraph_mode.mixed_mode() != CUDAGraphMode.FULL and not self.use_breakable_cg
 
-    def capture(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def capture(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         super().capture(_Renewing(model, self.renewed) if self.renewed else model, *args, **kwargs)
 
 
