@@ -2,6 +2,7 @@
 
     python -m benchmarks.check_drafts --out FILE [--eager] [--backend TRITON_ATTN] [--dtype float32] [--qwen]
     python -m benchmarks.check_drafts --out FILE --max-model-len 6000 --phase plain (then none)
+    python -m benchmarks.check_drafts --out FILE --sampled --phase plain (then none, drafts)
 
 A small target and a small head of random weights, prompts of mixed lengths in chunks, a K of its own for each request,
 some sequences that end at `max_model_len`, and a cache so small that requests are preempted. Engines run in turn, by
@@ -10,6 +11,9 @@ verifies tokens that this program makes up of the first one's output: the right 
 ones, so that everything between no and all drafts is accepted. Their output must be the first one's. What the drafter
 really proposed is recorded with all that it read, and compared with the reference in float32. Drafts for which a pass
 had no room are counted and not compared: nobody expects them to be accepted.
+
+With `--sampled` requests have a seed and the parameters of `SAMPLING`. Their output must be the first engine's as well,
+token for token: K and the drafts do not change it.
 """
 
 import argparse
@@ -28,6 +32,15 @@ NUM_DRAFTS, CHUNK, NUM_REQUESTS, MAX_NUM_SEQS, NUM_OUTPUT = 5, 256, 48, 36, 48
 USUAL_LEN, PRESSED_BLOCKS = 400, 300  # of 16 tokens: 36 sequences of 400 need 900
 ROUNDS: tuple[tuple[int | None, ...], ...] = ((None, 0, 1, 3, NUM_DRAFTS), (0, 1), (1, 3), (0,))
 """K of the requests that run together."""
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.0},
+    {"temperature": 0.6, "top_p": 0.8},
+    {"temperature": 1.3, "top_k": 20},
+    {"temperature": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2, "top_p": 0.95},
+    {"temperature": 0.7, "allowed_token_ids": list(range(2, 402))},
+    {"temperature": 0.0},
+)
+"""In turn."""
 TARGET: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -137,7 +150,7 @@ class Recorder:
         for name, manager in self._graphs().items():
 
             def counted(desc: Any, name: str = name, run: Any = manager.run_fullgraph) -> Any:
-                is_any = desc.uniform_token_count is None and (desc.max_query_len or 0) > 1 + NUM_DRAFTS
+                is_any = desc.uniform_token_count is None and (desc.max_query_len or 1 << 30) > 1 + NUM_DRAFTS
                 self.num_replays[f"{name}, {'any split' if is_any else 'decoding'}, {desc.num_tokens} rows"] += 1
                 return run(desc)
 
@@ -264,7 +277,7 @@ def engine(folder: Path, args: argparse.Namespace) -> Any:
     return LLM(**kwargs)
 
 
-def generate(llm: Any, max_model_len: int, with_depths: bool) -> list[list[int]]:
+def generate(llm: Any, max_model_len: int, with_depths: bool, is_sampled: bool = False) -> list[list[int]]:
     from vllm import SamplingParams, TokensPrompt
 
     draw, tokens = random.Random(3), []
@@ -276,10 +289,9 @@ def generate(llm: Any, max_model_len: int, with_depths: bool) -> list[list[int]]
             prompts.append(TokensPrompt(prompt_token_ids=[draw.randrange(2, 2000) for _ in range(length)]))
             depth = draw.choice(depths)
             extra = {"peagle_k": depth} if with_depths and depth is not None else None
+            sampling = {"seed": index, **SAMPLING[index % len(SAMPLING)]} if is_sampled else {"temperature": 0.0}
             params.append(
-                SamplingParams(
-                    temperature=0.0, ignore_eos=True, max_tokens=NUM_OUTPUT, detokenize=False, extra_args=extra
-                )
+                SamplingParams(**sampling, ignore_eos=True, max_tokens=NUM_OUTPUT, detokenize=False, extra_args=extra)
             )
         outputs = llm.generate(prompts, params, use_tqdm=False)
         tokens += [list(output.outputs[0].token_ids) for output in outputs]
@@ -340,6 +352,7 @@ def main() -> int:
     parser.add_argument("--piecewise", action="store_true", help="steps with prompts, to compare with")
     parser.add_argument("--backend", default="TRITON_ATTN")
     parser.add_argument("--choice", action="store_true", help="any number of drafts, chosen by the drafter's chances")
+    parser.add_argument("--sampled", action="store_true", help="with seeds, instead of greedy")
     parser.add_argument("--qwen", action="store_true", help="a head of Qwen 3's layers with its own embedding table")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--max-model-len", type=int, default=USUAL_LEN, help="prompts and cache grow with it")
@@ -348,10 +361,11 @@ def main() -> int:
     args.head = args.folder / ("head-qwen" if args.qwen else "head")
     # vLLM forks its engine, which hangs in the first operation that torch would spread over this process's threads.
     torch.set_num_threads(1)
-    plain = args.folder / f"plain-{args.dtype}-{args.backend}-{args.max_model_len}.json"
+    kind = "-sampled" * args.sampled
+    plain = args.folder / f"plain-{args.dtype}-{args.backend}-{args.max_model_len}{kind}.json"
     if args.phase == "plain":
         write_target(args.folder / "target", getattr(torch, args.dtype))
-        plain.write_text(json.dumps(generate(engine(args.folder, args), args.max_model_len, False)))
+        plain.write_text(json.dumps(generate(engine(args.folder, args), args.max_model_len, False, args.sampled)))
         return 0
     expected = json.loads(plain.read_text())
     write_head(args.head, getattr(torch, args.dtype), args.qwen)
@@ -360,7 +374,7 @@ def main() -> int:
         llm.collective_rpc("count_replays")
     if args.phase == "drafts":
         llm.collective_rpc("start_recording", args=({str(index): one for index, one in enumerate(expected)},))
-    outputs = generate(llm, args.max_model_len, args.phase == "drafts" and not args.choice)
+    outputs = generate(llm, args.max_model_len, args.phase == "drafts" and not args.choice, args.sampled)
     first_wrong = [
         next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
         for one, other in zip(outputs, expected, strict=True)
@@ -373,6 +387,7 @@ def main() -> int:
         "eager": args.eager,
         "piecewise": args.piecewise,
         "choice": args.choice,
+        "sampled": args.sampled,
         "qwen": args.qwen,
         "num_equal_outputs": sum(one == other for one, other in zip(outputs, expected, strict=True)),
         "num_outputs": len(outputs),

@@ -20,7 +20,7 @@ from peagle.schema import problem_lines
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 QWEN_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
-#: Names of the two kinds of layers: vLLM 0.29's (the first of each is the one written), and NeMo AutoModel's.
+#: Names of the two kinds of layers: vLLM's (the first of each is the one written), and NeMo AutoModel's.
 LLAMA_NAMES = (
     ARCHITECTURE, "Eagle3LlamaForCausalLM", "PeagleLlamaForCausalLM", "PEagleDraftModel", "Eagle3MiniMaxM2ForCausalLM",
     "Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM", "LlamaEagle3DraftModel",

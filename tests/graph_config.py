@@ -18,6 +18,7 @@ def graph_config(max_num_seqs: int, max_num_batched_tokens: int, sizes: list[int
         model_config=SimpleNamespace(
             is_multimodal_model=False, is_encoder_decoder=False, use_mla=False, rswa_window=None
         ),
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
         additional_config={},
         speculative_config=None,
         kv_transfer_config=None,

@@ -117,7 +117,7 @@ class Tables:
     """Block tables by place, and those of a batch in its order."""
 
     def __init__(self, input_block_tables: list[Tensor]) -> None:
-        self.input_block_tables, self.kernel_block_sizes = input_block_tables, [BLOCK]
+        self.input_block_tables, self.block_sizes = input_block_tables, [BLOCK]
         self.by_place = torch.zeros_like(input_block_tables[0])
 
     def gather_block_tables(self, places: Tensor, num_padded: int) -> None:
@@ -135,7 +135,7 @@ def make_speculator(drafter: Any, num_drafts: int, with_graphs: bool) -> Any:
     one.max_rows = MAX_TOKENS + MAX_REQUESTS * 2 * num_drafts
     one.mask_token_id, one.hidden_size = drafter.config.ptd_token_id, drafter.config.hidden_size
     one.draft_tokens = torch.zeros(MAX_REQUESTS, num_drafts, dtype=torch.int64)
-    one.arange = torch.arange(MAX_REQUESTS + 1, dtype=torch.int32)
+    one.arange_np = np.arange(MAX_REQUESTS + 1, dtype=np.int32)
     one.rows = speculator.DraftRows.empty(MAX_REQUESTS, one.max_rows, num_drafts, 1, one.device)
     one.model = Network(drafter, lambda: one.rows)
     one.groups, one.builders, one.attn_groups, one.renews_metadata = [0], [], [[]], with_graphs

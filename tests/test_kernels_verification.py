@@ -53,6 +53,8 @@ def vllms_kernels() -> Iterator[None]:
 with vllms_kernels() if INTERPRETED else contextlib.nullcontext():
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.gpu.input_batch import InputBatch, expand_idx_mapping
+    from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+    from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
     from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS, SamplingStates
@@ -115,6 +117,7 @@ class Runner:
         states.temperature, states.min_p = drawn("temperature", 0.0), drawn("min_p", 0.0)
         states.top_k, states.top_p = drawn("top_k", VOCAB, np.int32), drawn("top_p", 1.0)
         states.seeds = both(draw.integers(-(2**62), 2**62, NUM_PLACES))
+        states.seeds_set = np.ones(NUM_PLACES, bool)
         penalties: Any = object.__new__(PenaltiesState)
         penalties.repetition_penalty = drawn("repetition", 1.0)
         penalties.frequency_penalty, penalties.presence_penalty = drawn("frequency", 0.0), drawn("presence", 0.0)
@@ -129,13 +132,14 @@ class Runner:
         penalties.prompt_bin_mask = torch.from_numpy(bits).to(DEVICE)
         penalties.output_bin_counts = torch.from_numpy(counts).to(DEVICE)
         self.sampler: Any = object.__new__(Sampler)
-        nothing = SimpleNamespace(use_logit_bias=zeros > 0, num_bad_words=both(zeros), enabled=False)
-        for name in ("apply_logit_bias", "apply_bad_words", "apply"):
-            setattr(nothing, name, lambda *_: None)
-        for name in ("logit_bias_state", "bad_words_state", "thinking_budget_state"):
-            setattr(self.sampler, name, nothing)
+        bias: Any = object.__new__(LogitBiasState)
+        bias.use_logit_bias = zeros > 0
+        bad_words: Any = object.__new__(BadWordsState)
+        bad_words.num_bad_words = both(zeros)
+        self.sampler.logits_processors = [bias, penalties, bad_words]
+        self.sampler.thinking_budget_state = SimpleNamespace(enabled=False, apply=lambda *_: None)
         self.sampler.sampling_states, self.sampler.penalties_state = states, penalties
-        self.sampler.trace_replay_state = None
+        self.sampler.trace_replay_state, self.sampler.return_sampling_mask = None, False
         self.sampler.needs_logits_processing = (
             ((states.temperature.np != 0) & (states.temperature.np != 1))
             | (states.min_p.np != 0)
@@ -144,6 +148,7 @@ class Runner:
             | penalties.use_penalty
         )
         self.sampler.compute_nans = self.sampler.use_fp64_gumbel = False
+        self.sampler.use_flashinfer = self.sampler.use_xpu_sampler = False
         self.sampler.logprobs_mode = "raw_logprobs"
         self.sampler.req_states = SimpleNamespace(prefill_len=both(draw.integers(20, 60, NUM_PLACES).astype(np.int32)))
         self.speculative_config = SimpleNamespace(
@@ -153,6 +158,8 @@ class Runner:
             **METHODS[method],
         )
         self.rejection_sampler = RejectionSampler(self.sampler, self.speculative_config, self.device)
+        self.speculator = SimpleNamespace(draft_logits=None)
+        verification.CoupledSampler.install(self)
         self.input_buffers = SimpleNamespace(
             input_ids=torch.zeros(NUM_ROWS, dtype=torch.int32, device=DEVICE),
             positions=torch.zeros(NUM_ROWS, dtype=torch.int64, device=DEVICE),
@@ -162,7 +169,6 @@ class Runner:
         self.vllm_config = graph_config(NUM_PLACES, NUM_ROWS, [NUM_ROWS])
         self.parallel_config = self.vllm_config.parallel_config
         self.model_state = SimpleNamespace(num_new_sampled_tokens_per_step=1)
-        self.speculator = SimpleNamespace(draft_logits=None)
         self.batch_sharder = self.pp_handler = self.pcp_manager = self.lora_config = None
         on_gpu = DEVICE == "cuda"
         self.main_stream = torch.cuda.current_stream() if on_gpu else Stream()
@@ -172,7 +178,7 @@ class Runner:
         """A step of requests in random places, each with so many drafts, behind so many rows of its prompt: what the
         runner lays out of it, tokens included, and the target's output."""
         count, buffers = len(drafts_B), self.input_buffers
-        place_np = np.array(draw.sample(range(NUM_PLACES), count), np.int32)
+        place_np = np.array(draw.sample(range(NUM_PLACES), count), np.int64)
         lengths_B = [1 + drafts + prompt for drafts, prompt in zip(drafts_B, prompt_rows_B, strict=True)]
         num_rows, ends_B = sum(lengths_B), np.cumsum(lengths_B)
         noise = torch.Generator().manual_seed(draw.randrange(2**31))
@@ -185,7 +191,7 @@ class Runner:
             first = len(ids)
             # Some prompts do not end here: nothing is sampled of those.
             unfinished = prompt > 0 and draw.random() < 0.5
-            start = int(prefill_np[place]) - length - 1 if unfinished else int(prefill_np[place]) - 1
+            start = int(prefill_np[place]) - length - 1 if unfinished else int(prefill_np[place])
             right = draw.randint(0, drafts)
             for offset in range(length):
                 token = draw.randrange(VOCAB)
@@ -217,6 +223,7 @@ class Runner:
             "input_ids": buffers.input_ids[:num_rows],
             "positions": buffers.positions[:num_rows],
             "seq_lens": buffers.seq_lens[:count],
+            "seq_lens_cpu_upper_bound": torch.tensor(lengths, dtype=torch.int32),
         }
         for name, value in fields.items():
             setattr(batch, name, value)
@@ -289,8 +296,67 @@ def test_it_samples_what_vllms_sampler_does(parameters: str, method: str, monkey
             assert mine[: int(num)] == theirs[: int(num)]
         accepted += [num - 1 for num in found.num_sampled.tolist()]
         num_scaled += bool(runner.sampler.needs_logits_processing[batch.idx_mapping_np].any())
-    assert {0, K} <= set(accepted)
+    assert min(accepted) == 0
+    assert max(accepted) >= K - 1
     assert bool(num_scaled) == (parameters in SCALED)
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("parameters", PARAMETERS)
+@pytest.mark.parametrize("captured", [False, True])
+def test_tokens_are_those_sampled_without_drafts(
+    parameters: str, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token, the one behind accepted drafts too, is what vLLM's sampler draws at its position for the same tokens
+    before, whatever the drafts were."""
+    runner, draw = Runner(parameters), random.Random(4)
+    one, sampler = make(runner, monkeypatch), runner.sampler
+    counts_SV, num_accepted = sampler.penalties_state.output_bin_counts, 0
+    for _ in range(20 if DEVICE == "cuda" else 6):
+        hidden_NH, batch = runner.step(draw, [K] * 4, [0] * 4)
+        if captured:
+            found = one(hidden_NH, batch)
+        else:
+            found = runner.rejection_sampler(runner.model.compute_logits(hidden_NH), batch)
+        for request, (place, tokens) in enumerate(zip(batch.idx_mapping_np, found.sampled_token_ids, strict=True)):
+            num_sampled, before = int(found.num_sampled[request]), counts_SV.clone()
+            num_accepted += num_sampled - 1
+            for offset in range(num_sampled):
+                row = (1 + K) * request + offset
+                places, rows = torch.tensor([place], device=DEVICE), slice(row, row + 1)
+                (expected,), _ = sampler.sample(
+                    runner.model.compute_logits(hidden_NH[rows]),
+                    places,
+                    places,
+                    np.array([place]),
+                    batch.positions[rows],
+                    batch.input_ids[rows],
+                    torch.zeros(1, dtype=torch.int32, device=DEVICE),
+                    np.array([int(batch.positions[row]) + 1]),
+                )
+                assert int(tokens[offset]) == int(expected)
+                counts_SV[place, int(expected)] += 1  # as the runner counts what was sampled
+            counts_SV.copy_(before)
+    assert num_accepted > 0
+
+
+@pytest.mark.parametrize("k_max", [1, 7, 8])
+def test_a_draft_is_accepted_where_it_is_the_targets_token(k_max: int) -> None:
+    draw = random.Random(k_max)
+    up_to, tokens, drafts, expected = [0], [], [], []
+    for num_drafts in [0, k_max, 1, k_max, *(draw.randint(0, k_max) for _ in range(20))]:
+        mine = [draw.randrange(3) for _ in range(1 + num_drafts)]
+        given = [draw.choice([token, token, -1, 7]) for token in mine[:-1]]
+        num_accepted = next((i for i, (a, b) in enumerate(zip(mine, given, strict=False)) if a != b), num_drafts)
+        expected.append(mine[: num_accepted + 1])
+        tokens, drafts = tokens + mine, [*drafts, draw.choice([mine[0], 5]), *given]
+        up_to.append(len(tokens))
+    up_to.append(up_to[-1])  # a request without rows
+    on_device = [torch.tensor(tokens), torch.tensor(drafts, dtype=torch.int32), torch.tensor(up_to, dtype=torch.int32)]
+    sampled_BK1, num_sampled_B = verification.accept_drafts(*(values.to(DEVICE) for values in on_device), k_max)
+    assert sampled_BK1.shape == (len(up_to) - 1, k_max + 1)
+    assert num_sampled_B.tolist() == [*map(len, expected), 0]
+    assert [row[:num] for row, num in zip(sampled_BK1.tolist(), num_sampled_B, strict=True)] == [*expected, []]
 
 
 @pytest.mark.usefixtures("graphs")
@@ -303,8 +369,8 @@ def test_other_steps_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one(hidden_NH.clone(), batch) is None  # the target ran without a full graph
     for values, value in [
         (sampler.sampling_states.num_logprobs, 0),
-        (sampler.logit_bias_state.use_logit_bias, True),
-        (sampler.bad_words_state.num_bad_words.np, 1),
+        (sampler.logits_processors[0].use_logit_bias, True),
+        (sampler.logits_processors[2].num_bad_words.np, 1),
     ]:
         usual, processed = values[place].copy(), sampler.needs_logits_processing[place].copy()
         values[place], sampler.needs_logits_processing[place] = value, True
@@ -332,6 +398,9 @@ def test_other_engines_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
         (runner.speculative_config, "enable_adaptive_verification", True),
         (runner.sampler, "compute_nans", True),
         (runner.sampler, "trace_replay_state", object()),
+        (runner.sampler, "return_sampling_mask", True),
+        (runner.sampler, "logits_processors", [*runner.sampler.logits_processors, object()]),
+        (runner.rejection_sampler, "watermark_key", 3),
         (runner.model_state, "num_new_sampled_tokens_per_step", 0),
         (runner.cudagraph_manager, "hidden_states", None),
         (verification.compat, "is_tested", lambda: False),
@@ -394,7 +463,7 @@ def test_a_profile_of_memory_captures_the_largest_alone(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (next(free), 2000))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
-    for name in ("graph_capture", "set_graph_pool_id"):
+    for name in ("graph_capture", "capture_pool"):
         monkeypatch.setattr(cudagraph_utils, name, lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(cudagraph_utils, "current_stream", lambda: None)
     runner = Runner("temperatures")

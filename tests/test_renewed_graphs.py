@@ -70,7 +70,12 @@ def plan(*, batch_size: int, cache_seqlens: Tensor, cu_seqlens_q: Tensor, **give
     return torch.cat([*(torch.full((1,), number, dtype=torch.int32) for number in decided), of_requests])
 
 
-def network(input_ids: Tensor, positions: Tensor, **_: Any) -> Tensor:
+def longest_of(rows: list[int]) -> int | None:
+    """As vLLM looks for a graph: the longest query of a step that only decodes, here of up to 2 rows."""
+    return max(rows) if max(rows) <= 2 else None
+
+
+def read_attention(input_ids: Tensor, positions: Tensor, **_: Any) -> Tensor:
     """Of each row all that attention reads for it."""
     metadata: Any = get_forward_context().attn_metadata[LAYER]
     slots = get_forward_context().slot_mapping[LAYER]
@@ -82,6 +87,10 @@ def network(input_ids: Tensor, positions: Tensor, **_: Any) -> Tensor:
         planned = torch.zeros(2 + len(metadata.seq_lens), dtype=torch.int32)
     columns = (planned[2:][request], metadata.seq_lens[request], metadata.block_table[request, 0], slots[: len(rows)])
     return torch.stack([*columns, planned[0].expand(len(rows)), planned[1].expand(len(rows))], 1).double()
+
+
+network = torch.nn.Module()
+network.forward = read_attention
 
 
 @pytest.fixture
@@ -99,7 +108,9 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(cudagraph_utils.current_platform, name, value, raising=False)
     monkeypatch.setattr(cudagraph_utils, "graph_capture", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(cudagraph_utils, "is_global_first_rank", lambda: False)
-    monkeypatch.setattr(cudagraph_utils, "set_graph_pool_id", lambda pool: None)
+    monkeypatch.setattr(cudagraph_utils, "capture_pool", lambda *_: contextlib.nullcontext())
+    # On a CPU nothing is compiled, and vLLM refuses piecewise graphs of such a model.
+    monkeypatch.setattr(cudagraph_utils, "has_compiled_submodule", lambda _: True)
     monkeypatch.setattr(cudagraph_utils, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
     monkeypatch.setattr(torch.cuda, "graph", record)
@@ -130,6 +141,7 @@ def builder_of(builder_class: type, **more: Any) -> Any:
         "kv_cache_dtype": torch.float16,
         "max_cudagraph_size": SIZES[-1],
         "max_num_splits": 32,
+        "max_seqs_64_segments": 0,
         "mm_prefix_query_ranges_np": None,
         "num_heads_kv": 2,
         "num_heads_q": 4,
@@ -137,19 +149,19 @@ def builder_of(builder_class: type, **more: Any) -> Any:
         "rswa_window": None,
         "scheduler_metadata": torch.zeros(64, dtype=torch.int32),
         "seq_threshold_3D": 4,
+        "supports_draft_decode_metadata_update": True,
         **dict.fromkeys(("softmax_segm_expsum", "softmax_segm_max", "softmax_segm_output")),
         "use_full_cuda_graph": True,
         **more,
     }
-    if builder_class is not TritonAttentionMetadataBuilder:
-        values.setdefault("supports_draft_decode_metadata_update", True)
     for name, value in values.items():
         setattr(one, name, value)
     return one
 
 
 def group_of(builder: Any, *layers: str) -> AttentionGroup:
-    return AttentionGroup(FlashAttentionBackend, list(layers or (LAYER,)), None, 0, [builder])  # type: ignore[arg-type]
+    spec: Any = None
+    return AttentionGroup(FlashAttentionBackend, list(layers or (LAYER,)), spec, 0, metadata_builders=[builder])
 
 
 def set_up(config: Any, monkeypatch: pytest.MonkeyPatch, *groups: AttentionGroup, **changes: Any) -> Any:
@@ -164,9 +176,10 @@ def set_up(config: Any, monkeypatch: pytest.MonkeyPatch, *groups: AttentionGroup
     monkeypatch.setattr(GPUModelRunner, "initialize_kv_cache", vllms)
     runner = object.__new__(RaggedModelRunner)
     runner.vllm_config, runner.device, runner.speculator = config, torch.device("cpu"), None
-    runner.decode_query_len, runner.lora_capture_cases = 2, [0]
+    runner.decode_query_len, runner.lora_capture_cases, runner.ubatch_runner = 2, [0], None
     state: Any = object.__new__(DefaultModelState)
-    state.max_model_len, state.supports_mm_inputs, state.encoder_cache = MAX_LEN, False, None
+    state.model_config = SimpleNamespace(max_model_len=MAX_LEN)
+    state.supports_mm_inputs, state.encoder_cache = False, None
     state.prompt_embeds_state = state.rope_state = None
     runner.model_state = state
     for name, value in changes.items():
@@ -180,7 +193,7 @@ def step_of(runner: Any, buffers: InputBuffers, tables: BlockTables, rows: list[
     lengths = torch.tensor(rows, dtype=torch.int32)
     num_requests, num_rows = len(rows), sum(rows)
 
-    def prepare(scheduled: Any, state: Any, desc: BatchExecutionDescriptor) -> Any:
+    def prepare(scheduled: Any, state: Any, desc: BatchExecutionDescriptor, num_active_loras: int) -> Any:
         buffers.query_start_loc[0], buffers.query_start_loc[num_requests + 1 :] = 0, num_rows
         buffers.query_start_loc[1 : num_requests + 1] = lengths.cumsum(0)
         buffers.seq_lens.zero_()
@@ -192,12 +205,15 @@ def step_of(runner: Any, buffers: InputBuffers, tables: BlockTables, rows: list[
             num_tokens=num_rows,
             num_tokens_after_padding=desc.num_tokens,
             num_scheduled_tokens=lengths.numpy(),
-            max_query_len=desc.max_query_len,
+            max_query_len=desc.max_query_len or (desc.num_tokens if desc.cg_mode == CUDAGraphMode.FULL else None),
             query_start_loc=buffers.query_start_loc[: padded + 1],
             query_start_loc_np=buffers.query_start_loc[: padded + 1].numpy().copy(),
             seq_lens=buffers.seq_lens[:padded],
             seq_lens_cpu_upper_bound=buffers.seq_lens[:padded].clone(),
             dcp_local_seq_lens=None,
+            dcp_local_seq_lens_cpu_upper_bound=None,
+            fast_prefill=None,
+            idx_mapping_np=None,
             is_prefilling_np=lengths.numpy() > 2,
             is_padding=None,
             prompt_lens=None,
@@ -213,10 +229,11 @@ def step_of(runner: Any, buffers: InputBuffers, tables: BlockTables, rows: list[
         shape = batch.num_reqs_after_padding, batch.num_tokens_after_padding
         return (tables.input_block_tables[0][: shape[0]],), tables.slot_mappings[:, : shape[1]]
 
-    state = SimpleNamespace(num_tokens=num_rows)
+    state = SimpleNamespace(num_tokens=num_rows, has_prefill=max(rows) > 2)
     stand_in = MagicMock(
         attn_groups=runner.attn_groups,
         cudagraph_manager=runner.cudagraph_manager,
+        dcp_size=1,
         dp_size=1,
         gather_batch_req_state=lambda *_: (state, None),
         is_encoder_decoder=False,
@@ -224,10 +241,12 @@ def step_of(runner: Any, buffers: InputBuffers, tables: BlockTables, rows: list[
         lora_config=None,
         model=network,
         model_state=runner.model_state,
+        observability_config=SimpleNamespace(cudagraph_metrics=False),
+        parallel_config=runner.vllm_config.parallel_config,
         pcp_manager=None,
         prepare_attn=prepare_attn,
         prepare_inputs=prepare,
-        routed_experts_capturer=None,
+        ubatch_runner=None,
         use_aux_hidden_state_outputs=False,
         uses_inputs_embeds=False,
         vllm_config=runner.vllm_config,
@@ -264,7 +283,8 @@ def test_replays_read_the_plan_of_their_own_step(
         kinds = set()
         for rows, first_key in STEPS:
             built.clear()
-            desc = graphs.dispatch(len(rows), sum(rows), None, 0, max_query_len=max(rows))
+            desc = graphs.dispatch(len(rows), sum(rows), None, 0, max_query_len=longest_of(rows))
+            planned = desc.max_query_len or desc.num_tokens
             done = step_of(runner, buffers, tables, rows, first_key)
             found, lengths = done.hidden_states[: sum(rows)], torch.tensor(rows)
             requests = torch.arange(len(rows))
@@ -275,13 +295,13 @@ def test_replays_read_the_plan_of_their_own_step(
             assert found[:, 3].tolist() == list(range(first_key, first_key + sum(rows)))
             is_full = desc.cg_mode == CUDAGraphMode.FULL
             if has_plan:
-                assert found[0, 4:].tolist() == ([desc.max_query_len, 32] if is_full else [max(rows), 0])
+                assert found[0, 4:].tolist() == ([planned, 32] if is_full else [max(rows), 0])
             assert len(built) == (0 if is_full and renews else 1)
             # The runner's metadata buffer holds nothing of an earlier and larger step.
             (builder,) = runner.attn_groups[0][0].metadata_builders
             assert not builder.scheduler_metadata[2 + (desc.num_reqs or len(rows)) :].any()
             assert bool(done.attn_metadata) == (not is_full or not renews)
-            kinds.add((desc.cg_mode, desc.max_query_len))
+            kinds.add((desc.cg_mode, desc.max_query_len, is_full and longest_of(rows) is None and desc.num_tokens))
     assert len(kinds) == 5  # decoding, three sizes with prompts, and eager
 
 

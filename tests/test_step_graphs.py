@@ -63,7 +63,8 @@ def test_every_step_has_a_full_graph_with_room_for_it(config: Any, longest: int)
     assert CUDAGraphMode.PIECEWISE not in graphs._capture_descs
     assert [desc.num_tokens for desc in captured] == sorted((desc.num_tokens for desc in captured), reverse=True)
     for rows in splits(300, longest):
-        desc = graphs.dispatch(len(rows), sum(rows), None, 0, max_query_len=max(rows))
+        is_decode = max(rows) <= 1 + K_MAX
+        desc = graphs.dispatch(len(rows), sum(rows), None, 0, max_query_len=max(rows) if is_decode else None)
         if sum(rows) > SIZES[-1]:
             assert desc.cg_mode == CUDAGraphMode.NONE
             num_beyond += 1
@@ -71,11 +72,9 @@ def test_every_step_has_a_full_graph_with_room_for_it(config: Any, longest: int)
         assert desc in captured
         assert desc.num_tokens == min(size for size in SIZES if size >= sum(rows))
         assert desc.num_reqs >= len(rows)
-        # A replay is planned for what was captured: never for fewer rows than a request has, and steps that only
-        # decode not for more.
-        assert max(rows) <= desc.max_query_len
-        if max(rows) <= 1 + K_MAX:
-            assert desc.max_query_len == 1 + K_MAX
+        # A replay is planned for what was captured: steps that only decode for as many rows as a request has there,
+        # others for all rows.
+        assert desc.max_query_len == (1 + K_MAX if is_decode else None)
     assert num_beyond < 300
 
 
@@ -110,7 +109,17 @@ def test_a_wrong_setting_is_refused(config: Any, wrong: object) -> None:
 
 def test_a_mode_without_full_graphs_is_left_alone(config: Any) -> None:
     graphs = step_graphs(config, CUDAGraphMode.PIECEWISE)
-    assert graphs.dispatch(2, 60, None, 0, max_query_len=52).cg_mode == CUDAGraphMode.PIECEWISE
+    assert graphs.dispatch(2, 60, None, 0).cg_mode == CUDAGraphMode.PIECEWISE
+
+
+def test_a_short_prompt_has_a_graph_too(config: Any) -> None:
+    """vLLM says no longest query of a step with prompts, however short they are."""
+    graphs = step_graphs(config)
+    for num_rows in range(1, 2 + K_MAX):
+        desc = graphs.dispatch(1, num_rows, None, 0)
+        assert desc.cg_mode == CUDAGraphMode.FULL
+        assert desc.max_query_len is None
+        assert desc.num_tokens == min(size for size in SIZES if size >= num_rows)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, MAX_REQUESTS])
@@ -120,21 +129,29 @@ def test_a_target_without_a_drafter_has_them_too(config: Any, max_num_seqs: int)
     for num_loras in (0, 2):
         for rows in splits(100, 40):
             rows = rows[:max_num_seqs]
-            desc = graphs.dispatch(len(rows), sum(rows), None, num_loras, max_query_len=max(rows))
+            longest = 1 if max(rows) == 1 else None
+            desc = graphs.dispatch(len(rows), sum(rows), None, num_loras, max_query_len=longest)
             assert (desc.cg_mode == CUDAGraphMode.FULL) == (sum(rows) <= SIZES[-1])
             if desc.cg_mode == CUDAGraphMode.FULL:
                 assert desc.num_active_loras == num_loras
                 assert desc.num_reqs >= len(rows)
-                assert desc.max_query_len >= max(rows)
+                assert desc.max_query_len == longest
 
 
 def test_a_replay_of_the_target_is_planned_as_its_capture(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM captures a graph without a longest query for a request of all its rows."""
     monkeypatch.setattr(GPUModelRunner, "prepare_inputs", lambda *args: SimpleNamespace(max_query_len=None))
     runner = object.__new__(RaggedModelRunner)
-    for desc in step_graphs(config)._capture_descs[CUDAGraphMode.FULL]:
-        assert runner.prepare_inputs(None, None, desc).max_query_len == desc.max_query_len
+    runner.cudagraph_manager = step_graphs(config)
+    for desc in runner.cudagraph_manager._capture_descs[CUDAGraphMode.FULL]:
+        planned = runner.prepare_inputs(None, None, desc, 0).max_query_len
+        assert planned == (desc.max_query_len or desc.num_tokens)
     eager = cudagraph_utils.BatchExecutionDescriptor(CUDAGraphMode.NONE, 5000, 3)
-    assert runner.prepare_inputs(None, None, eager).max_query_len is None
+    assert runner.prepare_inputs(None, None, eager, 0).max_query_len is None
+    # In vLLM's mode FULL a step is planned for its own longest request.
+    runner.cudagraph_manager = step_graphs(config, CUDAGraphMode.FULL)
+    (*_, desc) = runner.cudagraph_manager._capture_descs[CUDAGraphMode.FULL]
+    assert runner.prepare_inputs(None, None, desc, 0).max_query_len is None
 
 
 def test_a_replay_of_the_drafter_is_planned_as_its_capture(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,11 +166,11 @@ def test_a_replay_of_the_drafter_is_planned_as_its_capture(config: Any, monkeypa
     one.max_num_reqs, one.max_rows, one.max_model_len = MAX_REQUESTS, speculator.most_rows(config), 4096
     one.mask_token_id, one.groups, one.attn_groups, one.kv_cache_config = 0, [0], [], None
     one.builders = [SimpleNamespace(max_num_splits=0)]
-    one.arange = torch.arange(MAX_REQUESTS + 1, dtype=torch.int32)
+    one.arange_np = np.arange(MAX_REQUESTS + 1, dtype=np.int32)
     one.rows = speculator.DraftRows.empty(MAX_REQUESTS, one.max_rows, K_MAX, 1, "cpu")
     tables = [torch.zeros(MAX_REQUESTS, 4, dtype=torch.int32)]
     one.block_tables = SimpleNamespace(
-        input_block_tables=tables, kernel_block_sizes=[16], get_dummy_block_tables=lambda count: tables
+        input_block_tables=tables, block_sizes=[16], get_dummy_block_tables=lambda count: tables
     )
     one.graphs = graphs = draft_graphs(config)
     one.choices = SimpleNamespace(dispatch=lambda *args: SimpleNamespace(cg_mode=CUDAGraphMode.FULL))
@@ -231,6 +248,14 @@ def test_every_pass_has_a_graph_with_room_for_it(
     assert (None in kinds) == (packs_prompts if longest > 1 + K_MAX else is_ragged)
 
 
+def test_passes_before_the_capture_have_none(config: Any) -> None:
+    """vLLM warms up its kernels with real steps before it captures graphs."""
+    graphs = draft_graphs(config)
+    assert graphs.full_graph(2, 16, K_MAX, 8) is not None
+    graphs._graphs_captured = False
+    assert graphs.full_graph(2, 16, K_MAX, 8) is None
+
+
 def test_prompts_beside_a_full_batch_have_graphs_too(config: Any) -> None:
     """Half as many rows as decoding takes, as the target's graphs have them."""
     num_decoding, graphs = 2 * K_MAX * MAX_REQUESTS, draft_graphs(config)
@@ -275,13 +300,13 @@ def test_a_step_is_verified_by_a_graph_where_one_can(monkeypatch: pytest.MonkeyP
 
     found: list[Any] = [Stand()]
     monkeypatch.setattr(v2_worker.Verification, "of", lambda runner: found[0])
-    monkeypatch.setattr(GPUModelRunner, "capture_model", lambda runner: 100)
+    monkeypatch.setattr(GPUModelRunner, "capture_model", lambda runner, profile_only: 100)
     monkeypatch.setattr(GPUModelRunner, "sample", lambda runner, *step: ("vLLM", *step))
     runner: Any = object.__new__(PEagleRunner)
     runner.cudagraph_manager = SimpleNamespace(_max_full_descs_to_capture=2)
     assert runner.sample("hidden", "batch", None) == ("vLLM", "hidden", "batch", None)
     # vLLM captures a few graphs to learn what they take, and lets them go with the cache that they belong to.
-    assert runner.capture_model() == 107
+    assert runner.capture_model(profile_only=True) == 107
     assert runner.sample("hidden", "batch", None)[0] == "vLLM"
     runner.cudagraph_manager._max_full_descs_to_capture = None
     assert runner.capture_model() == 107

@@ -453,14 +453,37 @@ def test_missing_names_are_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> 
         compat.check("here", 1j)
 
 
-def test_versions_are_compared(caplog: pytest.LogCaptureFixture) -> None:
-    for version in ("0.29.0", "0.29.1+cpu"):
+def test_numbers_of_return_values_and_functions_are_compared() -> None:
+    manager = "vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager"
+    assert compat.missing_methods(manager, {"reallocate_drafts": ("req_ids", "-> 3")}) == []
+    assert compat.missing_methods(manager, {"reallocate_drafts": ("-> 4",)}) == [
+        "4 return values of AdaptiveVerificationManager.reallocate_drafts()"
+    ]
+    function = "vllm.v1.worker.gpu.sample.gumbel:gumbel_sample"
+    assert compat.missing_methods(function, {"": ("seed", "colour")}) == ["parameter colour of gumbel_sample()"]
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.31.1", "0.33.0", "1.32.0"])
+def test_an_untested_version_is_refused_unless_told(
+    version: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PEAGLE_UNTESTED_VLLM", raising=False)
+    line = (
+        rf"^vLLM {version} was not tested with this package, 0\.32 was; .* environment variable PEAGLE_UNTESTED_VLLM=1$"
+    )
+    with pytest.raises(compat.UnsupportedVLLMError, match=line):
         compat.check_version(version)
+    monkeypatch.setenv("PEAGLE_UNTESTED_VLLM", "1")
+    compat.check_version(version)
+    assert f"vLLM {version} was not tested" in caplog.text
+    assert not compat.is_tested(version)
+
+
+def test_the_tested_version_runs_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    for version in ("0.32.0", "0.32.1+cpu"):
+        compat.check_version(version)
+        assert compat.is_tested(version)
     assert caplog.text == ""
-    compat.check_version("0.33.0")
-    assert "0.33.0 is newer than 0.29" in caplog.text
-    with pytest.raises(compat.UnsupportedVLLMError, match=r"0\.28\.1 is too old: this package needs 0\.29"):
-        compat.check_version("0.28.1")
 
 
 @pytest.mark.parametrize("values", [torch.tensor([0.5, 0.0, 2.0]), torch.tensor([3, 0, 5], dtype=torch.int32)])

@@ -30,7 +30,7 @@ itself. Output is the target's own. {depths}{note}
 
 ## Use
 
-vLLM (0.29 or later):
+vLLM:
 
 ```
 vllm serve {base} --speculative-config '{speculative}'

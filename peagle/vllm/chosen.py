@@ -5,8 +5,8 @@ can tell: the drafts are made there while the host plans the step. A draft is wo
 are accepted, by the drafter's own distribution, and the B best drafts of the batch are verified. The chance is a
 property of the distribution and not of a drawn token, so the output keeps the target's distribution.
 
-This is vLLM's adaptive verification (PR 52228 and its blog of 2026-08-14), which vLLM 0.29 has for DSpark heads alone:
-`ChosenDrafts` takes the place of its manager in the runner, for the steps that the scheduler says.
+`ChosenDrafts` takes the place of vLLM's `AdaptiveVerificationManager` in the runner, for the steps that the scheduler
+says.
 
 B requests, S places of requests in the runner, K drafts at most.
 """

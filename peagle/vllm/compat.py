@@ -1,14 +1,14 @@
-"""Everything that depends on vLLM's version: which are supported, and which private names of vLLM this package uses.
+"""Everything that depends on vLLM's version: which is supported, and which private names of vLLM this package uses.
 
 Each group of names is checked when an engine starts. A vLLM that moved one fails there, in one line that says what it
-lacks, rather than serving with a K that nothing obeys.
+lacks, rather than serving with a K that nothing obeys. Another version than the tested one is refused.
 """
 
-import functools
 import importlib
-import importlib.util
 import inspect
 import logging
+import os
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,8 +21,9 @@ from peagle.vllm.trimming import CHOICE_KEY
 
 logger = logging.getLogger(__name__)
 
-OLDEST_VERSION = "0.29"
-NEWEST_TESTED_VERSION = "0.29"
+TESTED_VERSION = "0.32"
+UNTESTED_VARIABLE = "PEAGLE_UNTESTED_VLLM"
+"""Environment variable: "1" lets another vLLM than `TESTED_VERSION` run."""
 
 _V2_METHOD = "_get_v2_model_runner_unsupported_features"
 _V2_REFUSAL = "parallel drafting for EAGLE speculative decoding"
@@ -32,7 +33,8 @@ PROMPT_GRAPHS_KEY = "peagle_prompt_graphs"
 (`replays_prompts`). Absent: true."""
 
 Methods = Mapping[str, Sequence[str]]
-"""Method -> parameters that it must have."""
+"""Method -> parameters that it must have; "" is the named object itself. A parameter "-> n" means that it is annotated
+to return a tuple of n."""
 
 SEAMS: Mapping[str, Mapping[str, Methods]] = {
     "scheduler": {
@@ -62,6 +64,7 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
             "_validate_params": ("params", "supported_tasks"),
             "_validate_model_input": ("prompt_input", "prompt_type"),
         },
+        "vllm.renderers.chat_utils:MM_PARSER_MAP": {},
         "vllm.renderers.base:BaseRenderer": {
             "render_chat": ("conversations", "chat_params"),
             "render_chat_async": ("conversations", "chat_params"),
@@ -96,30 +99,88 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
     },
     "v2 runner": {
         "vllm.config:VllmConfig": {"_get_v2_model_runner_unsupported_features": ()},
+        "vllm.v1.worker.gpu_worker:Worker": {
+            "init_device": (),
+            "load_model": (),
+            "compile_or_warm_up_model": (),
+        },
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner": {
-            "initialize_kv_cache": ("kv_cache_config",),
+            "initialize_kv_cache": ("kv_cache_config", "is_profiling"),
             "add_requests": ("scheduler_output",),
             "finish_requests": ("scheduler_output",),
-            "prepare_inputs": ("scheduler_output", "batch_req_state", "batch_desc"),
+            "prepare_inputs": ("scheduler_output", "batch_req_state", "batch_desc", "num_active_loras"),
             "execute_model": ("scheduler_output",),
-            "capture_model": (),
-            "sample": ("hidden_states", "input_batch", "grammar_output"),
+            "capture_model": ("profile_only",),
+            "main_stream": (),
+            "sample": ("hidden_states", "input_batch", "grammar_output", "-> 3"),
             "sample_tokens": ("grammar_output",),
+        },
+        "vllm.v1.core.sched.output:SchedulerOutput": {
+            "__init__": ("num_spec_tokens_to_schedule",),
+            "make_empty": (),
         },
         "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager": {
             "_init_candidates": (),
-            "capture": ("create_forward_fn",),
+            "capture": ("create_forward_fn", "progress_bar_desc"),
+            "dispatch": ("num_reqs", "num_tokens", "uniform_token_count", "num_active_loras", "max_query_len"),
+            "run_fullgraph": ("desc",),
         },
-        "vllm.v1.worker.gpu.block_table:BlockTables": {"gather_block_tables": ("idx_mapping", "num_reqs_padded")},
+        "vllm.v1.worker.gpu.block_table:BlockTables": {
+            "__init__": ("block_sizes",),
+            "gather_block_tables": ("idx_mapping", "num_reqs_padded"),
+            "get_dummy_block_tables": ("num_reqs",),
+        },
+        "vllm.v1.worker.gpu.attn_utils:build_attn_metadata": {
+            "": (
+                "attn_groups",
+                "num_reqs",
+                "num_tokens",
+                "query_start_loc_gpu",
+                "query_start_loc_cpu",
+                "max_query_len",
+                "seq_lens",
+                "max_seq_len",
+                "block_tables",
+                "slot_mappings",
+                "kv_cache_config",
+                "seq_lens_cpu_upper_bound",
+                "for_cudagraph_capture",
+            )
+        },
+        "vllm.v1.worker.gpu.input_batch:InputBatch": {
+            "__init__": (
+                "cu_num_logits",
+                "expanded_idx_mapping",
+                "expanded_local_pos",
+                "idx_mapping",
+                "idx_mapping_np",
+                "input_ids",
+                "is_prefilling_np",
+                "logits_indices",
+                "max_query_len",
+                "num_computed_tokens_np",
+                "num_draft_tokens",
+                "num_scheduled_tokens",
+                "positions",
+                "prefill_len_np",
+                "query_start_loc",
+                "query_start_loc_np",
+                "req_ids",
+                "seq_lens_cpu_upper_bound",
+            )
+        },
         "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager": {
-            "__init__": ("varlen_decode",),
+            "__init__": ("varlen_decode", "ubatch_runner"),
             "capture": ("model",),
         },
-        "vllm.v1.worker.gpu.cudagraph_utils:BatchExecutionDescriptor": {"__init__": ("num_reqs", "max_query_len")},
+        "vllm.v1.worker.gpu.cudagraph_utils:BatchExecutionDescriptor": {
+            "__init__": ("cg_mode", "num_tokens", "num_reqs", "uniform_token_count", "max_query_len")
+        },
         "vllm.v1.worker.gpu.model_states.default:DefaultModelState": {
             "prepare_attn": ("input_batch", "cudagraph_mode", "for_capture")
         },
         "vllm.v1.worker.utils:AttentionGroup": {
+            "__init__": ("kernel_block_size",),
             "get_metadata_builder": (),
             "update_draft_decode_metadata": ("attn_metadata",),
         },
@@ -127,8 +188,63 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
             "add_request": ("req_idx",),
             "get_num_tokens": ("num_tokens_per_req", "draft_tokens"),
             "compact_batch": ("num_draft_tokens_per_req", "num_scheduled_tokens", "cu_num_logits_np"),
-            "reallocate_drafts": ("req_ids", "idx_mapping"),
+            "reallocate_drafts": ("req_ids", "idx_mapping", "-> 3"),
         },
+        "vllm.v1.worker.gpu.sample.gumbel:gumbel_sample": {
+            "": (
+                "logits",
+                "expanded_idx_mapping",
+                "temperature",
+                "seed",
+                "pos",
+                "apply_temperature",
+                "is_drafting",
+                "use_fp64",
+            )
+        },
+        "vllm.v1.worker.gpu.sample.logit_bias:LogitBiasState": {},
+        "vllm.v1.worker.gpu.sample.bad_words:BadWordsState": {},
+        "vllm.v1.worker.gpu.sample.sampler:Sampler": {
+            "__init__": ("return_sampling_mask", "custom_logits_processors"),
+            "apply_sampling_params": (
+                "logits",
+                "expanded_idx_mapping",
+                "idx_mapping",
+                "idx_mapping_np",
+                "pos",
+                "input_ids",
+                "expanded_local_pos",
+                "seq_lens_upper_bound_np",
+            ),
+        },
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler": {
+            "_verify": (
+                "logits",
+                "draft_logits",
+                "draft_sampled",
+                "pos",
+                "cu_num_logits",
+                "idx_mapping",
+                "idx_mapping_np",
+                "expanded_idx_mapping",
+                "expanded_local_pos",
+                "seq_lens_upper_bound_np",
+                "verify_draft_sampled",
+                "-> 3",
+            )
+        },
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler:gather_draft_sampled": {
+            "": (
+                "input_ids",
+                "positions",
+                "logits_indices",
+                "expanded_idx_mapping",
+                "expanded_local_pos",
+                "prefill_len",
+                "-> 2",
+            )
+        },
+        "vllm.v1.worker.gpu.spec_decode.speculator:BaseSpeculator": {"num_query_per_req": ()},
         "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator": {
             "propose": (
                 "input_batch",
@@ -138,12 +254,16 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
                 "last_sampled",
                 "next_prefill_tokens",
                 "dummy_run",
+                "num_speculative_tokens",
             ),
-            "load_draft_model": ("target_model",),
+            "load_draft_model": ("target_model", "target_attn_layer_names"),
             "set_attn": ("block_tables",),
         },
     },
-    "engine": {"vllm.v1.executor.uniproc_executor:UniProcExecutor": {}},
+    "engine": {
+        "vllm.v1.executor.uniproc_executor:UniProcExecutor": {},
+        "vllm.entrypoints.launchers.cli_args:FrontendArgs": {},
+    },
     "cpu engine": {"vllm.utils.ompmultiprocessing:OMPProcessManager": {"configure_omp_envs": ("rank", "local_rank")}},
     "cpu runner": {
         "vllm.v1.worker.cpu_model_runner:CPUModelRunner": {"_sample": ("logits",), "_bookkeeping_sync": ()},
@@ -167,6 +287,27 @@ ATTRIBUTES: Mapping[str, Sequence[str]] = {
         "waiting",
     ),
     "client": ("input_processor", "model_config", "output_processor", "renderer"),
+    "v2 runner": (
+        "decode_query_len",
+        "input_buffers",
+        "lora_capture_cases",
+        "max_num_reqs",
+        "model_state",
+        "num_speculative_steps",
+        "output_copy_stream",
+        "req_states",
+        "sampler",
+        "speculator",
+        "vocab_size",
+    ),
+    "v2 speculator": (
+        "arange_np",
+        "draft_tokens",
+        "max_num_reqs",
+        "num_speculative_steps",
+        "seeds",
+        "temperature",
+    ),
     "runner": (
         "discard_request_mask",
         "input_batch",
@@ -181,14 +322,14 @@ ATTRIBUTES: Mapping[str, Sequence[str]] = {
 
 
 class UnsupportedVLLMError(RuntimeError):
-    """The installed vLLM lacks a name that this package needs."""
+    """The installed vLLM is another than the tested one, or lacks a name that this package needs."""
 
 
 def check(group: str, instance: object = None) -> None:
     """Make sure that this vLLM has what the group of `SEAMS` names, and `instance` what the one of `ATTRIBUTES` does.
 
     Raises:
-        UnsupportedVLLMError: an old vLLM, or one line that names everything that is missing.
+        UnsupportedVLLMError: in one line, another version, or everything that is missing.
     """
     check_version(vllm_version)
     missing = [line for path, methods in SEAMS.get(group, {}).items() for line in missing_methods(path, methods)]
@@ -198,23 +339,27 @@ def check(group: str, instance: object = None) -> None:
     if missing:
         raise UnsupportedVLLMError(
             f"vLLM {vllm_version} has no {', '.join(missing)}, which this package needs ({group}); use vLLM "
-            f"{OLDEST_VERSION}, the newest that was tested is {NEWEST_TESTED_VERSION}"
+            f"{TESTED_VERSION}"
         )
 
 
 def check_version(version: str) -> None:
-    """Raises UnsupportedVLLMError for one before `OLDEST_VERSION`; one after the newest tested is logged."""
-    release = Version(version)
-    if release < Version(OLDEST_VERSION):
-        raise UnsupportedVLLMError(f"vLLM {version} is too old: this package needs {OLDEST_VERSION} or later")
-    if release.release[:2] > Version(NEWEST_TESTED_VERSION).release[:2]:
-        logger.warning("vLLM %s is newer than %s, the newest that was tested", version, NEWEST_TESTED_VERSION)
+    """Raises UnsupportedVLLMError for another release than `TESTED_VERSION`; where `UNTESTED_VARIABLE` is 1, it is
+    logged instead."""
+    if is_tested(version):
+        return
+    if os.environ.get(UNTESTED_VARIABLE) != "1":
+        raise UnsupportedVLLMError(
+            f"vLLM {version} was not tested with this package, {TESTED_VERSION} was; to try it anyway, set the "
+            f"environment variable {UNTESTED_VARIABLE}=1"
+        )
+    logger.warning("vLLM %s was not tested with this package, %s was", version, TESTED_VERSION)
 
 
-def is_tested() -> bool:
-    """Whether this vLLM is no newer than the newest tested one: what copies the order of its calls, rather than a name,
-    is for these only."""
-    return Version(vllm_version).release[:2] <= Version(NEWEST_TESTED_VERSION).release[:2]
+def is_tested(version: str = vllm_version) -> bool:
+    """Whether a vLLM is of the tested release: what copies the order of its calls, rather than a name, is for it
+    only."""
+    return Version(version).release[:2] == Version(TESTED_VERSION).release[:2]
 
 
 def missing_methods(path: str, methods: Methods) -> list[str]:
@@ -226,12 +371,18 @@ def missing_methods(path: str, methods: Methods) -> list[str]:
         return [path]
     missing = []
     for method, parameters in methods.items():
-        found = getattr(owner, method, None)
+        found, where = (getattr(owner, method, None), f"{name}.{method}()") if method else (owner, f"{name}()")
         present = inspect.signature(found).parameters if callable(found) else {}
         if found is None:
-            missing.append(f"{name}.{method}()")
-        elif lacking := [parameter for parameter in parameters if parameter not in present]:
-            missing.append(f"parameter {', '.join(lacking)} of {name}.{method}()")
+            missing.append(where)
+            continue
+        for parameter in parameters:
+            if parameter.startswith("-> "):
+                returned = len(typing.get_args(inspect.signature(found, eval_str=True).return_annotation))
+                if returned != int(parameter[3:]):
+                    missing.append(f"{parameter[3:]} return values of {where}")
+            elif parameter not in present:
+                missing.append(f"parameter {parameter} of {where}")
     return missing
 
 
@@ -257,12 +408,11 @@ def allow_v2() -> None:
     setattr(VllmConfig, _V2_METHOD, unsupported)
 
 
-@functools.cache
 def chat_part_kinds() -> frozenset[str]:
-    """Kinds of parts that a chat message's content may have. vLLM after 0.29 keeps the table in another module."""
-    places = ("vllm.entrypoints.chat_utils", "vllm.renderers.chat_utils")
-    place = next((name for name in places if importlib.util.find_spec(name) is not None), places[0])
-    return frozenset(importlib.import_module(place).MM_PARSER_MAP)
+    """Kinds of parts that a chat message's content may have."""
+    from vllm.renderers.chat_utils import MM_PARSER_MAP
+
+    return frozenset(MM_PARSER_MAP)
 
 
 def _is_wanted(config: VllmConfig, key: str) -> bool:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
+from vllm.v1.worker.utils import AttentionGroup
 
 from peagle.drafter.drafts import best_tokens
 from peagle.vllm import compat
@@ -69,13 +70,19 @@ MIN_PACKED_REQUESTS = 32
 RENEWABLE = (FlashAttentionMetadataBuilder, TritonAttentionMetadataBuilder)
 
 
-def can_renew(builders: Sequence[Any]) -> bool:
-    """Whether a full graph can renew what these build for it (`update_draft_decode_metadata`), so that the host builds
-    nothing for a replay."""
-    # For a replay these two write to the GPU FlashAttention's plan alone, from lengths in the runner's buffers; layers
-    # read those buffers themselves. Builders derived from them inherit the flag and do more: the one for static sinks
-    # changes the lengths in place.
-    return all(type(one) in RENEWABLE and one.supports_draft_decode_metadata_update for one in builders)
+def can_renew(groups: Iterable[AttentionGroup]) -> bool:
+    """Whether a full graph can renew what is built of these for it (`update_draft_decode_metadata`), so that the host
+    builds nothing for a replay."""
+    # For a replay these builders write to the GPU FlashAttention's plan alone, from lengths in the runner's buffers;
+    # layers read those buffers themselves. Builders derived from them inherit the flag and do more: the one for static
+    # sinks changes the lengths in place. A group with smaller blocks than the cache's has a block table of its own,
+    # which vLLM fills when metadata is built.
+    return all(
+        type(group.get_metadata_builder()) in RENEWABLE
+        and group.supports_draft_decode_metadata_update
+        and group.kernel_block_size is None
+        for group in groups
+    )
 
 
 def most_rows(config: VllmConfig) -> int:
@@ -150,7 +157,10 @@ class DraftGraphs(CudaGraphManager):
         self, num_requests: int, num_targets: int, depth: int, max_query_len: int, num_rejected: int = 0
     ) -> BatchExecutionDescriptor | None:
         """The full graph of a pass to `depth` or deeper over `num_targets` rows of the target, of which no request has
-        more than `max_query_len`, and so many are expected to be rejected; None where there is none."""
+        more than `max_query_len`, and so many are expected to be rejected; None where there is none, and before the
+        capture: vLLM runs real steps then, to warm up."""
+        if not self._graphs_captured:
+            return None
         fitting = []
         for deep, descs in self._by_requests.items():
             if deep >= depth and deep + 1 >= max_query_len:
@@ -194,6 +204,7 @@ class PEagleSpeculator(DraftModelSpeculator):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         """Raises ValueError for settings that it was not made for; the message names them."""
         super().__init__(vllm_config, device)
+        compat.check("v2 speculator", self)
         _check_settings(vllm_config)
         self._without_drafts: set[str] = set()
         """Requests with K = 0."""
@@ -238,11 +249,11 @@ class PEagleSpeculator(DraftModelSpeculator):
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
         self.groups = [index for index, groups in enumerate(self.attn_groups) if groups]
-        self.builders = [group.get_metadata_builder(0) for groups in self.attn_groups for group in groups]
+        self.builders = [group.get_metadata_builder() for group in chain.from_iterable(self.attn_groups)]
         for builder in self.builders:
             if hasattr(builder, "max_cudagraph_size"):  # up to which FlashAttention plans for graphs, in rows
                 builder.max_cudagraph_size = self.max_rows
-        self.renews_metadata = can_renew(self.builders)
+        self.renews_metadata = can_renew(chain.from_iterable(self.attn_groups))
         num_groups = len(self.kv_cache_config.kv_cache_groups)
         self.rows = DraftRows.empty(
             self.max_num_reqs, self.max_rows, self.num_speculative_steps, num_groups, self.device
@@ -307,9 +318,9 @@ class PEagleSpeculator(DraftModelSpeculator):
             if desc.uniform_token_count is None:
                 num_targets, num_drafts = desc.num_tokens, 0
             rows.context_B[:count] = stride
-            rows.first_row_B1.copy_(self.arange.clamp(max=count) * stride)
+            rows.first_row_B1.copy_(torch.from_numpy(np.minimum(self.arange_np, count) * stride))
             self.block_tables.get_dummy_block_tables(count)
-            first_row_B1 = self.arange[: count + 1] * stride
+            first_row_B1 = torch.from_numpy(self.arange_np[: count + 1] * stride)
             context_B = torch.full((count,), stride, dtype=torch.int32)
             metadata, slots = self._attention(
                 desc.num_tokens,
@@ -451,7 +462,7 @@ class PEagleSpeculator(DraftModelSpeculator):
                 is_packed=desc is not None and not stride,
                 max_query_len=max_query_len,
                 num_rows=run_rows,
-                block_size=self.block_tables.kernel_block_sizes[group],
+                block_size=self.block_tables.block_sizes[group],
                 mask_token_id=self.mask_token_id,
                 max_model_len=self.max_model_len,
             )
@@ -488,7 +499,7 @@ class PEagleSpeculator(DraftModelSpeculator):
         what is rejected, only the GPU does."""
         num_requests = len(lengths_B)
         if stride:
-            first_row_B1 = self.arange[: num_padded + 1].clamp(max=num_requests) * stride
+            first_row_B1 = torch.from_numpy(np.minimum(self.arange_np[: num_padded + 1], num_requests) * stride)
         else:
             ends_B = np.cumsum(lengths_B + (depth - 1))
             first_row_B1 = torch.full((num_padded + 1,), int(ends_B[-1]), dtype=torch.int32)

@@ -156,7 +156,7 @@ class _Batch:
         output.total_num_scheduled_tokens = (1 + depth) * len(self._ids)
         if depth:
             output.scheduled_spec_decode_tokens = {request_id: [-1] * depth for request_id in self._ids}
-        output.num_common_prefix_blocks = [0] * len(self._blocks)
+        output.num_spec_tokens_to_schedule = self._runner.num_speculative_steps
         # Drafts of random tokens are rejected; an engine's first passes have as many rows as with half of them.
         plan_drafts_ahead(output, depth, depth * len(self._ids) // 2)
         self._worker.execute_model(output)

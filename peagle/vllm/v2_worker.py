@@ -15,6 +15,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import triton
+from torch import nn
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -31,7 +32,7 @@ from peagle.vllm.acceptance import attach_num_admitted, attach_worth, num_chosen
 from peagle.vllm.chosen import MAX_DRAFTS, Chances, ChosenDrafts
 from peagle.vllm.speculator import PEagleSpeculator, can_renew, most_rows
 from peagle.vllm.step_measure import measure_steps, write_steps
-from peagle.vllm.verification import Verification
+from peagle.vllm.verification import CoupledSampler, Verification
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -56,45 +57,50 @@ class StepGraphs(ModelCudaGraphManager):
         decode, mixed = self.cudagraph_mode.decode_mode(), self.cudagraph_mode.mixed_mode()
         if (decode, mixed) != (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE) or self.use_breakable_cg:
             return
-        piecewise = self._capture_descs.pop(CUDAGraphMode.PIECEWISE, [])
+        # vLLM looks for a graph of a step with prompts without a longest query, and captures one that has none for a
+        # request of as many rows as the graph.
         full = {
             desc: dataclasses.replace(
-                desc,
-                cg_mode=CUDAGraphMode.FULL,
-                num_reqs=min(desc.num_tokens, self.max_num_reqs),
-                max_query_len=desc.num_tokens,
+                desc, cg_mode=CUDAGraphMode.FULL, num_reqs=min(desc.num_tokens, self.max_num_reqs)
             )
-            for desc in piecewise
+            for desc in self._capture_descs.pop(CUDAGraphMode.PIECEWISE, [])
         }
-        # Of so few rows no request has more than a decoding one.
-        mixed_descs = [desc for desc in full.values() if desc.num_tokens > self.decode_query_len]
-        captured = [*self._capture_descs.get(CUDAGraphMode.FULL, []), *mixed_descs]
+        captured = [*self._capture_descs.get(CUDAGraphMode.FULL, []), *full.values()]
         self._capture_descs[CUDAGraphMode.FULL] = sorted(captured, key=lambda desc: desc.num_tokens, reverse=True)
         for key, descs in self._candidates.items():
-            self._candidates[key] = [desc for desc in (full.get(desc, desc) for desc in descs) if desc in captured]
+            self._candidates[key] = [full.get(desc, desc) for desc in descs]
 
     def renew(self, groups: Sequence[AttentionGroup]) -> bool:
         """Before the capture: have full graphs renew the metadata of `groups`, all that the target's layers read.
         Returns whether they will; not where what is built for a step is more than they can renew."""
         # Graphs with breaks would renew for other steps than theirs, and in vLLM's mode FULL each step has a plan for
         # its own longest request.
-        if (
-            set(self._capture_descs) == {CUDAGraphMode.FULL}
-            and all(desc.max_query_len is not None for desc in self._capture_descs[CUDAGraphMode.FULL])
-            and can_renew([group.get_metadata_builder() for group in groups])
-        ):
+        if self.plans_for_all_rows and set(self._capture_descs) == {CUDAGraphMode.FULL} and can_renew(groups):
             self.renewed = groups
         return bool(self.renewed)
 
-    def capture(self, model: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        def renewed(**inputs: Any) -> Any:
-            metadata: Any = get_forward_context().attn_metadata
-            for group in self.renewed:
-                group.update_draft_decode_metadata(metadata)
-            return model(**inputs)
+    @property
+    def plans_for_all_rows(self) -> bool:
+        """Whether graphs for steps with prompts, where there are any, stand in the place of piecewise ones: a replay is
+        then planned as they were captured, for a request of all their rows."""
+        return self.cudagraph_mode.mixed_mode() != CUDAGraphMode.FULL and not self.use_breakable_cg
 
-        captured: Any = renewed if self.renewed else model
-        super().capture(captured, *args, **kwargs)
+    def capture(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        super().capture(_Renewing(model, self.renewed) if self.renewed else model, *args, **kwargs)
+
+
+class _Renewing(nn.Module):
+    """A target that renews the metadata of `groups` before its layers run."""
+
+    def __init__(self, target: nn.Module, groups: Sequence[AttentionGroup]) -> None:
+        super().__init__()
+        self.target, self._groups = target, groups
+
+    def forward(self, **inputs: Any) -> Any:
+        metadata: Any = get_forward_context().attn_metadata
+        for group in self._groups:
+            group.update_draft_decode_metadata(metadata)
+        return self.target(**inputs)
 
 
 class RenewedState(DefaultModelState):
@@ -133,6 +139,7 @@ class RaggedModelRunner(GPUModelRunner):
                 decode_query_len=self.decode_query_len,
                 lora_capture_cases=self.lora_capture_cases,
                 varlen_decode=True,
+                ubatch_runner=self.ubatch_runner,
             )
         graphs, every = self.cudagraph_manager, chain.from_iterable(self.attn_groups)
         renews = isinstance(graphs, StepGraphs) and graphs.renew(
@@ -141,12 +148,18 @@ class RaggedModelRunner(GPUModelRunner):
         if is_default:  # each time: vLLM sets up a small cache before, to measure graphs with
             self.model_state.__class__ = RenewedState if renews else DefaultModelState
 
+    def _dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's. It asks for one as large as the largest compiled range, which has room for the drafter's passes."""
+        return super()._dummy_run(min(num_tokens, self.max_num_tokens), *args, **kwargs)
+
     def prepare_inputs(self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, *more: Any) -> Any:
-        """vLLM's, which takes more in later versions. A replay is planned for as many rows a request as its graph was
-        captured for."""
+        """vLLM's. A replay is planned for as many rows a request as its graph was captured for."""
         batch = super().prepare_inputs(scheduler_output, batch_req_state, batch_desc, *more)
-        if batch_desc.cg_mode == CUDAGraphMode.FULL and batch_desc.max_query_len is not None:
-            batch.max_query_len = batch_desc.max_query_len
+        if batch_desc.cg_mode == CUDAGraphMode.FULL:
+            graphs, planned = self.cudagraph_manager, batch_desc.max_query_len
+            if planned is None and isinstance(graphs, StepGraphs) and graphs.plans_for_all_rows:
+                planned = batch_desc.num_tokens
+            batch.max_query_len = planned or batch.max_query_len
         return batch
 
 
@@ -166,13 +179,14 @@ class PEagleRunner(RaggedModelRunner):
         if views and most_rows <= len(views[0]):
             graphs.aux_hidden_states = views
 
-    def capture_model(self) -> int:
-        """vLLM's: bytes that all graphs take. Before there is a cache it captures a few, to learn how many."""
-        num_bytes: int = super().capture_model()
+    def capture_model(self, *, profile_only: bool = False) -> int:
+        """vLLM's: bytes that all graphs take. Before there is a cache it captures a few, to learn how many
+        (`profile_only`)."""
+        num_bytes: int = super().capture_model(profile_only=profile_only)
         num_sampled = self.cudagraph_manager._max_full_descs_to_capture
         if (verification := Verification.of(self)) is not None:
             num_bytes += verification.capture(num_sampled)
-        self.verification = None if num_sampled is not None else verification
+        self.verification = None if profile_only else verification
         if self.chosen is not None:
             self.chosen.warm()
         return num_bytes
@@ -250,12 +264,16 @@ class V2Worker(Worker):
         compat.name_taps(self.vllm_config)
         super().init_device()
         speculative = self.vllm_config.speculative_config
+        compat.check("v2 runner", self.model_runner)
         if speculative is None and compat.replays_prompts(self.vllm_config):
-            compat.check("v2 runner")
             self.model_runner.__class__ = RaggedModelRunner
         elif speculative is not None and speculative.parallel_drafting:
-            compat.check("v2 runner")
             self.install_speculator()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's. Sampled requests are then verified by `CoupledSampler`, where it can."""
+        super().load_model(*args, **kwargs)
+        CoupledSampler.install(self.model_runner)
 
     def install_speculator(self) -> None:
         """Make the finished runner one with a colocated P-EAGLE drafter."""

@@ -1,8 +1,14 @@
-"""Verification of a step's drafts as one full CUDA graph, where vLLM launches some twenty kernels from the host.
+"""Verification of a step's drafts: coupled for sampled requests, and as one full CUDA graph where that can be.
 
-Enters: the target's hidden states where its own graph left them, and what the runner laid out of the step. Leaves: what
-vLLM's rejection sampler returns, from vLLM's own kernels. A graph holds the target's output matrix, penalties,
-temperature, min_p, top_k and top_p where a request has any of them, acceptance, and the token after the accepted ones.
+Coupled (`CoupledSampler`): the target draws its token for each row, from noise of the request's seed and the position,
+as vLLM's sampler does without drafts. A draft is accepted if and only if it is that token. Drafts are greedy, so the
+chance of acceptance is what it is with rejection sampling: the target's probability of the draft. But an answer depends
+on its seed alone, not on how many drafts were verified, and which.
+
+Captured (`Verification`), where vLLM launches some twenty kernels from the host. Enters: the target's hidden states
+where its own graph left them, and what the runner laid out of the step. Leaves: what vLLM's rejection sampler returns.
+A graph holds the target's output matrix, penalties, temperature, min_p, top_k and top_p where a request has any of
+them, the target's tokens, and which drafts are accepted.
 
 Graphs are for a number of rows of logits and of requests, and read both from buffers of their own (`StagedRows`), which
 one kernel fills: the runner's arrays of sampling parameters change their address from step to step. Steps with any
@@ -27,13 +33,15 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.sample.ops import topk_topp_triton
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
-from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.gumbel import apply_temperature, gumbel_sample
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.min_p import apply_min_p
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
-from vllm.v1.worker.gpu.sample.penalties import apply_penalties
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState, apply_penalties
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, gather_draft_sampled
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from peagle.vllm import compat
@@ -42,6 +50,100 @@ from peagle.vllm.engine import capture_sizes
 MAX_ROWS = 256
 """Of logits in a graph. Beyond, the GPU takes longer for a step than the host, and a graph's logits, which it keeps,
 take hundreds of megabytes."""
+
+
+class CoupledSampler(RejectionSampler):
+    """vLLM's, with coupled verification in the place of rejection sampling."""
+
+    @classmethod
+    def install(cls, runner: Any) -> None:
+        """Make the runner's rejection sampler one, where drafts are greedy and accepted by the target's probability
+        alone: rejection sampling of another method, and a watermark, stay vLLM's."""
+        sampler = runner.rejection_sampler
+        if (
+            type(sampler) is RejectionSampler
+            and runner.speculative_config.rejection_sample_method == "standard"
+            and runner.speculator.draft_logits is None
+            and sampler.watermark_key is None
+        ):
+            sampler.__class__ = cls
+
+    def _verify(
+        self,
+        logits: Tensor,
+        draft_logits: Tensor | None,
+        draft_sampled: Tensor,
+        pos: Tensor,
+        cu_num_logits: Tensor,
+        idx_mapping: Tensor,
+        idx_mapping_np: np.ndarray[Any, Any],
+        expanded_idx_mapping: Tensor,
+        expanded_local_pos: Tensor,
+        seq_lens_upper_bound_np: np.ndarray[Any, Any],
+        verify_draft_sampled: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        processed_NV = self.sampler.apply_sampling_params(
+            logits,
+            expanded_idx_mapping,
+            idx_mapping,
+            idx_mapping_np,
+            pos,
+            draft_sampled,
+            expanded_local_pos,
+            seq_lens_upper_bound_np,
+        )
+        states = self.sampler.sampling_states
+        found = self.draw(
+            processed_NV,
+            verify_draft_sampled,
+            cu_num_logits,
+            pos,
+            expanded_idx_mapping,
+            states.temperature.gpu,
+            states.seeds.gpu,
+        )
+        return processed_NV, *found
+
+    def draw(
+        self,
+        logits_NV: Tensor,
+        draft_N: Tensor,
+        up_to_B1: Tensor,
+        position_N: Tensor,
+        place_N: Tensor,
+        temperature_S: Tensor,
+        seed_S: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The target's tokens up to and with the first that is not the next row's draft, [B, K + 1] int64, and how many
+        these are, [B] int32.
+
+        logits_NV: with sampling parameters applied. draft_N: token that enters a row; of a request's first row it is
+            not looked at. -1 is never accepted.
+        """
+        token_N = gumbel_sample(
+            logits_NV,
+            place_N,
+            temperature_S,
+            seed_S,
+            position_N,
+            apply_temperature=False,
+            is_drafting=False,
+            use_fp64=self.sampler.use_fp64_gumbel,
+        )
+        return accept_drafts(token_N, draft_N, up_to_B1, self.num_speculative_steps)
+
+
+def accept_drafts(token_N: Tensor, draft_N: Tensor, up_to_B1: Tensor, k_max: int) -> tuple[Tensor, Tensor]:
+    """Of each request its tokens up to and with the first that is not the next row's draft, [B, K + 1] int64, and how
+    many these are, [B] int32; none of a request without rows."""
+    num_requests = len(up_to_B1) - 1
+    sampled_BK1 = token_N.new_empty(num_requests, k_max + 1)
+    num_sampled_B = token_N.new_empty(num_requests, dtype=torch.int32)
+    _accept_kernel[(num_requests,)](
+        token_N, draft_N, up_to_B1, sampled_BK1, num_sampled_B,
+        WIDTH=k_max + 1, BLOCK=triton.next_power_of_2(k_max + 1), num_warps=1,
+    )  # fmt: skip
+    return sampled_BK1, num_sampled_B
 
 
 class Parameters(NamedTuple):
@@ -90,9 +192,9 @@ class StagedRows:
     """What the graphs read of a step, at fixed addresses. A request after the last one pads: it has the place S, which
     is greedy, and no rows. So do rows after the last one.
 
-    rows_N: int64, row of the target's output. place_N: int32, of the row's request. draft_N: int32, 0 for a request's
+    rows_N: int64, row of the target's output. place_N: int64, of the row's request. draft_N: int32, 0 for a request's
     first row; K for rows that pad, whose logits nobody needs. up_to_B1: int32, rows of the requests before. place_B:
-    int32. parameters: of S + 1 places. Of rows there is one more than `MAX_ROWS`, because a request without rows reads
+    int64. parameters: of S + 1 places. Of rows there is one more than `MAX_ROWS`, because a request without rows reads
     the one where its first would be.
     """
 
@@ -112,10 +214,10 @@ class StagedRows:
 
         return cls(
             rows_N=filled(MAX_ROWS + 1, 0, torch.int64),
-            place_N=filled(MAX_ROWS + 1, max_requests),
+            place_N=filled(MAX_ROWS + 1, max_requests, torch.int64),
             draft_N=filled(MAX_ROWS + 1, 0),
             up_to_B1=filled(max_requests + 1, 0),
-            place_B=filled(max_requests, max_requests),
+            place_B=filled(max_requests, max_requests, torch.int64),
             parameters=Parameters.of(sampler).neutral(sampler.sampling_states.vocab_size, device),
         )
 
@@ -152,15 +254,18 @@ class Verification:
     @classmethod
     def of(cls, runner: Any) -> Verification | None:
         """None where a step is verified in another way than vLLM's usual one, or has no full graphs."""
-        sampler, speculative = runner.sampler, runner.speculative_config
+        sampler, rejection, speculative = runner.sampler, runner.rejection_sampler, runner.speculative_config
         is_usual = (
             compat.is_tested()
             and type(sampler) is Sampler
-            and type(runner.rejection_sampler) is RejectionSampler
+            and type(rejection) in (CoupledSampler, RejectionSampler)
+            and rejection.watermark_key is None
+            and getattr(runner.speculator, "draft_logits", None) is None
+            and [type(one) for one in sampler.logits_processors] == [LogitBiasState, PenaltiesState, BadWordsState]
             and sampler.trace_replay_state is None
             and not sampler.compute_nans
+            and not sampler.return_sampling_mask
             and not speculative.enable_adaptive_verification
-            and getattr(runner.speculator, "draft_logits", None) is None
             and runner.model_state.num_new_sampled_tokens_per_step == 1
             and runner.parallel_config.tensor_parallel_size == 1
             and runner.batch_sharder is None
@@ -201,7 +306,12 @@ class Verification:
             graphs._max_full_descs_to_capture = num_sampled
             graphs.capture(forward, "Capturing verification")
         # The graphs read these, which vLLM replaces by larger ones when it needs them.
-        self._kept = [*topk_topp_triton._TRITON_BUFFER_CACHE.values(), *topk_topp_triton._TRITON_TABLE_CACHE.values()]
+        caches = (
+            topk_topp_triton._TRITON_BUFFER_CACHE,
+            topk_topp_triton._TRITON_TABLE_CACHE,
+            topk_topp_triton._TRITON_SPLIT_CACHE,
+        )
+        self._kept = [list(cache.values()) for cache in caches]
         torch.accelerator.synchronize()
         return num_free - torch.accelerator.get_memory_info()[0]
 
@@ -237,21 +347,24 @@ class Verification:
 
     def _need_more(self, place_B: np.ndarray[Any, Any]) -> bool:
         """Whether one of these requests has logits processed in a way that no graph holds."""
-        sampler, thinking = self._sampler, self._sampler.thinking_budget_state
+        bias, _, bad_words = self._sampler.logits_processors
+        thinking = self._sampler.thinking_budget_state
         return bool(
-            sampler.logit_bias_state.use_logit_bias[place_B].any()
-            or sampler.bad_words_state.num_bad_words.np[place_B].any()
+            bias.use_logit_bias[place_B].any()
+            or bad_words.num_bad_words.np[place_B].any()
             or (thinking.enabled and thinking.use_thinking_budget[place_B].any())
         )
 
     def verify(self, desc: BatchExecutionDescriptor, is_scaled: bool) -> None:
-        """What a graph holds: `RejectionSampler.__call__` over the staged rows."""
+        """What a graph holds: the rejection sampler's `__call__` over the staged rows."""
         runner, rows, num_rows, num_requests = self._runner, self.rows, desc.num_tokens, desc.num_reqs
         assert num_requests is not None
         rows_N, place_N, draft_N = rows.rows_N[:num_rows], rows.place_N[:num_rows], rows.draft_N[:num_rows]
         up_to_B1, place_B = rows.up_to_B1[: num_requests + 1], rows.place_B[:num_requests]
-        given = rows.parameters
-        tokens_N = runner.input_buffers.input_ids[rows_N]
+        given, buffers = rows.parameters, runner.input_buffers
+        tokens_N, position_N = gather_draft_sampled(
+            buffers.input_ids, buffers.positions, rows_N, place_N, draft_N, given.prefill_S
+        )
         logits_NV = runner.model.compute_logits(self._hidden_MH.index_select(0, rows_N))
         if is_scaled:
             # In the order of `Sampler.apply_sampling_params`; a row costs nothing where it has no such parameter.
@@ -267,24 +380,29 @@ class Verification:
             logits_NV = topk_topp_triton.apply_top_k_top_p_triton(
                 logits_NV, given.top_k_S[place_N], given.top_p_S[place_N]
             )
-        sampled_BK1, num_sampled_B = rejection_sample(
-            logits_NV,
-            None,
-            tokens_N,
-            up_to_B1,
-            runner.input_buffers.positions[rows_N],
-            place_B,
-            place_N,
-            draft_N,
-            given.temperature_S,
-            given.seed_S,
-            runner.num_speculative_steps,
-            self._rejection.synthetic_conditional_rates,
-            use_fp64=self._sampler.use_fp64_gumbel,
-            use_block_verification=self._rejection.use_block_verification,
-        )
+        if isinstance(self._rejection, CoupledSampler):
+            sampled_BK1, num_sampled_B = self._rejection.draw(
+                logits_NV, tokens_N, up_to_B1, position_N, place_N, given.temperature_S, given.seed_S
+            )
+        else:
+            sampled_BK1, num_sampled_B = rejection_sample(
+                logits_NV,
+                None,
+                tokens_N,
+                up_to_B1,
+                position_N,
+                place_B,
+                place_N,
+                draft_N,
+                given.temperature_S,
+                given.seed_S,
+                runner.num_speculative_steps,
+                self._rejection.synthetic_conditional_rates,
+                use_fp64=self._sampler.use_fp64_gumbel,
+                use_block_verification=self._rejection.use_block_verification,
+            )
         num_sampled_B, num_rejected_B = get_num_sampled_and_rejected(
-            num_sampled_B, runner.input_buffers.seq_lens, up_to_B1, place_B, given.prefill_S
+            num_sampled_B, buffers.seq_lens, up_to_B1, place_B, given.prefill_S
         )
         self._sampled_BK1[:num_requests] = sampled_BK1
         self._num_sampled_B[:num_requests] = num_sampled_B
@@ -307,6 +425,19 @@ def stage_rows(
         batch.num_reqs, num_padded, len(batch.logits_indices), desc.num_tokens, len(out.place_B),
         NUM_DRAFTS=num_drafts, BLOCK=triton.next_power_of_2(num_drafts + 1), num_warps=1,
     )  # fmt: skip
+
+
+@triton.jit
+def _accept_kernel(token_N, draft_N, up_to_B1, sampled_BK1, num_sampled_B, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """One program a request."""
+    request, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    first, end = tl.load(up_to_B1 + request), tl.load(up_to_B1 + request + 1)
+    row = first + column
+    token = tl.load(token_N + row, mask=row < end, other=0)
+    draft = tl.load(draft_N + row + 1, mask=row + 1 < end, other=-1)
+    num_accepted = tl.min(tl.where(token == draft, BLOCK, column), axis=0)
+    tl.store(sampled_BK1 + request * WIDTH + column, token, mask=column < WIDTH)
+    tl.store(num_sampled_B + request, tl.minimum(num_accepted + 1, end - first))
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_padded", "num_rows", "num_padded_rows", "max_requests"])
