@@ -22,5 +22,6 @@ def graph_config(max_num_seqs: int, max_num_batched_tokens: int, sizes: list[int
         additional_config={},
         speculative_config=None,
         kv_transfer_config=None,
+        use_cumem_cudagraph_pool=False,
         **more,
     )

@@ -4,6 +4,7 @@ The engine itself is in test_engine.py.
 """
 
 import dataclasses
+import dis
 import json
 import pickle
 import subprocess
@@ -438,6 +439,14 @@ def test_recorder_wants_a_vllm_engine(processor: OutputProcessor) -> None:
 @pytest.mark.parametrize("group", compat.SEAMS)
 def test_the_installed_vllm_has_every_name(group: str) -> None:
     compat.check(group)
+
+
+def test_construction_sets_every_attribute_checked_on_the_v2_runner() -> None:
+    """The worker checks them before a model is loaded."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    stored = {line.argval for line in dis.get_instructions(GPUModelRunner.__init__) if line.opname == "STORE_ATTR"}
+    assert set(compat.ATTRIBUTES["v2 runner"]) <= stored
 
 
 def test_missing_names_are_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

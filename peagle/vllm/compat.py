@@ -288,11 +288,9 @@ ATTRIBUTES: Mapping[str, Sequence[str]] = {
     ),
     "client": ("input_processor", "model_config", "output_processor", "renderer"),
     "v2 runner": (
-        "decode_query_len",
         "input_buffers",
         "lora_capture_cases",
         "max_num_reqs",
-        "model_state",
         "num_speculative_steps",
         "output_copy_stream",
         "req_states",
