@@ -28,6 +28,7 @@ from tests.engine_cases import (
     TEXT,
     check_counts,
     engine_settings,
+    varied_jobs,
 )
 from tests.engine_harness import Job, Result, reference_results
 from tests.remote_harness import RemoteEngine
@@ -50,9 +51,17 @@ def prompts(target_dir: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def reference(prompts: list[list[int]], target_dir: Path, environment: None) -> list[Result]:
-    """Output of the target without speculation."""
-    return reference_results(target_dir, engine_settings(200), [Job(prompt, NUM_LONG + K_MAX) for prompt in prompts])
+def references(prompts: list[list[int]], target_dir: Path, environment: None) -> tuple[list[Result], list[Result]]:
+    """Output of the target without speculation: greedy, and sampled."""
+    jobs = [*(Job(prompt, NUM_LONG + K_MAX) for prompt in prompts), *varied_jobs(prompts, NUM_LONG)]
+    results = reference_results(target_dir, engine_settings(200), jobs)
+    return results[: len(prompts)], results[len(prompts) :]
+
+
+@pytest.fixture(scope="module")
+def reference(references: tuple[list[Result], list[Result]]) -> list[Result]:
+    """The greedy output."""
+    return references[0]
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +143,17 @@ def test_right_drafts_are_accepted(engine: RemoteEngine, prompts: list[list[int]
     results = engine.run(jobs)
     check(results, reference, NUM_SHORT)
     assert sum(one.drafting.counts.num_accepted_tokens for one in results if one.drafting is not None) > 20
+
+
+def test_sampled_output_is_the_same_without_drafts(
+    engine: RemoteEngine, prompts: list[list[int]], references: tuple[list[Result], list[Result]]
+) -> None:
+    """Token for token, with K = 0, 3 and 7 in one batch, whatever the sampling."""
+    jobs = [job for k in (0, 3, K_MAX) for job in varied_jobs(prompts, NUM_SHORT, k=k)]
+    results = engine.run(jobs)
+    for job, result, expected in zip(jobs, results, references[1] * 3, strict=True):
+        assert result.tokens[0] == expected.tokens[0][:NUM_SHORT], (job.k, job.sampling)
+    assert num_steps(results) > 0
 
 
 @pytest.mark.long

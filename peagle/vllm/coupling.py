@@ -7,7 +7,7 @@ position. So an answer is the same with and without drafts, whatever K, load and
 Every row of a step's logits is processed as a sequence of its own, by vLLM's plain sampler: a draft row as the request
 would be after the drafts before it. So penalties, bans, top-k and top-p are those of a step without drafts.
 
-Every request needs a seed: `peagle.vllm.scheduler` gives one to those that come without. V2 samples by such noise itself.
+Every request needs a seed: `peagle.vllm.scheduler` gives one to those that come without.
 
 Dimensions: B requests, R rows of logits, one for each draft and one more for each request, S = 1 + most drafts of a
 request, V vocabulary.
