@@ -35,7 +35,7 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"presence_penalty": 0.6, "frequency_penalty": 0.4, "repetition_penalty": 1.2, "top_p": 0.95},
     {"min_p": 0.05},
     {"logit_bias": {28: 3.0, 30: -100.0}},
-    {"bad_words": [" the", "\n"]},
+    {"bad_words": [" the", "."]},
     {"min_tokens": 12, "stop_token_ids": [28, 30, 260, 198, 29, 284, 314], "ignore_eos": False},
 )
 """Of requests with a temperature and a seed. 28: ",", 30: ".", 198: newline."""
