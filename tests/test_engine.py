@@ -307,6 +307,12 @@ def test_grammar(engine: RunningEngine, prompts: Prompts, reference: Reference) 
         assert all(num_verified <= k for num_verified, _ in result.steps)
         steps = [(verified, min(verified, accepted)) for verified, accepted in result.steps if verified]
         assert result.drafting.counts == counts_of(steps)
+    sampled = [grammar_job(prompts[9], k) for k in ks]
+    for job in sampled:
+        job.sampling.update(temperature=1.5, seed=3)
+    results = engine.run(sampled)
+    assert len({result.texts[0] for result in results}) == 1
+    assert results[0].texts != reference["grammar"][0].texts
 
 
 def test_seed_repeats(engine: RunningEngine, prompts: Prompts) -> None:

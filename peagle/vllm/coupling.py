@@ -118,7 +118,8 @@ class CoupledVerifier(nn.Module):
         tokens_BS = tokens_R[row_BS].masked_fill(place_S >= num_tokens_B[:, None], NO_TOKEN)
         found = drawn.logprobs_tensors
         if found is not None:
-            found = LogprobsTensors(*(part[row_BS.flatten()] for part in found[:3]))
+            ids_R, logprobs_R, ranks_R = (part[row_BS.flatten()] for part in found[:3])
+            found = LogprobsTensors(ids_R, logprobs_R, ranks_R)
         return SamplerOutput(sampled_token_ids=tokens_BS, logprobs_tensors=found)
 
 
@@ -203,10 +204,11 @@ class _ThinkingOfLastRows:
 
 
 class CoupledModelRunner(CPUModelRunner):
-    """vLLM's V1 runner for CPUs, with coupled sampling; `install` makes a finished runner one."""
+    """vLLM's V1 runner for CPUs, with coupled sampling."""
 
     @classmethod
-    def install(cls, runner: CPUModelRunner) -> None:
+    def install(cls, runner: Any) -> None:
+        """Make `runner`, whose `__init__` has run, one of this class."""
         runner.__class__ = cls
         runner.sampler.topk_topp_sampler = GumbelDraw(runner.sampler.logprobs_mode)
         if runner.speculative_config is not None:
