@@ -378,7 +378,6 @@ def test_what_would_end_the_engine_is_refused(
         ("logprobs", {"logprobs": -1}),
         ("prompt_logprobs", {"prompt_logprobs": -1}),
         ("thinking_token_budget", {"thinking_token_budget": 1}),
-        ("trace_decode_token_ids", {"trace_decode_token_ids": [1, 2]}),
     ]
     for message, sampling in refused:
         assert message in refusal(engine, Job(prompts[4], 4, sampling=sampling))
@@ -400,8 +399,8 @@ def test_what_one_request_asks_for_leaves_the_others_alone(
         {"min_tokens": 5, "regex": "[a-z]{20}"},
         {"repetition_detection": RepetitionDetectionParams(max_pattern_size=4, min_pattern_size=1, min_count=4)},
         {"allowed_token_ids": [28, 30], "bad_words": ["."]},
-        {"temperature": 1e-6, "top_p": 1e-9, "top_k": 1},
-        {"temperature": 100.0, "presence_penalty": -2.0, "repetition_penalty": 0.01},
+        {"temperature": 0.01, "top_p": 1e-9, "top_k": 1},
+        {"temperature": 2.0, "presence_penalty": -2.0, "repetition_penalty": 0.01},
         {"skip_special_tokens": False, "spaces_between_special_tokens": False, "stop": ["."], "stop_token_ids": [3]},
         {"logit_bias": {5: 100.0}, "logprobs": 3},
         {"watermarking": True},
@@ -413,7 +412,7 @@ def test_what_one_request_asks_for_leaves_the_others_alone(
         assert result.tokens[0] == reference["greedy"][place].tokens[0][:NUM_SHORT]
         check_counts(result, K_MAX)
     assert all(result.tokens[0] for result in results)
-    assert results[2 + asked.index(asked[0])].tokens[0] == reference["greedy"][6].tokens[0][:8]
+    assert results[2].tokens[0] == reference["greedy"][6].tokens[0][:8]
 
 
 def test_a_grammar_that_takes_too_long_is_refused_and_others_go_on(
