@@ -377,6 +377,7 @@ def test_what_would_end_the_engine_is_refused(
         ("logprob_token_ids is not possible here", {"logprobs": 3, "logprob_token_ids": [1, 2, 3]}),
         ("logprobs", {"logprobs": -1}),
         ("prompt_logprobs", {"prompt_logprobs": -1}),
+        ("prompt_logprob_token_ids", {"prompt_logprobs": 1, "prompt_logprob_token_ids": [[4]] * len(prompts[4])}),
         ("thinking_token_budget", {"thinking_token_budget": 1}),
     ]
     for message, sampling in refused:
@@ -394,7 +395,6 @@ def test_what_one_request_asks_for_leaves_the_others_alone(
         {"logprobs": 2, "flat_logprobs": True},
         {"prompt_logprobs": 5},
         {"prompt_logprobs": 0, "logprobs": 1},
-        {"prompt_logprobs": 1, "prompt_logprob_token_ids": [[4]] * len(prompts[6])},
         {"min_tokens": 5, "stop_token_ids": [1, 2]},
         {"min_tokens": 5, "regex": "[a-z]{20}"},
         {"repetition_detection": RepetitionDetectionParams(max_pattern_size=4, min_pattern_size=1, min_count=4)},
