@@ -346,8 +346,10 @@ class TargetServer(LLMServer):
         yield usage
 
     def _drafting_field(self, admitted: Admitted, record: Any) -> dict[str, Any]:
-        head = self.edge.head_of(admitted.drafting.workload)
-        return drafting_field(admitted.drafting, head, Counts() if record is None else record.counts)
+        head, drafting = self.edge.head_of(admitted.drafting.workload), admitted.drafting
+        if record is not None and record.undraftable:
+            drafting = drafting.without_drafts(record.undraftable)
+        return drafting_field(drafting, head, Counts() if record is None else record.counts)
 
     def _failure(self, admitted: Admitted, failure: ApiError) -> ApiError:
         """`failure` of a request of which nothing has been answered, with its cause where it can be told."""

@@ -73,6 +73,7 @@ def test_a_token_id_beyond_the_vocabulary_is_refused(processor: InputProcessor, 
         ({"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias"),
+        ({"logprobs": 3, "logprob_token_ids": [1, 2, 3]}, "logprob_token_ids is not possible here"),
     ],
 )
 def test_a_list_that_ends_a_worker_is_refused(

@@ -99,6 +99,16 @@ def test_a_whole_answer_has_its_drafting_and_its_usage() -> None:
     assert replica.aborted == []
 
 
+def test_drafting_of_an_answer_that_went_without_drafts_says_why() -> None:
+    replica = Replica(whole)
+    record = RequestDrafting("x", "default", 7, num_output_tokens=9, num_prompt_tokens=4, undraftable="min_p")
+    replica._recorder = SimpleNamespace(pop=lambda response_id: record)  # type: ignore[assignment]
+    found = json.loads(items(replica)[0])["drafting"]
+    decided = {"k": 0, "max_k": 0, "source": "request", "reason": "min_p goes without drafts"}
+    nothing = {"num_steps": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0, "acceptance_length": 1.0}
+    assert found == DRAFTING | decided | nothing
+
+
 def test_a_stream_has_its_drafting_in_the_chunk_that_finishes_the_last_choice() -> None:
     found = items(
         Replica(lambda _: events(chunk(), chunk("stop", 1), chunk(), chunk("length", 0), "data: [DONE]\n\n")),

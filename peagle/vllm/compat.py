@@ -51,6 +51,7 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
                 "request_id",
             ),
             "finish_requests": ("request_ids", "finished_status"),
+            "add_request": ("request",),
         },
         "vllm.v1.engine:EngineCoreOutput": dict.fromkeys(
             ("request_id", "new_token_ids", "trace_headers", "finish_reason"), ()
@@ -266,9 +267,19 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
     },
     "cpu engine": {"vllm.utils.ompmultiprocessing:OMPProcessManager": {"configure_omp_envs": ("rank", "local_rank")}},
     "cpu runner": {
-        "vllm.v1.worker.cpu_model_runner:CPUModelRunner": {"_sample": ("logits",), "_bookkeeping_sync": ()},
+        "vllm.v1.worker.cpu_model_runner:CPUModelRunner": {
+            "_sample": ("logits", "spec_decode_metadata"),
+            "_update_states": ("scheduler_output",),
+        },
         "vllm.v1.sample.logits_processor:BUILTIN_LOGITS_PROCESSORS": {},
-        "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens": {},
+        "vllm.v1.sample.logits_processor:MinTokensLogitsProcessor": {
+            "apply_with_spec_decode": ("logits", "num_draft_tokens")
+        },
+        "vllm.v1.sample.rejection_sampler:RejectionSampler": {
+            "forward": ("metadata", "draft_probs", "logits", "sampling_metadata")
+        },
+        "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler": {"forward_cpu": ("logits", "generators", "k", "p")},
+        "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p": {},
         "vllm.v1.sample.sampler:batched_count_greater_than": {},
     },
 }

@@ -6,6 +6,7 @@ HTTP or by a handle: a bad one gets a `VLLMValidationError` (400) that names the
 choices took nine minutes of two cores, after their client had left, and every other grammar waited behind them).
 
 min_p and logit_bias, which vLLM refuses beside speculation, work without drafts: such requests have K = 0.
+logprob_token_ids are refused: vLLM returns them for a whole batch in one table, beside drafts in one of another size.
 """
 
 import copy
@@ -31,7 +32,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.input_processor import InputProcessor
 
 from peagle.vllm import compat
-from peagle.vllm.acceptance import needs_no_drafts
+from peagle.vllm.acceptance import undraftable_field
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +127,9 @@ class CheckedInputProcessor(InputProcessor):
     grammar_limits: GrammarLimits
     samples_without_drafts: bool
     """Whether the model runner applies min_p and logit_bias to requests without drafts."""
+    returns_chosen_logprobs: bool
+    """Whether logprob_token_ids of one request leave the others of its batch alone: on vLLM's V2 model runner without
+    drafts."""
 
     def _validate_params(self, params: Any, supported_tasks: Any) -> Any:
         if not isinstance(params, SamplingParams):
@@ -139,8 +143,11 @@ class CheckedInputProcessor(InputProcessor):
                 )
             params.update_from_tokenizer(self.tokenizer)
         check_sampling(params, self.model_config.get_vocab_size(), self.grammar_limits)
+        if params.logprob_token_ids and not self.returns_chosen_logprobs:
+            problem = "is not possible here: ask for logprobs, the most likely tokens of each position"
+            raise _refusal("logprob_token_ids", problem)
         checker = self
-        if self.samples_without_drafts and needs_no_drafts(params):
+        if self.samples_without_drafts and undraftable_field(params):
             checker = copy.copy(self)
             checker.speculative_config = None
         try:
@@ -173,6 +180,7 @@ def guard(client: Any, grammar_limits: GrammarLimits | None = None) -> None:
     processor, config = client.input_processor, client.vllm_config
     processor.__class__ = CheckedInputProcessor
     processor.grammar_limits = grammar_limits or GrammarLimits()
+    processor.returns_chosen_logprobs = config.use_v2_model_runner and config.speculative_config is None
     worker = config.parallel_config.worker_cls
     processor.samples_without_drafts = config.use_v2_model_runner or str(worker).startswith("peagle.vllm.workers.")
     generate: Callable[..., AsyncGenerator[Any, None]] = client.generate

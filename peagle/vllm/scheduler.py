@@ -12,8 +12,10 @@ are verified (`peagle.vllm.chosen`), somewhat more are planned than pay, and the
 Knows nothing of workloads or of how K is chosen.
 """
 
+import copy
 import logging
 import math
+import secrets
 import time
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -112,6 +114,15 @@ class _PerRequestDepth(_Base):
             self._last_warning_s = time.monotonic()
         request.peagle_max_k = depth
         return depth
+
+    def add_request(self, request: "Request") -> None:
+        """vLLM's own, after a request without a seed got one: all that is drawn for it depends on its seed and on token
+        positions alone, in this process's workers and after preemption."""
+        params = request.sampling_params
+        if params is not None and params.seed is None:
+            request.sampling_params = copy.copy(params)  # sequences of one request may share theirs
+            request.sampling_params.seed = secrets.randbits(63)
+        super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> "SchedulerOutput":
         """vLLM's own, after the drafts were trimmed once more where prompts are about to run in the same step, and with
