@@ -79,18 +79,19 @@ def session_sockets() -> set[Path]:
 
 
 def abandoned_segments(since_s: float) -> list[Path]:
-    """Shared memory of engines, begun since then, that no process of this machine maps any more; and what OpenMP has
-    registered there for processes that are gone."""
-    mapped = set()
+    """Shared memory and semaphores of engines, begun since then, that no process of this machine maps any more; and
+    what OpenMP has registered there for processes that are gone."""
+    mapped = set()  # inodes: a semaphore is mapped under the name that it was made with, not the one that it has
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
-            mapped |= set(re.findall(r"/dev/shm/(\S+)$", maps.read_text(errors="replace"), flags=re.MULTILINE))
+            mapped |= set(re.findall(r"(\d+) +/dev/shm/", maps.read_text(errors="replace")))
     found = []
     for path in Path("/dev/shm").iterdir():
         with contextlib.suppress(OSError):
-            is_ours = path.stat().st_uid == os.getuid() and path.stat().st_ctime >= since_s
+            about = path.stat()
+            is_ours = about.st_uid == os.getuid() and about.st_ctime >= since_s
             owner = re.fullmatch(r"__KMP_REGISTERED_LIB_(\d+)_\d+", path.name)
-            is_segment = path.name.startswith("psm_") and path.name not in mapped
+            is_segment = path.name.startswith(("psm_", "sem.mp-")) and str(about.st_ino) not in mapped
             if is_ours and (is_segment or (owner and not Path(f"/proc/{owner[1]}").exists())):
                 found.append(path)
     return found
