@@ -45,6 +45,8 @@ SEAMS = (
     "ray.serve._private.proxy_router:ProxyRouter.match_route",
     "ray.serve._private.replica:_load_deployment_def_from_import_path",
     "ray.serve._private.replica:add_port_to_grpc_server",
+    "ray.serve._private.constants:RAY_SERVE_USE_GRPC_BY_DEFAULT",
+    "ray.serve._private.constants:RAY_SERVE_PROXY_USE_GRPC",
 )
 ENGINE_SEAMS = (
     "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine.start",
@@ -221,17 +223,17 @@ def prepare_replica() -> None:
     which closes every handler of the process. Serve's log would end, and a new controller, which asks for its file,
     would take the replica for broken and end it.
 
-    On a node that has only the loopback interface, the port for calls between replicas is open on that one alone.
+    Closes the port for calls between replicas to other machines where none come that way: it reads pickles, asks for no
+    token, and is open on every interface.
     """
-    import ray
-    from ray.serve._private import replica
+    from ray.serve._private import constants, replica
 
     for handler in logging.getLogger("ray.serve").handlers:
         if isinstance(handler, logging.handlers.MemoryHandler):
             handler.close = handler.flush  # type: ignore[method-assign]
-    if (host := ray.util.get_node_ip_address()) == "127.0.0.1":
-        add_port = replica.add_port_to_grpc_server
-        replica.add_port_to_grpc_server = lambda server, _: add_port(server, f"{host}:0")
+    if not (constants.RAY_SERVE_USE_GRPC_BY_DEFAULT or constants.RAY_SERVE_PROXY_USE_GRPC):
+        add_port: Any = replica.add_port_to_grpc_server
+        replica.add_port_to_grpc_server = lambda server, _: add_port(server, "127.0.0.1:0")
 
 
 def local_cluster() -> str | None:

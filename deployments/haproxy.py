@@ -19,7 +19,6 @@ import ray
 from ray.serve._private import controller, haproxy
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
-from deployments.autoscaling import MAX_STREAM_S
 from deployments.compat import LOST, LOST_CODE, NOT_READY, NOT_READY_CODE, RAY_VERSION, RETRY_AFTER_S, CompatError
 
 RETRY_ON = "conn-failure empty-response 502"
@@ -85,7 +84,7 @@ class HAProxy(haproxy.HAProxyApi):
         path.write_text(own_config(path.read_text(), not_ready))
 
     async def _start_and_wait_for_haproxy(self, *extra_args: str, **options: Any) -> Any:
-        process = await super()._start_and_wait_for_haproxy(*extra_args, **options)
+        process: Any = await super()._start_and_wait_for_haproxy(*extra_args, **options)
         self._watch = asyncio.ensure_future(self._replace(process))
         return process
 
@@ -99,7 +98,7 @@ class HAProxy(haproxy.HAProxyApi):
         async with self.replacing:
             if process is not self._proc or self.is_stopping:
                 return
-            haproxy.logger.warning("HAProxy (process %d) has ended with %d; it starts again", process.pid, status)
+            haproxy.logger.warning("HAProxy has ended with %d; it starts again", status)
             self._proc = await self._start_and_wait_for_haproxy()
 
     async def stop(self) -> None:
@@ -111,17 +110,16 @@ def adopt(api: Any) -> None:
     """Make Ray's control of an HAProxy that has not started yet this service's."""
     api.__class__, api.replacing = HAProxy, asyncio.Lock()
     api.cfg.retry_on = RETRY_ON
-    # Each change of its servers starts a new HAProxy beside the old one, which may finish the streams that it has.
-    api.cfg.hard_stop_after_s = int(MAX_STREAM_S)
     # A replica that refuses a connection is dead: the request goes to the next one at once.
     api.cfg.observe_error_limit = 1
     Path(api.cfg.socket_path).parent.chmod(0o700)
 
 
-RayManager: Any = haproxy.HAProxyManager.__ray_metadata__.modified_class.__ray_actor_class__  # type: ignore[attr-defined]
+ray_actor: Any = haproxy.HAProxyManager
+RayManager: Any = ray_actor.__ray_metadata__.modified_class.__ray_actor_class__
 
 
-class HAProxyManager(RayManager):  # type: ignore[misc]
+class HAProxyManager(RayManager):
     """The actor that controls the HAProxy of one node."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -131,4 +129,4 @@ class HAProxyManager(RayManager):  # type: ignore[misc]
 
 def install() -> None:
     """Let Serve's controller, in whose process this runs, start HAProxy as this service needs it."""
-    controller.HAProxyManager = ray.remote(num_cpus=0)(HAProxyManager)  # type: ignore[misc]
+    controller.HAProxyManager = ray.remote(num_cpus=0)(HAProxyManager)  # type: ignore[misc, assignment]

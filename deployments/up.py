@@ -28,6 +28,7 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.settings import SPECULATIVE_CONFIG_ENV, ClusterSettings, key_variables, live_config, load_settings
 from deployments import DRAFTER_NAME, INGRESS_NAME, ROUTER_NAME, TARGET_NAME, compat
 from deployments.app import catalog
+from deployments.autoscaling import MAX_STREAM_S
 from deployments.host import TERMINATE_S
 
 POLL_INTERVAL_S = 1.0
@@ -44,10 +45,14 @@ RAY_ENVIRONMENT = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.compat:proxy_middlewares",
     # HAProxy takes HTTP to the replicas, and not Serve's proxy in Python.
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    # Each change of its servers starts a new HAProxy beside the old one, which may finish the streams that it has.
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": f"{MAX_STREAM_S:.0f}",
     # HAProxy as this service needs it: retries, refusals in OpenAI's form, no pages of its own.
     "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "deployments.haproxy:install",
     # A HAProxy whose manager died is the door closed: it is noticed after three checks, and started anew.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    # Ray gives up a proxy that three times is not ready in this time, and on a busy machine all take long to start.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
     # So long HAProxy takes to hear that a replica is to go; whoever still comes is sent to another one.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
     # By Ray's default of 1000 the kernel ends engines first, whoever fills the memory; so it ends the largest process.
@@ -59,8 +64,6 @@ INGRESS_ENVIRONMENT = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 """Also, where HTTP goes through ingress replicas: chunks go from process to process by gRPC and not as Ray objects."""
 
 LOCAL_ENVIRONMENT = {
-    # Ray's own ports are open on the loopback interface alone, as by default on macOS: this Ray has one node.
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # Where other programs fill the memory, Ray's monitor would end replicas, which gives little of it back.
     "RAY_memory_monitor_refresh_ms": "0",
 }

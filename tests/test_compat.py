@@ -41,7 +41,7 @@ def test_another_version_that_has_them_is_warned_of(monkeypatch: pytest.MonkeyPa
 
 
 LOG = """
-import logging.config, logging.handlers, sys
+import logging.config, logging.handlers, ray.serve, sys
 from deployments import compat
 
 logger = logging.getLogger("ray.serve")

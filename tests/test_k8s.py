@@ -23,7 +23,6 @@ from ray.scripts.scripts import cli as ray_command_line
 import peagle.heads
 from cluster.settings import Catalog, ClusterSettings, key_variables, load_settings, with_live
 from deployments import ROUTER_NAME, TARGET_NAME
-from deployments.autoscaling import MAX_STREAM_S
 from deployments.cli import main
 from deployments.client import read_requests
 from deployments.manifest import CPU, GPU, KEYS_SECRET, Machine, render
@@ -406,7 +405,8 @@ def test_names_within_a_manifest_fit_each_other(name: str) -> None:
         assert found["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         # The cluster before an upgrade has as long for its streams as HAProxy gives them.
         assert environment(spec)["RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH"] == "deployments.haproxy:install"
-        assert service["spec"]["rayClusterDeletionDelaySeconds"] == MAX_STREAM_S
+        stop_s = environment(spec)["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]
+        assert service["spec"]["rayClusterDeletionDelaySeconds"] == int(stop_s)
     assert service["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
 
 
