@@ -292,13 +292,20 @@ def why_no_haproxy() -> str:
 
 
 def warn_without_haproxy() -> None:
-    """Log what to set where this Ray was started without HAProxy: everything works, and streams take more time."""
-    from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
+    """Log what to set where this Ray was started without HAProxy, or with HAProxy as Ray configures it."""
+    from ray.serve._private.constants import RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH, RAY_SERVE_ENABLE_HA_PROXY
 
     if not RAY_SERVE_ENABLE_HA_PROXY:
         logger.warning(
             "HTTP goes through Serve's proxy in Python, which costs each chunk of a stream three times the CPU: "
             "start Ray with RAY_SERVE_ENABLE_HA_PROXY=1 in its environment, on every node (`peagle serve` does)"
+        )
+    elif RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH != (install := "deployments.haproxy:install"):
+        logger.warning(
+            "HAProxy runs as Ray configures it: a request whose replica dies is not sent to another one, and its pages "
+            "are open on every interface: start Ray with RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH=%s in its "
+            "environment, on every node (`peagle serve` does)",
+            install,
         )
 
 

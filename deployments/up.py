@@ -455,7 +455,7 @@ def wait_until_ready(serve: Any, config: Mapping[str, Any], deadline_s: float, s
 
 
 def watch(serve: Any, config: Mapping[str, Any], say: Say) -> None:
-    """Say of each replica that it is lost, and of each new one that it runs. Does not return."""
+    """Say of each replica that it has stopped, and of each new one that it runs. Does not return."""
     running, problem = _running(_states(serve, config)), ""
     while True:
         time.sleep(WATCH_INTERVAL_S)
@@ -471,7 +471,7 @@ def watch(serve: Any, config: Mapping[str, Any], say: Say) -> None:
             _say_now(say, "Serve says again how it is")
         now_running = _running(found)
         for replica in running.keys() - now_running.keys():
-            _say_now(say, f"{running[replica]} {replica} is lost; {_share(running[replica], found)}")
+            _say_now(say, f"{running[replica]} {replica} has stopped; {_share(running[replica], found)}")
         for replica in now_running.keys() - running.keys():
             _say_now(say, f"{now_running[replica]} {replica} runs; {_share(now_running[replica], found)}")
         running = now_running

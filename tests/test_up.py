@@ -362,7 +362,7 @@ def test_usage_has_a_url_a_curl_line_and_a_python_line() -> None:
     compile(client.split(' -c "')[1].rstrip('"'), "usage", "exec")
 
 
-def test_each_replica_that_is_lost_or_back_is_said_once_and_so_is_a_controller_that_is_away(
+def test_each_replica_that_stops_or_is_back_is_said_once_and_so_is_a_controller_that_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def states(*replicas: tuple[str, str]) -> dict[str, Any]:
@@ -389,7 +389,7 @@ def test_each_replica_that_is_lost_or_back_is_said_once_and_so_is_a_controller_t
     with pytest.raises(KeyboardInterrupt):
         up.watch(SimpleNamespace(get_serve_details=get_serve_details), config(), said.append)
     lost, away, again, back = [line.split(" ", 1)[1] for line in said]
-    assert lost == "target b is lost; 1 of 3 run"
+    assert lost == "target b has stopped; 1 of 3 run"
     assert "controller died" in away
     assert again == "Serve says again how it is"
     assert back == "target c runs; 2 of 2 run"
