@@ -300,7 +300,7 @@ def warn_without_haproxy() -> None:
             "HTTP goes through Serve's proxy in Python, which costs each chunk of a stream three times the CPU: "
             "start Ray with RAY_SERVE_ENABLE_HA_PROXY=1 in its environment, on every node (`peagle serve` does)"
         )
-    elif RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH != (install := "deployments.haproxy:install"):
+    elif (install := "deployments.haproxy:install") != RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH:
         logger.warning(
             "HAProxy runs as Ray configures it: a request whose replica dies is not sent to another one, and its pages "
             "are open on every interface: start Ray with RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH=%s in its "
