@@ -13,7 +13,6 @@ ends all that runs there, and `NODE_S` later another node joins, as KubeRay woul
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import signal
@@ -198,11 +197,9 @@ def measured(fault: str, url: str, clients: Clients, num_targets: int) -> dict[s
         time.sleep(0.25)
     time.sleep(STEADY_S)  # requests of the time of the fault end
     met = [sent for sent in clients.sent if sent.end_s >= fault_s]
-    answered_s = [fault_s, *sorted(sent.end_s for sent in met if not sent.outcome), time.monotonic()]
     failed = [sent for sent in met if sent.outcome]
     return {
         "fault": fault,
-        "without_service_s": round(max(after - before for before, after in itertools.pairwise(answered_s)), 1),
         "recovered_s": None if well_since_s is None else round(well_since_s - fault_s, 1),
         "num_whole": sum(not sent.streams for sent in met),
         "num_whole_failed": sum(not sent.streams for sent in failed),
@@ -307,15 +304,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     options.out.write_text(json.dumps({**document, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     header = [
         "fault",
-        "whole answers asked",
+        "whole answers",
         "failed",
         "streams",
-        "broken off",
-        "s without an answer",
-        "all is well after s",
+        "failed",
+        "of both, by outcome",
+        "last failed after s",
+        "all well after s",
     ]
     names = ("fault", "num_whole", "num_whole_failed", "num_streams", "num_streams_failed")
-    names += ("without_service_s", "recovered_s")
+    names += ("outcomes", "last_failure_s", "recovered_s")
+    for row in rows:
+        row["outcomes"] = ", ".join(f"{number} {outcome}" for outcome, number in row["outcomes"].items())
     sys.stdout.write(markdown(header, [[row[name] for name in names] for row in rows]) + "\n")
     return 0
 

@@ -454,6 +454,10 @@ def wait_until_ready(serve: Any, config: Mapping[str, Any], deadline_s: float, s
         time.sleep(POLL_INTERVAL_S)
 
 
+NOT_RUNNING = frozenset({"STARTING", "STOPPING"})
+"""States of replicas. A new controller finds those that run as RECOVERING."""
+
+
 def watch(serve: Any, config: Mapping[str, Any], say: Say) -> None:
     """Say of each replica that it has stopped, and of each new one that it runs. Does not return."""
     running, problem = _running(_states(serve, config)), ""
@@ -493,12 +497,12 @@ def _replicas(states: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 def _running(states: Mapping[str, Any]) -> dict[str, str]:
     """Deployments of the replicas that run, by the replica's name."""
-    return {name: deployment for deployment, name, state in _replicas(states) if state == "RUNNING"}
+    return {name: deployment for deployment, name, state in _replicas(states) if state not in NOT_RUNNING}
 
 
 def _share(deployment: str, states: Mapping[str, Any]) -> str:
     found = [state for name, _, state in _replicas(states) if name == deployment]
-    return f"{found.count('RUNNING')} of {len(found)} run"
+    return f"{sum(state not in NOT_RUNNING for state in found)} of {len(found)} run"
 
 
 def _answers(url: str) -> bool:

@@ -373,7 +373,7 @@ def test_each_replica_that_stops_or_is_back_is_said_once_and_so_is_a_controller_
         states(("a", "RUNNING"), ("b", "RUNNING")),
         states(("a", "RUNNING"), ("b", "STOPPING"), ("c", "STARTING")),
         ConnectionError("controller died"), ConnectionError("controller died"),
-        states(("a", "RUNNING"), ("c", "STARTING")),
+        states(("a", "RECOVERING"), ("c", "STARTING")),
         states(("a", "RUNNING"), ("c", "RUNNING")),
         KeyboardInterrupt(),
     ])  # fmt: skip
