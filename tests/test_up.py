@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from cluster.settings import (
     ModelSettings,
     TargetSettings,
 )
-from deployments import up
+from deployments import host, up
 from deployments.cli import main
 from deployments.up import UpError, base_url, live_form, num_logical_cpus, progress, read_config, usage
 
@@ -306,6 +307,23 @@ def test_processes_segments_and_sockets_of_a_session_are_found_and_ended(tmp_pat
     command = [sys.executable, "-c", SESSION, ENGINE, str(tmp_path / "socket")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, start_new_session=True, env=env)
     assert done.stdout.strip() == "found", done.stdout + done.stderr
+
+
+def test_what_openmp_has_registered_for_an_ended_process_is_found_before_its_parent_asks_for_it() -> None:
+    started_s = time.time()
+    running, ended = (subprocess.Popen(["sleep", duration]) for duration in ("600", "0"))
+    files = [Path(f"/dev/shm/__KMP_REGISTERED_LIB_{process.pid}_0") for process in (running, ended)]
+    try:
+        for file in files:
+            file.touch()
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        assert set(host.abandoned_segments(started_s - 1)) & set(files) == {files[1]}
+    finally:
+        for file in files:
+            file.unlink()
+        running.kill()
+        for process in (running, ended):
+            process.wait()
 
 
 def test_a_machine_without_haproxy_serves_all_the_same_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
