@@ -501,7 +501,8 @@ def _running(states: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _share(deployment: str, states: Mapping[str, Any]) -> str:
-    found = [state for name, _, state in _replicas(states) if name == deployment]
+    """How many replicas of a deployment run, of those that there are to be."""
+    found = [state for name, _, state in _replicas(states) if name == deployment and state != "STOPPING"]
     return f"{sum(state not in NOT_RUNNING for state in found)} of {len(found)} run"
 
 

@@ -407,7 +407,7 @@ def test_each_replica_that_stops_or_is_back_is_said_once_and_so_is_a_controller_
     with pytest.raises(KeyboardInterrupt):
         up.watch(SimpleNamespace(get_serve_details=get_serve_details), config(), said.append)
     lost, away, again, back = [line.split(" ", 1)[1] for line in said]
-    assert lost == "target b has stopped; 1 of 3 run"
+    assert lost == "target b has stopped; 1 of 2 run"
     assert "controller died" in away
     assert again == "Serve says again how it is"
     assert back == "target c runs; 2 of 2 run"
