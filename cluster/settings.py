@@ -383,8 +383,8 @@ class DepthSettings(Section):
     which pins K.
 
     `policy`: `adaptive` learns K of the other workloads from acceptance, load and step times; `fixed` does not.
-    `objectives`: by workload. `state`: a file that keeps what was learned over restarts, and which heads were put into
-    others' place."""
+    `objectives`: by workload. `state`: a file for what was learned, and which heads were put into others' place; None
+    (the default) keeps it in the key-value store of the Ray cluster, which ends with the cluster."""
 
     policy: Literal["adaptive", "fixed"] = "adaptive"
     default: int | None = Field(default=None, ge=0)

@@ -60,7 +60,7 @@ from deployments.compat import NOT_READY, NOT_READY_CODE, RETRY_AFTER_S, address
 from peagle.schema import nearest
 from peagle.vllm.acceptance import DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.compat import chat_part_kinds
-from peagle.vllm.engine import setting_names
+from peagle.vllm.setting_types import SettingTypes
 
 logger = logging.getLogger(__name__)
 
@@ -232,8 +232,8 @@ def _name_keys(message: str) -> str:
 
 @functools.cache
 def _engine_keys() -> frozenset[str]:
-    found = setting_names("engine/arg_utils:AsyncEngineArgs", "entrypoints/launchers/cli_args:FrontendArgs")
-    return found or frozenset()
+    found = SettingTypes.read("engine/arg_utils:AsyncEngineArgs", "entrypoints/launchers/cli_args:FrontendArgs")
+    return frozenset(found or ())
 
 
 # ---- a body, from its bytes to vLLM's record

@@ -64,7 +64,14 @@ from deployments.edge import (
     num_prompts,
     whole_answer,
 )
-from deployments.replicas import POLL_INTERVAL_S, POLL_TIMEOUT_S, REPLICA_LOST, DrafterLinks, settings_with
+from deployments.replicas import (
+    POLL_INTERVAL_S,
+    POLL_TIMEOUT_S,
+    REPLICA_LOST,
+    DrafterLinks,
+    EngineLost,
+    settings_with,
+)
 from deployments.telemetry import make_control
 from peagle.heads import head_digest, target_digest
 from peagle.vllm.acceptance import DraftingRecorder
@@ -91,6 +98,7 @@ class TargetServer(LLMServer):
         before the targets; K of calls by handle is then chosen by what this replica alone has seen."""
         compat.check(compat.ENGINE_SEAMS)
         compat.be_no_nicer()
+        compat.prepare_replica()
         if not settings.target.has_gpu:
             use_all_cores_of_a_small_machine()
         target_dir, head_dir = await asyncio.to_thread(prepare, settings)
@@ -119,7 +127,6 @@ class TargetServer(LLMServer):
             self.edge.heads = (await asyncio.to_thread(head_digest, head_dir),)
         self._router, self._num_targets = router, 1
         self._learning = asyncio.get_running_loop().create_task(self._learn_forever())
-        compat.write_error_page()
         self._aborts: set[asyncio.Task[None]] = set()
         self._ids: set[str] = set()  # of the requests in the engine, as it names them
         self._links: DrafterLinks | None = None
@@ -171,8 +178,16 @@ class TargetServer(LLMServer):
             time.monotonic(),
         )
 
+    async def check_health(self) -> None:
+        """Raises EngineLost when the engine has died. vLLM's own exception would make whoever gets it, Serve's
+        controller too, import vLLM, which takes seconds."""
+        try:
+            await super().check_health()
+        except Exception as error:  # noqa: BLE001
+            raise EngineLost(f"{type(error).__name__}: {error}") from None
+
     async def report(self) -> TargetReport:
-        """What this replica has counted. Raises what the engine died of, if it did."""
+        """What this replica has counted. Raises EngineLost, see `check_health`."""
         await self.check_health()
         return self._counted()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pickle
 import time
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from cluster.control import DepthControl
 from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.request import Caller
 from deployments.edge import ApiError, Edge, Usage
+from deployments.replicas import EngineLost
 from deployments.target import TargetServer
 from peagle.vllm.acceptance import RequestDrafting
 from tests.counted import counts_of
@@ -129,6 +131,20 @@ def test_a_stream_with_usage_has_its_drafting_in_the_same_last_chunk() -> None:
     assert found[:2] == [chunk(), chunk("stop")]
     assert json.loads(found[2].removeprefix("data: ")) == {**usage, "drafting": DRAFTING}
     assert found[3:] == ["data: [DONE]\n\n", Usage(4, 9)]
+
+
+def test_who_hears_of_an_engines_death_needs_no_vllm_to_read_it() -> None:
+    """Serve's controller, the router and ingress replicas would import vLLM, which closes their logs."""
+    replica = Replica(lambda _: None)
+
+    async def check_health() -> None:
+        raise EngineDeadError
+
+    replica.engine.check_health = check_health  # type: ignore[attr-defined]
+    for call in (replica.check_health, replica.report):
+        with pytest.raises(EngineLost, match="EngineDeadError") as raised:
+            asyncio.run(call())
+        assert b"vllm." not in pickle.dumps(raised.value)
 
 
 def test_an_engine_that_dies_in_a_stream_ends_it_in_words_of_our_own() -> None:
