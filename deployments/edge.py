@@ -247,7 +247,8 @@ def check_document(document: Any, max_values: int = LimitSettings().max_body_val
         for path, value in level:
             num_values += len(value)
             if num_values > max_values:
-                raise ApiError(413, f"the request has more than {max_values} values in all", param=_at(path[:1]) or None)
+                text = f"the request has more than {max_values} values in all"
+                raise ApiError(413, text, param=_at(path[:1]) or None, code="too_large")
             if isinstance(value, list) and set(map(type, value)) == {int}:  # token ids: no step of Python for each
                 if not -MAX_INTEGER <= min(value) <= max(value) <= MAX_INTEGER:
                     raise ApiError(400, "the number does not fit 64 bits", param=_at(path))
@@ -420,10 +421,10 @@ def check_counts(fields: Mapping[str, Any], limits: LimitSettings) -> None:
     prompts = fields.get("prompt")
     if isinstance(prompts, list) and prompts and type(prompts[0]) is not int:
         _at_most("n", "n times the number of prompts", len(prompts), limits.max_num_sequences)
-    messages = fields.get("messages")
-    parts = (message.values() for message in messages if isinstance(message, dict)) if isinstance(messages, list) else ()
-    num = sum(len(value) for values in parts for value in values if isinstance(value, dict | list))
-    _at_most("messages", "the number of parts and calls in messages", num, limits.max_list_entries)
+    if isinstance(messages := fields.get("messages"), list):
+        values = (value for message in messages if isinstance(message, dict) for value in message.values())
+        num = sum(len(value) for value in values if isinstance(value, dict | list))
+        _at_most("messages", "the number of parts and calls in messages", num, limits.max_list_entries)
     for name, grammar in grammars(fields).items():
         choices = grammar.get("choice") if isinstance(grammar, dict) else None
         if isinstance(choices, list):
@@ -432,7 +433,7 @@ def check_counts(fields: Mapping[str, Any], limits: LimitSettings) -> None:
         try:
             if name == "structured_outputs" and isinstance(grammar, dict):
                 check_structured_outputs(name, grammar, grammar_limits(limits))
-            else:
+            elif isinstance(grammar, dict | list):
                 check_grammar(name, grammar, grammar_limits(limits))
         except GrammarError as error:
             raise ApiError(400, str(error), param=error.field, code="limit") from error

@@ -81,7 +81,7 @@ class GrammarChecker:
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self) -> None:
-        """Start the process, if it does not run. It takes some seconds to import its compilers, and jobs wait for it."""
+        """Start the process, if it does not run. It imports compilers for some seconds, and jobs wait for it."""
         if self.pid is not None:
             return
         self.stop()
@@ -125,39 +125,43 @@ class GrammarChecker:
                 f"structured_outputs is no JSON: {error}.", parameter="structured_outputs"
             ) from None
         if (task := self._outcomes.get(key)) is None:
-            task = self._outcomes[key] = asyncio.get_running_loop().create_task(self._compile(fields, limits))
+            task = self._outcomes[key] = asyncio.get_running_loop().create_task(self._compile(key, fields, limits))
+            while len(self._outcomes) > MAX_OUTCOMES:
+                self._outcomes.popitem(last=False)
         self._outcomes.move_to_end(key)
-        while len(self._outcomes) > MAX_OUTCOMES:
-            self._outcomes.popitem(last=False)
         # A client that leaves does not end the work: its place is free when the child has ended.
         outcome = await asyncio.shield(task)
-        if "lost" in outcome:
-            self._outcomes.pop(key, None)
-        if problem := outcome.get("error") or outcome.get("lost"):
-            raise VLLMValidationError(f"structured_outputs: {problem}", parameter="structured_outputs")
+        if "error" in outcome:
+            raise VLLMValidationError(f"structured_outputs: {outcome['error']}", parameter="structured_outputs")
         checked = copy.copy(structured)
         checked.__class__ = CheckedGrammar
         for name, value in outcome.items():
             setattr(checked, name, value)
         return checked  # type: ignore[return-value]
 
-    async def _compile(self, fields: dict[str, Any], limits: GrammarLimits) -> dict[str, Any]:
-        """What the child says: {"error": text}, or the fields of `StructuredOutputsParams` that validation has set.
-        {"lost": text} where the process ended under it."""
+    async def _compile(self, key: Any, fields: dict[str, Any], limits: GrammarLimits) -> dict[str, Any]:
+        """What the child says: {"error": text}, or the fields of `StructuredOutputsParams` that validation has set. A
+        failure that says nothing about the grammar, or may be the machine's, is forgotten."""
         job = json.dumps({"fields": fields, "limits": dataclasses.asdict(limits)}).encode()
-        async with self._places:
-            for _ in range(2):
-                if answer := await self._ask(job):
-                    break
-                logger.warning("the process that checks grammars has ended; it is started again")
-                self.stop()
-        if not answer:
-            return {"lost": "the process that checks grammars has stopped; send the request again"}
-        if not answer.strip():
-            most_mib = limits.max_memory_bytes // 2**20
-            logger.warning("a grammar was refused: its compilation was ended")
-            return {"error": f"the grammar takes more than {limits.max_cpu_s:g} s or {most_mib} MiB to compile"}
-        return dict(json.loads(answer))
+        outcome = None
+        try:
+            async with self._places:
+                if not (answer := await self._ask(job)):
+                    logger.warning("the process that checks grammars has ended; it is started again")
+                    self.stop()
+                    answer = await self._ask(job)
+            if not answer:
+                return {"error": "the process that checks grammars has stopped; send the request again"}
+            try:
+                outcome = dict(json.loads(answer))
+            except ValueError:
+                most = f"{limits.max_cpu_s:g} s or {limits.max_memory_bytes // 2**20} MiB"
+                logger.warning("a grammar was refused: it takes more than %s to compile", most)
+                return {"error": f"the grammar takes more than {most} to compile"}
+            return outcome
+        finally:
+            if outcome is None:
+                self._outcomes.pop(key, None)
 
     async def _ask(self, job: bytes) -> bytes:
         """The bytes that the child sends: a space when it begins, its answer when it is done."""
@@ -252,7 +256,7 @@ def _answer(connection: socket.socket, compilers: _Compilers) -> None:
             return
     except MemoryError:
         return
-    except Exception as error:  # the grammar is wrong
+    except Exception as error:  # noqa: BLE001  # the grammar is wrong
         text = error.args[0] if error.args else error
         answer = {"error": f"{text!s:.500}"}
     connection.sendall(json.dumps(answer).encode())

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from typing import Any
 
 import vllm.envs as envs
-from vllm.exceptions import VLLMClientError, VLLMValidationError
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.structured_output import StructuredOutputManager
@@ -31,6 +31,7 @@ MAX_PATTERN_TOKENS = 1024
 """Of repetition_detection, pattern times count: what the scheduler may compare in every step, in Python."""
 MAX_STOP_TOKEN_IDS = 120
 """Of stop_token_ids with min_tokens; there the table has 128 places, some of which are the model's own."""
+
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     """Raises VLLMValidationError naming the field for what vLLM's own checks let through."""

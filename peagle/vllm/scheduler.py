@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from peagle.vllm import compat
