@@ -408,7 +408,7 @@ class LimitSettings(Section):
     HTTP: beyond `max_running_requests` a request waits, beyond `max_queued_requests` it gets 429 with Retry-After.
 
     The defaults of the size of a body keep the event loop of a replica free: it reads and checks such a body in less
-    than 0.1 s. `max_body_values`: numbers, texts, objects and lists of a body (commas and opening brackets are counted).
+    than 0.1 s. `max_body_values`: numbers, texts, objects and lists of a body (its commas and opening brackets).
     `max_list_entries`: of a list or object that a field holds, and of all parts and calls in messages; token ids of
     prompts have no limit of their own. `max_num_sequences`: n times the number of prompts of one request.
 
