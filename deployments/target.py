@@ -56,6 +56,7 @@ from deployments.edge import (
     event_document,
     event_with,
     from_engine,
+    grammar_limits,
     grammars,
     is_error_event,
     make_app,
@@ -76,7 +77,7 @@ from deployments.telemetry import make_control
 from peagle.heads import head_digest, target_digest
 from peagle.vllm.acceptance import DraftingRecorder
 from peagle.vllm.engine import ASYNC_SCHEDULER, RemoteSettings, engine_kwargs
-from peagle.vllm.limits import GRAMMAR_KEY, GrammarLimits, guard
+from peagle.vllm.limits import guard
 from peagle.vllm.rendering import render_at_once
 
 gc.enable()
@@ -120,7 +121,8 @@ class TargetServer(LLMServer):
             on_answer=None if self._answers is None else self._keep,
         )
         self._recorder.attach(self._client)
-        guard(self._client, grammar_limits(settings))
+        self._grammars = guard(self._client, grammar_limits(settings.limits))
+        self._grammars.start()
         render_at_once(self._client)
         self.edge = Edge(settings, make_control(settings), QUEUED_PER_RUNNING * settings.max_num_seqs)
         if head_dir is not None and drafter is None:
@@ -149,7 +151,7 @@ class TargetServer(LLMServer):
         if user_config is not None:
             self._settings = settings_with(self._settings, user_config)
             self.edge.use(self._settings, make_control(self._settings, self.edge.control))
-            self._client.input_processor.grammar_limits = grammar_limits(self._settings)
+            self._grammars.limits = grammar_limits(self._settings.limits)
 
     def _is_busy(self) -> bool:
         return bool(self._client.output_processor.has_unfinished_requests())
@@ -402,10 +404,6 @@ def engine_ids(admitted: Admitted) -> list[str]:
     return [f"cmpl-{request_id}-{index}" for index in range(num_prompts(admitted.body))]
 
 
-def grammar_limits(settings: ClusterSettings) -> GrammarLimits:
-    return GrammarLimits(settings.limits.max_grammar_bytes, settings.limits.max_grammar_choices)
-
-
 # ---- how a replica is built from the settings
 
 
@@ -436,8 +434,6 @@ def engine_config(
 ) -> LLMConfig:
     """`ray.serve.llm`'s configuration of the engine of a replica whose environment has `env`."""
     extra = dict(settings.engine)
-    grammar = {GRAMMAR_KEY: settings.limits.grammar_timeout_s}
-    extra["additional_config"] = {**extra.get("additional_config", {}), **grammar}
     dtype = extra.pop("dtype", "auto")
     on_cpu = not settings.target.has_gpu
     drafter = settings.drafter if head_dir is not None else None

@@ -5,6 +5,7 @@ test_remote_engine.py runs on in `make test`. The same target without drafts wro
 orders of summation hardly ever pick another token: outputs must be equal.
 """
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
 from cluster.request import DEFAULT_WORKLOAD
-from peagle.vllm.limits import GRAMMAR_KEY
+from peagle.vllm.grammar_bounds import GrammarLimits
 from tests.counted import counts_of
 from tests.engine_cases import (
     BATCH,
@@ -99,11 +100,11 @@ def engine(
     request: pytest.FixtureRequest, reference: Reference, target_dir: Path, head_dir: Path, environment: None
 ) -> Iterator[RunningEngine]:
     """The target with the head. It starts after the reference is written, so one engine runs at a time."""
-    settings = engine_settings(NUM_BLOCKS) | {"additional_config": {GRAMMAR_KEY: 2.0}}
-    kwargs = drafted_kwargs(target_dir, head_dir, K_MAX, settings)
+    kwargs = drafted_kwargs(target_dir, head_dir, K_MAX, engine_settings(NUM_BLOCKS))
     if request.param == "sync":
         kwargs["scheduler_cls"] = "tests.scripted_drafts.ScriptedDraftScheduler"
-    running = RunningEngine(kwargs, is_async=request.param == "async")
+    limits = GrammarLimits(max_cpu_s=2.0)
+    running = RunningEngine(kwargs, is_async=request.param == "async", grammar_limits=limits)
     yield running
     running.shutdown()
 
@@ -424,6 +425,27 @@ def test_a_grammar_that_takes_too_long_is_refused_and_others_go_on(
     with pytest.raises(ExceptionGroup) as raised:
         engine.run([slow])
     assert raised.group_contains(VLLMValidationError, match="structured_outputs: the grammar takes more than 2 s")
+    (result,) = engine.run([grammar_job(prompts[9], 2)])
+    assert result.texts == reference["grammar"][0].texts
+
+
+def test_each_grammar_has_the_backend_that_checked_it(engine: RunningEngine, prompts: Prompts) -> None:
+    """Of a schema vLLM's xgrammar backend ignores `multipleOf`; its guidance backend does not."""
+    schema = {"type": "integer", "multipleOf": 7, "minimum": 100, "maximum": 999}
+    grammars = [StructuredOutputsParams(regex="[0-9]{3}"), StructuredOutputsParams(json=schema)]
+    jobs = [Job(prompts[9], 8, sampling={"structured_outputs": grammar, "ignore_eos": False}) for grammar in grammars]
+    plain, multiple = engine.run(jobs)
+    assert len(plain.texts[0]) == 3
+    assert int(multiple.texts[0]) % 7 == 0
+
+
+@pytest.mark.parametrize("regex", [r"[^\s\S]", r"a[^\s\S]"])
+def test_a_regex_that_nothing_matches_ends_its_request_alone(
+    engine: RunningEngine, prompts: Prompts, reference: Reference, regex: str
+) -> None:
+    job = Job(prompts[9], 8, sampling={"structured_outputs": StructuredOutputsParams(regex=regex)})
+    with contextlib.suppress(ExceptionGroup):
+        assert engine.run([job])[0].finish_reasons == ["error"]
     (result,) = engine.run([grammar_job(prompts[9], 2)])
     assert result.texts == reference["grammar"][0].texts
 

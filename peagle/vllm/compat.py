@@ -57,10 +57,20 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
             ("request_id", "new_token_ids", "trace_headers", "finish_reason"), ()
         ),
         "vllm.sampling_params:SamplingParams": dict.fromkeys(("output_kind", "stop", "stream_interval"), ()),
-        "vllm.v1.structured_output:StructuredOutputManager": {"_create_grammar": ("request",)},
+        "vllm.v1.structured_output:StructuredOutputManager": {
+            "grammar_init": ("request",),
+            "_create_grammar": ("request",),
+        },
     },
     "client": {
-        "vllm.v1.engine.async_llm:AsyncLLM": {"generate": ("prompt", "sampling_params", "request_id")},
+        "vllm.v1.engine.async_llm:AsyncLLM": {
+            "generate": ("prompt", "sampling_params", "request_id"),
+            "shutdown": (),
+        },
+        "vllm.sampling_params:SamplingParams": {
+            "verify": ("model_config", "speculative_config", "structured_outputs_config", "tokenizer"),
+        },
+        "vllm.v1.structured_output:StructuredOutputManager": {"grammar_init": ("request",)},
         "vllm.v1.engine.input_processor:InputProcessor": {
             "_validate_params": ("params", "supported_tasks"),
             "_validate_model_input": ("prompt_input", "prompt_type"),
@@ -297,13 +307,11 @@ ATTRIBUTES: Mapping[str, Sequence[str]] = {
         "structured_output_manager",
         "waiting",
     ),
-    "client": ("input_processor", "model_config", "output_processor", "renderer"),
+    "client": ("input_processor", "model_config", "output_processor", "renderer", "vllm_config"),
     "v2 runner": (
-        "decode_query_len",
         "input_buffers",
         "lora_capture_cases",
         "max_num_reqs",
-        "model_state",
         "num_speculative_steps",
         "output_copy_stream",
         "req_states",

@@ -167,7 +167,7 @@ def rows_as_requests(
 class _OfRows:
     """A logits processor of B requests, applied to R rows.
 
-    Only min_tokens goes with drafts. Requests that ask for another processor have K = 0 (`needs_no_drafts`), so their
+    Only min_tokens goes with drafts. Requests that ask for another processor have K = 0 (`undraftable_field`), so their
     last row is their only one.
     """
 
@@ -185,7 +185,7 @@ class _OfRows:
 
 
 class _ThinkingOfLastRows:
-    """vLLM's thinking budgets of B requests, applied to R rows; requests with one have K = 0 (`needs_no_drafts`)."""
+    """vLLM's thinking budgets of B requests, applied to R rows; requests with one have K = 0 (`undraftable_field`)."""
 
     def __init__(self, holder: Any, outputs: list[list[int]], last_row_B: Tensor) -> None:
         self._holder, self._outputs, self._last_row_B = holder, outputs, last_row_B
