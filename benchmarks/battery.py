@@ -71,6 +71,8 @@ CANARY = {
     "temperature": 0,
 }
 CANARY_ADDRESS = "127.0.0.2"
+PROCESSES = ("ray::Serve", "ray::HAProxyManager", "ray::ProxyActor", "VLLM::")
+"""How the names of the processes begin that are watched."""
 
 Input = dict[str, str]
 """A generated request: its name, path in the document (`of`), method, path, and content, a byte a character."""
@@ -261,13 +263,13 @@ class Watch:
     """A canary, /health and the memory of the service's processes, from entering to leaving.
 
     `others`: children of this process that do not belong to the service. `canaries`, `healths`: start and end of each
-    request in seconds of the monotonic clock, and what was wrong with it. `sizes`: time, and MiB by process and name.
+    request in seconds of the monotonic clock, and what was wrong with it. `sizes`: time, and name and MiB by process.
     """
 
     def __init__(self, url: str, others: set[int] = frozenset()) -> None:  # type: ignore[assignment]
         self.canaries: list[tuple[float, float, str]] = []
         self.healths: list[tuple[float, float, str]] = []
-        self.sizes: list[tuple[float, dict[tuple[int, str], float]]] = []
+        self.sizes: list[tuple[float, dict[int, tuple[str, float]]]] = []
         self.text = ""
         self._others, self._ended = others, threading.Event()
         transport = httpx.HTTPTransport(
@@ -327,8 +329,9 @@ class Watch:
             work()
 
     def _measure(self) -> None:
-        found = processes(self._others)
-        self.sizes.append((time.monotonic(), {(pid, one["name"]): one["rss_mib"] for pid, one in found.items()}))
+        found = {pid: (one["name"].partition(".")[0], one["rss_mib"]) for pid, one in processes(self._others).items()}
+        kept = {pid: one for pid, one in found.items() if one[0].startswith(PROCESSES)}
+        self.sizes.append((time.monotonic(), kept))
 
     def wait_until_well(self, timeout_s: float = 180.0) -> None:
         """Until a canary is right again."""
@@ -347,21 +350,16 @@ class Watch:
             for name, kept in (("canary", self.canaries), ("health", self.healths))
         }
         sizes = [found for at_s, found in self.sizes if start_s - 2 * MEMORY_PERIOD_S <= at_s <= end_s] or [{}]
-        growth = {key: max(found.get(key, 0.0) for found in sizes) - before for key, before in sizes[0].items()}
-        most, grown = max(((mib, name) for (_, name), mib in growth.items()), default=(0.0, ""))
+        growth = [
+            (round(max(found[pid][1] for found in sizes if pid in found) - before, 1), name)
+            for pid, (name, before) in sizes[0].items()
+        ]
+        most, grown = max(growth, default=(0.0, ""))
         return {
             **{name: summarize(kept) for name, kept in met.items()},
-            "growth": {"mib": round(most, 1), "process": grown},
-            "ended": sorted(name for _, name in self.sizes_of_service(sizes[0]).keys() - sizes[-1].keys()),
+            "growth": {"mib": most, "process": grown},
+            "ended": sorted(name for pid, (name, _) in sizes[0].items() if not psutil.pid_exists(pid)),
         }
-
-    @staticmethod
-    def sizes_of_service(found: dict[tuple[int, str], float]) -> dict[tuple[int, str], float]:
-        """Without Ray's workers that wait for work, which come and go."""
-        return {key: mib for key, mib in found.items() if "ServeReplica" in key[1] or key[1] in PROCESSES_TO_KEEP}
-
-
-PROCESSES_TO_KEEP = ("VLLM::EngineCore", "ray::ServeController", "ray::HAProxyManager", "ray::ProxyActor", "raylet")
 
 
 def summarize(kept: Sequence[tuple[float, float, str]]) -> dict[str, Any]:
