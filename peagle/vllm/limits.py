@@ -90,7 +90,8 @@ class CheckedInputProcessor(InputProcessor):
         if params.structured_outputs is not None:
             if not isinstance(params.structured_outputs, CheckedGrammar):
                 raise _refusal("structured_outputs", "has not been checked: send the request through generate()")
-            checker.structured_outputs_config = None  # vLLM's validation has run in the checker's process  # type: ignore[assignment]
+            # vLLM's validation has run in the checker's process.
+            checker.structured_outputs_config = None  # type: ignore[assignment]
         if self.samples_without_drafts and undraftable_field(params):
             checker.speculative_config = None
         return InputProcessor._validate_params(checker, params, supported_tasks)
