@@ -36,6 +36,8 @@ from deployments.up import RAY_ENVIRONMENT
 from peagle.provenance import conditions
 
 READY_TIMEOUT_S, RECOVERY_TIMEOUT_S, STEADY_S, HANG_S, NODE_S = 600, 300, 4.0, 10.0, 15
+SESSIONS: set[int] = set()
+"""Process sessions that this program has started: of Ray, and of nodes that join it."""
 NODE = "target_node"
 """Resource of Ray that nodes for targets have one of, and every target needs."""
 QUESTION = "Count from one to thirty."
@@ -107,7 +109,7 @@ class Clients:
         try:
             with client.stream("POST", "/v1/completions", json=body) as response:
                 if response.status_code != 200:
-                    return str(response.status_code)
+                    return describe_refusal(response)
                 text = response.read().decode()
         except httpx.HTTPError as error:
             return type(error).__name__
@@ -116,13 +118,24 @@ class Clients:
         return "" if "choices" in text else "no answer"
 
 
+def describe_refusal(response: httpx.Response) -> str:
+    """Status and error code of an answer that is no 200; "retry" where it has Retry-After."""
+    text = response.read().decode(errors="replace")
+    code = "no JSON"
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        code = str(json.loads(text)["error"]["code"])
+    return f"{response.status_code} {code}{', retry' if 'retry-after' in response.headers else ''}"
+
+
 def pids(kind: str) -> set[int]:
-    """Processes of a kind on this machine."""
+    """Processes of a kind in the sessions of this program's services: the machine may run others."""
     found = set()
     for process in psutil.process_iter(["cmdline", "status"]):
         title = " ".join(process.info["cmdline"] or ())
         if process.info["status"] != psutil.STATUS_ZOMBIE and PROCESSES[kind] in title.split(" ", 1)[0]:
-            found.add(process.pid)
+            with contextlib.suppress(ProcessLookupError):
+                if os.getsid(process.pid) in SESSIONS:
+                    found.add(process.pid)
     return found
 
 
@@ -135,9 +148,10 @@ def is_well(url: str, before: dict[str, set[int]], num_targets: int) -> bool:
         return False
     if health.status_code != 200 or health.json()["num_target_replicas"] != num_targets:
         return False
-    if "drafter" in before and sum(link["state"] == "up" for link in document["links"]) < num_targets:
+    if "drafter" in before and sum(link["state"] == "up" for link in document.get("links", ())) < num_targets:
         return False
-    return all(len(pids(kind)) >= len(known) for kind, known in before.items())
+    # A HAProxy that was replaced may still end its streams, so there can be several.
+    return all(len(pids(kind)) >= (1 if kind == "haproxy" else len(known)) for kind, known in before.items())
 
 
 def node_pids() -> set[int]:
@@ -158,7 +172,8 @@ def inflict(fault: str) -> None:
     kind = fault.removesuffix(" hung")
     pid = min(pids(kind))
     if kind == fault:
-        os.kill(pid, signal.SIGKILL)
+        for killed in pids(kind) if kind == "haproxy" else {pid}:
+            os.kill(killed, signal.SIGKILL)
         return
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(HANG_S, os.kill, (pid, signal.SIGCONT)).start()
@@ -205,6 +220,7 @@ def nodes(num: int) -> Iterator[None]:
     env = {**RAY_ENVIRONMENT, "RAY_AUTH_MODE": "token", **os.environ, "PYTHONPATH": path}
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
     started = [subprocess.Popen(["bash", "-c", script], env=env, **quiet) for _ in range(num)]
+    SESSIONS.update(process.pid for process in started)
     try:
         yield
     finally:
@@ -237,6 +253,7 @@ def running_service(config: Path, num_targets: int, *, has_nodes: bool = False) 
             wait_until(lambda: process.poll() is not None or health(url) == num_targets, READY_TIMEOUT_S)
             if health(url) != num_targets:
                 raise SystemExit(f"error: the service does not start\n{log.read_text()[-2000:]}")
+            SESSIONS.update(os.getsid(child.pid) for child in psutil.Process(process.pid).children())
             yield url, args["model"]["id"]
         finally:
             process.terminate()
@@ -285,8 +302,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if options.out is not None:
                     document = {"made": conditions(), "options": {k: str(v) for k, v in vars(options).items()}}
                     options.out.write_text(json.dumps({**document, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    header = ["fault", "whole answers asked", "failed", "streams", "broken off", "all is well after s"]
-    names = ("fault", "num_whole", "num_whole_failed", "num_streams", "num_streams_failed", "recovered_s")
+    header = [
+        "fault",
+        "whole answers",
+        "failed",
+        "streams",
+        "failed",
+        "of both, by outcome",
+        "last failed after s",
+        "all well after s",
+    ]
+    names = ("fault", "num_whole", "num_whole_failed", "num_streams", "num_streams_failed")
+    names += ("outcomes", "last_failure_s", "recovered_s")
+    for row in rows:
+        row["outcomes"] = ", ".join(f"{number} {outcome}" for outcome, number in row["outcomes"].items())
     sys.stdout.write(markdown(header, [[row[name] for name in names] for row in rows]) + "\n")
     return 0
 

@@ -177,6 +177,10 @@ class Drafting:
         if self.max_k is None:
             object.__setattr__(self, "max_k", self.k)
 
+    def without_drafts(self, field: str) -> "Drafting":
+        """The same of a request whose `field` goes without drafts, whatever was decided."""
+        return Drafting(self.workload, 0, "request", f"{field} goes without drafts")
+
     def to_wire(self) -> dict[str, Any]:
         """The form in the answer."""
         wire: dict[str, Any] = {"workload": self.workload, "k": self.k, "max_k": self.max_k, "source": self.source}

@@ -383,8 +383,8 @@ class DepthSettings(Section):
     which pins K.
 
     `policy`: `adaptive` learns K of the other workloads from acceptance, load and step times; `fixed` does not.
-    `objectives`: by workload. `state`: a file that keeps what was learned over restarts, and which heads were put into
-    others' place."""
+    `objectives`: by workload. `state`: a file for what was learned, and which heads were put into others' place; None
+    (the default) keeps it in the key-value store of the Ray cluster, which ends with the cluster."""
 
     policy: Literal["adaptive", "fixed"] = "adaptive"
     default: int | None = Field(default=None, ge=0)
@@ -428,20 +428,33 @@ class LimitSettings(Section):
     """Limits of one request, beyond which it gets 400 (413 for its size), and of all requests of a replica that answers
     HTTP: beyond `max_running_requests` a request waits, beyond `max_queued_requests` it gets 429 with Retry-After.
 
-    `max_num_sequences`: n times the number of prompts of one request. `max_num_prompt_logprobs`: log probabilities of
-    its prompts (`prompt_logprobs`, or `echo` with `logprobs`): n times tokens times 1 + logprobs. `max_grammar_bytes`,
-    `max_grammar_choices`, `grammar_timeout_s`: a grammar, schema or list of choices, and the time to compile it.
-    `max_body_bytes_in_flight`: of the bodies above 16 KiB of all requests of such a replica, from their first byte to
-    the end of the answer; one caller may hold half of it, and beyond it a request gets 429 with Retry-After."""
+    The defaults of the size of a body keep the event loop of a replica free: it reads and checks such a body in less
+    than 0.1 s. `max_body_values`: numbers, texts, objects and lists of a body (its commas and opening brackets).
+    `max_list_entries`: of a list or object that a field holds, and of all parts and calls in messages; token ids of
+    prompts have no limit of their own. `max_num_sequences`: n times the number of prompts of one request.
+    `max_num_prompt_logprobs`: log probabilities of its prompts (`prompt_logprobs`, or `echo` with `logprobs`): n times
+    tokens times 1 + logprobs. `max_body_bytes_in_flight`: of the bodies above 16 KiB of all requests of such a replica,
+    from their first byte to the end of the answer; one caller may hold half of it, and beyond it a request gets 429
+    with Retry-After.
 
-    max_body_bytes: int = Field(default=8 * 2**20, ge=1)
+    Of a grammar, schema, regular expression or list of choices: its characters (`max_grammar_bytes`);
+    `max_grammar_choices`; `max_grammar_repeats`, the largest number of items, characters, properties or repetitions;
+    `max_grammar_product`, of such numbers that stand in one another; CPU time (`grammar_timeout_s`) and memory
+    (`max_grammar_mib`) to compile it, in a process of its own."""
+
+    max_body_bytes: int = Field(default=4 * 2**20, ge=1)
     max_body_bytes_in_flight: int = Field(default=256 * 2**20, ge=1)
+    max_body_values: int = Field(default=150_000, ge=1)
+    max_list_entries: int = Field(default=2048, ge=1)
     max_num_sequences: int = Field(default=16, ge=1)
     max_num_logprobs: int = Field(default=20, ge=0)
     max_num_prompt_logprobs: int = Field(default=2**16, ge=0)
     max_num_stop: int = Field(default=16, ge=0)
     max_grammar_bytes: int = Field(default=64 * 2**10, ge=1)
     max_grammar_choices: int = Field(default=1000, ge=1)
+    max_grammar_repeats: int = Field(default=2**16, ge=1)
+    max_grammar_product: int = Field(default=10_000_000, ge=1)
+    max_grammar_mib: int = Field(default=100, ge=1)
     grammar_timeout_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     max_running_requests: int = Field(default=256, ge=1)
     max_queued_requests: int = Field(default=256, ge=0)

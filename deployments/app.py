@@ -14,7 +14,7 @@ from ray import serve
 
 import peagle.heads
 from cluster.settings import Catalog, ClusterSettings, live_config, load_settings
-from deployments import DRAFTER_NAME, INGRESS_NAME, LEARNER_NAME, ROUTER_NAME, TARGET_NAME, compat
+from deployments import DRAFTER_NAME, INGRESS_NAME, LEARNER_NAME, ROUTER_NAME, TARGET_NAME, compat, haproxy
 from deployments.autoscaling import MAX_STREAM_S, drafter_autoscaling, target_autoscaling
 from deployments.replicas import MAX_DRAIN_S
 from peagle.checkpoint import check_head, read_head_config
@@ -51,6 +51,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         CompatError: another Ray than this was written for.
     """
     compat.check()
+    haproxy.check()
     settings = load_settings(args, catalog(), os.environ)
     check_files(settings)
     drafter = bind_drafter(settings)

@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import json
 import logging
+import logging.handlers
 import os
 import socket
 import time
@@ -37,11 +38,17 @@ SEAMS = (
     "ray.dashboard.modules.serve.sdk:ServeSubmissionClient.deploy_applications",
     "ray.serve._private.haproxy:_resolve_haproxy_binary",
     "ray.serve._private.constants:RAY_SERVE_ENABLE_HA_PROXY",
-    "ray.serve._private.constants:RAY_SERVE_HAPROXY_CONFIG_FILE_LOC",
+    "ray.serve._private.constants:RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH",
+    "ray.serve._private.controller:HAProxyManager",
+    "ray.serve._private.haproxy:HAProxyApi._generate_config_file_internal",
+    "ray.serve._private.haproxy:HAProxyApi._start_and_wait_for_haproxy",
     "ray.serve._private.router:AsyncioRouter.update_deployment_targets",
     "ray.serve._private.request_router.request_router:RequestRouter.curr_replicas",
     "ray.serve._private.proxy_router:ProxyRouter.match_route",
     "ray.serve._private.replica:_load_deployment_def_from_import_path",
+    "ray.serve._private.replica:add_port_to_grpc_server",
+    "ray.serve._private.constants:RAY_SERVE_USE_GRPC_BY_DEFAULT",
+    "ray.serve._private.constants:RAY_SERVE_PROXY_USE_GRPC",
 )
 ENGINE_SEAMS = (
     "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine.start",
@@ -224,6 +231,26 @@ def be_no_nicer() -> None:
         )
 
 
+def prepare_replica() -> None:
+    """To be called first in a replica's constructor.
+
+    Lets the log that Serve has opened for the replica stay open: vLLM configures logging again when its engine starts,
+    which closes every handler of the process. Serve's log would end, and a new controller, which asks for its file,
+    would take the replica for broken and end it.
+
+    Closes the port for calls between replicas to other machines where none come that way: it reads pickles, asks for no
+    token, and is open on every interface.
+    """
+    from ray.serve._private import constants, replica
+
+    for handler in logging.getLogger("ray.serve").handlers:
+        if isinstance(handler, logging.handlers.MemoryHandler):
+            handler.close = handler.flush  # type: ignore[method-assign]
+    if not (constants.RAY_SERVE_USE_GRPC_BY_DEFAULT or constants.RAY_SERVE_PROXY_USE_GRPC):
+        add_port: Any = replica.add_port_to_grpc_server
+        replica.add_port_to_grpc_server = lambda server, _: add_port(server, "127.0.0.1:0")
+
+
 def local_cluster() -> str | None:
     """Address of the Ray cluster that runs on this machine, None where none answers. Ray's note of the last one stays
     when that cluster is killed, and `ray.init` would wait for it for a long time."""
@@ -265,6 +292,7 @@ NOT_READY = (
     f"{RETRY_AFTER_S} seconds; GET /health answers 200 when it is ready."
 )
 NOT_READY_CODE = "model_not_ready"
+LOST_CODE = "server_lost"
 LOST = "The server that worked on this request has stopped. Send the request again."
 WATCH_INTERVAL_S = 0.25
 MAX_WAIT_S = 0.5
@@ -283,31 +311,21 @@ def why_no_haproxy() -> str:
 
 
 def warn_without_haproxy() -> None:
-    """Log what to set where this Ray was started without HAProxy: everything works, and streams take more time."""
-    from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
+    """Log what to set where this Ray was started without HAProxy, or with HAProxy as Ray configures it."""
+    from ray.serve._private.constants import RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH, RAY_SERVE_ENABLE_HA_PROXY
 
     if not RAY_SERVE_ENABLE_HA_PROXY:
         logger.warning(
             "HTTP goes through Serve's proxy in Python, which costs each chunk of a stream three times the CPU: "
             "start Ray with RAY_SERVE_ENABLE_HA_PROXY=1 in its environment, on every node (`peagle serve` does)"
         )
-
-
-def write_error_page() -> None:
-    """Let this node's HAProxy, where there is one, answer for a replica that it has lost as everything else does: with
-    503 in OpenAI's form. Its own page is plain text and code 500. It reads the page when it takes the next replica."""
-    import ray
-    from ray.serve._private.constants import RAY_SERVE_HAPROXY_CONFIG_FILE_LOC
-
-    folder = Path(RAY_SERVE_HAPROXY_CONFIG_FILE_LOC).parent / ray.get_runtime_context().get_node_id()
-    start, body = error_messages({"status": 500, "headers": []}, b"")
-    headers = [b": ".join(header) for header in start["headers"]]
-    page = b"\r\n".join([b"HTTP/1.1 503 Service Unavailable", *headers, b"", body["body"]])
-    for path in folder.glob("500.http"):
-        try:
-            path.write_bytes(page)
-        except OSError as error:
-            logger.warning("%s cannot be written (%s): of a lost replica HAProxy says 500", path, error)
+    elif (install := "deployments.haproxy:install") != RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH:
+        logger.warning(
+            "HAProxy runs as Ray configures it: a request whose replica dies is not sent to another one, and its pages "
+            "are open on every interface: start Ray with RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH=%s in its "
+            "environment, on every node (`peagle serve` does)",
+            install,
+        )
 
 
 def proxy_middlewares() -> list[Any]:
@@ -441,7 +459,7 @@ def error_messages(start: dict[str, Any], text: bytes) -> list[dict[str, Any]]:
         status, message = 503, LOST
         headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    error = {"message": message, "type": kind, "param": None, "code": "server_lost" if status == 503 else None}
+    error = {"message": message, "type": kind, "param": None, "code": LOST_CODE if status == 503 else None}
     body = json.dumps({"error": error}).encode()
     headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     return [

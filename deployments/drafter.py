@@ -23,7 +23,7 @@ from ray import serve
 import peagle.heads
 from cluster.heads import CANDIDATE, HeadOrders, HeadRef
 from cluster.settings import ROW_DTYPES, Catalog, ClusterSettings, DrafterSettings, swapped
-from deployments.compat import be_no_nicer
+from deployments.compat import be_no_nicer, prepare_replica
 from deployments.replicas import MAX_DRAIN_S, DrafterReport, LiveHead
 from peagle.checkpoint import read_head_config
 from peagle.drafter.engine import DraftEngine
@@ -172,6 +172,7 @@ class DrafterReplica:
         assert settings.drafter is not None
         assert settings.drafter.replicas is not None
         be_no_nicer()
+        prepare_replica()
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._settings: DrafterSettings = settings.drafter
         self._refused = ""

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import hashlib
 import ipaddress
+import itertools
 import json
 import logging
 import math
@@ -29,6 +30,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 from pydantic import BaseModel, ValidationError
+from pydantic_core import SchemaValidator
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -60,6 +62,7 @@ from deployments.compat import NOT_READY, NOT_READY_CODE, RETRY_AFTER_S, address
 from peagle.schema import nearest
 from peagle.vllm.acceptance import DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.compat import chat_part_kinds
+from peagle.vllm.grammar_bounds import GrammarError, GrammarLimits, check_grammar, check_structured_outputs
 from peagle.vllm.setting_types import SettingTypes
 
 logger = logging.getLogger(__name__)
@@ -114,6 +117,8 @@ SERVER_KEYS = (DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD
 
 BODY_TIMEOUT_S = 120.0
 MAX_NESTING = 64
+MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 2000, 200
+"""Of an error: a client must not get back the megabytes that it sent."""
 MAX_INTEGER = 2**63 - 1
 JSON_MEDIA_TYPE = "application/json"
 PROBE_PATHS = ("/health", "/ping")
@@ -158,9 +163,9 @@ class ApiError(Exception):
         kind = "rate_limit_error" if self.status == 429 else kind
         return {
             "error": {
-                "message": _encodable(self.message),
+                "message": _encodable(f"{self.message:.{MAX_MESSAGE_CHARS}}"),
                 "type": kind,
-                "param": None if self.param is None else _encodable(self.param),
+                "param": None if self.param is None else _encodable(f"{self.param:.{MAX_PARAM_CHARS}}"),
                 "code": self.code,
             }
         }
@@ -239,15 +244,34 @@ def _engine_keys() -> frozenset[str]:
 # ---- a body, from its bytes to vLLM's record
 
 
-def read_json(raw: bytes, max_bytes: int) -> Any:
+def read_json(raw: bytes, limits: LimitSettings) -> Any:
     """The document in a request's body. Raises ApiError (413, 400)."""
-    if len(raw) > max_bytes:
-        raise ApiError(413, f"The request body has {len(raw)} bytes, above the limit of {max_bytes}.", code="too_large")
+    if len(raw) > limits.max_body_bytes:
+        text = f"The request body has {len(raw)} bytes, above the limit of {limits.max_body_bytes}."
+        raise ApiError(413, text, code="too_large")
+    if _has_more_values(raw, limits.max_body_values):
+        raise _too_many_values(limits)
     try:
         return json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise ApiError(400, f"The request body is not valid JSON: {reason}.", code="invalid_json") from error
+        raise ApiError(400, f"The request body is not valid JSON: {reason!s:.500}.", code="invalid_json") from error
+
+
+_BEFORE_A_VALUE = re.compile(rb'(?:[^",\[{]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"?)*+(?:[,\[{]|\Z)', re.DOTALL)
+
+
+def _has_more_values(raw: bytes, most: int) -> bool:
+    """Whether JSON has more commas and opening brackets than `most`, those in texts left out. Nothing is parsed: lists
+    of nothing take 20 times the memory of their text."""
+    if sum(map(raw.count, (b",", b"[", b"{"))) <= most:
+        return False
+    return next(itertools.islice(_BEFORE_A_VALUE.finditer(raw), most + 1, None), None) is not None
+
+
+def _too_many_values(limits: LimitSettings) -> ApiError:
+    text = f"The request body has more values (numbers, texts, objects, lists) than {limits.max_body_values}"
+    return ApiError(413, f"{text}, this service's limit (limits.max_body_values).", code="too_large")
 
 
 def call_of(document: Any) -> Call:
@@ -261,15 +285,25 @@ def call_of(document: Any) -> Call:
     raise ApiError(400, "the request has neither messages, for a chat, nor prompt, for a completion", param="messages")
 
 
-def check_document(document: Any) -> dict[str, Any]:
-    """`document` where every value in it can be handled: a JSON object, not deeper than `MAX_NESTING`, whose texts have
-    a UTF-8 form (JSON can hold lone surrogates) and whose numbers fit 64 bits. Raises ApiError naming the field."""
+def check_document(document: Any, max_values: int = LimitSettings().max_body_values) -> dict[str, Any]:
+    """`document` where every value in it can be handled: a JSON object of at most `max_values`, not deeper than
+    `MAX_NESTING`, whose texts have a UTF-8 form (JSON can hold lone surrogates) and whose numbers fit 64 bits. Raises
+    ApiError naming the field."""
     if not isinstance(document, dict):
         raise ApiError(400, "The request body must be a JSON object.")
     level: list[tuple[tuple[Any, ...], Any]] = [((), document)]
+    num_values = 0
     for _ in range(MAX_NESTING):
         below = []
         for path, value in level:
+            num_values += len(value)
+            if num_values > max_values:
+                text = f"the request has more than {max_values} values in all"
+                raise ApiError(413, text, param=_at(path[:1]) or None, code="too_large")
+            if isinstance(value, list) and set(map(type, value)) == {int}:  # token ids: no step of Python for each
+                if not -MAX_INTEGER <= min(value) <= max(value) <= MAX_INTEGER:
+                    raise ApiError(400, "the number does not fit 64 bits", param=_at(path))
+                continue
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for key, item in items:
                 if isinstance(key, str) and not _is_text(key):
@@ -300,8 +334,8 @@ def _is_text(text: str) -> bool:
     return True
 
 
-def _at(path: tuple[Any, ...], key: Any) -> str:
-    return ".".join(str(step) for step in (*path, key))
+def _at(path: tuple[Any, ...], *key: Any) -> str:
+    return ".".join(str(step) for step in (*path, *key))
 
 
 @functools.cache
@@ -309,6 +343,20 @@ def known_fields(call: Call) -> frozenset[str]:
     """Top-level fields of a request that vLLM knows."""
     fields = BODIES[call].model_fields
     return frozenset({*fields, *(info.alias for info in fields.values() if info.alias)})
+
+
+@functools.cache
+def _validator(call: Call) -> SchemaValidator:
+    """vLLM's record of a request, whose lists end at their first wrong element. pydantic else collects an error for
+    each element and each form that it might have: megabytes of them for kilobytes of a body."""
+
+    def end_early(part: Any) -> Any:
+        if isinstance(part, dict):
+            changed = {key: end_early(value) for key, value in part.items()}
+            return {**changed, "fail_fast": True} if part.get("type") == "list" else changed
+        return type(part)(map(end_early, part)) if type(part) in (list, tuple) else part
+
+    return SchemaValidator(end_early(BODIES[call].__pydantic_core_schema__), _use_prebuilt=False)
 
 
 def drop_unused(call: Call, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -337,7 +385,7 @@ def drop_unused(call: Call, fields: Mapping[str, Any]) -> dict[str, Any]:
 def _hint(call: Call, name: str) -> str:
     """What an unknown field is called here, or `nearest`."""
     other = RENAMED_FIELDS.get(name)
-    return f"; it is called {other} here" if other else nearest(name, {*known_fields(call), "drafting"})
+    return f"; it is called {other} here" if other else nearest(f"{name:.80}", {*known_fields(call), "drafting"})
 
 
 def parse_body(call: Call, fields: dict[str, Any]) -> Body:
@@ -349,7 +397,8 @@ def parse_body(call: Call, fields: dict[str, Any]) -> Body:
     if call == "chat":
         _check_messages(fields.get("messages"))
     try:
-        return BODIES[call].model_validate(fields)
+        body: Body = _validator(call).validate_python(fields)
+        return body
     except ValidationError as error:
         raise _from_validation(error) from error
     except VLLMClientError as error:
@@ -368,7 +417,7 @@ def _to_blame(call: Call, fields: Mapping[str, Any]) -> str | None:
     least = {name: fields[name] for name in ("messages", "prompt") if name in fields}
     for name, value in fields.items():
         try:
-            BODIES[call].model_validate({**least, name: value})
+            _validator(call).validate_python({**least, name: value})
         except ValidationError:
             continue
         except (VLLMClientError, TypeError, AttributeError, KeyError, ValueError):
@@ -396,6 +445,7 @@ def _from_validation(error: ValidationError) -> ApiError:
     if steps and steps[0].isdigit():  # vLLM reads the calls of a message on their own
         steps = ["tool_calls", *steps]
     name, message = ".".join(steps), str(detail["msg"]).removeprefix("Value error, ")
+    message = f"{message:.500}"
     return ApiError(400, f"{name}: {message}" if name else message, param=name or None)
 
 
@@ -413,7 +463,8 @@ def _check_messages(messages: Any) -> None:
         raise ApiError(400, f"messages must be a list of messages, not {messages!r:.80}", param="messages")
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
-            continue
+            name = f"messages.{index}"
+            raise ApiError(400, f"{name} must be an object with role and content, not {message!r:.80}", param=name)
         if not isinstance(message.get("role"), str):  # vLLM's record also takes messages in Harmony's form
             name = f"messages.{index}.role"
             raise ApiError(400, f"{name} must be a text: system, user, assistant, ...", param=name)
@@ -438,7 +489,49 @@ def _check_messages(messages: Any) -> None:
 # ---- limits of one request
 
 
-def check_limits(body: Body, fields: Mapping[str, Any], limits: LimitSettings) -> int:
+def check_counts(fields: Mapping[str, Any], limits: LimitSettings) -> None:
+    """Raises ApiError for a field with more entries than it may have, before anything looks at each of them. Token ids
+    of prompts are limited by `max_body_values` and the model's context alone."""
+    for name, value in fields.items():
+        if isinstance(value, dict | list) and name != "prompt":
+            _at_most(name, f"the number of entries of {name}", len(value), limits.max_list_entries)
+    for name in ("stop", "stop_token_ids"):
+        if isinstance(listed := fields.get(name), list):
+            _at_most(name, f"the number of entries of {name}", len(listed), limits.max_num_stop)
+    prompts = fields.get("prompt")
+    if isinstance(prompts, list) and prompts and type(prompts[0]) is not int:
+        _at_most("n", "n times the number of prompts", len(prompts), limits.max_num_sequences)
+    if isinstance(messages := fields.get("messages"), list):
+        values = (value for message in messages if isinstance(message, dict) for value in message.values())
+        num = sum(len(value) for value in values if isinstance(value, dict | list))
+        _at_most("messages", "the number of parts and calls in messages", num, limits.max_list_entries)
+    for name, grammar in grammars(fields).items():
+        choices = grammar.get("choice") if isinstance(grammar, dict) else None
+        if isinstance(choices, list):
+            where = f"{name}.choice"
+            _at_most(where, f"the number of choices in {where}", len(choices), limits.max_grammar_choices)
+        try:
+            if name == "structured_outputs" and isinstance(grammar, dict):
+                check_structured_outputs(name, grammar, grammar_limits(limits))
+            elif isinstance(grammar, dict | list):
+                check_grammar(name, grammar, grammar_limits(limits))
+        except GrammarError as error:
+            raise ApiError(400, str(error), param=error.field, code="limit") from error
+
+
+def grammar_limits(limits: LimitSettings) -> GrammarLimits:
+    return GrammarLimits(
+        max_chars=limits.max_grammar_bytes,
+        max_choices=limits.max_grammar_choices,
+        max_depth=MAX_NESTING,
+        max_repeats=limits.max_grammar_repeats,
+        max_product=limits.max_grammar_product,
+        max_cpu_s=limits.grammar_timeout_s,
+        max_memory_bytes=limits.max_grammar_mib * 2**20,
+    )
+
+
+def check_limits(body: Body, limits: LimitSettings) -> int:
     """The number of sequences that a request asks for. Raises ApiError for one that asks more than it may."""
     if body.n is not None and body.n < 1:
         raise ApiError(400, f"n must be at least 1, not {body.n}", param="n")
@@ -448,17 +541,6 @@ def check_limits(body: Body, fields: Mapping[str, Any], limits: LimitSettings) -
         wanted = getattr(body, name, None)
         if type(wanted) is int:
             _at_most(name, name, math.inf if wanted < 0 else wanted, limits.max_num_logprobs)
-    for name in ("stop", "stop_token_ids"):
-        listed = getattr(body, name, None)
-        if isinstance(listed, list):
-            _at_most(name, f"the number of entries of {name}", len(listed), limits.max_num_stop)
-    for name, grammar in grammars(fields).items():
-        choices = grammar.get("choice") if isinstance(grammar, dict) else None
-        if isinstance(choices, list):
-            where = f"{name}.choice"
-            _at_most(where, f"the number of choices in {where}", len(choices), limits.max_grammar_choices)
-        num_bytes = len(json.dumps(grammar, ensure_ascii=False).encode())
-        _at_most(name, f"the size of {name} in bytes", num_bytes, limits.max_grammar_bytes)
     return num_sequences
 
 
@@ -672,7 +754,7 @@ class Edge:
         self, call: Call, document: Any, caller: Caller = ANYONE, headers: Mapping[str, str] | None = None
     ) -> Admitted:
         """Check a request and decide its workload and K. Raises ApiError."""
-        given = check_document(document)
+        given = check_document(document, self.limits.max_body_values)
         fields = drop_unused(call, given)
         asked = fields.pop("drafting", None)
         model = fields.get("model", self.model)
@@ -682,8 +764,9 @@ class Edge:
                 code="model_not_found",
             )  # fmt: skip
         fields["model"] = self.model
+        check_counts(fields, self.limits)
         body = parse_body(call, fields)
-        num_sequences = check_limits(body, fields, self.limits)
+        num_sequences = check_limits(body, self.limits)
         check_prompt_logprobs(body, self.limits)
         own = fields.get("vllm_xargs") or {}
         if taken := [key for key in SERVER_KEYS if key in own]:
@@ -1054,7 +1137,7 @@ async def _answer(backend: Backend, call: Call | None, request: Request) -> Resp
             edge.admission.count_request(caller)
             _check_media_type(request.headers.get("content-type", ""))
             body = until_sent.enter_context(edge.bodies.hold_body(caller))
-            document = read_json(await _body(request, body, edge.limits.max_body_bytes), edge.limits.max_body_bytes)
+            document = read_json(await _body(request, body, edge.limits.max_body_bytes), edge.limits)
             call = call or call_of(document)
         except (ApiError, BusyError) as error:
             refusal = busy_error(error) if isinstance(error, BusyError) else error

@@ -45,14 +45,21 @@ def host_ray(num_cpus: int) -> None:
             path.unlink()
 
 
+def is_running(pid: int) -> bool:
+    """Whether there is such a process. One that has ended and that its parent has not asked for yet is none."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
 def session_processes() -> list[int]:
     """The processes of the session that this one leads, without this one."""
     pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            if os.getsid(int(folder.name)) == os.getpid() != int(folder.name) and state != "Z":
-                pids.append(int(folder.name))
+            pid = int(folder.name)
+            if os.getsid(pid) == os.getpid() != pid and is_running(pid):
+                pids.append(pid)
     return pids
 
 
@@ -79,18 +86,19 @@ def session_sockets() -> set[Path]:
 
 
 def abandoned_segments(since_s: float) -> list[Path]:
-    """Shared memory of engines, begun since then, that no process of this machine maps any more; and what OpenMP has
-    registered there for processes that are gone."""
-    mapped = set()
+    """Shared memory and semaphores of engines, begun since then, that no process of this machine maps any more; and
+    what OpenMP has registered there for processes that are gone."""
+    mapped = set()  # inodes: a semaphore is mapped under the name that it was made with, not the one that it has
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
-            mapped |= set(re.findall(r"/dev/shm/(\S+)$", maps.read_text(errors="replace"), flags=re.MULTILINE))
+            mapped |= set(re.findall(r"(\d+) +/dev/shm/", maps.read_text(errors="replace")))
     found = []
     for path in Path("/dev/shm").iterdir():
         with contextlib.suppress(OSError):
-            is_ours = path.stat().st_uid == os.getuid() and path.stat().st_ctime >= since_s
+            about = path.stat()
+            is_ours = about.st_uid == os.getuid() and about.st_ctime >= since_s
             owner = re.fullmatch(r"__KMP_REGISTERED_LIB_(\d+)_\d+", path.name)
-            is_segment = path.name.startswith("psm_") and path.name not in mapped
-            if is_ours and (is_segment or (owner and not Path(f"/proc/{owner[1]}").exists())):
+            is_segment = path.name.startswith(("psm_", "sem.mp-")) and str(about.st_ino) not in mapped
+            if is_ours and (is_segment or (owner and not is_running(int(owner[1])))):
                 found.append(path)
     return found

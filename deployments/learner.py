@@ -28,7 +28,7 @@ from cluster.heads import HeadProposal, HeadTrial
 from cluster.learning import BETTER, Comparison, KeptAnswer, LearnerReport, TrafficBuffer, is_held_out, verdict
 from cluster.settings import ClusterSettings, DrafterSettings
 from deployments import DRAFTER_NAME, ROUTER_NAME, TARGET_NAME
-from deployments.compat import ask_each
+from deployments.compat import ask_each, prepare_replica
 from deployments.replicas import POLL_TIMEOUT_S, REPLICA_LOST, DrafterReport, LiveHead
 from peagle.heads import candidate_directory, candidate_files, shipped_heads, target_digest
 from peagle.store import cache_root
@@ -51,6 +51,7 @@ class Learner:
         assert settings.learning is not None
         assert settings.drafter is not None
         os.nice(MAX_NICENESS)
+        prepare_replica()
         self._settings, self._learning, self._drafter = settings, settings.learning, settings.drafter
         application = serve.get_replica_context().app_name
         self._target, self._drafters, self._router = (

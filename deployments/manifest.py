@@ -178,7 +178,7 @@ class Manifest:
 
     def network_policy(self) -> Json:
         """Who may talk to the pods: everyone to the port of HTTP, the pods to each other, KubeRay to all. What else
-        listens in them (replicas behind HAProxy, HAProxy's pages, drafters, Ray) asks for no API key."""
+        listens in them (replicas behind HAProxy, drafters, Ray) asks for no API key."""
         kuberay = {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}
         return {
             "apiVersion": "networking.k8s.io/v1",

@@ -29,14 +29,19 @@ POLL_INTERVAL_S = 1.0
 POLL_TIMEOUT_S = 5.0
 MAX_DRAIN_S = 60.0
 """A drafter that Serve retires drafts on so long for the requests that it has."""
-REPLICA_LOST = (RayActorError, DeploymentUnavailableError, ReplicaUnavailableError)
+
+
+class EngineLost(RuntimeError):
+    """A target's engine has died; its replica goes too."""
+
+
+REPLICA_LOST = (EngineLost, RayActorError, DeploymentUnavailableError, ReplicaUnavailableError)
 """What a call raises when its replica is gone: try again later, nothing was wrong with the request."""
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an error means that its replica is gone, or its engine dead."""
-    names = type(error).__name__, type(getattr(error, "cause", None)).__name__
-    return isinstance(error, REPLICA_LOST) or "EngineDeadError" in names
+    """Whether an error, or what Ray says caused it, means that its replica is gone, or its engine dead."""
+    return isinstance(error, REPLICA_LOST) or isinstance(getattr(error, "cause", None), REPLICA_LOST)
 
 
 def settings_with(settings: ClusterSettings, user_config: Any) -> ClusterSettings:

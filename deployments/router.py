@@ -36,7 +36,7 @@ from deployments.replicas import (
 )
 from deployments.telemetry import (
     HeadCounts,
-    StateFile,
+    StateStore,
     change_metrics,
     depth_metrics,
     drafter_metrics,
@@ -82,12 +82,14 @@ class Router:
     ) -> None:
         """`drafter`: the deployment of remote drafters, where there is one. `target`: of the targets; None where they
         stand before this deployment in the application, which then cannot be bound to them. `learner`: of heads."""
+        compat.prepare_replica()
         context = serve.get_replica_context()
         self._settings = settings
         self._replica = context.replica_id.unique_id
         self._target = target or serve.get_deployment_handle(TARGET_NAME, app_name=context.app_name)
         self._edges = {"target": self._target}
-        self._state = StateFile(settings.depth.state)
+        self._board = ClusterBoard(context.app_name)
+        self._state = StateStore(settings.depth.state, self._board)
         self.control = make_control(settings)
         self._keeper = None if drafter is None else make_keeper(settings)
         self._state.restore(self.control, self._keeper)
@@ -97,7 +99,7 @@ class Router:
         self._drafters = None if drafter is None else ReplicaMonitor(drafter, DrafterReport, self._steer)
         self._steering: asyncio.Task[None] | None = None
         self._learner = None if learner is None else ReplicaMonitor(learner, LearnerReport, lambda _: None)
-        self._scaling = None if settings.autoscaling is None else ScalingView(ClusterBoard(context.app_name))
+        self._scaling = None if settings.autoscaling is None else ScalingView(self._board)
         self._warn_without_callers()
         compat.warn_without_haproxy()
         # A replica that takes another's place must know the targets before its first request.
@@ -114,7 +116,7 @@ class Router:
             return
         self._settings = settings_with(self._settings, user_config)
         self.control = make_control(self._settings, self.control)
-        self._state = StateFile(self._settings.depth.state)
+        self._state = StateStore(self._settings.depth.state, self._board)
         self._warn_without_callers()
 
     def _warn_without_callers(self) -> None:

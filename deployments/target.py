@@ -56,6 +56,7 @@ from deployments.edge import (
     event_document,
     event_with,
     from_engine,
+    grammar_limits,
     grammars,
     is_error_event,
     make_app,
@@ -64,12 +65,19 @@ from deployments.edge import (
     num_prompts,
     whole_answer,
 )
-from deployments.replicas import POLL_INTERVAL_S, POLL_TIMEOUT_S, REPLICA_LOST, DrafterLinks, settings_with
+from deployments.replicas import (
+    POLL_INTERVAL_S,
+    POLL_TIMEOUT_S,
+    REPLICA_LOST,
+    DrafterLinks,
+    EngineLost,
+    settings_with,
+)
 from deployments.telemetry import make_control
 from peagle.heads import head_digest, target_digest
 from peagle.vllm.acceptance import DraftingRecorder
 from peagle.vllm.engine import ASYNC_SCHEDULER, RemoteSettings, engine_kwargs
-from peagle.vllm.limits import GRAMMAR_KEY, GrammarLimits, guard
+from peagle.vllm.limits import guard
 from peagle.vllm.rendering import render_at_once
 
 gc.enable()
@@ -91,6 +99,7 @@ class TargetServer(LLMServer):
         before the targets; K of calls by handle is then chosen by what this replica alone has seen."""
         compat.check(compat.ENGINE_SEAMS)
         compat.be_no_nicer()
+        compat.prepare_replica()
         if not settings.target.has_gpu:
             use_all_cores_of_a_small_machine()
         target_dir, head_dir = await asyncio.to_thread(prepare, settings)
@@ -112,14 +121,14 @@ class TargetServer(LLMServer):
             on_answer=None if self._answers is None else self._keep,
         )
         self._recorder.attach(self._client)
-        guard(self._client, grammar_limits(settings))
+        self._grammars = guard(self._client, grammar_limits(settings.limits))
+        self._grammars.start()
         render_at_once(self._client)
         self.edge = Edge(settings, make_control(settings), QUEUED_PER_RUNNING * settings.max_num_seqs)
         if head_dir is not None and drafter is None:
             self.edge.heads = (await asyncio.to_thread(head_digest, head_dir),)
         self._router, self._num_targets = router, 1
         self._learning = asyncio.get_running_loop().create_task(self._learn_forever())
-        compat.write_error_page()
         self._aborts: set[asyncio.Task[None]] = set()
         self._ids: set[str] = set()  # of the requests in the engine, as it names them
         self._links: DrafterLinks | None = None
@@ -142,7 +151,7 @@ class TargetServer(LLMServer):
         if user_config is not None:
             self._settings = settings_with(self._settings, user_config)
             self.edge.use(self._settings, make_control(self._settings, self.edge.control))
-            self._client.input_processor.grammar_limits = grammar_limits(self._settings)
+            self._grammars.limits = grammar_limits(self._settings.limits)
 
     def _is_busy(self) -> bool:
         return bool(self._client.output_processor.has_unfinished_requests())
@@ -171,8 +180,16 @@ class TargetServer(LLMServer):
             time.monotonic(),
         )
 
+    async def check_health(self) -> None:
+        """Raises EngineLost when the engine has died. vLLM's own exception would make whoever gets it, Serve's
+        controller too, import vLLM, which takes seconds."""
+        try:
+            await super().check_health()
+        except Exception as error:  # noqa: BLE001
+            raise EngineLost(f"{type(error).__name__}: {error}") from None
+
     async def report(self) -> TargetReport:
-        """What this replica has counted. Raises what the engine died of, if it did."""
+        """What this replica has counted. Raises EngineLost, see `check_health`."""
         await self.check_health()
         return self._counted()
 
@@ -346,8 +363,10 @@ class TargetServer(LLMServer):
         yield usage
 
     def _drafting_field(self, admitted: Admitted, record: Any) -> dict[str, Any]:
-        head = self.edge.head_of(admitted.drafting.workload)
-        return drafting_field(admitted.drafting, head, Counts() if record is None else record.counts)
+        head, drafting = self.edge.head_of(admitted.drafting.workload), admitted.drafting
+        if record is not None and record.undraftable:
+            drafting = drafting.without_drafts(record.undraftable)
+        return drafting_field(drafting, head, Counts() if record is None else record.counts)
 
     def _failure(self, admitted: Admitted, failure: ApiError) -> ApiError:
         """`failure` of a request of which nothing has been answered, with its cause where it can be told."""
@@ -385,10 +404,6 @@ def engine_ids(admitted: Admitted) -> list[str]:
     return [f"cmpl-{request_id}-{index}" for index in range(num_prompts(admitted.body))]
 
 
-def grammar_limits(settings: ClusterSettings) -> GrammarLimits:
-    return GrammarLimits(settings.limits.max_grammar_bytes, settings.limits.max_grammar_choices)
-
-
 # ---- how a replica is built from the settings
 
 
@@ -419,8 +434,6 @@ def engine_config(
 ) -> LLMConfig:
     """`ray.serve.llm`'s configuration of the engine of a replica whose environment has `env`."""
     extra = dict(settings.engine)
-    grammar = {GRAMMAR_KEY: settings.limits.grammar_timeout_s}
-    extra["additional_config"] = {**extra.get("additional_config", {}), **grammar}
     dtype = extra.pop("dtype", "auto")
     on_cpu = not settings.target.has_gpu
     drafter = settings.drafter if head_dir is not None else None

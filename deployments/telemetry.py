@@ -1,5 +1,5 @@
-"""What is seen of the service: Prometheus families, the document of `GET /drafting`, and the file that keeps what was
-learned.
+"""What is seen of the service: Prometheus families, the document of `GET /drafting`, and the store that keeps what
+was learned.
 
 Enters: `TargetReport`s, `DrafterReport`s, the edges' own metrics, and decisions. Leaves: text and JSON. There is one
 way into Prometheus: the router asks all replicas when `/metrics` is read, so that one address says everything, with
@@ -33,6 +33,7 @@ from cluster.counts import Counts, Ledger, News, TargetReport
 from cluster.heads import HeadKeeper
 from cluster.learning import LearnerReport
 from cluster.settings import ClusterSettings
+from deployments.autoscaling import ClusterBoard
 from deployments.replicas import DrafterReport
 from peagle.store import write_bytes
 
@@ -42,6 +43,8 @@ MAX_NUM_HEADS = 16
 """Heads whose counts are kept; the one that counted longest ago goes first."""
 
 SAVE_INTERVAL_S = 30.0
+LEARNED = "learned"
+"""Name of the saved state among the documents of the cluster."""
 
 
 def make_control(settings: ClusterSettings, before: DepthControl | None = None) -> DepthControl:
@@ -328,34 +331,47 @@ def scaling_metrics(document: Mapping[str, Any] | None) -> list[Metric]:
 # ---- what was learned, kept over restarts
 
 
-class StateFile:
+class StateStore:
     """Saves what a control has learned, and which heads it was left with, at most every `SAVE_INTERVAL_S`, and finds it
-    again.
+    again: in the file that `depth.state` names, else in the key-value store of the Ray cluster, which outlives every
+    replica and needs no disk. It ends with the cluster, unless that keeps it in a Redis.
 
-    Replicas of the ingress may share one file, also from several containers: each writes the whole state, which they
-    derive from the same reports, to a name of its own first.
+    Replicas of the ingress may share one store, also from several containers: each writes the whole state, which they
+    derive from the same reports, to a file of its own first.
     """
 
-    def __init__(self, path: str | None) -> None:
-        self._path = None if path is None else Path(path)
+    def __init__(self, path: str | None, board: ClusterBoard | None = None) -> None:
+        """With neither nothing is saved."""
+        self._path, self._board = None if path is None else Path(path), board
+        self._name = "the state in Ray's key-value store" if path is None else f"depth.state: {path}"
         self._saved_s = time.monotonic()
         self._task: asyncio.Task[None] | None = None
         self._fails = False
 
     def restore(self, control: DepthControl, keeper: HeadKeeper | None = None) -> None:
-        """Begin where the last replica stopped. A damaged or foreign file is logged, put aside, and not used."""
-        if self._path is None or not self._path.exists():
-            return
+        """Begin where the last replica stopped. A state that is damaged or of another version is logged and not used;
+        its file is put aside."""
         try:
-            snapshot = json.loads(self._path.read_text(encoding="utf-8"))
+            snapshot = self._read()
+            if snapshot is None:
+                return
             control.restore(snapshot)
             if keeper is not None and "heads" in snapshot:
                 keeper.restore(snapshot["heads"])
-        except (OSError, ValueError) as error:
-            aside = self._path.with_suffix(".unusable")
-            logger.warning("depth.state: %s cannot be used (%s); it is kept as %s", self._path, error, aside)
-            with contextlib.suppress(OSError):  # another replica of the ingress was first, or the folder is read-only
-                self._path.replace(aside)
+        except Exception as error:  # noqa: BLE001  # the service starts without it, whatever is wrong
+            kept = ""
+            if self._path is not None:
+                aside = self._path.with_suffix(".unusable")
+                with contextlib.suppress(OSError):  # another replica was first, or the folder is read-only
+                    self._path.replace(aside)
+                    kept = f"; it is kept as {aside}"
+            logger.warning("%s cannot be used (%s)%s", self._name, error, kept)
+
+    def _read(self) -> Any:
+        """None where there is none."""
+        if self._path is not None:
+            return json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else None
+        return None if self._board is None else self._board.get(LEARNED)
 
     def save_soon(self, control: DepthControl, keeper: HeadKeeper | None = None, *, is_urgent: bool = False) -> None:
         """Save in a thread, when it is time again and the last save is done: a slow disk holds up no request.
@@ -363,7 +379,7 @@ class StateFile:
         if is_urgent:
             self._saved_s = -math.inf
         is_due = time.monotonic() - self._saved_s >= SAVE_INTERVAL_S
-        if self._path is None or not is_due or (self._task is not None and not self._task.done()):
+        if not is_due or (self._task is not None and not self._task.done()):
             return
         self._saved_s = time.monotonic()
         snapshot = control.snapshot() | ({} if keeper is None else {"heads": keeper.snapshot()})
@@ -371,23 +387,31 @@ class StateFile:
         self._task = asyncio.get_running_loop().create_task(work)
 
     def write(self, snapshot: Mapping[str, Any]) -> None:
-        """Replace the file by this snapshot, at once and as a whole. Of several failures in a row the first is logged,
+        """Replace the state by this snapshot, at once and as a whole. Of several failures in a row the first is logged,
         and the end of them."""
-        if self._path is None:
-            return
-        part = self._path.with_suffix(f".{uuid.uuid4().hex}.part")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(part, json.dumps(snapshot).encode())
-            part.replace(self._path)
-        except OSError as error:
+            if self._path is not None:
+                self._replace_file(self._path, json.dumps(snapshot).encode())
+            elif self._board is not None:
+                self._board.put(LEARNED, snapshot)
+        except Exception as error:  # noqa: BLE001  # of a disk or of Ray
             if not self._fails:
                 again = f"the service goes on, and tries again every {SAVE_INTERVAL_S:.0f} s"
-                logger.warning("depth.state: %s cannot be written (%s); %s", self._path, error, again)
+                logger.warning("%s cannot be written (%s); %s", self._name, error, again)
             self._fails = True
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
         else:
             if self._fails:
-                logger.warning("depth.state: %s is written again", self._path)
+                logger.warning("%s is written again", self._name)
             self._fails = False
+
+    @staticmethod
+    def _replace_file(path: Path, data: bytes) -> None:
+        part = path.with_suffix(f".{uuid.uuid4().hex}.part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(part, data)
+            part.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise

@@ -33,6 +33,7 @@ from deployments.host import TERMINATE_S
 from peagle.schema import read_yaml
 
 POLL_INTERVAL_S = 1.0
+WATCH_INTERVAL_S = 2.0
 HEARTBEAT_S = 10.0
 MIN_LOGICAL_CPUS = 8
 RAY_STOP_S = 30.0
@@ -47,33 +48,31 @@ RAY_ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     # Each change of its servers starts a new HAProxy beside the old one, which may finish the streams that it has.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": f"{MAX_STREAM_S:.0f}",
-    # A replica that refuses a connection is dead: the request goes to the next one at once.
-    "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
-    # A request whose replica or engine (502) dies before it answers is sent to another one. For that HAProxy waits
-    # until it has all of it (head and body may come apart), of up to a buffer's 16 kB, or 60 s: it holds no more than
-    # 4,096 connections, and who sends nothing would keep one for an hour. And HAProxy 2.8 that splices a
-    # request which came in two pieces never sees its client go away; Ray writes that option into its file, and what is
-    # set here stands below it there. And it tells replicas the client's address: callers without keys take turns by it.
-    "RAY_SERVE_HAPROXY_RETRY_ON": (
-        "conn-failure empty-response 502\n    option http-buffer-request\n    timeout http-request 60s\n"
-        f'    no option splice-request\n    option forwardfor header "${{{compat.ADDRESS_HEADER_ENV}}}"'
-    ),
+    # HAProxy as this service needs it: retries, refusals in OpenAI's form, no pages of its own.
+    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "deployments.haproxy:install",
+    # HAProxy tells replicas the client's address in it: callers without keys take turns by their address.
     compat.ADDRESS_HEADER_ENV: "X-Peagle-Client",
-    # A HAProxy that died is the door closed: it is noticed after three checks, and started anew.
+    # A HAProxy whose manager died is the door closed: it is noticed after three checks, and started anew.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    # Ray gives up a proxy that three times is not ready in this time, and on a busy machine all take long to start.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
     # So long HAProxy takes to hear that a replica is to go; whoever still comes is sent to another one.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
+    # By Ray's default of 1000 the kernel ends engines first, whoever fills the memory; so it ends the largest process.
+    "RAY_worker_oom_score_adjustment": "0",
 }
 """Of the processes that start Ray, on every node."""
 
 INGRESS_ENVIRONMENT = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 """Also, where HTTP goes through ingress replicas: chunks go from process to process by gRPC and not as Ray objects."""
 
-HAPROXY_PORTS = {
-    "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
-    "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
-    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
+LOCAL_ENVIRONMENT = {
+    # Where other programs fill the memory, Ray's monitor would end replicas, which gives little of it back.
+    "RAY_memory_monitor_refresh_ms": "0",
 }
+"""Also, of a Ray that ends with `peagle serve`."""
+
+HAPROXY_PORTS = {"RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500}
 """Ports that HAProxy needs besides that of HTTP, with Ray's defaults."""
 
 Say = Callable[[str], None]
@@ -118,8 +117,7 @@ def up(path: Path, *, detach: bool = False, timeout_s: float = 900.0, say: Say =
                 stack.pop_all()
                 return
             say("Ctrl-C stops the service.")
-            while True:
-                signal.pause()
+            watch(serve, config, say)
         except KeyboardInterrupt:
             pass
 
@@ -276,7 +274,8 @@ def ray_cluster(config: Mapping[str, Any], settings: ClusterSettings, detach: bo
             _require_free_port(*_address(config))
             num_cpus = num_logical_cpus(settings)
             say(f"starting Ray on this machine ({num_cpus} logical CPUs)")
-            env = {**ray_environment(settings.ingress.num_replicas > 0, say), **os.environ}
+            local = {} if detach else LOCAL_ENVIRONMENT
+            env = {**ray_environment(settings.ingress.num_replicas > 0, say), **local, **os.environ}
             address = stack.enter_context(_own_ray(num_cpus, env, detach))
             context = ray.init(address=address, **quiet)
         stack.callback(ray.shutdown)
@@ -459,6 +458,58 @@ def wait_until_ready(serve: Any, config: Mapping[str, Any], deadline_s: float, s
         if now_s > deadline_s:
             raise UpError(f"not ready in time; last state: {line}\n" + "\n".join(map(_reasons, states.values())))
         time.sleep(POLL_INTERVAL_S)
+
+
+NOT_RUNNING = frozenset({"STARTING", "STOPPING"})
+"""States of replicas. A new controller finds those that run as RECOVERING."""
+
+
+def watch(serve: Any, config: Mapping[str, Any], say: Say) -> None:
+    """Say of each replica that it has stopped, and of each new one that it runs. Does not return."""
+    running, problem = _running(_states(serve, config)), ""
+    while True:
+        time.sleep(WATCH_INTERVAL_S)
+        try:
+            found = _states(serve, config)
+        except Exception as error:  # noqa: BLE001  # a controller that starts again, or a dashboard that is busy
+            if not problem:
+                problem = f"{type(error).__name__}: {str(error).strip()[:200]}"
+                _say_now(say, f"Serve does not say how it is ({problem}); requests are answered all the same")
+            continue
+        if problem:
+            problem = ""
+            _say_now(say, "Serve says again how it is")
+        now_running = _running(found)
+        for replica in running.keys() - now_running.keys():
+            _say_now(say, f"{running[replica]} {replica} has stopped; {_share(running[replica], found)}")
+        for replica in now_running.keys() - running.keys():
+            _say_now(say, f"{now_running[replica]} {replica} runs; {_share(now_running[replica], found)}")
+        running = now_running
+
+
+def _say_now(say: Say, line: str) -> None:
+    say(f"{time.strftime('%H:%M:%S')} {line}")
+
+
+def _replicas(states: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Deployment, name and state of each replica."""
+    return [
+        (deployment, replica["replica_id"], replica["state"])
+        for state in states.values()
+        for deployment, detail in state.get("deployments", {}).items()
+        for replica in detail.get("replicas", [])
+    ]
+
+
+def _running(states: Mapping[str, Any]) -> dict[str, str]:
+    """Deployments of the replicas that run, by the replica's name."""
+    return {name: deployment for deployment, name, state in _replicas(states) if state not in NOT_RUNNING}
+
+
+def _share(deployment: str, states: Mapping[str, Any]) -> str:
+    """How many replicas of a deployment run, of those that there are to be."""
+    found = [state for name, _, state in _replicas(states) if name == deployment and state != "STOPPING"]
+    return f"{sum(state not in NOT_RUNNING for state in found)} of {len(found)} run"
 
 
 def _answers(url: str) -> bool:

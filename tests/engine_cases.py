@@ -1,11 +1,9 @@
-"""What the engine tests ask of an engine: prompts, settings, jobs, and the comparison of two samples."""
+"""What the engine tests ask of an engine: prompts, settings and jobs."""
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from tests.counted import counts_of
 from tests.engine_harness import Job, Result
@@ -20,7 +18,7 @@ MAX_MODEL_LEN = 768
 NEARLY_FULL = MAX_MODEL_LEN - 30
 NUM_BLOCKS = 30  # of 32 tokens: room for the short outputs of a batch at once, not for the long ones
 PREFILL_CHUNK = 256
-NUM_SAMPLES = 128
+NUM_SAMPLES = 48
 TEXT = (
     "The river rises in the hills above the town and runs for ninety miles before it meets the sea. In spring the "
     "water is high, and the old mill by the bridge, which once ground corn for the whole valley, stands with its feet "
@@ -29,6 +27,18 @@ TEXT = (
     "Dear Ms Harlow, thank you for your letter of the third of May. We have looked into the matter, and we are sorry "
     "to say that the parcel was lost. 1, 1, 2, 3, 5, 8, 13, 21, 34, 55. Water boils at one hundred degrees. "
 )
+
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"top_p": 0.8},
+    {"top_k": 20},
+    {"presence_penalty": 0.6, "frequency_penalty": 0.4, "repetition_penalty": 1.2, "top_p": 0.95},
+    {"min_p": 0.05},
+    {"logit_bias": {28: 3.0, 30: -100.0}},
+    {"bad_words": [" the", "."]},
+    {"min_tokens": 12, "stop_token_ids": [28, 30, 260, 198, 29, 284, 314], "ignore_eos": False},
+)
+"""Of requests with a temperature and a seed. 28: ",", 30: ".", 198: newline."""
 
 SAMPLED_TEXT = "The capital of Italy is Rome. The capital of"
 
@@ -58,9 +68,16 @@ def grammar_job(prompt: Sequence[int], k: int | None) -> Job:
     return Job(prompt, 60, k=k, sampling={"regex": colours, "ignore_eos": False})
 
 
-def sampling_jobs(prompt: Sequence[int], first_seed: int, **fields: Any) -> list[Job]:
-    seeds = range(first_seed, first_seed + NUM_SAMPLES)
-    return [Job(prompt, 3, **fields, sampling={"temperature": 1.0, "seed": seed}) for seed in seeds]
+def sampling_jobs(prompt: Sequence[int], **fields: Any) -> list[Job]:
+    return [Job(prompt, 3, **fields, sampling={"temperature": 1.0, "seed": seed}) for seed in range(NUM_SAMPLES)]
+
+
+def varied_jobs(prompts: Sequence[Sequence[int]], max_tokens: int, **fields: Any) -> list[Job]:
+    """One job for each of `SAMPLINGS`, each with a prompt and a seed of its own. prompts: those of `BATCH`."""
+    return [
+        Job(prompts[place], max_tokens, **fields, sampling={"temperature": 0.9, "seed": 40 + place, **sampling})
+        for place, sampling in enumerate(SAMPLINGS)
+    ]
 
 
 def check_counts(result: Result, k: int) -> None:
@@ -72,20 +89,3 @@ def check_counts(result: Result, k: int) -> None:
     if result.steps is not None:
         assert {num_verified for num_verified, _ in result.steps} == ({k} if k else set())
         assert counts == counts_of(result.steps)
-
-
-def chi_square_p_value(first: Sequence[int], second: Sequence[int], min_count: int = 10) -> float:
-    """Probability that two samples of one distribution, equally large, differ so much.
-
-    Values seen fewer than `min_count` times in both together share a bin.
-    """
-    assert len(first) == len(second)
-    counts, other = Counter(first), Counter(second)
-    bins = [(counts[value], other[value]) for value in counts | other if counts[value] + other[value] >= min_count]
-    rest = (len(first) - sum(mine for mine, _ in bins), len(second) - sum(theirs for _, theirs in bins))
-    if sum(rest):
-        bins.append(rest)
-    assert len(bins) >= 4, "too few values: the comparison would see nothing"
-    statistic = sum((mine - theirs) ** 2 / (mine + theirs) for mine, theirs in bins)
-    degrees = torch.tensor((len(bins) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(degrees, torch.tensor(statistic / 2, dtype=torch.float64)))

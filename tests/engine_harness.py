@@ -18,6 +18,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY, DraftingRecorder, RequestDrafting
 from peagle.vllm.engine import ASYNC_SCHEDULER, engine_kwargs
+from peagle.vllm.grammar_bounds import GrammarLimits
 from peagle.vllm.limits import guard
 from tests import references
 from tests.scripted_drafts import CONTINUATION_KEY
@@ -91,7 +92,13 @@ class _Preemptions(StatLoggerBase):
 class RunningEngine:
     """An `AsyncLLM` with a `DraftingRecorder`, driven from synchronous tests on its own event loop."""
 
-    def __init__(self, kwargs: dict[str, Any], is_async: bool = False, async_scheduler: str = ASYNC_SCHEDULER) -> None:
+    def __init__(
+        self,
+        kwargs: dict[str, Any],
+        is_async: bool = False,
+        async_scheduler: str = ASYNC_SCHEDULER,
+        grammar_limits: GrammarLimits | None = None,
+    ) -> None:
         arguments = dict(kwargs)
         if "speculative_config" in arguments:
             arguments["per_request_spec_decode_metrics"] = "detailed"
@@ -100,6 +107,7 @@ class RunningEngine:
         if is_async:
             config.scheduler_config.async_scheduling = True
             config.scheduler_config.scheduler_cls = async_scheduler
+        self._grammar_limits = grammar_limits
         self._loop = asyncio.new_event_loop()
         self._num_requests = 0
         self._preemptions: list[_Preemptions] = []
@@ -122,7 +130,7 @@ class RunningEngine:
             return process_outputs(outputs, *args, **kwargs)
 
         client.output_processor.process_outputs = process_and_count  # type: ignore[method-assign]
-        guard(client)
+        guard(client, self._grammar_limits)
         return client
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:

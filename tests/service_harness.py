@@ -114,10 +114,12 @@ class Service:
         replicas = details["applications"][APP_NAME]["deployments"][deployment]["replicas"]
         return {int(replica["pid"]) for replica in replicas}
 
-    def niceness(self, deployment: str) -> set[int]:
-        """Of the replicas of a deployment, and of every process that they have started."""
-        processes = [psutil.Process(pid) for pid in self.processes(deployment)]
-        return {int(one.nice()) for process in processes for one in (process, *process.children(recursive=True))}
+    def niceness(self, deployment: str) -> set[tuple[int, int]]:
+        """Niceness and the kernel's oom_score_adj of the replicas of a deployment, and of every process that they have
+        started."""
+        replicas = [psutil.Process(pid) for pid in self.processes(deployment)]
+        found = [one for replica in replicas for one in (replica, *replica.children(recursive=True))]
+        return {(int(one.nice()), int(Path(f"/proc/{one.pid}/oom_score_adj").read_text())) for one in found}
 
     def drafting(self) -> dict[str, Any]:
         """The document of GET /drafting."""

@@ -193,7 +193,7 @@ def test_what_was_chosen_counts_in_vllm_s_figures_and_not_as_survival(
 
     monkeypatch.setattr(Scheduler, "update_from_output", update)
     monkeypatch.setattr(Scheduler, "make_spec_decoding_stats", stats)
-    one._refused_grammars, one._trimmer = {}, None
+    one._trimmer = None
     result = SimpleNamespace(req_ids=["a", "b"])
     attach_num_admitted(result, [4, 1])
     one.update_from_output(output, result)
@@ -227,7 +227,7 @@ def test_of_what_was_chosen_only_drafts_that_a_remote_drafter_had_count(
 
     monkeypatch.setattr(Scheduler, "update_from_output", update)
     monkeypatch.setattr(Scheduler, "make_spec_decoding_stats", stats)
-    one._refused_grammars, one._trimmer = {}, None
+    one._trimmer = None
     result = SimpleNamespace(req_ids=["a", "b"])
     attach_num_drafts(result, [ready, -1])
     attach_num_admitted(result, [1, 3])

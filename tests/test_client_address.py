@@ -10,7 +10,7 @@ import pytest
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
 
-from deployments import compat
+from deployments import compat, haproxy
 from deployments.up import RAY_ENVIRONMENT, ray_environment
 
 
@@ -45,9 +45,9 @@ def test_the_last_header_of_the_secret_name_is_the_clients_address(
             socket_path=str(tmp_path / "admin.sock"), metrics_socket_path=str(tmp_path / "metrics.sock"),
             server_state_base=str(tmp_path), server_state_file=str(tmp_path / "state"), stats_port=stats,
             metrics_port=metrics, http_options=HTTPOptions(host="127.0.0.1", port=http), is_head=True,
-            retry_on=env["RAY_SERVE_HAPROXY_RETRY_ON"],
         )  # fmt: skip
         api: Any = HAProxyApi(config, config_file_path=str(tmp_path / "haproxy.cfg"))
+        haproxy.adopt(api)
         api.set_backend_configs({"app": BackendConfig(name="app", path_prefix="/", app_name="app", servers=[target])})
         await api.start()
         try:

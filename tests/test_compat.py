@@ -40,6 +40,29 @@ def test_another_version_that_has_them_is_warned_of(monkeypatch: pytest.MonkeyPa
         compat.check()
 
 
+LOG = """
+import logging.config, logging.handlers, ray.serve, sys
+from deployments import compat
+
+logger = logging.getLogger("ray.serve")
+handler = logging.handlers.MemoryHandler(1, target=logging.FileHandler(sys.argv[1]))
+logger.addHandler(handler)
+compat.prepare_replica()
+logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})
+logger.error("after")
+print(handler.target.baseFilename)
+"""
+
+
+def test_serves_log_stays_open_when_vllm_configures_logging(tmp_path: Path) -> None:
+    """A new controller asks for the file of that log, and ends a replica that has none."""
+    log = tmp_path / "log"
+    env = {**os.environ, "PYTHONPATH": str(Path(compat.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", LOG, str(log)], capture_output=True, text=True, timeout=120, env=env)
+    assert done.stdout.strip() == str(log), done.stderr
+    assert log.read_text() == "after\n"
+
+
 def test_a_killed_cluster_of_which_ray_keeps_a_note_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.setattr(services, "find_gcs_addresses", set)  # others may run Ray on this machine

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
+from pydantic import ValidationError
 
 from cluster.counts import Counts
 from cluster.heads import HeadRouting
@@ -40,6 +41,7 @@ from deployments.edge import (
     UNUSED_FIELDS,
     Admitted,
     ApiError,
+    Call,
     Edge,
     EdgeMetrics,
     Entrance,
@@ -49,6 +51,7 @@ from deployments.edge import (
     engine_lost,
     from_engine,
     make_app,
+    read_json,
 )
 from peagle.vllm.acceptance import DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
@@ -684,6 +687,129 @@ def test_limits_are_those_of_the_settings() -> None:
     assert response.json()["error"]["param"] == "structured_outputs.choice"
     assert chat(Echo(limits(max_num_stop=1)), stop=["a", "b"]).json()["error"]["param"] == "stop"
     assert chat(Echo(limits(max_num_stop=1)), stop="text, not a list").status_code == 200
+
+
+WRONG_LISTS: dict[str, tuple[Any, str]] = {
+    "messages": ([1], "messages.0"),
+    "bad_words": ([1], "bad_words.0"),
+    "stop_token_ids": (["a"], "stop_token_ids.0"),
+    "allowed_token_ids": (["a"], "allowed_token_ids.0"),
+    "tools": ([1], "tools.0"),
+    "documents": ([1], "documents.0"),
+    "structured_outputs": ({"choice": [1]}, "structured_outputs.choice.0"),
+    "prompt": ([1, "a"], "prompt.1"),
+}
+
+
+def longer(value: Any, num: int) -> Any:
+    """The wrong element of a list, `num` times."""
+    if isinstance(value, dict):
+        return {name: longer(item, num) for name, item in value.items()}
+    return [*value[:-1], *value[-1:] * num]
+
+
+@pytest.mark.parametrize("field", WRONG_LISTS)
+def test_of_a_list_of_wrong_elements_the_first_is_looked_at(field: str) -> None:
+    value, param = WRONG_LISTS[field]
+    call: Call = "completions" if field == "prompt" else "chat"
+    edge = Edge(limits(max_num_stop=1000))
+    num_errors = []
+    for num in (1, 1000):
+        document = {**({} if call == "completions" else {"messages": HELLO}), field: longer(value, num)}
+        with pytest.raises(ApiError) as raised:
+            edge.admit(call, document)
+        assert (raised.value.status, raised.value.param) == (400, param)
+        if isinstance(cause := raised.value.__cause__, ValidationError):
+            num_errors.append(cause.error_count())
+    assert num_errors == num_errors[:1] * len(num_errors)
+
+
+@pytest.mark.parametrize("field", ["logit_bias", "vllm_xargs", "chat_template_kwargs", *sorted(WRONG_LISTS)])
+def test_entries_of_a_field_are_counted_before_they_are_looked_at(field: str) -> None:
+    backend = Echo(limits(max_list_entries=50, max_num_sequences=50, max_grammar_choices=50))
+    value = {str(n): {} for n in range(51)} if field not in WRONG_LISTS else longer(WRONG_LISTS[field][0], 51)
+    if field == "prompt":
+        response = complete(backend, prompt=[{}] * 51)
+    else:
+        response = chat(backend, **{field: value})
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "limit", response.text
+    assert complete(backend, prompt=[5] * 51).status_code == 200, "token ids of a prompt are not counted"
+
+
+def test_parts_and_calls_of_all_messages_count_together() -> None:
+    backend = Echo(limits(max_list_entries=50))
+    parts = [{"type": "text", "text": "a"}] * 26
+    assert chat(backend, messages=[{"role": "user", "content": parts}]).status_code == 200
+    response = chat(backend, messages=[{"role": "user", "content": parts}] * 2)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+    assert "is 52, above this service's limit of 50" in response.json()["error"]["message"]
+
+
+def test_values_of_a_body_are_counted_before_it_is_parsed() -> None:
+    few = limits(max_body_values=100).limits
+
+    def status(raw: str) -> int:
+        try:
+            read_json(raw.encode(), few)
+        except ApiError as error:
+            return error.status
+        return 200
+
+    for element in ("[]", "{}", '{"a":1}', "1", '""', '"\\""', '"[,"', "1.5", "null"):
+        assert status(f"[{','.join([element] * 120)}]") == 413, element
+        assert status(f"[{','.join([element] * 30)}]") == 200, element
+    assert status(json.dumps({"prompt": ',[{"\\' * 1000})) == 200, "a text is one value"
+    assert status('["' + "," * 1000) == 400, "an unfinished text"
+    assert status("[" * 101) == 413
+    with pytest.raises(ApiError, match="more than 100 values in all") as raised:
+        Edge(limits(max_body_values=100)).admit("completions", {"prompt": [[1] * 60, [1] * 60]})
+    assert (raised.value.status, raised.value.param) == (413, "prompt")
+
+
+def test_the_numbers_of_grammars_are_bounded_by_the_settings() -> None:
+    few = Echo(limits(max_grammar_repeats=10, max_grammar_product=50))
+    for number, is_fine in ((10, True), (11, False)):
+        schema = {"type": "array", "items": {"type": "string", "pattern": f"a{{{number}}}"}}
+        named = {"name": "f", "schema": schema}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        for body, param in (
+            ({"structured_outputs": {"json": schema}}, "structured_outputs.json.items.pattern"),
+            ({"structured_outputs": {"json": json.dumps(schema)}}, "structured_outputs.json.items.pattern"),
+            ({"structured_outputs": {"regex": f"(a{{{number}}})"}}, "structured_outputs.regex"),
+            ({"structured_outputs": {"grammar": f'root ::= "a"{{{number}}}'}}, "structured_outputs.grammar"),
+            (
+                {"response_format": {"type": "json_schema", "json_schema": named}},
+                "response_format.json_schema.schema.items.pattern",
+            ),
+            ({"tools": tools, "tool_choice": "required"}, "tools.0.function.parameters.items.pattern"),
+        ):
+            response = chat(few, **body)
+            assert response.status_code == (200 if is_fine else 400), response.text
+            if not is_fine:
+                assert response.json()["error"]["param"] == param
+                assert "repeats 11 times, at most 10 are possible" in response.json()["error"]["message"]
+    response = chat(few, structured_outputs={"regex": "(a{10}){6}"})
+    assert "repeats in one another 60 times in all, at most 50" in response.json()["error"]["message"]
+
+
+def test_an_error_does_not_give_back_what_was_sent() -> None:
+    long = "x" * 10**6
+    for body in (
+        {long: 1},
+        {"model": long},
+        {"messages": long},
+        {"messages": [{"role": long, "content": 3}]},
+        {"messages": [{"role": "user", "content": [{"type": long}]}]},
+        {"tool_choice": long},
+        {"drafting": {"workload": long}},
+        {"response_format": {"type": long}},
+        {"vllm_xargs": {long: {}}},
+        {"structured_outputs": {"regex": "a", "choice": [long]}},
+    ):
+        response = chat(Echo(), **body)
+        assert 400 <= response.status_code < 500, response.text[:1000]
+        assert len(response.content) < 4000
 
 
 def test_more_than_run_and_wait_gets_429_and_callers_take_turns() -> None:

@@ -5,6 +5,7 @@ test_remote_engine.py runs on in `make test`. The same target without drafts wro
 orders of summation hardly ever pick another token: outputs must be equal.
 """
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator
@@ -14,10 +15,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
 from cluster.request import DEFAULT_WORKLOAD
-from peagle.vllm.limits import GRAMMAR_KEY
+from peagle.vllm.grammar_bounds import GrammarLimits
 from tests.counted import counts_of
 from tests.engine_cases import (
     BATCH,
@@ -32,12 +33,12 @@ from tests.engine_cases import (
     SAMPLED_TEXT,
     TEXT,
     check_counts,
-    chi_square_p_value,
     engine_settings,
     grammar_job,
     nearly_full_job,
     only_sync,
     sampling_jobs,
+    varied_jobs,
 )
 from tests.engine_harness import Job, Result, RunningEngine, drafted_kwargs, reference_results
 from tests.scripted_drafts import scripted_steps
@@ -66,6 +67,10 @@ def prompts(text_tokens: list[int]) -> Prompts:
     return [text_tokens[7 * place : 7 * place + length] for place, length in enumerate(PROMPT_LENGTHS)]
 
 
+def batch_of(prompts: Prompts) -> Prompts:
+    return [prompts[place] for place in BATCH]
+
+
 @pytest.fixture(scope="module")
 def sampled_prompt(tokenizer: Any) -> list[int]:
     """A short prompt whose next tokens are neither certain nor all different."""
@@ -82,7 +87,8 @@ def reference(
         "greedy": [Job(prompt, NUM_LONG + K_MAX) for prompt in prompts],
         "nearly full": [nearly_full_job(text_tokens, None)],
         "grammar": [grammar_job(prompts[9], None)],
-        "sampled": sampling_jobs(sampled_prompt, first_seed=0),
+        "sampled": sampling_jobs(sampled_prompt),
+        "varied": varied_jobs(batch_of(prompts), NUM_LONG),
         "likely": [Job(sampled_prompt, 3 + K_MAX)],
     }
     results = iter(reference_results(target_dir, engine_settings(200), list(itertools.chain(*jobs.values()))))
@@ -94,11 +100,11 @@ def engine(
     request: pytest.FixtureRequest, reference: Reference, target_dir: Path, head_dir: Path, environment: None
 ) -> Iterator[RunningEngine]:
     """The target with the head. It starts after the reference is written, so one engine runs at a time."""
-    settings = engine_settings(NUM_BLOCKS) | {"additional_config": {GRAMMAR_KEY: 2.0}}
-    kwargs = drafted_kwargs(target_dir, head_dir, K_MAX, settings)
+    kwargs = drafted_kwargs(target_dir, head_dir, K_MAX, engine_settings(NUM_BLOCKS))
     if request.param == "sync":
         kwargs["scheduler_cls"] = "tests.scripted_drafts.ScriptedDraftScheduler"
-    running = RunningEngine(kwargs, is_async=request.param == "async")
+    limits = GrammarLimits(max_cpu_s=2.0)
+    running = RunningEngine(kwargs, is_async=request.param == "async", grammar_limits=limits)
     yield running
     running.shutdown()
 
@@ -202,11 +208,13 @@ def test_preemption_changes_nothing(engine: RunningEngine, prompts: Prompts, ref
         )
         for number, place in enumerate(BATCH)
     ]
-    results = engine.run(jobs)
+    results = engine.run([*jobs, *varied_jobs(batch_of(prompts), NUM_LONG, k=2)[:4]])
     assert engine.num_preempted > preempted_before
-    for job, result, place in zip(jobs, results, BATCH, strict=True):
+    for job, result, place in zip(jobs, results, BATCH, strict=False):
         assert result.tokens[0] == reference["greedy"][place].tokens[0][:NUM_LONG]
         check_counts(result, job.k)
+    for result, expected in zip(results[len(jobs) :], reference["varied"], strict=False):
+        assert result.tokens == expected.tokens
 
 
 @pytest.mark.parametrize("k", [pytest.param(2, marks=pytest.mark.long), K_MAX])
@@ -237,21 +245,39 @@ def test_aborted_requests_stay_in_the_totals(engine: RunningEngine, prompts: Pro
     assert (gone_counts.counts, gone_counts.num_started, gone_counts.num_aborted) == (record.counts, 1, 1)
 
 
-@pytest.mark.parametrize("stream_interval", [1, 8])
-def test_stop_string(engine: RunningEngine, prompts: Prompts, reference: Reference, stream_interval: int) -> None:
-    """Only the engine's client notices a stop string, also among tokens that were held back; the counts are there all
-    the same."""
-    text = reference["greedy"][12].texts[0]
+@pytest.mark.parametrize("k", [0, K_MAX])
+def test_an_answer_ends_with_the_token_that_completes_its_stop(
+    engine: RunningEngine, prompts: Prompts, reference: Reference, tokenizer: Any, k: int
+) -> None:
+    """Only the engine's client notices a stop string, also among accepted drafts and tokens that were held back."""
+    expected = reference["greedy"][12]
+    tokens, text = expected.tokens[0], expected.texts[0]
     stop = text[20:25]
-    sampling = {"stop": stop, "stream_interval": stream_interval}
-    (result,) = engine.run([Job(prompts[12], NUM_LONG, k=4, sampling=sampling)])
-    assert result.texts == [text[: text.index(stop)]]
-    assert result.finish_reasons == ["stop"]
-    assert result.drafting is not None
-    assert not result.drafting.is_aborted
-    stats = result.drafting.counts
-    assert stats.drafted == [stats.num_steps] * 4
-    assert 1 + stats.num_steps + stats.num_accepted_tokens == result.drafting.num_output_tokens
+    num_tokens = next(n for n in range(len(tokens)) if stop in tokenizer.decode(tokens[:n]))
+    before = text[: text.index(stop)]
+    cases: list[tuple[dict[str, Any], int, str]] = [
+        ({"stop": stop}, num_tokens, before),
+        ({"stop": stop, "stream_interval": 8}, num_tokens, before),
+        ({"stop": stop, "output_kind": RequestOutputKind.FINAL_ONLY}, num_tokens, before),
+        (
+            {"stop": ["no such text", stop], "include_stop_str_in_output": True, "logprobs": 2},
+            num_tokens,
+            before + stop,
+        ),
+        ({"stop_token_ids": [tokens[num_tokens]]}, 1 + tokens.index(tokens[num_tokens]), ""),
+        ({"max_tokens": num_tokens}, num_tokens, tokenizer.decode(tokens[:num_tokens])),
+    ]
+    jobs = [Job(prompts[12], NUM_LONG, k=k, continuation=tokens, sampling=sampling) for sampling, _, _ in cases]
+    for (sampling, num_tokens, text), result in zip(cases, engine.run(jobs), strict=True):
+        assert result.tokens == [tokens[:num_tokens]], sampling
+        if text:
+            assert result.texts == [text], sampling
+        assert result.finish_reasons == ["length" if "max_tokens" in sampling else "stop"]
+        assert result.drafting is not None
+        assert not result.drafting.is_aborted
+        assert result.drafting.num_output_tokens == num_tokens, sampling
+        counts = result.drafting.counts
+        assert num_tokens <= 1 + counts.num_steps + counts.num_accepted_tokens <= num_tokens + k or not k
 
 
 def test_sequences_of_one_request_are_summed(engine: RunningEngine, prompts: Prompts) -> None:
@@ -282,6 +308,12 @@ def test_grammar(engine: RunningEngine, prompts: Prompts, reference: Reference) 
         assert all(num_verified <= k for num_verified, _ in result.steps)
         steps = [(verified, min(verified, accepted)) for verified, accepted in result.steps if verified]
         assert result.drafting.counts == counts_of(steps)
+    sampled = [grammar_job(prompts[9], k) for k in ks]
+    for job in sampled:
+        job.sampling.update(temperature=1.5, seed=3)
+    results = engine.run(sampled)
+    assert len({result.texts[0] for result in results}) == 1
+    assert results[0].texts != reference["grammar"][0].texts
 
 
 def test_seed_repeats(engine: RunningEngine, prompts: Prompts) -> None:
@@ -291,16 +323,30 @@ def test_seed_repeats(engine: RunningEngine, prompts: Prompts) -> None:
     check_counts(first, K_MAX)
 
 
-def test_sampling_keeps_the_distribution(
-    engine: RunningEngine, sampled_prompt: list[int], reference: Reference
+def test_sampled_output_is_the_same_without_drafts(
+    engine: RunningEngine, prompts: Prompts, reference: Reference, sampled_prompt: list[int]
 ) -> None:
-    """At temperature 1 the second and third token, which come out of verification, are distributed as without it."""
-    continuation = reference["likely"][0].tokens[0]
-    results = engine.run(sampling_jobs(sampled_prompt, first_seed=NUM_SAMPLES, k=3, continuation=continuation))
-    for position in range(3):
-        expected = [result.tokens[0][position] for result in reference["sampled"]]
-        assert chi_square_p_value([result.tokens[0][position] for result in results], expected) > 1e-3
+    """Token for token, with K = 0, 3 and 7 in one batch, whatever the sampling. test_coupling has the distribution."""
+    expected = reference["varied"]
+    ks = (0, 3, K_MAX)
+    jobs = [
+        dataclasses.replace(job, k=k, continuation=result.tokens[0])
+        for k in ks
+        for job, result in zip(varied_jobs(batch_of(prompts), NUM_SHORT), expected, strict=True)
+    ]
+    results = engine.run(jobs)
+    for job, result, target in zip(jobs, results, expected * len(ks), strict=True):
+        assert result.tokens[0] == target.tokens[0][:NUM_SHORT], (job.k, job.sampling)
+    results = engine.run(sampling_jobs(sampled_prompt, k=3, continuation=reference["likely"][0].tokens[0]))
+    assert [result.tokens for result in results] == [result.tokens for result in reference["sampled"]]
     assert sum(result.drafting.counts.num_accepted_tokens for result in results if result.drafting) > NUM_SAMPLES / 20
+
+
+def test_without_a_seed_every_sequence_gets_its_own(engine: RunningEngine, prompts: Prompts) -> None:
+    sampling = {"temperature": 1.5, "n": 2}
+    results = engine.run([Job(prompts[7], 20, k=2, sampling=sampling), Job(prompts[7], 20, k=0, sampling=sampling)])
+    answers = [tuple(tokens) for result in results for tokens in result.tokens]
+    assert len(set(answers)) == 4
 
 
 def test_greedy_beside_sampled(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
@@ -326,11 +372,48 @@ def refusal(engine: RunningEngine, job: Job) -> str:
 def test_what_would_end_the_engine_is_refused(
     engine: RunningEngine, prompts: Prompts, reference: Reference, tokenizer: Any
 ) -> None:
-    assert "prompt holds token id 49152" in refusal(engine, Job([len(tokenizer)], 4))
-    too_many = {"allowed_token_ids": list(range(2000))}
-    assert "allowed_token_ids holds 2000" in refusal(engine, Job(prompts[4], 4, sampling=too_many))
-    (result,) = engine.run([Job(prompts[4], 12)])
-    assert result.tokens[0] == reference["greedy"][4].tokens[0][:12]
+    assert "oken id 49152" in refusal(engine, Job([len(tokenizer)], 4))
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("allowed_token_ids holds 2000", {"allowed_token_ids": list(range(2000))}),
+        ("logprob_token_ids is not possible here", {"logprobs": 3, "logprob_token_ids": [1, 2, 3]}),
+        ("logprobs", {"logprobs": -1}),
+        ("prompt_logprobs", {"prompt_logprobs": -1}),
+        ("prompt_logprob_token_ids", {"prompt_logprobs": 1, "prompt_logprob_token_ids": [[4]] * len(prompts[4])}),
+        ("thinking_token_budget", {"thinking_token_budget": 1}),
+    ]
+    for message, sampling in refused:
+        assert message in refusal(engine, Job(prompts[4], 4, sampling=sampling))
+
+
+def test_what_one_request_asks_for_leaves_the_others_alone(
+    engine: RunningEngine, prompts: Prompts, reference: Reference
+) -> None:
+    """Each beside two plain requests with drafts, all in one batch."""
+    asked: list[dict[str, Any]] = [
+        {"logprobs": 0},
+        {"logprobs": 20},
+        {"logprobs": 5, "n": 2, "temperature": 1.0},
+        {"logprobs": 2, "flat_logprobs": True},
+        {"prompt_logprobs": 5},
+        {"prompt_logprobs": 0, "logprobs": 1},
+        {"min_tokens": 5, "stop_token_ids": [1, 2]},
+        {"min_tokens": 5, "regex": "[a-z]{20}"},
+        {"repetition_detection": RepetitionDetectionParams(max_pattern_size=4, min_pattern_size=1, min_count=4)},
+        {"allowed_token_ids": [28, 30], "bad_words": ["."]},
+        {"temperature": 0.01, "top_p": 1e-9, "top_k": 1},
+        {"temperature": 2.0, "presence_penalty": -2.0, "repetition_penalty": 0.01},
+        {"skip_special_tokens": False, "spaces_between_special_tokens": False, "stop": ["."], "stop_token_ids": [3]},
+        {"logit_bias": {5: 100.0}, "logprobs": 3},
+        {"watermarking": True},
+    ]
+    jobs = [Job(prompts[6], 8, k=3, sampling=sampling) for sampling in asked]
+    plain = [Job(prompts[place], NUM_SHORT, k=K_MAX) for place in (5, 12)]
+    results = engine.run([*plain, *jobs])
+    for place, result in zip((5, 12), results, strict=False):
+        assert result.tokens[0] == reference["greedy"][place].tokens[0][:NUM_SHORT]
+        check_counts(result, K_MAX)
+    assert all(result.tokens[0] for result in results)
+    assert results[2].tokens[0] == reference["greedy"][6].tokens[0][:8]
 
 
 def test_a_grammar_that_takes_too_long_is_refused_and_others_go_on(
@@ -342,6 +425,27 @@ def test_a_grammar_that_takes_too_long_is_refused_and_others_go_on(
     with pytest.raises(ExceptionGroup) as raised:
         engine.run([slow])
     assert raised.group_contains(VLLMValidationError, match="structured_outputs: the grammar takes more than 2 s")
+    (result,) = engine.run([grammar_job(prompts[9], 2)])
+    assert result.texts == reference["grammar"][0].texts
+
+
+def test_each_grammar_has_the_backend_that_checked_it(engine: RunningEngine, prompts: Prompts) -> None:
+    """Of a schema vLLM's xgrammar backend ignores `multipleOf`; its guidance backend does not."""
+    schema = {"type": "integer", "multipleOf": 7, "minimum": 100, "maximum": 999}
+    grammars = [StructuredOutputsParams(regex="[0-9]{3}"), StructuredOutputsParams(json=schema)]
+    jobs = [Job(prompts[9], 8, sampling={"structured_outputs": grammar, "ignore_eos": False}) for grammar in grammars]
+    plain, multiple = engine.run(jobs)
+    assert len(plain.texts[0]) == 3
+    assert int(multiple.texts[0]) % 7 == 0
+
+
+@pytest.mark.parametrize("regex", [r"[^\s\S]", r"a[^\s\S]"])
+def test_a_regex_that_nothing_matches_ends_its_request_alone(
+    engine: RunningEngine, prompts: Prompts, reference: Reference, regex: str
+) -> None:
+    job = Job(prompts[9], 8, sampling={"structured_outputs": StructuredOutputsParams(regex=regex)})
+    with contextlib.suppress(ExceptionGroup):
+        assert engine.run([job])[0].finish_reasons == ["error"]
     (result,) = engine.run([grammar_job(prompts[9], 2)])
     assert result.texts == reference["grammar"][0].texts
 

@@ -404,6 +404,7 @@ def test_names_within_a_manifest_fit_each_other(name: str) -> None:
         assert found["securityContext"]["runAsNonRoot"]
         assert found["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         # The cluster before an upgrade has as long for its streams as HAProxy gives them.
+        assert environment(spec)["RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH"] == "deployments.haproxy:install"
         stop_s = environment(spec)["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]
         assert service["spec"]["rayClusterDeletionDelaySeconds"] == int(stop_s)
     assert service["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}

@@ -194,7 +194,7 @@ def test_a_request_of_one_output_leaves_nothing_behind() -> None:
 def scheduler(monkeypatch: pytest.MonkeyPatch, steps: list[dict[int, EngineCoreOutputs]], engine: Engine) -> Any:
     """The product's, on a vLLM scheduler that has these outputs."""
     found: Any = object.__new__(PerRequestDepthScheduler)
-    found._trimmer, found._refused_grammars, found._steps = None, {}, {}
+    found._trimmer, found._steps = None, {}
     found._rejections = Rejections(7)
     found._coalescer, found.requests = engine.coalescer, engine.requests
     monkeypatch.setattr(Scheduler, "update_from_output", lambda *_: steps.pop(0))
@@ -240,13 +240,6 @@ def test_drafts_behind_the_end_of_a_grammar_count_neither_as_verified_nor_as_acc
     found.make_spec_decoding_stats(None, 2, 1, {"a": 2}, "a")
     assert found._steps == {"a": [VerifiedStep(1, 1)]}
     assert counts_of_steps({steps_text(found._steps["a"]): 1}) == Counts([1], [1], [1])
-
-
-def test_a_refused_grammar_is_forgotten_with_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = scheduler(monkeypatch, [{0: outputs(("a", [0]))}], Engine("a"))
-    found._refused_grammars = {"left": "too large", "a": "too slow"}
-    found.update_from_output(SimpleNamespace(), SimpleNamespace())
-    assert found._refused_grammars == {"a": "too slow"}
 
 
 @pytest.mark.parametrize(

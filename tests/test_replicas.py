@@ -19,6 +19,7 @@ from deployments.replicas import (
     MAX_MISSED_POLLS,
     DrafterLinks,
     DrafterReport,
+    EngineLost,
     LiveHead,
     ReplicaMonitor,
     agreed_heads,
@@ -26,10 +27,6 @@ from deployments.replicas import (
     drafters_view,
     link_reports,
 )
-
-
-class EngineDeadError(Exception):
-    """Named as vLLM's."""
 
 
 class Handle:
@@ -95,7 +92,7 @@ def test_one_hung_replica_does_not_hold_up_the_reports_of_the_others() -> None:
     assert (monitor.num_ready, seen) == (3, [[1, 2]])
 
 
-@pytest.mark.parametrize("lost", [ActorDiedError(), EngineDeadError("EngineCore encountered an issue")])
+@pytest.mark.parametrize("lost", [ActorDiedError(), EngineLost("EngineDeadError: EngineCore encountered an issue")])
 def test_a_replica_that_is_gone_or_whose_engine_is_dead_does_not_count(lost: Exception) -> None:
     monitor = monitor_of(says(lost), says(1))
     asyncio.run(monitor.refresh())

@@ -13,7 +13,7 @@ from cluster.settings import DrafterSettings
 from deployments import drafter as of_drafters
 from deployments.drafter import DrafterReplica, HeadLoader
 from deployments.router import Router
-from deployments.telemetry import StateFile
+from deployments.telemetry import StateStore
 from peagle.checkpoint import save_head
 from peagle.drafter.engine import Counters
 from peagle.drafter.server import ServerStats
@@ -85,7 +85,7 @@ def router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(of_drafters, "head_directory", lambda name, target: Path(name))
     router: Any = Router.__new__(Router)
     router.__dict__ |= {
-        "_keeper": HeadKeeper({}, 1, 0.1), "_state": StateFile(None), "_steering": None,
+        "_keeper": HeadKeeper({}, 1, 0.1), "_state": StateStore(None), "_steering": None,
         "control": control_with_counts(), "_monitor": SimpleNamespace(reports=()),
     }  # fmt: skip
     return router

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -21,10 +22,12 @@ import httpx
 import openai
 import pytest
 import ray
+from ray import serve
+from ray.serve.context import _get_global_client
 from typer.testing import CliRunner
 
 from benchmarks.prompts import choose_prompts
-from deployments import TARGET_NAME, cli
+from deployments import APP_NAME, ROUTER_NAME, TARGET_NAME, cli
 from deployments.client import TargetClient, TargetError
 from tests.service_harness import BAD_REQUESTS, PROMPTS, QUESTION, json_schema, wait_for
 
@@ -354,8 +357,30 @@ def test_no_process_but_the_replicas_has_started_for_the_engine(service):
 
 
 def test_target_and_engine_are_as_nice_as_other_processes(service):
-    """By Ray's default of 15, whatever else runs on the machine starves them."""
-    assert service.niceness(TARGET_NAME) == {0}
+    """By Ray's defaults, 15 and 1000, whatever else runs on the machine starves them, and the kernel ends them first
+    when it fills the memory."""
+    assert service.niceness(TARGET_NAME) == {(0, 0)}
+
+
+def test_serves_controller_starts_again_and_every_replica_stays(service):
+    """A new controller asks each replica for its log file, and ends one that has none."""
+    names = (TARGET_NAME, ROUTER_NAME)
+    before = {name: service.processes(name) for name in names}
+    client = _get_global_client()
+
+    def controller() -> int:
+        return ray.get(client._controller.get_pid.remote(), timeout=10)
+
+    killed, end_s = controller(), time.monotonic() + 120
+    os.kill(killed, signal.SIGKILL)
+    is_back = False
+    while not is_back:
+        assert time.monotonic() < end_s, "the controller does not come back"
+        time.sleep(0.5)
+        with contextlib.suppress(ray.exceptions.RayError):
+            is_back = controller() != killed and serve.status().applications[APP_NAME].status == "RUNNING"
+    assert {name: service.processes(name) for name in names} == before
+    assert service.ask(max_tokens=1).status_code == 200
 
 
 def test_what_clients_see_is_in_the_metrics(service):

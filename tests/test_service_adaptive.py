@@ -73,6 +73,30 @@ def test_pinned_and_asked_for_k_are_obeyed_exactly(service) -> None:
             assert k * (answer["num_steps"] - 1) < answer["num_draft_tokens"] <= k * answer["num_steps"]
 
 
+def test_a_seed_gives_one_answer_whatever_k_was_chosen(service) -> None:
+    body = {"messages": CODE, "max_tokens": 24, "temperature": 0.9, "seed": 42}
+    answers = [service.ask(**body).json() for _ in range(5)]
+    others = [{"messages": CODE, "temperature": 1.0, "seed": seed} for seed in range(3)]
+    beside = [body, {**body, "drafting": {"k": 0}}, {**body, "drafting": {"k": 7}}, {**body, "drafting": {"k": 3}}]
+    answers += service.ask_all(beside + others)[: len(beside)]
+    assert len({answer["choices"][0]["message"]["content"] for answer in answers}) == 1
+    assert len({answer["drafting"]["num_draft_tokens"] for answer in answers}) > 1
+
+
+def test_an_answer_says_what_went_without_drafts(service) -> None:
+    for sampling in ({"logit_bias": {"260": 1.0}}, {"min_p": 0.1, "temperature": 1.0}):
+        drafting = service.ask(**sampling, drafting={"workload": "mixed"}).json()["drafting"]
+        decided = {key: drafting.get(key) for key in ("k", "max_k", "source", "reason", "survival", "num_steps")}
+        assert decided == {
+            "k": 0,
+            "max_k": 0,
+            "source": "request",
+            "reason": f"{next(iter(sampling))} goes without drafts",
+            "survival": None,
+            "num_steps": 0,
+        }
+
+
 def test_a_request_past_the_ingress_gets_a_learned_k_too(service) -> None:
     answer = TargetClient().chat(QUESTION, max_tokens=8, temperature=0, drafting={"workload": "mixed"})
     assert answer["drafting"]["source"] in ("learned", "probe")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pickle
 import time
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from cluster.control import DepthControl
 from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.request import Caller
 from deployments.edge import ApiError, Edge, Usage
+from deployments.replicas import EngineLost
 from deployments.target import TargetServer
 from peagle.vllm.acceptance import RequestDrafting
 from tests.counted import counts_of
@@ -99,6 +101,16 @@ def test_a_whole_answer_has_its_drafting_and_its_usage() -> None:
     assert replica.aborted == []
 
 
+def test_drafting_of_an_answer_that_went_without_drafts_says_why() -> None:
+    replica = Replica(whole)
+    record = RequestDrafting("x", "default", 7, num_output_tokens=9, num_prompt_tokens=4, undraftable="min_p")
+    replica._recorder = SimpleNamespace(pop=lambda response_id: record)  # type: ignore[assignment]
+    found = json.loads(items(replica)[0])["drafting"]
+    decided = {"k": 0, "max_k": 0, "source": "request", "reason": "min_p goes without drafts"}
+    nothing = {"num_steps": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0, "acceptance_length": 1.0}
+    assert found == DRAFTING | decided | nothing
+
+
 def test_a_stream_has_its_drafting_in_the_chunk_that_finishes_the_last_choice() -> None:
     found = items(
         Replica(lambda _: events(chunk(), chunk("stop", 1), chunk(), chunk("length", 0), "data: [DONE]\n\n")),
@@ -119,6 +131,20 @@ def test_a_stream_with_usage_has_its_drafting_in_the_same_last_chunk() -> None:
     assert found[:2] == [chunk(), chunk("stop")]
     assert json.loads(found[2].removeprefix("data: ")) == {**usage, "drafting": DRAFTING}
     assert found[3:] == ["data: [DONE]\n\n", Usage(4, 9)]
+
+
+def test_who_hears_of_an_engines_death_needs_no_vllm_to_read_it() -> None:
+    """Serve's controller, the router and ingress replicas would import vLLM, which closes their logs."""
+    replica = Replica(lambda _: None)
+
+    async def check_health() -> None:
+        raise EngineDeadError
+
+    replica.engine.check_health = check_health  # type: ignore[attr-defined]
+    for call in (replica.check_health, replica.report):
+        with pytest.raises(EngineLost, match="EngineDeadError") as raised:
+            asyncio.run(call())
+        assert b"vllm." not in pickle.dumps(raised.value)
 
 
 def test_an_engine_that_dies_in_a_stream_ends_it_in_words_of_our_own() -> None:

@@ -1,4 +1,4 @@
-"""What is seen of the service: Prometheus families, the document of /drafting, the file that keeps what was learned."""
+"""What is seen of the service: Prometheus families, /drafting, the store that keeps what was learned."""
 
 import asyncio
 import json
@@ -18,11 +18,12 @@ from cluster.heads import HeadKeeper
 from cluster.request import DepthPolicy
 from cluster.view import table
 from deployments import telemetry
+from deployments.autoscaling import ClusterBoard
 from deployments.replicas import DrafterReport, LiveHead
 from deployments.telemetry import (
     MAX_NUM_HEADS,
     HeadCounts,
-    StateFile,
+    StateStore,
     drafter_metrics,
     drafting_document,
     head_metrics,
@@ -155,7 +156,7 @@ def test_the_metrics_of_several_replicas_are_one_family_with_a_label_each() -> N
     assert (found["peagle_answers_total", "i1", "200"], found["peagle_answers_total", "i2", "200"]) == (2, 3)
 
 
-# ---- the file
+# ---- the store
 
 
 def control_with_counts() -> DepthControl:
@@ -167,10 +168,69 @@ def control_with_counts() -> DepthControl:
 def test_state_is_saved_and_found_again(tmp_path: Path) -> None:
     path = tmp_path / "new" / "state.json"
     first, second = control_with_counts(), DepthControl(DepthPolicy(3, 3, 3))
-    StateFile(str(path)).write(first.snapshot())
-    StateFile(str(path)).restore(second)
+    StateStore(str(path)).write(first.snapshot())
+    StateStore(str(path)).restore(second)
     assert second.book.survival("code") == first.book.survival("code")
     assert [found.name for found in path.parent.iterdir()] == ["state.json"]
+
+
+class Board(ClusterBoard):
+    """In a dictionary in the place of Ray's key-value store. `fails`: the store does not answer."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        self.documents: dict[str, str] = {}
+
+    def get(self, name: str) -> Any:
+        self._answer()
+        return json.loads(self.documents[name]) if name in self.documents else None
+
+    def put(self, name: str, document: Any) -> None:
+        self._answer()
+        self.documents[name] = json.dumps(document)
+
+    def _answer(self) -> None:
+        if self.fails:
+            raise ConnectionError("no answer")
+
+
+def test_without_a_file_state_outlives_the_router_in_the_cluster() -> None:
+    """What was learned, and which heads were put in others' place."""
+    board, control, keeper = Board(), control_with_counts(), swapped(0, 0.5, 120).keeper
+    StateStore(None, board).write(control.snapshot() | {"heads": keeper.snapshot()})
+    second, found = DepthControl(DepthPolicy(3, 3, 3)), HeadKeeper({}, 0, 0.1)
+    StateStore(None, board).restore(second, found)
+    assert second.book.survival("code") == control.book.survival("code")
+    assert found.orders == keeper.orders
+
+
+@pytest.mark.parametrize(
+    "document", [[], {}, {"format": "other"}, control_with_counts().snapshot() | {"heads": {}}, {"format": None}]
+)
+def test_a_state_of_another_version_in_the_cluster_is_refused_in_one_line(
+    document: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    board = Board()
+    board.put("learned", document)
+    StateStore(None, board).restore(DepthControl(DepthPolicy(3, 3, 3)), HeadKeeper({}, 0, 0.1))
+    (record,) = caplog.records
+    assert "cannot be used" in record.getMessage()
+    assert "\n" not in record.getMessage()
+
+
+def test_a_cluster_that_does_not_answer_holds_up_no_router(caplog: pytest.LogCaptureFixture) -> None:
+    board = Board()
+    store, board.fails = StateStore(None, board), True
+    store.restore(DepthControl(DepthPolicy(3, 3, 3)))
+    for _ in range(3):
+        store.write({"format": 1})
+    board.fails = False
+    store.write({"format": 1})
+    unread, failed, mended = [record.getMessage() for record in caplog.records]
+    assert "cannot be used (no answer)" in unread
+    assert "cannot be written (no answer)" in failed
+    assert "is written again" in mended
 
 
 def test_a_head_that_was_taken_back_is_saved_at_once_and_found_again(tmp_path: Path) -> None:
@@ -178,7 +238,7 @@ def test_a_head_that_was_taken_back_is_saved_at_once_and_found_again(tmp_path: P
     found = HeadKeeper({}, 0, 0.1)
 
     async def run() -> None:
-        file = StateFile(str(path))
+        file = StateStore(str(path))
         file.save_soon(control, keeper)
         assert file._task is None, "not due yet"
         file.save_soon(control, keeper, is_urgent=True)
@@ -188,15 +248,15 @@ def test_a_head_that_was_taken_back_is_saved_at_once_and_found_again(tmp_path: P
 
     asyncio.run(run())
     assert found.orders == keeper.orders != HeadKeeper({}, 0, 0.1).orders
-    StateFile(str(path)).write(control.snapshot())  # of a service without remote drafters
-    StateFile(str(path)).restore(control, found)
+    StateStore(str(path)).write(control.snapshot())  # of a service without remote drafters
+    StateStore(str(path)).restore(control, found)
     assert found.orders == keeper.orders
 
 
 def test_state_is_written_off_the_event_loop_when_it_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writers: list[int] = []
 
-    class Slow(StateFile):
+    class Slow(StateStore):
         def write(self, snapshot: Any) -> None:
             writers.append(threading.get_ident())
             time.sleep(0.2)
@@ -225,7 +285,7 @@ def test_replicas_in_several_containers_write_to_names_of_their_own(tmp_path: Pa
     """Containers that share a volume may have processes of the same number."""
     path, names = tmp_path / "state.json", set()
 
-    class Watched(StateFile):
+    class Watched(StateStore):
         def write(self, snapshot: Any) -> None:
             super().write(snapshot)
 
@@ -248,7 +308,7 @@ def test_a_damaged_file_is_put_aside(tmp_path: Path, text: str, caplog: pytest.L
     path.write_text(text)
     found = DepthControl(DepthPolicy(3, 3, 3))
     with caplog.at_level(logging.WARNING):
-        StateFile(str(path)).restore(found)
+        StateStore(str(path)).restore(found)
     assert found.book.workloads() == ()
     assert (tmp_path / "state.unusable").read_text() == text
     assert "depth.state" in caplog.text
@@ -258,7 +318,7 @@ def test_on_a_full_disk_the_last_state_stays_whole_and_saving_goes_on_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "state.json"
-    file, control = StateFile(str(path)), control_with_counts()
+    file, control = StateStore(str(path)), control_with_counts()
     file.write(control.snapshot())
     before = path.read_text()
     control.observe([report("a", code=sum([GOOD] * 90, Counts()))], 1.0)
@@ -279,10 +339,10 @@ def test_without_a_file_nothing_is_written_and_a_full_disk_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    file = StateFile(None)
+    file = StateStore(None)
     file.restore(DepthControl(DepthPolicy(3, 3, 3)))
     file.write({})
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
-    StateFile(str(tmp_path / "file" / "state.json")).write({})
+    StateStore(str(tmp_path / "file" / "state.json")).write({})
     assert "cannot be written" in caplog.text

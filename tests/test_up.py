@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from cluster.settings import (
     ModelSettings,
     TargetSettings,
 )
-from deployments import up
+from deployments import host, up
 from deployments.cli import main
 from deployments.up import UpError, base_url, live_form, num_logical_cpus, progress, read_config, usage
 from peagle.checkpoint import save_head
@@ -156,7 +157,7 @@ def test_a_terminated_service_is_stopped_in_order(
     tmp_path: Path, machine: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     """`ray.init` replaces the handlers by its own, and a shell starts a background program with SIGINT ignored."""
-    monkeypatch.setattr(signal, "pause", lambda: os.kill(os.getpid(), number))
+    monkeypatch.setattr(up, "watch", lambda *_: os.kill(os.getpid(), number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     assert main(["serve", write(tmp_path / "right.yaml", config())]) == 0
     assert machine.stopped == [True]
@@ -278,13 +279,14 @@ def test_a_config_that_fails_gives_way_to_the_one_before(tmp_path: Path, machine
 # ---- Ray, and what is left of it
 
 ENGINE = """
-import multiprocessing.shared_memory as shared, signal, socket, sys, time
+import multiprocessing, multiprocessing.shared_memory as shared, signal, socket, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 shared.resource_tracker.register = lambda *_: None
 segment = shared.SharedMemory(create=True, size=64)
+lock = multiprocessing.get_context("spawn").Lock()
 server = socket.socket(socket.AF_UNIX)
 server.bind(sys.argv[1])
-print(segment.name, flush=True)
+print(segment.name, lock._semlock.name, flush=True)
 time.sleep(600)
 """
 SESSION = """
@@ -293,16 +295,18 @@ from deployments import host
 
 started_s = time.time()
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]], stdout=subprocess.PIPE, text=True)
-segment = "/dev/shm/" + child.stdout.readline().strip().lstrip("/")
+segment, lock = child.stdout.readline().replace("/", "").split()
+segment, lock = f"/dev/shm/{segment}", f"/dev/shm/sem.{lock}"
 assert os.path.exists(segment) and os.path.exists(sys.argv[2])
 sockets = host.session_sockets()
-assert segment not in map(str, host.abandoned_segments(started_s)), "it is in use"
+assert not {segment, lock} & set(map(str, host.abandoned_segments(started_s))), "they are in use"
 host.TERMINATE_S = 0.5
 host.end_session()
 assert child.wait(5) == -9
 left = {str(path) for path in (*sockets, *host.abandoned_segments(started_s))}
-print("found" if {segment, sys.argv[2]} <= left else left)
+print("found" if {segment, lock, sys.argv[2]} <= left else left)
 os.unlink(segment)
+os.unlink(lock)
 """
 
 
@@ -313,6 +317,23 @@ def test_processes_segments_and_sockets_of_a_session_are_found_and_ended(tmp_pat
     command = [sys.executable, "-c", SESSION, ENGINE, str(tmp_path / "socket")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, start_new_session=True, env=env)
     assert done.stdout.strip() == "found", done.stdout + done.stderr
+
+
+def test_what_openmp_has_registered_for_an_ended_process_is_found_before_its_parent_asks_for_it() -> None:
+    started_s = time.time()
+    running, ended = (subprocess.Popen(["sleep", duration]) for duration in ("600", "0"))
+    files = [Path(f"/dev/shm/__KMP_REGISTERED_LIB_{process.pid}_0") for process in (running, ended)]
+    try:
+        for file in files:
+            file.touch()
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        assert set(host.abandoned_segments(started_s - 1)) & set(files) == {files[1]}
+    finally:
+        for file in files:
+            file.unlink()
+        running.kill()
+        for process in (running, ended):
+            process.wait()
 
 
 def test_a_machine_without_haproxy_serves_all_the_same_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,10 +349,11 @@ def test_ports_of_haproxy_that_others_use_are_left_to_them() -> None:
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with contextlib.suppress(OSError):  # somebody listens there already
-            other.bind(("0.0.0.0", up.HAPROXY_PORTS["RAY_SERVE_HAPROXY_STATS_PORT"]))
+            other.bind(("0.0.0.0", up.HAPROXY_PORTS["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"]))
             other.listen()
         env = up.ray_environment(True, pytest.fail)
-    assert int(env["RAY_SERVE_HAPROXY_STATS_PORT"]) > up.HAPROXY_PORTS["RAY_SERVE_HAPROXY_STATS_PORT"]
+    name = "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"
+    assert int(env[name]) > up.HAPROXY_PORTS[name]
     assert env["RAY_SERVE_THROUGHPUT_OPTIMIZED"] == env["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
 
 
@@ -366,6 +388,39 @@ def test_usage_has_a_url_a_curl_line_and_a_python_line() -> None:
     assert any(line.startswith("curl -s http://127.0.0.1:8000/v1/chat/completions ") for line in lines)
     (client,) = [line for line in lines if ' -c "' in line]
     compile(client.split(' -c "')[1].rstrip('"'), "usage", "exec")
+
+
+def test_each_replica_that_stops_or_is_back_is_said_once_and_so_is_a_controller_that_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def states(*replicas: tuple[str, str]) -> dict[str, Any]:
+        found = [{"replica_id": name, "state": state} for name, state in replicas]
+        return {"applications": {"default": {"deployments": {"target": {"replicas": found}}}}}
+
+    answers = iter([
+        states(("a", "RUNNING"), ("b", "RUNNING")),
+        states(("a", "RUNNING"), ("b", "STOPPING"), ("c", "STARTING")),
+        ConnectionError("controller died"), ConnectionError("controller died"),
+        states(("a", "RECOVERING"), ("c", "STARTING")),
+        states(("a", "RUNNING"), ("c", "RUNNING")),
+        KeyboardInterrupt(),
+    ])  # fmt: skip
+
+    def get_serve_details() -> Any:
+        answer = next(answers)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    said: list[str] = []
+    monkeypatch.setattr(up, "WATCH_INTERVAL_S", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        up.watch(SimpleNamespace(get_serve_details=get_serve_details), config(), said.append)
+    lost, away, again, back = [line.split(" ", 1)[1] for line in said]
+    assert lost == "target b has stopped; 1 of 2 run"
+    assert "controller died" in away
+    assert again == "Serve says again how it is"
+    assert back == "target c runs; 2 of 2 run"
 
 
 def test_progress_counts_running_replicas() -> None:

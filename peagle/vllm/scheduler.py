@@ -12,8 +12,10 @@ are verified (`peagle.vllm.chosen`), somewhat more are planned than pay, and the
 Knows nothing of workloads or of how K is chosen.
 """
 
+import copy
 import logging
 import math
+import secrets
 import time
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -21,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from peagle.vllm import compat
@@ -40,7 +41,7 @@ from peagle.vllm.acceptance import (
     steps_text,
     worth_of,
 )
-from peagle.vllm.limits import bound_grammars, max_grammar_s
+from peagle.vllm.limits import use_own_backends
 from peagle.vllm.outputs import OutputCoalescer
 from peagle.vllm.trimming import MORE_TO_CHOOSE, Trimmer, make_trimmer
 from peagle.vllm.turns import count_overtaken, group_of, order_by_turns
@@ -87,8 +88,7 @@ class _PerRequestDepth(_Base):
                 f"{DEPTH_KEY} instead"
             )
         self._trimmer = make_trimmer(self.vllm_config, self.num_spec_tokens)
-        max_s = max_grammar_s(self.vllm_config.additional_config)
-        self._refused_grammars = bound_grammars(self.structured_output_manager, max_s)
+        use_own_backends(self.structured_output_manager)
         # Requests whose remote drafter had no drafts for them in the last step that it was asked in.
         self._without_drafts: set[str] = set()
         # Prompts that wait for room in the KV cache run in no step, and must not trim all of them.
@@ -112,6 +112,15 @@ class _PerRequestDepth(_Base):
             self._last_warning_s = time.monotonic()
         request.peagle_max_k = depth
         return depth
+
+    def add_request(self, request: "Request") -> None:
+        """vLLM's own, after a request without a seed got one: all that is drawn for it depends on its seed and on token
+        positions alone, in this process's workers and after preemption."""
+        params = request.sampling_params
+        if params is not None and params.seed is None:
+            request.sampling_params = copy.copy(params)  # sequences of one request may share theirs
+            request.sampling_params.seed = secrets.randbits(63)
+        super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> "SchedulerOutput":
         """vLLM's own, after the drafts were trimmed once more where prompts are about to run in the same step, and with
@@ -224,13 +233,6 @@ class _PerRequestDepth(_Base):
             self._report_costs(self._trimmer, outputs_by_client)
             if not self.has_requests():
                 self._trimmer.pause()
-        if self._refused_grammars:
-            for core_outputs in outputs_by_client.values():
-                for output in core_outputs.outputs:
-                    if output.finish_reason == FinishReason.ERROR:
-                        output.stop_reason = self._refused_grammars.pop(output.request_id, output.stop_reason)
-            for request_id in self._refused_grammars.keys() - self.requests.keys():  # their clients have left
-                del self._refused_grammars[request_id]
         if not self._steps:
             return outputs_by_client
         for core_outputs in outputs_by_client.values():

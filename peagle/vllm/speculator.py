@@ -223,6 +223,10 @@ class PEagleSpeculator(DraftModelSpeculator):
         if isinstance(extra, dict):
             self.vllm_config.additional_config = {**extra, COMPILED_KEY: True}
         network = load_eagle_model(target_model, self.vllm_config)
+        # The drafter's passes have more rows than the target's steps, and both are compiled for the same sizes. vLLM
+        # sets these by the target's steps once more when it loads a head with a load format of its own.
+        if endpoints := self.vllm_config.compilation_config.compile_ranges_endpoints:
+            endpoints[-1] = max(endpoints[-1], most_rows(self.vllm_config))
         self.last_layer = LastLayer(network)
         return network
 

@@ -30,7 +30,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from peagle.vllm import compat
 from peagle.vllm.acceptance import attach_num_admitted, attach_worth, num_chosen_of
 from peagle.vllm.chosen import MAX_DRAFTS, Chances, ChosenDrafts
-from peagle.vllm.speculator import PEagleSpeculator, can_renew, most_rows
+from peagle.vllm.speculator import PEagleSpeculator, can_renew
 from peagle.vllm.step_measure import measure_steps, write_steps
 from peagle.vllm.verification import CoupledSampler, Verification
 
@@ -281,9 +281,6 @@ class V2Worker(Worker):
         assert self.device is not None
         runner.__class__ = PEagleRunner
         runner.speculator = PEagleSpeculator(config, self.device)
-        # The drafter's passes have more rows than the target's steps, and both are compiled for the same sizes.
-        if endpoints := config.compilation_config.compile_ranges_endpoints:
-            endpoints[-1] = max(endpoints[-1], most_rows(config))
 
     def compile_or_warm_up_model(self) -> "CompilationTimes":
         times = super().compile_or_warm_up_model()

@@ -1,0 +1,144 @@
+"""Serve's HAProxy with a configuration for this service, started again at once when it dies.
+
+Serve's controller calls `install` when it starts (RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH); it then starts
+`HAProxyManager` of this module on each node in place of Ray's. What differs:
+
+- retries: a request whose replica dies before it answers goes to another one;
+- replicas hear the client's address, in a header whose name a client does not know;
+- while no application is known: 503 in OpenAI's form with Retry-After, in place of 404 in plain text;
+- no pages of HAProxy's own (ports 8404 and 9101): they would share its connections with the service;
+- the admin socket and its folder are closed to other users.
+"""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.serve._private import controller, haproxy
+from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
+
+from deployments.compat import (
+    LOST,
+    LOST_CODE,
+    NOT_READY,
+    NOT_READY_CODE,
+    RAY_VERSION,
+    RETRY_AFTER_S,
+    CompatError,
+    address_header,
+)
+
+RETRY_ON = "conn-failure empty-response 502"
+"""502: of a replica whose engine died."""
+OPTIONS = """
+    option http-buffer-request
+    timeout http-request 60s
+    no option splice-request"""
+"""A request can be sent again only where HAProxy holds all of it, up to a buffer's 16 kB, so it waits for the body, and
+for no longer than 60 s: it has 4,096 connections. HAProxy 2.8 that splices a request which came in two pieces never
+sees its client leave."""
+NOT_FOUND = re.compile(r"http-request return status 404 .*")
+EDITED = (
+    "mode 666 level admin",
+    "\n    retry-on ",
+    "\nfrontend prometheus\n",
+    "\nlisten stats\n",
+    "\n    use_backend ",
+)
+"""Parts of Ray's template that `own_config` looks for, besides NOT_FOUND."""
+
+
+def check() -> None:
+    """Raises CompatError naming the parts of Ray's HAProxy configuration that are no longer there."""
+    missing = [part.strip() for part in EDITED if part not in HAPROXY_CONFIG_TEMPLATE]
+    missing += [] if NOT_FOUND.search(HAPROXY_CONFIG_TEMPLATE) else [NOT_FOUND.pattern]
+    if missing:
+        raise CompatError(
+            f"Ray {ray.__version__} is not supported, {RAY_VERSION} is: its HAProxy has no {', '.join(missing)}"
+        )
+
+
+def own_config(text: str, not_ready_page: Path, address_header: str = "") -> str:
+    """A configuration file of Ray's as this service needs it. `not_ready_page`: an HTTP response. `address_header`: a
+    header to which HAProxy adds the client's address; "": none."""
+    options = f"{OPTIONS}\n    option forwardfor header {address_header}" if address_header else OPTIONS
+    sections = re.split(r"(?m)^(?=\S)", text.replace("mode 666 level admin", "mode 600 level admin"))
+    text = "".join(part for part in sections if not part.startswith(("frontend prometheus\n", "listen stats\n")))
+    text = re.sub(r"\n    retry-on .*", lambda found: found[0] + options, text, count=1)
+    if "\n    use_backend " not in text:
+        text = NOT_FOUND.sub(f"http-request return status 503 errorfile {not_ready_page}", text)
+    return text
+
+
+def error_page(message: str, code: str) -> bytes:
+    """A response of status 503 in OpenAI's form."""
+    body = json.dumps({"error": {"message": message, "type": "server_error", "param": None, "code": code}})
+    head = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nRetry-After: {RETRY_AFTER_S}"
+    return f"HTTP/1.1 503 Service Unavailable\r\n{head}\r\n\r\n{body}".encode()
+
+
+class HAProxy(haproxy.HAProxyApi):
+    """The HAProxy of one node."""
+
+    is_stopping = False
+    replacing: asyncio.Lock
+    """Held while one HAProxy takes the place of another."""
+
+    def _generate_config_file_internal(self) -> None:
+        super()._generate_config_file_internal()
+        path = Path(self.config_file_path)
+        not_ready = path.with_name("503.http")
+        not_ready.write_bytes(error_page(NOT_READY.format("The service"), NOT_READY_CODE))
+        Path(str(self.cfg.error_file_path)).write_bytes(error_page(LOST, LOST_CODE))
+        path.write_text(own_config(path.read_text(), not_ready, address_header()))
+
+    async def _start_and_wait_for_haproxy(self, *extra_args: str, **options: Any) -> Any:
+        process: Any = await super()._start_and_wait_for_haproxy(*extra_args, **options)
+        self._watch = asyncio.ensure_future(self._replace(process))
+        return process
+
+    async def _graceful_reload(self) -> None:
+        async with self.replacing:
+            await super()._graceful_reload()
+
+    async def _replace(self, process: Any) -> None:
+        """Start HAProxy again when this one dies."""
+        status = await process.wait()
+        async with self.replacing:
+            if process is not self._proc or self.is_stopping:
+                return
+            haproxy.logger.warning("HAProxy has ended with %d; it starts again", status)
+            self._proc = await self._start_and_wait_for_haproxy()
+
+    async def stop(self) -> None:
+        self.is_stopping = True
+        await super().stop()
+
+
+def adopt(api: Any) -> None:
+    """Make Ray's control of an HAProxy that has not started yet this service's."""
+    api.__class__, api.replacing = HAProxy, asyncio.Lock()
+    api.cfg.retry_on = RETRY_ON
+    # A replica that refuses a connection is dead: the request goes to the next one at once.
+    api.cfg.observe_error_limit = 1
+    Path(api.cfg.socket_path).parent.chmod(0o700)
+
+
+ray_actor: Any = haproxy.HAProxyManager
+RayManager: Any = ray_actor.__ray_metadata__.modified_class.__ray_actor_class__
+
+
+class HAProxyManager(RayManager):
+    """The actor that controls the HAProxy of one node."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        adopt(self._haproxy)  # its start is a task, which runs after this
+
+
+def install() -> None:
+    """Let Serve's controller, in whose process this runs, start HAProxy as this service needs it."""
+    controller.HAProxyManager = ray.remote(num_cpus=0)(HAProxyManager)  # type: ignore[misc, assignment]

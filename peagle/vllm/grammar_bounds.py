@@ -1,0 +1,265 @@
+"""Bounds of a grammar that are read off its text: size, nesting, and every number that repeats something.
+
+Nothing here compiles a grammar or imports vLLM: one pass over the text, in time linear in it. What a grammar within
+these bounds costs to compile is limited by `peagle.vllm.grammar_checker`.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+CONSTRAINTS = ("json", "regex", "choice", "grammar", "structural_tag")
+"""Fields of `structured_outputs` that hold a grammar."""
+
+_COUNTS = frozenset(
+    {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", "minContains", "maxContains"}
+)
+_DATA = frozenset({"const", "default", "enum", "examples"})
+"""Keywords of a schema whose values are data: a number there repeats nothing."""
+_REGEXES = frozenset({"pattern", "regex", "whitespace_pattern"})
+
+# Every token matches without backtracking, an unfinished string or class to the end of the text: linear time whatever
+# the text is.
+_BRACES = r"(?P<repeat>\{\s*+\d*+\s*+(?:,\s*+\d*+\s*+)?+\})"
+_CLASS = r"\[(?:[^\]\\]|\\.)*+\]?"
+_GROUPS = r"(?P<open>\()|(?P<close>\))"
+_STRINGS = r"""\"(?:[^\"\\\n]|\\.)*+\"?|'(?:[^'\\\n]|\\.)*+'?"""
+_NAMES = r"(?P<name>[A-Za-z_][\w-]*+)|(?P<number>\d++)"
+_REGEX_TOKEN = re.compile(
+    rf"(?P<atom>\\[xu]\{{\w{{0,8}}\}}|\\.|{_CLASS}|[^\\\[\](){{}}?+*]++)|{_BRACES}|{_GROUPS}", re.DOTALL
+)
+_EBNF_TOKEN = re.compile(rf"(?P<atom>{_STRINGS}|{_CLASS}|#[^\n]*+)|{_BRACES}|{_GROUPS}|{_NAMES}", re.DOTALL)
+_LARK_TOKEN = re.compile(
+    rf"(?P<atom>{_STRINGS}|//[^\n]*+)|/(?P<regex>(?:[^/\\\n]|\\.)++)/?|(?P<range>~\s*+\d++(?:\s*+\.\.\s*+\d++)?+)|"
+    rf"{_BRACES}|(?P<open>[(\[])|(?P<close>[)\]])|{_NAMES}",
+    re.DOTALL,
+)
+_EBNF_RULE = re.compile(r"(?<![\w.-])([A-Za-z_][\w.-]*+)\s*+::=")
+_LARK_RULE = re.compile(r"^[ \t]*+[?!]?([A-Za-z_]\w*+)(?:\.-?\d++)?+[^\n:\"/]*+:", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class GrammarLimits:
+    """Limits of one grammar (a schema, regular expression, EBNF, structural tag or list of choices).
+
+    Of its text: `max_chars`; `max_choices`; `max_depth`, lists and objects of a schema in one another, also through
+    `$ref`; `max_repeats`, the largest number that repeats something (items, lengths, properties, `{m,n}`);
+    `max_product`, of such numbers that stand in one another. Of its compilation: `max_cpu_s`, `max_memory_bytes`."""
+
+    max_chars: int = 64 * 1024
+    max_choices: int = 1000
+    max_depth: int = 64
+    max_repeats: int = 65_536
+    max_product: int = 10_000_000
+    max_cpu_s: float = 10.0
+    max_memory_bytes: int = 100 * 2**20
+
+
+class GrammarError(Exception):
+    """`field`: path of what is refused, such as `json.properties.a.maxItems`. `problem`: continues a sentence about
+    it."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field} {problem}")
+        self.field, self.problem = field, problem
+
+
+def check_grammar(field: str, value: Any, limits: GrammarLimits, kind: str = "json") -> None:
+    """Check one grammar. `field`: its name in errors. `kind`: one of `CONSTRAINTS`, which says how to read `value`.
+
+    Raises:
+        GrammarError: for the first bound that it exceeds.
+    """
+    if kind == "choice" and isinstance(value, list) and len(value) > limits.max_choices:
+        raise GrammarError(field, f"has {len(value)} choices, at most {limits.max_choices} are possible")
+    if isinstance(value, str) and len(value) > limits.max_chars:
+        raise GrammarError(field, f"has {len(value)} characters, at most {limits.max_chars} are possible")
+    if isinstance(value, str) and kind in ("json", "structural_tag"):
+        try:
+            value = json.loads(value)
+        except (RecursionError, ValueError) as error:
+            raise GrammarError(field, f"is no JSON: {error}") from None
+    _check_size(field, value, limits)
+    walk = _Walk(field, value, limits)
+    if kind == "regex":
+        walk.check_regex(field, value)
+    elif kind == "grammar":
+        walk.check_rules(field, value)
+    elif kind != "choice":
+        walk.measure(value, (), 0)
+
+
+def check_structured_outputs(field: str, structured: Mapping[str, Any], limits: GrammarLimits) -> None:
+    """`check_grammar` of each constraint in the fields of vLLM's `StructuredOutputsParams`."""
+    for kind in CONSTRAINTS:
+        if structured.get(kind) is not None:
+            check_grammar(f"{field}.{kind}", structured[kind], limits, kind)
+    if (pattern := structured.get("whitespace_pattern")) is not None:
+        check_grammar(f"{field}.whitespace_pattern", pattern, limits, "regex")
+
+
+def _check_size(field: str, value: Any, limits: GrammarLimits) -> None:
+    """Characters (of texts, keys and numbers, and one for each value) and nesting. Stops at the first excess."""
+    num_chars, depth, level = 0, 0, [value]
+    while level:
+        below: list[Any] = []
+        for part in level:
+            if isinstance(part, dict):
+                num_chars += 2 + sum(map(len, filter(_is_text, part)))
+                below.extend(part.values())
+            elif isinstance(part, list):
+                num_chars += 2
+                below.extend(part)
+            else:
+                num_chars += 1 + len(part if isinstance(part, str) else str(part))
+            if num_chars + len(below) > limits.max_chars:
+                raise GrammarError(field, f"has more than {limits.max_chars} characters")
+        depth += 1
+        if below and depth > limits.max_depth:
+            raise GrammarError(field, f"is nested more than {limits.max_depth} levels deep")
+        level = below
+
+
+def _is_text(key: object) -> bool:
+    return isinstance(key, str)
+
+
+class _Walk:
+    """One pass over a schema. Numbers that stand in one another are multiplied, also through `$ref`; a schema or rule
+    that refers to itself repeats without a bound of its own, and counts once."""
+
+    def __init__(self, field: str, root: Any, limits: GrammarLimits) -> None:
+        self._field, self._root, self._limits = field, root, limits
+        self._products: dict[int, int] = {}  # by the id of a part of `root`
+
+    def measure(self, part: Any, path: tuple[str, ...], depth: int) -> int:
+        """The largest product of numbers that stand in one another in `part`."""
+        if not isinstance(part, dict | list):
+            return 1
+        if (found := self._products.get(id(part))) is not None:
+            return found
+        if depth > self._limits.max_depth:
+            raise GrammarError(self._at(path), f"is nested more than {self._limits.max_depth} levels deep, with $ref")
+        self._products[id(part)] = 1
+        if isinstance(part, list):
+            product = max((self.measure(one, (*path, str(n)), depth + 1) for n, one in enumerate(part)), default=1)
+        else:
+            product = self._measure_object(part, path, depth)
+        self._products[id(part)] = product
+        return product
+
+    def _measure_object(self, part: dict[str, Any], path: tuple[str, ...], depth: int) -> int:
+        repeats, inner = 1, 1
+        is_repeat = part.get("type") == "repeat"  # a format of structural tags
+        for key, item in part.items():
+            if key in _COUNTS or (is_repeat and key in ("min", "max")):
+                if isinstance(item, int | float):
+                    repeats = max(repeats, self._count(item, (*path, key)))
+                    continue
+            elif key in _DATA:
+                continue
+            elif isinstance(item, str):
+                inner = max(inner, self._measure_text(key, item, (*path, key), depth))
+                continue
+            if key == "patternProperties" and isinstance(item, dict):
+                for pattern in item:
+                    inner = max(inner, self.check_regex(self._at((*path, key)), pattern))
+            inner = max(inner, self.measure(item, (*path, key), depth + 1))
+        return self._check_product(repeats * inner, self._at(path))
+
+    def _measure_text(self, key: str, text: str, path: tuple[str, ...], depth: int) -> int:
+        if key == "$ref":
+            return self.measure(self._resolve(text), path, depth + 1)
+        if key in _REGEXES:
+            return self.check_regex(self._at(path), text)
+        return self.check_rules(self._at(path), text) if key == "grammar" else 1
+
+    def _resolve(self, pointer: str) -> Any:
+        part = self._root
+        for step in pointer.removeprefix("#").strip("/").split("/"):
+            name = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(part, dict) and name in part:
+                part = part[name]
+            elif name:
+                return None  # the compiler says what is wrong with it
+        return part
+
+    def check_regex(self, field: str, pattern: Any) -> int:
+        """The largest product of repetitions in one another of a regular expression."""
+        if not isinstance(pattern, str):
+            return 1
+        return self._scan(field, _REGEX_TOKEN.finditer(pattern), lambda name: 1)
+
+    def check_rules(self, field: str, text: Any) -> int:
+        """The same of a grammar in EBNF or Lark, where a rule's name stands for what the rule repeats."""
+        if not isinstance(text, str):
+            return 1
+        rule, token = (_EBNF_RULE, _EBNF_TOKEN) if "::=" in text else (_LARK_RULE, _LARK_TOKEN)
+        heads = list(rule.finditer(text))
+        ends = [*(head.start() for head in heads[1:]), len(text)]
+        bodies: dict[str, str] = {}
+        for head, end in zip(heads, ends, strict=False):
+            bodies[head[1]] = bodies.get(head[1], "") + text[head.end() : end]
+        products: dict[str, int] = {}
+
+        def measure(name: str) -> int:
+            if name in bodies and name not in products:
+                products[name] = 1
+                products[name] = self._scan(field, token.finditer(bodies[name]), measure)
+            return products.get(name, 1)
+
+        try:
+            return max([self._scan(field, token.finditer(text[: heads[0].start() if heads else None]), lambda name: 1),
+                        *map(measure, bodies)])  # fmt: skip
+        except RecursionError:
+            raise GrammarError(field, "has rules that refer to one another too deeply") from None
+
+    def _scan(self, field: str, tokens: Iterator[re.Match[str]], measure: Callable[[str], int]) -> int:
+        groups, last = [1], 1
+        for token in tokens:
+            kind, text = token.lastgroup, token[0]
+            if kind == "open":
+                groups.append(1)
+                last = 1
+            elif kind == "close":
+                last = groups.pop() if len(groups) > 1 else 1
+                groups[-1] = max(groups[-1], last)
+            elif kind in ("repeat", "range"):
+                if found := re.findall(r"\d+", text):
+                    last *= max(1, *(self._count_text(field, digits) for digits in found))
+                    groups[-1] = max(groups[-1], self._check_product(last, field))
+            elif kind == "regex":
+                last = self.check_regex(field, token["regex"])
+                groups[-1] = max(groups[-1], last)
+            elif kind == "name":
+                last = measure(text)
+                groups[-1] = max(groups[-1], last)
+            elif kind == "number":  # of a schema within a Lark grammar
+                self._count_text(field, text)
+            else:
+                last = 1
+        return max(groups)
+
+    def _count_text(self, field: str, digits: str) -> Any:
+        # Python refuses to read thousands of digits.
+        digits = digits.lstrip("0")[:20] or "0"
+        return self._check_count(int(digits), field, digits)
+
+    def _count(self, number: float, path: tuple[str, ...]) -> int:
+        return int(self._check_count(number, self._at(path), f"{number:.12g}"))
+
+    def _check_count(self, number: Any, field: str, shown: str) -> Any:
+        if not number <= self._limits.max_repeats:
+            raise GrammarError(field, f"repeats {shown} times, at most {self._limits.max_repeats} are possible")
+        return number
+
+    def _check_product(self, product: int, field: str) -> int:
+        if product > self._limits.max_product:
+            most = self._limits.max_product
+            raise GrammarError(field, f"repeats in one another {product} times in all, at most {most} are possible")
+        return product
+
+    def _at(self, path: tuple[str, ...]) -> str:
+        return ".".join((self._field, *path))

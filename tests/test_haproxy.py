@@ -1,0 +1,153 @@
+"""HAProxy as this service configures it: the real one, controlled by Ray's own code, without Ray."""
+
+import asyncio
+import os
+import signal
+import socket
+import stat
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from ray.serve._private import controller
+from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, HAProxyManager, ServerConfig
+from ray.serve.config import HTTPOptions
+
+from deployments import compat, haproxy
+
+Use = Callable[[Any, httpx.AsyncClient], Awaitable[None]]
+
+
+def free_ports(num: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(num)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def use_haproxy(folder: Path, use: Use) -> None:
+    """Run `use` on a started HAProxy and a client of it, then stop that HAProxy."""
+
+    async def run() -> None:
+        http, stats, metrics = free_ports(3)
+        api: Any = HAProxyApi(
+            HAProxyConfig(
+                socket_path=str(folder / "admin.sock"),
+                metrics_socket_path=str(folder / "metrics.sock"),
+                server_state_base=str(folder),
+                server_state_file=str(folder / "server-state"),
+                stats_port=stats,
+                metrics_port=metrics,
+                http_options=HTTPOptions(host="127.0.0.1", port=http),
+                is_head=True,
+            ),
+            config_file_path=str(folder / "haproxy.cfg"),
+        )
+        haproxy.adopt(api)
+        await api.start()
+        try:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http}") as client:
+                await use(api, client)
+        finally:
+            await api.stop()
+        assert api.count_haproxy_processes() == 0
+
+    asyncio.run(run())
+
+
+async def serve_ok(api: Any) -> None:
+    """Put a server that answers 200 behind this HAProxy."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    target = ServerConfig(name="target", host="127.0.0.1", port=server.sockets[0].getsockname()[1])
+    api.set_backend_configs({"app": BackendConfig(name="app", path_prefix="/", app_name="app", servers=[target])})
+    await api.reload()
+
+
+async def wait_for_answer(client: httpx.AsyncClient) -> list[Any]:
+    """Statuses, or kinds of error, until the first 200."""
+    seen: list[Any] = []
+    async with asyncio.timeout(30):
+        while not seen or seen[-1] != 200:
+            try:
+                seen.append((await client.get("/v1/models")).status_code)
+            except httpx.TransportError as error:
+                seen.append(type(error))
+            await asyncio.sleep(0.02)
+    return seen
+
+
+def test_before_any_application_is_known_a_request_gets_503_with_retry_after(tmp_path: Path) -> None:
+    async def use(_: Any, client: httpx.AsyncClient) -> None:
+        answer = await client.post("/v1/completions", json={"prompt": "a"})
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, str(compat.RETRY_AFTER_S))
+        assert answer.json()["error"]["code"] == compat.NOT_READY_CODE
+
+    use_haproxy(tmp_path, use)
+
+
+def test_nothing_but_the_service_listens_and_other_users_cannot_control_it(tmp_path: Path) -> None:
+    async def use(api: Any, _: httpx.AsyncClient) -> None:
+        for port in (api.cfg.stats_port, api.cfg.metrics_port):
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection("127.0.0.1", port)
+        assert stat.S_IMODE((tmp_path / "admin.sock").stat().st_mode) == 0o600
+        assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
+
+    use_haproxy(tmp_path, use)
+
+
+def test_a_killed_haproxy_starts_again_with_its_servers_and_takes_later_changes(tmp_path: Path) -> None:
+    async def use(api: Any, client: httpx.AsyncClient) -> None:
+        await serve_ok(api)
+        await wait_for_answer(client)
+        killed = api._proc.pid
+        os.kill(killed, signal.SIGKILL)
+        seen = await wait_for_answer(client)
+        assert 404 not in seen
+        await api.reload()
+        assert await api._get_running_pid() not in (None, killed)
+        await wait_for_answer(client)
+
+    use_haproxy(tmp_path, use)
+
+
+def test_a_server_that_died_gives_503_with_retry_after(tmp_path: Path) -> None:
+    async def use(api: Any, client: httpx.AsyncClient) -> None:
+        (port,) = free_ports(1)
+        gone = ServerConfig(name="target", host="127.0.0.1", port=port)
+        api.set_backend_configs({"app": BackendConfig(name="app", path_prefix="/", app_name="app", servers=[gone])})
+        await api.reload()
+        answer = await client.get("/v1/models")
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, str(compat.RETRY_AFTER_S))
+        assert answer.json()["error"]["code"] == compat.LOST_CODE
+
+    use_haproxy(tmp_path, use)
+
+
+def test_a_path_outside_of_the_application_is_not_found() -> None:
+    text = "backend b\n    use_backend a if is_a\n    http-request return status 404 content-type text/plain\n"
+    assert haproxy.own_config(text, Path("503.http")) == text
+
+
+def test_serves_controller_starts_this_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller, "HAProxyManager", HAProxyManager)
+    haproxy.install()
+    made: Any = controller.HAProxyManager
+    assert made.__ray_metadata__.modified_class.__ray_actor_class__ is haproxy.HAProxyManager
+
+
+def test_another_ray_whose_configuration_lacks_a_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    haproxy.check()
+    monkeypatch.setattr(haproxy, "HAPROXY_CONFIG_TEMPLATE", haproxy.HAPROXY_CONFIG_TEMPLATE.replace("mode 666", ""))
+    with pytest.raises(compat.CompatError, match="mode 666 level admin"):
+        haproxy.check()
