@@ -443,7 +443,7 @@ class LimitSettings(Section):
     (`max_grammar_mib`) to compile it, in a process of its own."""
 
     max_body_bytes: int = Field(default=4 * 2**20, ge=1)
-    max_body_bytes_in_flight: int = Field(default=256 * 2**20, ge=1)
+    max_body_bytes_in_flight: int = Field(default=128 * 2**20, ge=1)
     max_body_values: int = Field(default=150_000, ge=1)
     max_list_entries: int = Field(default=2048, ge=1)
     max_num_sequences: int = Field(default=16, ge=1)

@@ -126,7 +126,7 @@ def type_problems(path: str, value: Any, expected: Any) -> list[str]:
 
 def nearest(key: Any, known: Collection[str]) -> str:
     """`; did you mean X?` for the known name most like `key`, or nothing when none is like it."""
-    close = difflib.get_close_matches(str(key), list(known), n=1, cutoff=0.7)
+    close = difflib.get_close_matches(str(key), list(known), n=1, cutoff=0.69)
     return f"; did you mean {close[0]}?" if close else ""
 
 

@@ -57,6 +57,9 @@ def test_an_answer_is_judged_by_its_status_and_form(response: httpx.Response, pr
 
 @pytest.fixture(scope="module")
 def watch(application: "Service") -> Iterator[Watch]:
+    """Of an engine that has loaded what all kinds of requests need: that stays, whoever asks first."""
+    with httpx.Client(base_url=application.url, timeout=60) as client:
+        HOSTILE["all kinds of neighbours"](client)
     with Watch(application.url) as watch:
         yield watch
 

@@ -300,7 +300,7 @@ def test_stock_vllm_cannot_read_what_is_written_anew(tmp_path: Path, targets: di
 
 
 def test_a_plain_head_is_used_where_it_lies(tmp_path: Path, targets: dict[int, Path]) -> None:
-    folder = as_amazon(tmp_path / "head")
+    folder = head(tmp_path / "head", CONFIG)
     assert prepare_head(folder, targets[100], tmp_path / "cache") == folder
     assert not (tmp_path / "cache").exists()
     assert json.loads((folder / "config.json").read_text())["ptd_token_id"] == 99

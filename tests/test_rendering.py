@@ -57,7 +57,7 @@ def config(target_dir: Path, environment: None) -> Any:
 @pytest.fixture
 def counting(config: Any) -> Counting:
     found = Counting(config)
-    client: Any = SimpleNamespace(input_processor=None, model_config=None, output_processor=None)
+    client: Any = SimpleNamespace(input_processor=None, model_config=None, output_processor=None, vllm_config=None)
     client.renderer = found.renderer
     render_at_once(client)
     return found
@@ -117,6 +117,6 @@ def test_an_error_in_a_template_reaches_the_caller(counting: Counting) -> None:
 
 
 def test_a_client_without_a_renderer_is_refused_in_one_line() -> None:
-    client: Any = SimpleNamespace(input_processor=None, model_config=None, output_processor=None)
+    client: Any = SimpleNamespace(input_processor=None, model_config=None, output_processor=None, vllm_config=None)
     with pytest.raises(UnsupportedVLLMError, match=r"SimpleNamespace\.renderer"):
         render_at_once(client)

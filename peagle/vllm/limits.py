@@ -97,14 +97,15 @@ class CheckedInputProcessor(InputProcessor):
         return InputProcessor._validate_params(checker, params, supported_tasks)
 
     def _validate_model_input(self, prompt_input: Any, prompt_type: Any) -> None:
-        super()._validate_model_input(prompt_input, prompt_type)
         vocab_size = self.model_config.get_vocab_size()
-        # Placeholders of images may lie beyond the vocabulary, so only a prompt of text is checked.
+        # Placeholders of images may lie beyond the vocabulary, so only a prompt of text is checked; before vLLM, whose
+        # refusal names no field.
         if (
             prompt_input["type"] == "token"
             and (found := max(prompt_input["prompt_token_ids"], default=0)) >= vocab_size
         ):
             raise _refusal("prompt", f"holds token id {found}, the model's ids are 0 to {vocab_size - 1}")
+        super()._validate_model_input(prompt_input, prompt_type)
 
 
 def guard(client: Any, grammar_limits: GrammarLimits | None = None) -> GrammarChecker:
