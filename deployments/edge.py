@@ -581,11 +581,10 @@ def num_prompts(body: Body) -> int:
 
 
 def grammars(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a request from which the engine makes a grammar."""
-    found = {name: fields[name] for name in ("structured_outputs", "response_format") if fields.get(name)}
-    if fields.get("tools") and fields.get("tool_choice", "none") not in ("none", "auto"):
-        found["tools"] = fields["tools"]
-    return found
+    """The fields of a request from which the engine makes a grammar; of several it obeys the first."""
+    is_call = fields.get("tools") and fields.get("tool_choice", "none") not in ("none", "auto")
+    names = (*(("tools",) if is_call else ()), "structured_outputs", "response_format")
+    return {name: fields[name] for name in names if fields.get(name)}
 
 
 # ---- what is admitted

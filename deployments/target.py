@@ -372,9 +372,14 @@ class TargetServer(LLMServer):
         """`failure` of a request of which nothing has been answered, with its cause where it can be told."""
         if self._client.errored:
             return engine_lost()
+        # vLLM makes its structured_outputs of whichever field of the client's says what may be answered.
+        name = next(iter(grammars(admitted.fields)), "tools" if admitted.fields.get("tools") else None)
+        param = failure.param or ""
+        if name is not None and param.partition(".")[0] == "structured_outputs":
+            message = failure.message.replace("structured_outputs", name)
+            return ApiError(failure.status, message, param=param.replace("structured_outputs", name))
         if failure.status == 500 and grammars(admitted.fields):
             # vLLM ends a request whose grammar rejects every token, such as that of a schema which refers to itself.
-            name = next(iter(grammars(admitted.fields)))
             return ApiError(400, f"{name} cannot be followed: its grammar allows no text", param=name)
         return failure
 

@@ -1,6 +1,7 @@
 """Grammars are compiled in a process of their own, whose children the kernel ends when they take too much."""
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
@@ -59,6 +60,10 @@ def test_a_grammar_comes_back_as_vllms_validation_leaves_it(checker: GrammarChec
     assert isinstance(found, CheckedGrammar)
     assert check(checker, run, json={"type": "integer", "multipleOf": 7})._backend == "guidance"
     assert check(checker, run, json_object=True)._backend == "xgrammar"
+    assert check(checker, run, choice=["", "a"]).grammar == 'root ::= "" | "a"'
+    one_or_two = {"type": "sequence", "elements": [{"type": "json_schema", "json_schema": {"enum": [1, 2]}}]}
+    tag = json.dumps({"type": "structural_tag", "format": one_or_two})
+    assert check(checker, run, structural_tag=tag).structural_tag == tag
     assert status(checker.pid, "Threads") == "1"
     assert status(checker.pid, "PPid") == str(os.getpid())
 
@@ -69,6 +74,8 @@ def test_a_grammar_comes_back_as_vllms_validation_leaves_it(checker: GrammarChec
         ({"regex": "("}, "unclosed group"),
         ({"regex": r"[^\s\S]"}, "the grammar allows no text"),
         ({"json": {"$ref": "#"}}, "the grammar allows no text"),
+        ({"grammar": "root ::= "}, "the grammar allows no text"),
+        ({"choice": [""]}, "the grammar allows no text"),
         ({"json": {"minItems": 10**7}}, "structured_outputs.json.minItems repeats 10000000 times, at most 65536"),
         ({"json": {"type": "nothing"}}, "structured_outputs: "),
         ({"json": {"a": object()}}, "structured_outputs is no JSON|has more"),

@@ -12,7 +12,7 @@ from tests.service_harness import QUESTION, Service
 
 pytestmark = pytest.mark.service
 
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -27,11 +27,13 @@ WEATHER = {
 }
 NAMED = {"type": "function", "function": {"name": "weather"}}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Porto"}}</tool_call>'
+STRICT = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
 WAYS: dict[str, dict[str, Any]] = {
-    "named": {"tool_choice": NAMED},
-    "required": {"tool_choice": "required"},
-    "auto": {"extra_body": {"structured_outputs": {"choice": [CALL]}}},
+    "named": {"tools": [STRICT], "tool_choice": NAMED},
+    "required": {"tools": [STRICT], "tool_choice": "required"},
+    "auto": {"tools": [WEATHER], "extra_body": {"structured_outputs": {"choice": [CALL]}}},
 }
+"""Without `strict` vLLM lets the arguments of a call be any JSON."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def service(application: Service) -> Service:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_call_has_openais_form_whole_and_as_a_stream(service: Service, way: str) -> None:
-    asked = {"model": service.model, "messages": QUESTION, "tools": [WEATHER], "max_tokens": 100, "temperature": 0}
+    asked = {"model": service.model, "messages": QUESTION, "max_tokens": 100, "temperature": 0}
     chat = service.client().chat.completions
     answer = chat.create(**asked, **WAYS[way])
     assert answer.drafting["num_draft_tokens"] > 0

@@ -147,6 +147,9 @@ def test_who_hears_of_an_engines_death_needs_no_vllm_to_read_it() -> None:
         assert b"vllm." not in pickle.dumps(raised.value)
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
 def test_an_engine_that_dies_in_a_stream_ends_it_in_words_of_our_own() -> None:
     """vLLM turns the engine's death into an event that speaks of a stack trace above, with code 500."""
     died = json.dumps(create_error_response(EngineDeadError()).model_dump())
@@ -171,9 +174,31 @@ def test_an_engine_that_dies_in_a_stream_ends_it_in_words_of_our_own() -> None:
 
 
 def test_what_the_engine_refuses_in_a_stream_keeps_its_field() -> None:
-    refusal = create_error_response(VLLMValidationError("too slow", parameter="structured_outputs"))
+    refusal = create_error_response(VLLMValidationError("too slow", parameter="prompt"))
     (refused,) = items(Replica(lambda _: events(f"data: {json.dumps(refusal.model_dump())}\n\n")), stream=True)
-    assert (refused.status, refused.param) == (400, "structured_outputs")
+    assert (refused.status, refused.param) == (400, "prompt")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tools"),
+    ],
+)
+def test_a_refused_grammar_is_named_by_the_field_that_the_client_sent(
+    fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    """vLLM makes structured_outputs of each of them."""
+    error = VLLMValidationError("structured_outputs: allows no text", parameter="structured_outputs")
+    refusal = create_error_response(error)
+    event = f"data: {json.dumps(refusal.model_dump())}\n\n"
+    (refused,) = items(Replica(lambda _: events(event) if stream else refusal), stream=stream, **fields)
+    assert (refused.status, refused.param) == (400, param)
+    assert refused.message.startswith(f"{param}: allows no text")
 
 
 @pytest.mark.parametrize(

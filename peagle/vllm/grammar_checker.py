@@ -27,6 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
+import numpy as np
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -236,7 +237,8 @@ class _Compilers:
         grammar = backend.compile_grammar(*get_structured_output_key(structured))
         mask = backend.allocate_token_bitmask(1)
         grammar.fill_bitmask(mask, 0)
-        if not mask.any():
+        first = np.flatnonzero(np.unpackbits(mask.numpy().view(np.uint8), bitorder="little"))
+        if not np.any(first != getattr(self._tokenizer, "eos_token_id", None)):
             return {"error": "the grammar allows no text"}
         changed = {name: getattr(structured, name) for name in _FIELDS if getattr(structured, name) != fields.get(name)}
         return {**changed, "_backend": structured._backend, "_backend_was_auto": structured._backend_was_auto}
