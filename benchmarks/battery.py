@@ -459,26 +459,28 @@ def battery(
         if rows:
             watch.wait_until_well()
         last_s = time.monotonic()
-    by_name = {made["name"]: made for made in inputs}
-    problems = [{**in_seconds(row), "input": by_name.get(row["name"])} for row in rows if row["problem"]]
-    return {
-        "inputs": {
-            "num_named": len(named),
-            "num_generated": len(inputs),
-            "num_alone": len(alone),
-            "num_together": len(rows),
-            "sha256_of_generated": hashlib.sha256(json.dumps(inputs).encode()).hexdigest(),
-        },
-        "all": {**watch.report(started_s, last_s), "seconds": round(last_s - started_s, 1)},
-        "together": {
-            **watch.report(together_s, last_s),
-            "seconds": round(ended_s - together_s, 1),
-            "statuses": dict(sorted(Counter(row["answer"][:3] for row in rows).items())),
-            "slowest": [in_seconds(row) for row in sorted(rows, key=lambda row: row["start_s"] - row["end_s"])[:15]],
-            "problems": problems,
-        },
-        "alone": [in_seconds(row) for row in alone],
-    }
+        by_name = {made["name"]: made for made in inputs}
+        problems = [{**in_seconds(row), "input": by_name.get(row["name"])} for row in rows if row["problem"]]
+        return {
+            "inputs": {
+                "num_named": len(named),
+                "num_generated": len(inputs),
+                "num_alone": len(alone),
+                "num_together": len(rows),
+                "sha256_of_generated": hashlib.sha256(json.dumps(inputs).encode()).hexdigest(),
+            },
+            "all": {**watch.report(started_s, last_s), "seconds": round(last_s - started_s, 1)},
+            "together": {
+                **watch.report(together_s, last_s),
+                "seconds": round(ended_s - together_s, 1),
+                "statuses": dict(sorted(Counter(row["answer"][:3] for row in rows).items())),
+                "slowest": [
+                    in_seconds(row) for row in sorted(rows, key=lambda row: row["start_s"] - row["end_s"])[:15]
+                ],
+                "problems": problems,
+            },
+            "alone": [in_seconds(row) for row in alone],
+        }
 
 
 def in_seconds(row: dict[str, Any]) -> dict[str, Any]:
