@@ -1,7 +1,6 @@
 """The address of a client, as the real HAProxy tells it to a replica, controlled by Ray's own code, without Ray."""
 
 import asyncio
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,9 @@ import pytest
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
 
+from benchmarks.common import free_port
 from deployments import compat, haproxy
 from deployments.up import RAY_ENVIRONMENT, ray_environment
-
-
-def free_ports(num: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(num)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def test_the_last_header_of_the_secret_name_is_the_clients_address(
@@ -38,7 +30,7 @@ def test_the_last_header_of_the_secret_name_is_the_clients_address(
         writer.close()
 
     async def run() -> None:
-        http, stats, metrics = free_ports(3)
+        http, stats, metrics = (free_port() for _ in range(3))
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         target = ServerConfig(name="target", host="127.0.0.1", port=server.sockets[0].getsockname()[1])
         config = HAProxyConfig(

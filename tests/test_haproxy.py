@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import stat
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,24 +14,17 @@ from ray.serve._private import controller
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, HAProxyManager, ServerConfig
 from ray.serve.config import HTTPOptions
 
+from benchmarks.common import free_port
 from deployments import compat, haproxy
 
 Use = Callable[[Any, httpx.AsyncClient], Awaitable[None]]
-
-
-def free_ports(num: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(num)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def use_haproxy(folder: Path, use: Use) -> None:
     """Run `use` on a started HAProxy and a client of it, then stop that HAProxy."""
 
     async def run() -> None:
-        http, stats, metrics = free_ports(3)
+        http, stats, metrics = (free_port() for _ in range(3))
         api: Any = HAProxyApi(
             HAProxyConfig(
                 socket_path=str(folder / "admin.sock"),
@@ -123,7 +115,7 @@ def test_a_killed_haproxy_starts_again_with_its_servers_and_takes_later_changes(
 
 def test_a_server_that_died_gives_503_with_retry_after(tmp_path: Path) -> None:
     async def use(api: Any, client: httpx.AsyncClient) -> None:
-        (port,) = free_ports(1)
+        port = free_port()
         gone = ServerConfig(name="target", host="127.0.0.1", port=port)
         api.set_backend_configs({"app": BackendConfig(name="app", path_prefix="/", app_name="app", servers=[gone])})
         await api.reload()
