@@ -18,6 +18,7 @@ import httpx
 MAX_TOKENS = 4
 NUM_IDLE, NUM_UNFINISHED, UNFINISHED_BYTES, HOLD_S = 1000, 40, 4 * 2**20, 5.0
 """Connections that send nothing; bodies that do not end, and the bytes of each; how long both are held."""
+UNFINISHED = f"{NUM_UNFINISHED} bodies of 4 MiB without their end"
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 HELLO = [{"role": "user", "content": "Count from one to ten."}]
@@ -398,7 +399,7 @@ HTTP: dict[str, Ask] = {
     "a name of lone surrogates": expect_raw(400, content=b'{"messages":[],"\\ud800":1}'),
     "70,000 fields": lambda client: expect(400, **{f"f{number}": 1 for number in range(70_000)})(client),
     "1,000 idle connections": idle_connections,
-    f"{NUM_UNFINISHED} bodies of 4 MiB without their end": unfinished_bodies,
+    UNFINISHED: unfinished_bodies,
     "8 streams that nobody reads": slow_readers,
     "20 clients that leave": clients_that_leave,
 }
