@@ -122,34 +122,6 @@ def test_heads_are_counted_side_by_side_and_the_majority_is_current():
     assert ledger.take([report("b", "")]).head == "new"
 
 
-def test_workloads_with_heads_of_their_own():
-    ledger = Ledger()
-    heads = {"x": "own"}
-    ledger.take([report(heads=heads, x=workload([]), y=workload([]))])
-    news = ledger.take([report(heads=heads, x=workload([(1, 0)]), y=workload([(1, 1)]))])
-    assert news.by_head == {"own": {"x": Counts([1], [1], [0])}, "h": {"y": Counts([1], [1], [1])}}
-    assert (news.heads, news.head) == (heads, "h")
-
-
-def test_a_ledger_goes_on_after_a_restart_of_its_own():
-    ledger = Ledger()
-    ledger.take([report("a", heads={"x": "own"}, x=workload([(3, 1)] * 9, 4)), report("b")])
-    restored = Ledger.from_wire(json.loads(json.dumps(ledger.to_wire())))
-    assert restored.to_wire() == ledger.to_wire()
-    assert restored.take([report("a", x=workload([(3, 1)] * 9, 4))]).workloads["x"] == WorkloadCounts()
-    for damaged in ({}, None, {"head": "", "heads": {}, "replicas": [{"replica": "a"}]}):
-        with pytest.raises(ValueError, match="cannot be read"):
-            Ledger.from_wire(damaged)
-
-
-def test_replicas_are_forgotten_by_age():
-    ledger = Ledger()
-    for number in range(Ledger.MAX_REPLICAS + 1):
-        ledger.take([report(str(number), x=workload([(1, 1)], 1))])
-    assert ledger.take([report("1", x=workload([(1, 1)], 1))]).workloads["x"] == WorkloadCounts()
-    assert ledger.take([report("0", x=workload([(1, 1)], 1))]).workloads["x"].num_started == 1
-
-
 @given(STEPS, STEPS)
 def test_reports_travel_as_json(first, second):
     counted = report("a", "digest", heads={"x": "own"}, x=workload(first, 3, 1, 1), y=workload(second, 2))

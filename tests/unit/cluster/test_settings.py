@@ -138,16 +138,6 @@ def test_defaults_come_from_the_head_and_the_source(catalog: Catalog) -> None:
     assert (policy.max_draft_tokens, policy.max_k, policy.default_k) == (7, 7, 7)
 
 
-def test_what_the_operator_names_is_known_from_the_start(catalog: Catalog) -> None:
-    args = changed(model__aliases={"tiny-docs": "docs"}, callers={"web": {**KEY, "workload": "pages", "max_k": 6}})
-    settings = load_settings(args, catalog)
-    assert settings.named_workloads() == {"code", "chat", "docs", "pages"}
-    assert load_settings(GOOD, catalog).named_workloads() == {"code", "chat"}
-    wanted = changed(depth__objectives={"agents": {"kind": "latency"}})
-    assert load_settings(wanted, catalog).named_workloads() == {"code", "chat", "agents"}
-    assert load_settings(GOOD, catalog).caller_table() is None
-
-
 def test_without_a_drafter_nothing_is_drafted(catalog: Catalog) -> None:
     for args in (changed(drafter=..., depth=...), changed(drafter=None, depth=...)):
         settings = load_settings(args, catalog)
@@ -394,13 +384,6 @@ def test_autoscaling_that_cannot_be_meant_is_named(catalog: Catalog, section: di
     assert any(words in problem for problem in problems), problems
 
 
-def test_options_of_verification_go_with_a_remote_drafter(catalog: Catalog) -> None:
-    options = {"rejection_sample_method": "synthetic"}
-    drafter = load_settings(remote(drafter__engine_options=options), catalog).drafter
-    assert drafter is not None
-    assert drafter.engine_options == options
-
-
 def test_a_remote_drafter_scales_too(catalog: Catalog) -> None:
     args = remote(autoscaling=QUEUE, target__num_replicas=...)
     assert any("autoscaling.drafter is missing" in problem for problem in problems_of(args, catalog))
@@ -610,13 +593,6 @@ def test_workloads_find_their_heads_by_index(catalog: Catalog) -> None:
     assert settings.named_workloads() == {"code", "chat", "sql"}
 
 
-def test_a_head_that_is_not_here_yet_is_compared_later(catalog: Catalog) -> None:
-    drafter = drafter_of(
-        remote(drafter__head="org/peagle-head", drafter__heads_by_workload={"code": "org/another"}), catalog
-    )
-    assert drafter.heads == ("org/peagle-head", "org/another")
-
-
 def test_a_user_config_swaps_heads_and_leaves_the_rest(catalog: Catalog) -> None:
     drafter = drafter_of(remote(), catalog)
     assert swapped(drafter, {}, catalog) == drafter
@@ -674,13 +650,6 @@ def test_live_settings_that_cannot_be_leave_a_running_service_as_it_was(
     assert all(word in record.getMessage() for word in words), record.getMessage()
 
 
-def test_what_live_settings_leave_out_stays(catalog: Catalog) -> None:
-    settings = load_settings(changed(callers={"web": KEY}), catalog)
-    found = settings_with(settings, {"limits": {"max_num_sequences": 2}})
-    assert found.limits.max_num_sequences == 2
-    assert found.model_copy(update={"limits": settings.limits}) == settings
-
-
 ROOT = Path(__file__).parents[3]
 SERVICES = {
     path.name: document["applications"]
@@ -710,24 +679,3 @@ def test_every_shipped_service_config_makes_an_application_and_a_manifest(name: 
     num_gpus = sent["engine"].get("tensor_parallel_size", 1) * sent["target"]["bundle"].get("GPU", 0)
     num_gpus += sent["drafter"].get("replicas", {}).get("num_gpus", 0)
     assert int(workers["resources"]["limits"].get("nvidia.com/gpu", 0)) == num_gpus
-
-
-REMOTE_FORM = "placement: remote, and replicas: {num_gpus: 1, cache_gib: 8}, in drafter"
-
-
-@pytest.mark.parametrize("name", [name for name in SERVICES if REMOTE_FORM in (ROOT / "configs" / name).read_text()])
-def test_the_remote_form_that_a_config_speaks_of_makes_an_application(name: str) -> None:
-    args = copy.deepcopy(SERVICES[name][0]["args"])
-    args["drafter"] |= {"placement": "remote", "replicas": {"num_gpus": 1, "cache_gib": 8}}
-    assert isinstance(build(args), serve.Application)
-
-
-def test_three_configs_speak_of_it() -> None:
-    assert sum(REMOTE_FORM in (ROOT / "configs" / name).read_text() for name in SERVICES) == 3
-
-
-@pytest.mark.parametrize("name", SERVICES)
-def test_a_shipped_config_fits_a_screen(name: str) -> None:
-    text = (ROOT / "configs" / name).read_text()
-    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    assert len(lines) <= 25

@@ -101,16 +101,6 @@ def test_chances_are_those_of_drafting_there(target: Target, changes: dict) -> N
             np.testing.assert_allclose(chance_NK[newest - prompt], expected_K.numpy(), rtol=1e-4)
 
 
-def test_eagle3_heads_go_on_beyond_their_training_and_p_eagle_heads_do_not(target: Target) -> None:
-    data = random_data(3)
-    longer = replay(new_drafter(target, ptd_token_id=None), target, data, num_depths=5)
-    shorter = replay(new_drafter(target, ptd_token_id=None), target, data)
-    for five, three in zip(longer.accepted, shorter.accepted, strict=True):
-        assert np.minimum(five, NUM_DEPTHS).tolist() == three.tolist()
-    with pytest.raises(ValueError, match="trained to draft 3"):
-        replay(new_drafter(target), target, data, num_depths=5)
-
-
 def test_drafts_know_the_true_prefix_only(target: Target) -> None:
     """Changing the answer from one token on changes nothing that drafts before it could see."""
     drafter, data = new_drafter(target), random_data(1, seed=4)
@@ -243,18 +233,6 @@ def test_walk_at_temperature_1_is_decoding_at_temperature_1(target: Target, tmp_
         gaps = [abs(ours["acceptance_length"][k] - side["acceptance_length"][k]) for side in (same, other)]
         assert gaps[0] < 3 * error, (ours, same)
         assert gaps[1] > 6 * error, "greedy texts give the same: nothing is shown"
-
-
-def test_answers_left_out_are_counted_by_reason_and_group(target: Target) -> None:
-    data = Conversations.from_lists([[1, 2]] * 4, [[3], [1] * 40, [1, 2, 3], []])
-    groups = ["empty", "long", "fine", "empty"]
-    found = replay(new_drafter(target), target, data, max_tokens=20)
-    summary = program.summarize(found, program.group_names(data, groups))
-    assert summary["all"]["skipped"] == {"fewer than 2 answer tokens": 2, "more than 20 tokens": 1}
-    assert summary["all"]["num_answers"] == 1
-    assert summary["empty"] == {"num_answers": 0, "num_tokens": 0, "skipped": {"fewer than 2 answer tokens": 2}}
-    assert "skipped" not in summary["fine"]
-    assert "skipped 1: more than 20 tokens" in program.table({"groups": summary})
 
 
 @pytest.fixture

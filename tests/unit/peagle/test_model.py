@@ -111,13 +111,6 @@ def test_training_pass_equals_drafting_with_a_cache(config: DrafterConfig, ratio
     assert num_rows == num_anchors * NUM_DEPTHS if ratio == 1.0 else num_rows > 2 * num_anchors
 
 
-def test_absolute_positions_draft_the_same() -> None:
-    """RoPE sees differences only, so positions may count through a packed sequence."""
-    drafter, data = random_drafter(CONFIG), training_pass(0.7)
-    difference, _ = largest_difference(drafter, data, Sight.of(data.rows, DOCUMENTS).dense(), data.rows.position_BT)
-    assert difference < 1e-4
-
-
 @pytest.mark.parametrize(
     "wrong", ["causal by row", "no own chain", "all documents", "whole chain", "one mask position"]
 )

@@ -77,16 +77,6 @@ def test_segments_have_the_gradient_of_the_whole_pass(ratio: float, switches: di
         assert worst_difference(gradients(drafter), wanted) < 1e-12
 
 
-def test_gradient_of_the_embedding_table() -> None:
-    drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 0.8)
-    drafter.own_embedding()
-    drafter.double()
-    wanted = whole_gradients(drafter, sequence)
-    assert "embed_tokens.weight" in wanted
-    Partition(4, tile=8).backward(drafter, sequence, SoftLoss(drafter, sequence))
-    assert worst_difference(gradients(drafter), wanted) < 1e-12
-
-
 def test_a_cut_through_a_chain_changes_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above can fail: it does when a boundary moves into a chain."""
     drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 1.0)
@@ -188,15 +178,6 @@ def test_segments_train_what_is_drafted(window: int | None) -> None:
             sequence.tokens_1N[0, anchor + 1 : anchor + 2], sequence.aux_1NX[0, anchor : anchor + 1], config.num_depths
         )
         torch.testing.assert_close(drafter.logits(found[anchor]), drafts.logits_KV, rtol=1e-9, atol=1e-9)
-
-
-def test_block_masks_give_the_rows_of_dense_ones() -> None:
-    """FlexAttention has no gradients on a CPU; `test_compiled_segments_on_a_gpu` looks at those."""
-    drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 0.8)
-    dense = forward(Partition(3, tile=16), drafter, sequence)
-    block = forward(Partition(3, tile=16, block_mask=True), drafter, sequence)
-    for (wanted_RH, _), (found_RH, _) in zip(dense, block, strict=True):
-        torch.testing.assert_close(found_RH, wanted_RH, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.gpu
