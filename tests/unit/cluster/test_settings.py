@@ -25,7 +25,6 @@ from deployments.app import build
 from deployments.manifest import render
 from deployments.replicas import settings_with
 from peagle.checkpoint import read_head_config
-from peagle.config import LLAMA_NAMES, QWEN_NAMES
 
 HEAD: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -428,28 +427,6 @@ def test_one_message_lists_every_problem(catalog: Catalog) -> None:
 def test_an_objective_is_strict(objective: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         DepthSettings.model_validate({"objectives": {"x": objective}})
-
-
-@pytest.mark.parametrize("architecture", [*LLAMA_NAMES, *QWEN_NAMES])
-def test_a_head_of_every_architecture_that_we_read_is_served(
-    architecture: str, catalog: Catalog, tmp_path: Path
-) -> None:
-    head = write_head(tmp_path / "head", {**HEAD, "architectures": [architecture]})
-    assert load_settings(changed(drafter__head=head), catalog).max_draft_tokens == 7
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("{", "is not valid JSON"),
-        ("[]", "JSON object"),
-        ({**HEAD, "architectures": ["LlamaForCausalLM"]}, "architectures = ['LlamaForCausalLM']"),
-    ],
-)
-def test_a_directory_that_is_no_head(content: Any, words: str, catalog: Catalog, tmp_path: Path) -> None:
-    (problem,) = problems_of(changed(drafter__head=write_head(tmp_path / "head", content)), catalog)
-    assert "drafter.head: " in problem
-    assert words in problem
 
 
 def test_an_eagle3_head_drafts_one_after_another(catalog: Catalog) -> None:

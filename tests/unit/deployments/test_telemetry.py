@@ -216,10 +216,11 @@ def test_a_head_that_was_taken_back_is_saved_at_once_and_found_again(tmp_path: P
     async def run() -> None:
         file = StateStore(str(path))
         file.save_soon(control, keeper)
-        assert file._task is None, "not due yet"
+        await asyncio.sleep(0.05)
+        assert not path.exists(), "not due yet"
         file.save_soon(control, keeper, is_urgent=True)
-        assert file._task is not None
-        await file._task
+        while not path.exists():
+            await asyncio.sleep(0.01)
         file.restore(control, found)
 
     asyncio.run(run())

@@ -162,7 +162,7 @@ class Served:
     """A target of a server, whose steps come as late as a test says, and how its armed passes ended."""
 
     def __init__(self, server: DrafterServer, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.server, self.engine = server, server._engine
+        self.server, self.engine = server, server.engine
         self.outcomes: list[int] = []
         self.before_ready: Callable[[], Any] = lambda: None
         settle, write = ArmedPass.settle, Mailbox.write_device_part

@@ -277,7 +277,7 @@ def test_an_engine_that_fails_to_prepare_counts_as_broken(monkeypatch: pytest.Mo
         def fail(step: Any) -> None:
             raise RuntimeError("CUDA error: an illegal memory access")
 
-        monkeypatch.setattr(server._engine, "prepare", fail)
+        monkeypatch.setattr(server.engine, "prepare", fail)
         monkeypatch.setattr(
             Mailbox, "write_device_part", lambda *_: eventually(lambda: server.report()["num_failures"])
         )

@@ -228,7 +228,7 @@ def test_two_targets_with_the_same_slots_are_kept_apart(shared: bool) -> None:
         for target in targets:
             target.pool.close()
         eventually(lambda: not server.report()["targets"])
-        assert num_requests(server._engine) == 0  # type: ignore[attr-defined]
+        assert num_requests(server.engine) == 0  # type: ignore[attr-defined]
 
 
 TARGET = """

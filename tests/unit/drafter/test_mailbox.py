@@ -310,13 +310,6 @@ def test_a_killed_drafter_releases_the_stream(kind: type[StreamTarget]) -> None:
         pool.close()
 
 
-@pytest.mark.gpu
-def test_a_mailboxes_payload_counts_as_pinned() -> None:
-    """So that a pass reads its rows where they lie (`peagle.drafter.graphs`)."""
-    with pinned_mailbox("cuda") as mailbox:
-        assert mailbox.area(0).payload_RH[:3].is_pinned()
-
-
 @DEVICES
 @pytest.mark.parametrize("aborted", [False, True])
 def test_a_wait_ends_with_its_deadline_or_with_the_abort_word(device: str, aborted: bool) -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from peagle.draft import DraftSession
 from peagle.model import Drafter
-from peagle.train.cod import CodRows, draft_rows, sample_rows
+from peagle.train.cod import CodRows, draft_rows
 from peagle.train.masks import Sight
 from peagle.train.partition import PackedSequence, Partition, Segment, SequencePass, cut_by_rows
 from tests.support.head_factory import CONFIG, random_drafter
@@ -91,19 +91,6 @@ def test_a_cut_through_a_chain_changes_the_gradient(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("peagle.train.partition.cut_by_rows", split)
     Partition(3, tile=8).backward(drafter, sequence, SoftLoss(drafter, sequence))
     assert worst_difference(gradients(drafter), wanted) > 1e-3
-
-
-def test_segments_without_a_label_still_pass_gradients_on() -> None:
-    drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 0.8)
-
-    class LastRows(SoftLoss):
-        def __call__(self, normed_RH: Tensor, index_R: Tensor) -> Tensor:
-            late_R = sequence.rows.anchor_BT[0, index_R] >= 30
-            return super().__call__(normed_RH[late_R], index_R[late_R]) if late_R.any() else torch.zeros(())
-
-    wanted = whole_gradients(drafter, sequence, LastRows(drafter, sequence))
-    Partition(4, tile=8).backward(drafter, sequence, LastRows(drafter, sequence))
-    assert worst_difference(gradients(drafter), wanted) < 1e-12
 
 
 class CountedLoss(SoftLoss):
@@ -227,13 +214,3 @@ def test_each_row_has_one_segment_and_mask_rows_stay_together(num_segments: int)
         assert [owner[number] for number in range(segment.start, segment.stop)] == [which] * (
             segment.stop - segment.start
         )
-
-
-@pytest.mark.parametrize("num_segments", [2, 4, 7])
-def test_cut_by_rows_is_even_where_labels_are_not(num_segments: int) -> None:
-    """The first half is a prompt: nearly all rows are of the second."""
-    chain_1N = torch.zeros(1, 64, dtype=torch.int64)
-    chain_1N[:, 32:58] = 5
-    rows = sample_rows(chain_1N, 5, 0.75, generator=torch.Generator().manual_seed(0))
-    even = -(-rows.anchor_BT.shape[1] // num_segments)
-    assert max(segment.num_rows for segment in cut_by_rows(rows, num_segments)) <= even + 5

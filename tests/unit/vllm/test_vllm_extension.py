@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 import torch
 import yaml
 from ray import cloudpickle
@@ -31,8 +30,8 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from cluster.counts import WorkloadCounts
 from cluster.settings import load_settings
-from deployments.app import catalog, replica_env, target_options
-from deployments.target import TargetServer, engine_config
+from deployments.app import catalog
+from deployments.target import engine_config
 from peagle.config import read_rope
 from peagle.model import rotary_tables
 from peagle.vllm import compat
@@ -137,30 +136,6 @@ def test_yarn_is_vllm_s(given: dict[str, Any]) -> None:
     theta, scaling = read_rope(written)
     cos, sin = rotary_tables(torch.arange(512)[None], 32, theta, scaling)
     torch.testing.assert_close(torch.cat([cos[0, 0, :, :16], sin[0, 0, :, :16]], dim=-1), expected, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize(("name", "bundle"), [("local", {}), ("gpu", {}), ("gpu-remote", {}), ("gpu", {"GPU": 0.4})])
-def test_targets_have_the_resources_that_ray_serve_llm_gives_them(
-    name: str, bundle: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = yaml.safe_load((Path(__file__).parents[3] / f"configs/{name}.yaml").read_text())["applications"][0]["args"]
-    args["engine"]["tensor_parallel_size"] = 2
-    args["target"]["bundle"] |= bundle
-    settings = load_settings(args, catalog(), {})
-    config = engine_config(settings, "target", None, replica_env(settings))
-    found = target_options(settings)
-    actor = found["ray_actor_options"]
-    config.deployment_config = {"ray_actor_options": {"num_cpus": actor["num_cpus"]}}
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(runtime_env={}))
-    wanted = TargetServer.get_deployment_options(config)
-    bundles = [{key: value for key, value in each.items() if value} for each in wanted["placement_group_bundles"]]
-    assert found["placement_group_bundles"] == bundles
-    assert found["placement_group_strategy"] == wanted["placement_group_strategy"]
-    assert actor["runtime_env"]["env_vars"] == wanted["ray_actor_options"]["runtime_env"]["env_vars"]
-    assert actor["runtime_env"]["env_vars"].get("VLLM_RAY_PER_WORKER_GPUS") == ("0.4" if bundle else None)
-    assert "num_gpus" not in actor, "workers of several take their bundles whole"
-    alone = target_options(settings.model_copy(update={"engine": {}}))["ray_actor_options"]
-    assert ("num_gpus" in alone) == (name != "local")
 
 
 @pytest.mark.parametrize(
@@ -357,22 +332,6 @@ def test_bounds_of_the_recorder(processor: OutputProcessor) -> None:
     assert num_steps(recorder) == {"w2": 1, "w3": 1}
 
 
-def test_a_workload_with_live_sequences_keeps_its_counts(processor: OutputProcessor) -> None:
-    recorder = DraftingRecorder(max_workloads=1)
-    recorder.attach(SimpleNamespace(output_processor=processor))
-    for index, workload in enumerate(("busy", "other", "default")):
-        processor.add_request(make_request(str(index), str(index), **{WORKLOAD_KEY: workload}), None)
-    for index in range(3):
-        processor.process_outputs([last_output(str(index), [(1, 1)])])
-    assert num_steps(recorder) == {"busy": 1, "default": 2}
-    processor.add_request(make_request("3", "3", **{WORKLOAD_KEY: "other"}), None)
-    processor.process_outputs([last_output("3", [(1, 1)])])
-    assert num_steps(recorder) == {
-        "other": 1,
-        "default": 2,
-    }
-
-
 @pytest.mark.parametrize(
     ("reason", "is_kept"),
     [
@@ -426,16 +385,6 @@ def test_missing_names_are_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> 
         r"vllm.gone:X, complex.shade, which",
     ):
         compat.check("here", 1j)
-
-
-def test_numbers_of_return_values_and_functions_are_compared() -> None:
-    manager = "vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager"
-    assert compat.missing_methods(manager, {"reallocate_drafts": ("req_ids", "-> 3")}) == []
-    assert compat.missing_methods(manager, {"reallocate_drafts": ("-> 4",)}) == [
-        "4 return values of AdaptiveVerificationManager.reallocate_drafts()"
-    ]
-    function = "vllm.v1.worker.gpu.sample.gumbel:gumbel_sample"
-    assert compat.missing_methods(function, {"": ("seed", "colour")}) == ["parameter colour of gumbel_sample()"]
 
 
 @pytest.mark.parametrize("version", ["0.29.0", "0.31.1", "0.33.0", "1.32.0"])
