@@ -301,6 +301,19 @@ BAD_INPUTS: dict[str, tuple[Any, list[str]]] = {
         remote(drafter__engine_options={"rejection_sample_method": "synthetic", "draft_tensor_parallel_size": 2}),
         ["drafter.engine_options (draft_tensor_parallel_size)", "leave them out"],
     ),
+    "adaptive verification on a CPU": (
+        changed(drafter__engine_options={"enable_adaptive_verification": True}),
+        ["drafter.engine_options.enable_adaptive_verification", "GPUs"],
+    ),
+    "adaptive verification of EAGLE-3": (
+        changed(
+            drafter__engine_options={"enable_adaptive_verification": True},
+            drafter__head="eagle3",
+            drafter__max_draft_tokens=...,
+            depth=...,
+        ),
+        ["drafter.engine_options.enable_adaptive_verification", "EAGLE-3 head"],
+    ),
     "pipeline of stages": (
         remote(engine={"dtype": "half", "pipeline_parallel_size": 2}),
         ["engine.pipeline_parallel_size is 2", "tensor_parallel_size"],
