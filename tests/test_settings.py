@@ -65,7 +65,9 @@ SPECULATIVE_CONFIG = {
 }
 QUEUE = {"policy": "queue_length", "target": {"min": 1, "max": 3}}
 ACCEPTANCE = {"policy": "acceptance", "target": {"min": 1, "max": 3}}
-DRAFT_TYPES = dict.fromkeys(("draft_tensor_parallel_size", "quantization", "rejection_sample_method"), Any)
+DRAFT_TYPES = dict.fromkeys(
+    ("draft_tensor_parallel_size", "enable_adaptive_verification", "quantization", "rejection_sample_method"), Any
+)
 ENGINE_TYPES = {
     **dict.fromkeys(("dtype", "max_model_len", "max_num_seqs", "speculative_config", "pipeline_parallel_size"), Any),
     "enforce_eager": bool,
