@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.kernel_device import DEVICE, needs_kernel
+from tests.support.kernel_device import DEVICE, needs_kernel
 
 pytestmark = needs_kernel
 adaptive = pytest.importorskip("peagle.vllm.adaptive")
