@@ -22,9 +22,10 @@ from peagle.vllm.acceptance import (
     is_choice_ahead,
     num_chosen_of,
     num_rejected_of,
+    verifies_all,
 )
 from peagle.vllm.engine import REMOTE_KEY
-from peagle.vllm.scheduler import PerRequestDepthAsyncScheduler
+from peagle.vllm.scheduler import VERIFY_ALL_INTERVAL_STEPS, PerRequestDepthAsyncScheduler
 from peagle.vllm.trimming import Trimmer, timed_step
 
 K_MAX = 7
@@ -131,13 +132,17 @@ def test_nor_where_such_a_request_comes_into_the_step(one: Any, newcomer: Any, e
         {"world_size_across_dp": 2},
         {"additional_config": {compat.CHOICE_KEY: False}},
         {"rejection_sample_method": "synthetic"},
+        {"enable_adaptive_verification": True},
         {"speculative_config": None},
     ],
 )
 def test_an_engine_chooses_where_nothing_is_laid_out_by_the_host(change: dict[str, Any]) -> None:
     def config(**given: Any) -> Any:
         parallel = SimpleNamespace(world_size_across_dp=given.pop("world_size_across_dp", 1))
-        speculative = SimpleNamespace(rejection_sample_method=given.pop("rejection_sample_method", "standard"))
+        speculative = SimpleNamespace(
+            rejection_sample_method=given.pop("rejection_sample_method", "standard"),
+            enable_adaptive_verification=given.pop("enable_adaptive_verification", False),
+        )
         values = {"lora_config": None, "additional_config": {}, "speculative_config": speculative, **given}
         return SimpleNamespace(parallel_config=parallel, **values)
 
@@ -202,6 +207,53 @@ def test_what_was_chosen_counts_in_vllm_s_figures_and_not_as_survival(
     assert one._rejections.expected_of_chosen(100) == 20, "two of five, less a bound of what it varies by"
     one.update_from_output(scheduled(requests), SimpleNamespace(req_ids=["a", "b"]))
     assert [steps[1] for steps in one._steps.values()] == [VerifiedStep(4, 3), VerifiedStep(4, 0)]
+
+
+def test_vllm_s_own_choice_is_counted_and_keeps_the_pass_as_deep_as_it_pays(
+    one: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where vLLM admitted all drafts nothing was chosen; one step in many verifies all."""
+    requests = [request("a"), request("b", max_k=3)]
+    one._is_adaptive, one._mean_admitted, one._num_planned = True, float(K_MAX), 0
+    one._trimmer.chooses, one._trimmer.arrived = False, lambda now_s, output: None
+    one._trimmer.report, one.has_requests = (lambda now_s: None), lambda: True
+    counted: list[tuple[int, int]] = []
+
+    def update(self: Any, planned: Any, result: Any) -> dict[int, Any]:
+        for name, drafts in planned.scheduled_spec_decode_tokens.items():
+            self.make_spec_decoding_stats(None, len(drafts), 0, planned.num_invalid_spec_tokens, name)
+        return {}
+
+    def stats(self: Any, so_far: Any, drafts: int, accepted: int, invalid: dict[str, int] | None, name: str) -> None:
+        counted.append((drafts - (invalid or {}).get(name, 0), accepted))
+
+    monkeypatch.setattr(Scheduler, "update_from_output", update)
+    monkeypatch.setattr(Scheduler, "make_spec_decoding_stats", stats)
+    output = step(one, requests, [], None)
+    assert [len(each.spec_token_ids) for each in requests] == [7, 3]
+    found = []
+    for number in range(VERIFY_ALL_INTERVAL_STEPS + 1):
+        output = step(one, requests, [], None)
+        found.append(([len(each.spec_token_ids) for each in requests], drafts_ahead(output, K_MAX)))
+        counted.clear()
+        one._steps.clear()
+        result = SimpleNamespace(req_ids=["a", "b"])
+        if not verifies_all(output):
+            attach_num_admitted(result, [1, 1])
+        one.update_from_output(output, result)
+        is_chosen = number != VERIFY_ALL_INTERVAL_STEPS - 1
+        assert verifies_all(output) is not is_chosen
+        assert counted == ([(1, 0), (1, 0)] if is_chosen else [(7, 0), (3, 0)])
+        assert [steps[0].is_chosen for steps in one._steps.values()] == [is_chosen] * 2
+    assert found[0] == ([7, 3], 7)
+    assert found[-4] == ([5, 3], 5), "the mean of 1, a little above it, and three more"
+    assert found[-3] == ([7, 3], 7)
+    assert found[-2] == found[-1] == found[-4]
+    attach_num_admitted(result, [5, 3])
+    output = scheduled(requests)
+    one._steps.clear()
+    one.update_from_output(output, result)
+    assert [steps[0].is_chosen for steps in one._steps.values()] == [False] * 2
 
 
 @pytest.mark.parametrize(("ready", "counted"), [(0, []), (3, [(1, 0)])])
