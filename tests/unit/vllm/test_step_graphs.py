@@ -324,7 +324,7 @@ def test_drafts_of_a_remote_drafter_are_chosen_too(config: Any, monkeypatch: pyt
     runner: Any = object.__new__(remote_speculator.RemoteModelRunner)
     one = runner.speculator = object.__new__(remote_speculator.RemoteSpeculator)
     one.sender, one.num_drafts, one.chances = object(), {"a": 3}, Chances(4, K_MAX, torch.device("cpu"))
-    config.speculative_config = SimpleNamespace(rejection_sample_method="standard")
+    config.speculative_config = SimpleNamespace(rejection_sample_method="standard", enable_adaptive_verification=False)
     config.parallel_config.world_size_across_dp, config.lora_config = 1, None
     monkeypatch.setattr(v2_worker, "get_query_lens_mismatch_unsupported_backend", lambda *_, **__: None)
     runner.vllm_config, runner.attn_groups, runner.model_state = config, [], object.__new__(RenewedState)
