@@ -14,7 +14,6 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
-from peagle.vllm.acceptance import Rejections
 from peagle.vllm.outputs import (
     MAX_CHUNKS_PER_S,
     MAX_HELD_TOKENS,
@@ -24,6 +23,7 @@ from peagle.vllm.outputs import (
     OutputCoalescer,
     StreamPace,
 )
+from peagle.vllm.rejections import Rejections
 from peagle.vllm.scheduler import PerRequestDepthScheduler
 
 DELTA = RequestOutputKind.DELTA

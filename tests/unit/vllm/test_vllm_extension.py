@@ -35,17 +35,6 @@ from deployments.target import engine_config
 from peagle.config import read_rope
 from peagle.model import rotary_tables
 from peagle.vllm import compat
-from peagle.vllm.acceptance import (
-    DEPTH_KEY,
-    LEARN_KEY,
-    STEP_COSTS_HEADER,
-    STEPS_HEADER,
-    WORKLOAD_KEY,
-    DraftingRecorder,
-    RequestDrafting,
-    VerifiedStep,
-    steps_text,
-)
 from peagle.vllm.engine import (
     ASYNC_SCHEDULER,
     CPU_WORKER,
@@ -55,6 +44,9 @@ from peagle.vllm.engine import (
     capture_sizes,
     engine_kwargs,
 )
+from peagle.vllm.recorder import DraftingRecorder, RequestDrafting
+from peagle.vllm.request_args import DEPTH_KEY, LEARN_KEY, WORKLOAD_KEY
+from peagle.vllm.step_notes import STEP_COSTS_HEADER, STEPS_HEADER, VerifiedStep, steps_text
 from tests.support.counted import counts_of
 from tests.support.head_factory import CONFIG
 
