@@ -177,7 +177,7 @@ def test_a_request_that_may_reach_its_longest_context_is_not_prepared() -> None:
         assert ahead.arrive() == 0
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_blocks": 40}, {"max_num_rows": 12}, {"max_num_requests": 3}])
+@pytest.mark.parametrize("settings", [{}, {"num_blocks": 40, "max_num_rows": 12}])
 def test_drafts_are_those_of_a_session_for_each_request(settings: dict[str, int]) -> None:
     """Two targets' random steps, some prepared ahead of the other's step, some sharing a pass and some never sent."""
     engine, rng = new_engine(**settings), random.Random(3)

@@ -6,16 +6,12 @@ The engine itself is in test_engine.py.
 import dataclasses
 import dis
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import yaml
-from ray import cloudpickle
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.config import (
@@ -29,9 +25,6 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from cluster.counts import WorkloadCounts
-from cluster.settings import load_settings
-from deployments.app import catalog
-from deployments.target import engine_config
 from peagle.config import read_rope
 from peagle.model import rotary_tables
 from peagle.vllm import compat
@@ -95,18 +88,6 @@ def test_engine_kwargs_on_a_gpu(head: Path) -> None:
     assert few["cudagraph_capture_sizes"] == [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 32)]
     own = {"compilation_config": {"cudagraph_capture_sizes": [1, 2]}}
     assert "cudagraph_capture_sizes" not in engine_kwargs(None, head, on_cpu=False, extra=own)
-
-
-def test_who_reads_a_target_s_configuration_for_a_gpu_may_choose_v2() -> None:
-    """Ray makes vLLM's configuration of it in a task, in a process of its own."""
-    args = yaml.safe_load((Path(__file__).parents[3] / "configs/gpu.yaml").read_text())["applications"][0]["args"]
-    pickled = cloudpickle.dumps(engine_config(load_settings(args, catalog(), {}), "target", None))
-    check = (
-        "import pickle, sys; pickle.load(sys.stdin.buffer); from vllm.config import VllmConfig; "
-        "print(VllmConfig._get_v2_model_runner_unsupported_features.allows_peagle)"
-    )
-    done = subprocess.run([sys.executable, "-c", check], input=pickled, capture_output=True, timeout=120, check=False)
-    assert done.stdout.decode().splitlines()[-1:] == ["True"], done.stderr.decode()
 
 
 @pytest.mark.parametrize(
