@@ -3,7 +3,7 @@
     python -m benchmarks.simulate_depths [--mix code-chat] [--requests 600] [--traces FILE]
 
 A closed loop of clients sends requests whose drafts are accepted as a real head's were (`benchmarks.traces`) to
-an engine whose steps take what was measured on a real one. The learned arm is the product's own code: `DepthControl`
+an engine whose steps take what was measured on a real one. The learned arm is the product's own code: `KPolicy`
 hears a report each second, and the scheduler's `Trimmer` sees every step's time and trims every step. It knows the
 engine by its guess alone, or by points as an engine measures them at its start (`--points`). Where the traces have the
 drafter's own chances, so many drafts a request on average as a fixed K has are also chosen by them, over the batch.
@@ -25,11 +25,11 @@ from typing import Annotated, Any, Protocol, cast
 import numpy as np
 import typer
 
-from cluster.control import DepthControl
 from cluster.counts import TargetReport, WorkloadCounts
-from cluster.depth import WORTH_LEVELS
+from cluster.k_policy import KPolicy
 from cluster.request import DepthPolicy, Drafting
-from cluster.step_time import StepCostModel, StepCosts, TimedStep
+from cluster.step_allocation import WORTH_LEVELS
+from cluster.step_latency import StepLatency, StepLatencyModel, TimedStep
 from peagle.provenance import conditions
 from peagle.vllm.acceptance import SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.trimming import MORE_TO_CHOOSE, Trimmer
@@ -311,7 +311,7 @@ def chances_and_acceptance(answers: Sequence[Answer]) -> dict[str, list[float]] 
 
 
 class Learned:
-    """The product: `DepthControl` in the ingress and `Trimmer` in the scheduler, with one replica."""
+    """The product: `KPolicy` in the router and `Trimmer` in the scheduler, with one replica."""
 
     REPORT_S = 1.0
 
@@ -321,8 +321,8 @@ class Learned:
         """chooses: so do the worker's drafts of a step, as in `peagle.vllm.chosen`."""
         self.is_chosen = False
         self.num_spare_rows = 0
-        self.control = DepthControl(DepthPolicy(K_MAX, K_MAX, 3), on_gpu=on_gpu, seed=0, **options)
-        self.trimmer = Trimmer(StepCostModel(on_gpu, document), chooses=chooses)
+        self.k_policy = KPolicy(DepthPolicy(K_MAX, K_MAX, 3), on_gpu=on_gpu, seed=0, **options)
+        self.trimmer = Trimmer(StepLatencyModel(on_gpu, document), chooses=chooses)
         self._on_gpu = on_gpu
         self._counts: dict[str, WorkloadCounts] = {}
         self._reported_s = 0.0
@@ -330,7 +330,7 @@ class Learned:
 
     def admit(self, workload: str, now_s: float) -> Drafting:
         self._counts.setdefault(workload, WorkloadCounts()).num_started += 1
-        return self.control.settle(Drafting(workload, 3, "default"), now_s)
+        return self.k_policy.resolve(Drafting(workload, 3, "default"), now_s)
 
     def depths(self, requests: Sequence[Request], prompt_tokens: int) -> list[int]:
         for request in requests:
@@ -375,9 +375,9 @@ class Learned:
     def _report(self, now_s: float) -> None:
         self._reported_s = now_s
         text = self.trimmer.report(now_s)
-        costs = None if text is None else StepCosts.from_wire(text)
-        report = TargetReport("replica", head="head", workloads=self._counts, context_tokens=200.0, step_costs=costs)
-        self.control.observe([report], now_s)
+        latency = None if text is None else StepLatency.from_wire(text)
+        report = TargetReport("replica", head="head", workloads=self._counts, step_latency=latency)
+        self.k_policy.observe([report], now_s)
 
 
 # ---- a run
@@ -442,7 +442,7 @@ def simulate(engine: Engine, pools: Mapping[str, Sequence[Answer]], policy: Poli
             num_tokens += num_emitted
             steady_s += seconds
         if running:
-            step = TimedStep(seconds, num_requests, num_rows, 200.0, prompt_tokens, is_drafted)
+            step = TimedStep(seconds, num_requests, num_rows, prompt_tokens, is_drafted)
             policy.observe(running, steps, step, now_s)
         running = [request for request in running if request.place < len(request.answer.accepted)] + admitted
     return num_tokens / steady_s

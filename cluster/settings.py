@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from cluster.depth import Objective
 from cluster.request import Caller, Callers, DepthPolicy, TagRight, digest_of, is_workload_tag
 from peagle.schema import Problems, Section, SettingsError, listed, nearest, problem_lines, type_problems
 
@@ -376,6 +375,12 @@ class DrafterSettings(Section):
                 f"drafter.max_draft_tokens, {max_draft_tokens}: lower that, or take another head"
             )
         return resolved, problems
+
+
+class Objective(Section):
+    """What a workload needs. `max_tpot_ms`: limit of the mean time per output token, which caps K of all workloads."""
+
+    max_tpot_ms: float = Field(gt=0, allow_inf_nan=False)
 
 
 class DepthSettings(Section):

@@ -46,7 +46,7 @@ STEPS_HEADER = "x-peagle-steps"
 """A request's `VerifiedStep`s that were not reported yet, oldest first: "7,3 7,0 5,5c"."""
 
 STEP_COSTS_HEADER = "x-peagle-step-costs"
-"""What the scheduler has learned of its step times, in the form of `cluster.step_time`."""
+"""What the scheduler has learned of its step times, in the form of `cluster.step_latency`."""
 
 WHOLE_ANSWERS = ("None", "stop", "length")
 """vLLM's finish reasons, as text, of an answer of which every token may be learned from."""
@@ -231,7 +231,7 @@ def num_admitted_of(model_runner_output: Any) -> list[int] | None:
 
 def attach_worth(model_runner_output: Any, counts: Any, num_requests: int) -> None:
     """Write on vLLM's `ModelRunnerOutput` how many drafts of a batch of so many requests, that of the step before, are
-    worth each of `cluster.depth.WORTH_LEVELS` or more: a list, or what becomes one by `tolist()` later."""
+    worth each of `cluster.step_allocation.WORTH_LEVELS` or more: a list, or what becomes one by `tolist()` later."""
     model_runner_output.peagle_worth = counts, num_requests
 
 

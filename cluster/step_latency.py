@@ -1,0 +1,368 @@
+"""The step latency model: how long a step of an engine takes, by its requests, its drafts and the drafter's pass.
+
+Enters: whether the engine has a GPU, perhaps steps that it measured at its start, and the steps that it then runs.
+Leaves: a `StepLatency`, a plain value that travels from the scheduler to the choice of K and to autoscaling.
+
+The model is a table. A row is a number of requests (`REQUESTS`), a column a number of drafts a request (`DRAFTS`); the
+first column is a step without drafts and without the drafter's pass. Between grid points the time is linear. The table
+begins as a guess for a CPU or a GPU, and each grid point is then scaled by a moving average of measured / expected of
+the steps near it. A grid point that no step came near takes the scale of its neighbours. A grid point that was not
+visited for long counts as uncertain again, so the scheduler explores it (`StepLatencyModel.error`).
+
+The context of the requests is not in the table: it changes slowly, and the scale follows it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+REQUESTS = tuple(float(1 << power) for power in range(11))
+DRAFTS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0)
+_COLUMNS = np.array([-1.0, *DRAFTS])
+_LOG_REQUESTS = np.log2(REQUESTS)
+
+LEAST_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """A step of a running engine.
+
+    Attributes:
+        seconds: what it took.
+        num_requests: requests that decoded.
+        num_tokens: their rows in the target's forward pass, one a request and one a draft.
+        prompt_tokens: rows of prompts in the same step.
+        is_drafted: the drafter's pass ran, for the next step; None where it runs exactly if drafts are verified.
+        is_chosen: the worker chose which drafts are verified (`peagle.vllm.chosen`).
+    """
+
+    seconds: float
+    num_requests: int
+    num_tokens: int
+    prompt_tokens: int = 0
+    is_drafted: bool | None = None
+    is_chosen: bool = False
+
+    @property
+    def is_possible(self) -> bool:
+        return 0 < self.seconds < math.inf and 0 < self.num_requests <= self.num_tokens and self.prompt_tokens >= 0
+
+
+class StepLatency(msgspec.Struct, frozen=True, dict=True):
+    """Seconds of a step, as the model believes them at one time.
+
+    Attributes:
+        table: [len(REQUESTS)][1 + len(DRAFTS)]; the first column is without drafts and without the drafter's pass.
+        prompt_row_s: what one row of a prompt adds.
+        choosing_s: what a step takes more whose drafts the worker chooses.
+        num_steps: steps of the running engine that it rests on.
+        is_measured: the engine measured steps at its start.
+    """
+
+    table: tuple[tuple[float, ...], ...]
+    prompt_row_s: float
+    choosing_s: float = 0.0
+    num_steps: float = 0.0
+    is_measured: bool = False
+
+    @cached_property
+    def _table(self) -> Array:
+        return np.array(self.table)
+
+    def curve(
+        self, num_requests: float, num_drafts: int, prompt_tokens: float = 0.0, *, is_drafted: bool = False
+    ) -> Array:
+        """Seconds of a step of `num_requests` with 0 .. `num_drafts` drafts in all.
+
+        `is_drafted`: the drafter's pass runs without drafts too, because some request may get drafts in the next step.
+        Beside `prompt_tokens` each draft takes at least what a prompt's row takes. What the prompts themselves take is
+        left out: every request has one prompt, whatever its K.
+
+        Raises ValueError where a number is out of range.
+        """
+        if not 1 <= num_requests < math.inf or num_drafts < 0 or prompt_tokens < 0:
+            raise ValueError(f"no step has {num_requests} requests, {num_drafts} drafts, {prompt_tokens} prompt tokens")
+        place, share = _place(num_requests, REQUESTS)
+        row = (1.0 - share) * self._table[place] + share * self._table[place + 1]
+        drafts = np.arange(num_drafts + 1) / num_requests
+        beyond = np.maximum(drafts - DRAFTS[-1], 0.0) * (row[-1] - row[-2]) / (DRAFTS[-1] - DRAFTS[-2])
+        seconds = np.interp(drafts, DRAFTS, row[1:]) + beyond
+        if prompt_tokens:
+            seconds = np.maximum(seconds, seconds[0] + self.prompt_row_s * np.arange(num_drafts + 1))
+        if not is_drafted:
+            seconds[0] = row[0]
+        return np.asarray(np.maximum(seconds, LEAST_S), np.float64)
+
+    def seconds(self, num_requests: float, num_tokens: float, prompt_tokens: float = 0.0) -> float:
+        """Seconds of one step, prompts included. Numbers may be fractions: means over time."""
+        place, share = _place(max(1.0, num_requests), REQUESTS)
+        row = (1.0 - share) * self._table[place] + share * self._table[place + 1]
+        drafts = (num_tokens - num_requests) / num_requests
+        column, part = _place(drafts, DRAFTS)
+        found = (1.0 - part) * row[1 + column] + part * row[2 + column] if drafts > 0 else row[0]
+        return max(float(found) + self.prompt_row_s * prompt_tokens, LEAST_S)
+
+    def to_wire(self) -> dict[str, Any]:
+        """As JSON can hold it, with four significant digits."""
+        rounded = tuple(tuple(float(f"{seconds:.4g}") for seconds in row) for row in self.table)
+        found: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(self, table=rounded))
+        return found
+
+    @classmethod
+    def from_wire(cls, value: Any) -> "StepLatency":
+        """Inverse of `to_wire`; also of its JSON text. Raises ValueError for anything else."""
+        try:
+            found = msgspec.json.decode(value, type=cls) if isinstance(value, str) else msgspec.convert(value, cls)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise ValueError(f"a step latency cannot be read: {error}") from error
+        found.check()
+        return found
+
+    def check(self) -> None:
+        """Raises ValueError where no step can take what the table says."""
+        numbers = [number for row in self.table for number in row]
+        numbers += [self.prompt_row_s, self.choosing_s, self.num_steps]
+        is_whole = [len(row) for row in self.table] == [len(_COLUMNS)] * len(REQUESTS)
+        if not is_whole or not all(0 <= number < math.inf for number in numbers):
+            raise ValueError(f"a step latency is a table of seconds from 0, not {self!r:.80}")
+
+
+def _place(number: float, grid: Sequence[float]) -> tuple[int, float]:
+    """The grid point below a number, at most the last but one, and the share of the way to the next one."""
+    place = min(max(int(np.searchsorted(grid, number, side="right")) - 1, 0), len(grid) - 2)
+    return place, (number - grid[place]) / (grid[place + 1] - grid[place])
+
+
+MAX_AVERAGED_STEPS = 300.0
+"""The most steps that an engine is weighted by in an average, so that a new engine counts beside an old one."""
+
+
+def average_latency(engines: Sequence[StepLatency]) -> StepLatency:
+    """One latency for several engines, each weighted by its steps. Raises ValueError without any."""
+    if not engines:
+        raise ValueError("an average of no step latencies")
+    weights = np.array([1.0 + min(engine.num_steps, MAX_AVERAGED_STEPS) for engine in engines])
+    weights /= weights.sum()
+    table = np.tensordot(weights, np.array([engine.table for engine in engines]), axes=1)
+    return StepLatency(
+        tuple(map(tuple, table.tolist())),
+        float(weights @ [engine.prompt_row_s for engine in engines]),
+        float(weights @ [engine.choosing_s for engine in engines]),
+        sum(engine.num_steps for engine in engines),
+        any(engine.is_measured for engine in engines),
+    )
+
+
+# ---- the model of one engine
+
+_R, _K = np.meshgrid(REQUESTS, np.maximum(_COLUMNS, 0.0), indexing="ij")
+_PASS = _COLUMNS >= 0
+_CPU_UNIT_S, _GPU_UNIT_S = 0.03, 0.008
+_GUESSES = {
+    # A CPU is compute-bound at once: within 30 % of the drafted steps of SmolLM2-135M on two cores.
+    False: (_CPU_UNIT_S * (1.0 + _R * (1 + _K) / 16 + _R / 64 + (0.3 + 0.18 * _R) * _PASS), _CPU_UNIT_S / 16),
+    # A GPU has room for 64 rows: within 10 % of the steps of an H200 with the shape of Llama-3.1-8B.
+    True: (
+        _GPU_UNIT_S * (1.0 + np.maximum(_R * (1 + _K) - 64, 0) / 150 + _R / 200 + (0.2 + 0.001 * _R) * _PASS),
+        _GPU_UNIT_S / 150,
+    ),
+}
+"""By whether the engine has a GPU: the table before anything is measured, and seconds of a prompt's row."""
+
+FIRST_STEPS = 8
+"""The median of measured / expected of so many steps scales the guess: a first step may have compiled something."""
+
+MAX_STEPS = 20.0
+"""Steps near a grid point from which on a further one moves its scale by 1 / `MAX_STEPS`."""
+FORGETTING_STEPS = 5000.0
+"""Steps elsewhere after which the steps near a grid point count 1 / e."""
+KNOWN_STEPS = 0.1
+"""Below so many steps a grid point takes the scale of its neighbours."""
+MAX_SURPRISE = 0.5
+"""Logarithm of measured / expected beyond which a step counts as a pause, and moves its grid points no further."""
+
+GUESS_ERROR, MEASURED_ERROR, STEP_ERROR = 0.25, 0.05, 0.1
+"""Standard deviations, as shares: of the guess, of steps between those measured at the start, of one running step."""
+PROMPT_ROWS, KEPT_PROMPT_ROWS = 512.0, 0.98
+"""Rows of prompts that the guess of their time is worth, and the share of all that a further step with prompts keeps."""
+CHOOSING_ERROR, MAX_CHOOSING_STEPS = 0.3, 200
+"""Standard deviation of the guess of `choosing_s`, as a share of a step; steps whose mean it is."""
+MAX_POINTS = 256
+
+
+class StepLatencyModel:
+    """What is believed of one engine's step latency. Not thread-safe.
+
+    Args:
+        on_gpu: which guess to start from.
+        document: what the engine measured at its start, `{"points": [{"num_requests", "num_tokens", "step_s"}, ...],
+            ...}`: steps that only decoded, drafting included. None without.
+
+    Raises:
+        ValueError: the document cannot be; names the field.
+    """
+
+    def __init__(self, on_gpu: bool, document: Mapping[str, Any] | None = None) -> None:
+        points = [] if document is None else _points(document)
+        guess, self._prompt_row_s = _GUESSES[on_gpu]
+        self._guess = guess.copy()
+        self._log_scale, self._steps = np.zeros_like(guess), np.zeros_like(guess)
+        self._first_steps: list[TimedStep] | None = None if points else []
+        self._is_measured = bool(points)
+        self._errors = np.full_like(guess, MEASURED_ERROR if points else GUESS_ERROR)
+        self._errors[:, 1] = GUESS_ERROR  # the drafter's pass without drafts is not measured at the start
+        self._prompt_rows = self._choosing_steps = self._choosing_s = 0.0
+        self.num_steps = 0
+        if points:
+            self._set_unit(points)
+            for point in points:
+                self._add_decoding(point, MAX_STEPS, math.inf)
+        self._prompt_rows = PROMPT_ROWS
+        self._prompt_s = PROMPT_ROWS * self._prompt_row_s
+
+    def observe(self, step: TimedStep) -> None:
+        """Take in a step. One whose numbers cannot be is left out."""
+        if not step.is_possible:
+            return
+        self.num_steps += 1
+        if self._first_steps is None:
+            self._add(step)
+            return
+        self._first_steps.append(step)
+        if len(self._first_steps) == FIRST_STEPS:
+            first_steps, self._first_steps = self._first_steps, None
+            self._set_unit(first_steps)
+            for first in first_steps:
+                self._add(first)
+
+    @property
+    def latency(self) -> StepLatency:
+        """What is believed now."""
+        table = self._guess * np.exp(self._filled())
+        return StepLatency(
+            tuple(map(tuple, table.tolist())),
+            self._prompt_row_s,
+            max(0.0, self._choosing_s),
+            self.num_steps,
+            self._is_measured,
+        )
+
+    def error(self, num_requests: int, num_tokens: int, is_drafted: bool | None = None) -> float:
+        """Standard deviation of what is believed of a step's time, as a share of it."""
+        cells, shares = _cells(TimedStep(1.0, num_requests, num_tokens, 0, is_drafted))
+        num_steps, error = float(shares @ self._steps[cells]), float(shares @ self._errors[cells])
+        return error / math.sqrt(1.0 + num_steps * (error / STEP_ERROR) ** 2)
+
+    @property
+    def choosing_error_s(self) -> float:
+        """Standard deviation of what is believed of `choosing_s`."""
+        unit_s = float(self._guess[0, 1] * math.exp(self._log_scale[0, 1]))
+        noise = CHOOSING_ERROR / STEP_ERROR
+        return CHOOSING_ERROR * unit_s / math.sqrt(1.0 + self._choosing_steps * noise**2)
+
+    def _set_unit(self, steps: Sequence[TimedStep]) -> None:
+        scale = float(np.median([step.seconds / self._expected_s(step) for step in steps]))
+        self._guess *= scale
+        self._prompt_row_s *= scale
+        self._prompt_s = self._prompt_rows * self._prompt_row_s
+
+    def _expected_s(self, step: TimedStep) -> float:
+        """Seconds of a step by what is believed, prompts included."""
+        cells, shares = _cells(step)
+        decoding_s = float(shares @ (self._guess[cells] * np.exp(self._log_scale[cells])))
+        return decoding_s + self._prompt_row_s * step.prompt_tokens + max(0.0, self._choosing_s) * step.is_chosen
+
+    def _add(self, step: TimedStep) -> None:
+        if step.prompt_tokens:
+            self._add_prompts(step)
+            return
+        if step.is_chosen:
+            self._choosing_steps = min(self._choosing_steps + 1, MAX_CHOOSING_STEPS)
+            surplus_s = step.seconds - self._expected_s(step)
+            most_s = MAX_SURPRISE * self._expected_s(step)
+            self._choosing_s += min(max(surplus_s, -most_s), most_s) / self._choosing_steps
+        self._steps *= 1.0 - 1.0 / FORGETTING_STEPS
+        self._add_decoding(step)
+
+    def _add_decoding(self, step: TimedStep, weight: float = 1.0, max_surprise: float = MAX_SURPRISE) -> None:
+        cells, shares = _cells(step)
+        if (self._steps[cells] < KNOWN_STEPS).any():
+            self._log_scale = self._filled()
+        surprise = math.log(max(step.seconds, LEAST_S) / self._expected_s(step))
+        surprise = min(max(surprise, -max_surprise), max_surprise)
+        self._steps[cells] = np.minimum(self._steps[cells] + shares * weight, MAX_STEPS)
+        self._log_scale[cells] += surprise * shares * weight / np.maximum(self._steps[cells], shares * weight)
+
+    def _add_prompts(self, step: TimedStep) -> None:
+        """A step with prompts says what their rows take; its decoding part is taken as known."""
+        prompts_s = self._prompt_row_s * step.prompt_tokens
+        surplus_s = step.seconds - (self._expected_s(step) - prompts_s)
+        self._prompt_rows = KEPT_PROMPT_ROWS * self._prompt_rows + step.prompt_tokens
+        self._prompt_s = KEPT_PROMPT_ROWS * self._prompt_s + min(max(surplus_s, 0.0), 4.0 * prompts_s)
+        self._prompt_row_s = max(self._prompt_s / self._prompt_rows, LEAST_S)
+
+    def _filled(self) -> Array:
+        """Logarithms of the scale. Unknown grid points lie between the nearest known ones of their row, and in a row
+        without any between the nearest rows with some."""
+        is_known = self._steps >= KNOWN_STEPS
+        (rows,) = is_known.any(axis=1).nonzero()
+        if not len(rows):
+            return self._log_scale
+        found = self._log_scale[rows]
+        for scale, known in zip(found, is_known[rows], strict=True):
+            (drafted,) = known[1:].nonzero()
+            scale[1:] = np.interp(DRAFTS, np.take(DRAFTS, drafted), scale[1:][drafted]) if len(drafted) else scale[0]
+            scale[0] = scale[0] if known[0] else scale[1]
+        columns = [np.interp(_LOG_REQUESTS, _LOG_REQUESTS[rows], column) for column in found.T]
+        return np.stack(columns, axis=1)
+
+
+Cells = tuple[NDArray[np.int64], NDArray[np.int64]]
+
+
+def _cells(step: TimedStep) -> tuple[Cells, Array]:
+    """The grid points around a step's place in the table, and the share of each."""
+    row, share = _place(min(step.num_requests, REQUESTS[-1]), REQUESTS)
+    drafts = min((step.num_tokens - step.num_requests) / step.num_requests, DRAFTS[-1])
+    is_drafted = drafts > 0 if step.is_drafted is None else step.is_drafted or drafts > 0
+    column, part = _place(drafts, DRAFTS)
+    parts = {1 + column: 1.0 - part, 2 + column: part} if is_drafted else {0: 1.0}
+    found = [
+        (r, c, of_row * of_column)
+        for r, of_row in ((row, 1.0 - share), (row + 1, share))
+        for c, of_column in parts.items()
+        if of_row * of_column > 0
+    ]
+    rows, columns, shares = zip(*found, strict=True)
+    return (np.array(rows), np.array(columns)), np.array(shares)
+
+
+def guessed_latency(on_gpu: bool) -> StepLatency:
+    """What stands in until an engine has said something. Its seconds are in proportion, their size means little."""
+    return StepLatencyModel(on_gpu).latency
+
+
+def _points(document: Mapping[str, Any]) -> list[TimedStep]:
+    """Raises ValueError naming the field."""
+    rows = document.get("points") if isinstance(document, Mapping) else None
+    if not isinstance(rows, Sequence) or not 0 < len(rows) <= MAX_POINTS:
+        raise ValueError(f"step times: points must be a list of 1 to {MAX_POINTS}, not {rows!r:.80}")
+    points = []
+    for index, row in enumerate(rows):
+        try:
+            point = TimedStep(float(row["step_s"]), int(row["num_requests"]), int(row["num_tokens"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"step times: points[{index}] cannot be read: {error!r}") from error
+        if not point.is_possible:
+            raise ValueError(f"step times: points[{index}] cannot be: {row!r:.120}")
+        points.append(point)
+    return points
