@@ -205,20 +205,21 @@ class TargetReport:
     @classmethod
     def from_wire(cls, value: Any) -> "TargetReport":
         """Inverse of `to_wire`. Raises ValueError for anything else."""
-        report: TargetReport = _converted(value, cls, "a target's report")
-        for counts in report.workloads.values():
-            counts.check()
-        if report.step_latency is not None:
-            report.step_latency.check()
+        try:
+            report = msgspec.convert(value, cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"a target's report cannot be read: {error}") from error
+        report.check()
         return report
 
-
-def _converted(value: Any, kind: Any, name: str) -> Any:
-    """`value`, as JSON holds it, as a `kind`. Raises ValueError naming the field."""
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{name} cannot be read: {error}") from error
+    def check(self) -> None:
+        """Raises ValueError where no replica can report this."""
+        for counts in self.workloads.values():
+            counts.check()
+        if not 0 <= self.context_tokens < math.inf:
+            raise ValueError(f"context_tokens is {self.context_tokens}")
+        if self.step_latency is not None:
+            self.step_latency.check()
 
 
 # ---- differences between reports

@@ -1,10 +1,9 @@
 """Which head drafts: a candidate's trial beside the current head, and the way back from a head that turned out worse.
 
 Whoever has a candidate (the learner, an operator) hands a `HeadProposal` to the router, as `Router.propose`, and reads
-what became of it, a `HeadTrial`, from `Router.trial`. Enters also: counts of all targets (`cluster.counts.CounterDeltas`) and
-what drafters say. Leaves: `HeadOrders` for the drafters, `HeadRouting` for the targets, and what happened, for the log.
-Never knows: Ray, files' contents, the engine.
-
+what became of it, a `HeadTrial`, from `Router.trial`. Enters also: counts of all targets
+(`cluster.counts.CounterDeltas`) and what drafters say. Leaves: `HeadOrders` for the drafters, `HeadRouting` for the
+targets, and what happened, for the log. Never knows: Ray, files' contents, the engine.
 A trial and the watch after a change compare two heads alike: AL of each workload with itself, by an interval that may
 be looked at all the time. A candidate is promoted when it is better for sure, and not when it is only not worse: each
 change costs the drafter its cache, and a rule that lets equal heads through would let them drift.

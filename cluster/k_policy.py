@@ -14,7 +14,8 @@ b requests and sum b_c k_c drafts. `best_ks` gives the most tokens per second:
    ranked by S, and only the first 0, 1, 2, ... of this ranking are compared. That is the optimum where each further
    draft takes the same time.
 2. With no draft at all the drafter's pass is left out too. K = 0 wins where drafting does not pay.
-3. Where a workload has a limit of TPOT, its seconds per token t / L_c, plans that keep all limits come first.
+3. A workload may have a limit of TPOT, its seconds per token t / L_c. Plans that keep all limits come first, and are
+   also taken from a ranking in which the drafts of workloads with a limit stand first.
 
 The router decides so for all targets (`KPolicy.observe`), changes K only for a gain of `MIN_GAIN`, and hands its
 decision to the front ends (`make_update`, `apply_update`). A front end then answers for each request (`resolve`): a K
@@ -113,46 +114,32 @@ class Plan:
 def best_ks(demands: Sequence[Demand], latency: StepLatency) -> Plan:
     """K of each workload that gives the most tokens per second within the limits of TPOT; at a tie, fewer drafts.
 
-    With fewer than `MIN_SHARED` requests in a step workloads do not share steps, and each is planned alone.
-
-    Raises:
-        ValueError: there is no demand, or a workload stands twice.
+    Raises ValueError where there is no demand, or a workload stands twice. M: plans that are compared; C: workloads.
     """
     names = [demand.workload for demand in demands]
     if not names or len(set(names)) != len(names):
         raise ValueError(f"best_ks needs at least one demand, and each workload once, not {names}")
-    total = sum(demand.num_requests for demand in demands)
-    if len(demands) == 1 or total >= MIN_SHARED:
-        return _best_shared(demands, latency)
-    plans = [(demand.num_requests / total, _best_shared([demand], latency)) for demand in demands]
-    return Plan(
-        ks={name: k for _, plan in plans for name, k in plan.ks.items()},
-        tokens_per_s=sum(share * plan.tokens_per_s for share, plan in plans),
-        step_s=sum(share * plan.step_s for share, plan in plans),
-        tpot_s={name: tpot_s for _, plan in plans for name, tpot_s in plan.tpot_s.items()},
-        excess=max(plan.excess for _, plan in plans),
-        reason="; ".join(f"{name} alone: {plan.reason}" for name, (_, plan) in zip(names, plans, strict=True)),
-    )
-
-
-def _best_shared(demands: Sequence[Demand], latency: StepLatency) -> Plan:
-    """As `best_ks`, of workloads that share steps. M: plans that are compared; C: workloads."""
-    load_C = np.array([demand.num_requests for demand in demands])
+    load_C = np.array([demand.num_requests for demand in demands], np.float64)
     load_C /= min(1.0, load_C.sum())  # a step that runs has a request
-    ranked = sorted(
-        (-demand.rates[k], index) for index, demand in enumerate(demands) for k in range(demand.min_k, demand.max_k)
-    )
-    ks_MC = np.array([demand.min_k for demand in demands]) + np.zeros((1 + len(ranked), 1), np.int64)
-    length_MC = np.array([1.0 + sum(demand.rates[: demand.min_k]) for demand in demands]) + np.zeros(ks_MC.shape)
-    for number, (negative, index) in enumerate(ranked, start=1):
-        ks_MC[number:, index] += 1
-        length_MC[number:, index] -= negative
+    limit_C = np.array([demand.max_tpot_s for demand in demands])
+    drafts = [
+        (index, rate) for index, demand in enumerate(demands) for rate in demand.rates[demand.min_k : demand.max_k]
+    ]
+    plans = []
+    for limited_first in {False, bool(np.isfinite(limit_C).any())}:
+        ks = [demand.min_k for demand in demands]
+        plans.append(tuple(ks))
+        for index, _ in sorted(drafts, key=lambda draft: (limited_first and limit_C[draft[0]] == math.inf, -draft[1])):
+            ks[index] += 1
+            plans.append(tuple(ks))
+    ks_MC = np.array(plans)
+    tokens_CK = [np.cumsum([1.0, *demand.rates]) for demand in demands]
+    length_MC = np.stack([tokens_K[ks_M] for tokens_K, ks_M in zip(tokens_CK, ks_MC.T, strict=True)], axis=1)
     drafts_M, tokens_M = ks_MC @ load_C, length_MC @ load_C
-    num_requests, most = float(load_C.sum()), math.ceil(drafts_M[-1] - 1e-9)
+    num_requests, most = float(load_C.sum()), math.ceil(drafts_M.max() - 1e-9)
     undrafted_s = float(latency.curve(num_requests, 0)[0])
     seconds_M = np.interp(drafts_M, np.arange(most + 1), latency.curve(num_requests, most, is_drafted=True))
     seconds_M = np.where(drafts_M > 0, seconds_M, undrafted_s)
-    limit_C = np.array([demand.max_tpot_s for demand in demands])
     excess_M = (seconds_M[:, None] / length_MC / limit_C).max(axis=1)
     excess_M = np.where(excess_M > 1.0 + 1e-9, excess_M, 1.0)
     # Rounded, so that differences in the last digits do not decide.
@@ -268,7 +255,14 @@ class KPolicy:
     def observe(self, reports: Iterable[TargetReport], now_s: float) -> CounterDeltas | None:
         """Take in what the replicas say, all of them at once, and decide anew; `now_s` is monotonic. What is new in the
         reports, None without any. A report that cannot be is logged and left out, and never raises."""
-        observed = [report for report in reports if _is_usable(report)]
+        observed = []
+        for report in reports:
+            try:
+                report.check()
+                observed.append(report)
+            except (AttributeError, TypeError, ValueError) as error:
+                name = getattr(report, "replica", "?")
+                logger.warning("the report of target replica %s is left out: %s", name, error)
         if not observed:
             return None
         deltas = self.tracker.update(observed)
@@ -295,16 +289,15 @@ class KPolicy:
 
     def _decide(self) -> None:
         ks, latency = {name: choice.k for name, choice in self._choices.items()}, self.latency
-        is_cold = self.posteriors.total_rates().num_steps < MIN_STEPS
+        is_cold, num_requests = self.posteriors.num_steps < MIN_STEPS, sum(self._load.values())
         loaded = [self._demand(name, load, is_cold) for name, load in self._load.items()]
-        plan = steady_ks(loaded, latency, ks) if loaded else None
+        shared = loaded if num_requests >= MIN_SHARED else []
+        plan = steady_ks(shared, latency, ks) if shared else None
         choices = {}
-        for name in (DEFAULT_WORKLOAD, *self.posteriors.workloads(), *self._load):
-            demand = self._demand(name, self._load.get(name, 1.0), is_cold)
-            if plan is None or name not in plan.ks:  # as one request beside those that run
-                found = steady_ks([*loaded, demand], latency, {**ks, **(plan.ks if plan else {})})
-            else:
-                found = plan
+        for name in dict.fromkeys((DEFAULT_WORKLOAD, *self.posteriors.workloads(), *self._load)):
+            found, demand = plan, self._demand(name, 1.0, is_cold)
+            if plan is None or found is None or name not in plan.ks:  # as one request beside those that share steps
+                found = steady_ks([*shared, demand], latency, {**ks, **(plan.ks if plan else {})})
             k, rates = found.ks[name], tuple(round(rate, 4) for rate in demand.rates)
             # On a GPU the drafter's pass is left out only where no request may be drafted, on a CPU step by step.
             steps_decide = not self._max_tpot_ms and (k > 0 or not self._on_gpu)
@@ -317,7 +310,7 @@ class KPolicy:
                 found.tpot_s[name],
                 self.policy.max_k if steps_decide or k > 0 else 0,
             )
-        self._choices, self._exploration_share = choices, EXPLORED_STEPS / max(1.0, sum(self._load.values()))
+        self._choices, self._exploration_share = choices, EXPLORED_STEPS / max(1.0, num_requests)
 
     def _demand(self, name: str, num_requests: float, is_cold: bool) -> Demand:
         max_k, max_tpot_ms = self.policy.max_k, self._max_tpot_ms.get(name, math.inf)
@@ -421,16 +414,3 @@ class KPolicy:
             raise ValueError(f"the snapshot cannot be read: {error}") from error
         self.posteriors.restore(snapshot.acceptance)
         self.tracker.restore(snapshot.tracker)
-
-
-def _is_usable(report: TargetReport) -> bool:
-    """Whether a report can be; one that cannot be is logged."""
-    try:
-        for counts in report.workloads.values():
-            counts.check()
-        if not 0 <= report.context_tokens < math.inf:
-            raise ValueError(f"context_tokens is {report.context_tokens}")
-    except (AttributeError, TypeError, ValueError) as error:
-        logger.warning("the report of target replica %s is left out: %s", getattr(report, "replica", "?"), error)
-        return False
-    return True

@@ -384,7 +384,7 @@ class DrafterSettings(Section):
 class Objective(Section):
     """What a workload needs. `max_tpot_ms`: limit of the mean time per output token, which caps K of all workloads."""
 
-    max_tpot_ms: float = Field(gt=0, allow_inf_nan=False)
+    max_tpot_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
 
 class DepthSettings(Section):

@@ -54,7 +54,7 @@ def allocate(
 
 
 WORTH_LEVELS = (0.02, *(round(0.05 * number, 2) for number in range(1, 20)), 0.98)
-"""Chances of acceptance at which the drafts of a batch are counted where the drafter knows each one's (`best_total`)."""
+"""Chances at which the drafts of a batch are counted where the drafter says each one's (`best_total`)."""
 
 
 def best_total(counts: Sequence[float], num_requests: int, max_total: int, seconds: Array) -> tuple[int, float]:

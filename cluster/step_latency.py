@@ -13,10 +13,11 @@ The context of the requests is not in the table: it changes slowly, and the scal
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -26,7 +27,7 @@ Array = NDArray[np.float64]
 
 REQUESTS = tuple(float(1 << power) for power in range(11))
 DRAFTS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0)
-_COLUMNS = np.array([-1.0, *DRAFTS])
+_COLUMNS = (-1.0, *DRAFTS)
 _LOG_REQUESTS = np.log2(REQUESTS)
 
 LEAST_S = 1e-6
@@ -57,6 +58,9 @@ class TimedStep:
         return 0 < self.seconds < math.inf and 0 < self.num_requests <= self.num_tokens and self.prompt_tokens >= 0
 
 
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+
+
 class StepLatency(msgspec.Struct, frozen=True, dict=True):
     """Seconds of a step, as the model believes them at one time.
 
@@ -68,9 +72,9 @@ class StepLatency(msgspec.Struct, frozen=True, dict=True):
         is_measured: the engine measured steps at its start.
     """
 
-    table: tuple[tuple[float, ...], ...]
-    prompt_row_s: float
-    choosing_s: float = 0.0
+    table: tuple[tuple[Seconds, ...], ...]
+    prompt_row_s: Seconds
+    choosing_s: Seconds = 0.0
     num_steps: float = 0.0
     is_measured: bool = False
 
@@ -91,25 +95,25 @@ class StepLatency(msgspec.Struct, frozen=True, dict=True):
         """
         if not 1 <= num_requests < math.inf or num_drafts < 0 or prompt_tokens < 0:
             raise ValueError(f"no step has {num_requests} requests, {num_drafts} drafts, {prompt_tokens} prompt tokens")
-        place, share = _place(num_requests, REQUESTS)
-        row = (1.0 - share) * self._table[place] + share * self._table[place + 1]
-        drafts = np.arange(num_drafts + 1) / num_requests
-        beyond = np.maximum(drafts - DRAFTS[-1], 0.0) * (row[-1] - row[-2]) / (DRAFTS[-1] - DRAFTS[-2])
-        seconds = np.interp(drafts, DRAFTS, row[1:]) + beyond
+        drafts = np.arange(num_drafts + 1)
+        seconds = self._seconds(num_requests, drafts / num_requests)
         if prompt_tokens:
-            seconds = np.maximum(seconds, seconds[0] + self.prompt_row_s * np.arange(num_drafts + 1))
+            seconds = np.maximum(seconds, seconds[0] + self.prompt_row_s * drafts)
         if not is_drafted:
-            seconds[0] = row[0]
-        return np.asarray(np.maximum(seconds, LEAST_S), np.float64)
+            seconds[0] = self._seconds(num_requests, np.array(-1.0))
+        return seconds
 
     def seconds(self, num_requests: float, num_tokens: float, prompt_tokens: float = 0.0) -> float:
         """Seconds of one step, prompts included. Numbers may be fractions: means over time."""
-        place, share = _place(max(1.0, num_requests), REQUESTS)
+        drafts = (num_tokens - num_requests) / num_requests if num_tokens > num_requests else -1.0
+        return float(self._seconds(max(1.0, num_requests), np.array(drafts))) + self.prompt_row_s * prompt_tokens
+
+    def _seconds(self, num_requests: float, drafts: Array) -> Array:
+        """By drafts a request; -1: without drafts and without the drafter's pass."""
+        place, share = _place(num_requests, REQUESTS)
         row = (1.0 - share) * self._table[place] + share * self._table[place + 1]
-        drafts = (num_tokens - num_requests) / num_requests
-        column, part = _place(drafts, DRAFTS)
-        found = (1.0 - part) * row[1 + column] + part * row[2 + column] if drafts > 0 else row[0]
-        return max(float(found) + self.prompt_row_s * prompt_tokens, LEAST_S)
+        beyond = np.maximum(drafts - DRAFTS[-1], 0.0) * (row[-1] - row[-2]) / (DRAFTS[-1] - DRAFTS[-2])
+        return np.asarray(np.maximum(np.interp(drafts, _COLUMNS, row) + beyond, LEAST_S), np.float64)
 
     def to_wire(self) -> dict[str, Any]:
         """As JSON can hold it, with four significant digits."""
@@ -118,27 +122,24 @@ class StepLatency(msgspec.Struct, frozen=True, dict=True):
         return found
 
     @classmethod
-    def from_wire(cls, value: Any) -> "StepLatency":
-        """Inverse of `to_wire`; also of its JSON text. Raises ValueError for anything else."""
+    def from_wire(cls, text: str) -> "StepLatency":
+        """Inverse of `to_wire` and JSON. Raises ValueError for anything else."""
         try:
-            found = msgspec.json.decode(value, type=cls) if isinstance(value, str) else msgspec.convert(value, cls)
-        except (msgspec.MsgspecError, RecursionError) as error:
+            found = msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
             raise ValueError(f"a step latency cannot be read: {error}") from error
         found.check()
         return found
 
     def check(self) -> None:
-        """Raises ValueError where no step can take what the table says."""
-        numbers = [number for row in self.table for number in row]
-        numbers += [self.prompt_row_s, self.choosing_s, self.num_steps]
-        is_whole = [len(row) for row in self.table] == [len(_COLUMNS)] * len(REQUESTS)
-        if not is_whole or not all(0 <= number < math.inf for number in numbers):
-            raise ValueError(f"a step latency is a table of seconds from 0, not {self!r:.80}")
+        """Raises ValueError for a table of another shape."""
+        if [len(row) for row in self.table] != [len(_COLUMNS)] * len(REQUESTS):
+            raise ValueError(f"the table of a step latency has {len(REQUESTS)} rows of {len(_COLUMNS)}: {self!r:.80}")
 
 
 def _place(number: float, grid: Sequence[float]) -> tuple[int, float]:
     """The grid point below a number, at most the last but one, and the share of the way to the next one."""
-    place = min(max(int(np.searchsorted(grid, number, side="right")) - 1, 0), len(grid) - 2)
+    place = min(max(bisect_right(grid, number) - 1, 0), len(grid) - 2)
     return place, (number - grid[place]) / (grid[place + 1] - grid[place])
 
 
@@ -165,22 +166,20 @@ def average_latency(engines: Sequence[StepLatency]) -> StepLatency:
 # ---- the model of one engine
 
 _R, _K = np.meshgrid(REQUESTS, np.maximum(_COLUMNS, 0.0), indexing="ij")
-_PASS = _COLUMNS >= 0
-_CPU_UNIT_S, _GPU_UNIT_S = 0.03, 0.008
+_PASS = np.array(_COLUMNS) >= 0
 _GUESSES = {
     # A CPU is compute-bound at once: within 30 % of the drafted steps of SmolLM2-135M on two cores.
-    False: (_CPU_UNIT_S * (1.0 + _R * (1 + _K) / 16 + _R / 64 + (0.3 + 0.18 * _R) * _PASS), _CPU_UNIT_S / 16),
+    False: (0.03 * (1.0 + _R * (1 + _K) / 16 + _R / 64 + (0.3 + 0.18 * _R) * _PASS), 0.03 / 16),
     # A GPU has room for 64 rows: within 10 % of the steps of an H200 with the shape of Llama-3.1-8B.
     True: (
-        _GPU_UNIT_S * (1.0 + np.maximum(_R * (1 + _K) - 64, 0) / 150 + _R / 200 + (0.2 + 0.001 * _R) * _PASS),
-        _GPU_UNIT_S / 150,
+        0.008 * (1.0 + np.maximum(_R * (1 + _K) - 64, 0) / 150 + _R / 200 + (0.2 + 0.001 * _R) * _PASS),
+        0.008 / 150,
     ),
 }
 """By whether the engine has a GPU: the table before anything is measured, and seconds of a prompt's row."""
 
 FIRST_STEPS = 8
 """The median of measured / expected of so many steps scales the guess: a first step may have compiled something."""
-
 MAX_STEPS = 20.0
 """Steps near a grid point from which on a further one moves its scale by 1 / `MAX_STEPS`."""
 FORGETTING_STEPS = 5000.0
@@ -189,14 +188,24 @@ KNOWN_STEPS = 0.1
 """Below so many steps a grid point takes the scale of its neighbours."""
 MAX_SURPRISE = 0.5
 """Logarithm of measured / expected beyond which a step counts as a pause, and moves its grid points no further."""
-
 GUESS_ERROR, MEASURED_ERROR, STEP_ERROR = 0.25, 0.05, 0.1
 """Standard deviations, as shares: of the guess, of steps between those measured at the start, of one running step."""
 PROMPT_ROWS, KEPT_PROMPT_ROWS = 512.0, 0.98
-"""Rows of prompts that the guess of their time is worth, and the share of all that a further step with prompts keeps."""
+"""Rows of prompts that the guess of their time is worth; the share of what is known that a step with prompts keeps."""
 CHOOSING_ERROR, MAX_CHOOSING_STEPS = 0.3, 200
 """Standard deviation of the guess of `choosing_s`, as a share of a step; steps whose mean it is."""
-MAX_POINTS = 256
+
+
+class Point(msgspec.Struct, frozen=True):
+    """A step that the engine timed at its start: it only decoded, and where it has drafts the drafter's pass ran."""
+
+    num_requests: Annotated[int, msgspec.Meta(ge=1)]
+    num_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    step_s: Annotated[float, msgspec.Meta(gt=0.0, le=1e9)]
+
+
+class StartDocument(msgspec.Struct, frozen=True):
+    points: Annotated[list[Point], msgspec.Meta(min_length=1, max_length=256)]
 
 
 class StepLatencyModel:
@@ -204,165 +213,149 @@ class StepLatencyModel:
 
     Args:
         on_gpu: which guess to start from.
-        document: what the engine measured at its start, `{"points": [{"num_requests", "num_tokens", "step_s"}, ...],
-            ...}`: steps that only decoded, drafting included. None without.
+        document: a `StartDocument` as JSON holds it, None where the engine measured nothing.
 
     Raises:
         ValueError: the document cannot be; names the field.
     """
 
     def __init__(self, on_gpu: bool, document: Mapping[str, Any] | None = None) -> None:
-        points = [] if document is None else _points(document)
-        guess, self._prompt_row_s = _GUESSES[on_gpu]
-        self._guess = guess.copy()
-        self._log_scale, self._steps = np.zeros_like(guess), np.zeros_like(guess)
-        self._first_steps: list[TimedStep] | None = None if points else []
-        self._is_measured = bool(points)
-        self._errors = np.full_like(guess, MEASURED_ERROR if points else GUESS_ERROR)
+        self._guess, self._prompt_row_s = _GUESSES[on_gpu]
+        self._log_scale, self._steps = np.zeros_like(self._guess), np.zeros_like(self._guess)
+        self._errors = np.full_like(self._guess, GUESS_ERROR if document is None else MEASURED_ERROR)
         self._errors[:, 1] = GUESS_ERROR  # the drafter's pass without drafts is not measured at the start
-        self._prompt_rows = self._choosing_steps = self._choosing_s = 0.0
+        self._first_steps: list[TimedStep] | None = [] if document is None else None
+        self._is_measured = document is not None
+        self._choosing_steps = self._choosing_s = 0.0
         self.num_steps = 0
-        if points:
+        points: list[TimedStep] = []
+        if document is not None:
+            try:
+                measured = msgspec.convert(document, StartDocument).points
+            except msgspec.ValidationError as error:
+                raise ValueError(f"step times: {error}") from error
+            points = [TimedStep(point.step_s, point.num_requests, point.num_tokens) for point in measured]
+            if wrong := [point for point in points if not point.is_possible]:
+                raise ValueError(f"step times: a step has no fewer tokens than requests: {wrong[0]}")
             self._set_unit(points)
-            for point in points:
-                self._add_decoding(point, MAX_STEPS, math.inf)
-        self._prompt_rows = PROMPT_ROWS
-        self._prompt_s = PROMPT_ROWS * self._prompt_row_s
+        for point in points:
+            self._add_decoding(point, MAX_STEPS, math.inf)
+        self._prompt_rows, self._prompt_s = PROMPT_ROWS, PROMPT_ROWS * self._prompt_row_s
 
     def observe(self, step: TimedStep) -> None:
         """Take in a step. One whose numbers cannot be is left out."""
         if not step.is_possible:
             return
         self.num_steps += 1
-        if self._first_steps is None:
-            self._add(step)
-            return
-        self._first_steps.append(step)
-        if len(self._first_steps) == FIRST_STEPS:
-            first_steps, self._first_steps = self._first_steps, None
-            self._set_unit(first_steps)
-            for first in first_steps:
-                self._add(first)
+        steps = [step]
+        if self._first_steps is not None:
+            self._first_steps.append(step)
+            if len(self._first_steps) < FIRST_STEPS:
+                return
+            steps, self._first_steps = self._first_steps, None
+            self._set_unit(steps)
+            self._prompt_s = PROMPT_ROWS * self._prompt_row_s
+        for each in steps:
+            self._add(each)
 
     @property
     def latency(self) -> StepLatency:
         """What is believed now."""
         table = self._guess * np.exp(self._filled())
-        return StepLatency(
-            tuple(map(tuple, table.tolist())),
-            self._prompt_row_s,
-            max(0.0, self._choosing_s),
-            self.num_steps,
-            self._is_measured,
-        )
+        # The drafter's pass without drafts, where no step said what it takes: on the line of one and two drafts.
+        bare, without, one, two = table[:, 1], table[:, 0], table[:, 2], table[:, 3]
+        table[:, 1] = np.where(self._steps[:, 1] < KNOWN_STEPS, np.clip(2 * one - two, without, one), bare)
+        rows = tuple(map(tuple, table.tolist()))
+        return StepLatency(rows, self._prompt_row_s, max(0.0, self._choosing_s), self.num_steps, self._is_measured)
 
     def error(self, num_requests: int, num_tokens: int, is_drafted: bool | None = None) -> float:
         """Standard deviation of what is believed of a step's time, as a share of it."""
-        cells, shares = _cells(TimedStep(1.0, num_requests, num_tokens, 0, is_drafted))
-        num_steps, error = float(shares @ self._steps[cells]), float(shares @ self._errors[cells])
+        shares = _shares(TimedStep(1.0, num_requests, num_tokens, 0, is_drafted))
+        num_steps, error = float((shares * self._steps).sum()), float((shares * self._errors).sum())
         return error / math.sqrt(1.0 + num_steps * (error / STEP_ERROR) ** 2)
 
     @property
     def choosing_error_s(self) -> float:
         """Standard deviation of what is believed of `choosing_s`."""
         unit_s = float(self._guess[0, 1] * math.exp(self._log_scale[0, 1]))
-        noise = CHOOSING_ERROR / STEP_ERROR
-        return CHOOSING_ERROR * unit_s / math.sqrt(1.0 + self._choosing_steps * noise**2)
+        return CHOOSING_ERROR * unit_s / math.sqrt(1.0 + self._choosing_steps * (CHOOSING_ERROR / STEP_ERROR) ** 2)
 
     def _set_unit(self, steps: Sequence[TimedStep]) -> None:
         scale = float(np.median([step.seconds / self._expected_s(step) for step in steps]))
-        self._guess *= scale
+        self._guess = scale * self._guess
         self._prompt_row_s *= scale
-        self._prompt_s = self._prompt_rows * self._prompt_row_s
 
     def _expected_s(self, step: TimedStep) -> float:
         """Seconds of a step by what is believed, prompts included."""
-        cells, shares = _cells(step)
-        decoding_s = float(shares @ (self._guess[cells] * np.exp(self._log_scale[cells])))
+        decoding_s = float((_shares(step) * self._guess * np.exp(self._log_scale)).sum())
         return decoding_s + self._prompt_row_s * step.prompt_tokens + max(0.0, self._choosing_s) * step.is_chosen
 
     def _add(self, step: TimedStep) -> None:
+        expected_s = self._expected_s(step)
         if step.prompt_tokens:
-            self._add_prompts(step)
+            # Its decoding part is taken as known.
+            prompts_s = self._prompt_row_s * step.prompt_tokens
+            found_s = min(max(step.seconds - expected_s + prompts_s, 0.0), 4.0 * prompts_s)
+            self._prompt_rows = KEPT_PROMPT_ROWS * self._prompt_rows + step.prompt_tokens
+            self._prompt_s = KEPT_PROMPT_ROWS * self._prompt_s + found_s
+            self._prompt_row_s = max(self._prompt_s / self._prompt_rows, LEAST_S)
             return
         if step.is_chosen:
             self._choosing_steps = min(self._choosing_steps + 1, MAX_CHOOSING_STEPS)
-            surplus_s = step.seconds - self._expected_s(step)
-            most_s = MAX_SURPRISE * self._expected_s(step)
-            self._choosing_s += min(max(surplus_s, -most_s), most_s) / self._choosing_steps
+            most_s = MAX_SURPRISE * expected_s
+            self._choosing_s += min(max(step.seconds - expected_s, -most_s), most_s) / self._choosing_steps
+        if step.is_drafted is False and step.num_tokens > step.num_requests:
+            # It verified the drafts of the step before and made none: less their time it is a step without both.
+            drafted = replace(step, is_drafted=True)
+            verifying_s = self._expected_s(drafted) - self._expected_s(replace(drafted, num_tokens=step.num_requests))
+            step = replace(step, seconds=max(step.seconds - verifying_s, LEAST_S))
         self._steps *= 1.0 - 1.0 / FORGETTING_STEPS
         self._add_decoding(step)
 
     def _add_decoding(self, step: TimedStep, weight: float = 1.0, max_surprise: float = MAX_SURPRISE) -> None:
-        cells, shares = _cells(step)
-        if (self._steps[cells] < KNOWN_STEPS).any():
+        added = weight * _shares(step)
+        if (self._steps[added > 0] < KNOWN_STEPS).any():
             self._log_scale = self._filled()
-        surprise = math.log(max(step.seconds, LEAST_S) / self._expected_s(step))
-        surprise = min(max(surprise, -max_surprise), max_surprise)
-        self._steps[cells] = np.minimum(self._steps[cells] + shares * weight, MAX_STEPS)
-        self._log_scale[cells] += surprise * shares * weight / np.maximum(self._steps[cells], shares * weight)
-
-    def _add_prompts(self, step: TimedStep) -> None:
-        """A step with prompts says what their rows take; its decoding part is taken as known."""
-        prompts_s = self._prompt_row_s * step.prompt_tokens
-        surplus_s = step.seconds - (self._expected_s(step) - prompts_s)
-        self._prompt_rows = KEPT_PROMPT_ROWS * self._prompt_rows + step.prompt_tokens
-        self._prompt_s = KEPT_PROMPT_ROWS * self._prompt_s + min(max(surplus_s, 0.0), 4.0 * prompts_s)
-        self._prompt_row_s = max(self._prompt_s / self._prompt_rows, LEAST_S)
+        surprise = math.log(step.seconds / self._expected_s(step))
+        self._steps = np.minimum(self._steps + added, MAX_STEPS)
+        moved = added / np.maximum(self._steps, np.maximum(added, LEAST_S))
+        self._log_scale = self._log_scale + min(max(surprise, -max_surprise), max_surprise) * moved
 
     def _filled(self) -> Array:
-        """Logarithms of the scale. Unknown grid points lie between the nearest known ones of their row, and in a row
-        without any between the nearest rows with some."""
+        """Logarithms of the scale. In a row with known grid points the time is linear between them, and the scale
+        constant beyond; in a row without any the scale lies between those of the nearest rows with some."""
         is_known = self._steps >= KNOWN_STEPS
         (rows,) = is_known.any(axis=1).nonzero()
         if not len(rows):
             return self._log_scale
-        found = self._log_scale[rows]
-        for scale, known in zip(found, is_known[rows], strict=True):
-            (drafted,) = known[1:].nonzero()
-            scale[1:] = np.interp(DRAFTS, np.take(DRAFTS, drafted), scale[1:][drafted]) if len(drafted) else scale[0]
-            scale[0] = scale[0] if known[0] else scale[1]
-        columns = [np.interp(_LOG_REQUESTS, _LOG_REQUESTS[rows], column) for column in found.T]
+        found = []
+        for row in rows:
+            scale, guess, (known,) = self._log_scale[row].copy(), self._guess[row, 1:], is_known[row, 1:].nonzero()
+            if len(known):
+                drafts, at_known = np.take(DRAFTS, known), scale[1:][known]
+                seconds = np.interp(DRAFTS, drafts, guess[known] * np.exp(at_known))
+                is_between = (drafts[0] <= np.array(DRAFTS)) & (np.array(DRAFTS) <= drafts[-1])
+                scale[1:] = np.where(is_between, np.log(seconds / guess), np.interp(DRAFTS, drafts, at_known))
+            else:
+                scale[1:] = scale[0]
+            scale[0] = scale[0] if is_known[row, 0] else scale[1]
+            found.append(scale)
+        columns = [np.interp(_LOG_REQUESTS, _LOG_REQUESTS[rows], column) for column in np.array(found).T]
         return np.stack(columns, axis=1)
 
 
-Cells = tuple[NDArray[np.int64], NDArray[np.int64]]
-
-
-def _cells(step: TimedStep) -> tuple[Cells, Array]:
-    """The grid points around a step's place in the table, and the share of each."""
-    row, share = _place(min(step.num_requests, REQUESTS[-1]), REQUESTS)
+def _shares(step: TimedStep) -> Array:
+    """[len(REQUESTS), 1 + len(DRAFTS)]: the shares of the grid points around a step's place in the table."""
+    rows, columns = np.zeros(len(REQUESTS)), np.zeros(len(_COLUMNS))
+    place, share = _place(min(step.num_requests, REQUESTS[-1]), REQUESTS)
+    rows[place : place + 2] = 1.0 - share, share
     drafts = min((step.num_tokens - step.num_requests) / step.num_requests, DRAFTS[-1])
-    is_drafted = drafts > 0 if step.is_drafted is None else step.is_drafted or drafts > 0
-    column, part = _place(drafts, DRAFTS)
-    parts = {1 + column: 1.0 - part, 2 + column: part} if is_drafted else {0: 1.0}
-    found = [
-        (r, c, of_row * of_column)
-        for r, of_row in ((row, 1.0 - share), (row + 1, share))
-        for c, of_column in parts.items()
-        if of_row * of_column > 0
-    ]
-    rows, columns, shares = zip(*found, strict=True)
-    return (np.array(rows), np.array(columns)), np.array(shares)
+    is_drafted = drafts > 0 if step.is_drafted is None else step.is_drafted
+    place, share = _place(drafts if is_drafted else -1.0, _COLUMNS)
+    columns[place : place + 2] = 1.0 - share, share
+    return np.outer(rows, columns)
 
 
 def guessed_latency(on_gpu: bool) -> StepLatency:
     """What stands in until an engine has said something. Its seconds are in proportion, their size means little."""
     return StepLatencyModel(on_gpu).latency
-
-
-def _points(document: Mapping[str, Any]) -> list[TimedStep]:
-    """Raises ValueError naming the field."""
-    rows = document.get("points") if isinstance(document, Mapping) else None
-    if not isinstance(rows, Sequence) or not 0 < len(rows) <= MAX_POINTS:
-        raise ValueError(f"step times: points must be a list of 1 to {MAX_POINTS}, not {rows!r:.80}")
-    points = []
-    for index, row in enumerate(rows):
-        try:
-            point = TimedStep(float(row["step_s"]), int(row["num_requests"]), int(row["num_tokens"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"step times: points[{index}] cannot be read: {error!r}") from error
-        if not point.is_possible:
-            raise ValueError(f"step times: points[{index}] cannot be: {row!r:.120}")
-        points.append(point)
-    return points

@@ -1,8 +1,8 @@
 """The router, which learns for all targets and speaks for the whole service.
 
-Enters: the targets' reports, once a second. Leaves: a `PolicyUpdate`, which each target takes once a second, so that all
-choose K by what the whole cluster has seen; the saved state; and what /metrics and /drafting show. Clients talk to the
-targets, past this process (`deployments.target`), which imports neither vLLM nor torch: it starts in a few seconds.
+Enters: the targets' reports, once a second. Leaves: a `PolicyUpdate`, which each target takes once a second, so that
+all choose K by what the whole cluster has seen; the saved state; and what /metrics and /drafting show. Clients talk to
+the targets, past this process (`deployments.target`), which imports neither vLLM nor torch: it starts in a few seconds.
 """
 
 import asyncio

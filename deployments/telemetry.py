@@ -53,7 +53,7 @@ def make_k_policy(settings: ClusterSettings, before: KPolicy | None = None) -> K
         settings.depth_policy(),
         is_adaptive=settings.depth.policy == "adaptive" and settings.max_draft_tokens > 0,
         on_gpu=settings.target.has_gpu,
-        max_tpot_ms={name: one.max_tpot_ms for name, one in settings.depth.objectives.items()},
+        max_tpot_ms={name: one.max_tpot_ms for name, one in settings.depth.objectives.items() if one.max_tpot_ms},
         max_num_seqs=settings.max_num_seqs,
     )
     if before is not None:

@@ -226,8 +226,8 @@ class Trimmer:
         return self.model.num_steps % WORTH_INTERVAL_STEPS == 0
 
     def hear_worth(self, counts: Sequence[int], num_requests: int) -> None:
-        """Of the drafts of a step of so many requests, how many are worth each of `cluster.step_allocation.WORTH_LEVELS` or
-        more."""
+        """Of the drafts of a step of so many requests, how many are worth each of `WORTH_LEVELS` of
+        `cluster.step_allocation` or more."""
         worth = np.array(counts, np.float64) / num_requests
         self._worth = worth if self._worth is None else WORTH_KEPT * self._worth + (1.0 - WORTH_KEPT) * worth
 
@@ -275,8 +275,8 @@ class Trimmer:
         self._last_s = None
 
     def report(self, now_s: float) -> str | None:
-        """What is believed of step times (`cluster.step_latency.StepLatency.to_wire` as JSON), where it is to be reported at
-        `now_s`, monotonic seconds: there were new steps, or there was no report yet, and the last report is
+        """What is believed of step times (`StepLatency.to_wire` as JSON), where it is to be reported at `now_s`,
+        monotonic seconds: there were new steps, or there was no report yet, and the last report is
         `REPORT_INTERVAL_S` old or the clock has gone back."""
         has_reported = self._reported_s > -math.inf
         if has_reported and self.model.num_steps == self._reported_steps:

@@ -38,13 +38,22 @@ LAYERS = (
     Layer(
         "peagle/vllm",
         never=OUTSIDE | {"ray", "cluster"},
-        but=frozenset({"cluster.counts", "cluster.depth", "cluster.request", "cluster.step_time"}),
+        but=frozenset(
+            {
+                "cluster.acceptance",
+                "cluster.counts",
+                "cluster.request",
+                "cluster.step_allocation",
+                "cluster.step_latency",
+            }
+        ),
     ),
     Layer("peagle/drafter", never=METHOD | {"peagle.train"}),
     Layer("peagle/train", never=METHOD | {"peagle.drafter"}),
     Layer("peagle", never=METHOD | {"peagle.drafter"}),
     Layer(
-        "cluster", only=frozenset({*sys.stdlib_module_names, "numpy", "pydantic", "yaml", "cluster", "peagle.schema"})
+        "cluster",
+        only=frozenset({*sys.stdlib_module_names, "msgspec", "numpy", "pydantic", "yaml", "cluster", "peagle.schema"}),
     ),
     Layer("deployments", never=frozenset({"tests", "benchmarks"})),
     Layer("benchmarks", never=frozenset({"tests"})),
@@ -192,7 +201,7 @@ def test_a_violation_is_named_with_file_and_line(path: str, source: str, reason:
     [
         ("peagle/model.py", "import torch\nimport rayon\nfrom peagle.config import HeadConfig\nimport clusters"),
         ("peagle/vllm/scheduler.py", "from vllm.v1 import core\nfrom peagle.config import HeadError"),
-        ("peagle/vllm/scheduler.py", "from cluster.depth import allocate"),
+        ("peagle/vllm/scheduler.py", "from cluster.step_allocation import allocate"),
         ("cluster/depth.py", "import json\nimport numpy as np\nimport yaml\nfrom cluster.settings import Section"),
         ("deployments/target.py", "import ray\nfrom peagle.heads import prepare_head\nfrom cluster import settings"),
         ("deployments/app.py", "app = Target.bind(settings)"),

@@ -26,7 +26,7 @@ from benchmarks.simulate_depths import (
     survival,
 )
 from cluster.request import Drafting
-from tests.unit.cluster.test_step_time import cpu, dear_drafter, gpu
+from tests.unit.cluster.test_step_latency import cpu, dear_drafter, gpu
 
 ANSWERS = load_answers()
 MEASURED = {name: TableEngine.load(path) for name, path in ENGINES.items()}
@@ -79,7 +79,7 @@ def test_an_engine_that_measured_itself_needs_no_learning():
 def test_workloads_get_k_of_their_own():
     learned = Learned(on_gpu=False)
     simulate(cpu, pools("code-chat"), learned, Load(8, 100))
-    document = {row["workload"]: row for row in learned.control.document(0.0)["workloads"]}
+    document = {row["workload"]: row for row in learned.k_policy.document(0.0)["workloads"]}
     assert document["code"]["k"] > document["chat"]["k"]
     assert all(row["num_steps"] > 0 for row in document.values())
 
