@@ -3,9 +3,9 @@
     python -m benchmarks.simulate_scaling [--seeds 3]
 
 Requests arrive at a constant mean rate; every replica runs them in steps that take what a `StepLatency` says, at the K
-that is best for the true acceptance, which nobody tells the policies. Time goes by in seconds; replicas export their counts
-every 10 s, a wish must last Serve's delays, and a replica starts in `START_S`. Compared are the share of requests that
-keep their limits of TTFT and TPOT, and replica hours. Our policy is the product's own object.
+that is best for the true acceptance, which nobody tells the policies. Time goes by in seconds; replicas export their
+counts every 10 s, a wish must last Serve's delays, and a replica starts in `START_S`. Compared are the share of
+requests that keep their limits of TTFT and TPOT, and replica hours. Our policy is the product's own object.
 """
 
 import argparse
