@@ -108,59 +108,52 @@ class Plan:
     step_s: float
     tpot_s: Mapping[str, float]
     excess: float
-    reason: str = field(compare=False)
+    reason: str = field(default="", compare=False)
 
 
 def best_ks(demands: Sequence[Demand], latency: StepLatency) -> Plan:
     """K of each workload that gives the most tokens per second within the limits of TPOT; at a tie, fewer drafts.
 
-    Raises ValueError where there is no demand, or a workload stands twice. M: plans that are compared; C: workloads.
+    Raises ValueError where there is no demand, or a workload stands twice.
     """
     names = [demand.workload for demand in demands]
     if not names or len(set(names)) != len(names):
         raise ValueError(f"best_ks needs at least one demand, and each workload once, not {names}")
-    load_C = np.array([demand.num_requests for demand in demands], np.float64)
-    load_C /= min(1.0, load_C.sum())  # a step that runs has a request
-    limit_C = np.array([demand.max_tpot_s for demand in demands])
-    drafts = [
-        (index, rate) for index, demand in enumerate(demands) for rate in demand.rates[demand.min_k : demand.max_k]
-    ]
-    plans = []
-    for limited_first in {False, bool(np.isfinite(limit_C).any())}:
+    scale = 1.0 / min(1.0, sum(demand.num_requests for demand in demands))  # a step that runs has a request
+    loads = [scale * demand.num_requests for demand in demands]
+    num_requests, undrafted_s = sum(loads), float(latency.curve(sum(loads), 0)[0])
+    most = math.ceil(sum(load * demand.max_k for load, demand in zip(loads, demands, strict=True)))
+    curve = latency.curve(num_requests, most, is_drafted=True)
+    drafts = [(index, rate) for index, each in enumerate(demands) for rate in each.rates[each.min_k : each.max_k]]
+    is_limited = [demand.max_tpot_s < math.inf for demand in demands]
+    best: tuple[tuple[float, ...], Plan] | None = None
+    for limited_first in {False, any(is_limited)}:
         ks = [demand.min_k for demand in demands]
-        plans.append(tuple(ks))
-        for index, _ in sorted(drafts, key=lambda draft: (limited_first and limit_C[draft[0]] == math.inf, -draft[1])):
-            ks[index] += 1
-            plans.append(tuple(ks))
-    ks_MC = np.array(plans)
-    tokens_CK = [np.cumsum([1.0, *demand.rates]) for demand in demands]
-    length_MC = np.stack([tokens_K[ks_M] for tokens_K, ks_M in zip(tokens_CK, ks_MC.T, strict=True)], axis=1)
-    drafts_M, tokens_M = ks_MC @ load_C, length_MC @ load_C
-    num_requests, most = float(load_C.sum()), math.ceil(drafts_M.max() - 1e-9)
-    undrafted_s = float(latency.curve(num_requests, 0)[0])
-    seconds_M = np.interp(drafts_M, np.arange(most + 1), latency.curve(num_requests, most, is_drafted=True))
-    seconds_M = np.where(drafts_M > 0, seconds_M, undrafted_s)
-    excess_M = (seconds_M[:, None] / length_MC / limit_C).max(axis=1)
-    excess_M = np.where(excess_M > 1.0 + 1e-9, excess_M, 1.0)
-    # Rounded, so that differences in the last digits do not decide.
-    gains_M = (tokens_M / seconds_M / (num_requests / undrafted_s)).round(10)
-    best = int(np.lexsort((drafts_M, -gains_M, excess_M.round(10)))[0])
-    names, step_s = [demand.workload for demand in demands], float(seconds_M[best])
-    plan = Plan(
-        ks=dict(zip(names, ks_MC[best].tolist(), strict=True)),
-        tokens_per_s=float(tokens_M[best]) / step_s,
-        step_s=step_s,
-        tpot_s=dict(zip(names, (step_s / length_MC[best]).tolist(), strict=True)),
-        excess=float(excess_M[best]),
-        reason="",
-    )
+        lengths = [1.0 + sum(demand.rates[: demand.min_k]) for demand in demands]
+        ranking = sorted(drafts, key=lambda draft: (limited_first and not is_limited[draft[0]], -draft[1]))
+        for index, rate in [(-1, 0.0), *ranking]:
+            if index >= 0:
+                ks[index], lengths[index] = ks[index] + 1, lengths[index] + rate
+            num_drafts = sum(load * k for load, k in zip(loads, ks, strict=True))
+            step_s = float(np.interp(num_drafts, range(most + 1), curve)) if num_drafts else undrafted_s
+            tokens_per_s = sum(load * length for load, length in zip(loads, lengths, strict=True)) / step_s
+            tpots_s = [step_s / length for length in lengths]
+            excess = max(tpot_s / demand.max_tpot_s for tpot_s, demand in zip(tpots_s, demands, strict=True))
+            excess = excess if excess > 1.0 + 1e-9 else 1.0
+            # Rounded, so that differences in the last digits do not decide.
+            rank = (round(excess, 9), round(-tokens_per_s * undrafted_s / num_requests, 9), num_drafts)
+            if best is None or rank < best[0]:
+                by_name = dict(zip(names, tpots_s, strict=True))
+                best = rank, Plan(dict(zip(names, ks, strict=True)), tokens_per_s, step_s, by_name, excess)
+    assert best is not None
+    plan = best[1]
     reason = f"{plan.tokens_per_s:.0f} tokens/s expected at {num_requests:.3g} request{'s' * (num_requests != 1)}, "
     reason += f"{num_requests / undrafted_s:.0f} without drafts" if any(plan.ks.values()) else "no draft pays"
     if plan.excess > 1.0:
         worst = max(demands, key=lambda demand: plan.tpot_s[demand.workload] / demand.max_tpot_s)
         reason += f"; no K meets {1e3 * worst.max_tpot_s:.3g} ms per token of {worst.workload}"
         reason += f", the fastest gives {1e3 * plan.tpot_s[worst.workload]:.3g} ms"
-    elif np.isfinite(limit_C).any():
+    elif any(is_limited):
         reason += "; within the TPOT limits"
     return dataclasses.replace(plan, reason=reason)
 
@@ -291,13 +284,14 @@ class KPolicy:
         ks, latency = {name: choice.k for name, choice in self._choices.items()}, self.latency
         is_cold, num_requests = self.posteriors.num_steps < MIN_STEPS, sum(self._load.values())
         loaded = [self._demand(name, load, is_cold) for name, load in self._load.items()]
-        shared = loaded if num_requests >= MIN_SHARED else []
-        plan = steady_ks(shared, latency, ks) if shared else None
-        choices = {}
+        plan, beside, choices = None, list[Demand](), dict[str, Drafting]()
+        if num_requests >= MIN_SHARED:
+            plan = steady_ks(loaded, latency, ks)
+            beside = [demand.pinned(plan.ks[demand.workload]) for demand in loaded]
         for name in dict.fromkeys((DEFAULT_WORKLOAD, *self.posteriors.workloads(), *self._load)):
             found, demand = plan, self._demand(name, 1.0, is_cold)
-            if plan is None or found is None or name not in plan.ks:  # as one request beside those that share steps
-                found = steady_ks([*shared, demand], latency, {**ks, **(plan.ks if plan else {})})
+            if found is None or name not in found.ks:  # as one request beside those that share steps
+                found = steady_ks([*beside, demand], latency, ks)
             k, rates = found.ks[name], tuple(round(rate, 4) for rate in demand.rates)
             # On a GPU the drafter's pass is left out only where no request may be drafted, on a CPU step by step.
             steps_decide = not self._max_tpot_ms and (k > 0 or not self._on_gpu)
@@ -328,7 +322,7 @@ class KPolicy:
             return dataclasses.replace(drafting, reason=f"no target has reported {since}: the default K")
         choice = self._choices.get(drafting.workload) or self._choices[DEFAULT_WORKLOAD]
         choice = dataclasses.replace(choice, workload=drafting.workload)
-        if not choice.max_k and self._random.random() < self._exploration_share:
+        if choice.max_k == 0 < self.policy.max_k and self._random.random() < self._exploration_share:
             reason = f"{self._exploration_share:.2g} of requests explore: they get K={self.policy.max_k} instead of 0"
             choice = Drafting(drafting.workload, self.policy.max_k, "probe", reason)
         max_k = self.policy.max_k if max_k is None else min(max_k, self.policy.max_k)

@@ -351,9 +351,9 @@ class StateStore:
             snapshot = self._read()
             if snapshot is None:
                 return
-            policy.restore(snapshot)
             if keeper is not None and "heads" in snapshot:
-                keeper.restore(snapshot["heads"])
+                keeper.restore(snapshot["heads"])  # first: heads are kept where what was learned is of another version
+            policy.restore(snapshot)
         except Exception as error:  # noqa: BLE001  # the service starts without it, whatever is wrong
             kept = ""
             if self._path is not None:

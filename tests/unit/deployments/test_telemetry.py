@@ -202,6 +202,17 @@ def test_without_a_file_state_outlives_the_router_in_the_cluster() -> None:
     assert found.orders == keeper.orders
 
 
+def test_of_a_state_of_the_last_version_the_heads_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    board, keeper, found = Board(), swapped(0, 0.5, 120).keeper, HeadKeeper({}, 0, 0.1)
+    board.put("learned", {"format": 2, "ledger": {}, "acceptance": {}, "heads": keeper.snapshot()})
+    policy = KPolicy(DepthPolicy(3, 3, 3))
+    StateStore(None, board).restore(policy, found)
+    assert found.orders == keeper.orders
+    assert policy.posteriors.workloads() == ()
+    (record,) = caplog.records
+    assert "not of format 3" in record.getMessage()
+
+
 @pytest.mark.parametrize(
     "document", [[], {}, {"format": "other"}, k_policy_with_counts().snapshot() | {"heads": {}}, {"format": None}]
 )
