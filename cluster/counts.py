@@ -9,8 +9,9 @@ lost or read twice then loses or adds nothing.
 """
 
 import math
+import operator
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
@@ -132,30 +133,30 @@ class WorkloadCounts:
         """Requests in the engine, waiting ones included."""
         return self.num_started - self.num_ended
 
-    @property
-    def numbers(self) -> tuple[int, int, int, int, int]:
-        """Everything but `counts`."""
-        return self.num_started, self.num_finished, self.num_aborted, self.num_output_tokens, self.num_prompt_tokens
-
     def copy(self) -> "WorkloadCounts":
-        return WorkloadCounts(*self.numbers, self.counts.copy())
+        return replace(self, counts=self.counts.copy())
 
     def __add__(self, other: "WorkloadCounts") -> "WorkloadCounts":
-        numbers = (mine + theirs for mine, theirs in zip(self.numbers, other.numbers, strict=True))
-        return WorkloadCounts(*numbers, counts=self.counts + other.counts)
+        return self._combine(other, operator.add)
 
     def __sub__(self, earlier: "WorkloadCounts") -> "WorkloadCounts":
         """What came on top of `earlier`; ValueError where it is no previous reading of the same counts."""
-        numbers = (mine - theirs for mine, theirs in zip(self.numbers, earlier.numbers, strict=True))
-        found = WorkloadCounts(*numbers, counts=self.counts - earlier.counts)
+        found = self._combine(earlier, operator.sub)
         found.check()
         return found
 
     def check(self) -> None:
         """Raises ValueError where nothing can have such counts."""
-        if min(self.numbers) < 0:
+        if any(getattr(self, name) < 0 for name in NUMBERS):
             raise ValueError(f"counts of a workload cannot be negative: {self}")
         self.counts.check()
+
+    def _combine(self, other: "WorkloadCounts", operation: Callable[[Any, Any], Any]) -> "WorkloadCounts":
+        values = {name: operation(getattr(self, name), getattr(other, name)) for name in (*NUMBERS, "counts")}
+        return WorkloadCounts(**values)
+
+
+NUMBERS = ("num_started", "num_finished", "num_aborted", "num_output_tokens", "num_prompt_tokens")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ The context of the requests is not in the table: it changes slowly, and the scal
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -33,12 +32,11 @@ _LOG_REQUESTS = np.log2(REQUESTS)
 LEAST_S = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class TimedStep:
-    """A step of a running engine.
+class TimedStep(msgspec.Struct, frozen=True):
+    """A step of a running engine, or one that it timed at its start.
 
     Attributes:
-        seconds: what it took.
+        seconds: what it took; `step_s` in JSON.
         num_requests: requests that decoded.
         num_tokens: their rows in the target's forward pass, one a request and one a draft.
         prompt_tokens: rows of prompts in the same step.
@@ -46,7 +44,7 @@ class TimedStep:
         is_chosen: the worker chose which drafts are verified (`peagle.vllm.chosen`).
     """
 
-    seconds: float
+    seconds: float = msgspec.field(name="step_s")
     num_requests: int
     num_tokens: int
     prompt_tokens: int = 0
@@ -167,7 +165,7 @@ def average_latency(engines: Sequence[StepLatency]) -> StepLatency:
 
 _R, _K = np.meshgrid(REQUESTS, np.maximum(_COLUMNS, 0.0), indexing="ij")
 _PASS = np.array(_COLUMNS) >= 0
-_GUESSES = {
+_GUESSES: dict[bool, tuple[Array, float]] = {
     # A CPU is compute-bound at once: within 30 % of the drafted steps of SmolLM2-135M on two cores.
     False: (0.03 * (1.0 + _R * (1 + _K) / 16 + _R / 64 + (0.3 + 0.18 * _R) * _PASS), 0.03 / 16),
     # A GPU has room for 64 rows: within 10 % of the steps of an H200 with the shape of Llama-3.1-8B.
@@ -196,16 +194,10 @@ CHOOSING_ERROR, MAX_CHOOSING_STEPS = 0.3, 200
 """Standard deviation of the guess of `choosing_s`, as a share of a step; steps whose mean it is."""
 
 
-class Point(msgspec.Struct, frozen=True):
-    """A step that the engine timed at its start: it only decoded, and where it has drafts the drafter's pass ran."""
-
-    num_requests: Annotated[int, msgspec.Meta(ge=1)]
-    num_tokens: Annotated[int, msgspec.Meta(ge=1)]
-    step_s: Annotated[float, msgspec.Meta(gt=0.0, le=1e9)]
-
-
 class StartDocument(msgspec.Struct, frozen=True):
-    points: Annotated[list[Point], msgspec.Meta(min_length=1, max_length=256)]
+    """Steps that the engine timed at its start. They only decoded, and the drafter's pass ran in those with drafts."""
+
+    points: Annotated[list[TimedStep], msgspec.Meta(min_length=1, max_length=256)]
 
 
 class StepLatencyModel:
@@ -221,7 +213,8 @@ class StepLatencyModel:
 
     def __init__(self, on_gpu: bool, document: Mapping[str, Any] | None = None) -> None:
         self._guess, self._prompt_row_s = _GUESSES[on_gpu]
-        self._log_scale, self._steps = np.zeros_like(self._guess), np.zeros_like(self._guess)
+        self._log_scale: Array = np.zeros_like(self._guess)
+        self._steps: Array = np.zeros_like(self._guess)
         self._errors = np.full_like(self._guess, GUESS_ERROR if document is None else MEASURED_ERROR)
         self._errors[:, 1] = GUESS_ERROR  # the drafter's pass without drafts is not measured at the start
         self._first_steps: list[TimedStep] | None = [] if document is None else None
@@ -231,12 +224,11 @@ class StepLatencyModel:
         points: list[TimedStep] = []
         if document is not None:
             try:
-                measured = msgspec.convert(document, StartDocument).points
+                points = msgspec.convert(document, StartDocument).points
             except msgspec.ValidationError as error:
                 raise ValueError(f"step times: {error}") from error
-            points = [TimedStep(point.step_s, point.num_requests, point.num_tokens) for point in measured]
             if wrong := [point for point in points if not point.is_possible]:
-                raise ValueError(f"step times: a step has no fewer tokens than requests: {wrong[0]}")
+                raise ValueError(f"step times: no step can be {wrong[0]}")
             self._set_unit(points)
         for point in points:
             self._add_decoding(point, MAX_STEPS, math.inf)
@@ -306,9 +298,10 @@ class StepLatencyModel:
             self._choosing_s += min(max(step.seconds - expected_s, -most_s), most_s) / self._choosing_steps
         if step.is_drafted is False and step.num_tokens > step.num_requests:
             # It verified the drafts of the step before and made none: less their time it is a step without both.
-            drafted = replace(step, is_drafted=True)
-            verifying_s = self._expected_s(drafted) - self._expected_s(replace(drafted, num_tokens=step.num_requests))
-            step = replace(step, seconds=max(step.seconds - verifying_s, LEAST_S))
+            drafted = msgspec.structs.replace(step, is_drafted=True)
+            bare = msgspec.structs.replace(drafted, num_tokens=step.num_requests)
+            verifying_s = self._expected_s(drafted) - self._expected_s(bare)
+            step = msgspec.structs.replace(step, seconds=max(step.seconds - verifying_s, LEAST_S))
         self._steps *= 1.0 - 1.0 / FORGETTING_STEPS
         self._add_decoding(step)
 
@@ -341,7 +334,7 @@ class StepLatencyModel:
             scale[0] = scale[0] if is_known[row, 0] else scale[1]
             found.append(scale)
         columns = [np.interp(_LOG_REQUESTS, _LOG_REQUESTS[rows], column) for column in np.array(found).T]
-        return np.stack(columns, axis=1)
+        return np.asarray(np.stack(columns, axis=1), np.float64)
 
 
 def _shares(step: TimedStep) -> Array:
@@ -353,7 +346,7 @@ def _shares(step: TimedStep) -> Array:
     is_drafted = drafts > 0 if step.is_drafted is None else step.is_drafted
     place, share = _place(drafts if is_drafted else -1.0, _COLUMNS)
     columns[place : place + 2] = 1.0 - share, share
-    return np.outer(rows, columns)
+    return np.asarray(np.outer(rows, columns), np.float64)
 
 
 def guessed_latency(on_gpu: bool) -> StepLatency:

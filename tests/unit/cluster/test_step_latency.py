@@ -211,8 +211,11 @@ def test_engines_are_averaged_by_their_steps():
         ({}, "missing required field `points`"),
         ({"points": []}, r"length >= 1 - at `\$.points`"),
         ({"points": [{"num_requests": 1, "num_tokens": 1}]}, r"missing required field `step_s` - at `\$.points\[0\]`"),
-        ({"points": [{"num_requests": 2, "num_tokens": 1, "step_s": 1.0}]}, "no fewer tokens than requests"),
-        ({"points": [{"num_requests": 1, "num_tokens": 1, "step_s": math.nan}]}, r"\$.points\[0\].step_s"),
+        (
+            {"points": [{"num_requests": 2, "num_tokens": 1, "step_s": 1.0}]},
+            "no step can be .*num_requests=2",
+        ),
+        ({"points": [{"num_requests": 1, "num_tokens": 1, "step_s": math.nan}]}, "no step can be .*seconds=nan"),
     ],
 )
 def test_a_start_document_that_cannot_be_is_named(document, message):
