@@ -317,7 +317,7 @@ class StepLatencyModel:
     def _filled(self) -> Array:
         """Logarithms of the scale. In a row with known grid points the time is linear between them, and the scale
         constant beyond; in a row without any the scale lies between those of the nearest rows with some."""
-        is_known = self._steps >= KNOWN_STEPS
+        is_known: NDArray[np.bool_] = np.asarray(self._steps >= KNOWN_STEPS)
         (rows,) = is_known.any(axis=1).nonzero()
         if not len(rows):
             return self._log_scale
