@@ -318,12 +318,12 @@ class StepLatencyModel:
         """Logarithms of the scale. In a row with known grid points the time is linear between them, and the scale
         constant beyond; in a row without any the scale lies between those of the nearest rows with some."""
         is_known: NDArray[np.bool_] = np.asarray(self._steps >= KNOWN_STEPS)
-        (rows,) = is_known.any(axis=1).nonzero()
+        rows = np.flatnonzero(is_known.any(axis=1))
         if not len(rows):
             return self._log_scale
         found = []
         for row in rows:
-            scale, guess, (known,) = self._log_scale[row].copy(), self._guess[row, 1:], is_known[row, 1:].nonzero()
+            scale, guess, known = self._log_scale[row].copy(), self._guess[row, 1:], np.flatnonzero(is_known[row, 1:])
             if len(known):
                 drafts, at_known = np.take(DRAFTS, known), scale[1:][known]
                 seconds = np.interp(DRAFTS, drafts, guess[known] * np.exp(at_known))
