@@ -27,7 +27,7 @@ Array = NDArray[np.float64]
 REQUESTS = tuple(float(1 << power) for power in range(11))
 DRAFTS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0)
 _COLUMNS = (-1.0, *DRAFTS)
-_LOG_REQUESTS = np.log2(REQUESTS)
+_LOG_REQUESTS, _DRAFTS = np.log2(REQUESTS), np.array(DRAFTS)
 
 LEAST_S = 1e-6
 
@@ -213,7 +213,7 @@ class StepLatencyModel:
 
     def __init__(self, on_gpu: bool, document: Mapping[str, Any] | None = None) -> None:
         self._guess, self._prompt_row_s = _GUESSES[on_gpu]
-        self._log_scale: Array = np.zeros_like(self._guess)
+        self._seconds: Array = self._guess
         self._steps: Array = np.zeros_like(self._guess)
         self._errors = np.full_like(self._guess, GUESS_ERROR if document is None else MEASURED_ERROR)
         self._errors[:, 1] = GUESS_ERROR  # the drafter's pass without drafts is not measured at the start
@@ -253,7 +253,7 @@ class StepLatencyModel:
     @property
     def latency(self) -> StepLatency:
         """What is believed now."""
-        table = self._guess * np.exp(self._filled())
+        table = self._filled()
         # The drafter's pass without drafts, where no step said what it takes: on the line of one and two drafts.
         bare, without, one, two = table[:, 1], table[:, 0], table[:, 2], table[:, 3]
         table[:, 1] = np.where(self._steps[:, 1] < KNOWN_STEPS, np.clip(2 * one - two, without, one), bare)
@@ -269,32 +269,31 @@ class StepLatencyModel:
     @property
     def choosing_error_s(self) -> float:
         """Standard deviation of what is believed of `choosing_s`."""
-        unit_s = float(self._guess[0, 1] * math.exp(self._log_scale[0, 1]))
+        unit_s = float(self._seconds[0, 1])
         return CHOOSING_ERROR * unit_s / math.sqrt(1.0 + self._choosing_steps * (CHOOSING_ERROR / STEP_ERROR) ** 2)
 
     def _set_unit(self, steps: Sequence[TimedStep]) -> None:
         scale = float(np.median([step.seconds / self._expected_s(step) for step in steps]))
-        self._guess = scale * self._guess
+        self._guess = self._seconds = scale * self._guess
         self._prompt_row_s *= scale
 
     def _expected_s(self, step: TimedStep) -> float:
         """Seconds of a step by what is believed, prompts included."""
-        decoding_s = float((_shares(step) * self._guess * np.exp(self._log_scale)).sum())
+        decoding_s = float((_shares(step) * self._seconds).sum())
         return decoding_s + self._prompt_row_s * step.prompt_tokens + max(0.0, self._choosing_s) * step.is_chosen
 
     def _add(self, step: TimedStep) -> None:
-        expected_s = self._expected_s(step)
         if step.prompt_tokens:
             # Its decoding part is taken as known.
             prompts_s = self._prompt_row_s * step.prompt_tokens
-            found_s = min(max(step.seconds - expected_s + prompts_s, 0.0), 4.0 * prompts_s)
+            found_s = min(max(step.seconds - self._expected_s(step) + prompts_s, 0.0), 4.0 * prompts_s)
             self._prompt_rows = KEPT_PROMPT_ROWS * self._prompt_rows + step.prompt_tokens
             self._prompt_s = KEPT_PROMPT_ROWS * self._prompt_s + found_s
             self._prompt_row_s = max(self._prompt_s / self._prompt_rows, LEAST_S)
             return
         if step.is_chosen:
             self._choosing_steps = min(self._choosing_steps + 1, MAX_CHOOSING_STEPS)
-            most_s = MAX_SURPRISE * expected_s
+            expected_s, most_s = self._expected_s(step), MAX_SURPRISE * self._expected_s(step)
             self._choosing_s += min(max(step.seconds - expected_s, -most_s), most_s) / self._choosing_steps
         if step.is_drafted is False and step.num_tokens > step.num_requests:
             # It verified the drafts of the step before and made none: less their time it is a step without both.
@@ -308,33 +307,32 @@ class StepLatencyModel:
     def _add_decoding(self, step: TimedStep, weight: float = 1.0, max_surprise: float = MAX_SURPRISE) -> None:
         added = weight * _shares(step)
         if (self._steps[added > 0] < KNOWN_STEPS).any():
-            self._log_scale = self._filled()
+            self._seconds = self._filled()
         surprise = math.log(step.seconds / self._expected_s(step))
         self._steps = np.minimum(self._steps + added, MAX_STEPS)
         moved = added / np.maximum(self._steps, np.maximum(added, LEAST_S))
-        self._log_scale = self._log_scale + min(max(surprise, -max_surprise), max_surprise) * moved
+        self._seconds = self._seconds * np.exp(min(max(surprise, -max_surprise), max_surprise) * moved)
 
     def _filled(self) -> Array:
-        """Logarithms of the scale. In a row with known grid points the time is linear between them, and the scale
-        constant beyond; in a row without any the scale lies between those of the nearest rows with some."""
+        """The table, unknown grid points from known ones. In a row with known grid points the time is linear between
+        them, and a constant multiple of the guess beyond; in a row without any the multiple lies between those of the
+        nearest rows with some."""
         is_known: NDArray[np.bool_] = np.asarray(self._steps >= KNOWN_STEPS)
-        rows = np.flatnonzero(is_known.any(axis=1))
-        if not len(rows):
-            return self._log_scale
-        found = []
+        rows, scales = np.flatnonzero(is_known.any(axis=1)), []
         for row in rows:
-            scale, guess, known = self._log_scale[row].copy(), self._guess[row, 1:], np.flatnonzero(is_known[row, 1:])
-            if len(known):
-                drafts, at_known = np.take(DRAFTS, known), scale[1:][known]
-                seconds = np.interp(DRAFTS, drafts, guess[known] * np.exp(at_known))
-                is_between = (drafts[0] <= np.array(DRAFTS)) & (np.array(DRAFTS) <= drafts[-1])
-                scale[1:] = np.where(is_between, np.log(seconds / guess), np.interp(DRAFTS, drafts, at_known))
+            guess, scale = self._guess[row], self._seconds[row] / self._guess[row]
+            if len(known := np.flatnonzero(is_known[row, 1:])):
+                places, beyond = np.take(DRAFTS, known), np.interp(DRAFTS, np.take(DRAFTS, known), scale[1:][known])
+                between = np.interp(DRAFTS, places, self._seconds[row, 1:][known]) / guess[1:]
+                scale[1:] = np.where((places[0] <= _DRAFTS) & (places[-1] >= _DRAFTS), between, beyond)
             else:
                 scale[1:] = scale[0]
             scale[0] = scale[0] if is_known[row, 0] else scale[1]
-            found.append(scale)
-        columns = [np.interp(_LOG_REQUESTS, _LOG_REQUESTS[rows], column) for column in np.array(found).T]
-        return np.asarray(np.stack(columns, axis=1), np.float64)
+            scales.append(scale)
+        if not scales:
+            return self._seconds
+        columns = [np.interp(_LOG_REQUESTS, _LOG_REQUESTS[rows], column) for column in np.array(scales).T]
+        return np.asarray(self._guess * np.stack(columns, axis=1), np.float64)
 
 
 def _shares(step: TimedStep) -> Array:
