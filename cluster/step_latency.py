@@ -253,7 +253,7 @@ class StepLatencyModel:
     @property
     def latency(self) -> StepLatency:
         """What is believed now."""
-        table = self._filled()
+        table = self._filled().copy()
         # The drafter's pass without drafts, where no step said what it takes: on the line of one and two drafts.
         bare, without, one, two = table[:, 1], table[:, 0], table[:, 2], table[:, 3]
         table[:, 1] = np.where(self._steps[:, 1] < KNOWN_STEPS, np.clip(2 * one - two, without, one), bare)

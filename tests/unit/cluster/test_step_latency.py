@@ -243,3 +243,9 @@ def test_what_choosing_takes_is_learned_from_steps_with_and_without():
         model.observe(TimedStep(seconds, num_requests, num_tokens, is_chosen=is_chosen))
     assert model.latency.choosing_s == pytest.approx(3e-4, abs=1e-4)
     assert model.choosing_error_s < 0.5 * first_error_s
+
+
+def test_models_share_nothing():
+    first = guessed_latency(True)
+    run(StepLatencyModel(True), gpu, 100)
+    assert guessed_latency(True) == first
