@@ -228,7 +228,7 @@ class DrafterReplicas(Section):
         default=None, ge=1, description="Requests drafted at a time; by default what all targets run together."
     )
     host: str | None = Field(
-        default=None, min_length=1, description="Address that it listens on; by default its node's, as Ray knows it."
+        default=None, min_length=1, description="Address that it listens on; by default its node's."
     )
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables of its process.")
 
@@ -265,10 +265,10 @@ class DrafterSettings(Section):
         default="colocated", description="In the target's engine, or on drafter replicas."
     )
     max_draft_tokens: int | None = Field(
-        default=None, ge=1, le=64, description="K_max, proposed in one pass; by default what the head was trained for."
+        default=None, ge=1, le=64, description="K_max, proposed in one pass; default: the head's `num_depths`."
     )
     parallel_drafting: bool | None = Field(
-        default=None, description="All drafts in one pass (P-EAGLE) or in turn (EAGLE-3); default: the head's."
+        default=None, description="One pass (P-EAGLE) or one token after another; default: the head's."
     )
     engine_options: dict[str, Any] = Field(
         default_factory=dict, description="Further keys of vLLM's `speculative_config`."
@@ -519,7 +519,7 @@ class CallerSettings(Section):
 
     No message repeats a value that may be a key: settings files and logs are read by more people than keys are for."""
 
-    key_sha256: str = Field(description="SHA-256 of the API key, 64 hexadecimal digits.")
+    key_sha256: str = Field(description="The API key's SHA-256, 64 hexadecimal digits.")
     key_env: None = Field(
         default=None, description="Environment variable that holds the key, in place of `key_sha256`."
     )
