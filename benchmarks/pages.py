@@ -1,4 +1,4 @@
-"""The parts of `docs/` that are made from code: tables of settings, of the training recipe, of metrics and of alerts.
+"""The parts of `docs/` that are made from code: tables of settings, training recipe, metrics and alerts, and the chart.
 
     python -m benchmarks.pages [--check]
 
@@ -19,12 +19,14 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from benchmarks.chart import svg
 from cluster.settings import ClusterSettings
 from deployments.metrics import FAMILIES, LEARNED, PREFIX, REMOTE, SCALED
 from peagle.train.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+CHART = DOCS / "speed.svg"
 BEGIN, END = "<!-- made: {} -->\n", "<!-- end -->"
 
 UNITS = {
@@ -180,13 +182,12 @@ def renewed(text: str, parts: dict[str, Callable[[], str]]) -> str:
 
 
 def old_pages() -> dict[Path, str]:
-    """Pages whose made parts are old, with the text that they should have."""
-    found = {}
-    for name, parts in MADE.items():
-        path = DOCS / name
-        if (text := renewed(path.read_text(encoding="utf-8"), parts)) != path.read_text(encoding="utf-8"):
-            found[path] = text
-    return found
+    """Pages whose made parts are old, and the chart, with the text that they should have."""
+    wanted = {DOCS / name: renewed((DOCS / name).read_text(encoding="utf-8"), parts) for name, parts in MADE.items()}
+    wanted[CHART] = svg()
+    return {
+        path: text for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text
+    }
 
 
 def main() -> int:
