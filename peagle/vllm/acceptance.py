@@ -113,6 +113,16 @@ def num_chosen_of(scheduled: Any) -> int | None:
     return getattr(scheduled, "peagle_num_chosen", None)
 
 
+def verify_all(scheduled: Any) -> None:
+    """Write on a `SchedulerOutput`: all its drafts are verified, also where the worker could choose among them."""
+    scheduled.peagle_verifies_all = True
+
+
+def verifies_all(scheduled: Any) -> bool:
+    """Whether `verify_all` wrote on it."""
+    return bool(getattr(scheduled, "peagle_verifies_all", False))
+
+
 def drafts_ahead(scheduled: Any, k_max: int) -> int:
     """What `plan_drafts_ahead` wrote; without, `k_max`."""
     return min(getattr(scheduled, "peagle_drafts_ahead", k_max), k_max)

@@ -52,6 +52,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from peagle.drafter.drafts import best_tokens
 from peagle.vllm import compat
 from peagle.vllm.acceptance import drafts_ahead, drafts_wanted, is_choice_ahead, num_rejected_of
+from peagle.vllm.adaptive import predict_acceptance
 from peagle.vllm.chosen import Chances
 from peagle.vllm.draft_rows import DraftRows, TargetRows, write_rows
 from peagle.vllm.engine import capture_sizes
@@ -395,6 +396,10 @@ class PEagleSpeculator(DraftModelSpeculator):
             max_query_len = int(lengths_B.max())
         depth = k_max if dummy_run else max(1, self._num_ahead)
         self._run_pass(target, lengths_B, most_keys_B, max_query_len, depth, members_M is not None, is_profile)
+        if self.acceptance_estimator is not None:
+            predict_acceptance(self.acceptance_estimator, self.chance_BK, target.place_B, depth)
+            predicted_BK = self.acceptance_estimator.predictions[input_batch.idx_mapping]
+            self.draft_token_confidence_probs[:num_requests] = predicted_BK
         if members_M is None:
             if self._is_choice:
                 self.chances.record(self.chance_BK, input_batch.idx_mapping, depth)
