@@ -75,6 +75,14 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert broken_links(page) == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(
+        r"`((?:peagle|cluster|deployments|benchmarks|tests|configs|k8s)/[\w./-]+)`", page.read_text("utf-8")
+    )
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
     (tmp_path / "b.md").write_text("# A `b.c` title\n", encoding="utf-8")
     page = tmp_path / "a.md"
