@@ -2,10 +2,10 @@
 
     python -m benchmarks.simulate_scaling [--seeds 3]
 
-Requests arrive at a constant mean rate; every replica runs them in steps that take what `StepCosts` say, at the K that
-is best for the true acceptance, which nobody tells the policies. Time goes by in seconds; replicas export their counts
-every 10 s, a wish must last Serve's delays, and a replica starts in `START_S`. Compared are the share of requests that
-keep their limits of TTFT and TPOT, and replica hours. Our policy is the product's own object.
+Requests arrive at a constant mean rate; every replica runs them in steps that take what a `StepLatency` says, at the K
+that is best for the true acceptance, which nobody tells the policies. Time goes by in seconds; replicas export their
+counts every 10 s, a wish must last Serve's delays, and a replica starts in `START_S`. Compared are the share of
+requests that keep their limits of TTFT and TPOT, and replica hours. Our policy is the product's own object.
 """
 
 import argparse
@@ -20,11 +20,13 @@ from cluster.capacity import CapacityModel
 from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.scaling import Pool, ScalingPolicy
 from cluster.settings import AutoscalingSettings
-from cluster.step_time import Curve, StepCosts
+from cluster.step_latency import DRAFTS, REQUESTS, StepLatency
 
 GOOD, BAD = (0.82, 0.66, 0.52), (0.06, 0.004, 0.0)
-COSTS = StepCosts(
-    Curve((1.0, 1024.0), (0.0205, 0.02 + 0.0005 * 1024)), Curve((0.0, 1024.0), (0.0, 1.024)), has_points=True
+LATENCY = StepLatency(
+    tuple(tuple(0.02 + 0.0005 * num * (1 + max(0.0, k)) + 0.001 * num for k in (-1.0, *DRAFTS)) for num in REQUESTS),
+    prompt_row_s=0.0005,
+    is_measured=True,
 )
 MODEL = CapacityModel(max_num_seqs=8, max_k=3)
 REQUESTS_PER_S, OUTPUT_TOKENS, PROMPT_TOKENS = 6.0, 200, 100
@@ -62,8 +64,8 @@ class Replica:
             return []
         num = len(self.running)
         lengths = 1.0 + np.concatenate([[0.0], np.cumsum(survival)])
-        k = int(np.argmax([lengths[k] / COSTS.seconds(num, num * (1 + k)) for k in range(len(survival) + 1)]))
-        num_steps = round(num / COSTS.seconds(num, num * (1 + k)))
+        k = int(np.argmax([lengths[k] / LATENCY.seconds(num, num * (1 + k)) for k in range(len(survival) + 1)]))
+        num_steps = round(num / LATENCY.seconds(num, num * (1 + k)))
         drawn = drawn_counts(num_steps, k, survival, rng)
         tokens = (num_steps + drawn.num_accepted_tokens) / num
         num_probes = round(PROBE_SHARE * num_steps) if k < len(survival) else 0
@@ -106,7 +108,7 @@ def by_acceptance(utilisation: float) -> Policy:
 
     def wanted(now_s: int, pool: Pool, ready: Sequence[Replica]) -> int:
         reports = [
-            TargetReport(one.name, "", "h", {}, {"chat": one.counts}, step_costs=COSTS, time_s=float(now_s))
+            TargetReport(one.name, "", "h", {}, {"chat": one.counts}, step_latency=LATENCY, time_s=float(now_s))
             for one in ready
         ]
         documents = {report.replica: report.to_wire() for report in reports}

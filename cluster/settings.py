@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from cluster.depth import Objective
 from cluster.request import Caller, Callers, DepthPolicy, TagRight, digest_of, is_workload_tag
 from peagle.schema import Problems, Section, SettingsError, listed, nearest, problem_lines, type_problems
 
@@ -413,6 +412,14 @@ class DrafterSettings(Section):
         return resolved, problems
 
 
+class Objective(Section):
+    """What a workload needs. While a workload has a limit, K is the most that any request verifies."""
+
+    max_tpot_ms: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="Limit of the mean time per output token."
+    )
+
+
 class DepthSettings(Section):
     """K of requests: how many draft tokens a step verifies. `state` also keeps which heads were put into others' place;
     without it both end with the Ray cluster."""
@@ -425,7 +432,7 @@ class DepthSettings(Section):
     by_workload: dict[str, int] = Field(default_factory=dict, description="Pinned K by workload.")
     state: str | None = Field(default=None, description="File for what was learned; by default Ray's key-value store.")
     objectives: dict[str, Objective] = Field(
-        default_factory=dict, description="Goal of a workload; with `policy: adaptive` only."
+        default_factory=dict, description="Limits of a workload; with `policy: adaptive` only."
     )
 
     @model_validator(mode="after")

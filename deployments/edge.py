@@ -41,8 +41,8 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest, Compl
 from vllm.exceptions import VLLMClientError
 
 from cluster.admission import Admission, BodyBudget, BusyError, HeldBody
-from cluster.control import DepthControl
 from cluster.heads import TRIAL_SUFFIX, HeadRouting, base_workload
+from cluster.k_policy import KPolicy
 from cluster.request import (
     ANYONE,
     DEFAULT_WORKLOAD,
@@ -676,12 +676,12 @@ class Edge:
     """The edge of one replica.
 
     Args:
-        control: chooses K where neither the request nor the operator did.
+        k_policy: chooses K where neither the request nor the operator did.
         max_running: sequences that the engines behind this edge run well at a time, at most `limits`'.
     """
 
     def __init__(
-        self, settings: ClusterSettings, control: DepthControl | None = None, max_running: int | None = None
+        self, settings: ClusterSettings, k_policy: KPolicy | None = None, max_running: int | None = None
     ) -> None:
         self.metrics = EdgeMetrics()
         self._max_running = max_running
@@ -693,11 +693,11 @@ class Edge:
         self.heads: tuple[str, ...] = ()
         """Digests of the heads that draft: those of `drafter.heads`, then those that only the router names."""
         self.routing = HeadRouting()
-        self.use(settings, control)
+        self.use(settings, k_policy)
 
-    def use(self, settings: ClusterSettings, control: DepthControl | None) -> None:
+    def use(self, settings: ClusterSettings, k_policy: KPolicy | None) -> None:
         """Go on with other limits, callers, depths and aliases; requests that run keep theirs."""
-        self.control = control
+        self.k_policy = k_policy
         names, aliases = settings.named_workloads(), settings.model.aliases
         if (names, aliases) != (self._settings.named_workloads(), self._settings.model.aliases):
             self._workloads = Workloads(known=names, aliases=aliases)
@@ -801,8 +801,8 @@ class Edge:
             raise ApiError(403, error.message, param=error.field, code="tag_not_allowed") from error
         except DraftingError as error:
             raise ApiError(400, error.message, param=error.field) from error
-        if self.control is not None:
-            drafting = self.control.settle(drafting, time.monotonic(), caller.max_k)
+        if self.k_policy is not None:
+            drafting = self.k_policy.resolve(drafting, time.monotonic(), caller.max_k)
         return drafting
 
     def _tried(self, drafting: Drafting) -> Drafting:

@@ -28,9 +28,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from cluster.control import DepthControl
-from cluster.counts import Counts, Ledger, News, TargetReport
+from cluster.counts import CounterDeltas, Counts, TargetReport
 from cluster.heads import HeadKeeper
+from cluster.k_policy import KPolicy
 from cluster.learning import LearnerReport
 from cluster.settings import ClusterSettings
 from deployments.autoscaling import ClusterBoard
@@ -48,36 +48,32 @@ LEARNED = "learned"
 """Name of the saved state among the documents of the cluster."""
 
 
-def make_control(settings: ClusterSettings, before: DepthControl | None = None) -> DepthControl:
+def make_k_policy(settings: ClusterSettings, before: KPolicy | None = None) -> KPolicy:
     """What chooses K in one replica, with what `before` has learned."""
-    control = DepthControl(
+    policy = KPolicy(
         settings.depth_policy(),
         is_adaptive=settings.depth.policy == "adaptive" and settings.max_draft_tokens > 0,
         on_gpu=settings.target.has_gpu,
-        objectives=settings.depth.objectives,
+        max_tpot_ms={name: one.max_tpot_ms for name, one in settings.depth.objectives.items() if one.max_tpot_ms},
         max_num_seqs=settings.max_num_seqs,
     )
     if before is not None:
-        control.take_over(before)
-    return control
+        policy.inherit(before)
+    return policy
 
 
 class HeadCounts:
     """Verification steps by the head that drafted them, over all targets since this replica started."""
 
     def __init__(self) -> None:
-        self._ledger = Ledger()
         self._by_head: dict[str, Counts] = {}
 
-    def take(self, reports: Iterable[TargetReport]) -> News:
-        """Count them; what they bring that is new."""
-        news = self._ledger.take(reports)
-        for head, by_workload in news.by_head.items():
+    def add(self, deltas: CounterDeltas) -> None:
+        for head, by_workload in deltas.by_head.items():
             added = sum(by_workload.values(), Counts())
             self._by_head[head] = self._by_head.pop(head, Counts()) + added
         while len(self._by_head) > MAX_NUM_HEADS:
             del self._by_head[next(iter(self._by_head))]
-        return news
 
     def by_head(self, live: Iterable[str] = ()) -> dict[str, Counts]:
         """Counts by digest, with those of `live` heads that have none yet."""
@@ -278,7 +274,7 @@ def learner_metrics(reports: Sequence[LearnerReport]) -> list[Metric]:
 
 
 def depth_metrics(document: Mapping[str, Any], model: str) -> list[Metric]:
-    """What `DepthControl.document` says, as gauges."""
+    """What `KPolicy.document` says, as gauges."""
     chosen = gauge("depth")
     survival = gauge("survival")
     for row in document["workloads"]:
@@ -321,7 +317,7 @@ def scaling_metrics(document: Mapping[str, Any] | None) -> list[Metric]:
 
 
 class StateStore:
-    """Saves what a control has learned, and which heads it was left with, at most every `SAVE_INTERVAL_S`, and finds it
+    """Saves what a policy has learned, and which heads it was left with, at most every `SAVE_INTERVAL_S`, and finds it
     again: in the file that `depth.state` names, else in the key-value store of the Ray cluster, which outlives every
     replica and needs no disk. It ends with the cluster, unless that keeps it in a Redis.
 
@@ -337,16 +333,16 @@ class StateStore:
         self._task: asyncio.Task[None] | None = None
         self._fails = False
 
-    def restore(self, control: DepthControl, keeper: HeadKeeper | None = None) -> None:
+    def restore(self, policy: KPolicy, keeper: HeadKeeper | None = None) -> None:
         """Begin where the last replica stopped. A state that is damaged or of another version is logged and not used;
         its file is put aside."""
         try:
             snapshot = self._read()
             if snapshot is None:
                 return
-            control.restore(snapshot)
             if keeper is not None and "heads" in snapshot:
-                keeper.restore(snapshot["heads"])
+                keeper.restore(snapshot["heads"])  # first: heads are kept where what was learned is of another version
+            policy.restore(snapshot)
         except Exception as error:  # noqa: BLE001  # the service starts without it, whatever is wrong
             kept = ""
             if self._path is not None:
@@ -362,7 +358,7 @@ class StateStore:
             return json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else None
         return None if self._board is None else self._board.get(LEARNED)
 
-    def save_soon(self, control: DepthControl, keeper: HeadKeeper | None = None, *, is_urgent: bool = False) -> None:
+    def save_soon(self, policy: KPolicy, keeper: HeadKeeper | None = None, *, is_urgent: bool = False) -> None:
         """Save in a thread, when it is time again and the last save is done: a slow disk holds up no request.
         `is_urgent`: it is time."""
         if is_urgent:
@@ -371,7 +367,7 @@ class StateStore:
         if not is_due or (self._task is not None and not self._task.done()):
             return
         self._saved_s = time.monotonic()
-        snapshot = control.snapshot() | ({} if keeper is None else {"heads": keeper.snapshot()})
+        snapshot = policy.snapshot() | ({} if keeper is None else {"heads": keeper.snapshot()})
         work = asyncio.to_thread(self.write, snapshot)
         self._task = asyncio.get_running_loop().create_task(work)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.counts import Counts, News, WorkloadCounts
+from cluster.counts import CounterDeltas, Counts, WorkloadCounts
 from cluster.heads import (
     DraftersView,
     Duel,
@@ -242,9 +242,9 @@ def test_a_candidate_for_all_workloads_of_a_head_takes_its_place() -> None:
     assert keeper.orders.instead == {"b": HeadRef(C, "c")}
 
 
-def news_of(losses: dict[tuple[str, str], float]) -> News:
+def news_of(losses: dict[tuple[str, str], float]) -> CounterDeltas:
     """A few requests by head and workload."""
-    news = News()
+    news = CounterDeltas()
     for (head, name), loss in losses.items():
         counts = Counts(*requests_of("qa", loss)[:5].sum(0).reshape(3, -1).tolist())
         news.workloads[name] = WorkloadCounts(5, 5, counts=counts)

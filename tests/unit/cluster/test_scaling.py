@@ -5,11 +5,12 @@ import json
 import math
 import random
 
+import msgspec
 import pytest
 
-from cluster.acceptance import AcceptanceBook
+from cluster.acceptance import AcceptancePosteriors
 from cluster.capacity import CapacityModel, WorkloadDemand
-from cluster.counts import Ledger, TargetReport, WorkloadCounts
+from cluster.counts import CounterDeltas, DeltaTracker, TargetReport, WorkloadCounts
 from cluster.scaling import (
     HALF_LIVES_STEPS,
     UP_TOLERANCE,
@@ -20,9 +21,9 @@ from cluster.scaling import (
     ScalingPolicy,
     decide,
 )
-from cluster.step_time import guessed_costs
+from cluster.step_latency import guessed_latency
 from cluster.traffic import ReportBook, TrafficHistory
-from tests.support.scaling_cases import BAD, COSTS, GOOD, FakeReplica, reported, settings, steps
+from tests.support.scaling_cases import BAD, GOOD, LATENCY, FakeReplica, reported, settings, steps
 
 MODEL = CapacityModel(max_num_seqs=8, max_k=3)
 LENGTH = 200.0
@@ -68,7 +69,7 @@ def test_the_number_is_demand_over_planned_capacity() -> None:
     assert decision.target == max(4, math.ceil(decision.needed))
     assert decision.source == "acceptance"
     assert "1200 tokens/s wanted" in decision.reason
-    assert json.loads(json.dumps(dataclasses.asdict(decision)))["inputs"]["target"]["num_wanted"] == 4
+    assert json.loads(msgspec.json.encode(decision))["inputs"]["target"]["num_wanted"] == 4
 
 
 def test_falling_acceptance_asks_for_more_before_any_queue() -> None:
@@ -124,10 +125,10 @@ def test_missing_data_goes_by_queue_length_and_never_down() -> None:
     assert service.policy.decide(service.now_s + 120, Pool(4, 4, 160.0), names, {}).target == 10
 
 
-@pytest.mark.parametrize("costs", [None, guessed_costs(on_gpu=False)])
-def test_step_costs_that_nobody_measured_decide_nothing(costs: object) -> None:
+@pytest.mark.parametrize("latency", [None, guessed_latency(on_gpu=False)])
+def test_a_step_latency_that_nobody_measured_decides_nothing(latency: object) -> None:
     service = Service(2)
-    service.replicas = [FakeReplica("a", costs), FakeReplica("b", costs)]  # type: ignore[arg-type]
+    service.replicas = [FakeReplica("a", latency), FakeReplica("b", latency)]  # type: ignore[arg-type]
     decision = service.run(30)
     assert (decision.target, decision.source) == (2, "queue_length")
     assert "knows yet what its steps take" in decision.reason
@@ -162,12 +163,12 @@ def test_a_restart_is_no_drop_and_no_jump() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"workloads": {"chat": [math.nan, 0, 0, 0, 0, [[], [], []]]}}, "must be started"),
-        ({"workloads": {"chat": [-5, 0, 0, 0, 0, [[], [], []]]}}, "must be started"),
-        ({"workloads": {"chat": [10**9, 0, 0, 0, 0, [[], [], []]]}}, "at a time"),
-        ({"workloads": {"chat": [1, 1, 0, 9, 9, [[1], [1], [2]]]}}, "cannot be"),
+        ({"workloads": {"chat": {"num_started": math.nan}}}, "$.workloads[...].num_started"),
+        ({"workloads": {"chat": {"num_started": -5}}}, "cannot be negative"),
+        ({"workloads": {"chat": {"num_started": 10**9}}}, "at a time"),
+        ({"workloads": {"chat": {"counts": {"drafted": [1], "reached": [1], "accepted": [2]}}}}, "cannot be"),
         ({"workloads": None}, "cannot be read"),
-        ({"step_costs": {"drafting_s": math.nan}}, "step costs"),
+        ({"step_latency": {"table": [], "prompt_row_s": math.nan}}, "$.step_latency.prompt_row_s"),
     ],
 )
 def test_a_replica_that_reports_nonsense_is_left_out_and_named(fields: dict[str, object], said: str) -> None:
@@ -233,7 +234,7 @@ def test_queue_length_is_serves_rule_in_both_directions() -> None:
 
 def test_queue_length_needs_no_drafter() -> None:
     policy = ScalingPolicy(settings(policy="queue_length"), CapacityModel(max_num_seqs=8, max_k=0), 64)
-    replica = FakeReplica("a", costs=None)
+    replica = FakeReplica("a", latency=None)
     for now_s in range(0, 200, 10):
         replica.count("chat", WorkloadCounts(10, 10, 0, 2000, 1000))
         decision = policy.decide(float(now_s), Pool(1, 1, 33.0), ["a"], reported([replica], now_s, head=""))
@@ -249,13 +250,11 @@ def test_a_number_of_requests_that_is_none_breaks_nothing() -> None:
     assert "requests are said to be nan" in decision.reason
 
 
-def test_capacity_is_planned_with_what_drafts_are_worth_at_the_planned_k() -> None:
+def test_capacity_is_planned_with_what_is_believed_of_acceptance() -> None:
     service = Service(3)
     (chat,) = service.run(30, rate=2.0).inputs.workloads
-    believed = service.policy.memory.survival("chat")
-    assert chat.gains == pytest.approx(believed.gains())
-    assert chat.gains != pytest.approx(believed.mean, rel=0.01)
-    assert sum(chat.low) < sum(chat.gains) < sum(chat.high)
+    assert chat.rates == service.policy.memory.rates("chat").mean == pytest.approx(GOOD, abs=0.02)
+    assert sum(chat.low) < sum(chat.rates) < sum(chat.high)
 
 
 # ---- one decision
@@ -270,7 +269,7 @@ def inputs(
 ) -> Inputs:
     """6 requests a second."""
     chat = WorkloadDemand("chat", 6.0, LENGTH, 100.0, survival, num_steps, survival if high else (), high)
-    usual = {"workloads": (chat,), "costs": COSTS, "history_s": 600.0, "num_reporting": 4, "settled_s": 600.0}
+    usual = {"workloads": (chat,), "latency": LATENCY, "history_s": 600.0, "num_reporting": 4, "settled_s": 600.0}
     return Inputs(target, **{**usual, **changes})  # type: ignore[arg-type]
 
 
@@ -371,43 +370,43 @@ def model(**changes: object) -> CapacityModel:
     return dataclasses.replace(MODEL, **changes)  # type: ignore[arg-type]
 
 
-def test_capacity_is_what_the_step_costs_say() -> None:
-    found = MODEL.capacity(COSTS, [demand()])
+def test_capacity_is_what_the_step_latency_says() -> None:
+    found = MODEL.capacity(LATENCY, [demand()])
     # One workload, K = 3 at the full batch: 8 requests, 2.95 tokens a step; a prompt adds 100 tokens to one step.
-    step_s = COSTS.seconds(8, 32, 200.0)
-    prompt_s = COSTS.seconds(8, 32, 200.0, 100.0) - step_s
+    step_s = LATENCY.seconds(8, 32)
+    prompt_s = LATENCY.seconds(8, 32, 100.0) - step_s
     expected = 1 / (step_s / (8 * (1 + sum(GOOD))) + prompt_s / 200)
     assert (found.num_requests, dict(found.depths)) == (8, {"chat": 3})
     assert found.tokens_per_s == pytest.approx(expected, rel=1e-6)
 
 
 def test_capacity_falls_with_acceptance_and_the_plan_is_at_least_as_good_as_any_pinned_k() -> None:
-    assert MODEL.capacity(COSTS, [demand(BAD)]).tokens_per_s < MODEL.capacity(COSTS, [demand()]).tokens_per_s
+    assert MODEL.capacity(LATENCY, [demand(BAD)]).tokens_per_s < MODEL.capacity(LATENCY, [demand()]).tokens_per_s
     for survival in (GOOD, BAD):
-        best = MODEL.capacity(COSTS, [demand(survival)]).tokens_per_s
-        pinned = [model(pinned_default=k).capacity(COSTS, [demand(survival)]) for k in range(4)]
+        best = MODEL.capacity(LATENCY, [demand(survival)]).tokens_per_s
+        pinned = [model(pinned_default=k).capacity(LATENCY, [demand(survival)]) for k in range(4)]
         assert [found.depths["chat"] for found in pinned] == [0, 1, 2, 3]
         assert best >= max(found.tokens_per_s for found in pinned) - 1e-9
 
 
 def test_a_tpot_limit_makes_the_batch_smaller() -> None:
-    free, tight = (model(max_tpot_ms=limit_ms).capacity(COSTS, [demand()]) for limit_ms in (None, 14.5))
+    free, tight = (model(max_tpot_ms=limit_ms).capacity(LATENCY, [demand()]) for limit_ms in (None, 14.5))
     assert tight.num_requests < free.num_requests
     assert tight.tokens_per_s < free.tokens_per_s
     assert not tight.missed
 
 
 def test_a_limit_that_nothing_keeps_is_named_and_costs_nothing() -> None:
-    found = model(max_tpot_ms=1.0).capacity(COSTS, [demand()])
+    found = model(max_tpot_ms=1.0).capacity(LATENCY, [demand()])
     assert found.missed == ("chat",)
-    assert found.tokens_per_s == pytest.approx(MODEL.capacity(COSTS, [demand()]).tokens_per_s)
+    assert found.tokens_per_s == pytest.approx(MODEL.capacity(LATENCY, [demand()]).tokens_per_s)
 
 
 def test_many_workloads_are_averaged_and_pinned_ones_kept_apart() -> None:
     many = [demand(name=f"w{index}") for index in range(10)]
-    assert model(pinned={"w9": 1}).capacity(COSTS, many).depths["w9"] == 1
-    alone = MODEL.capacity(COSTS, [demand()]).tokens_per_s
-    assert MODEL.capacity(COSTS, many).tokens_per_s == pytest.approx(alone, rel=0.01)
+    assert model(pinned={"w9": 1}).capacity(LATENCY, many).depths["w9"] == 1
+    alone = MODEL.capacity(LATENCY, [demand()]).tokens_per_s
+    assert MODEL.capacity(LATENCY, many).tokens_per_s == pytest.approx(alone, rel=0.01)
 
 
 # ---- what is believed of acceptance
@@ -417,14 +416,14 @@ class Reported:
     """Reports of one replica to a memory."""
 
     def __init__(self, memory: AcceptanceMemory) -> None:
-        self._memory, self._ledger, self._counts = memory, Ledger(), steps(0, GOOD)
+        self._memory, self._tracker, self._counts = memory, DeltaTracker(), steps(0, GOOD)
 
     def report(self, num_steps: int, survival: tuple[float, ...], head: str = "head") -> float:
         """AL at K_max that is believed after so many further steps."""
         self._counts += steps(num_steps, survival)
         report = TargetReport("r", head=head, workloads={"chat": WorkloadCounts(counts=self._counts)})
-        self._memory.absorb(self._ledger.take([report]))
-        return 1 + sum(self._memory.survival("chat").mean)
+        self._memory.update(self._tracker.update([report]))
+        return 1 + sum(self._memory.rates("chat").mean)
 
 
 def test_a_collapse_is_believed_within_a_half_life_of_the_shortest_memory() -> None:
@@ -442,9 +441,9 @@ def test_what_stands_still_is_known_from_the_longest_memory() -> None:
     replica = Reported(memory)
     for index in range(100):
         replica.report(500, tuple(value + (0.02 if index % 2 else -0.02) for value in GOOD))
-    book = AcceptanceBook(3, half_life_steps=HALF_LIVES_STEPS[1])
-    book.add("chat", steps(500_000, GOOD))
-    assert memory.survival("chat").num_steps > 2 * book.survival("chat").num_steps
+    shorter = AcceptancePosteriors(3, half_life_steps=HALF_LIVES_STEPS[1])
+    shorter.update(CounterDeltas(by_head={"head": {"chat": steps(500_000, GOOD)}}, head="head"))
+    assert memory.rates("chat").num_steps > 2 * shorter.rates("chat").num_steps
 
 
 # ---- reports and traffic

@@ -145,7 +145,7 @@ def test_what_the_operator_names_is_known_from_the_start(catalog: Catalog) -> No
     settings = load_settings(args, catalog)
     assert settings.named_workloads() == {"code", "chat", "docs", "pages"}
     assert load_settings(GOOD, catalog).named_workloads() == {"code", "chat"}
-    wanted = changed(depth__objectives={"agents": {"kind": "latency"}})
+    wanted = changed(depth__objectives={"agents": {"max_tpot_ms": 40}})
     assert load_settings(wanted, catalog).named_workloads() == {"code", "chat", "agents"}
     assert load_settings(GOOD, catalog).caller_table() is None
 
@@ -223,14 +223,17 @@ BAD_INPUTS: dict[str, tuple[Any, list[str]]] = {
     "workload that is no tag": (changed(depth__by_workload={"a b": 1}), ["depth.by_workload", "'a b'"]),
     "workload of a wrong type": (changed(depth__by_workload={"code": "x"}), ["depth.by_workload.code", "an integer"]),
     "objectives of a fixed K": (
-        changed(depth={"policy": "fixed", "objectives": {"chat": {"kind": "latency"}}}),
+        changed(depth={"policy": "fixed", "objectives": {"chat": {"max_tpot_ms": 40}}}),
         ["depth.objectives", "write depth.policy: adaptive"],
     ),
     "objective of a pinned K": (
-        changed(depth__objectives={"chat": {}}),
+        changed(depth__objectives={"chat": {"max_tpot_ms": 40}}),
         ["depth.by_workload pins K of chat", "depth.objectives.chat"],
     ),
-    "objective of no tag": (changed(depth__objectives={"a b": {}}), ["depth.objectives has the tag 'a b'"]),
+    "objective of no tag": (
+        changed(depth__objectives={"a b": {}}),
+        ["depth.objectives has the tag 'a b'"],
+    ),
     "unknown key of an objective": (
         changed(depth__objectives={"x": {"max_tpot": 3}}),
         ["depth.objectives.x.max_tpot", "did you mean max_tpot_ms"],
