@@ -1,10 +1,9 @@
 """Which head drafts: a candidate's trial beside the current head, and the way back from a head that turned out worse.
 
 Whoever has a candidate (the learner, an operator) hands a `HeadProposal` to the router, as `Router.propose`, and reads
-what became of it, a `HeadTrial`, from `Router.trial`. Enters also: counts of all targets (`cluster.counts.News`) and
-what drafters say. Leaves: `HeadOrders` for the drafters, `HeadRouting` for the targets, and what happened, for the log.
-Never knows: Ray, files' contents, the engine.
-
+what became of it, a `HeadTrial`, from `Router.trial`. Enters also: counts of all targets
+(`cluster.counts.CounterDeltas`) and what drafters say. Leaves: `HeadOrders` for the drafters, `HeadRouting` for the
+targets, and what happened, for the log. Never knows: Ray, files' contents, the engine.
 A trial and the watch after a change compare two heads alike: AL of each workload with itself, by an interval that may
 be looked at all the time. A candidate is promoted when it is better for sure, and not when it is only not worse: each
 change costs the drafter its cache, and a rule that lets equal heads through would let them drift.
@@ -20,8 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cluster.acceptance import lengths
-from cluster.counts import Counts, News
+from cluster.counts import CounterDeltas, Counts
 
 TrialState = Literal["loading", "running", "promoted", "dropped", "taken back", "refused"]
 """Of a candidate. `loading`: drafters read it. `running`: it drafts for a share of the requests. `promoted`: it drafts
@@ -138,7 +136,7 @@ class Sample:
     def add(self, counts: Counts, num_requests: int) -> None:
         self.counts, self.num_requests = self.counts + counts, self.num_requests + num_requests
         if self.counts.num_steps > MAX_SAMPLE_STEPS:
-            rows = ([count // 2 for count in row] for row in self.counts.to_wire())
+            rows = ([count // 2 for count in row] for row in self.counts.rows)
             self.counts, self.num_requests = Counts(*rows), self.num_requests // 2
 
     @property
@@ -156,7 +154,7 @@ class Sample:
             (sum(survival[depth:k]) / share) ** 2 * share * (1 - share) / (num + 1)
             for depth, (share, num) in enumerate(zip(shares[:k], reached, strict=False))
         )
-        return lengths(survival, self.depth)[k], max(1.0, alike) * variance
+        return 1.0 + sum(survival[:k]), max(1.0, alike) * variance
 
 
 Samples = dict[str, Sample]
@@ -215,7 +213,7 @@ class Duel:
         self._new, self._old = new, old
         self._num_cold = dict(num_cold)
 
-    def take(self, news: News) -> None:
+    def take(self, news: CounterDeltas) -> None:
         was_cold = {name for name, number in self._num_cold.items() if number > 0}
         for name, counts in news.workloads.items():
             if (workload := base_workload(name)) in was_cold:
@@ -227,7 +225,7 @@ class Duel:
         return gain_of(self._heads[self._new], self._heads[self._old], error)
 
 
-def add_news(samples: Samples, news: News, head: str, without: Collection[str] = ()) -> None:
+def add_news(samples: Samples, news: CounterDeltas, head: str, without: Collection[str] = ()) -> None:
     """Add the steps of a head."""
     for name, counts in news.by_head.get(head, {}).items():
         if (workload := base_workload(name)) not in without:
@@ -401,7 +399,7 @@ class HeadKeeper:
                 for change in self._changes
             ],
             "seen": {
-                head: {name: [sample.counts.to_wire(), sample.num_requests] for name, sample in samples.items()}
+                head: {name: [list(sample.counts.rows), sample.num_requests] for name, sample in samples.items()}
                 for head, samples in self._seen.items()
             },
         }
@@ -415,7 +413,9 @@ class HeadKeeper:
             other._instead = {str(digest): HeadRef(**head) for digest, head in snapshot["instead"].items()}
             other._own = {str(workload): HeadRef(**head) for workload, head in snapshot["own"].items()}
             for head, samples in snapshot["seen"].items():
-                other._seen[head] = {n: Sample(Counts.from_wire(c), int(num)) for n, (c, num) in samples.items()}
+                other._seen[head] = {name: Sample(Counts(*rows), int(num)) for name, (rows, num) in samples.items()}
+                for sample in other._seen[head].values():
+                    sample.counts.check()
             for row in snapshot["changes"]:
                 other._changes.append(other._restored(row))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -493,7 +493,7 @@ class HeadKeeper:
                 change.duel = None
                 self._note(change, "it stays: the target is another")
 
-    def take(self, news: News, num_running: Mapping[str, int]) -> None:
+    def take(self, news: CounterDeltas, num_running: Mapping[str, int]) -> None:
         """What targets counted since the last time."""
         for head in news.by_head:
             samples = self._seen[head] = self._seen.pop(head, {})

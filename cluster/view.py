@@ -1,6 +1,6 @@
 """A table of workloads, their acceptance by depth, and the K that each gets, from a running service (`peagle view`).
 
-Asks `GET /drafting` of the service: the document of `cluster.control.DepthControl`, with the heads, drafters and
+Asks `GET /drafting` of the service: the document of `cluster.k_policy.KPolicy`, with the heads, drafters and
 links that `deployments.telemetry` adds and the decision of `deployments.autoscaling`.
 """
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from ray import serve
 
-from cluster.control import Guidance
 from cluster.heads import HeadProposal, HeadTrial
+from cluster.k_policy import PolicyUpdate
 from cluster.learning import BETTER, Comparison, KeptAnswer, LearnerReport, TrafficBuffer, is_held_out, verdict
 from cluster.settings import ClusterSettings, DrafterSettings
 from deployments import DRAFTER_NAME, ROUTER_NAME, TARGET_NAME
@@ -180,10 +180,10 @@ class Learner:
 
     async def _heads(self) -> tuple[tuple[LiveHead, ...], Mapping[str, str]]:
         """Those that draft, and the digests of those that workloads were given."""
-        guidance: Guidance = await self._router.guidance.remote()
+        update: PolicyUpdate = await self._router.policy_update.remote()
         for answer in await ask_each(self._drafters, "report", POLL_TIMEOUT_S):
             if isinstance(answer, DrafterReport):
-                return answer.heads, guidance.heads.own
+                return answer.heads, update.heads.own
         raise RuntimeError("no drafter says which heads draft")
 
 

@@ -38,13 +38,22 @@ LAYERS = (
     Layer(
         "peagle/vllm",
         never=OUTSIDE | {"ray", "cluster"},
-        but=frozenset({"cluster.counts", "cluster.depth", "cluster.request", "cluster.step_time"}),
+        but=frozenset(
+            {
+                "cluster.acceptance",
+                "cluster.counts",
+                "cluster.request",
+                "cluster.step_allocation",
+                "cluster.step_latency",
+            }
+        ),
     ),
     Layer("peagle/drafter", never=METHOD | {"peagle.train"}),
     Layer("peagle/train", never=METHOD | {"peagle.drafter"}),
     Layer("peagle", never=METHOD | {"peagle.drafter"}),
     Layer(
-        "cluster", only=frozenset({*sys.stdlib_module_names, "numpy", "pydantic", "yaml", "cluster", "peagle.schema"})
+        "cluster",
+        only=frozenset({*sys.stdlib_module_names, "msgspec", "numpy", "pydantic", "yaml", "cluster", "peagle.schema"}),
     ),
     Layer("deployments", never=frozenset({"tests", "benchmarks"})),
     Layer("benchmarks", never=frozenset({"tests"})),
@@ -176,8 +185,12 @@ def test_no_class_name_is_used_twice() -> None:
         ("peagle/vllm/scheduler.py", "import deployments.app", "1: peagle/vllm/ must not import deployments"),
         ("peagle/vllm/scheduler.py", "import benchmarks.heads", "1: peagle/vllm/ must not import benchmarks"),
         ("peagle/vllm/scheduler.py", "import cluster.settings", "1: peagle/vllm/ must not import cluster"),
-        ("cluster/depth.py", "import torch", "1: cluster/ is pure and must not import torch"),
-        ("cluster/depth.py", "from peagle.config import HeadError", "1: cluster/ is pure and must not import peagle"),
+        ("cluster/view.py", "import torch", "1: cluster/ is pure and must not import torch"),
+        (
+            "cluster/capacity.py",
+            "from peagle.config import HeadError",
+            "1: cluster/ is pure and must not import peagle",
+        ),
         ("deployments/target.py", "import tests.conftest", "1: deployments/ must not import tests"),
         ("deployments/target.py", "app = Target.bind(settings)", "1: only deployments/app.py binds deployments"),
         ("cluster/new.py", "def f[T](x: T) -> T:\n    return x", "1: not Python 3.11: "),
@@ -192,8 +205,8 @@ def test_a_violation_is_named_with_file_and_line(path: str, source: str, reason:
     [
         ("peagle/model.py", "import torch\nimport rayon\nfrom peagle.config import HeadConfig\nimport clusters"),
         ("peagle/vllm/scheduler.py", "from vllm.v1 import core\nfrom peagle.config import HeadError"),
-        ("peagle/vllm/scheduler.py", "from cluster.depth import allocate"),
-        ("cluster/depth.py", "import json\nimport numpy as np\nimport yaml\nfrom cluster.settings import Section"),
+        ("peagle/vllm/scheduler.py", "from cluster.step_allocation import allocate"),
+        ("cluster/view.py", "import json\nimport numpy as np\nimport yaml\nfrom cluster.settings import Section"),
         ("deployments/target.py", "import ray\nfrom peagle.heads import prepare_head\nfrom cluster import settings"),
         ("deployments/app.py", "app = Target.bind(settings)"),
         ("deployments/up.py", "probe.bind(('127.0.0.1', 0))"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.counts import Counts, News, WorkloadCounts
+from cluster.counts import CounterDeltas, Counts, WorkloadCounts
 from cluster.heads import (
     DraftersView,
     Duel,
@@ -197,9 +197,9 @@ def test_a_workload_is_given_a_head_of_its_own() -> None:
     assert traffic.keeper.routing == HeadRouting()
 
 
-def news_of(losses: dict[tuple[str, str], float]) -> News:
+def news_of(losses: dict[tuple[str, str], float]) -> CounterDeltas:
     """A few requests by head and workload."""
-    news = News()
+    news = CounterDeltas()
     for (head, name), loss in losses.items():
         counts = Counts(*requests_of("qa", loss)[:5].sum(0).reshape(3, -1).tolist())
         news.workloads[name] = WorkloadCounts(5, 5, counts=counts)

@@ -1,10 +1,10 @@
 """The policy of replica counts: what it wants and why, and what bad data does to it."""
 
-import dataclasses
 import json
 import math
 import random
 
+import msgspec
 import pytest
 
 from cluster.capacity import CapacityModel, WorkloadDemand
@@ -16,9 +16,9 @@ from cluster.scaling import (
     ScalingPolicy,
     decide,
 )
-from cluster.step_time import guessed_costs
+from cluster.step_latency import guessed_latency
 from cluster.traffic import ReportBook, TrafficHistory
-from tests.support.scaling_cases import BAD, COSTS, GOOD, FakeReplica, reported, settings
+from tests.support.scaling_cases import BAD, GOOD, LATENCY, FakeReplica, reported, settings
 
 MODEL = CapacityModel(max_num_seqs=8, max_k=3)
 LENGTH = 200.0
@@ -64,7 +64,7 @@ def test_the_number_is_demand_over_planned_capacity() -> None:
     assert decision.target == max(4, math.ceil(decision.needed))
     assert decision.source == "acceptance"
     assert "1200 tokens/s wanted" in decision.reason
-    assert json.loads(json.dumps(dataclasses.asdict(decision)))["inputs"]["target"]["num_wanted"] == 4
+    assert json.loads(msgspec.json.encode(decision))["inputs"]["target"]["num_wanted"] == 4
 
 
 def test_falling_acceptance_asks_for_more_before_any_queue() -> None:
@@ -102,10 +102,10 @@ def test_missing_data_goes_by_queue_length_and_never_down() -> None:
     assert service.policy.decide(service.now_s + 120, Pool(4, 4, 160.0), names, {}).target == 10
 
 
-@pytest.mark.parametrize("costs", [None, guessed_costs(on_gpu=False)])
-def test_step_costs_that_nobody_measured_decide_nothing(costs: object) -> None:
+@pytest.mark.parametrize("latency", [None, guessed_latency(on_gpu=False)])
+def test_a_step_latency_that_nobody_measured_decides_nothing(latency: object) -> None:
     service = Service(2)
-    service.replicas = [FakeReplica("a", costs), FakeReplica("b", costs)]  # type: ignore[arg-type]
+    service.replicas = [FakeReplica("a", latency), FakeReplica("b", latency)]  # type: ignore[arg-type]
     decision = service.run(30)
     assert (decision.target, decision.source) == (2, "queue_length")
     assert "knows yet what its steps take" in decision.reason
@@ -140,12 +140,12 @@ def test_a_restart_is_no_drop_and_no_jump() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"workloads": {"chat": [math.nan, 0, 0, 0, 0, [[], [], []]]}}, "must be started"),
-        ({"workloads": {"chat": [-5, 0, 0, 0, 0, [[], [], []]]}}, "must be started"),
-        ({"workloads": {"chat": [10**9, 0, 0, 0, 0, [[], [], []]]}}, "at a time"),
-        ({"workloads": {"chat": [1, 1, 0, 9, 9, [[1], [1], [2]]]}}, "cannot be"),
+        ({"workloads": {"chat": {"num_started": math.nan}}}, "$.workloads[...].num_started"),
+        ({"workloads": {"chat": {"num_started": -5}}}, "cannot be negative"),
+        ({"workloads": {"chat": {"num_started": 10**9}}}, "at a time"),
+        ({"workloads": {"chat": {"counts": {"drafted": [1], "reached": [1], "accepted": [2]}}}}, "cannot be"),
         ({"workloads": None}, "cannot be read"),
-        ({"step_costs": {"drafting_s": math.nan}}, "step costs"),
+        ({"step_latency": {"table": [], "prompt_row_s": math.nan}}, "$.step_latency.prompt_row_s"),
     ],
 )
 def test_a_replica_that_reports_nonsense_is_left_out_and_named(fields: dict[str, object], said: str) -> None:
@@ -203,7 +203,7 @@ def inputs(
 ) -> Inputs:
     """6 requests a second."""
     chat = WorkloadDemand("chat", 6.0, LENGTH, 100.0, survival, num_steps, survival if high else (), high)
-    usual = {"workloads": (chat,), "costs": COSTS, "history_s": 600.0, "num_reporting": 4, "settled_s": 600.0}
+    usual = {"workloads": (chat,), "latency": LATENCY, "history_s": 600.0, "num_reporting": 4, "settled_s": 600.0}
     return Inputs(target, **{**usual, **changes})  # type: ignore[arg-type]
 
 
@@ -249,11 +249,11 @@ def demand(survival: tuple[float, ...] = GOOD, name: str = "chat", rate: float =
     return WorkloadDemand(name, rate, LENGTH, 100.0, survival)
 
 
-def test_capacity_is_what_the_step_costs_say() -> None:
-    found = MODEL.capacity(COSTS, [demand()])
+def test_capacity_is_what_the_step_latency_says() -> None:
+    found = MODEL.capacity(LATENCY, [demand()])
     # One workload, K = 3 at the full batch: 8 requests, 2.95 tokens a step; a prompt adds 100 tokens to one step.
-    step_s = COSTS.seconds(8, 32, 200.0)
-    prompt_s = COSTS.seconds(8, 32, 200.0, 100.0) - step_s
+    step_s = LATENCY.seconds(8, 32)
+    prompt_s = LATENCY.seconds(8, 32, 100.0) - step_s
     expected = 1 / (step_s / (8 * (1 + sum(GOOD))) + prompt_s / 200)
     assert (found.num_requests, dict(found.depths)) == (8, {"chat": 3})
     assert found.tokens_per_s == pytest.approx(expected, rel=1e-6)

@@ -212,14 +212,17 @@ BAD_INPUTS: dict[str, tuple[Any, list[str]]] = {
     "workload that is no tag": (changed(depth__by_workload={"a b": 1}), ["depth.by_workload", "'a b'"]),
     "workload of a wrong type": (changed(depth__by_workload={"code": "x"}), ["depth.by_workload.code", "an integer"]),
     "objectives of a fixed K": (
-        changed(depth={"policy": "fixed", "objectives": {"chat": {"kind": "latency"}}}),
+        changed(depth={"policy": "fixed", "objectives": {"chat": {"max_tpot_ms": 40}}}),
         ["depth.objectives", "write depth.policy: adaptive"],
     ),
     "objective of a pinned K": (
-        changed(depth__objectives={"chat": {}}),
+        changed(depth__objectives={"chat": {"max_tpot_ms": 40}}),
         ["depth.by_workload pins K of chat", "depth.objectives.chat"],
     ),
-    "objective of no tag": (changed(depth__objectives={"a b": {}}), ["depth.objectives has the tag 'a b'"]),
+    "objective of no tag": (
+        changed(depth__objectives={"a b": {}}),
+        ["depth.objectives has the tag 'a b'"],
+    ),
     "unknown key of an objective": (
         changed(depth__objectives={"x": {"max_tpot": 3}}),
         ["depth.objectives.x.max_tpot", "did you mean max_tpot_ms"],

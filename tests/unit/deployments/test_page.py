@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cluster.control import DepthControl
 from cluster.counts import Counts
+from cluster.k_policy import KPolicy
 from cluster.request import DepthPolicy, Drafting
 from deployments.edge import drafting_field, live_page
 from deployments.telemetry import drafting_document
@@ -56,7 +56,7 @@ def test_what_the_service_says_is_only_ever_text() -> None:
 
 def documents() -> dict[str, Any]:
     """By the name that the page's script gives it, an example of each part of what it reads, made by the real code."""
-    control = DepthControl(DepthPolicy(3, 3, 3))
+    control = KPolicy(DepthPolicy(3, 3, 3))
     reports = [report("a", "t1", [link("h:1", "up", {})], code=counts_of([(3, 2)]))]
     control.observe(reports, 0.0)
     scaled = Controller()

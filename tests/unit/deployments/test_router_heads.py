@@ -18,7 +18,7 @@ from peagle.checkpoint import save_head
 from peagle.heads import candidate_directory, keep_candidate
 from tests.support.head_factory import CONFIG, head_tensors, rewrite
 from tests.support.weightless_drafter import WeightlessDrafter
-from tests.unit.deployments.test_telemetry import control_with_counts
+from tests.unit.deployments.test_telemetry import k_policy_with_counts
 
 
 class Drafters:
@@ -78,7 +78,7 @@ def router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     router: Any = Router.__new__(Router)
     router.__dict__ |= {
         "_keeper": HeadKeeper({}, 1, 0.1), "_state": StateStore(None), "_steering": None,
-        "control": control_with_counts(), "_monitor": SimpleNamespace(reports=()),
+        "k_policy": k_policy_with_counts(), "_monitor": SimpleNamespace(reports=()),
     }  # fmt: skip
     return router
 

@@ -15,8 +15,8 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from cluster.control import DepthControl
 from cluster.counts import Counts, TargetReport, WorkloadCounts
+from cluster.k_policy import KPolicy
 from cluster.request import Caller
 from deployments.edge import ApiError, Edge, Usage
 from deployments.replicas import EngineLost
@@ -304,12 +304,12 @@ def test_a_call_by_handle_goes_through_the_same_edge() -> None:
 
 def test_a_target_follows_the_router_and_goes_on_when_it_is_silent() -> None:
     """One that is restarting raises; requests are served on by what it said last, and then by the target's own."""
-    guiding = DepthControl(cluster().depth_policy(), seed=0)
+    guiding = KPolicy(cluster().depth_policy(), seed=0)
     counts = Counts([5000] * 7, [5000] + [1] * 6, [1] * 7)
     guiding.observe(
         [TargetReport("a", head="h", workloads={"found": WorkloadCounts(4, counts=counts)})], time.monotonic()
     )
-    answers: list[Any] = [guiding.guidance(3, time.monotonic()), RuntimeError("restarting")]
+    answers: list[Any] = [guiding.make_update(3, time.monotonic()), RuntimeError("restarting")]
 
     async def ask() -> Any:
         answer = answers.pop(0)
@@ -319,12 +319,12 @@ def test_a_target_follows_the_router_and_goes_on_when_it_is_silent() -> None:
 
     async def run() -> None:
         replica = Replica(whole)
-        replica.edge.use(cluster(), DepthControl(cluster().depth_policy(), seed=0))
-        router: Any = SimpleNamespace(guidance=SimpleNamespace(remote=ask))
-        await replica._take_guidance(router)
+        replica.edge.use(cluster(), KPolicy(cluster().depth_policy(), seed=0))
+        router: Any = SimpleNamespace(policy_update=SimpleNamespace(remote=ask))
+        await replica._apply_update(router)
         assert (replica._num_targets, replica.edge.admission.num_replicas) == (3, 3)
         with pytest.raises(RuntimeError):
-            await replica._take_guidance(router)
+            await replica._apply_update(router)
         messages = [{"role": "user", "content": "Hi"}]
         admitted = replica.edge.admit("chat", {"messages": messages, "drafting": {"workload": "found"}})
         assert admitted.drafting.source in ("learned", "probe")

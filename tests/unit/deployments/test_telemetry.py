@@ -10,9 +10,9 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.control import DepthControl
-from cluster.counts import Counts, TargetReport, WorkloadCounts
+from cluster.counts import CounterDeltas, Counts, TargetReport, WorkloadCounts
 from cluster.heads import HeadKeeper
+from cluster.k_policy import KPolicy
 from cluster.request import DepthPolicy
 from cluster.view import table
 from deployments.autoscaling import ClusterBoard
@@ -60,11 +60,10 @@ def samples(text: bytes) -> dict[tuple[str, ...], float]:
 
 def test_steps_count_for_the_head_that_was_live() -> None:
     counts = HeadCounts()
-    counts.take([report("a", code=GOOD)])
-    counts.take([report("a", code=GOOD)])
+    counts.add(CounterDeltas(by_head={"a": {"code": GOOD}}))
+    counts.add(CounterDeltas())
     assert counts.by_head() == {"a": GOOD}
-    counts.take([report("b", code=GOOD)])
-    counts.take([report("b", code=GOOD + BAD)])
+    counts.add(CounterDeltas(by_head={"b": {"code": BAD}}))
     assert counts.by_head() == {"a": GOOD, "b": BAD}
     assert counts.by_head(["new"])["new"] == Counts()
 
@@ -86,8 +85,8 @@ def test_the_document_has_each_head_with_its_acceptance() -> None:
     assert heads["new"]["acceptance_length"] is None
     assert document["drafters"][0]["heads"] == [{"index": 0, "name": "head-a", "head": "a"}]
     assert document["links"][0]["target"] == "t1"
-    control = DepthControl(DepthPolicy(3, 3, 3), is_adaptive=False)
-    shown = table({"model": "m", **control.document(0.0), **document}).splitlines()
+    k_policy = KPolicy(DepthPolicy(3, 3, 3), is_adaptive=False)
+    shown = table({"model": "m", **k_policy.document(0.0), **document}).splitlines()
     assert "head a (live): AL 2.33, 3 steps" in shown
     assert "head new (live): nothing drafted yet, 0 steps" in shown
     assert "drafter h:1: a; links: up by tcp" in shown
@@ -135,18 +134,18 @@ def test_the_metrics_of_several_replicas_are_one_family_with_a_label_each() -> N
 # ---- the store
 
 
-def control_with_counts() -> DepthControl:
-    control = DepthControl(DepthPolicy(3, 3, 3))
-    control.observe([report("a", code=sum([GOOD] * 50, Counts()))], 0.0)
-    return control
+def k_policy_with_counts() -> KPolicy:
+    k_policy = KPolicy(DepthPolicy(3, 3, 3))
+    k_policy.observe([report("a", code=sum([GOOD] * 50, Counts()))], 0.0)
+    return k_policy
 
 
 def test_state_is_saved_and_found_again(tmp_path: Path) -> None:
     path = tmp_path / "new" / "state.json"
-    first, second = control_with_counts(), DepthControl(DepthPolicy(3, 3, 3))
+    first, second = k_policy_with_counts(), KPolicy(DepthPolicy(3, 3, 3))
     StateStore(str(path)).write(first.snapshot())
     StateStore(str(path)).restore(second)
-    assert second.book.survival("code") == first.book.survival("code")
+    assert second.posteriors.rates("code") == first.posteriors.rates("code")
     assert [found.name for found in path.parent.iterdir()] == ["state.json"]
 
 
@@ -173,23 +172,34 @@ class Board(ClusterBoard):
 
 def test_without_a_file_state_outlives_the_router_in_the_cluster() -> None:
     """What was learned, and which heads were put in others' place."""
-    board, control, keeper = Board(), control_with_counts(), swapped(0, 0.5, 120).keeper
-    StateStore(None, board).write(control.snapshot() | {"heads": keeper.snapshot()})
-    second, found = DepthControl(DepthPolicy(3, 3, 3)), HeadKeeper({}, 0, 0.1)
+    board, k_policy, keeper = Board(), k_policy_with_counts(), swapped(0, 0.5, 120).keeper
+    StateStore(None, board).write(k_policy.snapshot() | {"heads": keeper.snapshot()})
+    second, found = KPolicy(DepthPolicy(3, 3, 3)), HeadKeeper({}, 0, 0.1)
     StateStore(None, board).restore(second, found)
-    assert second.book.survival("code") == control.book.survival("code")
+    assert second.posteriors.rates("code") == k_policy.posteriors.rates("code")
     assert found.orders == keeper.orders
 
 
+def test_of_a_state_of_the_last_version_the_heads_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    board, keeper, found = Board(), swapped(0, 0.5, 120).keeper, HeadKeeper({}, 0, 0.1)
+    board.put("learned", {"format": 2, "ledger": {}, "acceptance": {}, "heads": keeper.snapshot()})
+    policy = KPolicy(DepthPolicy(3, 3, 3))
+    StateStore(None, board).restore(policy, found)
+    assert found.orders == keeper.orders
+    assert policy.posteriors.workloads() == ()
+    (record,) = caplog.records
+    assert "not of format 3" in record.getMessage()
+
+
 @pytest.mark.parametrize(
-    "document", [[], {}, {"format": "other"}, control_with_counts().snapshot() | {"heads": {}}, {"format": None}]
+    "document", [[], {}, {"format": "other"}, k_policy_with_counts().snapshot() | {"heads": {}}, {"format": None}]
 )
 def test_a_state_of_another_version_in_the_cluster_is_refused_in_one_line(
     document: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     board = Board()
     board.put("learned", document)
-    StateStore(None, board).restore(DepthControl(DepthPolicy(3, 3, 3)), HeadKeeper({}, 0, 0.1))
+    StateStore(None, board).restore(KPolicy(DepthPolicy(3, 3, 3)), HeadKeeper({}, 0, 0.1))
     (record,) = caplog.records
     assert "cannot be used" in record.getMessage()
     assert "\n" not in record.getMessage()
@@ -198,7 +208,7 @@ def test_a_state_of_another_version_in_the_cluster_is_refused_in_one_line(
 def test_a_cluster_that_does_not_answer_holds_up_no_router(caplog: pytest.LogCaptureFixture) -> None:
     board = Board()
     store, board.fails = StateStore(None, board), True
-    store.restore(DepthControl(DepthPolicy(3, 3, 3)))
+    store.restore(KPolicy(DepthPolicy(3, 3, 3)))
     for _ in range(3):
         store.write({"format": 1})
     board.fails = False
@@ -210,23 +220,23 @@ def test_a_cluster_that_does_not_answer_holds_up_no_router(caplog: pytest.LogCap
 
 
 def test_a_head_that_was_taken_back_is_saved_at_once_and_found_again(tmp_path: Path) -> None:
-    path, control, keeper = tmp_path / "state.json", control_with_counts(), swapped(0, 0.5, 120).keeper
+    path, k_policy, keeper = tmp_path / "state.json", k_policy_with_counts(), swapped(0, 0.5, 120).keeper
     found = HeadKeeper({}, 0, 0.1)
 
     async def run() -> None:
         file = StateStore(str(path))
-        file.save_soon(control, keeper)
+        file.save_soon(k_policy, keeper)
         await asyncio.sleep(0.05)
         assert not path.exists(), "not due yet"
-        file.save_soon(control, keeper, is_urgent=True)
+        file.save_soon(k_policy, keeper, is_urgent=True)
         while not path.exists():
             await asyncio.sleep(0.01)
-        file.restore(control, found)
+        file.restore(k_policy, found)
 
     asyncio.run(run())
     assert found.orders == keeper.orders != HeadKeeper({}, 0, 0.1).orders
-    StateStore(str(path)).write(control.snapshot())  # of a service without remote drafters
-    StateStore(str(path)).restore(control, found)
+    StateStore(str(path)).write(k_policy.snapshot())  # of a service without remote drafters
+    StateStore(str(path)).restore(k_policy, found)
     assert found.orders == keeper.orders
 
 
@@ -234,10 +244,10 @@ def test_a_head_that_was_taken_back_is_saved_at_once_and_found_again(tmp_path: P
 def test_a_damaged_file_is_put_aside(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "state.json"
     path.write_text(text)
-    found = DepthControl(DepthPolicy(3, 3, 3))
+    found = KPolicy(DepthPolicy(3, 3, 3))
     with caplog.at_level(logging.WARNING):
         StateStore(str(path)).restore(found)
-    assert found.book.workloads() == ()
+    assert found.posteriors.workloads() == ()
     assert (tmp_path / "state.unusable").read_text() == text
     assert "depth.state" in caplog.text
 
@@ -246,16 +256,16 @@ def test_on_a_full_disk_the_last_state_stays_whole_and_saving_goes_on_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "state.json"
-    file, control = StateStore(str(path)), control_with_counts()
-    file.write(control.snapshot())
+    file, k_policy = StateStore(str(path)), k_policy_with_counts()
+    file.write(k_policy.snapshot())
     before = path.read_text()
-    control.observe([report("a", code=sum([GOOD] * 90, Counts()))], 1.0)
+    k_policy.observe([report("a", code=sum([GOOD] * 90, Counts()))], 1.0)
     with full_disk(100):
         for _ in range(3):
-            file.write(control.snapshot())
+            file.write(k_policy.snapshot())
     assert path.read_text() == before
     assert [found.name for found in tmp_path.iterdir()] == ["state.json"]
-    file.write(control.snapshot())
+    file.write(k_policy.snapshot())
     assert path.read_text() != before
     failed, mended = [record.getMessage() for record in caplog.records]
     assert f"{path} cannot be written" in failed
@@ -268,7 +278,7 @@ def test_without_a_file_nothing_is_written_and_a_full_disk_is_logged(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     file = StateStore(None)
-    file.restore(DepthControl(DepthPolicy(3, 3, 3)))
+    file.restore(KPolicy(DepthPolicy(3, 3, 3)))
     file.write({})
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
