@@ -4,7 +4,6 @@ One application serves this module and other tests of the service. The first tes
 engine loaded.
 """
 
-import asyncio
 import contextlib
 import json
 import os
@@ -345,23 +344,6 @@ def test_clients_that_leave_free_the_engine_of_all_their_sequences(service):
     assert service.ask(max_tokens=1).status_code == 200
 
 
-def test_no_process_but_the_replicas_has_started_for_the_engine(service):
-    """Ray's task that downloads a model, and its telemetry of models, each import vLLM while the target waits."""
-    logs = Path(ray._private.worker.global_worker.node.get_logs_dir_path(), "serve")
-    (said,) = [path.read_text() for path in logs.glob(f"replica_*_{TARGET_NAME}_*.log")]
-    assert "Started vLLM engine" in said
-    assert "download model files" not in said
-    names = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
-    assert any(TARGET_NAME in name for name in names if name)
-    assert "llm_serve_telemetry" not in names
-
-
-def test_target_and_engine_are_as_nice_as_other_processes(service):
-    """By Ray's defaults, 15 and 1000, whatever else runs on the machine starves them, and the kernel ends them first
-    when it fills the memory."""
-    assert service.niceness(TARGET_NAME) == {(0, 0)}
-
-
 def test_serves_controller_starts_again_and_every_replica_stays(service):
     """A new controller asks each replica for its log file, and ends one that has none."""
     names = (TARGET_NAME, ROUTER_NAME)
@@ -381,16 +363,6 @@ def test_serves_controller_starts_again_and_every_replica_stays(service):
             is_back = controller() != killed and serve.status().applications[APP_NAME].status == "RUNNING"
     assert {name: service.processes(name) for name in names} == before
     assert service.ask(max_tokens=1).status_code == 200
-
-
-def test_what_clients_see_is_in_the_metrics(service):
-    before = service.metrics()["peagle_answers_total"]
-    service.ask(max_tokens=4, drafting={"workload": "seen"}, stream=True)
-    service.ask(temperature="hot")
-    after = service.metrics()
-    counted = after["peagle_time_to_first_token_seconds_count"]["seen",]
-    assert counted == 1
-    assert sum(after["peagle_answers_total"].values()) == sum(before.values()) + 2
 
 
 def test_limits_change_without_a_new_engine(service):
@@ -460,32 +432,3 @@ def test_a_job_answers_a_file_of_requests_by_handle(service, tmp_path):
     over_http = service.ask(drafting={"k": 3, "workload": "job"}).json()
     assert answers["a"]["body"]["choices"][0]["message"] == over_http["choices"][0]["message"]
     assert answers["b"]["body"]["error"]["param"] == "drafting.k"
-
-
-def test_kuberays_probe_finds_a_node_that_serves(service):
-    """The manifests' and KubeRay's own: the status for one, this word for the other."""
-    response = httpx.get(f"{service.url}/-/healthz")
-    assert (response.status_code, response.text) == (200, "success")
-
-
-@pytest.mark.long
-def test_a_ray_task_streams_from_the_target_asynchronously(service):
-    @ray.remote(num_cpus=0)
-    def job() -> tuple[str, int]:
-        async def stream() -> tuple[str, int]:
-            client = TargetClient()
-            whole, chunks = await asyncio.gather(
-                client.achat(QUESTION, max_tokens=16, temperature=0), _collect(client, QUESTION)
-            )
-            text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
-            assert text == whole["choices"][0]["message"]["content"]
-            return text, len(chunks)
-
-        async def _collect(client: TargetClient, messages: Any) -> list[Any]:
-            return [chunk async for chunk in client.stream_chat(messages, max_tokens=16, temperature=0)]
-
-        return asyncio.run(stream())
-
-    text, num_chunks = ray.get(job.remote())
-    assert text
-    assert num_chunks > 2

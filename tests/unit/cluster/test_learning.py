@@ -10,7 +10,6 @@ from cluster.learning import (
     Comparison,
     KeptAnswer,
     TrafficBuffer,
-    is_held_out,
     verdict,
 )
 from peagle.evaluate import AnswerCounts
@@ -66,21 +65,6 @@ def test_bytes_and_age_are_bounded() -> None:
     assert (buffer.num_answers(), buffer.num_bytes) == ({}, 0)
 
 
-def test_the_newest_are_all_there_and_of_before_a_shift_a_sample() -> None:
-    buffer = TrafficBuffer(100 * BYTES, keep_s=1e9)
-    for seed in range(400):  # one workload, whose traffic shifts after 200
-        buffer.add([answer(seed)], seed)
-    kept = buffer.draw(2**31, held_out=False) + buffer.draw(2**31, held_out=True)
-    arrived = sorted(one.arrived_s for one in kept)
-    assert arrived[-20:] == list(range(380, 400))
-    assert 5 <= sum(one < 200 for one in arrived) <= 40
-    trained = [seed for seed in range(400) if not is_held_out(answer(seed).prompt)]
-    assert [one.arrived_s for one in buffer.draw(10 * 80, held_out=False)] == trained[:-11:-1], "newest first"
-    sampled = buffer.draw(30 * 80, held_out=False, newest=False)
-    assert any(one.arrived_s < 200 for one in sampled)
-    assert max(one.arrived_s for one in sampled) < sorted(arrived)[50]
-
-
 @pytest.mark.parametrize("case", ["one prompt", "one answer", "nearly one answer", "loops"])
 def test_a_degenerate_stream_counts_once_or_not_at_all(case: str) -> None:
     buffer, body = TrafficBuffer(1000 * BYTES, keep_s=1e9), list(range(100))
@@ -101,13 +85,6 @@ def test_a_degenerate_stream_counts_once_or_not_at_all(case: str) -> None:
     assert kept <= 20, "near-duplicates"
     assert buffer.counters["taken"] == 300
     assert sum(buffer.counters.values()) == 600 - kept
-
-
-def test_loops_are_those_of_the_trainer() -> None:
-    for num_repeats in range(1, 8):
-        kept = answer(0, tokens=list(range(20)) * num_repeats)
-        assert kept.loops == (distinct_share(kept.answer.tolist()) < 0.5)
-    assert answer(0, tokens=list(range(20)) * 7).loops
 
 
 def test_an_answer_that_ended_in_a_loop_is_left_out_and_one_that_was_cut_is_kept() -> None:
@@ -144,12 +121,6 @@ def test_a_prompt_is_trained_on_or_judged_by() -> None:
     assert len(trained | judged) == 3000
     assert len(judged) == pytest.approx(3000 * HELD_OUT_SHARE, rel=0.1)
     assert buffer.draw(2**31, held_out=False, of=lambda workload: workload != "chat") == []
-
-
-def test_prompts_that_training_cannot_hold_are_left_out() -> None:
-    buffer = TrafficBuffer(100 * BYTES, keep_s=1e9, max_prompt_tokens=19)
-    assert buffer.add([answer(0)], 0) == []
-    assert buffer.counters == {"taken": 1, "long": 1}
 
 
 EQUAL = Comparison(50, 1.0, 0.98, 1.02)

@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError
 
 from cluster.heads import HeadOrders, HeadRef
 from cluster.settings import DrafterSettings
-from deployments.drafter import DrafterReplica, LackingHeadError
+from deployments.drafter import LackingHeadError
 from deployments.replicas import (
     MAX_MISSED_POLLS,
     DrafterLinks,
@@ -27,6 +27,7 @@ from deployments.replicas import (
     drafters_view,
     link_reports,
 )
+from tests.support.weightless_drafter import WeightlessDrafter
 
 
 class Handle:
@@ -131,34 +132,6 @@ def test_a_monitor_goes_on_after_an_error(caplog: pytest.LogCaptureFixture) -> N
     assert caplog.text.count("its replicas cannot be asked") == 1
 
 
-def test_reports_that_were_asked_for_earlier_do_not_replace_later_ones() -> None:
-    """A scrape of /metrics asks too. Counters that seem to go back look like a restart, and would count twice."""
-
-    async def run() -> None:
-        asked: list[asyncio.Future[int]] = []
-        seen: list[Any] = []
-
-        def answers() -> list[Any]:
-            asked.append(asyncio.get_running_loop().create_future())
-            mine = asked[-1]
-
-            async def answer() -> int:
-                return await mine
-
-            return [answer]
-
-        monitor: Any = ReplicaMonitor(Handle(answers), int, seen.append)  # type: ignore[arg-type]
-        first, second = (asyncio.ensure_future(monitor.refresh()) for _ in range(2))
-        await until(lambda: len(asked) == 2)
-        asked[1].set_result(2)
-        assert await second == [2]
-        asked[0].set_result(1)
-        assert await first == [2]
-        assert (monitor.reports, seen) == ([2], [[2]])
-
-    asyncio.run(run())
-
-
 # ---- drafters and links
 
 
@@ -169,27 +142,6 @@ def drafter_report(replica: str, *digests: str, address: str = "h:1") -> Drafter
 
 def links_of(answers: Callable[[], list[Any]], rpc: Any) -> Any:
     return DrafterLinks(Handle(answers), rpc, lambda: True)  # type: ignore[arg-type]
-
-
-def test_heads_that_changed_in_a_poll_that_failed_are_told_later() -> None:
-    num_failures = 0
-
-    async def rpc(method: str, args: Any = ()) -> list[Any]:
-        nonlocal num_failures
-        if method == "remote_report" and not num_failures:
-            num_failures += 1
-            raise RuntimeError("the engine did not answer")
-        return []
-
-    async def run() -> None:
-        told: list[Any] = []
-        links = links_of(lambda: [says(drafter_report("r", "digest"))], rpc)
-        links.start(told.append)
-        await until(lambda: told)
-        links._task.cancel()
-        assert (told, num_failures) == ([("digest",)], 1)
-
-    asyncio.run(run())
 
 
 def test_the_engine_is_told_addresses_and_digests() -> None:
@@ -263,7 +215,12 @@ class Heads:
 
 
 @pytest.fixture
-def drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def heads() -> Heads:
+    return Heads()
+
+
+@pytest.fixture
+def drafter(heads: Heads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WeightlessDrafter:
     """A drafter replica that was built with the heads a, and b for code; what it may have instead is there too."""
     config = {
         "architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 9, "num_depths": 7, "hidden_size": 8,
@@ -275,40 +232,29 @@ def drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "d" / "config.json").write_text(json.dumps({**config, "num_depths": "7"}))
     monkeypatch.setattr("deployments.drafter.head_digest", lambda folder: folder.name)
     a, b = (str(tmp_path / name) for name in "ab")
-    replica: Any = type("Quiet", (DrafterReplica,), {"__del__": lambda self: None})
-    replica = replica.__new__(replica)
-    replica.__dict__ |= {
-        "_settings": DrafterSettings(head=a, placement="remote", max_draft_tokens=7, heads_by_workload={"code": b}),
-        "_loader": Heads(),
-        "_refused": "",
-        "_is_configured": False,
-        "_swapping": asyncio.Lock(),
-        "_swaps": set(),
-        "_places": {0: Heads().load(a), 1: Heads().load(b)},
-        "_live": (HeadRef(a, "a"), HeadRef(b, "b")),
-        "_configured": (HeadRef(a, "a"), HeadRef(b, "b")),
-        "_orders": HeadOrders(),
-        "_problems": {},
-        "_lacking": (),
-        "_server": SimpleNamespace(swap=lambda *args: None, stop=lambda: None, report=lambda: {"targets": 0}),
-    }
-    return replica
+    settings = DrafterSettings(head=a, placement="remote", max_draft_tokens=7, heads_by_workload={"code": b})
+    return WeightlessDrafter(settings, heads)
 
 
-def live(replica: Any, *user_configs: Any) -> list[str]:
+def live(replica: WeightlessDrafter, *user_configs: Any) -> list[str]:
     """Its heads after these, one after the other."""
 
-    async def run() -> None:
+    async def run() -> DrafterReport:
         for user_config in user_configs:
-            await replica._swap(user_config)
+            await replica.reconfigure(user_config)
+            await replica.settle()
+        return await replica.report()
 
-    asyncio.run(run())
-    return digests(replica)
+    return digests(asyncio.run(run()))
 
 
-def digests(replica: Any) -> list[str]:
+def report_of(replica: WeightlessDrafter) -> DrafterReport:
+    return asyncio.run(replica.report())
+
+
+def digests(report: DrafterReport) -> list[str]:
     """Of the heads that draft, by index."""
-    return [head.digest for head in replica._live]
+    return [head.digest for head in report.heads]
 
 
 def test_the_live_heads_are_those_of_the_last_user_config_whatever_came_before(drafter: Any, tmp_path: Path) -> None:
@@ -324,9 +270,9 @@ def test_a_head_that_fails_in_an_unforeseen_way_is_refused_with_the_reason(
     drafter: Any, tmp_path: Path, name: str, words: str
 ) -> None:
     assert live(drafter, {"head": str(tmp_path / name)}) == ["a", "b"]
-    assert words in drafter._refused
+    assert words in report_of(drafter).refused
     assert live(drafter, {}) == ["a", "b"]
-    assert drafter._refused == ""
+    assert report_of(drafter).refused == ""
 
 
 def test_a_drafter_that_starts_has_its_new_head_before_it_drafts(drafter: Any, tmp_path: Path) -> None:
@@ -334,63 +280,66 @@ def test_a_drafter_that_starts_has_its_new_head_before_it_drafts(drafter: Any, t
 
     async def run() -> None:
         await drafter.reconfigure({"head": str(tmp_path / "c")})
-        assert digests(drafter)[0] == "c"
+        assert digests(await drafter.report())[0] == "c"
         await drafter.reconfigure({})
-        assert digests(drafter)[0] == "c", "later, Serve does not wait"
-        await until(lambda: digests(drafter)[0] == "a")
+        assert digests(await drafter.report())[0] == "c", "later, Serve does not wait"
+        assert digests(await drafter.settle())[0] == "a"
 
     asyncio.run(run())
 
 
-def followed(replica: Any, **orders: Any) -> list[str]:
+def followed(replica: WeightlessDrafter, **orders: Any) -> list[str]:
     """Its heads after the router's orders."""
 
-    async def run() -> None:
+    async def run() -> DrafterReport:
         await replica.follow(HeadOrders(**orders))
-        await asyncio.gather(*replica._swaps)
+        return await replica.settle()
 
-    asyncio.run(run())
-    return digests(replica)
+    return digests(asyncio.run(run()))
 
 
 def test_a_head_that_was_taken_back_is_replaced_until_the_operator_names_another(drafter: Any, tmp_path: Path) -> None:
     a, b, c = (str(tmp_path / name) for name in "abc")
     assert live(drafter, {"head": c}) == ["c", "b"]
     assert followed(drafter, instead={"c": HeadRef(a, "a")}) == ["a", "b"]
-    assert [head.digest for head in drafter._configured] == ["c", "b"]
+    assert [head.digest for head in report_of(drafter).configured] == ["c", "b"]
     assert live(drafter, {"head": c}) == ["a", "b"], "a replica that starts anew gets the same user_config"
     assert live(drafter, {"head": b, "heads_by_workload": {"code": c}}) == ["b", "a"], "whatever index it has"
     assert live(drafter, {}) == ["a", "b"]
     assert followed(drafter, instead={"a": HeadRef(c, "another")}) == ["a", "b"]
-    assert "no longer those of head another" in drafter._problems[c]
+    assert "no longer those of head another" in report_of(drafter).problems[c]
 
 
-def test_a_candidate_takes_a_spare_place_and_the_head_before_it_stays_loaded(drafter: Any, tmp_path: Path) -> None:
-    drafter._loader.num_places = 3
+def test_a_candidate_takes_a_spare_place_and_the_head_before_it_stays_loaded(
+    drafter: Any, heads: Heads, tmp_path: Path
+) -> None:
+    heads.num_places = 3
+    heads.loaded.clear()
     candidate = HeadRef(str(tmp_path / "c"))
     assert followed(drafter, extra=(candidate,)) == ["a", "b", "c"]
     assert followed(drafter, instead={"a": candidate}, extra=(candidate,)) == ["c", "b", "c"]
     assert followed(drafter, extra=(candidate,)) == ["a", "b", "c"]
-    assert drafter._loader.loaded == ["c"], "it went back without loading anything"
+    assert heads.loaded == ["c"], "it went back without loading anything"
     assert followed(drafter, extra=(HeadRef(str(tmp_path / "d")),)) == ["a", "b", "d"]
-    assert {head.digest for head in drafter._places.values()} == {"a", "b", "d"}
 
 
-def test_what_is_wrong_with_a_candidate_is_reported_and_the_others_draft_on(drafter: Any, tmp_path: Path) -> None:
-    drafter._loader.num_places = 3
+def test_what_is_wrong_with_a_candidate_is_reported_and_the_others_draft_on(
+    drafter: Any, heads: Heads, tmp_path: Path
+) -> None:
+    heads.num_places = 3
 
     def refuse(name: str) -> Any:
         raise ValueError(f"{name} was trained for 3 depths")
 
-    drafter._loader.load = refuse
+    heads.load = refuse  # type: ignore[method-assign]
     assert followed(drafter, extra=(HeadRef("candidate-x"),)) == ["a", "b"]
-    assert (drafter._lacking, drafter._problems) == (("candidate-x",), {})
+    assert (report_of(drafter).lacking, report_of(drafter).problems) == (("candidate-x",), {})
     assert followed(drafter, extra=(HeadRef(str(tmp_path / "c")),)) == ["a", "b"]
-    assert "3 depths" in drafter._problems[str(tmp_path / "c")]
-    assert drafter._refused == ""
+    assert "3 depths" in report_of(drafter).problems[str(tmp_path / "c")]
+    assert report_of(drafter).refused == ""
     assert live(drafter, {"head": "no-such-head"}) == ["a", "b"]
     assert followed(drafter) == ["a", "b"]
-    assert "no-such-head" in drafter._refused, "until another user_config"
+    assert "no-such-head" in report_of(drafter).refused, "until another user_config"
 
 
 def test_drafters_agree_before_anything_is_decided() -> None:

@@ -121,18 +121,6 @@ def test_a_stream_has_its_drafting_in_the_chunk_that_finishes_the_last_choice() 
     assert found[-1] == Usage(4, 9)
 
 
-def test_a_stream_with_usage_has_its_drafting_in_the_same_last_chunk() -> None:
-    usage = {"id": "chatcmpl-1", "choices": [], "usage": {"total_tokens": 13}}
-    with_usage = f"data: {json.dumps(usage)}\n\n"
-    found = items(
-        Replica(lambda _: events(chunk(), chunk("stop"), with_usage, "data: [DONE]\n\n")),
-        stream=True, stream_options={"include_usage": True},
-    )  # fmt: skip
-    assert found[:2] == [chunk(), chunk("stop")]
-    assert json.loads(found[2].removeprefix("data: ")) == {**usage, "drafting": DRAFTING}
-    assert found[3:] == ["data: [DONE]\n\n", Usage(4, 9)]
-
-
 def test_who_hears_of_an_engines_death_needs_no_vllm_to_read_it() -> None:
     """Serve's controller, the router and ingress replicas would import vLLM, which closes their logs."""
     replica = Replica(lambda _: None)
@@ -171,12 +159,6 @@ def test_an_engine_that_dies_in_a_stream_ends_it_in_words_of_our_own() -> None:
     assert isinstance(lost, ApiError)
     assert (lost.status, lost.code) == (502, "engine_lost")
     assert "stack trace" not in lost.message
-
-
-def test_what_the_engine_refuses_in_a_stream_keeps_its_field() -> None:
-    refusal = create_error_response(VLLMValidationError("too slow", parameter="prompt"))
-    (refused,) = items(Replica(lambda _: events(f"data: {json.dumps(refusal.model_dump())}\n\n")), stream=True)
-    assert (refused.status, refused.param) == (400, "prompt")
 
 
 @pytest.mark.parametrize("stream", [False, True])
