@@ -12,7 +12,7 @@ from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.depth import Objective
 from cluster.request import DepthPolicy, Drafting, resolve
 from cluster.step_time import Curve, StepCosts
-from cluster.view import table
+from deployments.view import as_text
 
 K_MAX = 7
 POLICY = DepthPolicy(K_MAX, K_MAX, 3, {"pinned": 2})
@@ -129,9 +129,9 @@ def test_the_fixed_policy_chooses_nothing_and_shows_what_is_accepted() -> None:
     assert rows["code"]["num_steps"] == pytest.approx(1250, rel=0.5)
     assert rows["code"]["acceptance_length"] == pytest.approx(1 + 0.95 + 0.95**2 + 0.95**3, abs=0.2)
     assert (rows["code"]["k"], rows["pinned"]["k"]) == (3, 2)
-    (line,) = [line for line in table(document).splitlines() if line.startswith("code ")]
+    (line,) = [line for line in as_text(document).splitlines() if line.startswith("code ")]
     assert " - " not in line
-    assert "policy fixed" in table({"model": "m", **control(is_adaptive=False).document(0.0)})
+    assert "policy fixed" in as_text({"model": "m", **control(is_adaptive=False).document(0.0)})
 
 
 def test_a_bad_report_is_logged_and_the_others_count(caplog: pytest.LogCaptureFixture) -> None:
@@ -208,10 +208,10 @@ def test_the_document_says_what_is_believed_and_the_view_shows_it() -> None:
     assert (by_name["pinned"]["k"], by_name["pinned"]["source"]) == (2, "workload")
     low, mean, high = (by_name["code"]["survival"][end][0] for end in ("low", "mean", "high"))
     assert low < mean < high
-    text = table(document)
+    text = as_text(document)
     (line,) = [line for line in text.splitlines() if line.startswith("code ")]
     assert "learned" in line
-    assert f"{100 * mean:.0f} (" in line
+    assert f"{100 * mean:.0f}(" in line
     assert "step times learned over 1000 steps of 1 engine" in text
 
 

@@ -5,7 +5,7 @@ import re
 import httpx
 import pytest
 
-from cluster import view
+from deployments import view
 from deployments.client import TargetClient
 from tests.service_harness import PROMPTS, QUESTION, wait_for
 
@@ -103,7 +103,7 @@ def test_a_request_past_the_ingress_gets_a_learned_k_too(service) -> None:
 
 
 def test_the_view_shows_the_running_service(service) -> None:
-    text = view.table(view.fetch(service.url))
+    text = view.as_text(view.fetch(service.url))
     assert [line.split()[3:5] for line in text.splitlines() if line.startswith("pinned ")] == [["2", "workload"]]
     assert "of 1 engine" in text
     with pytest.raises(OSError, match="refused"):
