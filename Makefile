@@ -80,7 +80,7 @@ test-all: setup
 	@$(PY) -m pytest -n 2 $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed
-	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/lint-imports --no-cache --no-logo
 
 types: $(VENV)/.installed
 	@$(VENV)/bin/mypy
