@@ -52,7 +52,7 @@ MAX_HEADS = 4
 #
 # This errs the other way, by 1 to 6 %, so SPLIT_SHARE of it and the rest of the plain sum are taken. To a greater K it
 # is the inverse: of the curves whose conditional acceptances are the measured ones times one factor, the one from which
-# the former rule gives back the L(m) that was measured. Both rules are this project's own; tests/test_acceptance.py
+# the former rule gives back the L(m) that was measured. Both rules are this project's own; test_acceptance.py
 # holds them against replayed answers of several heads and temperatures.
 
 SPLIT_SHARE = 2 / 3

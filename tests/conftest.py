@@ -1,6 +1,5 @@
 """Fixtures that several test modules share: the prepared target and head, as a user gets them."""
 
-import functools
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,11 +14,11 @@ from xdist.scheduler import LoadScopeScheduling
 
 from peagle.embedded import DEFAULT_TARGET, prepare_target
 from peagle.heads import prepare_head
-from tests.cpu_engine_environment import preload_environment
-from tests.warm_engine import start_engines_warm
+from tests.support.cpu_engine_environment import preload_environment
+from tests.support.warm_engine import start_engines_warm
 
 if TYPE_CHECKING:
-    from tests.service_harness import Service
+    from tests.support.service_harness import Service
 
 # The same cases in every run, however slow the machine is at the moment.
 hypothesis.settings.register_profile(
@@ -28,10 +27,9 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 
 
-@functools.cache
 def starts_engines(path: Path) -> bool:
     """Whether a test of this module talks to an engine or to Ray."""
-    return any(f"pytest.mark.{mark}" in path.read_text(encoding="utf-8") for mark in ("engine", "service"))
+    return path.parent.name in {"engine", "service"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,7 +58,7 @@ def pytest_sessionfinish() -> None:
 
 
 def stop_application() -> None:
-    if harness := sys.modules.get("tests.service_harness"):  # else nobody has started it
+    if harness := sys.modules.get("tests.support.service_harness"):  # else nobody has started it
         harness.APPLICATION.stop()
 
 
@@ -100,7 +98,7 @@ def head_dir(target_dir: Path) -> Path:
 @pytest.fixture(scope="module")
 def application() -> "Service":
     """The application that all tests of the service share, as it was started."""
-    from tests.service_harness import APPLICATION
+    from tests.support.service_harness import APPLICATION
 
     return APPLICATION.start()
 

@@ -1,0 +1,465 @@
+"""A real vLLM engine with a P-EAGLE head: output unchanged whatever K, exactly K drafts verified, all of them counted.
+
+Tests run on vLLM's synchronous scheduler, and in `make test-all` on the asynchronous one too, which
+test_remote_engine.py runs on in `make test`. The same target without drafts wrote the reference, in float32, where two
+orders of summation hardly ever pick another token: outputs must be equal.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
+
+from cluster.request import DEFAULT_WORKLOAD
+from peagle.vllm.grammar_bounds import GrammarLimits
+from tests.support.counted import counts_of
+from tests.support.engine_cases import (
+    BATCH,
+    K_MAX,
+    MIXED,
+    NEARLY_FULL,
+    NUM_BLOCKS,
+    NUM_LONG,
+    NUM_SAMPLES,
+    NUM_SHORT,
+    PROMPT_LENGTHS,
+    SAMPLED_TEXT,
+    TEXT,
+    check_counts,
+    engine_settings,
+    grammar_job,
+    nearly_full_job,
+    only_sync,
+    sampling_jobs,
+    varied_jobs,
+)
+from tests.support.engine_harness import Job, Result, RunningEngine, drafted_kwargs, reference_results
+from tests.support.scripted_drafts import scripted_steps
+
+pytestmark = pytest.mark.engine
+
+Prompts = list[list[int]]
+Reference = dict[str, list[Result]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(target_dir: Path) -> Any:
+    return AutoTokenizer.from_pretrained(target_dir)
+
+
+@pytest.fixture(scope="module")
+def text_tokens(tokenizer: Any) -> list[int]:
+    tokens: list[int] = tokenizer(TEXT * 6)["input_ids"]
+    assert len(tokens) >= 7 * len(PROMPT_LENGTHS) + NEARLY_FULL
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def prompts(text_tokens: list[int]) -> Prompts:
+    """Different prompts of 1 to 300 tokens; the longest needs two prefill chunks."""
+    return [text_tokens[7 * place : 7 * place + length] for place, length in enumerate(PROMPT_LENGTHS)]
+
+
+def batch_of(prompts: Prompts) -> Prompts:
+    return [prompts[place] for place in BATCH]
+
+
+@pytest.fixture(scope="module")
+def sampled_prompt(tokenizer: Any) -> list[int]:
+    """A short prompt whose next tokens are neither certain nor all different."""
+    tokens: list[int] = tokenizer(SAMPLED_TEXT)["input_ids"]
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def reference(
+    prompts: Prompts, text_tokens: list[int], sampled_prompt: list[int], target_dir: Path, environment: None
+) -> Reference:
+    """Output of the target without speculation."""
+    jobs = {
+        "greedy": [Job(prompt, NUM_LONG + K_MAX) for prompt in prompts],
+        "nearly full": [nearly_full_job(text_tokens, None)],
+        "grammar": [grammar_job(prompts[9], None)],
+        "sampled": sampling_jobs(sampled_prompt),
+        "varied": varied_jobs(batch_of(prompts), NUM_LONG),
+        "likely": [Job(sampled_prompt, 3 + K_MAX)],
+    }
+    results = iter(reference_results(target_dir, engine_settings(200), list(itertools.chain(*jobs.values()))))
+    return {name: list(itertools.islice(results, len(of_name))) for name, of_name in jobs.items()}
+
+
+@pytest.fixture(scope="module", params=["sync", pytest.param("async", marks=pytest.mark.long)])
+def engine(
+    request: pytest.FixtureRequest, reference: Reference, target_dir: Path, head_dir: Path, environment: None
+) -> Iterator[RunningEngine]:
+    """The target with the head. It starts after the reference is written, so one engine runs at a time."""
+    kwargs = drafted_kwargs(target_dir, head_dir, K_MAX, engine_settings(NUM_BLOCKS))
+    if request.param == "sync":
+        kwargs["scheduler_cls"] = "tests.support.scripted_drafts.ScriptedDraftScheduler"
+    limits = GrammarLimits(max_cpu_s=2.0)
+    running = RunningEngine(kwargs, is_async=request.param == "async", grammar_limits=limits)
+    yield running
+    running.shutdown()
+
+
+def test_greedy_output_is_the_targets(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
+    compare_with_reference(engine, prompts, reference, MIXED)
+
+
+@only_sync
+@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.long), 2, pytest.param(K_MAX, marks=pytest.mark.long)])
+def test_one_k_for_all(engine: RunningEngine, prompts: Prompts, reference: Reference, k: int) -> None:
+    """The batch is uniform, but mostly narrower than the engine's K_max; the asynchronous engine has all in its mix."""
+    compare_with_reference(engine, prompts, reference, (k,))
+
+
+def compare_with_reference(
+    engine: RunningEngine, prompts: Prompts, reference: Reference, ks: tuple[int | None, ...]
+) -> None:
+    """Run the prompts of a batch at once, with `ks` in turn, and compare tokens and counts."""
+    depths = [ks[number % len(ks)] for number in range(len(BATCH))]
+    preempted_before = engine.num_preempted
+    results = engine.run([Job(prompts[place], NUM_SHORT, k=k) for place, k in zip(BATCH, depths, strict=True)])
+    for result, place, k in zip(results, BATCH, depths, strict=True):
+        assert result.tokens[0] == reference["greedy"][place].tokens[0][:NUM_SHORT]
+        check_counts(result, K_MAX if k is None else k)
+    assert engine.num_preempted == preempted_before
+
+
+@only_sync
+@pytest.mark.parametrize(
+    ("sampling", "most"),
+    [
+        ({"stream_interval": 8}, 2 + NUM_LONG // 8),
+        ({"stream_interval": 8, "output_kind": RequestOutputKind.FINAL_ONLY}, 2 + NUM_LONG // 32),
+        ({"stream_interval": 8, "stop": ["no such text"]}, 2 + NUM_LONG // 8),
+    ],
+)
+def test_held_back_tokens_all_arrive(
+    engine: RunningEngine, prompts: Prompts, reference: Reference, sampling: dict[str, Any], most: int
+) -> None:
+    """Fewer outputs with the same tokens, text and counts of steps."""
+    jobs = [
+        Job(prompts[place], NUM_LONG, MIXED[number % len(MIXED)], None, reference["greedy"][place].tokens[0])
+        for number, place in enumerate(BATCH[:5])
+    ]
+    at_once = engine.run(jobs)
+    before = engine.num_outputs
+    held = engine.run([dataclasses.replace(job, sampling=sampling) for job in jobs])
+    assert engine.num_outputs - before <= most * len(jobs)
+    for job, result, expected in zip(jobs, held, at_once, strict=True):
+        assert (result.tokens, result.texts, result.steps) == (expected.tokens, expected.texts, expected.steps)
+        assert result.drafting is not None
+        assert expected.drafting is not None
+        assert result.drafting.counts == expected.drafting.counts == counts_of(result.steps or ())
+        assert result.drafting.num_output_tokens == job.max_tokens
+
+
+@only_sync
+def test_every_acceptance_is_counted(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
+    """With scripted drafts all acceptance lengths 0..K come up, and each step's counts are known beforehand."""
+    jobs = []
+    for number, place in enumerate(BATCH):
+        continuation, k = reference["greedy"][place].tokens[0], MIXED[number % len(MIXED)]
+        jobs.append(Job(prompts[place], 24, k=k, continuation=continuation, workload=str(place)))
+    results = engine.run(jobs)
+    for job, result, place in zip(jobs, results, BATCH, strict=True):
+        steps = scripted_steps(1, 24, K_MAX if job.k is None else job.k, K_MAX)
+        assert result.tokens[0] == reference["greedy"][place].tokens[0][:24]
+        assert result.steps == steps
+        assert result.drafting is not None
+        assert (result.drafting.workload, result.drafting.max_k) == (job.workload, job.k)
+        assert result.drafting.counts == counts_of(steps)
+        assert engine.recorder.workloads()[str(job.workload)].counts == counts_of(steps)
+
+
+def test_decode_admitted_beside_others_verifies_k_from_its_first_step(
+    engine: RunningEngine, prompts: Prompts, reference: Reference
+) -> None:
+    """A prompt of one token joins running decodes: vLLM then plans K_max drafts that nobody has proposed."""
+    first, second = Job(prompts[8], NUM_SHORT, k=0), Job(prompts[0], NUM_SHORT, k=2)
+    results = engine.run_staggered(first, second, after_tokens=5)
+    for result, job, expected in zip(
+        results, (first, second), (reference["greedy"][8], reference["greedy"][0]), strict=True
+    ):
+        assert result.tokens[0] == expected.tokens[0][: job.max_tokens]
+        check_counts(result, job.k)
+    # Prefill gives one token, every step its accepted drafts and one more; the last step may be cut.
+    stats = results[1].drafting.counts
+    assert NUM_SHORT <= 1 + stats.num_steps + stats.num_accepted_tokens <= NUM_SHORT + 2
+
+
+def test_preemption_changes_nothing(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
+    preempted_before = engine.num_preempted
+    jobs = [  # Of similar speed, so that all are long at the same time; of half of them tokens are held back.
+        Job(
+            prompts[place],
+            NUM_LONG,
+            k=2 + number % 2,
+            continuation=reference["greedy"][place].tokens[0],
+            sampling={"stream_interval": 1 + 8 * (number % 2)},
+        )
+        for number, place in enumerate(BATCH)
+    ]
+    results = engine.run([*jobs, *varied_jobs(batch_of(prompts), NUM_LONG, k=2)[:4]])
+    assert engine.num_preempted > preempted_before
+    for job, result, place in zip(jobs, results, BATCH, strict=False):
+        assert result.tokens[0] == reference["greedy"][place].tokens[0][:NUM_LONG]
+        check_counts(result, job.k)
+    for result, expected in zip(results[len(jobs) :], reference["varied"], strict=False):
+        assert result.tokens == expected.tokens
+
+
+@pytest.mark.parametrize("k", [pytest.param(2, marks=pytest.mark.long), K_MAX])
+def test_context_limit(engine: RunningEngine, text_tokens: list[int], reference: Reference, k: int) -> None:
+    """The last steps have room for fewer than K drafts."""
+    (result,) = engine.run([nearly_full_job(text_tokens, k)])
+    assert result.tokens == reference["nearly full"][0].tokens
+    assert result.finish_reasons == ["length"]
+    assert result.steps is not None
+    assert result.drafting is not None
+    assert max(num_verified for num_verified, _ in result.steps) == k
+    assert result.drafting.counts == counts_of(result.steps)
+
+
+def test_aborted_requests_stay_in_the_totals(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
+    sampling = {"stream_interval": 5}
+    gone = Job(prompts[6], NUM_LONG, k=3, workload="gone", abort_after=12, sampling=sampling)
+    stays = Job(prompts[5], NUM_SHORT, k=3, workload="stays")
+    gone_result, stays_result = engine.run([gone, stays])
+    assert stays_result.tokens[0] == reference["greedy"][5].tokens[0][:NUM_SHORT]
+    check_counts(stays_result, 3)
+    record = gone_result.drafting
+    assert record is not None
+    assert record.is_aborted
+    assert record.counts.num_steps > 0
+    assert 1 + record.counts.num_steps + record.counts.num_accepted_tokens == record.num_output_tokens
+    gone_counts = engine.recorder.workloads()["gone"]
+    assert (gone_counts.counts, gone_counts.num_started, gone_counts.num_aborted) == (record.counts, 1, 1)
+
+
+@pytest.mark.parametrize("k", [0, K_MAX])
+def test_an_answer_ends_with_the_token_that_completes_its_stop(
+    engine: RunningEngine, prompts: Prompts, reference: Reference, tokenizer: Any, k: int
+) -> None:
+    """Only the engine's client notices a stop string, also among accepted drafts and tokens that were held back."""
+    expected = reference["greedy"][12]
+    tokens, text = expected.tokens[0], expected.texts[0]
+    stop = text[20:25]
+    num_tokens = next(n for n in range(len(tokens)) if stop in tokenizer.decode(tokens[:n]))
+    before = text[: text.index(stop)]
+    cases: list[tuple[dict[str, Any], int, str]] = [
+        ({"stop": stop}, num_tokens, before),
+        ({"stop": stop, "stream_interval": 8}, num_tokens, before),
+        ({"stop": stop, "output_kind": RequestOutputKind.FINAL_ONLY}, num_tokens, before),
+        (
+            {"stop": ["no such text", stop], "include_stop_str_in_output": True, "logprobs": 2},
+            num_tokens,
+            before + stop,
+        ),
+        ({"stop_token_ids": [tokens[num_tokens]]}, 1 + tokens.index(tokens[num_tokens]), ""),
+        ({"max_tokens": num_tokens}, num_tokens, tokenizer.decode(tokens[:num_tokens])),
+    ]
+    jobs = [Job(prompts[12], NUM_LONG, k=k, continuation=tokens, sampling=sampling) for sampling, _, _ in cases]
+    for (sampling, num_tokens, text), result in zip(cases, engine.run(jobs), strict=True):
+        assert result.tokens == [tokens[:num_tokens]], sampling
+        if text:
+            assert result.texts == [text], sampling
+        assert result.finish_reasons == ["length" if "max_tokens" in sampling else "stop"]
+        assert result.drafting is not None
+        assert not result.drafting.is_aborted
+        assert result.drafting.num_output_tokens == num_tokens, sampling
+        counts = result.drafting.counts
+        assert num_tokens <= 1 + counts.num_steps + counts.num_accepted_tokens <= num_tokens + k or not k
+
+
+def test_sequences_of_one_request_are_summed(engine: RunningEngine, prompts: Prompts) -> None:
+    job = Job(prompts[7], 20, k=2, sampling={"n": 3, "temperature": 1.0, "seed": 5})
+    (result,) = engine.run([job])
+    assert result.drafting is not None
+    assert result.drafting.num_output_tokens == sum(len(tokens) for tokens in result.tokens) == 60
+    assert len(result.drafting.counts.drafted) == 2
+    assert result.drafting.workload == DEFAULT_WORKLOAD
+
+
+def test_bad_k_neither_crashes_nor_is_obeyed(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
+    obeyed = {-1: 0, 99: K_MAX, "x": K_MAX, True: K_MAX, 2.5: K_MAX}
+    for result, k in zip(engine.run([Job(prompts[4], 12, k=k) for k in obeyed]), obeyed, strict=True):
+        assert result.tokens[0] == reference["greedy"][4].tokens[0][:12]
+        check_counts(result, obeyed[k])
+
+
+def test_grammar(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
+    """Drafts that a grammar rules out count neither as verified nor as accepted. With asynchronous scheduling vLLM's
+    own list of steps has those behind the grammar's end as accepted."""
+    ks = (0, 2, K_MAX)
+    results = engine.run([grammar_job(prompts[9], k) for k in ks])
+    for k, result in zip(ks, results, strict=True):
+        assert result.texts == reference["grammar"][0].texts
+        assert result.steps is not None
+        assert result.drafting is not None
+        assert all(num_verified <= k for num_verified, _ in result.steps)
+        steps = [(verified, min(verified, accepted)) for verified, accepted in result.steps if verified]
+        assert result.drafting.counts == counts_of(steps)
+    sampled = [grammar_job(prompts[9], k) for k in ks]
+    for job in sampled:
+        job.sampling.update(temperature=1.5, seed=3)
+    results = engine.run(sampled)
+    assert len({result.texts[0] for result in results}) == 1
+    assert results[0].texts != reference["grammar"][0].texts
+
+
+def test_seed_repeats(engine: RunningEngine, prompts: Prompts) -> None:
+    job = Job(prompts[7], 20, k=K_MAX, sampling={"temperature": 1.0, "seed": 11})
+    first, second = (engine.run([job])[0] for _ in range(2))
+    assert first.tokens == second.tokens
+    check_counts(first, K_MAX)
+
+
+def test_sampled_output_is_the_same_without_drafts(
+    engine: RunningEngine, prompts: Prompts, reference: Reference, sampled_prompt: list[int]
+) -> None:
+    """Token for token, with K = 0, 3 and 7 in one batch, whatever the sampling. test_coupling has the distribution."""
+    expected = reference["varied"]
+    ks = (0, 3, K_MAX)
+    jobs = [
+        dataclasses.replace(job, k=k, continuation=result.tokens[0])
+        for k in ks
+        for job, result in zip(varied_jobs(batch_of(prompts), NUM_SHORT), expected, strict=True)
+    ]
+    results = engine.run(jobs)
+    for job, result, target in zip(jobs, results, expected * len(ks), strict=True):
+        assert result.tokens[0] == target.tokens[0][:NUM_SHORT], (job.k, job.sampling)
+    results = engine.run(sampling_jobs(sampled_prompt, k=3, continuation=reference["likely"][0].tokens[0]))
+    assert [result.tokens for result in results] == [result.tokens for result in reference["sampled"]]
+    assert sum(result.drafting.counts.num_accepted_tokens for result in results if result.drafting) > NUM_SAMPLES / 20
+
+
+def test_without_a_seed_every_sequence_gets_its_own(engine: RunningEngine, prompts: Prompts) -> None:
+    sampling = {"temperature": 1.5, "n": 2}
+    results = engine.run([Job(prompts[7], 20, k=2, sampling=sampling), Job(prompts[7], 20, k=0, sampling=sampling)])
+    answers = [tuple(tokens) for result in results for tokens in result.tokens]
+    assert len(set(answers)) == 4
+
+
+def test_greedy_beside_sampled(engine: RunningEngine, prompts: Prompts, reference: Reference) -> None:
+    """Sampling settings of one request leave the others alone: prompts in chunks, seeds, top-k and top-p included."""
+    places = range(2, len(prompts), 3)
+    sampling = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
+    greedy = [Job(prompts[place], NUM_SHORT, k=MIXED[place % len(MIXED)]) for place in places]
+    sampled = [Job(prompts[place], 12, k=K_MAX, sampling={**sampling, "seed": place}) for place in places]
+    results = engine.run(greedy + sampled)
+    for place, result in zip(places, results, strict=False):
+        assert result.tokens[0] == reference["greedy"][place].tokens[0][:NUM_SHORT]
+
+
+def refusal(engine: RunningEngine, job: Job) -> str:
+    """What the engine's client says of a job that it refuses."""
+    with pytest.raises(ExceptionGroup) as raised:
+        engine.run([job])
+    (error,) = raised.value.exceptions
+    assert isinstance(error, VLLMValidationError)
+    return str(error)
+
+
+def test_what_would_end_the_engine_is_refused(
+    engine: RunningEngine, prompts: Prompts, reference: Reference, tokenizer: Any
+) -> None:
+    assert "oken id 49152" in refusal(engine, Job([len(tokenizer)], 4))
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("allowed_token_ids holds 2000", {"allowed_token_ids": list(range(2000))}),
+        ("logprob_token_ids is not possible here", {"logprobs": 3, "logprob_token_ids": [1, 2, 3]}),
+        ("logprobs", {"logprobs": -1}),
+        ("prompt_logprobs", {"prompt_logprobs": -1}),
+        ("prompt_logprob_token_ids", {"prompt_logprobs": 1, "prompt_logprob_token_ids": [[4]] * len(prompts[4])}),
+        ("thinking_token_budget", {"thinking_token_budget": 1}),
+    ]
+    for message, sampling in refused:
+        assert message in refusal(engine, Job(prompts[4], 4, sampling=sampling))
+
+
+def test_what_one_request_asks_for_leaves_the_others_alone(
+    engine: RunningEngine, prompts: Prompts, reference: Reference
+) -> None:
+    """Each beside two plain requests with drafts, all in one batch."""
+    asked: list[dict[str, Any]] = [
+        {"logprobs": 0},
+        {"logprobs": 20},
+        {"logprobs": 5, "n": 2, "temperature": 1.0},
+        {"logprobs": 2, "flat_logprobs": True},
+        {"prompt_logprobs": 5},
+        {"prompt_logprobs": 0, "logprobs": 1},
+        {"min_tokens": 5, "stop_token_ids": [1, 2]},
+        {"min_tokens": 5, "regex": "[a-z]{20}"},
+        {"repetition_detection": RepetitionDetectionParams(max_pattern_size=4, min_pattern_size=1, min_count=4)},
+        {"allowed_token_ids": [28, 30], "bad_words": ["."]},
+        {"temperature": 0.01, "top_p": 1e-9, "top_k": 1},
+        {"temperature": 2.0, "presence_penalty": -2.0, "repetition_penalty": 0.01},
+        {"skip_special_tokens": False, "spaces_between_special_tokens": False, "stop": ["."], "stop_token_ids": [3]},
+        {"logit_bias": {5: 100.0}, "logprobs": 3},
+        {"watermarking": True},
+    ]
+    jobs = [Job(prompts[6], 8, k=3, sampling=sampling) for sampling in asked]
+    plain = [Job(prompts[place], NUM_SHORT, k=K_MAX) for place in (5, 12)]
+    results = engine.run([*plain, *jobs])
+    for place, result in zip((5, 12), results, strict=False):
+        assert result.tokens[0] == reference["greedy"][place].tokens[0][:NUM_SHORT]
+        check_counts(result, K_MAX)
+    assert all(result.tokens[0] for result in results)
+    assert results[2].tokens[0] == reference["greedy"][6].tokens[0][:8]
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_others_go_on(
+    engine: RunningEngine, prompts: Prompts, reference: Reference
+) -> None:
+    """Each string of bounded length takes a second or more to compile: forty unlike ones take a minute."""
+    schema = {"type": "object", "properties": {f"p{n}": {"type": "string", "maxLength": n} for n in range(1000, 1040)}}
+    slow = Job(prompts[9], 60, sampling={"structured_outputs": StructuredOutputsParams(json=schema)})
+    with pytest.raises(ExceptionGroup) as raised:
+        engine.run([slow])
+    assert raised.group_contains(VLLMValidationError, match="structured_outputs: the grammar takes more than 2 s")
+    (result,) = engine.run([grammar_job(prompts[9], 2)])
+    assert result.texts == reference["grammar"][0].texts
+
+
+def test_each_grammar_has_the_backend_that_checked_it(engine: RunningEngine, prompts: Prompts) -> None:
+    """Of a schema vLLM's xgrammar backend ignores `multipleOf`; its guidance backend does not."""
+    schema = {"type": "integer", "multipleOf": 7, "minimum": 100, "maximum": 999}
+    grammars = [StructuredOutputsParams(regex="[0-9]{3}"), StructuredOutputsParams(json=schema)]
+    jobs = [Job(prompts[9], 8, sampling={"structured_outputs": grammar, "ignore_eos": False}) for grammar in grammars]
+    plain, multiple = engine.run(jobs)
+    assert len(plain.texts[0]) == 3
+    assert int(multiple.texts[0]) % 7 == 0
+
+
+@pytest.mark.parametrize("regex", [r"[^\s\S]", r"a[^\s\S]"])
+def test_a_regex_that_nothing_matches_ends_its_request_alone(
+    engine: RunningEngine, prompts: Prompts, reference: Reference, regex: str
+) -> None:
+    job = Job(prompts[9], 8, sampling={"structured_outputs": StructuredOutputsParams(regex=regex)})
+    with contextlib.suppress(ExceptionGroup):
+        assert engine.run([job])[0].finish_reasons == ["error"]
+    (result,) = engine.run([grammar_job(prompts[9], 2)])
+    assert result.texts == reference["grammar"][0].texts
+
+
+def test_min_p_and_logit_bias_work_without_drafts(
+    engine: RunningEngine, prompts: Prompts, reference: Reference
+) -> None:
+    """min_p = 1 leaves the most likely token alone. Requests beside them have their drafts."""
+    likely = Job(prompts[6], NUM_SHORT, sampling={"temperature": 1.0, "min_p": 1.0})
+    biased = Job(prompts[6], 8, sampling={"logit_bias": {42: 100.0}})
+    beside = Job(prompts[5], NUM_SHORT)
+    results = engine.run([likely, biased, beside])
+    assert results[0].tokens[0] == reference["greedy"][6].tokens[0][:NUM_SHORT]
+    assert results[1].tokens[0] == [42] * 8
+    assert results[2].tokens[0] == reference["greedy"][5].tokens[0][:NUM_SHORT]
+    for result, k in zip(results, (0, 0, K_MAX), strict=True):
+        check_counts(result, k)

@@ -1,0 +1,222 @@
+"""A real engine with its drafter in another process: the text is the target's own whatever happens to the drafter.
+
+Tests run on vLLM's asynchronous scheduler, as on a GPU, and in `make test-all` on the synchronous one too. The same
+target without drafts wrote the reference, in float32.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from vllm.platforms import current_platform
+
+from peagle.checkpoint import load_head, save_head
+from peagle.heads import prepare_head
+from peagle.vllm.acceptance import undraftable_field
+from peagle.vllm.engine import RemoteSettings
+from tests.engine.test_draft_engine import strong_head
+from tests.support.drafter_process import DrafterProcess
+from tests.support.engine_cases import (
+    BATCH,
+    K_MAX,
+    MIXED,
+    NUM_BLOCKS,
+    NUM_LONG,
+    NUM_SHORT,
+    PROMPT_LENGTHS,
+    TEXT,
+    check_counts,
+    engine_settings,
+    varied_jobs,
+)
+from tests.support.engine_harness import Job, Result, reference_results
+from tests.support.remote_harness import RemoteEngine
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not current_platform.is_cpu(), reason="the drafter process of the tests is a CPU process"),
+]
+
+PATIENT = RemoteSettings(min_deadline_s=30.0, max_deadline_s=60.0)  # two cores, shared with other tests
+SCRIPTED = "tests.support.scripted_drafts.ScriptedDraftScheduler"
+
+
+@pytest.fixture(scope="module")
+def prompts(target_dir: Path) -> list[list[int]]:
+    """Different prompts of 1 to 300 tokens; the longest needs two prefill chunks."""
+    tokens = AutoTokenizer.from_pretrained(target_dir)(TEXT * 6)["input_ids"]
+    return [tokens[7 * place : 7 * place + PROMPT_LENGTHS[place]] for place in BATCH]
+
+
+@pytest.fixture(scope="module")
+def references(prompts: list[list[int]], target_dir: Path, environment: None) -> tuple[list[Result], list[Result]]:
+    """Output of the target without speculation: greedy, and sampled."""
+    jobs = [*(Job(prompt, NUM_LONG + K_MAX) for prompt in prompts), *varied_jobs(prompts, NUM_LONG)]
+    results = reference_results(target_dir, engine_settings(200), jobs)
+    return results[: len(prompts)], results[len(prompts) :]
+
+
+@pytest.fixture(scope="module")
+def reference(references: tuple[list[Result], list[Result]]) -> list[Result]:
+    """The greedy output."""
+    return references[0]
+
+
+@pytest.fixture(scope="module")
+def drafter(
+    target_dir: Path, head_dir: Path, environment: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DrafterProcess]:
+    """Serves the shipped head, and as head 1 a random one."""
+    folder = tmp_path_factory.mktemp("head")
+    shipped, _ = load_head(head_dir)
+    config = dataclasses.replace(shipped, num_hidden_layers=1)
+    random_head = prepare_head(save_head(folder / "random", config, strong_head(config)), target_dir, folder / "cache")
+    process = DrafterProcess([head_dir, random_head], target_dir)
+    yield process
+    process.kill()
+
+
+@pytest.fixture(scope="module", params=[pytest.param("sync", marks=pytest.mark.long), "async"])
+def engine(
+    request: pytest.FixtureRequest,
+    reference: list[Result],
+    drafter: DrafterProcess,
+    target_dir: Path,
+    head_dir: Path,
+) -> Iterator[RemoteEngine]:
+    is_async = request.param == "async"
+    running = RemoteEngine.start(
+        target_dir,
+        head_dir,
+        PATIENT,
+        k_max=K_MAX,
+        is_async=is_async,
+        scheduler=None if is_async else SCRIPTED,
+        extra=engine_settings(NUM_BLOCKS),
+    )
+    running.connect(drafter)
+    yield running
+    running.shutdown()
+
+
+def check(results: list[Result], reference: list[Result], num_tokens: int) -> None:
+    for result, expected in zip(results, reference, strict=True):
+        assert result.tokens[0] == expected.tokens[0][:num_tokens]
+
+
+def num_steps(results: list[Result]) -> int:
+    """Steps that verified drafts."""
+    return sum(result.drafting.counts.num_steps for result in results if result.drafting is not None)
+
+
+def only_link(engine: RemoteEngine) -> dict[str, Any]:
+    (link,) = engine.links().values()
+    return link
+
+
+@pytest.mark.parametrize("ks", [MIXED, (0,)], ids=["mixed", "none"])
+def test_each_request_verifies_its_own_k(
+    engine: RemoteEngine, prompts: list[list[int]], reference: list[Result], ks: tuple[int | None, ...]
+) -> None:
+    """Prompts in chunks beside decodes; each step of a request verifies exactly its K drafts."""
+    depths = [ks[place % len(ks)] for place in range(len(prompts))]
+    before = only_link(engine)
+    results = engine.run([Job(prompt, NUM_SHORT, k=k) for prompt, k in zip(prompts, depths, strict=True)])
+    check(results, reference, NUM_SHORT)
+    for result, k in zip(results, depths, strict=True):
+        check_counts(result, K_MAX if k is None else k)
+    link = only_link(engine)
+    assert link["num_steps"] > before["num_steps"]  # with K = 0 too: prompts fill the drafter's cache
+    assert link["num_timeouts"] == 0
+    if ks == (0,):  # what follows the prompts stays here: these requests never draft
+        assert link["num_steps"] - before["num_steps"] < NUM_SHORT
+
+
+def test_right_drafts_are_accepted(engine: RemoteEngine, prompts: list[list[int]], reference: list[Result]) -> None:
+    """All acceptance lengths 0..K, by scripted drafts where the scheduler can replace them; else the head's own."""
+    jobs = [
+        Job(prompt, NUM_SHORT, k=MIXED[place % len(MIXED)], continuation=expected.tokens[0])
+        for place, (prompt, expected) in enumerate(zip(prompts, reference, strict=True))
+    ]
+    results = engine.run(jobs)
+    check(results, reference, NUM_SHORT)
+    assert sum(one.drafting.counts.num_accepted_tokens for one in results if one.drafting is not None) > 20
+
+
+def test_sampled_output_is_the_same_without_drafts(
+    engine: RemoteEngine, prompts: list[list[int]], references: tuple[list[Result], list[Result]]
+) -> None:
+    """Token for token, with K = 0, 3 and 7 in one batch, whatever the sampling but what vLLM refuses with this
+    worker of the tests, and min_tokens: V1 takes placeholders of asynchronous scheduling for tokens there."""
+    cases = [
+        (job, expected.tokens[0][:NUM_SHORT])
+        for k in (0, 3, K_MAX)
+        for job, expected in zip(varied_jobs(prompts, NUM_SHORT, k=k), references[1], strict=True)
+        if not undraftable_field(job.params()) and not job.params().min_tokens
+    ]
+    results = engine.run([job for job, _ in cases])
+    for (job, tokens), result in zip(cases, results, strict=True):
+        assert result.tokens[0] == tokens, (job.k, job.sampling)
+    assert num_steps(results) > 0
+
+
+@pytest.mark.long
+def test_heads_of_one_drafter_serve_their_own_requests(
+    engine: RemoteEngine, prompts: list[list[int]], reference: list[Result]
+) -> None:
+    """In one batch: of the trained head some drafts are right, of the random one hardly any."""
+    jobs = [Job(prompt, 24, k=4, head=place % 2) for place, prompt in enumerate(prompts)]
+    results = engine.run(jobs)
+    check(results, reference, 24)
+    num_accepted = [
+        sum(one.drafting.counts.num_accepted_tokens for one in results[head::2] if one.drafting is not None)
+        for head in (0, 1)
+    ]
+    assert num_accepted[0] > 10 + 5 * num_accepted[1]
+
+
+@pytest.mark.long
+def test_preemption_changes_nothing(engine: RemoteEngine, prompts: list[list[int]], reference: list[Result]) -> None:
+    preempted_before = engine.num_preempted
+    jobs = [
+        Job(prompt, NUM_LONG, k=2 + place % 2, continuation=expected.tokens[0])
+        for place, (prompt, expected) in enumerate(zip(prompts, reference, strict=True))
+    ]
+    results = engine.run(jobs)
+    assert engine.num_preempted > preempted_before
+    check(results, reference, NUM_LONG)
+    for job, result in zip(jobs, results, strict=True):
+        check_counts(result, job.k)
+
+
+@pytest.mark.long
+def test_aborted_requests_leave_the_drafter(
+    engine: RemoteEngine, prompts: list[list[int]], reference: list[Result]
+) -> None:
+    gone = [Job(prompts[place], NUM_LONG, k=3, abort_after=4) for place in (4, 5, 6)]
+    stays = Job(prompts[3], 40, k=3)  # until the others are gone
+    results = engine.run([*gone, stays])
+    check(results[3:], reference[3:4], 40)
+    assert only_link(engine)["num_requests"] <= 1
+    (again,) = engine.run([Job(prompts[4], NUM_SHORT, k=3)])
+    check([again], reference[4:5], NUM_SHORT)
+    assert only_link(engine)["num_requests"] == 1
+
+
+def test_without_a_drafter_nothing_is_verified(
+    engine: RemoteEngine, drafter: DrafterProcess, prompts: list[list[int]], reference: list[Result]
+) -> None:
+    """None is named: no drafts, and in asynchronous scheduling no placeholders for them either."""
+    engine.set_drafters([])
+    engine.run([Job(prompts[0], 2)])  # a step in which the worker notices
+    jobs = [Job(prompt, 8) for prompt in prompts[:4]]
+    results = engine.run(jobs)
+    check(results, reference[:4], 8)
+    assert num_steps(results) == 0
+    engine.connect(drafter)
+    results = engine.run(jobs)
+    check(results, reference[:4], 8)
+    assert num_steps(results) > 0

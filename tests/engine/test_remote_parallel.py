@@ -1,0 +1,128 @@
+"""A tensor-parallel target with a remote drafter: one rank sends, all ranks verify the same drafts.
+
+A small random target on two CPU ranks. The reference is the same target on two ranks without drafts.
+"""
+
+import json
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from vllm.platforms import current_platform
+
+from peagle.checkpoint import save_head
+from peagle.config import DrafterConfig
+from peagle.heads import prepare_head
+from peagle.vllm.engine import RemoteSettings
+from tests.engine.test_draft_engine import strong_head
+from tests.support.drafter_process import DrafterProcess
+from tests.support.engine_harness import Job, Result, reference_results
+from tests.support.remote_harness import RemoteEngine
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.long,
+    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks want a core each"),
+    pytest.mark.skipif(not current_platform.is_cpu(), reason="the drafter process of the tests is a CPU process"),
+]
+
+PATIENT = RemoteSettings(min_deadline_s=30.0, max_deadline_s=60.0)
+NUM_TOKENS, K_MAX, VOCAB_SIZE = 24, 3, 256
+SETTINGS: dict[str, Any] = {
+    "tensor_parallel_size": 2,
+    "distributed_executor_backend": "mp",
+    "skip_tokenizer_init": True,
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 96,
+    "num_gpu_blocks_override": 40,
+    "block_size": 32,
+    "enforce_eager": True,
+    "generation_config": "vllm",
+}
+
+
+class ParallelEngine(RemoteEngine):
+    def reports(self) -> list[dict[str, Any]]:
+        """Of all ranks."""
+        return list(self._run(self._client.collective_rpc("remote_report")))
+
+    def report(self) -> dict[str, Any]:
+        return dict(self.reports()[0])
+
+
+@pytest.fixture(scope="module")
+def small_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).float().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def head(small_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("head")
+    raw = json.loads((small_target / "config.json").read_text())
+    config = DrafterConfig.for_target(raw, num_layers=1, ptd_token_id=VOCAB_SIZE - 1, num_depths=K_MAX)
+    return prepare_head(save_head(folder / "strong", config, strong_head(config)), small_target, folder / "cache")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(environment: None) -> Iterator[None]:
+    """One memory node: vLLM then wants to be told which cores a rank gets."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    chance = random.Random(0)
+    return [[chance.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 5, 17, 40, 120)]
+
+
+@pytest.fixture(scope="module")
+def reference(prompts: list[list[int]], small_target: Path, two_ranks: None) -> list[Result]:
+    jobs = [Job(prompt, NUM_TOKENS, sampling={"detokenize": False}) for prompt in prompts]
+    return reference_results(small_target, SETTINGS, jobs)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_one_rank_sends_and_all_verify(
+    prompts: list[list[int]], reference: list[Result], small_target: Path, head: Path, is_async: bool
+) -> None:
+    drafter = DrafterProcess([head], small_target)
+    try:
+        engine = ParallelEngine.start(small_target, head, PATIENT, k_max=K_MAX, is_async=is_async, extra=SETTINGS)
+        try:
+            engine.connect(drafter)
+            jobs = [Job(prompt, NUM_TOKENS, sampling={"detokenize": False}) for prompt in prompts]
+            for _ in range(2):
+                for result, expected in zip(results := engine.run(jobs), reference, strict=True):
+                    assert result.tokens == expected.tokens
+            assert all(one.drafting is not None and one.drafting.counts.num_steps > 10 for one in results)
+            sender, other = engine.reports()
+            assert other == {}
+            assert sender["counts"]["requests_sent"] > 5 * NUM_TOKENS
+            assert [link["num_timeouts"] for link in sender["pool"]["links"]] == [0]
+        finally:
+            engine.shutdown()
+    finally:
+        drafter.kill()

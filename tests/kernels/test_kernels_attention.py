@@ -1,0 +1,260 @@
+"""Attention over the paged cache: kernel against twin, twin against attention written out and against DraftSession."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from peagle.drafter.attention import (
+    LaunchPlan,
+    block_requests,
+    distinct_batches,
+    paged_attention,
+    plan_for,
+    write_kv,
+)
+from peagle.drafter.rows import INTERPRETED
+from tests.support.kernel_device import DEVICE, needs_kernel, twin
+
+SPLIT = LaunchPlan(block_m=16, block_n=16, num_splits=3, num_warps=4, num_stages=2)
+WHOLE = LaunchPlan(block_m=32, block_n=32, num_splits=1, num_warps=4, num_stages=2)
+LARGE = LaunchPlan(block_m=128, block_n=64, num_splits=1, num_warps=8, num_stages=2)
+PLANS = {"split": SPLIT, "whole": WHOLE, "chosen": None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Requests as (start, rows, cache_start), and the sizes of heads and cache."""
+
+    requests: tuple[tuple[int, int, int], ...]
+    num_heads: int = 4
+    num_groups: int = 1
+    head_size: int = 64
+    block_size: int = 16
+    window: int | None = None
+    num_padding_rows: int = 0
+    num_columns: int | None = None
+    dtype: torch.dtype = torch.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Arguments of `paged_attention`. What no row may see is NaN in the cache."""
+
+    tensors: tuple[Tensor, ...]
+    scale: float
+    window: int | None
+
+    @classmethod
+    def random(cls, shape: Shape) -> Problem:
+        generator = torch.Generator().manual_seed(len(shape.requests))
+        contexts = [start + rows for start, rows, _ in shape.requests]
+        block_size, num_columns = shape.block_size, shape.num_columns
+        if num_columns is None:
+            num_columns = -(-max(contexts, default=0) // block_size) + 2
+        num_requests = len(shape.requests)
+        num_blocks = num_requests * num_columns + 1
+        table_BN = torch.randperm(num_blocks - 1, generator=generator).view(num_requests, num_columns) + 1
+        cache_shape = (2, num_blocks, block_size, shape.num_groups, shape.head_size)
+        caches = torch.full(cache_shape, float("nan"), dtype=torch.float32)
+        for index, (context, (_, _, low)) in enumerate(zip(contexts, shape.requests, strict=True)):
+            position = torch.arange(low, min(context, num_columns * block_size))
+            at = table_BN[index, position // block_size], position % block_size
+            values = torch.randn(2, len(position), *cache_shape[3:], generator=generator)
+            caches[0][at], caches[1][at] = values[0], values[1]
+            table_BN[index, : low // block_size] = -1
+            table_BN[index, -(-context // block_size) :] = -1
+        rows = [rows for _, rows, _ in shape.requests]
+        num_rows = sum(rows) + shape.num_padding_rows
+        # Queries as they lie in a fused projection: with keys and values behind them.
+        fused = torch.randn(num_rows, shape.num_heads + 2 * shape.num_groups, shape.head_size, generator=generator)
+        first_row_B1 = torch.tensor([0, *rows]).cumsum(0).int()
+        start_B = torch.tensor([start for start, _, _ in shape.requests], dtype=torch.int32)
+        low_B = torch.tensor([low for _, _, low in shape.requests], dtype=torch.int32)
+        context_B = torch.tensor(contexts, dtype=torch.int32)
+        floats = [tensor.to(DEVICE, shape.dtype) for tensor in (fused, *caches)]
+        integers = [tensor.int().to(DEVICE) for tensor in (table_BN, first_row_B1, start_B, context_B, low_B)]
+        return cls((floats[0][:, : shape.num_heads], *floats[1:], *integers), shape.head_size**-0.5, shape.window)
+
+    def twin(self) -> Tensor:
+        return twin(paged_attention)(*self.tensors, scale=self.scale, sliding_window=self.window)
+
+    def kernel(self, plan: LaunchPlan | None) -> Tensor:
+        return paged_attention(*self.tensors, scale=self.scale, sliding_window=self.window, plan=plan)
+
+    def written_out(self) -> Tensor:
+        """The definition, row by row, head by head and key by key."""
+        q_NAD, k_cache, v_cache, table, first_row, starts, _, lows = (tensor.cpu() for tensor in self.tensors)
+        block_size, ratio = k_cache.shape[1], q_NAD.shape[1] // k_cache.shape[2]
+        out = torch.zeros(q_NAD.shape)
+        for request, (begin, end) in enumerate(zip(first_row[:-1].tolist(), first_row[1:].tolist(), strict=True)):
+            for row in range(begin, end):
+                position = int(starts[request]) + row - begin
+                low = int(lows[request])
+                if self.window is not None:
+                    low = max(low, position - self.window + 1)
+                keys = range(low, min(position + 1, table.shape[1] * block_size))
+                at = [(int(table[request, key // block_size]), key % block_size) for key in keys]
+                for head in range(q_NAD.shape[1]):
+                    scores = torch.stack(
+                        [k_cache[block, place, head // ratio] @ q_NAD[row, head] for block, place in at]
+                    )
+                    values = torch.stack([v_cache[block, place, head // ratio] for block, place in at])
+                    out[row, head] = (scores * self.scale).softmax(0) @ values
+        return out.to(DEVICE)
+
+
+SHAPES: dict[str, Shape] = {
+    "one row": Shape(((0, 1, 0),)),
+    "all rejected but one": Shape(((90, 8, 0), (3, 8, 0)), num_heads=3),
+    "gqa 3": Shape(((20, 5, 0), (0, 7, 0)), num_heads=9, num_groups=3),
+    "gqa 4, head 128": Shape(((40, 15, 0), (70, 2, 0)), num_heads=8, num_groups=2, head_size=128, block_size=32),
+    "gqa 8": Shape(((33, 9, 0),), num_heads=16, num_groups=2),
+    "gqa 1": Shape(((33, 9, 0), (1, 3, 0)), num_heads=2, num_groups=2, block_size=32),
+    "head 8": Shape(((33, 9, 0),), num_heads=4, num_groups=2, head_size=8),
+    "head 96": Shape(((33, 9, 5),), num_heads=2, num_groups=1, head_size=96),
+    "cold start": Shape(((60, 4, 60), (60, 4, 37), (64, 1, 64))),
+    "window": Shape(((90, 7, 0), (4, 3, 0), (50, 5, 45)), window=20),
+    "window of one": Shape(((40, 3, 0),), window=1),
+    "padding rows": Shape(((33, 3, 0), (5, 2, 0)), num_padding_rows=23),
+    "padding requests": Shape(((0, 0, 0), (33, 3, 0), (7, 0, 0), (5, 2, 0), (0, 0, 0)), num_padding_rows=4),
+    "only padding": Shape(((0, 0, 0),), num_padding_rows=5),
+    "long prompt": Shape(((0, 70, 0),), num_heads=3),
+    "second chunk beside decode": Shape(((32, 40, 0), (80, 3, 16), (11, 4, 0)), num_heads=4, num_groups=2),
+    "windowed chunk": Shape(((60, 40, 20), (50, 3, 0)), num_heads=3, window=21),
+    "beyond the table": Shape(((44, 6, 0),), num_columns=3),
+}  # fmt: skip
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        *((name, "split") for name in SHAPES),
+        *(
+            (name, plan)
+            for name in ("gqa 3", "cold start", "window", "padding requests")
+            for plan in ("whole", "chosen")
+        ),
+        ("second chunk beside decode", "whole"),
+    ],
+)
+def test_kernel_equals_twin(name: str, plan: str) -> None:
+    problem = Problem.random(SHAPES[name])
+    torch.testing.assert_close(problem.kernel(PLANS[plan]), problem.twin(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name not in ("long prompt", "windowed chunk")])
+def test_twin_equals_attention_written_out(name: str) -> None:
+    problem = Problem.random(SHAPES[name])
+    torch.testing.assert_close(problem.twin(), problem.written_out(), rtol=2e-5, atol=2e-5)
+
+
+@needs_kernel
+@pytest.mark.parametrize("seed", range(3))
+def test_kernel_equals_twin_on_random_batches(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(below: int) -> int:
+        return int(torch.randint(below, (), generator=generator))
+
+    requests = []
+    for _ in range(1 + draw(4)):
+        start = draw(500 if seed % 2 else 120)
+        requests.append((start, draw(16), draw(start + 1) if draw(2) else 0))
+    groups, ratio = 1 + draw(2), (1, 3, 4, 8)[draw(4)]
+    sizes = dict(num_heads=groups * ratio, num_groups=groups, head_size=(64, 128)[draw(2)])
+    window = draw(60) + 1 if draw(2) else None
+    shape = Shape(tuple(requests), **sizes, block_size=(16, 32)[draw(2)], window=window, num_padding_rows=draw(40))
+    problem = Problem.random(shape)
+    for plan in (SPLIT, dataclasses.replace(SPLIT, num_splits=8), WHOLE):
+        if plan.block_m >= ratio:
+            torch.testing.assert_close(problem.kernel(plan), problem.twin(), rtol=3e-5, atol=3e-5)
+
+
+@needs_kernel
+def test_a_long_context_is_split() -> None:
+    # 1100 keys: more than two parts of 256, with the least that a part must have.
+    problem = Problem.random(Shape(((1100, 3, 0), (20, 2, 0), (700, 1, 350)), num_heads=3))
+    for num_splits in (5, 32):
+        plan = dataclasses.replace(SPLIT, num_splits=num_splits)
+        torch.testing.assert_close(problem.kernel(plan), problem.twin(), rtol=2e-5, atol=2e-5)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    if INTERPRETED and dtype == torch.bfloat16:
+        pytest.skip("the interpreter multiplies the bits of bfloat16 as integers: tested on a GPU")
+    for plan in (SPLIT, LARGE, None):
+        problem = Problem.random(Shape(((100, 20, 0), (5, 3, 2)), num_groups=2, dtype=dtype))
+        # Weights are rounded to the values' type before they meet them: half a step of values up to 4.
+        tolerance = 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(problem.kernel(plan), problem.twin(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", [None, dataclasses.replace(SPLIT, num_splits=8), LARGE])
+def test_a_captured_launch_follows_lengths_that_change_on_the_device(plan: LaunchPlan | None) -> None:
+    first = Shape(((900, 3, 0), (20, 9, 0), (0, 0, 0)), num_padding_rows=8, dtype=torch.bfloat16, num_columns=70)
+    problem = Problem.random(first)
+    problem.kernel(plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = problem.kernel(plan)
+    for requests in (first.requests, ((3, 1, 0), (1080, 15, 500), (64, 4, 64)), ((0, 0, 0),) * 3):
+        num_padding_rows = 20 - sum(rows for _, rows, _ in requests)
+        other = Problem.random(dataclasses.replace(first, requests=requests, num_padding_rows=num_padding_rows))
+        for tensor, value in zip(problem.tensors, other.tensors, strict=True):
+            tensor.copy_(value)
+        graph.replay()
+        torch.testing.assert_close(captured, other.twin(), rtol=0.03, atol=0.03)
+
+
+@needs_kernel
+def test_no_rows() -> None:
+    problem = Problem.random(Shape(((5, 0, 0), (0, 0, 0))))
+    found = paged_attention(*problem.tensors, scale=problem.scale)
+    assert found.shape == (0, 4, 64)
+
+
+@needs_kernel
+@pytest.mark.parametrize(("groups", "head_size"), [(1, 64), (3, 64), (8, 128), (2, 8)])
+def test_writes_equal_their_twin_and_leave_other_places_alone(groups: int, head_size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    fused = torch.randn(9, 2 * groups, head_size, generator=generator).to(DEVICE)
+    slots_N = torch.tensor([3, -1, 40, 47, -1, 0, 21, 22, 16], dtype=torch.int64, device=DEVICE)
+    # A layer's caches beside those of another, as an allocator may lay them out.
+    found, expected = (torch.full((3, 2, 16, groups, head_size), 7.0, device=DEVICE) for _ in range(2))
+    write_kv(fused[:, :groups], fused[:, groups:], found[:, 0], found[:, 1], slots_N)
+    twin(write_kv)(fused[:, :groups], fused[:, groups:], expected[:, 0], expected[:, 1], slots_N)
+    assert torch.equal(found, expected)
+    assert int((found != 7.0).flatten(3).any(-1).sum()) == 2 * 7
+
+
+def test_plans_split_small_batches_and_not_large_ones() -> None:
+    sizes = dict(num_heads=32, num_groups=8, head_size=128, element_bytes=2, max_context=32768, num_sms=132)
+    assert plan_for(14, 1, **sizes).num_splits == 32
+    assert plan_for(8 * 14, 8, **sizes).num_splits == 8
+    assert plan_for(128 * 14, 128, **sizes).num_splits == 1
+    assert plan_for(14, 1, **{**sizes, "max_context": 600}).num_splits == 2, "room for three parts; powers of two only"
+    assert plan_for(4096, 1, **sizes).num_splits == 1
+    assert plan_for(14, 1, **{**sizes, "num_groups": 1, "num_heads": 71}).block_m >= 71
+
+
+@pytest.mark.parametrize(("max_num_rows", "max_num_requests"), [(300, 9), (130, 70), (5, 8)])
+def test_every_batch_within_the_limits_has_its_kernel_among_the_distinct_ones(
+    max_num_rows: int, max_num_requests: int
+) -> None:
+    heads = dict(num_heads=32, num_groups=8, head_size=128)
+    sizes = dict(element_bytes=2, max_context=2048, num_sms=132)
+    batches = distinct_batches(max_num_rows, max_num_requests, **heads, **sizes)
+    kernels = [(plan_for(*batch, **heads, **sizes), block_requests(batch[1])) for batch in batches]
+    assert len(set(kernels)) == len(kernels) < 40
+    assert all(rows <= max_num_rows and requests <= max_num_requests for rows, requests in batches)
+    for requests in range(1, max_num_requests + 1):
+        for rows in range(1, max_num_rows + 1):
+            assert (plan_for(rows, requests, **heads, **sizes), block_requests(requests)) in kernels, (rows, requests)

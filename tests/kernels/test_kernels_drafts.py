@@ -1,0 +1,95 @@
+"""Tests of `peagle.drafter.drafts`: how drafts are found and how they travel, kernels and twins against torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from peagle.drafter.drafts import (
+    CHANCE_STEPS,
+    MAX_VOCABULARY,
+    best_drafts,
+    best_tokens,
+    pack,
+    token_ids,
+    unpack,
+)
+from peagle.drafter.protocol import NO_DRAFT
+from tests.support.kernel_device import DEVICE, needs_kernel, twin
+
+
+def ways(function: Callable[..., None]) -> pytest.MarkDecorator:
+    kernel = pytest.param(function, id="kernel", marks=needs_kernel)
+    return pytest.mark.parametrize("way", [pytest.param(twin(function), id="twin"), kernel])
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+def logits_of(num_rows: int, vocabulary: int, dtype: torch.dtype) -> Tensor:
+    torch.manual_seed(0)
+    logits_NV = (4 * torch.randn(num_rows, vocabulary)).to(DEVICE, dtype)
+    logits_NV[0, 100] = logits_NV[0, 8000] = 50.0  # two of equal worth, in different blocks
+    logits_NV[1, vocabulary - 1] = 60.0
+    return logits_NV
+
+
+@ways(best_tokens)
+@DTYPES
+def test_best_tokens_and_their_chances(way: Callable[..., None], dtype: torch.dtype) -> None:
+    logits_NV = logits_of(5, 9001, dtype)
+    ids_N = torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    chance_N = torch.zeros(5, device=DEVICE)
+    way(logits_NV, ids_N, chance_N)
+    assert ids_N.tolist()[:2] == [100, 9000]
+    expected_N, _ = logits_NV.float().softmax(-1).max(-1)
+    torch.testing.assert_close(chance_N, expected_N, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(logits_NV.float().gather(1, ids_N[:, None])[:, 0], logits_NV.float().amax(-1))
+
+
+@ways(best_drafts)
+@DTYPES
+def test_best_drafts_are_the_targets_tokens_with_their_chances(way: Callable[..., None], dtype: torch.dtype) -> None:
+    """Of a draft vocabulary that reaches up to the last token that has room."""
+    logits_MV = logits_of(7, 9001, dtype)
+    logits_MV[4, 5000] = float("nan")
+    target_ids_V = (MAX_VOCABULARY - 1 - 7 * torch.arange(9001)).int().to(DEVICE)
+    sampled_M = torch.tensor([3, 0, -1, 9, 2, 5, -1], device=DEVICE)
+    out_M = torch.full((7,), 77, dtype=torch.int32, device=DEVICE)
+    way(logits_MV, target_ids_V, sampled_M, out_M)
+    assert out_M[sampled_M < 0].tolist() == [NO_DRAFT] * 2
+    assert int(out_M[sampled_M >= 0].min()) >= 0
+    ids_M, found_M = unpack(out_M)
+    best_M = logits_MV.argmax(-1)
+    expected_M, _ = logits_MV.float().softmax(-1).max(-1)
+    assert found_M[4] == 0
+    for row in (0, 1, 3, 5):
+        assert int(ids_M[row]) == int(target_ids_V[best_M[row]])
+        assert abs(float(found_M[row]) - float(expected_M[row])) < 0.51 / CHANCE_STEPS
+    assert out_M.dtype == torch.int32
+
+
+def test_a_draft_travels_with_its_chance() -> None:
+    ids = torch.tensor([0, 1, 49_151, MAX_VOCABULARY - 1]).repeat_interleave(CHANCE_STEPS + 1)
+    chance = (torch.arange(CHANCE_STEPS + 1) / CHANCE_STEPS).repeat(4)
+    drafts = pack(ids, chance)
+    assert drafts.dtype == torch.int32
+    assert int(drafts.min()) == 0
+    found_ids, found_chance = unpack(drafts)
+    assert torch.equal(found_ids, ids)
+    torch.testing.assert_close(found_chance, chance, rtol=1e-6, atol=0.0)
+    assert float(found_chance.max()) <= 1.0
+    assert token_ids(drafts.numpy()).tolist() == ids.tolist()
+
+
+def test_no_draft_stays_no_draft_on_the_host_and_is_token_0_of_no_chance_on_a_gpu() -> None:
+    drafts = torch.tensor([[5, NO_DRAFT], [MAX_VOCABULARY - 1, NO_DRAFT]], dtype=torch.int32)
+    found = token_ids(drafts.numpy())
+    assert found.dtype == np.int32
+    assert found.tolist() == drafts.tolist()
+    assert [column.tolist() for column in unpack(drafts)] == [[[5, 0], [MAX_VOCABULARY - 1, 0]], [[0.0] * 2] * 2]
+    assert int(pack(torch.tensor([7]), torch.tensor([float("nan")]))) == 7

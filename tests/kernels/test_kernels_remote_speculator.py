@@ -1,0 +1,153 @@
+"""Tests of `peagle.vllm.remote_speculator` without vLLM's engine: a small runner of our own calls it as vLLM's V2
+runner does, and a drafter in a process of its own answers. What a graph holds on a GPU runs kernel by kernel."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from peagle.drafter.replay import StepReplayer
+from tests.support.draft_engine_harness import CONFIG, MAX_DEPTH, aux_rows, proposed
+from tests.support.kernel_device import DEVICE, needs_kernel
+from tests.support.transport_harness import SHAPE, DrafterProcess, entry, eventually, make_pool
+
+pytestmark = [needs_kernel, pytest.mark.skipif(DEVICE != "cpu", reason="its links are the host's")]
+if DEVICE == "cpu":
+    remote_speculator = pytest.importorskip("peagle.vllm.remote_speculator")
+
+NUM_PLACES, PROMPT_TOKENS, LONGEST = SHAPE.max_num_requests, (1, 14), 60
+
+
+class CountingReplayer(StepReplayer):
+    num_steps = 0
+
+    def prepare(self, *args: Any) -> Callable[[Tensor], None]:
+        self.num_steps += 1
+        return super().prepare(*args)
+
+
+def make_speculator(pool: Any) -> Any:
+    one, cpu = object.__new__(remote_speculator.RemoteSpeculator), torch.device("cpu")
+    one.sender = remote_speculator.StepSender(pool, SHAPE, cpu, CountingReplayer(SHAPE, [1, 4, 8, 24], cpu))
+    one.chances = remote_speculator.Chances(NUM_PLACES, MAX_DEPTH, cpu)
+    one._device, one._k_max, one._num_ahead, one._known, one.num_drafts = torch.device("cpu"), MAX_DEPTH, 0, {}, {}
+    return one
+
+
+class Request:
+    """tokens: all that it will ever have, its prompt first. computed: rows that stay so far."""
+
+    def __init__(self, number: int, place: int, draw: random.Random) -> None:
+        self.id, self.place, self.computed = f"request {number}", place, 0
+        self.num_prompt, self.max_k = draw.randint(*PROMPT_TOKENS), draw.choice([0, *[2, MAX_DEPTH, MAX_DEPTH] * 2])
+        self.tokens = [draw.randrange(CONFIG.vocab_size - 1) for _ in range(LONGEST + MAX_DEPTH)]
+
+    def as_new(self) -> Any:
+        params = SimpleNamespace(extra_args={"peagle_k": self.max_k}, logit_bias=None, min_p=0.0)
+        return SimpleNamespace(req_id=self.id, sampling_params=params, prefill_token_ids=self.tokens[: self.num_prompt])
+
+
+def step(one: Any, requests: list[Request], draw: random.Random) -> list[tuple[Request, int, list[int]]]:
+    """One step of these requests: each with what it wanted of drafts, and what came. In some steps the GPU chose which
+    drafts are verified: the host knows how many all are, and of each request the most."""
+    is_chosen, most = draw.random() < 0.5, []
+    ids, positions, first, taps, rejected = [], [], [0], [], []
+    last, prefill = torch.zeros(NUM_PLACES, 1, dtype=torch.int64), torch.zeros(1, NUM_PLACES, dtype=torch.int32)
+    starts, is_prefilling = [request.computed for request in requests], []
+    for request in requests:
+        start, left = request.computed, request.num_prompt - request.computed
+        is_prefilling.append(left > 0)
+        query = min(left, draw.choice([4, 9])) if left > 0 else 1 + draw.randint(0, request.max_k)
+        rejected.append(0 if left > 0 else draw.randint(0, query - 1))
+        valid = query - rejected[-1]
+        most.append(draw.randint(query, 1 + request.max_k) if is_chosen and left <= 0 else query)
+        wrong = [draw.randrange(CONFIG.vocab_size - 1) for _ in range(rejected[-1])]
+        ids += request.tokens[start : start + valid] + wrong
+        positions += range(start, start + query)
+        taps += [
+            aux_rows(request.tokens, start, start + valid),
+            torch.randn(rejected[-1], CONFIG.fc_input_size).double(),
+        ]
+        first.append(first[-1] + query)
+        request.computed += valid
+        if request.computed < request.num_prompt:
+            prefill[0, request.place] = request.tokens[request.computed]
+        else:
+            last[request.place] = request.tokens[request.computed]
+    is_unfinished = [request.computed < request.num_prompt for request in requests]
+    batch = SimpleNamespace(
+        num_reqs=len(requests),
+        req_ids=[request.id for request in requests],
+        num_tokens=first[-1],
+        input_ids=torch.tensor([*ids, 0, 0], dtype=torch.int32),  # padding after the batch
+        positions=torch.tensor([*positions, 0, 0]),
+        query_start_loc=torch.tensor([*first, first[-1]], dtype=torch.int32),
+        idx_mapping=torch.tensor([request.place for request in requests], dtype=torch.int32),
+        num_scheduled_tokens=np.array(most, np.int32),
+        num_computed_tokens_np=np.array(starts, np.int32),
+        prefill_len_np=np.array([request.num_prompt for request in requests], np.int32),
+        is_prefilling_np=np.array(is_prefilling),
+    )
+    num_sampled = torch.tensor([0 if unfinished else 1 for unfinished in is_unfinished], dtype=torch.int32)
+    num_rejected, aux = torch.tensor(rejected, dtype=torch.int32), list(torch.cat(taps).chunk(3, dim=-1))
+    if (views := one.tap_views()) and len(aux[0]) <= len(views[0]) and draw.random() < 0.5:
+        # As full graphs of the target leave them.
+        aux = [view[: len(given)].copy_(given) for view, given in zip(views, aux, strict=True)]
+    one.begin(batch)
+    found = one.propose(batch, None, None, aux[0], aux, num_sampled, num_rejected, last, prefill, None, None)
+    wanted = [
+        0 if no_draft else min(r.max_k, one._num_ahead) for r, no_draft in zip(requests, is_unfinished, strict=True)
+    ]
+    assert set(one.num_drafts) == {r.id for r, depth in zip(requests, wanted, strict=True) if depth}
+    return list(zip(requests, wanted, found.tolist(), strict=True))
+
+
+def test_drafts_are_the_reference_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in chunks beside decoding, rejections, requests that come and go, some with K = 0, fewer drafts than
+    K_max ahead, and steps whose drafts were chosen. With the drafts' chances, where the next step may choose."""
+    monkeypatch.setattr(remote_speculator, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    draw, num_compared, number = random.Random(0), 0, 0
+    places, live = list(range(NUM_PLACES)), []
+    with monkeypatch.context() as environment:
+        environment.delenv("TRITON_INTERPRET")
+        drafter = DrafterProcess()
+    with drafter:
+        pool = make_pool()
+        pool.set_drafters([entry(drafter.address, {0: "digest0"})])
+        eventually(lambda: pool.num_up)
+        one = make_speculator(pool)
+        for _ in range(80):
+            new = [Request(number := number + 1, places.pop(), draw) for _ in range(draw.randint(0, len(places)))]
+            live += new
+            ahead = draw.choice([1, MAX_DEPTH, MAX_DEPTH])
+            planned = {"peagle_drafts_ahead": ahead, "peagle_is_choice": (is_choice := draw.random() < 0.5)}
+            one.add(SimpleNamespace(scheduled_new_reqs=[r.as_new() for r in new], **planned))
+            one.chances.chance_SK.fill_(-1.0)
+            draw.shuffle(live)
+            if not live:
+                continue
+            for request, depth, drafts in step(one, live, draw):
+                chance_K, found_K = torch.zeros(ahead), one.chances.chance_SK[request.place]
+                if depth:
+                    expected = proposed(0, request.tokens, 0, request.computed, depth)
+                    assert drafts[:depth] == expected.token_ids_K.tolist()
+                    chance_K[:depth] = expected.logits_KV.softmax(-1).amax(-1)
+                    num_compared += depth
+                if is_choice:
+                    torch.testing.assert_close(found_K[:ahead], chance_K, rtol=0.0, atol=3e-4)
+                assert found_K[ahead if is_choice else 0 :].eq(-1).all()
+            for request in [r for r in live if r.computed >= LONGEST - MAX_DEPTH or draw.random() < 0.1]:
+                live.remove(request)
+                places.append(request.place)
+                one.forget([request.id])
+        counts, replayer = one.sender.report()["counts"], one.sender.replayer
+        assert 5 < replayer.num_steps < counts["steps"] - 5, "one of the two ways was not taken"
+        one.sender.close()
+    assert num_compared > 60

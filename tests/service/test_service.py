@@ -1,0 +1,491 @@
+"""The service as a user meets it: one real Ray Serve application of configs/local.yaml with a real vLLM engine.
+
+One application serves this module and other tests of the service. The first test looks at what was seen while the
+engine loaded.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import ray
+from ray import serve
+from ray.serve.context import _get_global_client
+from typer.testing import CliRunner
+
+from benchmarks.prompts import choose_prompts
+from deployments import APP_NAME, ROUTER_NAME, TARGET_NAME, cli
+from deployments.client import TargetClient, TargetError
+from tests.support.service_harness import BAD_REQUESTS, PROMPTS, QUESTION, json_schema, wait_for
+
+pytestmark = pytest.mark.service
+
+_SPEC_BENCH = Path(__file__).parents[3] / "shared/data/spec_bench_dev.jsonl"
+QUESTIONS = _SPEC_BENCH if _SPEC_BENCH.exists() else None
+"""Half of the prompts of the acceptance floor; HumanEval alone where it is not beside the checkout."""
+
+
+@pytest.fixture(scope="module")
+def service(application):
+    return application
+
+
+def test_a_request_that_comes_while_the_engine_loads_gets_503_and_never_waits(service):
+    assert set(service.statuses[:-1]) == {"DEPLOYING"}
+    refused = [response for response in service.early if response.status_code == 503]
+    assert len(refused) >= 4
+    for response in refused:
+        assert int(response.headers["retry-after"]) > 0
+        assert response.json()["error"]["code"] == "model_not_ready"
+    # The first ones come while Serve's proxy itself starts.
+    assert all(response.elapsed.total_seconds() < 2 for response in refused[2:])
+
+
+def test_peagle_chat_shows_the_answer_and_which_tokens_were_drafted(service):
+    question = "Count from one to ten in digits."
+    command = ["chat", question, "--url", service.url, "--max-tokens", "12", "-k", "5"]
+    done = CliRunner().invoke(cli.app, command, color=True)
+    assert done.exit_code == 0, done.output
+    answer = service.ask(messages=[{"role": "user", "content": question}]).json()
+    green = "".join(re.findall(r"\x1b\[32m(.*?)\x1b\[0m", done.output, flags=re.DOTALL))
+    plain = re.sub(r"\x1b\[\d+m", "", done.output)
+    assert plain.startswith(answer["choices"][0]["message"]["content"])
+    assert 0 < len(green) < len(plain)
+    assert "[K = 5 (request), " in plain
+
+
+def test_chat_and_completions_with_the_openai_client(service):
+    client = service.client()
+    assert [model.id for model in client.models.list()] == [service.model]
+    chat = client.chat.completions.create(model=service.model, messages=QUESTION, max_tokens=12, temperature=0)
+    assert chat.choices[0].message.content.strip()
+    assert chat.usage.completion_tokens == 12
+    drafting = chat.drafting
+    assert set(drafting) == {
+        "workload", "k", "max_k", "source", "head", "num_steps", "num_draft_tokens", "num_accepted_tokens",
+        "acceptance_length",
+    }  # fmt: skip
+    assert drafting["num_draft_tokens"] <= drafting["k"] * drafting["num_steps"]
+    # The first token comes from the prompt; each step then gives its accepted drafts and one more.
+    assert 0 <= drafting["num_steps"] + drafting["num_accepted_tokens"] - 11 <= drafting["k"]
+    assert drafting["acceptance_length"] == pytest.approx(
+        1 + drafting["num_accepted_tokens"] / drafting["num_steps"], abs=1e-3
+    )
+    plain = client.completions.create(model=service.model, prompt="One, two, three,", max_tokens=8, temperature=0)
+    assert plain.choices[0].text
+    assert plain.drafting["num_steps"] > 0
+
+
+def test_sagemaker_is_answered_as_openais_clients_are(service):
+    assert httpx.get(f"{service.url}/ping", timeout=60).json() == httpx.get(f"{service.url}/health", timeout=60).json()
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "temperature": 0}
+    texts = [
+        httpx.post(f"{service.url}{path}", json=body, timeout=60).json()["choices"][0]["message"]["content"]
+        for path in ("/invocations", "/v1/chat/completions")
+    ]
+    assert texts[0] == texts[1] != ""
+
+
+def test_drafts_of_the_shipped_head_are_accepted(service):
+    answers = service.ask_all([
+        {"messages": [{"role": "user", "content": text}], "max_tokens": 24, "drafting": {"k": 7}}
+        for _, text in choose_prompts(8, QUESTIONS)
+    ])  # fmt: skip
+    found = [answer["drafting"] for answer in answers]
+    num_steps, num_accepted = (sum(one[key] for one in found) for key in ("num_steps", "num_accepted_tokens"))
+    # 2.55 on 40 such prompts (results/); a head that is broken or fed wrongly falls to nearly 1.
+    assert 1 + num_accepted / num_steps > 1.9
+
+
+def test_k_comes_from_body_header_table_or_default_and_is_obeyed(service):
+    cases: list[tuple[dict[str, Any], dict[str, str], tuple[str, int, str]]] = [
+        ({}, {}, ("default", 5, "default")),
+        ({"drafting": {"k": 2}}, {}, ("default", 2, "request")),
+        ({"drafting": {"k": 0}}, {}, ("default", 0, "request")),
+        ({"drafting": {"workload": "code"}}, {}, ("code", 7, "workload")),
+        ({"drafting": {"workload": "never-seen"}}, {}, ("never-seen", 5, "default")),
+        ({}, {"X-Drafting-K": "3"}, ("default", 3, "request")),
+        ({}, {"X-Drafting-Workload": "code"}, ("code", 7, "workload")),
+        ({"drafting": {"k": 1}}, {"X-Drafting-Workload": "code"}, ("code", 1, "request")),
+    ]
+    answers = service.ask_all([{"headers": headers, **body} for body, headers, _ in cases])
+    for answer, (body, headers, expected) in zip(answers, cases, strict=True):
+        drafting = answer["drafting"]
+        assert (drafting["workload"], drafting["k"], drafting["source"]) == expected, (body, headers)
+        k, num_steps = drafting["k"], drafting["num_steps"]
+        assert (num_steps == 0) == (k == 0)
+        # The last step of an answer may have room for fewer tokens than K.
+        assert k * (num_steps - 1) <= drafting["num_draft_tokens"] <= k * num_steps
+
+
+def test_streaming_gives_the_same_text_piece_by_piece_and_its_drafting_at_the_end(service):
+    arguments: dict[str, Any] = {"messages": QUESTION, "max_tokens": 12, "temperature": 0}
+    whole = service.ask(**arguments).json()
+    chunks = list(service.client().chat.completions.create(model=service.model, stream=True, **arguments))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole["choices"][0]["message"]["content"]
+    *others, last = chunks
+    assert last.choices[0].finish_reason == "length"
+    assert last.drafting == whole["drafting"]
+    assert not any(hasattr(chunk, "drafting") for chunk in others)
+    # One chunk for each step, not one for a time slice.
+    assert len(others) >= whole["drafting"]["num_steps"]
+    with_usage = {"stream": True, "stream_options": {"include_usage": True}}
+    *others, last = service.client().chat.completions.create(model=service.model, **with_usage, **arguments)
+    assert (last.choices, last.usage.completion_tokens) == ([], 12)
+    assert last.drafting == whole["drafting"]
+    assert not any(hasattr(chunk, "drafting") for chunk in others)
+
+
+@pytest.mark.long
+def test_several_choices_report_once_for_all(service):
+    answer = service.ask(n=2, temperature=1.0, seed=1, drafting={"k": 3}).json()
+    assert len(answer["choices"]) == 2
+    steps = answer["drafting"]["num_steps"]
+    assert steps + answer["drafting"]["num_accepted_tokens"] >= 2 * 11
+    stream = service.client().chat.completions.create(
+        model=service.model, messages=QUESTION, max_tokens=8, n=2, stream=True, stream_options={"include_usage": True}
+    )
+    assert [hasattr(chunk, "drafting") for chunk in stream].count(True) == 1
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_what_the_engine_would_not_survive_is_an_error_of_the_request(service, name):
+    """One of these once ended the engine, and with it every running request, for minutes."""
+    call, body, param = BAD_REQUESTS[name]
+    path = {"chat": "chat/completions", "completions": "completions"}[call]
+    request = {"messages": QUESTION} if call == "chat" else {"prompt": "One,"}
+    for stream in (False, True):
+        document = {"max_tokens": 4, **request, **body, "stream": stream}
+        response = httpx.post(f"{service.url}/v1/{path}", json=document, timeout=60)
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["type"] == "invalid_request_error"
+        assert param in (None, error["param"]), error
+    assert service.ask(max_tokens=1).status_code == 200
+
+
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+BAD_HTTP: dict[str, tuple[bytes, set[bytes]]] = {
+    "no request": (b"what is this?\r\n\r\n", {b"400"}),
+    "a length that is no number": (POST + b"Content-Length: ten\r\n\r\n{}", {b"400"}),
+    "a length below none": (POST + b"Content-Length: -1\r\n\r\n{}", {b"400"}),
+    "two lengths": (POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", {b"400"}),
+    "a chunk of no length": (POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n", {b"400"}),
+    "a header without end": (POST + b"X: " + b"a" * 70_000 + b"\r\n\r\n", {b"400", b"431"}),
+    "a header with a zero": (POST + b"X: a\0b\r\nContent-Length: 2\r\n\r\n{}", {b"400"}),
+    "a compressed body": (POST + b"Content-Encoding: gzip\r\nContent-Length: 3\r\n\r\n\x1f\x8b\x08", {b"400"}),
+    "no body": (POST + b"\r\n", {b"400"}),
+}
+
+
+@pytest.mark.parametrize("name", BAD_HTTP)
+def test_what_is_no_http_request_is_refused_at_once(service, name):
+    sent, statuses = BAD_HTTP[name]
+    url = httpx.URL(service.url)
+    with socket.create_connection((url.host, url.port), timeout=20) as connection:
+        connection.sendall(sent)
+        answer = connection.recv(4096)
+    assert answer.startswith(b"HTTP/1.")
+    assert answer.split(b" ", 2)[1] in statuses, answer
+    assert httpx.get(f"{service.url}/health", timeout=60).status_code == 200
+
+
+def test_a_body_that_does_not_come_holds_up_nobody(service):
+    url = httpx.URL(service.url)
+    with contextlib.ExitStack() as stack:
+        for _ in range(40):
+            slow = stack.enter_context(socket.create_connection((url.host, url.port), timeout=20))
+            slow.sendall(POST + b"Content-Length: 1000\r\n\r\n{")
+        assert service.ask(max_tokens=1).status_code == 200
+
+
+def test_a_grammar_that_takes_minutes_holds_up_nobody(service):
+    """Its client gets 400 within the limit, and another client's schema and plain requests are answered meanwhile."""
+    slow = json_schema({"type": "array", "maxItems": 100, "items": {"enum": [f"{n} apples" for n in range(900)]}})
+    for _ in range(6):  # small to send, large to compile
+        slow["json_schema"]["schema"] = {"type": "array", "maxItems": 100, "items": slow["json_schema"]["schema"]}
+    quick = json_schema({"type": "object", "properties": {"a": {"type": "integer"}}})
+    with ThreadPoolExecutor(3) as pool:
+        stuck = pool.submit(service.ask, response_format=slow, max_tokens=8)
+        time.sleep(0.5)
+        started_s = time.monotonic()
+        answers = [service.ask(max_tokens=4), service.ask(response_format=quick, max_tokens=4)]
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert time.monotonic() - started_s < 60
+        assert stuck.result(timeout=120).status_code in (200, 400)
+
+
+def test_unknown_names_and_origins(service):
+    with pytest.raises(openai.NotFoundError, match="gpt-none"):
+        service.client().chat.completions.create(model="gpt-none", messages=QUESTION)
+    with pytest.raises(openai.NotFoundError):
+        service.client().models.retrieve("gpt-none")
+    for headers in ({"Origin": "http://elsewhere.example"}, {"Host": "elsewhere.example"}):
+        refused = service.ask(headers=headers)
+        assert refused.status_code == 403
+        assert "access-control-allow-origin" not in refused.headers
+    assert service.ask(headers={"Origin": service.url}, max_tokens=1).status_code == 200
+    plain = {"content": b"{}", "headers": {"Content-Type": "text/plain"}, "timeout": 60}
+    assert httpx.post(f"{service.url}/v1/chat/completions", **plain).status_code == 415
+
+
+def test_paths_of_probes_and_of_clients_that_are_less_exact(service):
+    assert httpx.head(f"{service.url}/health", timeout=60).status_code == 200
+    assert httpx.head(f"{service.url}/ping/", timeout=60).status_code == 200
+    body = {"prompt": "One,", "max_tokens": 1}
+    assert httpx.post(f"{service.url}/v1/completions/", json=body, timeout=60).status_code == 200
+
+
+def test_a_missing_option_of_the_engine_is_named_by_its_key(service):
+    error = service.ask(thinking_token_budget=3).json()["error"]
+    assert "engine.reasoning_parser" in error["message"]
+    assert "--" not in error["message"]
+
+
+def test_requests_of_many_sequences_are_overtaken_by_one_of_one(service):
+    """Both of one caller, whose order is that of their arrival, and of another."""
+    wide = {"prompt": "The quick brown fox jumps over the lazy dog. " * 50, "n": 16, "echo": True, "logprobs": 1}
+
+    def complete(body: dict[str, Any], address: str = "127.0.0.1") -> float:
+        with httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=600) as client:
+            response = client.post(f"{service.url}/v1/completions", json={"max_tokens": 8, **body})
+            assert response.status_code == 200, response.text
+        return time.monotonic()
+
+    with ThreadPoolExecutor(3) as pool:
+        slow = [pool.submit(complete, {**wide, "prompt": f"{number} {wide['prompt']}"}) for number in range(2)]
+        wait_for(lambda: service.metrics()["peagle_running_requests"][()] > 8, "requests in the engine")
+        ended_s = complete({"prompt": "One,"}, "127.0.0.2")
+        assert ended_s < min(request.result() for request in slow)
+
+
+def test_greedy_output_is_the_same_whatever_k_also_mixed_in_one_batch(service):
+    prompts = PROMPTS[2:]
+    expected = service.texts(prompts, [0] * len(prompts), 16)
+    ks = [k for k in (7, 1, 5, 0) for _ in prompts]
+    assert service.texts(prompts * 4, ks, 16) == expected * 4
+
+
+def test_metrics_parse_and_add_up_with_the_responses(service):
+    before = service.metrics()
+    answers = service.ask_all([
+        {"messages": [{"role": "user", "content": prompt}], "drafting": {"k": k, "workload": "adds-up"}}
+        for prompt, k in zip(PROMPTS, (7, 3, 1, 0), strict=True)
+    ])  # fmt: skip
+    after = service.metrics()
+
+    def growth(name: str) -> dict[str, float]:
+        keys = [key for key in after[name] if key[0] == "adds-up"]
+        return {key[-1]: after[name][key] - before[name][key] for key in keys}
+
+    fields = [answer["drafting"] for answer in answers]
+    drafted, accepted = growth("peagle_draft_tokens_total"), growth("peagle_accepted_tokens_total")
+    assert growth("peagle_requests_total") == {"finished": 4, "aborted": 0}
+    assert growth("peagle_output_tokens_total") == {"adds-up": sum(a["usage"]["completion_tokens"] for a in answers)}
+    assert growth("peagle_verification_steps_total") == {"adds-up": sum(f["num_steps"] for f in fields)}
+    assert sum(drafted.values()) == sum(f["num_draft_tokens"] for f in fields)
+    assert sum(accepted.values()) == sum(f["num_accepted_tokens"] for f in fields)
+    # Right denominators: depth 1 was verified in every step, depth 7 only in those of the request with K = 7.
+    assert drafted["1"] == sum(f["num_steps"] for f in fields)
+    assert drafted["7"] <= fields[0]["num_steps"] < drafted["1"]
+    by_depth = [drafted[str(depth)] for depth in range(1, 8)]
+    assert by_depth == sorted(by_depth, reverse=True)
+    reached = growth("peagle_reached_draft_tokens_total")
+    assert all(accepted[depth] <= reached[depth] <= drafted[depth] for depth in drafted)
+    assert after["peagle_running_requests"] == {(): 0}
+    assert after["peagle_target_replicas"] == {(): 1}
+
+
+def test_clients_that_leave_free_the_engine_of_all_their_sequences(service):
+    """Of streams and of whole answers, of one choice and of three: each has a workload of its own."""
+    ways = {f"leaving-{'stream' if stream else 'whole'}-{n}": (stream, n) for stream in (True, False) for n in (1, 3)}
+
+    def leave(workload: str) -> None:
+        stream, n = ways[workload]
+        body = {
+            "model": service.model, "messages": QUESTION, "max_tokens": 1500, "ignore_eos": True, "stream": stream,
+            "n": n, "drafting": {"workload": workload},
+        }  # fmt: skip
+        # By this header Ray itself does not look for clients that leave.
+        sent = {"json": body, "headers": {"X-Request-Disconnect-Disabled": "?1"} if n == 3 else {}}
+        if stream:
+            with httpx.stream("POST", f"{service.url}/v1/chat/completions", timeout=60, **sent) as response:
+                lines = response.iter_lines()
+                assert [next(lines) for _ in range(6)]
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{service.url}/v1/chat/completions", timeout=3, **sent)
+
+    def left() -> tuple[dict[str, float], float]:
+        found = service.metrics()
+        aborted = {workload: found["peagle_requests_total"][workload, "aborted"] for workload in ways}
+        return aborted, found["peagle_running_requests"][()]
+
+    with ThreadPoolExecutor(len(ways)) as pool:
+        list(pool.map(leave, ways))
+    end = time.monotonic() + 15
+    while (found := left()) != ({workload: n for workload, (_, n) in ways.items()}, 0):
+        assert time.monotonic() < end, f"the engine still works on a request whose client has gone: {found}"
+        time.sleep(0.2)
+    assert service.ask(max_tokens=1).status_code == 200
+
+
+def test_no_process_but_the_replicas_has_started_for_the_engine(service):
+    """Ray's task that downloads a model, and its telemetry of models, each import vLLM while the target waits."""
+    logs = Path(ray._private.worker.global_worker.node.get_logs_dir_path(), "serve")
+    (said,) = [path.read_text() for path in logs.glob(f"replica_*_{TARGET_NAME}_*.log")]
+    assert "Started vLLM engine" in said
+    assert "download model files" not in said
+    names = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
+    assert any(TARGET_NAME in name for name in names if name)
+    assert "llm_serve_telemetry" not in names
+
+
+def test_target_and_engine_are_as_nice_as_other_processes(service):
+    """By Ray's defaults, 15 and 1000, whatever else runs on the machine starves them, and the kernel ends them first
+    when it fills the memory."""
+    assert service.niceness(TARGET_NAME) == {(0, 0)}
+
+
+def test_serves_controller_starts_again_and_every_replica_stays(service):
+    """A new controller asks each replica for its log file, and ends one that has none."""
+    names = (TARGET_NAME, ROUTER_NAME)
+    before = {name: service.processes(name) for name in names}
+    client = _get_global_client()
+
+    def controller() -> int:
+        return ray.get(client._controller.get_pid.remote(), timeout=10)
+
+    killed, end_s = controller(), time.monotonic() + 120
+    os.kill(killed, signal.SIGKILL)
+    is_back = False
+    while not is_back:
+        assert time.monotonic() < end_s, "the controller does not come back"
+        time.sleep(0.5)
+        with contextlib.suppress(ray.exceptions.RayError):
+            is_back = controller() != killed and serve.status().applications[APP_NAME].status == "RUNNING"
+    assert {name: service.processes(name) for name in names} == before
+    assert service.ask(max_tokens=1).status_code == 200
+
+
+def test_what_clients_see_is_in_the_metrics(service):
+    before = service.metrics()["peagle_answers_total"]
+    service.ask(max_tokens=4, drafting={"workload": "seen"}, stream=True)
+    service.ask(temperature="hot")
+    after = service.metrics()
+    counted = after["peagle_time_to_first_token_seconds_count"]["seen",]
+    assert counted == 1
+    assert sum(after["peagle_answers_total"].values()) == sum(before.values()) + 2
+
+
+def test_limits_change_without_a_new_engine(service):
+    """As `peagle serve` does it with a changed config."""
+    pids = service.processes(TARGET_NAME)
+    assert service.ask(n=2, max_tokens=2, temperature=1).status_code == 200
+    service.change_live(limits={"max_num_sequences": 1})
+    end = time.monotonic() + 60
+    while service.ask(n=2, max_tokens=2, temperature=1).status_code != 400:
+        assert time.monotonic() < end, "the target goes on with the old limits"
+        time.sleep(0.5)
+    assert service.processes(TARGET_NAME) == pids
+    service.change_live()
+    while service.ask(n=2, max_tokens=2, temperature=1).status_code != 200:
+        assert time.monotonic() < end + 60
+        time.sleep(0.5)
+    assert service.processes(TARGET_NAME) == pids
+
+
+@pytest.mark.long
+def test_python_in_the_cluster_reaches_the_same_target_by_handle(service):
+    over_http = service.ask(drafting={"k": 3, "workload": "job"}).json()
+    client = TargetClient()
+    arguments: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "drafting": {"k": 3, "workload": "job"}}
+    answer = client.chat(QUESTION, **arguments)
+    assert answer["choices"][0]["message"]["content"] == over_http["choices"][0]["message"]["content"]
+    assert answer["drafting"] == over_http["drafting"]
+    chunks = list(client.stream_chat(QUESTION, **arguments))
+    assert (
+        "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+        == (answer["choices"][0]["message"]["content"])
+    )
+    assert chunks[-1]["drafting"] == answer["drafting"]
+    assert client.chat(QUESTION, max_tokens=4)["drafting"]["source"] == "default"
+    assert client.complete("One, two,", max_tokens=4)["choices"][0]["text"]
+    for fields, status, param in (
+        ({"drafting": {"k": 99}}, 400, "drafting.k"),
+        ({"model": "gpt-none"}, 404, "model"),
+        ({"temperature": "hot"}, 400, "temperature"),
+        ({"max_tokens": 100_000}, 400, "max_tokens"),
+    ):
+        with pytest.raises(TargetError) as raised:
+            client.chat(QUESTION, **fields)
+        assert (raised.value.status, raised.value.param) == (status, param)
+    with pytest.raises(TargetError, match="no application 'other'"):
+        TargetClient("other")
+
+
+@pytest.mark.long
+def test_a_job_answers_a_file_of_requests_by_handle(service, tmp_path):
+    """`peagle batch` as KubeRay's RayJob runs it: a process of its own, told only where the Ray cluster is."""
+    arguments = {"max_tokens": 12, "temperature": 0, "drafting": {"k": 3, "workload": "job"}}
+    chat = {"url": "/v1/chat/completions", "body": {"messages": QUESTION, **arguments}}
+    refused = {**chat, "body": {**chat["body"], "drafting": {"k": 99}}}
+    complete = {"url": "/v1/completions", "body": {"prompt": "One, two,", "max_tokens": 4}}
+    requests = {"a": chat, "b": refused, "c": complete}
+    path, out = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
+    path.write_text("".join(json.dumps({"custom_id": name, **request}) + "\n" for name, request in requests.items()))
+    command = [sys.executable, "-m", "deployments.cli", "batch", str(path), "--out", str(out)]
+    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "2 answered, 1 refused" in done.stderr
+    assert "error: 1 of 3 requests were refused: see their answers" in done.stderr
+    answers = {line["custom_id"]: line["response"] for line in map(json.loads, out.read_text().splitlines())}
+    assert {name: answer["status_code"] for name, answer in answers.items()} == {"a": 200, "b": 400, "c": 200}
+    over_http = service.ask(drafting={"k": 3, "workload": "job"}).json()
+    assert answers["a"]["body"]["choices"][0]["message"] == over_http["choices"][0]["message"]
+    assert answers["b"]["body"]["error"]["param"] == "drafting.k"
+
+
+def test_kuberays_probe_finds_a_node_that_serves(service):
+    """The manifests' and KubeRay's own: the status for one, this word for the other."""
+    response = httpx.get(f"{service.url}/-/healthz")
+    assert (response.status_code, response.text) == (200, "success")
+
+
+@pytest.mark.long
+def test_a_ray_task_streams_from_the_target_asynchronously(service):
+    @ray.remote(num_cpus=0)
+    def job() -> tuple[str, int]:
+        async def stream() -> tuple[str, int]:
+            client = TargetClient()
+            whole, chunks = await asyncio.gather(
+                client.achat(QUESTION, max_tokens=16, temperature=0), _collect(client, QUESTION)
+            )
+            text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+            assert text == whole["choices"][0]["message"]["content"]
+            return text, len(chunks)
+
+        async def _collect(client: TargetClient, messages: Any) -> list[Any]:
+            return [chunk async for chunk in client.stream_chat(messages, max_tokens=16, temperature=0)]
+
+        return asyncio.run(stream())
+
+    text, num_chunks = ray.get(job.remote())
+    assert text
+    assert num_chunks > 2

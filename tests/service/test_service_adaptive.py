@@ -1,0 +1,110 @@
+"""The real service with `depth.policy: adaptive`: K is learned from real acceptance, shown, and changes no output."""
+
+import re
+
+import httpx
+import pytest
+
+from deployments import view
+from deployments.client import TargetClient
+from tests.support.service_harness import PROMPTS, QUESTION, wait_for
+
+pytestmark = pytest.mark.service
+
+CODE = [{"role": "user", "content": "Write a Python function that returns the sum of a list."}]
+
+
+@pytest.fixture(scope="module")
+def service(application):
+    application.change_live(depth={"policy": "adaptive", "by_workload": {"pinned": 2}})
+    wait_for(lambda: documented(application)["policy"] == "adaptive", "policy")
+    yield application
+    application.change_live()
+    wait_for(lambda: documented(application)["policy"] == "fixed", "policy")
+
+
+def documented(service) -> dict:
+    return httpx.get(f"{service.url}/drafting", timeout=30).json()
+
+
+def test_k_is_learned_shown_and_lossless(service) -> None:
+    plain = service.texts(PROMPTS, [0] * len(PROMPTS))
+    assert documented(service)["policy"] == "adaptive"
+    asked = [
+        {"messages": [{"role": "user", "content": prompt}], "max_tokens": 24, "drafting": {"workload": "mixed"}}
+        for prompt in PROMPTS * 2
+    ]
+    for _ in range(20):  # until there are steps enough for a verdict
+        answers = service.ask_all(asked)
+        assert [one["choices"][0]["message"]["content"] for one in answers] == plain * 2
+        learned = [one["drafting"] for one in answers if one["drafting"]["source"] == "learned"]
+        if learned:
+            break
+    drafting = learned[0]
+    assert drafting["reason"]
+    # The scheduler weighs every step: k was planned, max_k is the limit.
+    assert drafting["k"] <= drafting["max_k"] == 7
+    assert drafting["num_draft_tokens"] <= drafting["max_k"] * drafting["num_steps"]
+
+    document = documented(service)
+    (mixed,) = [one for one in document["workloads"] if one["workload"] == "mixed"]
+    assert mixed["source"] == "learned"
+    assert mixed["num_steps"] > 0
+    assert re.fullmatch(r"step times learned over [1-9]\d* steps of 1 engine", document["step_times"])
+    survival = mixed["survival"]
+    for low, mean, high in zip(*(survival[end] for end in ("low", "mean", "high")), strict=True):
+        assert low < mean < high
+    counted = service.metrics()
+    first = counted["peagle_accepted_tokens_total"]["mixed", "1"] / counted["peagle_draft_tokens_total"]["mixed", "1"]
+    assert survival["low"][0] - 0.1 < first < survival["high"][0] + 0.1
+
+    def shown_alike() -> bool:  # K may change between two questions
+        (row,) = [one for one in documented(service)["workloads"] if one["workload"] == "mixed"]
+        return service.metrics()["peagle_depth"]["mixed",] == row["k"]
+
+    wait_for(shown_alike, "the same K in /metrics as in /drafting", 20)
+
+
+def test_pinned_and_asked_for_k_are_obeyed_exactly(service) -> None:
+    for drafting, k in (({"workload": "pinned"}, 2), ({"k": 6, "workload": "mixed"}, 6)):
+        for answer in (one["drafting"] for one in service.ask_all([{"drafting": drafting}] * 2)):
+            assert answer["k"] == k
+            # The last step of an answer may have room for fewer tokens than K.
+            assert k * (answer["num_steps"] - 1) < answer["num_draft_tokens"] <= k * answer["num_steps"]
+
+
+def test_a_seed_gives_one_answer_whatever_k_was_chosen(service) -> None:
+    body = {"messages": CODE, "max_tokens": 24, "temperature": 0.9, "seed": 42}
+    answers = [service.ask(**body).json() for _ in range(5)]
+    others = [{"messages": CODE, "temperature": 1.0, "seed": seed} for seed in range(3)]
+    beside = [body, {**body, "drafting": {"k": 0}}, {**body, "drafting": {"k": 7}}, {**body, "drafting": {"k": 3}}]
+    answers += service.ask_all(beside + others)[: len(beside)]
+    assert len({answer["choices"][0]["message"]["content"] for answer in answers}) == 1
+    assert len({answer["drafting"]["num_draft_tokens"] for answer in answers}) > 1
+
+
+def test_an_answer_says_what_went_without_drafts(service) -> None:
+    for sampling in ({"logit_bias": {"260": 1.0}}, {"min_p": 0.1, "temperature": 1.0}):
+        drafting = service.ask(**sampling, drafting={"workload": "mixed"}).json()["drafting"]
+        decided = {key: drafting.get(key) for key in ("k", "max_k", "source", "reason", "survival", "num_steps")}
+        assert decided == {
+            "k": 0,
+            "max_k": 0,
+            "source": "request",
+            "reason": f"{next(iter(sampling))} goes without drafts",
+            "survival": None,
+            "num_steps": 0,
+        }
+
+
+def test_a_request_past_the_ingress_gets_a_learned_k_too(service) -> None:
+    answer = TargetClient().chat(QUESTION, max_tokens=8, temperature=0, drafting={"workload": "mixed"})
+    assert answer["drafting"]["source"] in ("learned", "probe")
+
+
+def test_the_view_shows_the_running_service(service) -> None:
+    text = view.as_text(view.fetch(service.url))
+    assert [line.split()[3:5] for line in text.splitlines() if line.startswith("pinned ")] == [["2", "workload"]]
+    assert "of 1 engine" in text
+    with pytest.raises(OSError, match="refused"):
+        view.fetch("http://127.0.0.1:9")

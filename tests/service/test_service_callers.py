@@ -1,0 +1,110 @@
+"""The real service with callers and model aliases: who is served, and which workload each request is counted under."""
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from cluster.request import digest_of, fingerprint
+from deployments.client import TargetClient
+from tests.support.service_harness import QUESTION, WEB_KEY, wait_for
+
+pytestmark = pytest.mark.service
+
+WEB, JOB, OLD = WEB_KEY, "sk-job", "sk-old"
+CALLERS = {
+    "web": {"key_env": "TEST_WEB_KEY", "max_k": 3},
+    "job": {"key_sha256": digest_of(JOB), "tags": "allow"},
+    "old": {"key_sha256": digest_of(OLD), "tags": "ignore", "workload": "chat"},
+}
+ALIAS = "small-coder"
+SYSTEM = {"role": "system", "content": "You answer in one short sentence."}
+
+
+@pytest.fixture(scope="module")
+def service(application):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TEST_WEB_KEY", WEB)
+        application.change_live(callers=CALLERS, model={"aliases": {ALIAS: "code"}})
+    wait_for(lambda: application.ask(max_tokens=1).status_code == 401, "callers")
+    yield application
+    application.change_live()
+    wait_for(lambda: application.ask(max_tokens=1).status_code == 200, "service for anyone")
+
+
+def drafting(service, key: str, **body: Any) -> tuple[str, int, str]:
+    response = service.ask(headers={"Authorization": f"Bearer {key}"}, max_tokens=4, **body)
+    assert response.status_code == 200, response.text
+    field = response.json()["drafting"]
+    return field["workload"], field["k"], field["source"]
+
+
+def test_only_known_keys_are_served(service):
+    for key in ("none", digest_of(JOB), WEB + "x"):
+        client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=key, max_retries=0)
+        for call in (
+            client.models.list,
+            lambda client=client: client.chat.completions.create(model=service.model, messages=QUESTION),
+            lambda client=client: client.completions.create(model=service.model, prompt="One", stream=True),
+        ):
+            with pytest.raises(openai.AuthenticationError) as raised:
+                call()
+            assert raised.value.code == "invalid_api_key"
+            assert raised.value.response.headers["www-authenticate"] == "Bearer"
+    assert service.ask().status_code == 401
+    assert httpx.get(f"{service.url}/health").status_code == 200
+    assert "peagle_target_replicas" in httpx.get(f"{service.url}/metrics").text
+    assert drafting(service, WEB) == ("default", 3, "default")
+
+
+def test_tags_are_taken_refused_or_ignored_by_caller(service):
+    tag = {"drafting": {"workload": "mine", "k": 2}}
+    assert drafting(service, JOB, **tag) == ("mine", 2, "request")
+    assert drafting(service, OLD, **tag) == ("chat", 2, "request")
+    assert drafting(service, OLD) == ("chat", 5, "workload")
+    for body, headers, field in (
+        (tag, {}, "drafting.workload"),
+        ({}, {"X-Drafting-Workload": "a"}, "X-Drafting-Workload"),
+    ):
+        for stream in (False, True):
+            response = service.ask(headers={"Authorization": f"Bearer {WEB}", **headers}, stream=stream, **body)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"], error["code"]) == (403, field, "tag_not_allowed")
+    assert drafting(service, WEB, drafting={"k": 7}) == ("default", 3, "request")
+
+
+@pytest.mark.long
+def test_an_alias_is_the_same_model_with_a_workload_of_its_own(service):
+    client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=JOB, max_retries=0)
+    assert [model.id for model in client.models.list()] == [service.model, ALIAS]
+    assert client.models.retrieve(ALIAS).id == ALIAS
+    answers = [
+        client.chat.completions.create(model=model, messages=QUESTION, max_tokens=8, temperature=0)
+        for model in (service.model, ALIAS)
+    ]
+    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+    assert [answer.drafting["workload"] for answer in answers] == ["default", "code"]
+    assert [answer.model for answer in answers] == [service.model, service.model]
+    plain = client.completions.create(model=ALIAS, prompt="One, two,", max_tokens=4)
+    assert (plain.drafting["workload"], plain.drafting["k"]) == ("code", 7)
+    assert drafting(service, WEB, model=ALIAS) == ("code", 3, "workload")
+    assert drafting(service, JOB, model=None) == ("default", 5, "default")
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model=ALIAS + "x", messages=QUESTION)
+
+
+def test_requests_with_one_system_prompt_become_a_workload_of_their_own(service):
+    name = fingerprint(SYSTEM["content"])
+    parts = {"role": "developer", "content": [{"type": "text", "text": SYSTEM["content"]}]}
+    told = [drafting(service, WEB, messages=[first, *QUESTION])[0] for first in (SYSTEM, parts, SYSTEM, parts)]
+    assert told == ["default", "default", name, name]
+    assert drafting(service, JOB, messages=[SYSTEM, *QUESTION], drafting={"workload": "mine"})[0] == "mine"
+    assert service.metrics()["peagle_requests_total"][name, "finished"] == 2
+
+
+def test_a_call_by_handle_finds_the_same_workloads(service):
+    client = TargetClient()
+    assert client.chat(QUESTION, max_tokens=4, model=ALIAS)["drafting"]["workload"] == "code"
+    with_prompt = client.chat([SYSTEM, *QUESTION], max_tokens=4)["drafting"]["workload"]
+    assert with_prompt == fingerprint(SYSTEM["content"])

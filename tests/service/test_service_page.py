@@ -1,0 +1,188 @@
+"""The running service as it is watched: the page in a real browser, the table of metrics, and Prometheus itself."""
+
+import asyncio
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from benchmarks.common import free_port
+from cluster.request import digest_of
+from tests.support.browser import browser
+from tests.support.metric_names import documented, exported
+from tests.support.service_harness import PROMPTS, wait_for
+from tests.unit.deployments.test_metrics import ALERTS, RULES, expressions, metrics_in
+
+pytestmark = pytest.mark.service
+
+KEY = "sk-page"
+
+
+@pytest.fixture(scope="module")
+def service(application):
+    def ask(workload: str) -> None:
+        application.ask(stream=True, drafting={"workload": workload})
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(ask, ("code", "chat")))
+    wait_for(lambda: len(application.drafting()["workloads"]) > 1, "workloads")
+    return application
+
+
+def test_the_table_of_metrics_is_what_the_service_exports(service):
+    elsewhere = ("peagle_autoscaling_", "peagle_learner_", "peagle_head_change", "peagle_head_gain")  # test_metrics.py
+    wanted = {name: labels for name, labels in documented().items() if not name.startswith(elsewhere)}
+
+    def difference() -> dict[str, Any]:
+        service.ask(max_tokens=4)  # a step's expected time is there while a request runs, or did a moment ago
+        found = exported(httpx.get(f"{service.url}/metrics", timeout=30).text)
+        return {
+            name: (found.get(name), wanted.get(name))
+            for name in {*found, *wanted}
+            if found.get(name) != wanted.get(name) and not name.startswith(elsewhere)
+        }
+
+    wait_for(lambda: not difference(), f"agreement: {difference()}", 20)
+
+
+@pytest.mark.long
+def test_the_page_in_a_browser_shows_the_service_and_which_tokens_were_drafted(service, tmp_path):
+    with browser() as tab:
+        for width in (1200, 390):
+            tab.open(f"{service.url}/", width)
+            tab.wait_for("document.getElementById('state').textContent === 'ready'")
+            assert tab.text("model") == service.model
+            tab.wait_for("document.querySelectorAll('#workloads svg polyline').length >= 2")
+            tab.wait_for("document.getElementById('ttft').textContent !== '-'")
+            assert {"code", "chat"} <= set(
+                tab.run("[...document.querySelectorAll('#workloads h3')].map(h => h.textContent)")
+            )
+            assert "K = 7 pinned" in tab.run("document.getElementById('workloads').innerText")
+            assert tab.text("targets") == "1"
+            assert tab.run("document.documentElement.scrollWidth <= innerWidth"), "it needs no sideways scrolling"
+            tab.picture(tmp_path / f"page-{width}.png")
+            assert (tmp_path / f"page-{width}.png").stat().st_size > 10_000
+        question = PROMPTS[0]
+        tab.fill("prompt", question)
+        tab.fill("max-tokens", "12")
+        tab.fill("k", "5")
+        tab.press("send")
+        tab.wait_for("document.getElementById('outcome').textContent !== ''")
+        answer = service.ask(messages=[{"role": "user", "content": question}], drafting={"k": 5}).json()
+        assert tab.run("document.getElementById('answer').textContent") == answer["choices"][0]["message"]["content"]
+        drafted = tab.run("document.querySelectorAll('#answer .drafted').length")
+        # Of the last step, what lies beyond the end of the answer is accepted and not shown.
+        assert 0 < drafted <= answer["drafting"]["num_accepted_tokens"] <= drafted + 5
+        assert "K = 5 (asked for)" in tab.text("outcome")
+        # The token that ends a turn is no text, and what stands before it in its step was drafted all the same.
+        last = [{"token": text, "bytes": list(text.encode())} for text in ("a", "é", "<end>")]
+        choice = {"delta": {"content": "aé"}, "logprobs": {"content": last}, "finish_reason": "stop"}
+        tab.run("document.getElementById('answer').replaceChildren()")
+        answer = "{tokens: 0, drafted: 0, steps: 0, decoder: new TextDecoder()}"
+        tab.run(f"take({json.dumps({'choices': [choice]})}, {answer})")
+        assert tab.run("[...document.querySelectorAll('#answer .drafted')].map(one => one.textContent)") == ["a", "é"]
+        assert tab.problems == []
+
+
+@pytest.mark.long
+def test_with_keys_the_page_asks_for_one_and_forgets_it_with_the_tab(service):
+    service.change_live(callers={"page": {"key_sha256": digest_of(KEY), "tags": "allow"}})
+    wait_for(lambda: service.ask(max_tokens=1).status_code == 401, "callers")
+    try:
+        with browser() as tab:
+            tab.open(f"{service.url}/")
+            tab.wait_for("!document.getElementById('key-box').hidden")
+            assert tab.text("state") == "needs a key"
+            for key, is_known in (("sk-wrong", False), (KEY, True)):
+                tab.fill("key", key)
+                tab.run("document.getElementById('key-form').requestSubmit()")
+                state = "ready" if is_known else "needs a key"
+                tab.wait_for(f"document.getElementById('state').textContent === '{state}'")
+                tab.wait_for(f"document.getElementById('key-box').hidden === {json.dumps(is_known)}")
+            tab.fill("max-tokens", "4")
+            tab.press("send")
+            tab.wait_for("document.getElementById('outcome').textContent !== ''")
+            assert tab.run("localStorage.length === 0 && document.cookie === '' && sessionStorage.length === 1")
+            assert KEY not in tab.run("document.documentElement.outerHTML")
+    finally:
+        service.change_live()
+        wait_for(lambda: service.ask(max_tokens=1).status_code == 200, "service for anyone")
+
+
+@pytest.fixture
+def prometheus(service, tmp_path) -> Iterator[str]:
+    """Prometheus that scrapes the service once a second, with our alerts; its address."""
+    if (binary := shutil.which("prometheus")) is None:
+        pytest.skip("Prometheus is not installed (Debian: apt-get install prometheus)")
+    (tmp_path / "alerts.yaml").write_text(yaml.safe_dump(ALERTS["spec"]))
+    config = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": ["alerts.yaml"],
+        "scrape_configs": [
+            {"job_name": "peagle", "static_configs": [{"targets": [service.url.removeprefix("http://")]}]}
+        ],
+    }
+    (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(config))
+    address = f"127.0.0.1:{free_port()}"
+    command = [binary, "--config.file=prometheus.yaml", "--storage.tsdb.path=data", f"--web.listen-address={address}"]
+    running = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    try:
+        yield f"http://{address}/api/v1"
+    finally:
+        running.terminate()
+        running.wait(30)
+
+
+@pytest.mark.long
+def test_prometheus_scrapes_the_service_and_every_panel_and_alert_can_be_asked(service, prometheus, tmp_path):
+    def ask(path: str, **parameters: str) -> Any:
+        response = httpx.get(f"{prometheus}/{path}", params=parameters, timeout=30)
+        assert response.status_code == 200, response.text
+        return response.json()["data"]
+
+    def is_scraped() -> bool:
+        try:
+            targets = ask("targets")["activeTargets"]
+        except httpx.TransportError:
+            return False  # it starts
+        return [target["health"] for target in targets] == ["up"]
+
+    wait_for(is_scraped, "scrape")
+
+    # Rates need two samples of a counter that has begun: twenty seconds of traffic.
+    async def traffic() -> None:
+        for index in range(12):
+            body = {"model": service.model, "messages": [{"role": "user", "content": PROMPTS[index % 4]}]}
+            body |= {"max_tokens": 16, "stream": True, "drafting": {"workload": ("code", "chat")[index % 2]}}
+            async with httpx.AsyncClient(timeout=120) as client:
+                await client.post(f"{service.url}/v1/chat/completions", json=body)
+            await asyncio.sleep(1)
+
+    asyncio.run(traffic())
+    silent = {}
+    for where, expression in expressions().items():
+        for name, value in (
+            ("$__rate_interval", "30s"),
+            ("$job", ".*"),
+            ("$workload", ".*"),
+            ("[5m]", "[30s]"),
+            ("[1m]", "[30s]"),
+        ):
+            expression = expression.replace(name, value)
+        found = ask("query", query=expression)["result"]
+        if where.startswith("panel") and not any(sample["value"][1] != "NaN" for sample in found):
+            silent[where] = metrics_in(expression)
+    # Nothing scales here, and a share of failures has no failures to count.
+    assert all(
+        "peagle_autoscaling" in " ".join(names) or "peagle_answers_total" in names for names in silent.values()
+    ), silent
+    groups = ask("rules")["groups"]
+    health = {rule["name"]: rule["health"] for group in groups for rule in group["rules"]}
+    assert health == {rule["alert"]: "ok" for rule in RULES}
+    assert ask("alerts")["alerts"] == []

@@ -1,0 +1,212 @@
+"""The real service with `placement: remote`: drafts come from another process, which may die, and swap its heads.
+
+One target and one drafter replica with two heads: the one that ships and, for the workload `wrong`, a copy that is
+never right.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.serve.context import _get_global_client
+
+from deployments import APP_NAME, DRAFTER_NAME
+from tests.support.service_harness import PROMPTS, Service, changed_head, wait_for
+
+pytestmark = pytest.mark.service
+
+SHIPPED = "smollm2-135m-instruct"
+
+
+@pytest.fixture(scope="module")
+def service(application: Service) -> Service:
+    wait_for(lambda: links(application) == ["up"], "a link to the drafter")
+    return application
+
+
+def links(service: Service) -> list[str]:
+    return [link["state"] for link in service.drafting()["links"]]
+
+
+def heads(service: Service) -> list[str]:
+    """Digests of the one drafter's heads, by index."""
+    return [head["head"] for head in drafter_of(service)["heads"]]
+
+
+def drafter_of(service: Service) -> dict[str, Any]:
+    """The one drafter. Serve leaves it out for a moment when it has a new `user_config`."""
+    wait_for(lambda: len(service.drafting()["drafters"]) == 1, "drafter")
+    drafters = service.drafting()["drafters"]
+    return dict(drafters[0]) if drafters else drafter_of(service)
+
+
+def requests(workload: str, **drafting: Any) -> list[dict[str, Any]]:
+    """One for each prompt."""
+    fields = {"max_tokens": 24, "drafting": {"workload": workload, **drafting}}
+    return [{"messages": [{"role": "user", "content": prompt}], **fields} for prompt in PROMPTS]
+
+
+def answers(service: Service, workload: str, **drafting: Any) -> list[dict[str, Any]]:
+    """The answers to all prompts, asked at once."""
+    return service.ask_all(requests(workload, **drafting))
+
+
+def texts(found: list[dict[str, Any]]) -> list[str]:
+    return [one["choices"][0]["message"]["content"] for one in found]
+
+
+def acceptance_length(found: list[dict[str, Any]]) -> float:
+    """AL of all answers together; 1.0 where nothing was drafted."""
+    num_steps = sum(one["drafting"]["num_steps"] for one in found)
+    return 1 + sum(one["drafting"]["num_accepted_tokens"] for one in found) / max(1, num_steps)
+
+
+@pytest.fixture(scope="module")
+def plain(service: Service) -> list[str]:
+    """The texts without speculation."""
+    found = answers(service, "plain", k=0)
+    assert all(one["drafting"]["num_steps"] == 0 for one in found)
+    return texts(found)
+
+
+@contextmanager
+def load(service: Service, plain: list[str]) -> Iterator[list[float]]:
+    """Requests all the time; each must be answered, with the right text. Gives the AL of each round. Between rounds the
+    machine is for the drafter that starts or loads."""
+    lengths: list[float] = []
+    wrong: list[str] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            found = answers(service, "load")
+            wrong.extend(text for text in texts(found) if text not in plain)
+            lengths.append(acceptance_length(found))
+            stop.wait(0.5)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(ask)
+        try:
+            yield lengths
+        finally:
+            stop.set()
+            running.result(timeout=120)
+    assert wrong == []
+
+
+def test_drafts_of_another_process_are_accepted_and_change_no_answer(service: Service, plain: list[str]) -> None:
+    found = answers(service, "remote")
+    assert texts(found) == plain
+    assert acceptance_length(found) > 1.5
+    num_verified = sum(one["drafting"]["num_draft_tokens"] for one in found)
+    wait_for(lambda: drafter_of(service)["counters"]["drafts"] >= num_verified, "report of drafts", 10)
+    document = service.drafting()
+    (link,) = document["links"]
+    assert (link["state"], link["path"]) == ("up", "shared memory")
+    assert link["counters"]["answered"] > 0
+    drafter = drafter_of(service)
+    assert link["drafter"] == drafter["address"]
+    assert {one["drafting"]["head"] for one in found} == {drafter["heads"][0]["head"]}
+
+
+@pytest.mark.long
+def test_a_workload_has_its_own_head(service: Service, plain: list[str]) -> None:
+    both = service.ask_all([*requests("wrong", k=3), *requests("remote")])
+    assert texts(both) == plain * 2
+    found, others = both[: len(plain)], both[len(plain) :]
+    assert acceptance_length(found) == 1
+    assert acceptance_length(others) > 1.5
+    assert sum(one["drafting"]["num_draft_tokens"] for one in found) > 0
+    right, wrong = heads(service)
+    assert {one["drafting"]["head"] for one in found} == {wrong}
+    assert {one["drafting"]["head"] for one in others} == {right}
+    by_head = {one["head"]: one for one in service.drafting()["heads"]}
+    assert by_head[wrong]["acceptance_length"] == 1
+    assert by_head[right]["acceptance_length"] > 1.5
+    assert by_head[right]["is_live"]
+    metrics = service.metrics()
+    assert metrics["peagle_drafter_replicas"] == {(): 1}
+    assert metrics["peagle_link_up"] == {(): 1}
+    assert metrics["peagle_drafter_head"] == {(): 2}
+    assert sum(metrics["peagle_head_accepted_tokens_total"].values()) > 0
+
+
+def pid_of_drafter() -> int:
+    details = ray.get(_get_global_client()._controller.get_serve_instance_details.remote())
+    (replica,) = details["applications"][APP_NAME]["deployments"][DRAFTER_NAME]["replicas"]
+    return int(replica["pid"])
+
+
+def test_a_killed_drafter_costs_drafts_and_no_request(service: Service, plain: list[str]) -> None:
+    before = drafter_of(service)
+    with load(service, plain) as lengths:
+        wait_for(lambda: len(lengths) > 0, "answer")
+        os.kill(pid_of_drafter(), signal.SIGKILL)
+        wait_for(lambda: links(service) != ["up"], "lost link", 30)
+        wait_for(lambda: links(service) == ["up"], "new link")
+        num_before = len(lengths)
+        wait_for(lambda: len(lengths) > num_before + 1, "answer")
+    after = drafter_of(service)
+    assert after["replica"] != before["replica"]
+    assert lengths[-1] > 1.5
+
+
+def swap(service: Service, **user_config: Any) -> None:
+    service.change_live({"name": DRAFTER_NAME, "user_config": user_config})
+
+
+@pytest.mark.long
+def test_a_head_that_does_not_fit_is_refused_and_the_old_one_stays(
+    service: Service, plain: list[str], tmp_path: Path
+) -> None:
+    before, pid = heads(service), pid_of_drafter()
+    cut = changed_head(tmp_path / "cut", lambda tensors: tensors.pop("fc.weight"))
+    for head, words in ((cut, "missing fc.weight"), ("no-such-head", "no-such-head"), (f"{SHIPPED}-eagle3", "EAGLE-3")):
+        swap(service, head=head)
+        wait_for(lambda words=words: words in drafter_of(service)["refused"], f"refusal: {words}", 30)
+    assert sum(service.metrics()["peagle_drafter_head_refused"].values()) == 1
+    assert (heads(service), pid_of_drafter()) == (before, pid)
+    found = answers(service, "remote")
+    assert texts(found) == plain
+    assert acceptance_length(found) > 1.5
+
+
+@pytest.mark.long
+def test_a_new_head_goes_live_under_load_and_its_acceptance_is_seen(
+    service: Service, plain: list[str], tmp_path: Path
+) -> None:
+    right, _ = heads(service)
+    worse = changed_head(tmp_path / "worse", lambda tensors: tensors["mask_hidden"].zero_())
+    with load(service, plain) as lengths:
+        swap(service, head=worse)
+        wait_for(lambda: heads(service)[0] != right, "new head", 30)
+        new = heads(service)[0]
+        wait_for(lambda: links(service) == ["up"], "link for the new head")
+        num_before = len(lengths)
+        wait_for(lambda: len(lengths) > num_before + 1, "answer")
+
+        def by_head() -> dict[str, Any]:
+            return {one["head"]: one for one in service.drafting()["heads"]}
+
+        def length_of(head: str) -> float:
+            return by_head()[head]["acceptance_length"] or 1.0  # none before its first steps are counted
+
+        # Two short answers may have no accepted draft of the worse head.
+        wait_for(lambda: 1 < length_of(new) < length_of(right), "shorter acceptance of the new head")
+        assert by_head()[new]["is_live"]
+        assert not by_head()[right]["is_live"]
+        assert drafter_of(service)["refused"] == ""
+        swap(service, head=SHIPPED)
+        wait_for(lambda: heads(service)[0] == right, "old head", 30)
+        wait_for(lambda: links(service) == ["up"], "link for the old head")
+    found = answers(service, "remote")
+    assert texts(found) == plain
+    assert {one["drafting"]["head"] for one in found} == {right}
+    assert acceptance_length(found) > 1.5

@@ -1,0 +1,118 @@
+"""Several workers, started by Ray Train, make the same step as one worker that goes through all their batches."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from peagle.train.recipe import Recipe
+from peagle.train.trainer import Trainer
+from tests.support.small_run import write_small_run
+
+ROOT = Path(__file__).resolve().parents[2]
+# Ratio 1 keeps every row, so that nothing is drawn at random; plain AdamW at a small rate keeps rounding small.
+EXACT = ("cod.ratio=1.0", "optimizer.name=adamw", "optimizer.lr=0.001", "schedule.max_steps=6", "evaluate.data=null")
+
+
+@pytest.mark.service
+@pytest.mark.long
+def test_two_workers_equal_one_that_accumulates(tmp_path) -> None:
+    small = write_small_run(tmp_path)
+    together = [*EXACT, f"output={small / 'two'}", "batch.num_sequences=2", "save_every_steps=6"]
+    command = [sys.executable, "-m", "deployments.cli", "train", str(small / "recipe.yaml"), *together]
+    ran = subprocess.run(
+        [*command, "--num-workers", "2"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
+    alone = [*EXACT, f"output={small / 'one'}", "batch.num_sequences=2", "batch.num_accumulated=2"]
+    trainer = Trainer(Recipe.load(small / "recipe.yaml", alone))
+    trainer.run()
+    written = torch.load(small / "two" / "checkpoint.pt", weights_only=True)
+    assert written["step"] == 6
+    for name, value in trainer.drafter.trainable().items():
+        torch.testing.assert_close(written["drafter"][name], value.detach(), rtol=1e-4, atol=1e-5, msg=name)
+
+
+RESUMED = """
+import shutil, sys
+from pathlib import Path
+import torch
+from torch import distributed
+from peagle.train.recipe import Recipe
+from peagle.train.trainer import Trainer
+
+class Kept(Trainer):
+    def save(self):
+        super().save()
+        if self.workers.leads:
+            shutil.copy(self.output / "checkpoint.pt", self.output / f"step-{self.step}.pt")
+
+recipe, folder, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(1)
+distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+settings = ["cod.ratio=0.6", "schedule.max_steps=4", "save_every_steps=2", "evaluate.data=null"]
+settings += ["optimizer.max_attention_score=0.01"]  # by the greatest score of both, or their weights part
+Kept(Recipe.load(recipe, [*settings, f"output={folder / 'whole'}"])).run()
+if rank == 0:
+    (folder / "cut").mkdir()
+    shutil.copy(folder / "whole" / "step-2.pt", folder / "cut" / "checkpoint.pt")
+distributed.barrier()
+Trainer(Recipe.load(recipe, [*settings, f"output={folder / 'cut'}"])).run()
+"""
+
+
+@pytest.mark.long
+def test_workers_go_on_as_if_they_had_not_stopped(tmp_path) -> None:
+    """Every worker has a random state of its own, which the checkpoint keeps; another number of workers is refused."""
+    small = write_small_run(tmp_path)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", RESUMED, str(small / "recipe.yaml"), str(small), str(rank)],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=300) for process in processes] == [0, 0]
+    whole, cut = (torch.load(small / name / "checkpoint.pt", weights_only=True) for name in ("whole", "cut"))
+    assert whole["step"] == cut["step"] == 4
+    assert not torch.equal(*whole["random"]), "both workers draw the same rows"
+    for name, value in whole["drafter"].items():
+        torch.testing.assert_close(cut["drafter"][name], value, rtol=0, atol=0, msg=name)
+    alone = Recipe.load(small / "recipe.yaml", [f"output={small / 'cut'}", "cod.ratio=0.6"])
+    with pytest.raises(ValueError, match=r"was made with 2 workers, this run has 1"):
+        Trainer(alone).run()
+
+
+def test_a_wrong_recipe_starts_no_worker(tmp_path) -> None:
+    from deployments.train import train
+
+    small = write_small_run(tmp_path)
+    with pytest.raises(ValueError, match=r"drafter\.num_layers"):
+        train(small / "recipe.yaml", ["drafter.num_layers=0"], 2, use_gpu=False)
+
+
+def test_folders_of_the_recipe_mean_the_same_in_every_workers_directory(tmp_path, monkeypatch) -> None:
+    from deployments.train import absolute_paths
+
+    recipe = write_small_run(tmp_path) / "recipe.yaml"
+    names = ("data", "output", "evaluate.data", "states_dir", "drafter.start_from", "target")
+    relative = [f"{name}=here/{name}" for name in names]
+    for name in names:
+        (tmp_path / "here" / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    overrides = absolute_paths(Recipe.load(recipe, relative))
+    monkeypatch.chdir("/")
+    loaded = Recipe.load(recipe, [*relative, *overrides])
+    found = {"evaluate.data": loaded.evaluate.data, "drafter.start_from": loaded.drafter.start_from}
+    found |= {name: getattr(loaded, name) for name in names if "." not in name}
+    assert found == {name: str(tmp_path / "here" / name) for name in names}

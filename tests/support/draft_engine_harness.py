@@ -1,0 +1,182 @@
+"""Targets without a model, that send a drafter what a real one would, and the drafts that each request must get.
+
+A target's hidden state is a function of the tokens before it, as a real one's is; so every draft can be computed again
+from a request's tokens alone, by `peagle.draft.DraftSession`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+import zlib
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from peagle.config import DrafterConfig
+from peagle.draft import Drafts, DraftSession
+from peagle.drafter.drafts import token_ids
+from peagle.drafter.engine import DraftEngine
+from peagle.drafter.kvcache import NO_ROW
+from peagle.drafter.parallel_pass import ParallelPass
+from peagle.drafter.protocol import Int32Array, TargetShape, TargetStep, check_step
+from peagle.model import Drafter
+from tests.support.head_factory import TARGET, random_drafter
+
+CONFIG = DrafterConfig.for_target(TARGET, num_layers=2, ptd_token_id=99, num_depths=5)
+BLOCK = 4
+MAX_DEPTH = 4
+VOCABULARY = 99
+
+
+@functools.cache
+def drafter_of(head: int) -> Drafter:
+    return random_drafter(CONFIG, seed=head)
+
+
+def head_runtime(head: int, **limits: int) -> ParallelPass:
+    sizes = dict(max_num_requests=16, max_num_rows=200, num_blocks=600, block_size=BLOCK, max_depth=MAX_DEPTH)
+    settings = {**sizes, **limits}
+    return ParallelPass(
+        drafter_of(head), digest=f"digest{head}", **settings, device="cpu", dtype=torch.float64, max_context=200,
+        with_chances=True,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=100_000)
+def aux_of(tokens: tuple[int, ...]) -> Tensor:
+    """[C * S], what the target's layers say at the last of these tokens."""
+    generator = torch.Generator().manual_seed(zlib.crc32(np.array(tokens, np.int32).tobytes()))
+    return torch.randn(CONFIG.fc_input_size, generator=generator, dtype=torch.float64)
+
+
+def aux_rows(tokens: list[int], start: int, end: int) -> Tensor:
+    """[end - start, C * S] of the positions start .. end - 1."""
+    return torch.stack([aux_of(tuple(tokens[: position + 1])) for position in range(start, end)])
+
+
+class Reference(DraftSession):
+    """`DraftSession` of a request whose rows before `first` are not in the cache."""
+
+    def __init__(self, drafter: Drafter, first: int) -> None:
+        super().__init__(drafter)
+        self.first = first
+
+    def _forward(self, token_ids_T: Tensor, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
+        positions_BT = self.first + torch.arange(self.num_rows, self.num_rows + len(token_ids_T))[None]
+        embeds_BTH = self.drafter.embed(token_ids_T[None])
+        normed_BTH, back_BTH = self.drafter(embeds_BTH, hidden_TH[None], positions_BT, self._attend)
+        return normed_BTH[0], back_BTH[0]
+
+
+def proposed(head: int, tokens: list[int], first: int, end: int, depth: int) -> Drafts:
+    """After the rows first .. end - 1 of a request."""
+    return Reference(drafter_of(head), first).propose(
+        torch.tensor(tokens[first + 1 : end + 1]), aux_rows(tokens, first, end), depth
+    )
+
+
+def expected_drafts(head: int, tokens: list[int], first: int, end: int, depth: int) -> list[int]:
+    """Drafts after the rows first .. end - 1 of a request."""
+    return proposed(head, tokens, first, end, depth).token_ids_K.tolist()
+
+
+@dataclasses.dataclass
+class Request:
+    """tokens: all that it will ever have; num_rows: rows that the drafter was given; depth: drafts wanted."""
+
+    tokens: list[int]
+    head: int
+    num_prompt: int
+    depth: int
+    num_rows: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What a request sends in a step."""
+
+    request: Request
+    start: int
+    num_valid: int
+    depth: int
+
+
+def target_step(
+    session: int,
+    step: int,
+    work: Mapping[int, Rows],
+    *,
+    finished: list[int] | None = None,
+    prompts: Mapping[int, Int32Array] | None = None,
+    rng: random.Random | None = None,
+    num_rejected: int | None = None,
+) -> TargetStep:
+    """The step of these slots; rows of rejected drafts and padding, full of NaN, lie between those of the requests.
+
+    num_rejected: rows after each request's own, with none before them; by default up to 2, by chance.
+    """
+    rng = rng or random.Random(0)
+    rejected_B = [rng.randint(0, 2) if num_rejected is None else num_rejected for _ in work]
+    offsets, num_rows = [], rng.randint(0, 2) if num_rejected is None else 0
+    for rows, rejected in zip(work.values(), rejected_B, strict=True):
+        offsets.append(num_rows)
+        num_rows += rows.num_valid + rejected
+    tokens_R = np.full(num_rows, 123_456, np.int32)
+    hidden_RH = torch.full((num_rows, CONFIG.hidden_size), float("nan"), dtype=torch.float64)
+    for rows, offset in zip(work.values(), offsets, strict=True):
+        end = rows.start + rows.num_valid
+        if rows.num_valid:
+            tokens_R[offset : offset + rows.num_valid] = rows.request.tokens[rows.start + 1 : end + 1]
+            with torch.no_grad():
+                reduced = drafter_of(rows.request.head).reduce(aux_rows(rows.request.tokens, rows.start, end))
+            hidden_RH[offset : offset + rows.num_valid] = reduced
+
+    def column(values: list[int]) -> Int32Array:
+        return np.array(values, np.int32)
+
+    slots_B, heads_B = column(list(work)), column([rows.request.head for rows in work.values()])
+    offset_B, depth_B = column(offsets), column([rows.depth for rows in work.values()])
+    made = TargetStep(
+        slots_B, heads_B, depth_B, offset_B,
+        start_B=column([rows.start for rows in work.values()]),
+        num_valid_B=column([rows.num_valid for rows in work.values()]),
+        next_tokens_R=tokens_R, hidden_RH=hidden_RH, finished_slots=finished or [], prompts=prompts or {},
+        session=session, number=step,
+    )  # fmt: skip
+    check_step(made, TargetShape(CONFIG.hidden_size, "float64", MAX_DEPTH, 64, 4096, VOCABULARY))
+    return made
+
+
+def cached_range(engine: DraftEngine, session: int, slot: int) -> tuple[int, int] | None:
+    """First position that is in the cache of a request, and the one after the last; None without a cache."""
+    for table in engine.tables.values():
+        if (row := int(table.find(session, np.array([slot]))[0])) != NO_ROW:
+            return int(table.cache_start_C[row]), int(table.num_rows_C[row])
+    return None
+
+
+def num_requests(engine: DraftEngine) -> int:
+    """Requests with rows in a cache."""
+    return sum(int((table.last_call_C >= 0).sum()) for table in engine.tables.values())
+
+
+def check_answer(engine: DraftEngine, session: int, work: Mapping[int, Rows], answer_BK: Int32Array) -> int:
+    """Every request got the drafts of the rows that the engine says it holds. Returns how many got none."""
+    num_refused = 0
+    assert answer_BK.shape == (len(work), engine.max_depth)
+    for (slot, rows), drafts_K in zip(work.items(), token_ids(answer_BK).tolist(), strict=True):
+        end, cached = rows.start + rows.num_valid, cached_range(engine, session, slot)
+        if cached is None:
+            assert drafts_K == [-1] * engine.max_depth
+            num_refused += 1
+            continue
+        assert cached[1] == end
+        wanted = []
+        if rows.num_valid and rows.depth:
+            wanted = expected_drafts(rows.request.head, rows.request.tokens, cached[0], end, rows.depth)
+        assert drafts_K == wanted + [-1] * (engine.max_depth - len(wanted))
+    return num_refused

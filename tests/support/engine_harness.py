@@ -1,0 +1,242 @@
+"""Runs real vLLM engines for the tests of `peagle.vllm`: batches in, tokens and counts out."""
+
+import asyncio
+import dataclasses
+import json
+import os
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from vllm import SamplingParams, TokensPrompt
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY, DraftingRecorder, RequestDrafting
+from peagle.vllm.engine import ASYNC_SCHEDULER, engine_kwargs
+from peagle.vllm.grammar_bounds import GrammarLimits
+from peagle.vllm.limits import guard
+from tests.support import references
+from tests.support.scripted_drafts import CONTINUATION_KEY
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One request. `abort_after`: cancel it when so many tokens are out. `sampling`: further SamplingParams,
+    and `regex` for a grammar."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    k: Any = None
+    workload: str | None = None
+    continuation: Sequence[int] | None = None
+    abort_after: int | None = None
+    head: int | None = None
+    survival: Sequence[float] | None = None
+    sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def params(self) -> SamplingParams:
+        sampling = dict(self.sampling)
+        if "regex" in sampling:
+            sampling["structured_outputs"] = StructuredOutputsParams(regex=sampling.pop("regex"))
+        channel = {
+            DEPTH_KEY: self.k,
+            WORKLOAD_KEY: self.workload,
+            CONTINUATION_KEY: self.continuation,
+            HEAD_KEY: self.head,
+            SURVIVAL_KEY: self.survival,
+        }
+        return SamplingParams(
+            **{
+                "temperature": 0.0,
+                "ignore_eos": True,
+                "max_tokens": self.max_tokens,
+                "output_kind": RequestOutputKind.FINAL_ONLY if "n" in sampling else RequestOutputKind.CUMULATIVE,
+                **sampling,
+            },
+            extra_args={key: value for key, value in channel.items() if value is not None} or None,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What came back. `steps`: (verified, accepted) by vLLM's own count; None without speculation."""
+
+    tokens: list[list[int]]
+    texts: list[str]
+    finish_reasons: list[str | None]
+    steps: list[tuple[int, int]] | None
+    drafting: RequestDrafting | None
+
+
+class _Preemptions(StatLoggerBase):
+    """Counts preemptions of the engine."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self.num_preempted = 0
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+        if iteration_stats is not None:
+            self.num_preempted += iteration_stats.num_preempted_reqs
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+
+class RunningEngine:
+    """An `AsyncLLM` with a `DraftingRecorder`, driven from synchronous tests on its own event loop."""
+
+    def __init__(
+        self,
+        kwargs: dict[str, Any],
+        is_async: bool = False,
+        async_scheduler: str = ASYNC_SCHEDULER,
+        grammar_limits: GrammarLimits | None = None,
+    ) -> None:
+        arguments = dict(kwargs)
+        if "speculative_config" in arguments:
+            arguments["per_request_spec_decode_metrics"] = "detailed"
+        config = AsyncEngineArgs(**arguments).create_engine_config()
+        # On a CPU vLLM turns asynchronous scheduling off as not worth it. It works there all the same.
+        if is_async:
+            config.scheduler_config.async_scheduling = True
+            config.scheduler_config.scheduler_cls = async_scheduler
+        self._grammar_limits = grammar_limits
+        self._loop = asyncio.new_event_loop()
+        self._num_requests = 0
+        self._preemptions: list[_Preemptions] = []
+        self.num_outputs = 0  # that came from the engine's process
+        self.max_draft_tokens: int = config.num_speculative_tokens
+        self.recorder = DraftingRecorder()
+        self._client: AsyncLLM = self._run(self._start(config))
+
+    async def _start(self, config: Any) -> AsyncLLM:
+        def make_logger(vllm_config: Any, engine_index: int = 0) -> _Preemptions:
+            self._preemptions.append(_Preemptions(vllm_config, engine_index))
+            return self._preemptions[-1]
+
+        client = AsyncLLM.from_vllm_config(config, disable_log_stats=True, stat_loggers=[make_logger])
+        self.recorder.attach(client)
+        process_outputs = client.output_processor.process_outputs
+
+        def process_and_count(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            self.num_outputs += len(outputs)
+            return process_outputs(outputs, *args, **kwargs)
+
+        client.output_processor.process_outputs = process_and_count  # type: ignore[method-assign]
+        guard(client, self._grammar_limits)
+        return client
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run_until_complete(asyncio.wait_for(work, timeout=300))
+
+    @property
+    def num_preempted(self) -> int:
+        """Preemptions since the start."""
+        return sum(logger.num_preempted for logger in self._preemptions)
+
+    def run(self, jobs: Sequence[Job]) -> list[Result]:
+        """All of `jobs` at once, results in their order."""
+
+        async def gather() -> list[Result]:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._one(job)) for job in jobs]
+            return [task.result() for task in tasks]
+
+        return self._run(gather())
+
+    def run_staggered(self, first: Job, then: Job, after_tokens: int) -> tuple[Result, Result]:
+        """`then` is sent when `first` has `after_tokens` tokens out."""
+
+        async def both() -> tuple[Result, Result]:
+            under_way = asyncio.Event()
+            async with asyncio.TaskGroup() as group:
+                task = group.create_task(self._one(first, under_way, after_tokens))
+                await under_way.wait()
+                second = await self._one(then)
+            return task.result(), second
+
+        return self._run(both())
+
+    async def _one(self, job: Job, under_way: asyncio.Event | None = None, after_tokens: int = 0) -> Result:
+        self._num_requests += 1
+        request_id = f"test-{self._num_requests}"
+        output = None
+        async for output in self._client.generate(
+            TokensPrompt(prompt_token_ids=list(job.prompt)), job.params(), request_id
+        ):
+            num_tokens = len(output.outputs[0].token_ids)
+            if under_way is not None and num_tokens >= after_tokens:
+                under_way.set()
+            if job.abort_after is not None and num_tokens >= job.abort_after:
+                await self._client.abort(request_id)
+                break
+        assert output is not None
+        metrics = getattr(output.outputs[0], "spec_decode_metrics", None)
+        return Result(
+            tokens=[list(choice.token_ids) for choice in output.outputs],
+            texts=[choice.text for choice in output.outputs],
+            finish_reasons=[choice.finish_reason for choice in output.outputs],
+            steps=list(zip(metrics.per_step_drafted, metrics.per_step_accepted, strict=True)) if metrics else None,
+            drafting=self.recorder.pop(request_id),
+        )
+
+    def shutdown(self) -> None:
+        """Stop the engine's processes."""
+        self._client.shutdown()
+        for task in (pending := asyncio.all_tasks(self._loop)):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        self._loop.close()
+
+
+def target_kwargs(target_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The target without speculation, in float32."""
+    return engine_kwargs(target_dir, None, dtype="float32", on_cpu=current_platform.is_cpu(), extra=settings)
+
+
+def drafted_kwargs(target_dir: Path, head_dir: Path, k_max: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """The target with a head in its own process, in float32."""
+    return engine_kwargs(
+        target_dir,
+        head_dir,
+        max_draft_tokens=k_max,
+        dtype="float32",
+        on_cpu=current_platform.is_cpu(),
+        extra=settings,
+    )
+
+
+@contextmanager
+def engine_of(kwargs: dict[str, Any]) -> Iterator[RunningEngine]:
+    """An engine that is gone afterwards, so that the next one has the machine to itself."""
+    engine = RunningEngine(kwargs)
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+def reference_results(target_dir: Path, settings: dict[str, Any], jobs: Sequence[Job]) -> list[Result]:
+    """What the target says without speculation; an engine with `settings` is asked for what is not stored."""
+    keys = [json.dumps([list(job.prompt), job.max_tokens, job.sampling], sort_keys=True) for job in jobs]
+    known = references.load(target_dir)
+    unknown = {key: job for key, job in zip(keys, jobs, strict=True) if key not in known}
+    if unknown:
+        with engine_of(target_kwargs(target_dir, settings)) as engine:
+            results = engine.run(list(unknown.values()))
+        known |= {key: reference_document(result) for key, result in zip(unknown, results, strict=True)}
+        if os.environ.get(references.WRITE):
+            references.save(target_dir, known)
+    return [Result(**known[key], steps=None, drafting=None) for key in keys]
+
+
+def reference_document(result: Result) -> dict[str, Any]:
+    """What is stored of a result."""
+    return {"tokens": result.tokens, "texts": result.texts, "finish_reasons": result.finish_reasons}

@@ -1,0 +1,97 @@
+"""Traffic of real answers for the decisions on heads: steps of a head, request by request, replayed from traces.
+
+A worse head is the same one of whose accepted drafts each is lost with some chance, with all that follow it.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.counts import Counts, News, WorkloadCounts
+from cluster.heads import TRIAL_SUFFIX, DraftersView, HeadKeeper, HeadRef
+
+TRACES = Path(__file__).parents[2] / "benchmarks/results/2026-11-21-traces-smollm2-135m.npz"
+TASKS = ("humaneval", "math_reasoning", "qa", "rag", "summarization", "translation")
+K = 5
+
+Rows = NDArray[np.int64]
+"""[num_requests, 3 * K]: drafted, reached and accepted by depth, of each request."""
+
+
+@cache
+def requests_of(task: str, loss: float = 0.0) -> Rows:
+    """Greedy answers of a task, each walked at K."""
+    found = np.load(TRACES)
+    ends = np.cumsum(found["num_anchors"])
+    random, rows = np.random.default_rng(0), []
+    for index in np.flatnonzero((found["category"] == task) & (found["temperature"] == 0)):
+        accepted = np.minimum(found["accepted"][ends[index] - found["num_anchors"][index] : ends[index]], K)
+        kept = np.minimum(accepted, random.geometric(loss, len(accepted)) - 1) if loss else accepted
+        at, row = 0, np.zeros((3, K), np.int64)
+        while at < len(accepted):
+            num = int(kept[at])
+            row[0] += 1
+            row[1, : num + 1] += 1
+            row[2, :num] += 1
+            at += num + 1
+        rows.append(row.ravel())
+    return np.array(rows)
+
+
+def acceptance_length(loss: float) -> float:
+    """AL over all tasks."""
+    rows = sum(requests_of(task, loss).sum(0) for task in TASKS)
+    return float(1 + rows[2 * K :].sum() / rows[0])
+
+
+class HeadTraffic:
+    """A service in which `keeper` decides: requests of six workloads go through drafters that do as they are told."""
+
+    def __init__(self, keeper: HeadKeeper, seed: int, losses: Mapping[str, float], head: str = "a") -> None:
+        """losses: of the heads that there are, by digest."""
+        self.keeper, self._losses, self._random = keeper, losses, np.random.default_rng(seed)
+        self.configured = HeadRef(head, head)
+        self.weights = np.full(len(TASKS), 1 / len(TASKS))
+        self.num_requests = 0
+
+    @property
+    def head(self) -> str:
+        """That of the requests without a trial."""
+        return self.keeper.orders.instead.get(self.configured.digest, self.configured).digest
+
+    def look(self) -> None:
+        """The drafters' reports; every head loads at once."""
+        extra = tuple(HeadRef(head.name, head.name.removeprefix("candidate-")) for head in self.keeper.orders.extra)
+        view = DraftersView((self.configured,), (HeadRef(self.head, self.head), *extra))
+        self.keeper.see(view, dict.fromkeys(TASKS, 2))
+
+    def run(self, num_requests: int, at_a_time: int = 60, workload: str | None = None) -> None:
+        """So many requests, some in each report. `workload`: all under this name, else each under that of its task."""
+        for _ in range(num_requests // at_a_time):
+            self.look()
+            routing, news = self.keeper.routing, News()
+            share = routing.share if routing.trial else 0.0
+            for task, num in zip(TASKS, self._random.multinomial(at_a_time, self.weights), strict=True):
+                is_asked = task in routing.workloads if routing.workloads else task not in routing.own
+                num_tried = self._random.binomial(num, share) if is_asked else 0
+                name = workload or task
+                self._add(news, name, task, self.head, int(num - num_tried))
+                self._add(news, name + TRIAL_SUFFIX, task, routing.trial, int(num_tried))
+            self.num_requests += at_a_time
+            self.keeper.take(news, {})
+
+    def _add(self, news: News, name: str, task: str, head: str, num: int) -> None:
+        if not num:
+            return
+        head = self.keeper.routing.own.get(name, head)
+        rows = requests_of(task, self._losses[head])
+        row = rows[self._random.integers(len(rows), size=num)].sum(0)
+        depths = int((row[:K] > 0).sum())
+        counts = Counts(*(row[start : start + depths].tolist() for start in range(0, 3 * K, K)))
+        before = news.workloads.get(name, WorkloadCounts())
+        news.workloads[name] = before + WorkloadCounts(num, num, counts=counts)
+        of_head = news.by_head.setdefault(head, {})
+        of_head[name] = of_head.get(name, Counts()) + counts

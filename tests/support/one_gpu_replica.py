@@ -1,0 +1,67 @@
+"""Starts the engine of a target replica with one GPU, as Ray places it, on a machine that only says to have a GPU.
+
+    python -m tests.support.one_gpu_replica TARGET_DIR [SHARE]
+
+Ray is told of a GPU, the replica is an actor with the options and bundles of `deployments.app`, and its engine is ours
+for one worker, with what a CPU needs in place of a GPU's worker. Prints one JSON line.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+import psutil
+import ray
+from ray.serve.llm import LLMConfig
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from vllm import SamplingParams, TokensPrompt
+
+from cluster.settings import load_settings
+from deployments import compat
+from deployments.app import catalog, target_options
+from peagle.vllm.engine import engine_kwargs
+
+
+class Replica:
+    async def answer(self, target_dir: str, share: float) -> dict[str, Any]:
+        small = {"max_model_len": 64, "max_num_seqs": 1, "enforce_eager": True}
+        config = LLMConfig(
+            model_loading_config={"model_id": "m", "model_source": target_dir},
+            engine_kwargs=engine_kwargs(None, None, dtype="float32", on_cpu=True, extra=small),
+            placement_group_config={"bundle_per_worker": {"GPU": share}},
+        )
+        compat.download_nothing(config)
+        engine = compat.engine_class(on_cpu=False)(config)
+        await engine.start()
+        params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+        async for output in engine._engine_client.generate(TokensPrompt(prompt_token_ids=[1, 2, 3]), params, "r"):
+            found = output
+        engines = engine._engine_client.engine_core.resources.engine_manager.processes
+        return {
+            "gpu": os.environ["CUDA_VISIBLE_DEVICES"],
+            "engine_gpus": [psutil.Process(one.pid).environ()["CUDA_VISIBLE_DEVICES"] for one in engines],
+            "worker_gpus": [
+                one.environ()["CUDA_VISIBLE_DEVICES"]
+                for engine_process in engines
+                for one in psutil.Process(engine_process.pid).children()
+                if "VLLM::Worker" in " ".join(one.cmdline())
+            ],
+            "num_tokens": len(found.outputs[0].token_ids),
+            "left_for_others": ray.available_resources().get("GPU", 0.0),
+            "executor": engine._engine_client.vllm_config.parallel_config.distributed_executor_backend,
+        }
+
+
+def main(target_dir: str, share: float) -> None:
+    args = {"model": {"id": "m", "source": target_dir}, "target": {"bundle": {"GPU": share}}}
+    options = target_options(load_settings(args, catalog(), {}))
+    ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    group = ray.util.placement_group(options["placement_group_bundles"], options["placement_group_strategy"])
+    place = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
+    actor = ray.remote(Replica).options(**options["ray_actor_options"], scheduling_strategy=place)
+    print(json.dumps(ray.get(actor.remote().answer.remote(target_dir, share), timeout=240)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]))

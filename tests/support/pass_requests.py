@@ -1,0 +1,115 @@
+"""Requests that a parallel pass and `DraftSession`s of the same drafter are given step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from peagle.config import DrafterConfig, Llama3Rope
+from peagle.draft import DraftSession
+from peagle.drafter.parallel_pass import ParallelPass, PassBatch
+from peagle.drafter.serving import reducer_of
+from peagle.model import Drafter
+from tests.unit.peagle.test_draft import CONFIG
+
+BLOCK_SIZE = 4
+MAX_DEPTH = 5
+BLOCKS_PER_REQUEST = 20
+
+SWITCHES: dict[str, DrafterConfig] = {
+    "plain": CONFIG,
+    "one layer": dataclasses.replace(CONFIG, num_hidden_layers=1),
+    "norms": dataclasses.replace(CONFIG, norm_before_residual=True, fc_norm=True, attention_bias=True),
+    "qwen3": dataclasses.replace(
+        CONFIG, qk_norm=True, norm_before_fc=True, attention_bias=True, rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 16)
+    ),
+    "sliding window": dataclasses.replace(CONFIG, sliding_window=6),
+    "multi-head": dataclasses.replace(CONFIG, num_key_value_heads=4),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What one request gives in a step: rows at `start` and later, and the drafts it wants."""
+
+    request: int
+    start: int
+    num_valid: int
+    depth: int
+
+
+class Requests:
+    """Some requests with random tokens and hidden states, and the blocks that each has of a shuffled cache."""
+
+    def __init__(self, drafter: Drafter, num_requests: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        weight = drafter.fc.weight
+        num_positions = BLOCK_SIZE * BLOCKS_PER_REQUEST
+        # Row p's token is the one after position p.
+        self.tokens = torch.randint(0, 99, (num_requests, num_positions), generator=generator).to(weight.device)
+        shape = (num_requests, num_positions, drafter.config.fc_input_size)
+        self.aux = torch.randn(shape, generator=generator).to(weight)
+        self.num_blocks = num_requests * BLOCKS_PER_REQUEST + 3
+        self.blocks = torch.randperm(self.num_blocks, generator=generator)[:-3].view(num_requests, -1).int().numpy()
+        self.cache_start = np.zeros(num_requests, np.int32)
+        self.sessions = [DraftSession(drafter) for _ in range(num_requests)]
+        self.drafter, self.reducer = drafter, reducer_of(drafter)
+
+    def new_pass(self, device: str = "cpu", dtype: torch.dtype | None = None, **settings: object) -> ParallelPass:
+        limits = {"max_num_requests": len(self.tokens), "max_num_rows": 256, "max_depth": MAX_DEPTH}
+        return ParallelPass(
+            self.drafter, digest="", num_blocks=self.num_blocks, block_size=BLOCK_SIZE, device=device,
+            dtype=dtype or self.drafter.fc.weight.dtype, max_context=BLOCK_SIZE * BLOCKS_PER_REQUEST,
+            **(limits | settings),  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def rows(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Next tokens [n] and tapped hidden states [n, C * S] of a step."""
+        end = step.start + step.num_valid
+        return self.tokens[step.request, step.start : end], self.aux[step.request, step.start : end]
+
+    def expected(self, step: Step) -> list[int]:
+        """What a session of this request's own proposes."""
+        session = self.sessions[step.request]
+        session.cache.truncate(step.start - int(self.cache_start[step.request]))
+        drafts = session.propose(*self.rows(step), max(step.depth, 1)).token_ids_K.tolist()
+        return (drafts if step.depth else []) + [-1] * (MAX_DEPTH - step.depth)
+
+    def batch(self, steps: list[Step], *, num_rejected: int = 2, num_pieces: int = 1) -> PassBatch:
+        """The steps in one batch, each followed in the payload by rejected rows that must not matter."""
+        tokens: list[Tensor] = []
+        hidden: list[Tensor] = []
+        offsets: list[int] = []
+        for step in steps:
+            offsets.append(sum(len(part) for part in tokens))
+            next_tokens, aux = self.rows(step)
+            tokens += [next_tokens.cpu(), torch.full((num_rejected,), -7)]
+            hidden += [self.reducer.reduce(aux).cpu(), torch.full((num_rejected, self.reducer.hidden_size), 1e4)]
+        hidden_RH = torch.cat([part.to(self.reducer.dtype) for part in hidden])
+        requests = [step.request for step in steps]
+        used = max(-(-(step.start + step.num_valid + MAX_DEPTH) // BLOCK_SIZE) for step in steps)
+        return PassBatch(
+            start_B=np.array([step.start for step in steps], np.int32),
+            num_valid_B=np.array([step.num_valid for step in steps], np.int32),
+            row_offset_B=np.array(offsets, np.int32),
+            depth_B=np.array([step.depth for step in steps], np.int32),
+            cache_start_B=self.cache_start[requests],
+            next_tokens_R=torch.cat(tokens).int().numpy(),
+            hidden=list(hidden_RH.chunk(num_pieces)),
+            block_table_BN=np.ascontiguousarray(self.blocks[requests, :used]),
+        )
+
+
+#: Batches of three requests: prompts of one and of two chunks, other depths and orders, and steps back.
+STEPS = [
+    [Step(0, 0, 9, 0), Step(1, 0, 3, 5)],
+    [Step(0, 9, 4, 3), Step(2, 0, 17, 1), Step(1, 3, 1, 5)],
+    [Step(1, 4, 6, 0), Step(0, 13, 2, 5)],
+    [Step(2, 17, 1, 2), Step(1, 10, 3, 4), Step(0, 15, 1, 5)],
+    [Step(0, 11, 5, 4), Step(1, 2, 1, 5)],
+    [Step(1, 3, 12, 3), Step(2, 18, 22, 0), Step(0, 16, 6, 1)],
+    [Step(2, 40, 2, 5)],
+]

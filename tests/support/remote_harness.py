@@ -1,0 +1,81 @@
+"""A real engine whose drafter is another process, for tests that do something to the drafter meanwhile."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from peagle.vllm.engine import RemoteSettings, engine_kwargs
+from tests.support.engine_harness import Job, Result, RunningEngine
+
+LINK_TIMEOUT_S = 60.0
+
+
+class RemoteEngine(RunningEngine):
+    """`RunningEngine` with what the service asks of the worker."""
+
+    @classmethod
+    def start(
+        cls,
+        target_dir: Path,
+        head_dir: Path,
+        settings: RemoteSettings,
+        *,
+        k_max: int,
+        is_async: bool,
+        scheduler: str | None = None,
+        extra: dict[str, Any],
+    ) -> "RemoteEngine":
+        kwargs = engine_kwargs(
+            target_dir,
+            head_dir,
+            max_draft_tokens=k_max,
+            dtype="float32",
+            on_cpu=True,
+            remote=settings,
+            extra=extra,
+        )
+        if scheduler is not None:
+            kwargs["scheduler_cls"] = scheduler
+        if is_async:
+            kwargs["worker_cls"] = "tests.support.async_remote_worker.AsyncRemoteWorker"
+        return cls(kwargs, is_async=is_async)
+
+    def set_drafters(self, drafters: Sequence[dict[str, Any]]) -> None:
+        self._run(self._client.collective_rpc("set_drafters", args=(list(drafters),)))
+
+    def report(self) -> dict[str, Any]:
+        (report,) = self._run(self._client.collective_rpc("remote_report"))
+        return dict(report)
+
+    def links(self) -> dict[str, dict[str, Any]]:
+        """What the pool says of each link, by address."""
+        return {link["address"]: link for link in self.report()["pool"]["links"]}
+
+    def connect(self, *drafters: Any) -> None:
+        """Use these `DrafterProcess`es, and wait until steps can go to all of them."""
+        self.set_drafters([drafter.entry for drafter in drafters])
+        addresses = {drafter.entry["address"] for drafter in drafters}
+        self.wait_for(lambda links: {a for a, link in links.items() if link["state"] == "up"} == addresses)
+
+    def wait_for(self, condition: Callable[[dict[str, dict[str, Any]]], bool]) -> None:
+        """Until the links are so."""
+        end_s = time.monotonic() + LINK_TIMEOUT_S
+        while not condition(links := self.links()):
+            assert time.monotonic() < end_s, links
+            time.sleep(0.05)
+
+    def run_while(self, jobs: Sequence[Job], after_tokens: int, action: Callable[[], None]) -> list[Result]:
+        """All of `jobs` at once; `action` when the first has `after_tokens` tokens out."""
+
+        async def gather() -> list[Result]:
+            under_way = asyncio.Event()
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._one(jobs[0], under_way, after_tokens))]
+                tasks += [group.create_task(self._one(job)) for job in jobs[1:]]
+                await under_way.wait()
+                await asyncio.to_thread(action)
+            return [task.result() for task in tasks]
+
+        return self._run(gather())

@@ -1,0 +1,286 @@
+"""The real application of a file in configs/ for the tests of the service, and how they talk to it."""
+
+import copy
+import os
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+import ray
+import torch
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
+from safetensors.torch import load_file, save_file
+
+import peagle.heads
+from benchmarks.common import free_port
+from cluster.settings import load_settings
+from deployments import APP_NAME
+from deployments.app import catalog
+from deployments.up import live_form, ray_environment
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIG = CONFIGS / "local.yaml"
+FIXED = {"policy": "fixed", "default": 5, "by_workload": {"code": 7, "chat": 5}}
+TOOLS = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+READY_TIMEOUT_S = 600.0
+WEB_KEY = "sk-web"
+QUESTION = [{"role": "user", "content": "Write a Python function that returns the sum of a list."}]
+PROMPTS = [
+    "Count from one to twenty.",
+    "What is the capital of France?",
+    "Write a short poem about the sea, in four lines.",
+    "Explain in two sentences why the sky is blue, and mention how light is scattered by small particles.",
+]
+
+
+@dataclass
+class Service:
+    """The running application, and what answered while it was not ready yet. `written`: the config as a user writes it,
+    `document`: as Serve has it."""
+
+    url: str
+    model: str
+    written: dict[str, Any]
+    document: dict[str, Any]
+    early: list[httpx.Response] = field(default_factory=list)
+    statuses: list[str] = field(default_factory=list)
+
+    @property
+    def num_early_answers(self) -> int:
+        """Requests answered before this machine saw that the service is ready: it may become so between two looks."""
+        return sum(response.status_code == 200 for response in self.early)
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def ask(self, *, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+        body = {"model": self.model, "messages": QUESTION, "max_tokens": 12, "temperature": 0, **body}
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, headers=headers, timeout=120)
+
+    def ask_all(self, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The answers to requests that are sent at once."""
+
+        def ask(body: dict[str, Any]) -> dict[str, Any]:
+            response = self.ask(**body)
+            assert response.status_code == 200, response.text
+            return dict(response.json())
+
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            return list(pool.map(ask, bodies))
+
+    def texts(self, prompts: Sequence[str], ks: Sequence[int], max_tokens: int = 24) -> list[str]:
+        """What is answered to prompts that are sent at once, each with its K."""
+        answers = self.ask_all([
+            {"messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens, "drafting": {"k": k}}
+            for prompt, k in zip(prompts, ks, strict=True)
+        ])  # fmt: skip
+        assert [answer["drafting"]["k"] for answer in answers] == list(ks)
+        return [answer["choices"][0]["message"]["content"] for answer in answers]
+
+    def deploy(self) -> None:
+        """Hand `document` to Serve, changed or not."""
+        schema = {"applications": self.document["applications"]}
+        _get_global_client().deploy_apps(ServeDeploySchema.model_validate(schema))
+
+    def change_live(self, *deployments: dict[str, Any], **sections: dict[str, Any]) -> None:
+        """Deploy the config with other settings that need no new engine, as `peagle serve` does; without any, as it
+        was at the start. `deployments`: entries of that list of Serve's config."""
+        changed = copy.deepcopy(self.written)
+        args = changed["applications"][0]["args"]
+        for name, keys in sections.items():
+            args[name] = {**args.get(name, {}), **keys}
+        changed["applications"][0]["deployments"] = list(deployments)
+        self.document = live_form(changed, load_settings(args, catalog(), os.environ))
+        self.deploy()
+
+    def processes(self, deployment: str) -> set[int]:
+        """The replicas of a deployment."""
+        details = ray.get(_get_global_client()._controller.get_serve_instance_details.remote())
+        replicas = details["applications"][APP_NAME]["deployments"][deployment]["replicas"]
+        return {int(replica["pid"]) for replica in replicas}
+
+    def niceness(self, deployment: str) -> set[tuple[int, int]]:
+        """Niceness and the kernel's oom_score_adj of the replicas of a deployment, and of every process that they have
+        started, but those that check grammars, which come behind all others on purpose."""
+        replicas = [psutil.Process(pid) for pid in self.processes(deployment)]
+        found = [one for replica in replicas for one in (replica, *replica.children(recursive=True))]
+        found = [one for one in found if "peagle.vllm.grammar_checker" not in one.cmdline()]
+        return {(int(one.nice()), int(Path(f"/proc/{one.pid}/oom_score_adj").read_text())) for one in found}
+
+    def drafting(self) -> dict[str, Any]:
+        """The document of GET /drafting."""
+        return httpx.get(f"{self.url}/drafting", timeout=30).json()
+
+    def metrics(self) -> dict[str, dict[tuple[str, ...], float]]:
+        """Samples by name, keyed by (workload, depth or outcome), summed over replicas."""
+        found: dict[str, dict[tuple[str, ...], float]] = defaultdict(lambda: defaultdict(float))
+        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=30).text):
+            for sample in family.samples:
+                labels = [sample.labels[name] for name in ("workload", "depth", "outcome") if name in sample.labels]
+                found[sample.name][tuple(labels)] += sample.value
+        return found
+
+
+def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """A response_format that asks for JSON of this schema."""
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+BAD_REQUESTS: dict[str, tuple[str, dict[str, Any], str | None]] = {
+    "prompt longer than the context": (
+        "chat",
+        {"messages": [{"role": "user", "content": "word " * 4000}]},
+        "input_tokens",
+    ),
+    "more output than the context": ("chat", {"max_tokens": 100_000}, "max_tokens"),
+    "a tool call without its function": (
+        "chat",
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "type": "function"}]}, *QUESTION]},
+        None,
+    ),
+    "a schema of itself": ("chat", {"response_format": json_schema({"$ref": "#"})}, "response_format"),
+    "a schema that refers to nothing": (
+        "chat",
+        {"response_format": json_schema({"$ref": "#/$defs/none"})},
+        None,
+    ),
+    "a grammar of nothing": ("chat", {"structured_outputs": {"grammar": "root ::= "}}, None),
+    "a grammar that is none": ("chat", {"structured_outputs": {"grammar": "?"}}, None),
+    "a pattern that is none": ("chat", {"structured_outputs": {"regex": "("}}, None),
+    "a token id that the model does not have": ("completions", {"prompt": [49152]}, "prompt"),
+    "one of several prompts": ("completions", {"prompt": [[1], [49152]]}, "prompt"),
+    "a huge token id": ("completions", {"prompt": [10**9]}, None),
+    "a negative token id": ("completions", {"prompt": [-1]}, None),
+    "a bias of an unknown token": ("chat", {"logit_bias": {"49152": 1}}, "logit_bias"),
+    "an unknown token allowed": ("chat", {"allowed_token_ids": [49152]}, "allowed_token_ids"),
+    "an unknown token to stop at": ("chat", {"stop_token_ids": [49152]}, "stop_token_ids"),
+    "embeddings for a prompt": ("completions", {"prompt": None, "prompt_embeds": "AAAA"}, None),
+    "an empty prompt": ("completions", {"prompt": ""}, None),
+    "no prompt": ("completions", {"prompt": None}, None),
+    "a prompt of a wrong type": ("completions", {"prompt": 3}, None),
+    "no token to answer with": ("chat", {"max_tokens": 0}, "max_tokens"),
+    "fewest tokens above the most": ("chat", {"min_tokens": 9}, "min_tokens"),
+    "a probability above one": ("chat", {"top_p": 1.5}, "top_p"),
+    "an image for a model of text": (
+        "chat",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}
+            ]
+        },
+        None,
+    ),
+    "a template of the client's": ("chat", {"chat_template": "{% for i in range(10**9) %}a{% endfor %}"}, None),
+    "a template in its arguments": ("chat", {"chat_template_kwargs": {"chat_template": "a"}}, None),
+    "a pattern that every step looks for": (
+        "chat",
+        {"repetition_detection": {"max_pattern_size": 10**6, "min_pattern_size": 1, "min_count": 2}},
+        "repetition_detection",
+    ),
+    "3,000 bad words": ("chat", {"bad_words": [f"w{number}" for number in range(3000)]}, "bad_words"),
+    "K above the range": ("chat", {"drafting": {"k": 99}}, "drafting.k"),
+    "an unknown field": ("chat", {"guided_regex": "a"}, "guided_regex"),
+}
+"""What the engine's input processing refuses, and two of the many that the edge does (`test_edge.py`)."""
+
+
+@contextmanager
+def running_service(config: Path = CONFIG, **sections: dict[str, Any]) -> Iterator[Service]:
+    """The application of a config in a Ray of its own, on free ports, deployed and ready as by `peagle serve`; both are
+    stopped afterwards. `sections`: keys to add to sections of its settings."""
+    written = yaml.safe_load(config.read_text())
+    args = written["applications"][0]["args"]
+    for name, keys in sections.items():
+        args[name] = {**args.get(name, {}), **keys}
+    settings = load_settings(args, catalog(), os.environ)
+    document = live_form(written, settings)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ray_environment(settings.ingress.num_replicas > 0, print).items():
+            patch.setenv(name, value)
+        # Two logical CPUs, whatever the machine has: what the file asks for must fit the smallest.
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="test-service")
+    try:
+        port = free_port()
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        running = Service(f"http://127.0.0.1:{port}", args["model"]["id"], written, document)
+        running.deploy()
+        wait_until_ready(running)
+        yield running
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def wait_until_ready(running: Service) -> None:
+    end = time.monotonic() + READY_TIMEOUT_S
+    while True:
+        found = serve.status().applications.get(APP_NAME)
+        status = "DEPLOYING" if found is None else str(found.status.value)
+        if (response := httpx.get(f"{running.url}/health", timeout=60)).status_code == 200:
+            break
+        assert time.monotonic() < end, serve.status()
+        running.early += [response, running.ask()]
+        running.statuses.append(status)
+        time.sleep(2)
+    while serve.status().applications[APP_NAME].status != "RUNNING":
+        assert time.monotonic() < end, serve.status()
+        time.sleep(0.2)
+
+
+class SharedApplication:
+    """The application of configs/local.yaml, started by the first test that asks for it and stopped when another needs
+    the machine or Ray: K is fixed, drafts come from another process with the shipped head and, for the workload
+    `wrong`, with one that is never right. What a module changes live it takes back."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._running: Service | None = None
+
+    def start(self) -> Service:
+        if self._running is None:
+            folder = Path(self._stack.enter_context(TemporaryDirectory()))
+            # Its final norm is zero, so that all logits are: it always drafts token 0.
+            wrong = changed_head(folder / "always-wrong", lambda tensors: tensors["norm.weight"].zero_())
+            self._stack.enter_context(pytest.MonkeyPatch.context()).setenv("TEST_WEB_KEY", WEB_KEY)
+            heads = {"heads_by_workload": {"wrong": wrong}}
+            running = running_service(drafter=heads, depth=FIXED, engine=TOOLS)
+            self._running = self._stack.enter_context(running)
+        return self._running
+
+    def stop(self) -> None:
+        self._running = None
+        self._stack.close()
+
+
+APPLICATION = SharedApplication()
+
+
+def changed_head(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> str:
+    """A copy of the shipped head, changed."""
+    shutil.copytree(Path(peagle.heads.__file__).parent / "smollm2-135m-instruct", folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)
+
+
+def wait_for(is_so: Callable[[], bool], what: str, timeout_s: float = 90.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < end_s, f"no {what} after {timeout_s:.0f} s"
+        time.sleep(0.5)

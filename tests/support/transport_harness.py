@@ -1,0 +1,253 @@
+"""Drafters in processes of their own, real ones with the small random head of `draft_engine_harness`, and targets that
+feed them through links as an engine does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from peagle.drafter.armed import ArmedPass
+from peagle.drafter.client import LinkPool
+from peagle.drafter.engine import DraftEngine, PreparedStep
+from peagle.drafter.protocol import Int32Array, ServedHead, StepPlan, TargetShape, TargetStep
+from peagle.drafter.server import DrafterServer
+from peagle.drafter.serving import reducer_of
+from tests.support.draft_engine_harness import CONFIG, MAX_DEPTH, aux_rows, drafter_of, expected_drafts, head_runtime
+
+SHAPE = TargetShape(
+    hidden_size=CONFIG.hidden_size,
+    dtype="float64",
+    max_depth=MAX_DEPTH,
+    max_num_requests=4,
+    max_num_rows=64,
+    vocab_size=CONFIG.vocab_size,
+)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def served_head(head: int, **changes: Any) -> ServedHead:
+    offered: dict[str, Any] = {
+        "digest": f"digest{head}",
+        "reducer": reducer_of(drafter_of(head)).to_bytes(),
+        "hidden_size": CONFIG.hidden_size,
+        "dtype": "float64",
+        "vocab_size": CONFIG.vocab_size,
+        "aux_layer_ids": CONFIG.aux_layer_ids,
+        "max_depth": MAX_DEPTH,
+    }
+    return ServedHead(**(offered | changes))
+
+
+class SlowEngine(DraftEngine):
+    """Takes its time over every call."""
+
+    delay_s = 0.0
+
+    def step(
+        self, steps: Sequence[TargetStep], prepared: Sequence[PreparedStep | None] | None = None
+    ) -> list[Int32Array]:
+        time.sleep(self.delay_s)
+        return super().step(steps, prepared)
+
+    def arm(self, *arguments: Any) -> ArmedPass | None:
+        """A pass that needs no call takes no time of it."""
+        return None if self.delay_s else super().arm(*arguments)
+
+
+def make_server(
+    heads: tuple[int, ...] = (0,), port: int = 0, delay_s: float = 0.0, num_blocks: int = 600, **settings: Any
+) -> DrafterServer:
+    engine = SlowEngine({i: head_runtime(head, num_blocks=num_blocks) for i, head in enumerate(heads)})
+    engine.delay_s = delay_s
+    return DrafterServer(engine, {i: served_head(head) for i, head in enumerate(heads)}, port=port, **settings)
+
+
+@contextlib.contextmanager
+def running(server: DrafterServer) -> Iterator[DrafterServer]:
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+class DrafterProcess:
+    """A drafter that can be killed, stopped and started again."""
+
+    def __init__(self, port: int = 0, heads: tuple[int, ...] = (0,), delay_s: float = 0.0) -> None:
+        arguments = [str(port), ",".join(map(str, heads)), str(delay_s)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.transport_harness", *arguments],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.address: str = json.loads(self.process.stdout.readline())["address"]
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def __enter__(self) -> DrafterProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def mapped_mailboxes(pid: int) -> int:
+    """How many mailboxes a process has in its memory; their files have no names any more."""
+    return Path(f"/proc/{pid}/maps").read_text().count("peagle-mailbox-")
+
+
+def named_mailboxes() -> list[str]:
+    return [path.name for path in Path("/dev/shm").glob("peagle-mailbox-*")]
+
+
+def eventually(condition: Callable[[], Any], timeout_s: float = 15.0) -> Any:
+    """The condition's value once it is true. A deadline, not a measurement: it fails by far or not at all."""
+    end_s = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < end_s, "it did not happen"
+        time.sleep(0.005)
+    return value
+
+
+def entry(address: str, heads: dict[int, str]) -> dict[str, object]:
+    return {"address": address, "heads": heads}
+
+
+def only_link(pool: Any) -> dict[str, Any]:
+    (link,) = pool.report()["links"]
+    return link
+
+
+def make_pool(**settings: Any) -> LinkPool:
+    settings = {"min_deadline_s": 5.0, "max_deadline_s": 5.0, "aux_layer_ids": CONFIG.aux_layer_ids} | settings
+    return LinkPool(settings.pop("shape", SHAPE), **settings)
+
+
+def plan_of(step: TargetStep) -> StepPlan:
+    """What a target's host knows of a step."""
+    names = ("slots_B", "heads_B", "depth_B", "row_offset_B", "prompts", "finished_slots", "number")
+    return StepPlan(num_rows=len(step.next_tokens_R), **{name: getattr(step, name) for name in names})
+
+
+def device_part(step: TargetStep) -> tuple[Any, Any, Any, Any]:
+    """The rest of it."""
+    return step.start_B, step.num_valid_B, step.next_tokens_R, step.hidden_RH
+
+
+class Target:
+    """An engine's side without a model: requests with fixed tokens that advance by some rows a step."""
+
+    def __init__(self, pool: LinkPool, num_requests: int = 3, seed: int = 0) -> None:
+        generator = np.random.default_rng(seed)
+        self.pool = pool
+        self.tokens = [generator.integers(0, 99, 120).tolist() for _ in range(num_requests)]
+        self.ends = [0] * num_requests
+        self.firsts = [0] * num_requests  # where the drafter's cache of the request begins
+        self.is_new = set(range(num_requests))
+        self.homes: list[str | None] = [None] * num_requests
+
+    def restart(self, slot: int) -> None:
+        """The slot's request ends and another, with the same tokens, takes its place."""
+        self.pool.finish([slot])
+        self.ends[slot], self.firsts[slot], self.is_new = 0, 0, self.is_new | {slot}
+
+    def step(self, num_rows: int = 3, depth: int = MAX_DEPTH, head: int = 0) -> list[list[int] | None]:
+        """One step of all requests. Drafts of each, None for those that were not answered."""
+        slots_B = np.arange(len(self.tokens), dtype=np.int32)
+        heads_B, drafts = np.full_like(slots_B, head), [None] * len(slots_B)
+        new, self.is_new = self.is_new, set()
+        sent: list[tuple[Any, list[int]]] = []
+        for link, members_M in self.pool.assign(slots_B, heads_B, {slot: f"request {slot}" for slot in new}):
+            slots = members_M.tolist()
+            if self._send(link, slots, num_rows, depth, head, new):
+                sent.append((link, slots))
+            for slot in slots:
+                self.homes[slot] = link.address
+        for link, slots in sent:
+            if (drafts_MK := link.wait()) is not None:
+                for slot, drafts_K in zip(slots, drafts_MK.tolist(), strict=True):
+                    drafts[slot] = drafts_K
+        self.ends = [end + num_rows for end in self.ends]
+        return drafts
+
+    def _send(self, link: Any, slots: list[int], num_rows: int, depth: int, head: int, new: set[int]) -> bool:
+        starts = [self.ends[slot] for slot in slots]
+        rows, next_tokens = [], []
+        for slot, start in zip(slots, starts, strict=True):
+            rows.append(
+                link.reducers[head].reduce(aux_rows(self.tokens[slot], start, start + num_rows).to(self.pool.device))
+            )
+            next_tokens += self.tokens[slot][start + 1 : start + 1 + num_rows]
+
+        def ints(values: Any) -> Int32Array:
+            return np.asarray(values, np.int32)
+
+        device = self.pool.device
+        step = TargetStep(
+            slots_B=ints(slots),
+            heads_B=ints([head] * len(slots)),
+            depth_B=ints([depth] * len(slots)),
+            row_offset_B=ints(range(0, num_rows * len(slots), num_rows)),
+            start_B=torch.tensor(starts, dtype=torch.int32, device=device),
+            num_valid_B=torch.full((len(slots),), num_rows, dtype=torch.int32, device=device),
+            next_tokens_R=torch.tensor(next_tokens, dtype=torch.int32, device=device),
+            hidden_RH=torch.cat(rows),
+            prompts={slot: ints(self.tokens[slot][: self.ends[slot] + 1]) for slot in new},
+        )
+        return link.announce(plan_of(step)) and self._hand_over(link, step)
+
+    def _hand_over(self, link: Any, step: TargetStep) -> bool:
+        return link.send(*device_part(step))
+
+    def expected(self, slot: int, depth: int = MAX_DEPTH, head: int = 0) -> list[int]:
+        """Drafts that the last step must have got for the slot."""
+        return expected_drafts(head, self.tokens[slot], self.firsts[slot], self.ends[slot], depth)
+
+    def check_step(self, num_rows: int = 3, head: int = 0) -> None:
+        """One step in which every request gets the right drafts."""
+        drafts = self.step(num_rows, head=head)
+        assert drafts == [self.expected(slot, head=head) for slot in range(len(self.tokens))]
+
+    def begin_cold(self) -> None:
+        """From the next step on, the drafter's caches begin where the requests are now."""
+        self.firsts = list(self.ends)
+
+
+def main() -> None:
+    port, heads, delay_s = int(sys.argv[1]), tuple(map(int, sys.argv[2].split(","))), float(sys.argv[3])
+    torch.set_num_threads(1)
+    server = make_server(heads, port, delay_s)
+    server.start()
+    sys.stdout.write(json.dumps({"address": server.address}) + "\n")
+    sys.stdout.flush()
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Learned K, by the product's own code, against every fixed K: on engines of formulas and on measured ones."""
+
+import numpy as np
+import pytest
+
+from benchmarks.simulate_depths import (
+    ENGINES,
+    K_MAX,
+    MIXES,
+    Answer,
+    Chosen,
+    Fixed,
+    Learned,
+    Load,
+    Oracle,
+    Request,
+    TableEngine,
+    acceptance_length,
+    chances_and_acceptance,
+    compare,
+    learned_share,
+    load_answers,
+    points_of,
+    select,
+    simulate,
+    survival,
+)
+from cluster.request import Drafting
+from tests.unit.cluster.test_step_time import cpu, dear_drafter, gpu
+
+ANSWERS = load_answers()
+MEASURED = {name: TableEngine.load(path) for name, path in ENGINES.items()}
+ENGINE = {"gpu": gpu, "slow cpu": cpu, "dear cpu": dear_drafter, **MEASURED}
+
+
+def pools(mix: str) -> dict[str, list[Answer]]:
+    return {name: select(ANSWERS, *kind) for name, kind in MIXES[mix].items()}
+
+
+@pytest.mark.parametrize(
+    ("engine", "concurrency", "mix"),
+    [
+        ("gpu", 32, "code"),
+        ("h200", 32, "code-chat"),
+        pytest.param("slow cpu", 8, "code-chat", marks=pytest.mark.long),
+        pytest.param("cpu", 4, "code", marks=pytest.mark.long),
+    ],
+)
+def test_from_the_guess_alone_learned_k_is_near_the_best_fixed_k_after_its_first_steps(engine, concurrency, mix):
+    """0.95 of it from the 50th step on."""
+    load = Load(concurrency, num_requests=60 + 6 * concurrency, warm_share=0.0, warm_steps=50)
+    rates = compare(ENGINE[engine], pools(mix), load, lambda: Learned("cpu" not in engine))
+    assert learned_share(rates) > 0.95
+    assert rates["learned"] < 1.02 * rates["oracle"]
+
+
+@pytest.mark.parametrize(("engine", "concurrency", "mix"), [("gpu", 64, "chat"), ("slow cpu", 16, "code-chat")])
+def test_in_the_long_run_learned_k_is_the_best_fixed_k_or_better(engine, concurrency, mix):
+    load = Load(concurrency, num_requests=10 * concurrency)
+    rates = compare(ENGINE[engine], pools(mix), load, lambda: Learned("cpu" not in engine))
+    assert learned_share(rates) > (1.03 if mix == "code-chat" else 0.98)
+
+
+@pytest.mark.parametrize(("concurrency", "least"), [(2, 1.1), (4, 1.04), (8, 0.98)])
+def test_steps_without_drafts_are_run_where_they_are_faster(concurrency, least):
+    """The best fixed K is 4 at 2 requests and 0 at 4 and 8, where drafting is half of a step."""
+    load = Load(concurrency, num_requests=80)
+    rates = compare(dear_drafter, pools("code-chat"), load, lambda: Learned(on_gpu=False))
+    assert learned_share(rates) > least
+
+
+def test_an_engine_that_measured_itself_needs_no_learning():
+    engine = MEASURED["h200"]
+    load = Load(128, num_requests=400, warm_share=0.0)
+    rates = compare(engine, pools("code"), load, lambda: Learned(True, points_of(engine, 128)))
+    assert learned_share(rates) > 0.98
+
+
+def test_workloads_get_k_of_their_own():
+    learned = Learned(on_gpu=False)
+    simulate(cpu, pools("code-chat"), learned, Load(8, 100))
+    document = {row["workload"]: row for row in learned.control.document(0.0)["workloads"]}
+    assert document["code"]["k"] > document["chat"]["k"]
+    assert all(row["num_steps"] > 0 for row in document.values())
+
+
+def test_a_run_counts_the_tokens_of_the_answers():
+    """One client, no jitter: tokens and seconds by hand."""
+    answer = Answer("a", 0.0, bytes([2, 0, 1, 1, 0]))
+    load = Load(1, 10, prompt_tokens=16, jitter=0.0, warm_share=0.0)
+
+    def engine(num_requests: int, num_tokens: int, prompt_tokens: int = 0, is_drafted: bool | None = None) -> float:
+        return 1.0 + prompt_tokens
+
+    # The prompt's step gives one token; at K = 1 the anchors are 0, 2, 4.
+    assert simulate(engine, {"a": [answer]}, Fixed(1), load) == pytest.approx((1 + 5) / (17 + 3))
+    assert acceptance_length([answer], 1) == pytest.approx(5 / 3)
+    assert acceptance_length([answer], 0) == 1.0
+    assert survival([answer], 2) == pytest.approx((1.0, 1 / 2))
+
+
+def test_the_oracle_is_never_worse_than_a_fixed_k():
+    load = Load(4, 60, jitter=0.0)
+    best = max(simulate(cpu, pools("chat"), Fixed(k), load) for k in range(K_MAX + 1))
+    assert simulate(cpu, pools("chat"), Oracle(engine=cpu), load) > best
+
+
+def test_a_measured_engine_is_its_points_and_straight_between():
+    engine = MEASURED["cpu"]
+    assert engine(1, 1) == pytest.approx(np.median([engine(1, 1)]))
+    assert engine(8, 8) < engine(8, 20) < engine(8, 64) < engine(8, 64, 128)
+    assert engine(2, 8) < engine(3, 12) < engine(4, 16)
+
+
+def test_drafts_chosen_by_chances_are_the_best_of_the_batch() -> None:
+    chances = [[0.9, 0.9, 0.1], [0.5, 0.9, 0.9], [0.99, 0.2, 0.9]]
+    requests = [
+        Request(str(number), "code", Answer("code", 0.0, b"\0", np.array([row])), Drafting("code", 2, "request"))
+        for number, row in enumerate(chances)
+    ]
+    # Products: 0.9 0.81 0.08, 0.5 0.45 0.41, 0.99 0.2 0.18.
+    assert Chosen(1).depths(requests, 0) == [2, 0, 1]
+    assert Chosen(2).depths(requests, 0) == [2, 3, 1]
+
+
+def test_chances_are_compared_with_what_is_accepted() -> None:
+    chances = np.array([[0.5, 0.5], [1.0, 0.5]])
+    answers = [Answer("code", 0.0, bytes([0, 2]), chances), Answer("code", 0.0, bytes([1, 1]), chances)]
+    assert chances_and_acceptance(answers) == {"chance": [0.75, 0.375], "accepted": [0.75, 0.25]}
+    assert chances_and_acceptance([*answers, Answer("code", 0.0, b"\0")]) is None

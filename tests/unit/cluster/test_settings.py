@@ -1,0 +1,733 @@
+"""The schema of `args`: what is accepted and filled in, and each bad input with the words a user needs to mend it."""
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+import yaml
+from pydantic import Field, ValidationError
+from ray import serve
+
+from cluster.request import ANYONE
+from cluster.settings import (
+    Catalog,
+    ClusterSettings,
+    DepthSettings,
+    DrafterSettings,
+    SettingsError,
+    load_settings,
+    swapped,
+)
+from deployments.app import build
+from deployments.manifest import render
+from deployments.replicas import settings_with
+from peagle.checkpoint import read_head_config
+from peagle.config import LLAMA_NAMES, QWEN_NAMES
+
+HEAD: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 1000,
+    "ptd_token_id": 999,
+    "num_depths": 7,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]},
+}
+HEADS = {
+    "shipped-head": HEAD,
+    "same-shape": {**HEAD, "target_hidden_size": 64, "num_depths": 8},
+    "other-layers": {**HEAD, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}},
+    "unnamed-layers": {**HEAD, "eagle_config": {}},
+    "wider": {**HEAD, "hidden_size": 128, "target_hidden_size": 64},
+    "other-target": {**HEAD, "target_hidden_size": 32},
+    "other-vocabulary": {**HEAD, "vocab_size": 1001},
+    "shallow": {**HEAD, "num_depths": 3},
+    "eagle3": {**HEAD, "ptd_token_id": None, "num_depths": 5},
+}
+GOOD: dict[str, Any] = {
+    "model": {"id": "tiny", "source": "embedded-model"},
+    "drafter": {"head": "shipped-head", "placement": "colocated", "max_draft_tokens": 7},
+    "depth": {"default": 5, "max": 6, "by_workload": {"code": 6, "chat": 3}},
+    "engine": {"dtype": "float32", "max_model_len": 2048},
+    "target": {"num_replicas": 1, "num_cpus": 0.1, "bundle": {"CPU": 1}},
+}
+KEY = {"key_sha256": "ab" * 32}
+SPECULATIVE_CONFIG = {
+    "method": "eagle3",
+    "model": "amazon/some-p-eagle-head",
+    "num_speculative_tokens": 5,
+    "parallel_drafting": True,
+}
+QUEUE = {"policy": "queue_length", "target": {"min": 1, "max": 3}}
+ACCEPTANCE = {"policy": "acceptance", "target": {"min": 1, "max": 3}}
+DRAFT_TYPES = dict.fromkeys(("draft_tensor_parallel_size", "quantization", "rejection_sample_method"), Any)
+ENGINE_TYPES = {
+    **dict.fromkeys(("dtype", "max_model_len", "max_num_seqs", "speculative_config", "pipeline_parallel_size"), Any),
+    "enforce_eager": bool,
+    "gpu_memory_utilization": Annotated[float, Field(gt=0, le=1)],
+    "hf_token": bool | str | None,
+    "tensor_parallel_size": int,
+    "tool_call_parser": Literal["hermes", "llama3_json"] | None,
+    "tool_parser_plugin": str,
+}
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Catalog:
+    for name, config in HEADS.items():
+        write_head(tmp_path / "heads" / name, config)
+    return Catalog({"embedded-model"}, tmp_path / "heads", read_head_config, ENGINE_TYPES, DRAFT_TYPES)
+
+
+def write_head(folder: Path, config: Any) -> str:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    return str(folder)
+
+
+def changed(**paths: Any) -> dict[str, Any]:
+    """GOOD with each `section__key=value` set; a value of `...` removes the key."""
+    args = copy.deepcopy(GOOD)
+    for path, value in paths.items():
+        *sections, key = path.split("__")
+        place = args
+        for section in sections:
+            place = place.setdefault(section, {})
+        if value is ...:
+            del place[key]
+        else:
+            place[key] = value
+    return args
+
+
+def remote(**paths: Any) -> dict[str, Any]:
+    return changed(drafter__placement="remote", depth=..., **paths)
+
+
+def problems_of(args: Any, catalog: Catalog, env: dict[str, str] | None = None) -> list[str]:
+    with pytest.raises(SettingsError) as raised:
+        load_settings(args, catalog, env)
+    assert all(problem in str(raised.value) for problem in raised.value.problems)
+    return raised.value.problems
+
+
+def drafter_of(args: dict[str, Any], catalog: Catalog) -> DrafterSettings:
+    drafter = load_settings(args, catalog).drafter
+    assert drafter is not None
+    return drafter
+
+
+def test_good_settings_give_the_policy_they_say(catalog: Catalog) -> None:
+    settings = load_settings(GOOD, catalog)
+    policy = settings.depth_policy()
+    assert (policy.max_draft_tokens, policy.max_k, policy.default_k) == (7, 6, 5)
+    assert policy.by_workload == {"code": 6, "chat": 3}
+    assert settings.depth.policy == "adaptive"
+    assert settings.limits.max_num_sequences >= 1
+
+
+def test_defaults_come_from_the_head_and_the_source(catalog: Catalog) -> None:
+    settings = load_settings({"model": {"source": "org/Model-1B"}, "drafter": {"head": "shipped-head"}}, catalog)
+    assert settings.model.id == "Model-1B"
+    policy = settings.depth_policy()
+    assert (policy.max_draft_tokens, policy.max_k, policy.default_k) == (7, 7, 7)
+
+
+def test_what_the_operator_names_is_known_from_the_start(catalog: Catalog) -> None:
+    args = changed(model__aliases={"tiny-docs": "docs"}, callers={"web": {**KEY, "workload": "pages", "max_k": 6}})
+    settings = load_settings(args, catalog)
+    assert settings.named_workloads() == {"code", "chat", "docs", "pages"}
+    assert load_settings(GOOD, catalog).named_workloads() == {"code", "chat"}
+    wanted = changed(depth__objectives={"agents": {"kind": "latency"}})
+    assert load_settings(wanted, catalog).named_workloads() == {"code", "chat", "agents"}
+    assert load_settings(GOOD, catalog).caller_table() is None
+
+
+def test_without_a_drafter_nothing_is_drafted(catalog: Catalog) -> None:
+    for args in (changed(drafter=..., depth=...), changed(drafter=None, depth=...)):
+        settings = load_settings(args, catalog)
+        assert settings.drafter is None
+        assert settings.depth_policy().max_draft_tokens == 0
+
+
+def test_a_directory_becomes_an_absolute_path(
+    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_head(tmp_path / "checkpoint", {})
+    monkeypatch.chdir(tmp_path)
+    settings = load_settings(changed(model__source="./checkpoint", model__id=...), catalog)
+    assert settings.model.source == str(tmp_path / "checkpoint")
+    assert settings.model.id == "checkpoint"
+
+
+BAD_INPUTS: dict[str, tuple[Any, list[str]]] = {
+    "unknown section": (changed(modle={"source": "x"}), ["modle", "did you mean model"]),
+    "unknown key": (changed(depth__defualt=5), ["depth.defualt", "did you mean default"]),
+    "key of another section": (changed(num_cpus=1), ["num_cpus", "target.num_cpus"]),
+    "unknown drafter key": (changed(drafter__num_draft_tokens=5), ["drafter.num_draft_tokens", "max_draft_tokens"]),
+    "unknown engine key": (changed(engine__max_modl_len=5), ["engine.max_modl_len", "did you mean max_model_len"]),
+    "engine key we own": (changed(engine__speculative_config={}), ["engine.speculative_config", "set drafter"]),
+    "engine scheduler": (changed(engine__scheduler_cls="x.Y"), ["engine.scheduler_cls", "cannot be replaced"]),
+    "engine model": (changed(engine__model="x"), ["engine.model", "model.source"]),
+    "context of no tokens": (changed(engine__max_model_len=0), ["engine.max_model_len", "from 1"]),
+    "no number of requests": (changed(engine__max_num_seqs=None), ["engine.max_num_seqs", "from 1", "None"]),
+    "requests as text": (changed(engine__max_num_seqs="8"), ["engine.max_num_seqs", "number of requests", "'8'"]),
+    "context as text": (changed(engine__max_model_len="2k"), ["engine.max_model_len", "'2k'"]),
+    "no worker": (changed(engine__tensor_parallel_size=0), ["engine.tensor_parallel_size", "workers from 1, not 0"]),
+    "more memory than there is": (
+        changed(engine__gpu_memory_utilization=90),
+        ["engine.gpu_memory_utilization must be less than or equal to 1, not 90"],
+    ),
+    "a switch as text": (
+        changed(engine__enforce_eager="yes"),
+        ["engine.enforce_eager must be true or false, not 'yes'"],
+    ),
+    "a value of neither type": (
+        changed(engine__hf_token=[1]),
+        ["engine.hf_token must be true or false or a string, not [1]"],
+    ),
+    "unknown parser of tools": (
+        changed(engine__tool_call_parser="hermess"),
+        ["engine.tool_call_parser must be 'hermes' or 'llama3_json', not 'hermess'; did you mean hermes?"],
+    ),
+    "engine as a list": (changed(engine=[1]), ["engine", "expected a mapping"]),
+    "string for a number": (changed(depth__default="5"), ["depth.default", "expected an integer", "the string '5'"]),
+    "truth value for a number": (changed(depth__default=True), ["depth.default", "expected an integer"]),
+    "float for a count": (changed(target__num_replicas=1.5), ["target.num_replicas", "expected an integer"]),
+    "number for a string": (changed(model__source=3), ["model.source", "expected a string"]),
+    "string for a section": (changed(model="embedded-model"), ["model", "expected a mapping"]),
+    "null for a section": (changed(depth=None), ["depth", "expected a mapping"]),
+    "no model": (changed(model=...), ["missing key model"]),
+    "no model source": (changed(model__source=...), ["missing key model.source"]),
+    "unknown model": (changed(model__source="embeded-model"), ["model.source", "did you mean embedded-model"]),
+    "missing model directory": (changed(model__source="/no/such/dir"), ["model.source", "'/no/such/dir'"]),
+    "no replicas": (changed(target__num_replicas=0), ["target.num_replicas", "at least 1"]),
+    "bad bundle": (changed(target__bundle={"CPU": "one"}), ["target.bundle.CPU", "expected a number"]),
+    "missing head": (changed(drafter__head="no-such-head"), ["drafter.head", "no-such-head", "shipped-head"]),
+    "no head": (changed(drafter__head=...), ["missing key drafter.head"]),
+    "unknown placement": (changed(drafter__placement="far"), ["drafter.placement", "'colocated' or 'remote'"]),
+    "K_max above the head's": (changed(drafter__max_draft_tokens=8), ["drafter.max_draft_tokens is 8", "7 depths"]),
+    "K_max of nothing": (changed(drafter__max_draft_tokens=0), ["drafter.max_draft_tokens", "at least 1"]),
+    "limit above K_max": (changed(depth__max=8), ["depth.max is 8", "drafter.max_draft_tokens, 7"]),
+    "default above the limit": (changed(depth__default=7), ["depth.default is 7", "depth.max, 6"]),
+    "negative default": (changed(depth__default=-1), ["depth.default", "at least 0"]),
+    "workload above the limit": (changed(depth__by_workload={"code": 9}), ["depth.by_workload.code is 9", "0..6"]),
+    "workload below zero": (changed(depth__by_workload={"code": -1}), ["depth.by_workload.code is -1", "0..6"]),
+    "workload that is no tag": (changed(depth__by_workload={"a b": 1}), ["depth.by_workload", "'a b'"]),
+    "workload of a wrong type": (changed(depth__by_workload={"code": "x"}), ["depth.by_workload.code", "an integer"]),
+    "objectives of a fixed K": (
+        changed(depth={"policy": "fixed", "objectives": {"chat": {"kind": "latency"}}}),
+        ["depth.objectives", "write depth.policy: adaptive"],
+    ),
+    "objective of a pinned K": (
+        changed(depth__objectives={"chat": {}}),
+        ["depth.by_workload pins K of chat", "depth.objectives.chat"],
+    ),
+    "objective of no tag": (changed(depth__objectives={"a b": {}}), ["depth.objectives has the tag 'a b'"]),
+    "unknown key of an objective": (
+        changed(depth__objectives={"x": {"max_tpot": 3}}),
+        ["depth.objectives.x.max_tpot", "did you mean max_tpot_ms"],
+    ),
+    "step times": (changed(depth__step_times="f.json"), ["unknown key depth.step_times"]),
+    "alias that is the model": (changed(model__aliases={"tiny": "code"}), ["model.aliases", "'tiny'", "another name"]),
+    "alias with a blank": (changed(model__aliases={"a b": "code"}), ["model.aliases", "'a b'"]),
+    "alias of no workload": (changed(model__aliases={"coder": "a b"}), ["model.aliases.coder", "'a b'"]),
+    "alias of a wrong type": (changed(model__aliases={"coder": 3}), ["model.aliases.coder", "expected a string"]),
+    "aliases as a list": (changed(model__aliases=["coder"]), ["model.aliases", "expected a mapping"]),
+    "caller above the limit": (changed(callers={"web": {**KEY, "max_k": 7}}), ["callers.web.max_k is 7", "0..6"]),
+    "caller above K_max": (
+        changed(depth=..., callers={"web": {**KEY, "max_k": 8}}),
+        ["callers.web.max_k is 8", "0..7"],
+    ),
+    "caller's K without a drafter": (
+        changed(drafter=..., depth=..., callers={"web": {**KEY, "max_k": 3}}),
+        ["callers.web.max_k is 3", "without a drafter"],
+    ),
+    "misspelt callers": (changed(caller={"web": KEY}), ["unknown key caller", "did you mean callers"]),
+    "no sequences": (changed(limits={"max_num_sequences": 0}), ["limits.max_num_sequences", "at least 1"]),
+    "grammar without end": (changed(limits={"grammar_timeout_s": float("inf")}), ["limits.grammar_timeout_s"]),
+    "bodies in flight of less than two": (
+        changed(limits={"max_body_bytes": 10, "max_body_bytes_in_flight": 19}),
+        ["limits.max_body_bytes_in_flight is 19", "at least max_body_bytes, 10"],
+    ),
+    "misspelt limit": (changed(limits={"max_body": 1}), ["limits.max_body", "did you mean max_body_bytes"]),
+    "depth without a drafter": (changed(drafter=None), ["depth has no meaning without a drafter"]),
+    # A remote drafter.
+    "unknown key of replicas": (
+        remote(drafter__replicas={"cache_gb": 1}),
+        ["drafter.replicas.cache_gb", "did you mean cache_gib"],
+    ),
+    "replicas' key in the drafter": (remote(drafter__num_gpus=1), ["drafter.num_gpus", "mean replicas.num_gpus"]),
+    "replicas as a number": (remote(drafter__replicas=2), ["drafter.replicas", "expected a mapping"]),
+    "no drafter replicas": (
+        remote(drafter__replicas={"num_replicas": 0}),
+        ["drafter.replicas.num_replicas", "at least 1"],
+    ),
+    "half a replica": (remote(drafter__replicas={"num_replicas": 0.5}), ["drafter.replicas.num_replicas", "integer"]),
+    "negative GPUs": (remote(drafter__replicas={"num_gpus": -1}), ["drafter.replicas.num_gpus", "at least 0"]),
+    "no cache": (remote(drafter__replicas={"cache_gib": 0}), ["drafter.replicas.cache_gib", "0"]),
+    "no requests": (remote(drafter__replicas={"max_num_requests": 0}), ["drafter.replicas.max_num_requests", "1"]),
+    "environment of numbers": (remote(drafter__replicas={"env": {"A": 1}}), ["drafter.replicas.env.A", "a string"]),
+    "replicas of a colocated drafter": (
+        changed(drafter__replicas={"num_replicas": 1}),
+        ["drafter.replicas", "placement: colocated", "write placement: remote"],
+    ),
+    "links of a colocated drafter": (changed(drafter__links={}), ["drafter.links", "placement: colocated"]),
+    "deadline of no time": (remote(drafter__links={"min_deadline_ms": 0}), ["drafter.links.min_deadline_ms"]),
+    "deadline of ever": (remote(drafter__links={"max_deadline_ms": float("inf")}), ["drafter.links.max_deadline_ms"]),
+    "deadlines the wrong way round": (
+        remote(drafter__links={"min_deadline_ms": 2000}),
+        ["drafter.links.min_deadline_ms is 2000, above max_deadline_ms, 1000"],
+    ),
+    "heads of a colocated drafter": (
+        changed(drafter__heads_by_workload={"code": "same-shape"}),
+        ["drafter.heads_by_workload", "placement: colocated"],
+    ),
+    "remote EAGLE-3 head": (
+        remote(drafter__head="eagle3", drafter__max_draft_tokens=...),
+        ["drafter.placement", "eagle3 is an EAGLE-3 head", "colocated"],
+    ),
+    "remote, one after another": (remote(drafter__parallel_drafting=False), ["drafter.placement", "one token after"]),
+    "options of the engine's drafter": (
+        remote(drafter__engine_options={"draft_tensor_parallel_size": 2}),
+        ["drafter.engine_options", "draft_tensor_parallel_size", "leave them out"],
+    ),
+    "options of both": (
+        remote(drafter__engine_options={"rejection_sample_method": "synthetic", "draft_tensor_parallel_size": 2}),
+        ["drafter.engine_options (draft_tensor_parallel_size)", "leave them out"],
+    ),
+    "pipeline of stages": (
+        remote(engine={"dtype": "half", "pipeline_parallel_size": 2}),
+        ["engine.pipeline_parallel_size is 2", "tensor_parallel_size"],
+    ),
+    "type that is left to vLLM": (remote(engine={}), ["engine.dtype is 'auto'", "bfloat16"]),
+    "unknown type": (remote(engine={"dtype": "fp8"}), ["engine.dtype is 'fp8'", "bfloat16"]),
+    "tag with a blank": (remote(drafter__heads_by_workload={"a b": "same-shape"}), ["heads_by_workload", "'a b'"]),
+    "unknown head": (
+        remote(drafter__heads_by_workload={"code": "same-shap"}),
+        ["drafter.heads_by_workload.code", "did you mean same-shape"],
+    ),
+    "head as a list": (remote(drafter__heads_by_workload={"code": []}), ["drafter.heads_by_workload.code", "string"]),
+    "head of other layers": (
+        remote(drafter__heads_by_workload={"code": "other-layers"}),
+        ["drafter.heads_by_workload.code", "aux_layer_ids (1, 4, 6)", "(2, 4, 6)"],
+    ),
+    "head without layers": (
+        remote(drafter__heads_by_workload={"code": "unnamed-layers"}),
+        ["drafter.heads_by_workload.code", "aux_layer_ids"],
+    ),
+    "head of another width": (remote(drafter__heads_by_workload={"code": "wider"}), ["hidden_size 128", "64"]),
+    "head of another target": (remote(drafter__heads_by_workload={"code": "other-target"}), ["target_hidden_size 32"]),
+    "head of another vocabulary": (
+        remote(drafter__heads_by_workload={"code": "other-vocabulary"}),
+        ["vocab_size 1001"],
+    ),
+    "head of fewer depths": (
+        remote(drafter__heads_by_workload={"code": "shallow"}),
+        ["drafter.heads_by_workload.code", "3 depths", "drafter.max_draft_tokens, 7"],
+    ),
+    # A learner.
+    "learner of a colocated drafter": (
+        changed(learning={"workloads": "all"}),
+        ["learning needs heads that can be swapped", "drafter.placement: remote"],
+    ),
+    "learner without room": (
+        remote(learning={"workloads": "all"}),
+        ["learning needs room", "drafter.spare_heads: 1"],
+    ),
+    "learner of several routers": (
+        remote(drafter__spare_heads=1, learning={"workloads": "all"}, ingress={"num_replicas": 1}),
+        ["learning needs the one router", "ingress.num_replicas: 0"],
+    ),
+    "learner of traffic that nobody opted in": (
+        remote(drafter__spare_heads=1, learning={}),
+        ["learning.workloads is missing", "learn: true"],
+    ),
+    "learner of no workload": (
+        remote(drafter__spare_heads=1, learning={"workloads": ["a b"]}),
+        ["learning.workloads has the tag 'a b'"],
+    ),
+    "learner of a misspelt key": (
+        remote(drafter__spare_heads=1, learning={"workloads": "all", "min_new_answer": 3}),
+        ["unknown key learning.min_new_answer", "did you mean min_new_answers"],
+    ),
+    "EAGLE-3 head of a workload": (
+        remote(drafter__heads_by_workload={"code": "eagle3"}, drafter__max_draft_tokens=5),
+        ["drafter.heads_by_workload.code", "is an EAGLE-3 head"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_bad_input_is_named_with_its_path_and_remedy(name: str, catalog: Catalog) -> None:
+    args, words = BAD_INPUTS[name]
+    problems = problems_of(args, catalog)
+    assert len(problems) == 1, problems
+    assert all(word in problems[0] for word in words), problems[0]
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({**QUEUE, "target": {"min": 4, "max": 3}}, "autoscaling.target.min is 4, above max, 3"),
+        ({**QUEUE, "target": {"min": 0, "max": 3}}, "autoscaling.target.min is 0"),
+        ({**QUEUE, "max_replicas": 3}, "unknown key autoscaling.max_replicas"),
+        ({**QUEUE, "target": {"mni": 1, "max": 3}}, "unknown key autoscaling.target.mni"),
+        ({"policy": "acceptance"}, "missing key autoscaling.target"),
+        ({**QUEUE, "policy": "fast"}, "autoscaling.policy"),
+        ({**QUEUE, "utilisation": 1.5}, "autoscaling.utilisation"),
+        ({**QUEUE, "scale_to_zero": True}, "autoscaling.target.min must then be 0"),
+        ({**QUEUE, "max_tpot_ms": 50.0}, "autoscaling.max_tpot_ms is read by the acceptance policy only"),
+        ({**QUEUE, "drafter": {"min": 1, "max": 2}}, "autoscaling.drafter bounds a remote drafter"),
+        ({**QUEUE, "downscale_delay_s": 20}, "autoscaling.downscale_delay_s is 20: it must be more than 30"),
+        (ACCEPTANCE, "needs engine.max_num_seqs"),
+        (QUEUE, "target.num_replicas fixes what autoscaling decides"),
+    ],
+)
+def test_autoscaling_that_cannot_be_meant_is_named(catalog: Catalog, section: dict[str, Any], words: str) -> None:
+    problems = problems_of(changed(autoscaling=section), catalog)
+    assert any(words in problem for problem in problems), problems
+
+
+def test_options_of_verification_go_with_a_remote_drafter(catalog: Catalog) -> None:
+    options = {"rejection_sample_method": "synthetic"}
+    drafter = load_settings(remote(drafter__engine_options=options), catalog).drafter
+    assert drafter is not None
+    assert drafter.engine_options == options
+
+
+def test_a_remote_drafter_scales_too(catalog: Catalog) -> None:
+    args = remote(autoscaling=QUEUE, target__num_replicas=...)
+    assert any("autoscaling.drafter is missing" in problem for problem in problems_of(args, catalog))
+    settings = load_settings({**args, "autoscaling": {**QUEUE, "drafter": {"min": 1, "max": 2}}}, catalog)
+    assert (settings.max_num_targets, settings.max_num_drafters) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("workloads", "callers", "learned"),
+    [
+        ("all", None, {("anyone", "chat"), ("anyone", "code")}),
+        (["code"], None, {("anyone", "code")}),
+        (None, {"web": {**KEY, "learn": True}}, {("web", "chat"), ("web", "code")}),
+        ("all", {"web": KEY}, set()),
+        (["code"], {"web": {**KEY, "learn": True}}, {("web", "code")}),
+    ],
+)
+def test_nobody_is_learned_from_who_did_not_opt_in(
+    workloads: Any, callers: Any, learned: set[tuple[str, str]], catalog: Catalog
+) -> None:
+    args = remote(drafter__spare_heads=1, learning={"workloads": workloads})
+    settings = load_settings({**args, **({"callers": callers} if callers else {})}, catalog)
+    asking = [ANYONE, *(section.caller(name) for name, section in (settings.callers or {}).items())]
+    tags = ("chat", "code")
+    assert {(one.name, tag) for one in asking for tag in tags if settings.learns_from(one, tag)} == learned
+
+
+@pytest.mark.parametrize("args", [None, [], "embedded-model", 3])
+def test_args_that_are_no_mapping(args: Any, catalog: Catalog) -> None:
+    assert "mapping" in problems_of(args, catalog)[0]
+
+
+def test_one_message_lists_every_problem(catalog: Catalog) -> None:
+    args = changed(model__source="nope", drafter__head="nope", depth__colour="red", engine__scheduler_cls="a.B")
+    text = "\n".join(problems_of(args, catalog))
+    assert all(word in text for word in ("model.source", "drafter.head", "depth.colour", "engine.scheduler_cls"))
+
+
+@pytest.mark.parametrize(
+    "objective", [{"kind": "fast"}, {"max_tpot_ms": 0.0}, {"weight": -1.0}, {"weight": float("inf")}, {"limit_ms": 3.0}]
+)
+def test_an_objective_is_strict(objective: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        DepthSettings.model_validate({"objectives": {"x": objective}})
+
+
+@pytest.mark.parametrize("architecture", [*LLAMA_NAMES, *QWEN_NAMES])
+def test_a_head_of_every_architecture_that_we_read_is_served(
+    architecture: str, catalog: Catalog, tmp_path: Path
+) -> None:
+    head = write_head(tmp_path / "head", {**HEAD, "architectures": [architecture]})
+    assert load_settings(changed(drafter__head=head), catalog).max_draft_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "is not valid JSON"),
+        ("[]", "JSON object"),
+        ({**HEAD, "architectures": ["LlamaForCausalLM"]}, "architectures = ['LlamaForCausalLM']"),
+    ],
+)
+def test_a_directory_that_is_no_head(content: Any, words: str, catalog: Catalog, tmp_path: Path) -> None:
+    (problem,) = problems_of(changed(drafter__head=write_head(tmp_path / "head", content)), catalog)
+    assert "drafter.head: " in problem
+    assert words in problem
+
+
+def test_an_eagle3_head_drafts_one_after_another(catalog: Catalog) -> None:
+    settings = load_settings(changed(drafter={"head": "eagle3"}, depth=...), catalog)
+    assert settings.drafter is not None
+    assert (settings.max_draft_tokens, settings.drafter.parallel_drafting) == (5, None)
+    given = {"method": "eagle3", "model": "eagle3", "num_speculative_tokens": 4}
+    by_vllm_keys = load_settings({**changed(drafter=..., depth=...), "speculative_config": given}, catalog)
+    assert by_vllm_keys.drafter is not None
+    assert (by_vllm_keys.max_draft_tokens, by_vllm_keys.drafter.parallel_drafting) == (4, False)
+
+
+@pytest.mark.parametrize(
+    ("head", "given", "words"),
+    [("eagle3", True, "EAGLE-3 head.*write false"), ("shipped-head", False, "P-EAGLE head.*write true")],
+)
+def test_a_way_of_drafting_that_is_not_the_heads(head: str, given: bool, words: str, catalog: Catalog) -> None:
+    args = changed(drafter={"head": head, "parallel_drafting": given}, depth=...)
+    (problem,) = problems_of(args, catalog)
+    assert re.search(f"drafter.parallel_drafting is {str(given).lower()}.*{words}", problem)
+
+
+def test_a_head_that_is_not_here_yet_needs_its_k_max(catalog: Catalog) -> None:
+    args = changed(drafter={"head": "amazon/some-p-eagle-head"})
+    assert "drafter.max_draft_tokens is missing" in problems_of(args, catalog)[0]
+    args["drafter"]["max_draft_tokens"] = 7
+    assert load_settings(args, catalog).max_draft_tokens == 7
+
+
+def test_vllms_speculative_config_stands_for_the_drafter(catalog: Catalog) -> None:
+    bare = changed(drafter=..., depth=...)
+    from_args = load_settings({**bare, "speculative_config": SPECULATIVE_CONFIG}, catalog)
+    env = {"SM_VLLM_SPECULATIVE_CONFIG": json.dumps(SPECULATIVE_CONFIG)}
+    assert load_settings(bare, catalog, env) == from_args
+    assert load_settings({**bare, "speculative_config": SPECULATIVE_CONFIG}, catalog, env) == from_args
+    assert from_args.drafter is not None
+    assert (from_args.drafter.head, from_args.drafter.parallel_drafting) == ("amazon/some-p-eagle-head", True)
+    assert from_args.depth_policy().default_k == 5
+    # A config file of vLLM's own has it as JSON in a string.
+    assert load_settings({**bare, "speculative_config": json.dumps(SPECULATIVE_CONFIG)}, catalog) == from_args
+    further = {**SPECULATIVE_CONFIG, "draft_tensor_parallel_size": 1}
+    drafter = drafter_of({**bare, "speculative_config": further}, catalog)
+    assert drafter.engine_options == {"draft_tensor_parallel_size": 1}
+
+
+BARE = changed(drafter=..., depth=...)
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "words"),
+    [
+        ({**GOOD, "speculative_config": SPECULATIVE_CONFIG}, {}, "contradict"),
+        (GOOD, {"SM_VLLM_SPECULATIVE_CONFIG": json.dumps(SPECULATIVE_CONFIG)}, "contradict"),
+        (BARE, {"SM_VLLM_SPECULATIVE_CONFIG": "{"}, "is not JSON"),
+        (BARE, {"SM_VLLM_SPECULATIVE_CONFIG": "[]"}, "must be an object"),
+        ({**BARE, "speculative_config": {**SPECULATIVE_CONFIG, "method": "ngram"}}, {}, "ngram"),
+        ({**BARE, "speculative_config": "{method: eagle3}"}, {}, "speculative_config is not JSON"),
+        (BARE, {"SM_VLLM_SPECULATIVE_CONFIG": "3"}, "must be an object"),
+        (
+            {**BARE, "speculative_config": {**SPECULATIVE_CONFIG, "draft_tensor_parallel_sise": 1}},
+            {},
+            "unknown key drafter.engine_options.draft_tensor_parallel_sise: vLLM's speculative_config has none",
+        ),
+        (
+            {**BARE, "speculative_config": {**SPECULATIVE_CONFIG, "tensor_parallel_size": 1}},
+            {},
+            "drafter.engine_options.tensor_parallel_size is not yours to set: set draft_tensor_parallel_size",
+        ),
+        (
+            {
+                **BARE,
+                "speculative_config": {**SPECULATIVE_CONFIG, "num_speculative_tokens_per_batch_size": [[1, 8, 3]]},
+            },
+            {},
+            "each request has a K of its own",
+        ),
+        (
+            {**BARE, "speculative_config": {**SPECULATIVE_CONFIG, "rejection_sample_method": "block"}},
+            {},
+            "rejection_sample_method is 'block', but must be standard or synthetic here",
+        ),
+        (
+            {**BARE, "speculative_config": {**SPECULATIVE_CONFIG, "quantization": "mxfp4"}},
+            {},
+            "quantization is 'mxfp4', but must be fp8 here",
+        ),
+        (
+            changed(drafter__engine_options={"model": "other"}),
+            {},
+            "engine_options.model is not yours to set: set drafter",
+        ),
+        (
+            {**BARE, "speculative_config": {**SPECULATIVE_CONFIG, "parallel_drafting": "sometimes"}},
+            {},
+            "drafter.parallel_drafting",
+        ),
+        (
+            {**BARE, "speculative_config": {"method": "eagle3", "num_speculative_tokens": 3}},
+            {},
+            "missing key speculative_config.model",
+        ),
+        (
+            {**BARE, "speculative_config": {**SPECULATIVE_CONFIG, "num_speculative_tokens": "x"}},
+            {},
+            "drafter.max_draft_tokens",
+        ),
+    ],
+)
+def test_bad_speculative_config(args: Any, env: dict[str, str], words: str, catalog: Catalog) -> None:
+    assert any(words in problem for problem in problems_of(args, catalog, env))
+
+
+# ---- a remote drafter
+
+
+def test_replicas_have_defaults_that_follow_the_target(catalog: Catalog) -> None:
+    replicas = drafter_of(remote(), catalog).replicas
+    assert replicas is not None
+    assert (replicas.num_replicas, replicas.num_gpus) == (1, 0)
+    replicas = drafter_of(remote(target__bundle={"GPU": 1}), catalog).replicas
+    assert replicas is not None
+    assert replicas.num_gpus == 1
+    given = remote(target__bundle={"GPU": 1}, drafter__replicas={"num_gpus": 0.5, "cache_gib": 4})
+    replicas = drafter_of(given, catalog).replicas
+    assert replicas is not None
+    assert (replicas.num_gpus, replicas.cache_gib) == (0.5, 4)
+
+
+def test_a_colocated_drafter_has_no_replicas(catalog: Catalog) -> None:
+    drafter = drafter_of(GOOD, catalog)
+    assert (drafter.is_remote, drafter.replicas, drafter.heads) == (False, None, ("shipped-head",))
+
+
+def test_workloads_find_their_heads_by_index(catalog: Catalog) -> None:
+    by_workload = {"code": "same-shape", "chat": "shipped-head", "sql": "same-shape"}
+    settings = load_settings(remote(drafter__heads_by_workload=by_workload), catalog)
+    drafter = settings.drafter
+    assert drafter is not None
+    assert drafter.heads == ("shipped-head", "same-shape")
+    assert [drafter.head_index(workload) for workload in ("code", "chat", "sql", "other")] == [1, 0, 1, 0]
+    assert settings.named_workloads() == {"code", "chat", "sql"}
+
+
+def test_a_head_that_is_not_here_yet_is_compared_later(catalog: Catalog) -> None:
+    drafter = drafter_of(
+        remote(drafter__head="org/peagle-head", drafter__heads_by_workload={"code": "org/another"}), catalog
+    )
+    assert drafter.heads == ("org/peagle-head", "org/another")
+
+
+def test_a_user_config_swaps_heads_and_leaves_the_rest(catalog: Catalog) -> None:
+    drafter = drafter_of(remote(), catalog)
+    assert swapped(drafter, {}, catalog) == drafter
+    assert swapped(drafter, {"head": "same-shape"}, catalog) == drafter.model_copy(update={"head": "same-shape"})
+    two = drafter_of(remote(drafter__heads_by_workload={"code": "same-shape"}), catalog)
+    exchanged = swapped(two, {"head": "same-shape", "heads_by_workload": {"code": "shipped-head"}}, catalog)
+    assert exchanged.heads == ("same-shape", "shipped-head")
+
+
+@pytest.mark.parametrize(
+    ("user_config", "words"),
+    [
+        ("same-shape", ["user_config must be a mapping"]),
+        ({"haed": "same-shape"}, ["unknown key haed in user_config", "did you mean head"]),
+        ({"max_draft_tokens": 3}, ["unknown key max_draft_tokens"]),
+        ({"head": 3}, ["user_config.head", "expected a string"]),
+        ({"head": "no-head"}, ["user_config.head", "no-head"]),
+        ({"head": "shallow"}, ["max_draft_tokens is 7", "3 depths"]),
+        ({"head": "eagle3"}, ["EAGLE-3 head"]),
+        ({"head": "other-layers"}, ["aux_layer_ids"]),
+        ({"heads_by_workload": {"chat": "same-shape"}}, ["['chat']", "['code']", "deploy anew"]),
+        ({"heads_by_workload": {"code": "shipped-head"}}, ["one head that have two"]),
+    ],
+)
+def test_a_user_config_that_cannot_be_is_refused(user_config: Any, words: list[str], catalog: Catalog) -> None:
+    drafter = drafter_of(remote(drafter__heads_by_workload={"code": "same-shape"}), catalog)
+    with pytest.raises(ValueError, match=".") as raised:
+        swapped(drafter, user_config, catalog)
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+BAD_LIVE: list[tuple[Any, list[str]]] = [
+    ("limits", ["user_config must be a mapping with aliases, depth, limits and callers, not 'limits'"]),
+    ({"limit": {}}, ["unknown key user_config.limit", "did you mean limits"]),
+    ({"limits": {"max_num_sequences": 0}}, ["user_config.limits.max_num_sequences must be at least 1"]),
+    ({"limits": {"max_body": 1}}, ["unknown key user_config.limits.max_body", "did you mean max_body_bytes"]),
+    ({"limits": 3}, ["user_config.limits", "expected a mapping"]),
+    ({"depth": {"default": "5"}}, ["user_config.depth.default", "expected an integer"]),
+    ({"depth": {"policy": "fast"}}, ["user_config.depth.policy"]),
+    ({"aliases": ["coder"]}, ["user_config.aliases", "expected a mapping"]),
+    ({"aliases": {"coder": 3}}, ["user_config.aliases.coder", "expected a string"]),
+    ({"callers": {"web": {}}}, ["user_config.callers.web"]),
+    ({"callers": {"web": {**KEY, "max_k": -1}}}, ["user_config.callers.web.max_k must be at least 0"]),
+    ({"engine": {"max_num_seqs": 8}}, ["unknown key user_config.engine"]),
+]
+
+
+@pytest.mark.parametrize(("user_config", "words"), BAD_LIVE)
+def test_live_settings_that_cannot_be_leave_a_running_service_as_it_was(
+    user_config: Any, words: list[str], catalog: Catalog, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = load_settings(GOOD, catalog)
+    assert settings_with(settings, user_config) is settings
+    (record,) = caplog.records
+    assert all(word in record.getMessage() for word in words), record.getMessage()
+
+
+def test_what_live_settings_leave_out_stays(catalog: Catalog) -> None:
+    settings = load_settings(changed(callers={"web": KEY}), catalog)
+    found = settings_with(settings, {"limits": {"max_num_sequences": 2}})
+    assert found.limits.max_num_sequences == 2
+    assert found.model_copy(update={"limits": settings.limits}) == settings
+
+
+ROOT = Path(__file__).parents[3]
+SERVICES = {
+    path.name: document["applications"]
+    for path in sorted((ROOT / "configs").glob("*.yaml"))
+    if "applications" in (document := yaml.safe_load(path.read_text()))
+}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_shipped_service_config_fits_the_schema(name: str) -> None:
+    (application,) = SERVICES[name]
+    shipped = Catalog({"smollm2-135m-instruct"}, ROOT / "peagle" / "heads", read_head_config)
+    settings = load_settings(application["args"], shipped)
+    assert isinstance(settings, ClusterSettings)
+    assert settings.max_draft_tokens > 0
+    assert settings.depth.policy == "adaptive"
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_shipped_service_config_makes_an_application_and_a_manifest(name: str) -> None:
+    (application,) = SERVICES[name]
+    assert isinstance(build(application["args"]), serve.Application)
+    service, *_ = yaml.safe_load_all(render(ROOT / "configs" / name))
+    sent = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]["args"]
+    assert (sent["model"], sent["engine"]) == (application["args"]["model"], application["args"]["engine"])
+    workers = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
+    num_gpus = sent["engine"].get("tensor_parallel_size", 1) * sent["target"]["bundle"].get("GPU", 0)
+    num_gpus += sent["drafter"].get("replicas", {}).get("num_gpus", 0)
+    assert int(workers["resources"]["limits"].get("nvidia.com/gpu", 0)) == num_gpus
+
+
+REMOTE_FORM = "placement: remote, and replicas: {num_gpus: 1, cache_gib: 8}, in drafter"
+
+
+@pytest.mark.parametrize("name", [name for name in SERVICES if REMOTE_FORM in (ROOT / "configs" / name).read_text()])
+def test_the_remote_form_that_a_config_speaks_of_makes_an_application(name: str) -> None:
+    args = copy.deepcopy(SERVICES[name][0]["args"])
+    args["drafter"] |= {"placement": "remote", "replicas": {"num_gpus": 1, "cache_gib": 8}}
+    assert isinstance(build(args), serve.Application)
+
+
+def test_three_configs_speak_of_it() -> None:
+    assert sum(REMOTE_FORM in (ROOT / "configs" / name).read_text() for name in SERVICES) == 3
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_shipped_config_fits_a_screen(name: str) -> None:
+    text = (ROOT / "configs" / name).read_text()
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    assert len(lines) <= 25

@@ -1,0 +1,110 @@
+"""The live page without a browser: how it is sent, and that what it reads is what the service says."""
+
+import base64
+import hashlib
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import deployments
+from cluster.control import DepthControl
+from cluster.counts import Counts
+from cluster.request import DepthPolicy, Drafting
+from deployments.edge import drafting_field, live_page
+from deployments.telemetry import drafting_document
+from tests.support.autoscaling_harness import Controller
+from tests.support.counted import counts_of
+from tests.support.metric_names import documented
+from tests.support.scaling_cases import GOOD
+from tests.unit.cluster.test_heads import swapped
+from tests.unit.deployments.test_edge import DIGEST, Echo, callers, request
+from tests.unit.deployments.test_telemetry import drafter, link, report
+
+PAGE = live_page()[0]
+
+
+def policy_of(headers: Any) -> dict[str, str]:
+    rules = (rule.strip().partition(" ") for rule in headers["content-security-policy"].split(";"))
+    return {name: value for name, _, value in rules}
+
+
+@pytest.mark.parametrize("root", ["", "/app"])
+def test_the_page_needs_no_key_and_what_it_asks_for_does(root: str) -> None:
+    backend = Echo(callers(web={"key_sha256": DIGEST}))
+    response = request(backend, "GET", f"{root}/", root_path=root)
+    assert (response.status_code, response.text) == (200, PAGE)
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert request(backend, "GET", f"{root}/drafting", root_path=root).status_code == 401
+    assert request(backend, "POST", f"{root}/", root_path=root).status_code == 405
+
+
+def test_a_browser_may_run_and_load_nothing_but_the_file_itself() -> None:
+    rules = policy_of(request(Echo(), "GET", "/").headers)
+    for tag in ("script", "style"):
+        (inside,) = re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", PAGE, flags=re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert rules[f"{tag}-src"] == f"'sha256-{digest}'"
+    assert (rules["default-src"], rules["connect-src"], rules["frame-ancestors"]) == ("'none'", "'self'", "'none'")
+    assert rules["require-trusted-types-for"] == "'script'"
+    assert set(re.findall(r"https?://[\w./]+", PAGE)) == {"http://www.w3.org/2000/svg"}, "a name, which nobody loads"
+
+
+def test_what_the_service_says_is_only_ever_text() -> None:
+    for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "localStorage"):
+        assert way not in PAGE
+    assert not re.search(r"""\bon\w+ ?= ?["']""", PAGE), "a handler in an attribute"
+
+
+def documents() -> dict[str, Any]:
+    """By the name that the page's script gives it, an example of each part of what it reads, made by the real code."""
+    control = DepthControl(DepthPolicy(3, 3, 3))
+    reports = [report("a", "t1", [link("h:1", "up", {})], code=counts_of([(3, 2)]))]
+    control.observe(reports, 0.0)
+    scaled = Controller()
+    scaled.serve(60, 1.0, GOOD)
+    decision = scaled.decision()
+    service = {
+        "model": "m",
+        **control.document(1.0),
+        **drafting_document(reports, {"a": counts_of([(3, 2)])}, [drafter("r1", "a")]),
+        "autoscaling": decision,
+        "head_changes": swapped(0, 0.5, 120).keeper.document(),
+    }
+    return {
+        "service": service,
+        "row": service["workloads"][0],
+        "head": service["heads"][0],
+        "changed": service["head_changes"][0],
+        "drafter": service["drafters"][0],
+        "link": service["links"][0],
+        "scaling": decision,
+        "pool": decision["target"],
+        "field": {**drafting_field(Drafting("code", 3, "learned", "why"), "a", Counts()), "reason": "why"},
+    }
+
+
+def test_every_field_that_the_page_reads_is_one_that_the_service_sends() -> None:
+    found = documents()
+    read = re.findall(rf"(?<![\w.])({'|'.join(found)})\.(\w+)", PAGE)
+    assert {name for name, _ in read} == found.keys(), "a name that the script no longer uses"
+    assert not [f"{name}.{field}" for name, field in read if field not in found[name]]
+    assert set(found["row"]["survival"]) >= {"mean", "low", "high"}
+    sources = re.search(r"SOURCES = \{(.*?)\}", PAGE)
+    assert sources is not None
+    assert set(re.findall(r"(\w+):", sources[1])) == {"request", "workload", "learned", "probe", "default"}
+
+
+def test_every_metric_that_the_page_reads_is_documented() -> None:
+    names = {name.removesuffix("_bucket") for name in re.findall(r"peagle_\w+", PAGE)} - {"peagle_"}
+    assert len(names) >= 6
+    assert names <= documented().keys()
+
+
+def test_the_page_is_part_of_the_installed_package() -> None:
+    root = Path(deployments.__file__).parent
+    data = tomllib.loads((root.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    others = {path.name for path in root.iterdir() if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert {"page.html"} <= others <= set(data["deployments"])

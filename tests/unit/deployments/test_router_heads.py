@@ -1,0 +1,146 @@
+"""The router and drafter replicas together, without Ray: orders reach every drafter, also a new one, with files."""
+
+import asyncio
+import functools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.heads import HeadKeeper, HeadOrders, HeadProposal, HeadRef
+from cluster.settings import DrafterSettings
+from deployments import drafter as of_drafters
+from deployments.drafter import DrafterReplica, HeadLoader
+from deployments.router import Router
+from deployments.telemetry import StateStore
+from peagle.checkpoint import save_head
+from peagle.drafter.engine import Counters
+from peagle.drafter.server import ServerStats
+from peagle.heads import candidate_directory, keep_candidate
+from tests.support.head_factory import CONFIG, head_tensors, rewrite
+from tests.unit.deployments.test_telemetry import control_with_counts
+
+
+class Drafters:
+    """In the place of a deployment's handle. `replicas` are real ones whose heads have no weights."""
+
+    deployment_name = "drafter"
+
+    def __init__(self, head: str) -> None:
+        self._head = head
+        self.replicas: list[Any] = []
+
+    def start(self) -> None:
+        settings = DrafterSettings(head=self._head, placement="remote", max_draft_tokens=5, spare_heads=1)
+        kind: Any = type("Quiet", (DrafterReplica,), {"__del__": lambda self: None})
+        replica = kind.__new__(kind)
+        loader: Any = SimpleNamespace(num_places=2, _target="")
+        loader.directory = functools.partial(HeadLoader.directory, loader)
+        loader.load = lambda name: SimpleNamespace(
+            name=name, digest=of_drafters.head_digest(loader.directory(name)), runtime=None, served=None
+        )
+        first = HeadRef(self._head, of_drafters.head_digest(loader.directory(self._head)))
+        replica.__dict__ |= {
+            "_replica": f"r{len(self.replicas)}", "_key": "", "_settings": settings,
+            "_loader": loader, "_refused": "", "_is_configured": True, "_orders": HeadOrders(), "_problems": {},
+            "_lacking": (), "_swapping": asyncio.Lock(), "_swaps": set(), "_places": {0: loader.load(self._head)},
+            "_live": (first,), "_configured": (first,), "_engine": SimpleNamespace(counters=Counters()),
+            "_server": SimpleNamespace(swap=lambda *args: None, stats=ServerStats(), address="h:1"),
+        }  # fmt: skip
+        self.replicas.append(replica)
+
+    def broadcast(self, method: str, *args: Any) -> Any:
+        async def asked() -> list[Any]:
+            calls = [functools.partial(getattr(replica, method), *args) for replica in self.replicas]
+            return [SimpleNamespace(get_async=call) for call in calls]
+
+        return SimpleNamespace(_fetch_replica_results_async=asked)
+
+    def live(self) -> list[list[str]]:
+        return [[head.name for head in replica._live] for replica in self.replicas]
+
+
+async def rounds(router: Any, drafters: Drafters, num: int = 4) -> None:
+    """What the router does once a second."""
+    for _ in range(num):
+        router._steer([await replica.report() for replica in drafters.replicas])
+        if router._steering is not None:
+            await router._steering
+        await asyncio.gather(*(task for replica in drafters.replicas for task in replica._swaps))
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    return save_head(tmp_path / "now", CONFIG, head_tensors(CONFIG))
+
+
+@pytest.fixture
+def router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Its cache directory is not that of the drafters: they are on other nodes."""
+    node = tmp_path / "node"
+    monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(of_drafters, "candidate_directory", functools.partial(candidate_directory, cache_dir=node))
+    monkeypatch.setattr(of_drafters, "keep_candidate", functools.partial(keep_candidate, cache_dir=node))
+    monkeypatch.setattr(of_drafters, "head_directory", lambda name, target: Path(name))
+    router: Any = Router.__new__(Router)
+    router.__dict__ |= {
+        "_keeper": HeadKeeper({}, 1, 0.1), "_state": StateStore(None), "_steering": None,
+        "control": control_with_counts(), "_monitor": SimpleNamespace(reports=()),
+    }  # fmt: skip
+    return router
+
+
+def test_a_candidate_reaches_drafters_on_other_nodes_and_those_that_start_later(
+    router: Any, head: Path, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        drafters = Drafters(str(head))
+        router._drafter = drafters
+        drafters.start()
+        await rounds(router, drafters, 1)
+        rewrite(head, norm__weight=None)
+        with pytest.raises(ValueError, match="missing norm.weight"):
+            await router.propose(HeadProposal(str(head)))
+        candidate = save_head(tmp_path / "new", CONFIG, {k: v + 1 for k, v in head_tensors(CONFIG).items()})
+        trial = await router.propose(HeadProposal(str(candidate), parent="now"))
+        assert (trial.state, trial.parent) == ("loading", "now")
+        await rounds(router, drafters)
+        assert (await router.trial(trial.name)).state == "running"
+        assert drafters.live() == [[str(head), trial.name]]
+        drafters.start()
+        await rounds(router, drafters)
+        assert drafters.live() == [[str(head), trial.name]] * 2
+        assert (await router.head_back()).state == "dropped"
+
+    asyncio.run(run())
+
+
+def test_what_a_drafter_cannot_load_is_refused_with_its_reason(router: Any, head: Path, tmp_path: Path) -> None:
+    async def run() -> None:
+        drafters = Drafters(str(head))
+        router._drafter = drafters
+        drafters.start()
+
+        def load(name: str) -> Any:
+            raise ValueError(f"{name} was trained for 3 depths")
+
+        drafters.replicas[0]._loader.load = load
+        await rounds(router, drafters, 1)
+        candidate = save_head(tmp_path / "new", CONFIG, {k: v + 1 for k, v in head_tensors(CONFIG).items()})
+        trial = await router.propose(HeadProposal(str(candidate)))
+        await rounds(router, drafters)
+        found = await router.trial(trial.name)
+        assert (found.state, found.reason) == ("refused", f"{trial.name} was trained for 3 depths")
+        await rounds(router, drafters)
+        assert drafters.replicas[0]._orders == HeadOrders()
+
+    asyncio.run(run())
+
+
+def test_without_remote_drafters_there_is_nothing_to_try() -> None:
+    router: Any = Router.__new__(Router)
+    router._keeper = None
+    for call in (router.propose(HeadProposal("x")), router.trial("x"), router.head_back()):
+        with pytest.raises(ValueError, match="here|remote"):
+            asyncio.run(call)

@@ -1,0 +1,350 @@
+"""A target replica between the edge and vLLM's API objects: what becomes of answers, errors, and clients that leave."""
+
+import asyncio
+import json
+import pickle
+import time
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+from vllm.entrypoints.serve.engine.protocol import UsageInfo
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.exceptions import GenerationError, VLLMValidationError
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from cluster.control import DepthControl
+from cluster.counts import Counts, TargetReport, WorkloadCounts
+from cluster.request import Caller
+from deployments.edge import ApiError, Edge, Usage
+from deployments.replicas import EngineLost
+from deployments.target import TargetServer
+from peagle.vllm.acceptance import RequestDrafting
+from tests.support.counted import counts_of
+from tests.unit.deployments.test_edge import HELLO, cluster
+
+COUNTS = counts_of([(3, 3), (3, 1)])
+
+
+class Replica(TargetServer):
+    """Without Ray and an engine; `answer` is what vLLM's API objects do with a request."""
+
+    def __init__(self, answer: Callable[[Any], Any]) -> None:
+        async def ask(request: Any) -> Any:
+            return answer(request)
+
+        self.aborted: list[str] = []
+        self._settings = cluster()
+        self.edge = Edge(self._settings)
+        self._aborts, self._ids = set(), set()
+        self.edge.heads = ("digest",)
+        self._client = SimpleNamespace(errored=False, abort=self._end)
+        record = RequestDrafting("x", "default", 7, COUNTS, num_output_tokens=9, num_prompt_tokens=4)
+        self._recorder = SimpleNamespace(pop=lambda response_id: record)  # type: ignore[assignment]
+        chat = SimpleNamespace(create_chat_completion=ask, create_error_response=create_error_response)
+        self.engine = SimpleNamespace(
+            _oai_serving_chat=chat, _oai_serving_completion=SimpleNamespace(create_completion=ask)
+        )
+
+    async def _end(self, ids: list[str]) -> None:
+        self.aborted += ids
+
+    def __del__(self) -> None:  # type: ignore[override]
+        """Serve awaits it; here nothing does."""
+
+
+def chunk(finish_reason: str | None = None, index: int = 0) -> str:
+    choice = {"index": index, "delta": {"content": "a"}, "finish_reason": finish_reason}
+    return f"data: {json.dumps({'id': 'chatcmpl-1', 'choices': [choice]}, separators=(',', ':'))}\n\n"
+
+
+async def events(*items: Any) -> AsyncIterator[str]:
+    for item in items:
+        if isinstance(item, Exception):
+            raise item
+        yield item
+
+
+def items(replica: Replica, **body: Any) -> list[Any]:
+    async def run() -> list[Any]:
+        admitted = replica.edge.admit("chat", {"messages": HELLO, **body})
+        found = [item async for item in replica.generate(admitted)]
+        await asyncio.sleep(0.01)
+        return found
+
+    return asyncio.run(run())
+
+
+def whole(request: Any) -> ChatCompletionResponse:
+    message = {"role": "assistant", "content": "Hi"}
+    return ChatCompletionResponse(
+        id="chatcmpl-1", model="tiny", choices=[{"index": 0, "message": message, "finish_reason": "stop"}],
+        usage=UsageInfo(prompt_tokens=4, completion_tokens=9, total_tokens=13),
+    )  # fmt: skip
+
+
+DRAFTING = {
+    "workload": "default", "k": 7, "max_k": 7, "source": "default", "head": "digest", "num_steps": 2,
+    "num_draft_tokens": 6, "num_accepted_tokens": 4, "acceptance_length": 3.0,
+}  # fmt: skip
+
+
+def test_a_whole_answer_has_its_drafting_and_its_usage() -> None:
+    replica = Replica(whole)
+    text, usage = items(replica)
+    answer = json.loads(text)
+    assert answer["choices"][0]["message"]["content"] == "Hi"
+    assert answer["drafting"] == DRAFTING
+    assert usage == Usage(4, 9)
+    assert replica.aborted == []
+
+
+def test_drafting_of_an_answer_that_went_without_drafts_says_why() -> None:
+    replica = Replica(whole)
+    record = RequestDrafting("x", "default", 7, num_output_tokens=9, num_prompt_tokens=4, undraftable="min_p")
+    replica._recorder = SimpleNamespace(pop=lambda response_id: record)  # type: ignore[assignment]
+    found = json.loads(items(replica)[0])["drafting"]
+    decided = {"k": 0, "max_k": 0, "source": "request", "reason": "min_p goes without drafts"}
+    nothing = {"num_steps": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0, "acceptance_length": 1.0}
+    assert found == DRAFTING | decided | nothing
+
+
+def test_a_stream_has_its_drafting_in_the_chunk_that_finishes_the_last_choice() -> None:
+    found = items(
+        Replica(lambda _: events(chunk(), chunk("stop", 1), chunk(), chunk("length", 0), "data: [DONE]\n\n")),
+        stream=True, n=2,
+    )  # fmt: skip
+    assert ["drafting" in item for item in found if isinstance(item, str)] == [False, False, False, True, False]
+    assert json.loads(found[3].removeprefix("data: "))["drafting"] == DRAFTING
+    assert found[-1] == Usage(4, 9)
+
+
+def test_a_stream_with_usage_has_its_drafting_in_the_same_last_chunk() -> None:
+    usage = {"id": "chatcmpl-1", "choices": [], "usage": {"total_tokens": 13}}
+    with_usage = f"data: {json.dumps(usage)}\n\n"
+    found = items(
+        Replica(lambda _: events(chunk(), chunk("stop"), with_usage, "data: [DONE]\n\n")),
+        stream=True, stream_options={"include_usage": True},
+    )  # fmt: skip
+    assert found[:2] == [chunk(), chunk("stop")]
+    assert json.loads(found[2].removeprefix("data: ")) == {**usage, "drafting": DRAFTING}
+    assert found[3:] == ["data: [DONE]\n\n", Usage(4, 9)]
+
+
+def test_who_hears_of_an_engines_death_needs_no_vllm_to_read_it() -> None:
+    """Serve's controller, the router and ingress replicas would import vLLM, which closes their logs."""
+    replica = Replica(lambda _: None)
+
+    async def check_health() -> None:
+        raise EngineDeadError
+
+    replica.engine.check_health = check_health  # type: ignore[attr-defined]
+    for call in (replica.check_health, replica.report):
+        with pytest.raises(EngineLost, match="EngineDeadError") as raised:
+            asyncio.run(call())
+        assert b"vllm." not in pickle.dumps(raised.value)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def test_an_engine_that_dies_in_a_stream_ends_it_in_words_of_our_own() -> None:
+    """vLLM turns the engine's death into an event that speaks of a stack trace above, with code 500."""
+    died = json.dumps(create_error_response(EngineDeadError()).model_dump())
+    replica = Replica(lambda _: events(chunk(), f"data: {died}\n\n", "data: [DONE]\n\n"))
+    replica._client.errored = True
+    (refused,) = items(replica, stream=True)
+    assert (refused.status, refused.code) == (502, "engine_lost")
+    replica._client = SimpleNamespace(errored=False, abort=replica._end)
+
+    async def dies() -> AsyncIterator[str]:
+        yield chunk()
+        replica._client.errored = True
+        yield f"data: {died}\n\n"
+        yield "data: [DONE]\n\n"
+
+    replica.engine._oai_serving_chat.create_chat_completion = lambda _: asyncio.sleep(0, dies())
+    first, lost = items(replica, stream=True)
+    assert first == chunk()
+    assert isinstance(lost, ApiError)
+    assert (lost.status, lost.code) == (502, "engine_lost")
+    assert "stack trace" not in lost.message
+
+
+def test_what_the_engine_refuses_in_a_stream_keeps_its_field() -> None:
+    refusal = create_error_response(VLLMValidationError("too slow", parameter="prompt"))
+    (refused,) = items(Replica(lambda _: events(f"data: {json.dumps(refusal.model_dump())}\n\n")), stream=True)
+    assert (refused.status, refused.param) == (400, "prompt")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tools"),
+    ],
+)
+def test_a_refused_grammar_is_named_by_the_field_that_the_client_sent(
+    fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    """vLLM makes structured_outputs of each of them."""
+    error = VLLMValidationError("structured_outputs: allows no text", parameter="structured_outputs")
+    refusal = create_error_response(error)
+    event = f"data: {json.dumps(refusal.model_dump())}\n\n"
+    (refused,) = items(Replica(lambda _: events(event) if stream else refusal), stream=stream, **fields)
+    assert (refused.status, refused.param) == (400, param)
+    assert refused.message.startswith(f"{param}: allows no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "param"),
+    [
+        (VLLMValidationError("no such token", parameter="prompt"), 400, "prompt"),
+        (ValueError("too long"), 400, None),
+        (KeyError("function"), 400, None),
+        (RecursionError(), 400, None),
+        (RuntimeError("broken"), 500, None),
+    ],
+)
+def test_what_is_raised_before_the_first_token(error: Exception, status: int, param: str | None) -> None:
+    def raises(_: Any) -> Any:
+        raise error
+
+    (refused,) = items(Replica(raises))
+    assert (refused.status, refused.param) == (status, param)
+    (refused,) = items(Replica(lambda _: create_error_response(error)))
+    if status == 500 or not isinstance(error, KeyError | RecursionError):
+        assert refused.status == status
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_allows_no_text_is_an_error_of_the_request(stream: bool) -> None:
+    """vLLM ends such a request as it ends one that it failed on."""
+    failed = create_error_response(GenerationError("Internal server error"))
+    event = f"data: {json.dumps(failed.model_dump())}\n\n"
+    itself = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
+    replica = Replica(lambda _: events(chunk(), event) if stream else failed)
+    (refused,) = items(replica, stream=stream, response_format=itself)
+    assert (refused.status, refused.param) == (400, "response_format")
+    *_, plain = items(replica, stream=stream)
+    assert plain.status == 500
+    if stream:
+        fine = Replica(lambda _: events(chunk(), chunk("stop"), "data: [DONE]\n\n"))
+        found = items(fine, stream=True, response_format=itself)
+        assert [type(item) for item in found] == [str, str, str, Usage]
+
+
+@pytest.mark.parametrize("call", ["chat", "completions"])
+def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: Any) -> None:
+    """vLLM's generator may be left to the garbage collector with two of three sequences still running."""
+
+    async def run() -> None:
+        closed: list[bool] = []
+
+        async def endless() -> AsyncIterator[str]:
+            try:
+                while True:
+                    yield chunk()
+                    await asyncio.sleep(0)
+            finally:
+                closed.append(True)
+
+        replica = Replica(lambda _: endless())
+        fields = {"messages": HELLO} if call == "chat" else {"prompt": ["a", "b"]}
+        document = {**fields, "stream": True, "n": 3, "request_id": "r1"}
+        charged: list[Any] = []
+        replica.edge.admission.charge_tokens = lambda *given: charged.append(given)  # type: ignore[method-assign]
+        answer = replica.edge.answer(call, document, replica.generate, Caller("web"))
+        assert [await anext(answer) for _ in range(3)]
+        await answer.aclose()
+        await asyncio.sleep(0.01)
+        assert closed == [True]
+        assert replica.aborted == (["chatcmpl-r1"] if call == "chat" else ["cmpl-r1-0", "cmpl-r1-1"])
+        assert charged == [("web", 13)] * len(replica.aborted), "prompt and output so far of each of its prompts"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("call", ["chat", "completions"])
+def test_requests_of_one_name_do_not_end_each_other(call: Any) -> None:
+    """Gateways give retries, and calls side by side, one X-Request-Id; vLLM aborts all requests of a name."""
+
+    async def run() -> None:
+        asked = []
+
+        async def endless() -> AsyncIterator[str]:
+            while True:
+                yield chunk()
+                await asyncio.sleep(0)
+
+        def answer(request: Any) -> Any:
+            asked.append(request.request_id)
+            return endless()
+
+        replica = Replica(answer)
+        fields = {"messages": HELLO} if call == "chat" else {"prompt": ["a", "b"]}
+
+        def begin() -> Any:
+            return replica.generate(replica.edge.admit(call, {**fields, "stream": True, "request_id": "r1"}))
+
+        first, second = begin(), begin()
+        assert await anext(first)
+        assert await anext(second)
+        await second.aclose()
+        await asyncio.sleep(0.01)
+        assert asked[0] == "r1"
+        assert asked[1].startswith("r1-")
+        assert replica.aborted
+        assert all(asked[1] in name for name in replica.aborted)
+        await first.aclose()
+        await asyncio.sleep(0.01)
+        await anext(begin())
+        assert asked[2] == "r1", "its name is free again"
+
+    asyncio.run(run())
+
+
+def test_a_call_by_handle_goes_through_the_same_edge() -> None:
+    async def run(**body: Any) -> list[Any]:
+        replica = Replica(whole)
+        return [item async for item in replica.ask("chat", {"messages": HELLO, **body})]
+
+    (answer,) = asyncio.run(run(drafting={"k": 3}))
+    assert (answer["drafting"]["k"], answer["drafting"]["source"]) == (3, "request")
+    (refused,) = asyncio.run(run(drafting={"k": 99}))
+    assert (refused["status"], refused["error"]["param"]) == (400, "drafting.k")
+
+
+def test_a_target_follows_the_router_and_goes_on_when_it_is_silent() -> None:
+    """One that is restarting raises; requests are served on by what it said last, and then by the target's own."""
+    guiding = DepthControl(cluster().depth_policy(), seed=0)
+    counts = Counts([5000] * 7, [5000] + [1] * 6, [1] * 7)
+    guiding.observe(
+        [TargetReport("a", head="h", workloads={"found": WorkloadCounts(4, counts=counts)})], time.monotonic()
+    )
+    answers: list[Any] = [guiding.guidance(3, time.monotonic()), RuntimeError("restarting")]
+
+    async def ask() -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def run() -> None:
+        replica = Replica(whole)
+        replica.edge.use(cluster(), DepthControl(cluster().depth_policy(), seed=0))
+        router: Any = SimpleNamespace(guidance=SimpleNamespace(remote=ask))
+        await replica._take_guidance(router)
+        assert (replica._num_targets, replica.edge.admission.num_replicas) == (3, 3)
+        with pytest.raises(RuntimeError):
+            await replica._take_guidance(router)
+        messages = [{"role": "user", "content": "Hi"}]
+        admitted = replica.edge.admit("chat", {"messages": messages, "drafting": {"workload": "found"}})
+        assert admitted.drafting.source in ("learned", "probe")
+
+    asyncio.run(run())

@@ -1,0 +1,348 @@
+"""What is seen of the service: Prometheus families, /drafting, the store that keeps what was learned."""
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.control import DepthControl
+from cluster.counts import Counts, TargetReport, WorkloadCounts
+from cluster.heads import HeadKeeper
+from cluster.request import DepthPolicy
+from deployments import telemetry
+from deployments.autoscaling import ClusterBoard
+from deployments.replicas import DrafterReport, LiveHead
+from deployments.telemetry import (
+    MAX_NUM_HEADS,
+    HeadCounts,
+    StateStore,
+    drafter_metrics,
+    drafting_document,
+    head_metrics,
+    labelled,
+    live_heads,
+    prometheus_text,
+    target_metrics,
+)
+from deployments.view import as_text
+from tests.support.counted import counts_of
+from tests.support.disk import full_disk
+from tests.unit.cluster.test_heads import swapped
+
+GOOD = counts_of([(3, 3), (3, 1)])
+BAD = counts_of([(3, 0)])
+
+
+def report(head: str = "a", replica: str = "t1", links: Any = (), **workloads: Counts) -> TargetReport:
+    counted = {
+        name: WorkloadCounts(counts.num_steps, counts.num_steps, 0, 10, 20, counts)
+        for name, counts in workloads.items()
+    }
+    return TargetReport(replica, "m", head, {}, counted, links=tuple(links), num_output_tokens=12)
+
+
+def drafter(replica: str, *digests: str, refused: str = "") -> DrafterReport:
+    heads = tuple(LiveHead(index, f"head-{digest}", digest) for index, digest in enumerate(digests))
+    return DrafterReport(replica, "h:1", heads, refused, {"passes": 5.0})
+
+
+def samples(text: bytes) -> dict[tuple[str, ...], float]:
+    """Values by name and the values of the labels, in the order of their names."""
+    return {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
+def test_steps_count_for_the_head_that_was_live() -> None:
+    counts = HeadCounts()
+    counts.take([report("a", code=GOOD)])
+    counts.take([report("a", code=GOOD)])
+    assert counts.by_head() == {"a": GOOD}
+    counts.take([report("b", code=GOOD)])
+    counts.take([report("b", code=GOOD + BAD)])
+    assert counts.by_head() == {"a": GOOD, "b": BAD}
+    assert counts.by_head(["new"])["new"] == Counts()
+
+
+def test_only_the_latest_heads_are_kept() -> None:
+    counts, total = HeadCounts(), Counts()
+    for index in range(MAX_NUM_HEADS + 3):
+        counts.take([report(f"head-{index}", code=total)])
+        total = total + BAD
+        counts.take([report(f"head-{index}", code=total)])
+    assert next(iter(counts.by_head())) == "head-3"
+    assert len(counts.by_head()) == MAX_NUM_HEADS
+
+
+def link(drafter: str, state: str, counters: dict[str, float]) -> dict[str, Any]:
+    return {
+        "drafter": drafter, "state": state, "path": "tcp", "problem": "", "average_pass_s": None, "counters": counters
+    }  # fmt: skip
+
+
+def test_the_document_has_each_head_with_its_acceptance() -> None:
+    reports = [report("a", "t1", [link("h:1", "up", {"steps": 7.0})]), report("new", "t2")]
+    by_head = {"a": GOOD + BAD, "old": BAD, "new": Counts()}
+    document = drafting_document(reports, by_head, [drafter("r1", "a")])
+    heads = {row["head"]: row for row in document["heads"]}
+    assert heads["a"]["survival"] == [0.6667, 0.3333, 0.3333]
+    assert heads["a"]["acceptance_length"] == round(1 + 4 / 3, 4)
+    assert [heads[head]["is_live"] for head in ("a", "new", "old")] == [True, True, False]
+    assert heads["new"]["acceptance_length"] is None
+    assert document["drafters"][0]["heads"] == [{"index": 0, "name": "head-a", "head": "a"}]
+    assert document["links"][0]["target"] == "t1"
+    control = DepthControl(DepthPolicy(3, 3, 3), is_adaptive=False)
+    shown = as_text({"model": "m", **control.document(0.0), **document}).splitlines()
+    assert "head a (live): AL 2.33, 3 steps" in shown
+    assert "head new (live): nothing drafted yet, 0 steps" in shown
+    assert "drafter h:1: a; links: up by tcp" in shown
+    assert live_heads(reports) == ["a", "new"]
+
+
+def test_counts_are_shown_under_the_fixed_policy_too() -> None:
+    """A service whose K nobody learns is watched all the same."""
+    control = DepthControl(DepthPolicy(3, 3, 3), is_adaptive=False)
+    control.observe([report("a", code=sum([GOOD] * 200, Counts()))], 0.0)
+    (row,) = [row for row in control.document(1.0)["workloads"] if row["workload"] == "code"]
+    assert row["num_steps"] > 0
+    assert row["acceptance_length"] > 2
+    assert row["k"] == 3
+
+
+def test_metrics_have_workloads_heads_links_and_refusals() -> None:
+    links = [link("h:1", "up", {"steps": 7.0}), link("h:2", "late", {})]
+    reports = [report("a", "t1", links, code=GOOD)]
+    families = [
+        *target_metrics(reports, 2),
+        *head_metrics({"a": GOOD}, "i1"),
+        *drafter_metrics([drafter("r1", "a", refused="no such head")], reports),
+    ]
+    found = samples(prometheus_text(families))
+    assert found["peagle_target_replicas",] == 2
+    assert found["peagle_running_requests", "m", "t1"] == 0
+    assert found["peagle_requests_total", "m", "finished", "t1", "code"] == 2
+    assert found["peagle_output_tokens_total", "m", "t1", "code"] == 10
+    assert found["peagle_generated_tokens_total", "m", "t1"] == 12
+    assert found["peagle_verification_steps_total", "m", "t1", "code"] == 2
+    assert found["peagle_draft_tokens_total", "3", "m", "t1", "code"] == 2
+    assert found["peagle_reached_draft_tokens_total", "3", "m", "t1", "code"] == 1
+    assert found["peagle_accepted_tokens_total", "3", "m", "t1", "code"] == 1
+    assert found["peagle_head_accepted_tokens_total", "1", "a", "i1"] == 2
+    assert found["peagle_drafter_head", "a", "0", "r1"] == 1
+    assert found["peagle_drafter_head_refused", "r1"] == 1
+    assert found["peagle_drafter_passes_total", "r1"] == 5
+    assert found["peagle_link_up", "h:2", "t1"] == 0
+    assert found["peagle_link_steps_total", "h:1", "t1"] == 7
+
+
+def test_the_metrics_of_several_replicas_are_one_family_with_a_label_each() -> None:
+    def seen(count: int) -> list[Any]:
+        registry = CollectorRegistry(auto_describe=False)
+        Counter("peagle_answers", "Answers.", ["status"], registry=registry).labels("200").inc(count)
+        return list(registry.collect())
+
+    text = prometheus_text([*labelled(seen(2), replica="i1"), *labelled(seen(3), replica="i2")])
+    assert text.count(b"# TYPE peagle_answers_total counter") == 1
+    found = samples(text)
+    assert (found["peagle_answers_total", "i1", "200"], found["peagle_answers_total", "i2", "200"]) == (2, 3)
+
+
+# ---- the store
+
+
+def control_with_counts() -> DepthControl:
+    control = DepthControl(DepthPolicy(3, 3, 3))
+    control.observe([report("a", code=sum([GOOD] * 50, Counts()))], 0.0)
+    return control
+
+
+def test_state_is_saved_and_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "state.json"
+    first, second = control_with_counts(), DepthControl(DepthPolicy(3, 3, 3))
+    StateStore(str(path)).write(first.snapshot())
+    StateStore(str(path)).restore(second)
+    assert second.book.survival("code") == first.book.survival("code")
+    assert [found.name for found in path.parent.iterdir()] == ["state.json"]
+
+
+class Board(ClusterBoard):
+    """In a dictionary in the place of Ray's key-value store. `fails`: the store does not answer."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        self.documents: dict[str, str] = {}
+
+    def get(self, name: str) -> Any:
+        self._answer()
+        return json.loads(self.documents[name]) if name in self.documents else None
+
+    def put(self, name: str, document: Any) -> None:
+        self._answer()
+        self.documents[name] = json.dumps(document)
+
+    def _answer(self) -> None:
+        if self.fails:
+            raise ConnectionError("no answer")
+
+
+def test_without_a_file_state_outlives_the_router_in_the_cluster() -> None:
+    """What was learned, and which heads were put in others' place."""
+    board, control, keeper = Board(), control_with_counts(), swapped(0, 0.5, 120).keeper
+    StateStore(None, board).write(control.snapshot() | {"heads": keeper.snapshot()})
+    second, found = DepthControl(DepthPolicy(3, 3, 3)), HeadKeeper({}, 0, 0.1)
+    StateStore(None, board).restore(second, found)
+    assert second.book.survival("code") == control.book.survival("code")
+    assert found.orders == keeper.orders
+
+
+@pytest.mark.parametrize(
+    "document", [[], {}, {"format": "other"}, control_with_counts().snapshot() | {"heads": {}}, {"format": None}]
+)
+def test_a_state_of_another_version_in_the_cluster_is_refused_in_one_line(
+    document: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    board = Board()
+    board.put("learned", document)
+    StateStore(None, board).restore(DepthControl(DepthPolicy(3, 3, 3)), HeadKeeper({}, 0, 0.1))
+    (record,) = caplog.records
+    assert "cannot be used" in record.getMessage()
+    assert "\n" not in record.getMessage()
+
+
+def test_a_cluster_that_does_not_answer_holds_up_no_router(caplog: pytest.LogCaptureFixture) -> None:
+    board = Board()
+    store, board.fails = StateStore(None, board), True
+    store.restore(DepthControl(DepthPolicy(3, 3, 3)))
+    for _ in range(3):
+        store.write({"format": 1})
+    board.fails = False
+    store.write({"format": 1})
+    unread, failed, mended = [record.getMessage() for record in caplog.records]
+    assert "cannot be used (no answer)" in unread
+    assert "cannot be written (no answer)" in failed
+    assert "is written again" in mended
+
+
+def test_a_head_that_was_taken_back_is_saved_at_once_and_found_again(tmp_path: Path) -> None:
+    path, control, keeper = tmp_path / "state.json", control_with_counts(), swapped(0, 0.5, 120).keeper
+    found = HeadKeeper({}, 0, 0.1)
+
+    async def run() -> None:
+        file = StateStore(str(path))
+        file.save_soon(control, keeper)
+        assert file._task is None, "not due yet"
+        file.save_soon(control, keeper, is_urgent=True)
+        assert file._task is not None
+        await file._task
+        file.restore(control, found)
+
+    asyncio.run(run())
+    assert found.orders == keeper.orders != HeadKeeper({}, 0, 0.1).orders
+    StateStore(str(path)).write(control.snapshot())  # of a service without remote drafters
+    StateStore(str(path)).restore(control, found)
+    assert found.orders == keeper.orders
+
+
+def test_state_is_written_off_the_event_loop_when_it_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writers: list[int] = []
+
+    class Slow(StateStore):
+        def write(self, snapshot: Any) -> None:
+            writers.append(threading.get_ident())
+            time.sleep(0.2)
+            super().write(snapshot)
+
+    async def run() -> None:
+        file, control = Slow(str(tmp_path / "state.json")), control_with_counts()
+        file.save_soon(control)
+        assert writers == [], "not due yet"
+        monkeypatch.setattr(telemetry, "SAVE_INTERVAL_S", 0.0)
+        started_s = time.monotonic()
+        for _ in range(5):
+            file.save_soon(control)
+            await asyncio.sleep(0.001)
+        assert time.monotonic() - started_s < 0.15, "requests go on while the disk is slow"
+        assert len(writers) == 1, "one at a time"
+        assert file._task is not None
+        await file._task
+        assert writers != [threading.get_ident()]
+
+    asyncio.run(run())
+    assert [found.name for found in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_replicas_in_several_containers_write_to_names_of_their_own(tmp_path: Path) -> None:
+    """Containers that share a volume may have processes of the same number."""
+    path, names = tmp_path / "state.json", set()
+
+    class Watched(StateStore):
+        def write(self, snapshot: Any) -> None:
+            super().write(snapshot)
+
+    replace = Path.replace
+
+    def noted(self: Path, target: Any) -> Any:
+        names.add(self.name)
+        return replace(self, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "replace", noted)
+        for _ in range(3):
+            Watched(str(path)).write({})
+    assert len(names) == 3
+
+
+@pytest.mark.parametrize("text", ["{", "[]", json.dumps({"format": "other"})])
+def test_a_damaged_file_is_put_aside(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "state.json"
+    path.write_text(text)
+    found = DepthControl(DepthPolicy(3, 3, 3))
+    with caplog.at_level(logging.WARNING):
+        StateStore(str(path)).restore(found)
+    assert found.book.workloads() == ()
+    assert (tmp_path / "state.unusable").read_text() == text
+    assert "depth.state" in caplog.text
+
+
+def test_on_a_full_disk_the_last_state_stays_whole_and_saving_goes_on_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "state.json"
+    file, control = StateStore(str(path)), control_with_counts()
+    file.write(control.snapshot())
+    before = path.read_text()
+    control.observe([report("a", code=sum([GOOD] * 90, Counts()))], 1.0)
+    with full_disk(100):
+        for _ in range(3):
+            file.write(control.snapshot())
+    assert path.read_text() == before
+    assert [found.name for found in tmp_path.iterdir()] == ["state.json"]
+    file.write(control.snapshot())
+    assert path.read_text() != before
+    failed, mended = [record.getMessage() for record in caplog.records]
+    assert f"{path} cannot be written" in failed
+    assert "the service goes on" in failed
+    assert "is written again" in mended
+
+
+def test_without_a_file_nothing_is_written_and_a_full_disk_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = StateStore(None)
+    file.restore(DepthControl(DepthPolicy(3, 3, 3)))
+    file.write({})
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    StateStore(str(tmp_path / "file" / "state.json")).write({})
+    assert "cannot be written" in caplog.text

@@ -1,0 +1,449 @@
+"""`peagle serve`: what it refuses before Ray starts, and what it tells."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster.settings import (
+    AutoscalingSettings,
+    ClusterSettings,
+    DrafterReplicas,
+    DrafterSettings,
+    IngressSettings,
+    ModelSettings,
+    TargetSettings,
+)
+from deployments import host, up
+from deployments.cli import main
+from deployments.up import UpError, base_url, live_form, num_logical_cpus, progress, read_config, usage
+from peagle.checkpoint import save_head
+from peagle.embedded import DEFAULT_TARGET, embedded_targets
+from peagle.schema import SettingsError
+from tests.support.head_factory import CONFIG, head_tensors
+
+
+def config(**http_options: Any) -> dict[str, Any]:
+    """The smallest Serve config that is right, without speculation."""
+    application = {"import_path": "deployments.app:build", "args": {"model": {"source": "smollm2-135m-instruct"}}}
+    return {"http_options": {"host": "127.0.0.1", "port": 8000} | http_options, "applications": [application]}
+
+
+def write(path: Path, raw: Any) -> str:
+    path.write_text(raw if isinstance(raw, str) else yaml.dump(raw))
+    return str(path)
+
+
+def test_right_config_is_read(tmp_path: Path) -> None:
+    raw, settings = read_config(Path(write(tmp_path / "right.yaml", config())))
+    assert raw == config()
+    assert settings.model.id == "smollm2-135m-instruct"
+
+
+def test_a_drafter_named_by_sagemakers_variable_goes_with_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processes of a cluster that runs already do not have it."""
+    given = {"method": "eagle3", "model": "org/head", "num_speculative_tokens": 3, "parallel_drafting": True}
+    monkeypatch.setenv("SM_VLLM_SPECULATIVE_CONFIG", json.dumps(given))
+    raw, settings = read_config(Path(write(tmp_path / "c.yaml", config())))
+    assert settings.drafter is not None
+    assert (settings.drafter.head, settings.max_draft_tokens) == ("org/head", 3)
+    monkeypatch.delenv("SM_VLLM_SPECULATIVE_CONFIG")
+    assert read_config(Path(write(tmp_path / "sent.yaml", raw)))[1] == settings
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ("a: [", "is not a Ray Serve config file"),
+        ("- a list", "is not a Ray Serve config file"),
+        ({"applications": []}, "applications is empty"),
+        ({**config(), "proxy_location": "Nowhere"}, "proxy_location"),
+        ({**config(), "callers": {"web": {}}}, "Ray Serve has no callers"),
+        (
+            {"applications": [{**config()["applications"][0], "deployments": [{"name": "target", "num_replica": 2}]}]},
+            "Ray Serve has no applications.0.deployments.0.num_replica",
+        ),
+        ({"applications": [{"import_path": "deployments.app:build", "args": {"modle": {}}}]}, "unknown key modle"),
+        ({"applications": [{"import_path": "deployments.app:build"}]}, "missing key model"),
+    ],
+)
+def test_wrong_config_stops_before_ray_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], raw: Any, message: str
+) -> None:
+    assert main(["serve", write(tmp_path / "wrong.yaml", raw)]) == 1
+    output = capsys.readouterr()
+    assert output.err.startswith("error: ")
+    assert message in output.err
+    assert output.out == ""
+
+
+def test_missing_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(tmp_path / "none.yaml")]) == 1
+    assert "cannot be read: No such file or directory" in capsys.readouterr().err
+
+
+def test_port_in_use_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert main(["serve", write(tmp_path / "right.yaml", config(port=port))]) == 1
+    assert f"127.0.0.1:{port} cannot be used (Address already in use)" in capsys.readouterr().err
+
+
+class Serve:
+    """In the place of Serve's REST API: keeps what it is given. `fails`: applications that do not come up."""
+
+    def __init__(self) -> None:
+        self.deployed: list[dict[str, Any]] = []
+        self.fails: list[dict[str, Any]] = []
+        self.running: dict[str, Any] | None = None
+
+    def deploy_applications(self, wanted: dict[str, Any]) -> None:
+        self.deployed.append(wanted)
+        (self.running,) = wanted["applications"]
+
+    def get_serve_details(self) -> dict[str, Any]:
+        if self.running is None:
+            return {"applications": {}}
+        status = "DEPLOY_FAILED" if self.running in self.fails else "RUNNING"
+        return {
+            "applications": {
+                "default": {"status": status, "deployed_app_config": self.running, "message": "no such GPU"}
+            }
+        }
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A Ray cluster that is there, with Serve on it; signals as they were afterwards."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    found = SimpleNamespace(serve=Serve(), stopped=[], total={"CPU": 8.0}, free={"CPU": 4.0})
+
+    @contextlib.contextmanager
+    def ray_cluster(*_: Any) -> Iterator[str]:
+        for number in before:  # as `ray.init` does
+            signal.signal(number, lambda *_: pytest.fail("ended by Ray"))
+        yield "http://none"
+
+    monkeypatch.setattr(up, "ray_cluster", ray_cluster)
+    monkeypatch.setattr(up, "_connect", lambda _: found.serve)
+    monkeypatch.setattr(up, "_answers", lambda _: True)
+    monkeypatch.setattr(up, "POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(up.ray, "cluster_resources", lambda: found.total)
+    monkeypatch.setattr(up.ray, "available_resources", lambda: found.free)
+    monkeypatch.setattr(up.ray.serve, "shutdown", lambda: found.stopped.append(True))
+    yield found
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_terminated_service_is_stopped_in_order(
+    tmp_path: Path, machine: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """`ray.init` replaces the handlers by its own, and a shell starts a background program with SIGINT ignored."""
+    monkeypatch.setattr(up, "watch", lambda *_: os.kill(os.getpid(), number))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert main(["serve", write(tmp_path / "right.yaml", config())]) == 0
+    assert machine.stopped == [True]
+
+
+def test_a_service_that_cannot_start_is_stopped_and_says_why(
+    tmp_path: Path, machine: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(write(tmp_path / "right.yaml", config()))
+    machine.serve.fails.append(live_form(*read_config(path))["applications"][0])
+    assert main(["serve", str(path)]) == 1
+    assert "DEPLOY_FAILED" in capsys.readouterr().err
+    assert machine.stopped == [True]
+
+
+# ---- a new config for a service that runs
+
+REMOTE = {
+    "head": "smollm2-135m-instruct",
+    "placement": "remote",
+    "max_draft_tokens": 7,
+    "replicas": {"num_replicas": 1, "num_cpus": 0.5},
+}
+
+
+def served(**sections: Any) -> dict[str, Any]:
+    raw = config()
+    args = {"drafter": REMOTE, "engine": {"dtype": "float32"}, "target": {"bundle": {"CPU": 1.0}}}
+    raw["applications"][0]["args"] |= {**args, **sections}
+    return raw
+
+
+def running(machine: Any, tmp_path: Path) -> dict[str, Any]:
+    """A service that was started with the plain config."""
+    before = live_form(*read_config(Path(write(tmp_path / "before.yaml", served()))))
+    (machine.serve.running,) = before["applications"]
+    return before
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"ingress": {"num_cpus": 0.25}},
+        {"target": {"bundle": {"CPU": 1.0}, "num_replicas": 2}},
+        {"drafter": {**REMOTE, "replicas": {"num_replicas": 2, "num_cpus": 0.5}}},
+        {"depth": {"policy": "fixed", "default": 3}},
+        {"limits": {"max_num_sequences": 4}},
+        {"callers": {"web": {"key_sha256": "ab" * 32}}},
+        {"model": {"source": "smollm2-135m-instruct", "aliases": {"coder": "code"}}},
+    ],
+)
+def test_what_needs_no_new_engine_starts_none(tmp_path: Path, machine: Any, sections: dict[str, Any]) -> None:
+    (before,) = running(machine, tmp_path)["applications"]
+    up.up(Path(write(tmp_path / "after.yaml", served(**sections))), say=lambda _: None)
+    ((after,),) = [deployed["applications"] for deployed in machine.serve.deployed]
+    assert before["args"] == after["args"], "Serve starts all replicas anew when these change"
+    assert before["deployments"] != after["deployments"]
+    assert machine.stopped == [], "and the service is not this program's to stop"
+
+
+def test_ingress_replicas_change_in_number_without_a_new_engine(tmp_path: Path) -> None:
+    """A changed number of ingress replicas once redeployed the target. Whether there are any is another application."""
+    made = [
+        live_form(*read_config(Path(write(tmp_path / "c.yaml", served(ingress={"num_replicas": number})))))
+        for number in (0, 1, 3)
+    ]
+    none, one, three = [form["applications"][0] for form in made]
+    assert none["args"] != one["args"] == three["args"]
+    by_name = [{options["name"]: options for options in form["deployments"]} for form in (none, one, three)]
+    assert [set(options) for options in by_name] == [
+        {"router", "target", "drafter"},
+        *[{"ingress", "target", "drafter"}] * 2,
+    ]
+    assert [options["ingress"]["num_replicas"] for options in by_name[1:]] == [1, 3]
+
+
+def test_who_may_call_from_where_is_what_replicas_are_made_from(tmp_path: Path) -> None:
+    ingress = {"allow_origins": ["http://page.example"], "allowed_hosts": ["api.example.com"]}
+    made = live_form(*read_config(Path(write(tmp_path / "c.yaml", served(ingress=ingress)))))
+    assert made["applications"][0]["args"]["ingress"] == ingress
+
+
+def test_options_that_the_file_itself_gives_to_deployments_stay(tmp_path: Path) -> None:
+    raw = served(ingress={"num_replicas": 2})
+    raw["applications"][0]["deployments"] = [
+        {"name": "drafter", "user_config": {"head": "other"}},
+        {"name": "ingress", "max_ongoing_requests": 7},
+    ]
+    made = live_form(*read_config(Path(write(tmp_path / "own.yaml", raw))))
+    options = {one["name"]: one for one in made["applications"][0]["deployments"]}
+    assert options["drafter"] == {"name": "drafter", "num_replicas": 1, "user_config": {"head": "other"}}
+    assert (options["ingress"]["num_replicas"], options["ingress"]["max_ongoing_requests"]) == (2, 7)
+    assert options["target"]["user_config"]["limits"]["max_num_sequences"] == 16
+
+
+def test_a_new_engine_without_room_beside_the_old_one_is_refused(tmp_path: Path, machine: Any) -> None:
+    running(machine, tmp_path)
+    machine.free = {"CPU": 0.5}
+    path = Path(write(tmp_path / "after.yaml", served(engine={"dtype": "float32", "max_num_seqs": 8})))
+    with pytest.raises(UpError, match="no room for a new replica beside the old one"):
+        up.up(path, say=lambda _: None)
+    machine.total = {"CPU": 2.0}
+    many = Path(write(tmp_path / "many.yaml", served(target={"bundle": {"CPU": 1.0}, "num_replicas": 9})))
+    with pytest.raises(UpError, match=r"too small for this config: it needs \d+(\.\d+)? CPU of 2"):
+        up.up(many, say=lambda _: None)
+    assert (machine.serve.deployed, machine.stopped) == ([], [])
+
+
+def test_a_config_that_fails_gives_way_to_the_one_before(tmp_path: Path, machine: Any) -> None:
+    before = running(machine, tmp_path)
+    path = Path(write(tmp_path / "after.yaml", served(engine={"dtype": "float32", "max_num_seqs": 8})))
+    machine.serve.fails.append(live_form(*read_config(path))["applications"][0])
+    with pytest.raises(UpError, match="no such GPU"):
+        up.up(path, say=lambda _: None)
+    assert machine.serve.deployed[-1]["applications"] == before["applications"]
+    assert machine.stopped == []
+
+
+# ---- Ray, and what is left of it
+
+ENGINE = """
+import multiprocessing, multiprocessing.shared_memory as shared, signal, socket, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+shared.resource_tracker.register = lambda *_: None
+segment = shared.SharedMemory(create=True, size=64)
+lock = multiprocessing.get_context("spawn").Lock()
+server = socket.socket(socket.AF_UNIX)
+server.bind(sys.argv[1])
+print(segment.name, lock._semlock.name, flush=True)
+time.sleep(600)
+"""
+SESSION = """
+import os, subprocess, sys, time
+from deployments import host
+
+started_s = time.time()
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]], stdout=subprocess.PIPE, text=True)
+segment, lock = child.stdout.readline().replace("/", "").split()
+segment, lock = f"/dev/shm/{segment}", f"/dev/shm/sem.{lock}"
+assert os.path.exists(segment) and os.path.exists(sys.argv[2])
+sockets = host.session_sockets()
+assert not {segment, lock} & set(map(str, host.abandoned_segments(started_s))), "they are in use"
+host.TERMINATE_S = 0.5
+host.end_session()
+assert child.wait(5) == -9
+left = {str(path) for path in (*sockets, *host.abandoned_segments(started_s))}
+print("found" if {segment, lock, sys.argv[2]} <= left else left)
+os.unlink(segment)
+os.unlink(lock)
+"""
+
+
+@pytest.mark.long
+def test_processes_segments_and_sockets_of_a_session_are_found_and_ended(tmp_path: Path) -> None:
+    """An engine that outlives Ray keeps gigabytes; one that is killed leaves its files."""
+    env = {**os.environ, "PYTHONPATH": str(Path(up.__file__).parents[1])}
+    command = [sys.executable, "-c", SESSION, ENGINE, str(tmp_path / "socket")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, start_new_session=True, env=env)
+    assert done.stdout.strip() == "found", done.stdout + done.stderr
+
+
+def test_what_openmp_has_registered_for_an_ended_process_is_found_before_its_parent_asks_for_it() -> None:
+    started_s = time.time()
+    running, ended = (subprocess.Popen(["sleep", duration]) for duration in ("600", "0"))
+    files = [Path(f"/dev/shm/__KMP_REGISTERED_LIB_{process.pid}_0") for process in (running, ended)]
+    try:
+        for file in files:
+            file.touch()
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        assert set(host.abandoned_segments(started_s - 1)) & set(files) == {files[1]}
+    finally:
+        for file in files:
+            file.unlink()
+        running.kill()
+        for process in (running, ended):
+            process.wait()
+
+
+def test_a_machine_without_haproxy_serves_all_the_same_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(up.compat, "why_no_haproxy", lambda: "no binary")
+    env = up.ray_environment(False, said.append)
+    assert not {"RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_THROUGHPUT_OPTIMIZED"} & env.keys()
+    (line,) = said
+    assert "no binary" in line
+
+
+def test_ports_of_haproxy_that_others_use_are_left_to_them() -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):  # somebody listens there already
+            other.bind(("0.0.0.0", up.HAPROXY_PORTS["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"]))
+            other.listen()
+        env = up.ray_environment(True, pytest.fail)
+    name = "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"
+    assert int(env[name]) > up.HAPROXY_PORTS[name]
+    assert env["RAY_SERVE_THROUGHPUT_OPTIMIZED"] == env["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+
+
+def test_logical_cpus_cover_every_process() -> None:
+    """Three replicas of 4.5 CPUs and two ingresses of one: 15.5, and room for the build task."""
+    settings = ClusterSettings(
+        model=ModelSettings(source="x"),
+        target=TargetSettings(num_replicas=3, num_cpus=0.5, bundle={"CPU": 4.0}),
+        ingress=IngressSettings(num_replicas=2, num_cpus=1.0),
+    )
+    assert num_logical_cpus(settings) >= 16
+    replicas = DrafterReplicas(num_replicas=4, num_cpus=2.0)
+    remote = settings.model_copy(update={"drafter": DrafterSettings(head="h", placement="remote", replicas=replicas)})
+    assert num_logical_cpus(remote) >= 24
+    scaled = {"policy": "queue_length", "target": {"max": 6}, "drafter": {"max": 8}}
+    most = remote.model_copy(update={"autoscaling": AutoscalingSettings.model_validate(scaled)})
+    assert num_logical_cpus(most) >= 6 * 4.5 + 2 + 8 * 2
+
+
+def test_url_as_seen_from_this_machine() -> None:
+    assert base_url(config(port=8123)) == "http://127.0.0.1:8123"
+    assert base_url(config(host="0.0.0.0")) == "http://127.0.0.1:8000"
+    raw = config()
+    raw["applications"][0]["route_prefix"] = "/llm"
+    assert base_url(raw) == "http://127.0.0.1:8000/llm"
+
+
+def test_usage_has_a_url_a_curl_line_and_a_python_line() -> None:
+    lines = usage("http://127.0.0.1:8000", "m").splitlines()
+    assert any(line.startswith("Ready: http://127.0.0.1:8000/v1") for line in lines)
+    assert "Page:  http://127.0.0.1:8000/" in lines
+    assert any(line.startswith("curl -s http://127.0.0.1:8000/v1/chat/completions ") for line in lines)
+    (client,) = [line for line in lines if ' -c "' in line]
+    compile(client.split(' -c "')[1].rstrip('"'), "usage", "exec")
+
+
+def test_each_replica_that_stops_or_is_back_is_said_once_and_so_is_a_controller_that_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def states(*replicas: tuple[str, str]) -> dict[str, Any]:
+        found = [{"replica_id": name, "state": state} for name, state in replicas]
+        return {"applications": {"default": {"deployments": {"target": {"replicas": found}}}}}
+
+    answers = iter([
+        states(("a", "RUNNING"), ("b", "RUNNING")),
+        states(("a", "RUNNING"), ("b", "STOPPING"), ("c", "STARTING")),
+        ConnectionError("controller died"), ConnectionError("controller died"),
+        states(("a", "RECOVERING"), ("c", "STARTING")),
+        states(("a", "RUNNING"), ("c", "RUNNING")),
+        KeyboardInterrupt(),
+    ])  # fmt: skip
+
+    def get_serve_details() -> Any:
+        answer = next(answers)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    said: list[str] = []
+    monkeypatch.setattr(up, "WATCH_INTERVAL_S", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        up.watch(SimpleNamespace(get_serve_details=get_serve_details), config(), said.append)
+    lost, away, again, back = [line.split(" ", 1)[1] for line in said]
+    assert lost == "target b has stopped; 1 of 2 run"
+    assert "controller died" in away
+    assert again == "Serve says again how it is"
+    assert back == "target c runs; 2 of 2 run"
+
+
+def test_progress_counts_running_replicas() -> None:
+    deployments = {"target": {"replicas": [{"state": "RUNNING"}, {"state": "STARTING"}]}, "router": {"replicas": []}}
+    line = progress("peagle", {"status": "DEPLOYING", "deployments": deployments})
+    assert line == (
+        "peagle deploying: router 0/1, target 1/2 running, waits for the router, the engine to load the model"
+    )
+    waiting = {"target": {"replicas": [{"state": "PENDING_ALLOCATION"}]}}
+    assert progress("peagle", {"status": "DEPLOYING", "deployments": waiting}).endswith("waits for free resources")
+    assert "application to be built" in progress("peagle", {"status": "DEPLOYING"})
+
+
+def test_a_head_of_another_target_is_refused_before_ray_starts(tmp_path: Path) -> None:
+    head = save_head(tmp_path / "head", CONFIG, head_tensors(CONFIG))
+    raw = config()
+    raw["applications"][0]["args"]["drafter"] = {"head": str(head)}
+    path = Path(write(tmp_path / "service.yaml", raw))
+    with pytest.raises(SettingsError, match=r"(?s)drafter.head: the head does not fit .*reads 32, the target has 576"):
+        read_config(path)
+
+
+def test_the_sizes_of_the_embedded_target_are_its_own(target_dir: Path) -> None:
+    raw = json.loads((target_dir / "config.json").read_text())
+    shape = embedded_targets()[DEFAULT_TARGET].shape
+    assert {key: raw[key] for key in shape} == dict(shape)

@@ -1,0 +1,211 @@
+"""The blocks and requests of the drafter's cache against a plain model, which knows what each row was made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+
+from peagle.drafter.kvcache import NO_ROW, RequestTable, chain_key, root_key
+from tests.support.request_model import BLOCK, DEPTH, Model, Request, ids, make_table
+
+
+def random_tokens(rng: random.Random, stems: list[list[int]]) -> list[int]:
+    """Tokens that begin like others' and then go on by chance."""
+    stem = rng.choice(stems)
+    return [*stem[: rng.randint(1, len(stem))], *(rng.randint(0, 2) for _ in range(120))]
+
+
+def random_schedule(table: RequestTable, seed: int, num_steps: int) -> Model:
+    rng, model = random.Random(seed), Model(table)
+    stems = [[rng.randint(0, 2) for _ in range(60)] for _ in range(3)]
+    live: dict[int, dict[int, Request]] = {0: {}, 1: {}}
+    for _ in range(num_steps):
+        session = rng.choice([0, 1])
+        requests = live[session]
+        work, prompts = {}, {}
+        for slot in rng.sample(range(6), rng.randint(1, 6)):
+            request, kind = requests.get(slot), rng.random()
+            if request is None or kind < 0.1 or request.num_rows > 100:  # a new request, also where one was
+                request = requests[slot] = Request(random_tokens(rng, stems), 0)
+                start = rng.choice([0, rng.randint(0, 10) * BLOCK, rng.randint(0, 40)])
+                prompts[slot] = np.array(request.tokens[: start + 1], np.int32)
+            elif kind < 0.2:  # preempted, or a step repeated, or rows taken back
+                start = rng.choice([0, request.num_rows // 2 // BLOCK * BLOCK, rng.randint(0, request.num_rows)])
+                if start and rng.random() < 0.5:  # what follows is another text
+                    request.tokens[start + 1 :] = random_tokens(rng, stems)
+            elif kind < 0.25:
+                start = request.num_rows + rng.randint(1, 5)  # a step was lost
+            else:
+                start = request.num_rows
+            work[slot] = (request, start, rng.choice([0, 1, 2, 3, 9]), rng.randint(0, DEPTH))
+        model.step(session, work, prompts)
+        if rng.random() < 0.1:
+            ended = rng.sample(sorted(requests), rng.randint(0, len(requests)))
+            table.release(session, [*ended, 77])
+            for slot in ended:
+                del requests[slot]
+        if rng.random() < 0.02:
+            table.drop_session(session)
+            requests.clear()
+        model.check_counts()
+    return model
+
+
+@pytest.mark.parametrize("num_blocks", [3, 12, 40, 400])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_request_reads_its_own_rows(num_blocks: int, seed: int) -> None:
+    table = make_table(num_blocks, max_num_requests=8 if num_blocks < 100 else 32)
+    model = random_schedule(table, seed, num_steps=500)
+    counters = table.counters
+    assert counters.cold_starts > 0
+    assert model.cold_reads > 0
+    if num_blocks >= 40:
+        assert counters.prefix_hit_tokens > 0
+    if num_blocks <= 40:
+        assert counters.evicted_blocks > 0
+        assert counters.evicted_requests > 0
+    assert (counters.refused > 0) == (num_blocks <= 12)
+
+
+def filled(table: RequestTable, session: int, slot: int, tokens: list[int], num_rows: int) -> tuple[Model, Request]:
+    model, request = Model(table), Request(tokens, 0)
+    model.step(session, {slot: (request, 0, num_rows, DEPTH)}, {slot: ids(tokens[0])})
+    return model, request
+
+
+def test_a_prefix_is_found_by_its_tokens_up_to_whole_blocks() -> None:
+    table, tokens = make_table(50), list(range(30))
+    filled(table, 0, 0, tokens, 4 * BLOCK + 1)
+    for start, hit in [(4 * BLOCK, True), (BLOCK, True), (5 * BLOCK, False), (BLOCK + 1, False)]:
+        before = dataclasses.replace(table.counters)
+        row = table.open(1, 0, np.array(tokens[: start + 1], np.int32))
+        assert table.num_rows_C[row] == (start if hit else 0)
+        assert table.counters.prefix_hit_tokens - before.prefix_hit_tokens == (start if hit else 0)
+        table.release(1, [0])
+
+
+@pytest.mark.parametrize("changed", [0, 1, BLOCK, 2 * BLOCK])
+def test_a_block_depends_on_every_token_up_to_the_one_after_it(changed: int) -> None:
+    table, tokens = make_table(50), list(range(30))
+    filled(table, 0, 0, tokens, 2 * BLOCK)
+    other = [100 if i == changed else token for i, token in enumerate(tokens)]
+    row = table.open(1, 0, np.array(other[: 2 * BLOCK + 1], np.int32))
+    assert table.num_rows_C[row] == 0
+    row = table.open(1, 1, np.array([*tokens[: 2 * BLOCK + 1]], np.int32))
+    assert table.num_rows_C[row] == 2 * BLOCK
+
+
+def test_truncating_into_a_shared_block_leaves_it_to_the_others() -> None:
+    table, tokens = make_table(50), list(range(30))
+    model, first = filled(table, 0, 0, tokens, 2 * BLOCK)
+    second = Request(tokens, 2 * BLOCK)
+    model.step(1, {0: (second, 2 * BLOCK, 1, DEPTH)}, {0: np.array(tokens[: 2 * BLOCK + 1], np.int32)})
+    assert table.counters.prefix_hit_tokens == 2 * BLOCK
+
+    changed = Request([*tokens[: BLOCK + 3], 99, 98, 97], 2 * BLOCK + 1)
+    model.step(1, {0: (changed, BLOCK + 2, 1, DEPTH)}, {})  # in the middle of the second block, which slot 0 reads too
+
+    assert table.counters.cold_starts == 1
+    model.step(0, {0: (first, 2 * BLOCK, 1, DEPTH)}, {})  # reads all its rows again
+
+
+def test_truncating_into_a_block_of_its_own_withdraws_it() -> None:
+    table, tokens = make_table(50), list(range(30))
+    model, request = filled(table, 0, 0, tokens, 2 * BLOCK)
+    assert len(table.pool._block_of) == 2
+    model.step(0, {0: (request, BLOCK + 2, 1, DEPTH)}, {})
+    assert len(table.pool._block_of) == 1
+    assert table.counters.cold_starts == 0
+
+
+def test_rows_of_a_cold_request_answer_for_no_prefix() -> None:
+    table, tokens = make_table(50), list(range(30))
+    model, request = Model(table), Request(tokens, 0)
+    model.step(0, {0: (request, BLOCK, 3 * BLOCK, 1)}, {0: np.array(tokens[: BLOCK + 1], np.int32)})
+    assert (table.counters.cold_starts, len(table.pool._block_of)) == (1, 0)
+
+
+def test_a_request_whose_tokens_are_not_known_publishes_nothing() -> None:
+    table, tokens = make_table(50), list(range(30))
+    model, _ = filled(table, 0, 0, tokens, BLOCK)
+    model.step(0, {0: (Request([9, *tokens[1:]], 0), 0, 2 * BLOCK, 1)}, {0: ids()})
+    assert len(table.pool._block_of) == 1
+
+
+def test_keys_of_freed_blocks_are_forgotten() -> None:
+    """Else a request of unknown tokens would go on from the key of the request that had its block before."""
+    table, tokens = make_table(50), list(range(30))
+    model, request = Model(table), Request([9, *tokens[1:]], 0)
+    for slot in (0, 1):  # the same key twice, so the block of slot 1 is not published
+        model.step(0, {slot: (Request(tokens, 0), 0, BLOCK, 1)}, {slot: ids(tokens[0])})
+    table.release(0, [1])
+    model.step(0, {1: (request, 0, BLOCK, 1)}, {1: ids()})
+    model.step(0, {1: (request, BLOCK, BLOCK, 1)}, {})
+    assert len(table.pool._block_of) == 1
+
+
+def test_a_preempted_request_still_publishes() -> None:
+    table, tokens = make_table(50), list(range(30))
+    model, request = filled(table, 0, 0, tokens, BLOCK)
+    model.step(0, {0: (request, 0, 2 * BLOCK, 1)}, {})
+    assert len(table.pool._block_of) == 2
+
+
+def test_blocks_for_mask_rows_are_part_of_what_a_step_needs() -> None:
+    table = make_table(2)
+    model = Model(table)
+    assert model.step(0, {0: (Request(list(range(30)), 0), 0, 2 * BLOCK, 1)}, {}) == 1
+    table.release(0, [0])
+    assert model.step(0, {0: (Request(list(range(30)), 0), 0, 2 * BLOCK, 2)}, {}) == 0  # one mask row too many
+    assert table.counters.refused == 1
+    assert (table.last_call_C < 0).all()
+
+
+def test_requests_in_use_are_not_evicted_for_new_ones() -> None:
+    table = make_table(4, min_idle_calls=3)
+    model, old = filled(table, 0, 0, list(range(30)), 3 * BLOCK - 2)  # with two mask rows: three blocks
+    new = {0: (Request(list(range(50, 80)), 0), 0, 2 * BLOCK, 0)}
+    for refused in (1, 2):
+        assert model.step(1, new, {}) == 0
+        assert (table.counters.refused, table.counters.evicted_requests) == (refused, 0)
+    assert model.step(1, new, {}) == 1  # the old one was idle for three calls
+    assert table.counters.evicted_requests == 1
+    assert old.num_rows == 3 * BLOCK - 2
+
+
+def test_the_requests_that_need_least_get_the_last_blocks() -> None:
+    table = make_table(3)
+    big, small = (Request(list(range(i, i + 60)), 0) for i in (0, 100))
+    model = Model(table)
+    assert model.step(0, {0: (big, 0, 3 * BLOCK, 0), 1: (small, 0, 2 * BLOCK, 0)}, {}) == 1
+    assert table.find(0, ids(0, 1)).tolist()[0] == NO_ROW
+    assert small.num_rows == 2 * BLOCK
+
+
+def test_ends_are_evicted_before_beginnings() -> None:
+    table, tokens = make_table(6), list(range(30))
+    filled(table, 0, 0, tokens, 4 * BLOCK)
+    table.release(0, [0])
+    Model(table).step(0, {1: (Request(list(range(50, 90)), 0), 0, 4 * BLOCK, 0)}, {})  # two more than were free
+    row = table.open(1, 0, np.array(tokens[: 2 * BLOCK + 1], np.int32))
+    assert table.num_rows_C[row] == 2 * BLOCK
+    assert table.counters.evicted_blocks == 2
+
+
+def test_a_context_longer_than_allowed_is_refused() -> None:
+    table = make_table(50)
+    request = Request([1] * 200, 0)
+    assert Model(table).step(0, {0: (request, 40 * BLOCK - 1, 1, 1)}, {}) == 1
+    assert Model(table).step(0, {1: (request, 40 * BLOCK - 1, 1, 2)}, {}) == 0
+    assert Model(table).step(0, {1: (request, 2**31 - 100, 1, 2)}, {}) == 0
+    assert table.counters.refused == 2
+
+
+def test_keys_differ_by_head_token_and_order() -> None:
+    a, b = ids(1, 2).tobytes(), ids(3, 4).tobytes()
+    root = root_key("head", 1)
+    assert len({root, root_key("other", 1), root_key("head", 2), chain_key(root, a), chain_key(root, b)}) == 5
+    assert chain_key(chain_key(root, a), b) != chain_key(chain_key(root, b), a)

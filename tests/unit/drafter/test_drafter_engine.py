@@ -1,0 +1,353 @@
+"""Whatever targets do, each request's drafts are those of a plain session that has the same rows.
+
+First what the engine does with steps that are late, repeated, too big or of a target that is gone; then random
+schedules: rejections, chunked prefill, preemption, prefixes that the targets found in their own caches, requests that
+end with and without a release, repeated and lost steps; two targets, two heads, passes too small for a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from peagle.drafter.drafts import token_ids
+from peagle.drafter.engine import DraftEngine, Requests, split
+from peagle.drafter.protocol import TargetStep
+from tests.support.draft_engine_harness import (
+    BLOCK,
+    CONFIG,
+    MAX_DEPTH,
+    VOCABULARY,
+    Request,
+    Rows,
+    cached_range,
+    check_answer,
+    expected_drafts,
+    head_runtime,
+    num_requests,
+    target_step,
+)
+
+
+def make_request(seed: int, head: int = 0) -> Request:
+    rng = random.Random(seed)
+    return Request([rng.randrange(VOCABULARY) for _ in range(160)], head, 10, MAX_DEPTH)
+
+
+def run(engine: DraftEngine, session: int, step: int, work: dict[int, Rows], **more: Any) -> list[list[int]]:
+    """One step, whose answer is compared with what the engine says it holds."""
+    [answer_BK] = engine.step([target_step(session, step, work, **more)])
+    check_answer(engine, session, work, answer_BK)
+    return answer_BK.tolist()
+
+
+def prompt(request: Request, start: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.array(request.tokens[: start + 1], np.int32)
+
+
+def test_a_repeated_step_gives_the_same_drafts() -> None:
+    engine, request = DraftEngine({0: head_runtime(0)}), make_request(0)
+    first = run(engine, 1, 0, {0: Rows(request, 0, 2 * BLOCK, 4)}, prompts={0: prompt(request, 0)})
+    second = run(engine, 1, 1, {0: Rows(request, 2 * BLOCK, 3, 4)})
+    assert run(engine, 1, 1, {0: Rows(request, 2 * BLOCK, 3, 4)}) == second
+    assert run(engine, 1, 1, {0: Rows(request, 0, 2 * BLOCK, 4)}) == first
+    assert engine.counters.cold_starts == 0
+
+
+def test_two_steps_of_one_target_in_one_call_follow_each_other() -> None:
+    engine, request, other = DraftEngine({0: head_runtime(0)}), make_request(0), make_request(1)
+    sent = [{0: Rows(request, 0, 9, 4)}, {3: Rows(other, 0, 5, 2)}, {0: Rows(request, 9, 2, 3)}]
+    steps = [target_step(session, i, work) for i, (session, work) in enumerate(zip([1, 2, 1], sent, strict=True))]
+    answers = [token_ids(answer_BK) for answer_BK in engine.step(steps)]
+    assert answers[0][0].tolist() == expected_drafts(0, request.tokens, 0, 9, 4)
+    assert answers[1][0, :2].tolist() == expected_drafts(0, other.tokens, 0, 5, 2)
+    assert answers[2][0, :3].tolist() == expected_drafts(0, request.tokens, 0, 11, 3)
+
+
+def test_the_same_slot_of_two_targets_is_two_requests() -> None:
+    engine, mine, yours = DraftEngine({0: head_runtime(0)}), make_request(0), make_request(1)
+    engine.step([target_step(1, 0, {0: Rows(mine, 0, 9, 4)}), target_step(2, 0, {0: Rows(yours, 0, 6, 4)})])
+    run(engine, 1, 1, {0: Rows(mine, 9, 1, 4)})
+    run(engine, 2, 1, {0: Rows(yours, 6, 1, 4)})
+    assert (num_requests(engine), engine.counters.cold_starts, engine.counters.passes) == (2, 0, 3)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_prompt_says_that_another_request_has_the_slot(known: bool) -> None:
+    engine, old, new = DraftEngine({0: head_runtime(0)}), make_request(0), make_request(1)
+    run(engine, 1, 0, {0: Rows(old, 0, 2 * BLOCK, 4)}, prompts={0: prompt(old, 0)})
+    tokens = prompt(new, 2 * BLOCK) if known else np.empty(0, np.int32)
+    run(engine, 1, 1, {0: Rows(new, 2 * BLOCK, 3, 4)}, prompts={0: tokens})  # where the old one would have gone on
+    assert cached_range(engine, 1, 0) == (2 * BLOCK, 2 * BLOCK + 3)
+    assert (num_requests(engine), engine.counters.cold_starts) == (1, 1)
+
+
+def test_a_gap_starts_cold_and_is_counted() -> None:
+    engine, request = DraftEngine({0: head_runtime(0)}), make_request(0)
+    run(engine, 1, 0, {0: Rows(request, 0, 9, 4)})
+    run(engine, 1, 2, {0: Rows(request, 11, 2, 4)})
+    assert cached_range(engine, 1, 0) == (11, 13)
+    assert engine.counters.cold_starts == 1
+    run(engine, 1, 3, {0: Rows(request, 0, 14, 4)})  # preempted: all of it comes again
+    assert cached_range(engine, 1, 0) == (0, 14)
+
+
+def test_a_target_that_vanished_leaves_its_prefixes_and_its_room() -> None:
+    engine, request = DraftEngine({0: head_runtime(0)}), make_request(0)
+    free = engine.tables[0].pool.num_available
+    run(engine, 1, 7, {slot: Rows(request, 0, 4 * BLOCK + 1, 4) for slot in range(3)}, prompts={0: prompt(request, 0)})
+    assert engine.tables[0].pool.num_available < free
+    engine.drop_session(1)
+    engine.drop_session(1)
+    assert (num_requests(engine), engine.tables[0].pool.num_available) == (0, free)
+    run(engine, 2, 0, {5: Rows(request, 4 * BLOCK, 2, 4)}, prompts={5: prompt(request, 4 * BLOCK)})
+    assert engine.counters.prefix_hit_tokens == 4 * BLOCK
+
+
+def test_a_session_that_is_never_dropped_is_evicted_when_others_need_room() -> None:
+    engine = DraftEngine({0: head_runtime(0, num_blocks=16)}, min_idle_calls=2)
+    gone, request = make_request(0), make_request(1)
+    run(engine, 1, 0, {0: Rows(gone, 0, 7 * BLOCK, 1)})
+    for step in range(12):
+        run(engine, 2, step, {0: Rows(request, step * BLOCK, BLOCK, 1)})
+    assert cached_range(engine, 1, 0) is None
+    assert cached_range(engine, 2, 0) == (0, 12 * BLOCK)
+    assert (engine.counters.evicted_requests, engine.counters.refused) == (1, 0)
+
+
+def test_more_requests_than_the_cache_holds_get_no_drafts_and_no_error() -> None:
+    engine = DraftEngine({0: head_runtime(0, num_blocks=20)})
+    requests = {slot: make_request(slot) for slot in range(12)}
+    run(engine, 1, 0, {slot: Rows(request, 0, 10, 3) for slot, request in requests.items()})
+    assert (num_requests(engine), engine.counters.refused) == (6, 6)  # 12 rows are three blocks
+    more = DraftEngine({0: head_runtime(0)}, max_num_requests=4)
+    run(more, 1, 0, {slot: Rows(request, 0, 10, 3) for slot, request in requests.items()})
+    assert (num_requests(more), more.counters.refused) == (4, 8)
+
+
+def test_a_swapped_head_drafts_without_the_old_heads_rows() -> None:
+    engine, request = DraftEngine({0: head_runtime(0)}), make_request(0)
+    run(engine, 1, 0, {0: Rows(request, 0, 2 * BLOCK + 1, 4)}, prompts={0: prompt(request, 0)})
+    engine.swap(0, head_runtime(1))
+    assert cached_range(engine, 1, 0) is None
+    new = dataclasses.replace(request, head=1)
+    start = 2 * BLOCK + 1
+    [answer_BK] = engine.step([_as_head_zero(target_step(1, 1, {0: Rows(new, start, 2, 4)}))])
+    assert token_ids(answer_BK)[0].tolist() == expected_drafts(1, request.tokens, start, start + 2, 4)
+    assert engine.counters.cold_starts == 1
+    other = _as_head_zero(target_step(2, 0, {0: Rows(new, BLOCK, 2, 4)}, prompts={0: prompt(request, BLOCK)}))
+    engine.step([other])
+    assert engine.counters.prefix_hit_tokens == 0
+
+
+def _as_head_zero(step: TargetStep) -> TargetStep:
+    return dataclasses.replace(step, heads_B=np.zeros_like(step.heads_B))
+
+
+def test_a_request_that_goes_to_another_head_leaves_nothing_behind() -> None:
+    engine, request = DraftEngine({head: head_runtime(head) for head in (0, 1)}), make_request(0)
+    free = engine.tables[0].pool.num_available
+    run(engine, 1, 0, {0: Rows(request, 0, 9, 4)})
+    run(engine, 1, 1, {0: Rows(dataclasses.replace(request, head=1), 9, 2, 4)})
+    assert num_requests(engine) == 1
+    assert engine.tables[0].pool.num_available == free
+    run(engine, 1, 2, {0: Rows(request, 11, 2, 4)})
+    assert engine.counters.cold_starts == 2
+
+
+def test_requests_without_new_rows_keep_their_cache() -> None:
+    engine, request = DraftEngine({0: head_runtime(0)}), make_request(0)
+    run(engine, 1, 0, {0: Rows(request, 0, 9, 4)})
+    assert run(engine, 1, 1, {0: Rows(request, 9, 0, 4)}) == [[-1] * MAX_DEPTH]
+    run(engine, 1, 2, {0: Rows(request, 9, 2, 4)})
+    assert engine.counters.cold_starts == 0
+    assert engine.step([target_step(1, 3, {}, finished=[0])])[0].shape == (0, MAX_DEPTH)
+    assert num_requests(engine) == 0
+
+
+def test_split_takes_those_that_wait_for_drafts_first() -> None:
+    zeros = np.zeros(2, np.int64)
+    num_valid, offset, depth = np.array([21, 5]), np.array([0, 21]), np.array([0, 4])
+    requests = Requests(np.arange(2), zeros, np.arange(2), zeros, num_valid, offset, depth)
+    passes = split(requests, max_num_rows=8, max_num_requests=16)
+    assert [part.flat_G.tolist() for part in passes] == [[1], [0], [0], [0]]
+    assert [part.start_G.tolist() for part in passes] == [[0], [0], [8], [16]]
+    assert [part.row_offset_G.tolist() for part in passes] == [[21], [0], [8], [16]]
+    passes = split(requests[np.array([1])], max_num_rows=6, max_num_requests=16)  # five rows and three masks
+    assert [part.num_valid_G.tolist() for part in passes] == [[3], [2]]
+    assert [part.depth_G.tolist() for part in passes] == [[0], [4]]
+
+
+def test_long_prompts_run_in_pieces() -> None:
+    engine, chunk, waiting = DraftEngine({0: head_runtime(0, max_num_rows=8)}), make_request(0), make_request(1)
+    run(engine, 1, 0, {0: Rows(chunk, 0, 21, 0), 1: Rows(waiting, 0, 5, 4)})
+    assert (engine.counters.passes, engine.counters.rows) == (4, 21 + 5 + 3)
+    run(engine, 1, 1, {0: Rows(chunk, 21, 18, 4), 1: Rows(waiting, 5, 1, 4)})
+    assert cached_range(engine, 1, 0) == (0, 39)
+
+
+def test_rows_are_gathered_where_too_many_of_others_lie_between() -> None:
+    engine, first, last = DraftEngine({0: head_runtime(0, max_payload_rows=12)}), make_request(0), make_request(1)
+    step = target_step(1, 0, {0: Rows(first, 0, 4, 4), 1: Rows(last, 0, 5, 4)})
+    hidden = torch.cat([step.hidden_RH, torch.full((30, CONFIG.hidden_size), float("nan")), step.hidden_RH])
+    tokens = np.concatenate([step.next_tokens_R, np.full(30, -7, np.int32), step.next_tokens_R])
+    offset_B = step.row_offset_B + np.array([0, len(step.next_tokens_R) + 30], np.int32)
+    [answer] = engine.step(
+        [dataclasses.replace(step, hidden_RH=hidden, next_tokens_R=tokens, row_offset_B=offset_B.astype(np.int32))]
+    )
+    check_answer(engine, 1, {0: Rows(first, 0, 4, 4), 1: Rows(last, 0, 5, 4)}, answer)
+
+
+def test_a_pass_that_fails_leaves_no_rows_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, request = DraftEngine({0: (runtime := head_runtime(0))}), make_request(0)
+    run(engine, 1, 0, {0: Rows(request, 0, 9, 4)}, prompts={0: prompt(request, 0)})
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "_compute", fail)
+        with pytest.raises(RuntimeError, match="illegal memory"):
+            engine.step([target_step(1, 1, {0: Rows(request, 9, 7, 4)})])
+    assert cached_range(engine, 1, 0) == (0, 9)
+    run(engine, 1, 2, {0: Rows(request, 9, 7, 4)})
+    assert engine.counters.cold_starts == 0
+
+
+def test_engines_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_num_rows = 3 holds no request that wants max_depth = 4 drafts"):
+        DraftEngine({0: head_runtime(0, max_num_rows=3)})
+
+
+# Random schedules
+
+
+MAX_TOKENS = 130
+
+
+class RandomTarget:
+    """A target with up to four requests, whose prompts begin alike."""
+
+    def __init__(self, session: int, heads: list[int], rng: random.Random, stems: list[list[int]]) -> None:
+        self.session, self.heads, self.rng, self.stems = session, heads, rng, stems
+        self.requests: dict[int, Request] = {}
+        self.num_steps = 0
+        self.last: tuple[TargetStep, dict[int, Rows]] | None = None
+        self.known: set[tuple[int, ...]] = set()  # prefixes that the target's own cache has
+
+    def new_request(self) -> Request:
+        stem = self.rng.choice(self.stems)
+        tokens = stem[: self.rng.randint(2, len(stem))]
+        num_prompt = len(tokens) + self.rng.randint(0, 6)
+        tokens = [*tokens, *(self.rng.randrange(VOCABULARY) for _ in range(MAX_TOKENS + 20))]
+        return Request(tokens, self.rng.choice(self.heads), num_prompt, self.rng.randint(0, MAX_DEPTH))
+
+    def prefix_hit(self, request: Request) -> int:
+        """Tokens of the prompt's beginning that are not computed: the blocks in the target's cache, never the whole
+        prompt, less the last of them, as vLLM has it for EAGLE heads."""
+        lengths = range((request.num_prompt - 1) // BLOCK * BLOCK, 0, -BLOCK)
+        return next((length - BLOCK for length in lengths if tuple(request.tokens[:length]) in self.known), 0)
+
+    def next_step(self) -> tuple[TargetStep, dict[int, Rows]]:
+        rng = self.rng
+        if self.last is not None and rng.random() < 0.05:
+            return self.last
+        finished, prompts, work = [], {}, {}
+        for slot in range(4):
+            request = self.requests.get(slot)
+            if request is not None and (request.num_rows > MAX_TOKENS - 20 or rng.random() < 0.03):
+                del self.requests[slot]
+                if rng.random() < 0.7:  # otherwise the slot is used again without a word
+                    finished.append(slot)
+                request = None
+            if rng.random() < 0.2:
+                continue  # not scheduled in this step
+            if request is None:
+                request = self.requests[slot] = self.new_request()
+                request.num_rows = self.prefix_hit(request)
+                prompts[slot] = np.array(request.tokens[: request.num_rows + 1], np.int32)
+            elif rng.random() < 0.05:  # preempted; it may find its own beginning again
+                request.num_rows = rng.choice([0, request.num_rows // 2 // BLOCK * BLOCK])
+            work[slot] = self.rows(request)
+            request.num_rows += work[slot].num_valid
+            for length in range(BLOCK, request.num_rows + 1, BLOCK):
+                self.known.add(tuple(request.tokens[:length]))
+        self.num_steps += rng.choice([1, 1, 1, 2])
+        step = target_step(self.session, self.num_steps, work, finished=finished, prompts=prompts, rng=rng)
+        self.last = step, work
+        return self.last
+
+    def rows(self, request: Request) -> Rows:
+        start, left = request.num_rows, request.num_prompt - request.num_rows
+        if left > 0:
+            num_valid = min(left, self.rng.choice([1, 5, 30]))
+            return Rows(request, start, num_valid, request.depth if num_valid == left else 0)
+        return Rows(request, start, self.rng.randint(1, request.depth + 1), request.depth)
+
+
+def run_schedule(engine: DraftEngine, heads: list[int], seed: int, num_calls: int, loss: float = 0.0) -> int:
+    """Returns how often a request got no drafts although it had rows."""
+    rng = random.Random(seed)
+    stems = [[rng.randrange(VOCABULARY) for _ in range(50)] for _ in range(2)]
+    targets = [RandomTarget(session, heads, rng, stems) for session in (3, 8)]
+    num_refused = 0
+    for _ in range(num_calls):
+        called = rng.sample(targets, rng.choice([1, 2, 2]))
+        sent = [target.next_step() for target in called]
+        if rng.random() < loss:
+            continue
+        answers = engine.step([step for step, _ in sent])
+        for target, (_, work), answer_BK in zip(called, sent, answers, strict=True):
+            num_refused += check_answer(engine, target.session, work, answer_BK)
+    return num_refused
+
+
+@pytest.mark.parametrize(
+    ("heads", "limits"),
+    [
+        ([0], {}),
+        ([0, 1], {}),
+        ([0, 1], {"max_num_rows": 7, "max_num_requests": 3}),
+        ([0], {"max_num_rows": MAX_DEPTH, "max_num_requests": 1, "max_payload_rows": MAX_DEPTH + 1}),
+    ],
+)
+def test_drafts_equal_those_of_a_session_for_each_request(heads: list[int], limits: dict[str, Any]) -> None:
+    engine = DraftEngine({head: head_runtime(head, **limits) for head in heads})
+    assert run_schedule(engine, heads, seed=len(limits), num_calls=120) == 0
+    counters = engine.counters
+    assert counters.drafts > 300
+    assert counters.prefix_hit_tokens > 0
+    assert (counters.refused, counters.evicted_requests) == (0, 0)
+    if limits:
+        assert counters.passes > 1.5 * 120
+
+
+def test_with_one_head_and_room_nothing_that_a_target_skips_is_missing() -> None:
+    """The drafter has seen all that its targets have, so it finds all that they find. (Not with two heads: a target's
+    cache does not ask which head drafted.)"""
+    engine = DraftEngine({0: head_runtime(0)})
+    run_schedule(engine, [0], seed=5, num_calls=150)
+    assert engine.counters.prefix_hit_tokens > 100
+    assert engine.counters.cold_starts == 0
+
+
+def test_lost_steps_start_cold() -> None:
+    engine = DraftEngine({0: head_runtime(0)})
+    assert run_schedule(engine, [0], seed=7, num_calls=150, loss=0.1) == 0
+    assert engine.counters.cold_starts > 0
+
+
+@pytest.mark.parametrize("num_blocks", [8, 40])
+def test_a_tiny_cache_costs_drafts_but_never_a_wrong_one(num_blocks: int) -> None:
+    engine = DraftEngine({head: head_runtime(head, num_blocks=num_blocks) for head in (0, 1)}, min_idle_calls=2)
+    num_refused = run_schedule(engine, [0, 1], seed=1, num_calls=150)
+    assert num_refused == engine.counters.refused
+    assert engine.counters.evicted_blocks > 0
+    assert engine.counters.cold_starts > 0
+    assert engine.counters.refused > 0
+    assert engine.counters.drafts > 100

@@ -1,0 +1,505 @@
+"""Links give the drafts of their drafters, and no drafts, soon, when something happens to a drafter; requests stay with
+the drafter that has their cache. Both ways of the data: shared memory and TCP."""
+
+from __future__ import annotations
+
+import collections
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from peagle.drafter import client
+from peagle.drafter.client import Deadlines, LinkPool, introduce, rank
+from tests.support.draft_engine_harness import MAX_DEPTH, head_runtime
+from tests.support.transport_harness import (
+    SHAPE,
+    DrafterProcess,
+    SlowEngine,
+    Target,
+    entry,
+    eventually,
+    make_pool,
+    make_server,
+    named_mailboxes,
+    only_link,
+    running,
+    served_head,
+)
+
+HEADS = {0: "digest0"}
+NO_DRAFTS = [None] * 3
+NOBODY = np.zeros(0, np.int32)
+PATHS = pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "tcp"])
+
+
+def connected(address: str, **settings: Any) -> LinkPool:
+    pool = make_pool(**settings)
+    pool.set_drafters([entry(address, HEADS)])
+    eventually(lambda: pool.num_up)
+    return pool
+
+
+def until_up(pool: LinkPool) -> None:
+    """Engine steps without requests, until the link is late no more."""
+    eventually(lambda: pool.assign(NOBODY, NOBODY) or pool.num_up)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_in_shared_memory() -> Iterator[None]:
+    before = set(named_mailboxes())
+    yield
+    assert not set(named_mailboxes()) - before  # other tests, in another process, may have ended theirs
+
+
+@PATHS
+def test_drafts_are_those_of_the_drafter_at_every_step(shared: bool) -> None:
+    with running(make_server()) as server:
+        pool = connected(server.address, use_shared_memory=shared)
+        assert only_link(pool)["path"] == ("shared memory" if shared else "tcp")
+        target = Target(pool)
+        for num_rows in (5, 1, 4, 2, 1):
+            target.check_step(num_rows)
+        target.restart(1)
+        target.ends = [target.ends[0], 0, target.ends[2]]
+        target.check_step(2)
+        assert target.step(1, depth=0) == [[-1] * MAX_DEPTH] * 3
+        target.check_step(1)
+        assert only_link(pool)["num_answered"] == 8
+        pool.close()
+
+
+@PATHS
+def test_service_and_wait_are_summed_over_the_answers(shared: bool) -> None:
+    """Lower bounds from a drafter that sleeps; the wait holds the service, since the target has nothing else to do."""
+    delay_s, num_steps = 0.05, 3
+    with running(make_server(delay_s=delay_s)) as server:
+        pool = connected(server.address, use_shared_memory=shared)
+        target = Target(pool)
+        for _ in range(num_steps):
+            target.check_step()
+        link = only_link(pool)
+        assert link["sum_service_s"] >= num_steps * delay_s
+        assert link["sum_wait_s"] >= num_steps * delay_s * 0.9  # `send` returns before the wait begins
+        assert delay_s <= link["last_service_s"] <= link["sum_service_s"]
+        pool.close()
+
+
+@PATHS
+def test_a_killed_drafter_costs_drafts_only_and_one_on_the_same_port_is_found(shared: bool) -> None:
+    with DrafterProcess() as first:
+        pool = connected(first.address, use_shared_memory=shared)
+        target = Target(pool)
+        target.check_step()
+        first.kill()
+        eventually(lambda: pool.num_up == 0)
+        assert target.step() == NO_DRAFTS
+        assert only_link(pool)["state"] == "connecting"
+        with DrafterProcess(port=first.port):
+            eventually(lambda: pool.num_up)
+            target.begin_cold()
+            target.check_step()
+            assert only_link(pool)["num_connections"] == 2
+            pool.close()
+
+
+@PATHS
+def test_a_drafter_killed_while_it_drafts_releases_the_target_at_once(shared: bool) -> None:
+    with DrafterProcess(delay_s=30.0) as drafter:
+        pool = connected(drafter.address, use_shared_memory=shared, min_deadline_s=25.0, max_deadline_s=25.0)
+        threading.Timer(0.3, drafter.process.kill).start()
+        begin_s = time.monotonic()
+        assert Target(pool).step() == NO_DRAFTS
+        assert time.monotonic() - begin_s < 12, "the deadline ended the wait, not the drafter's death"
+        pool.close()
+
+
+def has_drafts(pool: LinkPool) -> npt.NDArray[np.bool_]:
+    """Of the three requests of its one link."""
+    (link,) = pool._links.values()
+    return link.has_drafts(np.arange(3, dtype=np.int32))
+
+
+@PATHS
+def test_a_stopped_drafter_costs_one_deadline_and_catches_up(shared: bool) -> None:
+    with DrafterProcess() as drafter:
+        pool = connected(drafter.address, use_shared_memory=shared, min_deadline_s=0.5, max_deadline_s=5.0)
+        target = Target(pool)
+        target.check_step()
+        assert has_drafts(pool).all()
+        drafter.signal(signal.SIGSTOP)
+        assert target.step() == NO_DRAFTS
+        link = only_link(pool)
+        assert (link["state"], link["num_timeouts"]) == ("late", 1)
+        assert not has_drafts(pool).any()
+        for _ in range(3):
+            assert target.step(1) == NO_DRAFTS
+        assert only_link(pool)["num_steps"] == 2, "nothing is sent to a drafter that is late"
+        drafter.signal(signal.SIGCONT)
+        target.begin_cold()
+        until_up(pool)
+        target.check_step()
+        assert has_drafts(pool).all()
+        assert only_link(pool)["num_connections"] == 1, "its connection held"
+        pool.close()
+
+
+@PATHS
+def test_a_request_that_the_drafter_has_no_room_for_shows_as_one_without_drafts(shared: bool) -> None:
+    """So that a scheduler does not take missing drafts for rejected ones."""
+    with running(make_server(num_blocks=8)) as server:  # of four positions each: room for two of the three requests
+        pool = connected(server.address, use_shared_memory=shared)
+        target = Target(pool)
+        drafts = target.step(9)
+        without = [slot for slot, drafts_K in enumerate(drafts) if drafts_K == [-1] * MAX_DEPTH]
+        assert len(without) == 1
+        assert has_drafts(pool).tolist() == [slot not in without for slot in range(3)]
+        pool.close()
+
+
+@PATHS
+def test_a_slow_drafter_gives_no_drafts_and_its_late_ones_are_never_taken_for_new_ones(shared: bool) -> None:
+    with running(make_server(delay_s=0.4)) as server:
+        pool = connected(server.address, use_shared_memory=shared, min_deadline_s=0.05, max_deadline_s=0.05)
+        target = Target(pool)
+        answers = []
+        for _ in range(3):
+            answers += [target.step(1), target.step(1)]  # the second finds the link late
+            until_up(pool)
+        assert answers == [NO_DRAFTS] * 6
+        link = only_link(pool)
+        assert 3 <= link["num_timeouts"] == link["num_steps"]
+        pool.close()
+
+
+@PATHS
+def test_a_drafter_that_has_become_slower_is_waited_for_longer(shared: bool) -> None:
+    """More targets share it, say. If only answers in time counted, none would ever be in time again."""
+    with running(make_server()) as server:
+        pool = connected(server.address, use_shared_memory=shared, min_deadline_s=0.05, max_deadline_s=5.0)
+        target = Target(pool)
+        target.step(1)
+        assert isinstance(server._engine, SlowEngine)
+        server._engine.delay_s = 0.15
+        (link,) = pool._links.values()
+        link._deadlines.average_s = 0.001  # so it was so far, however slow this machine is
+        deadline_s = time.monotonic() + 15
+        while target.step(1) == NO_DRAFTS:
+            for slot in range(3):
+                target.restart(slot)  # positions do not run out
+            until_up(pool)
+            assert time.monotonic() < deadline_s, "it is given up at every step"
+        assert link.stats.num_timeouts >= 1
+        assert (link.report()["average_pass_s"] or 0.0) > 0.05
+        pool.close()
+
+
+def test_a_drafter_that_is_silent_for_long_is_left_and_its_requests_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "MAX_SILENCE_S", 1.0)
+    with DrafterProcess() as stopped, running(make_server()) as other:
+        pool = connected(stopped.address, min_deadline_s=0.3, max_deadline_s=2.0)
+        target = Target(pool)
+        target.check_step()
+        pool.set_drafters([entry(address, HEADS) for address in (stopped.address, other.address)])
+        eventually(lambda: pool.num_up == 2)
+        stopped.signal(signal.SIGSTOP)
+        assert target.step() == NO_DRAFTS
+        eventually(lambda: pool.report()["links"][0]["state"] == "connecting")
+        assert "no sign of life" in pool.report()["links"][0]["problem"]
+        target.begin_cold()
+        target.check_step()
+        assert target.homes == [other.address] * 3
+        pool.close()
+
+
+def test_a_step_that_begins_while_the_connection_ends_is_let_go_at_once() -> None:
+    """The engine's thread takes up a drafter that has caught up, and sends, just as the link's thread finds it gone."""
+    with running(make_server()) as server:
+        pool = connected(server.address)
+        (link,) = pool._links.values()
+        session = link._session
+        assert session is not None
+        link.begin_step()
+        session.is_late, lock = True, session.lock
+
+        class Ending:
+            """The session's lock; before the link's thread gets it, a step begins."""
+
+            def __enter__(self) -> None:
+                session.lock = lock
+                assert link.begin_step(), "it is late no more, so a step may go out now"
+                lock.acquire()
+
+            def __exit__(self, *_: object) -> None:
+                lock.release()
+
+        session.lock = Ending()  # type: ignore[assignment]
+        server.stop()
+        eventually(lambda: session.is_closed)
+        assert session.mailbox.is_aborted(), "whoever waits would wait until the deadline"
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        (b"<!DOCTYPE HTML>" + b"x" * 300, "run the same release"),
+        (b"220 mail", "does not speak this protocol"),
+        (b"", "sent no message within 0.5 s"),
+        (None, "refused: nobody listens"),
+    ],
+    ids=["web", "mail", "silence", "nobody"],
+)
+def test_a_peer_that_is_no_drafter_is_named_and_tried_again(
+    said: bytes | None, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "HELLO_TIMEOUT_S", 0.5)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+
+    def answer() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                connection.sendall(said or b"")
+                if said:
+                    connection.recv(10_000)
+                else:
+                    time.sleep(1)
+
+    if said is None:
+        listener.close()
+    else:
+        threading.Thread(target=answer, daemon=True).start()
+    pool = make_pool()
+    pool.set_drafters([entry(f"127.0.0.1:{port}", HEADS)])
+    eventually(lambda: problem in only_link(pool)["problem"])
+    assert Target(pool).step() == NO_DRAFTS
+    assert pool.num_up == 0
+    pool.close()
+    if said is not None:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+def test_a_step_beyond_the_agreed_sizes_is_the_callers_mistake() -> None:
+    with running(make_server()) as server:
+        pool = connected(server.address)
+        with pytest.raises(ValueError, match=f"3 requests, .* rows; agreed were 4, {SHAPE.max_num_rows}"):
+            Target(pool).step(num_rows=30)
+        pool.close()
+
+
+# Several drafters
+
+
+def test_losing_one_of_three_moves_only_its_own_requests() -> None:
+    addresses = [f"10.0.0.{i}:7000" for i in range(3)]
+    keys = [f"request {i}" for i in range(3000)]
+    before = {key: max(addresses, key=lambda address: rank(key, address)) for key in keys}
+    after = {key: max(addresses[:2], key=lambda address: rank(key, address)) for key in keys}
+    assert all(after[key] == home for key, home in before.items() if home != addresses[2])
+    assert min(collections.Counter(before.values()).values()) > 850
+    assert min(collections.Counter(after.values()).values()) > 1350
+
+
+def test_requests_stay_where_they_are_when_a_drafter_comes_and_leave_a_drained_one_when_they_end() -> None:
+    with running(make_server()) as first, running(make_server()) as second:
+        pool = connected(first.address)
+        target = Target(pool)
+        target.check_step()
+        pool.set_drafters([entry(first.address, HEADS), entry(second.address, HEADS)])
+        eventually(lambda: pool.num_up == 2)
+        target.check_step()
+        assert target.homes == [first.address] * 3
+        pool.set_drafters([entry(second.address, HEADS)])
+        target.check_step()
+        assert target.homes == [first.address] * 3, "requests of a drained drafter end there"
+        target.restart(0)
+        target.check_step()
+        assert target.homes == [second.address, first.address, first.address]
+        assert [link["draining"] for link in pool.report()["links"]] == [True, False]
+        for slot in (1, 2):
+            target.restart(slot)
+        target.check_step()
+        assert [link["address"] for link in pool.report()["links"]] == [second.address]
+        eventually(lambda: not first.report()["targets"])
+        pool.close()
+
+
+def test_one_of_two_drafters_lost_its_requests_begin_cold_at_the_other() -> None:
+    with DrafterProcess() as lost, running(make_server()) as other:
+        pool = connected(lost.address)
+        target = Target(pool)
+        target.check_step()
+        pool.set_drafters([entry(lost.address, HEADS), entry(other.address, HEADS)])
+        eventually(lambda: pool.num_up == 2)
+        target.restart(0)
+        target.check_step()
+        was_there = [slot for slot, home in enumerate(target.homes) if home == lost.address]
+        assert {1, 2} <= set(was_there)
+        lost.kill()
+        eventually(lambda: pool.num_up == 1)
+        for slot in was_there:
+            target.firsts[slot] = target.ends[slot]
+        target.check_step()
+        assert target.homes == [other.address] * 3
+        target.check_step()
+        pool.close()
+
+
+def test_a_drafter_gets_only_requests_of_heads_that_it_serves() -> None:
+    with running(make_server((0,))) as first, running(make_server((1, 0))) as second:
+        pool = make_pool()
+        pool.set_drafters([entry(first.address, HEADS), entry(second.address, {1: "digest1"})])
+        eventually(lambda: pool.num_up == 2)
+        target, other = Target(pool), Target(pool)
+        target.check_step()
+        assert target.homes == [first.address] * 3
+        pool.finish(range(3))
+        other.check_step(head=1)
+        assert other.homes == [second.address] * 3
+        pool.finish(range(3))
+        assert Target(pool).step(head=2) == NO_DRAFTS
+        pool.close()
+
+
+def test_a_drafter_may_be_asked_for_other_heads_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_connect = threading.Event()
+    may_connect.set()
+
+    def introduce_when_told(*args: Any) -> Any:
+        assert may_connect.wait(60)
+        return introduce(*args)
+
+    monkeypatch.setattr(client, "introduce", introduce_when_told)
+    with running(make_server((0, 1))) as server:
+        pool = connected(server.address)
+        target = Target(pool)
+        target.check_step()
+        may_connect.clear()
+        pool.set_drafters([entry(server.address, {1: "digest1"})])
+        assert target.step(head=1) == NO_DRAFTS
+        may_connect.set()
+        eventually(lambda: only_link(pool)["num_connections"] == 2 and pool.num_up)
+        target.begin_cold()
+        target.check_step(head=1)
+        pool.set_drafters([entry(server.address, {1: "digest1"})])
+        target.check_step(head=1)
+        assert only_link(pool)["num_connections"] == 2
+        pool.close()
+
+
+def test_heads_asked_for_in_the_moment_of_connecting_are_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at a new connection's heads and its being taken up, other heads are asked for."""
+    with running(make_server((0, 1))) as server:
+        pool = make_pool()
+        asking = threading.Thread(target=pool.set_drafters, args=([entry(server.address, {1: "digest1"})],))
+
+        class Looked(dict[int, str]):
+            def __eq__(self, other: object) -> bool:
+                if asking.ident is None:
+                    asking.start()
+                    asking.join(0.2)  # who asks may have to wait until the connection is taken up
+                return dict.__eq__(self, other)
+
+            def __ne__(self, other: object) -> bool:
+                return not self == other
+
+        def introduced(*args: Any) -> Any:
+            made = introduce(*args)
+            made.heads = Looked(made.heads)
+            return made
+
+        monkeypatch.setattr(client, "introduce", introduced)
+        pool.set_drafters([entry(server.address, HEADS)])
+        eventually(lambda: pool.num_up and asking.ident)
+        asking.join()
+        eventually(lambda: Target(pool).step(head=1) != NO_DRAFTS)
+        pool.close()
+
+
+def test_a_target_keeps_no_reducer_of_heads_that_were_swapped_for_others() -> None:
+    """They are large, on a GPU, and a head may be swapped every hour. One that comes back is drafted with again."""
+    with running(make_server((0, 1))) as server:
+        pool = connected(server.address)
+        target = Target(pool)
+        target.check_step()
+        for head in (2, 3, 0):
+            server.swap(0, head_runtime(head), served_head(head))
+            eventually(lambda head=head: only_link(pool)["heads"] == {"0": f"digest{head}"} and pool.num_up)
+            target.begin_cold()
+            assert target.step() == [target.expected(slot, head=head) for slot in range(3)]
+            assert target.step() == [target.expected(slot, head=head) for slot in range(3)]
+            assert set(pool._reducers) == {f"digest{head}"}
+        pool.close()
+
+
+def test_nobody_there_is_no_error_and_requests_find_a_drafter_that_comes() -> None:
+    pool = make_pool()
+    target = Target(pool)
+    assert target.step() == NO_DRAFTS
+    with running(make_server()) as server:
+        pool.set_drafters([entry(server.address, HEADS)])
+        eventually(lambda: pool.num_up)
+        target.begin_cold()
+        target.check_step()
+        pool.set_drafters([])
+        target.check_step()
+        pool.finish(range(3))
+        assert pool.report()["links"] == []
+        pool.close()
+        pool.close()
+
+
+def test_the_deadline_is_three_expected_passes_within_its_bounds() -> None:
+    deadlines = Deadlines(0.01, 1.0)
+    assert deadlines.deadline_s(8) == 1.0, "nothing is known yet"
+    for _ in range(200):
+        deadlines.add(0.02, 8)
+    assert deadlines.deadline_s(8) == pytest.approx(0.06)
+    assert deadlines.deadline_s(1) == pytest.approx(0.06), "a pass has a fixed part: fewer rows are not faster"
+    assert deadlines.deadline_s(80) == pytest.approx(0.6), "a chunk of a long prompt takes longer"
+    assert deadlines.deadline_s(8000) == 1.0
+    for _ in range(200):
+        deadlines.add(0.0001, 8)
+    assert deadlines.deadline_s(8) == 0.01
+
+
+def test_a_drafter_that_asks_for_a_key_drafts_once_it_is_named() -> None:
+    with running(make_server(key="of today")) as server:
+        pool = make_pool()
+        pool.set_drafters([entry(server.address, HEADS) | {"key": "of yesterday"}])
+        eventually(lambda: "key is missing or another one" in only_link(pool)["problem"])
+        assert pool.num_up == 0
+        pool.set_drafters([entry(server.address, HEADS) | {"key": "of today"}])
+        eventually(lambda: pool.num_up)
+        Target(pool).check_step()
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"address": 7}, r"'address': 7.* Expected `str`, got `int` - at `\$.address`"),
+        ({"address": "nowhere"}, r"'nowhere'.* matching regex"),
+        ({"heads": {"first": "digest0"}}, r"'first'.* Expected `int`"),
+        ({"heads": {63: "digest0"}}, r"Expected `int` <= 62"),
+        ({"head": "digest0"}, "unknown field `head`"),
+    ],
+)
+def test_a_drafter_that_cannot_be_is_named_without_its_key(change: dict[str, Any], problem: str) -> None:
+    pool = make_pool()
+    with pytest.raises(ValueError, match=problem) as raised:
+        pool.set_drafters([entry("127.0.0.1:1", HEADS) | {"key": "secret"} | change])
+    assert "secret" not in str(raised.value)
+    assert pool.report()["links"] == []

@@ -1,0 +1,452 @@
+"""A drafter serves several targets, refuses what does not fit in words, swaps heads, and outlives whatever connects."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from peagle.drafter import client
+from peagle.drafter.engine import DraftEngine
+from peagle.drafter.mailbox import Mailbox
+from peagle.drafter.protocol import (
+    FROM_DRAFTER,
+    MAX_FRAME_BYTES,
+    PROTOCOL,
+    Attached,
+    Hello,
+    Refused,
+    frames_of,
+    read_message,
+)
+from peagle.drafter.server import DrafterServer
+from tests.support.draft_engine_harness import CONFIG, head_runtime, num_requests
+from tests.support.transport_harness import (
+    ROOT,
+    SHAPE,
+    DrafterProcess,
+    Target,
+    entry,
+    eventually,
+    make_pool,
+    make_server,
+    mapped_mailboxes,
+    named_mailboxes,
+    only_link,
+    running,
+    served_head,
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_in_shared_memory() -> Iterator[None]:
+    before = set(named_mailboxes())
+    yield
+    assert not set(named_mailboxes()) - before  # other tests, in another process, may have ended theirs
+
+
+@contextlib.contextmanager
+def stranger(server: DrafterServer) -> Iterator[zmq.Socket[bytes]]:
+    """A socket that speaks zmq with the drafter, and what it likes in it."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket_:
+        socket_.linger = 0
+        socket_.connect(f"tcp://{server.address}")
+        yield socket_
+
+
+@pytest.mark.parametrize(
+    ("settings", "digest", "reason"),
+    [
+        ({}, "another", "head 0 of the target is another, this drafter has digest0"),
+        (
+            {"shape": dataclasses.replace(SHAPE, hidden_size=8)},
+            "digest0",
+            f"hidden_size is {CONFIG.hidden_size} at the drafter and 8 at",
+        ),
+        ({"shape": dataclasses.replace(SHAPE, dtype="float32")}, "digest0", "dtype is float64 at the drafter"),
+        ({"aux_layer_ids": (0, 1)}, "digest0", "aux_layer_ids is"),
+        ({"shape": dataclasses.replace(SHAPE, max_depth=9)}, "digest0", "up to 9 drafts, this drafter gives 4"),
+    ],
+)
+def test_a_target_that_does_not_fit_learns_why(settings: dict[str, Any], digest: str, reason: str) -> None:
+    with running(make_server()) as server:
+        pool = make_pool(**settings)
+        pool.set_drafters([entry(server.address, {0: digest})])
+        eventually(lambda: "refused: " in only_link(pool)["problem"])
+        assert reason in only_link(pool)["problem"]
+        assert pool.num_up == 0
+        eventually(lambda: server.report()["num_refused"])  # counted after the target was told
+        pool.close()
+
+
+HELLO = Hello("target", SHAPE, CONFIG.aux_layer_ids, {0: "digest0"}, "another host")
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        ([b"hello"], "it speaks b'hello', this side b'peagle/5': run the same release"),
+        ([b"peagle/2", b"\x80"], "it speaks b'peagle/2'"),
+        ([PROTOCOL], "it speaks"),
+        ([PROTOCOL, b""], "a message that does not fit"),
+        ([PROTOCOL, b"\xff" * 50], "a message that does not fit"),
+        ([PROTOCOL, msgspec.msgpack.encode({"type": "Hello"})], "missing required field `name`"),
+        ([PROTOCOL, msgspec.msgpack.encode({"type": "Goodbye"})], "Goodbye"),
+        (frames_of(Attached(True)), "Attached came where a hello was due"),
+        (
+            frames_of(msgspec.structs.replace(HELLO, heads={0: "x"})),
+            "head 0 of the target is x, this drafter has digest0",
+        ),
+    ],
+)
+def test_a_message_that_does_not_fit_is_refused_in_words_and_others_are_served(frames: list[Any], reason: str) -> None:
+    with running(make_server()) as server, stranger(server) as socket_:
+        pool = make_pool()
+        pool.set_drafters([entry(server.address, {0: "digest0"})])
+        eventually(lambda: pool.num_up)
+        socket_.send_multipart(frames)
+        target = Target(pool)
+        target.check_step()
+        assert socket_.poll(10_000)
+        answer, _ = read_message(socket_.recv_multipart(copy=False), FROM_DRAFTER)
+        assert isinstance(answer, Refused)
+        assert reason in answer.reason
+        assert server.report()["num_refused"] == 1
+        target.check_step()
+        pool.close()
+
+
+def test_a_welcomed_target_that_speaks_out_of_turn_is_let_go() -> None:
+    with running(make_server()) as server, stranger(server) as socket_:
+        socket_.send_multipart(frames_of(HELLO))
+        eventually(lambda: server.report()["targets"])
+        socket_.send_multipart(frames_of(HELLO))
+        eventually(lambda: not server.report()["targets"])
+        assert server.report()["num_dropped"] == 1
+
+
+@pytest.mark.parametrize(
+    "data", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 100, b"PEGL", b"\xff" * 1000, b"\x01\x00" * 40], ids=str
+)
+def test_who_speaks_another_protocol_costs_nobody_else_anything(data: bytes) -> None:
+    with running(make_server()) as server:
+        host, _, port = server.address.rpartition(":")
+        with socket.create_connection((host, int(port))) as other:
+            other.sendall(data)
+            pool = make_pool()
+            pool.set_drafters([entry(server.address, {0: "digest0"})])
+            eventually(lambda: pool.num_up)
+            Target(pool).check_step()
+            assert server.is_healthy()
+            pool.close()
+
+
+def test_a_drafter_with_a_key_reads_nothing_of_a_stranger() -> None:
+    """Who does not know the key gets no message through, and so makes the drafter keep nothing."""
+    with running(make_server(key="secret")) as server, stranger(server) as socket_:
+        socket_.sndtimeo = 1000
+        with contextlib.suppress(zmq.Again):  # refused between two frames it can send no further
+            socket_.send_multipart([*frames_of(HELLO), bytes(1 << 20)])
+        pool = make_pool()
+        pool.set_drafters([entry(server.address, {0: "digest0"}) | {"key": "secret"}])
+        eventually(lambda: pool.num_up)
+        Target(pool).check_step()
+        assert not socket_.poll(500), "it was answered"
+        assert server.report()["num_connections"] == 1
+        assert server.report()["num_refused"] == 0
+        pool.close()
+
+
+def test_a_frame_that_no_target_sends_ends_its_connection_unread() -> None:
+    with running(make_server()) as server:
+        host, _, port = server.address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=20) as other:
+            greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+            ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+            other.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)
+            other.sendall(b"\x02" + (MAX_FRAME_BYTES + 1).to_bytes(8, "big"))  # a long frame's head, and no more
+            while other.recv(4096):
+                pass
+        assert server.is_healthy()
+
+
+def test_strangers_that_say_nothing_do_not_keep_targets_out() -> None:
+    """However many, and from the first moment: nobody waits for what they might say."""
+    with running(make_server()) as server:
+        host, _, port = server.address.rpartition(":")
+        strangers = [socket.create_connection((host, int(port))) for _ in range(40)]
+        begin_s = time.monotonic()
+        pool = make_pool()
+        pool.set_drafters([entry(server.address, {0: "digest0"})])
+        eventually(lambda: pool.num_up)
+        assert time.monotonic() - begin_s < 4, "less than any time-out of a greeting"
+        Target(pool).check_step()
+        pool.close()
+        for each in strangers:
+            each.close()
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "tcp"])
+def test_two_targets_with_the_same_slots_are_kept_apart(shared: bool) -> None:
+    with running(make_server((0, 1))) as server:
+        targets = []
+        for seed in range(2):
+            pool = make_pool(use_shared_memory=shared, name=f"target {seed}")
+            pool.set_drafters([entry(server.address, {0: "digest1"} if seed else {3: "digest0"})])
+            eventually(lambda pool=pool: pool.num_up)
+            targets.append(Target(pool, seed=seed))
+        failures: list[Exception] = []
+
+        def run(i: int) -> None:
+            target = targets[i]
+            try:
+                for num_rows in (4, 1, 3, 2, 1, 1, 5):
+                    drafts = target.step(num_rows, head=0 if i else 3)
+                    assert drafts == [target.expected(slot, head=i) for slot in range(3)]
+            except Exception as error:  # noqa: BLE001 - shown by the test
+                failures.append(error)
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        assert {peer["name"] for peer in server.report()["targets"]} == {"target 0", "target 1"}
+        for target in targets:
+            target.pool.close()
+        eventually(lambda: not server.report()["targets"])
+        assert num_requests(server._engine) == 0  # type: ignore[attr-defined]
+
+
+TARGET = """
+import sys, time
+from tests.support.transport_harness import Target, eventually, make_pool
+pool = make_pool(use_shared_memory=sys.argv[2] == "shared", min_deadline_s=60, max_deadline_s=60)
+pool.set_drafters([{"address": sys.argv[1], "heads": {0: "digest0"}}])
+eventually(lambda: pool.num_up)
+target = Target(pool)
+while True:
+    target.check_step(1)
+    if target.ends[0] == 5:
+        print("five steps", flush=True)
+    if target.ends[0] == 100:
+        [target.restart(slot) for slot in range(3)]
+"""
+
+
+@pytest.mark.parametrize("path", ["shared", "tcp"])
+def test_a_killed_target_is_forgotten_and_its_memory_freed(path: str) -> None:
+    with DrafterProcess() as drafter:
+        command = [sys.executable, "-c", TARGET, drafter.address, path]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as victim:
+            assert victim.stdout is not None
+            try:
+                assert victim.stdout.readline() == "five steps\n"
+                assert mapped_mailboxes(drafter.process.pid) == (path == "shared")
+            finally:
+                victim.send_signal(signal.SIGKILL)
+            victim.wait()
+        eventually(lambda: mapped_mailboxes(drafter.process.pid) == 0)
+        pool = make_pool()
+        pool.set_drafters([entry(drafter.address, {0: "digest0"})])
+        eventually(lambda: pool.num_up)
+        Target(pool).check_step()
+        pool.close()
+
+
+class FailingEngine(DraftEngine):
+    def step(self, steps: Any, prepared: Any = None) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    def arm(self, *_: Any) -> None:
+        pass
+
+
+def test_an_engine_that_fails_is_reported_and_its_targets_go_on_without_drafts() -> None:
+    server = DrafterServer(FailingEngine({0: head_runtime(0)}), {0: served_head(0)})
+    with running(server):
+        pool = make_pool()
+        pool.set_drafters([entry(server.address, {0: "digest0"})])
+        target = Target(pool)
+        assert server.is_healthy()
+        while server.is_healthy():
+            eventually(lambda: pool.num_up)
+            assert target.step(1) == [None] * 3
+        eventually(lambda: "illegal memory access" in only_link(pool)["problem"])
+        assert server.report()["num_failures"] == 3
+        assert "illegal memory access" in server.report()["last_error"]
+        pool.close()
+
+
+def test_a_step_that_no_engine_can_take_ends_its_connection_and_no_other() -> None:
+    with running(make_server()) as server:
+        pool, other = make_pool(), make_pool()
+        for each in (pool, other):
+            each.set_drafters([entry(server.address, {0: "digest0"})])
+            eventually(lambda each=each: each.num_up)
+        target, bad = Target(pool), Target(other)
+        target.check_step()
+        bad.tokens = [[10_000] * 120] * 3
+        assert bad.step() == [None] * 3
+        eventually(lambda: server.report()["num_dropped"] == 1)
+        target.check_step()
+        assert "prompts[0] holds 10000" in eventually(lambda: only_link(other)["problem"])
+        for each in (pool, other):
+            each.close()
+
+
+def test_a_drafter_that_ends_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    # That nobody is there any more is the next problem.
+    monkeypatch.setattr(client, "MIN_BACKOFF_S", 60.0)
+    with running(make_server()) as server:
+        pool = make_pool()
+        pool.set_drafters([entry(server.address, {0: "digest0"})])
+        eventually(lambda: pool.num_up)
+    assert "says good-bye: the drafter ends" in eventually(lambda: only_link(pool)["problem"])
+    server.stop()
+    pool.close()
+
+
+def test_a_drafter_that_ends_says_so_to_whoever_is_just_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_being_made, is_over, create = threading.Event(), threading.Event(), Mailbox.create
+
+    def create_late(shape: Any) -> Mailbox:
+        is_being_made.set()
+        is_over.wait(10)
+        return create(shape)
+
+    monkeypatch.setattr(client, "MIN_BACKOFF_S", 60.0)
+    monkeypatch.setattr(Mailbox, "create", create_late)
+    with running(make_server()) as server:
+        pool = make_pool()
+        pool.set_drafters([entry(server.address, {0: "digest0"})])
+        assert is_being_made.wait(10)
+        threading.Timer(0.2, is_over.set).start()
+    assert "says good-bye: the drafter ends" in eventually(lambda: only_link(pool)["problem"])
+    eventually(lambda: pool.num_up == 0)
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "path"), [(OSError("no space"), "tcp"), (RuntimeError("CUDA error"), "shared memory")]
+)
+def test_a_mailbox_that_cannot_be_made_costs_shared_memory_or_a_moment(
+    error: Exception, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No room in /dev/shm: TCP. CUDA does not take it: the target is refused, and tries again."""
+    failing, create = iter([error]), Mailbox.create
+
+    def create_or_fail(shape: Any) -> Mailbox:
+        for problem in failing:
+            raise problem
+        return create(shape)
+
+    monkeypatch.setattr(Mailbox, "create", create_or_fail)
+    with running(make_server()) as server:
+        pool = make_pool()
+        pool.set_drafters([entry(server.address, {0: "digest0"})])
+        eventually(lambda: pool.num_up)
+        Target(pool).check_step()
+        assert only_link(pool)["path"] == path
+        assert server.report()["num_refused"] == (path != "tcp")
+        pool.close()
+
+
+def test_a_target_that_cannot_attach_its_mailbox_is_served_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attach(name: str, shape: Any) -> Mailbox:
+        raise OSError("not mounted here")
+
+    monkeypatch.setattr(Mailbox, "attach", attach)
+    with running(make_server()) as server:
+        pool = make_pool()
+        pool.set_drafters([entry(server.address, {0: "digest0"})])
+        eventually(lambda: pool.num_up)
+        Target(pool).check_step()
+        assert only_link(pool)["no_mailbox_reason"] == "not mounted here"
+        eventually(lambda: server.report()["targets"][0]["path"] == "tcp")
+        pool.close()
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "tcp"])
+def test_a_swapped_head_drafts_after_the_targets_have_its_reducer(shared: bool) -> None:
+    with running(make_server((0, 1))) as server:
+        pool, other = make_pool(use_shared_memory=shared), make_pool(use_shared_memory=shared)
+        pool.set_drafters([entry(server.address, {0: "digest0"})])
+        other.set_drafters([entry(server.address, {0: "digest1"})])
+        eventually(lambda: pool.num_up and other.num_up)
+        target, untouched = Target(pool), Target(other)
+        target.check_step()
+        server.swap(0, head_runtime(2), served_head(2))
+        assert server.report()["heads"] == {"0": "digest2", "1": "digest1"}
+        eventually(lambda: only_link(pool)["heads"] == {"0": "digest2"} and pool.num_up)
+        target.begin_cold()
+        assert target.step() == [target.expected(slot, head=2) for slot in range(3)]
+        assert untouched.step() == [untouched.expected(slot, head=1) for slot in range(3)]
+        assert only_link(other)["num_connections"] == 1
+        for each in (pool, other):
+            each.close()
+
+
+def test_a_head_in_a_new_place_drafts_beside_the_others() -> None:
+    with running(make_server((0, 1))) as server:
+        pool = make_pool()
+        pool.set_drafters([entry(server.address, {0: "digest0"})])
+        eventually(lambda: pool.num_up)
+        target = Target(pool)
+        target.check_step()
+        server.swap(2, head_runtime(2), served_head(2))
+        target.check_step()
+        assert only_link(pool)["num_connections"] == 1
+        pool.set_drafters([entry(server.address, {0: "digest2", 1: "digest0"})])
+        eventually(lambda: only_link(pool)["num_connections"] == 2 and pool.num_up)
+        target.begin_cold()
+        assert target.step() == [target.expected(slot, head=2) for slot in range(3)]
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("index", "served", "problem"),
+    [
+        (5, served_head(1), "head digest1 is served under another number already"),
+        (5, served_head(2, hidden_size=8), "its hidden_size is 8, that of head digest0"),
+        (0, served_head(1), "head digest1 is served under another number already"),
+        (0, served_head(2, hidden_size=8), "head digest2 does not fit the targets: its hidden_size is 8, that of"),
+        (0, served_head(2, aux_layer_ids=(0,)), "its aux_layer_ids is"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused_and_the_old_one_goes_on(index: int, served: Any, problem: str) -> None:
+    with running(make_server((0, 1))) as server:
+        pool = make_pool()
+        pool.set_drafters([entry(server.address, {0: "digest0"})])
+        eventually(lambda: pool.num_up)
+        target = Target(pool)
+        target.check_step()
+        with pytest.raises(ValueError, match=problem):
+            server.swap(index, head_runtime(2), served)
+        target.check_step()
+        assert only_link(pool)["num_connections"] == 1
+        pool.close()
+
+
+def test_bad_settings_are_refused_by_name() -> None:
+    engine = DraftEngine({0: head_runtime(0)})
+    with pytest.raises(ValueError, match="heads = "):
+        DrafterServer(engine, {})
+    with pytest.raises(ValueError, match="heads = "):
+        DrafterServer(engine, {0: served_head(0), 1: served_head(0)})
+    with running(make_server()) as taken, pytest.raises(OSError, match="in use"):
+        make_server(port=int(taken.address.rpartition(":")[2]))

@@ -1,0 +1,198 @@
+"""One pass over a batch and a paged cache, against one `DraftSession` for each request."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from peagle.config import DrafterConfig, HeadError
+from peagle.drafter.drafts import token_ids, unpack
+from peagle.drafter.graphs import GraphSizes
+from peagle.drafter.parallel_pass import PassLimits, cache_bytes_per_block, check_parallel
+from peagle.model import Drafter
+from tests.support.head_factory import random_drafter
+from tests.support.pass_requests import BLOCK_SIZE, MAX_DEPTH, STEPS, SWITCHES, Requests, Step
+from tests.unit.peagle.test_draft import CONFIG, EAGLE3
+
+LIMITS = PassLimits(
+    max_num_requests=128, max_num_rows=4096, max_payload_rows=8192, max_blocks=64, num_blocks=512, block_size=16,
+    max_depth=7, hidden_size=32,
+)  # fmt: skip
+
+
+def reduced(config: DrafterConfig) -> Drafter:
+    """A random drafter with a draft vocabulary of every third token."""
+    drafter = random_drafter(dataclasses.replace(config, draft_vocab_size=33))
+    drafter.target_ids = torch.arange(33) * 3 + 1
+    return drafter
+
+
+def owning(config: DrafterConfig) -> Drafter:
+    """A random drafter with an embedding table of its own."""
+    drafter = random_drafter(config)
+    drafter.own_embedding()
+    return drafter.double()
+
+
+@pytest.mark.parametrize("name", [*SWITCHES, "reduced", "owned"])
+def test_drafts_equal_the_sessions(name: str) -> None:
+    special = {"reduced": reduced, "owned": owning}
+    drafter = special[name](CONFIG) if name in special else random_drafter(SWITCHES[name])
+    requests = Requests(drafter, 3)
+    parallel_pass = requests.new_pass()
+    for number, steps in enumerate(STEPS):
+        found = parallel_pass.run(requests.batch(steps, num_pieces=1 + number % 3))
+        assert found.dtype == np.int32
+        assert token_ids(found).tolist() == [requests.expected(step) for step in steps]
+
+
+def test_drafts_come_with_the_chances_that_the_session_gives_them() -> None:
+    requests, step = Requests(random_drafter(CONFIG), 1), Step(0, 0, 9, 5)
+    found = requests.new_pass(with_chances=True).run(requests.batch([step]))
+    assert (unpack(torch.from_numpy(requests.new_pass(with_chances=False).run(requests.batch([step]))))[1] == 0).all()
+    expected_K = requests.sessions[0].propose(*requests.rows(step), step.depth).logits_KV.softmax(-1).amax(-1)
+    torch.testing.assert_close(unpack(torch.from_numpy(found))[1][0].double(), expected_K, rtol=0.0, atol=3e-4)
+
+
+def test_the_prompt_reaches_the_drafts() -> None:
+    """Without this, a pass that ignored its cache would pass the test above."""
+    drafter = random_drafter(CONFIG)
+    drafts = []
+    for seed in (0, 1):
+        requests = Requests(drafter, 1, seed=0)
+        requests.aux[0, :4] *= 1 + seed
+        parallel_pass = requests.new_pass()
+        parallel_pass.run(requests.batch([Step(0, 0, 8, 0)]))
+        drafts.append(parallel_pass.run(requests.batch([Step(0, 8, 2, 5)])).tolist())
+    assert drafts[0] != drafts[1]
+
+
+@pytest.mark.parametrize("name", ["plain", "sliding window"])
+def test_a_cold_start_begins_late(name: str) -> None:
+    """Positions are the true ones; nothing before the first row given is seen, not even what the blocks held before."""
+    drafter = random_drafter(SWITCHES[name])
+    requests = Requests(drafter, 1)
+    parallel_pass = requests.new_pass()
+    parallel_pass.run(requests.batch([Step(0, 0, 14, 5)]))
+    requests.cache_start[0] = 14
+    first = parallel_pass.run(requests.batch([Step(0, 14, 5, 4)]))
+    second = parallel_pass.run(requests.batch([Step(0, 18, 1, 4)]))
+
+    # Rotations are relative: a session whose row 0 stands at position 14 proposes the same.
+    requests.tokens, requests.aux = requests.tokens[:, 14:], requests.aux[:, 14:]
+    requests.cache_start[0] = 0
+    assert token_ids(first).tolist() == [requests.expected(Step(0, 0, 5, 4))]
+    assert token_ids(second).tolist() == [requests.expected(Step(0, 4, 1, 4))]
+
+
+def test_a_request_without_rows_gets_no_drafts() -> None:
+    requests = Requests(random_drafter(CONFIG), 2)
+    steps = [Step(0, 0, 0, 5), Step(1, 0, 6, 2)]
+    found = requests.new_pass().run(requests.batch(steps))
+    assert token_ids(found).tolist() == [[-1] * MAX_DEPTH, requests.expected(steps[1])]
+
+
+def test_a_batch_need_not_be_drafted_from_at_all() -> None:
+    """Chunks of prompts leave rows in the cache and compute no logits."""
+    requests = Requests(random_drafter(CONFIG), 2)
+    parallel_pass = requests.new_pass()
+    chunks = [Step(0, 0, 12, 0), Step(1, 0, 7, 0)]
+    assert (parallel_pass.run(requests.batch(chunks)) == -1).all()
+    after = [Step(0, 12, 1, 5), Step(1, 7, 3, 5)]
+    expected = [[requests.expected(step) for step in steps] for steps in (chunks, after)]
+    assert token_ids(parallel_pass.run(requests.batch(after))).tolist() == expected[1]
+
+
+def test_in_bfloat16_and_float32_the_drafter_stays_as_it_is() -> None:
+    """Joined matrices replace the drafter's where they have its type, and leave it alone elsewhere."""
+    drafter = random_drafter(CONFIG).float()
+    before = {name: value.clone() for name, value in drafter.named_parameters()}
+    requests = Requests(drafter, 1)
+    step = Step(0, 0, 9, 5)
+    found = requests.new_pass(dtype=torch.float32).run(requests.batch([step]))
+    assert token_ids(found).tolist() == [requests.expected(step)]
+    low = token_ids(requests.new_pass(dtype=torch.bfloat16).run(requests.batch([step])))
+    assert ((low >= 0) & (low < CONFIG.vocab_size)).all()
+    for name, value in drafter.named_parameters():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, before[name]), name
+    layer: Any = drafter.layers[0]
+    assert layer.mlp.gate_proj.weight.untyped_storage().data_ptr() == (
+        layer.mlp.up_proj.weight.untyped_storage().data_ptr()
+    ), "the matrices are held twice"
+
+
+def test_an_eagle3_head_is_refused() -> None:
+    drafter = random_drafter(CONFIG)
+    requests = Requests(drafter, 1)
+    requests.drafter = random_drafter(EAGLE3)
+    with pytest.raises(HeadError, match="EAGLE-3 head: a remote drafter runs P-EAGLE heads only"):
+        requests.new_pass()
+
+
+def test_a_head_of_a_target_with_more_tokens_than_a_draft_can_name_is_refused() -> None:
+    check_parallel(dataclasses.replace(CONFIG, vocab_size=1 << 20), "head a")
+    with pytest.raises(HeadError, match="head a drafts for a target of 1048577 tokens, .* name at most 1048576"):
+        check_parallel(dataclasses.replace(CONFIG, vocab_size=(1 << 20) + 1), "head a")
+
+
+def test_unused_blocks_may_be_missing() -> None:
+    """Columns before a cold start and after the last row hold -1 in a free-list's table."""
+    requests = Requests(random_drafter(CONFIG), 1)
+    requests.cache_start[0] = 9
+    requests.blocks[0, [0, 1]] = -1
+    requests.blocks[0, 5:] = -1
+    batch = requests.batch([Step(0, 9, 6, 5)])
+    requests.new_pass().run(batch)
+    assert batch.block_table_BN.shape == (1, 5)
+
+
+def test_bytes_of_a_block() -> None:
+    parallel_pass = Requests(random_drafter(CONFIG), 1).new_pass()
+    block_bytes = cache_bytes_per_block(CONFIG, BLOCK_SIZE, parallel_pass.dtype)
+    assert block_bytes == parallel_pass._cache_tensor[:, :, 0].nbytes
+    # Keys and values of 3 layers, 16 positions and 2 heads of 8 numbers, 2 bytes each.
+    assert cache_bytes_per_block(CONFIG, 16, torch.bfloat16) == 2 * 3 * 16 * 2 * 8 * 2
+
+
+def test_graph_sizes_hold_every_batch() -> None:
+    sizes = GraphSizes.of(LIMITS)
+    assert sizes.depths == (0, 1, 2, 4, 7)
+    assert sizes.requests[-1] == 128
+    assert sizes.rows[-1] == 4096
+    for num_rows, num_requests, depth in itertools.product((1, 8, 9, 63, 1000, 1025, 4096), (1, 3, 65, 128), range(8)):
+        key = sizes.key(num_rows, num_requests, depth)
+        assert key is not None
+        assert all(have >= want for have, want in zip(key, (num_rows, num_requests, depth), strict=True))
+        assert key[0] - num_rows <= max(8, num_rows / 4)
+    assert sizes.key(4097, 1, 7) is None
+    assert sizes.key(8, 129, 7) is None
+
+
+def test_full_batches_cover_what_drafting_needs() -> None:
+    sizes = GraphSizes.of(LIMITS)
+    graphs = set(sizes.full_batches())
+    for num_requests, num_valid, depth in itertools.product((1, 5, 64), (1, 3, 8), (7,)):
+        assert sizes.key(num_requests * (num_valid + depth - 1), num_requests, depth) in graphs
+    assert sizes.key(64, 64, 0) in graphs, "requests that draft nothing still hand over a row each"
+    assert {(rows, 128, 7) for rows in sizes.rows} <= graphs, "a prompt beside drafts has any number of rows"
+    assert {(2048, 32, 0), (2048, 32, 7), (1152, 128, 4)} <= graphs, "without drafts that nobody wants"
+
+
+def test_many_rows_cost_the_start_of_a_drafter_few_graphs() -> None:
+    """Each takes some 30 ms of warm-up."""
+    limits = dataclasses.replace(LIMITS, max_num_requests=256)
+    few, many = (GraphSizes.of(dataclasses.replace(limits, max_num_rows=rows)).full_batches() for rows in (1024, 8192))
+    assert set(few) < set(many)
+    assert len(many) < 1.35 * len(few)
+
+
+def test_graph_sizes_of_small_limits() -> None:
+    sizes = GraphSizes.of(dataclasses.replace(LIMITS, max_num_rows=20, max_num_requests=3, max_depth=1))
+    assert (sizes.rows, sizes.requests, sizes.depths) == ((8, 16, 20), (1, 2, 3), (0, 1))
+    assert LIMITS.block_size > BLOCK_SIZE

@@ -1,0 +1,158 @@
+"""Head directories: round trips in both forms, tables that must agree, and writes that fail half-way."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from peagle.checkpoint import build_drafter, load_head, save_head
+from peagle.config import DrafterConfig, HeadError
+from tests.support.head_factory import CONFIG, REDUCED, head_tensors, rewrite
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    return save_head(tmp_path / "head", CONFIG, head_tensors(CONFIG))
+
+
+@pytest.mark.parametrize("config", [CONFIG, REDUCED], ids=["full", "reduced"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_plain_head_round_trip(tmp_path: Path, config: DrafterConfig, dtype: torch.dtype) -> None:
+    tensors = head_tensors(config, dtype=dtype)
+    path = save_head(tmp_path / "a" / "head", config, tensors)
+    assert sorted(file.name for file in path.iterdir()) == ["config.json", "model.safetensors"]
+    loaded_config, loaded = load_head(path)
+    assert loaded_config == config
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_shipped_head_round_trip_and_its_tables_come_from_the_target(tmp_path: Path) -> None:
+    tensors = head_tensors(CONFIG, shipped=True)
+    config, loaded = load_head(save_head(tmp_path / "head", CONFIG, tensors))
+    assert "embed_tokens.weight" not in loaded
+    with pytest.raises(HeadError, match=r"no embed_tokens.weight: pass the target's as embed_VH \[100, 32\]"):
+        build_drafter(config, loaded)
+    table = torch.randn(100, 32)
+    with pytest.raises(HeadError, match=r"no lm_head.weight: pass the target's as lm_head_VH \[100, 32\]"):
+        build_drafter(config, loaded, embed_VH=table)
+    with pytest.raises(HeadError, match=r"embed_VH has shape \[100, 31\], the head needs \[100, 32\]"):
+        build_drafter(config, loaded, embed_VH=table[:, 1:], lm_head_VH=table)
+    drafter = build_drafter(config, loaded, embed_VH=table, lm_head_VH=table)
+    assert torch.equal(drafter.embed(torch.tensor([98, 99])), torch.stack([table[98], tensors["mask_embedding"]]))
+
+
+def test_plain_and_shipped_form_make_the_same_drafter(tmp_path: Path) -> None:
+    plain = head_tensors(CONFIG)
+    shipped = {name: tensor for name, tensor in plain.items() if name not in ("embed_tokens.weight", "lm_head.weight")}
+    shipped["mask_embedding"] = plain["embed_tokens.weight"][99]
+    target_table = plain["embed_tokens.weight"].clone()
+    target_table[99] = 0.5  # the target's own row of the mask token, which the head must not use
+    one = build_drafter(CONFIG, load_head(save_head(tmp_path / "plain", CONFIG, plain))[1])
+    two = build_drafter(
+        CONFIG,
+        load_head(save_head(tmp_path / "shipped", CONFIG, shipped))[1],
+        embed_VH=target_table,
+        lm_head_VH=plain["lm_head.weight"],
+    )
+    ids = torch.arange(100)
+    assert torch.equal(one.embed(ids), two.embed(ids))
+    for name, parameter in one.trainable().items():
+        assert torch.equal(parameter, two.trainable()[name]), name
+
+
+def test_reduced_vocabulary_maps_to_target_tokens(tmp_path: Path) -> None:
+    config, loaded = load_head(save_head(tmp_path / "head", REDUCED, head_tensors(REDUCED)))
+    assert build_drafter(config, loaded).get_buffer("target_ids").tolist() == [4 + 9 * index for index in range(10)]
+
+
+def test_other_spellings_that_vllm_accepts(head: Path) -> None:
+    reference = load_head(head)[1]
+    tensors = load_file(head / "model.safetensors")
+    renamed = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    renamed["mask_hidden"] = tensors["mask_hidden"].view(1, -1)
+    save_file(renamed, head / "model.safetensors")
+    loaded = load_head(head)[1]
+    assert loaded.keys() == reference.keys()
+    assert all(torch.equal(loaded[name], reference[name]) for name in reference)
+
+
+def test_eagle3_head_without_mask_tensors(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, ptd_token_id=None, num_depths=1)
+    tensors = {name: tensor for name, tensor in head_tensors(CONFIG).items() if name != "mask_hidden"}
+    path = save_head(tmp_path / "head", config, tensors)
+    assert load_head(path)[0] == config
+    rewrite(path, mask_hidden=torch.zeros(1, 1, 96))
+    with pytest.raises(HeadError, match="spare mask_hidden"):
+        load_head(path)
+
+
+def test_attention_bias_and_fc_norm_heads_load_strictly(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, attention_bias=True, fc_norm=True)
+    tensors = head_tensors(config)
+    assert "layers.1.self_attn.o_proj.bias" in tensors
+    assert "fc_norm.2.weight" in tensors
+    drafter = build_drafter(config, load_head(save_head(tmp_path / "head", config, tensors))[1])
+    assert torch.equal(drafter.trainable()["fc_norm.2.weight"], tensors["fc_norm.2.weight"])
+
+
+def test_vocabulary_tables_must_agree(tmp_path: Path) -> None:
+    def load_with(**changes: Tensor) -> None:
+        path = save_head(tmp_path / "head", REDUCED, head_tensors(REDUCED))
+        rewrite(path, **changes)
+        load_head(path)
+
+    offsets = head_tensors(REDUCED)["d2t"]
+    ids = offsets + torch.arange(10)
+    load_with()
+    load_with(d2t=offsets.int())
+    with pytest.raises(HeadError, match=r"d2t\[6\] = 94 leads to target token 100, outside 0..99 \(1 such entries"):
+        load_with(d2t=offsets.index_fill(0, torch.tensor([6]), 94))
+    with pytest.raises(HeadError, match="d2t leads 10 draft tokens to only 9 different target tokens"):
+        load_with(d2t=offsets.index_put((torch.tensor([1]),), offsets[0] - 1))
+    with pytest.raises(HeadError, match=r"t2d does not mark \d+ of the target tokens that d2t leads to"):
+        load_with(d2t=ids)  # token ids where offsets belong, all in range here
+    with pytest.raises(HeadError, match="t2d marks 11 target tokens, draft_vocab_size is 10"):
+        load_with(t2d=head_tensors(REDUCED)["t2d"].index_fill(0, torch.tensor([0]), True))
+
+
+def test_save_refuses_what_load_would(tmp_path: Path) -> None:
+    tensors = head_tensors(CONFIG)
+    del tensors["fc.weight"]
+    with pytest.raises(HeadError, match=r"missing fc.weight"):
+        save_head(tmp_path / "head", CONFIG, tensors)
+    assert not (tmp_path / "head").exists()
+
+
+def test_a_full_disk_leaves_the_old_head_whole(head: Path) -> None:
+    """The process may write files of 20 kB at most, so the write fails as it does on a full disk."""
+    before = {name: tensor.clone() for name, tensor in load_head(head)[1].items()}
+    code = (
+        "import resource, signal, sys, torch; from peagle.checkpoint import load_head, save_head\n"
+        "config, tensors = load_head(sys.argv[1])\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+        "try: save_head(sys.argv[1], config, {name: torch.zeros_like(t) for name, t in tensors.items()})\n"
+        "except OSError as error: print('OSError', error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(head)],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[3],
+    )
+    assert "OSError" in done.stdout
+    assert "model.safetensors" in done.stdout
+    assert sorted(path.name for path in head.iterdir()) == ["config.json", "model.safetensors"]
+    after = load_head(head)[1]
+    assert all(torch.equal(after[name], before[name]) for name in before)

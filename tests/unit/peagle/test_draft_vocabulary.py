@@ -1,0 +1,145 @@
+"""Heads with tables of their own: a reduced draft vocabulary, an embedding table, and what is left to the target."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from peagle.checkpoint import build_drafter, load_head, marks, offsets, save_drafter, save_head, target_ids
+from peagle.config import HeadError
+from peagle.draft import Drafts, DraftSession
+from peagle.heads import prepare_head
+from peagle.model import Drafter
+from peagle.train.data import Conversations, answer_token_counts, frequent_tokens
+from peagle.train.recipe import Recipe
+from peagle.train.target import Target
+from peagle.train.trainer import Trainer
+from tests.support.head_factory import REDUCED, TARGET, head_tensors
+from tests.support.small_run import write_small_run
+
+
+def test_counts_are_of_answers_only() -> None:
+    data = Conversations.from_lists([[1, 1, 2], [3]], [[4, 4], [2, 5, 4]])
+    assert answer_token_counts(data, 7).tolist() == [0, 0, 1, 0, 3, 1, 0]
+
+
+def test_most_frequent_tokens_ascending_and_ties_to_the_lower_id() -> None:
+    count_V = torch.tensor([0, 7, 2, 9, 2, 0, 1])
+    assert frequent_tokens(count_V, 3).tolist() == [1, 2, 3]
+    assert frequent_tokens(count_V, 3, always=[6]).tolist() == [1, 3, 6]
+    assert frequent_tokens(count_V, 7, always=[6]).tolist() == list(range(7))
+    for size in (8, 1):
+        with pytest.raises(ValueError, match=rf"draft_vocab_size = {size}: must be in 2\.\.7"):
+            frequent_tokens(count_V, size, always=[6, 0])
+    with pytest.raises(ValueError, match=r"\[7\] must be tokens of the target, 0\.\.6"):
+        frequent_tokens(count_V, 3, always=[7])
+
+
+def test_tables_lead_back_to_the_tokens() -> None:
+    ids = torch.tensor([0, 2, 5])
+    assert offsets(ids).tolist() == [0, 1, 3]
+    assert torch.equal(target_ids(offsets(ids)), ids)
+    assert marks(ids, 6).tolist() == [True, False, True, False, False, True]
+
+
+def make_target(folder: Path, *, tied: bool) -> Path:
+    """A checkpoint of REDUCED's target: its config and its tables."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TARGET | {"tie_word_embeddings": tied}))
+    random = torch.Generator().manual_seed(2)
+    tables = {"model.embed_tokens.weight": torch.randn(100, 32, generator=random)}
+    if not tied:
+        tables["lm_head.weight"] = torch.randn(100, 32, generator=random)
+    save_file(tables, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_shipped_head_takes_its_output_rows_from_the_target(tmp_path: Path, tied: bool) -> None:
+    target = make_target(tmp_path / "target", tied=tied)
+    tables = load_file(target / "model.safetensors")
+    output_VH = tables["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    tensors = head_tensors(REDUCED, shipped=True)
+    head = save_head(tmp_path / "head", REDUCED, tensors)
+    config, joined = load_head(prepare_head(head, target, tmp_path / "cache"))
+    ids = target_ids(tensors["d2t"])
+    assert torch.equal(joined["lm_head.weight"], output_VH[ids])
+    # The same drafter, whether the rows come from the prepared head or from the target.
+    prepared = build_drafter(config, joined)
+    direct = build_drafter(*load_head(head), embed_VH=tables["model.embed_tokens.weight"], lm_head_VH=output_VH)
+    hidden = torch.randn(3, 32)
+    assert torch.equal(prepared.logits(hidden), direct.logits(hidden))
+    assert torch.equal(prepared.target_ids, ids)
+
+
+def test_eagle3_head_with_a_reduced_vocabulary_is_joined_too(tmp_path: Path) -> None:
+    config = dataclasses.replace(REDUCED, ptd_token_id=None, num_depths=1)
+    dropped = ("mask_hidden", "mask_embedding")
+    tensors = {name: value for name, value in head_tensors(REDUCED, shipped=True).items() if name not in dropped}
+    target = make_target(tmp_path / "target", tied=True)
+    head = save_head(tmp_path / "head", config, tensors)
+    made = load_head(prepare_head(head, target, tmp_path / "cache"))[1]
+    assert made.keys() == tensors.keys() | {"lm_head.weight"}
+
+
+def test_untied_target_without_an_output_matrix(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", tied=True)
+    (target / "config.json").write_text(json.dumps(TARGET | {"tie_word_embeddings": False}))
+    head = save_head(tmp_path / "head", REDUCED, head_tensors(REDUCED, shipped=True))
+    with pytest.raises(ValueError, match=r"one lm_head.weight is needed in its safetensors, found none"):
+        prepare_head(head, target, tmp_path / "cache")
+
+
+def test_head_of_another_width_cannot_leave_its_output_rows_out(tmp_path: Path) -> None:
+    config = dataclasses.replace(REDUCED, target_hidden_size=16)
+    tensors = head_tensors(config)
+    head = save_head(tmp_path / "head", config, tensors)
+    load_head(head)
+    del tensors["lm_head.weight"]
+    with pytest.raises(HeadError, match=r"no lm_head.weight, so it must share the target's, but its hidden_size = 32"):
+        load_head(save_head(tmp_path / "head", config, tensors))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_run(tmp_path_factory.mktemp("small"))
+
+
+@pytest.mark.parametrize("own_embedding", [False, True])
+def test_trained_head_drafts_the_same_after_saving(small: Path, tmp_path: Path, own_embedding: bool) -> None:
+    settings = ["drafter.draft_vocab_size=24", "drafter.aux_layer_ids=[1, 2, 4]", "schedule.max_steps=12"]
+    settings += [f"drafter.trainable_embedding={own_embedding}"]
+    trainer = Trainer(Recipe.load(small / "recipe.yaml", [f"output={tmp_path / 'run'}", "evaluate={}", *settings]))
+    before = {name: value.detach().clone() for name, value in trainer.drafter.trainable().items()}
+    head = trainer.run()
+    live = trainer.drafter
+    moved = [name for name, value in live.trainable().items() if not torch.equal(value, before[name])]
+    assert sorted(moved) == sorted(before), "every tensor that the head owns is trained"
+    data = trainer.batches.data
+    assert torch.equal(live.target_ids, frequent_tokens(answer_token_counts(data, 64), 24, always=[2]))
+
+    config, tensors = load_head(save_drafter(tmp_path / "exact", live, dtype=torch.float32))
+    assert config == load_head(head)[0]
+    assert ("embed_tokens.weight" in tensors, "mask_embedding" in tensors) == (own_embedding, not own_embedding)
+    assert "lm_head.weight" not in tensors
+    plain = load_head(prepare_head(tmp_path / "exact", small / "target", tmp_path / "cache"))
+    shared = {"embed_VH": trainer.target.embed_VS, "lm_head_VH": trainer.target.lm_head_VS}
+    expected = drafts(live, trainer.target, data)
+    assert set(expected.token_ids_K.tolist()) <= set(live.target_ids.tolist())
+    for built in (build_drafter(config, tensors, **shared), build_drafter(*plain, lm_head_VH=shared["lm_head_VH"])):
+        again = drafts(built, trainer.target, data)
+        assert torch.equal(again.token_ids_K, expected.token_ids_K)
+        torch.testing.assert_close(again.logits_KV, expected.logits_KV)
+
+
+def drafts(drafter: Drafter, target: Target, data: Conversations) -> Drafts:
+    """What a drafter proposes after the first conversation."""
+    tokens_1N = torch.from_numpy(next(iter(data.documents()))[0].astype("int64"))[None]
+    position_1N = torch.arange(tokens_1N.shape[1])[None]
+    aux_1NX, _ = target.states(tokens_1N, torch.zeros_like(tokens_1N), position_1N, drafter.config.aux_layer_ids)
+    return DraftSession(drafter).propose(tokens_1N[0, 1:], aux_1NX[0, :-1], 4)

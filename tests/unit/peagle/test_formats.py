@@ -1,0 +1,251 @@
+"""Heads of other makers: the speculators package's checkpoints, and the layout of `amazon/gpt-oss-20b-p-eagle`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from cluster.settings import Catalog, load_settings
+from deployments.cli import main
+from peagle.checkpoint import build_drafter, check_head, check_head_fits, convert, expected_tensors, load_head
+from peagle.config import (
+    DEFAULT_NUM_DEPTHS,
+    UNNAMED_LAYERS,
+    DrafterConfig,
+    HeadError,
+    Llama3Rope,
+    plain_config,
+    read_head_config,
+)
+from peagle.draft import DraftSession
+from peagle.train.cod import attend_under
+from tests.support.head_factory import reconfigure, rewrite
+
+SOURCES = Path(__file__).parents[2] / "data" / "speculators"
+KINDS = ("peagle", "eagle3")
+
+
+@pytest.fixture(params=KINDS)
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return copy_of(request.param, tmp_path)
+
+
+def copy_of(kind: str, tmp_path: Path) -> Path:
+    """A checkpoint written by speculators, to be changed at will."""
+    folder = tmp_path / kind
+    shutil.copytree(SOURCES / kind, folder)
+    return folder
+
+
+def visible(anchor_T: Tensor, depth_T: Tensor) -> Tensor:
+    """Mask [1, T, T] of rows at any depth: all of depth 0 up to the anchor, and the anchor's own lower depths."""
+    earlier = (depth_T == 0) & (anchor_T <= anchor_T[:, None])
+    own = (anchor_T == anchor_T[:, None]) & (depth_T <= depth_T[:, None])
+    return (earlier | own)[None]
+
+
+def test_converted_head_computes_what_speculators_computes(source: Path, tmp_path: Path) -> None:
+    convert(source, tmp_path / "head")
+    config, tensors = load_head(tmp_path / "head")
+    drafter = build_drafter(config, tensors)
+    with np.load(source / "golden.npz") as stored:
+        golden = {name: torch.from_numpy(stored[name]) for name in stored.files}
+    anchor_T, depth_T = golden["anchor"], golden["depth"]
+    # Speculators gives a row's embedding and hidden state one place; the shift between them is done in its data.
+    token_T, hidden_TX = golden["tokens"][anchor_T + depth_T], golden["hidden"][anchor_T + depth_T]
+    if config.ptd_token_id is not None:
+        is_mask = depth_T > 0
+        token_T = torch.where(is_mask, config.ptd_token_id, token_T)
+        hidden_TX = torch.where(is_mask[:, None], drafter.mask_hidden.detach()[0], hidden_TX)
+        assert is_mask.sum() > 10
+    embeds, hidden = drafter.embed(token_T[None]), drafter.reduce(hidden_TX[None])
+    normed, _ = drafter(embeds, hidden, (anchor_T + depth_T)[None], attend_under(visible(anchor_T, depth_T)))
+    torch.testing.assert_close(drafter.logits(normed)[0], golden["logits"], rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_of_the_source_is_lost(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = load_file(source / "model.safetensors")
+    assert main(["convert", str(source), str(tmp_path / "head")]) == 0
+    config, tensors = load_head(tmp_path / "head")
+    assert tensors.keys() == given.keys()
+    assert all(torch.equal(tensors[name], given[name]) for name in given)
+    assert f"tensors written: {len(given)}; left to the target: none" in capsys.readouterr().out
+    raw = json.loads((source / "config.json").read_text())
+    assert config.num_depths == raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    assert config.aux_layer_ids == tuple(raw["eagle_aux_hidden_state_layer_ids"])
+    assert config.ptd_token_id == raw.get("mask_token_id")
+    switches = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    assert {name: getattr(config, name) for name in switches} == {name: raw[name] for name in switches}
+
+
+def test_tensors_of_the_target_are_left_out_and_named(source: Path, tmp_path: Path) -> None:
+    rewrite(source, verifier_norm__weight=torch.ones(16), verifier_lm_head__weight=torch.ones(24, 16))
+    _, num_tensors, left_out = convert(source, tmp_path / "head")
+    assert left_out == ["verifier_lm_head.weight", "verifier_norm.weight"]
+    assert num_tensors == len(load_file(source / "model.safetensors")) - 2
+    assert not {"verifier_norm.weight", "verifier_lm_head.weight"} & load_head(tmp_path / "head")[1].keys()
+
+
+def test_unknown_tensors_and_settings_are_named(source: Path, tmp_path: Path) -> None:
+    rewrite(source, gate__weight=torch.zeros(3), extra=torch.zeros(2))
+    with pytest.raises(HeadError, match=r"(?s)spare extra: found F32 \[2\].*spare gate.weight: found F32 \[3\]"):
+        convert(source, tmp_path / "head")
+    reconfigure(source, lookahead=2, scaled=True)
+    with pytest.raises(HeadError, match="settings that are not known: lookahead, scaled"):
+        convert(source, tmp_path / "head")
+    assert not (tmp_path / "head").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"speculators_model_type": "dflash"}, "speculators_model_type = 'dflash', only peagle and eagle3"),
+        ({"speculators_model_type": ...}, "missing hidden_size, intermediate_size, num_hidden_layers"),
+        ({"mask_token_id": None}, "mask_token_id = None, a peagle checkpoint needs a token"),
+        ({"mask_token_id": 64}, "ptd_token_id = 64 must be in 0..63"),
+        ({"transformer_layer_config": {"model_type": "qwen3_next"}}, "model_type = 'qwen3_next', only llama and qwen3"),
+        ({"transformer_layer_config": None}, "model_type = None, only llama and qwen3"),
+        ({"eagle_aux_hidden_state_layer_ids": [4, 1, 3, 6]}, "must be .* ascending"),
+        ({"fc_norm": False}, r"(?s)spare fc_norm.0.weight.*spare fc_norm.3.weight"),
+    ],
+)
+def test_sources_that_cannot_be_read(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    source = copy_of("peagle", tmp_path)
+    reconfigure(source, **changes)
+    with pytest.raises(HeadError, match=message):
+        convert(source, tmp_path / "head")
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ({"mlp_bias": True}, "mlp_bias = True is not supported"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type must be default, llama3 or yarn"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+    ],
+)
+def test_layers_that_the_drafter_does_not_have(tmp_path: Path, layer: dict[str, Any], message: str) -> None:
+    raw = json.loads((SOURCES / "eagle3" / "config.json").read_text())
+    raw["transformer_layer_config"] |= layer
+    source = copy_of("eagle3", tmp_path)
+    (source / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(HeadError, match=message):
+        convert(source, tmp_path / "head")
+
+
+def test_missing_settings_mean_what_vllm_takes_them_for() -> None:
+    raw = json.loads((SOURCES / "eagle3" / "config.json").read_text())
+    for name in ("norm_before_residual", "norm_before_fc", "norm_output", "eagle_aux_hidden_state_layer_ids"):
+        del raw[name]
+    plain = plain_config(raw, "config.json")
+    assert (plain["norm_before_residual"], plain["norm_before_fc"], plain["norm_output"]) == (True, False, False)
+    assert DrafterConfig.from_dict(plain).aux_layer_ids == UNNAMED_LAYERS
+
+
+def test_the_command_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.startswith("error: no head at")
+
+
+def test_settings_take_a_source_as_it_is() -> None:
+    catalog = Catalog(("target",), Path("nowhere"), read_head_config)
+    args = {"model": {"source": "target"}, "drafter": {"head": str(SOURCES / "peagle")}}
+    assert load_settings(args, catalog, {}).max_draft_tokens == 4
+
+
+# The keys of amazon/gpt-oss-20b-p-eagle that are known, with its sizes; heads and MLP width are not known.
+GPT_OSS = {"hidden_size": 2880, "vocab_size": 201088, "num_hidden_layers": 24}
+AMAZON: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "hidden_size": 2880,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 14400,
+    "vocab_size": 201088,
+    "draft_vocab_size": 201088,
+    "ptd_token_id": 201020,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+SMALL = {
+    "hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64,
+    "vocab_size": 320, "draft_vocab_size": 320, "ptd_token_id": 310,
+}  # fmt: skip
+
+
+def test_amazon_configuration_at_its_own_size() -> None:
+    config = DrafterConfig.from_dict(AMAZON)
+    check_head_fits(config, GPT_OSS)
+    assert (config.ptd_token_id, config.aux_layer_ids) == (201020, UNNAMED_LAYERS)
+    assert config.rope_scaling == Llama3Rope(8.0, 1.0, 4.0, 8192)
+    assert config.num_depths == DEFAULT_NUM_DEPTHS  # its config.json does not say that it was trained to 10
+    expected = expected_tensors(config)
+    assert expected["fc.weight"].shape == (2880, 8640)
+    assert expected["mask_hidden"].shape == (8640,)
+    assert expected["layers.0.self_attn.q_proj.weight"].shape == (4096, 5760)
+    assert expected["lm_head.weight"].shape == expected["embed_tokens.weight"].shape == (201088, 2880)
+
+
+@pytest.fixture
+def amazon(tmp_path: Path) -> Path:
+    """A small head with that checkpoint's keys and tensor names, in bfloat16."""
+    folder = tmp_path / "amazon"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(AMAZON | SMALL))
+    random = torch.Generator().manual_seed(0)
+    tensors = {
+        name.replace("layers.0.", "midlayer."): (0.3 * torch.randn(want.shape, generator=random)).bfloat16()
+        for name, want in expected_tensors(DrafterConfig.from_dict(AMAZON | SMALL)).items()
+        if want.required or name in ("embed_tokens.weight", "lm_head.weight")
+    }
+    tensors["mask_hidden"] = tensors["mask_hidden"].view(1, 1, 144)
+    tensors |= {"d2t": torch.zeros(320, dtype=torch.int64), "t2d": torch.ones(320, dtype=torch.bool)}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_amazon_layout_opens_and_drafts(amazon: Path) -> None:
+    target = {"hidden_size": 48, "vocab_size": 320, "num_hidden_layers": 24}
+    assert check_head(amazon, target).num_hidden_layers == 4
+    config, tensors = load_head(amazon)
+    assert {name.split(".")[0] for name in tensors} == {
+        *("embed_tokens", "fc", "layers", "norm", "lm_head", "mask_hidden", "d2t", "t2d")
+    }
+    drafter = build_drafter(config, tensors)
+    assert torch.equal(drafter.target_ids, torch.arange(320))
+    assert torch.equal(drafter.mask_embedding, tensors["embed_tokens.weight"][310].float())
+    assert drafter.mask_hidden.shape == (1, 1, 144)
+    drafts = DraftSession(drafter).propose(torch.arange(5), torch.randn(5, 144), 7)
+    assert drafts.token_ids_K.shape == (7,)
+    with pytest.raises(HeadError, match="hidden size: the head reads 48, the target has 2880"):
+        check_head(amazon, GPT_OSS)
+
+
+def test_amazon_layout_with_a_damaged_map(amazon: Path) -> None:
+    rewrite(amazon, d2t=torch.ones(320, dtype=torch.int64))
+    with pytest.raises(HeadError, match=r"d2t\[319\] = 1 leads to target token 320, outside 0..319"):
+        load_head(amazon)

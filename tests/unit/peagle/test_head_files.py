@@ -1,0 +1,461 @@
+"""Every way in which a head directory can be wrong is named, all at once, without loading it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from cluster.settings import Catalog, load_settings
+from peagle.checkpoint import build_drafter, check_head, expected_tensors, load_head, read_tensor_specs, save_head
+from peagle.config import (
+    DEFAULT_NUM_DEPTHS,
+    LLAMA_NAMES,
+    MAX_JSON_BYTES,
+    QWEN_NAMES,
+    DrafterConfig,
+    HeadError,
+    HeadFile,
+    Llama3Rope,
+    YarnRope,
+    check_head_fits,
+    plain_config,
+    read_head_config,
+)
+from peagle.heads import MAX_NUM_CANDIDATES, candidate_directory, candidate_files, head_digest, keep_candidate
+from peagle.schema import SettingsError
+from peagle.vllm.engine import engine_kwargs
+from tests.support.head_factory import CONFIG, REDUCED, TARGET, head_tensors, reconfigure, rewrite
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    return save_head(tmp_path / "head", CONFIG, head_tensors(CONFIG))
+
+
+@pytest.mark.parametrize("name", [*LLAMA_NAMES, *QWEN_NAMES])
+def test_every_name_that_vllm_knows_passes_the_settings_and_loads(tmp_path: Path, name: str) -> None:
+    config = dataclasses.replace(CONFIG, qk_norm=name in QWEN_NAMES)
+    head = save_head(tmp_path / "head", config, head_tensors(config))
+    reconfigure(head, architectures=[name])
+    catalog = Catalog(("target",), Path("nowhere"), read_head_config)
+    settings = load_settings({"model": {"source": "target"}, "drafter": {"head": str(head)}}, catalog, {})
+    assert settings.drafter is not None
+    assert (settings.drafter.head, settings.drafter.max_draft_tokens) == (str(head), config.num_depths)
+    assert build_drafter(*load_head(head)).config == config
+    for unsupported in ("LlamaForCausalLM", "EagleLlamaForCausalLM"):
+        reconfigure(head, architectures=[unsupported])
+        with pytest.raises(SettingsError, match=rf"architectures = \['{unsupported}'\], expected"):
+            load_settings({"model": {"source": "target"}, "drafter": {"head": str(head)}}, catalog, {})
+
+
+def test_every_wrong_tensor_is_named_in_one_message(head: Path) -> None:
+    rewrite(
+        head,
+        fc__weight=None,
+        layers__1__mlp__up_proj__weight=None,
+        norm__weight=torch.zeros(31),
+        mask_hidden=torch.zeros(1, 1, 64),
+        lm_head__weight=torch.zeros(100, 32, dtype=torch.int32),
+        layers__2__mlp__up_proj__weight=torch.zeros(48, 32),
+        extra=torch.zeros(3),
+    )
+    with pytest.raises(HeadError) as caught:
+        load_head(head)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith(f"head {head} does not match")
+    assert sorted(line.strip() for line in lines[1:]) == sorted(
+        [
+            "missing fc.weight: expected F32/F16/BF16 [32, 96]",
+            "missing layers.1.mlp.up_proj.weight: expected F32/F16/BF16 [48, 32]",
+            "wrong norm.weight: found F32 [31], expected F32/F16/BF16 [32]",
+            "wrong mask_hidden: found F32 [1, 1, 64], expected F32/F16/BF16 [96]",
+            "wrong lm_head.weight: found I32 [100, 32], expected F32/F16/BF16 [100, 32]",
+            "spare layers.2.mlp.up_proj.weight: found F32 [48, 32], not part of this head",
+            "spare extra: found F32 [3], not part of this head",
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", sorted(expected_tensors(REDUCED)))
+def test_each_required_tensor_is_missed(tmp_path: Path, name: str) -> None:
+    tensors = head_tensors(REDUCED)
+    path = save_head(tmp_path / "head", REDUCED, tensors)
+    optional = not expected_tensors(REDUCED)[name].required
+    if optional and name not in tensors:
+        return
+    rewrite(path, **{name: None})
+    if optional:
+        load_head(path)
+    else:
+        with pytest.raises(HeadError, match=f"missing {name}: expected"):
+            load_head(path)
+
+
+def test_a_mask_token_that_nobody_names(head: Path) -> None:
+    reconfigure(head, ptd_token_id=...)
+    with pytest.raises(HeadError, match=r"spare mask_hidden: config.json names no mask token \(mask_token_id, pard_"):
+        load_head(head)
+
+
+def test_an_output_matrix_tied_to_the_head_s_own_table(head: Path) -> None:
+    reconfigure(head, tie_word_embeddings=True)
+    load_head(head)
+    rewrite(head, lm_head__weight=None)
+    with pytest.raises(HeadError, match=r"ties its output matrix .*: store lm_head.weight in it, or write false"):
+        load_head(head)
+    rewrite(head, embed_tokens__weight=None)
+    load_head(head)
+
+
+def test_k_max_is_limited_where_the_head_says_what_it_was_trained_for(head: Path) -> None:
+    catalog = Catalog(("target",), Path("nowhere"), read_head_config)
+
+    def k_max(**drafter: Any) -> int | None:
+        found = load_settings({"model": {"source": "target"}, "drafter": {"head": str(head), **drafter}}, catalog, {})
+        assert found.drafter is not None
+        return found.drafter.max_draft_tokens
+
+    assert k_max() == 5
+    with pytest.raises(SettingsError, match="was trained for 5 depths"):
+        k_max(max_draft_tokens=18)
+    reconfigure(head, num_depths=...)  # as in the published heads
+    assert (k_max(), k_max(max_draft_tokens=18)) == (DEFAULT_NUM_DEPTHS, 18)
+    speculative = engine_kwargs(None, head, max_draft_tokens=18, on_cpu=True)
+    assert speculative["speculative_config"]["num_speculative_tokens"] == 18
+
+
+def test_mask_embedding_beside_an_own_table_is_spare(head: Path) -> None:
+    rewrite(head, mask_embedding=torch.zeros(32))
+    with pytest.raises(HeadError, match=r"spare mask_embedding: .* row ptd_token_id = 99"):
+        load_head(head)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 8, 200, -1000, -1, 1])
+def test_cut_file_is_named_with_its_bytes(head: Path, keep: int) -> None:
+    path = head / "model.safetensors"
+    whole = path.read_bytes()
+    cut = whole + b"\0" if keep == 1 else whole[:keep]
+    path.write_bytes(cut)
+    for check in (load_head, check_head):
+        with pytest.raises(HeadError, match=rf"model.safetensors \({len(cut)} bytes\) is cut short or damaged"):
+            check(head)
+
+
+def test_files_that_are_no_heads(head: Path, tmp_path: Path) -> None:
+    weights = head / "model.safetensors"
+    good = weights.read_bytes()
+    weights.write_bytes(b"<html>not found</html>" * 100)
+    with pytest.raises(HeadError, match=r"\(2200 bytes\) is cut short or damaged"):
+        load_head(head)
+    weights.write_bytes(good[:8] + b"x" * (len(good) - 8))
+    with pytest.raises(HeadError, match="is cut short or damaged: .*header"):
+        load_head(head)
+    weights.unlink()
+    with pytest.raises(HeadError, match=r"model.safetensors does not exist \(the directory holds: \['config.json'\]\)"):
+        load_head(head)
+    with pytest.raises(HeadError, match=r"no head at .*nowhere: .*config.json does not exist"):
+        load_head(tmp_path / "nowhere")
+
+
+def test_one_tensor_in_two_files_is_refused(head: Path) -> None:
+    save_file({"norm.weight": torch.zeros(32)}, head / "more.safetensors")
+    with pytest.raises(HeadError, match=r"norm.weight is stored twice"):
+        load_head(head)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": ..., "vocab_size": ...}, "missing hidden_size, vocab_size"),
+        ({"hidden_size": "32"}, "wrong type at hidden_size: expected an integer, got the string '32'"),
+        (
+            {"num_hidden_layers": 0, "num_depths": 1.5},
+            "num_hidden_layers must be at least 1, not 0; wrong type at num_depths: expected an integer",
+        ),
+        ({"ptd_token_id": -1}, "ptd_token_id must be at least 0, not -1"),
+        ({"ptd_token_id": 100}, r"ptd_token_id = 100 must be in 0..99"),
+        ({"draft_vocab_size": 101}, r"draft_vocab_size = 101 must be in 1..vocab_size = 100"),
+        ({"architectures": ["LlamaForCausalLM"]}, r"architectures = \['LlamaForCausalLM'\], expected"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = False is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type must be default, llama3 or yarn"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 8}}, "yarn: missing key original_max_position_emb"),
+        ({"mask_token_id": 98}, "mask_token_id = 98 and ptd_token_id = 99 contradict each other"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported: take the head in"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": "4"}},
+            "llama3: wrong type at high_freq_factor: .* '4'; missing key original_max_position_embeddings",
+        ),
+        ({"num_aux_hidden_states": 2}, "num_aux_hidden_states = 2, but 3 layers are tapped"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"= \[1, 2\] and eagle_config.* = \[2, 4, 5\] contradict"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [1, "2"]},
+            r"wrong type at eagle_aux.*_ids.1: expected an integer, got .*'2'",
+        ),
+        ({"eagle_aux_hidden_state_layer_ids": [4, 2, 5], "eagle_config": {}}, "must be .* different and ascending"),
+    ],
+)
+def test_wrong_configuration_is_named(head: Path, changes: dict[str, Any], message: str) -> None:
+    reconfigure(head, **changes)
+    with pytest.raises(HeadError, match=message):
+        load_head(head)
+
+
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 1_000_000_000}, "num_hidden_layers must be at most 1024, not 1000000000"),
+        ({"vocab_size": 2**62}, "vocab_size must be at most 16777216"),
+        ({"hidden_size": 10**400}, "hidden_size"),
+        ({"num_depths": 10**6}, "num_depths must be at most 64"),
+        ({"max_position_embeddings": 2**40}, "max_position_embeddings must be at most 16777216"),
+        ({"num_labels": 10**9}, "num_labels must be at most 1024"),
+        ({"eagle_aux_hidden_state_layer_ids": [0] * 2000}, "eagle_aux_hidden_state_layer_ids: List should have"),
+        ({"head_dim": 7}, "head_dim = 7 must be even and at least 2"),
+        ({"rms_norm_eps": float("nan")}, "is not valid JSON"),
+        ({"transformers": float("inf")}, "is not valid JSON"),
+        ({"rms_norm_eps": "1e-5"}, "wrong type at rms_norm_eps: expected a number, got the string '1e-5'"),
+        ({"norm_before_residual": "false"}, "wrong type at norm_before_residual: expected true or false"),
+        ({"fc_norm": 1}, "wrong type at fc_norm: expected true or false, got the integer 1"),
+        ({"tie_word_embeddings": "no"}, "wrong type at tie_word_embeddings: expected true or false"),
+        ({"eagle_config": [1]}, "wrong type at eagle_config: expected a mapping, got a list"),
+        ({"eagle_config": {"norm_before_fc": "no"}}, "wrong type at eagle_config.norm_before_fc: expected true"),
+        ({"architectures": "LlamaForCausalLMEagle3"}, "wrong type at architectures: expected a list"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 8}, "has 1 entries, but num_hidden_layers = 2"),
+        ({"bias": True}, "bias = True is not supported"),
+        ({"rope_parameters": [1]}, "wrong type at rope_parameters: expected a mapping, got a list"),
+        ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta = '1e4' must be a number above 1"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_type must be default, llama3 or yarn"),
+        ({"rope_parameters": {"use_fope": True}}, "not known with rope_type default: use_fope; .* leave them out"),
+        ({"rope_scaling": {"rope_type": "default", "rope_theta": 5.0}}, "and rope_scaling .* contradict each other"),
+        ({"rope_parameters": YARN | {"apply_yarn_scaling": False}}, "apply_yarn_scaling = False is not read by vLLM"),
+        ({"rope_parameters": YARN | {"extrapolation_factor": 0.5}}, "extrapolation_factor = 0.5 is not read by vLLM"),
+        ({"rope_parameters": YARN | {"attn_factor": 2.0}}, "attn_factor = 2.0 .*: write attention_factor = 2.41588"),
+        ({"rope_parameters": YARN | {"mscale": "1"}}, "mscale = '1' must be a number above 0"),
+        ({"rope_parameters": YARN | {"truncate": "no"}}, "wrong type at truncate: expected true or false"),
+        ({"rope_parameters": YARN | {"factor": 1e6}}, "the positions of vLLM's table, not 1e.06 . 64"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}
+             | {"original_max_position_embeddings": 64}},
+            "low_freq_factor = 4.0 must be below 4.0",
+        ),
+    ],
+)  # fmt: skip
+def test_types_and_bounds_of_a_configuration(head: Path, changes: dict[str, Any], message: str) -> None:
+    reconfigure(head, **changes)
+    with pytest.raises(HeadError, match=message):
+        check_head(head)
+
+
+KEYS = sorted({*json.loads(json.dumps(CONFIG.to_dict())), *HeadFile.model_fields})
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(10**9),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from([*KEYS, "factor"]), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(changes=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3), is_speculators=st.booleans())
+def test_any_value_of_any_key_is_read_or_refused(changes: dict[str, Any], is_speculators: bool) -> None:
+    """Never another exception, and what is read is small enough to be built."""
+    raw = CONFIG.to_dict() | changes
+    if is_speculators:
+        layer = CONFIG.to_dict() | {"model_type": "llama"} | changes
+        raw = {"speculators_model_type": "eagle3", "transformer_layer_config": layer, **changes}
+    try:
+        if is_speculators:
+            raw = plain_config(raw, "config.json")
+        config = DrafterConfig.from_dict(raw)
+    except HeadError:
+        return
+    assert len(expected_tensors(config)) < 20_000
+    assert DrafterConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "is not valid JSON"),
+        (b"[]", "must hold a JSON object, found a list"),
+        (b'{"a": ' * 100_000, "is not valid JSON: recursion limit exceeded"),
+        (b"\xff\xfe{}", "is not valid JSON"),
+        (b"", "is not valid JSON"),
+        (b" " * (MAX_JSON_BYTES + 1), f"holds {MAX_JSON_BYTES + 1} bytes: expected a JSON file of at most"),
+        (None, "is no file: expected a JSON file"),
+    ],
+    ids=["cut", "a list", "deep", "not UTF-8", "empty", "large", "a directory"],
+)
+def test_a_config_that_is_no_object(head: Path, content: bytes | None, message: str) -> None:
+    path = head / "config.json"
+    path.unlink()
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(HeadError, match=message):
+        load_head(head)
+
+
+def test_a_header_of_tensors_is_bounded(head: Path) -> None:
+    save_file({f"{index}" * 2000: torch.zeros(1) for index in range(3000)}, head / "model.safetensors")
+    with pytest.raises(HeadError, match=r"model.safetensors: its header has \d+ bytes, expected at most 4194304"):
+        check_head(head)
+
+
+@pytest.mark.parametrize(
+    ("given", "factor"),
+    [
+        ({}, 1.2079441541679836),
+        ({"attention_factor": 0.5}, 0.5),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+        ({"mscale": 0.5, "mscale_all_dim": 2}, 0.7801),
+        ({"mscale": 1.0, "mscale_all_dim": 0}, 1.2079441541679836),
+        ({"attention_factor": 2.4158883083359672, "attn_factor": 2.0}, 2.4158883083359672),
+    ],
+)  # fmt: skip
+def test_the_magnitude_of_yarn_is_that_of_transformers(head: Path, given: dict[str, Any], factor: float) -> None:
+    reconfigure(head, rope_parameters=YARN | {"apply_yarn_scaling": True, "extrapolation_factor": 1} | given)
+    config = check_head(head)
+    assert isinstance(config.rope_scaling, YarnRope)
+    llama = LlamaConfig(rope_parameters=YARN | {"rope_theta": 10000.0} | given)
+    assert config.rope_scaling.magnitude == pytest.approx(ROPE_INIT_FUNCTIONS["yarn"](llama, "cpu")[1])
+    assert config.rope_scaling.magnitude == pytest.approx(factor, rel=1e-3)
+    assert DrafterConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 64}, "hidden size: the head reads 32, the target has 64"),
+        ({"vocab_size": 120}, "vocabulary: the head has 100 tokens, the target 120"),
+        ({"vocab_size": 90}, r"ptd_token_id = 99 is outside the target's 0..89"),
+        ({"num_hidden_layers": 4}, r"tapped layers: \[5\] of \[2, 4, 5\] are outside 0..4"),
+        ({"hidden_size": None}, "the target's config.json lacks hidden_size"),
+    ],
+)
+def test_head_for_another_target_is_refused(head: Path, change: dict[str, Any], message: str) -> None:
+    check_head_fits(CONFIG, TARGET)
+    check_head_fits(CONFIG, {"text_config": TARGET})
+    with pytest.raises(HeadError, match=message):
+        check_head_fits(CONFIG, TARGET | change)
+    with pytest.raises(HeadError, match=message):
+        check_head(head, TARGET | change)
+
+
+def test_all_mismatches_with_a_target_are_in_one_message() -> None:
+    with pytest.raises(HeadError) as caught:
+        check_head_fits(CONFIG, {"hidden_size": 64, "vocab_size": 90, "num_hidden_layers": 3})
+    assert len(str(caught.value).splitlines()) == 5
+
+
+def test_tapped_layers_out_of_order_are_refused() -> None:
+    with pytest.raises(HeadError, match=r"aux_layer_ids = \[5, 2, 4\] must be .* different and ascending"):
+        dataclasses.replace(CONFIG, aux_layer_ids=(5, 2, 4))
+    without_ids = dataclasses.replace(CONFIG, aux_layer_ids=(-1, -1, -1))
+    check_head_fits(without_ids, TARGET)
+    with pytest.raises(HeadError, match="their default needs 7 target layers, the target has 4"):
+        check_head_fits(without_ids, TARGET | {"num_hidden_layers": 4})
+
+
+def test_default_taps_of_a_short_target_are_refused_before_training() -> None:
+    short = TARGET | {"num_hidden_layers": 6}
+    with pytest.raises(HeadError, match=r"default aux_layer_ids \(2, 3, 3\) need a target of 7 layers, it has 6"):
+        DrafterConfig.for_target(short, num_layers=1)
+    assert DrafterConfig.for_target(short, num_layers=1, aux_layer_ids=(0, 5)).fc_input_size == 64
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"aux_layer_ids": (3,)},
+        {"aux_layer_ids": (0, 2, 4, 6, 8)},
+        {"qk_norm": True, "norm_before_fc": True, "norm_output": True, "sliding_window": 64},
+        {"rope_scaling": Llama3Rope(8.0, 1.0, 4.0, 4096), "rope_theta": 5e5, "fc_norm": True},
+        {"rope_scaling": YarnRope(32.0, 4096, truncate=False), "num_depths_is_known": False, "num_depths": 8},
+    ],
+    ids=["one tap", "five taps", "switches", "llama3", "yarn"],
+)
+def test_every_setting_survives_the_file(tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = dataclasses.replace(CONFIG, **changes)
+    tensors = head_tensors(config)
+    loaded_config, loaded = load_head(save_head(tmp_path / "head", config, tensors))
+    assert loaded_config == config
+    assert loaded.keys() == tensors.keys()
+    assert loaded["fc.weight"].shape == (32, 32 * len(config.aux_layer_ids))
+
+
+def test_other_names_of_the_mask_token_and_of_rope(head: Path) -> None:
+    scaling = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
+    changes = {"rope_parameters": ..., "rope_scaling": scaling, "rope_theta": 500000, "ptd_token_id": ...}
+    reconfigure(head, **changes, pard_token=98, architectures=["PeagleLlamaForCausalLM"])
+    expected = dataclasses.replace(
+        CONFIG, ptd_token_id=98, rope_theta=500000.0, rope_scaling=Llama3Rope(32.0, 1.0, 4.0, 8192)
+    )
+    config = load_head(head)[0]
+    assert config == expected
+    assert DrafterConfig.from_dict(config.to_dict()) == expected
+
+
+def test_narrow_drafter_needs_its_own_table(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, hidden_size=16, head_dim=8)
+    tensors = head_tensors(config)
+    path = save_head(tmp_path / "head", config, tensors)
+    assert check_head(path, TARGET) == config
+    rewrite(path, embed_tokens__weight=None)
+    with pytest.raises(HeadError, match="has no embed_tokens.weight, so it must share the target.s"):
+        check_head(path, TARGET)
+
+
+def test_checks_import_no_torch(head: Path) -> None:
+    code = (
+        "import json, sys; from peagle.checkpoint import check_head; check_head(sys.argv[1], json.loads(sys.argv[2]));"
+        "heavy = {'torch', 'transformers', 'ray'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code, str(head), json.dumps(TARGET)], check=True, cwd=Path(__file__).parents[3]
+    )
+
+
+def test_specs_are_read_from_the_header_alone(head: Path) -> None:
+    specs = read_tensor_specs(head)
+    assert str(specs["mask_hidden"]) == "F32 [1, 1, 96]"
+    assert specs.keys() == load_head(head)[1].keys()
+
+
+def test_the_files_of_a_candidate_are_checked_and_kept_in_the_cache(head: Path, tmp_path: Path) -> None:
+    cache, files = tmp_path / "cache", candidate_files(head)
+    assert candidate_directory("candidate-x", cache) is None
+    kept = keep_candidate("candidate-x", files, (), cache)
+    assert candidate_directory("candidate-x", cache) == kept
+    assert head_digest(kept) == head_digest(head)
+    (kept / "config.json").write_text("{}")
+    assert candidate_directory("candidate-x", cache) is None, "damaged since"
+    for index in range(MAX_NUM_CANDIDATES + 2):
+        keep_candidate(f"candidate-{index}", files, ["candidate-1"], cache)
+    assert candidate_directory("candidate-0", cache) is None
+    assert candidate_directory("candidate-1", cache) is not None
+    assert candidate_directory(f"candidate-{MAX_NUM_CANDIDATES + 1}", cache) is not None
+
+
+@pytest.mark.parametrize("name", ["../config.json", "pytorch_model.bin", "a/model.safetensors"])
+def test_files_that_no_candidate_has_are_refused(head: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="a head has config.json and safetensors files, not"):
+        keep_candidate("candidate-x", {**candidate_files(head), name: b""}, (), tmp_path / "cache")
+    rewrite(head, fc__weight=None)
+    with pytest.raises(HeadError, match="missing fc.weight"):
+        keep_candidate("candidate-x", candidate_files(head), (), tmp_path / "cache")
+    assert candidate_directory("candidate-x", tmp_path / "cache") is None

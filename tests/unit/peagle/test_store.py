@@ -1,0 +1,216 @@
+"""The cache directory: all or nothing, whatever happens to the disk, the permissions or the process."""
+
+import errno
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from peagle.store import MANIFEST, CacheError, cache_root, is_intact, prepare_directory, write_bytes
+from tests.support.disk import full_disk
+
+
+def build(directory: Path) -> None:
+    write_bytes(directory / "weights", b"w" * 1000)
+    (directory / "sub").mkdir()
+    write_bytes(directory / "sub" / "config", b"{}")
+
+
+def prepare(root: Path, num_bytes: int = 2000, **options: bool) -> Path:
+    return prepare_directory(root, "thing", num_bytes, build, **options)
+
+
+def leftovers(root: Path) -> list[str]:
+    return [path.name for path in root.iterdir() if path.name not in {"thing", ".thing.lock"}]
+
+
+def test_directory_is_built_once_and_reused(tmp_path: Path) -> None:
+    reports: list[str] = []
+    path = prepare(tmp_path / "a" / "b")
+    inode = path.stat().st_ino
+    assert (path / "sub" / "config").read_bytes() == b"{}"
+    assert prepare_directory(path.parent, "thing", 0, build, verify=True, report=reports.append) == path
+    assert (path.stat().st_ino, reports) == (inode, [])
+    assert leftovers(path.parent) == []
+
+
+def test_manifest_lists_every_file(tmp_path: Path) -> None:
+    files = json.loads((prepare(tmp_path) / MANIFEST).read_text())["files"]
+    assert {name: entry["num_bytes"] for name, entry in files.items()} == {"weights": 1000, "sub/config": 2}
+
+
+@pytest.mark.parametrize("damage", ["short", "gone", "touched", "no manifest", "broken manifest"])
+def test_damage_is_found_and_mended(tmp_path: Path, damage: str) -> None:
+    path = prepare(tmp_path)
+    if damage == "short":
+        (path / "weights").write_bytes(b"w" * 999)
+    elif damage == "gone":
+        (path / "sub" / "config").unlink()
+    elif damage == "touched":  # same size, other bytes, other mtime
+        (path / "weights").write_bytes(b"x" * 1000)
+    elif damage == "no manifest":
+        (path / MANIFEST).unlink()
+    else:
+        (path / MANIFEST).write_text('{"files"')
+    assert not is_intact(path)
+    assert prepare(tmp_path) == path
+    assert is_intact(path, full=True)
+    assert (path / "weights").read_bytes() == b"w" * 1000
+    assert leftovers(tmp_path) == []
+
+
+def test_silent_damage_is_found_by_a_full_check_only(tmp_path: Path) -> None:
+    path = prepare(tmp_path)
+    stat = (path / "weights").stat()
+    (path / "weights").write_bytes(b"x" * 1000)
+    os.utime(path / "weights", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert is_intact(path)
+    assert not is_intact(path, full=True)
+    prepare(tmp_path, verify=True)
+    assert (path / "weights").read_bytes() == b"w" * 1000
+
+
+def test_copied_directory_is_still_intact(tmp_path: Path) -> None:
+    path = prepare(tmp_path)
+    os.utime(path / "weights", ns=(0, 0))  # as a copy does that keeps no times
+    assert is_intact(path)
+
+
+def test_no_room_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(CacheError, match=r"1,000,000,000,000,000,000 bytes are needed, [\d,]+ are free") as caught:
+        prepare(tmp_path, num_bytes=10**18)
+    assert caught.value.errno == errno.ENOSPC
+    assert str(tmp_path) in str(caught.value)
+    assert "PEAGLE_CACHE" in str(caught.value)
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
+def test_disk_that_fills_up_while_writing_leaves_nothing(tmp_path: Path) -> None:
+    def build_on_full_disk(directory: Path) -> None:
+        write_bytes(directory / "config", b"{}")
+        (directory / "weights").symlink_to("/dev/full")  # every write fails as on a full disk
+        write_bytes(directory / "weights", b"w" * 1000)
+
+    with pytest.raises(CacheError, match="no room: 2,000 bytes are needed"):
+        prepare_directory(tmp_path, "thing", 2000, build_on_full_disk)
+    assert leftovers(tmp_path) == []
+    assert not (tmp_path / "thing").exists()
+    assert prepare(tmp_path).is_dir(), "a later try, with room, works"
+
+
+def test_a_library_that_tells_of_a_full_disk_in_words_alone(tmp_path: Path) -> None:
+    def save(directory: Path) -> None:
+        Tokenizer(WordLevel({"a" * 10_000: 0}, unk_token="a")).save(str(directory / "tokenizer.json"))
+
+    with full_disk(100), pytest.raises(CacheError, match=r"no room: 2,000 bytes .*File too large.*PEAGLE_CACHE"):
+        prepare_directory(tmp_path, "thing", 2000, save)
+    assert leftovers(tmp_path) == []
+    assert prepare_directory(tmp_path, "thing", 2000, save).is_dir()
+
+
+def test_damaged_directory_stays_until_its_successor_is_complete(tmp_path: Path) -> None:
+    path = prepare(tmp_path)
+    (path / "weights").write_bytes(b"short")
+
+    def fail(directory: Path) -> None:
+        raise ValueError("the source is wrong")
+
+    with pytest.raises(ValueError, match="the source is wrong"):
+        prepare_directory(tmp_path, "thing", 2000, fail)
+    assert (path / "weights").read_bytes() == b"short"
+    assert leftovers(tmp_path) == []
+
+
+@contextmanager
+def ordinary_user() -> Iterator[None]:
+    """Permissions do not bind root, so root steps down for a moment."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_directory_without_write_permission() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        root.chmod(0o555)
+        with ordinary_user(), pytest.raises(CacheError, match=r"not writable \(Permission denied\).*PEAGLE_CACHE"):
+            prepare(root / "cache")
+        root.chmod(0o755)
+        prepare(root)
+        root.chmod(0o555)
+        with ordinary_user():
+            assert prepare(root).is_dir(), "what is there already is used"
+        root.chmod(0o755)
+
+
+def test_cache_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(CacheError, match="not a directory"):
+        prepare(tmp_path / "cache")
+    with pytest.raises(CacheError, match="not a directory"):
+        prepare(tmp_path / "cache" / "targets")
+
+
+def _slow_build(root: str, log: str) -> None:
+    def logged(directory: Path) -> None:
+        with Path(log).open("a") as file:
+            file.write("built\n")
+        time.sleep(0.5)
+        build(directory)
+
+    prepare_directory(Path(root), "thing", 2000, logged)
+
+
+def test_one_of_many_starters_builds(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    log = tmp_path / "log"
+    starters = [context.Process(target=_slow_build, args=(str(tmp_path / "cache"), str(log))) for _ in range(3)]
+    for starter in starters:
+        starter.start()
+    for starter in starters:
+        starter.join(timeout=60)
+    assert [starter.exitcode for starter in starters] == [0, 0, 0]
+    assert log.read_text() == "built\n"
+
+
+def test_killed_builder_leaves_nothing_that_is_used(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from peagle.store import prepare_directory\n"
+        "def build(d): (d / 'weights').write_bytes(b'half'); print('half', flush=True); time.sleep(60)\n"
+        "prepare_directory(Path(sys.argv[1]), 'thing', 2000, build)"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    root = Path(__file__).parents[3]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as builder:
+        assert builder.stdout is not None
+        assert builder.stdout.readline() == "half\n"
+        builder.send_signal(signal.SIGKILL)
+    assert not (tmp_path / "thing").exists()
+    assert leftovers(tmp_path) != []
+    assert (prepare(tmp_path) / "weights").read_bytes() == b"w" * 1000
+    assert leftovers(tmp_path) == []
+
+
+def test_cache_root_is_named_by_argument_then_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path / "env"))
+    assert cache_root() == tmp_path / "env"
+    assert cache_root(tmp_path / "argument") == tmp_path / "argument"
+    monkeypatch.setenv("PEAGLE_CACHE", "")
+    assert cache_root() == Path.home() / ".cache" / "peagle"

@@ -1,0 +1,115 @@
+"""What a drafter takes over from another head, and a run of method eagle3 from a recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from peagle.checkpoint import build_drafter, load_head, read_head_config, save_head
+from peagle.config import DrafterConfig, HeadError
+from peagle.draft import DraftSession
+from peagle.evaluate import replay
+from peagle.model import Drafter
+from peagle.train.data import Conversations
+from peagle.train.passes import start_from
+from peagle.train.recipe import Recipe
+from peagle.train.target import Target
+from peagle.train.trainer import Trainer
+from tests.support.head_factory import CONFIG, TARGET, head_tensors, random_drafter
+from tests.support.small_run import write_small_run
+
+EAGLE3 = DrafterConfig.for_target(TARGET, num_layers=1, fc_norm=True, num_depths=5)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_run(tmp_path_factory.mktemp("small"))
+
+
+def eagle3_recipe(small: Path, *overrides: str) -> Recipe:
+    settings = ["drafter.method=eagle3", "drafter.ptd_token_id=null", "drafter.num_layers=1", *overrides]
+    return Recipe.load(small / "recipe.yaml", settings)
+
+
+def test_a_p_eagle_drafter_takes_what_fits_of_an_eagle3_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stored = head_tensors(EAGLE3)
+    save_head(tmp_path / "eagle3", EAGLE3, stored)
+    drafter = random_drafter(dataclasses.replace(CONFIG, fc_norm=True, norm_before_residual=True)).float()
+    before = {name: value.clone() for name, value in drafter.trainable().items()}
+    with caplog.at_level(logging.INFO):
+        taken = start_from(drafter, tmp_path / "eagle3")
+    assert set(taken) == {name for name in stored if name in before}
+    assert {"fc.weight", "fc_norm.0.weight", "norm.weight", "layers.0.self_attn.q_proj.weight"} <= set(taken)
+    for name, value in drafter.trainable().items():
+        assert torch.equal(value, stored[name] if name in taken else before[name]), name
+    said = caplog.text
+    assert "layers.0.mlp.up_proj.weight" in said.split("as drawn")[0]
+    assert "layers.1.mlp.up_proj.weight" in said.split("as drawn")[1]
+    assert "mask_hidden" in said.split("as drawn")[1]
+    assert "norm_before_residual = False, this drafter has True" in said
+
+
+def test_a_head_of_which_nothing_fits_is_an_error(tmp_path: Path) -> None:
+    narrow = DrafterConfig.for_target(TARGET | {"hidden_size": 16, "intermediate_size": 24}, num_layers=1)
+    save_head(tmp_path / "narrow", narrow, head_tensors(narrow))
+    with pytest.raises(HeadError, match=r"start_from.*hidden_size is 16, the drafter's 32"):
+        start_from(Drafter(CONFIG), tmp_path / "narrow")
+    with pytest.raises(HeadError, match="no head at"):
+        start_from(Drafter(CONFIG), tmp_path / "missing")
+
+
+def test_eagle3_trains_from_a_recipe_and_beats_chance(small: Path) -> None:
+    trainer = Trainer(eagle3_recipe(small, f"output={small / 'eagle3'}", "log_every_steps=10"))
+    assert trainer.drafter.config.ptd_token_id is None
+    head = trainer.run()
+    records = [json.loads(line) for line in (small / "eagle3" / "log.jsonl").read_text().splitlines()]
+    first, *_, last = [record["accuracy"] for record in records if "accuracy" in record]
+    assert len(last) == 4
+    assert all(late > early + 0.05 for early, late in zip(first, last, strict=True)), (first, last)
+    assert (read_head_config(head).num_depths, read_head_config(head).ptd_token_id) == (4, None)
+    found = json.loads((head / "provenance.json").read_text())["acceptance_offline"]["all"]["acceptance_length"]
+    assert found["4"] > 1.2, f"AL {found}: one token in 64 right by chance would be 1.02"
+    compare_with_session(head, small)
+
+
+def compare_with_session(head: Path, small: Path) -> None:
+    """What evaluation credits at each anchor is what drafting there one token after another gets right."""
+    target, data = Target(small / "target"), Conversations.load(small / "data").select([0, 5, 11])
+    drafter = build_drafter(*load_head(head), embed_VH=target.embed_VS, lm_head_VH=target.lm_head_VS)
+    lengths = []
+    for (ids, prompt), accepted in zip(data.documents(), replay(drafter, target, data).accepted, strict=True):
+        tokens_N = torch.from_numpy(ids).long()
+        everywhere = torch.zeros_like(tokens_N)[None]
+        position_BN = torch.arange(len(ids))[None]
+        aux_NX = target.states(tokens_N[None], everywhere, position_BN, drafter.config.aux_layer_ids)[0][0]
+        session = DraftSession(drafter)
+        for index, end in enumerate(range(prompt + 1, len(ids))):
+            rows = slice(session.num_rows, end - 1)
+            drafts = session.propose(tokens_N[rows.start + 1 : end], aux_NX[rows], 4).token_ids_K.tolist()
+            right = [draft == token for draft, token in zip(drafts, ids[end:].tolist(), strict=False)]
+            lengths.append([*right, False].index(False))
+            assert lengths[-1] == accepted[index]
+    assert set(lengths) >= {0, 1, 2}, "a head that is always wrong shows nothing"
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_a_sliding_window_reaches_the_head(small: Path, tmp_path: Path, method: str) -> None:
+    overrides = [f"output={tmp_path / 'run'}", "drafter.sliding_window=16", "schedule.max_steps=1"]
+    recipe = eagle3_recipe(small, *overrides) if method == "eagle3" else Recipe.load(small / "recipe.yaml", overrides)
+    assert read_head_config(Trainer(recipe).run()).sliding_window == 16
+
+
+def test_a_run_starts_from_another_head(small: Path, tmp_path: Path) -> None:
+    recipe = eagle3_recipe(small, f"output={tmp_path / 'short'}", "evaluate.data=null", "schedule.max_steps=1")
+    head = Trainer(recipe).run()
+    override = [f"drafter.start_from={head}", f"output={tmp_path / 'next'}"]
+    trainer = Trainer(Recipe.load(small / "recipe.yaml", override))
+    stored = load_head(head)[1]
+    own = trainer.drafter.trainable()
+    assert torch.equal(own["fc.weight"], stored["fc.weight"].float())
+    assert torch.equal(own["layers.0.mlp.up_proj.weight"], stored["layers.0.mlp.up_proj.weight"].float())

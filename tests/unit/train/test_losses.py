@@ -1,0 +1,211 @@
+"""Chunked losses against their plain twins in float64, where rounding cannot hide an error, and their labels."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from peagle.train.cod import chain_lengths, label_rows, sample_rows
+from peagle.train.losses import KERNELS, ChainWeights, ChunkedLoss, Scored, TargetLogits
+from tests.support.plain_losses import plain_losses
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    hidden_RH: Tensor
+    lm_head_VH: Tensor
+    target_NH: Tensor
+    label_R: Tensor
+    weight_R: Tensor
+    target_ids_V: Tensor | None
+
+    @classmethod
+    def draw(cls, reduced: bool = False, num_rows: int = 37, num_tokens: int = 11, size: int = 8) -> Problem:
+        generator = torch.Generator().manual_seed(num_rows)
+        draw = {"generator": generator, "dtype": torch.float64}
+        return cls(
+            torch.randn(num_rows, size, **draw),
+            torch.randn(50, size, **draw),
+            torch.randn(num_tokens, size, **draw),
+            torch.randint(num_tokens - 2, (num_rows,), generator=generator) + 1,  # tokens without a row, too
+            torch.rand(num_rows, generator=generator),
+            torch.randperm(50, generator=generator)[:20] if reduced else None,
+        )
+
+    @property
+    def draft_VH(self) -> Tensor:
+        return self.lm_head_VH if self.target_ids_V is None else self.lm_head_VH[self.target_ids_V]
+
+    def score(self, loss: ChunkedLoss, hidden_RH: Tensor | None = None, weigh=None) -> Scored:
+        labels = loss.labels(self.target_NH, self.lm_head_VH, self.target_ids_V)
+        hidden_RH = self.hidden_RH if hidden_RH is None else hidden_RH
+        return loss(hidden_RH, self.draft_VH, labels, self.label_R, self.weight_R if weigh is None else weigh)
+
+    def plain(self, name: str, hidden_RH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(losses_R, correct_R, outside_R), a row at a time where the vocabularies meet."""
+        logits_RV, target_NV = hidden_RH @ self.draft_VH.T, self.target_NH @ self.lm_head_VH.T
+        ids = list(range(50)) if self.target_ids_V is None else self.target_ids_V.tolist()
+        best_R = target_NV.argmax(-1)[self.label_R].tolist()
+        draft_R = torch.tensor([ids.index(best) if best in ids else -1 for best in best_R])
+        losses_R = plain_losses(name, logits_RV, target_NV[self.label_R][:, ids], draft_R)
+        return losses_R, logits_RV.argmax(-1) == draft_R, draft_R < 0
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("name", KERNELS)
+def test_loss_and_gradient_equal_the_plain_twin(name: str, reduced: bool) -> None:
+    problem = Problem.draw(reduced)
+    plain_RH = problem.hidden_RH.clone().requires_grad_()
+    losses_R, correct_R, outside_R = problem.plain(name, plain_RH)
+    plain = (losses_R * problem.weight_R).sum()
+    plain.backward()
+    assert plain_RH.grad.abs().max() > 1e-2
+    for chunk in (1, 8, 37, 64):
+        hidden_RH = problem.hidden_RH.clone().requires_grad_()
+        scored = problem.score(ChunkedLoss(name, chunk), hidden_RH)
+        (3 * scored.total).backward()
+        torch.testing.assert_close(scored.total.detach(), plain.detach(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(hidden_RH.grad, 3 * plain_RH.grad, rtol=1e-10, atol=1e-13)
+        assert torch.equal(scored.correct_R, correct_R)
+    assert outside_R.any() == reduced
+    assert not outside_R.all()
+
+
+def test_twins_are_what_their_names_say() -> None:
+    problem = Problem.draw()
+    logits_RV, target_RV = (
+        problem.hidden_RH @ problem.lm_head_VH.T,
+        problem.target_NH[problem.label_R] @ (problem.lm_head_VH.T),
+    )
+    q, p, best_R = logits_RV.softmax(-1), target_RV.softmax(-1), target_RV.argmax(-1)
+    twin = {name: plain_losses(name, logits_RV, target_RV, best_R) for name in KERNELS}
+    entropy_R = -(p * p.log()).sum(-1)
+    torch.testing.assert_close(twin["soft"] - entropy_R, F.kl_div(q.log(), p, reduction="none").sum(-1))
+    torch.testing.assert_close(twin["hard"], F.cross_entropy(logits_RV, best_R, reduction="none"))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_bfloat16_rows_keep_their_gradient(name: str) -> None:
+    """Weights as small as those of a big batch must cost a row's gradient no more than bfloat16's own rounding."""
+    problem = Problem.draw()
+    narrow = dataclasses.replace(
+        problem, lm_head_VH=problem.lm_head_VH.bfloat16(), target_NH=problem.target_NH.bfloat16()
+    )
+    wide = dataclasses.replace(narrow, lm_head_VH=narrow.lm_head_VH.double(), target_NH=narrow.target_NH.double())
+    grads = []
+    for one, scale in ((narrow, 1e-6), (wide, 1)):
+        hidden_RH = problem.hidden_RH.bfloat16().float().requires_grad_()
+        loss = ChunkedLoss(name, 8)
+        if scale == 1:
+            hidden_RH = hidden_RH.detach().double().requires_grad_()
+        one.score(loss, hidden_RH, problem.weight_R * scale).total.backward()
+        grads.append(hidden_RH.grad.double() / scale)
+    # Logits around 8 are rounded to 1/32 in bfloat16, so probabilities are off by some percent.
+    torch.testing.assert_close(*grads, rtol=0.1, atol=0.05)
+
+
+def test_weights_may_wait_for_all_drafts() -> None:
+    problem, seen = Problem.draw(), []
+
+    def weigh(draft_R: Tensor) -> Tensor:
+        seen.append(draft_R)
+        return torch.where(draft_R % 2 == 0, 0.25, problem.weight_R)
+
+    late_RH, early_RH = (problem.hidden_RH.clone().requires_grad_() for _ in range(2))
+    late = problem.score(ChunkedLoss("soft", 8), late_RH, weigh)
+    late.total.backward()
+    draft_R = (problem.hidden_RH @ problem.lm_head_VH.T).argmax(-1)
+    early = problem.score(ChunkedLoss("soft", 8), early_RH, torch.where(draft_R % 2 == 0, 0.25, problem.weight_R))
+    early.total.backward()
+    assert len(seen) == 1
+    assert torch.equal(seen[0], draft_R)
+    assert torch.equal(late.total, early.total)
+    assert torch.equal(late_RH.grad, early_RH.grad)
+
+
+def test_chain_weights_equal_a_slow_loop() -> None:
+    document_BN = torch.tensor([[0] * 9 + [1] * 6, [0] * 12 + [-1] * 3])
+    chain_BN = chain_lengths(document_BN, document_BN >= 0, 4)
+    generator = torch.Generator().manual_seed(0)
+    rows = sample_rows(chain_BN, 4, 0.9, generator=generator)
+    useful_T, label_T, offset_T = label_rows(rows, chain_BN)
+    index_R, label_R, offset_R = useful_T.nonzero().squeeze(1), label_T[useful_T], offset_T[useful_T]
+    sequence_R, anchor_R = index_R // rows.anchor_BT.shape[1], rows.anchor_BT.flatten()[index_R]
+    token_N = torch.randint(0, 5, (chain_BN.numel(),), generator=generator) - 1  # -1: not in the draft vocabulary
+    right_R = torch.rand(len(index_R), generator=generator) < 0.7
+    draft_R = torch.where(right_R, token_N[label_R].clamp_min(0), 4)
+    correct_R = right_R & (token_N[label_R] >= 0)
+
+    keys = list(zip(sequence_R.tolist(), anchor_R.tolist(), offset_R.tolist(), strict=True))
+    correct = dict(zip(keys, correct_R.tolist(), strict=True))
+    reached = [all(correct[b, a, earlier] for earlier in range(g)) for b, a, g in keys]
+    total = sum(0.9**g for *_, g in keys)
+    expected_R = torch.tensor([0.9**g * (1.0 if r else 0.3) / total for (*_, g), r in zip(keys, reached, strict=True)])
+    assert 10 < sum(reached) < len(keys) - 10
+
+    settings = {"num_depths": 4, "offset_decay": 0.9, "reach": 0.3}
+    weigh = ChainWeights(offset_R, token_N, **settings).weigh(label_R, offset_R)
+    torch.testing.assert_close(weigh(draft_R), expected_R)
+    known = ChainWeights(offset_R, token_N.clamp_min(0), **settings).weigh(label_R, offset_R)
+    torch.testing.assert_close(known(token_N[label_R].clamp_min(0)).sum(), torch.tensor(1.0))
+    # In two parts, as a partitioned pass may have them: offset 0 of a chain before its other rows.
+    weights, weight_R = ChainWeights(offset_R, token_N, **settings), torch.zeros_like(expected_R)
+    first_R = (anchor_R % 2 == 0) | (offset_R == 0)
+    for part_R in (first_R, ~first_R):
+        weight_R[part_R] = weights.weigh(label_R[part_R], offset_R[part_R])(draft_R[part_R])
+    torch.testing.assert_close(weight_R, expected_R)
+
+
+def test_walk_visits_each_row_once_with_its_label() -> None:
+    problem = Problem.draw(num_rows=53)
+    labels = TargetLogits(problem.target_NH, problem.lm_head_VH)
+    whole_NV = problem.target_NH @ problem.lm_head_VH.T
+    visits, num_made = torch.zeros(53), 0
+    for rows, target, index_C in labels.walk(problem.label_R, 10):
+        label_C = problem.label_R[rows]
+        torch.testing.assert_close(target.logits_UV[index_C], whole_NV[label_C])
+        torch.testing.assert_close(target.logsumexp_U[index_C], whole_NV.logsumexp(-1)[label_C])
+        assert torch.equal(target.best_U[index_C], whole_NV.argmax(-1)[label_C])
+        visits[rows] += 1
+        num_made += len(target.best_U)
+        assert len(index_C) in (8, 9)
+    assert torch.equal(visits, torch.ones(53))
+    # Rows in the order of their labels: a token is made again only where a chunk ends within its rows.
+    assert num_made <= 11 + 5
+
+
+def test_no_rows_are_no_loss() -> None:
+    problem = dataclasses.replace(Problem.draw(), label_R=torch.empty(0, dtype=torch.int64))
+    hidden_RH = torch.empty(0, 8, dtype=torch.float64, requires_grad=True)
+    scored = problem.score(ChunkedLoss("soft", 8), hidden_RH, torch.empty(0))
+    scored.total.backward()
+    assert scored.total == 0
+    assert hidden_RH.grad.shape == (0, 8)
+
+
+def test_loss_is_least_where_the_drafter_agrees() -> None:
+    problem = dataclasses.replace(Problem.draw(num_rows=11), label_R=torch.arange(11))
+    hidden_RH = problem.target_NH.clone().requires_grad_()
+    scored = problem.score(ChunkedLoss("soft", 4), hidden_RH)
+    scored.total.backward()
+    assert scored.correct_R.all()
+    assert problem.score(ChunkedLoss("soft", 4), problem.target_NH + 0.1).total > scored.total
+    assert hidden_RH.grad.abs().max() < 1e-12
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiled_kernels_equal_plain_torch_on_a_gpu(name: str) -> None:
+    problem = Problem.draw(reduced=True, num_rows=700, num_tokens=300)
+    problem = Problem(*(value.to("cuda") for value in dataclasses.astuple(problem)))
+    grads = []
+    for compiled in (False, True):
+        hidden_RH = problem.hidden_RH.clone().requires_grad_()
+        problem.score(ChunkedLoss(name, 96, compiled), hidden_RH).total.backward()
+        grads.append(hidden_RH.grad)
+    for grad in grads[1:]:
+        torch.testing.assert_close(grad, grads[0], rtol=1e-10, atol=1e-13)

@@ -1,0 +1,160 @@
+"""The two forms of the COD mask against its definition, and against each other."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from peagle.config import DrafterConfig, HeadError
+from peagle.train.cod import CodRows, attend_under, chain_lengths, sample_rows
+from peagle.train.masks import Sight
+from tests.support.head_factory import CONFIG
+
+MAX_TOKENS = 48
+
+
+def rows_and_documents(num_tokens: int, num_depths: int, ratio: float, seed: int) -> tuple[CodRows, torch.Tensor]:
+    """Two packed sequences with documents of uneven lengths and padding at the end."""
+    generator = torch.Generator().manual_seed(seed)
+    document_BN = torch.full((2, num_tokens), -1)
+    for sequence in document_BN:
+        cuts = torch.randint(1, num_tokens, (4,), generator=generator).sort().values.tolist()
+        for number, (start, end) in enumerate(zip([0, *cuts[:-1]], cuts, strict=True)):
+            sequence[start:end] = number
+    chain_BN = chain_lengths(document_BN, torch.ones_like(document_BN, dtype=torch.bool), num_depths)
+    return sample_rows(chain_BN, num_depths, ratio, generator=generator), document_BN
+
+
+def by_definition(rows: CodRows, document_BN: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    """[B, T, T] of all pairs of rows, as the module's docstring says it."""
+    (anchor_q, offset_q), (anchor_k, offset_k) = (
+        (rows.anchor_BT.unsqueeze(dim), rows.offset_BT.unsqueeze(dim)) for dim in (2, 1)
+    )
+    document_BT = document_BN.gather(1, rows.anchor_BT)
+    in_cache = (offset_k == 0) & (anchor_k <= anchor_q)
+    in_pass = (anchor_k == anchor_q) & (offset_k <= offset_q)
+    near = anchor_q + offset_q - (anchor_k + offset_k) < (window or rows.num_tokens + 99)
+    return (in_cache | in_pass) & near & (document_BT[:, :, None] == document_BT[:, None])
+
+
+def segment(rows: CodRows, start: int, stop: int, num_blanks: int) -> tuple[list[int], int]:
+    """Numbers of the keys of one segment, -1 for blanks, and how many of the last are its queries: rows of offset 0
+    before `start` seen only as keys, those after it hidden, then own rows and blanks.
+    """
+    anchors = rows.anchor_BT[0].tolist()
+    own = [number for number, anchor in enumerate(anchors) if start <= anchor < stop]
+    keys = [number if number < start else -1 for number in range(rows.num_tokens)]
+    return [*keys, *own, *[-1] * num_blanks], len(own) + num_blanks
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
+@pytest.mark.parametrize(("num_depths", "ratio"), [(1, 0.5), (4, 0.7), (8, 0.8), (3, 1.0)])
+def test_dense_masks_equal_the_definition(num_depths: int, ratio: float, window: int | None) -> None:
+    for num_tokens in (5, 16, 31, MAX_TOKENS):
+        rows, document_BN = rows_and_documents(num_tokens, num_depths, ratio, seed=num_tokens)
+        wanted = by_definition(rows, document_BN, window)
+        assert torch.equal(Sight.of(rows, document_BN, window).dense(), wanted)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_segment_sees_what_its_rows_see_in_the_whole_pass(window: int | None) -> None:
+    rows, document_BN = rows_and_documents(24, 4, 1.0, seed=1)
+    whole = by_definition(rows, document_BN, window)
+    keys, num_queries = segment(rows, 7, 15, num_blanks=3)
+    found = Sight.of(rows, document_BN, window).select(torch.tensor(keys), num_queries).dense()
+    first = len(keys) - num_queries
+    for q, row in enumerate(keys[first:]):
+        for k, other in enumerate(keys):
+            wanted = whole[:, row, other] if row >= 0 and other >= 0 else torch.tensor([k == first + q] * 2)
+            assert torch.equal(found[:, q, k], wanted), (row, other)
+
+
+def test_window_of_a_head_is_what_vllm_takes_it_for() -> None:
+    """vLLM's Llama layers ask `layer_types` first; a head with windows in some layers only is none of ours."""
+    raw = dataclasses.replace(CONFIG, sliding_window=64).to_dict()
+    assert (raw["sliding_window"], raw["layer_types"]) == (64, ["sliding_attention"] * 2)
+    assert DrafterConfig.from_dict(raw).sliding_window == 64
+    assert "sliding_window" not in CONFIG.to_dict()
+    assert DrafterConfig.from_dict(raw | {"layer_types": None}).sliding_window is None
+    assert DrafterConfig.from_dict(raw | {"layer_types": ["full_attention"] * 2}).sliding_window is None
+    for change in ({"layer_types": ["sliding_attention", "full_attention"]}, {"sliding_window": None}):
+        with pytest.raises(HeadError, match="the same window, a whole number, in all its layers"):
+            DrafterConfig.from_dict(raw | change)
+    with pytest.raises(HeadError, match="sliding_window = 0 must be at least 1"):
+        dataclasses.replace(CONFIG, sliding_window=0)
+
+
+def check_tiles(sight: Sight, tile: int) -> tuple[float, float]:
+    """What is skipped holds no visible pair, what is full holds nothing else. Returns the shares visited and full."""
+    dense, block = sight.dense(), sight.block(tile)
+    batch, num_queries, num_keys = dense.shape
+    sizes = (batch, -(-num_queries // tile), -(-num_keys // tile))
+    partial, full = torch.zeros(2, *sizes, dtype=torch.bool)
+    for tiles, counts, order in (
+        (partial, block.kv_num_blocks, block.kv_indices),
+        (full, block.full_kv_num_blocks, block.full_kv_indices),
+    ):
+        for b in range(batch):
+            for row in range(sizes[1]):
+                tiles[b, row, order[b, 0, row, : counts[b, 0, row]].long()] = True
+    assert not (partial & full).any()
+    partial_pairs, full_pairs = (
+        tiles.repeat_interleave(tile, 1).repeat_interleave(tile, 2)[:, :num_queries, :num_keys]
+        for tiles in (partial, full)
+    )
+    assert not (dense & ~partial_pairs & ~full_pairs).any(), "a pair that the rule allows lies in a skipped tile"
+    assert dense[full_pairs].all(), "a full tile holds a pair that the rule forbids"
+    for count, length in ((1, num_queries), (2, num_keys)):
+        assert not (length % tile and full.select(count, -1).any()), "a full tile beyond the last row"
+    b = torch.arange(batch)[:, None, None]
+    query, key = torch.arange(num_queries)[None, :, None], torch.arange(num_keys)[None, None, :]
+    assert torch.equal(block.mask_mod(b, b * 0, query, key), dense)
+    assert torch.equal(block.to_dense()[:, 0].bool(), partial | full)
+    return float((partial | full).float().mean()), float(full.float().mean())
+
+
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize(("num_tokens", "num_depths", "tile"), [(64, 4, 8), (50, 8, 8), (128, 8, 16)])
+def test_tiles_of_the_block_mask(num_tokens: int, num_depths: int, tile: int, window: int | None) -> None:
+    rows, document_BN = rows_and_documents(num_tokens, num_depths, 0.8, seed=tile)
+    visited, _ = check_tiles(Sight.of(rows, document_BN, window), tile)
+    assert visited < 0.7, "nearly no tile is skipped"
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_tiles_of_a_segment(window: int | None) -> None:
+    rows, document_BN = rows_and_documents(128, 4, 1.0, seed=5)
+    keys, num_queries = segment(rows, 63, 101, num_blanks=40)
+    sight = Sight.of(rows, document_BN, window)
+    check_tiles(sight.select(torch.tensor(keys), num_queries), 16)
+
+
+def test_tiles_inside_a_long_document_are_full() -> None:
+    document_1N = torch.zeros(1, 128, dtype=torch.int64)
+    rows = sample_rows(chain_lengths(document_1N, document_1N == 0, 4), 4, 1.0)
+    visited, full = check_tiles(Sight.of(rows, document_1N), 8)
+    assert full > 0.6 * visited
+
+
+def test_flex_attention_under_block_mask_equals_dense_attention() -> None:
+    rows, document_BN = rows_and_documents(48, 4, 0.8, seed=3)
+    torch.manual_seed(0)
+    num_rows = rows.anchor_BT.shape[1]
+    q = torch.randn(2, 4, num_rows, 16)
+    k, v = torch.randn(2, 2, 2, num_rows, 16)
+    dense = attend_under(Sight.of(rows, document_BN).dense())(0, q, k, v)
+    block = attend_under(Sight.of(rows, document_BN).block(16))(0, q, k, v)
+    torch.testing.assert_close(dense, block)
+
+
+def test_rows_of_blank_tiles_are_finite() -> None:
+    """Queries that stand for nothing see themselves: a softmax over nothing is no number, and so would be gradients."""
+    rows, document_BN = rows_and_documents(24, 4, 1.0, seed=2)
+    keys, num_queries = segment(rows, 7, 15, num_blanks=32)
+    sight = Sight.of(rows, document_BN).select(torch.tensor(keys), num_queries)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 2, num_queries, 16), *torch.randn(2, 2, 2, len(keys), 16)
+    dense = attend_under(sight.dense())(0, q, k, v)
+    block = attend_under(sight.block(16))(0, q, k, v)
+    torch.testing.assert_close(dense[..., -32:, :], v[..., -32:, :])
+    torch.testing.assert_close(dense, block)

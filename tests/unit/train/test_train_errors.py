@@ -1,0 +1,107 @@
+"""Runs that go wrong stop with a message that names the step, the file or the setting, and keep what was good."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from torch import Tensor
+
+from peagle.train.data import Batch, Conversations
+from peagle.train.passes import PassReport
+from peagle.train.recipe import Recipe
+from peagle.train.trainer import Trainer
+from tests.support.small_run import write_small_run
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return write_small_run(tmp_path_factory.mktemp("errors"))
+
+
+def load(small, name: str, *overrides: str) -> Recipe:
+    return Recipe.load(small / "recipe.yaml", [f"output={small / name}", "evaluate.data=null", *overrides])
+
+
+def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(small) -> None:
+    class Poisoned(Trainer):
+        def run_pass(self, batch: Batch, *kept: Tensor | None, **which: bool) -> PassReport:
+            if self.step == 12:
+                with torch.no_grad():
+                    self.drafter.norm.weight.fill_(float("nan"))
+            return super().run_pass(batch, *kept, **which)
+
+    with pytest.raises(FloatingPointError, match=r"step 13: .*nan.*checkpoint\.pt.*optimizer\.lr"):
+        Poisoned(load(small, "nan", "save_every_steps=10")).run()
+    kept = torch.load(small / "nan" / "checkpoint.pt", weights_only=True)
+    assert kept["step"] == 10
+    assert all(bool(value.isfinite().all()) for value in kept["drafter"].values())
+    assert not (small / "nan" / "head").exists()
+
+
+def test_out_of_memory_names_the_settings(small) -> None:
+    class Full(Trainer):
+        def run_pass(self, batch: Batch, *kept: Tensor | None, **which: bool) -> PassReport:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"num_segments.*num_sequences \(now 4.*max_tokens \(now 64.*chunk"
+    ):
+        Full(load(small, "full")).run()
+
+
+def test_a_damaged_checkpoint_is_named(small) -> None:
+    (small / "damaged").mkdir()
+    (small / "damaged" / "checkpoint.pt").write_bytes(b"PK\x03\x04 not all of it")
+    with pytest.raises(ValueError, match=r"checkpoint\.pt is damaged"):
+        Trainer(load(small, "damaged")).run()
+
+
+def test_a_checkpoint_of_another_run_is_refused(small) -> None:
+    Trainer(load(small, "first", "schedule.max_steps=2")).run()
+    for override, message in (
+        ("seed=1", r"seed = 0, the recipe says 1"),
+        ("optimizer.name=adamw", r"optimizer\.name = muon, the recipe says adamw"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Trainer(load(small, "first", override)).run()
+
+
+def test_a_checkpoint_of_other_data_is_refused(small, tmp_path) -> None:
+    """Other conversations make other batches, of which a resumed run would pass over the first."""
+    shutil.copytree(small / "data", tmp_path / "data")
+    changed = ["schedule.max_steps=2", f"data={tmp_path / 'data'}"]
+    Trainer(load(small, "data-run", *changed)).run()
+    Conversations.from_lists([[2, 3]], [[4, 5, 6]]).save_part(tmp_path / "data", "01")
+    with pytest.raises(ValueError, match=r"other data: the conversations in .*data have changed"):
+        Trainer(load(small, "data-run", *changed)).run()
+
+
+def test_a_run_that_is_over_takes_no_further_step(small) -> None:
+    """Such as one whose last evaluation was cut short: started again it writes the head that it would have written."""
+    head = Trainer(load(small, "over", "schedule.max_steps=4")).run()
+    written = (head / "model.safetensors").read_bytes()
+    again = Trainer(load(small, "over", "schedule.max_steps=4"))
+    again.run()
+    assert again.step == 4
+    assert (head / "model.safetensors").read_bytes() == written
+
+
+def test_a_resumed_run_has_the_settings_of_its_recipe(small) -> None:
+    Trainer(load(small, "settings", "schedule.max_steps=2")).run()
+    resumed = Trainer(load(small, "settings", "optimizer.weight_decay=0.5", "optimizer.betas=[0.5, 0.6]"))
+    resumed.resume()
+    adamw, muon = (part.param_groups[0] for part, _ in resumed.optimizer._parts)
+    assert (resumed.step, adamw["weight_decay"], adamw["betas"], muon["weight_decay"]) == (2, 0.5, (0.5, 0.6), 0.5)
+
+
+def test_layers_that_the_target_lacks_are_refused(small) -> None:
+    with pytest.raises(ValueError, match=r"aux_layer_ids"):
+        Trainer(load(small, "taps", "drafter.aux_layer_ids=[2, 3, 7]"))
+
+
+def test_the_head_says_how_fast_it_was_trained(small) -> None:
+    head = Trainer(load(small, "speed", "schedule.max_steps=8", "batch.num_accumulated=2")).run()
+    training = json.loads((head / "provenance.json").read_text())["training"]
+    assert training["tokens_per_s"] > 0
+    assert training["num_workers"] == 1

@@ -1,0 +1,611 @@
+"""Engine settings, acceptance counts and version checks of `peagle.vllm`, without an engine.
+
+The engine itself is in test_engine.py.
+"""
+
+import dataclasses
+import dis
+import json
+import pickle
+import subprocess
+import sys
+import typing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+import yaml
+from pydantic import ValidationError
+from ray import cloudpickle
+from ray.serve._private.replica import _load_deployment_def_from_import_path
+from transformers import AutoTokenizer
+from vllm import SamplingParams
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    LoRAConfig,
+    ParallelConfig,
+    SpeculativeConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import FrontendArgs
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.reasoning import ReasoningParserManager
+from vllm.sampling_params import RequestOutputKind
+from vllm.tool_parsers import ToolParserManager
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor
+
+from cluster.counts import WorkloadCounts
+from cluster.settings import load_settings
+from deployments import app
+from deployments.app import catalog, replica_env, target_options
+from deployments.target import TargetServer, engine_config
+from peagle.config import DEFAULT_NUM_DEPTHS, read_rope
+from peagle.model import rotary_tables
+from peagle.schema import type_problems
+from peagle.vllm import compat
+from peagle.vllm.acceptance import (
+    DEPTH_KEY,
+    LEARN_KEY,
+    STEP_COSTS_HEADER,
+    STEPS_HEADER,
+    WORKLOAD_KEY,
+    DraftingRecorder,
+    RequestDrafting,
+    VerifiedStep,
+    attach_num_drafts,
+    num_drafts_of,
+    steps_text,
+)
+from peagle.vllm.engine import (
+    ASYNC_SCHEDULER,
+    CPU_WORKER,
+    DECIDED_KEYS,
+    SYNC_SCHEDULER,
+    V2_WORKER,
+    capture_sizes,
+    engine_kwargs,
+)
+from peagle.vllm.scheduler import PerRequestDepthScheduler
+from peagle.vllm.setting_types import PARSERS, SettingTypes
+from tests.support.counted import counts_of
+from tests.support.head_factory import CONFIG
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    return write_head(tmp_path)
+
+
+def write_head(folder: Path, **changes: Any) -> Path:
+    config = CONFIG.to_dict() | {"ptd_token_id": 3, "num_depths": 7} | changes
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return folder
+
+
+def test_engine_kwargs(head: Path) -> None:
+    kwargs = engine_kwargs("/target", head, max_draft_tokens=5, dtype="float32", on_cpu=True, extra={"seed": 1})
+    assert kwargs == {
+        "model": "/target",
+        "dtype": "float32",
+        "seed": 1,
+        "async_scheduling": False,
+        "scheduler_cls": SYNC_SCHEDULER,
+        "worker_cls": CPU_WORKER,
+        "speculative_config": {
+            "method": "eagle3",
+            "model": str(head),
+            "num_speculative_tokens": 5,
+            "parallel_drafting": True,
+        },
+    }
+
+
+def test_engine_kwargs_on_a_gpu(head: Path) -> None:
+    kwargs = engine_kwargs(None, head, on_cpu=False)
+    assert kwargs["scheduler_cls"] == ASYNC_SCHEDULER
+    assert kwargs["speculative_config"]["num_speculative_tokens"] == 7
+    assert kwargs["worker_cls"] == V2_WORKER
+    assert "model" not in kwargs
+    # Without max_num_seqs the largest graphs there may be; with it a full batch of 1 + K_max rows, and half as much or
+    # 512.
+    assert kwargs["cudagraph_capture_sizes"] == capture_sizes(4096)
+    some = engine_kwargs(None, head, on_cpu=False, extra={"max_num_seqs": 64})
+    assert some["cudagraph_capture_sizes"][-3:] == [640, 704, 768]
+    few = engine_kwargs(None, head, on_cpu=False, extra={"max_num_seqs": 8})
+    assert few["cudagraph_capture_sizes"] == [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 32)]
+    own = {"compilation_config": {"cudagraph_capture_sizes": [1, 2]}}
+    assert "cudagraph_capture_sizes" not in engine_kwargs(None, head, on_cpu=False, extra=own)
+
+
+def test_v2_is_allowed_for_our_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = ["dual batch overlap", "parallel drafting for EAGLE speculative decoding"]
+    monkeypatch.setattr(VllmConfig, "_get_v2_model_runner_unsupported_features", lambda config: list(features))
+    compat.allow_v2()
+    compat.allow_v2()
+    for worker, found in ((V2_WORKER, features[:1]), ("vllm.v1.worker.gpu_worker.Worker", features)):
+        config: Any = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=worker))
+        assert VllmConfig._get_v2_model_runner_unsupported_features(config) == found
+
+
+def test_who_reads_a_target_s_configuration_for_a_gpu_may_choose_v2() -> None:
+    """Ray makes vLLM's configuration of it in a task, in a process of its own."""
+    args = yaml.safe_load((Path(__file__).parents[3] / "configs/gpu.yaml").read_text())["applications"][0]["args"]
+    pickled = cloudpickle.dumps(engine_config(load_settings(args, catalog(), {}), "target", None))
+    check = (
+        "import pickle, sys; pickle.load(sys.stdin.buffer); from vllm.config import VllmConfig; "
+        "print(VllmConfig._get_v2_model_runner_unsupported_features.allows_peagle)"
+    )
+    done = subprocess.run([sys.executable, "-c", check], input=pickled, capture_output=True, timeout=120, check=False)
+    assert done.stdout.decode().splitlines()[-1:] == ["True"], done.stderr.decode()
+
+
+def test_vllm_s_settings_are_those_of_its_records() -> None:
+    def names_of(*records: Any) -> frozenset[str]:
+        return frozenset(field.name for record in records for field in dataclasses.fields(record))
+
+    found = catalog()
+    assert found.engine_types is not None
+    assert found.draft_types is not None
+    assert found.engine_types.keys() == names_of(AsyncEngineArgs, FrontendArgs)
+    assert found.draft_types.keys() == names_of(SpeculativeConfig)
+    for moved in ("engine/arg_utils:Moved", "moved/arg_utils:AsyncEngineArgs"):
+        assert SettingTypes.read(moved) is None
+
+
+def test_vllm_s_own_defaults_are_of_the_types_read_from_its_source() -> None:
+    """And its validated configurations refuse what these refuse."""
+    types = catalog().engine_types
+    assert types is not None
+    num_plain = 0
+    for field in dataclasses.fields(AsyncEngineArgs):
+        if field.name not in PARSERS and isinstance(field.default, bool | int | float | str | None):
+            assert type_problems(field.name, field.default, types[field.name]) == []
+            num_plain += 1
+    assert num_plain > 100
+    wrong: list[tuple[Any, str, Any]] = [
+        (CacheConfig, "gpu_memory_utilization", 90),
+        (ParallelConfig, "tensor_parallel_size", 0),
+        (ParallelConfig, "expert_placement_strategy", "linaer"),
+        (LoRAConfig, "max_loras", 0),
+    ]
+    for record, name, value in wrong:
+        assert type_problems(f"engine.{name}", value, types[name])[0].startswith(f"engine.{name} must be ")
+        with pytest.raises(ValidationError, match=name):
+            record(**{name: value})
+    assert ToolParserManager.list_registered() == list(typing.get_args(typing.get_args(types["tool_call_parser"])[0]))
+    reasoning = typing.get_args(typing.get_args(types["reasoning_parser"])[0])
+    assert ReasoningParserManager.list_registered() == list(reasoning)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"attention_factor": 0.5},
+        {"mscale": 1.0, "mscale_all_dim": 1.0},
+        {"mscale": 0.5, "mscale_all_dim": 2.0},
+        {"truncate": False, "beta_fast": 16},
+    ],
+    ids=str,
+)
+def test_yarn_is_vllm_s(given: dict[str, Any]) -> None:
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0} | given
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
+        expected = get_rope(32, 512, True, yarn, torch.float32).cos_sin_cache
+    written = dataclasses.replace(CONFIG, rope_scaling=read_rope({"rope_parameters": yarn})[1]).to_dict()
+    theta, scaling = read_rope(written)
+    cos, sin = rotary_tables(torch.arange(512)[None], 32, theta, scaling)
+    torch.testing.assert_close(torch.cat([cos[0, 0, :, :16], sin[0, 0, :, :16]], dim=-1), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("path", [app.TARGET, app.HTTP_TARGET, app.ROUTER, app.HTTP_INGRESS, app.DRAFTER, app.LEARNER])
+def test_a_replica_finds_its_class(path: str) -> None:
+    assert isinstance(_load_deployment_def_from_import_path(path), type)
+
+
+@pytest.mark.parametrize(("name", "bundle"), [("local", {}), ("gpu", {}), ("gpu-remote", {}), ("gpu", {"GPU": 0.4})])
+def test_targets_have_the_resources_that_ray_serve_llm_gives_them(
+    name: str, bundle: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = yaml.safe_load((Path(__file__).parents[3] / f"configs/{name}.yaml").read_text())["applications"][0]["args"]
+    args["engine"]["tensor_parallel_size"] = 2
+    args["target"]["bundle"] |= bundle
+    settings = load_settings(args, catalog(), {})
+    config = engine_config(settings, "target", None, replica_env(settings))
+    found = target_options(settings)
+    actor = found["ray_actor_options"]
+    config.deployment_config = {"ray_actor_options": {"num_cpus": actor["num_cpus"]}}
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(runtime_env={}))
+    wanted = TargetServer.get_deployment_options(config)
+    bundles = [{key: value for key, value in each.items() if value} for each in wanted["placement_group_bundles"]]
+    assert found["placement_group_bundles"] == bundles
+    assert found["placement_group_strategy"] == wanted["placement_group_strategy"]
+    assert actor["runtime_env"]["env_vars"] == wanted["ray_actor_options"]["runtime_env"]["env_vars"]
+    assert actor["runtime_env"]["env_vars"].get("VLLM_RAY_PER_WORKER_GPUS") == ("0.4" if bundle else None)
+    assert "num_gpus" not in actor, "workers of several take their bundles whole"
+    alone = target_options(settings.model_copy(update={"engine": {}}))["ray_actor_options"]
+    assert ("num_gpus" in alone) == (name != "local")
+
+
+@pytest.mark.parametrize(
+    ("config", "parallel"),
+    [
+        ({}, True),
+        ({"pard_token": 9, "ptd_token_id": None}, True),
+        ({"ptd_token_id": None}, False),
+        ({"ptd_token_id": None, "architectures": ["Eagle3Qwen3ForCausalLM"]}, False),
+    ],
+)
+def test_a_head_without_a_mask_token_drafts_one_after_another(
+    tmp_path: Path, config: dict[str, Any], parallel: bool
+) -> None:
+    head = write_head(tmp_path, **config)
+    for wanted in (None, parallel):
+        kwargs = engine_kwargs("/target", head, parallel_drafting=wanted, on_cpu=True)
+        assert kwargs["speculative_config"] == {
+            "method": "eagle3",
+            "model": str(head),
+            "num_speculative_tokens": 7,
+            "parallel_drafting": parallel,
+        }
+        assert kwargs["scheduler_cls"] == SYNC_SCHEDULER
+    with pytest.raises(ValueError, match=f"parallel_drafting is {not parallel}.*write {parallel}"):
+        engine_kwargs("/target", head, parallel_drafting=not parallel, on_cpu=True)
+
+
+def test_engine_kwargs_without_a_head() -> None:
+    kwargs = engine_kwargs("/target", None, on_cpu=True)
+    assert "speculative_config" not in kwargs
+    assert kwargs["scheduler_cls"] == SYNC_SCHEDULER
+
+
+@pytest.mark.parametrize("key", DECIDED_KEYS)
+def test_owned_keys_are_refused(head: Path, key: str) -> None:
+    with pytest.raises(ValueError, match=f"'{key}'"):
+        engine_kwargs("/target", head, on_cpu=True, extra={key: None})
+
+
+@pytest.mark.parametrize(
+    ("max_draft_tokens", "found"), [(0, "not 0"), (8, "not 8"), ("5", "not '5'"), (True, "not True")]
+)
+def test_bad_max_draft_tokens(head: Path, max_draft_tokens: Any, found: str) -> None:
+    with pytest.raises(ValueError, match=f"max_draft_tokens must be an integer from 1 to 7.*{found}"):
+        engine_kwargs("/target", head, max_draft_tokens=max_draft_tokens, on_cpu=True)
+
+
+def test_draft_tokens_without_a_head() -> None:
+    with pytest.raises(ValueError, match="no head"):
+        engine_kwargs("/target", None, max_draft_tokens=3, on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "does not exist"),
+        ("{", "is not valid JSON"),
+        ("[]", "must hold a JSON object"),
+        ('{"architectures": ["LlamaForCausalLM"], "ptd_token_id": 3}', "expected .'LlamaForCausalLMEagle3'"),
+    ],
+)
+def test_directory_that_is_no_head(tmp_path: Path, config: str | None, message: str) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match=message):
+        engine_kwargs("/target", tmp_path, max_draft_tokens=3, on_cpu=True)
+
+
+def test_published_head_does_not_say_its_depth(tmp_path: Path) -> None:
+    write_head(tmp_path, num_depths=None)
+    for wanted, found in ((None, DEFAULT_NUM_DEPTHS), (4, 4)):
+        kwargs = engine_kwargs("/target", tmp_path, max_draft_tokens=wanted, on_cpu=True)
+        assert kwargs["speculative_config"]["num_speculative_tokens"] == found
+
+
+def make_request(internal_id: str, external_id: str, **extra_args: Any) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id=internal_id,
+        external_req_id=external_id,
+        prompt_token_ids=[1],
+        mm_features=None,
+        sampling_params=SamplingParams(extra_args=extra_args, detokenize=False),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+
+
+def last_output(internal_id: str, steps: list[tuple[int, ...]]) -> EngineCoreOutput:
+    """Final output of a request: three tokens, and the report of `steps`."""
+    return EngineCoreOutput(
+        request_id=internal_id,
+        new_token_ids=[5, 6, 7],
+        finish_reason=FinishReason.LENGTH,
+        trace_headers={"traceparent": "00-1", STEPS_HEADER: steps_text(VerifiedStep(*step) for step in steps)},
+    )
+
+
+def num_steps(recorder: DraftingRecorder) -> dict[str, int]:
+    return {name: counts.counts.num_steps for name, counts in recorder.workloads().items()}
+
+
+@pytest.fixture
+def processor() -> OutputProcessor:
+    """vLLM's own output processor, as an engine client has it."""
+    return OutputProcessor(None, log_stats=False)
+
+
+def test_prompts_of_one_completion_are_summed(processor: OutputProcessor) -> None:
+    recorder = DraftingRecorder()
+    recorder.attach(SimpleNamespace(output_processor=processor))
+    for index in range(2):
+        processor.add_request(
+            make_request(f"cmpl-x-{index}-ab", f"cmpl-x-{index}", **{DEPTH_KEY: 2, WORKLOAD_KEY: "code"}), None
+        )
+        processor.process_outputs([last_output(f"cmpl-x-{index}-ab", [(2, index)])])
+    counts = counts_of([(2, 0), (2, 1)])
+    assert recorder.pop("cmpl-x") == RequestDrafting("cmpl-x", "code", 2, counts, 6, 2)
+    assert recorder.pop("cmpl-x") is None
+    assert recorder.workloads() == {"code": WorkloadCounts(2, 2, 0, 6, 2, counts)}
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
+@pytest.mark.parametrize("includes_stop", [False, True])
+def test_an_answer_ends_with_the_token_that_completes_a_stop_string(
+    target_dir: Path, kind: RequestOutputKind, includes_stop: bool
+) -> None:
+    """Accepted drafts behind it are neither returned nor counted, learned from or charged."""
+    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    tokens: list[int] = tokenizer(" 4, 5, 6, 7")["input_ids"]
+    stop_place = next(n for n in range(len(tokens)) if "4" in tokenizer.decode(tokens[: n + 1])) + 1
+    answers = []
+    recorder = DraftingRecorder(on_answer=lambda *answer: answers.append(answer))
+    processor = OutputProcessor(tokenizer, log_stats=False)
+    recorder.attach(SimpleNamespace(output_processor=processor))
+    request = make_request("a", "a", **{LEARN_KEY: "web"})
+    request.sampling_params = SamplingParams(
+        stop=["4"], include_stop_str_in_output=includes_stop, output_kind=kind, extra_args={LEARN_KEY: "web"}
+    )
+    processor.add_request(request, None)
+    output = last_output("a", [(7, 7)])
+    output.new_token_ids, output.finish_reason = list(tokens), None
+    found = processor.process_outputs([output])
+    (completion,) = found.request_outputs[0].outputs
+    assert (list(completion.token_ids), completion.finish_reason) == (tokens[:stop_place], "stop")
+    assert completion.text.strip() == ("4" if includes_stop else "")
+    assert found.reqs_to_abort == ["a"]
+    late = last_output("a", [(7, 7)])  # the engine hears of the stop a step later
+    processor.process_outputs([late])
+    record = recorder.pop("a")
+    assert record is not None
+    assert record.num_output_tokens == recorder.num_output_tokens == stop_place
+    assert recorder.workloads()["default"].num_output_tokens == stop_place
+    assert answers == [("default", "web", [1], tokens[:stop_place])]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        ({}, ""),
+        ({"min_p": 0.1}, "min_p"),
+        ({"logit_bias": {3: 1.0}}, "logit_bias"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+    ],
+)
+def test_a_record_names_what_goes_without_drafts(
+    processor: OutputProcessor, sampling: dict[str, Any], field: str
+) -> None:
+    recorder = DraftingRecorder()
+    recorder.attach(SimpleNamespace(output_processor=processor))
+    request = make_request("a", "a")
+    request.sampling_params = SamplingParams(detokenize=False, **sampling)
+    processor.add_request(request, None)
+    processor.process_outputs([last_output("a", [])])
+    record = recorder.pop("a")
+    assert record is not None
+    assert record.undraftable == field
+
+
+def test_steps_whose_drafts_were_chosen_are_a_request_s_and_say_nothing_of_survival(
+    processor: OutputProcessor,
+) -> None:
+    recorder = DraftingRecorder()
+    recorder.attach(SimpleNamespace(output_processor=processor))
+    processor.add_request(make_request("a", "a", **{WORKLOAD_KEY: "code"}), None)
+    output = last_output("a", [(7, 2), (5, 5, True), (1, 0, True)])
+    output.finish_reason = None
+    processor.process_outputs([output])
+    assert recorder.workloads()["code"].counts == counts_of([(7, 2)])
+    processor.process_outputs([last_output("a", [(3, 3, True)])])
+    assert recorder.workloads()["code"].counts == counts_of([(7, 2)])
+    record = recorder.pop("a")
+    assert record is not None
+    assert record.counts == counts_of([(7, 2), (5, 5), (1, 0), (3, 3)])
+
+
+def test_bounds_of_the_recorder(processor: OutputProcessor) -> None:
+    recorder = DraftingRecorder(max_records=2, max_workloads=2)
+    recorder.attach(SimpleNamespace(output_processor=processor))
+    for index in range(4):
+        processor.add_request(make_request(str(index), str(index), **{WORKLOAD_KEY: f"w{index}"}), None)
+        processor.process_outputs([last_output(str(index), [(1, 1)])])
+    assert [recorder.pop(str(index)) is not None for index in range(4)] == [False, False, True, True]
+    assert num_steps(recorder) == {"w2": 1, "w3": 1}
+
+
+def test_a_workload_with_live_sequences_keeps_its_counts(processor: OutputProcessor) -> None:
+    recorder = DraftingRecorder(max_workloads=1)
+    recorder.attach(SimpleNamespace(output_processor=processor))
+    for index, workload in enumerate(("busy", "other", "default")):
+        processor.add_request(make_request(str(index), str(index), **{WORKLOAD_KEY: workload}), None)
+    for index in range(3):
+        processor.process_outputs([last_output(str(index), [(1, 1)])])
+    assert num_steps(recorder) == {"busy": 1, "default": 2}
+    processor.add_request(make_request("3", "3", **{WORKLOAD_KEY: "other"}), None)
+    processor.process_outputs([last_output("3", [(1, 1)])])
+    assert num_steps(recorder) == {
+        "other": 1,
+        "default": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_kept"),
+    [
+        (FinishReason.STOP, True),
+        (FinishReason.LENGTH, True),
+        (FinishReason.ERROR, False),
+        (FinishReason.REPETITION, False),
+        (None, False),
+    ],
+)
+def test_complete_answers_of_those_who_opted_in_are_kept(
+    processor: OutputProcessor, reason: FinishReason | None, is_kept: bool
+) -> None:
+    """`None`: aborted before its last output."""
+    kept = []
+    recorder = DraftingRecorder(on_answer=lambda *answer: kept.append(answer))
+    recorder.attach(SimpleNamespace(output_processor=processor))
+    for name, extra in (("a", {LEARN_KEY: "web", WORKLOAD_KEY: "code"}), ("b", {}), ("c", {LEARN_KEY: 3})):
+        processor.add_request(make_request(name, name, **extra), None)
+        outputs = [
+            EngineCoreOutput(request_id=name, new_token_ids=[5, 6]),
+            EngineCoreOutput(request_id=name, new_token_ids=[7], finish_reason=reason),
+        ]
+        processor.process_outputs(outputs[:1])
+        processor.process_outputs(outputs[1:])
+    processor.abort_requests(["a", "b", "c"], internal=True)
+    assert kept == ([("code", "web", [1], [5, 6, 7])] if is_kept else [])
+
+
+def test_recorder_wants_a_vllm_engine(processor: OutputProcessor) -> None:
+    with pytest.raises(TypeError, match="output_processor"):
+        DraftingRecorder().attach(object())
+    engine = SimpleNamespace(output_processor=processor)
+    DraftingRecorder().attach(engine)
+    with pytest.raises(ValueError, match="already"):
+        DraftingRecorder().attach(engine)
+
+
+@pytest.mark.parametrize("group", compat.SEAMS)
+def test_the_installed_vllm_has_every_name(group: str) -> None:
+    compat.check(group)
+
+
+def test_construction_sets_every_attribute_checked_on_the_v2_runner() -> None:
+    """The worker checks them before a model is loaded."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    stored = {line.argval for line in dis.get_instructions(GPUModelRunner.__init__) if line.opname == "STORE_ATTR"}
+    assert set(compat.ATTRIBUTES["v2 runner"]) <= stored
+
+
+def test_missing_names_are_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = "vllm.v1.core.sched.scheduler:Scheduler"
+    seams = {scheduler: {"plan_ahead": (), "update_draft_token_ids": ("draft_token_ids", "colour")}, "vllm.gone:X": {}}
+    monkeypatch.setattr(compat, "SEAMS", {"here": seams})
+    monkeypatch.setattr(compat, "ATTRIBUTES", {"here": ("real", "shade")})
+    with pytest.raises(
+        compat.UnsupportedVLLMError,
+        match=r"has no Scheduler.plan_ahead\(\), parameter colour of Scheduler.update_draft_token_ids\(\), "
+        r"vllm.gone:X, complex.shade, which",
+    ):
+        compat.check("here", 1j)
+
+
+def test_numbers_of_return_values_and_functions_are_compared() -> None:
+    manager = "vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager"
+    assert compat.missing_methods(manager, {"reallocate_drafts": ("req_ids", "-> 3")}) == []
+    assert compat.missing_methods(manager, {"reallocate_drafts": ("-> 4",)}) == [
+        "4 return values of AdaptiveVerificationManager.reallocate_drafts()"
+    ]
+    function = "vllm.v1.worker.gpu.sample.gumbel:gumbel_sample"
+    assert compat.missing_methods(function, {"": ("seed", "colour")}) == ["parameter colour of gumbel_sample()"]
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.31.1", "0.33.0", "1.32.0"])
+def test_an_untested_version_is_refused_unless_told(
+    version: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PEAGLE_UNTESTED_VLLM", raising=False)
+    line = (
+        rf"^vLLM {version} was not tested with this package, 0\.32 was; .* environment variable PEAGLE_UNTESTED_VLLM=1$"
+    )
+    with pytest.raises(compat.UnsupportedVLLMError, match=line):
+        compat.check_version(version)
+    monkeypatch.setenv("PEAGLE_UNTESTED_VLLM", "1")
+    compat.check_version(version)
+    assert f"vLLM {version} was not tested" in caplog.text
+    assert not compat.is_tested(version)
+
+
+def test_the_tested_version_runs_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    for version in ("0.32.0", "0.32.1+cpu"):
+        compat.check_version(version)
+        assert compat.is_tested(version)
+    assert caplog.text == ""
+
+
+def test_the_newest_step_costs_stay_whoever_carried_them(processor: OutputProcessor) -> None:
+    recorder = DraftingRecorder()
+    recorder.attach(SimpleNamespace(output_processor=processor))
+    assert recorder.step_costs == ""
+    processor.add_request(make_request("a", "a"), None)
+    for carrier, text in (("a", "first"), ("gone", "second")):
+        output = last_output(carrier, [(2, 1)])
+        output.trace_headers = {STEP_COSTS_HEADER: text}
+        processor.process_outputs([output])
+        assert recorder.step_costs == text
+    processor.process_outputs([last_output("gone", [(2, 1)])])
+    assert recorder.step_costs == "second"
+    assert recorder.workloads()["default"].counts.num_steps == 0
+
+
+def test_the_first_request_with_log_probabilities_waits_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM compiles a function of sampling at its first use, which takes many seconds on two busy cores."""
+    from vllm.v1.sample import sampler
+
+    from peagle.vllm.workers import run_uncompiled
+
+    monkeypatch.setattr(sampler, "batched_count_greater_than", sampler.batched_count_greater_than)
+    run_uncompiled()
+    run_uncompiled()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "compile", None)
+        likely = torch.tensor([[0.0, 50.0, 0.0], [50.0, 0.0, 0.0]])
+        assert sampler.batched_count_greater_than(likely, torch.tensor([[0.0], [50.0]])).tolist() == [3, 1]
+    assert not hasattr(sampler.batched_count_greater_than, "_torchdynamo_orig_callable")
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "invalid", "without_drafts"),
+    [
+        ([-1, -1, -1, -1], {"d": 1}, set()),
+        ([5, 3, 5, 5], {"d": 1}, set()),
+        ([5, 0, -1, 2], {"b": 3, "d": 3}, {"b"}),
+        ([2, 3, 0, 4], {"a": 3, "d": 1}, {"c"}),
+    ],
+)
+def test_drafts_that_were_planned_and_not_there_are_no_rejected_ones(
+    num_drafts: list[int], invalid: dict[str, int], without_drafts: set[str]
+) -> None:
+    """Planned are 5, 3, 0 and 5 drafts; a grammar has ruled out one of d's."""
+    scheduler = object.__new__(PerRequestDepthScheduler)
+    scheduler._without_drafts, scheduler.requests = {"gone"}, dict.fromkeys("abcd")  # type: ignore[arg-type]
+    planned = {"a": [-1] * 5, "b": [-1] * 3, "d": [-1] * 5}
+    scheduled: Any = SimpleNamespace(scheduled_spec_decode_tokens=planned, num_invalid_spec_tokens={"d": 1})
+    output = SimpleNamespace()
+    attach_num_drafts(output, num_drafts)
+    found = num_drafts_of(pickle.loads(pickle.dumps(output)))
+    assert found == num_drafts
+    scheduler._leave_out_missing(dict(zip("abcd", found, strict=True)), scheduled)
+    assert scheduled.num_invalid_spec_tokens == invalid
+    assert scheduler._without_drafts == without_drafts
