@@ -114,6 +114,7 @@ def type_keys(service: SmallService, keys: str, **options: Any) -> None:
 
 
 UP, STOP, LEAVE, NEW_LINE = "\x1b[A", "\x03", "\x04", "\x1b\r"
+PROMPT = r">.*?\x1b\[\?25h"  # the cursor is shown when keys are read
 ANSWER = "a\néb!"
 
 
@@ -220,18 +221,19 @@ def terminal(*arguments: str) -> Iterator[Terminal]:
 
 def test_in_a_terminal_drafts_are_green_and_ctrl_c_stops_the_answer_alone(service: SmallService) -> None:
     with terminal("chat", "--url", service.url) as shell:
-        shell.wait_for(">")
+        shell.wait_for(PROMPT)
         shell.type("one\r")
         shell.wait_for(r"\x1b\[32mb!?\x1b\[0m")
-        shell.wait_for("tokens a step")
+        shell.wait_for(f"tokens a step[^>]*{PROMPT}")
         shell.type("slow\r")
         shell.wait_for("word word")
         shell.type(STOP)
         assert service.gone.wait(10)  # the engine must not go on for nobody
-        shell.wait_for(">")
+        shell.wait_for(PROMPT)
         shell.type(STOP)
+        shell.wait_for(PROMPT)
         shell.type("two\r")
-        shell.wait_for("tokens a step")
+        shell.wait_for(f"tokens a step[^>]*{PROMPT}")
         shell.type(LEAVE)
         assert shell.ended() == 0
     (_, _, *slow, last) = service.messages[-1]
@@ -244,10 +246,12 @@ def test_the_history_outlasts_the_program_and_is_not_for_others(service: SmallSe
     type_keys(service, f"one\r{LEAVE}")
     assert (tmp_path / "cache/chat-history").stat().st_mode & 0o777 == 0o600
     with terminal("chat", "--url", service.url) as shell:
-        shell.wait_for(">")
+        shell.wait_for(PROMPT)
         shell.type(UP)
         shell.wait_for("one")
-        shell.type(f"!\r{LEAVE}")
+        shell.type("!\r")
+        shell.wait_for(f"tokens a step[^>]*{PROMPT}")
+        shell.type(LEAVE)
         assert shell.ended() == 0
     assert service.messages == [[("user", "one")], [("user", "one!")]]
 
