@@ -10,7 +10,8 @@ sizes, the same sampling and the same acceptance, and the worker in a process of
 are vLLM as it comes. Acceptance is by position (`SURVIVAL`) or, with `--traces`, each request's that of an answer which
 a real head drafted (`benchmarks.replayed`), two workloads mixed. Several arms start together, their engines all on the
 GPU, and are measured in turn, round by round: ratios are then of one host and of the same minutes. `peagle-Kt` verifies
-each request's first drafts where `peagle-K` may choose the best of the batch.
+each request's first drafts where `peagle-K` may choose the best of the batch, and `peagle-Kv` has vLLM choose them
+(`enable_adaptive_verification`).
 """
 
 import argparse
@@ -55,22 +56,23 @@ class Arm:
     """kind: none, eagle3 (stock), stock (P-EAGLE as vLLM runs it, on its V1 runner), peagle (ours, colocated) or remote
     (ours, the drafter on another GPU). k: K_max. Of `benchmarks.headline`: fixed_k, K that every request asks for;
     is_fp8, whether the drafter's weights and activations are in FP8; in_turn, whether each request's first drafts are
-    verified rather than the best of the batch."""
+    verified rather than the best of the batch; vllms_rule, whether vLLM's adaptive verification chooses them."""
 
     kind: str
     k: int = 0
     fixed_k: int | None = None
     is_fp8: bool = False
     in_turn: bool = False
+    vllms_rule: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "Arm":
-        kind, _, k = text.removesuffix("t").partition("-")
-        return cls(kind, int(k or 0), in_turn=text.endswith("t"))
+        kind, _, k = text.rstrip("tv").partition("-")
+        return cls(kind, int(k or 0), in_turn=text.endswith("t"), vllms_rule=text.endswith("v"))
 
     def __str__(self) -> str:
         fixed = "" if self.fixed_k is None else f"k{self.fixed_k}"
-        quantized = ("fp8" if self.is_fp8 else "") + ("t" if self.in_turn else "")
+        quantized = ("fp8" if self.is_fp8 else "") + ("t" if self.in_turn else "") + ("v" if self.vllms_rule else "")
         return f"{self.kind}-{self.k}{fixed}{quantized}" if self.k or self.kind == "ours" else self.kind
 
 
@@ -200,6 +202,8 @@ def engine_settings(
         speculative = {"method": "eagle3", "model": str(head_dir), "num_speculative_tokens": arm.k}
         kwargs = {**stock, "speculative_config": {**speculative, "parallel_drafting": parallel}}
     kwargs["speculative_config"]["draft_load_config"] = {"load_format": "safetensors"}
+    if arm.vllms_rule:
+        kwargs["speculative_config"]["enable_adaptive_verification"] = True
     if not replays:
         synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": list(SURVIVAL[: arm.k])}
         kwargs["speculative_config"] |= synthetic
@@ -306,7 +310,7 @@ class LearnedDepths:
     def __init__(self, engine: Any, k_max: int) -> None:
         from cluster.control import DepthControl
         from cluster.request import DepthPolicy
-        from peagle.vllm.acceptance import DraftingRecorder
+        from peagle.vllm.recorder import DraftingRecorder
 
         self._recorder, self._k_max = DraftingRecorder(), k_max
         self._recorder.attach(engine)
@@ -334,7 +338,7 @@ class LearnedDepths:
 
     def extra_args(self, workload: str) -> dict[str, Any]:
         from cluster.request import Drafting
-        from peagle.vllm.acceptance import DEPTH_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+        from peagle.vllm.request_args import DEPTH_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
         drafting = self._control.settle(Drafting(workload, self._k_max, "default"), time.monotonic())
         args = {DEPTH_KEY: drafting.max_k, WORKLOAD_KEY: drafting.workload}
@@ -513,7 +517,7 @@ async def measure_cells(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--arm", nargs="+", required=True, help="none, eagle3-K, stock-K, peagle-K, peagle-Kt or remote-K"
+        "--arm", nargs="+", required=True, help="none, eagle3-K, stock-K, peagle-K, peagle-Kt, peagle-Kv or remote-K"
     )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--traces", type=Path, help="acceptance of these answers (`benchmarks.traces --chances`)")

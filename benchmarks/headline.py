@@ -19,6 +19,7 @@ Arms, all but `ours-` and `remote-` ones plain `vllm serve`; K is K_max:
     ours-KkF    the server of ours-K, asked for F drafts a step by each request; likewise remote-KkF
     ours-Kfp8   the drafter's weights and activations in FP8; likewise eagle3-Kfp8, stock-Kfp8, ours-KkFfp8
     ours-Kt     drafts verified in turn: each request's first ones, not the best of the batch
+    ours-Kv     vLLM's adaptive verification (`enable_adaptive_verification`) in place of ours; likewise eagle3-Kv
     ours-0      `peagle serve` without a drafter
 
 All have the engine settings of `--engine`; its distributed_executor_backend is for `vllm serve` alone. The arms'
@@ -87,6 +88,7 @@ HEADS["remote"] = "peagle_head"
 OTHERS = ("none", "draft", "ngram", "suffix")
 OURS = ("ours", "remote")
 FP8 = ("eagle3", "stock", "ours")
+RULES = {"t": ("ours",), "v": ("ours", "eagle3")}
 NGRAM_TOKENS = 4
 """Longest run of tokens that ngram looks up; from 2 on."""
 PERCENTILES = (50, 90, 99)
@@ -132,11 +134,11 @@ class Cell:
 
 def parse_arm(text: str, options: argparse.Namespace) -> Arm:
     """Raises ValueError for an arm that is not known, lacks its K or an option, or cannot run here."""
-    found = re.fullmatch(r"([a-z]+3?)(?:-(\d+)(?:k(\d+))?(fp8)?(t)?)?", text)
-    kind, k, fixed, fp8, in_turn = found.groups() if found else ("", None, None, None, None)
-    if (fixed and kind not in OURS) or (fp8 and kind not in FP8) or (in_turn and kind != "ours"):
+    found = re.fullmatch(r"([a-z]+3?)(?:-(\d+)(?:k(\d+))?(fp8)?(t|v)?)?", text)
+    kind, k, fixed, fp8, rule = found.groups() if found else ("", None, None, None, None)
+    if (fixed and kind not in OURS) or (fp8 and kind not in FP8) or (rule and kind not in RULES[rule]):
         kind = ""
-    arm = Arm(kind, int(k or 0), int(fixed) if fixed else None, bool(fp8), bool(in_turn))
+    arm = Arm(kind, int(k or 0), int(fixed) if fixed else None, bool(fp8), rule == "t", rule == "v")
     if arm.kind not in (*HEADS, *OTHERS) or (not arm.k and text not in ("none", "suffix", "ours-0")):
         raise ValueError(
             f"--arms: {text!r} is none, suffix, ours-0, or KIND-K with one of {', '.join((*HEADS, 'draft', 'ngram'))}"
@@ -159,6 +161,7 @@ def parse_arm(text: str, options: argparse.Namespace) -> Arm:
 def prepare(options: argparse.Namespace, arm: Arm) -> tuple[str, str | None, dict[str, Any]]:
     """Target, head and further speculative settings of an arm."""
     further: dict[str, Any] = {"quantization": "fp8"} if arm.is_fp8 else {}
+    further |= {"enable_adaptive_verification": True} if arm.vllms_rule else {}
     if not options.shape:
         head = getattr(options, HEADS[arm.kind]) if arm.kind in HEADS and arm.k else None
         return str(options.model), None if head is None else str(prepare_head(head, options.model)), further

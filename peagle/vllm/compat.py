@@ -200,6 +200,11 @@ SEAMS: Mapping[str, Mapping[str, Methods]] = {
             "get_num_tokens": ("num_tokens_per_req", "draft_tokens"),
             "compact_batch": ("num_draft_tokens_per_req", "num_scheduled_tokens", "cu_num_logits_np"),
             "reallocate_drafts": ("req_ids", "idx_mapping", "-> 3"),
+            "record_confidences": ("confidence_probs", "input_batch"),
+        },
+        "vllm.v1.worker.gpu.spec_decode.acceptance_estimator:_MAX_LOG_ODDS": {},
+        "vllm.v1.worker.gpu.spec_decode.acceptance_estimator:OnlineAcceptanceEstimator": {
+            "step": ("idx_mapping", "num_sampled", "num_rejected")
         },
         "vllm.v1.worker.gpu.sample.gumbel:gumbel_sample": {
             "": (
@@ -309,6 +314,7 @@ ATTRIBUTES: Mapping[str, Sequence[str]] = {
     ),
     "client": ("input_processor", "model_config", "output_processor", "renderer", "vllm_config"),
     "v2 runner": (
+        "adaptive_verification",
         "input_buffers",
         "lora_capture_cases",
         "max_num_reqs",
@@ -320,7 +326,9 @@ ATTRIBUTES: Mapping[str, Sequence[str]] = {
         "vocab_size",
     ),
     "v2 speculator": (
+        "acceptance_estimator",
         "arange_np",
+        "draft_token_confidence_probs",
         "draft_tokens",
         "max_num_reqs",
         "num_speculative_steps",
@@ -452,6 +460,7 @@ def chooses(config: VllmConfig) -> bool:
         _is_wanted(config, CHOICE_KEY)
         and is_tested()
         and speculative is not None
+        and not speculative.enable_adaptive_verification
         and speculative.rejection_sample_method != "synthetic"
         and config.parallel_config.world_size_across_dp == 1
         and config.lora_config is None

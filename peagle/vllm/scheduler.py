@@ -1,7 +1,7 @@
 """Schedulers for vLLM that verify at most K draft tokens a step for each request.
 
 Enters: a request whose `SamplingParams.extra_args["peagle_k"]` says its K. Leaves: `SchedulerOutput`s in which that
-request has at most K drafts, and outputs that carry what was verified and accepted (`peagle.vllm.acceptance`).
+request has at most K drafts, and outputs that carry what was verified and accepted (`peagle.vllm.step_notes`).
 The drafter always proposes K_max tokens in its one pass (P-EAGLE, arXiv 2602.01469, section 3); K limits verification
 only, so trimming costs no draft quality and keeps the distribution of the output.
 
@@ -26,23 +26,19 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from peagle.vllm import compat
-from peagle.vllm.acceptance import (
-    DEPTH_KEY,
-    STEP_COSTS_HEADER,
-    STEPS_HEADER,
-    Rejections,
-    VerifiedStep,
-    choose_drafts,
-    drafts_wanted,
-    num_admitted_of,
-    num_chosen_of,
-    num_drafts_of,
-    plan_drafts_ahead,
-    steps_text,
-    worth_of,
-)
 from peagle.vllm.limits import use_own_backends
 from peagle.vllm.outputs import OutputCoalescer
+from peagle.vllm.rejections import Rejections
+from peagle.vllm.request_args import DEPTH_KEY, drafts_wanted
+from peagle.vllm.step_notes import (
+    STEP_COSTS_HEADER,
+    STEPS_HEADER,
+    VerifiedStep,
+    read_plan,
+    read_result,
+    steps_text,
+    update_plan,
+)
 from peagle.vllm.trimming import MORE_TO_CHOOSE, Trimmer, make_trimmer
 from peagle.vllm.turns import count_overtaken, group_of, order_by_turns
 
@@ -63,6 +59,12 @@ logger = logging.getLogger(__name__)
 
 WARNING_INTERVAL_S = 60.0
 
+VERIFY_ALL_INTERVAL_STEPS = 50
+"""Once in so many steps all drafts are verified where vLLM chooses among them, so that acceptance stays known."""
+
+ADMITTED_WEIGHT = 0.1
+"""Of the newest step in the mean number of drafts that vLLM's adaptive verification admits of a request."""
+
 
 class _PerRequestDepth(_Base):
     """What both schedulers share: reading K, admission padding, reports of verified steps.
@@ -72,6 +74,10 @@ class _PerRequestDepth(_Base):
     answer to the client belongs to the edge.
     """
 
+    _is_adaptive = False
+    """vLLM's adaptive verification chooses among the drafts that are planned (`peagle.vllm.adaptive`)."""
+    _verifies_all = False
+    """The next step verifies all its drafts nevertheless."""
     _is_choice = False
     """The worker chooses among the drafts of the next step, `_chosen_share` a request."""
     _chosen_share = 0.0
@@ -88,6 +94,10 @@ class _PerRequestDepth(_Base):
                 f"{DEPTH_KEY} instead"
             )
         self._trimmer = make_trimmer(self.vllm_config, self.num_spec_tokens)
+        speculative = self.vllm_config.speculative_config
+        self._is_adaptive = speculative is not None and speculative.enable_adaptive_verification
+        self._mean_admitted = float(self.num_spec_tokens)
+        self._num_planned = 0
         use_own_backends(self.structured_output_manager)
         # Requests whose remote drafter had no drafts for them in the last step that it was asked in.
         self._without_drafts: set[str] = set()
@@ -132,7 +142,7 @@ class _PerRequestDepth(_Base):
             waiting.clear()
             waiting.extend(ordered)
         prompt_tokens = 0 if self._trimmer is None else self._prompt_tokens_ahead()
-        if prompt_tokens and not self._is_stuck:
+        if prompt_tokens and not self._is_stuck and not self._is_adaptive:
             self._trim([request for request in self.running if request.spec_token_ids], prompt_tokens)
         output: SchedulerOutput = super().schedule(*args, **kwargs)
         self._is_stuck = prompt_tokens > 0 and not _prompt_tokens(output)
@@ -155,6 +165,10 @@ class _PerRequestDepth(_Base):
         """Keep of each request's drafts the first K, and under load the ones that pay in this step, or, where the
         worker is to choose as many, somewhat more. The greatest K."""
         max_ks = depths = self._depths(requests)
+        if self._is_adaptive:
+            for request, depth in zip(requests, self._plan_adaptive(max_ks), strict=True):
+                request.spec_token_ids = request.spec_token_ids[:depth]
+            return max(max_ks, default=0)
         if self._trimmer is not None:
             depths = self._trimmer.depths(requests, max_ks, prompt_tokens)
         num_chosen = self._trimmer.num_chosen if self._trimmer is not None and self._is_choice else None
@@ -168,6 +182,22 @@ class _PerRequestDepth(_Base):
             request.spec_token_ids = request.spec_token_ids[:depth]
         return max(max_ks, default=0)
 
+    def _plan_adaptive(self, max_ks: list[int]) -> list[int]:
+        """Drafts of each request that the next step may verify: somewhat more than the mean of what was admitted
+        lately, so that the drafter's pass is no deeper than it pays; in one step of many all."""
+        self._num_planned += bool(max_ks)
+        self._verifies_all = self._num_planned % VERIFY_ALL_INTERVAL_STEPS == 0
+        most = math.ceil(self._mean_admitted) + MORE_TO_CHOOSE
+        return max_ks if self._verifies_all else [min(most, max_k) for max_k in max_ks]
+
+    def _record_admitted(self, num_admitted: list[int], scheduled: "SchedulerOutput") -> bool:
+        """Take in what vLLM's adaptive verification admitted in a step. Whether that is less than was planned."""
+        drafts = scheduled.scheduled_spec_decode_tokens
+        update_plan(scheduled, draft_budget=sum(num_admitted))
+        mean = sum(num_admitted) / max(1, len(drafts))
+        self._mean_admitted += ADMITTED_WEIGHT * (mean - self._mean_admitted)
+        return sum(num_admitted) < sum(map(len, drafts.values()))
+
     def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:
         compat.drop_admission_padding(scheduler_output)
         super()._update_after_schedule(scheduler_output)
@@ -175,12 +205,14 @@ class _PerRequestDepth(_Base):
     def _plan_pass(self, scheduled: "SchedulerOutput", num_ahead: int, is_choice: bool = False) -> None:
         """Say how deep the drafter's pass of this step is to be, how many of the step's drafts it will not see, and
         whether what it drafts is to be valued."""
-        drafts, num_chosen = scheduled.scheduled_spec_decode_tokens.values(), num_chosen_of(scheduled)
+        drafts, num_chosen = scheduled.scheduled_spec_decode_tokens.values(), read_plan(scheduled).draft_budget
+        if self._is_adaptive and not read_plan(scheduled).verifies_all:
+            num_chosen = round(min(self._mean_admitted * len(drafts), sum(map(len, drafts))))
         if num_chosen is None:
             num_rejected = self._rejections.expected(map(len, drafts))
         else:
             num_rejected = self._rejections.expected_of_chosen(num_chosen)
-        plan_drafts_ahead(scheduled, num_ahead, num_rejected, is_choice)
+        update_plan(scheduled, num_drafts_ahead=num_ahead, num_rejected=num_rejected, ranks_drafts=is_choice)
 
     def make_spec_decoding_stats(
         self,
@@ -215,13 +247,18 @@ class _PerRequestDepth(_Base):
         """vLLM's own update, less the outputs that nobody gets to see yet (`peagle.vllm.outputs`); then each request's
         unreported steps onto its output, and about twice a second what was learned of step times onto the first output
         of each client."""
+        result = read_result(model_runner_output)
+        num_admitted = result.list_admitted()
+        if self._is_adaptive and num_admitted and not self._record_admitted(num_admitted, scheduler_output):
+            num_admitted = None
         if self._trimmer is not None:
             self._trimmer.arrived(time.perf_counter(), scheduler_output)
-        if (num_drafts := num_drafts_of(model_runner_output)) is not None:
-            self._leave_out_missing(dict(zip(model_runner_output.req_ids, num_drafts, strict=True)), scheduler_output)
-        if self._trimmer is not None and (worth := worth_of(model_runner_output)) is not None:
+        if result.num_ready is not None:
+            num_ready = dict(zip(model_runner_output.req_ids, result.num_ready, strict=True))
+            self._leave_out_missing(num_ready, scheduler_output)
+        if self._trimmer is not None and (worth := result.list_worth()) is not None:
             self._trimmer.hear_worth(*worth)
-        if (num_admitted := num_admitted_of(model_runner_output)) is not None:
+        if num_admitted is not None:
             self._leave_out(dict(zip(model_runner_output.req_ids, num_admitted, strict=True)), scheduler_output)
             self._chosen_step = []
         outputs_by_client = self._due(super().update_from_output(scheduler_output, model_runner_output))
@@ -343,6 +380,8 @@ class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
 
     def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:
         found: list[Any] = [self.requests[request_id] for request_id in scheduler_output.num_scheduled_tokens]
+        if self._verifies_all:
+            update_plan(scheduler_output, verifies_all=True)
         may_choose = (
             self._trimmer is not None and self._trimmer.chooses and len(found) > 1 and all(map(self._is_plain, found))
         )
@@ -363,7 +402,7 @@ class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
         drafts = scheduled.scheduled_spec_decode_tokens
         num_chosen = round(self._chosen_share * len(drafts))
         if num_chosen < sum(map(len, drafts.values())):
-            choose_drafts(scheduled, num_chosen)
+            update_plan(scheduled, draft_budget=num_chosen)
 
     def _is_plain(self, request: Any) -> bool:
         """Whether it may be in a step whose drafts the worker chooses: not where it has none, nor where vLLM finds its

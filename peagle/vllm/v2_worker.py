@@ -15,7 +15,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import triton
-from torch import nn
+from torch import Tensor, nn
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -28,10 +28,11 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import AttentionGroup
 
 from peagle.vllm import compat
-from peagle.vllm.acceptance import attach_num_admitted, attach_worth, num_chosen_of
+from peagle.vllm.adaptive import count_admitted, paused
 from peagle.vllm.chosen import MAX_DRAFTS, Chances, ChosenDrafts
 from peagle.vllm.speculator import PEagleSpeculator, can_renew
 from peagle.vllm.step_measure import measure_steps, write_steps
+from peagle.vllm.step_notes import read_plan, update_result
 from peagle.vllm.verification import CoupledSampler, Verification
 
 if TYPE_CHECKING:
@@ -166,9 +167,13 @@ class RaggedModelRunner(GPUModelRunner):
 class PEagleRunner(RaggedModelRunner):
     """The same with a P-EAGLE speculator, and with graphs for the verification of its drafts."""
 
+    adaptive_verification: Any = None
+    """vLLM's manager, or `chosen` in a step whose drafts that chooses."""
     verification: Verification | None = None
     chosen: ChosenDrafts | None = None
     """Where a step's drafts can be chosen."""
+    _admitted_B: Tensor | None = None
+    """Of the step that was prepared last, where vLLM's adaptive verification chose its drafts (`count_admitted`)."""
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's. The target's graphs then leave tapped hidden states where the drafter wants them."""
@@ -193,7 +198,7 @@ class PEagleRunner(RaggedModelRunner):
 
     def _choice(self) -> ChosenDrafts | None:
         """None where it is not wanted, and where attention plans by the host's view of the rows."""
-        if not compat.chooses(self.vllm_config):
+        if self.adaptive_verification is not None or not compat.chooses(self.vllm_config):
             return None
         layers = {name for group in self.kv_cache_config.kv_cache_groups for name in group.layer_names}
         is_usual = (
@@ -208,7 +213,13 @@ class PEagleRunner(RaggedModelRunner):
         return ChosenDrafts(chances, self.input_buffers.query_start_loc, get_max_chunk_logits(self.vocab_size))
 
     def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
-        num_drafts = num_chosen_of(scheduler_output)
+        if (vllms_own := self.adaptive_verification) is not None:
+            self.adaptive_verification = None if self._verifies_all(scheduler_output) else vllms_own
+            try:
+                return super().execute_model(scheduler_output, *args, **kwargs)
+            finally:
+                self.adaptive_verification = vllms_own
+        num_drafts = read_plan(scheduler_output).draft_budget
         if num_drafts is None:
             return super().execute_model(scheduler_output, *args, **kwargs)
         assert self.chosen is not None
@@ -219,20 +230,35 @@ class PEagleRunner(RaggedModelRunner):
         finally:
             self.adaptive_verification = None
 
+    def _verifies_all(self, scheduled: "SchedulerOutput") -> bool:
+        """Whether the step does, as the scheduler asks for; vLLM cannot where it would verify in several parts."""
+        num_rows = len(scheduled.num_scheduled_tokens) + sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
+        return read_plan(scheduled).verifies_all and num_rows <= get_max_chunk_logits(self.vocab_size)
+
+    def prepare_inputs(self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, *more: Any) -> Any:
+        batch = super().prepare_inputs(scheduler_output, batch_req_state, batch_desc, *more)
+        if self.adaptive_verification is not None and self.chosen is None and batch.num_draft_tokens:
+            self._admitted_B = count_admitted(batch)
+        return batch
+
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's own; its output says which drafts of the step were chosen, and what those of the step before were
         worth: their way to the host began behind that step's output."""
         if self.chosen is None:
-            return super().sample_tokens(grammar_output)
+            output = super().sample_tokens(grammar_output)
+            if self._admitted_B is not None:
+                update_result(getattr(output, "model_runner_output", output), num_admitted=self._admitted_B)
+                self._admitted_B = None
+            return output
         chances = self.chosen.chances
         counts, chances.counts = chances.counts, None
-        output: Any = super().sample_tokens(grammar_output)
+        output = super().sample_tokens(grammar_output)
         inner = getattr(output, "model_runner_output", output)
         if counts is not None and inner is not None:
-            attach_worth(inner, *counts)
+            update_result(inner, worth=counts)
         if self.chosen.admitted_B is not None:
             admitted_B, self.chosen.admitted_B = self.chosen.admitted_B, None
-            attach_num_admitted(inner, admitted_B)
+            update_result(inner, num_admitted=admitted_B)
         return output
 
     def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
@@ -284,7 +310,8 @@ class V2Worker(Worker):
 
     def compile_or_warm_up_model(self) -> "CompilationTimes":
         times = super().compile_or_warm_up_model()
-        points = measure_steps(self)
+        with paused(self.model_runner):
+            points = measure_steps(self)
         if self.rank == 0:
             write_steps(self.vllm_config, points, chooses=getattr(self.model_runner, "chosen", None) is not None)
         return times

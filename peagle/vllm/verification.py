@@ -254,7 +254,7 @@ class Verification:
     @classmethod
     def of(cls, runner: Any) -> Verification | None:
         """None where a step is verified in another way than vLLM's usual one, or has no full graphs."""
-        sampler, rejection, speculative = runner.sampler, runner.rejection_sampler, runner.speculative_config
+        sampler, rejection = runner.sampler, runner.rejection_sampler
         is_usual = (
             compat.is_tested()
             and type(sampler) is Sampler
@@ -265,7 +265,6 @@ class Verification:
             and sampler.trace_replay_state is None
             and not sampler.compute_nans
             and not sampler.return_sampling_mask
-            and not speculative.enable_adaptive_verification
             and runner.model_state.num_new_sampled_tokens_per_step == 1
             and runner.parallel_config.tensor_parallel_size == 1
             and runner.batch_sharder is None

@@ -399,7 +399,6 @@ def test_other_engines_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name, value in [
         (runner.speculator, "draft_logits", torch.zeros(1)),
         (runner.parallel_config, "tensor_parallel_size", 2),
-        (runner.speculative_config, "enable_adaptive_verification", True),
         (runner.sampler, "compute_nans", True),
         (runner.sampler, "trace_replay_state", object()),
         (runner.sampler, "return_sampling_mask", True),
