@@ -2,16 +2,12 @@
 service."""
 
 import json
-import os
-import pty
 import re
-import select
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -22,6 +18,7 @@ from prompt_toolkit.output import DummyOutput
 
 from deployments.chat import Conversation, converse
 from deployments.cli import main
+from tests.support.terminal import terminal
 
 DRAFTING = {"k": 2, "source": "learned", "acceptance_length": 1.5}
 SURVIVAL = {"mean": [0.9, 0.5], "low": [0.8, 0.4], "high": [0.95, 0.6]}
@@ -178,45 +175,6 @@ def test_view_in_a_pipe_is_printed_once_and_no_line_is_broken(service: SmallServ
 def test_who_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "Hello", "--url", "http://127.0.0.1:9"]) == 1
     assert "error: http://127.0.0.1:9 does not answer: " in capsys.readouterr().err
-
-
-class Terminal:
-    """The command in a terminal of its own; `shown`: what it wrote after the last match."""
-
-    def __init__(self, *arguments: str) -> None:
-        self._master, slave = pty.openpty()
-        environment = dict(os.environ, TERM="xterm", COLUMNS="60", LINES="20", PROMPT_TOOLKIT_NO_CPR="1")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "deployments.cli", *arguments],
-            stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True,
-            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
-        )  # fmt: skip
-        os.close(slave)
-        self.shown = ""
-
-    def type(self, keys: str) -> None:
-        os.write(self._master, keys.encode())
-
-    def wait_for(self, pattern: str, timeout_s: float = 30) -> None:
-        """Read on, from the last match, to the next of `pattern`."""
-        end_s = time.monotonic() + timeout_s
-        while not (found := re.search(pattern, self.shown)):
-            left_s = end_s - time.monotonic()
-            assert left_s > 0, f"no {pattern!r} in {self.shown!r}"
-            if select.select([self._master], [], [], left_s)[0]:
-                self.shown += os.read(self._master, 65536).decode(errors="replace")
-        self.shown = self.shown[found.end() :]
-
-    def ended(self) -> int:
-        return self.process.wait(timeout=20)
-
-
-@contextmanager
-def terminal(*arguments: str) -> Iterator[Terminal]:
-    with ExitStack() as stack:
-        found = Terminal(*arguments)
-        stack.callback(found.process.kill)
-        yield found
 
 
 def test_in_a_terminal_drafts_are_green_and_ctrl_c_stops_the_answer_alone(service: SmallService) -> None:
