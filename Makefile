@@ -3,7 +3,7 @@
 #   make serve    start the service of CONFIG and print how to talk to it (Ctrl-C stops it)
 #   make test     run the tests, in two processes: real engines and a real service in one, the rest in the other
 #   make test-all run those that take minutes each as well
-#   make lint | types | format | k8s | lock | audit | clean
+#   make lint | types | format | docs | k8s | lock | audit | clean
 #
 # Variables: VENV (.venv), CONFIG (configs/local.yaml), PYTEST_ARGS, PEAGLE_CACHE (~/.cache/peagle).
 
@@ -34,7 +34,7 @@ FIND_PYTHON = for python in "$${PYTHON:-}" python3.11 python3.12 python3 python 
 PIP = $(PY) -m pip --no-input -qq
 UV = $(VENV)/bin/uv pip install --python $(PY)
 
-.PHONY: help setup serve test test-all lint types format k8s lock audit clean
+.PHONY: help setup serve test test-all lint types format docs k8s lock audit clean
 
 help:
 	@sed -n 's/^#   //p; s/^# Variables/Variables/p' Makefile
@@ -87,6 +87,10 @@ types: $(VENV)/.installed
 
 format: $(VENV)/.installed
 	@$(VENV)/bin/ruff check --fix --quiet . ; $(VENV)/bin/ruff format .
+
+# The tables of docs/ that are made from code, and the README's chart.
+docs: $(VENV)/.installed
+	@$(PY) -m benchmarks.pages
 
 # Each manifest has the name of its config; `peagle manifest YOUR.yaml` makes another.
 K8S = local local-autoscale gpu gpu-remote

@@ -155,19 +155,18 @@ def best_total(counts: Sequence[float], num_requests: int, max_total: int, secon
 
 
 class Objective(Section):
-    """What a workload wants, as the settings say it.
+    """What a workload wants. For one workload alone both kinds are the same choice; among several, `latency` counts a
+    workload that accepts little as much as one that accepts much."""
 
-    Attributes:
-        kind: `throughput`: the most tokens per second of all requests together. `latency`: the least mean TPOT. For
-            one workload alone the two are the same choice; among several, `latency` counts a workload that accepts
-            little as much as one that accepts much.
-        max_tpot_ms: limit of the mean time per output token.
-        weight: worth of this workload's tokens against others'.
-    """
-
-    kind: Literal["throughput", "latency"] = "throughput"
-    max_tpot_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    kind: Literal["throughput", "latency"] = Field(
+        default="throughput", description="Most tokens/s of all requests together, or least mean TPOT."
+    )
+    max_tpot_ms: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="Limit of the mean time per output token."
+    )
+    weight: float = Field(
+        default=1.0, gt=0, allow_inf_nan=False, description="Weight of this workload's tokens relative to others'."
+    )
 
 
 THROUGHPUT = Objective()

@@ -59,6 +59,7 @@ from cluster.request import (
 from cluster.settings import ClusterSettings, IngressSettings, LimitSettings
 from deployments import openapi
 from deployments.compat import NOT_READY, NOT_READY_CODE, RETRY_AFTER_S, address_header, listening_host
+from deployments.metrics import FAMILIES, PREFIX
 from peagle.schema import nearest
 from peagle.vllm.compat import chat_part_kinds
 from peagle.vllm.grammar_bounds import GrammarError, GrammarLimits, check_grammar, check_structured_outputs
@@ -641,20 +642,17 @@ class EdgeMetrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"peagle_{name}_seconds", text, ["workload"], buckets=buckets, registry=self._registry)
+        def histogram(name: str, buckets: tuple[float, ...]) -> Histogram:
+            text = FAMILIES[name].text
+            return Histogram(PREFIX + name, text, ["workload"], buckets=buckets, registry=self._registry)
 
-        self.first_token = histogram("time_to_first_token", "Arrival to first chunk, streams.", LATENCY_BUCKETS_S)
-        self.per_token = histogram("time_per_output_token", "Time of a token after the first, streams.", TPOT_BUCKETS_S)
-        self.latency = histogram("request_latency", "Arrival to the end of a complete answer.", LATENCY_BUCKETS_S)
+        self.first_token = histogram("time_to_first_token_seconds", LATENCY_BUCKETS_S)
+        self.per_token = histogram("time_per_output_token_seconds", TPOT_BUCKETS_S)
+        self.latency = histogram("request_latency_seconds", LATENCY_BUCKETS_S)
         self._statuses: dict[str, set[str]] = {}  # of the answers counted, by workload
-        self._answers = Counter(
-            "peagle_answers",
-            "Requests by HTTP status: 2xx answered, 4xx refused (499: the client left), 5xx failed.",
-            ["workload", "status"],
-            registry=self._registry,
-        )
-        self.queued = Gauge("peagle_queued_requests", "Requests that wait for a place.", registry=self._registry)
+        answers, queued = FAMILIES["answers"].text, FAMILIES["queued_requests"].text
+        self._answers = Counter(PREFIX + "answers", answers, ["workload", "status"], registry=self._registry)
+        self.queued = Gauge(PREFIX + "queued_requests", queued, registry=self._registry)
 
     def count_answer(self, workload: str, status: int) -> None:
         """workload: "" where the request was refused before it had one."""

@@ -1,5 +1,6 @@
-"""Metrics, dashboard and alerts agree: the table of docs/operate.md, and every expression, names what is exported."""
+"""Metrics, dashboard and alerts agree: the table of metrics, and every expression, names what is exported."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from cluster.learning import LearnerReport
+from deployments.replicas import DrafterReport, LiveHead, link_reports
 from deployments.telemetry import (
     change_metrics,
     drafter_metrics,
@@ -21,6 +23,9 @@ from deployments.telemetry import (
     scaling_metrics,
     target_metrics,
 )
+from peagle.drafter.client import LinkStats
+from peagle.drafter.kvcache import Counters
+from peagle.drafter.server import ServerStats
 from tests.support.autoscaling_harness import Controller
 from tests.support.counted import counts_of
 from tests.support.metric_names import documented, exported
@@ -71,6 +76,18 @@ def test_metrics_of_targets_heads_and_drafters_are_in_the_table() -> None:
     assert {name: labels for name, labels in found.items() if table.get(name) != labels} == {}
     assert "peagle_link_wait_seconds_total" in found
     assert "peagle_head_gain" in found
+
+
+def test_every_counter_of_drafters_and_links_is_in_the_table() -> None:
+    served = {name.removeprefix("num_"): value for name, value in dataclasses.asdict(ServerStats()).items()}
+    served["refused_connections"] = served.pop("refused")  # as a drafter reports it
+    replica = DrafterReport("r1", "h:1", (LiveHead(0, "a", "a"),), "", dataclasses.asdict(Counters()) | served)
+    about = {"address": "h:1", "state": "up", "path": "tcp", "problem": "", "average_pass_s": None}
+    links = link_reports([{"pool": {"links": [about | dataclasses.asdict(LinkStats())]}}])
+    found = exported(prometheus_text(drafter_metrics([replica], [report("a", "t1", links)])).decode())
+    assert found == {
+        name: labels for name, labels in documented().items() if name.startswith(("peagle_drafter_", "peagle_link_"))
+    }
 
 
 def test_metrics_of_the_learner_are_those_of_the_table() -> None:
