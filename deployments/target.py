@@ -438,7 +438,7 @@ def engine_config(
     settings: ClusterSettings, target: str, head_dir: Path | None, env: Mapping[str, str] = MappingProxyType({})
 ) -> LLMConfig:
     """`ray.serve.llm`'s configuration of the engine of a replica whose environment has `env`."""
-    extra = dict(settings.engine)
+    extra = {"enable_prompt_tokens_details": True, **settings.engine}  # usage says how much of a prompt was cached
     dtype = extra.pop("dtype", "auto")
     on_cpu = not settings.target.has_gpu
     drafter = settings.drafter if head_dir is not None else None

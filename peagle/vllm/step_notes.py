@@ -1,8 +1,8 @@
 """What travels with a step of the engine, beside vLLM's own.
 
-`StepPlan`, on vLLM's `SchedulerOutput`: what the scheduler tells the worker. `StepResult`, on `ModelRunnerOutput`: what
-the worker answers. `VerifiedStep`, as text among the trace headers of a request's `EngineCoreOutput`: what the
-scheduler tells the process of the engine's client, where `peagle.vllm.recorder` counts it.
+`SchedulerPlan`, on vLLM's `SchedulerOutput`: what the scheduler tells the worker. `StepResult`, on its
+`ModelRunnerOutput`: what the worker answers. `VerifiedStep`, as text among the trace headers of a request's
+`EngineCoreOutput`: what the scheduler tells the process of the engine's client, where `peagle.vllm.recorder` counts it.
 
 vLLM pickles the attributes of the first two. Trace headers are the one free-form field of `EngineCoreOutput` that is
 made per output and that no HTTP response repeats; OpenTelemetry reads only the names it knows. vLLM's own per-request
@@ -19,7 +19,7 @@ from cluster.counts import Counts
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class SchedulerPlan:
     """Of one step.
 
     Attributes:
@@ -72,8 +72,8 @@ def _as_list(counts: Any) -> list[int]:
     return counts if isinstance(counts, list) else counts.tolist()
 
 
-def read_plan(scheduled: Any) -> StepPlan:
-    return getattr(scheduled, "peagle_plan", StepPlan())
+def read_plan(scheduled: Any) -> SchedulerPlan:
+    return getattr(scheduled, "peagle_plan", SchedulerPlan())
 
 
 def update_plan(scheduled: Any, **changes: Any) -> None:

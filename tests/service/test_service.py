@@ -7,7 +7,6 @@ engine loaded.
 import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -29,6 +28,7 @@ from benchmarks.prompts import choose_prompts
 from deployments import APP_NAME, ROUTER_NAME, TARGET_NAME, cli
 from deployments.client import TargetClient, TargetError
 from tests.support.service_harness import BAD_REQUESTS, PROMPTS, QUESTION, json_schema, wait_for
+from tests.support.terminal import terminal
 
 pytestmark = pytest.mark.service
 
@@ -56,14 +56,35 @@ def test_a_request_that_comes_while_the_engine_loads_gets_503_and_never_waits(se
 def test_peagle_chat_shows_the_answer_and_which_tokens_were_drafted(service):
     question = "Count from one to ten in digits."
     command = ["chat", question, "--url", service.url, "--max-tokens", "12", "-k", "5"]
-    done = CliRunner().invoke(cli.app, command, color=True)
+    done = CliRunner().invoke(cli.app, command)
     assert done.exit_code == 0, done.output
     answer = service.ask(messages=[{"role": "user", "content": question}]).json()
-    green = "".join(re.findall(r"\x1b\[32m(.*?)\x1b\[0m", done.output, flags=re.DOTALL))
-    plain = re.sub(r"\x1b\[\d+m", "", done.output)
-    assert plain.startswith(answer["choices"][0]["message"]["content"])
-    assert 0 < len(green) < len(plain)
-    assert "[K = 5 (request), " in plain
+    assert done.stdout == answer["choices"][0]["message"]["content"] + "\n"
+    assert done.stderr.startswith("[K = 5 (request), ")
+    with terminal(*command) as shell:
+        shell.wait_for(r"\x1b\[32m")
+        shell.wait_for(r"K = 5 \(request\), ")
+        assert shell.ended() == 0
+
+
+@pytest.mark.parametrize("call", ["chat", "completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_says_how_many_tokens_of_a_prompt_were_cached(service, call: str, stream: bool):
+    client, prompt = service.client(), f"{call} {stream} " * 200
+
+    def usage() -> Any:
+        asked: dict[str, Any] = {"model": service.model, "max_tokens": 4, "temperature": 0, "stream": stream}
+        if stream:
+            asked["stream_options"] = {"include_usage": True}
+        if call == "chat":
+            answer = client.chat.completions.create(**asked, messages=[{"role": "user", "content": prompt}])
+        else:
+            answer = client.completions.create(**asked, prompt=prompt)
+        return list(answer)[-1].usage if stream else answer.usage
+
+    assert usage().prompt_tokens_details.cached_tokens < 100
+    again = usage()
+    assert again.prompt_tokens_details.cached_tokens > again.prompt_tokens / 2
 
 
 def test_chat_and_completions_with_the_openai_client(service):

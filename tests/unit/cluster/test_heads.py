@@ -17,6 +17,7 @@ from cluster.heads import (
     HeadRouting,
     HeadTrial,
     Sample,
+    gain_of,
 )
 from tests.support.head_traffic import HeadTraffic, acceptance_length, requests_of
 
@@ -78,6 +79,10 @@ def test_a_worse_head_is_taken_back_the_sooner_the_worse_it_is(loss: float, most
         assert "taken back" in traffic.keeper.events[-1]
 
 
+def test_a_slightly_worse_head_is_taken_back_after_some_thousand_requests() -> None:
+    assert [swapped(seed, 0.05, 4800).head for seed in range(10)].count("a") >= 7
+
+
 def test_the_same_user_config_does_not_bring_it_again_and_another_one_does() -> None:
     traffic = swapped(0, 0.5, 120)
     traffic.run(120)
@@ -111,6 +116,16 @@ def test_what_was_taken_back_outlives_a_restart() -> None:
     told = make_keeper(0)
     told.see(DraftersView((HeadRef("b", "b"),), (HeadRef("a", "a"),), again.orders.instead), {})
     assert told.orders == again.orders, "without its file, what drafters were told by the router before"
+
+
+def test_a_watch_goes_on_after_a_restart() -> None:
+    traffic = swapped(0, 0.1, 60)
+    assert traffic.keeper.document()[0]["is_watched"]
+    snapshot = json.loads(json.dumps(traffic.keeper.snapshot()))
+    traffic.keeper = make_keeper(0)
+    traffic.keeper.restore(snapshot)
+    traffic.run(900)
+    assert traffic.head == "a"
 
 
 def test_a_head_is_not_taken_back_for_what_another_target_costs() -> None:
@@ -232,6 +247,19 @@ def test_why_there_can_be_no_trial() -> None:
     assert keeper.trial(C).reason == "it is the head that drafts already"
 
 
+def test_a_user_config_ends_the_trial_against_the_head_before() -> None:
+    traffic = HeadTraffic(make_keeper(), 0, {"a": 0.0, "b": 0.0, "c": 0.0})
+    traffic.run(600)
+    traffic.keeper.propose(C, HeadProposal("/heads/c"))
+    traffic.run(60)
+    assert traffic.keeper.routing.trial == "c"
+    traffic.configured = HeadRef("b", "b")
+    traffic.look()
+    assert traffic.keeper.trial(C).state == "dropped"
+    assert traffic.keeper.back().name == "b"
+    assert traffic.head == "a"
+
+
 # ---- the evidence
 
 
@@ -245,3 +273,16 @@ def test_what_was_under_way_when_heads_changed_does_not_count() -> None:
     gain = duel.gain(0.001)
     assert gain is not None
     assert gain.num_requests == 15
+
+
+def test_the_interval_narrows_with_requests_and_not_with_their_length() -> None:
+    def half(num_requests: int, num_steps: int) -> float:
+        counts = Counts([num_steps], [num_steps], [num_steps // 2])
+        gain = gain_of({"x": Sample(counts, num_requests)}, {"x": Sample(counts, num_requests)}, 0.01)
+        assert gain is not None
+        assert gain.mean == pytest.approx(0, abs=1e-9)
+        return gain.high
+
+    assert half(400, 16_000) < half(100, 4000) / 1.8
+    assert half(100, 40_000) > 0.9 * half(100, 4000)
+    assert gain_of({"x": Sample(Counts([99], [99], [9]), 99)}, {"y": Sample(Counts([99], [99], [9]), 99)}, 0.01) is None

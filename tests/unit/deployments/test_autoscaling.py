@@ -12,8 +12,8 @@ from ray.serve._private.common import ReplicaID
 from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from cluster import view
 from cluster.settings import Catalog, load_settings
+from deployments import view
 from deployments.autoscaling import (
     ASKED,
     DECISION,
@@ -107,7 +107,7 @@ def test_a_decision_is_shown(controller: Controller) -> None:
     assert samples["peagle_autoscaling_demand_tokens_per_second",] == shown["demand_tokens_per_s"]
     assert samples["peagle_autoscaling_source", "acceptance"] == 1
     document = {"max_draft_tokens": 3, "workloads": [], "model": "m", "policy": "fixed", "step_times": ""}
-    text = view.table({**document, "autoscaling": shown})
+    text = view.as_text({**document, "autoscaling": shown})
     assert "target 1 running" in text
     assert shown["reason"] in text
 

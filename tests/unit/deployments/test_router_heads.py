@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from cluster.heads import HeadKeeper, HeadOrders, HeadProposal
+from cluster.heads import HeadKeeper, HeadOrders, HeadProposal, HeadRef
 from cluster.settings import DrafterSettings
 from deployments import drafter as of_drafters
-from deployments.drafter import HeadLoader
+from deployments.drafter import DrafterReplica, HeadLoader
 from deployments.router import Router
 from deployments.telemetry import StateStore
 from peagle.checkpoint import save_head
+from peagle.drafter.engine import Counters
+from peagle.drafter.server import ServerStats
 from peagle.heads import candidate_directory, keep_candidate
 from tests.support.head_factory import CONFIG, head_tensors, rewrite
 from tests.support.weightless_drafter import WeightlessDrafter
@@ -28,18 +30,26 @@ class Drafters:
 
     def __init__(self, head: str) -> None:
         self._head = head
-        self.replicas: list[WeightlessDrafter] = []
-        self.loaders: list[Any] = []
+        self.replicas: list[Any] = []
 
     def start(self) -> None:
         settings = DrafterSettings(head=self._head, placement="remote", max_draft_tokens=5, spare_heads=1)
+        kind: Any = type("Quiet", (DrafterReplica,), {"__del__": lambda self: None})
+        replica = kind.__new__(kind)
         loader: Any = SimpleNamespace(num_places=2, _target="")
         loader.directory = functools.partial(HeadLoader.directory, loader)
         loader.load = lambda name: SimpleNamespace(
             name=name, digest=of_drafters.head_digest(loader.directory(name)), runtime=None, served=None
         )
-        self.loaders.append(loader)
-        self.replicas.append(WeightlessDrafter(settings, loader, f"r{len(self.replicas)}"))
+        first = HeadRef(self._head, of_drafters.head_digest(loader.directory(self._head)))
+        replica.__dict__ |= {
+            "_replica": f"r{len(self.replicas)}", "_key": "", "_settings": settings,
+            "_loader": loader, "_refused": "", "_is_configured": True, "_orders": HeadOrders(), "_problems": {},
+            "_lacking": (), "_swapping": asyncio.Lock(), "_swaps": set(), "_places": {0: loader.load(self._head)},
+            "_live": (first,), "_configured": (first,), "_engine": SimpleNamespace(counters=Counters()),
+            "_server": SimpleNamespace(swap=lambda *args: None, stats=ServerStats(), address="h:1"),
+        }  # fmt: skip
+        self.replicas.append(replica)
 
     def broadcast(self, method: str, *args: Any) -> Any:
         async def asked() -> list[Any]:
@@ -48,8 +58,8 @@ class Drafters:
 
         return SimpleNamespace(_fetch_replica_results_async=asked)
 
-    async def live(self) -> list[list[str]]:
-        return [[head.name for head in (await replica.report()).heads] for replica in self.replicas]
+    def live(self) -> list[list[str]]:
+        return [[head.name for head in replica._live] for replica in self.replicas]
 
 
 async def rounds(router: Any, drafters: Drafters, num: int = 4) -> None:
@@ -58,8 +68,7 @@ async def rounds(router: Any, drafters: Drafters, num: int = 4) -> None:
         router._steer([await replica.report() for replica in drafters.replicas])
         if router._steering is not None:
             await router._steering
-        for replica in drafters.replicas:
-            await replica.settle()
+        await asyncio.gather(*(task for replica in drafters.replicas for task in replica._swaps))
 
 
 @pytest.fixture
@@ -99,10 +108,10 @@ def test_a_candidate_reaches_drafters_on_other_nodes_and_those_that_start_later(
         assert (trial.state, trial.parent) == ("loading", "now")
         await rounds(router, drafters)
         assert (await router.trial(trial.name)).state == "running"
-        assert await drafters.live() == [[str(head), trial.name]]
+        assert drafters.live() == [[str(head), trial.name]]
         drafters.start()
         await rounds(router, drafters)
-        assert await drafters.live() == [[str(head), trial.name]] * 2
+        assert drafters.live() == [[str(head), trial.name]] * 2
         assert (await router.head_back()).state == "dropped"
 
     asyncio.run(run())
@@ -117,7 +126,7 @@ def test_what_a_drafter_cannot_load_is_refused_with_its_reason(router: Any, head
         def load(name: str) -> Any:
             raise ValueError(f"{name} was trained for 3 depths")
 
-        drafters.loaders[0].load = load
+        drafters.replicas[0]._loader.load = load
         await rounds(router, drafters, 1)
         candidate = save_head(tmp_path / "new", CONFIG, {k: v + 1 for k, v in head_tensors(CONFIG).items()})
         trial = await router.propose(HeadProposal(str(candidate)))
@@ -125,7 +134,7 @@ def test_what_a_drafter_cannot_load_is_refused_with_its_reason(router: Any, head
         found = await router.trial(trial.name)
         assert (found.state, found.reason) == ("refused", f"{trial.name} was trained for 3 depths")
         await rounds(router, drafters)
-        assert (await drafters.replicas[0].report()).orders == HeadOrders()
+        assert drafters.replicas[0]._orders == HeadOrders()
 
     asyncio.run(run())
 

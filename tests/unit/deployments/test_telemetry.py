@@ -3,6 +3,8 @@
 import asyncio
 import json
 import logging
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,11 @@ from cluster.counts import CounterDeltas, Counts, TargetReport, WorkloadCounts
 from cluster.heads import HeadKeeper
 from cluster.k_policy import KPolicy
 from cluster.request import DepthPolicy
-from cluster.view import table
+from deployments import telemetry
 from deployments.autoscaling import ClusterBoard
 from deployments.replicas import DrafterReport, LiveHead
 from deployments.telemetry import (
+    MAX_NUM_HEADS,
     HeadCounts,
     StateStore,
     drafter_metrics,
@@ -28,6 +31,7 @@ from deployments.telemetry import (
     prometheus_text,
     target_metrics,
 )
+from deployments.view import as_text
 from tests.support.counted import counts_of
 from tests.support.disk import full_disk
 from tests.unit.cluster.test_heads import swapped
@@ -86,7 +90,7 @@ def test_the_document_has_each_head_with_its_acceptance() -> None:
     assert document["drafters"][0]["heads"] == [{"index": 0, "name": "head-a", "head": "a"}]
     assert document["links"][0]["target"] == "t1"
     k_policy = KPolicy(DepthPolicy(3, 3, 3), is_adaptive=False)
-    shown = table({"model": "m", **k_policy.document(0.0), **document}).splitlines()
+    shown = as_text({"model": "m", **k_policy.document(0.0), **document}).splitlines()
     assert "head a (live): AL 2.33, 3 steps" in shown
     assert "head new (live): nothing drafted yet, 0 steps" in shown
     assert "drafter h:1: a; links: up by tcp" in shown

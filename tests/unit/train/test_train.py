@@ -1,9 +1,11 @@
 """The trainer end to end on a small random target: it learns, resumes exactly, and its head is what evaluation says."""
 
 import json
+from collections import defaultdict
 
 import pytest
 import torch
+from tensorboardX.proto.event_pb2 import Event
 
 from peagle.checkpoint import build_drafter, load_head
 from peagle.config import ARCHITECTURE, QWEN_ARCHITECTURE
@@ -28,6 +30,19 @@ def accuracies(folder) -> dict[int, float]:
     return {record["step"]: record["accuracy"][0] for record in records if "accuracy" in record}
 
 
+def events(folder) -> dict[str, dict[int, float]]:
+    """What TensorBoard shows: tag -> step -> value."""
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    (file,) = (folder / "tensorboard").iterdir()
+    with file.open("rb") as stream:
+        while head := stream.read(12):  # length, its checksum; then the event and its checksum
+            event = Event.FromString(stream.read(int.from_bytes(head[:8], "little")))
+            stream.read(4)
+            for value in event.summary.value:
+                found[value.tag][event.step] = value.simple_value
+    return found
+
+
 class Killed(Exception):
     """Stands for the signal that ends a run."""
 
@@ -50,6 +65,10 @@ def test_learns_saves_and_resumes_exactly(small) -> None:
     straight = run("straight")
     logged = accuracies(small / "straight")
     assert logged[60] > 2 * logged[10], "nothing is learned"
+    shown = events(small / "straight")
+    assert shown["train/accuracy/1"] == pytest.approx(logged)
+    assert shown["train/lr"][60] < shown["train/lr"][10]
+    assert shown["train/tokens_per_s"][60] > 0
     recipe = Recipe.load(small / "recipe.yaml", [f"output={small / 'broken'}", "log_every_steps=10"])
     with pytest.raises(Killed):
         KilledTrainer(recipe).run()

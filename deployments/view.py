@@ -1,25 +1,59 @@
-"""A table of workloads, their acceptance by depth, and the K that each gets, from a running service (`peagle view`).
+"""Workloads, their acceptance by depth, and the K that each gets, from a running service (`peagle view`).
 
 Asks `GET /drafting` of the service: the document of `cluster.k_policy.KPolicy`, with the heads, drafters and
 links that `deployments.telemetry` adds and the decision of `deployments.autoscaling`.
 """
 
-import json
-import urllib.request
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+import httpx
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+
 TIMEOUT_S = 10.0
+DEPTH_WIDTH = 12
+"""Characters of a depth: "100(99-100) ". All depths are one column, so that a narrow terminal breaks each line of it at
+the same depth."""
 
 
-def table(document: Mapping[str, Any]) -> str:
-    """The document as text: a line each workload, survival S1, S2, ... as mean (low-high) in per cent; then reasons."""
+def show(url: str, api_key: str | None, interval_s: float | None) -> None:
+    """Print the document of a service, once or every `interval_s` until Ctrl-C; on a terminal it is drawn in place."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while True:
+            document = fetch(url, api_key)
+            if console.is_terminal:
+                live.update(rendered(document), refresh=True)
+            else:
+                typer.echo(as_text(document))
+            if interval_s is None:
+                return
+            time.sleep(interval_s)
+
+
+def as_text(document: Mapping[str, Any]) -> str:
+    """The document for a file or another program: no line is broken."""
+    console = Console(highlight=False, markup=False, emoji=False, width=1000, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(rendered(document))
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def rendered(document: Mapping[str, Any]) -> Group:
+    """A line each workload, survival S1, S2, ... as mean (low-high) in per cent; then reasons, heads, drafters."""
     max_draft_tokens = int(document["max_draft_tokens"])
-    header = ["workload", "requests", "steps", "K", "source", "AL", *(f"S{i}" for i in range(1, max_draft_tokens + 1))]
-    rows = [header, *(_row(workload, max_draft_tokens) for workload in document["workloads"])]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += [
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("workload", "requests", "steps", "K", "source", "AL"):
+        table.add_column(name, no_wrap=True)
+    table.add_column(_columns(f"S{depth}" for depth in range(1, max_draft_tokens + 1)))
+    for workload in document["workloads"]:
+        table.add_row(*_row(workload, max_draft_tokens))
+    lines = [
         "",
         f"{document['model']}: K_max {max_draft_tokens}, policy {document['policy']}, {document['step_times']}",
     ]
@@ -30,26 +64,32 @@ def table(document: Mapping[str, Any]) -> str:
     lines += [change_line(change) for change in document.get("head_changes", ())]
     lines += [_drafter_line(drafter, document.get("links", ())) for drafter in document.get("drafters", ())]
     lines += [_learner_line(learner)] if (learner := document.get("learner")) else []
-    return "\n".join([*lines, *_scaling_lines(document.get("autoscaling"))])
+    return Group(table, *lines, *_scaling_lines(document.get("autoscaling")))
 
 
 def fetch(url: str, api_key: str | None = None) -> dict[str, Any]:
     """The document of a service at `url`. Raises OSError when it does not answer with one."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    request = urllib.request.Request(url.rstrip("/") + "/drafting", headers=headers)
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-        document: dict[str, Any] = json.load(answer)
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/drafting", headers=headers, timeout=TIMEOUT_S).raise_for_status()
+        document: dict[str, Any] = answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise OSError(f"{url}/drafting does not answer: {error}") from error
     return document
 
 
 def _row(workload: Mapping[str, Any], max_draft_tokens: int) -> list[str]:
     survival = workload["survival"]
     known = zip(survival["mean"], survival["low"], survival["high"], strict=True)
-    depths = [f"{100 * mean:.0f} ({100 * low:.0f}-{100 * high:.0f})" for mean, low, high in known][:max_draft_tokens]
+    depths = [f"{100 * mean:.0f}({100 * low:.0f}-{100 * high:.0f})" for mean, low, high in known][:max_draft_tokens]
     depths += ["-"] * (max_draft_tokens - len(depths))
     length = "-" if workload["acceptance_length"] is None else f"{workload['acceptance_length']:.2f}"
     counts = [f"{workload['num_requests']:g}", f"{workload['num_steps']:.0f}", str(workload["k"])]
-    return [workload["workload"], *counts, workload["source"], length, *depths]
+    return [workload["workload"], *counts, workload["source"], length, _columns(depths)]
+
+
+def _columns(depths: Iterable[str]) -> str:
+    return "".join(depth.ljust(DEPTH_WIDTH) for depth in depths)
 
 
 def _head_line(head: Mapping[str, Any]) -> str:
