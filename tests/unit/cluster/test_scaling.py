@@ -10,8 +10,6 @@ import pytest
 from cluster.capacity import CapacityModel, WorkloadDemand
 from cluster.counts import WorkloadCounts
 from cluster.scaling import (
-    HALF_LIVES_STEPS,
-    AcceptanceMemory,
     Decision,
     Inputs,
     Pool,

@@ -19,7 +19,6 @@ from peagle.drafter.engine import Counters
 from peagle.drafter.server import ServerStats
 from peagle.heads import candidate_directory, keep_candidate
 from tests.support.head_factory import CONFIG, head_tensors, rewrite
-from tests.support.weightless_drafter import WeightlessDrafter
 from tests.unit.deployments.test_telemetry import k_policy_with_counts
 
 

@@ -3,8 +3,6 @@
 import asyncio
 import json
 import logging
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,9 @@ from cluster.counts import CounterDeltas, Counts, TargetReport, WorkloadCounts
 from cluster.heads import HeadKeeper
 from cluster.k_policy import KPolicy
 from cluster.request import DepthPolicy
-from deployments import telemetry
 from deployments.autoscaling import ClusterBoard
 from deployments.replicas import DrafterReport, LiveHead
 from deployments.telemetry import (
-    MAX_NUM_HEADS,
     HeadCounts,
     StateStore,
     drafter_metrics,
