@@ -107,15 +107,6 @@ def test_heads_are_counted_side_by_side_and_the_majority_is_current():
     assert tracker.update([report("b", "")]).head == "new"
 
 
-def test_workloads_with_heads_of_their_own():
-    tracker = DeltaTracker()
-    heads = {"x": "own"}
-    tracker.update([report(heads=heads, x=workload([]), y=workload([]))])
-    deltas = tracker.update([report(heads=heads, x=workload([(1, 0)]), y=workload([(1, 1)]))])
-    assert deltas.by_head == {"own": {"x": Counts([1], [1], [0])}, "h": {"y": Counts([1], [1], [1])}}
-    assert (deltas.heads, deltas.head) == (heads, "h")
-
-
 def test_a_tracker_goes_on_after_a_restart_of_its_own():
     tracker, restored = DeltaTracker(), DeltaTracker()
     tracker.update([report("a", heads={"x": "own"}, x=workload([(3, 1)] * 9, 4)), report("b")])
@@ -123,14 +114,6 @@ def test_a_tracker_goes_on_after_a_restart_of_its_own():
     restored.restore(msgspec.convert(state, TrackerState))
     assert restored.state == tracker.state
     assert restored.update([report("a", x=workload([(3, 1)] * 9, 4))]).workloads["x"] == WorkloadCounts()
-
-
-def test_replicas_are_forgotten_by_age():
-    tracker = DeltaTracker()
-    for number in range(DeltaTracker.MAX_REPLICAS + 1):
-        tracker.update([report(str(number), x=workload([(1, 1)], 1))])
-    assert tracker.update([report("1", x=workload([(1, 1)], 1))]).workloads["x"] == WorkloadCounts()
-    assert tracker.update([report("0", x=workload([(1, 1)], 1))]).workloads["x"].num_started == 1
 
 
 @given(STEPS, STEPS)

@@ -212,36 +212,6 @@ def test_a_workload_is_given_a_head_of_its_own() -> None:
     assert traffic.keeper.routing == HeadRouting()
 
 
-def test_beside_a_head_of_one_workload_that_head_and_the_others_are_still_replaced() -> None:
-    traffic = HeadTraffic(make_keeper(2), 0, {"a": 0.3, "c": 0.2, "d": 0.0, "e": 0.0})
-    traffic.run(600)
-    for name, workloads in (("c", ("qa",)), ("d", ("qa",)), ("e", ())):
-        traffic.keeper.propose(f"candidate-{name}", HeadProposal(f"/heads/{name}", workloads=workloads))
-        for _ in range(400):
-            traffic.run(60)
-            if traffic.keeper.trial(f"candidate-{name}").is_over:
-                break
-        assert traffic.keeper.trial(f"candidate-{name}").state == "promoted"
-    assert traffic.keeper.routing.own == {"qa": "d"}
-    assert traffic.head == "e"
-
-
-def test_a_candidate_for_all_workloads_of_a_head_takes_its_place() -> None:
-    keeper = make_keeper(1, code=1)
-    configured = (HeadRef("a", "a"), HeadRef("b", "b"))
-    keeper.see(DraftersView(configured, configured), {})
-    with pytest.raises(ValueError, match="draft with 2 heads"):
-        keeper.propose(C, HeadProposal("/heads/c", workloads=("code", "chat")))
-    keeper.propose(C, HeadProposal("/heads/c", workloads=("code",)))
-    keeper.see(DraftersView(configured, (*configured, HeadRef(C, "c"))), {})
-    assert keeper.trial(C).against == "b"
-    assert keeper.routing == HeadRouting({}, "c", 0.1, ("code",))
-    for _ in range(200):
-        keeper.take(news_of({("c", "code/trial"): 0.0, ("b", "code"): 0.5}), {})
-    assert keeper.trial(C).state == "promoted"
-    assert keeper.orders.instead == {"b": HeadRef(C, "c")}
-
-
 def news_of(losses: dict[tuple[str, str], float]) -> CounterDeltas:
     """A few requests by head and workload."""
     news = CounterDeltas()

@@ -1,6 +1,5 @@
 """The policy of replica counts: what it wants and why, and what bad data does to it."""
 
-import dataclasses
 import json
 import math
 import random
@@ -8,12 +7,9 @@ import random
 import msgspec
 import pytest
 
-from cluster.acceptance import AcceptancePosteriors
 from cluster.capacity import CapacityModel, WorkloadDemand
-from cluster.counts import CounterDeltas, DeltaTracker, TargetReport, WorkloadCounts
+from cluster.counts import WorkloadCounts
 from cluster.scaling import (
-    HALF_LIVES_STEPS,
-    AcceptanceMemory,
     Decision,
     Inputs,
     Pool,
@@ -22,7 +18,7 @@ from cluster.scaling import (
 )
 from cluster.step_latency import guessed_latency
 from cluster.traffic import ReportBook, TrafficHistory
-from tests.support.scaling_cases import BAD, GOOD, LATENCY, FakeReplica, reported, settings, steps
+from tests.support.scaling_cases import BAD, GOOD, LATENCY, FakeReplica, reported, settings
 
 MODEL = CapacityModel(max_num_seqs=8, max_k=3)
 LENGTH = 200.0
@@ -195,31 +191,6 @@ def test_queue_length_is_serves_rule_in_both_directions() -> None:
     assert policy.decide(20.0, Pool(3, 3, 4.0), ["a"], {}).target == 1
 
 
-def test_queue_length_needs_no_drafter() -> None:
-    policy = ScalingPolicy(settings(policy="queue_length"), CapacityModel(max_num_seqs=8, max_k=0), 64)
-    replica = FakeReplica("a", latency=None)
-    for now_s in range(0, 200, 10):
-        replica.count("chat", WorkloadCounts(10, 10, 0, 2000, 1000))
-        decision = policy.decide(float(now_s), Pool(1, 1, 33.0), ["a"], reported([replica], now_s, head=""))
-    assert (decision.target, decision.source) == (3, "queue_length")
-
-
-def test_a_number_of_requests_that_is_none_breaks_nothing() -> None:
-    service = Service(3)
-    before = service.run(60, rate=2.0)
-    service.ongoing = math.nan
-    decision = service.run(2, rate=2.0)
-    assert decision.target == before.target
-    assert "requests are said to be nan" in decision.reason
-
-
-def test_capacity_is_planned_with_what_is_believed_of_acceptance() -> None:
-    service = Service(3)
-    (chat,) = service.run(30, rate=2.0).inputs.workloads
-    assert chat.rates == service.policy.memory.rates("chat").mean == pytest.approx(GOOD, abs=0.02)
-    assert sum(chat.low) < sum(chat.rates) < sum(chat.high)
-
-
 # ---- one decision
 
 
@@ -278,10 +249,6 @@ def demand(survival: tuple[float, ...] = GOOD, name: str = "chat", rate: float =
     return WorkloadDemand(name, rate, LENGTH, 100.0, survival)
 
 
-def model(**changes: object) -> CapacityModel:
-    return dataclasses.replace(MODEL, **changes)  # type: ignore[arg-type]
-
-
 def test_capacity_is_what_the_step_latency_says() -> None:
     found = MODEL.capacity(LATENCY, [demand()])
     # One workload, K = 3 at the full batch: 8 requests, 2.95 tokens a step; a prompt adds 100 tokens to one step.
@@ -292,70 +259,7 @@ def test_capacity_is_what_the_step_latency_says() -> None:
     assert found.tokens_per_s == pytest.approx(expected, rel=1e-6)
 
 
-def test_capacity_falls_with_acceptance_and_the_plan_is_at_least_as_good_as_any_pinned_k() -> None:
-    assert MODEL.capacity(LATENCY, [demand(BAD)]).tokens_per_s < MODEL.capacity(LATENCY, [demand()]).tokens_per_s
-    for survival in (GOOD, BAD):
-        best = MODEL.capacity(LATENCY, [demand(survival)]).tokens_per_s
-        pinned = [model(pinned_default=k).capacity(LATENCY, [demand(survival)]) for k in range(4)]
-        assert [found.depths["chat"] for found in pinned] == [0, 1, 2, 3]
-        assert best >= max(found.tokens_per_s for found in pinned) - 1e-9
-
-
-def test_a_tpot_limit_makes_the_batch_smaller() -> None:
-    free, tight = (model(max_tpot_ms=limit_ms).capacity(LATENCY, [demand()]) for limit_ms in (None, 14.5))
-    assert tight.num_requests < free.num_requests
-    assert tight.tokens_per_s < free.tokens_per_s
-    assert not tight.missed
-
-
-def test_a_limit_that_nothing_keeps_is_named_and_costs_nothing() -> None:
-    found = model(max_tpot_ms=1.0).capacity(LATENCY, [demand()])
-    assert found.missed == ("chat",)
-    assert found.tokens_per_s == pytest.approx(MODEL.capacity(LATENCY, [demand()]).tokens_per_s)
-
-
-def test_many_workloads_are_averaged_and_pinned_ones_kept_apart() -> None:
-    many = [demand(name=f"w{index}") for index in range(10)]
-    assert model(pinned={"w9": 1}).capacity(LATENCY, many).depths["w9"] == 1
-    alone = MODEL.capacity(LATENCY, [demand()]).tokens_per_s
-    assert MODEL.capacity(LATENCY, many).tokens_per_s == pytest.approx(alone, rel=0.01)
-
-
 # ---- what is believed of acceptance
-
-
-class Reported:
-    """Reports of one replica to a memory."""
-
-    def __init__(self, memory: AcceptanceMemory) -> None:
-        self._memory, self._tracker, self._counts = memory, DeltaTracker(), steps(0, GOOD)
-
-    def report(self, num_steps: int, survival: tuple[float, ...], head: str = "head") -> float:
-        """AL at K_max that is believed after so many further steps."""
-        self._counts += steps(num_steps, survival)
-        report = TargetReport("r", head=head, workloads={"chat": WorkloadCounts(counts=self._counts)})
-        self._memory.update(self._tracker.update([report]))
-        return 1 + sum(self._memory.rates("chat").mean)
-
-
-def test_a_collapse_is_believed_within_a_half_life_of_the_shortest_memory() -> None:
-    replica = Reported(AcceptanceMemory(3))
-    for _ in range(100):
-        replica.report(500, GOOD)
-    assert replica.report(round(HALF_LIVES_STEPS[-1]), BAD) < 1 + sum(GOOD) - 0.45 * (sum(GOOD) - sum(BAD))
-    assert replica.report(2000, BAD) == pytest.approx(1 + sum(BAD), abs=0.15)
-    # A memory full of what is over does not come back on the way.
-    assert max(replica.report(500, BAD) for _ in range(100)) < 1 + sum(BAD) + 0.2
-
-
-def test_what_stands_still_is_known_from_the_longest_memory() -> None:
-    memory = AcceptanceMemory(3)
-    replica = Reported(memory)
-    for index in range(100):
-        replica.report(500, tuple(value + (0.02 if index % 2 else -0.02) for value in GOOD))
-    shorter = AcceptancePosteriors(3, half_life_steps=HALF_LIVES_STEPS[1])
-    shorter.update(CounterDeltas(by_head={"head": {"chat": steps(500_000, GOOD)}}, head="head"))
-    assert memory.rates("chat").num_steps > 2 * shorter.rates("chat").num_steps
 
 
 # ---- reports and traffic

@@ -139,16 +139,6 @@ def test_defaults_come_from_the_head_and_the_source(catalog: Catalog) -> None:
     assert (policy.max_draft_tokens, policy.max_k, policy.default_k) == (7, 7, 7)
 
 
-def test_what_the_operator_names_is_known_from_the_start(catalog: Catalog) -> None:
-    args = changed(model__aliases={"tiny-docs": "docs"}, callers={"web": {**KEY, "workload": "pages", "max_k": 6}})
-    settings = load_settings(args, catalog)
-    assert settings.named_workloads() == {"code", "chat", "docs", "pages"}
-    assert load_settings(GOOD, catalog).named_workloads() == {"code", "chat"}
-    wanted = changed(depth__objectives={"agents": {"max_tpot_ms": 40}})
-    assert load_settings(wanted, catalog).named_workloads() == {"code", "chat", "agents"}
-    assert load_settings(GOOD, catalog).caller_table() is None
-
-
 def test_without_a_drafter_nothing_is_drafted(catalog: Catalog) -> None:
     for args in (changed(drafter=..., depth=...), changed(drafter=None, depth=...)):
         settings = load_settings(args, catalog)
