@@ -817,7 +817,7 @@ class Edge:
 
     def _head_index(self, workload: str) -> int:
         """The place in `heads` of the head that drafts for a workload."""
-        if (head := self.routing.of(workload)) in self.heads:
+        if (head := self.routing.head_of(workload)) in self.heads:
             return self.heads.index(head)
         drafter = self._settings.drafter
         return 0 if drafter is None else drafter.head_index(base_workload(workload))

@@ -44,7 +44,8 @@ LAYERS = (
     Layer("peagle/train", never=METHOD | {"peagle.drafter"}),
     Layer("peagle", never=METHOD | {"peagle.drafter"}),
     Layer(
-        "cluster", only=frozenset({*sys.stdlib_module_names, "numpy", "pydantic", "yaml", "cluster", "peagle.schema"})
+        "cluster",
+        only=frozenset({*sys.stdlib_module_names, "msgspec", "numpy", "pydantic", "yaml", "cluster", "peagle.schema"}),
     ),
     Layer("deployments", never=frozenset({"tests", "benchmarks"})),
     Layer("benchmarks", never=frozenset({"tests"})),

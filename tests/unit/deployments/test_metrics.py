@@ -64,7 +64,7 @@ def test_metrics_of_targets_heads_and_drafters_are_in_the_table() -> None:
     families = [
         *target_metrics(reports, 1),
         *head_metrics({"a": counts}, "i1"),
-        *change_metrics(swapped(0, 0.1, 120).keeper.document()),
+        *change_metrics(swapped(0, 0.1, 120).manager.document()),
         *drafter_metrics([drafter("r1", "a", refused="no")], reports),
     ]
     found, table = exported(prometheus_text(families).decode()), documented()
@@ -183,9 +183,9 @@ INCIDENTS: dict[str, tuple[list[dict[str, str]], list[str]]] = {
         ),
         ["PeagleDrafterDown", "PeagleTargetWithoutDrafter"],
     ),
-    "a head was taken back": (
-        instead(series("peagle_head_change", "_x540 1x60", head="b", against="a", state="taken back")),
-        ["PeagleHeadTakenBack"],
+    "a head was rolled back": (
+        instead(series("peagle_head_change", "_x540 1x60", head="b", against="a", state="rolled back")),
+        ["PeagleHeadRolledBack"],
     ),
     "a head is watched": (
         instead(series("peagle_head_change", "_x540 1x60", head="b", against="a", state="promoted")),

@@ -14,12 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.control import DepthControl
 from cluster.counts import Counts, TargetReport, WorkloadCounts
-from cluster.heads import HeadKeeper
+from cluster.heads import DrafterReport, HeadManager, HeadRef
 from cluster.request import DepthPolicy
 from cluster.view import table
 from deployments import telemetry
 from deployments.autoscaling import ClusterBoard
-from deployments.replicas import DrafterReport, LiveHead
 from deployments.telemetry import (
     MAX_NUM_HEADS,
     HeadCounts,
@@ -49,7 +48,7 @@ def report(head: str = "a", replica: str = "t1", links: Any = (), **workloads: C
 
 
 def drafter(replica: str, *digests: str, refused: str = "") -> DrafterReport:
-    heads = tuple(LiveHead(index, f"head-{digest}", digest) for index, digest in enumerate(digests))
+    heads = tuple(HeadRef(f"head-{digest}", digest) for digest in digests)
     return DrafterReport(replica, "h:1", heads, refused, {"passes": 5.0})
 
 
@@ -197,12 +196,12 @@ class Board(ClusterBoard):
 
 def test_without_a_file_state_outlives_the_router_in_the_cluster() -> None:
     """What was learned, and which heads were put in others' place."""
-    board, control, keeper = Board(), control_with_counts(), swapped(0, 0.5, 120).keeper
-    StateStore(None, board).write(control.snapshot() | {"heads": keeper.snapshot()})
-    second, found = DepthControl(DepthPolicy(3, 3, 3)), HeadKeeper({}, 0, 0.1)
+    board, control, manager = Board(), control_with_counts(), swapped(0, 0.5, 120).manager
+    StateStore(None, board).write(control.snapshot() | {"heads": manager.snapshot()})
+    second, found = DepthControl(DepthPolicy(3, 3, 3)), HeadManager({}, 0, 0.1)
     StateStore(None, board).restore(second, found)
     assert second.book.survival("code") == control.book.survival("code")
-    assert found.orders == keeper.orders
+    assert found.desired == manager.desired
 
 
 @pytest.mark.parametrize(
@@ -213,7 +212,7 @@ def test_a_state_of_another_version_in_the_cluster_is_refused_in_one_line(
 ) -> None:
     board = Board()
     board.put("learned", document)
-    StateStore(None, board).restore(DepthControl(DepthPolicy(3, 3, 3)), HeadKeeper({}, 0, 0.1))
+    StateStore(None, board).restore(DepthControl(DepthPolicy(3, 3, 3)), HeadManager({}, 0, 0.1))
     (record,) = caplog.records
     assert "cannot be used" in record.getMessage()
     assert "\n" not in record.getMessage()
@@ -233,24 +232,24 @@ def test_a_cluster_that_does_not_answer_holds_up_no_router(caplog: pytest.LogCap
     assert "is written again" in mended
 
 
-def test_a_head_that_was_taken_back_is_saved_at_once_and_found_again(tmp_path: Path) -> None:
-    path, control, keeper = tmp_path / "state.json", control_with_counts(), swapped(0, 0.5, 120).keeper
-    found = HeadKeeper({}, 0, 0.1)
+def test_a_head_that_was_rolled_back_is_saved_at_once_and_found_again(tmp_path: Path) -> None:
+    path, control, manager = tmp_path / "state.json", control_with_counts(), swapped(0, 0.5, 120).manager
+    found = HeadManager({}, 0, 0.1)
 
     async def run() -> None:
         file = StateStore(str(path))
-        file.save_soon(control, keeper)
+        file.save_soon(control, manager)
         assert file._task is None, "not due yet"
-        file.save_soon(control, keeper, is_urgent=True)
+        file.save_soon(control, manager, is_urgent=True)
         assert file._task is not None
         await file._task
         file.restore(control, found)
 
     asyncio.run(run())
-    assert found.orders == keeper.orders != HeadKeeper({}, 0, 0.1).orders
+    assert found.desired == manager.desired != HeadManager({}, 0, 0.1).desired
     StateStore(str(path)).write(control.snapshot())  # of a service without remote drafters
     StateStore(str(path)).restore(control, found)
-    assert found.orders == keeper.orders
+    assert found.desired == manager.desired
 
 
 def test_state_is_written_off_the_event_loop_when_it_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
