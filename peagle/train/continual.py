@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from pydantic import ValidationError
 
 from peagle.checkpoint import build_drafter, load_head, save_head
 from peagle.config import HeadError
-from peagle.evaluate import AnswerCounts, ratios, replay
+from peagle.evaluate import AnswerCounts, members, ratios, replay
 from peagle.model import Drafter
 from peagle.provenance import conditions
 from peagle.schema import problem_lines
@@ -51,7 +50,8 @@ def continual_recipe(given: dict[str, dict[str, Any]], ptd_token_id: int = 0) ->
 
 
 class HeadInTraining:
-    """A head that is trained on. Weights and moments stay from round to round, the head proposed is the moving average.
+    """A head that is trained on, `current`. Weights and moments stay from round to round; the new head is the moving
+    average.
 
     Raises HeadError for an EAGLE-3 head.
     """
@@ -123,10 +123,10 @@ class HeadInTraining:
             **tally.read(),
         }
 
-    def compare(self, data: Conversations, num_draft_tokens: int, workloads: Sequence[str] = ()) -> dict[str, Any]:
-        """AL at K = num_draft_tokens on the same answers: of the head trained (`new`), of the one that it began from
-        (`current`), and their ratio with its 95% interval. `workloads`: of each answer; each is compared by itself
-        too. Answers have two tokens or more."""
+    def compare(self, data: Conversations, num_draft_tokens: int, workloads: Sequence[str]) -> dict[str, Any]:
+        """AL at K = num_draft_tokens on the same answers: of the new head (`new`), of the current one (`current`), and
+        their ratio with its 95% interval. workloads: of each answer; `by_workload` has the figures of each. Answers
+        have two tokens or more."""
         self._average.swap()
         try:
             new, current = (
@@ -135,13 +135,9 @@ class HeadInTraining:
             )
         finally:
             self._average.swap()
-        found = compared(new, current)
-        if len(names := sorted(set(workloads))) > 1:
-            chosen = {name: np.flatnonzero(np.array(workloads) == name) for name in names}
-            found["by_workload"] = {
-                name: compared(new.select(among), current.select(among)) for name, among in chosen.items()
-            }
-        return found
+        parts = members([[name] for name in workloads]).items()
+        by_workload = {name: compared(new.select(among), current.select(among)) for name, among in parts}
+        return compared(new, current) | {"by_workload": by_workload}
 
     def save(self, folder: Path, provenance: dict[str, Any]) -> None:
         """Writes the head in the form of the one it began from, with where it comes from."""
@@ -157,11 +153,6 @@ class HeadInTraining:
         recipe = self.recipe.model_dump(include={"drafter", "cod", "batch", "optimizer", "schedule", "loss"})
         document = {"made": conditions(), "recipe": recipe, **provenance}
         (folder / "provenance.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-
-    def compare_with(self, head_dir: Path) -> None:
-        """The head in `head_dir`, saved from this one, drafts from now on."""
-        _, self._tensors = load_head(head_dir)
-        self.current = self._built(self.target.model.dtype)
 
 
 def compared(new: AnswerCounts, current: AnswerCounts) -> dict[str, Any]:
