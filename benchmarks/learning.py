@@ -221,12 +221,12 @@ def measure(clients: Clients, options: argparse.Namespace, say: Callable[[str], 
     worth: dict[str, float] = {}
     if promoted is not None and not options.by_workload:
         change_heads()
-        judged("taken back")
+        judged("rolled back")
         for kind in kinds:
-            rates = [phases[f"{kind} held out, {when}"]["output_tokens_per_s"] for when in ("after", "taken back")]
+            rates = [phases[f"{kind} held out, {when}"]["output_tokens_per_s"] for when in ("after", "rolled back")]
             worth[kind] = round(rates[0] / rates[1], 3)
     return {
-        "tokens_per_s_after_over_taken_back": worth,
+        "tokens_per_s_after_over_rolled_back": worth,
         "after_over_before": {kind: paired(before[kind], after[kind]) for kind in kinds},
         "phases": phases,
         "promoted": promoted,
@@ -288,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     document = {"made": conditions(), "options": asked, "learning": args["learning"], **found}
     if options.out is not None:
         options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    names = "tokens_per_s_after_over_taken_back", "after_over_before", "phases", "promoted", "num_requests"
+    names = "tokens_per_s_after_over_rolled_back", "after_over_before", "phases", "promoted", "num_requests"
     summary = {name: found[name] for name in (*names, "num_failed")}
     sys.stdout.write(json.dumps(summary, indent=1) + "\n")
     return 0

@@ -171,7 +171,8 @@ MIN_REQUESTS, MIN_STEPS = 8, 100
 """Of each head, before the two are compared."""
 
 MAX_EVIDENCE_STEPS = 50_000
-"""Of a head and workload; beyond it older steps count half, unless the head is being compared."""
+"""Of a head and workload. Beyond it older steps count half; not while the head is compared, where the interval needs
+all of them."""
 
 REQUEST_CORRELATION = 0.4
 """Of accepted drafts between steps of one request: m steps of it are worth m / (1 + 0.4 (m - 1)) independent ones. An
@@ -187,6 +188,13 @@ class HeadEvidence:
 
     counts: Counts = field(default_factory=Counts)
     num_requests: int = 0
+
+    def add(self, counts: Counts, num_requests: int, forgets: bool) -> None:
+        self.counts, self.num_requests = self.counts + counts, self.num_requests + num_requests
+        if forgets and self.counts.num_steps > MAX_EVIDENCE_STEPS:
+            rows = self.counts.drafted, self.counts.reached, self.counts.accepted
+            self.counts = Counts(*([number // 2 for number in row] for row in rows))
+            self.num_requests //= 2
 
     @property
     def usual_k(self) -> int:
@@ -424,18 +432,13 @@ class HeadManager:
             if (workload := base_workload(name)) in cold:
                 self._num_cold[workload] -= counted.num_ended
         compared = [change for change in state.changes if change.is_compared]
-        kept_whole = {head for change in compared for head in (change.head, change.against)}
+        compared_heads = {head for change in compared for head in (change.head, change.against)}
         for head, by_workload in news.by_head.items():
             evidence = state.evidence[head] = state.evidence.pop(head, {})
             for name, counts in by_workload.items():
                 if (workload := base_workload(name)) not in cold:
                     known = evidence.setdefault(workload, HeadEvidence())
-                    known.counts += counts
-                    known.num_requests += news.workloads[name].num_started
-                    if known.counts.num_steps > MAX_EVIDENCE_STEPS and head not in kept_whole:
-                        rows = known.counts.drafted, known.counts.reached, known.counts.accepted
-                        known.counts = Counts(*([number // 2 for number in row] for row in rows))
-                        known.num_requests //= 2
+                    known.add(counts, news.workloads[name].num_started, forgets=head not in compared_heads)
         while len(state.evidence) > MAX_HEADS:
             del state.evidence[next(iter(state.evidence))]
         for change in compared:

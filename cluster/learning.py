@@ -22,8 +22,9 @@ import numpy as np
 GRAM_TOKENS = 8
 MIN_DISTINCT_SHARE = 0.5
 """Of an answer's n-grams; one with less loops (`peagle.train.data.distinct_share` has the same rule)."""
-MIN_LOOP_GRAMS = 64
-"""Of an answer's end, this many n-grams, twice, four times and so on are looked at as well."""
+LOOP_SIZES = (64, 128, 256, 512, 1024)
+"""Numbers of n-grams at an answer's end that are looked at as well: a target that falls into a loop stays in it until
+`max_tokens`."""
 HELD_OUT_SHARE = 0.2
 """Of all prompts, by their hash: what a new head is judged by, and never trained on."""
 Group = tuple[str, str]
@@ -65,14 +66,11 @@ class KeptAnswer:
 
     @property
     def is_looping(self) -> bool:
-        """The whole answer, or its end: a target that falls into a loop stays in it until `max_tokens`."""
+        """The whole answer, or its end."""
         tokens = self.answer.tolist()
         grams = [tuple(tokens[start : start + GRAM_TOKENS]) for start in range(len(tokens) - GRAM_TOKENS + 1)]
-        sizes, size = [len(grams)], MIN_LOOP_GRAMS
-        while size < len(grams):
-            sizes.append(size)
-            size *= 2
-        return any(len(set(grams[-size:])) < MIN_DISTINCT_SHARE * size for size in sizes)
+        ends = (grams[-size:] for size in (len(grams), *LOOP_SIZES))
+        return any(len(set(end)) < MIN_DISTINCT_SHARE * len(end) for end in ends)
 
 
 class AnswerQueue:

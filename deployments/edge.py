@@ -771,7 +771,7 @@ class Edge:
         if taken := [key for key in SERVER_KEYS if key in own]:
             name = f"vllm_xargs.{taken[0]}"
             raise ApiError(400, f"{name} is set by the server: send the field drafting", param=name)
-        drafting = self._tried(self._decide(asked, model, body, caller, headers))
+        drafting = self._assign_trial(self._decide(asked, model, body, caller, headers))
         decided: dict[str, Any] = {DEPTH_KEY: drafting.max_k, WORKLOAD_KEY: drafting.workload}
         if drafting.survival:
             decided[SURVIVAL_KEY] = list(drafting.survival)
@@ -807,7 +807,7 @@ class Edge:
             drafting = self.control.settle(drafting, time.monotonic(), caller.max_k)
         return drafting
 
-    def _tried(self, drafting: Drafting) -> Drafting:
+    def _assign_trial(self, drafting: Drafting) -> Drafting:
         """The request, now and then with the head that its workload tries. K stays: both heads get the same."""
         workload, routing = drafting.workload, self.routing
         is_asked = workload in routing.workloads if routing.workloads else self._head_index(workload) == 0

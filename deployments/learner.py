@@ -79,23 +79,18 @@ class Learner:
         kept = self._buffer.num_answers()
         return LearnerReport(self._phase, self._problem, kept, self._buffer.num_bytes, counters, self._last_round)
 
-    async def check_health(self) -> None:
-        for task in self._tasks:
-            if task.done():
-                task.result()
-
     async def _collect(self) -> None:
         while True:
             await asyncio.sleep(COLLECT_INTERVAL_S)
             try:
-                taken = await ask_each(self._target, "take_answers", POLL_TIMEOUT_S)
+                for answers in await ask_each(self._target, "take_answers", POLL_TIMEOUT_S):
+                    if isinstance(answers, list):  # else what a replica raised
+                        self._buffer.add(answers, time.monotonic())
             except (*REPLICA_LOST, TimeoutError):
-                continue
+                pass
             except Exception as error:  # the targets serve on, and keep what they can until it goes again
                 self._problem = repr(error)
                 logger.exception("answers cannot be fetched")
-                continue
-            self._buffer.add((one for found in taken if isinstance(found, list) for one in found), time.monotonic())
 
     async def _learn(self) -> None:
         num_new = self._buffer.num_new

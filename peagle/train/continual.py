@@ -89,7 +89,7 @@ class HeadInTraining:
         """One round; returns its figures. rest: called after each step with its seconds, to wait as long as others need
         the processor. Raises FloatingPointError when loss or gradient is no number."""
         schedule, packing = self.recipe.schedule, self.recipe.batch
-        max_score = self.recipe.optimizer.max_attention_score
+        max_score = None if self.config.qk_norm else self.recipe.optimizer.max_attention_score
         batches = PackedBatches(
             data, **packing.model_dump(include={"num_sequences", "max_tokens", "long"}), seed=self.num_rounds
         )

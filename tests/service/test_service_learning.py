@@ -49,10 +49,10 @@ def test_after_a_shift_a_head_that_learned_from_it_drafts_better(tmp_path: Path)
     assert [after[kind]["num_equal_answers"] for kind in ("general", "json")] == [8, 8]
     assert after["json"]["ratio"] > 1
     assert after["general"]["ratio"] > 1 - LEARNING["max_loss"]
-    heads = [found["phases"][f"json held out, {when}"]["heads"] for when in ("before", "after", "taken back")]
+    heads = [found["phases"][f"json held out, {when}"]["heads"] for when in ("before", "after", "rolled back")]
     assert heads[0] != heads[1]
     assert heads[0] == heads[2]
-    assert set(found["tokens_per_s_after_over_taken_back"]) == {"general", "json"}
+    assert set(found["tokens_per_s_after_over_rolled_back"]) == {"general", "json"}
 
 
 def update(target: Path) -> None:
