@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -183,46 +183,44 @@ class HeadSlots:
         self.server: DrafterServer | None = None
 
     async def configure(self, user_config: Any) -> None:
-        """Let the heads that `user_config` names draft. Never raises: where one does not fit, the heads of now stay,
-        and `refused` says why."""
-        async with self._lock:
-            try:
-                # Over the settings, not over the heads of now: a replica that starts now never had those.
-                catalog = Catalog((), Path(peagle.heads.__file__).parent, read_head_config)
-                asked = swapped(self._settings, user_config, catalog)
-                configured = tuple([await asyncio.to_thread(self._find, name) for name in asked.heads])
-                await asyncio.to_thread(self._apply, configured)
-                self.refused = ""
-            except Exception as error:  # noqa: BLE001  # whatever a head's files make of it, the reason must show
-                self.refused = self._log(error)
+        """Let the heads that `user_config` names draft. Where one does not fit, the heads of now stay, and `refused`
+        says why."""
+
+        def work() -> None:
+            # Over the settings, not over the heads of now: a replica that starts now never had those.
+            catalog = Catalog((), Path(peagle.heads.__file__).parent, read_head_config)
+            self._apply(tuple(self._find(name) for name in swapped(self._settings, user_config, catalog).heads))
+
+        self.refused = await self._run(work)
 
     async def apply(self, desired: DesiredHeads) -> None:
-        """Let the heads that the router desires draft. Never raises: see `problems` and `missing`."""
-        if desired == self.desired:
-            return
-        self.desired, self.problems, self.missing = desired, {}, ()
-        await self._reapply()
+        """Let the heads that the router desires draft, as far as `problems` and `missing` say nothing else."""
+        if desired != self.desired:
+            self.desired, self.problems, self.missing = desired, {}, ()
+            await self._apply_again()
 
     async def keep_files(self, name: str, files: Mapping[str, bytes]) -> None:
         """The files of a head that is `missing`. Raises ValueError, OSError."""
         if name in self.missing:
             in_use = {head.name for head in (*self.desired.replacements.values(), *self.desired.extra)}
             await asyncio.to_thread(keep_candidate, name, files, in_use)
-            await self._reapply()
+            await self._apply_again()
 
-    async def _reapply(self) -> None:
+    async def _apply_again(self) -> None:
+        if problem := await self._run(lambda: self._apply(self.configured)):
+            self.problems["desired"] = problem
+
+    async def _run(self, work: Callable[[], None]) -> str:
+        """Load heads in a thread, once at a time. Returns what went wrong, "" where nothing did."""
         async with self._lock:
             try:
-                await asyncio.to_thread(self._apply, self.configured)
-            except Exception as error:  # noqa: BLE001  # likewise
-                self.problems["desired"] = self._log(error)
-
-    def _log(self, error: Exception) -> str:
-        """The reason in words."""
-        is_foreseen = isinstance(error, ValueError | OSError | RuntimeError)  # the last: no memory for two heads
-        reason = str(error) if is_foreseen else repr(error)
-        logger.error("new heads are refused, and those of now stay: %s", reason, exc_info=not is_foreseen)
-        return reason
+                await asyncio.to_thread(work)
+            except Exception as error:  # whatever a head's files make of it, the reason must show
+                is_foreseen = isinstance(error, ValueError | OSError | RuntimeError)  # the last: no memory for two
+                reason = str(error) if is_foreseen else repr(error)
+                logger.error("new heads are refused, and those of now stay: %s", reason, exc_info=not is_foreseen)
+                return reason
+            return ""
 
     def _apply(self, configured: tuple[HeadRef, ...]) -> None:
         """Load what is to draft. Raises for a head of `configured`, or in its place, and changes nothing then."""
