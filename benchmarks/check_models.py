@@ -64,7 +64,7 @@ def answers(engine: Any, prompts: list[list[int]], k: int | None) -> list[list[i
     """Greedy answers, with at most `k` drafts a step."""
     from vllm import SamplingParams, TokensPrompt
 
-    from peagle.vllm.acceptance import DEPTH_KEY
+    from peagle.vllm.request_args import DEPTH_KEY
 
     params = SamplingParams(
         temperature=0.0,

@@ -310,7 +310,7 @@ class LearnedDepths:
     def __init__(self, engine: Any, k_max: int) -> None:
         from cluster.control import DepthControl
         from cluster.request import DepthPolicy
-        from peagle.vllm.acceptance import DraftingRecorder
+        from peagle.vllm.recorder import DraftingRecorder
 
         self._recorder, self._k_max = DraftingRecorder(), k_max
         self._recorder.attach(engine)
@@ -338,7 +338,7 @@ class LearnedDepths:
 
     def extra_args(self, workload: str) -> dict[str, Any]:
         from cluster.request import Drafting
-        from peagle.vllm.acceptance import DEPTH_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+        from peagle.vllm.request_args import DEPTH_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
         drafting = self._control.settle(Drafting(workload, self._k_max, "default"), time.monotonic())
         args = {DEPTH_KEY: drafting.max_k, WORKLOAD_KEY: drafting.workload}

@@ -29,8 +29,9 @@ from typing import Any
 
 from benchmarks.models import LLAMA_8B, spawn_engines, write_embedding, write_head, write_target
 from peagle.provenance import conditions
-from peagle.vllm.acceptance import DEPTH_KEY, STEPS_HEADER
 from peagle.vllm.engine import RemoteSettings, engine_kwargs
+from peagle.vllm.request_args import DEPTH_KEY
+from peagle.vllm.step_notes import STEPS_HEADER
 
 PLACEMENTS = ("colocated", "remote", "none")
 SURVIVAL = (0.80, 0.64, 0.50, 0.39, 0.30, 0.22, 0.17)

@@ -67,7 +67,7 @@ def new_request(arm: str, number: int, draw: random.Random, num_begun: int) -> A
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
-    from peagle.vllm.acceptance import DEPTH_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+    from peagle.vllm.request_args import DEPTH_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
     kind, _, depth = arm.partition("-")
     extra = {SURVIVAL_KEY: SURVIVAL, WORKLOAD_KEY: "code"} if depth == "learned" else {DEPTH_KEY: int(depth)}

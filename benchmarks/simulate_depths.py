@@ -31,7 +31,7 @@ from cluster.depth import WORTH_LEVELS
 from cluster.request import DepthPolicy, Drafting
 from cluster.step_time import StepCostModel, StepCosts, TimedStep
 from peagle.provenance import conditions
-from peagle.vllm.acceptance import SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.request_args import SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.trimming import MORE_TO_CHOOSE, Trimmer
 
 RESULTS = Path(__file__).parent / "results"

@@ -49,8 +49,8 @@ from deployments.target import TargetServer
 from deployments.up import ray_environment
 from peagle.embedded import DEFAULT_TARGET
 from peagle.provenance import conditions
-from peagle.vllm.acceptance import STEPS_HEADER, VerifiedStep, steps_text
 from peagle.vllm.outputs import OutputCoalescer
+from peagle.vllm.step_notes import STEPS_HEADER, VerifiedStep, steps_text
 
 ARMS = ("vllm", "target", "each-step", "ingress", "proxy")
 KINDS = {

@@ -60,9 +60,9 @@ from cluster.settings import ClusterSettings, IngressSettings, LimitSettings
 from deployments import openapi
 from deployments.compat import NOT_READY, NOT_READY_CODE, RETRY_AFTER_S, address_header, listening_host
 from peagle.schema import nearest
-from peagle.vllm.acceptance import DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.compat import chat_part_kinds
 from peagle.vllm.grammar_bounds import GrammarError, GrammarLimits, check_grammar, check_structured_outputs
+from peagle.vllm.request_args import DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.setting_types import SettingTypes
 
 logger = logging.getLogger(__name__)

@@ -75,9 +75,9 @@ from deployments.replicas import (
 )
 from deployments.telemetry import make_control
 from peagle.heads import head_digest, target_digest
-from peagle.vllm.acceptance import DraftingRecorder
 from peagle.vllm.engine import ASYNC_SCHEDULER, RemoteSettings, engine_kwargs
 from peagle.vllm.limits import guard
+from peagle.vllm.recorder import DraftingRecorder
 from peagle.vllm.rendering import render_at_once
 
 gc.enable()

@@ -21,9 +21,9 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.structured_output import StructuredOutputManager
 
 from peagle.vllm import compat
-from peagle.vllm.acceptance import undraftable_field
 from peagle.vllm.grammar_bounds import GrammarLimits
 from peagle.vllm.grammar_checker import CheckedGrammar, GrammarChecker
+from peagle.vllm.request_args import undraftable_field
 
 MAX_TOKEN_IDS = 1024
 """Of allowed_token_ids and of logit_bias: the tables of vLLM's V2 model runner hold so many, and a longer list ends its

@@ -32,8 +32,9 @@ from peagle.drafter.protocol import NO_DRAFT, DtypeName, Int32Array, StepPlan, T
 from peagle.drafter.replay import StepReplayer
 from peagle.drafter.rows import accepted_rows
 from peagle.vllm import compat
-from peagle.vllm.acceptance import drafts_ahead, drafts_wanted, head_of
 from peagle.vllm.engine import REMOTE_KEY
+from peagle.vllm.request_args import drafts_wanted, head_of
+from peagle.vllm.step_notes import read_plan
 
 if TYPE_CHECKING:
     _Runner = GPUModelRunner
@@ -418,7 +419,7 @@ class PassSkipper(_Runner):
             return False
         if self.parallel_config.data_parallel_size > 1:  # Ranks meet in the pass.
             return False
-        if drafts_ahead(scheduler_output, self.num_spec_tokens):
+        if read_plan(scheduler_output).limit_drafts_ahead(self.num_spec_tokens):
             return False
         num_computed_B = batch.num_computed_tokens_cpu[: batch.num_reqs]
         return bool((num_computed_B >= batch.num_prompt_tokens[: batch.num_reqs]).all())
@@ -549,7 +550,7 @@ class RemoteDrafts(_Runner):
         ]
         k_max = self.num_spec_tokens
         k_B = np.array([drafts_wanted(request.sampling_params, k_max) for request in requests], dtype=np.int32)
-        depth_B = k_B if drafts_ahead(scheduled, k_max) else np.zeros_like(k_B)
+        depth_B = k_B if read_plan(scheduled).limit_drafts_ahead(k_max) else np.zeros_like(k_B)
         is_prompt_B = batch.num_computed_tokens_cpu[:num_requests] < batch.num_prompt_tokens[:num_requests]
         offset_B1 = self.query_start_loc.np[: num_requests + 1].astype(np.int32)
         return EngineBatch(

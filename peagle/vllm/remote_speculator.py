@@ -25,10 +25,11 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from peagle.drafter.protocol import Int32Array
-from peagle.vllm.acceptance import attach_num_drafts, drafts_ahead, drafts_wanted, head_of, is_choice_ahead
 from peagle.vllm.chosen import Chances
 from peagle.vllm.draft_rows import TargetRows, accepted_rows
 from peagle.vllm.remote import EngineBatch, RemoteControl, SampledRows, StepSender, check_config, make_sender
+from peagle.vllm.request_args import drafts_wanted, head_of
+from peagle.vllm.step_notes import read_plan, update_result
 from peagle.vllm.v2_worker import PEagleRunner, V2Worker
 
 if TYPE_CHECKING:
@@ -86,8 +87,8 @@ class RemoteSpeculator(BaseSpeculator):
             known = self._known.setdefault(new.req_id, _Known(head, drafts_wanted(params, self._k_max), ()))
             known.tokens = new.prefill_token_ids or ()
         # A request whose drafter had none gets 0 drafts until an answer holds some: at least one is asked for.
-        self._num_ahead = max(1, drafts_ahead(scheduled, self._k_max))
-        self._is_choice = is_choice_ahead(scheduled)
+        self._num_ahead = max(1, read_plan(scheduled).limit_drafts_ahead(self._k_max))
+        self._is_choice = read_plan(scheduled).ranks_drafts
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop requests that have ended. A preempted one keeps its place at the drafter."""
@@ -207,12 +208,12 @@ class RemoteModelRunner(PEagleRunner):
         return self.speculator.sender if self.speculator is not None else None
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """vLLM's own; its output says which drafts, planned for this step, there were (`attach_num_drafts`)."""
+        """vLLM's own; its output says which drafts, planned for this step, there were (`StepResult`)."""
         before, self.speculator.num_drafts = self.speculator.num_drafts, {}
         output: Any = super().sample_tokens(grammar_output)
         inner = getattr(output, "model_runner_output", output)
         if self.remote is not None and (request_ids := getattr(inner, "req_ids", None)) is not None:
-            attach_num_drafts(inner, [before.get(request_id, -1) for request_id in request_ids])
+            update_result(inner, num_ready=[before.get(request_id, -1) for request_id in request_ids])
         return output
 
 

@@ -1,7 +1,7 @@
 """Schedulers for vLLM that verify at most K draft tokens a step for each request.
 
 Enters: a request whose `SamplingParams.extra_args["peagle_k"]` says its K. Leaves: `SchedulerOutput`s in which that
-request has at most K drafts, and outputs that carry what was verified and accepted (`peagle.vllm.acceptance`).
+request has at most K drafts, and outputs that carry what was verified and accepted (`peagle.vllm.step_notes`).
 The drafter always proposes K_max tokens in its one pass (P-EAGLE, arXiv 2602.01469, section 3); K limits verification
 only, so trimming costs no draft quality and keeps the distribution of the output.
 
@@ -26,25 +26,19 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from peagle.vllm import compat
-from peagle.vllm.acceptance import (
-    DEPTH_KEY,
-    STEP_COSTS_HEADER,
-    STEPS_HEADER,
-    Rejections,
-    VerifiedStep,
-    choose_drafts,
-    drafts_wanted,
-    num_admitted_of,
-    num_chosen_of,
-    num_drafts_of,
-    plan_drafts_ahead,
-    steps_text,
-    verifies_all,
-    verify_all,
-    worth_of,
-)
 from peagle.vllm.limits import use_own_backends
 from peagle.vllm.outputs import OutputCoalescer
+from peagle.vllm.rejections import Rejections
+from peagle.vllm.request_args import DEPTH_KEY, drafts_wanted
+from peagle.vllm.step_notes import (
+    STEP_COSTS_HEADER,
+    STEPS_HEADER,
+    VerifiedStep,
+    read_plan,
+    read_result,
+    steps_text,
+    update_plan,
+)
 from peagle.vllm.trimming import MORE_TO_CHOOSE, Trimmer, make_trimmer
 from peagle.vllm.turns import count_overtaken, group_of, order_by_turns
 
@@ -199,7 +193,7 @@ class _PerRequestDepth(_Base):
     def _record_admitted(self, num_admitted: list[int], scheduled: "SchedulerOutput") -> bool:
         """Take in what vLLM's adaptive verification admitted in a step. Whether that is less than was planned."""
         drafts = scheduled.scheduled_spec_decode_tokens
-        choose_drafts(scheduled, sum(num_admitted))
+        update_plan(scheduled, draft_budget=sum(num_admitted))
         mean = sum(num_admitted) / max(1, len(drafts))
         self._mean_admitted += ADMITTED_WEIGHT * (mean - self._mean_admitted)
         return sum(num_admitted) < sum(map(len, drafts.values()))
@@ -211,14 +205,14 @@ class _PerRequestDepth(_Base):
     def _plan_pass(self, scheduled: "SchedulerOutput", num_ahead: int, is_choice: bool = False) -> None:
         """Say how deep the drafter's pass of this step is to be, how many of the step's drafts it will not see, and
         whether what it drafts is to be valued."""
-        drafts, num_chosen = scheduled.scheduled_spec_decode_tokens.values(), num_chosen_of(scheduled)
-        if self._is_adaptive and not verifies_all(scheduled):
+        drafts, num_chosen = scheduled.scheduled_spec_decode_tokens.values(), read_plan(scheduled).draft_budget
+        if self._is_adaptive and not read_plan(scheduled).verifies_all:
             num_chosen = round(min(self._mean_admitted * len(drafts), sum(map(len, drafts))))
         if num_chosen is None:
             num_rejected = self._rejections.expected(map(len, drafts))
         else:
             num_rejected = self._rejections.expected_of_chosen(num_chosen)
-        plan_drafts_ahead(scheduled, num_ahead, num_rejected, is_choice)
+        update_plan(scheduled, num_drafts_ahead=num_ahead, num_rejected=num_rejected, ranks_drafts=is_choice)
 
     def make_spec_decoding_stats(
         self,
@@ -253,14 +247,16 @@ class _PerRequestDepth(_Base):
         """vLLM's own update, less the outputs that nobody gets to see yet (`peagle.vllm.outputs`); then each request's
         unreported steps onto its output, and about twice a second what was learned of step times onto the first output
         of each client."""
-        num_admitted = num_admitted_of(model_runner_output)
+        result = read_result(model_runner_output)
+        num_admitted = result.list_admitted()
         if self._is_adaptive and num_admitted and not self._record_admitted(num_admitted, scheduler_output):
             num_admitted = None
         if self._trimmer is not None:
             self._trimmer.arrived(time.perf_counter(), scheduler_output)
-        if (num_drafts := num_drafts_of(model_runner_output)) is not None:
-            self._leave_out_missing(dict(zip(model_runner_output.req_ids, num_drafts, strict=True)), scheduler_output)
-        if self._trimmer is not None and (worth := worth_of(model_runner_output)) is not None:
+        if result.num_ready is not None:
+            num_ready = dict(zip(model_runner_output.req_ids, result.num_ready, strict=True))
+            self._leave_out_missing(num_ready, scheduler_output)
+        if self._trimmer is not None and (worth := result.list_worth()) is not None:
             self._trimmer.hear_worth(*worth)
         if num_admitted is not None:
             self._leave_out(dict(zip(model_runner_output.req_ids, num_admitted, strict=True)), scheduler_output)
@@ -385,7 +381,7 @@ class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
     def _update_after_schedule(self, scheduler_output: "SchedulerOutput") -> None:
         found: list[Any] = [self.requests[request_id] for request_id in scheduler_output.num_scheduled_tokens]
         if self._verifies_all:
-            verify_all(scheduler_output)
+            update_plan(scheduler_output, verifies_all=True)
         may_choose = (
             self._trimmer is not None and self._trimmer.chooses and len(found) > 1 and all(map(self._is_plain, found))
         )
@@ -406,7 +402,7 @@ class PerRequestDepthAsyncScheduler(_PerRequestDepth, AsyncScheduler):
         drafts = scheduled.scheduled_spec_decode_tokens
         num_chosen = round(self._chosen_share * len(drafts))
         if num_chosen < sum(map(len, drafts.values())):
-            choose_drafts(scheduled, num_chosen)
+            update_plan(scheduled, draft_budget=num_chosen)
 
     def _is_plain(self, request: Any) -> bool:
         """Whether it may be in a step whose drafts the worker chooses: not where it has none, nor where vLLM finds its

@@ -51,12 +51,13 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from peagle.drafter.drafts import best_tokens
 from peagle.vllm import compat
-from peagle.vllm.acceptance import drafts_ahead, drafts_wanted, is_choice_ahead, num_rejected_of
 from peagle.vllm.adaptive import predict_acceptance
 from peagle.vllm.chosen import Chances
 from peagle.vllm.draft_rows import DraftRows, TargetRows, write_rows
 from peagle.vllm.engine import capture_sizes
 from peagle.vllm.last_layer import COMPILED_KEY, LastLayer
+from peagle.vllm.request_args import drafts_wanted
+from peagle.vllm.step_notes import read_plan
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -301,9 +302,9 @@ class PEagleSpeculator(DraftModelSpeculator):
         for new in scheduled.scheduled_new_reqs:
             if not drafts_wanted(new.sampling_params, self.num_speculative_steps):
                 self._without_drafts.add(new.req_id)
-        self._num_ahead = drafts_ahead(scheduled, self.num_speculative_steps)
-        self._num_rejected = num_rejected_of(scheduled)
-        self._is_choice = is_choice_ahead(scheduled)
+        plan = read_plan(scheduled)
+        self._num_ahead = plan.limit_drafts_ahead(self.num_speculative_steps)
+        self._num_rejected, self._is_choice = plan.num_rejected, plan.ranks_drafts
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop requests that have ended."""

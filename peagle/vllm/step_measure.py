@@ -18,7 +18,8 @@ from vllm import SamplingParams
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from peagle.vllm.acceptance import DEPTH_KEY, plan_drafts_ahead
+from peagle.vllm.request_args import DEPTH_KEY
+from peagle.vllm.step_notes import update_plan
 from peagle.vllm.trimming import document_path
 
 logger = logging.getLogger(__name__)
@@ -158,7 +159,7 @@ class _Batch:
             output.scheduled_spec_decode_tokens = {request_id: [-1] * depth for request_id in self._ids}
         output.num_spec_tokens_to_schedule = self._runner.num_speculative_steps
         # Drafts of random tokens are rejected; an engine's first passes have as many rows as with half of them.
-        plan_drafts_ahead(output, depth, depth * len(self._ids) // 2)
+        update_plan(output, num_drafts_ahead=depth, num_rejected=depth * len(self._ids) // 2)
         self._worker.execute_model(output)
         self._worker.sample_tokens(None)
         self._computed += 1 + depth

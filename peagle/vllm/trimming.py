@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 
 from cluster.depth import allocate, best_total, check_survival
 from cluster.step_time import StepCostModel, StepCosts, TimedStep
-from peagle.vllm.acceptance import SURVIVAL_KEY, WORKLOAD_KEY, drafts_ahead, num_chosen_of
+from peagle.vllm.request_args import SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.step_notes import read_plan
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -112,7 +113,7 @@ def timed_step(seconds: float, scheduled: "SchedulerOutput") -> TimedStep | None
     drafts, cached = scheduled.scheduled_spec_decode_tokens, scheduled.scheduled_cached_reqs
     num_drafts = sum(map(len, drafts.values()))
     num_requests, num_tokens = len(scheduled.num_scheduled_tokens), scheduled.total_num_scheduled_tokens
-    num_chosen = num_chosen_of(scheduled)
+    num_chosen = read_plan(scheduled).draft_budget
     num_spared = 0 if num_chosen is None else num_drafts - num_chosen
     if scheduled.scheduled_new_reqs or cached.resumed_req_ids or num_tokens > num_requests + num_drafts:
         begun = {request.req_id for request in scheduled.scheduled_new_reqs} | set(cached.resumed_req_ids)
@@ -127,7 +128,7 @@ def timed_step(seconds: float, scheduled: "SchedulerOutput") -> TimedStep | None
     contexts = cached.num_computed_tokens
     context_tokens = sum(contexts) / len(contexts) if contexts else 0.0
     prompt_tokens = scheduled.total_num_scheduled_tokens - num_tokens
-    is_drafted = drafts_ahead(scheduled, 1) > 0
+    is_drafted = read_plan(scheduled).limit_drafts_ahead(1) > 0
     num_rows, is_chosen = num_tokens - num_spared, num_chosen is not None
     return TimedStep(seconds, num_requests, num_rows, context_tokens, prompt_tokens, is_drafted, is_chosen)
 

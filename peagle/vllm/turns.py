@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from peagle.vllm.acceptance import GROUP_KEY
+from peagle.vllm.request_args import GROUP_KEY
 
 MAX_OVERTAKEN = 64
 """Later sequences that go before a waiting one at the most."""

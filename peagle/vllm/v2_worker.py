@@ -28,11 +28,11 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import AttentionGroup
 
 from peagle.vllm import compat
-from peagle.vllm.acceptance import attach_num_admitted, attach_worth, num_chosen_of, verifies_all
 from peagle.vllm.adaptive import count_admitted, paused
 from peagle.vllm.chosen import MAX_DRAFTS, Chances, ChosenDrafts
 from peagle.vllm.speculator import PEagleSpeculator, can_renew
 from peagle.vllm.step_measure import measure_steps, write_steps
+from peagle.vllm.step_notes import read_plan, update_result
 from peagle.vllm.verification import CoupledSampler, Verification
 
 if TYPE_CHECKING:
@@ -167,6 +167,8 @@ class RaggedModelRunner(GPUModelRunner):
 class PEagleRunner(RaggedModelRunner):
     """The same with a P-EAGLE speculator, and with graphs for the verification of its drafts."""
 
+    adaptive_verification: Any = None
+    """vLLM's manager, or `chosen` in a step whose drafts that chooses."""
     verification: Verification | None = None
     chosen: ChosenDrafts | None = None
     """Where a step's drafts can be chosen."""
@@ -217,7 +219,7 @@ class PEagleRunner(RaggedModelRunner):
                 return super().execute_model(scheduler_output, *args, **kwargs)
             finally:
                 self.adaptive_verification = vllms_own
-        num_drafts = num_chosen_of(scheduler_output)
+        num_drafts = read_plan(scheduler_output).draft_budget
         if num_drafts is None:
             return super().execute_model(scheduler_output, *args, **kwargs)
         assert self.chosen is not None
@@ -231,7 +233,7 @@ class PEagleRunner(RaggedModelRunner):
     def _verifies_all(self, scheduled: "SchedulerOutput") -> bool:
         """Whether the step does, as the scheduler asks for; vLLM cannot where it would verify in several parts."""
         num_rows = len(scheduled.num_scheduled_tokens) + sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
-        return verifies_all(scheduled) and num_rows <= get_max_chunk_logits(self.vocab_size)
+        return read_plan(scheduled).verifies_all and num_rows <= get_max_chunk_logits(self.vocab_size)
 
     def prepare_inputs(self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, *more: Any) -> Any:
         batch = super().prepare_inputs(scheduler_output, batch_req_state, batch_desc, *more)
@@ -245,7 +247,7 @@ class PEagleRunner(RaggedModelRunner):
         if self.chosen is None:
             output = super().sample_tokens(grammar_output)
             if self._admitted_B is not None:
-                attach_num_admitted(getattr(output, "model_runner_output", output), self._admitted_B)
+                update_result(getattr(output, "model_runner_output", output), num_admitted=self._admitted_B)
                 self._admitted_B = None
             return output
         chances = self.chosen.chances
@@ -253,10 +255,10 @@ class PEagleRunner(RaggedModelRunner):
         output = super().sample_tokens(grammar_output)
         inner = getattr(output, "model_runner_output", output)
         if counts is not None and inner is not None:
-            attach_worth(inner, *counts)
+            update_result(inner, worth=counts)
         if self.chosen.admitted_B is not None:
             admitted_B, self.chosen.admitted_B = self.chosen.admitted_B, None
-            attach_num_admitted(inner, admitted_B)
+            update_result(inner, num_admitted=admitted_B)
         return output
 
     def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:

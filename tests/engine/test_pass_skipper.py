@@ -15,8 +15,9 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.platforms import current_platform
 
-from peagle.vllm.acceptance import DEPTH_KEY, drafts_wanted, plan_drafts_ahead
 from peagle.vllm.remote import ChunkedProposer, PassSkipper
+from peagle.vllm.request_args import DEPTH_KEY, drafts_wanted
+from peagle.vllm.step_notes import update_plan
 from tests.support.engine_cases import K_MAX, TEXT, check_counts, engine_settings
 from tests.support.engine_harness import Job, Result, RunningEngine, drafted_kwargs, reference_results
 
@@ -144,7 +145,7 @@ def step(num_computed: list[int], **changes: Any) -> Any:
 def test_which_steps_are_skipped(made: Any, num_ahead: int | None, skips: bool) -> None:
     scheduled = SimpleNamespace()
     if num_ahead is not None:
-        plan_drafts_ahead(scheduled, num_ahead)
+        update_plan(scheduled, num_drafts_ahead=num_ahead)
     assert PassSkipper._skips(made, scheduled) is skips
 
 

@@ -15,8 +15,8 @@ from vllm.platforms import current_platform
 
 from peagle.checkpoint import load_head, save_head
 from peagle.heads import prepare_head
-from peagle.vllm.acceptance import undraftable_field
 from peagle.vllm.engine import RemoteSettings
+from peagle.vllm.request_args import undraftable_field
 from tests.engine.test_draft_engine import strong_head
 from tests.support.drafter_process import DrafterProcess
 from tests.support.engine_cases import (

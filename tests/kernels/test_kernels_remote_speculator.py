@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from peagle.drafter.replay import StepReplayer
+from peagle.vllm.step_notes import StepPlan
 from tests.support.draft_engine_harness import CONFIG, MAX_DEPTH, aux_rows, proposed
 from tests.support.kernel_device import DEVICE, needs_kernel
 from tests.support.transport_harness import SHAPE, DrafterProcess, entry, eventually, make_pool
@@ -127,7 +128,7 @@ def test_drafts_are_the_reference_s(monkeypatch: pytest.MonkeyPatch) -> None:
             new = [Request(number := number + 1, places.pop(), draw) for _ in range(draw.randint(0, len(places)))]
             live += new
             ahead = draw.choice([1, MAX_DEPTH, MAX_DEPTH])
-            planned = {"peagle_drafts_ahead": ahead, "peagle_is_choice": (is_choice := draw.random() < 0.5)}
+            planned = {"peagle_plan": StepPlan(num_drafts_ahead=ahead, ranks_drafts=(is_choice := draw.random() < 0.5))}
             one.add(SimpleNamespace(scheduled_new_reqs=[r.as_new() for r in new], **planned))
             one.chances.chance_SK.fill_(-1.0)
             draw.shuffle(live)

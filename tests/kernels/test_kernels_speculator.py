@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from peagle.checkpoint import build_drafter
 from peagle.draft import DraftSession
+from peagle.vllm.step_notes import StepPlan
 from tests.support.head_factory import REDUCED, head_tensors
 from tests.support.kernel_device import DEVICE, needs_kernel
 
@@ -196,7 +197,7 @@ def test_drafts_are_the_reference_s(num_drafts: int, with_graphs: bool, monkeypa
                     batch.append((request, query))
                     budget -= query
             ahead = draw.randint(0, num_drafts)
-            one.add(SimpleNamespace(scheduled_new_reqs=new, peagle_drafts_ahead=ahead))
+            one.add(SimpleNamespace(scheduled_new_reqs=new, peagle_plan=StepPlan(num_drafts_ahead=ahead)))
             if not batch:
                 continue
             columns: dict[str, list[Any]] = {name: [] for name in ("ids", "positions", "sampled", "rejected", "prompt")}

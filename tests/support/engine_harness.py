@@ -16,10 +16,11 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from peagle.vllm.acceptance import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY, DraftingRecorder, RequestDrafting
 from peagle.vllm.engine import ASYNC_SCHEDULER, engine_kwargs
 from peagle.vllm.grammar_bounds import GrammarLimits
 from peagle.vllm.limits import guard
+from peagle.vllm.recorder import DraftingRecorder, RequestDrafting
+from peagle.vllm.request_args import DEPTH_KEY, HEAD_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 from tests.support import references
 from tests.support.scripted_drafts import CONTINUATION_KEY
 

@@ -22,8 +22,8 @@ class _Noted:
         note = {
             "prompt_tokens": sum(num for name, num in scheduled if is_prompt.get(name, True)),
             "drafts": [drafts.get(name, 0) for name, _ in scheduled if not is_prompt.get(name, True)],
-            "ahead": output.peagle_drafts_ahead,
-            "num_rejected": output.peagle_num_rejected,
+            "ahead": output.peagle_plan.num_drafts_ahead,
+            "num_rejected": output.peagle_plan.num_rejected,
         }
         with Path(os.environ[NOTES]).open("a", encoding="utf-8") as file:
             file.write(json.dumps(note) + "\n")

@@ -8,7 +8,7 @@ import pytest
 from vllm import SamplingParams
 
 from benchmarks.streams import PACE, EngineProcess
-from peagle.vllm.acceptance import STEPS_HEADER
+from peagle.vllm.step_notes import STEPS_HEADER
 
 
 @pytest.mark.parametrize(("arm", "told"), [("each-step", ["7,3", "7,3", "7,3"]), ("vllm", [None, None, None])])

@@ -53,7 +53,7 @@ from deployments.edge import (
     make_app,
     read_json,
 )
-from peagle.vllm.acceptance import DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.request_args import DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
 SECRET = "sk-very-secret"
 DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()

@@ -21,7 +21,7 @@ from cluster.request import Caller
 from deployments.edge import ApiError, Edge, Usage
 from deployments.replicas import EngineLost
 from deployments.target import TargetServer
-from peagle.vllm.acceptance import RequestDrafting
+from peagle.vllm.recorder import RequestDrafting
 from tests.support.counted import counts_of
 from tests.unit.deployments.test_edge import HELLO, cluster
 

@@ -12,20 +12,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from cluster.depth import WORTH_LEVELS, best_total
 from cluster.step_time import StepCostModel
 from peagle.vllm import compat
-from peagle.vllm.acceptance import (
-    Rejections,
-    VerifiedStep,
-    attach_num_admitted,
-    attach_num_drafts,
-    choose_drafts,
-    drafts_ahead,
-    is_choice_ahead,
-    num_chosen_of,
-    num_rejected_of,
-    verifies_all,
-)
 from peagle.vllm.engine import REMOTE_KEY
+from peagle.vllm.rejections import Rejections
 from peagle.vllm.scheduler import VERIFY_ALL_INTERVAL_STEPS, PerRequestDepthAsyncScheduler
+from peagle.vllm.step_notes import VerifiedStep, read_plan, update_plan, update_result
 from peagle.vllm.trimming import Trimmer, timed_step
 
 K_MAX = 7
@@ -87,20 +77,20 @@ def step(one: Any, requests: list[Any], depths: list[int], num_chosen: int | Non
 def test_the_worker_chooses_as_many_drafts_as_pay(one: Any) -> None:
     requests = [request("a"), request("b"), request("c", max_k=3)]
     first = step(one, requests, [2, 2, 1], 5)
-    assert num_chosen_of(first) is None, "it has no drafts"
+    assert read_plan(first).draft_budget is None, "it has no drafts"
     assert [len(each.spec_token_ids) for each in requests] == [5, 5, 3], "three more than the mean"
-    assert drafts_ahead(first, K_MAX) == 5
-    assert is_choice_ahead(first)
+    assert read_plan(first).num_drafts_ahead == 5
+    assert read_plan(first).ranks_drafts
     second = step(one, requests[:2], [2, 2], 20)
-    assert num_chosen_of(second) == 3, "five of three requests are three of two"
+    assert read_plan(second).draft_budget == 3, "five of three requests are three of two"
     assert [len(each.spec_token_ids) for each in requests[:2]] == [7, 7]
-    assert not is_choice_ahead(second), "all are verified next"
+    assert not read_plan(second).ranks_drafts, "all are verified next"
     third = step(one, requests, [7, 7, 3], None)
-    assert num_chosen_of(third) is None
-    assert not is_choice_ahead(third)
+    assert read_plan(third).draft_budget is None
+    assert not read_plan(third).ranks_drafts
     assert [len(each.spec_token_ids) for each in requests] == [7, 7, 3]
     one._trimmer.wants_worth = True
-    assert is_choice_ahead(step(one, requests, [7, 7, 3], None)), "what they are worth is to be known"
+    assert read_plan(step(one, requests, [7, 7, 3], None)).ranks_drafts, "what they are worth is to be known"
 
 
 @pytest.mark.parametrize("other", [request("b", logprobs=2), request("b", has_grammar=True), request("b", max_k=0)])
@@ -108,8 +98,8 @@ def test_where_the_host_looks_at_drafts_nobody_chooses(one: Any, other: Any) -> 
     requests = [request("a"), other, request("c")]
     first = step(one, requests, [2, 0, 1], 3)
     assert [len(each.spec_token_ids) for each in requests] == [2, 0, 1]
-    assert not is_choice_ahead(first)
-    assert num_chosen_of(step(one, requests, [2, 0, 1], 3)) is None
+    assert not read_plan(first).ranks_drafts
+    assert read_plan(step(one, requests, [2, 0, 1], 3)).draft_budget is None
 
 
 @pytest.mark.parametrize(
@@ -121,7 +111,7 @@ def test_nor_where_such_a_request_comes_into_the_step(one: Any, newcomer: Any, e
     requests = [request("a"), request("b")]
     step(one, requests, [2, 2], 2)
     second = step(one, [*requests, newcomer], [2, 2, 2], 2)
-    assert num_chosen_of(second) == expected
+    assert read_plan(second).draft_budget == expected
     assert {len(ids) for ids in second.scheduled_spec_decode_tokens.values()} == {4}
 
 
@@ -161,7 +151,7 @@ def test_prompts_beside_trim_what_is_chosen(one: Any, monkeypatch: pytest.Monkey
     output = one.schedule()
     assert [len(ids) for ids in output.scheduled_spec_decode_tokens.values()] == [4, 4]
     one._choose(output)
-    assert num_chosen_of(output) == 1
+    assert read_plan(output).draft_budget == 1
 
 
 def test_a_step_takes_the_time_of_what_was_verified() -> None:
@@ -170,7 +160,7 @@ def test_a_step_takes_the_time_of_what_was_verified() -> None:
         each.spec_token_ids = [-1] * 4
     output = scheduled(requests)
     whole = timed_step(0.01, output)
-    choose_drafts(output, 3)
+    update_plan(output, draft_budget=3)
     chosen = timed_step(0.01, output)
     assert whole is not None
     assert chosen is not None
@@ -200,7 +190,7 @@ def test_what_was_chosen_counts_in_vllm_s_figures_and_not_as_survival(
     monkeypatch.setattr(Scheduler, "make_spec_decoding_stats", stats)
     one._trimmer = None
     result = SimpleNamespace(req_ids=["a", "b"])
-    attach_num_admitted(result, [4, 1])
+    update_result(result, num_admitted=[4, 1])
     one.update_from_output(output, result)
     assert counted == [(4, 3), (1, 0)]
     assert one._steps == {"a": [VerifiedStep(4, 3, is_chosen=True)], "b": [VerifiedStep(1, 0, is_chosen=True)]}
@@ -234,22 +224,22 @@ def test_vllm_s_own_choice_is_counted_and_keeps_the_pass_as_deep_as_it_pays(
     found = []
     for number in range(VERIFY_ALL_INTERVAL_STEPS + 1):
         output = step(one, requests, [], None)
-        found.append(([len(each.spec_token_ids) for each in requests], drafts_ahead(output, K_MAX)))
+        found.append(([len(each.spec_token_ids) for each in requests], read_plan(output).num_drafts_ahead))
         counted.clear()
         one._steps.clear()
         result = SimpleNamespace(req_ids=["a", "b"])
-        if not verifies_all(output):
-            attach_num_admitted(result, [1, 1])
+        if not read_plan(output).verifies_all:
+            update_result(result, num_admitted=[1, 1])
         one.update_from_output(output, result)
         is_chosen = number != VERIFY_ALL_INTERVAL_STEPS - 1
-        assert verifies_all(output) is not is_chosen
+        assert read_plan(output).verifies_all is not is_chosen
         assert counted == ([(1, 0), (1, 0)] if is_chosen else [(7, 0), (3, 0)])
         assert [steps[0].is_chosen for steps in one._steps.values()] == [is_chosen] * 2
     assert found[0] == ([7, 3], 7)
     assert found[-4] == ([5, 3], 5), "the mean of 1, a little above it, and three more"
     assert found[-3] == ([7, 3], 7)
     assert found[-2] == found[-1] == found[-4]
-    attach_num_admitted(result, [5, 3])
+    update_result(result, num_admitted=[5, 3])
     output = scheduled(requests)
     one._steps.clear()
     one.update_from_output(output, result)
@@ -281,8 +271,8 @@ def test_of_what_was_chosen_only_drafts_that_a_remote_drafter_had_count(
     monkeypatch.setattr(Scheduler, "make_spec_decoding_stats", stats)
     one._trimmer = None
     result = SimpleNamespace(req_ids=["a", "b"])
-    attach_num_drafts(result, [ready, -1])
-    attach_num_admitted(result, [1, 3])
+    update_result(result, num_ready=[ready, -1])
+    update_result(result, num_admitted=[1, 3])
     one.update_from_output(output, result)
     assert found == [(1 if ready else 0, 0), (3, 2)]
     assert one._steps.get("a", []) == [VerifiedStep(*step, is_chosen=True) for step in counted]
@@ -294,7 +284,7 @@ def test_fewer_of_the_chosen_drafts_are_expected_to_fail(one: Any) -> None:
     requests = [request("a"), request("b")]
     step(one, requests, [2, 2], 4)
     one._rejections.add_chosen(1000, 200)
-    assert num_rejected_of(step(one, requests, [2, 2], 4)) == 0, "of four, 3.2 less 4"
+    assert read_plan(step(one, requests, [2, 2], 4)).num_rejected == 0, "of four, 3.2 less 4"
 
 
 def test_the_best_number_of_drafts_is_that_of_the_most_tokens_per_second() -> None:

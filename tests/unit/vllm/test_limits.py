@@ -15,9 +15,9 @@ from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
-from peagle.vllm.acceptance import DEPTH_KEY, drafts_wanted
 from peagle.vllm.engine import engine_kwargs
 from peagle.vllm.limits import MAX_TOKEN_IDS, guard, use_own_backends
+from peagle.vllm.request_args import DEPTH_KEY, drafts_wanted
 
 VOCAB_SIZE = 49152
 

@@ -15,7 +15,6 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
 from cluster.counts import Counts
-from peagle.vllm.acceptance import STEPS_HEADER, Rejections, VerifiedStep, counts_of_steps, steps_text
 from peagle.vllm.outputs import (
     MAX_CHUNKS_PER_S,
     MAX_HELD_TOKENS,
@@ -25,7 +24,9 @@ from peagle.vllm.outputs import (
     OutputCoalescer,
     StreamPace,
 )
+from peagle.vllm.rejections import Rejections
 from peagle.vllm.scheduler import PerRequestDepthScheduler
+from peagle.vllm.step_notes import STEPS_HEADER, VerifiedStep, counts_of_steps, steps_text
 
 DELTA = RequestOutputKind.DELTA
 

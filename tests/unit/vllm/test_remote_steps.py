@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from peagle.drafter.protocol import Reducer, TargetShape
-from peagle.vllm.acceptance import HEAD_KEY, head_of
 from peagle.vllm.remote import EngineBatch, SampledRows, StepSender, _reduce, _rows_of
+from peagle.vllm.request_args import HEAD_KEY, head_of
 
 CPU = torch.device("cpu")
 NUM_ROWS = [3, 1, 4, 2]

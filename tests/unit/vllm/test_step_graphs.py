@@ -14,10 +14,10 @@ from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from peagle.vllm import compat, remote_speculator, speculator, v2_worker
-from peagle.vllm.acceptance import num_admitted_of, num_drafts_of, worth_of
 from peagle.vllm.chosen import Chances
 from peagle.vllm.engine import capture_sizes
 from peagle.vllm.speculator import MIN_PACKED_REQUESTS, ChoiceGraphs, DraftGraphs
+from peagle.vllm.step_notes import StepResult, read_result
 from peagle.vllm.v2_worker import PEagleRunner, RaggedModelRunner, RenewedState, StepGraphs
 from tests.support.graph_config import graph_config
 
@@ -324,7 +324,7 @@ def test_drafts_of_a_remote_drafter_are_chosen_too(config: Any, monkeypatch: pyt
     runner: Any = object.__new__(remote_speculator.RemoteModelRunner)
     one = runner.speculator = object.__new__(remote_speculator.RemoteSpeculator)
     one.sender, one.num_drafts, one.chances = object(), {"a": 3}, Chances(4, K_MAX, torch.device("cpu"))
-    config.speculative_config = SimpleNamespace(rejection_sample_method="standard")
+    config.speculative_config = SimpleNamespace(rejection_sample_method="standard", enable_adaptive_verification=False)
     config.parallel_config.world_size_across_dp, config.lora_config = 1, None
     monkeypatch.setattr(v2_worker, "get_query_lens_mismatch_unsupported_backend", lambda *_, **__: None)
     runner.vllm_config, runner.attn_groups, runner.model_state = config, [], object.__new__(RenewedState)
@@ -337,10 +337,10 @@ def test_drafts_of_a_remote_drafter_are_chosen_too(config: Any, monkeypatch: pyt
     monkeypatch.setattr(GPUModelRunner, "sample_tokens", lambda self, grammar: SimpleNamespace(req_ids="ab"))
     one.chances.counts, runner.chosen.admitted_B = (torch.tensor([5, 1]), 2), torch.tensor([2, 4])
     output = runner.sample_tokens(None)
-    assert num_drafts_of(output) == [3, -1]
-    assert num_admitted_of(output) == [2, 4]
-    assert worth_of(output) == ([5, 1], 2)
+    assert read_result(output).num_ready == [3, -1]
+    assert read_result(output).list_admitted() == [2, 4]
+    assert read_result(output).list_worth() == ([5, 1], 2)
     second = runner.sample_tokens(None)
-    assert [num_drafts_of(second), num_admitted_of(second), worth_of(second)] == [[-1, -1], None, None]
+    assert read_result(second) == StepResult(num_ready=[-1, -1])
     config.additional_config = {compat.CHOICE_KEY: False}
     assert runner._choice() is None

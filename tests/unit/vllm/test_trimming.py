@@ -12,7 +12,8 @@ import pytest
 from cluster.depth import WORTH_LEVELS
 from cluster.step_time import StepCostModel, StepCosts, TimedStep
 from peagle.vllm import trimming
-from peagle.vllm.acceptance import SURVIVAL_KEY, WORKLOAD_KEY, plan_drafts_ahead
+from peagle.vllm.request_args import SURVIVAL_KEY, WORKLOAD_KEY
+from peagle.vllm.step_notes import update_plan
 from peagle.vllm.trimming import (
     CHOICE_INTERVAL_STEPS,
     LOOK_INTERVAL_STEPS,
@@ -186,8 +187,8 @@ def test_a_step_says_what_decoded_and_what_was_prompt() -> None:
 
 def test_a_step_pays_the_pass_that_makes_the_drafts_of_the_next() -> None:
     last, first = scheduled({"a": 4}, {"a": 3}), scheduled({"a": 1}, {})
-    plan_drafts_ahead(last, 0)
-    plan_drafts_ahead(first, K_MAX)
+    update_plan(last, num_drafts_ahead=0)
+    update_plan(first, num_drafts_ahead=K_MAX)
     assert timed_step(0.5, last) == TimedStep(0.5, 1, 4, 100.0, 0, False)
     assert timed_step(0.5, first) == TimedStep(0.5, 1, 1, 100.0, 0, True)
 

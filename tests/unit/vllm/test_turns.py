@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from peagle.vllm.acceptance import GROUP_KEY
+from peagle.vllm.request_args import GROUP_KEY
 from peagle.vllm.turns import MAX_OVERTAKEN, count_overtaken, order_by_turns
 
 

@@ -50,19 +50,6 @@ from peagle.config import DEFAULT_NUM_DEPTHS, read_rope
 from peagle.model import rotary_tables
 from peagle.schema import type_problems
 from peagle.vllm import compat
-from peagle.vllm.acceptance import (
-    DEPTH_KEY,
-    LEARN_KEY,
-    STEP_COSTS_HEADER,
-    STEPS_HEADER,
-    WORKLOAD_KEY,
-    DraftingRecorder,
-    RequestDrafting,
-    VerifiedStep,
-    attach_num_drafts,
-    num_drafts_of,
-    steps_text,
-)
 from peagle.vllm.engine import (
     ASYNC_SCHEDULER,
     CPU_WORKER,
@@ -72,8 +59,11 @@ from peagle.vllm.engine import (
     capture_sizes,
     engine_kwargs,
 )
+from peagle.vllm.recorder import DraftingRecorder, RequestDrafting
+from peagle.vllm.request_args import DEPTH_KEY, LEARN_KEY, WORKLOAD_KEY
 from peagle.vllm.scheduler import PerRequestDepthScheduler
 from peagle.vllm.setting_types import PARSERS, SettingTypes
+from peagle.vllm.step_notes import STEP_COSTS_HEADER, STEPS_HEADER, VerifiedStep, read_result, steps_text, update_result
 from tests.support.counted import counts_of
 from tests.support.head_factory import CONFIG
 
@@ -603,8 +593,8 @@ def test_drafts_that_were_planned_and_not_there_are_no_rejected_ones(
     planned = {"a": [-1] * 5, "b": [-1] * 3, "d": [-1] * 5}
     scheduled: Any = SimpleNamespace(scheduled_spec_decode_tokens=planned, num_invalid_spec_tokens={"d": 1})
     output = SimpleNamespace()
-    attach_num_drafts(output, num_drafts)
-    found = num_drafts_of(pickle.loads(pickle.dumps(output)))
+    update_result(output, num_ready=num_drafts)
+    found = read_result(pickle.loads(pickle.dumps(output))).num_ready
     assert found == num_drafts
     scheduler._leave_out_missing(dict(zip("abcd", found, strict=True)), scheduled)
     assert scheduled.num_invalid_spec_tokens == invalid

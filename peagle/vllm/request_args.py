@@ -1,0 +1,58 @@
+"""What a request says to the engine: keys of `SamplingParams.extra_args` (HTTP: `vllm_xargs`), and how they are read.
+
+Imports no vLLM.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+DEPTH_KEY = "peagle_k"
+"""`extra_args` key: int 0..K_max, the most drafts verified per step of this request (its max_k). Absent: K_max."""
+
+HEAD_KEY = "peagle_head"
+"""`extra_args` key: int 0.., index of the head that a remote drafter proposes with. Absent: 0."""
+
+MAX_HEAD_INDEX = 2**31 - 1
+MIN_P_EPSILON = 1e-5  # vLLM's own
+
+SURVIVAL_KEY = "peagle_survival"
+"""`extra_args` key: list of S_1, S_2, ..., at least K long: chances by which the scheduler may trim the request further
+under load. Absent: K is obeyed as it is."""
+
+WORKLOAD_KEY = "peagle_workload"
+"""`extra_args` key: str, the workload under which this request is counted. Absent: `DEFAULT_WORKLOAD`."""
+
+LEARN_KEY = "peagle_learn"
+"""`extra_args` key: str, name of the caller whose answers may be kept to train heads on. Absent: none of it is kept."""
+
+GROUP_KEY = "peagle_group"
+"""`extra_args` key: str, the same for all sequences of one request of several. Absent: it has one sequence."""
+
+
+def drafts_wanted(params: Any, k_max: int) -> int:
+    """K of a request with vLLM's `SamplingParams` (None: it generates nothing): an integer under `DEPTH_KEY` is brought
+    into 0..k_max, anything else counts as absent; 0 where its sampling goes with no drafts."""
+    if params is not None and undraftable_field(params):
+        return 0
+    wanted = ((params.extra_args if params is not None else None) or {}).get(DEPTH_KEY)
+    return min(max(wanted, 0), k_max) if type(wanted) is int else k_max
+
+
+def undraftable_field(params: Any) -> str:
+    """The first field of these `SamplingParams` that goes without drafts, "" where there is none.
+
+    vLLM processes logits for these fields by request, and not by row.
+    """
+    is_asked = {
+        "logit_bias": bool(params.logit_bias),
+        "min_p": params.min_p > MIN_P_EPSILON,
+        "thinking_token_budget": getattr(params, "thinking_token_budget", None) is not None,
+    }
+    return next((field for field, asked in is_asked.items() if asked), "")
+
+
+def head_of(extra_args: Mapping[str, object] | None) -> int:
+    """Index of a request's head, an int32; what is no integer counts as absent. Whatever is further out becomes -1 or
+    `MAX_HEAD_INDEX`, which no drafter has."""
+    head = (extra_args or {}).get(HEAD_KEY)
+    return min(max(head, -1), MAX_HEAD_INDEX) if type(head) is int else 0
