@@ -60,6 +60,10 @@ class KeptAnswer:
         return hashlib.sha256(np.ascontiguousarray(self.prompt, np.int32).tobytes()).digest()[:8]
 
     @property
+    def key(self) -> tuple[Group, bytes]:
+        return self.group, self.prompt_hash
+
+    @property
     def is_held_out(self) -> bool:
         """By the prompt alone: it is never both trained on and judged by."""
         return int.from_bytes(self.prompt_hash[:4], "big") < HELD_OUT_SHARE * 2**32
@@ -108,8 +112,8 @@ class TrafficBuffer:
         answers, which stand for the mix of before."""
         self._max_bytes, self._keep_s, self._max_prompt_tokens = max_bytes, keep_s, max_prompt_tokens
         self._replay, self._random = replay, random.Random(0)
-        self._groups: dict[Group, dict[bytes, KeptAnswer]] = {}  # by prompt, the oldest first
-        self._bytes: Counter[Group] = Counter()
+        self._answers: dict[tuple[Group, bytes], KeptAnswer] = {}  # by prompt, the oldest first
+        self.num_bytes = 0
         self.target = ""
         """Digest of the target whose answers are kept: of the last that came."""
         self.num_new: Counter[str] = Counter()
@@ -118,22 +122,18 @@ class TrafficBuffer:
         """Answers that came (`taken`), and what became of those that are not kept: looping, duplicate, short, long, and
         outdated, which left when the target changed."""
 
-    @property
-    def num_bytes(self) -> int:
-        return self._bytes.total()
-
     def num_answers(self) -> dict[str, int]:
         """By workload."""
-        found: Counter[str] = Counter()
-        for (workload, _), answers in self._groups.items():
-            found[workload] += len(answers)
-        return dict(sorted(found.items()))
+        return dict(sorted(Counter(answer.workload for answer in self._answers.values()).items()))
 
     def add(self, answers: Iterable[KeptAnswer], now_s: float) -> None:
         for answer in answers:
             self.counters["taken"] += 1
-            if answer.target != self.target:
-                self._change_target(answer.target)
+            if answer.target != self.target:  # while targets of two versions run, each empties it
+                self.counters["outdated"] += len(self._answers)
+                self._answers.clear()
+                self.num_new.clear()
+                self.target = answer.target
             if len(answer.answer) < GRAM_TOKENS:
                 self.counters["short"] += 1
             elif len(answer.prompt) > self._max_prompt_tokens:
@@ -141,41 +141,35 @@ class TrafficBuffer:
             elif answer.is_looping:
                 self.counters["looping"] += 1
             else:
-                if answer.prompt_hash in self._groups.get(answer.group, ()):  # the newest counts, and is nothing new
-                    self._remove(answer.group, answer.prompt_hash)
+                if self._answers.pop(answer.key, None):  # the newest counts, and is nothing new
                     self.counters["duplicate"] += 1
                 else:
                     self.num_new[answer.workload] += 1
                 answer.arrived_s = now_s
-                self._groups.setdefault(answer.group, {})[answer.prompt_hash] = answer
-                self._bytes[answer.group] += answer.num_bytes
-        outdated = [
-            one for kept in self._groups.values() for one in kept.values() if now_s - one.arrived_s > self._keep_s
-        ]
-        for answer in outdated:
-            self._remove(answer.group, answer.prompt_hash)
-        while self.num_bytes > self._max_bytes:
-            self._evict()
-
-    def _change_target(self, target: str) -> None:
-        """What another target wrote is no evidence of this one. While targets of two versions run, each empties it."""
-        self.counters["outdated"] += sum(map(len, self._groups.values()))
-        for part in (self._groups, self._bytes, self.num_new):
-            part.clear()
-        self.target = target
-
-    def _remove(self, group: Group, prompt_hash: bytes) -> None:
-        self._bytes[group] -= self._groups[group].pop(prompt_hash).num_bytes
-        if not self._groups[group]:
-            del self._groups[group], self._bytes[group]
+                self._answers[answer.key] = answer
+        self._answers = {key: one for key, one in self._answers.items() if now_s - one.arrived_s <= self._keep_s}
+        self._evict()
 
     def _evict(self) -> None:
-        by_workload: Counter[str] = Counter()
-        for (workload, _), num_bytes in self._bytes.items():
-            by_workload[workload] += num_bytes
-        largest = max(self._bytes, key=lambda group: (by_workload[group[0]], self._bytes[group]))
-        hashes = list(self._groups[largest])
-        self._remove(largest, hashes[self._random.randrange(math.ceil(0.75 * len(hashes)))])
+        groups = self._by_group()
+        num_bytes = {group: sum(answer.num_bytes for answer in answers) for group, answers in groups.items()}
+        while sum(num_bytes.values()) > self._max_bytes:
+            of_workload: Counter[str] = Counter()
+            for (workload, _), number in num_bytes.items():
+                of_workload[workload] += number
+            largest = max(num_bytes, key=lambda group: (of_workload[group[0]], num_bytes[group]))
+            older = math.ceil(0.75 * len(groups[largest]))
+            gone = groups[largest].pop(self._random.randrange(older))
+            num_bytes[largest] -= gone.num_bytes
+            del self._answers[gone.key]
+        self.num_bytes = sum(num_bytes.values())
+
+    def _by_group(self) -> dict[Group, list[KeptAnswer]]:
+        """The oldest first."""
+        found: dict[Group, list[KeptAnswer]] = {}
+        for answer in self._answers.values():
+            found.setdefault(answer.group, []).append(answer)
+        return found
 
     def draw(
         self,
@@ -188,7 +182,7 @@ class TrafficBuffer:
     ) -> list[KeptAnswer]:
         """Answers in equal shares (of tokens) of the workloads and of callers in them: the newest, or a sample of the
         mix of before, which is the older half. held_out: those to judge by, else those to train on."""
-        kept = {group: list(found.values()) for group, found in self._groups.items() if group[0] in workloads}
+        kept = {group: answers for group, answers in self._by_group().items() if group[0] in workloads}
         if not newest:
             kept = {group: answers[: (len(answers) + 1) // 2] for group, answers in kept.items()}
             if self._replay:

@@ -17,7 +17,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,18 +63,13 @@ class Learner:
             max_prompt_tokens=self._trainer.max_prompt_tokens,
             replay=load_answers(self._learning.replay),
         )
-        self._counters: Counter[str] = Counter()
-        self._busy_s = 0.0
+        self._counters: dict[str, Any] = Counter(busy_seconds=0)
         self._phase, self._problem = "collecting", ""
         self._last_round: dict[str, Any] = {}
         self._tasks = [asyncio.get_running_loop().create_task(work()) for work in (self._collect, self._learn)]
 
     async def report(self) -> LearnerReport:
-        counters = {
-            **self._counters,
-            "busy_seconds": self._busy_s,
-            **{f"answers_{name}": n for name, n in self._buffer.counters.items()},
-        }
+        counters = {**self._counters, **{f"answers_{name}": n for name, n in self._buffer.counters.items()}}
         kept = self._buffer.num_answers()
         return LearnerReport(self._phase, self._problem, kept, self._buffer.num_bytes, counters, self._last_round)
 
@@ -134,10 +128,10 @@ class Learner:
         self._counters["rounds"] += 1
         in_use = {live.digest for live in heads.values()}
         found = await asyncio.to_thread(self._trainer.train, head, [*recent, *before], self._buffer.target, in_use)
-        self._busy_s += found["busy_s"]
+        self._counters["busy_seconds"] += found["busy_s"]
         self._phase = "judging"
         found |= await asyncio.to_thread(self._trainer.judge, head.digest, *judged, may_split)
-        self._busy_s += found["judging_s"]
+        self._counters["busy_seconds"] += found["judging_s"]
         found["parent"], found["parent_digest"] = head.name, head.digest
         found["num_recent"] = dict(Counter(answer.workload for answer in recent))
         found["num_before"] = dict(Counter(answer.workload for answer in before))
@@ -148,18 +142,18 @@ class Learner:
             self._counters["proposals"] += 1
             self._phase = "trial"
             own = [name for name, other in heads.items() if name and other == head != heads[""]]
-            proposal = HeadProposal(folder.name, {}, tuple(found.get("alone", own)), head.digest, found)
-            self._trainer.end_trial(head.digest, folder, await self._try_head(folder, proposal))
+            files = await asyncio.to_thread(candidate_files, folder)  # the router may be on another node
+            proposal = HeadProposal(folder.name, files, tuple(found.get("alone", own)), head.digest, found)
+            self._trainer.end_trial(head.digest, folder, await self._try_head(proposal))
 
-    async def _try_head(self, folder: Path, proposal: HeadProposal) -> HeadChange:
+    async def _try_head(self, proposal: HeadProposal) -> HeadChange:
         """Propose a head, and wait for the end of its trial."""
-        files = await asyncio.to_thread(candidate_files, folder)  # the router may be on another node
-        change: HeadChange = await self._router.propose.remote(replace(proposal, files=files))
+        change: HeadChange = await self._router.propose.remote(proposal)
         while not change.is_over:
             await asyncio.sleep(COLLECT_INTERVAL_S)
             with contextlib.suppress(*REPLICA_LOST):
                 change = await self._router.trial.remote(change.name)
-        logger.warning("%s is %s: %s", folder.name, change.state, change.reason)
+        logger.warning("%s is %s: %s", proposal.source, change.state, change.reason)
         self._counters[f"heads_{change.state.replace(' ', '_')}"] += 1
         return change
 

@@ -157,16 +157,13 @@ class HeadInTraining:
 
 def compared(new: AnswerCounts, current: AnswerCounts) -> dict[str, Any]:
     """Figures of two heads on the same answers at the deepest K of their counts."""
-    num_depths = new.num_steps.shape[1]
-    num_tokens, k = int(new.num_tokens.sum()), str(num_depths)
-    found: dict[str, Any] = {"num_answers": len(new.num_tokens), "num_tokens": num_tokens}
-    widest = 1 / (num_depths + 1), num_depths + 1.0
+    k, num_tokens = new.num_steps.shape[1], int(new.num_tokens.sum())
+    found: dict[str, Any] = {"num_answers": len(new.num_tokens), "num_tokens": num_tokens, "ratio": 1.0}
+    widest = 1 / (k + 1), k + 1.0
     if not num_tokens:
-        return found | {"ratio": 1.0, "low": widest[0], "high": widest[1]}
-    paired = ratios(new, current, (num_depths,))
-    low, high = paired.get("ratio_95", {k: widest})[k]
-    lengths = {
-        f"acceptance_length_{name}": round(num_tokens / int(counts.num_steps[:, -1].sum()), 4)
-        for name, counts in (("new", new), ("current", current))
-    }
-    return found | lengths | {"ratio": paired["ratio"][k], "low": low, "high": high}
+        return found | {"low": widest[0], "high": widest[1]}
+    for name, counts in (("new", new), ("current", current)):
+        found[f"acceptance_length_{name}"] = round(num_tokens / int(counts.num_steps[:, -1].sum()), 4)
+    paired = ratios(new, current, (k,))
+    low, high = paired.get("ratio_95", {}).get(str(k), widest)
+    return found | {"ratio": paired["ratio"][str(k)], "low": low, "high": high}
