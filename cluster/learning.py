@@ -3,8 +3,8 @@
 Enters: finished answers of requests whose caller or workload opted in, as token ids. Leaves: conversations to train on,
 others to judge a new head by, and the verdict on it. Nothing here writes to a disk.
 
-No caller can fill the buffer or the training: a prompt counts once for each caller, answers that loop are left out, and
-workloads, and callers within a workload, get equal shares of the tokens as far as they have any. When the target's
+No caller can fill the buffer or the training. A prompt counts once for each caller, and answers that loop are left out.
+Workloads, and callers within a workload, get equal shares of the tokens as far as they have any. When the target's
 weights change, what the old ones wrote is dropped.
 """
 
@@ -21,12 +21,12 @@ import numpy as np
 
 GRAM_TOKENS = 8
 MIN_DISTINCT_SHARE = 0.5
-"""Of an answer's n-grams; one with less loops (`peagle.train.data.distinct_share` has the same rule)."""
+"""An answer with fewer distinct n-grams loops (`peagle.train.data.distinct_share` has the same rule)."""
 LOOP_SIZES = (64, 128, 256, 512, 1024)
 """Numbers of n-grams at an answer's end that are looked at as well: a target that falls into a loop stays in it until
 `max_tokens`."""
 HELD_OUT_SHARE = 0.2
-"""Of all prompts, by their hash: what a new head is judged by, and never trained on."""
+"""Share of all prompts, by their hash, that a new head is judged by, and never trained on."""
 Group = tuple[str, str]
 """Workload and caller."""
 

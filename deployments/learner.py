@@ -2,8 +2,8 @@
 
 Enters: answers that the targets kept of requests whose callers opted in. Leaves: heads in `learning.heads_dir`, with
 where they come from, and in proposals to the router, which tries them on live traffic. In between: a buffer in memory
-(`cluster.learning`), rounds of training (`peagle.train.continual`), and a gate: held-out answers of the newest traffic
-and of the mix of before, drafted by the new head and by the current one.
+(`cluster.learning`) and rounds of training (`peagle.train.continual`). A gate compares the new head with the current
+one on held-out answers of the newest traffic and of the mix of before.
 
 It gives way to whatever else runs on its processor, and trains and judges for `learning.share` of the time. The target
 is loaded when the first round begins.
@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 COLLECT_INTERVAL_S = 5.0
 MAX_NICENESS = 19
 HELD_OUT_FACTOR = 2
-"""A head is judged by up to so many times `learning.min_held_out` answers of each mix (and workload, where one may get
-a head of its own)."""
+"""A head is judged by up to this number times `learning.min_held_out` answers of each mix; of each workload, where one
+may get a head of its own."""
 
 
 class Learner:
