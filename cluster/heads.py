@@ -268,6 +268,7 @@ class HeadState:
         candidate: the last one. Of a trial that is over, requests may still run.
         changes: the newest last.
         evidence: by head and workload, the head that drafted last at the end.
+        control: of the head that a trial compares with, since the trial began, by workload.
     """
 
     weights: str
@@ -277,6 +278,7 @@ class HeadState:
     candidate: HeadRef | None
     changes: list[HeadChange]
     evidence: dict[str, dict[str, HeadEvidence]]
+    control: dict[str, HeadEvidence]
 
 
 class HeadManager:
@@ -294,7 +296,7 @@ class HeadManager:
     ) -> None:
         self._index_of, self._num_spare, self._trial_share, self._clock = dict(index_of), num_spare, trial_share, clock
         self._index_of[""] = 0
-        self._state = HeadState("", (), {}, {}, None, [], {})
+        self._state = HeadState("", (), {}, {}, None, [], {}, {})
         self._num_running: Mapping[str, int] = {}
         self._num_cold: dict[str, int] = {}  # of the requests that ran when heads last changed, by workload
         self.events: list[str] = []
@@ -435,12 +437,14 @@ class HeadManager:
                 self._num_cold[workload] -= counted.num_ended
         compared = [change for change in state.changes if change.is_compared]
         compared_heads = {head for change in compared for head in (change.head, change.against)}
+        control = "" if (trial := self._trial()) is None else trial.against
         for head, by_workload in news.by_head.items():
             evidence = state.evidence[head] = state.evidence.pop(head, {})
             for name, counts in by_workload.items():
                 if (workload := base_workload(name)) not in cold:
-                    known = evidence.setdefault(workload, HeadEvidence())
-                    known.add(counts, news.workloads[name].num_started, forgets=head not in compared_heads)
+                    for known in (evidence, state.control) if head == control else (evidence,):
+                        found = known.setdefault(workload, HeadEvidence())
+                        found.add(counts, news.workloads[name].num_started, forgets=head not in compared_heads)
         while len(state.evidence) > MAX_HEADS:
             del state.evidence[next(iter(state.evidence))]
         for change in compared:
@@ -452,7 +456,7 @@ class HeadManager:
     def _decide(self, change: HeadChange) -> None:
         """Promote or drop a candidate, roll back or keep a promoted head, where the evidence says so."""
         is_trial, evidence = change.state == "running", self._state.evidence
-        new, old = evidence.get(change.head, {}), evidence.get(change.against, {})
+        new, old = evidence.get(change.head, {}), self._state.control if is_trial else evidence.get(change.against, {})
         if (found := compare_heads(new, old, TRIAL_ERROR if is_trial else WATCH_ERROR)) is None:
             return
         change.gain, change.low, change.high = (round(value, 4) for value in (found.gain, found.low, found.high))
@@ -482,7 +486,7 @@ class HeadManager:
         elif len(digests) == 1 and "" not in digests:
             trial.head, trial.against = digests.pop(), old.digest
             self._state.candidate = trial.ref
-            self._state.evidence.pop(trial.against, None)  # both are compared by requests of the same time
+            self._state.control.clear()  # both are compared by requests of the same time
             self._set_state(trial, "running", f"it drafts for {self._trial_share:.0%} of the requests")
             self._begin_comparison(trial)
 
@@ -536,6 +540,7 @@ class HeadManager:
     def _void_evidence(self) -> None:
         """The targets have other weights: a trial begins anew; a watch ends, since it would blame the head for them."""
         self._state.evidence.clear()
+        self._state.control.clear()
         self._num_cold = dict(self._num_running)
         for change in self._state.changes:
             if change.is_compared and change.state == "promoted":

@@ -303,6 +303,16 @@ def test_why_there_can_be_no_trial() -> None:
     assert manager.get_change(C).reason == "it is the head that drafts already"
 
 
+def test_a_trial_leaves_the_evidence_on_the_current_head_for_the_next_watch() -> None:
+    traffic = HeadTraffic(make_manager(), 0, {"a": 0.0, "b": 0.5, "c": 0.0})
+    traffic.run(NUM_BEFORE)
+    traffic.manager.propose(C, HeadProposal("/heads/c"))
+    traffic.run(60)
+    traffic.configured = HeadRef("b", "b")
+    traffic.run(120)
+    assert traffic.head == "a"
+
+
 def test_a_user_config_ends_the_trial_against_the_head_before() -> None:
     traffic = HeadTraffic(make_manager(), 0, {"a": 0.0, "b": 0.0, "c": 0.0})
     traffic.run(600)
