@@ -113,6 +113,10 @@ class HeadProposal:
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
 
+INTERNAL = ("is_compared", "evidence", "control", "kind", "previous")
+"""Fields of a `HeadChange` that nobody is shown."""
+
+
 @dataclass
 class HeadChange:
     """One head in the place of another: a candidate (name, workloads, parent and provenance as proposed), or the head
@@ -124,6 +128,7 @@ class HeadChange:
         num_steps: verification steps of the new head that were compared.
         begun_s, changed_s: Unix times of the proposal and of the state.
         is_compared: a trial that runs, or a promoted head that is watched.
+        evidence, control: since the comparison began, by workload: of the new head and of the one before.
         kind, previous: the table of `HeadState` that a promotion changes, and what stood there before, by key.
     """
 
@@ -142,6 +147,8 @@ class HeadChange:
     begun_s: float = 0.0
     changed_s: float = 0.0
     is_compared: bool = False
+    evidence: dict[str, "HeadEvidence"] = field(default_factory=dict)
+    control: dict[str, "HeadEvidence"] = field(default_factory=dict)
     kind: Literal["replacements", "by_workload"] = "replacements"
     previous: dict[str, HeadRef | None] = field(default_factory=dict)
 
@@ -172,8 +179,7 @@ MIN_REQUESTS, MIN_STEPS = 8, 100
 """Each head needs as many before the two are compared."""
 
 MAX_EVIDENCE_STEPS = 50_000
-"""Beyond it older steps of a head and workload count half; not while the head is compared, where the interval needs all
-of them."""
+"""Beyond it older steps of a head and workload count half: a new head is compared with what this one does of late."""
 
 REQUEST_CORRELATION = 0.4
 """Correlation of accepted drafts between steps of one request: its m steps are worth m / (1 + 0.4 (m - 1)) independent
@@ -191,9 +197,9 @@ class HeadEvidence:
     counts: Counts = field(default_factory=Counts)
     num_requests: int = 0
 
-    def add(self, counts: Counts, num_requests: int, forgets: bool) -> None:
+    def add(self, counts: Counts, num_requests: int, max_steps: int | None) -> None:
         self.counts, self.num_requests = self.counts + counts, self.num_requests + num_requests
-        if forgets and self.counts.num_steps > MAX_EVIDENCE_STEPS:
+        if max_steps is not None and self.counts.num_steps > max_steps:
             rows = self.counts.drafted, self.counts.reached, self.counts.accepted
             self.counts = Counts(*([number // 2 for number in row] for row in rows))
             self.num_requests //= 2
@@ -268,7 +274,6 @@ class HeadState:
         candidate: the last one. Of a trial that is over, requests may still run.
         changes: the newest last.
         evidence: by head and workload, the head that drafted last at the end.
-        control: of the head that a trial compares with, since the trial began, by workload.
     """
 
     weights: str
@@ -278,7 +283,6 @@ class HeadState:
     candidate: HeadRef | None
     changes: list[HeadChange]
     evidence: dict[str, dict[str, HeadEvidence]]
-    control: dict[str, HeadEvidence]
 
 
 class HeadManager:
@@ -296,7 +300,7 @@ class HeadManager:
     ) -> None:
         self._index_of, self._num_spare, self._trial_share, self._clock = dict(index_of), num_spare, trial_share, clock
         self._index_of[""] = 0
-        self._state = HeadState("", (), {}, {}, None, [], {}, {})
+        self._state = HeadState("", (), {}, {}, None, [], {})
         self._num_running: Mapping[str, int] = {}
         self._num_cold: dict[str, int] = {}  # of the requests that ran when heads last changed, by workload
         self.events: list[str] = []
@@ -354,7 +358,7 @@ class HeadManager:
         for change in reversed(self._state.changes):
             row, stands = dataclasses.asdict(change), self._stands(change)
             row |= {"stands": stands, "is_watched": stands and change.is_compared}
-            rows.append({name: value for name, value in row.items() if name not in ("is_compared", "kind", "previous")})
+            rows.append({name: value for name, value in row.items() if name not in INTERNAL})
         return rows
 
     def snapshot(self) -> dict[str, Any]:
@@ -436,15 +440,14 @@ class HeadManager:
             if (workload := base_workload(name)) in cold:
                 self._num_cold[workload] -= counted.num_ended
         compared = [change for change in state.changes if change.is_compared]
-        compared_heads = {head for change in compared for head in (change.head, change.against)}
-        control = "" if (trial := self._trial()) is None else trial.against
         for head, by_workload in news.by_head.items():
-            evidence = state.evidence[head] = state.evidence.pop(head, {})
+            kept = state.evidence[head] = state.evidence.pop(head, {})
+            tables = [kept, *(one.evidence for one in compared if one.head == head)]
+            tables += [one.control for one in compared if one.against == head]
             for name, counts in by_workload.items():
-                if (workload := base_workload(name)) not in cold:
-                    for known in (evidence, state.control) if head == control else (evidence,):
-                        found = known.setdefault(workload, HeadEvidence())
-                        found.add(counts, news.workloads[name].num_started, forgets=head not in compared_heads)
+                for table in tables if base_workload(name) not in cold else ():
+                    found = table.setdefault(base_workload(name), HeadEvidence())
+                    found.add(counts, news.workloads[name].num_started, MAX_EVIDENCE_STEPS if table is kept else None)
         while len(state.evidence) > MAX_HEADS:
             del state.evidence[next(iter(state.evidence))]
         for change in compared:
@@ -455,9 +458,9 @@ class HeadManager:
 
     def _decide(self, change: HeadChange) -> None:
         """Promote or drop a candidate, roll back or keep a promoted head, where the evidence says so."""
-        is_trial, evidence = change.state == "running", self._state.evidence
-        new, old = evidence.get(change.head, {}), self._state.control if is_trial else evidence.get(change.against, {})
-        if (found := compare_heads(new, old, TRIAL_ERROR if is_trial else WATCH_ERROR)) is None:
+        is_trial = change.state == "running"
+        old = change.control if is_trial else self._state.evidence.get(change.against, {})
+        if (found := compare_heads(change.evidence, old, TRIAL_ERROR if is_trial else WATCH_ERROR)) is None:
             return
         change.gain, change.low, change.high = (round(value, 4) for value in (found.gain, found.low, found.high))
         change.num_steps = found.num_steps
@@ -486,7 +489,6 @@ class HeadManager:
         elif len(digests) == 1 and "" not in digests:
             trial.head, trial.against = digests.pop(), old.digest
             self._state.candidate = trial.ref
-            self._state.control.clear()  # both are compared by requests of the same time
             self._set_state(trial, "running", f"it drafts for {self._trial_share:.0%} of the requests")
             self._begin_comparison(trial)
 
@@ -534,22 +536,22 @@ class HeadManager:
         """Compare from now on. Requests that run now go on without the rows that the drafter had of them, so nothing
         counts until as many have ended."""
         change.is_compared = True
-        self._state.evidence.pop(change.head, None)
         self._num_cold = dict(self._num_running)
 
     def _void_evidence(self) -> None:
         """The targets have other weights: a trial begins anew; a watch ends, since it would blame the head for them."""
         self._state.evidence.clear()
-        self._state.control.clear()
         self._num_cold = dict(self._num_running)
         for change in self._state.changes:
+            change.evidence, change.control = {}, {}
             if change.is_compared and change.state == "promoted":
                 self._set_state(change, "promoted", "it stays: the target is another")
 
     def _set_state(self, change: HeadChange, state: ChangeState, reason: str) -> None:
         """Note what became of a change, and end its comparison."""
         now_s = round(self._clock(), 1)
-        change.state, change.reason, change.is_compared = state, reason, False
+        change.state, change.reason = state, reason
+        change.is_compared, change.evidence, change.control = False, {}, {}
         change.begun_s, change.changed_s = change.begun_s or now_s, now_s
         if not any(change is known for known in self._state.changes):
             self._state.changes = [*self._state.changes, change][-MAX_CHANGES:]
