@@ -57,7 +57,6 @@ from benchmarks.hostile import (
     hostile_requests,
     judged,
 )
-from benchmarks.soak import processes
 from cluster.settings import load_settings
 from deployments.app import catalog
 from deployments.edge import Edge, make_app
@@ -80,6 +79,20 @@ RECORDS = {"chat": "ChatCompletionRequest", "completions": "CompletionRequest"}
 
 
 # ---- generated requests
+
+
+def processes(others: set[int]) -> dict[int, dict[str, Any]]:
+    """What each process of the service holds, by its id; `others`: children of this process that are not of it."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.pid not in others and process.status() != psutil.STATUS_ZOMBIE:
+                command = process.cmdline() or [process.name()]
+                name = Path(command[0].split(" ")[0]).name
+                if name.startswith("python"):  # a program, told apart by what it runs
+                    name = next((Path(part).name for part in command[1:] if not part.startswith("-")), name)
+                found[process.pid] = {"name": name, "rss_mib": round(process.memory_info().rss / 2**20, 1)}
+    return found
 
 
 def draw(strategy: SearchStrategy[Any], num: int, number: int) -> list[Any]:

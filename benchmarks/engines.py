@@ -308,39 +308,39 @@ class LearnedDepths:
     """K of each request as the service decides it, from what this engine counts and reports."""
 
     def __init__(self, engine: Any, k_max: int) -> None:
-        from cluster.control import DepthControl
+        from cluster.k_policy import KPolicy
         from cluster.request import DepthPolicy
         from peagle.vllm.recorder import DraftingRecorder
 
         self._recorder, self._k_max = DraftingRecorder(), k_max
         self._recorder.attach(engine)
-        self._control = DepthControl(DepthPolicy(k_max, k_max, k_max), on_gpu=True)
+        self._k_policy = KPolicy(DepthPolicy(k_max, k_max, k_max), on_gpu=True)
 
     async def observe_forever(self) -> None:
         from cluster.counts import TargetReport
-        from cluster.step_time import StepCosts
+        from cluster.step_latency import StepLatency
 
         while True:
-            costs = StepCosts.from_wire(self._recorder.step_costs) if self._recorder.step_costs else None
+            latency = StepLatency.from_wire(self._recorder.step_costs) if self._recorder.step_costs else None
             report = TargetReport(
                 "engine",
                 head="head",
                 workloads=self._recorder.workloads(),
                 context_tokens=self._recorder.context_tokens(),
-                step_costs=costs,
+                step_latency=latency,
             )
-            self._control.observe([report], time.monotonic())
+            self._k_policy.observe([report], time.monotonic())
             await asyncio.sleep(0.5)
 
     def believed(self) -> dict[str, Any]:
         """What K rests on now: survivals and step costs."""
-        return {**self._control.document(time.monotonic()), "step_costs": self._control.costs.to_wire()}
+        return {**self._k_policy.document(time.monotonic()), "step_costs": self._k_policy.latency.to_wire()}
 
     def extra_args(self, workload: str) -> dict[str, Any]:
         from cluster.request import Drafting
         from peagle.vllm.request_args import DEPTH_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
-        drafting = self._control.settle(Drafting(workload, self._k_max, "default"), time.monotonic())
+        drafting = self._k_policy.resolve(Drafting(workload, self._k_max, "default"), time.monotonic())
         args = {DEPTH_KEY: drafting.max_k, WORKLOAD_KEY: drafting.workload}
         return {**args, SURVIVAL_KEY: list(drafting.survival)} if drafting.survival else args
 

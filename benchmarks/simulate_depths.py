@@ -1,12 +1,12 @@
-"""Learned K against every fixed K and an oracle, on recorded acceptance and measured step times, without an engine.
+"""Learned K against the best fixed K, the best fixed K of each workload and an oracle, without an engine: on recorded
+acceptance and measured step times.
 
     python -m benchmarks.simulate_depths [--mix code-chat] [--requests 600] [--traces FILE]
 
 A closed loop of clients sends requests whose drafts are accepted as a real head's were (`benchmarks.traces`) to
-an engine whose steps take what was measured on a real one. The learned arm is the product's own code: `DepthControl`
-hears a report each second, and the scheduler's `Trimmer` sees every step's time and trims every step. It knows the
-engine by its guess alone, or by points as an engine measures them at its start (`--points`). Where the traces have the
-drafter's own chances, so many drafts a request on average as a fixed K has are also chosen by them, over the batch.
+an engine whose steps take what was measured on a real one. The learned arm is the product's own code: `KPolicy` gets a
+report each second, and the scheduler's `Trimmer` sees every step's time and trims every step. It knows the engine by
+its guess alone, or by points as an engine measures them at its start (`--points`).
 
 A step decodes every running request with 1 + k rows, and takes in the prompts of new ones. Not modelled: the limit of
 the KV cache, prefix caching, several replicas.
@@ -14,10 +14,9 @@ the KV cache, prefix caching, several replicas.
 
 import fnmatch
 import json
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Protocol, cast
@@ -25,14 +24,13 @@ from typing import Annotated, Any, Protocol, cast
 import numpy as np
 import typer
 
-from cluster.control import DepthControl
 from cluster.counts import TargetReport, WorkloadCounts
-from cluster.depth import WORTH_LEVELS
+from cluster.k_policy import KPolicy
 from cluster.request import DepthPolicy, Drafting
-from cluster.step_time import StepCostModel, StepCosts, TimedStep
+from cluster.step_latency import StepLatency, StepLatencyModel, TimedStep
 from peagle.provenance import conditions
 from peagle.vllm.request_args import SURVIVAL_KEY, WORKLOAD_KEY
-from peagle.vllm.trimming import MORE_TO_CHOOSE, Trimmer
+from peagle.vllm.trimming import Trimmer
 
 RESULTS = Path(__file__).parent / "results"
 TRACES = RESULTS / "2026-11-21-traces-smollm2-135m.npz"
@@ -43,9 +41,6 @@ ENGINES = {
     "8b": RESULTS / "step-times-llama-8b-shape-h200.json",
 }
 K_MAX = 7
-
-FREE_ROWS = 256
-"""Of the drafter's pass, up to which it takes about as long: reading its weights."""
 
 CHAT = ("writing", "roleplay", "humanities")
 MIXES: dict[str, dict[str, tuple[Sequence[str], float]]] = {
@@ -77,8 +72,6 @@ class Answer:
     category: str
     temperature: float
     accepted: bytes
-    chances: np.ndarray | None = None
-    """[tokens, K]: of each draft, by the drafter's own distribution."""
 
 
 def load_answers(path: str | Path = TRACES, max_draft_tokens: int = K_MAX) -> list[Answer]:
@@ -87,14 +80,8 @@ def load_answers(path: str | Path = TRACES, max_draft_tokens: int = K_MAX) -> li
         ends = np.cumsum(stored["num_anchors"], dtype=np.int64)
         accepted = np.minimum(stored["accepted"], max_draft_tokens).astype(np.uint8).tobytes()
         rows = zip(stored["category"], stored["temperature"], stored["num_anchors"], ends.tolist(), strict=True)
-        sure = stored["chances"][:, :max_draft_tokens] if "chances" in stored else None
         return [
-            Answer(
-                str(category),
-                float(temperature),
-                accepted[end - int(num) : end],
-                None if sure is None else sure[end - int(num) : end].astype(np.float64),
-            )
+            Answer(str(category), float(temperature), accepted[end - int(num) : end])
             for category, temperature, num, end in rows
             if num
         ]
@@ -274,55 +261,14 @@ class Oracle(Fixed):
         return None
 
 
-@dataclass
-class Chosen(Fixed):
-    """k drafts of each request on average, the best of the batch by the product of the drafter's chances up to them."""
-
-    def depths(self, requests: Sequence[Request], prompt_tokens: int) -> list[int]:
-        assert isinstance(self.k, int)
-        return best_drafts(requests, [K_MAX] * len(requests), self.k * len(requests))
-
-
-def worth_of_drafts(requests: Sequence[Request], limits: Sequence[int]) -> np.ndarray:
-    """[B, K]; -1 beyond a request's limit."""
-    rows = [request.answer.chances for request in requests]
-    worth_BK = np.cumprod([row[r.place] for row, r in zip(rows, requests, strict=True) if row is not None], axis=1)
-    worth_BK[np.arange(worth_BK.shape[1]) >= np.array(limits)[:, None]] = -1.0
-    return worth_BK
-
-
-def best_drafts(requests: Sequence[Request], limits: Sequence[int], num_drafts: int) -> list[int]:
-    """Of so many drafts of the batch those of each request, chosen as `peagle.vllm.chosen` does."""
-    worth_BK = worth_of_drafts(requests, limits)
-    best = np.argsort(-worth_BK, axis=None, kind="stable")[:num_drafts]
-    found: list[int] = np.bincount(best // worth_BK.shape[1], minlength=len(requests)).tolist()
-    return found
-
-
-def chances_and_acceptance(answers: Sequence[Answer]) -> dict[str, list[float]] | None:
-    """Means over all places of the answers, by depth: `chance`, the product of the drafter's chances up to a draft, and
-    `accepted`, the share of places where it and all before it are; None without chances."""
-    if any(answer.chances is None for answer in answers):
-        return None
-    chance_NK = np.concatenate([answer.chances for answer in answers if answer.chances is not None]).cumprod(axis=1)
-    accepted_N = np.frombuffer(b"".join(answer.accepted for answer in answers), np.uint8)
-    accepted_NK = accepted_N[:, None] > np.arange(chance_NK.shape[1])
-    return {name: x.mean(axis=0).round(4).tolist() for name, x in (("chance", chance_NK), ("accepted", accepted_NK))}
-
-
 class Learned:
-    """The product: `DepthControl` in the ingress and `Trimmer` in the scheduler, with one replica."""
+    """The product: `KPolicy` in the router and `Trimmer` in the scheduler, with one replica."""
 
     REPORT_S = 1.0
 
-    def __init__(
-        self, on_gpu: bool, document: Mapping[str, Any] | None = None, *, chooses: bool = False, **options: Any
-    ) -> None:
-        """chooses: so do the worker's drafts of a step, as in `peagle.vllm.chosen`."""
-        self.is_chosen = False
-        self.num_spare_rows = 0
-        self.control = DepthControl(DepthPolicy(K_MAX, K_MAX, 3), on_gpu=on_gpu, seed=0, **options)
-        self.trimmer = Trimmer(StepCostModel(on_gpu, document), chooses=chooses)
+    def __init__(self, on_gpu: bool, document: Mapping[str, Any] | None = None) -> None:
+        self.k_policy = KPolicy(DepthPolicy(K_MAX, K_MAX, 3), on_gpu=on_gpu, seed=0)
+        self.trimmer = Trimmer(StepLatencyModel(on_gpu, document))
         self._on_gpu = on_gpu
         self._counts: dict[str, WorkloadCounts] = {}
         self._reported_s = 0.0
@@ -330,7 +276,7 @@ class Learned:
 
     def admit(self, workload: str, now_s: float) -> Drafting:
         self._counts.setdefault(workload, WorkloadCounts()).num_started += 1
-        return self.control.settle(Drafting(workload, 3, "default"), now_s)
+        return self.k_policy.resolve(Drafting(workload, 3, "default"), now_s)
 
     def depths(self, requests: Sequence[Request], prompt_tokens: int) -> list[int]:
         for request in requests:
@@ -341,18 +287,6 @@ class Learned:
         depths = self.trimmer.depths(cast(Any, requests), max_ks)
         if prompt_tokens:  # as the scheduler asks
             depths = self.trimmer.depths(cast(Any, requests), max_ks, prompt_tokens)
-        self.is_chosen, self.num_spare_rows = False, 0
-        if self.trimmer.chooses and len(requests) > 1:
-            if (num_chosen := self.trimmer.num_chosen) is not None:
-                most = math.ceil(num_chosen / len(requests)) + MORE_TO_CHOOSE
-                depths = [min(most, max_k) for max_k in max_ks]
-                self.is_chosen = num_chosen < sum(depths)
-            if self.is_chosen or self.trimmer.wants_worth:
-                worth_BK = worth_of_drafts(requests, depths)
-                self.trimmer.hear_worth([int((worth_BK >= level).sum()) for level in WORTH_LEVELS], len(requests))
-            if num_chosen is not None and self.is_chosen:
-                self.num_spare_rows = max(sum(depths), FREE_ROWS) - max(num_chosen, FREE_ROWS)
-                return best_drafts(requests, depths, num_chosen)
         return depths
 
     def drafts(self, requests: Sequence[Request], prompt_tokens: int) -> bool:
@@ -363,11 +297,10 @@ class Learned:
     def observe(
         self, requests: Sequence[Request], steps: Sequence[tuple[int, int]], step: TimedStep, now_s: float
     ) -> None:
-        self.trimmer.model.observe(replace(step, is_chosen=self.is_chosen))
+        self.trimmer.model.observe(step)
         for request, (num_verified, num_accepted) in zip(requests, steps, strict=True):
             counts = self._counts[request.workload]
-            if not self.is_chosen:
-                counts.counts.add_step(num_verified, num_accepted)
+            counts.counts.add_step(num_verified, num_accepted)
             counts.num_finished += request.place >= len(request.answer.accepted)
         if now_s - self._reported_s >= self.REPORT_S:
             self._report(now_s)
@@ -375,9 +308,9 @@ class Learned:
     def _report(self, now_s: float) -> None:
         self._reported_s = now_s
         text = self.trimmer.report(now_s)
-        costs = None if text is None else StepCosts.from_wire(text)
-        report = TargetReport("replica", head="head", workloads=self._counts, context_tokens=200.0, step_costs=costs)
-        self.control.observe([report], now_s)
+        latency = None if text is None else StepLatency.from_wire(text)
+        report = TargetReport("replica", head="head", workloads=self._counts, step_latency=latency)
+        self.k_policy.observe([report], now_s)
 
 
 # ---- a run
@@ -393,11 +326,6 @@ class Load:
     jitter: float = 0.03
     warm_share: float = 0.2
     warm_steps: int = 0
-    choosing_s: float = 0.0
-    """What a step takes more whose drafts are chosen."""
-    spare_row_s: float = 0.0
-    """What such a step takes more for each row of its pass, beyond `FREE_ROWS`, whose draft is not verified; rows of
-    verified drafts are in the engine's times."""
 
 
 def simulate(engine: Engine, pools: Mapping[str, Sequence[Answer]], policy: Policy, load: Load, seed: int = 0) -> float:
@@ -424,8 +352,6 @@ def simulate(engine: Engine, pools: Mapping[str, Sequence[Answer]], policy: Poli
         num_requests, num_rows = len(running), len(running) + sum(depths)
         noise = float(np.exp(load.jitter * rng.standard_normal()))
         seconds = engine(max(num_requests, 1), max(num_rows, 1), prompt_tokens, is_drafted) * noise
-        seconds += load.choosing_s * getattr(policy, "is_chosen", False)
-        seconds += load.spare_row_s * getattr(policy, "num_spare_rows", 0)
         now_s += seconds
         steps = []
         num_emitted = len(admitted)
@@ -442,7 +368,7 @@ def simulate(engine: Engine, pools: Mapping[str, Sequence[Answer]], policy: Poli
             num_tokens += num_emitted
             steady_s += seconds
         if running:
-            step = TimedStep(seconds, num_requests, num_rows, 200.0, prompt_tokens, is_drafted)
+            step = TimedStep(seconds, num_requests, num_rows, prompt_tokens, is_drafted)
             policy.observe(running, steps, step, now_s)
         running = [request for request in running if request.place < len(request.answer.accepted)] + admitted
     return num_tokens / steady_s
@@ -451,13 +377,23 @@ def simulate(engine: Engine, pools: Mapping[str, Sequence[Answer]], policy: Poli
 def compare(
     engine: Engine, pools: Mapping[str, Sequence[Answer]], load: Load, learned: Callable[[], Policy], seed: int = 0
 ) -> dict[str, float]:
-    """Tokens per second of every arm: `K=0` .. `K=7`, with chances `chosen=1` .. `chosen=6`, `learned` and `oracle`."""
+    """Tokens per second of every arm: `K=0` .. `K=7`, `learned` and `oracle`."""
     rates = {f"K={k}": simulate(engine, pools, Fixed(k), load, seed) for k in range(K_MAX + 1)}
-    if all(answer.chances is not None for pool in pools.values() for answer in pool):
-        rates |= {f"chosen={k}": simulate(engine, pools, Chosen(k), load, seed) for k in range(1, K_MAX)}
     rates["learned"] = simulate(engine, pools, learned(), load, seed)
     rates["oracle"] = simulate(engine, pools, Oracle(engine=engine), load, seed)
     return rates
+
+
+def best_by_workload(
+    engine: Engine, pools: Mapping[str, Sequence[Answer]], load: Load, k: int, seed: int = 0
+) -> tuple[dict[str, int], float]:
+    """The best fixed K of each workload, found from `k` for all by one workload after the other; its tokens per
+    second."""
+    best = dict.fromkeys(pools, k)
+    for name in sorted(pools):
+        rates = {k: simulate(engine, pools, Fixed({**best, name: k}), load, seed) for k in range(K_MAX + 1)}
+        best[name] = max(rates, key=rates.__getitem__)
+    return best, rates[best[name]]
 
 
 def learned_share(rates: Mapping[str, float]) -> float:
@@ -470,28 +406,28 @@ def main(
     engine: Annotated[str, typer.Option(help=f"Engine whose steps were measured: {', '.join(ENGINES)}.")] = "h200",
     requests: Annotated[int, typer.Option(help="Requests of each run.")] = 600,
     points: Annotated[bool, typer.Option(help="The engine measures itself at its start.")] = False,
-    choosing_ms: Annotated[float, typer.Option(help="What a step takes more whose drafts are chosen.")] = 0.0,
-    spare_row_us: Annotated[float, typer.Option(help="What a draft takes there that is not verified.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the requests' order and of the noise of steps.")] = 0,
     traces: Annotated[Path, typer.Option(help="Recorded acceptance.")] = TRACES,
     out: Annotated[Path | None, typer.Option(help="JSON with the figures and their conditions.")] = None,
 ) -> None:
-    """Print tokens per second by K, learned K and the oracle, at several numbers of clients."""
-    rates_by_clients: dict[int, dict[str, float]] = {}
+    """Print tokens per second by K, by the best K of each workload, learned K and the oracle, at several numbers of
+    clients."""
+    found: dict[int, dict[str, float]] = {}
     answers, table = load_answers(traces), TableEngine.load(ENGINES[engine])
     pools = {name: select(answers, *kind) for name, kind in MIXES[mix].items()}
     document = points_of(table, 256) if points else None
     for concurrency in (1, 4, 8) if engine == "cpu" else (1, 8, 32, 64, 128, 256):
-        num_requests = max(requests, 4 * concurrency)
-        load = Load(concurrency, num_requests, choosing_s=choosing_ms / 1e3, spare_row_s=spare_row_us / 1e6)
-        rates = compare(table, pools, load, lambda: Learned(engine != "cpu", document))
-        if "chosen=1" in rates:
-            rates["learned, chosen"] = simulate(table, pools, Learned(engine != "cpu", document, chooses=True), load)
-        rates_by_clients[concurrency] = {name: round(rate, 1) for name, rate in rates.items()}
+        load = Load(concurrency, max(requests, 4 * concurrency))
+        rates = compare(table, pools, load, lambda: Learned(engine != "cpu", document), seed)
+        uniform = max(range(K_MAX + 1), key=lambda k: rates[f"K={k}"])
+        ks, rates["K by workload"] = best_by_workload(table, pools, load, uniform, seed)
+        found[concurrency] = {name: round(rate, 1) for name, rate in rates.items()}
         cells = "  ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
-        typer.echo(f"{concurrency:4d} clients: {cells}  learned/best fixed {learned_share(rates):.3f}")
+        shares = f"learned / best K {learned_share(rates):.3f}, / best K by workload {ks}"
+        typer.echo(f"{concurrency:4d} clients: {cells}  {shares} {rates['learned'] / rates['K by workload']:.3f}")
     if out is not None:
-        found = {"tokens_per_s": rates_by_clients, "by_depth": chances_and_acceptance(answers)}
-        out.write_text(json.dumps({"mix": mix, "engine": engine, **found, "conditions": conditions()}, indent=1) + "\n")
+        figures = {"mix": mix, "engine": engine, "seed": seed, "tokens_per_s": found, "conditions": conditions()}
+        out.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

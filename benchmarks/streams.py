@@ -5,11 +5,10 @@
 
 Everything is real but vLLM's engine core: in its place a process sends every running request so many tokens each step,
 in the engine's form. More than one token a step are said to be accepted drafts, in the product's arms.
-Arms: `vllm` is `vllm serve`'s own server; `target` is the product (HAProxy, target); `each-step` is the product with an
-engine that holds back nothing; `ingress` is the product with one ingress replica; `proxy` is the product behind Serve's
-proxy in Python. A client keeps so many streams open, each of 64 to 192 steps (`--steps`) and followed by another.
-Counted over a window of time: chunks, tokens, time to the first chunk, and the CPU time of each kind of process. On few
-cores the clients' own share is taken from the others.
+Arms: `vllm` is `vllm serve`'s own server; `target` is the product (HAProxy, target). A client keeps so many streams
+open, each of 64 to 192 steps (`--steps`) and followed by another. Counted over a window of time: chunks, tokens, time
+to the first chunk, and the CPU time of each kind of process. On few cores the clients' own share is taken from the
+others.
 """
 
 import argparse
@@ -42,8 +41,8 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from benchmarks.common import READY_TIMEOUT_S, free_port, markdown, running_applications
 from cluster.settings import load_settings
-from deployments import INGRESS_NAME, TARGET_NAME
-from deployments.app import HTTP_INGRESS, bind_router, bind_target, catalog
+from deployments import TARGET_NAME
+from deployments.app import bind_target, catalog
 from deployments.drafter import target_source
 from deployments.target import TargetServer
 from deployments.up import ray_environment
@@ -52,11 +51,9 @@ from peagle.provenance import conditions
 from peagle.vllm.outputs import OutputCoalescer
 from peagle.vllm.step_notes import STEPS_HEADER, VerifiedStep, steps_text
 
-ARMS = ("vllm", "target", "each-step", "ingress", "proxy")
+ARMS = ("vllm", "target")
 KINDS = {
     "haproxy": "haproxy",
-    "ProxyActor": "proxy",
-    f":streams:{INGRESS_NAME}": "ingress",
     f":streams:{TARGET_NAME}": "server",
     "--serve-vllm": "server",
 }
@@ -111,8 +108,8 @@ class EngineProcess:
     def __init__(self, folder: Path) -> None:
         pace = json.loads(os.environ[PACE])
         self._step_s, self._tokens = pace["step_ms"] / 1000, pace["tokens"]
-        self._coalescer = OutputCoalescer() if pace["arm"] not in ("vllm", "each-step") else None
-        self._is_drafted = pace["arm"] != "vllm" and self._tokens > 1
+        self._coalescer = OutputCoalescer() if pace["arm"] == "target" else None
+        self._is_drafted = pace["arm"] == "target" and self._tokens > 1
         self._requests: dict[str, EngineCoreRequest] = {}
         self._left: dict[str, int] = {}
         self._words = deque(range(1000, 3000))
@@ -190,7 +187,7 @@ def serve_vllm(port: int, model: str) -> None:
     uvloop.run(run_server(make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)))
 
 
-def application(arm: str, options: argparse.Namespace) -> serve.Application:
+def application(options: argparse.Namespace) -> serve.Application:
     args = {
         "model": {"id": "m", "source": options.model},
         "engine": {"max_num_seqs": MAX_NUM_SEQS},
@@ -201,11 +198,8 @@ def application(arm: str, options: argparse.Namespace) -> serve.Application:
             "max_ongoing_requests": 4 * MAX_NUM_SEQS,
         },
         "limits": {"max_running_requests": MAX_NUM_SEQS},
-        "ingress": {"num_replicas": int(arm == "ingress"), "max_ongoing_requests": 4 * MAX_NUM_SEQS},
     }
     settings = load_settings(args, catalog(), os.environ)
-    if arm == "ingress":
-        return bind_router(settings, HTTP_INGRESS, INGRESS_NAME, None, bind_target(settings, EngineLess))
     return bind_target(settings, serve.ingress(None)(EngineLess))
 
 
@@ -213,8 +207,8 @@ def application(arm: str, options: argparse.Namespace) -> serve.Application:
 def server(arm: str, options: argparse.Namespace) -> Iterator[str]:
     """URL of an arm that is ready."""
     if arm != "vllm":
-        os.environ.update(ray_environment(arm == "ingress", print), RAY_SERVE_ENABLE_HA_PROXY=str(int(arm != "proxy")))
-        with running_applications(lambda: {"streams": application(arm, options)}, "/health") as url:
+        os.environ.update(ray_environment(False, print), RAY_SERVE_ENABLE_HA_PROXY="1")
+        with running_applications(lambda: {"streams": application(options)}, "/health") as url:
             yield url
         return
     url = f"http://127.0.0.1:{(port := free_port())}"

@@ -1,11 +1,11 @@
 """What one target replica gives: output tokens per second at its predicted best K (policy-and-apis, D4).
 
-Enters: step costs, limits of the engine and of TPOT, and what each workload looks like. Leaves: a `Capacity`. Never
+Enters: step latency, limits of the engine and of TPOT, and what each workload looks like. Leaves: a `Capacity`. Never
 knows: replicas, clocks.
 
     mu = max over b of 1 / (1 / R(b) + p tau(b)),   R(b) = sum_c b_c L_c(k_c) / t(b, n)
 
-k_c is the plan of `cluster.depth.best_depths` at b requests, not the K in force, so that the choice of K and the
+k_c is the plan of `cluster.k_policy.best_ks` at b requests, not the K in force, so that the choice of K and the
 number of replicas do not chase each other. p is the number of prompts per output token and tau the time that one adds
 to a step; 1 - mu / R is the share of time that prompts take. Batches b count where TPOT, prompts' time included, keeps
 its limit; a workload that misses it even at b = 1 is left out of that, for no number of replicas would help it. The
@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from cluster.depth import THROUGHPUT, Demand, Objective, best_depths
-from cluster.step_time import StepCosts
+from cluster.k_policy import Demand, best_ks
+from cluster.step_latency import StepLatency
 
 MAX_WORKLOADS = 3
 """Workloads planned apart, those with the most tokens; the rest are averaged. All plans of so few are compared."""
@@ -28,14 +28,14 @@ MAX_WORKLOADS = 3
 @dataclass(frozen=True)
 class WorkloadDemand:
     """One workload: arrivals, mean lengths in tokens, and what is believed of its acceptance, from `num_steps`
-    independent steps: what each draft adds to AL (`cluster.acceptance.Survival.gains`), by which K is chosen too, with
-    the ends of its interval; without them `gains` is taken for certain."""
+    independent steps: cumulative acceptance rates, with the ends of their intervals; without these the rates are taken
+    for certain."""
 
     workload: str
     requests_per_s: float
     output_tokens: float
     prompt_tokens: float
-    gains: tuple[float, ...]
+    rates: tuple[float, ...]
     num_steps: float = 0.0
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
@@ -46,7 +46,7 @@ class WorkloadDemand:
 
     def length(self, k: int) -> float:
         """AL at K = k."""
-        return 1.0 + sum(self.gains[:k])
+        return 1.0 + sum(self.rates[:k])
 
 
 @dataclass(frozen=True)
@@ -88,18 +88,18 @@ class CapacityModel:
     pinned_default: int | None = None
     max_tpot_ms: float | None = None
 
-    def capacity(self, costs: StepCosts, demands: Sequence[WorkloadDemand]) -> Capacity:
+    def capacity(self, latency: StepLatency, demands: Sequence[WorkloadDemand]) -> Capacity:
         """Capacity for a mix. Raises ValueError for no demand."""
         if not sum(demand.tokens_per_s for demand in demands) > 0:
             raise ValueError("capacity needs at least one workload with arrivals")
         demands = self._summed_up(demands)
-        alone = self._at(1, costs, demands, {}, ())
+        alone = self._at(1, latency, demands, {}, ())
         best = near = replace(alone, missed=())
         low, too_many = 1, self.max_num_seqs + 1
         while too_many - low > 1:
             # From the largest batch down by halves, on a logarithmic scale: TPOT grows with the batch.
             middle = too_many - 1 if too_many > self.max_num_seqs else max(low + 1, int(math.sqrt(low * too_many)))
-            found = self._at(middle, costs, demands, near.depths, alone.missed)
+            found = self._at(middle, latency, demands, near.depths, alone.missed)
             if found.missed:
                 too_many = middle
             else:
@@ -119,7 +119,7 @@ class CapacityModel:
     def _at(
         self,
         num_requests: int,
-        costs: StepCosts,
+        latency: StepLatency,
         demands: Sequence[WorkloadDemand],
         depths: Mapping[str, int],
         hopeless: Sequence[str],
@@ -132,18 +132,16 @@ class CapacityModel:
         asked = []
         for demand, part in zip(demands, parts.tolist(), strict=True):
             k = self.pinned.get(demand.workload, self.pinned_default)
-            objective = THROUGHPUT if demand.workload in hopeless else Objective(max_tpot_ms=self.max_tpot_ms)
+            limit_s = math.inf if demand.workload in hopeless else (self.max_tpot_ms or math.inf) / 1e3
             low, high = (0, self.max_k) if k is None else (k, k)
-            asked.append(Demand(demand.workload, num_requests * part, demand.gains, high, objective, min_k=low))
-        context = sum(d.tokens_per_s * (d.prompt_tokens + d.output_tokens / 2) for d in demands) / rate
-        plan = best_depths(asked, costs, context)
-        ks = [plan.depths[demand.workload] for demand in demands]
+            asked.append(Demand(demand.workload, num_requests * part, demand.rates, high, low, limit_s))
+        plan = best_ks(asked, latency)
+        ks = [plan.ks[demand.workload] for demand in demands]
         lengths = np.array([demand.length(k) for demand, k in zip(demands, ks, strict=True)])
         prompts_per_token = sum(demand.requests_per_s for demand in demands) / rate
         prompt_tokens = sum(d.requests_per_s * d.prompt_tokens for d in demands) / rate / prompts_per_token
         num_tokens = num_requests * (1.0 + float(parts @ ks))
-        prompt_s = costs.seconds(num_requests, num_tokens, context, prompt_tokens)
-        prompt_s = max(0.0, prompt_s - costs.seconds(num_requests, num_tokens, context))
+        prompt_s = latency.seconds(num_requests, num_tokens, prompt_tokens) - latency.seconds(num_requests, num_tokens)
         prefill_s = prompts_per_token * prompt_s * plan.tokens_per_s  # for each second of decoding
         prefill_share = prefill_s / (1.0 + prefill_s)
         missed: tuple[str, ...] = ()
@@ -154,7 +152,7 @@ class CapacityModel:
             tokens_per_s=plan.tokens_per_s * (1 - prefill_share),
             num_requests=num_requests,
             acceptance_length=float(parts @ lengths),
-            depths=dict(plan.depths),
+            depths=dict(plan.ks),
             prefill_share=prefill_share,
             missed=missed,
         )
@@ -165,6 +163,6 @@ def _averaged(demands: Sequence[WorkloadDemand]) -> WorkloadDemand:
     rate = sum(demand.requests_per_s for demand in demands)
     tokens = sum(demand.tokens_per_s for demand in demands)
     weights = np.array([demand.tokens_per_s / tokens if tokens else 1 / len(demands) for demand in demands])
-    gains = tuple((weights @ np.array([demand.gains for demand in demands])).tolist())
+    rates = tuple((weights @ np.array([demand.rates for demand in demands])).tolist())
     prompt_tokens = sum(demand.requests_per_s * demand.prompt_tokens for demand in demands)
-    return WorkloadDemand("others", rate, tokens / max(rate, 1e-9), prompt_tokens / max(rate, 1e-9), gains)
+    return WorkloadDemand("others", rate, tokens / max(rate, 1e-9), prompt_tokens / max(rate, 1e-9), rates)

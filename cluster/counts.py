@@ -1,21 +1,24 @@
 """What targets count: drafts by depth, requests and tokens of each workload. One record from the scheduler to K.
 
 Enters: verified steps in a target replica. Leaves: `TargetReport`s, each what one replica has counted since it started,
-and, out of the reports of many replicas, what is new in each (`Ledger`). The choice of K and autoscaling read the same
-report. Never knows: estimates, clocks, Ray.
+and, out of the reports of many replicas, what is new in each (`DeltaTracker`). The choice of K, autoscaling, heads and
+metrics read the same report. Never knows: estimates, clocks, Ray.
 
 Counters only grow while a replica lives, and they travel as they are, never as differences or ratios: a report that is
 lost or read twice then loses or adds nothing.
 """
 
 import math
+import operator
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from cluster.step_time import StepCosts
+import msgspec
+
+from cluster.step_latency import StepLatency
 
 MAX_DEPTH = 64
 """The deepest draft that a report may count."""
@@ -70,20 +73,24 @@ class Counts:
         """AL, tokens per verification step: 1 + accepted / steps. 1.0 without steps (K = 0)."""
         return 1.0 + self.num_accepted_tokens / self.num_steps if self.num_steps else 1.0
 
+    @property
+    def rows(self) -> tuple[list[int], list[int], list[int]]:
+        return self.drafted, self.reached, self.accepted
+
     def copy(self) -> "Counts":
-        return Counts(*self.to_wire())
+        return Counts(*(row[:] for row in self.rows))
 
     def __add__(self, other: "Counts") -> "Counts":
-        rows = zip(self.to_wire(), other.to_wire(), strict=True)
+        rows = zip(self.rows, other.rows, strict=True)
         return Counts(*([a + b for a, b in zip_longest(*row, fillvalue=0)] for row in rows))
 
     def __sub__(self, earlier: "Counts") -> "Counts":
         """What came on top of `earlier`, a previous reading of the same counts; ValueError when it is none."""
-        rows = zip(self.to_wire(), earlier.to_wire(), strict=True)
+        rows = zip(self.rows, earlier.rows, strict=True)
         found = Counts(*([a - b for a, b in zip_longest(*row, fillvalue=0)] for row in rows))
         found.check()
         num_depths = sum(count > 0 for count in found.drafted)
-        return Counts(*(row[:num_depths] for row in found.to_wire()))
+        return Counts(*(row[:num_depths] for row in found.rows))
 
     def check(self) -> None:
         """Raises ValueError naming the depth where no steps can have such counts."""
@@ -101,24 +108,6 @@ class Counts:
                     "accepted only if reached, and reached only if drafted with the draft before it accepted"
                 )
             drafted_before, accepted_before = drafted, accepted
-
-    def to_wire(self) -> list[list[int]]:
-        """[drafted, reached, accepted] as JSON can hold it."""
-        return [self.drafted[:], self.reached[:], self.accepted[:]]
-
-    @classmethod
-    def from_wire(cls, value: Any) -> "Counts":
-        """Inverse of `to_wire`. Raises ValueError for anything else, and for counts that no steps can have."""
-        rows = value if isinstance(value, list | tuple) else ()
-        if len(rows) != 3 or not all(isinstance(row, list | tuple) and _are_whole(row) for row in rows):
-            raise ValueError(f"counts must be three lists of whole numbers, not {value!r:.80}")
-        counts = cls(*(list(row) for row in rows))
-        counts.check()
-        return counts
-
-
-def _are_whole(values: Iterable[Any]) -> bool:
-    return all(type(value) is int for value in values)
 
 
 @dataclass(slots=True)
@@ -144,45 +133,30 @@ class WorkloadCounts:
         """Requests in the engine, waiting ones included."""
         return self.num_started - self.num_ended
 
-    def numbers(self) -> tuple[int, int, int, int, int]:
-        """Everything but `counts`, in the order of `NUMBERS`."""
-        return self.num_started, self.num_finished, self.num_aborted, self.num_output_tokens, self.num_prompt_tokens
-
-    @classmethod
-    def of_numbers(cls, numbers: Sequence[int], counts: Counts) -> "WorkloadCounts":
-        """Inverse of `numbers`."""
-        started, finished, aborted, output_tokens, prompt_tokens = numbers
-        return cls(started, finished, aborted, output_tokens, prompt_tokens, counts)
-
     def copy(self) -> "WorkloadCounts":
-        return self.of_numbers(self.numbers(), self.counts.copy())
+        return replace(self, counts=self.counts.copy())
 
     def __add__(self, other: "WorkloadCounts") -> "WorkloadCounts":
-        numbers = [mine + theirs for mine, theirs in zip(self.numbers(), other.numbers(), strict=True)]
-        return self.of_numbers(numbers, self.counts + other.counts)
+        return self._combine(other, operator.add)
 
     def __sub__(self, earlier: "WorkloadCounts") -> "WorkloadCounts":
         """What came on top of `earlier`; ValueError where it is no previous reading of the same counts."""
-        numbers = [mine - theirs for mine, theirs in zip(self.numbers(), earlier.numbers(), strict=True)]
-        if min(numbers) < 0:
-            raise ValueError(f"{self} does not come after {earlier}")
-        return self.of_numbers(numbers, self.counts - earlier.counts)
+        found = self._combine(earlier, operator.sub)
+        found.check()
+        return found
 
-    def to_wire(self) -> list[Any]:
-        """The numbers and the counts as JSON can hold them."""
-        return [*self.numbers(), self.counts.to_wire()]
+    def check(self) -> None:
+        """Raises ValueError where nothing can have such counts."""
+        if any(getattr(self, name) < 0 for name in NUMBERS):
+            raise ValueError(f"counts of a workload cannot be negative: {self}")
+        self.counts.check()
 
-    @classmethod
-    def from_wire(cls, value: Any) -> "WorkloadCounts":
-        """Inverse of `to_wire`. Raises ValueError for anything else."""
-        length = len(NUMBERS)
-        numbers = value[:length] if isinstance(value, list | tuple) and len(value) == length + 1 else ()
-        if not numbers or not _are_whole(numbers) or min(numbers) < 0:
-            raise ValueError(f"a workload's counts must be {', '.join(NUMBERS)} and counts by depth, not {value!r:.80}")
-        return cls.of_numbers(numbers, Counts.from_wire(value[length]))
+    def _combine(self, other: "WorkloadCounts", operation: Callable[[Any, Any], Any]) -> "WorkloadCounts":
+        values = {name: operation(getattr(self, name), getattr(other, name)) for name in (*NUMBERS, "counts")}
+        return WorkloadCounts(**values)
 
 
-NUMBERS = ("started", "finished", "aborted", "output_tokens", "prompt_tokens")
+NUMBERS = ("num_started", "num_finished", "num_aborted", "num_output_tokens", "num_prompt_tokens")
 
 
 @dataclass(frozen=True)
@@ -195,7 +169,7 @@ class TargetReport:
         heads: digests by workload where these have heads of their own.
         workloads: cumulative counts by workload. One that is missing has ended its counts.
         context_tokens: mean context of the running requests, 0 where unknown.
-        step_costs: what the scheduler has learned of step times; None before the first step.
+        step_latency: what the scheduler has learned of step times; None before the first step.
         links: to remote drafters (`deployments.replicas.link_reports`).
         num_output_tokens: of all sequences, running ones included.
         weights: digest of the target's, where heads learn from it; else "".
@@ -208,7 +182,7 @@ class TargetReport:
     heads: Mapping[str, str] = field(default_factory=dict)
     workloads: Mapping[str, WorkloadCounts] = field(default_factory=dict)
     context_tokens: float = 0.0
-    step_costs: StepCosts | None = None
+    step_latency: StepLatency | None = None
     links: tuple[Mapping[str, Any], ...] = ()
     num_output_tokens: int = 0
     weights: str = ""
@@ -224,33 +198,36 @@ class TargetReport:
         return sum(counts.num_running for counts in self.workloads.values())
 
     def to_wire(self) -> dict[str, Any]:
-        """What it counted, as JSON can hold it."""
-        return {
-            "replica": self.replica,
-            "head": self.head,
-            "heads": dict(self.heads),
-            "workloads": {name: counts.to_wire() for name, counts in self.workloads.items()},
-            "step_costs": None if self.step_costs is None else self.step_costs.to_wire(),
-            "time_s": self.time_s,
-        }
+        """As JSON can hold it."""
+        latency = None if self.step_latency is None else self.step_latency.to_wire()
+        document: dict[str, Any] = msgspec.to_builtins(replace(self, step_latency=None)) | {"step_latency": latency}
+        return document
 
     @classmethod
     def from_wire(cls, value: Any) -> "TargetReport":
         """Inverse of `to_wire`. Raises ValueError for anything else."""
         try:
-            workloads = {str(name): WorkloadCounts.from_wire(counts) for name, counts in value["workloads"].items()}
-            costs = None if value.get("step_costs") is None else StepCosts.from_wire(value["step_costs"])
-            head, heads, time_s = str(value["head"]), dict(value["heads"]), float(value.get("time_s", 0.0))
-            return cls(str(value["replica"]), "", head, heads, workloads, step_costs=costs, time_s=time_s)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"a target's report cannot be read: {error!r}") from error
+            report = msgspec.convert(value, cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"a target's report cannot be read: {error}") from error
+        report.check()
+        return report
+
+    def check(self) -> None:
+        """Raises ValueError where no replica can report this."""
+        for counts in self.workloads.values():
+            counts.check()
+        if not 0 <= self.context_tokens < math.inf:
+            raise ValueError(f"context_tokens is {self.context_tokens}")
+        if self.step_latency is not None:
+            self.step_latency.check()
 
 
 # ---- differences between reports
 
 
 @dataclass(slots=True)
-class News:
+class CounterDeltas:
     """What some reports bring that was not counted before.
 
     Attributes:
@@ -258,7 +235,8 @@ class News:
         by_head: steps by head and workload. Steps between two reports of which only the second names the head are
             left out, because whose they were is not known.
         restarted: replicas whose counters fell.
-        head, heads: that of the ledger after these reports.
+        head, heads: digests of the heads that most replicas of the newest round drafted with, by default and by
+            workload; "" until one is known.
     """
 
     workloads: dict[str, WorkloadCounts] = field(default_factory=dict)
@@ -268,12 +246,19 @@ class News:
     heads: dict[str, str] = field(default_factory=dict)
 
 
-class Ledger:
+class TrackerState(msgspec.Struct):
+    """The last report of each replica, the least recent first, and the heads of the newest round."""
+
+    head: str
+    heads: dict[str, str]
+    replicas: list[TargetReport]
+
+
+class DeltaTracker:
     """Remembers the last report of each replica, so that everything is counted once.
 
     A replica whose counters fell has restarted, and everything it reports is new. Steps count for the head that the
-    replica named: while a fleet changes heads, both are counted side by side. `head` and `heads` (by workload, where
-    these have their own) are those that most replicas of the newest round drafted with, "" until one is known.
+    replica named: while a fleet changes heads, both are counted side by side.
     """
 
     MAX_REPLICAS = 256
@@ -294,21 +279,21 @@ class Ledger:
         before = {} if has_restarted else last.workloads
         return {name: _since(counts, before.get(name)) for name, counts in report.workloads.items()}, has_restarted
 
-    def take(self, reports: Iterable[TargetReport]) -> News:
+    def update(self, reports: Iterable[TargetReport]) -> CounterDeltas:
         """Take in a round of reports, at most one of each replica."""
-        news, votes = News(), Counter[str]()
+        deltas, votes = CounterDeltas(), Counter[str]()
         reports = list(reports)
         for report in reports:
             added, has_restarted = self.difference(report)
             last = None if has_restarted else self._last.get(report.replica)
             if has_restarted:
-                news.restarted.append(report.replica)
+                deltas.restarted.append(report.replica)
             for name, counts in added.items():
-                known = news.workloads.get(name)
-                news.workloads[name] = counts if known is None else known + counts
+                known = deltas.workloads.get(name)
+                deltas.workloads[name] = counts if known is None else known + counts
                 head = report.head_of(name)
                 if head and counts.counts.num_steps and (last is None or last.head_of(name) == head):
-                    of_head = news.by_head.setdefault(head, {})
+                    of_head = deltas.by_head.setdefault(head, {})
                     of_head[name] = of_head.get(name, Counts()) + counts.counts
             if report.head:
                 votes[report.head] += 1
@@ -317,25 +302,17 @@ class Ledger:
             # The last that was named wins a tie: the head that a fleet changes to.
             self.head = max(reversed(votes), key=votes.__getitem__)
             self.heads = dict(next(report.heads for report in reports if report.head == self.head))
-        news.head, news.heads = self.head, dict(self.heads)
-        return news
+        deltas.head, deltas.heads = self.head, dict(self.heads)
+        return deltas
 
-    def to_wire(self) -> dict[str, Any]:
-        """Everything, as JSON can hold it."""
-        replicas = [report.to_wire() for report in self._last.values()]
-        return {"head": self.head, "heads": dict(self.heads), "replicas": replicas}
+    @property
+    def state(self) -> TrackerState:
+        return TrackerState(self.head, dict(self.heads), list(self._last.values()))
 
-    @classmethod
-    def from_wire(cls, value: Any) -> "Ledger":
-        """Inverse of `to_wire`. Raises ValueError naming the field."""
-        ledger = cls()
-        try:
-            ledger.head, ledger.heads = str(value["head"]), dict(value["heads"])
-            for row in value["replicas"]:
-                ledger._remember(TargetReport.from_wire(row))
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"the ledger's replicas cannot be read: {error!r}") from error
-        return ledger
+    def restore(self, state: TrackerState) -> None:
+        self.head, self.heads = state.head, dict(state.heads)
+        for report in state.replicas:
+            self._remember(report)
 
     def _remember(self, report: TargetReport) -> None:
         workloads = {name: counts.copy() for name, counts in report.workloads.items()}

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from cluster.counts import Counts, News
+from cluster.counts import CounterDeltas, Counts
 
 CANDIDATE = "candidate-"
 """Begins the names of proposed heads."""
@@ -200,8 +200,7 @@ class HeadEvidence:
     def add(self, counts: Counts, num_requests: int, max_steps: int | None) -> None:
         self.counts, self.num_requests = self.counts + counts, self.num_requests + num_requests
         if max_steps is not None and self.counts.num_steps > max_steps:
-            rows = self.counts.drafted, self.counts.reached, self.counts.accepted
-            self.counts = Counts(*([number // 2 for number in row] for row in rows))
+            self.counts = Counts(*([number // 2 for number in row] for row in self.counts.rows))
             self.num_requests //= 2
 
     @property
@@ -427,7 +426,7 @@ class HeadManager:
         if (trial := self._trial()) is not None and trial.state == "loading":
             self._record_loading(trial, reports)
 
-    def record_counts(self, news: News, num_running: Mapping[str, int], weights: str = "") -> None:
+    def record_counts(self, deltas: CounterDeltas, num_running: Mapping[str, int], weights: str = "") -> None:
         """Take in what targets counted since the last time, and decide. num_running: requests by workload. weights:
         digest of the targets', "" where nobody knows it."""
         state, self._num_running = self._state, num_running
@@ -436,18 +435,18 @@ class HeadManager:
                 self._void_evidence()
             state.weights = weights
         cold = {workload for workload, number in self._num_cold.items() if number > 0}
-        for name, counted in news.workloads.items():
+        for name, counted in deltas.workloads.items():
             if (workload := base_workload(name)) in cold:
                 self._num_cold[workload] -= counted.num_ended
         compared = [change for change in state.changes if change.is_compared]
-        for head, by_workload in news.by_head.items():
+        for head, by_workload in deltas.by_head.items():
             kept = state.evidence[head] = state.evidence.pop(head, {})
             tables = [kept, *(one.evidence for one in compared if one.head == head)]
             tables += [one.control for one in compared if one.against == head]
             for name, counts in by_workload.items():
                 for table in tables if base_workload(name) not in cold else ():
                     found = table.setdefault(base_workload(name), HeadEvidence())
-                    found.add(counts, news.workloads[name].num_started, MAX_EVIDENCE_STEPS if table is kept else None)
+                    found.add(counts, deltas.workloads[name].num_started, MAX_EVIDENCE_STEPS if table is kept else None)
         while len(state.evidence) > MAX_HEADS:
             del state.evidence[next(iter(state.evidence))]
         for change in compared:

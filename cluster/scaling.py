@@ -18,13 +18,14 @@ bounds: a target's step of one request needs one pass, whatever it accepts.
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal
 
-from cluster.acceptance import AcceptanceBook, Survival, as_drawn
+from cluster.acceptance import AcceptancePosteriors, AcceptanceRates
 from cluster.capacity import Capacity, CapacityModel, WorkloadDemand
-from cluster.counts import News
+from cluster.counts import CounterDeltas
 from cluster.settings import STALE_AFTER_S, AutoscalingSettings, ReplicaRange
-from cluster.step_time import StepCosts, average_costs
+from cluster.step_latency import StepLatency, average_latency
 from cluster.traffic import Rate, ReportBook, TrafficHistory
 
 Source = Literal["acceptance", "queue_length", "idle"]
@@ -75,7 +76,7 @@ class Inputs:
     Attributes:
         drafter: None where it is colocated, or not known.
         workloads: those with arrivals.
-        costs: of the targets' steps; None where no replica knows them.
+        latency: of the targets' steps; None where no replica knows it.
         growth: expected relative growth of the arrivals since they were measured, and where they rise, until a replica
             decided now serves.
         history_s: seconds for which arrivals have been counted.
@@ -89,7 +90,7 @@ class Inputs:
     target: Pool
     drafter: Pool | None = None
     workloads: tuple[WorkloadDemand, ...] = ()
-    costs: StepCosts | None = None
+    latency: StepLatency | None = None
     growth: float = 0.0
     history_s: float = 0.0
     num_reporting: int = 0
@@ -146,7 +147,7 @@ def _missing(inputs: Inputs) -> str:
         return "no replica reports"
     if inputs.num_reporting < SILENT_SHARE * known:
         return f"only {inputs.num_reporting} of {known} replicas report"
-    if inputs.costs is None:
+    if inputs.latency is None:
         return "no replica knows yet what its steps take"
     if inputs.history_s < MIN_HISTORY_S:
         return f"arrivals have been counted for {inputs.history_s:.0f} s only"
@@ -191,9 +192,9 @@ def _by_acceptance(inputs: Inputs, model: CapacityModel, settings: AutoscalingSe
         reason = "; ".join([f"no arrivals for {inputs.idle_s:.0f} s{why}", *inputs.notes])
         before = inputs.capacity_before
         return Decision(inputs, target, drafter, "acceptance", reason, 0.0, before, needed=0.0)
-    assert inputs.costs is not None
-    capacity = model.capacity(inputs.costs, workloads)
-    used, limited = _used(capacity, model, inputs, inputs.costs, workloads)
+    assert inputs.latency is not None
+    capacity = model.capacity(inputs.latency, workloads)
+    used, limited = _used(capacity, model, inputs, inputs.latency, workloads)
     num_known = inputs.num_reporting + inputs.num_unusable
     counted = sum(demand.tokens_per_s for demand in workloads)
     arriving = counted * num_known / inputs.num_reporting * (1.0 + inputs.growth)
@@ -230,7 +231,7 @@ def _by_acceptance(inputs: Inputs, model: CapacityModel, settings: AutoscalingSe
 
 
 def _used(
-    capacity: Capacity, model: CapacityModel, inputs: Inputs, costs: StepCosts, workloads: Sequence[WorkloadDemand]
+    capacity: Capacity, model: CapacityModel, inputs: Inputs, latency: StepLatency, workloads: Sequence[WorkloadDemand]
 ) -> tuple[float, str]:
     """The capacity to plan with, and in words why it is not the computed one.
 
@@ -247,8 +248,8 @@ def _used(
     if near == value or (value < before and _excess(inputs, capacity) > 0):
         return value, ""
     is_fall = value < before
-    ends = [replace(demand, gains=(demand.high if is_fall else demand.low) or demand.gains) for demand in workloads]
-    supported = model.capacity(costs, ends).tokens_per_s
+    ends = [replace(demand, rates=(demand.high if is_fall else demand.low) or demand.rates) for demand in workloads]
+    supported = model.capacity(latency, ends).tokens_per_s
     used = max(value, min(near, supported)) if is_fall else min(value, max(near, supported))
     if used == value:
         return value, ""
@@ -339,18 +340,18 @@ class AcceptanceMemory:
     """
 
     def __init__(self, max_draft_tokens: int, half_lives_steps: Sequence[float] = HALF_LIVES_STEPS) -> None:
-        self._books = [AcceptanceBook(max_draft_tokens, half_life_steps=steps) for steps in half_lives_steps]
+        self._posteriors = [AcceptancePosteriors(max_draft_tokens, half_life_steps=steps) for steps in half_lives_steps]
         self._in_use: dict[tuple[str, str], int] = {}
 
-    def absorb(self, news: News) -> None:
-        for book in self._books:
-            book.absorb(news)
+    def update(self, deltas: CounterDeltas) -> None:
+        for posteriors in self._posteriors:
+            posteriors.update(deltas)
 
-    def survival(self, workload: str) -> Survival:
-        key = self._books[0].head_of(workload), workload
-        if len(self._in_use) > 2 * len(self._books[0].workloads()) + 64:
-            self._in_use = {}  # mostly names that the books have forgotten
-        believed = [book.survival(workload) for book in self._books]
+    def rates(self, workload: str) -> AcceptanceRates:
+        key = self._posteriors[0].head_of(workload), workload
+        if len(self._in_use) > 2 * len(self._posteriors[0].workloads()) + 64:
+            self._in_use = {}  # mostly names that the posteriors have forgotten
+        believed = [posteriors.rates(workload) for posteriors in self._posteriors]
         current = self._in_use.get(key, 0)
         current = next((i for i in range(current) if _distance(believed[i], believed[current]) <= AGREEMENT), current)
         while any(_distance(believed[current], shorter) > CONTRADICTION for shorter in believed[current + 1 :]):
@@ -359,7 +360,7 @@ class AcceptanceMemory:
         return believed[current]
 
 
-def _distance(a: Survival, b: Survival) -> float:
+def _distance(a: AcceptanceRates, b: AcceptanceRates) -> float:
     """Difference of AL at K_max against what the intervals allow."""
     half_widths = (sum(a.high) - sum(a.low) + sum(b.high) - sum(b.low)) / 2
     return abs(sum(a.mean) - sum(b.mean)) / half_widths if half_widths else 0.0
@@ -403,24 +404,24 @@ class ScalingPolicy:
             target = Pool(target.num_running, target.num_wanted, *usable)
         if target.num_running < target.num_wanted or self._unsettled_s is None:
             self._unsettled_s = now_s
-        news, arrived = self._reports.take(reports, running, now_s)
-        self.memory.absorb(news)
+        deltas, arrived = self._reports.take(reports, running, now_s)
+        self.memory.update(deltas)
         if arrived is not None:
             self._traffic.add(arrived, target.queued_requests, now_s)
         is_waking = target.num_running == 0 and (target.num_wanted > 0 or target.ongoing_requests > 0)
         if is_waking:
             self._traffic.note_busy(now_s)
-        notes += [f"{replica} restarted" for replica in news.restarted]
+        notes += [f"{replica} restarted" for replica in deltas.restarted]
         notes += [f"{replica} is left out: {why}" for replica, why in self._reports.nonsense.items()]
         fresh = self._reports.fresh(now_s, STALE_AFTER_S)
         rates = self._traffic.rates(now_s)
-        costs = [report.step_costs for report in fresh if report.step_costs is not None]
-        known = [found for found in costs if found.has_points or found.num_steps >= MIN_TIMED_STEPS]
+        latencies = [report.step_latency for report in fresh if report.step_latency is not None]
+        known = [found for found in latencies if found.is_measured or found.num_steps >= MIN_TIMED_STEPS]
         inputs = Inputs(
             target=target,
             drafter=drafter,
             workloads=tuple(self._demand(name, rate) for name, rate in rates.items() if rate.lengths is not None),
-            costs=average_costs(known) if known else None,
+            latency=average_latency(known) if known else None,
             growth=_growth(self._traffic.trend(now_s), rates.values(), self.settings.start_time_s),
             history_s=self._traffic.history_s(now_s),
             num_reporting=len(fresh),
@@ -437,10 +438,10 @@ class ScalingPolicy:
 
     def _demand(self, name: str, rate: Rate) -> WorkloadDemand:
         assert rate.lengths is not None
-        believed = self.memory.survival(name)
-        gains = believed.gains()
-        low, high = (as_drawn(end, believed.mean, gains) for end in (believed.low, believed.high))
-        return WorkloadDemand(name, rate.requests_per_s, *rate.lengths, gains, believed.num_steps, low, high)
+        believed = self.memory.rates(name)
+        # The ends of intervals are taken position by position, and may cross by a rounding.
+        low, high = (tuple(accumulate(end, min)) for end in (believed.low, believed.high))
+        return WorkloadDemand(name, rate.requests_per_s, *rate.lengths, believed.mean, believed.num_steps, low, high)
 
 
 def _growth(trend: float, rates: Collection[Rate], start_time_s: float) -> float:

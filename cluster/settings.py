@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from cluster.depth import Objective
 from cluster.request import Caller, Callers, DepthPolicy, TagRight, digest_of, is_workload_tag
 from peagle.schema import Problems, Section, SettingsError, listed, nearest, problem_lines, type_problems
 
@@ -159,13 +158,20 @@ class Catalog:
 
 
 class ModelSettings(Section):
-    """The target. `source`: an embedded model's name, a checkpoint directory, or a Hugging Face id `org/name`;
-    `id`: the model's name in requests, by default the source's last part; `aliases`: further names, each with the
-    workload of its requests."""
+    """The target."""
 
-    source: str = Field(min_length=1)
-    id: str = Field(default="", pattern=r"^[^\s]*$", validate_default=True)
-    aliases: dict[str, str] = Field(default_factory=dict)
+    source: str = Field(
+        min_length=1, description="Embedded model's name, checkpoint directory, or Hugging Face id `org/name`."
+    )
+    id: str = Field(
+        default="",
+        pattern=r"^[^\s]*$",
+        validate_default=True,
+        description="Model's name in requests; by default the last part of `source`.",
+    )
+    aliases: dict[str, str] = Field(
+        default_factory=dict, description="Further names of the model, each with the workload of its requests."
+    )
 
     @field_validator("source")
     @classmethod
@@ -191,15 +197,19 @@ class ModelSettings(Section):
 
 
 class TargetSettings(Section):
-    """Replicas of the target. `bundle`: Ray resources of each engine worker, e.g. {GPU: 1} or {CPU: 1}, and
-    "accelerator_type:H100": 0.001 for a kind of GPU; `num_cpus`: of the replica's own process; `max_ongoing_requests`:
-    what Serve itself lets in, so much that `limits` comes first; `env`: environment variables of replica and engine."""
+    """Replicas of the target. A bundle may name a kind of GPU, `"accelerator_type:H100": 0.001`. `max_ongoing_requests`
+    is above what `limits` lets in, so that a request is refused in OpenAI's form."""
 
-    num_replicas: int = Field(default=1, ge=1)
-    num_cpus: float = Field(default=1.0, ge=0)
-    bundle: dict[str, float] = Field(default_factory=lambda: {"GPU": 1.0})
-    max_ongoing_requests: int = Field(default=4096, ge=1)
-    env: dict[str, str] = Field(default_factory=dict)
+    num_replicas: int = Field(default=1, ge=1, description="Target replicas; with `autoscaling` leave it out.")
+    num_cpus: float = Field(default=1.0, ge=0, description="Logical CPUs of the replica's own process.")
+    bundle: dict[str, float] = Field(
+        default_factory=lambda: {"GPU": 1.0},
+        description="Ray resources of each engine worker, such as `{GPU: 1}` or `{CPU: 1}`.",
+    )
+    max_ongoing_requests: int = Field(
+        default=4096, ge=1, description="Requests that Serve lets into one replica; keep it above `limits`."
+    )
+    env: dict[str, str] = Field(default_factory=dict, description="Environment variables of replica and engine.")
 
     @property
     def has_gpu(self) -> bool:
@@ -207,28 +217,36 @@ class TargetSettings(Section):
 
 
 class DrafterReplicas(Section):
-    """Replicas of a remote drafter.
+    """Replicas of a remote drafter."""
 
-    `num_cpus`, `num_gpus`: Ray resources of one replica; GPUs by default one where the target has GPUs, else none.
-    `cache_gib`: memory of its KV cache, all heads together. `max_num_requests`: requests drafted at a time, by default
-    as many as all targets together run. `host`: address that it listens on, by default its node's as Ray knows it.
-    `env`: environment variables of its process."""
-
-    num_replicas: int = Field(default=1, ge=1)
-    num_cpus: float = Field(default=1.0, ge=0)
-    num_gpus: float | None = Field(default=None, ge=0)
-    cache_gib: float = Field(default=1.0, gt=0)
-    max_num_requests: int | None = Field(default=None, ge=1)
-    host: str | None = Field(default=None, min_length=1)
-    env: dict[str, str] = Field(default_factory=dict)
+    num_replicas: int = Field(default=1, ge=1, description="Drafter replicas; with `autoscaling` leave it out.")
+    num_cpus: float = Field(default=1.0, ge=0, description="Logical CPUs of one replica.")
+    num_gpus: float | None = Field(
+        default=None, ge=0, description="GPUs of one replica; by default 1 where the target has GPUs, else 0."
+    )
+    cache_gib: float = Field(default=1.0, gt=0, description="Memory of its KV cache, all heads together.")
+    max_num_requests: int | None = Field(
+        default=None, ge=1, description="Requests drafted at a time; by default what all targets run together."
+    )
+    host: str | None = Field(
+        default=None, min_length=1, description="Address that it listens on; by default its node's."
+    )
+    env: dict[str, str] = Field(default_factory=dict, description="Environment variables of its process.")
 
 
 class LinkSettings(Section):
     """How long a target waits for the drafts of a step before it runs without: three times the mean time of a pass,
-    within these limits; `max_deadline_ms` while that mean is not known."""
+    within these limits."""
 
-    min_deadline_ms: float = Field(default=50.0, gt=0, allow_inf_nan=False)
-    max_deadline_ms: float = Field(default=1000.0, gt=0, allow_inf_nan=False)
+    min_deadline_ms: float = Field(
+        default=50.0, gt=0, allow_inf_nan=False, description="Shortest time that a step waits for its drafts."
+    )
+    max_deadline_ms: float = Field(
+        default=1000.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Longest time, and the time while the mean pass is unknown.",
+    )
 
     @model_validator(mode="after")
     def _check_order(self) -> typing.Self:
@@ -240,25 +258,37 @@ class LinkSettings(Section):
 
 
 class DrafterSettings(Section):
-    """The drafter. `head`: a shipped head's name, a directory, or a Hugging Face id; `max_draft_tokens`: K_max, and
-    `parallel_drafting`: all drafts in one pass (P-EAGLE) or one after another (EAGLE-3), both by default what the head
-    was trained for; `engine_options`: further keys of vLLM's speculative_config.
+    """The drafter. Spare heads get an equal share of the cache: a candidate on trial, and heads that workloads were
+    given after a trial."""
 
-    With `placement: remote`, `replicas` run the drafter, targets reach them over `links`, and `heads_by_workload` gives
-    workloads heads of their own. `spare_heads`: heads beyond these that each replica has room for, with an equal share
-    of the cache: a candidate, which drafts for `trial_share` of the requests while it is tried, and heads that
-    workloads were given so."""
-
-    head: str = Field(min_length=1)
-    placement: Literal["colocated", "remote"] = "colocated"
-    max_draft_tokens: int | None = Field(default=None, ge=1, le=64)
-    parallel_drafting: bool | None = None
-    engine_options: dict[str, Any] = Field(default_factory=dict)
-    replicas: DrafterReplicas | None = None
-    links: LinkSettings | None = None
-    heads_by_workload: dict[str, str] = Field(default_factory=dict)
-    spare_heads: int = Field(default=0, ge=0)
-    trial_share: float = Field(default=0.1, gt=0, le=0.5)
+    head: str = Field(min_length=1, description="Shipped head's name, directory, or Hugging Face id.")
+    placement: Literal["colocated", "remote"] = Field(
+        default="colocated", description="In the target's engine, or on drafter replicas."
+    )
+    max_draft_tokens: int | None = Field(
+        default=None, ge=1, le=64, description="K_max, proposed in one pass; default: the head's `num_depths`."
+    )
+    parallel_drafting: bool | None = Field(
+        default=None, description="One pass (P-EAGLE) or one token after another; default: the head's."
+    )
+    engine_options: dict[str, Any] = Field(
+        default_factory=dict, description="Further keys of vLLM's `speculative_config`."
+    )
+    replicas: DrafterReplicas | None = Field(
+        default=None, description="The drafter's replicas; with `placement: remote` only."
+    )
+    links: LinkSettings | None = Field(
+        default=None, description="How long targets wait for drafts; with `placement: remote` only."
+    )
+    heads_by_workload: dict[str, str] = Field(
+        default_factory=dict, description="Workloads with a head of their own; with `placement: remote` only."
+    )
+    spare_heads: int = Field(
+        default=0, ge=0, description="Room for candidate heads in each replica; with `placement: remote` only."
+    )
+    trial_share: float = Field(
+        default=0.1, gt=0, le=0.5, description="Share of the requests that a candidate head drafts for."
+    )
 
     @property
     def is_remote(self) -> bool:
@@ -382,20 +412,28 @@ class DrafterSettings(Section):
         return resolved, problems
 
 
+class Objective(Section):
+    """What a workload needs. While a workload has a limit, K is the most that any request verifies."""
+
+    max_tpot_ms: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="Limit of the mean time per output token."
+    )
+
+
 class DepthSettings(Section):
-    """K of requests: `max` (default K_max), `default` where nothing else decides (default `max`), and `by_workload`,
-    which pins K.
+    """K of requests: how many draft tokens a step verifies. `state` also keeps which heads were put into others' place;
+    without it both end with the Ray cluster."""
 
-    `policy`: `adaptive` learns K of the other workloads from acceptance, load and step times; `fixed` does not.
-    `objectives`: by workload. `state`: a file for what was learned, and which heads were put into others' place; None
-    (the default) keeps it in the key-value store of the Ray cluster, which ends with the cluster."""
-
-    policy: Literal["adaptive", "fixed"] = "adaptive"
-    default: int | None = Field(default=None, ge=0)
-    max: int | None = Field(default=None, ge=0)
-    by_workload: dict[str, int] = Field(default_factory=dict)
-    state: str | None = None
-    objectives: dict[str, Objective] = Field(default_factory=dict)
+    policy: Literal["adaptive", "fixed"] = Field(
+        default="adaptive", description="Whether K of the other workloads is learned."
+    )
+    default: int | None = Field(default=None, ge=0, description="K where nothing else decides; by default `max`.")
+    max: int | None = Field(default=None, ge=0, description="Largest K of any request; by default K_max.")
+    by_workload: dict[str, int] = Field(default_factory=dict, description="Pinned K by workload.")
+    state: str | None = Field(default=None, description="File for what was learned; by default Ray's key-value store.")
+    objectives: dict[str, Objective] = Field(
+        default_factory=dict, description="Limits of a workload; with `policy: adaptive` only."
+    )
 
     @model_validator(mode="after")
     def _check_meaning(self) -> typing.Self:
@@ -414,54 +452,68 @@ class DepthSettings(Section):
 
 
 class IngressSettings(Section):
-    """The way of HTTP. Target replicas answer it themselves, beside one router that learns for all of them; with
-    `num_replicas` above 0 so many ingress replicas stand before the targets instead. `num_cpus`: of the router, or of
-    each ingress replica; `allow_origins`: web pages that a browser may call from (CORS), none by default.
+    """The HTTP front end. Target replicas answer HTTP themselves, beside one router that learns for all of them; with
+    `num_replicas` above 0 ingress replicas stand before the targets instead.
 
-    `allowed_hosts`: names under which clients may call (their Host header, without port, "*": any), where the service
-    has no `callers`. One that listens on a loopback address takes those of this machine besides, and no others."""
+    A service without `callers` that listens on a loopback address takes the names of this machine and
+    `allowed_hosts`."""
 
-    num_replicas: int = Field(default=0, ge=0)
-    num_cpus: float = Field(default=1.0, ge=0)
-    max_ongoing_requests: int = Field(default=1024, ge=1)
-    allow_origins: list[str] = Field(default_factory=list)
-    allowed_hosts: list[str] = Field(default_factory=list)
+    num_replicas: int = Field(
+        default=0, ge=0, description="Ingress replicas before the targets; 0: targets answer HTTP themselves."
+    )
+    num_cpus: float = Field(default=1.0, ge=0, description="Logical CPUs of the router, or of each ingress replica.")
+    max_ongoing_requests: int = Field(
+        default=1024, ge=1, description="Requests that Serve lets into router or ingress replica."
+    )
+    allow_origins: list[str] = Field(default_factory=list, description="Web pages that a browser may call from (CORS).")
+    allowed_hosts: list[str] = Field(
+        default_factory=list, description="`Host` names that clients may use without `callers`; `*`: any."
+    )
 
 
 class LimitSettings(Section):
-    """Limits of one request, beyond which it gets 400 (413 for its size), and of all requests of a replica that answers
-    HTTP: beyond `max_running_requests` a request waits, beyond `max_queued_requests` it gets 429 with Retry-After.
+    """Limits of one request, beyond which it gets 400 unless a description names another status, and of all requests of
+    a replica that answers HTTP.
 
-    The defaults of the size of a body keep the event loop of a replica free: it reads and checks such a body in less
-    than 0.1 s. `max_body_values`: numbers, texts, objects and lists of a body (its commas and opening brackets).
-    `max_list_entries`: of a list or object that a field holds, and of all parts and calls in messages; token ids of
-    prompts have no limit of their own. `max_num_sequences`: n times the number of prompts of one request.
-    `max_num_prompt_logprobs`: log probabilities of its prompts (`prompt_logprobs`, or `echo` with `logprobs`): n times
-    tokens times 1 + logprobs. `max_body_bytes_in_flight`: of the bodies above 16 KiB of all requests of such a replica,
-    from their first byte to the end of the answer; one caller may hold half of it, and beyond it a request gets 429
-    with Retry-After.
+    The defaults of a body's size keep the event loop of a replica free: it reads and checks such a body in less than
+    0.1 s. `max_body_values` counts commas and opening brackets; `max_list_entries` counts all parts and calls in
+    messages too. `max_body_bytes_in_flight` counts a body from its first byte to the end of the answer. A grammar is
+    compiled in a process of its own."""
 
-    Of a grammar, schema, regular expression or list of choices: its characters (`max_grammar_bytes`);
-    `max_grammar_choices`; `max_grammar_repeats`, the largest number of items, characters, properties or repetitions;
-    `max_grammar_product`, of such numbers that stand in one another; CPU time (`grammar_timeout_s`) and memory
-    (`max_grammar_mib`) to compile it, in a process of its own."""
-
-    max_body_bytes: int = Field(default=4 * 2**20, ge=1)
-    max_body_bytes_in_flight: int = Field(default=128 * 2**20, ge=1)
-    max_body_values: int = Field(default=150_000, ge=1)
-    max_list_entries: int = Field(default=2048, ge=1)
-    max_num_sequences: int = Field(default=16, ge=1)
-    max_num_logprobs: int = Field(default=20, ge=0)
-    max_num_prompt_logprobs: int = Field(default=2**16, ge=0)
-    max_num_stop: int = Field(default=16, ge=0)
-    max_grammar_bytes: int = Field(default=64 * 2**10, ge=1)
-    max_grammar_choices: int = Field(default=1000, ge=1)
-    max_grammar_repeats: int = Field(default=2**16, ge=1)
-    max_grammar_product: int = Field(default=10_000_000, ge=1)
-    max_grammar_mib: int = Field(default=100, ge=1)
-    grammar_timeout_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
-    max_running_requests: int = Field(default=256, ge=1)
-    max_queued_requests: int = Field(default=256, ge=0)
+    max_body_bytes: int = Field(default=4 * 2**20, ge=1, description="Size of a body; beyond it 413.")
+    max_body_bytes_in_flight: int = Field(
+        default=128 * 2**20, ge=1, description="All bodies above 16 KiB together; beyond it 429. One caller: half."
+    )
+    max_body_values: int = Field(
+        default=150_000, ge=1, description="Numbers, texts, objects and lists of a body; beyond it 413."
+    )
+    max_list_entries: int = Field(
+        default=2048, ge=1, description="Entries of a field's list or object, token ids apart."
+    )
+    max_num_sequences: int = Field(default=16, ge=1, description="`n` times the number of prompts.")
+    max_num_logprobs: int = Field(default=20, ge=0, description="Log probabilities of an output token.")
+    max_num_prompt_logprobs: int = Field(
+        default=2**16, ge=0, description="`n` times prompt tokens times (1 + logprobs)."
+    )
+    max_num_stop: int = Field(default=16, ge=0, description="Stop strings of a request.")
+    max_grammar_bytes: int = Field(
+        default=64 * 2**10, ge=1, description="Characters of a schema, regex, EBNF or list of choices."
+    )
+    max_grammar_choices: int = Field(default=1000, ge=1, description="Choices of a grammar.")
+    max_grammar_repeats: int = Field(default=2**16, ge=1, description="Largest repetition that a grammar names.")
+    max_grammar_product: int = Field(
+        default=10_000_000, ge=1, description="Product of repetitions that stand in one another."
+    )
+    max_grammar_mib: int = Field(default=100, ge=1, description="Memory to compile a grammar.")
+    grammar_timeout_s: float = Field(
+        default=10.0, gt=0, allow_inf_nan=False, description="CPU time to compile a grammar."
+    )
+    max_running_requests: int = Field(
+        default=256, ge=1, description="Running sequences of a replica that answers HTTP; beyond it they wait."
+    )
+    max_queued_requests: int = Field(
+        default=256, ge=0, description="Waiting sequences of such a replica; beyond it 429."
+    )
 
     @model_validator(mode="after")
     def _check_bodies(self) -> "LimitSettings":
@@ -474,22 +526,27 @@ class LimitSettings(Section):
 
 
 class CallerSettings(Section):
-    """One caller. Its API key is given by `key_sha256` (64 hexadecimal digits) or by `key_env`, the environment
-    variable that holds it, which becomes `key_sha256` here. `tags`: whether it may set workload tags; `workload`: of
-    its requests without a tag; `max_k`: the largest K of its requests; its limits of requests and tokens (prompt and
-    output); and `learn`: whether heads may be trained on its requests and answers.
+    """One caller. `key_env` becomes `key_sha256` here.
 
     No message repeats a value that may be a key: settings files and logs are read by more people than keys are for."""
 
-    key_sha256: str
-    key_env: None = None
-    tags: TagRight = "refuse"
-    workload: str | None = None
-    max_k: int | None = Field(default=None, ge=0)
-    max_running_requests: int | None = Field(default=None, ge=1)
-    requests_per_minute: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    tokens_per_minute: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    learn: bool = False
+    key_sha256: str = Field(description="The API key's SHA-256, 64 hexadecimal digits.")
+    key_env: None = Field(
+        default=None, description="Environment variable that holds the key, in place of `key_sha256`."
+    )
+    tags: TagRight = Field(
+        default="refuse", description="Whether the caller may set workload tags; `refuse` answers 403."
+    )
+    workload: str | None = Field(default=None, description="Workload of its requests without a tag.")
+    max_k: int | None = Field(default=None, ge=0, description="Largest K of its requests.")
+    max_running_requests: int | None = Field(default=None, ge=1, description="Its running sequences.")
+    requests_per_minute: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="Its requests, whatever their answer."
+    )
+    tokens_per_minute: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="Its prompt and output tokens."
+    )
+    learn: bool = Field(default=False, description="Whether heads may be trained on its requests and answers.")
 
     @model_validator(mode="before")
     @classmethod
@@ -546,10 +603,10 @@ def key_variables(raw: Any) -> list[str]:
 
 
 class ReplicaRange(Section):
-    """Bounds of a deployment's number of replicas. `min` 0 only with `autoscaling.scale_to_zero`."""
+    """Bounds of a deployment's number of replicas."""
 
-    min: int = Field(default=1, ge=0)
-    max: int = Field(ge=1)
+    min: int = Field(default=1, ge=0, description="Fewest replicas; 0 only with `scale_to_zero`.")
+    max: int = Field(ge=1, description="Most replicas.")
 
     @model_validator(mode="after")
     def _check_order(self) -> typing.Self:
@@ -566,31 +623,50 @@ STALE_AFTER_S = 30.0
 
 
 class AutoscalingSettings(Section):
-    """Replica counts that follow the traffic. Without this section the counts are fixed.
+    """Replica counts that follow the traffic.
 
-    `policy`: `acceptance` (demand in output tokens/s over the capacity of a replica at its predicted best K) or
-    `queue_length` (Serve's rule: ongoing requests over `target_ongoing_requests`; `acceptance` falls back to it while
-    replicas do not report). `target`, `drafter`: bounds; `drafter` for remote drafters only, which scale with targets.
+    `acceptance` divides the demand in output tokens/s by the capacity of a replica at its predicted best K, and falls
+    back to `queue_length` while replicas do not report. Drafters scale with targets. The two delays are Serve's."""
 
-    `utilisation`: the share of a replica's capacity that is planned for. `start_time_s`: from the decision to a replica
-    that serves, `warmup_s` from there to full speed. `max_tpot_ms`: only batches within it count for capacity.
-    `spare_replicas`: added to the need. `scale_to_zero`: 0 targets after `idle_s` without a request. `upscale_delay_s`,
-    `downscale_delay_s`: Serve's, how long a decision must last before it is applied."""
-
-    policy: Literal["acceptance", "queue_length"]
-    target: ReplicaRange
-    drafter: ReplicaRange | None = None
-    target_ongoing_requests: float = Field(default=16.0, gt=0, allow_inf_nan=False)
-    utilisation: float = Field(default=0.75, gt=0, le=1)
-    decision_interval_s: float = Field(default=5.0, gt=0, allow_inf_nan=False)
-    start_time_s: float = Field(default=180.0, ge=0, allow_inf_nan=False)
-    warmup_s: float = Field(default=30.0, ge=0, allow_inf_nan=False)
-    max_tpot_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    spare_replicas: int = Field(default=0, ge=0)
-    scale_to_zero: bool = False
-    idle_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
-    upscale_delay_s: float = Field(default=15.0, ge=0, allow_inf_nan=False)
-    downscale_delay_s: float = Field(default=300.0, ge=0, allow_inf_nan=False)
+    policy: Literal["acceptance", "queue_length"] = Field(
+        description="`acceptance`: demand and capacity in tokens/s; `queue_length`: Serve's own rule."
+    )
+    target: ReplicaRange = Field(description="Bounds of the number of targets.")
+    drafter: ReplicaRange | None = Field(
+        default=None, description="Bounds of the number of drafters; with `placement: remote` only."
+    )
+    target_ongoing_requests: float = Field(
+        default=16.0, gt=0, allow_inf_nan=False, description="Requests of a replica that `queue_length` aims at."
+    )
+    utilisation: float = Field(
+        default=0.75, gt=0, le=1, description="Share of a replica's capacity that is planned for."
+    )
+    decision_interval_s: float = Field(
+        default=5.0, gt=0, allow_inf_nan=False, description="Time between two decisions."
+    )
+    start_time_s: float = Field(
+        default=180.0, ge=0, allow_inf_nan=False, description="From the decision to a replica that serves."
+    )
+    warmup_s: float = Field(default=30.0, ge=0, allow_inf_nan=False, description="From there to full speed.")
+    max_tpot_ms: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Only batches within this time per token count as capacity.",
+    )
+    spare_replicas: int = Field(default=0, ge=0, description="Replicas beyond the need.")
+    scale_to_zero: bool = Field(
+        default=False, description="Whether the last target ends after `idle_s`; needs `target.min: 0`."
+    )
+    idle_s: float = Field(
+        default=600.0, gt=0, allow_inf_nan=False, description="Time without a request before the last target ends."
+    )
+    upscale_delay_s: float = Field(
+        default=15.0, ge=0, allow_inf_nan=False, description="How long a decision to grow must last."
+    )
+    downscale_delay_s: float = Field(
+        default=300.0, ge=0, allow_inf_nan=False, description="How long a decision to shrink must last; more than 30."
+    )
 
     @model_validator(mode="after")
     def _check_meaning(self) -> typing.Self:
@@ -612,38 +688,37 @@ class AutoscalingSettings(Section):
 
 
 class LearningSettings(Section):
-    """A learner that trains the remote drafter's heads on, on live traffic (`deployments.learner`). Off without this
-    section.
+    """A learner that trains the remote drafter's heads on, on live traffic (`deployments.learner`).
 
-    `workloads`: whose answers are kept, `all` or a list. With `callers`, those of callers with `learn: true`, and by
-    default all of theirs; without, it must be said. `heads_dir`: where it keeps the heads that it proposed, by default
-    in its node's cache directory. `replay`: a folder of conversations (`peagle generate`) that stands for the mix that
-    must not be forgotten, by default a sample of what came. `recipe`: sections of a training recipe that differ from
-    `peagle.train.continual.SETTINGS`.
+    With `callers`, only answers of callers with `learn: true` are kept, by default all of theirs. Without `replay` a
+    sample of what came stands for the mix of before. `recipe` goes over `peagle.train.continual.SETTINGS`. Both gains
+    must be likely, not only measured."""
 
-    Limits: `buffer_mib` of answers (prompts with them) kept for `keep_hours`, `queue_mib` of them in each target until
-    they are fetched; `num_gpus` (by default one where the target has GPUs), `num_cpus`: of its process, which gives way
-    to every other; `share`: of the time that it may be busy.
-
-    A round begins after `min_new_answers` and takes `replay_share` of its tokens from the mix of before. Its head is
-    proposed when the AL of `min_held_out` answers or more is likely to be better by more than `min_gain`, and that on
-    the mix of before is no more than `max_loss` worse."""
-
-    heads_dir: str | None = Field(default=None, min_length=1)
-    workloads: Literal["all"] | list[str] | None = None
-    replay: str | None = None
-    recipe: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    num_cpus: float = Field(default=1.0, gt=0)
-    num_gpus: float | None = Field(default=None, ge=0)
-    share: float = Field(default=0.5, gt=0, le=1)
-    buffer_mib: float = Field(default=256.0, gt=0)
-    queue_mib: float = Field(default=16.0, gt=0)
-    keep_hours: float = Field(default=24.0, gt=0)
-    min_new_answers: int = Field(default=200, ge=1)
-    replay_share: float = Field(default=0.3, ge=0, lt=1)
-    min_held_out: int = Field(default=30, ge=2)
-    min_gain: float = Field(default=0.02, ge=0)
-    max_loss: float = Field(default=0.01, ge=0)
+    heads_dir: str | None = Field(
+        default=None, min_length=1, description="Folder of proposed heads; by default in the node's cache directory."
+    )
+    workloads: Literal["all"] | list[str] | None = Field(
+        default=None, description="Workloads whose answers are kept; required without `callers`."
+    )
+    replay: str | None = Field(default=None, description="Folder of conversations that must not be forgotten.")
+    recipe: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="Sections of the training recipe that differ from the learner's own."
+    )
+    num_cpus: float = Field(default=1.0, gt=0, description="CPUs of its process, which gives way to every other.")
+    num_gpus: float | None = Field(
+        default=None, ge=0, description="GPUs of its process; by default 1 where the target has GPUs."
+    )
+    share: float = Field(default=0.5, gt=0, le=1, description="Share of the time that it may be busy.")
+    buffer_mib: float = Field(default=256.0, gt=0, description="Answers kept in the learner, prompts included.")
+    queue_mib: float = Field(default=16.0, gt=0, description="Answers kept in each target until they are fetched.")
+    keep_hours: float = Field(default=24.0, gt=0, description="Longest time that an answer is kept.")
+    min_new_answers: int = Field(default=200, ge=1, description="New answers before a round begins.")
+    replay_share: float = Field(
+        default=0.3, ge=0, lt=1, description="Share of a round's tokens from the mix of before."
+    )
+    min_held_out: int = Field(default=30, ge=2, description="Fewest held-out answers of a comparison.")
+    min_gain: float = Field(default=0.02, ge=0, description="AL gain on recent answers that a proposal needs.")
+    max_loss: float = Field(default=0.01, ge=0, description="AL loss on the mix of before that a proposal may have.")
 
 
 # ====================================================================================================
@@ -651,19 +726,24 @@ class LearningSettings(Section):
 
 
 class ClusterSettings(Section):
-    """Everything under `args`. `engine`: vLLM's engine arguments, unchanged. Without `callers` everyone is served, and
-    may set tags."""
+    """Everything under `args`."""
 
-    model: ModelSettings
-    target: TargetSettings = Field(default_factory=TargetSettings)
-    engine: dict[str, Any] = Field(default_factory=dict)
-    drafter: DrafterSettings | None = None
-    depth: DepthSettings = Field(default_factory=DepthSettings)
-    ingress: IngressSettings = Field(default_factory=IngressSettings)
-    limits: LimitSettings = Field(default_factory=LimitSettings)
-    callers: dict[str, CallerSettings] | None = None
-    autoscaling: AutoscalingSettings | None = None
-    learning: LearningSettings | None = None
+    model: ModelSettings = Field(description="The target model.")
+    target: TargetSettings = Field(default_factory=TargetSettings, description="Replicas of the target.")
+    engine: dict[str, Any] = Field(default_factory=dict, description="vLLM's engine arguments, unchanged.")
+    drafter: DrafterSettings | None = Field(default=None, description="The drafter; without it nothing is drafted.")
+    depth: DepthSettings = Field(default_factory=DepthSettings, description="K of requests.")
+    ingress: IngressSettings = Field(default_factory=IngressSettings, description="The HTTP front end.")
+    limits: LimitSettings = Field(default_factory=LimitSettings, description="Limits of one request and of a replica.")
+    callers: dict[str, CallerSettings] | None = Field(
+        default=None, description="Callers by name; without it everyone is served and may set tags."
+    )
+    autoscaling: AutoscalingSettings | None = Field(
+        default=None, description="Replica counts that follow the traffic; without it they are fixed."
+    )
+    learning: LearningSettings | None = Field(
+        default=None, description="A learner that trains heads on live traffic; off without it."
+    )
 
     @field_validator("engine")
     @classmethod

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.counts import Ledger, News, TargetReport, WorkloadCounts
+from cluster.counts import CounterDeltas, DeltaTracker, TargetReport, WorkloadCounts
 
 MAX_GAP_S = 60.0
 """Arrivals since a report older than this are left out, because their times are not known."""
@@ -28,7 +28,7 @@ class ReportBook:
 
     def __init__(self, max_ongoing_requests: int) -> None:
         self._max_ongoing_requests = max_ongoing_requests
-        self._ledger = Ledger()
+        self._tracker = DeltaTracker()
         self._begun_s: dict[str, float] | None = None
         self._taken_s: dict[str, float] = {}
         self._reports: dict[str, TargetReport] = {}
@@ -37,7 +37,7 @@ class ReportBook:
 
     def take(
         self, documents: Mapping[str, Any], running: Collection[str], now_s: float
-    ) -> tuple[News, dict[str, WorkloadCounts] | None]:
+    ) -> tuple[CounterDeltas, dict[str, WorkloadCounts] | None]:
         """New counts for acceptance, and arrivals and ends by workload (None without a new report). `documents`: by
         replica its newest report, as `TargetReport.to_wire`; one that was read before is no news.
 
@@ -64,12 +64,12 @@ class ReportBook:
                 self.nonsense[replica] = str(error)
                 continue
             if now_s - self._taken_s.get(replica, self._begun_s.get(replica, -math.inf)) <= MAX_GAP_S:
-                for name, counts in self._ledger.difference(report)[0].items():
+                for name, counts in self._tracker.difference(report)[0].items():
                     arrived[name] = arrived[name] + counts if name in arrived else counts
             self._taken_s[replica], self._reports[replica] = now_s, report
             self.nonsense.pop(replica, None)
             reports.append(report)
-        return self._ledger.take(reports), arrived if reports else None
+        return self._tracker.update(reports), arrived if reports else None
 
     def fresh(self, now_s: float, max_age_s: float) -> list[TargetReport]:
         """Last reports, at most so old."""

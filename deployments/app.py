@@ -30,7 +30,7 @@ DRAFTER, LEARNER = "deployments.drafter.DrafterReplica", "deployments.learner.Le
 
 HEALTH_CHECK_PERIOD_S = 2.0
 """A drafter or a router that died is noticed and replaced soon: until then targets decode without drafts, or choose K
-by the last guidance. So is a target whose engine died (Serve's own period is 10 s, and it asks three times)."""
+by the last policy update. So is a target whose engine died (Serve's own period is 10 s, and it asks three times)."""
 
 LEARNER_TIMEOUT_S = 300.0
 """It gives way to every other process, so it may be slow to answer; a replica that is replaced forgets what it kept."""

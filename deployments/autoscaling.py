@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from ray.serve.config import AutoscalingContext
 
 from cluster.capacity import CapacityModel
@@ -289,7 +290,7 @@ class TargetAutoscaler(_Autoscaler):
         self._decision, self._decided_s, self._problem = decision, now_s, ""
         self._num_decisions += 1
         if before is None or (before.target, before.drafter) != (decision.target, decision.drafter):
-            logger.info("autoscaling: %s", json.dumps(dataclasses.asdict(decision), separators=(",", ":")))
+            logger.info("autoscaling: %s", msgspec.json.encode(decision).decode())
         exchange.put(DECISION, self._document(decision))
         return decision.target
 

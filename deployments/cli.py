@@ -9,7 +9,6 @@ error comes from.
 from __future__ import annotations
 
 import asyncio
-import codecs
 import contextlib
 import json
 import logging
@@ -18,12 +17,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    import httpx
 
 app = typer.Typer(
     name="peagle",
@@ -92,21 +88,16 @@ def manifest(
 @app.command()
 def view(
     url: Annotated[str, typer.Argument(help="of the service")] = "http://127.0.0.1:8000",
-    watch: Annotated[float | None, typer.Option(metavar="SECONDS", help="show it again and again")] = None,
+    watch: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="draw it again so often; default: 1 on a terminal")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="print it and end; so it is where there is no terminal")] = False,
     api_key: Annotated[str | None, typer.Option(envvar="PEAGLE_API_KEY", help="of a caller of the service")] = None,
 ) -> None:
     """Show workloads, their acceptance, the chosen K, drafters and autoscaling of a running service."""
-    from cluster.view import fetch, table
+    from deployments.view import show
 
-    while True:
-        try:
-            typer.echo(table(fetch(url, api_key)))
-        except (OSError, ValueError) as error:
-            raise OSError(f"{url}/drafting does not answer: {error}") from error
-        if watch is None:
-            return
-        time.sleep(watch)
-        typer.echo()
+    show(url, api_key, None if once else watch or (1.0 if sys.stdout.isatty() else None))
 
 
 @app.command()
@@ -119,7 +110,7 @@ def heads(
     api_key: Annotated[str | None, typer.Option(envvar="PEAGLE_API_KEY", help="of a caller of the service")] = None,
 ) -> None:
     """List trials and changes of heads of a running service, newest first."""
-    from cluster.view import change_line, fetch
+    from deployments.view import change_line, fetch
 
     if propose is not None or back:
         from deployments.client import change_heads
@@ -140,24 +131,17 @@ def chat(
     k: Annotated[int | None, typer.Option("-k", help="drafts verified per step; default: the service decides")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="PEAGLE_API_KEY", help="of a caller of the service")] = None,
 ) -> None:
-    """Talk to a running service; accepted draft tokens are shown in green. An empty line or Ctrl-D ends."""
-    import httpx
+    """Talk to a running service; accepted draft tokens are shown in green. `/help` lists what can be typed."""
+    from deployments.chat import Conversation, converse
 
-    messages: list[dict[str, str]] = []
-    # A chunk for every step, also where the service would put several into one.
-    body: dict[str, Any] = {"stream": True, "stream_interval": 1, "logprobs": True}
-    body |= {"max_tokens": max_tokens, "temperature": temperature} | ({} if k is None else {"drafting": {"k": k}})
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    with httpx.Client(base_url=url, headers=headers, timeout=600) as client:
-        try:
-            body["model"] = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
-            while content := question or _read_line():
-                messages.append({"role": "user", "content": content})
-                messages.append({"role": "assistant", "content": _show_answer(client, {**body, "messages": messages})})
-                if question:
-                    return
-        except httpx.HTTPError as error:
-            raise OSError(f"{url} does not answer: {error}") from error
+    conversation = Conversation(url, api_key, k=k, max_tokens=max_tokens, temperature=temperature)
+    if question:
+        conversation.ask(question)
+    elif sys.stdin.isatty():
+        converse(conversation)
+    else:
+        for line in sys.stdin:
+            conversation.obey(line.strip())
 
 
 @app.command()
@@ -178,47 +162,6 @@ def batch(
     typer.echo(f"{num_answered} answered, {num_refused} refused", err=True)
     if num_refused:
         raise ValueError(f"{num_refused} of {num_answered + num_refused} requests were refused: see their answers")
-
-
-def _show_answer(client: httpx.Client, body: dict[str, Any]) -> str:
-    """Print the answer to a chat as it comes; its text. A chunk is what one step gave: accepted drafts, then one token
-    of the target's own. Raises ValueError with the service's words where it refuses."""
-    answer, num_tokens, start_s = "", 0, time.monotonic()
-    drafting: dict[str, Any] = {}
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may need several tokens
-    with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        if response.status_code != 200:
-            raise ValueError(json.loads(response.read())["error"]["message"])
-        for line in response.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = json.loads(line.removeprefix("data: "))
-            if "error" in chunk:
-                raise ValueError(chunk["error"]["message"])
-            drafting = chunk.get("drafting", drafting)
-            choice: dict[str, Any] = next(iter(chunk["choices"]), {})
-            tokens = list((choice.get("logprobs") or {}).get("content") or ())
-            text = choice.get("delta", {}).get("content") or ""
-            num_drafted = len(tokens) - 1
-            if choice.get("finish_reason") == "stop" and tokens and tokens[-1]["token"] not in text:
-                tokens.pop()  # the token that ends a turn is no text
-            for index, token in enumerate(tokens):
-                text = decoder.decode(bytes(token["bytes"]))
-                typer.echo(typer.style(text, fg="green") if index < num_drafted else text, nl=False)
-                answer += text
-            num_tokens += len(tokens)
-    speed = f"{num_tokens / (time.monotonic() - start_s):.0f} tokens/s"
-    k, source = drafting.get("k", 0), drafting.get("source", "no drafter")
-    steps = f"{drafting.get('acceptance_length', 1.0):.2f} tokens a step"
-    typer.secho(f"\n[K = {k} ({source}), {steps}, {speed}]", dim=True)
-    return answer
-
-
-def _read_line() -> str:
-    try:
-        return input("> ").strip()
-    except EOFError:
-        return ""
 
 
 # ---- targets and heads

@@ -41,8 +41,8 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest, Compl
 from vllm.exceptions import VLLMClientError
 
 from cluster.admission import Admission, BodyBudget, BusyError, HeldBody
-from cluster.control import DepthControl
 from cluster.heads import TRIAL_SUFFIX, HeadRouting, base_workload
+from cluster.k_policy import KPolicy
 from cluster.request import (
     ANYONE,
     DEFAULT_WORKLOAD,
@@ -59,6 +59,7 @@ from cluster.request import (
 from cluster.settings import ClusterSettings, IngressSettings, LimitSettings
 from deployments import openapi
 from deployments.compat import NOT_READY, NOT_READY_CODE, RETRY_AFTER_S, address_header, listening_host
+from deployments.metrics import FAMILIES, PREFIX
 from peagle.schema import nearest
 from peagle.vllm.compat import chat_part_kinds
 from peagle.vllm.grammar_bounds import GrammarError, GrammarLimits, check_grammar, check_structured_outputs
@@ -641,20 +642,17 @@ class EdgeMetrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"peagle_{name}_seconds", text, ["workload"], buckets=buckets, registry=self._registry)
+        def histogram(name: str, buckets: tuple[float, ...]) -> Histogram:
+            text = FAMILIES[name].text
+            return Histogram(PREFIX + name, text, ["workload"], buckets=buckets, registry=self._registry)
 
-        self.first_token = histogram("time_to_first_token", "Arrival to first chunk, streams.", LATENCY_BUCKETS_S)
-        self.per_token = histogram("time_per_output_token", "Time of a token after the first, streams.", TPOT_BUCKETS_S)
-        self.latency = histogram("request_latency", "Arrival to the end of a complete answer.", LATENCY_BUCKETS_S)
+        self.first_token = histogram("time_to_first_token_seconds", LATENCY_BUCKETS_S)
+        self.per_token = histogram("time_per_output_token_seconds", TPOT_BUCKETS_S)
+        self.latency = histogram("request_latency_seconds", LATENCY_BUCKETS_S)
         self._statuses: dict[str, set[str]] = {}  # of the answers counted, by workload
-        self._answers = Counter(
-            "peagle_answers",
-            "Requests by HTTP status: 2xx answered, 4xx refused (499: the client left), 5xx failed.",
-            ["workload", "status"],
-            registry=self._registry,
-        )
-        self.queued = Gauge("peagle_queued_requests", "Requests that wait for a place.", registry=self._registry)
+        answers, queued = FAMILIES["answers"].text, FAMILIES["queued_requests"].text
+        self._answers = Counter(PREFIX + "answers", answers, ["workload", "status"], registry=self._registry)
+        self.queued = Gauge(PREFIX + "queued_requests", queued, registry=self._registry)
 
     def count_answer(self, workload: str, status: int) -> None:
         """workload: "" where the request was refused before it had one."""
@@ -678,12 +676,12 @@ class Edge:
     """The edge of one replica.
 
     Args:
-        control: chooses K where neither the request nor the operator did.
+        k_policy: chooses K where neither the request nor the operator did.
         max_running: sequences that the engines behind this edge run well at a time, at most `limits`'.
     """
 
     def __init__(
-        self, settings: ClusterSettings, control: DepthControl | None = None, max_running: int | None = None
+        self, settings: ClusterSettings, k_policy: KPolicy | None = None, max_running: int | None = None
     ) -> None:
         self.metrics = EdgeMetrics()
         self._max_running = max_running
@@ -695,11 +693,11 @@ class Edge:
         self.heads: tuple[str, ...] = ()
         """Digests of the heads that draft: those of `drafter.heads`, then those that only the router names."""
         self.routing = HeadRouting()
-        self.use(settings, control)
+        self.use(settings, k_policy)
 
-    def use(self, settings: ClusterSettings, control: DepthControl | None) -> None:
+    def use(self, settings: ClusterSettings, k_policy: KPolicy | None) -> None:
         """Go on with other limits, callers, depths and aliases; requests that run keep theirs."""
-        self.control = control
+        self.k_policy = k_policy
         names, aliases = settings.named_workloads(), settings.model.aliases
         if (names, aliases) != (self._settings.named_workloads(), self._settings.model.aliases):
             self._workloads = Workloads(known=names, aliases=aliases)
@@ -803,8 +801,8 @@ class Edge:
             raise ApiError(403, error.message, param=error.field, code="tag_not_allowed") from error
         except DraftingError as error:
             raise ApiError(400, error.message, param=error.field) from error
-        if self.control is not None:
-            drafting = self.control.settle(drafting, time.monotonic(), caller.max_k)
+        if self.k_policy is not None:
+            drafting = self.k_policy.resolve(drafting, time.monotonic(), caller.max_k)
         return drafting
 
     def _assign_trial(self, drafting: Drafting) -> Drafting:

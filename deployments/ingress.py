@@ -30,7 +30,7 @@ class Ingress(Router):
     ) -> None:
         self.edge = Edge(settings)
         await super().__init__(settings, drafter, target)
-        self.edge.control = self.control
+        self.edge.k_policy = self.k_policy
         own = serve.get_deployment_handle(INGRESS_NAME, app_name=serve.get_replica_context().app_name)
         self._edges = {"ingress": own, **self._edges}
 
@@ -39,7 +39,7 @@ class Ingress(Router):
 
     async def reconfigure(self, user_config: Mapping[str, Any] | None) -> None:
         await super().reconfigure(user_config)
-        self.edge.use(self._settings, self.control)
+        self.edge.use(self._settings, self.k_policy)
 
     async def health(self) -> dict[str, Any]:
         if not self._monitor.num_ready:

@@ -81,7 +81,7 @@ def render(path: Path, *, job: bool = False) -> str:
     service = Manifest(f"peagle-{path.stem}", config, settings)
     header = f"# Made from configs/{path.name} by `make k8s`; do not edit by hand.\n"
     if job:
-        header += "# CLUSTER stands for the Ray cluster of the running service: see docs/operate.md.\n"
+        header += "# CLUSTER stands for the Ray cluster of the running service: see docs/kubernetes.md.\n"
         return header + _dump(service.rayjob())
     header += f"# Needs KubeRay 1.5.1 or later and the image that {service.machine.dockerfile} builds.\n"
     if service.key_variables:

@@ -1,8 +1,8 @@
 """The router, which learns for all targets and speaks for the whole service.
 
-Enters: the targets' reports, once a second. Leaves: `Guidance`, which each target takes once a second, so that all
-choose K by what the whole cluster has seen; the saved state; and what /metrics and /drafting show. Clients talk to the
-targets, past this process (`deployments.target`), which imports neither vLLM nor torch: it starts in a few seconds.
+Enters: the targets' reports, once a second. Leaves: a `PolicyUpdate`, which each target takes once a second, so that
+all choose K by what the whole cluster has seen; the saved state; and what /metrics and /drafting show. Clients talk to
+the targets, past this process (`deployments.target`), which imports neither vLLM nor torch: it starts in a few seconds.
 """
 
 import asyncio
@@ -19,7 +19,6 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from cluster.control import Guidance
 from cluster.counts import TargetReport
 from cluster.heads import (
     CANDIDATE,
@@ -31,6 +30,7 @@ from cluster.heads import (
     HeadRef,
     base_workload,
 )
+from cluster.k_policy import PolicyUpdate
 from cluster.learning import LearnerReport
 from cluster.settings import ClusterSettings, live_config
 from deployments import TARGET_NAME, compat
@@ -48,7 +48,7 @@ from deployments.telemetry import (
     learner_document,
     learner_metrics,
     live_heads,
-    make_control,
+    make_k_policy,
     prometheus_text,
     scaling_metrics,
     target_metrics,
@@ -92,9 +92,9 @@ class Router:
         self._edges = {"target": self._target}
         self._board = ClusterBoard(context.app_name)
         self._state = StateStore(settings.depth.state, self._board)
-        self.control = make_control(settings)
+        self.k_policy = make_k_policy(settings)
         self._heads = make_head_manager(settings)
-        self._state.restore(self.control, self._heads)
+        self._state.restore(self.k_policy, self._heads)
         self._head_counts, self._counts_are_new = HeadCounts(), False
         self._monitor = ReplicaMonitor(self._target, TargetReport, self._observe)
         self._drafter = drafter
@@ -117,7 +117,7 @@ class Router:
         if user_config is None or user_config == live_config(self._settings):
             return
         self._settings = settings_with(self._settings, user_config)
-        self.control = make_control(self._settings, self.control)
+        self.k_policy = make_k_policy(self._settings, self.k_policy)
         self._state = StateStore(self._settings.depth.state, self._board)
         self._warn_without_callers()
 
@@ -128,10 +128,10 @@ class Router:
                 "and may set workload tags."
             )
 
-    async def guidance(self) -> Guidance:
+    async def policy_update(self) -> PolicyUpdate:
         """What targets choose K by, and candidates, as of the last reports."""
-        guidance = self.control.guidance(self._monitor.num_ready or 0, time.monotonic())
-        return guidance if self._heads is None else dataclasses.replace(guidance, heads=self._heads.routing)
+        update = self.k_policy.make_update(self._monitor.num_ready or 0, time.monotonic())
+        return update if self._heads is None else dataclasses.replace(update, heads=self._heads.routing)
 
     # ---- heads
 
@@ -177,7 +177,7 @@ class Router:
             for event in self._heads.events:
                 logger.warning("%s", event)
             self._heads.events.clear()
-            self._state.save_soon(self.control, self._heads, is_urgent=True)
+            self._state.save_soon(self.k_policy, self._heads, is_urgent=True)
 
     def _manage_heads(self, drafters: Sequence[DrafterReport]) -> None:
         """Take in what drafters report, and hand the desired heads to all, also to one that has just started."""
@@ -248,18 +248,20 @@ class Router:
         return None if self._scaling is None else await self._scaling.document()
 
     def _document(self) -> dict[str, Any]:
-        return {"model": self._settings.model.id, **self.control.document(time.monotonic())}
+        return {"model": self._settings.model.id, **self.k_policy.document(time.monotonic())}
 
     def _observe(self, reports: Sequence[TargetReport]) -> None:
         if reports:
             if self._scaling is not None:
                 self._scaling.report(reports)
-            news = self._head_counts.take(reports)
-            self.control.observe(reports, time.monotonic())
+            deltas = self.k_policy.observe(reports, time.monotonic())
+            if deltas is None:
+                return
+            self._head_counts.add(deltas)
             # The first reports count from the targets' start, and heads may have changed since.
             if self._heads is not None and self._counts_are_new:
                 weights = "+".join(sorted({report.weights for report in reports} - {""}))
-                self._heads.record_counts(news, self._num_running(reports), weights)
+                self._heads.record_counts(deltas, self._num_running(reports), weights)
                 self._save_head_events()
             self._counts_are_new = True
-            self._state.save_soon(self.control, self._heads)
+            self._state.save_soon(self.k_policy, self._heads)

@@ -33,13 +33,13 @@ from ray.serve.llm.deployment import LLMServer
 from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from cluster.control import Guidance
 from cluster.counts import Counts, TargetReport
 from cluster.heads import base_workload
+from cluster.k_policy import PolicyUpdate
 from cluster.learning import AnswerQueue, KeptAnswer
 from cluster.request import MAX_NUM_WORKLOADS
 from cluster.settings import ClusterSettings
-from cluster.step_time import StepCosts
+from cluster.step_latency import StepLatency
 from deployments import compat
 from deployments.drafter import MAX_SMALL_MACHINE_CORES, head_directory, target_source
 from deployments.edge import (
@@ -73,7 +73,7 @@ from deployments.replicas import (
     EngineLost,
     settings_with,
 )
-from deployments.telemetry import make_control
+from deployments.telemetry import make_k_policy
 from peagle.heads import head_digest, target_digest
 from peagle.vllm.engine import ASYNC_SCHEDULER, RemoteSettings, engine_kwargs
 from peagle.vllm.limits import guard
@@ -124,7 +124,7 @@ class TargetServer(LLMServer):
         self._grammars = guard(self._client, grammar_limits(settings.limits))
         self._grammars.start()
         render_at_once(self._client)
-        self.edge = Edge(settings, make_control(settings), QUEUED_PER_RUNNING * settings.max_num_seqs)
+        self.edge = Edge(settings, make_k_policy(settings), QUEUED_PER_RUNNING * settings.max_num_seqs)
         if head_dir is not None and drafter is None:
             self.edge.heads = (await asyncio.to_thread(head_digest, head_dir),)
         self._router, self._num_targets = router, 1
@@ -150,7 +150,7 @@ class TargetServer(LLMServer):
         """Take other limits, callers, depths and aliases while requests run (`cluster.settings.live_config`)."""
         if user_config is not None:
             self._settings = settings_with(self._settings, user_config)
-            self.edge.use(self._settings, make_control(self._settings, self.edge.control))
+            self.edge.use(self._settings, make_k_policy(self._settings, self.edge.k_policy))
             self._grammars.limits = grammar_limits(self._settings.limits)
 
     def _is_busy(self) -> bool:
@@ -160,11 +160,11 @@ class TargetServer(LLMServer):
         self.edge.heads = heads
 
     def _counted(self) -> TargetReport:
-        costs = None
+        latency = None
         try:
-            costs = StepCosts.from_wire(self._recorder.step_costs) if self._recorder.step_costs else None
+            latency = StepLatency.from_wire(self._recorder.step_costs) if self._recorder.step_costs else None
         except ValueError:  # the counts go out all the same
-            logger.exception("the scheduler's step costs are left out of the report")
+            logger.exception("the scheduler's step latency is left out of the report")
         counted = self._recorder.workloads()
         return TargetReport(
             self._replica,
@@ -173,7 +173,7 @@ class TargetServer(LLMServer):
             self.edge.own_heads(counted),
             counted,
             self._recorder.context_tokens(),
-            costs,
+            latency,
             () if self._links is None else self._links.links,
             self._recorder.num_output_tokens,
             self._weights,
@@ -207,34 +207,34 @@ class TargetServer(LLMServer):
         return self._replica, self.edge.families()
 
     async def _learn_forever(self) -> None:
-        """Once a second take the router's guidance; without any, learn from this replica's own counts."""
+        """Once a second apply the router's policy update; without any, learn from this replica's own counts."""
         problem = ""
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
             try:
                 if self._router is not None:
-                    await self._take_guidance(self._router)
+                    await self._apply_update(self._router)
                 problem = ""
-            except Exception as error:  # requests are served on, by the last guidance
+            except Exception as error:  # requests are served on, by the last update
                 if repr(error) != problem:
                     problem = repr(error)
-                    logger.warning("the router gives no guidance", exc_info=error)
+                    logger.warning("the router gives no policy update", exc_info=error)
             try:
-                control, now_s = self.edge.control, time.monotonic()
-                if control is not None and not control.follows(now_s):
-                    control.observe([self._counted()], now_s)
+                policy, now_s = self.edge.k_policy, time.monotonic()
+                if policy is not None and not policy.is_following(now_s):
+                    policy.observe([self._counted()], now_s)
             except Exception:
                 logger.exception("this replica's own counts cannot be taken in")
 
-    async def _take_guidance(self, router: DeploymentHandle[Any]) -> None:
+    async def _apply_update(self, router: DeploymentHandle[Any]) -> None:
         async with asyncio.timeout(POLL_TIMEOUT_S):
-            guidance: Guidance = await router.guidance.remote()
-        self._num_targets = self.edge.admission.num_replicas = max(1, guidance.num_targets)
-        self.edge.routing = guidance.heads
-        for workload in guidance.workloads:
+            update: PolicyUpdate = await router.policy_update.remote()
+        self._num_targets = self.edge.admission.num_replicas = max(1, update.num_targets)
+        self.edge.routing = update.heads
+        for workload in update.workloads:
             self.edge.know(workload)
-        if self.edge.control is not None:
-            self.edge.control.follow(guidance, time.monotonic())
+        if self.edge.k_policy is not None:
+            self.edge.k_policy.apply_update(update, time.monotonic())
 
     # ---- what the HTTP API shows besides answers
 
@@ -438,7 +438,7 @@ def engine_config(
     settings: ClusterSettings, target: str, head_dir: Path | None, env: Mapping[str, str] = MappingProxyType({})
 ) -> LLMConfig:
     """`ray.serve.llm`'s configuration of the engine of a replica whose environment has `env`."""
-    extra = dict(settings.engine)
+    extra = {"enable_prompt_tokens_details": True, **settings.engine}  # usage says how much of a prompt was cached
     dtype = extra.pop("dtype", "auto")
     on_cpu = not settings.target.has_gpu
     drafter = settings.drafter if head_dir is not None else None

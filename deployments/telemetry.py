@@ -26,14 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 
-from cluster.control import DepthControl
-from cluster.counts import Counts, Ledger, News, TargetReport
+from cluster.counts import CounterDeltas, Counts, TargetReport
 from cluster.heads import DrafterReport, HeadManager
+from cluster.k_policy import KPolicy
 from cluster.learning import LearnerReport
 from cluster.settings import ClusterSettings
 from deployments.autoscaling import ClusterBoard
+from deployments.metrics import counter, gauge
 from peagle.store import write_bytes
 
 logger = logging.getLogger(__name__)
@@ -46,36 +47,32 @@ LEARNED = "learned"
 """Name of the saved state among the documents of the cluster."""
 
 
-def make_control(settings: ClusterSettings, before: DepthControl | None = None) -> DepthControl:
+def make_k_policy(settings: ClusterSettings, before: KPolicy | None = None) -> KPolicy:
     """What chooses K in one replica, with what `before` has learned."""
-    control = DepthControl(
+    policy = KPolicy(
         settings.depth_policy(),
         is_adaptive=settings.depth.policy == "adaptive" and settings.max_draft_tokens > 0,
         on_gpu=settings.target.has_gpu,
-        objectives=settings.depth.objectives,
+        max_tpot_ms={name: one.max_tpot_ms for name, one in settings.depth.objectives.items() if one.max_tpot_ms},
         max_num_seqs=settings.max_num_seqs,
     )
     if before is not None:
-        control.take_over(before)
-    return control
+        policy.inherit(before)
+    return policy
 
 
 class HeadCounts:
     """Verification steps by the head that drafted them, over all targets since this replica started."""
 
     def __init__(self) -> None:
-        self._ledger = Ledger()
         self._by_head: dict[str, Counts] = {}
 
-    def take(self, reports: Iterable[TargetReport]) -> News:
-        """Count them; what they bring that is new."""
-        news = self._ledger.take(reports)
-        for head, by_workload in news.by_head.items():
+    def add(self, deltas: CounterDeltas) -> None:
+        for head, by_workload in deltas.by_head.items():
             added = sum(by_workload.values(), Counts())
             self._by_head[head] = self._by_head.pop(head, Counts()) + added
         while len(self._by_head) > MAX_NUM_HEADS:
             del self._by_head[next(iter(self._by_head))]
-        return news
 
     def by_head(self, live: Iterable[str] = ()) -> dict[str, Counts]:
         """Counts by digest, with those of `live` heads that have none yet."""
@@ -151,14 +148,6 @@ def labelled(families: Iterable[Metric], **labels: str) -> list[Metric]:
     return found
 
 
-def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
-    return CounterMetricFamily(f"peagle_{name}", text, labels=labels)
-
-
-def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"peagle_{name}", text, labels=labels)
-
-
 def _add_depths(family: CounterMetricFamily, labels: Sequence[str], counts: Iterable[float]) -> None:
     for depth, count in enumerate(counts, start=1):
         family.add_metric([*labels, str(depth)], count)
@@ -166,18 +155,17 @@ def _add_depths(family: CounterMetricFamily, labels: Sequence[str], counts: Iter
 
 def target_metrics(reports: Sequence[TargetReport], num_ready: int) -> list[Metric]:
     """What targets have counted by workload, every counter from zero on at each replica's start."""
-    of_target, labels = ("model", "replica"), ("model", "workload", "replica")
-    ready = _gauge("target_replicas", "Target replicas that run.")
+    ready = gauge("target_replicas")
     ready.add_metric([], num_ready)
-    running = _gauge("running_requests", "Sequences in the engine, waiting ones included.", *of_target)
-    generated = _counter("generated_tokens", "Output tokens, of running sequences too.", *of_target)
-    requests = _counter("requests", "Sequences ended; aborted: the client left.", *labels, "outcome")
-    tokens = _counter("output_tokens", "Output tokens of ended sequences.", *labels)
-    prompts = _counter("prompt_tokens", "Prompt tokens of ended sequences.", *labels)
-    steps = _counter("verification_steps", "Steps that verified drafts.", *labels)
-    drafted = _counter("draft_tokens", "Draft tokens verified: steps at least this deep.", *labels, "depth")
-    reached = _counter("reached_draft_tokens", "Of these, all before them accepted.", *labels, "depth")
-    accepted = _counter("accepted_tokens", "Draft tokens accepted at this depth.", *labels, "depth")
+    running = gauge("running_requests")
+    generated = counter("generated_tokens")
+    requests = counter("requests")
+    tokens = counter("output_tokens")
+    prompts = counter("prompt_tokens")
+    steps = counter("verification_steps")
+    drafted = counter("draft_tokens")
+    reached = counter("reached_draft_tokens")
+    accepted = counter("accepted_tokens")
     for report in reports:
         running.add_metric([report.model, report.replica], report.num_running)
         generated.add_metric([report.model, report.replica], report.num_output_tokens)
@@ -196,9 +184,9 @@ def target_metrics(reports: Sequence[TargetReport], num_ready: int) -> list[Metr
 
 def head_metrics(by_head: Mapping[str, Counts], ingress: str) -> list[Metric]:
     """Steps and tokens by the head that drafted them, as one ingress replica has counted them."""
-    steps = _counter("head_verification_steps", "Steps that verified its drafts.", "head", "ingress")
-    drafted = _counter("head_draft_tokens", "Drafts of a head that were verified.", "head", "ingress", "depth")
-    accepted = _counter("head_accepted_tokens", "Drafts of a head that were accepted.", "head", "ingress", "depth")
+    steps = counter("head_verification_steps")
+    drafted = counter("head_draft_tokens")
+    accepted = counter("head_accepted_tokens")
     for head, found in by_head.items():
         steps.add_metric([head, ingress], found.num_steps)
         _add_depths(drafted, [head, ingress], found.drafted)
@@ -212,8 +200,8 @@ SHOWN_S = 3600.0
 
 def change_metrics(changes: Iterable[Mapping[str, Any]]) -> list[Metric]:
     """Heads that are tried, watched, or were rolled back of late (`HeadManager.document`)."""
-    state = _gauge("head_change", "1: so it is with this head.", "head", "against", "state")
-    gain = _gauge("head_gain", "AL over that of `against`, minus 1.", "head", "against", "bound")
+    state = gauge("head_change")
+    gain = gauge("head_gain")
     for change in changes:
         is_compared = change["state"] in ("loading", "running") or change["is_watched"]
         if is_compared or (change["state"] == "rolled back" and time.time() - change["changed_s"] < SHOWN_S):
@@ -226,17 +214,17 @@ def change_metrics(changes: Iterable[Mapping[str, Any]]) -> list[Metric]:
 
 def drafter_metrics(drafters: Sequence[DrafterReport], reports: Sequence[TargetReport]) -> list[Metric]:
     """The drafter replicas and the targets' links to them."""
-    ready = _gauge("drafter_replicas", "Drafter replicas that answer.")
+    ready = gauge("drafter_replicas")
     ready.add_metric([], len(drafters))
-    heads = _gauge("drafter_head", "1: live on this drafter.", "replica", "index", "head")
-    refused = _gauge("drafter_head_refused", "1: the last user_config was.", "replica")
-    up = _gauge("link_up", "1: this target drafts over it.", "replica", "drafter")
+    heads = gauge("drafter_head")
+    refused = gauge("drafter_head_refused")
+    up = gauge("link_up")
     found: dict[str, CounterMetricFamily] = {}
 
     def count(prefix: str, labels: Mapping[str, str], counters: Mapping[str, float]) -> None:
-        for counter, value in sorted(counters.items()):
-            name = prefix + (f"{counter[:-1]}seconds" if counter.endswith("_s") else counter)
-            family = found.setdefault(name, _counter(name, name.replace("_", " "), *labels))
+        for counted, value in sorted(counters.items()):
+            name = prefix + (f"{counted[:-1]}seconds" if counted.endswith("_s") else counted)
+            family = found.setdefault(name, counter(name))
             family.add_metric(list(labels.values()), value)
 
     for drafter in drafters:
@@ -259,16 +247,15 @@ def learner_document(reports: Sequence[LearnerReport]) -> dict[str, Any] | None:
 
 def learner_metrics(reports: Sequence[LearnerReport]) -> list[Metric]:
     """What the learner keeps and does, its counters from zero on at its start, and its last round's comparison."""
-    kept = _gauge("learner_answers", "Answers kept.", "workload")
-    size = _gauge("learner_buffer_bytes", "Of these, prompts included.")
-    came = _counter("learner_fetched_answers", "Answers by what became of them.", "outcome")
-    phase = _gauge("learner_phase", "1: what it does.", "phase")
-    text = "AL of the last head trained over the current one's, held-out answers; bound: ratio, low, high (95 %)."
-    ratio = _gauge("learner_acceptance_ratio", text, "mix", "bound")
+    kept = gauge("learner_answers")
+    size = gauge("learner_buffer_bytes")
+    came = counter("learner_fetched_answers")
+    phase = gauge("learner_phase")
+    ratio = gauge("learner_acceptance_ratio")
     others = {
-        "rounds": _counter("learner_rounds", "Rounds of training."),
-        "proposals": _counter("learner_proposals", "Heads that passed the gate."),
-        "busy_seconds": _counter("learner_busy_seconds", "Time in training and judging."),
+        "rounds": counter("learner_rounds"),
+        "proposals": counter("learner_proposals"),
+        "busy_seconds": counter("learner_busy_seconds"),
     }
     for report in reports:
         size.add_metric([], report.num_bytes)
@@ -288,17 +275,15 @@ def learner_metrics(reports: Sequence[LearnerReport]) -> list[Metric]:
 
 
 def depth_metrics(document: Mapping[str, Any], model: str) -> list[Metric]:
-    """What `DepthControl.document` says, as gauges."""
-    labels = ("model", "workload")
-    chosen = _gauge("depth", "K that a request of the workload gets.", *labels, "source")
-    text = "Believed survival by depth; bound: mean, low, high (90 %)."
-    survival = _gauge("survival", text, *labels, "depth", "bound")
+    """What `KPolicy.document` says, as gauges."""
+    chosen = gauge("depth")
+    survival = gauge("survival")
     for row in document["workloads"]:
         chosen.add_metric([model, row["workload"], row["source"]], row["k"])
         for bound, values in row["survival"].items():
             for depth, value in enumerate(values, start=1):
                 survival.add_metric([model, row["workload"], str(depth), bound], value)
-    step = _gauge("step_seconds", "A step of an engine, at the load of now.", "model")
+    step = gauge("step_seconds")
     if document["step_s"] is not None:
         step.add_metric([model], document["step_s"])
     return [chosen, survival, step]
@@ -308,24 +293,24 @@ def scaling_metrics(document: Mapping[str, Any] | None) -> list[Metric]:
     """A decision as gauges. Its reason in words stands in `GET /drafting`: as a label, each text would be a series."""
     if document is None:
         return []
-    replicas = _gauge("autoscaling_replicas", "Replicas; count: running, wanted, min, max.", "deployment", "count")
+    replicas = gauge("autoscaling_replicas")
     for name in ("target", "drafter"):
         for count, value in (document[name] or {}).items():
             if value is not None:
                 replicas.add_metric([name, count.removeprefix("num_")], value)
-    source = _gauge("autoscaling_source", "1: what decided.", "source")
+    source = gauge("autoscaling_source")
     source.add_metric([document["source"]], 1)
     found: list[Metric] = [replicas, source]
-    for key, name, text in (
-        ("num_decisions", "decisions", "Decisions since the controller started."),
-        ("demand_tokens_per_s", "demand_tokens_per_second", "Output tokens per second that are asked for."),
-        ("capacity_tokens_per_s", "capacity_tokens_per_second", "Output tokens per second that one replica gives."),
-        ("acceptance_length", "acceptance_length", "AL of a replica at the predicted K."),
-        ("needed", "needed_replicas", "Target replicas that the demand needs, before dead band and bounds."),
+    for key, name in (
+        ("num_decisions", "decisions"),
+        ("demand_tokens_per_s", "demand_tokens_per_second"),
+        ("capacity_tokens_per_s", "capacity_tokens_per_second"),
+        ("acceptance_length", "acceptance_length"),
+        ("needed", "needed_replicas"),
     ):
         if document[key] is not None:
-            found.append(gauge := _gauge(f"autoscaling_{name}", text))
-            gauge.add_metric([], document[key])
+            found.append(family := gauge(f"autoscaling_{name}"))
+            family.add_metric([], document[key])
     return found
 
 
@@ -333,7 +318,7 @@ def scaling_metrics(document: Mapping[str, Any] | None) -> list[Metric]:
 
 
 class StateStore:
-    """Saves what a control has learned, and which heads it was left with, at most every `SAVE_INTERVAL_S`, and finds it
+    """Saves what a policy has learned, and which heads it was left with, at most every `SAVE_INTERVAL_S`, and finds it
     again: in the file that `depth.state` names, else in the key-value store of the Ray cluster, which outlives every
     replica and needs no disk. It ends with the cluster, unless that keeps it in a Redis.
 
@@ -349,16 +334,16 @@ class StateStore:
         self._task: asyncio.Task[None] | None = None
         self._fails = False
 
-    def restore(self, control: DepthControl, heads: HeadManager | None = None) -> None:
+    def restore(self, policy: KPolicy, heads: HeadManager | None = None) -> None:
         """Begin where the last replica stopped. A state that is damaged or of another version is logged and not used;
         its file is put aside."""
         try:
             snapshot = self._read()
             if snapshot is None:
                 return
-            control.restore(snapshot)
             if heads is not None and "heads" in snapshot:
-                heads.restore(snapshot["heads"])
+                heads.restore(snapshot["heads"])  # first: heads are kept where what was learned is of another version
+            policy.restore(snapshot)
         except Exception as error:  # noqa: BLE001  # the service starts without it, whatever is wrong
             kept = ""
             if self._path is not None:
@@ -374,7 +359,7 @@ class StateStore:
             return json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else None
         return None if self._board is None else self._board.get(LEARNED)
 
-    def save_soon(self, control: DepthControl, heads: HeadManager | None = None, *, is_urgent: bool = False) -> None:
+    def save_soon(self, policy: KPolicy, heads: HeadManager | None = None, *, is_urgent: bool = False) -> None:
         """Save in a thread, when it is time again and the last save is done: a slow disk holds up no request.
         `is_urgent`: it is time."""
         if is_urgent:
@@ -383,7 +368,7 @@ class StateStore:
         if not is_due or (self._task is not None and not self._task.done()):
             return
         self._saved_s = time.monotonic()
-        snapshot = control.snapshot() | ({} if heads is None else {"heads": heads.snapshot()})
+        snapshot = policy.snapshot() | ({} if heads is None else {"heads": heads.snapshot()})
         work = asyncio.to_thread(self.write, snapshot)
         self._task = asyncio.get_running_loop().create_task(work)
 

@@ -158,7 +158,7 @@ class DrafterServer:
         digests = [head.digest for head in heads.values()]
         if not digests or len(set(digests)) < len(digests):
             raise ValueError(f"heads = {digests} must be one or more, each once")
-        self._engine, self._heads, self._device = engine, dict(heads), torch.device(device)
+        self.engine, self._heads, self._device = engine, dict(heads), torch.device(device)
         self._shares_gpu = shares_gpu
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -430,7 +430,7 @@ class DrafterServer:
             if host_part is not None:
                 self._disarm()
                 try:
-                    peer.prepared = self._engine.prepare(host_part)
+                    peer.prepared = self.engine.prepare(host_part)
                     self._arm(peer, host_part)
                 except Exception as error:  # noqa: BLE001 - `_fail` logs it
                     self._fail([peer], error)
@@ -442,7 +442,7 @@ class DrafterServer:
         is_alone = len(self._peers) == 1 and not self._greeted
         if is_alone and not self._shares_gpu and peer.prepared is not None and peer.mailbox is not None:
             words = armed_words(peer.mailbox, host_part.number, host_part.num_requests)
-            peer.armed = self._engine.arm(host_part, peer.prepared, words)
+            peer.armed = self.engine.arm(host_part, peer.prepared, words)
 
     def _poll_armed(self, peer: Peer) -> None:
         try:
@@ -471,7 +471,7 @@ class DrafterServer:
             assert peer.host_part is not None
             assert peer.prepared is not None
             step = peer.mailbox.read_device_part(peer.host_part)
-            self._engine.finish_armed(step, peer.prepared)
+            self.engine.finish_armed(step, peer.prepared)
         except ValueError as error:  # it wrote another step over one that was answered
             self._reject(peer, error)
             return
@@ -491,7 +491,7 @@ class DrafterServer:
         for peer, _ in steps:
             peer.prepared = None
         try:
-            answers = self._engine.step([step for _, step in steps], prepared)
+            answers = self.engine.step([step for _, step in steps], prepared)
         except Exception as error:  # noqa: BLE001 - `_fail` logs it
             self._fail({id(peer): peer for peer, _ in steps}.values(), error)
             return
@@ -532,7 +532,7 @@ class DrafterServer:
         self._disarm()
         if peer.identity not in self._peers:  # dropped for another step of the same batch
             return
-        self._engine.drop_session(peer.session)
+        self.engine.drop_session(peer.session)
         del self._peers[peer.identity]
         self._send(peer.identity, last_words)
         self._release(peer)
@@ -549,7 +549,7 @@ class DrafterServer:
 
     def _swap(self, index: int, head: ParallelPass, old: ServedHead | None, served: ServedHead) -> None:
         self._disarm()
-        self._engine.swap(index, head)
+        self.engine.swap(index, head)
         self._heads = {**self._heads, index: served}  # other threads read it
         if old is None:
             return

@@ -14,25 +14,22 @@ class GenerateRecipe(Section):
     """How the target writes its own training data."""
 
     engine: dict[str, Any] = Field(
-        default_factory=lambda: {"max_model_len": 2048}, description="vLLM's LLM(...) arguments"
+        default_factory=lambda: {"max_model_len": 2048}, description="Arguments of vLLM's `LLM(...)`."
     )
-    num_workers: int = Field(1, ge=1, description="engines on this machine")
-    num_rounds: int = Field(1, ge=1, description="rounds of each worker; each writes one part")
+    num_workers: int = Field(1, ge=1, description="Engines on this machine.")
+    num_rounds: int = Field(1, ge=1, description="Rounds of each worker; each writes one part.")
     num_conversations: int = Field(
-        1024, ge=0, description="user turns that the target is asked to write in one round (with `prompts`: 0)"
+        1024, ge=0, description="User turns that the target writes in one round; 0 with `prompts`."
     )
-    prompts: str | None = Field(
-        None,
-        description="JSONL file (peagle.train.data.read_jsonl): each prompt is answered once, besides the target's own",
-    )
-    max_user_tokens: int = Field(200, ge=8)
-    max_answer_tokens: int = Field(512, ge=8)
-    max_loop_tokens: int = Field(64, ge=1, description="answers are cut after repeating themselves for so many tokens")
-    temperature: float = Field(0.7, gt=0, description="of the answers that are not greedy")
-    greedy_share: float = Field(0.5, ge=0, le=1, description="share of the answers that is greedy")
-    openings: dict[str, list[str]] = Field(default_factory=dict, description="group -> beginnings of user turns")
+    prompts: str | None = Field(None, description="JSONL file of prompts, each answered once.")
+    max_user_tokens: int = Field(200, ge=8, description="Longest user turn that the target writes.")
+    max_answer_tokens: int = Field(512, ge=8, description="Longest answer.")
+    max_loop_tokens: int = Field(64, ge=1, description="Repeated tokens after which an answer is cut.")
+    temperature: float = Field(0.7, gt=0, description="Temperature of the answers that are not greedy.")
+    greedy_share: float = Field(0.5, ge=0, le=1, description="Share of the answers that is greedy.")
+    openings: dict[str, list[str]] = Field(default_factory=dict, description="Beginnings of user turns, by group.")
     shares: dict[str, float] = Field(
-        default_factory=dict, description="group -> share of prompts; the rest begins free"
+        default_factory=dict, description="Share of the prompts by group; the rest begins free."
     )
 
     @model_validator(mode="before")
@@ -56,30 +53,28 @@ class DrafterRecipe(Section):
     """Shape of the drafter; its layers have the shape of the target's own, but for what is said here."""
 
     method: Literal["p-eagle", "eagle3"] = Field(
-        "p-eagle", description="p-eagle: K tokens in one pass; eagle3: one after another, trained by a test-time unroll"
+        "p-eagle", description="K tokens in one pass, or one after another (test-time unroll)."
     )
-    num_layers: int = Field(4, ge=1)
-    intermediate_size: int | None = Field(None, ge=16, description="width of its MLPs; none: the target's")
-    num_depths: int = Field(8, ge=1, description="K_train: draft tokens of one pass, or steps of the unroll")
+    num_layers: int = Field(4, ge=1, description="Layers of the drafter.")
+    intermediate_size: int | None = Field(None, ge=16, description="Width of its MLPs; default: the target's.")
+    num_depths: int = Field(8, ge=1, description="K_train: draft tokens of one pass, or steps of the unroll.")
     ptd_token_id: int | None = Field(
-        None, ge=0, description="mask token: an id of the target's vocabulary that text does not use (p-eagle only)"
+        None, ge=0, description="Mask token, an unused id of the target's vocabulary; P-EAGLE only."
     )
     aux_layer_ids: list[int] | None = Field(
-        None, min_length=1, description="target layers whose inputs are read; none: vLLM's default (2, L // 2, L - 3)"
+        None, min_length=1, description="Target layers that are read; default: 2, L // 2, L - 3."
     )
-    fc_norm: bool = Field(True, description="normalise each tapped hidden state before fc (EAGLE-3.1)")
-    norm_before_residual: bool = False
-    qk_norm: bool = Field(False, description="normalise queries and keys of each head: Qwen 3's layers, not Llama's")
+    fc_norm: bool = Field(True, description="Normalise each auxiliary hidden state before `fc` (EAGLE-3.1).")
+    norm_before_residual: bool = Field(
+        False, description="Take the residual behind the norm, as vLLM's key of this name."
+    )
+    qk_norm: bool = Field(False, description="Normalise queries and keys: Qwen 3's layers instead of Llama's.")
     draft_vocab_size: int | None = Field(
-        None, ge=16, description="the most frequent tokens of the training answers only; none: the target's vocabulary"
+        None, ge=16, description="Most frequent tokens that are drafted; default: the target's vocabulary."
     )
-    trainable_embedding: bool = Field(
-        False, description="an embedding table of the head's own, started from the target's (paper table 5)"
-    )
-    sliding_window: int | None = Field(None, ge=16, description="tokens that a row sees back; none: all")
-    start_from: str | None = Field(
-        None, description="directory of a head whose tensors of equal name and shape are taken"
-    )
+    trainable_embedding: bool = Field(False, description="An embedding table of the head's own (paper table 5).")
+    sliding_window: int | None = Field(None, ge=16, description="Tokens that a row sees back; default: all.")
+    start_from: str | None = Field(None, description="Directory of a head to start from.")
 
     @model_validator(mode="after")
     def _mask_token(self) -> DrafterRecipe:
@@ -90,102 +85,81 @@ class DrafterRecipe(Section):
 
 
 class CodRecipe(Section):
-    ratio: float = Field(0.8, gt=0, le=1, description="r: share of anchors kept from one offset to the next")
+    ratio: float = Field(0.8, gt=0, le=1, description="r: share of anchors kept from one position to the next.")
 
 
 class BatchRecipe(Section):
-    num_sequences: int = Field(8, ge=1, description="packed sequences of one pass")
-    max_tokens: int = Field(2048, ge=16, description="tokens of one packed sequence")
-    num_segments: int = Field(
-        1, ge=1, description="S: parts that each sequence is worked through in (paper section 3.2)"
-    )
+    num_sequences: int = Field(8, ge=1, description="Packed sequences of one pass.")
+    max_tokens: int = Field(2048, ge=16, description="Tokens of one packed sequence.")
+    num_segments: int = Field(1, ge=1, description="S: parts of each sequence (paper section 3.2).")
     long: Literal["leave_out", "cut"] = Field(
-        "leave_out",
-        description="conversations of more than max_tokens: left out, or their first max_tokens used (both counted)",
+        "leave_out", description="Conversations above `max_tokens`: left out, or cut (both counted)."
     )
-    num_accumulated: int = Field(1, ge=1, description="passes whose gradients make one optimizer step")
-    joined_share: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="share of the passes in which the drafter sees all sequences as one document, and the target each "
-        "conversation by itself: it learns to draft in contexts of num_sequences * max_tokens from short conversations",
-    )
+    num_accumulated: int = Field(1, ge=1, description="Passes whose gradients make one optimizer step.")
+    joined_share: float = Field(0.0, ge=0, le=1, description="Share of the passes with all sequences as one document.")
 
 
 class OptimizerRecipe(Section):
-    name: Literal["adamw", "muon"] = "adamw"
-    lr: float = Field(1e-3, gt=0, description="peak, of AdamW")
-    muon_lr: float = Field(1e-3, gt=0, description="peak, of Muon (matrices), on AdamW's scale")
-    betas: tuple[float, float] = Field((0.9, 0.95), strict=False)
-    weight_decay: float = Field(0.01, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
+    name: Literal["adamw", "muon"] = Field(
+        "adamw", description="Optimizer of the layers' matrices; AdamW takes the rest."
+    )
+    lr: float = Field(1e-3, gt=0, description="Peak learning rate of AdamW.")
+    muon_lr: float = Field(1e-3, gt=0, description="Peak learning rate of Muon, on AdamW's scale.")
+    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW's betas.")
+    weight_decay: float = Field(0.01, ge=0, description="Weight decay.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
     max_attention_score: float | None = Field(
-        None, gt=0, description="attention scores above it are clipped (peagle.train.qk_clip); none: they grow freely"
+        None, gt=0, description="Limit of attention scores (QK-clip); default: none."
     )
-    ema_decay: float = Field(
-        0.0, ge=0, lt=1, description="the head saved is this moving average of the weights; 0: the last"
-    )
+    ema_decay: float = Field(0.0, ge=0, lt=1, description="Decay of the saved moving average; 0: the last weights.")
 
 
 class ScheduleRecipe(Section):
     """Cosine from the peak to `final_ratio`, over whichever of the two limits is nearer."""
 
-    max_steps: int = Field(10_000, ge=1)
-    max_minutes: float | None = Field(None, gt=0, description="training time, evaluation and compilation left out")
-    warmup_steps: int = Field(100, ge=0)
-    final_ratio: float = Field(0.02, ge=0, le=1)
+    max_steps: int = Field(10_000, ge=1, description="Optimizer steps at most.")
+    max_minutes: float | None = Field(
+        None, gt=0, description="Training time at most, evaluation and compilation apart."
+    )
+    warmup_steps: int = Field(100, ge=0, description="Steps of linear warm-up.")
+    final_ratio: float = Field(0.02, ge=0, le=1, description="Learning rate at the end, relative to the peak.")
 
 
 class LossRecipe(Section):
     name: Literal["soft", "hard"] = Field(
-        "soft",
-        description="soft: forward KL to the target's distribution; hard: cross-entropy to its most likely token",
+        "soft", description="Forward KL to the target, or cross-entropy to its likeliest token."
     )
-    offset_decay: float = Field(1.0, gt=0, le=1, description="weight of offset g is offset_decay ** g")
-    reach: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="weight of rows behind a draft of their chain that is not the conversation's token: decoding never "
-        "reaches them",
-    )
-    chunk: int = Field(8192, ge=16, description="rows whose logits exist at once")
+    offset_decay: float = Field(1.0, gt=0, le=1, description="Weight of position g is `offset_decay ** g`.")
+    reach: float = Field(1.0, ge=0, le=1, description="Weight of rows that decoding never reaches.")
+    chunk: int = Field(8192, ge=16, description="Rows whose logits exist at once.")
 
 
 class EvaluateRecipe(Section):
-    data: str | None = Field(
-        None, description="folder of greedy answers (peagle.vllm.generate --prompts); none: no evaluation"
-    )
-    every_steps: int = Field(2000, ge=1)
-    max_conversations: int | None = Field(None, ge=1, description="of each category, in evaluations during training")
+    data: str | None = Field(None, description="Folder of greedy answers; default: no evaluation.")
+    every_steps: int = Field(2000, ge=1, description="Steps between evaluations.")
+    max_conversations: int | None = Field(None, ge=1, description="Conversations of each category in one evaluation.")
 
 
 class Recipe(Section):
-    target: str = Field(
-        description="name of the embedded target, a directory with a Hugging Face checkpoint, or a Hugging Face id"
+    target: str = Field(description="Embedded target's name, checkpoint directory, or Hugging Face id.")
+    data: str = Field(description="Folder of training conversations.")
+    output: str = Field(description="Folder of checkpoints and of the finished head.")
+    seed: int = Field(0, description="Seed of data order and initialisation.")
+    device: Literal["auto", "cuda", "cpu"] = Field("auto", description="Where to train.")
+    compile: bool = Field(True, description="`torch.compile` on a GPU; never used on a CPU.")
+    states_dir: str | None = Field(None, description="Folder that keeps the target's hidden states; default: none.")
+    log_every_steps: int = Field(50, ge=1, description="Steps between log lines.")
+    save_every_steps: int = Field(1000, ge=1, description="Steps between checkpoints.")
+    generate: GenerateRecipe = Field(default_factory=GenerateRecipe, description="How the target writes conversations.")
+    drafter: DrafterRecipe = Field(description="Shape of the drafter.")
+    cod: CodRecipe = Field(
+        default_factory=CodRecipe, description="Conditional drop-token sampling (paper section 3.2)."
     )
-    data: str = Field(description="folder of training conversations")
-    output: str = Field(description="folder of checkpoints and, at the end, of the head")
-    seed: int = 0
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    compile: bool = Field(True, description="torch.compile on a GPU; never used on a CPU")
-    states_dir: str | None = Field(
-        None,
-        description="folder whose file keeps the target's hidden states of all data, so that the target runs over each "
-        "conversation once: (taps + 1) x hidden size numbers a token, in memory (/dev/shm) or on a fast disk; runs "
-        "with the same target, data and taps share it; none: the target runs in every pass",
-    )
-    log_every_steps: int = Field(50, ge=1)
-    save_every_steps: int = Field(1000, ge=1)
-    generate: GenerateRecipe = Field(default_factory=GenerateRecipe)
-    drafter: DrafterRecipe
-    cod: CodRecipe = Field(default_factory=CodRecipe)
-    batch: BatchRecipe = Field(default_factory=BatchRecipe)
-    optimizer: OptimizerRecipe = Field(default_factory=OptimizerRecipe)
-    schedule: ScheduleRecipe = Field(default_factory=ScheduleRecipe)
-    loss: LossRecipe = Field(default_factory=LossRecipe)
-    evaluate: EvaluateRecipe = Field(default_factory=EvaluateRecipe)
+    batch: BatchRecipe = Field(default_factory=BatchRecipe, description="Packing and partition of sequences.")
+    optimizer: OptimizerRecipe = Field(default_factory=OptimizerRecipe, description="Optimizer.")
+    schedule: ScheduleRecipe = Field(default_factory=ScheduleRecipe, description="Cosine schedule and limits.")
+    loss: LossRecipe = Field(default_factory=LossRecipe, description="Loss.")
+    evaluate: EvaluateRecipe = Field(default_factory=EvaluateRecipe, description="Evaluation during training.")
 
     @classmethod
     def load(cls, path: str | Path, overrides: list[str] | None = None) -> Recipe:

@@ -1,7 +1,7 @@
 """Trains a head from a recipe; goes on from its last checkpoint by itself.
 
 Each step is a pass (`peagle.train.passes`) over a packed batch. `output/checkpoint.pt` resumes a run, `output/head/` is
-the head, `output/log.jsonl` the figures on the way.
+the head, `output/log.jsonl` the figures on the way, and `output/tensorboard/` the same for TensorBoard.
 
 Data-parallel training: every worker has the whole drafter, batches of its own, and the mean of all gradients. Whoever
 starts the workers (Ray Train, torchrun) also starts torch.distributed's default process group; without one there is a
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tensorboardX import SummaryWriter
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.overrides import TorchFunctionMode
@@ -226,6 +227,7 @@ class Trainer:
         else:
             self._pass = PEaglePass(recipe, self.random, compiled=self.compiled)
         self.output = Path(recipe.output)
+        self._events: SummaryWriter | None = None
         self._kept: KeptStates | None = None
         if recipe.states_dir is not None:
             layers = self.drafter.config.aux_layer_ids
@@ -263,6 +265,8 @@ class Trainer:
         """
         self.output.mkdir(parents=True, exist_ok=True)
         self.resume()
+        if self.workers.leads:  # a run that goes on hides what was written after its checkpoint
+            self._events = SummaryWriter(str(self.output / "tensorboard"), purge_step=self.step + 1)
         try:
             self._loop()
         except FloatingPointError as error:
@@ -285,7 +289,7 @@ class Trainer:
         num_passes = self.recipe.batch.num_accumulated
         tally = LossTally(self.drafter.config.num_depths, self.device)
         bar = tqdm(total=schedule.max_steps, initial=self.step, unit="step", mininterval=5, disable=not workers.leads)
-        compiled_from = self.step + WARMUP_STEPS
+        compiled_from, read_at = self.step + WARMUP_STEPS, (self.timed_tokens, self.elapsed_s)
         batches = self.batches(self.step * num_passes * workers.size, workers.rank, workers.size)
         with bar, ThreadPoolExecutor(1) as ahead:
             # A run that ended may have been cut short before its head was written: no step comes on top.
@@ -310,9 +314,11 @@ class Trainer:
                 last = now
                 if self.step % self.recipe.log_every_steps == 0 or over:
                     figures = tally.read()
-                    self._append(
-                        {"step": self.step, "minutes": round(self.elapsed_s / 60, 3)} | figures | {"norm": norm}
-                    )
+                    num_tokens, seconds = self.timed_tokens - read_at[0], self.elapsed_s - read_at[1]
+                    read_at = self.timed_tokens, self.elapsed_s
+                    speed = {"lr": self.recipe.optimizer.lr * scale, "tokens_per_s": round(num_tokens / (seconds or 1))}
+                    at = {"step": self.step, "minutes": round(self.elapsed_s / 60, 3)}
+                    self._append(at | figures | {"norm": norm} | speed)
                     first = " ".join(f"{share:.2f}" for share in figures["accuracy"])
                     bar.set_postfix_str(f"loss {figures['loss']:.3f} accuracy by depth {first}", refresh=False)
                 if self.step % self.recipe.save_every_steps == 0:
@@ -364,6 +370,10 @@ class Trainer:
             return
         with (self.output / "log.jsonl").open("a", encoding="utf-8") as log:
             log.write(json.dumps(record) + "\n")
+        if self._events is not None:
+            for name, value in scalars(record, record.get("group", "train")):
+                self._events.add_scalar(name, value, record["step"])
+            self._events.flush()
 
     def save(self) -> None:
         """Writes `checkpoint.pt` whole or not at all. Every worker must call it: each has a random state of its own."""
@@ -443,6 +453,15 @@ class LossTally:
             counter.zero_()
         self._passes = 0
         return {"loss": round(loss, 5), "accuracy": accuracy}
+
+
+def scalars(record: Any, name: str) -> Iterator[tuple[str, float]]:
+    """Every number in a record, by its path; positions count from 1, as draft positions do."""
+    if isinstance(record, dict | list):
+        for key, value in record.items() if isinstance(record, dict) else enumerate(record, 1):
+            yield from scalars(value, f"{name}/{key}")
+    elif isinstance(record, int | float):
+        yield name, record
 
 
 def train_head(recipe: Recipe, device: str | None = None) -> Path:

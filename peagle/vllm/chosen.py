@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from cluster.depth import WORTH_LEVELS
+from cluster.step_allocation import WORTH_LEVELS
 
 MAX_DRAFTS = 4096
 """Of a step, all that requests may have: one program looks at them."""

@@ -54,7 +54,7 @@ class StepResult:
         num_admitted: how many drafts of each request were verified, where the worker chose; None where it did not. A
             list, or what becomes one by `tolist()` when the output is there.
         worth: of the drafts of the step before, of so many requests, how many are worth each of
-            `cluster.depth.WORTH_LEVELS` or more; the counts likewise.
+            `cluster.step_allocation.WORTH_LEVELS` or more; the counts likewise.
     """
 
     num_ready: list[int] | None = None
@@ -92,7 +92,7 @@ STEPS_HEADER = "x-peagle-steps"
 """A request's `VerifiedStep`s that were not reported yet, oldest first: "7,3 7,0 5,5c"."""
 
 STEP_COSTS_HEADER = "x-peagle-step-costs"
-"""What the scheduler has learned of its step times, in the form of `cluster.step_time`."""
+"""What the scheduler has learned of its step times, in the form of `cluster.step_latency`."""
 
 
 class VerifiedStep(NamedTuple):

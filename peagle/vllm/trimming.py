@@ -1,4 +1,4 @@
-"""Trims drafts by the load that a step really has: the rule of `cluster.depth`, in the scheduler.
+"""Trims drafts by the load that a step really has: the rule of `cluster.step_allocation`, in the scheduler.
 
 Enters: the requests of the next step, each with the most drafts that it may get and perhaps its survival
 (`SURVIVAL_KEY`); the moments at which steps' results arrive; what the engine measured at its start. Leaves: drafts of
@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.depth import allocate, best_total, check_survival
-from cluster.step_time import StepCostModel, StepCosts, TimedStep
+from cluster.acceptance import check_rates
+from cluster.step_allocation import allocate, best_total
+from cluster.step_latency import StepLatency, StepLatencyModel, TimedStep
 from peagle.vllm.request_args import SURVIVAL_KEY, WORKLOAD_KEY
 from peagle.vllm.step_notes import read_plan
 
@@ -43,8 +44,8 @@ MAX_KNOWN = 4096
 REPORT_INTERVAL_S = 0.5
 """Costs are reported at most so often; reports are read about once a second."""
 
-STEPS_PER_COSTS = 8
-"""Steps after which drafts are weighed by newer costs: making them takes time between two steps."""
+STEPS_PER_LATENCY = 8
+"""Steps after which drafts are weighed by a newer step latency: making it takes time between two steps."""
 
 LOOK_ERROR, LOOK_INTERVAL_STEPS = 0.06, 20
 """Once in so many steps one is run to learn what it takes, while that is known no better than this share: it verifies
@@ -101,10 +102,10 @@ def make_trimmer(config: "VllmConfig", max_draft_tokens: int) -> "Trimmer | None
     if path.exists():
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
-            return Trimmer(StepCostModel(on_gpu, document), chooses=bool(document.get("chooses")))
+            return Trimmer(StepLatencyModel(on_gpu, document), chooses=bool(document.get("chooses")))
         except (OSError, ValueError) as error:
             logger.warning("step times measured at the start are not used: %s: %s", path, error)
-    return Trimmer(StepCostModel(on_gpu))
+    return Trimmer(StepLatencyModel(on_gpu))
 
 
 def timed_step(seconds: float, scheduled: "SchedulerOutput") -> TimedStep | None:
@@ -125,23 +126,21 @@ def timed_step(seconds: float, scheduled: "SchedulerOutput") -> TimedStep | None
         num_requests, num_tokens = len(decoding), sum(decoding)
     if not num_requests:
         return None
-    contexts = cached.num_computed_tokens
-    context_tokens = sum(contexts) / len(contexts) if contexts else 0.0
     prompt_tokens = scheduled.total_num_scheduled_tokens - num_tokens
     is_drafted = read_plan(scheduled).limit_drafts_ahead(1) > 0
     num_rows, is_chosen = num_tokens - num_spared, num_chosen is not None
-    return TimedStep(seconds, num_requests, num_rows, context_tokens, prompt_tokens, is_drafted, is_chosen)
+    return TimedStep(seconds, num_requests, num_rows, prompt_tokens, is_drafted, is_chosen)
 
 
 class Trimmer:
     """Drafts of the requests of one step after another. One for each engine, fed in order."""
 
-    def __init__(self, model: StepCostModel, *, chooses: bool = False) -> None:
+    def __init__(self, model: StepLatencyModel, *, chooses: bool = False) -> None:
         """chooses: the worker can choose which drafts of a step are verified (`peagle.vllm.chosen`)."""
         self.model, self.chooses = model, chooses
         self._last_s: float | None = None
         self._reported_s, self._reported_steps = -math.inf, 0
-        self._costs, self._costs_at_step = model.costs, 0
+        self._latency, self._latency_at_step = model.latency, 0
         self._looked_at_step = self._verified_at_step = self._crossed_at_step = self._num_drafted = 0
         self._verifies_all = False
         self._leaves_out = False
@@ -165,7 +164,7 @@ class Trimmer:
         if prompt_tokens and self._verifies_all:
             return max_ks
         self._verifies_all = False
-        batch = ([request.request_id for request in requests], max_ks, prompt_tokens, self._newest_costs())
+        batch = ([request.request_id for request in requests], max_ks, prompt_tokens, self._newest_latency())
         if batch == self._decided[0]:
             self.num_chosen = self._decided[2]
             return self._decided[1]
@@ -173,18 +172,17 @@ class Trimmer:
         typical = next((survival for survival in survivals if survival is not None), None)
         if typical is None:
             return max_ks
-        context_tokens = _mean_context(requests)
         looks = not prompt_tokens and self.model.num_steps - self._looked_at_step >= LOOK_INTERVAL_STEPS
         if looks:
             self._looked_at_step = self.model.num_steps
-            if self._is_unsure(len(requests), sum(max_ks), context_tokens):
+            if self._is_unsure(len(requests), sum(max_ks)):
                 self._verifies_all = True
                 return max_ks
         # Those that keep their K load the step like the rest; they are valued like one of them.
         valued = [typical if survival is None else survival for survival in survivals]
         limits = [min(max_k, len(survival)) for max_k, survival in zip(max_ks, valued, strict=True)]
-        depths, rate = allocate(valued, limits, self._newest_costs(), context_tokens, prompt_tokens)
-        if looks and (other := self._worth_a_look(valued, limits, depths, context_tokens)) is not None:
+        depths, rate = allocate(valued, limits, self._newest_latency(), prompt_tokens)
+        if looks and (other := self._worth_a_look(valued, limits, depths)) is not None:
             depths = [min(limit, other) for limit in limits]
         depths = [
             max_k if survival is None else depth
@@ -195,7 +193,7 @@ class Trimmer:
         num_chosen, is_look = None, False
         if None not in survivals:
             num, most = len(requests), sum(max_ks)
-            num_chosen, is_look = self._best_choice(num, most, context_tokens, prompt_tokens, rate, looks)
+            num_chosen, is_look = self._best_choice(num, most, prompt_tokens, rate, looks)
         interval = VERIFY_INTERVAL_STEPS if num_chosen is None else CHOICE_INTERVAL_STEPS
         if depths == max_ks and num_chosen is None:
             self._verified_at_step = self.model.num_steps
@@ -208,7 +206,7 @@ class Trimmer:
         return depths
 
     def _best_choice(
-        self, num: int, most: int, context_tokens: float, prompt_tokens: int, rate: float, looks: bool
+        self, num: int, most: int, prompt_tokens: int, rate: float, looks: bool
     ) -> tuple[int | None, bool]:
         """How many of at most `most` drafts of `num` requests the worker is to choose; None where the first drafts of
         each request, which give `rate` tokens per second, are as good. And whether that is turned round in this step,
@@ -216,8 +214,8 @@ class Trimmer:
         """
         if not self.chooses or self._worth is None:
             return None, False
-        costs = self._newest_costs()
-        seconds = costs.curve(num, most, context_tokens, prompt_tokens, is_drafted=True) + costs.choosing_s
+        latency = self._newest_latency()
+        seconds = latency.curve(num, most, prompt_tokens, is_drafted=True) + latency.choosing_s
         num_chosen, chosen_rate = best_total((num * self._worth).tolist(), num, most, seconds)
         error = self.model.choosing_error_s / float(seconds[num_chosen])
         is_look = looks and error > CHOICE_ERROR and abs(math.log(chosen_rate / rate)) < 2.0 * error
@@ -229,8 +227,8 @@ class Trimmer:
         return self.model.num_steps % WORTH_INTERVAL_STEPS == 0
 
     def hear_worth(self, counts: Sequence[int], num_requests: int) -> None:
-        """Of the drafts of a step of so many requests, how many are worth each of `cluster.depth.WORTH_LEVELS` or
-        more."""
+        """Of the drafts of a step of so many requests, how many are worth each of `WORTH_LEVELS` of
+        `cluster.step_allocation` or more."""
         worth = np.array(counts, np.float64) / num_requests
         self._worth = worth if self._worth is None else WORTH_KEPT * self._worth + (1.0 - WORTH_KEPT) * worth
 
@@ -248,15 +246,15 @@ class Trimmer:
             return True
         survivals = [survival or () for survival in found]
         limits = [min(max_k, len(survival)) for max_k, survival in zip(max_ks, survivals, strict=True)]
-        num, context_tokens, costs = len(requests), _mean_context(requests), self._newest_costs()
-        depths, _ = allocate(survivals, limits, costs, context_tokens)
+        num, latency = len(requests), self._newest_latency()
+        depths, _ = allocate(survivals, limits, latency)
         num_drafts = sum(depths)
         length = 1.0 + sum(sum(survival[:k]) for survival, k in zip(survivals, depths, strict=True)) / num
-        drafted_s = float(costs.curve(num, num_drafts, context_tokens, is_drafted=True)[-1])
-        gain = drafted_s / length / costs.seconds(num, num, context_tokens)
+        drafted_s = float(latency.curve(num, num_drafts, is_drafted=True)[-1])
+        gain = drafted_s / length / latency.seconds(num, num)
         self._leaves_out = gain > (1.0 - MIN_GAIN if self._leaves_out else 1.0 + MIN_GAIN)
         num_steps, num_tokens = self.model.num_steps, num + num_drafts * self._leaves_out
-        error = self.model.error(num, num_tokens, context_tokens, is_drafted=self._leaves_out)
+        error = self.model.error(num, num_tokens, is_drafted=self._leaves_out)
         is_unsure = error > LOOK_ERROR and abs(math.log(gain)) < 2.0 * error
         interval = LOOK_INTERVAL_STEPS if is_unsure else VERIFY_INTERVAL_STEPS
         is_look = (is_unsure or self._leaves_out) and num_steps - self._crossed_at_step >= interval
@@ -278,8 +276,8 @@ class Trimmer:
         self._last_s = None
 
     def report(self, now_s: float) -> str | None:
-        """What is believed of step times (`cluster.step_time.StepCosts.to_wire` as JSON), where it is to be reported at
-        `now_s`, monotonic seconds: there were new steps, or there was no report yet, and the last report is
+        """What is believed of step times (`StepLatency.to_wire` as JSON), where it is to be reported at `now_s`,
+        monotonic seconds: there were new steps, or there was no report yet, and the last report is
         `REPORT_INTERVAL_S` old or the clock has gone back."""
         has_reported = self._reported_s > -math.inf
         if has_reported and self.model.num_steps == self._reported_steps:
@@ -287,23 +285,20 @@ class Trimmer:
         if 0 <= now_s - self._reported_s < REPORT_INTERVAL_S:
             return None
         self._reported_s, self._reported_steps = now_s, self.model.num_steps
-        numbers = {name: float(f"{number:.4g}") for name, number in self.model.costs.to_wire().items()}
-        return json.dumps(numbers, separators=(",", ":"))
+        return json.dumps(self.model.latency.to_wire(), separators=(",", ":"))
 
-    def _is_unsure(self, num_requests: int, num_drafts: int, context_tokens: float) -> bool:
+    def _is_unsure(self, num_requests: int, num_drafts: int) -> bool:
         """Whether little is known of what such a step takes."""
-        return self.model.error(num_requests, num_requests + num_drafts, context_tokens) > LOOK_ERROR
+        return self.model.error(num_requests, num_requests + num_drafts) > LOOK_ERROR
 
-    def _worth_a_look(
-        self, survivals: Sequence[tuple[float, ...]], limits: list[int], depths: list[int], context_tokens: float
-    ) -> int | None:
+    def _worth_a_look(self, survivals: Sequence[tuple[float, ...]], limits: list[int], depths: list[int]) -> int | None:
         """The most drafts of a request of which too little is known to say that they are worse than `depths`. None
         without any.
 
         What was never run is never known: a guess that is too dear, or too near its neighbour's, would stand for ever.
         """
-        num, costs = len(limits), self._newest_costs()
-        seconds = costs.curve(num, sum(limits), context_tokens, is_drafted=True)
+        num = len(limits)
+        seconds = self._newest_latency().curve(num, sum(limits), is_drafted=True)
         groups = Counter(zip(survivals, limits, depths, strict=True))
 
         def rate(k: int | None) -> tuple[int, float]:
@@ -318,16 +313,16 @@ class Trimmer:
         best, found = rate(None)[1], None
         for k in range(max(limits) + 1):
             num_drafts, expected = rate(k)
-            error = self.model.error(num, num + num_drafts, context_tokens)
+            error = self.model.error(num, num + num_drafts)
             hope = expected / max(1.0 - 2.0 * error, LOOK_ERROR)
             if error > LOOK_ERROR and hope > best:
                 best, found = hope, k
         return found
 
-    def _newest_costs(self) -> StepCosts:
-        if self.model.num_steps - self._costs_at_step >= STEPS_PER_COSTS:
-            self._costs, self._costs_at_step = self.model.costs, self.model.num_steps
-        return self._costs
+    def _newest_latency(self) -> StepLatency:
+        if self.model.num_steps - self._latency_at_step >= STEPS_PER_LATENCY:
+            self._latency, self._latency_at_step = self.model.latency, self.model.num_steps
+        return self._latency
 
     def _survivals(self, requests: "list[Request]") -> list[tuple[float, ...] | None]:
         """What was last said of each request's workload; behind its end only a step that verifies all goes. None where
@@ -353,7 +348,7 @@ class Trimmer:
             return None
         try:
             survival = tuple(map(float, raw))
-            check_survival(survival, f"request {request.request_id}")
+            check_rates(survival, f"request {request.request_id}")
         except (TypeError, ValueError) as error:
             logger.warning("request %s: %s=%.80r is not used: %s", request.request_id, SURVIVAL_KEY, raw, error)
             return None
@@ -364,7 +359,3 @@ class Trimmer:
         if len(self._newest) > MAX_KNOWN:
             self._newest.popitem(last=False)
         return workload
-
-
-def _mean_context(requests: "list[Request]") -> float:
-    return sum(request.num_computed_tokens for request in requests) / len(requests)

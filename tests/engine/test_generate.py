@@ -15,13 +15,7 @@ import yaml
 from peagle.embedded import prepare_target
 from peagle.train.data import Conversations, check_data_fits, read_jsonl, tokenizer_hash
 from peagle.train.recipe import Recipe
-from peagle.vllm.generate import check_parts, collect, dealt, settings_hash, spread, visible_gpus, worker_environment
-
-
-@pytest.mark.parametrize(("named", "gpus"), [("2,5", ["2", "5"]), ("GPU-a, GPU-b", ["GPU-a", "GPU-b"]), ("", [])])
-def test_named_gpus_are_the_visible_ones(monkeypatch, named: str, gpus: list[str]) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
-    assert visible_gpus() == gpus
+from peagle.vllm.generate import check_parts, collect, dealt, settings_hash, worker_environment
 
 
 def test_workers_are_dealt_out_evenly() -> None:
@@ -30,12 +24,6 @@ def test_workers_are_dealt_out_evenly() -> None:
     assert dealt[:5] == ["0", "1", "2", "3", "0"]
     assert Counter(dealt) == dict.fromkeys(gpus, 4)
     assert worker_environment(0, gpus)["PATH"] == os.environ["PATH"]
-
-
-@pytest.mark.parametrize("gpus", [[], ["3"]])
-def test_one_gpu_or_none_is_left_as_it_is(monkeypatch, gpus: list[str]) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert "CUDA_VISIBLE_DEVICES" not in worker_environment(1, gpus)
 
 
 def recipe(folder: Path, **generate: object) -> Recipe:
@@ -62,11 +50,6 @@ def test_given_prompts_are_dealt_out_once(tmp_path) -> None:
     assert {len(part) for part in parts} == {3, 4}
     with pytest.raises(ValueError, match="nothing to answer"):
         recipe(tmp_path, num_conversations=0)
-
-
-@pytest.mark.parametrize(("share", "greedy"), [(0.5, [0, 2, 4, 6, 8]), (0.2, [0, 5]), (0.0, []), (1.0, [*range(10)])])
-def test_greedy_answers_are_spread_evenly(share: float, greedy: list[int]) -> None:
-    assert [n for n, one in enumerate(spread(10, share)) if one] == greedy
 
 
 def write_part(folder: Path, name: str, prompts: list[list[int]], **record: object) -> None:

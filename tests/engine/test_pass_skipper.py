@@ -6,18 +6,11 @@ the drafter runs them.
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 from transformers import AutoTokenizer
-from vllm import SamplingParams
 from vllm.platforms import current_platform
 
-from peagle.vllm.remote import ChunkedProposer, PassSkipper
-from peagle.vllm.request_args import DEPTH_KEY, drafts_wanted
-from peagle.vllm.step_notes import update_plan
 from tests.support.engine_cases import K_MAX, TEXT, check_counts, engine_settings
 from tests.support.engine_harness import Job, Result, RunningEngine, drafted_kwargs, reference_results
 
@@ -95,62 +88,3 @@ def test_one_request_with_drafts_brings_the_pass_back_for_all(
     passes = engine.passes()[len(before) :]
     assert len(passes) >= num_steps
     assert max(passes) == NUM_PROMPTS
-
-
-@pytest.mark.engine
-@pytest.mark.long
-@only_cpu
-@pytest.mark.parametrize("engine", ["tests.support.noted_schedulers.SkippingScheduler"], indirect=True)
-def test_passes_may_be_left_out_and_come_back(
-    engine: CountingEngine, prompts: list[list[int]], reference: list[Result]
-) -> None:
-    """No drafts follow a step without a pass, some the others, and the text is the target's own."""
-    before = engine.passes()
-    results = engine.run([Job(prompt, NUM_TOKENS, k=5) for prompt in prompts])
-    assert [result.tokens for result in results] == [expected.tokens for expected in reference]
-    num_steps = [result.drafting.counts.num_steps for result in results if result.drafting is not None]
-    assert 2 <= max(num_steps) <= NUM_TOKENS / 2
-    assert max(num_steps) <= len(engine.passes()) - len(before) <= max(num_steps) + NUM_PROMPTS
-
-
-def step(num_computed: list[int], **changes: Any) -> Any:
-    """What deciding reads of a model runner, four prompt tokens a request."""
-    return SimpleNamespace(
-        **{
-            "drafter": object.__new__(ChunkedProposer),
-            "num_spec_tokens": 5,
-            "speculative_config": SimpleNamespace(disable_padded_drafter_batch=False),
-            "parallel_config": SimpleNamespace(data_parallel_size=1),
-            "input_batch": SimpleNamespace(
-                num_reqs=len(num_computed),
-                num_computed_tokens_cpu=np.array([*num_computed, 0]),
-                num_prompt_tokens=np.array([4] * len(num_computed) + [9]),
-            ),
-            **changes,
-        }
-    )
-
-
-@pytest.mark.parametrize(
-    ("made", "num_ahead", "skips"),
-    [
-        (step([4, 9]), 0, True),
-        (step([3, 9]), 0, False),  # a prompt is not done
-        (step([4, 9]), 1, False),
-        (step([4, 9]), None, False),  # nothing was planned
-        (step([4], parallel_config=SimpleNamespace(data_parallel_size=2)), 0, False),
-        (step([4], drafter=object()), 0, False),
-    ],
-)
-def test_which_steps_are_skipped(made: Any, num_ahead: int | None, skips: bool) -> None:
-    scheduled = SimpleNamespace()
-    if num_ahead is not None:
-        update_plan(scheduled, num_drafts_ahead=num_ahead)
-    assert PassSkipper._skips(made, scheduled) is skips
-
-
-@pytest.mark.parametrize(("k", "depth"), [(None, 5), (0, 0), (3, 3), (9, 5), (-1, 0), ("2", 5), (True, 5), (2.5, 5)])
-def test_what_counts_as_k(k: Any, depth: int) -> None:
-    extra_args = None if k is None else {DEPTH_KEY: k}
-    assert drafts_wanted(SamplingParams(extra_args=extra_args), 5) == depth
-    assert drafts_wanted(None, 5) == 5

@@ -10,10 +10,7 @@ from torch import Tensor
 
 from peagle.drafter.attention import (
     LaunchPlan,
-    block_requests,
-    distinct_batches,
     paged_attention,
-    plan_for,
     write_kv,
 )
 from peagle.drafter.rows import INTERPRETED
@@ -233,28 +230,3 @@ def test_writes_equal_their_twin_and_leave_other_places_alone(groups: int, head_
     twin(write_kv)(fused[:, :groups], fused[:, groups:], expected[:, 0], expected[:, 1], slots_N)
     assert torch.equal(found, expected)
     assert int((found != 7.0).flatten(3).any(-1).sum()) == 2 * 7
-
-
-def test_plans_split_small_batches_and_not_large_ones() -> None:
-    sizes = dict(num_heads=32, num_groups=8, head_size=128, element_bytes=2, max_context=32768, num_sms=132)
-    assert plan_for(14, 1, **sizes).num_splits == 32
-    assert plan_for(8 * 14, 8, **sizes).num_splits == 8
-    assert plan_for(128 * 14, 128, **sizes).num_splits == 1
-    assert plan_for(14, 1, **{**sizes, "max_context": 600}).num_splits == 2, "room for three parts; powers of two only"
-    assert plan_for(4096, 1, **sizes).num_splits == 1
-    assert plan_for(14, 1, **{**sizes, "num_groups": 1, "num_heads": 71}).block_m >= 71
-
-
-@pytest.mark.parametrize(("max_num_rows", "max_num_requests"), [(300, 9), (130, 70), (5, 8)])
-def test_every_batch_within_the_limits_has_its_kernel_among_the_distinct_ones(
-    max_num_rows: int, max_num_requests: int
-) -> None:
-    heads = dict(num_heads=32, num_groups=8, head_size=128)
-    sizes = dict(element_bytes=2, max_context=2048, num_sms=132)
-    batches = distinct_batches(max_num_rows, max_num_requests, **heads, **sizes)
-    kernels = [(plan_for(*batch, **heads, **sizes), block_requests(batch[1])) for batch in batches]
-    assert len(set(kernels)) == len(kernels) < 40
-    assert all(rows <= max_num_rows and requests <= max_num_requests for rows, requests in batches)
-    for requests in range(1, max_num_requests + 1):
-        for rows in range(1, max_num_rows + 1):
-            assert (plan_for(rows, requests, **heads, **sizes), block_requests(requests)) in kernels, (rows, requests)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.replayed import accept
-from cluster.depth import WORTH_LEVELS
+from cluster.step_allocation import WORTH_LEVELS
 from peagle.vllm.chosen import Chances, ChosenDrafts, choose_drafts
 from tests.support.kernel_device import DEVICE, needs_kernel
 

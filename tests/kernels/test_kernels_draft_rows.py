@@ -9,8 +9,6 @@ import torch
 from peagle.vllm.draft_rows import (
     DraftRows,
     TargetRows,
-    _accepted_rows_kernel,
-    _write_rows_kernel,
     accepted_rows,
     write_rows,
 )
@@ -206,34 +204,3 @@ def test_rows_travel_at_the_places_that_the_host_knows(num_requests: int, longes
     assert out[2 * num_requests + sum(places) :].eq(-7).all()
     assert sources_R[sum(places) :].eq(-7).all()
     assert [column.data_ptr() for column in (found[0], found[3])] == [out.data_ptr(), sources_R.data_ptr()]
-
-
-@pytest.mark.gpu
-def test_one_kernel_tells_of_every_batch() -> None:
-    compiled = _accepted_rows_kernel.device_caches[torch.cuda.current_device()][0]
-    before = None
-    for num_requests in range(1, MAX_REQUESTS + 1):
-        for longest in (1, 8, LONGEST):
-            requests = make_requests(num_requests, num_requests, 7, longest)
-            target = target_rows(requests)
-            accepted_rows(target, longest)
-            before = before or len(compiled)
-            travel_B1, num_travelling = 2 * target.first_row_B1[: num_requests + 1], 2 * len(target.input_ids_N)
-            accepted_rows(target, 2 * longest, travel_B1, num_travelling)
-    assert len(compiled) == before
-
-
-@pytest.mark.gpu
-def test_one_kernel_serves_every_batch() -> None:
-    num_rows = MAX_REQUESTS * (LONGEST + 6)
-    compiled = _write_rows_kernel.device_caches[torch.cuda.current_device()][0]
-    before = None
-    for num_drafts in range(1, MOST_DRAFTS + 1):
-        for num_requests in (1, 2, MAX_REQUESTS):
-            for longest in (1, num_drafts + 1, LONGEST):
-                requests = make_requests(num_drafts, num_requests, num_drafts, longest)
-                for stride in (0, 2 * num_drafts) if longest <= num_drafts + 1 else (0,):
-                    laid_out(requests, num_drafts, stride, num_rows, is_packed=not stride)
-                    before = before or len(compiled)
-    assert before
-    assert len(compiled) == before

@@ -20,7 +20,7 @@ from peagle.drafter.rows import (
     rotate_heads,
     silu_mul,
 )
-from peagle.model import RMSNorm, rms_norm, rotary_tables, rotate
+from peagle.model import RMSNorm, rotary_tables, rotate
 from tests.support.head_factory import random_drafter
 from tests.support.kernel_device import DEVICE, needs_kernel, twin
 from tests.support.pass_requests import STEPS, SWITCHES, Requests
@@ -347,10 +347,3 @@ def test_the_twins_are_the_drafters_formulas() -> None:
     rotated = rotate(heads_NHD.transpose(0, 1)[None], *rotary_tables(positions_N[None], 16, 10000.0))[0].transpose(0, 1)
     equal(q_NAD, rotated[:, :4])
     equal(k_NGD, rotated[:, 4:6])
-
-
-def test_the_mask_token_has_an_embedding_of_its_own() -> None:
-    ids_N, embed_VH, mask_H, ones_H = torch.tensor([1, 2, 1]), normal(3, 8).cpu(), torch.full((8,), 5.0), torch.ones(8)
-    both, _ = twin(first_rows)(ids_N, torch.zeros(3, 8), embed_VH, 2, mask_H, ones_H, ones_H, EPS, False)
-    torch.testing.assert_close(both[1, :8], torch.ones(8), rtol=1e-4, atol=1e-4)
-    equal(both[0, :8], rms_norm(embed_VH[1], ones_H, EPS))

@@ -415,24 +415,6 @@ def test_other_engines_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("graphs")
-def test_every_step_of_so_many_rows_has_a_graph() -> None:
-    for max_requests, k_max in ((1, 7), (5, 1), (48, 7), (300, 3)):
-        config = graph_config(max_requests, 4096, [8])
-        graphs = verification.VerificationGraphs(
-            config, torch.device("cpu"), verification.CUDAGraphMode.FULL, decode_query_len=1 + k_max
-        )
-        captured = set(graphs._capture_descs[verification.CUDAGraphMode.FULL])
-        most = min(verification.MAX_ROWS, max_requests * (1 + k_max))
-        for num_rows in range(1, most + 1):
-            for num_requests in range(-(-num_rows // (1 + k_max)), min(num_rows, max_requests) + 1):
-                desc = graphs.fitting(num_rows, num_requests)
-                assert desc in captured
-                assert num_rows <= desc.num_tokens < num_rows + 16
-                assert num_requests <= desc.num_reqs < 2 * num_requests + 2
-        assert graphs.fitting(most + 1, max_requests) is None
-
-
-@pytest.mark.usefixtures("graphs")
 def test_what_pads_a_graph_has_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, draw = Runner("plain"), random.Random(3)
     one = make(runner, monkeypatch)
@@ -456,28 +438,3 @@ def test_what_pads_a_graph_has_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing is written to the place that pads: its logits stay as they are.
     of_padding = [float(values[NUM_PLACES]) for values in rows.parameters]
     assert of_padding == [0, 0, VOCAB, 1, 1, 0, 0, 0, 0]
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="there all are captured in earnest")
-@pytest.mark.usefixtures("graphs")
-def test_a_profile_of_memory_captures_the_largest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = iter([1000, 940, 1000, 800])
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (next(free), 2000))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
-    for name in ("graph_capture", "capture_pool"):
-        monkeypatch.setattr(cudagraph_utils, name, lambda *_, **__: contextlib.nullcontext())
-    monkeypatch.setattr(cudagraph_utils, "current_stream", lambda: None)
-    runner = Runner("temperatures")
-    sampled, whole = verification.Verification.of(runner), verification.Verification.of(runner)
-    assert sampled is not None
-    assert whole is not None
-    assert sampled.capture(2) == 60
-    assert whole.capture() == 200
-    for found, every in ((sampled.graphs, whole.graphs), (sampled.scaled_graphs, whole.scaled_graphs)):
-        planned = every._capture_descs[verification.CUDAGraphMode.FULL]
-        assert list(every.graphs) == planned
-        assert list(found.graphs) == planned[:2]
-        assert planned[0].num_tokens == NUM_PLACES * (1 + K)
-        assert planned[0].num_reqs == NUM_PLACES

@@ -21,7 +21,6 @@ from peagle.drafter.mailbox import (
     post_step,
     take_drafts,
 )
-from peagle.drafter.rows import INTERPRETED
 from tests.support.kernel_device import DEVICE, needs_kernel, twin
 
 Take = Callable[[Tensor, Tensor, Tensor], None]
@@ -163,14 +162,6 @@ def test_the_host_goes_on_while_a_wait_holds_the_stream() -> None:
     assert wait.outcome_2[0].item() == REACHED
     assert 10_000_000 < wait.outcome_2[1].item() < ENOUGH_NS
     assert wait.out_BK.tolist() == [[8, 6, 0], [0, 0, 0]]
-
-
-@needs_kernel
-def test_dispatch_follows_the_output() -> None:
-    wait = Wait(take_drafts)
-    wait(1, 30)
-    # The interpreter's clock counts reads, so 30 of them show that the kernel ran.
-    assert not INTERPRETED or wait.outcome_2.tolist() == [TIMED_OUT, 30]
 
 
 @pytest.mark.parametrize("post", POSTS)

@@ -4,11 +4,9 @@ One application serves this module and other tests of the service. The first tes
 engine loaded.
 """
 
-import asyncio
 import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -30,6 +28,7 @@ from benchmarks.prompts import choose_prompts
 from deployments import APP_NAME, ROUTER_NAME, TARGET_NAME, cli
 from deployments.client import TargetClient, TargetError
 from tests.support.service_harness import BAD_REQUESTS, PROMPTS, QUESTION, json_schema, wait_for
+from tests.support.terminal import terminal
 
 pytestmark = pytest.mark.service
 
@@ -57,14 +56,35 @@ def test_a_request_that_comes_while_the_engine_loads_gets_503_and_never_waits(se
 def test_peagle_chat_shows_the_answer_and_which_tokens_were_drafted(service):
     question = "Count from one to ten in digits."
     command = ["chat", question, "--url", service.url, "--max-tokens", "12", "-k", "5"]
-    done = CliRunner().invoke(cli.app, command, color=True)
+    done = CliRunner().invoke(cli.app, command)
     assert done.exit_code == 0, done.output
     answer = service.ask(messages=[{"role": "user", "content": question}]).json()
-    green = "".join(re.findall(r"\x1b\[32m(.*?)\x1b\[0m", done.output, flags=re.DOTALL))
-    plain = re.sub(r"\x1b\[\d+m", "", done.output)
-    assert plain.startswith(answer["choices"][0]["message"]["content"])
-    assert 0 < len(green) < len(plain)
-    assert "[K = 5 (request), " in plain
+    assert done.stdout == answer["choices"][0]["message"]["content"] + "\n"
+    assert done.stderr.startswith("[K = 5 (request), ")
+    with terminal(*command) as shell:
+        shell.wait_for(r"\x1b\[32m")
+        shell.wait_for(r"K = 5 \(request\), ")
+        assert shell.ended() == 0
+
+
+@pytest.mark.parametrize("call", ["chat", "completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_says_how_many_tokens_of_a_prompt_were_cached(service, call: str, stream: bool):
+    client, prompt = service.client(), f"{call} {stream} " * 200
+
+    def usage() -> Any:
+        asked: dict[str, Any] = {"model": service.model, "max_tokens": 4, "temperature": 0, "stream": stream}
+        if stream:
+            asked["stream_options"] = {"include_usage": True}
+        if call == "chat":
+            answer = client.chat.completions.create(**asked, messages=[{"role": "user", "content": prompt}])
+        else:
+            answer = client.completions.create(**asked, prompt=prompt)
+        return list(answer)[-1].usage if stream else answer.usage
+
+    assert usage().prompt_tokens_details.cached_tokens < 100
+    again = usage()
+    assert again.prompt_tokens_details.cached_tokens > again.prompt_tokens / 2
 
 
 def test_chat_and_completions_with_the_openai_client(service):
@@ -345,23 +365,6 @@ def test_clients_that_leave_free_the_engine_of_all_their_sequences(service):
     assert service.ask(max_tokens=1).status_code == 200
 
 
-def test_no_process_but_the_replicas_has_started_for_the_engine(service):
-    """Ray's task that downloads a model, and its telemetry of models, each import vLLM while the target waits."""
-    logs = Path(ray._private.worker.global_worker.node.get_logs_dir_path(), "serve")
-    (said,) = [path.read_text() for path in logs.glob(f"replica_*_{TARGET_NAME}_*.log")]
-    assert "Started vLLM engine" in said
-    assert "download model files" not in said
-    names = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
-    assert any(TARGET_NAME in name for name in names if name)
-    assert "llm_serve_telemetry" not in names
-
-
-def test_target_and_engine_are_as_nice_as_other_processes(service):
-    """By Ray's defaults, 15 and 1000, whatever else runs on the machine starves them, and the kernel ends them first
-    when it fills the memory."""
-    assert service.niceness(TARGET_NAME) == {(0, 0)}
-
-
 def test_serves_controller_starts_again_and_every_replica_stays(service):
     """A new controller asks each replica for its log file, and ends one that has none."""
     names = (TARGET_NAME, ROUTER_NAME)
@@ -381,16 +384,6 @@ def test_serves_controller_starts_again_and_every_replica_stays(service):
             is_back = controller() != killed and serve.status().applications[APP_NAME].status == "RUNNING"
     assert {name: service.processes(name) for name in names} == before
     assert service.ask(max_tokens=1).status_code == 200
-
-
-def test_what_clients_see_is_in_the_metrics(service):
-    before = service.metrics()["peagle_answers_total"]
-    service.ask(max_tokens=4, drafting={"workload": "seen"}, stream=True)
-    service.ask(temperature="hot")
-    after = service.metrics()
-    counted = after["peagle_time_to_first_token_seconds_count"]["seen",]
-    assert counted == 1
-    assert sum(after["peagle_answers_total"].values()) == sum(before.values()) + 2
 
 
 def test_limits_change_without_a_new_engine(service):
@@ -460,32 +453,3 @@ def test_a_job_answers_a_file_of_requests_by_handle(service, tmp_path):
     over_http = service.ask(drafting={"k": 3, "workload": "job"}).json()
     assert answers["a"]["body"]["choices"][0]["message"] == over_http["choices"][0]["message"]
     assert answers["b"]["body"]["error"]["param"] == "drafting.k"
-
-
-def test_kuberays_probe_finds_a_node_that_serves(service):
-    """The manifests' and KubeRay's own: the status for one, this word for the other."""
-    response = httpx.get(f"{service.url}/-/healthz")
-    assert (response.status_code, response.text) == (200, "success")
-
-
-@pytest.mark.long
-def test_a_ray_task_streams_from_the_target_asynchronously(service):
-    @ray.remote(num_cpus=0)
-    def job() -> tuple[str, int]:
-        async def stream() -> tuple[str, int]:
-            client = TargetClient()
-            whole, chunks = await asyncio.gather(
-                client.achat(QUESTION, max_tokens=16, temperature=0), _collect(client, QUESTION)
-            )
-            text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
-            assert text == whole["choices"][0]["message"]["content"]
-            return text, len(chunks)
-
-        async def _collect(client: TargetClient, messages: Any) -> list[Any]:
-            return [chunk async for chunk in client.stream_chat(messages, max_tokens=16, temperature=0)]
-
-        return asyncio.run(stream())
-
-    text, num_chunks = ray.get(job.remote())
-    assert text
-    assert num_chunks > 2

@@ -5,9 +5,7 @@ import re
 import httpx
 import pytest
 
-from cluster import view
-from deployments.client import TargetClient
-from tests.support.service_harness import PROMPTS, QUESTION, wait_for
+from tests.support.service_harness import PROMPTS, wait_for
 
 pytestmark = pytest.mark.service
 
@@ -95,16 +93,3 @@ def test_an_answer_says_what_went_without_drafts(service) -> None:
             "survival": None,
             "num_steps": 0,
         }
-
-
-def test_a_request_past_the_ingress_gets_a_learned_k_too(service) -> None:
-    answer = TargetClient().chat(QUESTION, max_tokens=8, temperature=0, drafting={"workload": "mixed"})
-    assert answer["drafting"]["source"] in ("learned", "probe")
-
-
-def test_the_view_shows_the_running_service(service) -> None:
-    text = view.table(view.fetch(service.url))
-    assert [line.split()[3:5] for line in text.splitlines() if line.startswith("pinned ")] == [["2", "workload"]]
-    assert "of 1 engine" in text
-    with pytest.raises(OSError, match="refused"):
-        view.fetch("http://127.0.0.1:9")

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster import view
+from deployments import view
 from tests.support.service_harness import CONFIGS, PROMPTS, Service, running_service
 
 pytestmark = [pytest.mark.service, pytest.mark.long, pytest.mark.timeout(1200)]
@@ -138,6 +138,6 @@ def test_the_number_of_replicas_follows_acceptance_and_no_request_fails(service:
         longest = [streams.submit(stream, service) for _ in range(2)]  # they outlast the delay of `downscale_delay_s`
         metrics = httpx.get(f"{service.url}/metrics", timeout=30).text
         assert 'peagle_autoscaling_replicas{count="wanted",deployment="target"}' in metrics
-        assert "autoscaling (acceptance): " in view.table(view.fetch(service.url))
+        assert "autoscaling (acceptance): " in view.as_text(view.fetch(service.url))
         wait_for(lambda: num_ready(service) == 1, service, "second replica gone")
         assert [one.result(timeout=200) for one in longest] == [["length", "[DONE]"]] * 2

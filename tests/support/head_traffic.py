@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.counts import Counts, News, WorkloadCounts
+from cluster.counts import CounterDeltas, Counts, WorkloadCounts
 from cluster.heads import TRIAL_SUFFIX, DrafterReport, HeadManager, HeadRef
 
 TRACES = Path(__file__).parents[2] / "benchmarks/results/2026-11-21-traces-smollm2-135m.npz"
@@ -74,7 +74,7 @@ class HeadTraffic:
         """So many requests, some in each report. `workload`: all under this name, else each under that of its task."""
         for _ in range(num_requests // at_a_time):
             self.report()
-            routing, news = self.manager.routing, News()
+            routing, news = self.manager.routing, CounterDeltas()
             share = routing.share if routing.trial else 0.0
             for task, num in zip(TASKS, self._random.multinomial(at_a_time, self.weights), strict=True):
                 is_asked = task in routing.workloads if routing.workloads else task not in routing.by_workload
@@ -85,7 +85,7 @@ class HeadTraffic:
             self.num_requests += at_a_time
             self.manager.record_counts(news, dict.fromkeys(TASKS, 2), self.weights_of_target)
 
-    def _add(self, news: News, name: str, task: str, head: str, num: int) -> None:
+    def _add(self, news: CounterDeltas, name: str, task: str, head: str, num: int) -> None:
         if not num:
             return
         head = self.manager.routing.by_workload.get(name, head)

@@ -1,24 +1,18 @@
-"""The table of metrics in docs/operate.md, and what a text of Prometheus' format holds, in one form."""
+"""The table of metrics, and what a text of Prometheus' format holds, in one form."""
 
-import re
 from collections import defaultdict
-from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-OPERATE = Path(__file__).parents[2] / "docs" / "operate.md"
+from deployments.metrics import FAMILIES, PREFIX
 
 
 def documented() -> dict[str, set[str]]:
     """Labels by metric, as the table has them. A histogram is named without `_bucket`, `_sum` and `_count`."""
-    found = {}
-    for line in OPERATE.read_text(encoding="utf-8").splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 4 and (name := re.fullmatch(r"`(peagle_\w+)`", cells[0])):
-            assert name[1] not in found, f"{name[1]} stands in the table twice"
-            assert cells[1], f"{name[1]} has no unit"
-            found[name[1]] = set(re.findall(r"\w+", cells[2]))
-    return found
+    return {
+        f"{PREFIX}{name}{'_total' if family.kind == 'counter' else ''}": set(family.labels.split())
+        for name, family in FAMILIES.items()
+    }
 
 
 def exported(text: str) -> dict[str, set[str]]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +31,6 @@ class _Noted:
 
 class NotedScheduler(_Noted, PerRequestDepthScheduler):
     pass
-
-
-class SkippingScheduler(PerRequestDepthScheduler):
-    """Leaves out the pass of decode steps in runs of four out of six, whatever K is."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        turns = cycle([True, True, False, False, False, False])
-        assert self._trimmer is not None
-        self._trimmer.makes_drafts = lambda requests, max_ks, prompt_tokens: prompt_tokens > 0 or next(turns)  # type: ignore[method-assign]
 
 
 class NotedAsyncScheduler(_Noted, PerRequestDepthAsyncScheduler):

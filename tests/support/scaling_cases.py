@@ -1,16 +1,19 @@
-"""Inputs for the tests of autoscaling: step costs of a formula, and reports of replicas that serve as told."""
+"""Inputs for the tests of autoscaling: step latency of a formula, and reports of replicas that serve as told."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.settings import AutoscalingSettings
-from cluster.step_time import Curve, StepCosts
+from cluster.step_latency import StepLatency
+from tests.support.step_tables import latency_of
 
 GOOD, BAD = (0.8, 0.64, 0.51), (0.2, 0.04, 0.01)
 OUTPUT_TOKENS, PROMPT_TOKENS = 200, 100
-COSTS = StepCosts(
-    Curve((1.0, 1024.0), (0.0205, 0.02 + 0.0005 * 1024)), Curve((0.0, 1024.0), (0.0, 1.024)), has_points=True
+LATENCY = latency_of(
+    lambda num_requests, num_rows, _: 0.02 + 0.0005 * num_rows + 0.001 * num_requests,
+    prompt_row_s=0.0005,
+    is_measured=True,
 )
 """20 ms, 0.5 ms a row and 1 ms a request."""
 
@@ -29,8 +32,8 @@ def steps(num: int, survival: Sequence[float]) -> Counts:
 class FakeReplica:
     """Counts of one replica of a test's choosing, reported as a real one reports its own."""
 
-    def __init__(self, name: str, costs: StepCosts | None = COSTS) -> None:
-        self.name, self._costs = name, costs
+    def __init__(self, name: str, latency: StepLatency | None = LATENCY) -> None:
+        self.name, self._latency = name, latency
         self.workloads: dict[str, WorkloadCounts] = {}
 
     def serve(self, workload: str, num_requests: int, survival: Sequence[float] = GOOD) -> None:
@@ -52,7 +55,7 @@ class FakeReplica:
         self.workloads[workload] = self.workloads.get(workload, WorkloadCounts()) + more
 
     def report(self, time_s: float, head: str = "head") -> TargetReport:
-        return TargetReport(self.name, "", head, {}, self.workloads, step_costs=self._costs, time_s=time_s)
+        return TargetReport(self.name, "", head, {}, self.workloads, step_latency=self._latency, time_s=time_s)
 
 
 def reported(

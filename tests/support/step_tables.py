@@ -1,59 +1,66 @@
-"""Small exact step costs for tests of the choice of K: formulas whose optimum can be computed by hand or enumerated."""
+"""Small exact step latencies for tests of the choice of K: formulas whose optimum can be computed or enumerated."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import strategies as st
+
+from cluster.step_latency import DRAFTS, REQUESTS, StepLatency
 
 MS = 1e-3
 
 
 @dataclass(frozen=True)
 class Table:
-    """base + per_token * n + per_token_squared * n^2 + per_context * context seconds, with n target rows rounded up to
-    the next of `sizes`, as a captured graph is."""
+    """base + per_token * n + per_token_squared * n^2 + pass seconds, with n target rows rounded up to the next of
+    `sizes`, as a captured graph is."""
 
     base_s: float = 10 * MS
     per_token_s: float = 1 * MS
     per_token_squared_s: float = 0.0
-    per_context_s: float = 0.0
     sizes: Sequence[int] = ()
+    pass_s: float = 0.0
 
-    def seconds(self, num_requests: int, num_tokens: int, context_tokens: float = 0.0) -> float:
+    def seconds(self, num_requests: float, num_tokens: float, is_drafted: bool | None = None) -> float:
         place = bisect_left(self.sizes, num_tokens)
         n = self.sizes[place] if place < len(self.sizes) else num_tokens
-        per_token_s = self.per_token_s + self.per_token_squared_s * n
-        return self.base_s + per_token_s * n + self.per_context_s * context_tokens
+        is_drafted = num_tokens > num_requests if is_drafted is None else is_drafted
+        return self.base_s + (self.per_token_s + self.per_token_squared_s * n) * n + self.pass_s * is_drafted
 
     def curve(
-        self,
-        num_requests: int,
-        num_drafts: int,
-        context_tokens: float = 0.0,
-        prompt_tokens: float = 0.0,
-        *,
-        is_drafted: bool = False,
+        self, num_requests: float, num_drafts: int, prompt_tokens: float = 0.0, *, is_drafted: bool = False
     ) -> np.ndarray:
-        num_tokens = range(num_requests, num_requests + num_drafts + 1)
-        return np.array([self.seconds(num_requests, n, context_tokens) for n in num_tokens])
+        tokens = (num_requests + drafts for drafts in range(num_drafts + 1))
+        return np.array([self.seconds(num_requests, n, is_drafted or None) for n in tokens])
 
 
 def survivals(max_draft_tokens: int) -> st.SearchStrategy[tuple[float, ...]]:
-    """From good to useless; sometimes with equal entries, or none accepted from a depth on."""
+    """From good to useless; sometimes with equal entries, or none accepted from a position on."""
     factor = st.sampled_from([0.0, 0.3, 0.7, 1.0]) | st.floats(0.0, 1.0)
     return st.lists(factor, min_size=max_draft_tokens, max_size=max_draft_tokens).map(
         lambda factors: tuple(np.cumprod(factors).tolist())
     )
 
 
+SECONDS = {
+    "base_s": st.floats(2, 20).map(lambda ms: ms * MS),
+    "per_token_s": st.floats(0.01, 2).map(lambda ms: ms * MS),
+}
 TABLES = st.builds(
     Table,
-    base_s=st.floats(2, 20).map(lambda ms: ms * MS),
-    per_token_s=st.floats(0.01, 2).map(lambda ms: ms * MS),
+    **SECONDS,
     per_token_squared_s=st.sampled_from([0.0, 0.02 * MS, 0.2 * MS]),
     sizes=st.just(())
     | st.lists(st.integers(2, 40), min_size=2, max_size=12, unique=True).map(lambda s: tuple(sorted(s))),
 )
 """Convex ones and staircases."""
+LINES = st.builds(Table, **SECONDS, pass_s=st.sampled_from([0.0, 5 * MS]))
+"""Each draft takes the same time."""
+
+
+def latency_of(seconds: Callable[[float, float, bool], float], **fields: float) -> StepLatency:
+    """Of a formula of requests, rows and whether the drafter's pass runs."""
+    table = tuple(tuple(seconds(num, num * (1 + max(0.0, k)), k >= 0) for k in (-1.0, *DRAFTS)) for num in REQUESTS)
+    return StepLatency(table, **{"prompt_row_s": 0.001, **fields})

@@ -3,26 +3,18 @@
 import argparse
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from benchmarks.headline import (
     Cell,
     Counts,
     command,
-    compare,
-    drafting,
     keep_answers,
-    name_of,
     parse_arm,
     parse_counters,
-    processor_s,
     speculative_config,
     verification,
 )
@@ -81,12 +73,6 @@ def test_arms_that_cannot_run_are_named(text: str, given: dict[str, Any], proble
         parse_arm(text, options(**given))
 
 
-def test_requests_of_a_fixed_k_go_to_the_server_of_the_learned_one() -> None:
-    arm = parse_arm("ours-7k3", options())
-    assert (arm.kind, arm.k, arm.fixed_k, str(arm)) == ("ours", 7, 3, "ours-7k3")
-    assert str(dataclasses.replace(arm, fixed_k=None)) == "ours-7"
-
-
 def test_drafters_in_fp8_are_arms_of_their_own(tmp_path: Path, target_dir: Path) -> None:
     given = options(folder=tmp_path, model=target_dir, engine="{}")
     stock, ours = (parse_arm(text, given) for text in ("eagle3-3fp8", "ours-7k3fp8"))
@@ -96,24 +82,6 @@ def test_drafters_in_fp8_are_arms_of_their_own(tmp_path: Path, target_dir: Path)
     _, checked = read_config(Path(command(given, dataclasses.replace(ours, fixed_k=None), 8000)[-1]))
     assert checked.drafter is not None
     assert checked.drafter.engine_options == {"quantization": "fp8"}
-
-
-def test_requests_ask_for_a_k_and_name_a_workload() -> None:
-    line = json.dumps({"prompt": "a", "category": "qa"})
-    tagged, plain = options(tagged=True), options(tagged=False)
-    assert drafting(tagged, parse_arm("ours-7k0", tagged), line) == {"k": 0, "workload": "qa"}
-    assert drafting(tagged, parse_arm("ours-7", tagged), line) == {"workload": "qa"}
-    assert drafting(plain, parse_arm("ours-7k3", plain), line) == {"k": 3}
-    assert drafting(tagged, parse_arm("eagle3-3", tagged), line) == {}
-    assert drafting(tagged, parse_arm("ours-7k3", tagged), "") == {"k": 3}
-
-
-def test_cells_are_sets_temperatures_and_requests() -> None:
-    assert Cell.parse("mixed@0.7:1,8") == [Cell("mixed", 0.7, 1), Cell("mixed", 0.7, 8)]
-    assert Cell.parse("random:4") == [Cell("random", 0.0, 4)]
-    for wrong in ("mixed", "mixed:", ":4", "mixed:0", "mixed:a"):
-        with pytest.raises(ValueError, match="is not SET"):
-            Cell.parse(wrong)
 
 
 def test_acceptance_by_vllms_counters_and_by_ours() -> None:
@@ -144,12 +112,6 @@ def row(arm: str, rate: float, repeat: int = 0, **more: Any) -> dict[str, Any]:
     latency = {f"p{percent}_{key}_ms": 10.0 for percent in (50, 90, 99) for key in ("ttft", "tpot")}
     cell = {"arm": arm, "repeat": repeat, "prompts": "chat", "temperature": 0.0, "num_requests": 8}
     return {**cell, "output_throughput": rate, **latency, **more}
-
-
-def test_answers_are_compared_with_those_without_speculation() -> None:
-    rows = [row("eagle3-3", 1.0), row("none", 1.0)]
-    compare(rows, {(0, Cell("chat", 0.0, 8)): {"eagle3-3": ["a", "b"], "none": ["a", "c"]}})
-    assert [one["equal_answers"] for one in rows] == [0.5, 1.0]
 
 
 def test_the_page_names_what_is_lost(tmp_path: Path) -> None:
@@ -208,19 +170,3 @@ def test_answers_that_were_kept_are_tried_later(tmp_path: Path) -> None:
     add_pass_at_1(given.out)
     found = [row.get("pass_at_1") for row in json.loads(given.out.read_text())["rows"]]
     assert found == [1.0, 0.5, None, None, None]
-
-
-def test_processor_time_is_that_of_a_server_and_of_all_that_it_starts() -> None:
-    spin = "import time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ninput()"
-    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {spin!r}])"
-    with subprocess.Popen([sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
-        assert server.stdout is not None
-        server.stdout.readline()
-        found = processor_s(server.pid)
-        (busy,) = (one for one in found if one.ppid() == server.pid)
-        assert 0.4 <= found[busy] < 5.0
-        assert {one.pid for one in found} == {os.getpid(), server.pid, busy.pid}
-        assert "process_time" in name_of(busy)
-        assert name_of(psutil.Process()) == "load"
-        server.communicate(b"\n")
-    assert "has ended" in name_of(busy)

@@ -8,15 +8,13 @@ from benchmarks.simulate_depths import (
     K_MAX,
     MIXES,
     Answer,
-    Chosen,
     Fixed,
     Learned,
     Load,
     Oracle,
-    Request,
     TableEngine,
     acceptance_length,
-    chances_and_acceptance,
+    best_by_workload,
     compare,
     learned_share,
     load_answers,
@@ -25,8 +23,7 @@ from benchmarks.simulate_depths import (
     simulate,
     survival,
 )
-from cluster.request import Drafting
-from tests.unit.cluster.test_step_time import cpu, dear_drafter, gpu
+from tests.unit.cluster.test_step_latency import cpu, dear_drafter, gpu
 
 ANSWERS = load_answers()
 MEASURED = {name: TableEngine.load(path) for name, path in ENGINES.items()}
@@ -79,7 +76,7 @@ def test_an_engine_that_measured_itself_needs_no_learning():
 def test_workloads_get_k_of_their_own():
     learned = Learned(on_gpu=False)
     simulate(cpu, pools("code-chat"), learned, Load(8, 100))
-    document = {row["workload"]: row for row in learned.control.document(0.0)["workloads"]}
+    document = {row["workload"]: row for row in learned.k_policy.document(0.0)["workloads"]}
     assert document["code"]["k"] > document["chat"]["k"]
     assert all(row["num_steps"] > 0 for row in document.values())
 
@@ -112,19 +109,10 @@ def test_a_measured_engine_is_its_points_and_straight_between():
     assert engine(2, 8) < engine(3, 12) < engine(4, 16)
 
 
-def test_drafts_chosen_by_chances_are_the_best_of_the_batch() -> None:
-    chances = [[0.9, 0.9, 0.1], [0.5, 0.9, 0.9], [0.99, 0.2, 0.9]]
-    requests = [
-        Request(str(number), "code", Answer("code", 0.0, b"\0", np.array([row])), Drafting("code", 2, "request"))
-        for number, row in enumerate(chances)
-    ]
-    # Products: 0.9 0.81 0.08, 0.5 0.45 0.41, 0.99 0.2 0.18.
-    assert Chosen(1).depths(requests, 0) == [2, 0, 1]
-    assert Chosen(2).depths(requests, 0) == [2, 3, 1]
-
-
-def test_chances_are_compared_with_what_is_accepted() -> None:
-    chances = np.array([[0.5, 0.5], [1.0, 0.5]])
-    answers = [Answer("code", 0.0, bytes([0, 2]), chances), Answer("code", 0.0, bytes([1, 1]), chances)]
-    assert chances_and_acceptance(answers) == {"chance": [0.75, 0.375], "accepted": [0.75, 0.25]}
-    assert chances_and_acceptance([*answers, Answer("code", 0.0, b"\0")]) is None
+def test_the_best_k_of_each_workload_is_no_worse_than_one_for_all():
+    load = Load(4, 60, jitter=0.0)
+    uniform = {k: simulate(cpu, pools("code-chat"), Fixed(k), load) for k in range(K_MAX + 1)}
+    k = max(uniform, key=uniform.__getitem__)
+    ks, rate = best_by_workload(cpu, pools("code-chat"), load, k)
+    assert ks["code"] > ks["chat"]
+    assert rate == simulate(cpu, pools("code-chat"), Fixed(ks), load) > uniform[k]

@@ -94,37 +94,6 @@ def test_places_are_shared_evenly_between_callers_that_wait() -> None:
     played(play, max_running=6, max_queued=100)
 
 
-def test_one_request_of_many_sequences_counts_as_many() -> None:
-    async def play(requests: Requests) -> None:
-        await requests.send("wide", WEB, weight=4)
-        await requests.send("wide too", WEB, weight=4)
-        await requests.send("narrow", JOB)
-        assert requests.running == ["wide"]
-        await requests.end("wide")
-        assert requests.running == ["narrow"], "who has nothing running goes first; four more do not fit beside it"
-        await requests.end("narrow")
-        assert requests.running == ["wide too"]
-
-    played(play, max_running=4, max_queued=10)
-
-
-def test_a_wide_request_that_waits_fills_the_queue_by_its_sequences() -> None:
-    async def play(requests: Requests) -> None:
-        await requests.send("runs", WEB)
-        await requests.send("too wide for the queue", WEB, weight=8)
-        assert requests.admission.num_queued == 1, "alone it may wait"
-        await requests.send("one more", JOB)
-        assert len(requests.refused) == 1
-        await requests.leave("too wide for the queue")
-        for number in range(4):
-            await requests.send(str(number), JOB)
-        assert (len(requests.refused), requests.admission.num_queued) == (1, 4)
-        await requests.send("wide", WEB, weight=2)
-        assert (len(requests.refused), requests.admission.num_queued) == (2, 4)
-
-    played(play, max_running=1, max_queued=4)
-
-
 def test_requests_of_one_sequence_overtake_those_of_several_of_the_same_caller_but_not_without_end() -> None:
     async def play(requests: Requests) -> None:
         await requests.send("wide", WEB, weight=4)
@@ -212,16 +181,6 @@ def test_bodies_are_held_up_to_a_bound_of_which_one_caller_has_half() -> None:
         body.add(2 * large)
 
 
-def test_one_that_is_too_wide_for_any_number_of_places_runs_alone() -> None:
-    async def play(requests: Requests) -> None:
-        await requests.send("too wide", WEB, weight=16)
-        assert requests.running == ["too wide"]
-        await requests.send("next", JOB)
-        assert requests.running == ["too wide"]
-
-    played(play, max_running=2, max_queued=10)
-
-
 def test_a_full_queue_refuses_at_once_and_says_when_to_come_back() -> None:
     async def play(requests: Requests) -> None:
         for number in range(5):
@@ -233,16 +192,6 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back() -> None:
         assert "2 requests run and 2 wait" in refusal.message
 
     played(play, max_running=2, max_queued=2)
-
-
-def test_without_a_queue_free_places_are_still_given() -> None:
-    async def play(requests: Requests) -> None:
-        await requests.send("first", WEB)
-        await requests.send("second", JOB)
-        assert requests.running == ["first"]
-        assert len(requests.refused) == 1
-
-    played(play, max_running=1, max_queued=0)
 
 
 def test_who_leaves_the_queue_gives_up_its_turn_and_no_place_is_lost() -> None:
@@ -337,8 +286,3 @@ def test_nothing_is_ever_lost_whoever_comes_and_goes(moves: list[tuple[str, int,
         assert len(requests.refused) == 0
 
     played(play, max_running=max_running, max_queued=100)
-
-
-@pytest.mark.parametrize(("wait_s", "said"), [(0.01, 1), (1.2, 2), (900.0, 60)])
-def test_when_to_come_back_is_in_whole_seconds(wait_s: float, said: int) -> None:
-    assert BusyError("full", wait_s).retry_after_s == said

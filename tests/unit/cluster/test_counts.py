@@ -3,12 +3,13 @@
 import dataclasses
 import json
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.counts import Counts, Ledger, TargetReport, WorkloadCounts
-from cluster.step_time import guessed_costs
+from cluster.counts import Counts, DeltaTracker, TargetReport, TrackerState, WorkloadCounts
+from cluster.step_latency import guessed_latency
 from tests.support.counted import counts_of
 
 STEPS = st.lists(
@@ -50,34 +51,16 @@ def test_a_difference_is_what_came_on_top(before, after):
             earlier - (earlier + added)
 
 
-@given(STEPS)
-def test_counts_travel_as_json(steps):
-    counts = WorkloadCounts(3, 1, 1, 40, 20, counts_of(steps))
-    assert WorkloadCounts.from_wire(json.loads(json.dumps(counts.to_wire()))) == counts
-
-
-@pytest.mark.parametrize(
-    "wire", [None, [], [[1]], [[1], [1], [2]], [[1, 2], [1, 0], [1, 0]], [[1.0], [1], [1]], [[1], [1], [-1]], "abc"]
-)
-def test_wire_of_impossible_counts_is_refused(wire):
-    with pytest.raises(ValueError):
-        Counts.from_wire(wire)
-    with pytest.raises(ValueError):
-        WorkloadCounts.from_wire([1, 0, 0, 0, 0, wire])
-    with pytest.raises(ValueError):
-        WorkloadCounts.from_wire(wire)
-
-
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xyz"), STEPS), max_size=20))
 def test_every_step_counts_once_whatever_was_polled_when(events):
     """Replicas count; each event is followed by a report of one of them."""
-    ledger, found, counted = Ledger(), {}, {}
+    tracker, found, counted = DeltaTracker(), {}, {}
     for replica, name, steps in events:
         mine = counted.setdefault(replica, {})
         mine[name] = mine.get(name, WorkloadCounts()) + workload(steps, num_started=1)
-        news = ledger.take([TargetReport(replica, "m", "h", {}, mine)])
-        assert not news.restarted
-        for each, counts in news.workloads.items():
+        deltas = tracker.update([TargetReport(replica, "m", "h", {}, mine)])
+        assert not deltas.restarted
+        for each, counts in deltas.workloads.items():
             found[each] = found.get(each, WorkloadCounts()) + counts
     assert found == {
         name: sum((mine[name] for mine in counted.values() if name in mine), WorkloadCounts())
@@ -86,76 +69,98 @@ def test_every_step_counts_once_whatever_was_polled_when(events):
 
 
 def test_a_restarted_replica_begins_anew_and_a_forgotten_workload_is_no_restart():
-    ledger = Ledger()
-    ledger.take([report(x=workload([(3, 1)] * 9, 4), y=workload([(3, 2)] * 50, 20))])
-    news = ledger.take([report(x=workload([(3, 3)], 1), y=workload([(3, 2)] * 60, 25))])
-    assert not news.restarted
-    assert news.workloads["x"].num_started == 1
-    assert news.workloads["y"].num_started == 5
-    news = ledger.take([report(x=workload([(3, 3)] * 9, 5), y=workload([(3, 2)] * 2, 2))])
-    assert news.restarted == ["a"]
-    assert news.by_head["h"]["x"] == counts_of([(3, 3)] * 9)
-    assert news.by_head["h"]["y"] == counts_of([(3, 2)] * 2)
+    tracker = DeltaTracker()
+    tracker.update([report(x=workload([(3, 1)] * 9, 4), y=workload([(3, 2)] * 50, 20))])
+    deltas = tracker.update([report(x=workload([(3, 3)], 1), y=workload([(3, 2)] * 60, 25))])
+    assert not deltas.restarted
+    assert deltas.workloads["x"].num_started == 1
+    assert deltas.workloads["y"].num_started == 5
+    deltas = tracker.update([report(x=workload([(3, 3)] * 9, 5), y=workload([(3, 2)] * 2, 2))])
+    assert deltas.restarted == ["a"]
+    assert deltas.by_head["h"]["x"] == counts_of([(3, 3)] * 9)
+    assert deltas.by_head["h"]["y"] == counts_of([(3, 2)] * 2)
 
 
 def test_a_report_read_twice_or_copied_later_changes_nothing():
-    ledger, live = Ledger(), workload([(2, 1)], 1)
-    ledger.take([report(x=live)])
+    tracker, live = DeltaTracker(), workload([(2, 1)], 1)
+    tracker.update([report(x=live)])
     live.counts.add_step(2, 2)  # a replica's own live counts must not change what was remembered
-    assert ledger.take([report(x=live)]).workloads["x"].counts == counts_of([(2, 2)])
-    assert ledger.take([report(x=live)]).workloads["x"] == WorkloadCounts()
+    assert tracker.update([report(x=live)]).workloads["x"].counts == counts_of([(2, 2)])
+    assert tracker.update([report(x=live)]).workloads["x"] == WorkloadCounts()
 
 
 def test_heads_are_counted_side_by_side_and_the_majority_is_current():
     """Fault 16: a restarted drafter that drafts with the old head for a while voids nothing."""
-    ledger = Ledger()
-    assert ledger.take([report("a", "")]).head == ""
-    assert ledger.take([report("a", "old", x=workload([(1, 1)] * 3))]).by_head == {}  # whose they are is not known
-    assert ledger.take([report("a", "old", x=workload([(1, 1)] * 9))]).by_head == {"old": {"x": Counts([6], [6], [6])}}
-    assert ledger.take([report("a", "new", x=workload([(1, 1)] * 10))]).by_head == {}
+    tracker = DeltaTracker()
+    assert tracker.update([report("a", "")]).head == ""
+    assert tracker.update([report("a", "old", x=workload([(1, 1)] * 3))]).by_head == {}  # whose they are is not known
+    assert tracker.update([report("a", "old", x=workload([(1, 1)] * 9))]).by_head == {
+        "old": {"x": Counts([6], [6], [6])}
+    }
+    assert tracker.update([report("a", "new", x=workload([(1, 1)] * 10))]).by_head == {}
     for head in ("old", "new", "old", "new"):
-        news = ledger.take([report("a", head, x=workload([(1, 1)] * 10)), report("b", "new")])
-        assert news.head == "new"
+        deltas = tracker.update([report("a", head, x=workload([(1, 1)] * 10)), report("b", "new")])
+        assert deltas.head == "new"
     votes = [report("a", "old"), report("b", "new"), report("c", "new")]
-    assert ledger.take(votes).head == "new"
-    assert ledger.take(votes[:2]).head == "new"
-    assert ledger.take([report("b", "")]).head == "new"
+    assert tracker.update(votes).head == "new"
+    assert tracker.update(votes[:2]).head == "new"
+    assert tracker.update([report("b", "")]).head == "new"
 
 
 def test_workloads_with_heads_of_their_own():
-    ledger = Ledger()
+    tracker = DeltaTracker()
     heads = {"x": "own"}
-    ledger.take([report(heads=heads, x=workload([]), y=workload([]))])
-    news = ledger.take([report(heads=heads, x=workload([(1, 0)]), y=workload([(1, 1)]))])
-    assert news.by_head == {"own": {"x": Counts([1], [1], [0])}, "h": {"y": Counts([1], [1], [1])}}
-    assert (news.heads, news.head) == (heads, "h")
+    tracker.update([report(heads=heads, x=workload([]), y=workload([]))])
+    deltas = tracker.update([report(heads=heads, x=workload([(1, 0)]), y=workload([(1, 1)]))])
+    assert deltas.by_head == {"own": {"x": Counts([1], [1], [0])}, "h": {"y": Counts([1], [1], [1])}}
+    assert (deltas.heads, deltas.head) == (heads, "h")
 
 
-def test_a_ledger_goes_on_after_a_restart_of_its_own():
-    ledger = Ledger()
-    ledger.take([report("a", heads={"x": "own"}, x=workload([(3, 1)] * 9, 4)), report("b")])
-    restored = Ledger.from_wire(json.loads(json.dumps(ledger.to_wire())))
-    assert restored.to_wire() == ledger.to_wire()
-    assert restored.take([report("a", x=workload([(3, 1)] * 9, 4))]).workloads["x"] == WorkloadCounts()
-    for damaged in ({}, None, {"head": "", "heads": {}, "replicas": [{"replica": "a"}]}):
-        with pytest.raises(ValueError, match="cannot be read"):
-            Ledger.from_wire(damaged)
+def test_a_tracker_goes_on_after_a_restart_of_its_own():
+    tracker, restored = DeltaTracker(), DeltaTracker()
+    tracker.update([report("a", heads={"x": "own"}, x=workload([(3, 1)] * 9, 4)), report("b")])
+    state = json.loads(msgspec.json.encode(tracker.state))
+    restored.restore(msgspec.convert(state, TrackerState))
+    assert restored.state == tracker.state
+    assert restored.update([report("a", x=workload([(3, 1)] * 9, 4))]).workloads["x"] == WorkloadCounts()
 
 
 def test_replicas_are_forgotten_by_age():
-    ledger = Ledger()
-    for number in range(Ledger.MAX_REPLICAS + 1):
-        ledger.take([report(str(number), x=workload([(1, 1)], 1))])
-    assert ledger.take([report("1", x=workload([(1, 1)], 1))]).workloads["x"] == WorkloadCounts()
-    assert ledger.take([report("0", x=workload([(1, 1)], 1))]).workloads["x"].num_started == 1
+    tracker = DeltaTracker()
+    for number in range(DeltaTracker.MAX_REPLICAS + 1):
+        tracker.update([report(str(number), x=workload([(1, 1)], 1))])
+    assert tracker.update([report("1", x=workload([(1, 1)], 1))]).workloads["x"] == WorkloadCounts()
+    assert tracker.update([report("0", x=workload([(1, 1)], 1))]).workloads["x"].num_started == 1
 
 
 @given(STEPS, STEPS)
 def test_reports_travel_as_json(first, second):
     counted = report("a", "digest", heads={"x": "own"}, x=workload(first, 3, 1, 1), y=workload(second, 2))
-    for sent in (counted, TargetReport("a", "m", step_costs=guessed_costs(True), time_s=7.5)):
+    for sent in (
+        counted,
+        TargetReport("a", "m", step_latency=guessed_latency(True), links=({"state": "up"},), time_s=7.5),
+    ):
         received = TargetReport.from_wire(json.loads(json.dumps(sent.to_wire())))
-        assert dataclasses.replace(received, model="m") == sent
-    for damaged in (None, {}, {**sent.to_wire(), "heads": 1}, {**sent.to_wire(), "step_costs": {"drafting_s": 1}}):
-        with pytest.raises(ValueError, match="cannot be read|step costs"):
-            TargetReport.from_wire(damaged)
+        rounded = None if sent.step_latency is None else received.step_latency
+        assert received == dataclasses.replace(sent, step_latency=rounded)
+    assert received.step_latency is not None
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"drafted": [1], "reached": [1], "accepted": [2]},
+        {"drafted": [1, 2], "reached": [1, 0], "accepted": [1, 0]},
+        {"drafted": [1.5], "reached": [1], "accepted": [1]},
+        {"drafted": [1], "reached": [1], "accepted": [-1]},
+        {"drafted": [1], "reached": [], "accepted": []},
+        [[1], [1], [1]],
+    ],
+)
+def test_a_report_of_impossible_counts_is_refused(counts):
+    wire = report("a", x=workload([(3, 1)])).to_wire()
+    damaged = [None, {}, {**wire, "heads": 1}, {**wire, "step_latency": {"table": []}}, {**wire, "workloads": None}]
+    damaged += [{**wire, "workloads": {"x": {"counts": counts}}}, {**wire, "workloads": {"x": {"num_started": -1}}}]
+    for each in damaged:
+        with pytest.raises(ValueError, match="cannot be|must have"):
+            TargetReport.from_wire(each)

@@ -1,7 +1,5 @@
 """What a request asks for and what it gets: every source of K, and every bad value one by one."""
 
-import pickle
-
 import pytest
 
 from cluster.request import ANYONE, Caller, DepthPolicy, Drafting, DraftingError, ForbiddenTagError, resolve
@@ -14,12 +12,6 @@ def test_default_applies_when_nothing_is_asked():
     assert (
         resolve(POLICY, {}) == resolve(POLICY, {"k": None, "workload": None}) == resolve(POLICY, None, {"Accept": "*"})
     )
-
-
-@pytest.mark.parametrize("k", range(8))
-def test_every_k_in_range_is_obeyed_up_to_the_operators_limit(k):
-    assert resolve(POLICY, {"k": k}) == Drafting("default", min(k, 6), "request")
-    assert resolve(POLICY, None, {"X-Drafting-K": str(k)}) == Drafting("default", min(k, 6), "request")
 
 
 def test_workload_table_decides_and_a_requests_k_wins_over_it():
@@ -72,11 +64,6 @@ def test_bad_input_names_its_field(requested, headers, field):
     assert len(raised.value.message) < 400
 
 
-def test_an_out_of_range_k_is_told_the_range():
-    with pytest.raises(DraftingError, match="0 to 7"):
-        resolve(POLICY, {"k": 99})
-
-
 def test_without_a_drafter_only_zero_may_be_asked():
     policy = DepthPolicy(0, 0, 0)
     assert resolve(policy) == Drafting("default", 0, "default")
@@ -117,17 +104,3 @@ def test_a_callers_own_workload_comes_before_what_the_request_shows():
         resolve(POLICY, {"workload": "x", "k": 99}, {}, ANYONE, workload_of)
     # A refused request is not counted as one of its workload.
     assert asked == [None, "x"]
-
-
-def test_a_callers_limit_holds_for_every_source_of_k():
-    limited = Caller("web", tags="allow", max_k=3)
-    assert [resolve(POLICY, {"k": k}, {}, limited).k for k in (0, 3, 4, 7)] == [0, 3, 3, 3]
-    assert resolve(POLICY, {"workload": "code"}, {}, limited) == Drafting("code", 3, "workload")
-    assert resolve(POLICY, {"workload": "chat"}, {}, limited) == Drafting("chat", 2, "workload")
-    assert resolve(POLICY, None, {}, limited) == Drafting("default", 3, "default")
-
-
-def test_errors_cross_process_boundaries():
-    error = pickle.loads(pickle.dumps(DraftingError("drafting.k", "too deep")))
-    assert (error.field, error.message) == ("drafting.k", "too deep")
-    assert type(pickle.loads(pickle.dumps(ForbiddenTagError("drafting.workload", "no")))) is ForbiddenTagError

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.counts import Counts, News, WorkloadCounts
+from cluster.counts import CounterDeltas, Counts, WorkloadCounts
 from cluster.heads import (
     DesiredHeads,
     DrafterReport,
@@ -267,9 +267,9 @@ def test_a_candidate_for_all_workloads_of_a_head_takes_its_place() -> None:
     assert manager.assignment == {"": HeadRef("a", "a"), "code": HeadRef(C, "c")}
 
 
-def news_of(losses: dict[tuple[str, str], float]) -> News:
+def news_of(losses: dict[tuple[str, str], float]) -> CounterDeltas:
     """A few requests by head and workload."""
-    news = News()
+    news = CounterDeltas()
     for (head, name), loss in losses.items():
         counts = Counts(*requests_of("qa", loss)[:5].sum(0).reshape(3, -1).tolist())
         news.workloads[name] = WorkloadCounts(5, 5, counts=counts)
@@ -375,7 +375,7 @@ def test_a_trial_of_long_answers_ends() -> None:
     manager.observe_drafters([report(*a, configured=a)])
     manager.propose(C, HeadProposal("/heads/c"))
     manager.observe_drafters([report(*a, HeadRef(C, "c"), configured=a, desired=manager.desired)])
-    counts, news = Counts([2500], [2500], [1500]), News()
+    counts, news = Counts([2500], [2500], [1500]), CounterDeltas()
     for name, head in (("x", "a"), ("x/trial", "c")):
         news.workloads[name], news.by_head[head] = WorkloadCounts(10, 10, counts=counts), {name: counts}
     for _ in range(501):

@@ -62,23 +62,6 @@ def test_bytes_and_age_are_bounded() -> None:
     assert (buffer.num_answers(), buffer.num_bytes) == ({}, 0)
 
 
-def test_the_newest_are_all_there_and_of_before_a_shift_a_sample() -> None:
-    buffer = TrafficBuffer(100 * BYTES, keep_s=1e9)
-    for seed in range(400):  # one workload, whose traffic shifts after 200
-        buffer.add([answer(seed)], seed)
-    kept = all_of(buffer)
-    arrived = sorted(one.arrived_s for one in kept)
-    assert arrived[-20:] == list(range(380, 400))
-    assert 5 <= sum(one < 200 for one in arrived) <= 40
-    trained = [seed for seed in range(400) if not answer(seed).is_held_out]
-    assert [one.arrived_s for one in buffer.draw(WORKLOADS, held_out=False, max_tokens=10 * 80)] == trained[:-11:-1], (
-        "newest first"
-    )
-    sampled = buffer.draw(WORKLOADS, held_out=False, newest=False, max_tokens=30 * 80)
-    assert any(one.arrived_s < 200 for one in sampled)
-    assert max(one.arrived_s for one in sampled) < sorted(arrived)[50]
-
-
 @pytest.mark.parametrize("case", ["one prompt", "loops"])
 def test_a_degenerate_stream_counts_once_or_not_at_all(case: str) -> None:
     buffer = TrafficBuffer(1000 * BYTES, keep_s=1e9)
@@ -97,13 +80,6 @@ def test_a_prompt_of_several_callers_counts_for_each() -> None:
     for caller in ("a", "b", "a"):
         buffer.add([answer(0, caller=caller)], 0)
     assert shares(all_of(buffer)) == {("chat", "a"): 1, ("chat", "b"): 1}
-
-
-def test_loops_are_those_of_the_trainer() -> None:
-    for num_repeats in range(1, 8):
-        kept = answer(0, tokens=list(range(20)) * num_repeats)
-        assert kept.is_looping == (distinct_share(kept.answer.tolist()) < 0.5)
-    assert answer(0, tokens=list(range(20)) * 7).is_looping
 
 
 def test_an_answer_that_ended_in_a_loop_is_left_out_and_one_that_was_cut_is_kept() -> None:

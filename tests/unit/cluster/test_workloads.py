@@ -78,35 +78,11 @@ def test_a_system_prompt_becomes_a_workload_at_its_third_request():
     assert [workloads.of(prompt=CODE) for _ in range(4)] == ["default", "default", fingerprint(CODE), fingerprint(CODE)]
 
 
-def test_requests_too_far_apart_do_not_add_up():
-    def third(num_between):
-        workloads = Workloads(min_num_requests=3, window_requests=100)
-        for request in range(2):
-            workloads.of(prompt=CODE)
-            for other in range(num_between):
-                workloads.of(prompt=f"prompt {chr(97 + request)}{'x' * other}")
-        return workloads.of(prompt=CODE)
-
-    assert third(20) == fingerprint(CODE)
-    assert third(150) == "default"
-
-
 def test_tags_get_their_workload_at_once_while_there_is_room_and_share_default_afterwards():
     workloads = Workloads(5, ["code", "chat"])
     assert [workloads.of(f"tag{i}") for i in range(4)] == ["tag0", "tag1", "default", "default"]
     assert [workloads.of(tag) for tag in ("code", "chat", "tag1", "default")] == ["code", "chat", "tag1", "default"]
     assert workloads.names() == ("chat", "code", "default", "tag0", "tag1")
-
-
-def test_the_least_recently_used_makes_room_for_one_that_is_asked_for_more():
-    workloads = Workloads(3)
-    for tag in ("a", "b", "a", "a"):
-        workloads.of(tag)
-    assert [workloads.of("c") for _ in range(3)] == ["default", "default", "c"]
-    assert workloads.names() == ("default", "a", "c")
-    # a is now the least recently used, with 3 requests: 4 are needed to take its place.
-    assert [workloads.of("d") for _ in range(4)] == ["default", "default", "default", "d"]
-    assert workloads.names() == ("default", "c", "d")
 
 
 def test_what_the_operator_names_always_stays():
@@ -142,16 +118,6 @@ def test_thousands_of_names_do_not_displace_the_busy(kind, times_each):
     assert len(workloads.names()) <= 16
 
 
-def test_a_workload_that_stops_gives_its_place_to_one_that_starts():
-    workloads = Workloads(max_num=2, window_requests=200)
-    for _ in range(1000):
-        assert workloads.of("old") == "old"
-    told = [workloads.of("new") for _ in range(1000)]
-    # The old one's requests leave the count with their window, two windows after the last of them at most.
-    assert told.index("new") <= 400
-    assert set(told[told.index("new") :]) == {"new"}
-
-
 def test_memory_is_bounded_whatever_comes():
     workloads = Workloads()
     tracemalloc.start()
@@ -163,14 +129,3 @@ def test_memory_is_bounded_whatever_comes():
     later, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert later < 2 * size
-
-
-def test_names_that_others_found_are_told_apart_at_once_and_count_as_no_request():
-    workloads = Workloads(max_num=3, known=["kept"])
-    for _ in range(100):
-        workloads.remember("kept")
-        workloads.remember("sys-12345678")
-        workloads.remember("no-room-for-this")
-    assert workloads.names() == ("default", "kept", "sys-12345678")
-    # 100 requests would keep their place against these.
-    assert [workloads.of("busier") for _ in range(3)] == ["default", "default", "busier"]

@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 import typer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from deployments.cli import _show_answer, app, main
+from deployments.cli import app, main
 from peagle.checkpoint import save_head
 from peagle.train.data import Conversations
 from tests.support.head_factory import CONFIG, TARGET, head_tensors
@@ -213,18 +212,3 @@ def test_an_error_that_nobody_has_thought_of_is_one_line(
     assert shown == "error: unexpected KeyError('applications'); `peagle --traceback ...` shows where\n"
     with pytest.raises(KeyError):
         main(["--traceback", "serve", "none.yaml"])
-
-
-def test_chat_shows_a_last_step_in_green_but_for_the_token_that_ends_the_turn(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    tokens = [{"token": text, "bytes": list(text.encode())} for text in ("a", "b", "<end>")]
-    choice = {"delta": {"content": "ab"}, "logprobs": {"content": tokens}, "finish_reason": "stop"}
-    stream = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
-    transport = httpx.MockTransport(lambda _: httpx.Response(200, text=stream))
-    context = typer.Context(COMMANDS["chat"])
-    context.color = True
-    with context, httpx.Client(base_url="http://service", transport=transport) as client:
-        assert _show_answer(client, {}) == "ab"
-    shown = capsys.readouterr().out
-    assert re.findall(r"\x1b\[32m(.*?)\x1b\[0m", shown) == ["a", "b"]

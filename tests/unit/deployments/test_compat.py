@@ -2,10 +2,7 @@
 
 import asyncio
 import json
-import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,29 +35,6 @@ def test_another_version_that_has_them_is_warned_of(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compat.importlib.metadata, "version", lambda _: "2.61.0")
     with pytest.warns(UserWarning, match=r"Ray 2\.61\.0 has not been tried with this service, 2\.60 has"):
         compat.check()
-
-
-LOG = """
-import logging.config, logging.handlers, ray.serve, sys
-from deployments import compat
-
-logger = logging.getLogger("ray.serve")
-handler = logging.handlers.MemoryHandler(1, target=logging.FileHandler(sys.argv[1]))
-logger.addHandler(handler)
-compat.prepare_replica()
-logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})
-logger.error("after")
-print(handler.target.baseFilename)
-"""
-
-
-def test_serves_log_stays_open_when_vllm_configures_logging(tmp_path: Path) -> None:
-    """A new controller asks for the file of that log, and ends a replica that has none."""
-    log = tmp_path / "log"
-    env = {**os.environ, "PYTHONPATH": str(Path(compat.__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", LOG, str(log)], capture_output=True, text=True, timeout=120, env=env)
-    assert done.stdout.strip() == str(log), done.stderr
-    assert log.read_text() == "after\n"
 
 
 def test_a_killed_cluster_of_which_ray_keeps_a_note_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,21 +167,3 @@ def test_other_applications_and_probes_of_the_proxy_are_left_alone() -> None:
 
     assert asyncio.run(run(Proxy(0, deployment="another"), "/v1/models")) == 200
     assert asyncio.run(run(Proxy(0), "/-/healthz")) == 200
-
-
-NICE = """
-import os, threading, time
-from deployments import compat
-os.nice(15)
-waiting = threading.Thread(target=time.sleep, args=(5,), daemon=True)
-waiting.start()
-compat.be_no_nicer()
-print({os.getpriority(os.PRIO_PROCESS, int(one)) for one in os.listdir("/proc/self/task")})
-"""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="a process may take its niceness back only with the right to")
-def test_a_replica_in_somebody_elses_ray_takes_its_niceness_back() -> None:
-    env = {**os.environ, "PYTHONPATH": str(Path(compat.__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", NICE], capture_output=True, text=True, timeout=60, env=env)
-    assert done.stdout.strip() == "{0}", done.stderr

@@ -402,11 +402,6 @@ def test_an_unknown_field_is_told_what_it_is_called_here(name: str, hint: str) -
     assert (error["message"], error["param"]) == (f"unknown field {name}{hint}", name)
 
 
-def test_a_completion_is_told_its_own_name_for_a_chats_field() -> None:
-    error = complete(Echo(), max_completion_tokens=3).json()["error"]
-    assert "it is called max_tokens here" in error["message"]
-
-
 CHAT_PARAMS: dict[str, list[Any]] = {
     "audio": [],
     "frequency_penalty": [0.5],
@@ -507,10 +502,6 @@ def test_a_value_that_would_change_the_answer_is_refused(call: Any, fields: dict
         EDGE.admit(call, {**least, **fields})
     assert (raised.value.status, raised.value.param) == (400, param)
     assert "unknown field" not in raised.value.message
-
-
-def test_as_many_completions_as_are_made_are_returned() -> None:
-    assert EDGE.admit("completions", {"prompt": "a", "n": 3, "best_of": 3}).num_sequences == 3
 
 
 @pytest.mark.parametrize("call", BODIES)

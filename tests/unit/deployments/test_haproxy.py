@@ -10,8 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from ray.serve._private import controller
-from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, HAProxyManager, ServerConfig
+from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
 
 from benchmarks.common import free_port
@@ -129,17 +128,3 @@ def test_a_server_that_died_gives_503_with_retry_after(tmp_path: Path) -> None:
 def test_a_path_outside_of_the_application_is_not_found() -> None:
     text = "backend b\n    use_backend a if is_a\n    http-request return status 404 content-type text/plain\n"
     assert haproxy.own_config(text, Path("503.http")) == text
-
-
-def test_serves_controller_starts_this_manager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(controller, "HAProxyManager", HAProxyManager)
-    haproxy.install()
-    made: Any = controller.HAProxyManager
-    assert made.__ray_metadata__.modified_class.__ray_actor_class__ is haproxy.HAProxyManager
-
-
-def test_another_ray_whose_configuration_lacks_a_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    haproxy.check()
-    monkeypatch.setattr(haproxy, "HAPROXY_CONFIG_TEMPLATE", haproxy.HAPROXY_CONFIG_TEMPLATE.replace("mode 666", ""))
-    with pytest.raises(compat.CompatError, match="mode 666 level admin"):
-        haproxy.check()

@@ -11,6 +11,7 @@ import pytest
 from cluster.heads import DesiredHeads, HeadRef
 from cluster.settings import DrafterSettings
 from deployments.drafter import HeadSlots, MissingHeadError
+from tests.support.weightless_drafter import WeightlessDrafter
 
 
 class Loader:
@@ -40,7 +41,7 @@ def loader() -> Loader:
 
 
 @pytest.fixture
-def slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loader: Any) -> HeadSlots:
+def drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loader: Any) -> WeightlessDrafter:
     """A drafter with the heads a, and b for code; what it may have instead is there too."""
     config = {
         "architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 9, "num_depths": 7, "hidden_size": 8,
@@ -53,10 +54,12 @@ def slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loader: Any) -> HeadS
     monkeypatch.setattr("deployments.drafter.head_digest", lambda folder: folder.name)
     a, b = (str(tmp_path / name) for name in "ab")
     settings = DrafterSettings(head=a, placement="remote", max_draft_tokens=7, heads_by_workload={"code": b})
-    slots = HeadSlots(settings, loader)
-    server: Any = SimpleNamespace(swap=lambda *args: None)
-    slots.server = server
-    return slots
+    return WeightlessDrafter(settings, loader)
+
+
+@pytest.fixture
+def slots(drafter: WeightlessDrafter) -> HeadSlots:
+    return drafter._heads
 
 
 def configured(slots: HeadSlots, user_config: Any) -> list[str]:
@@ -86,6 +89,19 @@ def test_a_head_that_fails_in_an_unforeseen_way_is_refused_with_the_reason(
     assert words in slots.refused
     assert configured(slots, {}) == ["a", "b"]
     assert slots.refused == ""
+
+
+def test_a_drafter_that_starts_has_its_new_head_before_it_drafts(drafter: WeightlessDrafter, tmp_path: Path) -> None:
+    """One that is restarted after a swap would first draft with the head before it."""
+
+    async def run() -> None:
+        await drafter.reconfigure({"head": str(tmp_path / "c")})
+        assert (await drafter.report()).heads[0].digest == "c"
+        await drafter.reconfigure({})
+        assert (await drafter.report()).heads[0].digest == "c", "later, Serve does not wait"
+        assert (await drafter.settle()).heads[0].digest == "a"
+
+    asyncio.run(run())
 
 
 def test_a_head_that_was_rolled_back_is_replaced_until_the_operator_names_another(

@@ -25,7 +25,7 @@ from cluster.settings import Catalog, ClusterSettings, key_variables, load_setti
 from deployments import ROUTER_NAME, TARGET_NAME
 from deployments.cli import main
 from deployments.client import read_requests
-from deployments.manifest import CPU, GPU, KEYS_SECRET, Machine, render
+from deployments.manifest import GPU, KEYS_SECRET, render
 from deployments.up import UpError, read_config
 from peagle.checkpoint import read_head_config
 from peagle.embedded import embedded_targets
@@ -35,7 +35,6 @@ ROOT = Path(__file__).resolve().parents[3]
 K8S = ROOT / "k8s"
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 CONFIG = ROOT / "configs" / "local.yaml"
-GPU_CONFIG = ROOT / "configs" / "gpu.yaml"
 MADE = ["local", "local-autoscale", "gpu", "gpu-remote"]
 """Configs whose manifests are committed: a demo on CPUs, autoscaling, one model, drafters on GPUs of their own."""
 
@@ -166,39 +165,6 @@ def pod(service: Json) -> Json:
     return workers(service)["template"]["spec"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "mutate", "message"),
-    [
-        ("RayService", lambda m: m["spec"].update(serveConfigv2=m["spec"].pop("serveConfigV2")), "serveConfigv2"),
-        ("RayService", lambda m: m["spec"]["rayClusterConfig"].update(rayversion="2.60.0"), "rayversion"),
-        ("RayService", lambda m: m["spec"]["rayClusterConfig"]["authOptions"].update(mode="off"), "'off' is not one"),
-        ("RayService", lambda m: m["spec"]["rayClusterConfig"]["autoscalerOptions"].update(version="v3"), "'v3' is"),
-        ("RayService", lambda m: workers(m).update(replicas="one"), "'one' is not of type 'integer'"),
-        ("RayService", lambda m: workers(m).pop("groupName"), "'groupName' is a required property"),
-        ("RayService", lambda m: pod(m)["containers"][0].update(img="x"), "img"),
-        ("RayService", lambda m: pod(m)["containers"][0].pop("name"), "'name' is a required property"),
-        ("RayService", lambda m: pod(m)["containers"][0]["resources"].update(limit={}), "limit"),
-        ("RayService", lambda m: pod(m)["containers"][0]["readinessProbe"].update(httpget={}), "httpget"),
-        ("RayService", lambda m: pod(m)["containers"][0]["env"][0].update(valueFrom={"secret": {}}), "secret"),
-        ("RayService", lambda m: pod(m)["topologySpreadConstraints"][0].pop("maxSkew"), "'maxSkew' is a required"),
-        ("RayService", lambda m: workers(m)["template"]["metadata"].update(label={}), "label"),
-        ("NetworkPolicy", lambda m: m["spec"].update(policytypes=["Ingress"]), "policytypes"),
-        ("NetworkPolicy", lambda m: m["spec"]["ingress"][0].update(port=1), "port"),
-        ("PodDisruptionBudget", lambda m: m["spec"].update(minAvailable=[1]), "[1] is not"),
-        ("PodDisruptionBudget", lambda m: m["spec"].update(available=1), "available"),
-        ("RayJob", lambda m: m["spec"].update(entryPoint="x"), "entryPoint"),
-        ("RayJob", lambda m: m["spec"]["clusterSelector"].update(n=1), "1 is not of type 'string'"),
-        ("RayJob", lambda m: m["spec"]["submitterPodTemplate"]["spec"].update(restart="Never"), "restart"),
-    ],
-)
-def test_a_wrong_field_is_caught(kind: str, mutate: Any, message: str) -> None:
-    documents = of("local-autoscale") + of("local", job=True)
-    broken = next(document for document in documents if document["kind"] == kind)
-    assert problems(broken) == []
-    mutate(broken)
-    assert any(message in problem for problem in problems(broken)), problems(broken)
-
-
 def test_wrong_settings_make_no_manifest(raw: Json, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     raw["applications"][0]["args"]["depth"]["default"] = 99
     path, output = tmp_path / "wrong.yaml", tmp_path / "manifest.yaml"
@@ -270,20 +236,6 @@ def test_keys_are_named_and_not_held(raw: Json, make: Any, monkeypatch: pytest.M
     assert key_variables({"callers": [1]}) == key_variables({"callers": {"a": 1, "b": {"key_env": 2}}}) == []
 
 
-def test_a_key_given_by_its_digest_changes_without_new_pods(raw: Json, make: Any) -> None:
-    args = raw["applications"][0]["args"]
-    args["callers"] = {"web": {"key_sha256": "a" * 64}}
-    before = make(raw)[0]["spec"]
-    args["callers"]["web"]["key_sha256"] = "b" * 64
-    args["limits"] = {"max_running_requests": 7}
-    after = make(raw)[0]["spec"]
-    assert before["rayClusterConfig"] == after["rayClusterConfig"]
-    old, new = (yaml.safe_load(spec["serveConfigV2"])["applications"][0] for spec in (before, after))
-    assert old["args"] == new["args"]
-    assert new["deployments"][0]["user_config"]["callers"]["web"]["key_sha256"] == "b" * 64
-    assert new["deployments"][0]["user_config"]["limits"]["max_running_requests"] == 7
-
-
 def test_a_drafter_named_in_the_environment_is_in_the_manifest(raw: Json, make: Any, monkeypatch: Any) -> None:
     args = raw["applications"][0]["args"]
     del args["drafter"], args["depth"]
@@ -305,28 +257,6 @@ def limits(service: Json) -> dict[str, str]:
     found = container(workers(service))["resources"]
     assert found["limits"] == found["requests"]
     return dict(found["limits"])
-
-
-def test_pods_follow_the_settings(raw: Json, make: Any) -> None:
-    args = raw["applications"][0]["args"]
-    args["target"] |= {"num_replicas": 3, "bundle": {"CPU": 5.0}}
-    args["drafter"]["replicas"] |= {"num_replicas": 4, "num_cpus": 0.8}
-    service, *_ = make(raw)
-    group = workers(service)
-    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (3, 3, 3)
-    assert limits(service)["cpu"] == "7"
-
-
-def test_a_pod_has_the_gpus_of_its_engine_and_of_the_drafters_beside_it(make: Any) -> None:
-    raw = yaml.safe_load(GPU_CONFIG.read_text())
-    args = raw["applications"][0]["args"]
-    assert limits(make(raw)[0]) == {"cpu": "8", "memory": GPU.worker_memory, "nvidia.com/gpu": "1"}
-    args["engine"]["tensor_parallel_size"] = 2
-    assert limits(make(raw)[0])["nvidia.com/gpu"] == "2"
-    args["target"]["num_replicas"] = 2
-    args["drafter"] |= {"placement": "remote", "replicas": {"num_replicas": 3}}
-    found = limits(make(raw)[0])  # three drafters for two targets: room for two beside each
-    assert (found["nvidia.com/gpu"], found["cpu"]) == ("4", "32")
 
 
 def test_drafters_have_pods_of_their_own_where_a_node_has_too_few_gpus(make: Any) -> None:
@@ -364,60 +294,6 @@ def test_a_learner_has_a_pod_of_its_own(make: Any) -> None:
     assert container(groups(service)["learner"])["resources"]["limits"]["nvidia.com/gpu"] == "1"
 
 
-def test_pods_for_gpus_can_run_on_their_nodes_and_keep_what_they_download() -> None:
-    service, plain = of("gpu")[0], of("local")[0]
-    assert pod(service)["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
-    mounts = {mount["name"]: mount["mountPath"] for mount in container(workers(service))["volumeMounts"]}
-    # The head runs no replica: it must not hold a claim that only one node can mount.
-    head = groups(service)["headgroup"]["template"]["spec"]
-    assert [volume["name"] for volume in head["volumes"]] == ["shared-memory"]
-    image_file = (ROOT / GPU.dockerfile).read_text(encoding="utf-8")
-    assert f"PEAGLE_CACHE={mounts['models']}/peagle" in image_file
-    assert "HF_HUB_OFFLINE" not in image_file
-    assert environment(workers(service))["HF_TOKEN"] == {
-        "secretKeyRef": {"name": "hf-token", "key": "token", "optional": True}
-    }
-    assert "tolerations" not in pod(plain)
-    assert "nvidia.com/gpu" not in limits(plain)
-    assert "HF_TOKEN" not in environment(workers(plain))
-
-
-@pytest.mark.parametrize("name", MADE)
-def test_names_within_a_manifest_fit_each_other(name: str) -> None:
-    """What no schema sees: ports of probes, volumes of mounts, labels of selectors."""
-    service, _, *budgets = of(name)
-    for group, spec in groups(service).items():
-        found, template = container(spec), spec["template"]
-        ports = {port["name"]: port["containerPort"] for port in found["ports"]}
-        # KubeRay makes the service of HTTP from the head's port of this name; Kubernetes' own is 8000.
-        assert ports["serve"] == 8000
-        for probe in (found["readinessProbe"], found["livenessProbe"]):
-            assert probe["httpGet"]["port"] in (*ports, 52365)
-        assert found["readinessProbe"]["failureThreshold"] < found["livenessProbe"]["failureThreshold"]
-        volumes = {volume["name"] for volume in template["spec"]["volumes"]}
-        assert {mount["name"] for mount in found["volumeMounts"]} == volumes
-        labels = {**template["metadata"]["labels"], "ray.io/group": group}
-        selecting = [b for b in budgets if b["spec"]["selector"]["matchLabels"].items() <= labels.items()]
-        assert len(selecting) == 1
-        for constraint in template["spec"].get("topologySpreadConstraints", ()):
-            assert constraint["labelSelector"]["matchLabels"].items() <= labels.items()
-        assert found["securityContext"]["runAsNonRoot"]
-        assert found["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-        # The cluster before an upgrade has as long for its streams as HAProxy gives them.
-        assert environment(spec)["RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH"] == "deployments.haproxy:install"
-        stop_s = environment(spec)["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]
-        assert service["spec"]["rayClusterDeletionDelaySeconds"] == int(stop_s)
-    assert service["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
-
-
-def test_another_port_of_http_is_used_everywhere(raw: Json, make: Any) -> None:
-    raw["http_options"]["port"] = 9000
-    service, policy, *_ = make(raw)
-    for group in groups(service).values():
-        assert {"name": "serve", "containerPort": 9000} in container(group)["ports"]
-    assert policy["spec"]["ingress"][0]["ports"] == [{"protocol": "TCP", "port": 9000}]
-
-
 @pytest.mark.parametrize(("num_replicas", "min_available"), [(1, 1), (2, 1), (3, 2)])
 def test_a_drain_takes_one_target_at_a_time_and_never_the_last(
     raw: Json, make: Any, num_replicas: int, min_available: int
@@ -448,17 +324,6 @@ def test_a_pod_that_is_deleted_first_hands_its_replicas_on() -> None:
     assert "lifecycle" not in container(groups(service)["headgroup"])
 
 
-def test_pods_come_and_go_with_replicas() -> None:
-    scaled, plain = of("local-autoscale")[0], of("local")[0]
-    group, cluster = workers(scaled), scaled["spec"]["rayClusterConfig"]
-    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (1, 1, 2)
-    assert cluster["enableInTreeAutoscaling"] is True
-    assert cluster["autoscalerOptions"]["version"] == "v2"
-    # KubeRay's autoscaler v2 takes no pod that restarts by itself.
-    assert not any("restartPolicy" in spec["template"]["spec"] for spec in groups(scaled).values())
-    assert not {"enableInTreeAutoscaling", "autoscalerOptions"} & plain["spec"]["rayClusterConfig"].keys()
-
-
 def test_from_outside_only_the_port_of_http_is_reached() -> None:
     """Replicas, HAProxy's pages, drafters and Ray ask for no API key."""
     service, policy, *_ = of("local")
@@ -471,32 +336,6 @@ def test_from_outside_only_the_port_of_http_is_reached() -> None:
     assert allowed == [selected, {"app.kubernetes.io/name": "kuberay-operator"}]
     for template in templates(service) + templates(job):  # a job's submitter asks the dashboard
         assert template["metadata"]["labels"] == selected
-
-
-def test_every_pod_starts_ray_with_what_the_way_of_http_needs(raw: Json, make: Any) -> None:
-    for section, is_optimized in ({}, False), ({"num_replicas": 2}, True):
-        raw["applications"][0]["args"]["ingress"] = section
-        for group in groups(make(raw)[0]).values():
-            found = environment(group)
-            assert found["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
-            assert ("RAY_SERVE_THROUGHPUT_OPTIMIZED" in found) == is_optimized
-
-
-@pytest.mark.parametrize(("machine", "name"), [(CPU, "local"), (GPU, "gpu")])
-def test_image_file_builds_what_the_manifest_runs(machine: Machine, name: str) -> None:
-    text = (ROOT / machine.dockerfile).read_text(encoding="utf-8")
-    assert f"-f {machine.dockerfile} -t {machine.image} " in text
-    for group in groups(of(name)[0]).values():
-        assert container(group)["image"] == machine.image
-    for sources in re.findall(r"^COPY (.+) \S+$", text, flags=re.MULTILINE):
-        missing = [name for name in sources.split() if not (ROOT / name).exists()]
-        assert not missing, f"{machine.dockerfile} copies what is not there: {missing}"
-    # `serve run configs/...` must find its file from where Ray starts.
-    assert re.search(r"^RUN ln -s /opt/peagle/configs (/home/ray)/configs\nWORKDIR \1\n\Z", text, flags=re.MULTILINE)
-    assert re.findall(r"^FROM (.+)$", text, flags=re.MULTILINE) == ["python:3.11.15-slim-bookworm"]
-    # fsGroup 1000 lets the image's user write to volumes.
-    assert "--uid 1000" in text
-    assert "\nUSER 1000\n" in text
 
 
 # ---- Kustomize
@@ -530,17 +369,6 @@ def test_kustomize_builds_the_service_with_its_components_and_the_users_image() 
 
 
 # ---- the job
-
-
-def test_the_job_runs_a_command_and_a_file_that_the_image_has() -> None:
-    (job,) = of("local", job=True)
-    command, subcommand, path = job["spec"]["entrypoint"].split()
-    assert (command, subcommand) == ("peagle", "batch")
-    requests = read_requests(ROOT / Path(path).relative_to("/opt/peagle"))
-    assert {request["url"] for request in requests} == {"/v1/chat/completions", "/v1/completions"}
-    # A cluster selector excludes a cluster of its own.
-    assert job["spec"]["clusterSelector"].keys() == {"ray.io/cluster"}
-    assert "rayClusterSpec" not in job["spec"]
 
 
 @pytest.mark.parametrize(

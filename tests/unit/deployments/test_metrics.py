@@ -1,5 +1,6 @@
-"""Metrics, dashboard and alerts agree: the table of docs/operate.md, and every expression, names what is exported."""
+"""Metrics, dashboard and alerts agree: the table of metrics, and every expression, names what is exported."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from cluster.heads import DrafterReport, HeadRef
 from cluster.learning import LearnerReport
+from deployments.replicas import link_reports
 from deployments.telemetry import (
     change_metrics,
     drafter_metrics,
@@ -21,6 +24,9 @@ from deployments.telemetry import (
     scaling_metrics,
     target_metrics,
 )
+from peagle.drafter.client import LinkStats
+from peagle.drafter.kvcache import Counters
+from peagle.drafter.server import ServerStats
 from tests.support.autoscaling_harness import Controller
 from tests.support.counted import counts_of
 from tests.support.metric_names import documented, exported
@@ -73,6 +79,18 @@ def test_metrics_of_targets_heads_and_drafters_are_in_the_table() -> None:
     assert "peagle_head_gain" in found
 
 
+def test_every_counter_of_drafters_and_links_is_in_the_table() -> None:
+    served = {name.removeprefix("num_"): value for name, value in dataclasses.asdict(ServerStats()).items()}
+    served["refused_connections"] = served.pop("refused")  # as a drafter reports it
+    replica = DrafterReport("r1", "h:1", (HeadRef("a", "a"),), "", dataclasses.asdict(Counters()) | served)
+    about = {"address": "h:1", "state": "up", "path": "tcp", "problem": "", "average_pass_s": None}
+    links = link_reports([{"pool": {"links": [about | dataclasses.asdict(LinkStats())]}}])
+    found = exported(prometheus_text(drafter_metrics([replica], [report("a", "t1", links)])).decode())
+    assert found == {
+        name: labels for name, labels in documented().items() if name.startswith(("peagle_drafter_", "peagle_link_"))
+    }
+
+
 def test_metrics_of_the_learner_are_those_of_the_table() -> None:
     figures = {"ratio": 1.1, "low": 1.05, "high": 1.15}
     counters = {"answers_taken": 9, "rounds": 2, "proposals": 1, "busy_seconds": 3.5, "heads_promoted": 1}
@@ -92,22 +110,6 @@ def test_every_expression_names_metrics_and_labels_that_exist(where: str) -> Non
     used = {label for group in re.findall(r"(?:by|on) \(([^)]*)\)", expression) for label in re.findall(r"\w+", group)}
     used |= set(re.findall(r"[{,]\s*(\w+)\s*[=!]~?", expression))
     assert used <= known
-
-
-def test_the_dashboard_can_be_provisioned() -> None:
-    assert DASHBOARD["uid"]
-    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
-    for panel in panels():
-        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= 24
-        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
-    shown = " ".join(expressions().values())
-    for name in (
-        "peagle_accepted_tokens_total", "peagle_depth", "peagle_step_seconds", "peagle_autoscaling_replicas",
-        "peagle_time_to_first_token_seconds_bucket", "peagle_time_per_output_token_seconds_bucket",
-    ):  # fmt: skip
-        assert name in shown
 
 
 def test_alerts_say_what_to_do() -> None:

@@ -123,34 +123,6 @@ def test_a_monitor_goes_on_after_an_error(caplog: pytest.LogCaptureFixture) -> N
     assert caplog.text.count("its replicas cannot be asked") == 1
 
 
-def test_reports_that_were_asked_for_earlier_do_not_replace_later_ones() -> None:
-    """A scrape of /metrics asks too. Counters that seem to go back look like a restart, and would count twice."""
-
-    async def run() -> None:
-        asked: list[asyncio.Future[int]] = []
-        seen: list[Any] = []
-
-        def answers() -> list[Any]:
-            asked.append(asyncio.get_running_loop().create_future())
-            mine = asked[-1]
-
-            async def answer() -> int:
-                return await mine
-
-            return [answer]
-
-        monitor: Any = ReplicaMonitor(Handle(answers), int, seen.append)  # type: ignore[arg-type]
-        first, second = (asyncio.ensure_future(monitor.refresh()) for _ in range(2))
-        await until(lambda: len(asked) == 2)
-        asked[1].set_result(2)
-        assert await second == [2]
-        asked[0].set_result(1)
-        assert await first == [2]
-        assert (monitor.reports, seen) == ([2], [[2]])
-
-    asyncio.run(run())
-
-
 # ---- drafters and links
 
 
@@ -161,27 +133,6 @@ def drafter_report(replica: str, *digests: str, address: str = "h:1") -> Drafter
 
 def links_of(answers: Callable[[], list[Any]], rpc: Any) -> Any:
     return DrafterLinks(Handle(answers), rpc, lambda: True)  # type: ignore[arg-type]
-
-
-def test_heads_that_changed_in_a_poll_that_failed_are_told_later() -> None:
-    num_failures = 0
-
-    async def rpc(method: str, args: Any = ()) -> list[Any]:
-        nonlocal num_failures
-        if method == "remote_report" and not num_failures:
-            num_failures += 1
-            raise RuntimeError("the engine did not answer")
-        return []
-
-    async def run() -> None:
-        told: list[Any] = []
-        links = links_of(lambda: [says(drafter_report("r", "digest"))], rpc)
-        links.start(told.append)
-        await until(lambda: told)
-        links._task.cancel()
-        assert (told, num_failures) == ([("digest",)], 1)
-
-    asyncio.run(run())
 
 
 def test_the_engine_is_told_addresses_and_digests() -> None:

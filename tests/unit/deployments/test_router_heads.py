@@ -11,15 +11,14 @@ import pytest
 from cluster.heads import DesiredHeads, HeadManager, HeadProposal
 from cluster.settings import DrafterSettings
 from deployments import drafter as of_drafters
-from deployments.drafter import DrafterReplica, HeadLoader, HeadSlots
+from deployments.drafter import HeadLoader
 from deployments.router import Router
 from deployments.telemetry import StateStore
 from peagle.checkpoint import save_head
-from peagle.drafter.engine import Counters
-from peagle.drafter.server import ServerStats
 from peagle.heads import candidate_directory, keep_candidate
 from tests.support.head_factory import CONFIG, head_tensors, rewrite
-from tests.unit.deployments.test_telemetry import control_with_counts
+from tests.support.weightless_drafter import WeightlessDrafter
+from tests.unit.deployments.test_telemetry import k_policy_with_counts
 
 
 class Drafters:
@@ -29,7 +28,7 @@ class Drafters:
 
     def __init__(self, head: str) -> None:
         self._head = head
-        self.replicas: list[Any] = []
+        self.replicas: list[WeightlessDrafter] = []
 
     def start(self) -> None:
         settings = DrafterSettings(head=self._head, placement="remote", max_draft_tokens=5, spare_heads=1)
@@ -38,13 +37,7 @@ class Drafters:
         loader.load = lambda name: SimpleNamespace(
             name=name, digest=of_drafters.head_digest(loader.directory(name)), runtime=None, served=None
         )
-        kind: Any = type("Quiet", (DrafterReplica,), {"__del__": lambda self: None})
-        replica, heads = kind.__new__(kind), HeadSlots(settings, loader)
-        heads.server = SimpleNamespace(swap=lambda *args: None, stats=ServerStats(), address="h:1")
-        replica.__dict__ |= {
-            "_replica": f"r{len(self.replicas)}", "_key": "", "_swaps": set(), "_heads": heads,
-            "_engine": SimpleNamespace(counters=Counters()), "_server": heads.server, "_is_configured": True,
-        }  # fmt: skip
+        replica = WeightlessDrafter(settings, loader, f"r{len(self.replicas)}")
         self.replicas.append(replica)
 
     def broadcast(self, method: str, *args: Any) -> Any:
@@ -54,8 +47,8 @@ class Drafters:
 
         return SimpleNamespace(_fetch_replica_results_async=asked)
 
-    def drafting(self) -> list[list[str]]:
-        return [[head.name for head in replica._heads.drafting] for replica in self.replicas]
+    async def drafting(self) -> list[list[str]]:
+        return [[head.name for head in (await replica.report()).heads] for replica in self.replicas]
 
 
 async def rounds(router: Any, drafters: Drafters, num: int = 4) -> None:
@@ -64,7 +57,7 @@ async def rounds(router: Any, drafters: Drafters, num: int = 4) -> None:
         router._manage_heads([await replica.report() for replica in drafters.replicas])
         if router._handing_out is not None:
             await router._handing_out
-        await asyncio.gather(*(task for replica in drafters.replicas for task in replica._swaps))
+        await asyncio.gather(*(replica.settle() for replica in drafters.replicas))
 
 
 @pytest.fixture
@@ -83,7 +76,7 @@ def router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     router: Any = Router.__new__(Router)
     router.__dict__ |= {
         "_heads": HeadManager({}, 1, 0.1), "_state": StateStore(None), "_handing_out": None,
-        "control": control_with_counts(), "_monitor": SimpleNamespace(reports=()),
+        "k_policy": k_policy_with_counts(), "_monitor": SimpleNamespace(reports=()),
     }  # fmt: skip
     return router
 
@@ -104,10 +97,10 @@ def test_a_candidate_reaches_drafters_on_other_nodes_and_those_that_start_later(
         assert (trial.state, trial.parent) == ("loading", "now")
         await rounds(router, drafters)
         assert (await router.trial(trial.name)).state == "running"
-        assert drafters.drafting() == [[str(head), trial.name]]
+        assert await drafters.drafting() == [[str(head), trial.name]]
         drafters.start()
         await rounds(router, drafters)
-        assert drafters.drafting() == [[str(head), trial.name]] * 2
+        assert await drafters.drafting() == [[str(head), trial.name]] * 2
         assert (await router.head_back()).state == "dropped"
 
     asyncio.run(run())
@@ -130,7 +123,7 @@ def test_what_a_drafter_cannot_load_is_refused_with_its_reason(router: Any, head
         found = await router.trial(trial.name)
         assert (found.state, found.reason) == ("refused", f"{trial.name} was trained for 3 depths")
         await rounds(router, drafters)
-        assert drafters.replicas[0]._heads.desired == DesiredHeads()
+        assert (await drafters.replicas[0].report()).desired == DesiredHeads()
 
     asyncio.run(run())
 

@@ -15,8 +15,8 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from cluster.control import DepthControl
 from cluster.counts import Counts, TargetReport, WorkloadCounts
+from cluster.k_policy import KPolicy
 from cluster.request import Caller
 from deployments.edge import ApiError, Edge, Usage
 from deployments.replicas import EngineLost
@@ -121,18 +121,6 @@ def test_a_stream_has_its_drafting_in_the_chunk_that_finishes_the_last_choice() 
     assert found[-1] == Usage(4, 9)
 
 
-def test_a_stream_with_usage_has_its_drafting_in_the_same_last_chunk() -> None:
-    usage = {"id": "chatcmpl-1", "choices": [], "usage": {"total_tokens": 13}}
-    with_usage = f"data: {json.dumps(usage)}\n\n"
-    found = items(
-        Replica(lambda _: events(chunk(), chunk("stop"), with_usage, "data: [DONE]\n\n")),
-        stream=True, stream_options={"include_usage": True},
-    )  # fmt: skip
-    assert found[:2] == [chunk(), chunk("stop")]
-    assert json.loads(found[2].removeprefix("data: ")) == {**usage, "drafting": DRAFTING}
-    assert found[3:] == ["data: [DONE]\n\n", Usage(4, 9)]
-
-
 def test_who_hears_of_an_engines_death_needs_no_vllm_to_read_it() -> None:
     """Serve's controller, the router and ingress replicas would import vLLM, which closes their logs."""
     replica = Replica(lambda _: None)
@@ -171,12 +159,6 @@ def test_an_engine_that_dies_in_a_stream_ends_it_in_words_of_our_own() -> None:
     assert isinstance(lost, ApiError)
     assert (lost.status, lost.code) == (502, "engine_lost")
     assert "stack trace" not in lost.message
-
-
-def test_what_the_engine_refuses_in_a_stream_keeps_its_field() -> None:
-    refusal = create_error_response(VLLMValidationError("too slow", parameter="prompt"))
-    (refused,) = items(Replica(lambda _: events(f"data: {json.dumps(refusal.model_dump())}\n\n")), stream=True)
-    assert (refused.status, refused.param) == (400, "prompt")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -322,12 +304,12 @@ def test_a_call_by_handle_goes_through_the_same_edge() -> None:
 
 def test_a_target_follows_the_router_and_goes_on_when_it_is_silent() -> None:
     """One that is restarting raises; requests are served on by what it said last, and then by the target's own."""
-    guiding = DepthControl(cluster().depth_policy(), seed=0)
+    guiding = KPolicy(cluster().depth_policy(), seed=0)
     counts = Counts([5000] * 7, [5000] + [1] * 6, [1] * 7)
     guiding.observe(
         [TargetReport("a", head="h", workloads={"found": WorkloadCounts(4, counts=counts)})], time.monotonic()
     )
-    answers: list[Any] = [guiding.guidance(3, time.monotonic()), RuntimeError("restarting")]
+    answers: list[Any] = [guiding.make_update(3, time.monotonic()), RuntimeError("restarting")]
 
     async def ask() -> Any:
         answer = answers.pop(0)
@@ -337,12 +319,12 @@ def test_a_target_follows_the_router_and_goes_on_when_it_is_silent() -> None:
 
     async def run() -> None:
         replica = Replica(whole)
-        replica.edge.use(cluster(), DepthControl(cluster().depth_policy(), seed=0))
-        router: Any = SimpleNamespace(guidance=SimpleNamespace(remote=ask))
-        await replica._take_guidance(router)
+        replica.edge.use(cluster(), KPolicy(cluster().depth_policy(), seed=0))
+        router: Any = SimpleNamespace(policy_update=SimpleNamespace(remote=ask))
+        await replica._apply_update(router)
         assert (replica._num_targets, replica.edge.admission.num_replicas) == (3, 3)
         with pytest.raises(RuntimeError):
-            await replica._take_guidance(router)
+            await replica._apply_update(router)
         messages = [{"role": "user", "content": "Hi"}]
         admitted = replica.edge.admit("chat", {"messages": messages, "drafting": {"workload": "found"}})
         assert admitted.drafting.source in ("learned", "probe")

@@ -12,11 +12,10 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.control import DepthControl
-from cluster.counts import Counts, TargetReport, WorkloadCounts
+from cluster.counts import CounterDeltas, Counts, TargetReport, WorkloadCounts
 from cluster.heads import DrafterReport, HeadManager, HeadRef
+from cluster.k_policy import KPolicy
 from cluster.request import DepthPolicy
-from cluster.view import table
 from deployments import telemetry
 from deployments.autoscaling import ClusterBoard
 from deployments.telemetry import (
@@ -31,6 +30,7 @@ from deployments.telemetry import (
     prometheus_text,
     target_metrics,
 )
+from deployments.view import as_text
 from tests.support.counted import counts_of
 from tests.support.disk import full_disk
 from tests.unit.cluster.test_heads import swapped
@@ -63,21 +63,18 @@ def samples(text: bytes) -> dict[tuple[str, ...], float]:
 
 def test_steps_count_for_the_head_that_was_live() -> None:
     counts = HeadCounts()
-    counts.take([report("a", code=GOOD)])
-    counts.take([report("a", code=GOOD)])
+    counts.add(CounterDeltas(by_head={"a": {"code": GOOD}}))
+    counts.add(CounterDeltas())
     assert counts.by_head() == {"a": GOOD}
-    counts.take([report("b", code=GOOD)])
-    counts.take([report("b", code=GOOD + BAD)])
+    counts.add(CounterDeltas(by_head={"b": {"code": BAD}}))
     assert counts.by_head() == {"a": GOOD, "b": BAD}
     assert counts.by_head(["new"])["new"] == Counts()
 
 
 def test_only_the_latest_heads_are_kept() -> None:
-    counts, total = HeadCounts(), Counts()
+    counts = HeadCounts()
     for index in range(MAX_NUM_HEADS + 3):
-        counts.take([report(f"head-{index}", code=total)])
-        total = total + BAD
-        counts.take([report(f"head-{index}", code=total)])
+        counts.add(CounterDeltas(by_head={f"head-{index}": {"code": BAD}}))
     assert next(iter(counts.by_head())) == "head-3"
     assert len(counts.by_head()) == MAX_NUM_HEADS
 
@@ -99,8 +96,8 @@ def test_the_document_has_each_head_with_its_acceptance() -> None:
     assert heads["new"]["acceptance_length"] is None
     assert document["drafters"][0]["heads"] == [{"index": 0, "name": "head-a", "head": "a"}]
     assert document["links"][0]["target"] == "t1"
-    control = DepthControl(DepthPolicy(3, 3, 3), is_adaptive=False)
-    shown = table({"model": "m", **control.document(0.0), **document}).splitlines()
+    k_policy = KPolicy(DepthPolicy(3, 3, 3), is_adaptive=False)
+    shown = as_text({"model": "m", **k_policy.document(0.0), **document}).splitlines()
     assert "head a (live): AL 2.33, 3 steps" in shown
     assert "head new (live): nothing drafted yet, 0 steps" in shown
     assert "drafter h:1: a; links: up by tcp" in shown
@@ -109,9 +106,9 @@ def test_the_document_has_each_head_with_its_acceptance() -> None:
 
 def test_counts_are_shown_under_the_fixed_policy_too() -> None:
     """A service whose K nobody learns is watched all the same."""
-    control = DepthControl(DepthPolicy(3, 3, 3), is_adaptive=False)
-    control.observe([report("a", code=sum([GOOD] * 200, Counts()))], 0.0)
-    (row,) = [row for row in control.document(1.0)["workloads"] if row["workload"] == "code"]
+    k_policy = KPolicy(DepthPolicy(3, 3, 3), is_adaptive=False)
+    k_policy.observe([report("a", code=sum([GOOD] * 200, Counts()))], 0.0)
+    (row,) = [row for row in k_policy.document(1.0)["workloads"] if row["workload"] == "code"]
     assert row["num_steps"] > 0
     assert row["acceptance_length"] > 2
     assert row["k"] == 3
@@ -158,18 +155,18 @@ def test_the_metrics_of_several_replicas_are_one_family_with_a_label_each() -> N
 # ---- the store
 
 
-def control_with_counts() -> DepthControl:
-    control = DepthControl(DepthPolicy(3, 3, 3))
-    control.observe([report("a", code=sum([GOOD] * 50, Counts()))], 0.0)
-    return control
+def k_policy_with_counts() -> KPolicy:
+    k_policy = KPolicy(DepthPolicy(3, 3, 3))
+    k_policy.observe([report("a", code=sum([GOOD] * 50, Counts()))], 0.0)
+    return k_policy
 
 
 def test_state_is_saved_and_found_again(tmp_path: Path) -> None:
     path = tmp_path / "new" / "state.json"
-    first, second = control_with_counts(), DepthControl(DepthPolicy(3, 3, 3))
+    first, second = k_policy_with_counts(), KPolicy(DepthPolicy(3, 3, 3))
     StateStore(str(path)).write(first.snapshot())
     StateStore(str(path)).restore(second)
-    assert second.book.survival("code") == first.book.survival("code")
+    assert second.posteriors.rates("code") == first.posteriors.rates("code")
     assert [found.name for found in path.parent.iterdir()] == ["state.json"]
 
 
@@ -196,23 +193,34 @@ class Board(ClusterBoard):
 
 def test_without_a_file_state_outlives_the_router_in_the_cluster() -> None:
     """What was learned, and which heads were put in others' place."""
-    board, control, manager = Board(), control_with_counts(), swapped(0, 0.5, 120).manager
-    StateStore(None, board).write(control.snapshot() | {"heads": manager.snapshot()})
-    second, found = DepthControl(DepthPolicy(3, 3, 3)), HeadManager({}, 0, 0.1)
+    board, k_policy, manager = Board(), k_policy_with_counts(), swapped(0, 0.5, 120).manager
+    StateStore(None, board).write(k_policy.snapshot() | {"heads": manager.snapshot()})
+    second, found = KPolicy(DepthPolicy(3, 3, 3)), HeadManager({}, 0, 0.1)
     StateStore(None, board).restore(second, found)
-    assert second.book.survival("code") == control.book.survival("code")
+    assert second.posteriors.rates("code") == k_policy.posteriors.rates("code")
     assert found.desired == manager.desired
 
 
+def test_of_a_state_of_the_last_version_the_heads_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    board, manager, found = Board(), swapped(0, 0.5, 120).manager, HeadManager({}, 0, 0.1)
+    board.put("learned", {"format": 2, "ledger": {}, "acceptance": {}, "heads": manager.snapshot()})
+    policy = KPolicy(DepthPolicy(3, 3, 3))
+    StateStore(None, board).restore(policy, found)
+    assert found.desired == manager.desired
+    assert policy.posteriors.workloads() == ()
+    (record,) = caplog.records
+    assert "not of format 3" in record.getMessage()
+
+
 @pytest.mark.parametrize(
-    "document", [[], {}, {"format": "other"}, control_with_counts().snapshot() | {"heads": {}}, {"format": None}]
+    "document", [[], {}, {"format": "other"}, k_policy_with_counts().snapshot() | {"heads": {}}, {"format": None}]
 )
 def test_a_state_of_another_version_in_the_cluster_is_refused_in_one_line(
     document: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     board = Board()
     board.put("learned", document)
-    StateStore(None, board).restore(DepthControl(DepthPolicy(3, 3, 3)), HeadManager({}, 0, 0.1))
+    StateStore(None, board).restore(KPolicy(DepthPolicy(3, 3, 3)), HeadManager({}, 0, 0.1))
     (record,) = caplog.records
     assert "cannot be used" in record.getMessage()
     assert "\n" not in record.getMessage()
@@ -221,7 +229,7 @@ def test_a_state_of_another_version_in_the_cluster_is_refused_in_one_line(
 def test_a_cluster_that_does_not_answer_holds_up_no_router(caplog: pytest.LogCaptureFixture) -> None:
     board = Board()
     store, board.fails = StateStore(None, board), True
-    store.restore(DepthControl(DepthPolicy(3, 3, 3)))
+    store.restore(KPolicy(DepthPolicy(3, 3, 3)))
     for _ in range(3):
         store.write({"format": 1})
     board.fails = False
@@ -233,22 +241,22 @@ def test_a_cluster_that_does_not_answer_holds_up_no_router(caplog: pytest.LogCap
 
 
 def test_a_head_that_was_rolled_back_is_saved_at_once_and_found_again(tmp_path: Path) -> None:
-    path, control, manager = tmp_path / "state.json", control_with_counts(), swapped(0, 0.5, 120).manager
+    path, k_policy, manager = tmp_path / "state.json", k_policy_with_counts(), swapped(0, 0.5, 120).manager
     found = HeadManager({}, 0, 0.1)
 
     async def run() -> None:
         file = StateStore(str(path))
-        file.save_soon(control, manager)
+        file.save_soon(k_policy, manager)
         assert file._task is None, "not due yet"
-        file.save_soon(control, manager, is_urgent=True)
+        file.save_soon(k_policy, manager, is_urgent=True)
         assert file._task is not None
         await file._task
-        file.restore(control, found)
+        file.restore(k_policy, found)
 
     asyncio.run(run())
     assert found.desired == manager.desired != HeadManager({}, 0, 0.1).desired
-    StateStore(str(path)).write(control.snapshot())  # of a service without remote drafters
-    StateStore(str(path)).restore(control, found)
+    StateStore(str(path)).write(k_policy.snapshot())  # of a service without remote drafters
+    StateStore(str(path)).restore(k_policy, found)
     assert found.desired == manager.desired
 
 
@@ -262,13 +270,13 @@ def test_state_is_written_off_the_event_loop_when_it_is_due(tmp_path: Path, monk
             super().write(snapshot)
 
     async def run() -> None:
-        file, control = Slow(str(tmp_path / "state.json")), control_with_counts()
-        file.save_soon(control)
+        file, k_policy = Slow(str(tmp_path / "state.json")), k_policy_with_counts()
+        file.save_soon(k_policy)
         assert writers == [], "not due yet"
         monkeypatch.setattr(telemetry, "SAVE_INTERVAL_S", 0.0)
         started_s = time.monotonic()
         for _ in range(5):
-            file.save_soon(control)
+            file.save_soon(k_policy)
             await asyncio.sleep(0.001)
         assert time.monotonic() - started_s < 0.15, "requests go on while the disk is slow"
         assert len(writers) == 1, "one at a time"
@@ -305,10 +313,10 @@ def test_replicas_in_several_containers_write_to_names_of_their_own(tmp_path: Pa
 def test_a_damaged_file_is_put_aside(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "state.json"
     path.write_text(text)
-    found = DepthControl(DepthPolicy(3, 3, 3))
+    found = KPolicy(DepthPolicy(3, 3, 3))
     with caplog.at_level(logging.WARNING):
         StateStore(str(path)).restore(found)
-    assert found.book.workloads() == ()
+    assert found.posteriors.workloads() == ()
     assert (tmp_path / "state.unusable").read_text() == text
     assert "depth.state" in caplog.text
 
@@ -317,16 +325,16 @@ def test_on_a_full_disk_the_last_state_stays_whole_and_saving_goes_on_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "state.json"
-    file, control = StateStore(str(path)), control_with_counts()
-    file.write(control.snapshot())
+    file, k_policy = StateStore(str(path)), k_policy_with_counts()
+    file.write(k_policy.snapshot())
     before = path.read_text()
-    control.observe([report("a", code=sum([GOOD] * 90, Counts()))], 1.0)
+    k_policy.observe([report("a", code=sum([GOOD] * 90, Counts()))], 1.0)
     with full_disk(100):
         for _ in range(3):
-            file.write(control.snapshot())
+            file.write(k_policy.snapshot())
     assert path.read_text() == before
     assert [found.name for found in tmp_path.iterdir()] == ["state.json"]
-    file.write(control.snapshot())
+    file.write(k_policy.snapshot())
     assert path.read_text() != before
     failed, mended = [record.getMessage() for record in caplog.records]
     assert f"{path} cannot be written" in failed
@@ -339,7 +347,7 @@ def test_without_a_file_nothing_is_written_and_a_full_disk_is_logged(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     file = StateStore(None)
-    file.restore(DepthControl(DepthPolicy(3, 3, 3)))
+    file.restore(KPolicy(DepthPolicy(3, 3, 3)))
     file.write({})
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")

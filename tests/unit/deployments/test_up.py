@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,20 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.settings import (
-    AutoscalingSettings,
-    ClusterSettings,
-    DrafterReplicas,
-    DrafterSettings,
-    IngressSettings,
-    ModelSettings,
-    TargetSettings,
-)
-from deployments import host, up
+from deployments import up
 from deployments.cli import main
-from deployments.up import UpError, base_url, live_form, num_logical_cpus, progress, read_config, usage
+from deployments.up import UpError, live_form, read_config
 from peagle.checkpoint import save_head
-from peagle.embedded import DEFAULT_TARGET, embedded_targets
 from peagle.schema import SettingsError
 from tests.support.head_factory import CONFIG, head_tensors
 
@@ -319,77 +308,6 @@ def test_processes_segments_and_sockets_of_a_session_are_found_and_ended(tmp_pat
     assert done.stdout.strip() == "found", done.stdout + done.stderr
 
 
-def test_what_openmp_has_registered_for_an_ended_process_is_found_before_its_parent_asks_for_it() -> None:
-    started_s = time.time()
-    running, ended = (subprocess.Popen(["sleep", duration]) for duration in ("600", "0"))
-    files = [Path(f"/dev/shm/__KMP_REGISTERED_LIB_{process.pid}_0") for process in (running, ended)]
-    try:
-        for file in files:
-            file.touch()
-        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
-        assert set(host.abandoned_segments(started_s - 1)) & set(files) == {files[1]}
-    finally:
-        for file in files:
-            file.unlink()
-        running.kill()
-        for process in (running, ended):
-            process.wait()
-
-
-def test_a_machine_without_haproxy_serves_all_the_same_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(up.compat, "why_no_haproxy", lambda: "no binary")
-    env = up.ray_environment(False, said.append)
-    assert not {"RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_THROUGHPUT_OPTIMIZED"} & env.keys()
-    (line,) = said
-    assert "no binary" in line
-
-
-def test_ports_of_haproxy_that_others_use_are_left_to_them() -> None:
-    with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with contextlib.suppress(OSError):  # somebody listens there already
-            other.bind(("0.0.0.0", up.HAPROXY_PORTS["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"]))
-            other.listen()
-        env = up.ray_environment(True, pytest.fail)
-    name = "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"
-    assert int(env[name]) > up.HAPROXY_PORTS[name]
-    assert env["RAY_SERVE_THROUGHPUT_OPTIMIZED"] == env["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
-
-
-def test_logical_cpus_cover_every_process() -> None:
-    """Three replicas of 4.5 CPUs and two ingresses of one: 15.5, and room for the build task."""
-    settings = ClusterSettings(
-        model=ModelSettings(source="x"),
-        target=TargetSettings(num_replicas=3, num_cpus=0.5, bundle={"CPU": 4.0}),
-        ingress=IngressSettings(num_replicas=2, num_cpus=1.0),
-    )
-    assert num_logical_cpus(settings) >= 16
-    replicas = DrafterReplicas(num_replicas=4, num_cpus=2.0)
-    remote = settings.model_copy(update={"drafter": DrafterSettings(head="h", placement="remote", replicas=replicas)})
-    assert num_logical_cpus(remote) >= 24
-    scaled = {"policy": "queue_length", "target": {"max": 6}, "drafter": {"max": 8}}
-    most = remote.model_copy(update={"autoscaling": AutoscalingSettings.model_validate(scaled)})
-    assert num_logical_cpus(most) >= 6 * 4.5 + 2 + 8 * 2
-
-
-def test_url_as_seen_from_this_machine() -> None:
-    assert base_url(config(port=8123)) == "http://127.0.0.1:8123"
-    assert base_url(config(host="0.0.0.0")) == "http://127.0.0.1:8000"
-    raw = config()
-    raw["applications"][0]["route_prefix"] = "/llm"
-    assert base_url(raw) == "http://127.0.0.1:8000/llm"
-
-
-def test_usage_has_a_url_a_curl_line_and_a_python_line() -> None:
-    lines = usage("http://127.0.0.1:8000", "m").splitlines()
-    assert any(line.startswith("Ready: http://127.0.0.1:8000/v1") for line in lines)
-    assert "Page:  http://127.0.0.1:8000/" in lines
-    assert any(line.startswith("curl -s http://127.0.0.1:8000/v1/chat/completions ") for line in lines)
-    (client,) = [line for line in lines if ' -c "' in line]
-    compile(client.split(' -c "')[1].rstrip('"'), "usage", "exec")
-
-
 def test_each_replica_that_stops_or_is_back_is_said_once_and_so_is_a_controller_that_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -423,17 +341,6 @@ def test_each_replica_that_stops_or_is_back_is_said_once_and_so_is_a_controller_
     assert back == "target c runs; 2 of 2 run"
 
 
-def test_progress_counts_running_replicas() -> None:
-    deployments = {"target": {"replicas": [{"state": "RUNNING"}, {"state": "STARTING"}]}, "router": {"replicas": []}}
-    line = progress("peagle", {"status": "DEPLOYING", "deployments": deployments})
-    assert line == (
-        "peagle deploying: router 0/1, target 1/2 running, waits for the router, the engine to load the model"
-    )
-    waiting = {"target": {"replicas": [{"state": "PENDING_ALLOCATION"}]}}
-    assert progress("peagle", {"status": "DEPLOYING", "deployments": waiting}).endswith("waits for free resources")
-    assert "application to be built" in progress("peagle", {"status": "DEPLOYING"})
-
-
 def test_a_head_of_another_target_is_refused_before_ray_starts(tmp_path: Path) -> None:
     head = save_head(tmp_path / "head", CONFIG, head_tensors(CONFIG))
     raw = config()
@@ -441,9 +348,3 @@ def test_a_head_of_another_target_is_refused_before_ray_starts(tmp_path: Path) -
     path = Path(write(tmp_path / "service.yaml", raw))
     with pytest.raises(SettingsError, match=r"(?s)drafter.head: the head does not fit .*reads 32, the target has 576"):
         read_config(path)
-
-
-def test_the_sizes_of_the_embedded_target_are_its_own(target_dir: Path) -> None:
-    raw = json.loads((target_dir / "config.json").read_text())
-    shape = embedded_targets()[DEFAULT_TARGET].shape
-    assert {key: raw[key] for key in shape} == dict(shape)

@@ -15,16 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import zmq
 
-from peagle.drafter import armed, parallel_pass
+from peagle.drafter import armed
 from peagle.drafter.armed import ANSWERED, CANCELLED, REJECTED, ArmedPass, armed_words
 from peagle.drafter.engine import DraftEngine
 from peagle.drafter.mailbox import TIMED_OUT, Mailbox
-from peagle.drafter.protocol import NO_DRAFT, Attached, Bye, Int32Array, TargetShape, TargetStep, frames_of
+from peagle.drafter.protocol import NO_DRAFT, Int32Array, TargetShape, TargetStep
 from peagle.drafter.server import DrafterServer
 from tests.support.draft_engine_harness import (
-    BLOCK,
     CONFIG,
     MAX_DEPTH,
     VOCABULARY,
@@ -47,7 +45,7 @@ from tests.support.transport_harness import (
     running,
     served_head,
 )
-from tests.unit.drafter.test_drafter_engine import RandomTarget, make_request, prompt
+from tests.unit.drafter.test_drafter_engine import RandomTarget
 from tests.unit.drafter.test_drafter_prepared import begin, new_engine
 
 SHAPE = TargetShape(CONFIG.hidden_size, "float64", MAX_DEPTH + 2, 8, 256, VOCABULARY)
@@ -101,96 +99,6 @@ def work_of(requests: dict[int, Request], start: int = 9, num_valid: int = 2) ->
 
 def waiting_step(engine: DraftEngine, work: dict[int, Rows], number: int = 1, **more: Any) -> Waiting:
     return Waiting(engine, Mailbox.private(SHAPE), target_step(1, number, work, **more))
-
-
-def test_while_drafting_every_step_is_answered_by_its_armed_pass() -> None:
-    """With rejections, requests that want fewer drafts or none, or have no new row, across blocks and areas."""
-    engine, rng, mailbox = new_engine(), random.Random(0), Mailbox.private(SHAPE)
-    requests, ends = begin(engine), [9, 9, 9]
-    for number in range(1, 25):
-        num_valid = [rng.randint(1, MAX_DEPTH + 1), rng.randint(0, 2), 1]
-        work = {
-            slot: Rows(request, ends[slot], num_valid[slot], (MAX_DEPTH, number % 3, 0)[slot])
-            for slot, request in requests.items()
-        }
-        drafts_BK = Waiting(engine, mailbox, target_step(1, number, work, rng=rng)).arrive()
-        assert check_answer(engine, 1, work, drafts_BK) == 0
-        ends = [end + num for end, num in zip(ends, num_valid, strict=True)]
-    counters = engine.counters
-    assert (counters.armed_passes, counters.prepared_passes, counters.passes) == (24, 24, 25)
-    assert (counters.cold_starts, counters.refused) == (0, 0)
-
-
-def test_a_new_request_in_the_slot_of_another_is_answered_by_its_armed_pass() -> None:
-    engine = new_engine()
-    requests = begin(engine)
-    work = work_of(requests)
-    requests[1] = dataclasses.replace(requests[2])
-    work[1] = Rows(requests[1], 2 * BLOCK, 7, MAX_DEPTH)
-    waiting = waiting_step(engine, work, finished=[1], prompts={1: prompt(requests[1], 2 * BLOCK)})
-    assert check_answer(engine, 1, work, waiting.arrive()) == 0
-    assert cached_range(engine, 1, 1) == (0, 2 * BLOCK + 7)
-    assert (engine.counters.armed_passes, engine.counters.prefix_hit_tokens) == (1, 2 * BLOCK)
-
-
-@pytest.mark.parametrize(
-    ("start", "num_valid"), [(0, 9), (7, 2), (9, 0)], ids=["begins anew", "goes back", "nothing new"]
-)
-def test_a_step_that_was_not_expected_takes_the_usual_way(start: int, num_valid: int) -> None:
-    engine = new_engine()
-    requests = begin(engine)
-    work = work_of(requests, 9, 2 if num_valid else 0) | {0: Rows(requests[0], start, num_valid, MAX_DEPTH)}
-    waiting = waiting_step(engine, work)
-    waiting.come()
-    assert waiting.armed is not None
-    assert waiting.armed.poll() == REJECTED
-    assert check_answer(engine, 1, work, waiting.drafts(REJECTED)) == 0
-    assert (engine.counters.armed_passes, engine.counters.prepared_passes, engine.counters.passes) == (
-        0, 0, 1 + bool(num_valid)
-    )  # fmt: skip
-
-
-def test_a_step_that_was_called_off_or_came_too_late_goes_as_it_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, mailbox = new_engine(), Mailbox.private(SHAPE)
-    requests = begin(engine)
-    for number in (1, 2):
-        work = work_of(requests, 7 + 2 * number)
-        waiting = Waiting(engine, mailbox, target_step(1, number, work))
-        assert waiting.armed is not None
-        if number == 1:
-            outcome = waiting.armed.settle()
-        else:
-            waiting.armed._latest_s = 0.0
-            outcome = waiting.armed.poll()
-        assert outcome == (CANCELLED if number == 1 else TIMED_OUT)
-        waiting.come()
-        assert waiting.armed.poll() == waiting.armed.settle() == outcome, "there is one outcome"
-        assert check_answer(engine, 1, work, waiting.drafts(outcome)) == 0
-    assert (engine.counters.armed_passes, engine.counters.prepared_passes) == (0, 2)
-
-
-def test_a_step_that_came_before_it_was_called_off_is_answered() -> None:
-    engine = new_engine()
-    requests = begin(engine)
-    waiting = waiting_step(engine, work := work_of(requests))
-    waiting.come()
-    assert waiting.armed is not None
-    assert waiting.armed.settle() == ANSWERED
-    assert check_answer(engine, 1, work, waiting.drafts(ANSWERED)) == 0
-
-
-def test_what_cannot_be_prepared_or_is_too_large_is_not_armed(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = new_engine()
-    requests = begin(engine)
-    waiting = waiting_step(engine, {0: Rows(make_request(77), 9, 2, MAX_DEPTH)}, finished=[0])
-    assert waiting.prepared.one_pass is None
-    assert waiting.armed is None
-    del requests[0]
-    work = work_of(requests, num_valid=2)
-    for most, is_armed in ((2 * 2 * MAX_DEPTH, True), (2 * 2 * MAX_DEPTH - 1, False)):
-        monkeypatch.setattr(parallel_pass, "MAX_ROWS", most)
-        waiting = waiting_step(engine, work, num_rejected=MAX_DEPTH - 1)
-        assert (waiting.armed is not None) == is_armed
 
 
 @pytest.mark.parametrize("how", ["swapped", "dropped"])
@@ -254,7 +162,7 @@ class Served:
     """A target of a server, whose steps come as late as a test says, and how its armed passes ended."""
 
     def __init__(self, server: DrafterServer, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.server, self.engine = server, server._engine
+        self.server, self.engine = server, server.engine
         self.outcomes: list[int] = []
         self.before_ready: Callable[[], Any] = lambda: None
         settle, write = ArmedPass.settle, Mailbox.write_device_part
@@ -358,21 +266,6 @@ def test_a_second_target_is_served_while_a_pass_waits_and_none_is_armed_beside_i
     pools[0].close()
 
 
-def test_a_target_over_tcp_is_served_while_a_pass_waits(served: Served) -> None:
-    pools = []
-
-    def join() -> None:
-        pools.append(make_pool(use_shared_memory=False))
-        pools[0].set_drafters([entry(served.server.address, {0: "digest0"})])
-        eventually(lambda: pools[0].num_up)
-        Target(pools[0], seed=2).check_step()
-
-    served.when_armed(join)
-    served.target.check_step()
-    assert served.outcomes == [CANCELLED]
-    pools[0].close()
-
-
 def test_a_step_that_does_not_come_in_time_is_served_when_it_comes(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,12 +283,6 @@ def test_a_head_swapped_while_a_pass_waits_does_not_draft(served: Served) -> Non
     assert served.outcomes == [CANCELLED]
     served.connects_again()
     assert served.target.step() == [served.target.expected(slot, head=2) for slot in range(3)]
-
-
-def test_a_head_in_a_new_place_leaves_the_step_its_drafts(served: Served) -> None:
-    served.when_armed(lambda: served.server.swap(1, head_runtime(2), served_head(2)))
-    served.target.check_step()
-    assert served.outcomes == [CANCELLED]
 
 
 def test_a_drafter_that_ends_while_a_pass_waits(served: Served) -> None:
@@ -419,39 +306,6 @@ def test_a_target_that_goes_away_while_a_pass_waits(served: Served) -> None:
     pool = served.new_pool()
     Target(pool).check_step()
     pool.close()
-
-
-def test_a_target_dropped_when_its_step_is_answered_has_had_its_drafts(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server, write = served.server, Mailbox.write_device_part
-
-    def write_and_drop(*given: Any) -> None:
-        """In the serving thread, so that nothing comes in between."""
-        (peer,) = server._peers.values()
-        write(*given)
-        server._drop(peer, Bye("for a test"))
-
-    def hand_over(*given: Any) -> None:
-        eventually(lambda: served.is_armed)
-        server._jobs.put(lambda: write_and_drop(*given))
-
-    monkeypatch.setattr(Mailbox, "write_device_part", hand_over)
-    assert served.target.step() == [served.target.expected(slot) for slot in range(3)]
-    eventually(lambda: not server._peers)
-    assert served.outcomes == [ANSWERED]
-    assert (server.stats.num_steps, server.stats.num_dropped, server.stats.num_failures) == (2, 0, 0)
-
-
-def test_a_mailbox_that_a_target_says_it_has_not_goes_after_the_pass(served: Served) -> None:
-    served.target._hand_over = lambda link, step: False  # type: ignore[method-assign]
-    served.target.step()
-    eventually(lambda: served.is_armed)
-    (peer,) = served.server._peers.values()
-    frames = [zmq.Frame(frame) for frame in frames_of(Attached(has_mailbox=False))]
-    served.server._jobs.put(lambda: served.server._take(peer.identity, frames) and None)
-    eventually(lambda: peer.mailbox is None)
-    assert served.outcomes == [CANCELLED]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from peagle.drafter.kvcache import NO_ROW, RequestTable, chain_key, root_key
+from peagle.drafter.kvcache import NO_ROW, RequestTable
 from tests.support.request_model import BLOCK, DEPTH, Model, Request, ids, make_table
 
 
@@ -112,48 +112,6 @@ def test_truncating_into_a_shared_block_leaves_it_to_the_others() -> None:
     model.step(0, {0: (first, 2 * BLOCK, 1, DEPTH)}, {})  # reads all its rows again
 
 
-def test_truncating_into_a_block_of_its_own_withdraws_it() -> None:
-    table, tokens = make_table(50), list(range(30))
-    model, request = filled(table, 0, 0, tokens, 2 * BLOCK)
-    assert len(table.pool._block_of) == 2
-    model.step(0, {0: (request, BLOCK + 2, 1, DEPTH)}, {})
-    assert len(table.pool._block_of) == 1
-    assert table.counters.cold_starts == 0
-
-
-def test_rows_of_a_cold_request_answer_for_no_prefix() -> None:
-    table, tokens = make_table(50), list(range(30))
-    model, request = Model(table), Request(tokens, 0)
-    model.step(0, {0: (request, BLOCK, 3 * BLOCK, 1)}, {0: np.array(tokens[: BLOCK + 1], np.int32)})
-    assert (table.counters.cold_starts, len(table.pool._block_of)) == (1, 0)
-
-
-def test_a_request_whose_tokens_are_not_known_publishes_nothing() -> None:
-    table, tokens = make_table(50), list(range(30))
-    model, _ = filled(table, 0, 0, tokens, BLOCK)
-    model.step(0, {0: (Request([9, *tokens[1:]], 0), 0, 2 * BLOCK, 1)}, {0: ids()})
-    assert len(table.pool._block_of) == 1
-
-
-def test_keys_of_freed_blocks_are_forgotten() -> None:
-    """Else a request of unknown tokens would go on from the key of the request that had its block before."""
-    table, tokens = make_table(50), list(range(30))
-    model, request = Model(table), Request([9, *tokens[1:]], 0)
-    for slot in (0, 1):  # the same key twice, so the block of slot 1 is not published
-        model.step(0, {slot: (Request(tokens, 0), 0, BLOCK, 1)}, {slot: ids(tokens[0])})
-    table.release(0, [1])
-    model.step(0, {1: (request, 0, BLOCK, 1)}, {1: ids()})
-    model.step(0, {1: (request, BLOCK, BLOCK, 1)}, {})
-    assert len(table.pool._block_of) == 1
-
-
-def test_a_preempted_request_still_publishes() -> None:
-    table, tokens = make_table(50), list(range(30))
-    model, request = filled(table, 0, 0, tokens, BLOCK)
-    model.step(0, {0: (request, 0, 2 * BLOCK, 1)}, {})
-    assert len(table.pool._block_of) == 2
-
-
 def test_blocks_for_mask_rows_are_part_of_what_a_step_needs() -> None:
     table = make_table(2)
     model = Model(table)
@@ -185,16 +143,6 @@ def test_the_requests_that_need_least_get_the_last_blocks() -> None:
     assert small.num_rows == 2 * BLOCK
 
 
-def test_ends_are_evicted_before_beginnings() -> None:
-    table, tokens = make_table(6), list(range(30))
-    filled(table, 0, 0, tokens, 4 * BLOCK)
-    table.release(0, [0])
-    Model(table).step(0, {1: (Request(list(range(50, 90)), 0), 0, 4 * BLOCK, 0)}, {})  # two more than were free
-    row = table.open(1, 0, np.array(tokens[: 2 * BLOCK + 1], np.int32))
-    assert table.num_rows_C[row] == 2 * BLOCK
-    assert table.counters.evicted_blocks == 2
-
-
 def test_a_context_longer_than_allowed_is_refused() -> None:
     table = make_table(50)
     request = Request([1] * 200, 0)
@@ -202,10 +150,3 @@ def test_a_context_longer_than_allowed_is_refused() -> None:
     assert Model(table).step(0, {1: (request, 40 * BLOCK - 1, 1, 2)}, {}) == 0
     assert Model(table).step(0, {1: (request, 2**31 - 100, 1, 2)}, {}) == 0
     assert table.counters.refused == 2
-
-
-def test_keys_differ_by_head_token_and_order() -> None:
-    a, b = ids(1, 2).tobytes(), ids(3, 4).tobytes()
-    root = root_key("head", 1)
-    assert len({root, root_key("other", 1), root_key("head", 2), chain_key(root, a), chain_key(root, b)}) == 5
-    assert chain_key(chain_key(root, a), b) != chain_key(chain_key(root, b), a)

@@ -13,14 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from peagle.drafter.drafts import token_ids
 from peagle.drafter.engine import DraftEngine, Requests, split
 from peagle.drafter.protocol import TargetStep
 from tests.support.draft_engine_harness import (
     BLOCK,
-    CONFIG,
     MAX_DEPTH,
     VOCABULARY,
     Request,
@@ -48,53 +46,6 @@ def run(engine: DraftEngine, session: int, step: int, work: dict[int, Rows], **m
 
 def prompt(request: Request, start: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.array(request.tokens[: start + 1], np.int32)
-
-
-def test_a_repeated_step_gives_the_same_drafts() -> None:
-    engine, request = DraftEngine({0: head_runtime(0)}), make_request(0)
-    first = run(engine, 1, 0, {0: Rows(request, 0, 2 * BLOCK, 4)}, prompts={0: prompt(request, 0)})
-    second = run(engine, 1, 1, {0: Rows(request, 2 * BLOCK, 3, 4)})
-    assert run(engine, 1, 1, {0: Rows(request, 2 * BLOCK, 3, 4)}) == second
-    assert run(engine, 1, 1, {0: Rows(request, 0, 2 * BLOCK, 4)}) == first
-    assert engine.counters.cold_starts == 0
-
-
-def test_two_steps_of_one_target_in_one_call_follow_each_other() -> None:
-    engine, request, other = DraftEngine({0: head_runtime(0)}), make_request(0), make_request(1)
-    sent = [{0: Rows(request, 0, 9, 4)}, {3: Rows(other, 0, 5, 2)}, {0: Rows(request, 9, 2, 3)}]
-    steps = [target_step(session, i, work) for i, (session, work) in enumerate(zip([1, 2, 1], sent, strict=True))]
-    answers = [token_ids(answer_BK) for answer_BK in engine.step(steps)]
-    assert answers[0][0].tolist() == expected_drafts(0, request.tokens, 0, 9, 4)
-    assert answers[1][0, :2].tolist() == expected_drafts(0, other.tokens, 0, 5, 2)
-    assert answers[2][0, :3].tolist() == expected_drafts(0, request.tokens, 0, 11, 3)
-
-
-def test_the_same_slot_of_two_targets_is_two_requests() -> None:
-    engine, mine, yours = DraftEngine({0: head_runtime(0)}), make_request(0), make_request(1)
-    engine.step([target_step(1, 0, {0: Rows(mine, 0, 9, 4)}), target_step(2, 0, {0: Rows(yours, 0, 6, 4)})])
-    run(engine, 1, 1, {0: Rows(mine, 9, 1, 4)})
-    run(engine, 2, 1, {0: Rows(yours, 6, 1, 4)})
-    assert (num_requests(engine), engine.counters.cold_starts, engine.counters.passes) == (2, 0, 3)
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_a_prompt_says_that_another_request_has_the_slot(known: bool) -> None:
-    engine, old, new = DraftEngine({0: head_runtime(0)}), make_request(0), make_request(1)
-    run(engine, 1, 0, {0: Rows(old, 0, 2 * BLOCK, 4)}, prompts={0: prompt(old, 0)})
-    tokens = prompt(new, 2 * BLOCK) if known else np.empty(0, np.int32)
-    run(engine, 1, 1, {0: Rows(new, 2 * BLOCK, 3, 4)}, prompts={0: tokens})  # where the old one would have gone on
-    assert cached_range(engine, 1, 0) == (2 * BLOCK, 2 * BLOCK + 3)
-    assert (num_requests(engine), engine.counters.cold_starts) == (1, 1)
-
-
-def test_a_gap_starts_cold_and_is_counted() -> None:
-    engine, request = DraftEngine({0: head_runtime(0)}), make_request(0)
-    run(engine, 1, 0, {0: Rows(request, 0, 9, 4)})
-    run(engine, 1, 2, {0: Rows(request, 11, 2, 4)})
-    assert cached_range(engine, 1, 0) == (11, 13)
-    assert engine.counters.cold_starts == 1
-    run(engine, 1, 3, {0: Rows(request, 0, 14, 4)})  # preempted: all of it comes again
-    assert cached_range(engine, 1, 0) == (0, 14)
 
 
 def test_a_target_that_vanished_leaves_its_prefixes_and_its_room() -> None:
@@ -160,16 +111,6 @@ def test_a_request_that_goes_to_another_head_leaves_nothing_behind() -> None:
     assert engine.counters.cold_starts == 2
 
 
-def test_requests_without_new_rows_keep_their_cache() -> None:
-    engine, request = DraftEngine({0: head_runtime(0)}), make_request(0)
-    run(engine, 1, 0, {0: Rows(request, 0, 9, 4)})
-    assert run(engine, 1, 1, {0: Rows(request, 9, 0, 4)}) == [[-1] * MAX_DEPTH]
-    run(engine, 1, 2, {0: Rows(request, 9, 2, 4)})
-    assert engine.counters.cold_starts == 0
-    assert engine.step([target_step(1, 3, {}, finished=[0])])[0].shape == (0, MAX_DEPTH)
-    assert num_requests(engine) == 0
-
-
 def test_split_takes_those_that_wait_for_drafts_first() -> None:
     zeros = np.zeros(2, np.int64)
     num_valid, offset, depth = np.array([21, 5]), np.array([0, 21]), np.array([0, 4])
@@ -189,18 +130,6 @@ def test_long_prompts_run_in_pieces() -> None:
     assert (engine.counters.passes, engine.counters.rows) == (4, 21 + 5 + 3)
     run(engine, 1, 1, {0: Rows(chunk, 21, 18, 4), 1: Rows(waiting, 5, 1, 4)})
     assert cached_range(engine, 1, 0) == (0, 39)
-
-
-def test_rows_are_gathered_where_too_many_of_others_lie_between() -> None:
-    engine, first, last = DraftEngine({0: head_runtime(0, max_payload_rows=12)}), make_request(0), make_request(1)
-    step = target_step(1, 0, {0: Rows(first, 0, 4, 4), 1: Rows(last, 0, 5, 4)})
-    hidden = torch.cat([step.hidden_RH, torch.full((30, CONFIG.hidden_size), float("nan")), step.hidden_RH])
-    tokens = np.concatenate([step.next_tokens_R, np.full(30, -7, np.int32), step.next_tokens_R])
-    offset_B = step.row_offset_B + np.array([0, len(step.next_tokens_R) + 30], np.int32)
-    [answer] = engine.step(
-        [dataclasses.replace(step, hidden_RH=hidden, next_tokens_R=tokens, row_offset_B=offset_B.astype(np.int32))]
-    )
-    check_answer(engine, 1, {0: Rows(first, 0, 4, 4), 1: Rows(last, 0, 5, 4)}, answer)
 
 
 def test_a_pass_that_fails_leaves_no_rows_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,10 @@ import pytest
 
 from peagle.drafter import client
 from peagle.drafter.client import Deadlines, LinkPool, introduce, rank
-from tests.support.draft_engine_harness import MAX_DEPTH, head_runtime
+from tests.support.draft_engine_harness import MAX_DEPTH
 from tests.support.transport_harness import (
     SHAPE,
     DrafterProcess,
-    SlowEngine,
     Target,
     entry,
     eventually,
@@ -30,7 +29,6 @@ from tests.support.transport_harness import (
     named_mailboxes,
     only_link,
     running,
-    served_head,
 )
 
 HEADS = {0: "digest0"}
@@ -72,22 +70,6 @@ def test_drafts_are_those_of_the_drafter_at_every_step(shared: bool) -> None:
         assert target.step(1, depth=0) == [[-1] * MAX_DEPTH] * 3
         target.check_step(1)
         assert only_link(pool)["num_answered"] == 8
-        pool.close()
-
-
-@PATHS
-def test_service_and_wait_are_summed_over_the_answers(shared: bool) -> None:
-    """Lower bounds from a drafter that sleeps; the wait holds the service, since the target has nothing else to do."""
-    delay_s, num_steps = 0.05, 3
-    with running(make_server(delay_s=delay_s)) as server:
-        pool = connected(server.address, use_shared_memory=shared)
-        target = Target(pool)
-        for _ in range(num_steps):
-            target.check_step()
-        link = only_link(pool)
-        assert link["sum_service_s"] >= num_steps * delay_s
-        assert link["sum_wait_s"] >= num_steps * delay_s * 0.9  # `send` returns before the wait begins
-        assert delay_s <= link["last_service_s"] <= link["sum_service_s"]
         pool.close()
 
 
@@ -175,28 +157,6 @@ def test_a_slow_drafter_gives_no_drafts_and_its_late_ones_are_never_taken_for_ne
         assert answers == [NO_DRAFTS] * 6
         link = only_link(pool)
         assert 3 <= link["num_timeouts"] == link["num_steps"]
-        pool.close()
-
-
-@PATHS
-def test_a_drafter_that_has_become_slower_is_waited_for_longer(shared: bool) -> None:
-    """More targets share it, say. If only answers in time counted, none would ever be in time again."""
-    with running(make_server()) as server:
-        pool = connected(server.address, use_shared_memory=shared, min_deadline_s=0.05, max_deadline_s=5.0)
-        target = Target(pool)
-        target.step(1)
-        assert isinstance(server._engine, SlowEngine)
-        server._engine.delay_s = 0.15
-        (link,) = pool._links.values()
-        link._deadlines.average_s = 0.001  # so it was so far, however slow this machine is
-        deadline_s = time.monotonic() + 15
-        while target.step(1) == NO_DRAFTS:
-            for slot in range(3):
-                target.restart(slot)  # positions do not run out
-            until_up(pool)
-            assert time.monotonic() < deadline_s, "it is given up at every step"
-        assert link.stats.num_timeouts >= 1
-        assert (link.report()["average_pass_s"] or 0.0) > 0.05
         pool.close()
 
 
@@ -396,51 +356,6 @@ def test_a_drafter_may_be_asked_for_other_heads_while_steps_go_on(monkeypatch: p
         pool.set_drafters([entry(server.address, {1: "digest1"})])
         target.check_step(head=1)
         assert only_link(pool)["num_connections"] == 2
-        pool.close()
-
-
-def test_heads_asked_for_in_the_moment_of_connecting_are_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the look at a new connection's heads and its being taken up, other heads are asked for."""
-    with running(make_server((0, 1))) as server:
-        pool = make_pool()
-        asking = threading.Thread(target=pool.set_drafters, args=([entry(server.address, {1: "digest1"})],))
-
-        class Looked(dict[int, str]):
-            def __eq__(self, other: object) -> bool:
-                if asking.ident is None:
-                    asking.start()
-                    asking.join(0.2)  # who asks may have to wait until the connection is taken up
-                return dict.__eq__(self, other)
-
-            def __ne__(self, other: object) -> bool:
-                return not self == other
-
-        def introduced(*args: Any) -> Any:
-            made = introduce(*args)
-            made.heads = Looked(made.heads)
-            return made
-
-        monkeypatch.setattr(client, "introduce", introduced)
-        pool.set_drafters([entry(server.address, HEADS)])
-        eventually(lambda: pool.num_up and asking.ident)
-        asking.join()
-        eventually(lambda: Target(pool).step(head=1) != NO_DRAFTS)
-        pool.close()
-
-
-def test_a_target_keeps_no_reducer_of_heads_that_were_swapped_for_others() -> None:
-    """They are large, on a GPU, and a head may be swapped every hour. One that comes back is drafted with again."""
-    with running(make_server((0, 1))) as server:
-        pool = connected(server.address)
-        target = Target(pool)
-        target.check_step()
-        for head in (2, 3, 0):
-            server.swap(0, head_runtime(head), served_head(head))
-            eventually(lambda head=head: only_link(pool)["heads"] == {"0": f"digest{head}"} and pool.num_up)
-            target.begin_cold()
-            assert target.step() == [target.expected(slot, head=head) for slot in range(3)]
-            assert target.step() == [target.expected(slot, head=head) for slot in range(3)]
-            assert set(pool._reducers) == {f"digest{head}"}
         pool.close()
 
 

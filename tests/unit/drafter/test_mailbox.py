@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import typing
 from collections.abc import Iterator
@@ -22,7 +21,6 @@ import torch
 from torch import Tensor
 
 from peagle.drafter.client import LinkPool
-from peagle.drafter.drafts import pack
 from peagle.drafter.mailbox import (
     ABORTED,
     MAX_PROMPT_TOKENS,
@@ -32,8 +30,6 @@ from peagle.drafter.mailbox import (
     TIMED_OUT,
     Mailbox,
     SharedMemory,
-    host_identity,
-    mailbox_bytes,
     sweep,
 )
 from peagle.drafter.protocol import DtypeName, Int32Array, Reducer, TargetShape, TargetStep
@@ -107,14 +103,6 @@ def test_an_area_is_written_again_only_after_its_answer() -> None:
     assert not mailbox.is_free(NUM_AREAS + 2)
 
 
-def test_a_step_without_requests_only_tells_who_ended() -> None:
-    mailbox = Mailbox.private(SHAPE)
-    step = new_step(1, np.zeros((4, 0), np.int32), [[], []], torch.zeros(0, 6), finished_slots=[0, 3])
-    put(mailbox, step)
-    found = mailbox.read_step(1, 0)
-    assert (found.num_requests, list(found.finished_slots), found.prompts) == (0, [0, 3], {})
-
-
 def test_prompts_that_do_not_fit_travel_empty() -> None:
     mailbox = Mailbox.private(dataclasses.replace(SHAPE, vocab_size=2))
     long = np.ones(MAX_PROMPT_TOKENS - 1, np.int32)
@@ -123,11 +111,6 @@ def test_prompts_that_do_not_fit_travel_empty() -> None:
     step = new_step(1, host_4B, starts, torch.zeros(2, 6), prompts={0: long, 1: ints(0, 1)})
     assert put(mailbox, step) == 1
     assert {slot: len(tokens) for slot, tokens in mailbox.read_step(1, 0).prompts.items()} == {0: len(long), 1: 0}
-
-
-def test_the_size_is_three_payloads_and_little_else() -> None:
-    shape = TargetShape(4096, "bfloat16", 7, 256, 8192, 128_256)
-    assert 3 * shape.payload_bytes < mailbox_bytes(shape) < 1.05 * 3 * shape.payload_bytes
 
 
 @pytest.mark.parametrize(
@@ -219,11 +202,6 @@ def test_a_dead_makers_file_is_swept_and_a_living_ones_is_not() -> None:
 
 def _make_old(path: Path) -> None:
     os.utime(path, (time.time() - 3600,) * 2)
-
-
-def test_the_identity_of_a_host_is_its_boot_and_its_shared_memory() -> None:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    assert host_identity() == f"{boot}:{SHARED_DIR.stat().st_dev}"
 
 
 # On a device
@@ -330,59 +308,6 @@ def test_a_killed_drafter_releases_the_stream(kind: type[StreamTarget]) -> None:
         assert drafts_MK.unique().tolist() == [0]
         assert time.monotonic() - begin_s < 12, "the deadline ended the wait, not the drafter's death"
         pool.close()
-
-
-@DEVICES
-def test_a_replay_serves_every_step_area_and_session_and_goes_with_its_reducer(device: str) -> None:
-    """Rows travel as they stand, or with empty places between them. On a CPU the same functions run one by one."""
-    shape, draw = SERVED_SHAPE, np.random.default_rng(0)
-    replayer = StepReplayer(shape, [4, 8], torch.device(device))
-    reducer = Reducer(torch.randn(shape.hidden_size, 12, dtype=torch.float64, device=device))
-    with pinned_mailbox(device) as one, pinned_mailbox(device) as other:
-        for mailbox, first in ((one, 1), (other, 1), (one, 6), (other, 6)):
-            for number in range(first, first + 5):
-                num_requests = int(draw.integers(1, shape.max_num_requests + 1))
-                num_rows = int(draw.integers(num_requests, 9))
-                num_places = num_rows + int(draw.choice([0, 0, 1, 20]))
-                places = np.sort(draw.choice(num_places, num_rows, replace=False))
-                integers = draw.integers(0, 50, 2 * num_requests + num_places).astype(np.int32)
-                ids_BK = torch.from_numpy(draw.integers(0, 50, (num_requests, shape.max_depth)))
-                drafts_BK = pack(ids_BK, chance_BK := torch.from_numpy(draw.random(ids_BK.shape))).numpy()
-                aux = list(torch.randn(3, num_rows, 4, dtype=torch.float64, device=device))
-                area = mailbox.area(number)
-                area.outcome[0], area.payload_RH[:] = 0, 5.0
-                replayer.integers[: len(integers)] = torch.from_numpy(integers)
-                replayer.sources_R[:num_places] = -1
-                replayer.sources_R[places] = torch.arange(num_rows, dtype=torch.int32, device=device)
-                run = replayer.prepare(reducer, aux, num_rows)
-
-                def answer(mailbox: Mailbox = mailbox, number: int = number, drafts: Int32Array = drafts_BK) -> None:
-                    eventually(lambda: mailbox.is_ready(number))
-                    mailbox.answer(number, drafts, 0)
-
-                drafter = threading.Thread(target=answer)
-                drafter.start()
-                run(mailbox.words(number, request=(num_requests, num_places), wait=(num_requests, 20.0)))
-                assert replayer.drafts_BK[:num_requests].tolist() == ids_BK.tolist()
-                found_BK = replayer.chance_BK[:num_requests].cpu().double()
-                torch.testing.assert_close(found_BK, chance_BK, rtol=0.0, atol=3e-4)
-                drafter.join()
-                eventually(lambda area=area: area.outcome[0])
-                assert area.outcome[0] == REACHED
-                assert area.device_part[: len(integers)].tolist() == integers.tolist()
-                reduced_NH = reducer.reduce(torch.cat(aux, dim=-1)).cpu()
-                torch.testing.assert_close(area.payload_RH[places], reduced_NH)
-                assert (np.delete(area.payload_RH.numpy(), places, axis=0) == 5).all()
-        assert device == "cpu" or sorted(replayer._graphs[reducer]) == [4, 8]
-        del run, reducer
-        assert not replayer._graphs
-
-
-@pytest.mark.gpu
-def test_a_mailboxes_payload_counts_as_pinned() -> None:
-    """So that a pass reads its rows where they lie (`peagle.drafter.graphs`)."""
-    with pinned_mailbox("cuda") as mailbox:
-        assert mailbox.area(0).payload_RH[:3].is_pinned()
 
 
 @DEVICES

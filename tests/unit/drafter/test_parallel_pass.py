@@ -13,10 +13,10 @@ import torch
 from peagle.config import DrafterConfig, HeadError
 from peagle.drafter.drafts import token_ids, unpack
 from peagle.drafter.graphs import GraphSizes
-from peagle.drafter.parallel_pass import PassLimits, cache_bytes_per_block, check_parallel
+from peagle.drafter.parallel_pass import PassLimits, check_parallel
 from peagle.model import Drafter
 from tests.support.head_factory import random_drafter
-from tests.support.pass_requests import BLOCK_SIZE, MAX_DEPTH, STEPS, SWITCHES, Requests, Step
+from tests.support.pass_requests import MAX_DEPTH, STEPS, SWITCHES, Requests, Step
 from tests.unit.peagle.test_draft import CONFIG, EAGLE3
 
 LIMITS = PassLimits(
@@ -141,25 +141,6 @@ def test_a_head_of_a_target_with_more_tokens_than_a_draft_can_name_is_refused() 
         check_parallel(dataclasses.replace(CONFIG, vocab_size=(1 << 20) + 1), "head a")
 
 
-def test_unused_blocks_may_be_missing() -> None:
-    """Columns before a cold start and after the last row hold -1 in a free-list's table."""
-    requests = Requests(random_drafter(CONFIG), 1)
-    requests.cache_start[0] = 9
-    requests.blocks[0, [0, 1]] = -1
-    requests.blocks[0, 5:] = -1
-    batch = requests.batch([Step(0, 9, 6, 5)])
-    requests.new_pass().run(batch)
-    assert batch.block_table_BN.shape == (1, 5)
-
-
-def test_bytes_of_a_block() -> None:
-    parallel_pass = Requests(random_drafter(CONFIG), 1).new_pass()
-    block_bytes = cache_bytes_per_block(CONFIG, BLOCK_SIZE, parallel_pass.dtype)
-    assert block_bytes == parallel_pass._cache_tensor[:, :, 0].nbytes
-    # Keys and values of 3 layers, 16 positions and 2 heads of 8 numbers, 2 bytes each.
-    assert cache_bytes_per_block(CONFIG, 16, torch.bfloat16) == 2 * 3 * 16 * 2 * 8 * 2
-
-
 def test_graph_sizes_hold_every_batch() -> None:
     sizes = GraphSizes.of(LIMITS)
     assert sizes.depths == (0, 1, 2, 4, 7)
@@ -172,27 +153,3 @@ def test_graph_sizes_hold_every_batch() -> None:
         assert key[0] - num_rows <= max(8, num_rows / 4)
     assert sizes.key(4097, 1, 7) is None
     assert sizes.key(8, 129, 7) is None
-
-
-def test_full_batches_cover_what_drafting_needs() -> None:
-    sizes = GraphSizes.of(LIMITS)
-    graphs = set(sizes.full_batches())
-    for num_requests, num_valid, depth in itertools.product((1, 5, 64), (1, 3, 8), (7,)):
-        assert sizes.key(num_requests * (num_valid + depth - 1), num_requests, depth) in graphs
-    assert sizes.key(64, 64, 0) in graphs, "requests that draft nothing still hand over a row each"
-    assert {(rows, 128, 7) for rows in sizes.rows} <= graphs, "a prompt beside drafts has any number of rows"
-    assert {(2048, 32, 0), (2048, 32, 7), (1152, 128, 4)} <= graphs, "without drafts that nobody wants"
-
-
-def test_many_rows_cost_the_start_of_a_drafter_few_graphs() -> None:
-    """Each takes some 30 ms of warm-up."""
-    limits = dataclasses.replace(LIMITS, max_num_requests=256)
-    few, many = (GraphSizes.of(dataclasses.replace(limits, max_num_rows=rows)).full_batches() for rows in (1024, 8192))
-    assert set(few) < set(many)
-    assert len(many) < 1.35 * len(few)
-
-
-def test_graph_sizes_of_small_limits() -> None:
-    sizes = GraphSizes.of(dataclasses.replace(LIMITS, max_num_rows=20, max_num_requests=3, max_depth=1))
-    assert (sizes.rows, sizes.requests, sizes.depths) == ((8, 16, 20), (1, 2, 3), (0, 1))
-    assert LIMITS.block_size > BLOCK_SIZE

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -73,38 +72,6 @@ def test_launches_may_overtake_their_answers() -> None:
 
 
 @pytest.mark.gpu
-def test_hidden_rows_in_pinned_memory_and_on_the_gpu() -> None:
-    requests = on_gpu()
-    parallel_pass = requests.new_pass("cuda")
-    steps = STEPS[0]
-    expected = [requests.expected(step) for step in steps]
-    batch = requests.batch(steps)
-    (hidden_RH,) = batch.hidden
-    for placed_RH in (hidden_RH.cpu().pin_memory(), hidden_RH.cpu(), hidden_RH.cuda()):
-        assert token_ids(parallel_pass.run(dataclasses.replace(batch, hidden=[placed_RH]))).tolist() == expected
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_pieces", [1, 3])
-def test_rows_are_read_where_they_lie_in_pinned_memory(num_pieces: int) -> None:
-    """Each step's batches are padded to three requests, and some pieces are not pinned, or lie unaligned."""
-    requests = on_gpu()
-    sizes = GraphSizes(rows=(64,), requests=(3,), depths=(MAX_DEPTH,))
-    parallel_pass = requests.new_pass("cuda", graph_sizes=sizes)
-    for number, steps in enumerate(STEPS):
-        expected = [requests.expected(step) for step in steps]
-        batch = requests.batch(steps, num_pieces=num_pieces)
-        pieces = [piece.cpu().pin_memory() for piece in batch.hidden]
-        if number % 3 == 1:
-            pieces[0] = pieces[0].clone()
-        if number % 3 == 2:
-            room = torch.empty(pieces[0].numel() + 1).pin_memory()[1:].view(pieces[0].shape)
-            pieces[0] = room.copy_(pieces[0])
-        assert token_ids(parallel_pass.run(dataclasses.replace(batch, hidden=pieces))).tolist() == expected
-    assert len(runner_of(parallel_pass)._graphs) == 1
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [NO_GRAPHS, SIZES, None], ids=["eager", "few sizes", "all sizes"])
 def test_what_was_sent_ahead_drafts_as_the_whole_batch_does(sizes: GraphSizes | None) -> None:
     """At once, after other passes and after more that were sent ahead and never launched than there are areas."""
@@ -124,43 +91,6 @@ def test_what_was_sent_ahead_drafts_as_the_whole_batch_does(sizes: GraphSizes | 
             for _ in range(NUM_AREAS + 1):
                 parallel_pass.send_ahead(dataclasses.replace(early, block_table_BN=early.block_table_BN[::-1]))
         assert token_ids(parallel_pass.launch(batch, ahead)()).tolist() == expected
-
-
-@pytest.mark.gpu
-def test_a_payload_that_must_be_copied_is_not_sent_ahead() -> None:
-    parallel_pass, batch = (requests := on_gpu()).new_pass("cuda"), requests.batch(STEPS[0])
-    pinned = [piece.cpu().pin_memory() for piece in batch.hidden]
-    for hidden in ([piece.clone() for piece in pinned], [piece.double().pin_memory() for piece in pinned]):
-        assert parallel_pass.send_ahead(dataclasses.replace(batch, hidden=hidden)) is None
-    assert parallel_pass.send_ahead(dataclasses.replace(batch, hidden=pinned)) is not None
-
-
-@pytest.mark.gpu
-def test_a_payload_of_another_type_is_converted() -> None:
-    requests = on_gpu()
-    batch = requests.batch(STEPS[0])
-    batch = dataclasses.replace(batch, hidden=[piece.double().cpu() for piece in batch.hidden])
-    assert token_ids(requests.new_pass("cuda").run(batch)).tolist() == [requests.expected(step) for step in STEPS[0]]
-
-
-@pytest.mark.gpu
-def test_warming_up_leaves_nothing_to_capture_and_changes_no_draft() -> None:
-    requests = on_gpu()
-    parallel_pass = requests.new_pass("cuda")
-    num_graphs = parallel_pass.warm_up()
-    assert num_graphs == len(GraphSizes.of(parallel_pass.limits).full_batches())
-    for steps in ([Step(0, 0, 3, 5), Step(1, 0, 1, 5), Step(2, 0, 6, 5)], [Step(0, 3, 1, 5), Step(1, 1, 2, 5)]):
-        assert token_ids(parallel_pass.run(requests.batch(steps))).tolist() == [
-            requests.expected(step) for step in steps
-        ]
-    assert len(runner_of(parallel_pass)._graphs) == num_graphs
-    # A prompt beside drafts is no full batch: it runs on a graph that holds it, rather than wait for a capture.
-    steps = [Step(2, 6, 33, 0), Step(0, 4, 2, 5)]
-    runner = runner_of(parallel_pass)
-    assert runner.sizes.key(33 + 2 + 4, 2, 5) not in runner._graphs
-    assert runner._key_for(33 + 2 + 4, 2, 5) in runner._graphs
-    assert token_ids(parallel_pass.run(requests.batch(steps))).tolist() == [requests.expected(step) for step in steps]
-    assert parallel_pass.warm_up() == num_graphs
 
 
 @pytest.mark.gpu
@@ -298,36 +228,6 @@ def test_a_step_that_came_first_is_answered_although_it_is_called_off(device: st
         eventually(lambda: device == "cpu" or case.mailbox.is_done(1))
         assert one.settle() == ANSWERED
         case.check_answer(STEPS[0])
-
-
-@pytest.mark.gpu
-def test_nothing_is_armed_before_warm_up_or_after_another_batch() -> None:
-    with armed_on("cuda") as case:
-        _, batch, _ = case.arm(STEPS[0])
-        runner, words = runner_of(case.parallel_pass), armed_words(case.mailbox, 2, len(STEPS[0]))
-        torch.cuda.synchronize()
-        pinned = dataclasses.replace(batch, hidden=[piece.cpu().pin_memory() for piece in batch.hidden])
-        ahead = case.parallel_pass.send_ahead(pinned)
-        runner._is_warm = False
-        assert case.parallel_pass.arm(pinned, ahead, words) is None
-        runner._is_warm = True
-        case.parallel_pass.send_ahead(pinned)
-        assert case.parallel_pass.arm(pinned, ahead, words) is None
-        assert case.parallel_pass.arm(pinned, None, words) is None
-
-
-@pytest.mark.gpu
-def test_an_armed_pass_compiles_no_kernel_after_warm_up(caplog: pytest.LogCaptureFixture) -> None:
-    with armed_on("cuda") as case:
-        graphs.warn_of_compilations()
-        steps: Any = [
-            [Step(0, 0, length, depth)] for length in (1, 2, 12, 15, 16, 17, 31) for depth in (0, 1, MAX_DEPTH)
-        ]
-        for these in [*steps, *STEPS]:
-            one, batch, _ = case.arm(these)
-            case.come(batch)
-            assert eventually(one.poll) == ANSWERED
-        assert "was compiled after warm-up" not in caplog.text
 
 
 # Without a GPU

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save
 
 from peagle.checkpoint import load_head, save_head
-from tests.support.head_factory import CONFIG, REDUCED, TARGET, head_tensors
+from tests.support.head_factory import REDUCED, TARGET, head_tensors
 
 COMMIT = "0" * 40
 
@@ -137,15 +137,6 @@ def test_of_the_target_only_its_tables_are_downloaded(hub: Hub, tmp_path: Path) 
         "org/target/config.json",
         "org/target/model.safetensors.index.json",
     ]
-
-
-def test_a_head_of_another_target_is_named_once_it_is_here(hub: Hub, tmp_path: Path) -> None:
-    put_target(hub)
-    other = dataclasses.replace(CONFIG, vocab_size=96, draft_vocab_size=96, ptd_token_id=95)
-    hub.put("org/head", save_head(tmp_path / "head", other, head_tensors(other)))
-    done = head_directory(hub, tmp_path, "org/head")
-    assert done.returncode != 0
-    assert "vocabulary: the head has 96 tokens, the target 100" in done.stderr
 
 
 def test_a_recipes_target_is_downloaded_once_in_one_format(hub: Hub, tmp_path: Path) -> None:

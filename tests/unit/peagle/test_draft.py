@@ -110,15 +110,6 @@ def test_cached_steps_equal_recomputing_everything(num_drafts: int) -> None:
         assert session.num_rows == start
 
 
-@pytest.mark.parametrize("wrong", [{"mask_step": 0}, {"prefix": 6}])
-def test_the_twin_tells_wrong_positions_and_masks_apart(wrong: dict[str, int]) -> None:
-    drafter = random_drafter(CONFIG)
-    tokens, aux = random_request(12)
-    drafts = DraftSession(drafter).propose(tokens[1:], aux[:-1], 4)
-    difference = (drafts.logits_KV - plain_logits(drafter, tokens, aux, 4, **wrong)).abs().amax(dim=1)
-    assert float(difference[-1]) > 0.1
-
-
 def test_a_smaller_k_gives_the_first_tokens_of_a_larger_one() -> None:
     drafter = random_drafter(CONFIG)
     tokens, aux = random_request(12)
@@ -126,17 +117,6 @@ def test_a_smaller_k_gives_the_first_tokens_of_a_larger_one() -> None:
     for num_drafts in range(1, 7):
         part = DraftSession(drafter).propose(tokens[1:], aux[:-1], num_drafts)
         torch.testing.assert_close(part.logits_KV, whole.logits_KV[:num_drafts], rtol=1e-5, atol=1e-5)
-
-
-def test_mask_rows_leave_no_trace_in_the_cache() -> None:
-    drafter = random_drafter(CONFIG)
-    tokens, aux = random_request(20)
-    logits = []
-    for num_drafts in (1, 9):
-        session = DraftSession(drafter)
-        session.propose(tokens[1:10], aux[:9], num_drafts)
-        logits.append(session.propose(tokens[10:15], aux[9:14], 3).logits_KV)
-    torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-5)
 
 
 def test_truncate_takes_back_rows_that_were_not_kept() -> None:

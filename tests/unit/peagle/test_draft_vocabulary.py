@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from peagle.checkpoint import build_drafter, load_head, marks, offsets, save_drafter, save_head, target_ids
+from peagle.checkpoint import build_drafter, load_head, save_drafter, save_head, target_ids
 from peagle.config import HeadError
 from peagle.draft import Drafts, DraftSession
 from peagle.heads import prepare_head
@@ -23,11 +23,6 @@ from tests.support.head_factory import REDUCED, TARGET, head_tensors
 from tests.support.small_run import write_small_run
 
 
-def test_counts_are_of_answers_only() -> None:
-    data = Conversations.from_lists([[1, 1, 2], [3]], [[4, 4], [2, 5, 4]])
-    assert answer_token_counts(data, 7).tolist() == [0, 0, 1, 0, 3, 1, 0]
-
-
 def test_most_frequent_tokens_ascending_and_ties_to_the_lower_id() -> None:
     count_V = torch.tensor([0, 7, 2, 9, 2, 0, 1])
     assert frequent_tokens(count_V, 3).tolist() == [1, 2, 3]
@@ -38,13 +33,6 @@ def test_most_frequent_tokens_ascending_and_ties_to_the_lower_id() -> None:
             frequent_tokens(count_V, size, always=[6, 0])
     with pytest.raises(ValueError, match=r"\[7\] must be tokens of the target, 0\.\.6"):
         frequent_tokens(count_V, 3, always=[7])
-
-
-def test_tables_lead_back_to_the_tokens() -> None:
-    ids = torch.tensor([0, 2, 5])
-    assert offsets(ids).tolist() == [0, 1, 3]
-    assert torch.equal(target_ids(offsets(ids)), ids)
-    assert marks(ids, 6).tolist() == [True, False, True, False, False, True]
 
 
 def make_target(folder: Path, *, tied: bool) -> Path:
@@ -75,24 +63,6 @@ def test_shipped_head_takes_its_output_rows_from_the_target(tmp_path: Path, tied
     hidden = torch.randn(3, 32)
     assert torch.equal(prepared.logits(hidden), direct.logits(hidden))
     assert torch.equal(prepared.target_ids, ids)
-
-
-def test_eagle3_head_with_a_reduced_vocabulary_is_joined_too(tmp_path: Path) -> None:
-    config = dataclasses.replace(REDUCED, ptd_token_id=None, num_depths=1)
-    dropped = ("mask_hidden", "mask_embedding")
-    tensors = {name: value for name, value in head_tensors(REDUCED, shipped=True).items() if name not in dropped}
-    target = make_target(tmp_path / "target", tied=True)
-    head = save_head(tmp_path / "head", config, tensors)
-    made = load_head(prepare_head(head, target, tmp_path / "cache"))[1]
-    assert made.keys() == tensors.keys() | {"lm_head.weight"}
-
-
-def test_untied_target_without_an_output_matrix(tmp_path: Path) -> None:
-    target = make_target(tmp_path / "target", tied=True)
-    (target / "config.json").write_text(json.dumps(TARGET | {"tie_word_embeddings": False}))
-    head = save_head(tmp_path / "head", REDUCED, head_tensors(REDUCED, shipped=True))
-    with pytest.raises(ValueError, match=r"one lm_head.weight is needed in its safetensors, found none"):
-        prepare_head(head, target, tmp_path / "cache")
 
 
 def test_head_of_another_width_cannot_leave_its_output_rows_out(tmp_path: Path) -> None:

@@ -13,17 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cluster.settings import Catalog, load_settings
 from deployments.cli import main
-from peagle.checkpoint import build_drafter, check_head, check_head_fits, convert, expected_tensors, load_head
+from peagle.checkpoint import build_drafter, check_head, convert, expected_tensors, load_head
 from peagle.config import (
-    DEFAULT_NUM_DEPTHS,
     UNNAMED_LAYERS,
     DrafterConfig,
     HeadError,
-    Llama3Rope,
     plain_config,
-    read_head_config,
 )
 from peagle.draft import DraftSession
 from peagle.train.cod import attend_under
@@ -151,17 +147,6 @@ def test_missing_settings_mean_what_vllm_takes_them_for() -> None:
     assert DrafterConfig.from_dict(plain).aux_layer_ids == UNNAMED_LAYERS
 
 
-def test_the_command_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 1
-    assert capsys.readouterr().err.startswith("error: no head at")
-
-
-def test_settings_take_a_source_as_it_is() -> None:
-    catalog = Catalog(("target",), Path("nowhere"), read_head_config)
-    args = {"model": {"source": "target"}, "drafter": {"head": str(SOURCES / "peagle")}}
-    assert load_settings(args, catalog, {}).max_draft_tokens == 4
-
-
 # The keys of amazon/gpt-oss-20b-p-eagle that are known, with its sizes; heads and MLP width are not known.
 GPT_OSS = {"hidden_size": 2880, "vocab_size": 201088, "num_hidden_layers": 24}
 AMAZON: dict[str, Any] = {
@@ -195,19 +180,6 @@ SMALL = {
     "hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64,
     "vocab_size": 320, "draft_vocab_size": 320, "ptd_token_id": 310,
 }  # fmt: skip
-
-
-def test_amazon_configuration_at_its_own_size() -> None:
-    config = DrafterConfig.from_dict(AMAZON)
-    check_head_fits(config, GPT_OSS)
-    assert (config.ptd_token_id, config.aux_layer_ids) == (201020, UNNAMED_LAYERS)
-    assert config.rope_scaling == Llama3Rope(8.0, 1.0, 4.0, 8192)
-    assert config.num_depths == DEFAULT_NUM_DEPTHS  # its config.json does not say that it was trained to 10
-    expected = expected_tensors(config)
-    assert expected["fc.weight"].shape == (2880, 8640)
-    assert expected["mask_hidden"].shape == (8640,)
-    assert expected["layers.0.self_attn.q_proj.weight"].shape == (4096, 5760)
-    assert expected["lm_head.weight"].shape == expected["embed_tokens.weight"].shape == (201088, 2880)
 
 
 @pytest.fixture

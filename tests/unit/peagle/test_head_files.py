@@ -14,11 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cluster.settings import Catalog, load_settings
-from peagle.checkpoint import build_drafter, check_head, expected_tensors, load_head, read_tensor_specs, save_head
+from peagle.checkpoint import build_drafter, check_head, expected_tensors, load_head, save_head
 from peagle.config import (
     DEFAULT_NUM_DEPTHS,
     LLAMA_NAMES,
@@ -316,27 +314,6 @@ def test_a_header_of_tensors_is_bounded(head: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "factor"),
-    [
-        ({}, 1.2079441541679836),
-        ({"attention_factor": 0.5}, 0.5),
-        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
-        ({"mscale": 0.5, "mscale_all_dim": 2}, 0.7801),
-        ({"mscale": 1.0, "mscale_all_dim": 0}, 1.2079441541679836),
-        ({"attention_factor": 2.4158883083359672, "attn_factor": 2.0}, 2.4158883083359672),
-    ],
-)  # fmt: skip
-def test_the_magnitude_of_yarn_is_that_of_transformers(head: Path, given: dict[str, Any], factor: float) -> None:
-    reconfigure(head, rope_parameters=YARN | {"apply_yarn_scaling": True, "extrapolation_factor": 1} | given)
-    config = check_head(head)
-    assert isinstance(config.rope_scaling, YarnRope)
-    llama = LlamaConfig(rope_parameters=YARN | {"rope_theta": 10000.0} | given)
-    assert config.rope_scaling.magnitude == pytest.approx(ROPE_INIT_FUNCTIONS["yarn"](llama, "cpu")[1])
-    assert config.rope_scaling.magnitude == pytest.approx(factor, rel=1e-3)
-    assert DrafterConfig.from_dict(config.to_dict()) == config
-
-
-@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"hidden_size": 64}, "hidden size: the head reads 32, the target has 64"),
@@ -397,19 +374,6 @@ def test_every_setting_survives_the_file(tmp_path: Path, changes: dict[str, Any]
     assert loaded["fc.weight"].shape == (32, 32 * len(config.aux_layer_ids))
 
 
-def test_other_names_of_the_mask_token_and_of_rope(head: Path) -> None:
-    scaling = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    scaling["original_max_position_embeddings"] = 8192
-    changes = {"rope_parameters": ..., "rope_scaling": scaling, "rope_theta": 500000, "ptd_token_id": ...}
-    reconfigure(head, **changes, pard_token=98, architectures=["PeagleLlamaForCausalLM"])
-    expected = dataclasses.replace(
-        CONFIG, ptd_token_id=98, rope_theta=500000.0, rope_scaling=Llama3Rope(32.0, 1.0, 4.0, 8192)
-    )
-    config = load_head(head)[0]
-    assert config == expected
-    assert DrafterConfig.from_dict(config.to_dict()) == expected
-
-
 def test_narrow_drafter_needs_its_own_table(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, hidden_size=16, head_dim=8)
     tensors = head_tensors(config)
@@ -428,12 +392,6 @@ def test_checks_import_no_torch(head: Path) -> None:
     subprocess.run(
         [sys.executable, "-c", code, str(head), json.dumps(TARGET)], check=True, cwd=Path(__file__).parents[3]
     )
-
-
-def test_specs_are_read_from_the_header_alone(head: Path) -> None:
-    specs = read_tensor_specs(head)
-    assert str(specs["mask_hidden"]) == "F32 [1, 1, 96]"
-    assert specs.keys() == load_head(head)[1].keys()
 
 
 def test_the_files_of_a_candidate_are_checked_and_kept_in_the_cache(head: Path, tmp_path: Path) -> None:

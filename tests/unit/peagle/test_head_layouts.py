@@ -99,33 +99,22 @@ SWITCHES = dataclasses.replace(
 NARROW = dataclasses.replace(CONFIG, hidden_size=16, head_dim=8)
 FIVE_TAPS = dataclasses.replace(CONFIG, aux_layer_ids=(0, 2, 4, 6, 7))
 YARN = dataclasses.replace(CONFIG, rope_scaling=YarnRope(32.0, 16, truncate=False), rope_theta=150000.0)
-YARN_FILE = YARN.to_dict()["rope_parameters"]
 AT_TOP: dict[str, Any] = {"eagle_config": {"use_aux_hidden_state": True}}
 INSIDE: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": ...}
 EAGLE_3 = dataclasses.replace(CONFIG, ptd_token_id=None, aux_layer_ids=(1, 3, 6))
 
 LAYOUTS: dict[str, Callable[[Path], Path]] = {
     "ours": lambda folder: head(folder, CONFIG),
-    "ours, shipped": lambda folder: head(folder, CONFIG, shipped=True),
     "ours, shipped with a reduced vocabulary": lambda folder: head(folder, REDUCED, shipped=True),
     "a reduced vocabulary": lambda folder: head(folder, REDUCED),
     "amazon": as_amazon,
     "yarn": lambda folder: head(folder, YARN),
-    "yarn, attention_factor": lambda folder: head(folder, YARN, rope_parameters=YARN_FILE | {"attention_factor": 0.5}),
-    "yarn, mscale": lambda folder: head(
-        folder, YARN, rope_parameters=YARN_FILE | {"mscale": 1.0, "mscale_all_dim": 1.0}
-    ),
     "pard_token": lambda folder: head(folder, CONFIG, ptd_token_id=..., pard_token=99),
-    "mask_token_id": lambda folder: head(folder, CONFIG, ptd_token_id=..., mask_token_id=99),
     "every switch": lambda folder: head(folder, SWITCHES),
     "a narrow drafter": lambda folder: head(folder, NARROW),
-    "five taps": lambda folder: head(folder, FIVE_TAPS),
     "five taps at the top": lambda folder: head(folder, FIVE_TAPS, **AT_TOP),
     "taps in eagle_config": lambda folder: head(folder, FIVE_TAPS, **INSIDE),
     "qwen3": lambda folder: head(folder, QWEN),
-    "qwen3, five taps at the top": lambda folder: head(
-        folder, dataclasses.replace(QWEN, aux_layer_ids=FIVE_TAPS.aux_layer_ids), **AT_TOP
-    ),
     "qwen3 by speculators' name": lambda folder: head(folder, QWEN, architectures=["PeagleQwen3ForCausalLM"]),
     "llama by speculators' name": lambda folder: head(folder, CONFIG, architectures=["PeagleLlamaForCausalLM"]),
     "target_hidden_size null": lambda folder: head(folder, CONFIG, target_hidden_size=None),

@@ -111,33 +111,6 @@ def test_training_pass_equals_drafting_with_a_cache(config: DrafterConfig, ratio
     assert num_rows == num_anchors * NUM_DEPTHS if ratio == 1.0 else num_rows > 2 * num_anchors
 
 
-def test_absolute_positions_draft_the_same() -> None:
-    """RoPE sees differences only, so positions may count through a packed sequence."""
-    drafter, data = random_drafter(CONFIG), training_pass(0.7)
-    difference, _ = largest_difference(drafter, data, Sight.of(data.rows, DOCUMENTS).dense(), data.rows.position_BT)
-    assert difference < 1e-4
-
-
-@pytest.mark.parametrize(
-    "wrong", ["causal by row", "no own chain", "all documents", "whole chain", "one mask position"]
-)
-def test_the_comparison_sees_a_wrong_mask_or_position(wrong: str) -> None:
-    drafter, data = random_drafter(CONFIG), training_pass(1.0)
-    mask_BTT, position_BT, rows = Sight.of(data.rows, DOCUMENTS).dense(), data.position_BT, data.rows
-    if wrong == "causal by row":
-        mask_BTT = torch.ones_like(mask_BTT).tril()
-    elif wrong == "no own chain":
-        itself = torch.eye(mask_BTT.shape[1], dtype=torch.bool)
-        mask_BTT = mask_BTT & ((rows.offset_BT == 0)[:, None, :] | itself)
-    elif wrong == "all documents":
-        mask_BTT = Sight.of(rows, torch.zeros_like(DOCUMENTS)).dense()
-    elif wrong == "whole chain":
-        mask_BTT = mask_BTT | (mask_BTT & (rows.offset_BT > 0)[:, None, :]).transpose(1, 2)
-    else:
-        position_BT = position_BT - (rows.offset_BT - 1).clamp(min=0)
-    assert largest_difference(drafter, data, mask_BTT, position_BT)[0] > 0.1
-
-
 LONG = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -181,27 +154,3 @@ def test_mask_token_has_its_own_embedding_and_the_tables_are_not_trained() -> No
         if parameter.grad is not None
     )
     assert not {"embed_tokens.weight", "lm_head.weight"} & drafter.trainable().keys()
-
-
-@pytest.mark.parametrize("tile", [3, 8, 64])
-@pytest.mark.parametrize("ratio", [1.0, 0.7, 0.3])
-def test_block_mask_keeps_every_visible_pair_and_leaves_tiles_out(tile: int, ratio: float) -> None:
-    """FlexAttention never looks into a tile that the block mask does not list, so no visible pair may lie in one."""
-    for seed in range(20):
-        generator = torch.Generator().manual_seed(seed)
-        lengths = torch.randint(1, 12, (2, 6), generator=generator)
-        document_BN = torch.stack([torch.arange(6).repeat_interleave(length)[:26] for length in lengths.clamp(min=5)])
-        document_BN = document_BN.masked_fill(document_BN == 5, -1)  # padding at the end
-        chain_BN = chain_lengths(document_BN, document_BN >= 0, NUM_DEPTHS)
-        rows = sample_rows(chain_BN, NUM_DEPTHS, ratio, generator=generator)
-        visible_BTT, block = Sight.of(rows, document_BN).dense(), Sight.of(rows, document_BN).block(tile)
-        short = -visible_BTT.shape[1] % tile
-        padded_BTT = torch.nn.functional.pad(visible_BTT, (0, short, 0, short))
-        needed_BQK = padded_BTT.unflatten(1, (-1, tile)).unflatten(3, (-1, tile)).any(dim=4).any(dim=2)
-        listed_BQK = block.to_dense()[:, 0].bool()
-        assert not bool((needed_BQK & ~listed_BQK).any())
-        if tile == 3:
-            assert float(listed_BQK.float().mean()) < 0.7, "a mask that lists every tile saves nothing"
-        batch, index = torch.arange(2)[:, None, None], torch.arange(visible_BTT.shape[1])
-        pairs_BTT = block.mask_mod(batch, torch.zeros_like(batch), index[None, :, None], index[None, None, :])
-        assert torch.equal(pairs_BTT, visible_BTT)

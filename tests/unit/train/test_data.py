@@ -63,14 +63,6 @@ def test_batches_are_whole_documents_with_answers_marked() -> None:
         assert not answer[document < 0].any()
 
 
-def test_skip_gives_the_batches_of_an_uninterrupted_run() -> None:
-    batches = PackedBatches(conversations(), num_sequences=2, max_tokens=48, seed=3)
-    straight = list(itertools.islice(batches(), 25))
-    resumed = list(itertools.islice(batches(skip=10), 15))
-    assert all(torch.equal(a.tokens_BN, b.tokens_BN) for a, b in zip(straight[10:], resumed, strict=True))
-    assert not torch.equal(straight[0].tokens_BN, straight[10].tokens_BN)
-
-
 def test_workers_share_the_batches_of_one() -> None:
     batches = PackedBatches(conversations(), num_sequences=2, max_tokens=48, seed=3)
     straight = list(itertools.islice(batches(), 12))
@@ -86,11 +78,6 @@ def test_no_document_is_lost_between_epochs() -> None:
     packed = [batch.document_BN[row].max() + 1 for batch in itertools.islice(batches(), 400) for row in range(3)]
     ends = np.cumsum(packed)
     assert set(range(40, int(ends[-1]), 40)) <= set(ends.tolist()), "an epoch lacks or repeats documents"
-
-
-def test_data_smaller_than_a_batch_fill_it_again() -> None:
-    batch = next(PackedBatches(conversations(2), num_sequences=5, max_tokens=64, seed=0)())
-    assert (batch.document_BN[:, 0] == 0).all()
 
 
 def test_what_does_not_fit_is_counted(caplog) -> None:
@@ -124,22 +111,6 @@ def test_long_conversations_may_be_cut() -> None:
     }
     assert rows == {(*[1] * 4, *[5] * 12), (*[2] * 4, *[6] * 8)}
     assert int(batch.answer_BN.sum()) == 20
-
-
-def test_sequences_of_20480_tokens() -> None:
-    random = np.random.default_rng(0)
-    lengths = np.array([20_480, *random.integers(200, 9000, 60)])
-    data = Conversations.from_lists([[1] * 100] * 61, [[2] * int(length - 100) for length in lengths])
-    batches = PackedBatches(data, num_sequences=1, max_tokens=20_480, seed=0)
-    epoch = []
-    for batch in batches():
-        epoch.append(batch)
-        if sum(int(one.document_BN.max()) + 1 for one in epoch) == 61:
-            break
-    assert sum(int((one.document_BN >= 0).sum()) for one in epoch) == lengths.sum()
-    longest = next(one for one in epoch if int(one.position_BN.max()) == 20_479)
-    assert int(longest.document_BN.max()) == 0
-    assert int(longest.answer_BN.sum()) == 20_380
 
 
 def test_a_joined_batch_is_one_document_with_the_same_chains() -> None:

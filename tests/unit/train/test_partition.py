@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.algorithm_1 import PublishedPartition, cut_by_position
 from peagle.draft import DraftSession
 from peagle.model import Drafter
-from peagle.train.cod import CodRows, draft_rows, sample_rows
+from peagle.train.cod import CodRows, draft_rows
 from peagle.train.masks import Sight
 from peagle.train.partition import PackedSequence, Partition, Segment, SequencePass, cut_by_rows
 from tests.support.head_factory import CONFIG, random_drafter
 from tests.support.packed import DOCUMENTS, NUM_TOKENS, packed_sequence
 
 LONG = dataclasses.replace(CONFIG, num_hidden_layers=3)
-KINDS = [Partition, PublishedPartition]
 
 
 class SoftLoss:
@@ -61,66 +59,38 @@ def worst_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> flo
     return max(float((found[name] - want).abs().max() / want.abs().max()) for name, want in wanted.items())
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ratio", [0.6, 1.0])
 @pytest.mark.parametrize(
     "switches",
     [{}, {"fc_norm": True, "attention_bias": True}, {"norm_before_residual": True, "sliding_window": 6}],
     ids=lambda switches: "+".join(switches) or "plain",
 )
-def test_segments_have_the_gradient_of_the_whole_pass(kind: type[Partition], ratio: float, switches: dict) -> None:
+def test_segments_have_the_gradient_of_the_whole_pass(ratio: float, switches: dict) -> None:
     config = dataclasses.replace(LONG, **switches)
     drafter, sequence = random_drafter(config), packed_sequence(config, ratio)
     wanted = whole_gradients(drafter, sequence)
     assert {"mask_hidden", "mask_embedding", "fc.weight"} <= wanted.keys()
     for num_segments in (1, 3, 8):
         loss_of = SoftLoss(drafter, sequence)
-        kind(num_segments, tile=8).backward(drafter, sequence, loss_of)
+        Partition(num_segments, tile=8).backward(drafter, sequence, loss_of)
         assert sorted(loss_of.asked) == list(range(sequence.rows.anchor_BT.shape[1]))
         assert worst_difference(gradients(drafter), wanted) < 1e-12
 
 
-def test_gradient_of_the_embedding_table() -> None:
-    drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 0.8)
-    drafter.own_embedding()
-    drafter.double()
-    wanted = whole_gradients(drafter, sequence)
-    assert "embed_tokens.weight" in wanted
-    Partition(4, tile=8).backward(drafter, sequence, SoftLoss(drafter, sequence))
-    assert worst_difference(gradients(drafter), wanted) < 1e-12
-
-
-@pytest.mark.parametrize(("kind", "cut"), [(Partition, cut_by_rows), (PublishedPartition, cut_by_position)])
-def test_a_cut_through_a_chain_changes_the_gradient(
-    monkeypatch: pytest.MonkeyPatch, kind: type[Partition], cut
-) -> None:
+def test_a_cut_through_a_chain_changes_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above can fail: it does when a boundary moves into a chain."""
     drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 1.0)
     wanted = whole_gradients(drafter, sequence)
 
     def split(rows: CodRows, num_segments: int) -> list[Segment]:
-        first, *rest = cut(rows, num_segments)
+        first, *rest = cut_by_rows(rows, num_segments)
         assert rows.anchor_BT[0, first.chain_stop] == rows.anchor_BT[0, first.chain_stop + 1]
         moved = dataclasses.replace(rest[0], chain_start=rest[0].chain_start + 1)
         return [dataclasses.replace(first, chain_stop=first.chain_stop + 1), moved, *rest[1:]]
 
-    monkeypatch.setattr(f"{kind.__module__}.{cut.__name__}", split)
-    kind(3, tile=8).backward(drafter, sequence, SoftLoss(drafter, sequence))
+    monkeypatch.setattr("peagle.train.partition.cut_by_rows", split)
+    Partition(3, tile=8).backward(drafter, sequence, SoftLoss(drafter, sequence))
     assert worst_difference(gradients(drafter), wanted) > 1e-3
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_segments_without_a_label_still_pass_gradients_on(kind: type[Partition]) -> None:
-    drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 0.8)
-
-    class LastRows(SoftLoss):
-        def __call__(self, normed_RH: Tensor, index_R: Tensor) -> Tensor:
-            late_R = sequence.rows.anchor_BT[0, index_R] >= 30
-            return super().__call__(normed_RH[late_R], index_R[late_R]) if late_R.any() else torch.zeros(())
-
-    wanted = whole_gradients(drafter, sequence, LastRows(drafter, sequence))
-    kind(4, tile=8).backward(drafter, sequence, LastRows(drafter, sequence))
-    assert worst_difference(gradients(drafter), wanted) < 1e-12
 
 
 class CountedLoss(SoftLoss):
@@ -142,20 +112,17 @@ class CountedLoss(SoftLoss):
         return super().__call__(normed_RH, index_R)
 
 
-def greatest_graph(kind: type[Partition], num_segments: int) -> int:
+def greatest_graph(num_segments: int) -> int:
     drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 0.8)
     counted = CountedLoss(drafter, sequence)
     with torch.autograd.graph.saved_tensors_hooks(counted.pack, lambda saved: saved):
-        kind(num_segments, tile=1).backward(drafter, sequence, counted)
+        Partition(num_segments, tile=1).backward(drafter, sequence, counted)
     return max(counted.found)
 
 
 def test_memory_falls_with_the_segments() -> None:
-    """What autograd holds. The last segment of Algorithm 1 still has all rows of offset 0, N of T = 3.4 N here."""
-    whole = greatest_graph(PublishedPartition, 1)
-    kept, recomputed = greatest_graph(Partition, 4), greatest_graph(PublishedPartition, 4)
-    assert kept < whole / 2.5
-    assert kept < 0.8 * recomputed < 0.8 * whole
+    """What autograd holds."""
+    assert greatest_graph(4) < greatest_graph(1) / 2.5
 
 
 @torch.no_grad()
@@ -200,21 +167,11 @@ def test_segments_train_what_is_drafted(window: int | None) -> None:
         torch.testing.assert_close(drafter.logits(found[anchor]), drafts.logits_KV, rtol=1e-9, atol=1e-9)
 
 
-def test_block_masks_give_the_rows_of_dense_ones() -> None:
-    """FlexAttention has no gradients on a CPU; `test_compiled_segments_on_a_gpu` looks at those."""
-    drafter, sequence = random_drafter(LONG), packed_sequence(LONG, 0.8)
-    dense = forward(Partition(3, tile=16), drafter, sequence)
-    block = forward(Partition(3, tile=16, block_mask=True), drafter, sequence)
-    for (wanted_RH, _), (found_RH, _) in zip(dense, block, strict=True):
-        torch.testing.assert_close(found_RH, wanted_RH, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_segments_on_a_gpu(kind: type[Partition]) -> None:
+def test_compiled_segments_on_a_gpu() -> None:
     config = dataclasses.replace(LONG, head_dim=16, sliding_window=30, fc_norm=True)
     drafter = random_drafter(config).float().cuda()
-    partition = kind(3, block_mask=True, compiled=True, autocast=False)
+    partition = Partition(3, block_mask=True, compiled=True, autocast=False)
     for seed in range(3):
         sequence = packed_sequence(config, 0.8, seed)
         rows = CodRows(sequence.rows.anchor_BT.cuda(), sequence.rows.offset_BT.cuda(), NUM_TOKENS)
@@ -227,65 +184,24 @@ def test_compiled_segments_on_a_gpu(kind: type[Partition]) -> None:
         assert worst_difference(gradients(drafter), wanted) < 1e-3
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_segments", [0, NUM_TOKENS + 1])
-def test_segments_beyond_the_tokens_are_refused(kind: type[Partition], num_segments: int) -> None:
+def test_segments_beyond_the_tokens_are_refused(num_segments: int) -> None:
     drafter, sequence = random_drafter(CONFIG), packed_sequence(CONFIG, 0.8)
     with pytest.raises(ValueError, match=f"num_segments = {num_segments} must be"):
-        kind(num_segments).backward(drafter, sequence, SoftLoss(drafter, sequence))
+        Partition(num_segments).backward(drafter, sequence, SoftLoss(drafter, sequence))
 
 
-# ---- how a sequence is cut: the paper's assignment, and one that shares the rows evenly
-
-
-def by_algorithm_1(rows: CodRows, num_segments: int) -> dict[tuple[int, int], int]:
-    """The paper's assignment, depth by depth: (position, depth) -> segment."""
-    found = {}
-    for position, depth in sorted(pairs(rows), key=lambda pair: pair[1]):
-        if depth <= 1:
-            bounds = [s * rows.num_tokens / num_segments for s in range(1, num_segments)]
-            # Position N stands behind the last boundary.
-            found[position, depth] = sum(position >= int(bound) for bound in bounds)
-        else:
-            found[position, depth] = found[position - 1, depth - 1]
-    return found
-
-
-def pairs(rows: CodRows, numbers: Iterable[int] | None = None) -> list[tuple[int, int]]:
-    """(position, depth counted from 0) of rows, as the paper names them."""
-    numbers = range(rows.anchor_BT.shape[1]) if numbers is None else numbers
-    return [(int(rows.position_BT[0, i]), int(rows.offset_BT[0, i])) for i in numbers]
+# ---- how a sequence is cut
 
 
 def own_rows(segment: Segment) -> list[int]:
     return segment.index(torch.device("cpu")).tolist()
 
 
-@pytest.mark.parametrize("num_segments", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("ratio", [0.5, 1.0])
-def test_cut_by_position_is_algorithm_1(num_segments: int, ratio: float) -> None:
-    rows = packed_sequence(CONFIG, ratio).rows
-    wanted = by_algorithm_1(rows, num_segments)
-    for number, segment in enumerate(cut_by_position(rows, num_segments)):
-        assert {pair for pair, owner in wanted.items() if owner == number} == set(pairs(rows, own_rows(segment)))
-
-
-def test_example_of_the_paper() -> None:
-    """N = 16, S = 2: position 8 at depth 2 rests on 7 at depth 1, which lies before the boundary at 8 (Fig. 4)."""
-    anchor = torch.tensor([[*range(16), 6, 6, 7, 9, 9]])
-    offset = torch.tensor([[*[0] * 16, 1, 2, 1, 1, 2]])
-    first, second = cut_by_position(CodRows(anchor, offset, 16), 2)
-    first_rows = pairs(CodRows(anchor, offset, 16), own_rows(first))
-    assert (7, 1) in first_rows
-    assert (8, 2) in first_rows, "a cut by position alone would give it to the second segment, apart from its chain"
-    assert (8, 1) in pairs(CodRows(anchor, offset, 16), own_rows(second))
-
-
-@pytest.mark.parametrize("cut", [cut_by_position, cut_by_rows])
 @pytest.mark.parametrize("num_segments", [1, 2, 4, 7, NUM_TOKENS])
-def test_each_row_has_one_segment_and_mask_rows_stay_together(cut, num_segments: int) -> None:
+def test_each_row_has_one_segment_and_mask_rows_stay_together(num_segments: int) -> None:
     rows = packed_sequence(CONFIG, 0.8, seed=num_segments).rows
-    segments = cut(rows, num_segments)
+    segments = cut_by_rows(rows, num_segments)
     owned = [own_rows(segment) for segment in segments]
     assert sorted(number for numbers in owned for number in numbers) == list(range(rows.anchor_BT.shape[1]))
     owner = {number: which for which, numbers in enumerate(owned) for number in numbers}
@@ -298,14 +214,3 @@ def test_each_row_has_one_segment_and_mask_rows_stay_together(cut, num_segments:
         assert [owner[number] for number in range(segment.start, segment.stop)] == [which] * (
             segment.stop - segment.start
         )
-
-
-@pytest.mark.parametrize("num_segments", [2, 4, 7])
-def test_cut_by_rows_is_even_where_labels_are_not(num_segments: int) -> None:
-    """The first half is a prompt: nearly all rows are of the second."""
-    chain_1N = torch.zeros(1, 64, dtype=torch.int64)
-    chain_1N[:, 32:58] = 5
-    rows = sample_rows(chain_1N, 5, 0.75, generator=torch.Generator().manual_seed(0))
-    even = -(-rows.anchor_BT.shape[1] // num_segments)
-    assert max(segment.num_rows for segment in cut_by_rows(rows, num_segments)) <= even + 5
-    assert max(segment.num_rows for segment in cut_by_position(rows, num_segments)) > even + 5

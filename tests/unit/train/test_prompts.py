@@ -12,8 +12,6 @@ from peagle.train.data import (
     ChatTemplate,
     Conversations,
     Prompt,
-    cut_loop,
-    distinct_share,
     read_jsonl,
     tokenize_file,
 )
@@ -153,16 +151,6 @@ def test_turns_are_rendered_as_the_template_does(template) -> None:
         )
 
 
-def test_the_turns_end_may_differ_from_the_texts_end(target_dir) -> None:
-    """Gemma's end of text is another token than its end of turn; the target ends its answers with the latter."""
-    tokenizer = AutoTokenizer.from_pretrained(target_dir)
-    tokenizer.eos_token = "<|endoftext|>"
-    template = ChatTemplate(tokenizer)
-    assert template.end_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert template.end_ids == {template.end_id, tokenizer.eos_token_id}
-    assert len(template.end_ids) == 2
-
-
 def test_messages_that_the_template_refuses_are_named(target_dir) -> None:
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
     template = ChatTemplate(tokenizer)
@@ -298,12 +286,3 @@ def test_a_tokenizer_that_cannot_be_used_is_named(target_dir: Path, template: st
     tokenizer.chat_template, tokenizer.eos_token = template, None
     with pytest.raises(ValueError, match=rf"^tokenizer {tokenizer.name_or_path}.*{message}"):
         ChatTemplate(tokenizer)
-
-
-def test_loops_are_cut_and_told() -> None:
-    varied, loop = list(range(100)), [1, 2, 3, 4, 5] * 60
-    assert cut_loop(varied) == varied
-    cut = cut_loop(varied + loop, ngram=8, max_repeats=20)
-    assert 100 < len(cut) < 140
-    assert distinct_share(varied) == 1.0
-    assert distinct_share(loop) < 0.1

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from peagle.config import DrafterConfig
-from peagle.model import Drafter
-from peagle.train.continual import HeadInTraining
-from peagle.train.data import Batch, Conversations, PackedBatches
+from peagle.train.data import Batch
 from peagle.train.qk_clip import attention_scores, clip_attention
 from peagle.train.recipe import Recipe
-from peagle.train.target import Target
 from peagle.train.trainer import Trainer
 from tests.support.head_factory import CONFIG, random_drafter
-from tests.support.small_run import write_small_head, write_small_run
+from tests.support.small_run import write_small_run
 
 LENGTHS = (9, 14)
 EAGLE3 = dataclasses.replace(CONFIG, ptd_token_id=None)
@@ -66,37 +62,12 @@ def test_scores_above_the_limit_shrink_to_it_and_others_stay(config: DrafterConf
             assert bool(same.all()), name
 
 
-def test_padding_counts_for_nothing_and_mask_tokens_do() -> None:
-    drafter: Drafter = random_drafter(CONFIG)
-    plain, padded = (attention_scores(drafter, *batch_of(CONFIG, num_padding)) for num_padding in (0, 6))
-    # Mask tokens stand behind the padding there, which is no document.
-    assert bool((padded <= plain + 1e-4).all())
-    with torch.no_grad():
-        drafter.mask_embedding.normal_(generator=torch.Generator().manual_seed(1))
-        drafter.mask_hidden.normal_(generator=torch.Generator().manual_seed(2))
-    assert not torch.equal(attention_scores(drafter, *batch_of(CONFIG)), plain)
-
-
 def test_a_head_with_norms_on_queries_and_keys_stays_as_it_is() -> None:
     drafter = random_drafter(dataclasses.replace(CONFIG, qk_norm=True))
     scores_LA = attention_scores(drafter, *batch_of(CONFIG))
     kept = {name: value.clone() for name, value in drafter.trainable().items()}
     clip_attention(drafter, scores_LA, float(scores_LA.max()) / 4)
     assert all(torch.equal(value, kept[name]) for name, value in drafter.trainable().items())
-
-
-def test_weights_stay_while_a_step_adds_up_its_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, clipped_at = write_small_run(tmp_path), []
-
-    def counted(*arguments: Any) -> None:
-        clipped_at.append(trainer.step)
-        clip_attention(*arguments)
-
-    monkeypatch.setattr("peagle.train.trainer.clip_attention", counted)
-    settings = ["batch.num_accumulated=3", "schedule.max_steps=6", "optimizer.max_attention_score=0.1"]
-    trainer = Trainer(Recipe.load(folder / "recipe.yaml", [*settings, "evaluate.data=null", f"output={tmp_path}/out"]))
-    trainer.run()
-    assert clipped_at == [0, 4]
 
 
 EAGLE3_RECIPE = ("drafter.method=eagle3", "drafter.ptd_token_id=null")
@@ -117,20 +88,3 @@ def test_a_trainer_keeps_scores_near_the_limit(tmp_path: Path, kind: tuple[str, 
 
     freely = greatest()
     assert greatest(f"optimizer.max_attention_score={freely / 4}") < freely / 2
-
-
-def test_so_does_a_head_that_learns_on(tmp_path: Path) -> None:
-    folder = write_small_head(tmp_path)
-    data, target = Conversations.load(folder / "data"), Target(folder / "target")
-
-    def greatest(max_score: float | None) -> float:
-        settings = {"schedule": {"max_steps": 25}, "optimizer": {"muon_lr": 0.01, "max_attention_score": max_score}}
-        settings["batch"] = {"num_sequences": 4, "max_tokens": 64}
-        head = HeadInTraining(settings, target, folder / "run" / "head")
-        head.train(data, lambda _: None)
-        batch = next(PackedBatches(data, num_sequences=4, max_tokens=64, seed=0)())
-        aux_BNX, _ = target.states(batch.tokens_BN, batch.document_BN, batch.position_BN, head.config.aux_layer_ids)
-        return float(attention_scores(head.drafter, batch, aux_BNX).max())
-
-    freely = greatest(None)
-    assert greatest(freely / 4) < freely / 2

@@ -1,20 +1,20 @@
 """The trainer end to end on a small random target: it learns, resumes exactly, and its head is what evaluation says."""
 
 import json
-import shutil
+from collections import defaultdict
 
 import pytest
 import torch
+from tensorboardX.proto.event_pb2 import Event
 
 from peagle.checkpoint import build_drafter, load_head
 from peagle.config import ARCHITECTURE, QWEN_ARCHITECTURE
 from peagle.evaluate import evaluate, load_answers
 from peagle.train.cod import chain_lengths, label_rows
-from peagle.train.data import Conversations, PackedBatches
 from peagle.train.losses import ChunkedLoss
 from peagle.train.passes import PassLosses, States, all_rows
 from peagle.train.recipe import Recipe
-from peagle.train.target import KeptStates, Target
+from peagle.train.target import Target
 from peagle.train.trainer import Trainer
 from tests.support.small_run import write_small_run
 
@@ -28,6 +28,19 @@ def accuracies(folder) -> dict[int, float]:
     """Share of first draft tokens that equal the target's, by step."""
     records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return {record["step"]: record["accuracy"][0] for record in records if "accuracy" in record}
+
+
+def events(folder) -> dict[str, dict[int, float]]:
+    """What TensorBoard shows: tag -> step -> value."""
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    (file,) = (folder / "tensorboard").iterdir()
+    with file.open("rb") as stream:
+        while head := stream.read(12):  # length, its checksum; then the event and its checksum
+            event = Event.FromString(stream.read(int.from_bytes(head[:8], "little")))
+            stream.read(4)
+            for value in event.summary.value:
+                found[value.tag][event.step] = value.simple_value
+    return found
 
 
 class Killed(Exception):
@@ -52,6 +65,10 @@ def test_learns_saves_and_resumes_exactly(small) -> None:
     straight = run("straight")
     logged = accuracies(small / "straight")
     assert logged[60] > 2 * logged[10], "nothing is learned"
+    shown = events(small / "straight")
+    assert shown["train/accuracy/1"] == pytest.approx(logged)
+    assert shown["train/lr"][60] < shown["train/lr"][10]
+    assert shown["train/tokens_per_s"][60] > 0
     recipe = Recipe.load(small / "recipe.yaml", [f"output={small / 'broken'}", "log_every_steps=10"])
     with pytest.raises(Killed):
         KilledTrainer(recipe).run()
@@ -63,41 +80,6 @@ def test_learns_saves_and_resumes_exactly(small) -> None:
     assert run("broken").step == 60, "a finished run goes on"
     with pytest.raises(ValueError, match="drafter"):
         run("broken", "drafter.num_layers=1")
-
-
-def test_kept_states_train_the_same_head(small, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_passes = []
-    states = Target.states
-
-    def counted(self, *args, **kwargs):
-        num_passes[-1] += 1
-        return states(self, *args, **kwargs)
-
-    monkeypatch.setattr(Target, "states", counted)
-    trained = []
-    states_dir = f"states_dir={small / 'states'}"
-    for name, more in (("runs", []), ("kept", [states_dir]), ("shared", [states_dir, "seed=1"])):
-        overrides = [f"output={small / name}", "evaluate.data=null", "schedule.max_steps=40", *more]
-        num_passes.append(0)
-        trainer = Trainer(Recipe.load(small / "recipe.yaml", overrides))
-        trainer.run()
-        trained.append(trainer.drafter.trainable())
-    assert num_passes[1] < num_passes[0] // 2
-    assert num_passes[2] == 1, "another run has them, but for the sample that a new drafter starts from"
-    for name, value in trained[0].items():
-        torch.testing.assert_close(
-            trained[1][name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
-        )
-    others = Conversations.load(small / "data").select([1, 0])
-    batch = next(PackedBatches(others, num_sequences=1, max_tokens=512, seed=0)())
-    layers = trainer.drafter.config.aux_layer_ids
-    assert KeptStates(small / "states", trainer.target, others, layers).read(batch) is None
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**20, 2**20 - 7, 7))
-    Trainer(Recipe.load(small / "recipe.yaml", overrides))
-    with pytest.raises(
-        ValueError, match=r"states_dir = .*elsewhere: the target's states of \d+ tokens take 0\.\d+ GiB"
-    ):
-        Trainer(Recipe.load(small / "recipe.yaml", [*overrides, f"states_dir={small / 'elsewhere'}"]))
 
 
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])

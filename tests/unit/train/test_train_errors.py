@@ -1,6 +1,5 @@
 """Runs that go wrong stop with a message that names the step, the file or the setting, and keep what was good."""
 
-import json
 import shutil
 
 import pytest
@@ -87,21 +86,6 @@ def test_a_run_that_is_over_takes_no_further_step(small) -> None:
     assert (head / "model.safetensors").read_bytes() == written
 
 
-def test_a_resumed_run_has_the_settings_of_its_recipe(small) -> None:
-    Trainer(load(small, "settings", "schedule.max_steps=2")).run()
-    resumed = Trainer(load(small, "settings", "optimizer.weight_decay=0.5", "optimizer.betas=[0.5, 0.6]"))
-    resumed.resume()
-    adamw, muon = (part.param_groups[0] for part, _ in resumed.optimizer._parts)
-    assert (resumed.step, adamw["weight_decay"], adamw["betas"], muon["weight_decay"]) == (2, 0.5, (0.5, 0.6), 0.5)
-
-
 def test_layers_that_the_target_lacks_are_refused(small) -> None:
     with pytest.raises(ValueError, match=r"aux_layer_ids"):
         Trainer(load(small, "taps", "drafter.aux_layer_ids=[2, 3, 7]"))
-
-
-def test_the_head_says_how_fast_it_was_trained(small) -> None:
-    head = Trainer(load(small, "speed", "schedule.max_steps=8", "batch.num_accumulated=2")).run()
-    training = json.loads((head / "provenance.json").read_text())["training"]
-    assert training["tokens_per_s"] > 0
-    assert training["num_workers"] == 1

@@ -9,8 +9,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from cluster.depth import WORTH_LEVELS, best_total
-from cluster.step_time import StepCostModel
+from cluster.step_allocation import WORTH_LEVELS, best_total
+from cluster.step_latency import StepLatencyModel
 from peagle.vllm import compat
 from peagle.vllm.engine import REMOTE_KEY
 from peagle.vllm.rejections import Rejections
@@ -303,7 +303,7 @@ def test_the_best_number_of_drafts_is_that_of_the_most_tokens_per_second() -> No
 
 
 def test_worth_is_a_mean_over_steps_by_request() -> None:
-    trimmer = Trimmer(StepCostModel(on_gpu=True), chooses=True)
+    trimmer = Trimmer(StepLatencyModel(on_gpu=True), chooses=True)
     trimmer.hear_worth([40] * len(WORTH_LEVELS), 10)
     trimmer.hear_worth([0] * len(WORTH_LEVELS), 20)
     np.testing.assert_allclose(trimmer._worth, 3.6)

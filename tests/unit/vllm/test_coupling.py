@@ -202,13 +202,3 @@ def test_draws_are_distributed_as_the_logits_say() -> None:
         likely = int(probabilities.argmax())
         share = pairs[likely, likely] / num
         assert share == pytest.approx(float(probabilities[likely]) ** 2, abs=0.02)
-
-
-def test_seeds_of_noise_are_of_a_request_s_seed_and_the_position_alone() -> None:
-    from peagle.vllm.coupling import noise_seeds
-
-    whole = noise_seeds([5, 6], torch.tensor([14, 9]), [5, 1])
-    assert torch.equal(whole[:2], noise_seeds([5], torch.tensor([11]), [2]))
-    assert torch.equal(whole[5:], noise_seeds([6], torch.tensor([9]), [1]))
-    ends_B = torch.tensor([3] * 4)
-    assert len(set(noise_seeds([-1, 0, 2**63 - 1, 2**64], ends_B, [1] * 4).tolist())) == 3  # 2**64 counts as 0

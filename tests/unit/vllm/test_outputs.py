@@ -10,11 +10,10 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, FinishReason
-from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
+from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
-from cluster.counts import Counts
 from peagle.vllm.outputs import (
     MAX_CHUNKS_PER_S,
     MAX_HELD_TOKENS,
@@ -26,7 +25,6 @@ from peagle.vllm.outputs import (
 )
 from peagle.vllm.rejections import Rejections
 from peagle.vllm.scheduler import PerRequestDepthScheduler
-from peagle.vllm.step_notes import STEPS_HEADER, VerifiedStep, counts_of_steps, steps_text
 
 DELTA = RequestOutputKind.DELTA
 
@@ -181,14 +179,6 @@ def test_who_comes_after_an_aborted_request_of_its_name_gets_none_of_its_tokens(
     assert engine.step() == [100, 101]
 
 
-def test_a_request_of_one_output_leaves_nothing_behind() -> None:
-    engine = Engine("a", "b")
-    engine.step("a", finish_reason=FinishReason.STOP)
-    engine.step("b")
-    engine.step("b", finish_reason=FinishReason.STOP)
-    assert engine.coalescer._held == {}
-
-
 # ---- in the scheduler
 
 
@@ -205,42 +195,6 @@ def scheduler(monkeypatch: pytest.MonkeyPatch, steps: list[dict[int, EngineCoreO
 
 def outputs(*of_requests: tuple[str, list[int]], **more: Any) -> EngineCoreOutputs:
     return EngineCoreOutputs(outputs=[EngineCoreOutput(name, tokens) for name, tokens in of_requests], **more)
-
-
-def test_each_client_gets_what_is_due_to_it_and_steps_wait_with_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    stats = SchedulerStats()
-    found = scheduler(
-        monkeypatch,
-        [
-            {0: outputs(("a", [0]), scheduler_stats=stats), 1: outputs(("b", [5]))},
-            {0: outputs(("a", [1, 2]), scheduler_stats=stats), 1: outputs(("b", [6, 7]))},
-            {0: outputs(("a", [3, 4]), scheduler_stats=stats), 1: outputs(("b", [8]), finished_requests={"z"})},
-            {0: outputs(("a", [5, 6])), 1: outputs(("b", [9]))},
-        ],
-        Engine("a", "b"),
-    )
-    sent = []
-    for number in range(4):
-        for name in "ab":
-            found.make_spec_decoding_stats(None, 7, number, None, name)
-        sent.append(found.update_from_output(SimpleNamespace(), SimpleNamespace()))
-    tokens = [{client: [one.new_token_ids for one in of.outputs] for client, of in step.items()} for step in sent]
-    assert tokens == [{0: [[0]], 1: [[5]]}, {0: []}, {0: [], 1: []}, {0: [[1, 2, 3, 4, 5, 6]]}]
-    assert sent[1][0].scheduler_stats is sent[2][0].scheduler_stats is stats
-    assert sent[2][1].finished_requests == {"z"}
-    assert sent[3][0].outputs[0].trace_headers == {STEPS_HEADER: "7,1 7,2 7,3"}
-    assert found._steps == {"b": [VerifiedStep(7, 1), VerifiedStep(7, 2), VerifiedStep(7, 3)]}
-
-
-def test_drafts_behind_the_end_of_a_grammar_count_neither_as_verified_nor_as_accepted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of `[EOS, x, y]` vLLM rules out x and y, and lets its GPU accept them."""
-    found = scheduler(monkeypatch, [], Engine("a"))
-    found.make_spec_decoding_stats(None, 3, 2, {"a": 2}, "a")
-    found.make_spec_decoding_stats(None, 2, 1, {"a": 2}, "a")
-    assert found._steps == {"a": [VerifiedStep(1, 1)]}
-    assert counts_of_steps({steps_text(found._steps["a"]): 1}) == Counts([1], [1], [1])
 
 
 @pytest.mark.parametrize(

@@ -60,12 +60,6 @@ def test_refusals(head: Path) -> None:
         kwargs(head)
 
 
-@pytest.mark.parametrize("additional_config", [None, {}, {REMOTE_KEY: 3}])
-def test_the_worker_says_where_its_settings_come_from(additional_config: Any) -> None:
-    with pytest.raises(ValueError, match=r"must be set with this worker: use engine_kwargs\(remote=\)"):
-        check_config(SimpleNamespace(additional_config=additional_config))
-
-
 def config(**changes: Any) -> Any:
     speculative = {"method": "eagle3", "parallel_drafting": True, "disable_padded_drafter_batch": False}
     model = {"enable_prompt_embeds": False, "is_multimodal_model": False, "multimodal_config": None}

@@ -42,12 +42,6 @@ def test_rejected_rows_stay_behind() -> None:
     assert (rows.num_rows, rows.offset_M.tolist()) == (8, [0, 2, 3, 7])
 
 
-def test_a_batch_without_rejections_travels_as_it_stands() -> None:
-    rows = _rows_of(batch(NUM_ROWS), np.arange(4), CPU)
-    assert rows.index is None
-    assert (rows.num_rows, rows.offset_M.tolist()) == (10, [0, 3, 4, 8])
-
-
 def test_rows_of_some_requests_are_gathered() -> None:
     rows = _rows_of(batch(), np.array([2, 0]), CPU)
     assert rows.index is not None
@@ -120,22 +114,6 @@ def send(pool: OneLink, num_steps: int = 1, sender: StepSender | None = None) ->
         per_request_B = torch.zeros(4, dtype=torch.int32)
         assert sender.send(SampledRows(per_request_B, per_request_B, torch.arange(10, dtype=torch.int32), AUX)) == []
     return sender
-
-
-def test_a_drafter_that_is_gone_is_not_kept_for_the_answer_that_it_owes() -> None:
-    """Of drafters that come and go, each would leave its link and that one's descriptor behind."""
-    pool = OneLink()
-    sender = send(pool, 2)
-    assert pool.num_waits == 1, "a step without drafts is waited for before the next"
-    pool.state = "closed"
-    send(pool, 1, sender)
-    assert not sender._unanswered
-
-
-def test_rows_count_as_sent_when_the_drafter_gets_them() -> None:
-    for takes_steps in (True, False):
-        counts = send(OneLink(takes_steps))._counts
-        assert (counts["rows_sent"], counts["requests_sent"]) == ((8, 4) if takes_steps else (0, 0))
 
 
 @pytest.mark.parametrize("head", [2**31, 2**62, -(2**40)])

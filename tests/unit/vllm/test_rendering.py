@@ -106,11 +106,6 @@ def test_prompts_of_a_completion(
     assert (counting.num_handed_over, alone.num_handed_over) == (0 if is_short else len(prompts), len(prompts))
 
 
-def test_token_ids_are_taken_as_they_are(config: Any, counting: Counting) -> None:
-    prompts = [{"prompt_token_ids": [1, 2, 3]}]
-    assert counting.completion(prompts) == Counting(config).completion([{"prompt_token_ids": [1, 2, 3]}])
-
-
 def test_an_error_in_a_template_reaches_the_caller(counting: Counting) -> None:
     with pytest.raises(Exception, match="no such role"):
         counting.chat(chat(1, "x"), chat_template="{{ raise_exception('no such role') }}")

@@ -6,49 +6,27 @@ The engine itself is in test_engine.py.
 import dataclasses
 import dis
 import json
-import pickle
-import subprocess
-import sys
-import typing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 import torch
-import yaml
-from pydantic import ValidationError
-from ray import cloudpickle
-from ray.serve._private.replica import _load_deployment_def_from_import_path
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.config import (
-    CacheConfig,
     DeviceConfig,
-    LoRAConfig,
-    ParallelConfig,
-    SpeculativeConfig,
     VllmConfig,
     set_current_vllm_config,
 )
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.reasoning import ReasoningParserManager
 from vllm.sampling_params import RequestOutputKind
-from vllm.tool_parsers import ToolParserManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from cluster.counts import WorkloadCounts
-from cluster.settings import load_settings
-from deployments import app
-from deployments.app import catalog, replica_env, target_options
-from deployments.target import TargetServer, engine_config
-from peagle.config import DEFAULT_NUM_DEPTHS, read_rope
+from peagle.config import read_rope
 from peagle.model import rotary_tables
-from peagle.schema import type_problems
 from peagle.vllm import compat
 from peagle.vllm.engine import (
     ASYNC_SCHEDULER,
@@ -61,9 +39,7 @@ from peagle.vllm.engine import (
 )
 from peagle.vllm.recorder import DraftingRecorder, RequestDrafting
 from peagle.vllm.request_args import DEPTH_KEY, LEARN_KEY, WORKLOAD_KEY
-from peagle.vllm.scheduler import PerRequestDepthScheduler
-from peagle.vllm.setting_types import PARSERS, SettingTypes
-from peagle.vllm.step_notes import STEP_COSTS_HEADER, STEPS_HEADER, VerifiedStep, read_result, steps_text, update_result
+from peagle.vllm.step_notes import STEP_COSTS_HEADER, STEPS_HEADER, VerifiedStep, steps_text
 from tests.support.counted import counts_of
 from tests.support.head_factory import CONFIG
 
@@ -114,66 +90,6 @@ def test_engine_kwargs_on_a_gpu(head: Path) -> None:
     assert "cudagraph_capture_sizes" not in engine_kwargs(None, head, on_cpu=False, extra=own)
 
 
-def test_v2_is_allowed_for_our_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    features = ["dual batch overlap", "parallel drafting for EAGLE speculative decoding"]
-    monkeypatch.setattr(VllmConfig, "_get_v2_model_runner_unsupported_features", lambda config: list(features))
-    compat.allow_v2()
-    compat.allow_v2()
-    for worker, found in ((V2_WORKER, features[:1]), ("vllm.v1.worker.gpu_worker.Worker", features)):
-        config: Any = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=worker))
-        assert VllmConfig._get_v2_model_runner_unsupported_features(config) == found
-
-
-def test_who_reads_a_target_s_configuration_for_a_gpu_may_choose_v2() -> None:
-    """Ray makes vLLM's configuration of it in a task, in a process of its own."""
-    args = yaml.safe_load((Path(__file__).parents[3] / "configs/gpu.yaml").read_text())["applications"][0]["args"]
-    pickled = cloudpickle.dumps(engine_config(load_settings(args, catalog(), {}), "target", None))
-    check = (
-        "import pickle, sys; pickle.load(sys.stdin.buffer); from vllm.config import VllmConfig; "
-        "print(VllmConfig._get_v2_model_runner_unsupported_features.allows_peagle)"
-    )
-    done = subprocess.run([sys.executable, "-c", check], input=pickled, capture_output=True, timeout=120, check=False)
-    assert done.stdout.decode().splitlines()[-1:] == ["True"], done.stderr.decode()
-
-
-def test_vllm_s_settings_are_those_of_its_records() -> None:
-    def names_of(*records: Any) -> frozenset[str]:
-        return frozenset(field.name for record in records for field in dataclasses.fields(record))
-
-    found = catalog()
-    assert found.engine_types is not None
-    assert found.draft_types is not None
-    assert found.engine_types.keys() == names_of(AsyncEngineArgs, FrontendArgs)
-    assert found.draft_types.keys() == names_of(SpeculativeConfig)
-    for moved in ("engine/arg_utils:Moved", "moved/arg_utils:AsyncEngineArgs"):
-        assert SettingTypes.read(moved) is None
-
-
-def test_vllm_s_own_defaults_are_of_the_types_read_from_its_source() -> None:
-    """And its validated configurations refuse what these refuse."""
-    types = catalog().engine_types
-    assert types is not None
-    num_plain = 0
-    for field in dataclasses.fields(AsyncEngineArgs):
-        if field.name not in PARSERS and isinstance(field.default, bool | int | float | str | None):
-            assert type_problems(field.name, field.default, types[field.name]) == []
-            num_plain += 1
-    assert num_plain > 100
-    wrong: list[tuple[Any, str, Any]] = [
-        (CacheConfig, "gpu_memory_utilization", 90),
-        (ParallelConfig, "tensor_parallel_size", 0),
-        (ParallelConfig, "expert_placement_strategy", "linaer"),
-        (LoRAConfig, "max_loras", 0),
-    ]
-    for record, name, value in wrong:
-        assert type_problems(f"engine.{name}", value, types[name])[0].startswith(f"engine.{name} must be ")
-        with pytest.raises(ValidationError, match=name):
-            record(**{name: value})
-    assert ToolParserManager.list_registered() == list(typing.get_args(typing.get_args(types["tool_call_parser"])[0]))
-    reasoning = typing.get_args(typing.get_args(types["reasoning_parser"])[0])
-    assert ReasoningParserManager.list_registered() == list(reasoning)
-
-
 @pytest.mark.parametrize(
     "given",
     [
@@ -193,35 +109,6 @@ def test_yarn_is_vllm_s(given: dict[str, Any]) -> None:
     theta, scaling = read_rope(written)
     cos, sin = rotary_tables(torch.arange(512)[None], 32, theta, scaling)
     torch.testing.assert_close(torch.cat([cos[0, 0, :, :16], sin[0, 0, :, :16]], dim=-1), expected, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("path", [app.TARGET, app.HTTP_TARGET, app.ROUTER, app.HTTP_INGRESS, app.DRAFTER, app.LEARNER])
-def test_a_replica_finds_its_class(path: str) -> None:
-    assert isinstance(_load_deployment_def_from_import_path(path), type)
-
-
-@pytest.mark.parametrize(("name", "bundle"), [("local", {}), ("gpu", {}), ("gpu-remote", {}), ("gpu", {"GPU": 0.4})])
-def test_targets_have_the_resources_that_ray_serve_llm_gives_them(
-    name: str, bundle: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = yaml.safe_load((Path(__file__).parents[3] / f"configs/{name}.yaml").read_text())["applications"][0]["args"]
-    args["engine"]["tensor_parallel_size"] = 2
-    args["target"]["bundle"] |= bundle
-    settings = load_settings(args, catalog(), {})
-    config = engine_config(settings, "target", None, replica_env(settings))
-    found = target_options(settings)
-    actor = found["ray_actor_options"]
-    config.deployment_config = {"ray_actor_options": {"num_cpus": actor["num_cpus"]}}
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(runtime_env={}))
-    wanted = TargetServer.get_deployment_options(config)
-    bundles = [{key: value for key, value in each.items() if value} for each in wanted["placement_group_bundles"]]
-    assert found["placement_group_bundles"] == bundles
-    assert found["placement_group_strategy"] == wanted["placement_group_strategy"]
-    assert actor["runtime_env"]["env_vars"] == wanted["ray_actor_options"]["runtime_env"]["env_vars"]
-    assert actor["runtime_env"]["env_vars"].get("VLLM_RAY_PER_WORKER_GPUS") == ("0.4" if bundle else None)
-    assert "num_gpus" not in actor, "workers of several take their bundles whole"
-    alone = target_options(settings.model_copy(update={"engine": {}}))["ray_actor_options"]
-    assert ("num_gpus" in alone) == (name != "local")
 
 
 @pytest.mark.parametrize(
@@ -248,12 +135,6 @@ def test_a_head_without_a_mask_token_drafts_one_after_another(
         assert kwargs["scheduler_cls"] == SYNC_SCHEDULER
     with pytest.raises(ValueError, match=f"parallel_drafting is {not parallel}.*write {parallel}"):
         engine_kwargs("/target", head, parallel_drafting=not parallel, on_cpu=True)
-
-
-def test_engine_kwargs_without_a_head() -> None:
-    kwargs = engine_kwargs("/target", None, on_cpu=True)
-    assert "speculative_config" not in kwargs
-    assert kwargs["scheduler_cls"] == SYNC_SCHEDULER
 
 
 @pytest.mark.parametrize("key", DECIDED_KEYS)
@@ -289,13 +170,6 @@ def test_directory_that_is_no_head(tmp_path: Path, config: str | None, message: 
         (tmp_path / "config.json").write_text(config)
     with pytest.raises(ValueError, match=message):
         engine_kwargs("/target", tmp_path, max_draft_tokens=3, on_cpu=True)
-
-
-def test_published_head_does_not_say_its_depth(tmp_path: Path) -> None:
-    write_head(tmp_path, num_depths=None)
-    for wanted, found in ((None, DEFAULT_NUM_DEPTHS), (4, 4)):
-        kwargs = engine_kwargs("/target", tmp_path, max_draft_tokens=wanted, on_cpu=True)
-        assert kwargs["speculative_config"]["num_speculative_tokens"] == found
 
 
 def make_request(internal_id: str, external_id: str, **extra_args: Any) -> EngineCoreRequest:
@@ -431,22 +305,6 @@ def test_bounds_of_the_recorder(processor: OutputProcessor) -> None:
     assert num_steps(recorder) == {"w2": 1, "w3": 1}
 
 
-def test_a_workload_with_live_sequences_keeps_its_counts(processor: OutputProcessor) -> None:
-    recorder = DraftingRecorder(max_workloads=1)
-    recorder.attach(SimpleNamespace(output_processor=processor))
-    for index, workload in enumerate(("busy", "other", "default")):
-        processor.add_request(make_request(str(index), str(index), **{WORKLOAD_KEY: workload}), None)
-    for index in range(3):
-        processor.process_outputs([last_output(str(index), [(1, 1)])])
-    assert num_steps(recorder) == {"busy": 1, "default": 2}
-    processor.add_request(make_request("3", "3", **{WORKLOAD_KEY: "other"}), None)
-    processor.process_outputs([last_output("3", [(1, 1)])])
-    assert num_steps(recorder) == {
-        "other": 1,
-        "default": 2,
-    }
-
-
 @pytest.mark.parametrize(
     ("reason", "is_kept"),
     [
@@ -476,15 +334,6 @@ def test_complete_answers_of_those_who_opted_in_are_kept(
     assert kept == ([("code", "web", [1], [5, 6, 7])] if is_kept else [])
 
 
-def test_recorder_wants_a_vllm_engine(processor: OutputProcessor) -> None:
-    with pytest.raises(TypeError, match="output_processor"):
-        DraftingRecorder().attach(object())
-    engine = SimpleNamespace(output_processor=processor)
-    DraftingRecorder().attach(engine)
-    with pytest.raises(ValueError, match="already"):
-        DraftingRecorder().attach(engine)
-
-
 @pytest.mark.parametrize("group", compat.SEAMS)
 def test_the_installed_vllm_has_every_name(group: str) -> None:
     compat.check(group)
@@ -509,16 +358,6 @@ def test_missing_names_are_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> 
         r"vllm.gone:X, complex.shade, which",
     ):
         compat.check("here", 1j)
-
-
-def test_numbers_of_return_values_and_functions_are_compared() -> None:
-    manager = "vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager"
-    assert compat.missing_methods(manager, {"reallocate_drafts": ("req_ids", "-> 3")}) == []
-    assert compat.missing_methods(manager, {"reallocate_drafts": ("-> 4",)}) == [
-        "4 return values of AdaptiveVerificationManager.reallocate_drafts()"
-    ]
-    function = "vllm.v1.worker.gpu.sample.gumbel:gumbel_sample"
-    assert compat.missing_methods(function, {"": ("seed", "colour")}) == ["parameter colour of gumbel_sample()"]
 
 
 @pytest.mark.parametrize("version", ["0.29.0", "0.31.1", "0.33.0", "1.32.0"])
@@ -557,45 +396,3 @@ def test_the_newest_step_costs_stay_whoever_carried_them(processor: OutputProces
     processor.process_outputs([last_output("gone", [(2, 1)])])
     assert recorder.step_costs == "second"
     assert recorder.workloads()["default"].counts.num_steps == 0
-
-
-def test_the_first_request_with_log_probabilities_waits_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM compiles a function of sampling at its first use, which takes many seconds on two busy cores."""
-    from vllm.v1.sample import sampler
-
-    from peagle.vllm.workers import run_uncompiled
-
-    monkeypatch.setattr(sampler, "batched_count_greater_than", sampler.batched_count_greater_than)
-    run_uncompiled()
-    run_uncompiled()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "compile", None)
-        likely = torch.tensor([[0.0, 50.0, 0.0], [50.0, 0.0, 0.0]])
-        assert sampler.batched_count_greater_than(likely, torch.tensor([[0.0], [50.0]])).tolist() == [3, 1]
-    assert not hasattr(sampler.batched_count_greater_than, "_torchdynamo_orig_callable")
-
-
-@pytest.mark.parametrize(
-    ("num_drafts", "invalid", "without_drafts"),
-    [
-        ([-1, -1, -1, -1], {"d": 1}, set()),
-        ([5, 3, 5, 5], {"d": 1}, set()),
-        ([5, 0, -1, 2], {"b": 3, "d": 3}, {"b"}),
-        ([2, 3, 0, 4], {"a": 3, "d": 1}, {"c"}),
-    ],
-)
-def test_drafts_that_were_planned_and_not_there_are_no_rejected_ones(
-    num_drafts: list[int], invalid: dict[str, int], without_drafts: set[str]
-) -> None:
-    """Planned are 5, 3, 0 and 5 drafts; a grammar has ruled out one of d's."""
-    scheduler = object.__new__(PerRequestDepthScheduler)
-    scheduler._without_drafts, scheduler.requests = {"gone"}, dict.fromkeys("abcd")  # type: ignore[arg-type]
-    planned = {"a": [-1] * 5, "b": [-1] * 3, "d": [-1] * 5}
-    scheduled: Any = SimpleNamespace(scheduled_spec_decode_tokens=planned, num_invalid_spec_tokens={"d": 1})
-    output = SimpleNamespace()
-    update_result(output, num_ready=num_drafts)
-    found = read_result(pickle.loads(pickle.dumps(output))).num_ready
-    assert found == num_drafts
-    scheduler._leave_out_missing(dict(zip("abcd", found, strict=True)), scheduled)
-    assert scheduled.num_invalid_spec_tokens == invalid
-    assert scheduler._without_drafts == without_drafts

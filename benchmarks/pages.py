@@ -1,0 +1,205 @@
+"""The parts of `docs/` that are made from code: tables of settings, training recipe, metrics and alerts, and the chart.
+
+    python -m benchmarks.pages [--check]
+
+A page holds `<!-- made: NAME -->` and `<!-- end -->`; what stands between them is replaced. `--check` writes nothing
+and fails where a page is old. `make docs` runs it.
+"""
+
+import argparse
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import annotated_types
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from benchmarks.chart import svg
+from cluster.settings import ClusterSettings
+from deployments.metrics import FAMILIES, LEARNED, PREFIX, REMOTE, SCALED
+from peagle.train.recipe import Recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+CHART = DOCS / "speed.svg"
+BEGIN, END = "<!-- made: {} -->\n", "<!-- end -->"
+
+UNITS = {
+    "_s": "s", "_ms": "ms", "_gib": "GiB", "_mib": "MiB", "_bytes": "bytes",
+    "in_flight": "bytes", "_hours": "h", "_minutes": "min",
+    "_cpus": "CPUs", "_gpus": "GPUs", "_replicas": "replicas", "_requests": "requests", "_sequences": "sequences",
+    "_values": "values", "_entries": "entries", "_logprobs": "values", "_stop": "strings", "_choices": "choices",
+    "_repeats": "repetitions", "_tokens": "tokens", "_heads": "heads", "_answers": "answers", "_held_out": "answers",
+    "_per_minute": "per minute", "max_k": "tokens", "share": "share", "utilisation": "share", "_gain": "share",
+    "_loss": "share", "ratio": "share", "_steps": "steps", "_workers": "engines", "_rounds": "rounds",
+    "_conversations": "conversations", "_depths": "tokens", "_layers": "layers", "_size": "width",
+    "_segments": "parts", "_accumulated": "passes", "chunk": "rows", "_window": "tokens",
+}  # fmt: skip
+"""Unit by the end of a key's name, for numbers."""
+OWN_UNITS = {"default": "tokens", "max": "tokens", "min": "replicas", "by_workload": "tokens"}
+KINDS = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "text"}
+BOUNDS = {annotated_types.Ge: "≥", annotated_types.Gt: ">", annotated_types.Le: "≤", annotated_types.Lt: "<"}
+SECTION_NAMES = {"callers": "callers.NAME", "depth.objectives": "depth.objectives.WORKLOAD"}
+
+
+def table(header: str, rows: Iterable[Iterable[str]]) -> str:
+    names = header.split(", ")
+    lines = [names, ["---"] * len(names), *rows]
+    return "".join("| " + " | ".join(cell or " " for cell in line) + " |\n" for line in lines)
+
+
+def kind_of(annotation: Any) -> str:
+    """A type in words: `integer`, `list of text`, `adaptive` or `fixed`."""
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in inner)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(kind_of(option) for option in inner if option is not type(None))
+    if origin is typing.Annotated:
+        return kind_of(inner[0])
+    if origin is list:
+        return f"list of {kind_of(inner[0])}"
+    if origin is tuple:
+        return "list of numbers"
+    if origin is dict:
+        return "mapping" if inner[1] is Any else f"mapping to {kind_of(inner[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    return KINDS.get(annotation, "any")
+
+
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections that a field holds, as its value or as the values of its mapping."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in typing.get_args(annotation):
+        yield from models_in(inner)
+
+
+def default_of(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, BaseModel) or value is None or value in ("", {}, []):
+        return "-"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, int | float):
+        return f"{value:,}".removesuffix(".0")
+    return f"`{yaml.safe_dump(value, default_flow_style=True, width=200).splitlines()[0]}`"
+
+
+def unit_of(name: str, kind: str, path: str) -> str:
+    """ "" for what is no number."""
+    if not any(word in kind for word in ("integer", "number")):
+        return "-"
+    if name in OWN_UNITS:
+        return "replicas" if path.startswith("autoscaling") else OWN_UNITS[name]
+    return next((unit for end, unit in UNITS.items() if name.endswith(end)), "-")
+
+
+def bounds_of(field: FieldInfo) -> str:
+    found = ((sign, bound) for sort, sign in BOUNDS.items() for bound in field.metadata if isinstance(bound, sort))
+    return "".join(f", {sign} {getattr(bound, type(bound).__name__.lower()):g}" for sign, bound in found)
+
+
+def settings_tables(model: type[BaseModel], path: str = "", level: int = 3) -> str:
+    """A heading and a table for each section, in the order of the schema."""
+    rows, sections = [], []
+    for name, field in model.model_fields.items():
+        where = f"{path}.{name}" if path else name
+        kind = kind_of(field.annotation)
+        if found := list(models_in(field.annotation)):
+            where = SECTION_NAMES.get(where, where)
+            kind = kind.replace("section", f"[section](#{anchor(where)})")
+            sections.append((found[0], where))
+        unit, text = unit_of(name, kind, path), field.description or ""
+        rows.append([f"`{name}`", kind + bounds_of(field), default_of(field), unit, text])
+    title = f"`{path}`" if path else "All sections"
+    parts = [f"{'#' * level} {title}\n\n{table('key, type, default, unit, meaning', rows)}"]
+    return "\n".join([*parts, *(settings_tables(inner, where, level) for inner, where in sections)])
+
+
+def anchor(path: str) -> str:
+    """GitHub's anchor of a heading that is this path."""
+    return path.lower().replace(".", "")
+
+
+def metrics_tables() -> str:
+    parts = []
+    for where, title in (
+        ("", "### Always"),
+        (REMOTE, "### With `drafter.placement: remote`"),
+        (SCALED, "### With a section `autoscaling`"),
+        (LEARNED, "### With a section `learning`"),
+    ):
+        rows = [
+            [f"`{PREFIX}{name}{'_total' if family.kind == 'counter' else ''}`", family.kind, family.labels, family.text]
+            for name, family in FAMILIES.items()
+            if family.where == where
+        ]
+        parts.append(f"{title}\n\n{table('metric, type, labels, meaning', rows)}")
+    return "\n".join(parts)
+
+
+def alerts_table() -> str:
+    spec = yaml.safe_load((ROOT / "k8s/components/monitoring/alerts.yaml").read_text(encoding="utf-8"))["spec"]
+    rules = [rule for group in spec["groups"] for rule in group["rules"]]
+    rows = [
+        [f"`{rule['alert']}`", rule["labels"]["severity"], rule.get("for", "at once"), _plain(rule)] for rule in rules
+    ]
+    return table("alert, severity, lasts, what it says", rows)
+
+
+def _plain(rule: dict[str, Any]) -> str:
+    """The summary, with the names of labels in place of their values."""
+    return str(rule["annotations"]["summary"]).replace("{{ $labels.", "`").replace("{{ $", "`").replace(" }}", "`")
+
+
+MADE: dict[str, dict[str, Callable[[], str]]] = {
+    "configuration.md": {"settings": lambda: settings_tables(ClusterSettings)},
+    "recipe.md": {"recipe": lambda: settings_tables(Recipe)},
+    "metrics.md": {"metrics": metrics_tables, "alerts": alerts_table},
+}
+"""Page -> name of a part -> what makes it."""
+
+
+def renewed(text: str, parts: dict[str, Callable[[], str]]) -> str:
+    """A page with its made parts as they are to be. Raises ValueError where a part's marks are not there."""
+    for name, make in parts.items():
+        begin = BEGIN.format(name)
+        before, found, rest = text.partition(begin)
+        _, closed, after = rest.partition(END)
+        if not found or not closed:
+            raise ValueError(f"no {begin.strip()} ... {END}")
+        text = f"{before}{begin}\n{make()}\n{END}{after}"
+    return text
+
+
+def old_pages() -> dict[Path, str]:
+    """Pages whose made parts are old, and the chart, with the text that they should have."""
+    wanted = {DOCS / name: renewed((DOCS / name).read_text(encoding="utf-8"), parts) for name, parts in MADE.items()}
+    wanted[CHART] = svg()
+    return {
+        path: text for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where a page is old")
+    check = parser.parse_args().check
+    for path, text in (old := old_pages()).items():
+        print(f"{path.relative_to(ROOT)}: {'old; run make docs' if check else 'written'}")
+        if not check:
+            path.write_text(text, encoding="utf-8")
+    return int(check and bool(old))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

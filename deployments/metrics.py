@@ -1,0 +1,122 @@
+"""Every Prometheus family of the service: name, type, labels, meaning. `docs/metrics.md` has the same table.
+
+A family that another module fills is made here by its name, without the prefix `peagle_` and the suffix `_total` of
+counters. A name that is not in the table is a KeyError.
+"""
+
+from typing import NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+PREFIX = "peagle_"
+
+
+class Family(NamedTuple):
+    """`kind`: counter, gauge or histogram. `labels`: separated by blanks. `where`: what must be set for it to exist."""
+
+    kind: str
+    labels: str
+    text: str
+    where: str = ""
+
+
+REMOTE, SCALED, LEARNED = "drafter.placement: remote", "autoscaling", "learning"
+
+FAMILIES = {
+    "target_replicas": Family("gauge", "", "Target replicas that run."),
+    "running_requests": Family("gauge", "model replica", "Sequences in the engine, waiting ones included."),
+    "queued_requests": Family("gauge", "edge replica", "Requests that wait for a place before the engine."),
+    "answers": Family("counter", "workload status edge replica", "Requests by HTTP status; 499: the client left."),
+    "requests": Family("counter", "model workload replica outcome", "Sequences ended: finished, or aborted."),
+    "generated_tokens": Family("counter", "model replica", "Output tokens, running sequences included."),
+    "output_tokens": Family("counter", "model workload replica", "Output tokens of ended sequences."),
+    "prompt_tokens": Family("counter", "model workload replica", "Prompt tokens of ended sequences."),
+    "time_to_first_token_seconds": Family(
+        "histogram", "workload edge replica", "Arrival to first chunk; streams only."
+    ),
+    "time_per_output_token_seconds": Family(
+        "histogram", "workload edge replica", "Time of a token after the first; streams only."
+    ),
+    "request_latency_seconds": Family("histogram", "workload edge replica", "Arrival to the end of a complete answer."),
+    "verification_steps": Family("counter", "model workload replica", "Steps that verified draft tokens."),
+    "draft_tokens": Family("counter", "model workload replica depth", "Draft tokens verified at this position."),
+    "reached_draft_tokens": Family(
+        "counter", "model workload replica depth", "Draft tokens verified after accepted ones only."
+    ),
+    "accepted_tokens": Family("counter", "model workload replica depth", "Draft tokens accepted at this position."),
+    "depth": Family("gauge", "model workload source", "K of a workload's requests, and what decided it."),
+    "survival": Family(
+        "gauge", "model workload depth bound", "Believed cumulative acceptance rate; bound: mean, low, high (90 %)."
+    ),
+    "step_seconds": Family("gauge", "model", "Expected time of an engine's step at the present load."),
+    "head_verification_steps": Family("counter", "head ingress", "Steps that verified this head's draft tokens."),
+    "head_draft_tokens": Family("counter", "head ingress depth", "This head's draft tokens that were verified."),
+    "head_accepted_tokens": Family("counter", "head ingress depth", "This head's draft tokens that were accepted."),
+    "head_change": Family("gauge", "head against state", "1: the head is in this state (loading, running, ...)."),
+    "head_gain": Family(
+        "gauge", "head against bound", "AL relative to the other head's, minus 1; bound: mean, low, high."
+    ),
+    "drafter_replicas": Family("gauge", "", "Drafter replicas that answer.", REMOTE),
+    "drafter_head": Family("gauge", "replica index head", "1: the head is live on this drafter.", REMOTE),
+    "drafter_head_refused": Family("gauge", "replica", "1: the last `user_config` was refused.", REMOTE),
+    "drafter_passes": Family("counter", "replica", "Passes of the drafter's network.", REMOTE),
+    "drafter_prepared_passes": Family(
+        "counter", "replica", "Passes that were prepared before the target's step arrived.", REMOTE
+    ),
+    "drafter_armed_passes": Family(
+        "counter", "replica", "Passes already queued on the GPU when the target's step arrived.", REMOTE
+    ),
+    "drafter_rows": Family("counter", "replica", "Rows of these passes, mask rows included.", REMOTE),
+    "drafter_drafts": Family("counter", "replica", "Draft tokens proposed.", REMOTE),
+    "drafter_batches": Family("counter", "replica", "Batches of targets' steps, answered together.", REMOTE),
+    "drafter_steps": Family("counter", "replica", "Steps of targets, answered.", REMOTE),
+    "drafter_busy_seconds": Family("counter", "replica", "Seconds with steps in hand.", REMOTE),
+    "drafter_failures": Family("counter", "replica", "Batches that raised an error.", REMOTE),
+    "drafter_connections": Family("counter", "replica", "Connections of targets.", REMOTE),
+    "drafter_refused_connections": Family(
+        "counter", "replica", "Connections refused: no target, or one that does not fit.", REMOTE
+    ),
+    "drafter_dropped": Family("counter", "replica", "Connections closed because of what they sent.", REMOTE),
+    "drafter_cold_starts": Family("counter", "replica", "Requests begun without their earlier rows.", REMOTE),
+    "drafter_prefix_hit_tokens": Family("counter", "replica", "Prompt tokens whose rows were in the cache.", REMOTE),
+    "drafter_evicted_requests": Family("counter", "replica", "Requests evicted from the cache.", REMOTE),
+    "drafter_evicted_blocks": Family("counter", "replica", "Blocks evicted from the cache.", REMOTE),
+    "drafter_refused": Family(
+        "counter", "replica", "Request steps without drafts: cache full, or context too long.", REMOTE
+    ),
+    "link_up": Family("gauge", "replica drafter", "1: the target drafts over this link.", REMOTE),
+    "link_steps": Family("counter", "replica drafter", "Steps sent.", REMOTE),
+    "link_answered": Family("counter", "replica drafter", "Steps answered in time.", REMOTE),
+    "link_timeouts": Family("counter", "replica drafter", "Steps answered too late; they ran without drafts.", REMOTE),
+    "link_skipped": Family("counter", "replica drafter", "Steps not sent, because the link was down.", REMOTE),
+    "link_wait_seconds": Family("counter", "replica drafter", "Seconds that the target waited for drafts.", REMOTE),
+    "link_service_seconds": Family("counter", "replica drafter", "Seconds that the drafter took for them.", REMOTE),
+    "link_connections": Family("counter", "replica drafter", "Connections made.", REMOTE),
+    "link_bytes": Family("counter", "replica drafter", "Bytes sent and received over TCP.", REMOTE),
+    "link_cut_prompts": Family("counter", "replica drafter", "Requests whose prompt tokens did not fit.", REMOTE),
+    "autoscaling_replicas": Family("gauge", "deployment count", "Replicas; count: running, wanted, min, max.", SCALED),
+    "autoscaling_needed_replicas": Family("gauge", "", "Targets that the demand needs, before bounds.", SCALED),
+    "autoscaling_demand_tokens_per_second": Family("gauge", "", "Output tokens/s that are asked for.", SCALED),
+    "autoscaling_capacity_tokens_per_second": Family("gauge", "", "Output tokens/s that one replica gives.", SCALED),
+    "autoscaling_acceptance_length": Family("gauge", "", "AL of a replica at the predicted K.", SCALED),
+    "autoscaling_source": Family("gauge", "source", "1: this source decided.", SCALED),
+    "autoscaling_decisions": Family("gauge", "", "Decisions since Serve's controller started.", SCALED),
+    "learner_answers": Family("gauge", "workload", "Answers kept now.", LEARNED),
+    "learner_buffer_bytes": Family("gauge", "", "Bytes of the kept answers and prompts.", LEARNED),
+    "learner_fetched_answers": Family("counter", "outcome", "Answers fetched from targets, by outcome.", LEARNED),
+    "learner_phase": Family("gauge", "phase", "1: the learner is in this phase.", LEARNED),
+    "learner_rounds": Family("counter", "", "Rounds of training.", LEARNED),
+    "learner_proposals": Family("counter", "", "Heads that passed the gate.", LEARNED),
+    "learner_busy_seconds": Family("counter", "", "Seconds in training and judging.", LEARNED),
+    "learner_acceptance_ratio": Family(
+        "gauge", "mix bound", "AL of the last trained head relative to the current one's.", LEARNED
+    ),
+}
+
+
+def counter(name: str) -> CounterMetricFamily:
+    return CounterMetricFamily(PREFIX + name, FAMILIES[name].text, labels=FAMILIES[name].labels.split())
+
+
+def gauge(name: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(PREFIX + name, FAMILIES[name].text, labels=FAMILIES[name].labels.split())

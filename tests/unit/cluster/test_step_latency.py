@@ -1,0 +1,251 @@
+"""The model of step latency: measured points, first steps, outliers, and engines unlike its guess."""
+
+import json
+import math
+from bisect import bisect_left
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.simulate_depths import ENGINES, TableEngine, points_of
+from cluster.step_latency import (
+    FIRST_STEPS,
+    StepLatency,
+    StepLatencyModel,
+    TimedStep,
+    average_latency,
+    guessed_latency,
+)
+from tests.support.step_tables import latency_of
+
+SIZES = [1, 2, 4, *range(8, 257, 8), *range(272, 2049, 16)]
+
+
+def gpu(num_requests: int, num_tokens: int, prompt_tokens: int = 0, is_drafted: bool | None = None) -> float:
+    """A staircase of captured graphs, with room for 200 rows."""
+    is_drafted = num_tokens > num_requests if is_drafted is None else is_drafted
+    rows = SIZES[bisect_left(SIZES, num_tokens)] if not prompt_tokens else num_tokens + prompt_tokens
+    units = 1 + max(0, rows - 200) / 400 + num_requests / 300 + 0.25 * is_drafted
+    return 0.0038 * units * (1.2 if prompt_tokens else 1.0)
+
+
+def cpu(num_requests: int, num_tokens: int, prompt_tokens: int = 0, is_drafted: bool | None = None) -> float:
+    """Each row costs from the first on; ten times slower than the guess."""
+    is_drafted = num_tokens > num_requests if is_drafted is None else is_drafted
+    return 0.3 * (1 + (num_tokens + prompt_tokens) / 20 + num_requests / 10 + 0.15 * is_drafted)
+
+
+def dear_drafter(num_requests: int, num_tokens: int, prompt_tokens: int = 0, is_drafted: bool | None = None) -> float:
+    """A pass that grows with requests: at 8 it is half of a step, and no drafts at all are best."""
+    is_drafted = num_tokens > num_requests if is_drafted is None else is_drafted
+    return 0.06 * (1 + (num_tokens + prompt_tokens) / 32 + (0.1 + 0.2 * num_requests) * is_drafted)
+
+
+def run(model: StepLatencyModel, engine, num_steps: int, sizes=range(1, 33), depths=range(8), noise=0.05, seed=0):
+    rng = np.random.default_rng(seed)
+    for _ in range(num_steps):
+        num_requests = int(rng.choice(sizes))
+        num_tokens = num_requests * (1 + int(rng.choice(depths)))
+        seconds = engine(num_requests, num_tokens) * float(np.exp(noise * rng.standard_normal()))
+        model.observe(TimedStep(seconds, num_requests, num_tokens))
+
+
+def errors(latency: StepLatency, engine, sizes=(1, 4, 16, 32), depths=range(8)) -> np.ndarray:
+    """By how much the latency is off, as shares."""
+    cells = [(size, size * (1 + k)) for size in sizes for k in depths]
+    return np.array([latency.seconds(*cell) / engine(*cell) - 1 for cell in cells])
+
+
+@pytest.mark.parametrize(("engine", "on_gpu"), [(gpu, True), (cpu, False)])
+def test_a_few_steps_teach_what_the_guess_did_not_know(engine, on_gpu):
+    model = StepLatencyModel(on_gpu)
+    run(model, engine, 100)
+    assert np.abs(errors(model.latency, engine)).mean() < 0.1
+    run(model, engine, 2000, seed=1)
+    assert np.abs(errors(model.latency, engine)).mean() < 0.03
+    assert np.abs(errors(model.latency, engine)).max() < 0.12
+
+
+def test_a_pass_that_grows_with_requests_is_told_from_the_rest_of_a_step():
+    """Few steps without it are enough."""
+    model, rng = StepLatencyModel(on_gpu=False), np.random.default_rng(0)
+    for number in range(400):
+        num_requests, k = int(rng.choice([1, 2, 4, 8])), int(rng.integers(1, 8))
+        num_tokens, is_drafted = (num_requests * (1 + k), True) if number % 10 else (num_requests, False)
+        seconds = dear_drafter(num_requests, num_tokens, 0, is_drafted) * float(np.exp(0.03 * rng.standard_normal()))
+        model.observe(TimedStep(seconds, num_requests, num_tokens, 0, is_drafted))
+    for cell in ((1, 1), (2, 2), (4, 4), (8, 8), (8, 32)):
+        assert model.latency.seconds(*cell) == pytest.approx(dear_drafter(*cell), rel=0.1)
+
+
+def test_the_guess_has_the_proportions_of_a_measured_cpu():
+    """SmolLM2-135M on two cores, measured when the drafter's pass ran at K = 0 too."""
+    engine = TableEngine.load(ENGINES["cpu"])
+    off = errors(guessed_latency(on_gpu=False), engine, sizes=(1, 2, 4, 8), depths=range(1, 8))
+    assert np.abs(np.log1p(off) - np.log1p(off).mean()).max() < 0.3
+
+
+@pytest.mark.parametrize("name", ["h200", "8b", "coder"])
+def test_points_measured_at_the_start_are_kept(name):
+    engine = TableEngine.load(ENGINES[name])
+    document = points_of(engine, 128)
+    model = StepLatencyModel(True, document)
+    off = [
+        model.latency.seconds(point["num_requests"], point["num_tokens"]) / point["step_s"] - 1
+        for point in document["points"]
+    ]
+    assert np.abs(off).max() < 0.01
+    assert np.abs(errors(model.latency, engine, sizes=(1, 3, 8, 24, 64, 128))).mean() < 0.03, "and between them"
+    assert model.latency.is_measured
+    # Steps at one place say nothing against the points elsewhere.
+    run(model, engine, 2000, sizes=[8], depths=[3])
+    assert np.abs(errors(model.latency, engine, sizes=(64,), depths=(0, 3, 7))).max() < 0.1
+
+
+def test_a_first_step_that_compiled_and_a_pause_hardly_matter():
+    model = StepLatencyModel(on_gpu=False)
+    model.observe(TimedStep(37.0, 1, 8))
+    run(model, cpu, FIRST_STEPS + 20)
+    assert np.abs(errors(model.latency, cpu)).mean() < 0.12
+    run(model, cpu, 30, sizes=[8], depths=[3])
+    before = model.latency.seconds(8, 32)
+    model.observe(TimedStep(60.0, 8, 32))
+    assert model.latency.seconds(8, 32) == pytest.approx(before, rel=0.1)
+
+
+def test_what_was_not_visited_is_uncertain_until_it_is_and_again_after_a_long_time():
+    model = StepLatencyModel(on_gpu=True)
+    run(model, gpu, 300, sizes=[8], depths=[2, 3])
+    assert model.error(8, 32) < 0.06 < model.error(32, 256)
+    run(model, gpu, 10, sizes=[32], depths=[7])
+    assert model.error(32, 256) < 0.06
+    run(model, gpu, 15_000, sizes=[8], depths=[2])
+    assert model.error(8, 24) < 0.06 < model.error(32, 256)
+
+
+def test_an_engine_that_becomes_slower_is_followed():
+    model = StepLatencyModel(on_gpu=False)
+    run(model, cpu, 500, sizes=[4], depths=[3])
+    run(model, lambda *cell: 1.5 * cpu(*cell), 100, sizes=[4], depths=[3])
+    assert model.latency.seconds(4, 16) == pytest.approx(1.5 * cpu(4, 16), rel=0.05)
+
+
+def test_prompts_are_learned_from_steps():
+    model, rng = StepLatencyModel(on_gpu=False), np.random.default_rng(0)
+    for _ in range(1000):
+        num_requests, k, prompts = int(rng.integers(1, 17)), int(rng.integers(0, 8)), int(rng.choice([0, 0, 64, 256]))
+        cell = (num_requests, num_requests * (1 + k), prompts)
+        model.observe(TimedStep(cpu(*cell) * float(np.exp(0.03 * rng.standard_normal())), *cell))
+    for cell in ((8, 32, 0), (8, 32, 256), (16, 128, 64)):
+        assert model.latency.seconds(*cell) == pytest.approx(cpu(*cell), rel=0.1)
+
+
+def test_large_prompts_make_no_small_steps_free():
+    """What steps with 8,192 rows of prompts take moves what a prompt's row takes, and no step without prompts."""
+    model, rng = StepLatencyModel(True, points_of(gpu, 64)), np.random.default_rng(0)
+    before = model.latency.seconds(8, 64)
+    for _ in range(200):
+        model.observe(TimedStep(float(rng.uniform(1e-4, 0.2)), 8, 64, 8192, True))
+    assert model.latency.seconds(8, 64) == before
+    assert model.latency.prompt_row_s > 0
+
+
+def test_beside_prompts_each_draft_takes_a_row():
+    latency = latency_of(lambda num, rows, is_drafted: 0.01 + 0.001 * is_drafted, prompt_row_s=0.0002)
+    alone, beside = latency.curve(4, 12), latency.curve(4, 12, prompt_tokens=128)
+    assert beside[0] == pytest.approx(alone[0]) == pytest.approx(0.010)
+    assert beside[12] - beside[1] == pytest.approx(11 * 0.0002)
+    assert alone[12] == alone[1] == pytest.approx(0.011)
+    anyway = latency.curve(4, 12, is_drafted=True)
+    assert anyway[0] == anyway[1] == alone[1], "the drafter's pass runs whatever is verified"
+
+
+@settings(max_examples=50)
+@given(st.integers(1, 2000), st.integers(0, 20), st.booleans())
+def test_a_curve_says_what_single_steps_say(num_requests, k, on_gpu):
+    latency = guessed_latency(on_gpu)
+    curve = latency.curve(num_requests, num_requests * 20)
+    assert len(curve) == num_requests * 20 + 1
+    assert curve[num_requests * k] == pytest.approx(latency.seconds(num_requests, num_requests * (1 + k)))
+    assert (np.diff(curve[1:]) >= 0).all()
+    for wrong in ((0, 1), (1, -1), (math.inf, 1), (1, 1, -1.0)):
+        with pytest.raises(ValueError, match="no step has"):
+            latency.curve(*wrong)
+
+
+def test_a_latency_travels_as_text():
+    model = StepLatencyModel(True, points_of(gpu, 32))
+    run(model, gpu, 30)
+    found = StepLatency.from_wire(json.dumps(model.latency.to_wire()))
+    assert np.array(found.table) == pytest.approx(np.array(model.latency.table), rel=1e-3)
+    assert (found.num_steps, found.is_measured) == (30, True)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"table": [[1.0]]}, {"table": 7}, {"prompt_row_s": -1.0}, {"prompt_row_s": None}, {"table": [["x"]]}]
+)
+def test_what_is_no_latency_is_refused(changed):
+    for text in (json.dumps(guessed_latency(True).to_wire() | changed), "nonsense", "{}", "[[1]]", "7"):
+        with pytest.raises(ValueError, match="step latency"):
+            StepLatency.from_wire(text)
+
+
+def test_engines_are_averaged_by_their_steps():
+    slow, fast = StepLatencyModel(False), StepLatencyModel(False)
+    run(slow, lambda *cell: 2 * cpu(*cell), 1000)
+    run(fast, cpu, 1000)
+    both = average_latency([slow.latency, fast.latency])
+    assert both.seconds(8, 32) == pytest.approx((slow.latency.seconds(8, 32) + fast.latency.seconds(8, 32)) / 2)
+    assert both.num_steps == 2000
+    new = average_latency([slow.latency, guessed_latency(False)])
+    assert new.seconds(8, 32) == pytest.approx(slow.latency.seconds(8, 32), rel=0.01)
+    with pytest.raises(ValueError, match="no step latencies"):
+        average_latency([])
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({}, "missing required field `points`"),
+        ({"points": []}, r"length >= 1 - at `\$.points`"),
+        ({"points": [{"num_requests": 1, "num_tokens": 1}]}, r"missing required field `step_s` - at `\$.points\[0\]`"),
+        (
+            {"points": [{"num_requests": 2, "num_tokens": 1, "step_s": 1.0}]},
+            "no step can be .*num_requests=2",
+        ),
+        ({"points": [{"num_requests": 1, "num_tokens": 1, "step_s": math.nan}]}, "no step can be .*seconds=nan"),
+    ],
+)
+def test_a_start_document_that_cannot_be_is_named(document, message):
+    with pytest.raises(ValueError, match=message):
+        StepLatencyModel(True, document)
+
+
+def test_a_step_that_cannot_be_changes_nothing():
+    model = StepLatencyModel(True, points_of(gpu, 32))
+    before = model.latency
+    for step in (TimedStep(math.nan, 1, 1), TimedStep(0.0, 1, 1), TimedStep(1.0, 2, 1), TimedStep(1.0, 1, 1, -1)):
+        model.observe(step)
+    assert model.latency == before
+
+
+def test_what_choosing_takes_is_learned_from_steps_with_and_without():
+    """Of an engine that measured itself, whose chosen steps take 0.3 ms more at every size."""
+    model = StepLatencyModel(True, points_of(gpu, 64))
+    rng = np.random.default_rng(0)
+    first_error_s = model.choosing_error_s
+    for _ in range(400):
+        num_requests, is_chosen = int(rng.choice([16, 32, 48])), bool(rng.random() < 0.5)
+        num_tokens = num_requests * int(rng.integers(4, 9))
+        seconds = (gpu(num_requests, num_tokens) + 3e-4 * is_chosen) * float(np.exp(0.05 * rng.standard_normal()))
+        model.observe(TimedStep(seconds, num_requests, num_tokens, is_chosen=is_chosen))
+    assert model.latency.choosing_s == pytest.approx(3e-4, abs=1e-4)
+    assert model.choosing_error_s < 0.5 * first_error_s
+
+
+def test_models_share_nothing():
+    first = guessed_latency(True)
+    run(StepLatencyModel(True), gpu, 100)
+    assert guessed_latency(True) == first
