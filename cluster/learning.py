@@ -3,10 +3,9 @@
 Enters: finished answers of requests whose caller or workload opted in, as token ids. Leaves: conversations to train on,
 others to judge a new head by, and the verdict on it. Nothing here writes to a disk.
 
-An answer counts once, however often it comes (`TrafficBuffer`); those that loop are left out; drawing gives workloads,
-and callers within a workload, equal shares of tokens as far as they have any. So one that floods the buffer, or repeats
-itself, neither pushes out the others' answers nor gets more of the training than they do. When the target's weights
-change, what the old ones wrote is dropped.
+No caller can fill the buffer or the training. A prompt counts once for each caller, and answers that loop are left out.
+Workloads, and callers within a workload, get equal shares of the tokens as far as they have any. When the target's
+weights change, what the old ones wrote is dropped.
 """
 
 import dataclasses
@@ -15,25 +14,21 @@ import hashlib
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 GRAM_TOKENS = 8
 MIN_DISTINCT_SHARE = 0.5
-"""Of an answer's n-grams; one with less loops (`peagle.train.data.distinct_share` has the same rule)."""
-MIN_LOOP_GRAMS = 64
-"""Of an answer's end, this many n-grams, twice, four times and so on are looked at as well."""
-NUM_KEY_GRAMS = 4
-"""Answers that agree in so many of their smallest n-gram hashes are near-duplicates: with a share J of n-grams in
-common, about J ** 4 of them do."""
+"""An answer with fewer distinct n-grams loops (`peagle.train.data.distinct_share` has the same rule)."""
+LOOP_SIZES = (64, 128, 256, 512, 1024)
+"""Numbers of n-grams at an answer's end that are looked at as well: a target that falls into a loop stays in it until
+`max_tokens`."""
 HELD_OUT_SHARE = 0.2
-"""Of all prompts, by their hash: what a new head is judged by, and never trained on."""
+"""Share of all prompts, by their hash, that a new head is judged by, and never trained on."""
 Group = tuple[str, str]
 """Workload and caller."""
-
-_MULTIPLIERS = np.random.default_rng(0).integers(2**63, size=GRAM_TOKENS, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
 
 
 @dataclasses.dataclass(eq=False)
@@ -60,42 +55,26 @@ class KeptAnswer:
     def num_bytes(self) -> int:
         return int(self.prompt.nbytes + self.answer.nbytes)
 
+    @functools.cached_property
+    def prompt_hash(self) -> bytes:
+        return hashlib.sha256(np.ascontiguousarray(self.prompt, np.int32).tobytes()).digest()[:8]
+
+    @property
+    def key(self) -> tuple[Group, bytes]:
+        return self.group, self.prompt_hash
+
     @property
     def is_held_out(self) -> bool:
-        return is_held_out(self.prompt)
+        """By the prompt alone: it is never both trained on and judged by."""
+        return int.from_bytes(self.prompt_hash[:4], "big") < HELD_OUT_SHARE * 2**32
 
     @property
-    def grams(self) -> np.ndarray:
-        """Hashes of the answer's n-grams [answer tokens - 7], in their order."""
-        if len(self.answer) < GRAM_TOKENS:
-            return np.empty(0, np.uint64)
-        windows = np.lib.stride_tricks.sliding_window_view(self.answer.astype(np.uint64), GRAM_TOKENS)
-        hashes: np.ndarray = (windows * _MULTIPLIERS).sum(axis=1, dtype=np.uint64)
-        return hashes
-
-    @property
-    def loops(self) -> bool:
-        """The whole answer, or its end: a target that falls into a loop stays in it until `max_tokens`."""
-        grams, size = self.grams, MIN_LOOP_GRAMS
-        ends = [grams]
-        while size < len(grams):
-            ends.append(grams[-size:])
-            size *= 2
-        return any(len(np.unique(end)) < MIN_DISTINCT_SHARE * len(end) for end in ends)
-
-    @functools.cached_property
-    def keys(self) -> tuple[bytes, bytes]:
-        """Two answers that share one of them are duplicates: of the prompt, and of the answer."""
-        return b"p" + prompt_hash(self.prompt), b"a" + np.unique(self.grams)[:NUM_KEY_GRAMS].tobytes()
-
-
-def is_held_out(prompt: np.ndarray) -> bool:
-    """By the prompt's hash alone: a prompt is never both trained on and judged by."""
-    return int.from_bytes(prompt_hash(prompt)[:4], "big") < HELD_OUT_SHARE * 2**32
-
-
-def prompt_hash(prompt: np.ndarray) -> bytes:
-    return hashlib.sha256(np.ascontiguousarray(prompt, np.int32).tobytes()).digest()[:8]
+    def is_looping(self) -> bool:
+        """The whole answer, or its end."""
+        tokens = self.answer.tolist()
+        grams = [tuple(tokens[start : start + GRAM_TOKENS]) for start in range(len(tokens) - GRAM_TOKENS + 1)]
+        ends = (grams[-size:] for size in (len(grams), *LOOP_SIZES))
+        return any(len(set(end)) < MIN_DISTINCT_SHARE * len(end) for end in ends)
 
 
 class AnswerQueue:
@@ -111,7 +90,7 @@ class AnswerQueue:
         while self._num_bytes > self._max_bytes:
             self._num_bytes -= self._answers.popleft().num_bytes
 
-    def take(self) -> list[KeptAnswer]:
+    def take_all(self) -> list[KeptAnswer]:
         """All of them, which are then the caller's."""
         taken = list(self._answers)
         self._answers.clear()
@@ -126,107 +105,95 @@ class TrafficBuffer:
     So the newest are all there, and of older ones a sample, which holds the mix of before a shift.
     """
 
-    def __init__(self, max_bytes: int, keep_s: float, *, max_prompt_tokens: int = 2**31, seed: int = 0) -> None:
-        """max_prompt_tokens: answers to longer prompts are left out, since training could not use them."""
+    def __init__(
+        self, max_bytes: int, keep_s: float, *, max_prompt_tokens: int = 2**31, replay: Sequence[KeptAnswer] = ()
+    ) -> None:
+        """max_prompt_tokens: answers to longer prompts are left out, since training could not use them. replay: stored
+        answers, which stand for the mix of before."""
         self._max_bytes, self._keep_s, self._max_prompt_tokens = max_bytes, keep_s, max_prompt_tokens
-        self._random = random.Random(seed)
-        self._groups: dict[Group, list[KeptAnswer]] = {}  # oldest first
-        self._bytes: Counter[Group] = Counter()
-        self._by_key: dict[bytes, KeptAnswer] = {}
+        self._replay, self._random = replay, random.Random(0)
+        self._answers: dict[tuple[Group, bytes], KeptAnswer] = {}  # by prompt, the oldest first
+        self.num_bytes = 0
         self.target = ""
         """Digest of the target whose answers are kept: of the last that came."""
         self.num_new: Counter[str] = Counter()
         """Kept answers by workload; whoever trains on them takes them out."""
         self.counters: Counter[str] = Counter()
-        """Answers that came, and what became of those that are not kept: looping, duplicate, short, long, and
+        """Answers that came (`taken`), and what became of those that are not kept: looping, duplicate, short, long, and
         outdated, which left when the target changed."""
-
-    @property
-    def num_bytes(self) -> int:
-        return self._bytes.total()
 
     def num_answers(self) -> dict[str, int]:
         """By workload."""
-        found: Counter[str] = Counter()
-        for (workload, _), answers in self._groups.items():
-            found[workload] += len(answers)
-        return dict(sorted(found.items()))
+        return dict(sorted(Counter(answer.workload for answer in self._answers.values()).items()))
 
-    def add(self, answers: Iterable[KeptAnswer], now_s: float) -> list[KeptAnswer]:
-        """Those that were new and are kept."""
-        added = []
+    def add(self, answers: Iterable[KeptAnswer], now_s: float) -> None:
         for answer in answers:
             self.counters["taken"] += 1
-            if answer.target != self.target:
-                self._follow(answer.target)
-            if reason := self._refusal(answer):
-                self.counters[reason] += 1
-                continue
-            before = {id(same): same for key in answer.keys if (same := self._by_key.get(key))}
-            for same in before.values():  # the newest one counts, and is no news
-                self._remove(same)
-            self.counters["duplicate"] += len(before)
-            answer.arrived_s = now_s
-            self._groups.setdefault(answer.group, []).append(answer)
-            self._bytes[answer.group] += answer.num_bytes
-            self._by_key.update(dict.fromkeys(answer.keys, answer))
-            if not before:
-                self.num_new[answer.workload] += 1
-                added.append(answer)
-        for kept in list(self._groups.values()):
-            while kept and now_s - kept[0].arrived_s > self._keep_s:
-                self._remove(kept[0])
-        while self.num_bytes > self._max_bytes:
-            self._remove(self._next_out())
-        return added
+            if answer.target != self.target:  # while targets of two versions run, each empties it
+                self.counters["outdated"] += len(self._answers)
+                self._answers.clear()
+                self.num_new.clear()
+                self.target = answer.target
+            if len(answer.answer) < GRAM_TOKENS:
+                self.counters["short"] += 1
+            elif len(answer.prompt) > self._max_prompt_tokens:
+                self.counters["long"] += 1
+            elif answer.is_looping:
+                self.counters["looping"] += 1
+            else:
+                if self._answers.pop(answer.key, None):  # the newest counts, and is nothing new
+                    self.counters["duplicate"] += 1
+                else:
+                    self.num_new[answer.workload] += 1
+                answer.arrived_s = now_s
+                self._answers[answer.key] = answer
+        self._answers = {key: one for key, one in self._answers.items() if now_s - one.arrived_s <= self._keep_s}
+        self._evict()
 
-    def _follow(self, target: str) -> None:
-        """What another target wrote is no evidence of this one. While targets of two versions run, each empties it."""
-        self.counters["outdated"] += sum(map(len, self._groups.values()))
-        for part in (self._groups, self._bytes, self._by_key, self.num_new):
-            part.clear()
-        self.target = target
+    def _evict(self) -> None:
+        groups = self._by_group()
+        num_bytes = {group: sum(answer.num_bytes for answer in answers) for group, answers in groups.items()}
+        while sum(num_bytes.values()) > self._max_bytes:
+            of_workload: Counter[str] = Counter()
+            for (workload, _), number in num_bytes.items():
+                of_workload[workload] += number
+            largest = max(num_bytes, key=lambda group: (of_workload[group[0]], num_bytes[group]))
+            older = math.ceil(0.75 * len(groups[largest]))
+            gone = groups[largest].pop(self._random.randrange(older))
+            num_bytes[largest] -= gone.num_bytes
+            del self._answers[gone.key]
+        self.num_bytes = sum(num_bytes.values())
 
-    def _refusal(self, answer: KeptAnswer) -> str:
-        if len(answer.answer) < GRAM_TOKENS:
-            return "short"
-        if len(answer.prompt) > self._max_prompt_tokens:
-            return "long"
-        return "looping" if answer.loops else ""
-
-    def _remove(self, answer: KeptAnswer) -> None:
-        self._groups[answer.group].remove(answer)
-        self._bytes[answer.group] -= answer.num_bytes
-        if not self._groups[answer.group]:
-            del self._groups[answer.group], self._bytes[answer.group]
-        for key in answer.keys:
-            if self._by_key.get(key) is answer:
-                del self._by_key[key]
-
-    def _next_out(self) -> KeptAnswer:
-        by_workload: Counter[str] = Counter()
-        for (workload, _), num_bytes in self._bytes.items():
-            by_workload[workload] += num_bytes
-        largest = self._groups[max(self._bytes, key=lambda group: (by_workload[group[0]], self._bytes[group]))]
-        return largest[self._random.randrange(math.ceil(0.75 * len(largest)))]
+    def _by_group(self) -> dict[Group, list[KeptAnswer]]:
+        """The oldest first."""
+        found: dict[Group, list[KeptAnswer]] = {}
+        for answer in self._answers.values():
+            found.setdefault(answer.group, []).append(answer)
+        return found
 
     def draw(
-        self, max_tokens: int, *, held_out: bool, newest: bool = True, of: Callable[[str], bool] = lambda _: True
+        self,
+        workloads: Collection[str],
+        *,
+        held_out: bool,
+        newest: bool = True,
+        max_tokens: float = math.inf,
+        max_answers: float = math.inf,
     ) -> list[KeptAnswer]:
-        """Answers of at most so many tokens, the newest, or any of the older half, in equal shares of workloads and of
-        callers in them.
-
-        held_out: those to judge by, else those to train on. of: whether a workload is wanted.
-        """
-        left: dict[Group, list[KeptAnswer]] = {}
-        for group, answers in self._groups.items():
-            older = answers[: (len(answers) + 1) // 2]
-            among = answers if newest else self._random.sample(older, len(older))
-            if of(group[0]) and (chosen := [answer for answer in among if answer.is_held_out == held_out]):
-                left[group] = chosen
+        """Answers in equal shares (of tokens) of the workloads and of callers in them: the newest, or a sample of the
+        mix of before, which is the older half. held_out: those to judge by, else those to train on."""
+        kept = {group: answers for group, answers in self._by_group().items() if group[0] in workloads}
+        if not newest:
+            kept = {group: answers[: (len(answers) + 1) // 2] for group, answers in kept.items()}
+            if self._replay:
+                kept = {("replay", ""): list(self._replay)}
+            for answers in kept.values():
+                self._random.shuffle(answers)
+        left = {group: [one for one in answers if one.is_held_out == held_out] for group, answers in kept.items()}
+        left = {group: answers for group, answers in left.items() if answers}
         drawn: Counter[str | Group] = Counter()
-        found, num_tokens = [], 0
-        while left:
+        found, num_tokens = list[KeptAnswer](), 0
+        while left and len(found) < max_answers:
             group = min(left, key=lambda group: (drawn[group[0]], drawn[group]))
             answer = left[group].pop()
             if not left[group]:
@@ -240,37 +207,28 @@ class TrafficBuffer:
 
 # ---- the gate
 
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """AL of a new head over the current one's on the same answers, paired: ratio, and the 95% interval's ends."""
-
-    num_answers: int
-    ratio: float
-    low: float
-    high: float
-
-
-def verdict(recent: Comparison, before: Comparison, *, min_answers: int, min_gain: float, max_loss: float) -> str:
-    """ "better", or why the new head is not proposed, after which it is trained on; with "worse" first: it is dropped.
-
-    recent: held-out answers of the newest traffic; before: of the mix of before. Better means that the interval on
-    recent traffic lies above 1 + `min_gain`, and that on the mix of before neither the ratio lies more than `max_loss`
-    below 1 nor the whole interval below 1.
-    """
-    if recent.high < 1 or before.high < 1 - max_loss:
-        return f"worse: AL ratio {recent.ratio:.3f} on recent answers, {before.ratio:.3f} on the mix of before"
-    for what, compared in (("recent answers", recent), ("answers of the mix of before", before)):
-        if compared.num_answers < min_answers:
-            return f"{compared.num_answers} held-out {what}, {min_answers} needed"
-    if recent.low <= 1 + min_gain:
-        return f"AL ratio {recent.ratio:.3f} from {recent.low:.3f} on, {1 + min_gain:g} needed"
-    if before.ratio < 1 - max_loss or before.high < 1:
-        return f"AL ratio {before.ratio:.3f} on the mix of before, {1 - max_loss:g} needed"
-    return BETTER
-
-
 BETTER = "better"
+
+
+def judge_gain(
+    recent: Mapping[str, Any], before: Mapping[str, Any], min_answers: int, min_gain: float, max_loss: float
+) -> str:
+    """`BETTER`, or why the new head is not proposed, after which it is trained on; with "worse" first: it is dropped.
+
+    recent, before: AL relative to the current head (`num_answers`, `ratio`, `low`, `high`) on held-out answers of the
+    newest traffic, and of the mix of before. Better: the interval on recent traffic lies above 1 + `min_gain`, and on
+    the mix of before neither the ratio lies more than `max_loss` below 1 nor the whole interval below 1.
+    """
+    if recent["high"] < 1 or before["high"] < 1 - max_loss:
+        return f"worse: AL ratio {recent['ratio']:.3f} on recent answers, {before['ratio']:.3f} on the mix of before"
+    for what, found in (("recent answers", recent), ("answers of the mix of before", before)):
+        if found["num_answers"] < min_answers:
+            return f"{found['num_answers']} held-out {what}, {min_answers} needed"
+    if recent["low"] <= 1 + min_gain:
+        return f"AL ratio {recent['ratio']:.3f} from {recent['low']:.3f} on, {1 + min_gain:g} needed"
+    if before["ratio"] < 1 - max_loss or before["high"] < 1:
+        return f"AL ratio {before['ratio']:.3f} on the mix of before, {1 - max_loss:g} needed"
+    return BETTER
 
 
 # ---- what the learner says of itself
@@ -278,8 +236,8 @@ BETTER = "better"
 
 @dataclasses.dataclass(frozen=True)
 class LearnerReport:
-    """phase: collecting, training, judging or trial (a head of it is on trial). problem: what went wrong
-    last, "" when nothing did. num_answers: kept, by workload. counters: since its start. last_round: its figures."""
+    """phase: collecting, training, judging or trial (a head of it is on trial). problem: what went wrong last, "" when
+    nothing did. num_answers: kept, by workload. counters: since its start. last_round: its figures."""
 
     phase: str
     problem: str = ""

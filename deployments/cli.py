@@ -105,7 +105,7 @@ def heads(
     url: Annotated[str, typer.Argument(help="of the service")] = "http://127.0.0.1:8000",
     propose: Annotated[Path | None, typer.Option(help="directory of a head to try; in the Ray cluster")] = None,
     back: Annotated[
-        bool, typer.Option("--back", help="end the trial, else take the last change back, likewise")
+        bool, typer.Option("--back", help="end the trial, else roll back the last change, likewise")
     ] = False,
     api_key: Annotated[str | None, typer.Option(envvar="PEAGLE_API_KEY", help="of a caller of the service")] = None,
 ) -> None:
@@ -115,8 +115,8 @@ def heads(
     if propose is not None or back:
         from deployments.client import change_heads
 
-        trial = change_heads(propose)
-        typer.echo(f"{trial.name}: {trial.state}, {trial.reason}")
+        change = change_heads(propose)
+        typer.echo(f"{change.name}: {change.state}, {change.reason}")
         return
     for change in fetch(url, api_key)["head_changes"]:
         typer.echo(change_line(change))

@@ -25,7 +25,7 @@ import ray.exceptions
 from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from cluster.heads import HeadProposal, HeadTrial
+from cluster.heads import HeadChange, HeadProposal
 from deployments import APP_NAME, ROUTER_NAME, TARGET_NAME
 from peagle.heads import candidate_files
 
@@ -137,8 +137,8 @@ async def _aonly(chunks: Chunks) -> Json:
     return answer
 
 
-def change_heads(propose: Path | None = None, app: str = APP_NAME) -> HeadTrial:
-    """Propose a head, else end the trial or take the last change of heads back. Raises ValueError with the reason."""
+def change_heads(propose: Path | None = None, app: str = APP_NAME) -> HeadChange:
+    """Propose a head, else end the trial or roll back the last change of heads. Raises ValueError with the reason."""
     status = serve.status().applications.get(app)
     if status is None or ROUTER_NAME not in status.deployments:
         raise ValueError(f"no application {app!r} with a router runs on this Ray cluster")
@@ -146,8 +146,8 @@ def change_heads(propose: Path | None = None, app: str = APP_NAME) -> HeadTrial:
     # With the files: the router may be on another node.
     given = [] if propose is None else [HeadProposal(str(propose), candidate_files(propose))]
     try:
-        trial: HeadTrial = (router.propose if given else router.head_back).remote(*given).result()
-        return trial
+        change: HeadChange = (router.propose if given else router.head_back).remote(*given).result()
+        return change
     except ray.exceptions.RayTaskError as error:
         raise ValueError(str(error.cause)) from error
 

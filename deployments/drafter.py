@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ import torch
 from ray import serve
 
 import peagle.heads
-from cluster.heads import CANDIDATE, HeadOrders, HeadRef
+from cluster.heads import CANDIDATE, DesiredHeads, DrafterReport, HeadRef
 from cluster.settings import ROW_DTYPES, Catalog, ClusterSettings, DrafterSettings, swapped
 from deployments.compat import be_no_nicer, prepare_replica
-from deployments.replicas import MAX_DRAIN_S, DrafterReport, LiveHead
+from deployments.replicas import MAX_DRAIN_S
 from peagle.checkpoint import read_head_config
 from peagle.drafter.engine import DraftEngine
 from peagle.drafter.parallel_pass import ParallelPass
@@ -107,7 +107,7 @@ def target_directory(target: str) -> Path:
 # ---- heads, from the settings' names to passes that run
 
 
-class LackingHeadError(ValueError):
+class MissingHeadError(ValueError):
     """A candidate whose files the router has to send first."""
 
 
@@ -121,8 +121,8 @@ class HeadLoader:
         assert drafter.replicas is not None
         assert drafter.max_draft_tokens is not None
         self._max_draft_tokens: int = drafter.max_draft_tokens
-        self.num_places = len(drafter.heads) + drafter.spare_heads
-        self._cache_gib = drafter.replicas.cache_gib / self.num_places
+        self.num_slots = len(drafter.heads) + drafter.spare_heads
+        self._cache_gib = drafter.replicas.cache_gib / self.num_slots
         self._target = target_source(settings.model.source)
         self._dtype: torch.dtype = getattr(torch, ROW_DTYPES[engine["dtype"]])
         self._max_model_len: int | None = engine.get("max_model_len")
@@ -134,12 +134,12 @@ class HeadLoader:
         """A head's directory, ready. Raises ValueError for a damaged head, or one of another target."""
         if name.startswith(CANDIDATE):
             if (directory := candidate_directory(name)) is None:
-                raise LackingHeadError(f"the files of {name} are not on this node")
+                raise MissingHeadError(f"the files of {name} are not on this node")
             name = str(directory)
         return head_directory(name, self._target)
 
     def load(self, name: str) -> LoadedHead:
-        """A head with its share of the cache: the heads, and the places of spare ones, share `cache_gib` evenly.
+        """A head with its share of the cache: the slots share `cache_gib` evenly.
 
         Raises:
             ValueError: a damaged head, one of another target, one of fewer depths than K_max, or a cache too small for
@@ -164,6 +164,118 @@ class HeadLoader:
         return LoadedHead(name, *load_served_head(directory, target_dir, limits, self.device, self._dtype))
 
 
+class HeadSlots:
+    """The heads of one replica, a slot each in its engine and server: which are configured, desired, and draft.
+
+    A head stays in its slot. Targets name heads by their index in `drafting`: the configured heads, or what the router
+    desires in their place, then those in spare slots.
+    """
+
+    def __init__(self, settings: DrafterSettings, loader: HeadLoader) -> None:
+        """Loads the heads of the settings. Raises ValueError for one that cannot be used."""
+        self._settings, self._loader, self._lock = settings, loader, asyncio.Lock()
+        self.loaded = {slot: loader.load(name) for slot, name in enumerate(settings.heads)}
+        self.drafting = self.configured = tuple(HeadRef(head.name, head.digest) for head in self.loaded.values())
+        self.desired = DesiredHeads()
+        self.refused = ""
+        self.problems: dict[str, str] = {}
+        self.missing: tuple[str, ...] = ()
+        self.server: DrafterServer | None = None
+
+    async def configure(self, user_config: Any) -> None:
+        """Let the heads that `user_config` names draft. Where one does not fit, the heads of now stay, and `refused`
+        says why."""
+
+        def work() -> None:
+            # Over the settings, not over the heads of now: a replica that starts now never had those.
+            catalog = Catalog((), Path(peagle.heads.__file__).parent, read_head_config)
+            self._apply(tuple(self._find(name) for name in swapped(self._settings, user_config, catalog).heads))
+
+        self.refused = await self._run(work)
+
+    async def apply(self, desired: DesiredHeads) -> None:
+        """Let the heads that the router desires draft, as far as `problems` and `missing` say nothing else."""
+        if desired != self.desired:
+            self.desired, self.problems, self.missing = desired, {}, ()
+            await self._apply_again()
+
+    async def keep_files(self, name: str, files: Mapping[str, bytes]) -> None:
+        """The files of a head that is `missing`. Raises ValueError, OSError."""
+        if name in self.missing:
+            in_use = {head.name for head in (*self.desired.replacements.values(), *self.desired.extra)}
+            await asyncio.to_thread(keep_candidate, name, files, in_use)
+            await self._apply_again()
+
+    async def _apply_again(self) -> None:
+        if problem := await self._run(lambda: self._apply(self.configured)):
+            self.problems["desired"] = problem
+
+    async def _run(self, work: Callable[[], None]) -> str:
+        """Load heads in a thread, once at a time. Returns what went wrong, "" where nothing did."""
+        async with self._lock:
+            try:
+                await asyncio.to_thread(work)
+            except Exception as error:  # whatever a head's files make of it, the reason must show
+                is_foreseen = isinstance(error, ValueError | OSError | RuntimeError)  # the last: no memory for two
+                reason = str(error) if is_foreseen else repr(error)
+                logger.error("new heads are refused, and those of now stay: %s", reason, exc_info=not is_foreseen)
+                return reason
+            return ""
+
+    def _apply(self, configured: tuple[HeadRef, ...]) -> None:
+        """Load what is to draft. Raises for a head of `configured`, or in its place, and changes nothing then."""
+        self.problems, self.missing = {}, ()
+        first = [self._find_desired(self.desired.replacements.get(head.digest)) or head for head in configured]
+        extra = [head for head in map(self._find_desired, self.desired.extra) if head is not None]
+        needed, before = {head.digest for head in (*first, *extra)}, self.drafting
+        self._load(first, needed)
+        self.configured, self.drafting = configured, (*first, *filter(self._is_loaded, extra))
+        for head in extra:
+            try:
+                self._load([head], needed)
+            except Exception as error:  # noqa: BLE001  # whatever its files make of it
+                self.problems[head.name] = str(error) if isinstance(error, ValueError) else repr(error)
+        self.drafting = (*first, *filter(self._is_loaded, extra))
+        for index, head in enumerate(self.drafting):
+            if head not in before:
+                logger.info("head %d is %s (%s)", index, head.name, head.digest)
+
+    def _find(self, name: str) -> HeadRef:
+        return HeadRef(name, head_digest(self._loader.directory(name)))
+
+    def _find_desired(self, wanted: HeadRef | None) -> HeadRef | None:
+        """A head that the router desires, where its files are on this node and unchanged."""
+        if wanted is None:
+            return None
+        try:
+            found = self._find(wanted.name)
+            if wanted.digest not in ("", found.digest):
+                raise ValueError(f"the files of {wanted.name} are no longer those of head {wanted.digest}")
+            return found
+        except MissingHeadError:
+            self.missing = (*self.missing, wanted.name)
+        except (ValueError, OSError) as error:
+            self.problems[wanted.name] = str(error)
+        return None
+
+    def _load(self, heads: Sequence[HeadRef], needed: Collection[str]) -> None:
+        """Load all, then put each into a free slot, or into that of a head which is not `needed`."""
+        loaded = {head.digest: self._loader.load(head.name) for head in heads if not self._is_loaded(head)}
+        drafting = {head.digest for head in self.drafting}
+        for digest, new in loaded.items():
+            if new.digest != digest:
+                raise ValueError(f"the files of {new.name} are no longer those of head {digest}")
+            free = [slot for slot in range(self._loader.num_slots) if slot not in self.loaded]
+            idle = [slot for slot, old in self.loaded.items() if old.digest not in needed]
+            slot = [*free, *sorted(idle, key=lambda slot: self.loaded[slot].digest in drafting)][0]
+            assert self.server is not None
+            self.server.swap(slot, new.runtime, new.served)
+            self.loaded[slot] = new
+
+    def _is_loaded(self, head: HeadRef) -> bool:
+        return any(loaded.digest == head.digest for loaded in self.loaded.values())
+
+
 class DrafterReplica:
     """One replica. Its constructor returns when the server listens, so a running replica is a ready one."""
 
@@ -174,58 +286,46 @@ class DrafterReplica:
         be_no_nicer()
         prepare_replica()
         self._replica = serve.get_replica_context().replica_id.unique_id
-        self._settings: DrafterSettings = settings.drafter
-        self._refused = ""
         self._is_configured = False
-        self._swapping = asyncio.Lock()
         self._swaps: set[asyncio.Task[None]] = set()
         if not settings.drafter.replicas.num_gpus:
             num_cores = len(os.sched_getaffinity(0))
             torch.set_num_threads(num_cores if num_cores <= MAX_SMALL_MACHINE_CORES else num_cores // 2)
-        self._loader = HeadLoader(settings)
-        # A head stays in its place of engine and server; which index of the targets' it drafts for is in the reports.
-        self._places = {place: self._loader.load(name) for place, name in enumerate(self._settings.heads)}
-        self._live = self._configured = tuple(HeadRef(head.name, head.digest) for head in self._places.values())
-        self._orders = HeadOrders()
-        self._problems: dict[str, str] = {}
-        self._lacking: tuple[str, ...] = ()
+        loader = HeadLoader(settings)
+        self._heads = HeadSlots(settings.drafter, loader)
         self._engine = DraftEngine(
-            {place: head.runtime for place, head in self._places.items()},
-            max_num_requests=self._loader.max_num_requests,
+            {slot: head.runtime for slot, head in self._heads.loaded.items()}, max_num_requests=loader.max_num_requests
         )
-        host = settings.drafter.replicas.host or str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        served = {place: head.served for place, head in self._places.items()}
         # Targets hear it through Ray; whoever else reaches the port is not let in.
         self._key = secrets.token_hex(16)
-        self._server = DrafterServer(
+        self._server = self._heads.server = DrafterServer(
             self._engine,
-            served,
-            host=host,
+            {slot: head.served for slot, head in self._heads.loaded.items()},
+            host=settings.drafter.replicas.host or str(ray.util.get_node_ip_address()),  # type: ignore[no-untyped-call]
             port=0,
-            device=self._loader.device,
+            device=loader.device,
             key=self._key,
             shares_gpu=bool((settings.drafter.replicas.num_gpus or 0.0) % 1.0),
         )
         self._server.start()
-        logger.info("drafting at %s on %s", self._server.address, self._loader.device)
+        logger.info("drafting at %s on %s", self._server.address, loader.device)
 
     async def report(self) -> DrafterReport:
         """Who this replica is, and what it has counted."""
-        heads = tuple(LiveHead(index, head.name, head.digest) for index, head in enumerate(self._live))
         served = {name.removeprefix("num_"): value for name, value in dataclasses.asdict(self._server.stats).items()}
         served["refused_connections"] = served.pop("refused")  # `refused` is the engine's: requests without drafts
-        counters = {**dataclasses.asdict(self._engine.counters), **served}
+        heads = self._heads
         return DrafterReport(
             self._replica,
             self._server.address,
-            heads,
-            self._refused,
-            counters,
+            heads.drafting,
+            heads.refused,
+            {**dataclasses.asdict(self._engine.counters), **served},
             self._key,
-            configured=self._configured,
-            orders=self._orders,
-            problems=dict(self._problems),
-            lacking=self._lacking,
+            heads.configured,
+            heads.desired,
+            dict(heads.problems),
+            heads.missing,
         )
 
     async def check_health(self) -> None:
@@ -238,107 +338,27 @@ class DrafterReplica:
 
         A replica that starts returns with the new heads. One that serves returns at once and swaps while targets draft:
         Serve counts a replica out until then. Never raises for a head that does not fit: Serve would end the replica.
-        The heads that are live stay, and the reason stands in the log, in /drafting and in /metrics.
+        The heads that draft stay, and the reason stands in the log, in /drafting and in /metrics.
         """
-        if not self._is_configured:
+        work = self._heads.configure(user_config or {})
+        if self._is_configured:
+            self._begin(work)
+        else:
             self._is_configured = True
-            await self._swap(user_config or {})
-            return
-        self._begin(self._swap(user_config or {}))
+            await work
 
-    async def follow(self, orders: HeadOrders) -> None:
-        """Draft with these heads, from the router. Returns at once; reports say what became of it."""
-        if orders != self._orders:
-            self._orders, self._problems, self._lacking = orders, {}, ()
-            self._begin(self._swap(None))
+    async def apply_desired(self, desired: DesiredHeads) -> None:
+        """Draft with the heads that the router desires. Returns at once; reports say what became of it."""
+        self._begin(self._heads.apply(desired))
 
-    async def take_candidate(self, name: str, files: Mapping[str, bytes]) -> None:
-        """The files of a head that the router ordered and this node has not. Raises ValueError, OSError."""
-        if name in self._lacking:
-            in_use = {head.name for head in (*self._orders.instead.values(), *self._orders.extra)}
-            await asyncio.to_thread(keep_candidate, name, files, in_use)
-            await self._swap(None)
+    async def keep_files(self, name: str, files: Mapping[str, bytes]) -> None:
+        """The files of a head that the router desires and this node has not. Raises ValueError, OSError."""
+        await self._heads.keep_files(name, files)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._swaps.add(task)
         task.add_done_callback(self._swaps.discard)
-
-    async def _swap(self, user_config: Any) -> None:
-        """Put the heads of `user_config` (None: the last one) and of the router's orders to work."""
-        async with self._swapping:
-            try:
-                configured = self._configured
-                if user_config is not None:
-                    # Over the settings, not over the heads that are live: a replica that starts now never had those.
-                    catalog = Catalog((), Path(peagle.heads.__file__).parent, read_head_config)
-                    asked = swapped(self._settings, user_config, catalog)
-                    configured = tuple([await asyncio.to_thread(self._found, name) for name in asked.heads])
-                await asyncio.to_thread(self._put, configured, self._orders)
-            except Exception as error:  # whatever a head's files make of it, the reason must show
-                foreseen = isinstance(error, ValueError | OSError | RuntimeError)  # the last: no memory for two heads
-                reason = str(error) if foreseen else repr(error)
-                if user_config is None:
-                    self._problems["orders"] = reason
-                else:
-                    self._refused = reason
-                logger.error("new heads are refused, and those of now stay: %s", reason, exc_info=not foreseen)
-            else:
-                self._refused = self._refused if user_config is None else ""
-
-    def _put(self, configured: tuple[HeadRef, ...], orders: HeadOrders) -> None:
-        """Raises for a head of `configured`, and changes nothing then; what is wrong with others is in reports."""
-        self._problems, self._lacking = {}, ()
-        wanted = tuple(self._ordered(orders.instead.get(head.digest)) or head for head in configured)
-        extra = [head for head in map(self._ordered, orders.extra) if head is not None]
-        kept, before = {head.digest for head in (*wanted, *extra)}, self._live
-        self._load(wanted, kept)
-        self._configured, self._live = configured, (*wanted, *self._present(extra))
-        for head in extra:
-            try:
-                self._load([head], kept)
-            except Exception as error:  # noqa: BLE001  # whatever its files make of it
-                self._problems[head.name] = str(error) if isinstance(error, ValueError) else repr(error)
-        self._live = (*wanted, *self._present(extra))
-        for index, head in enumerate(self._live):
-            if head not in before:
-                logger.info("head %d is %s (%s)", index, head.name, head.digest)
-
-    def _found(self, name: str) -> HeadRef:
-        return HeadRef(name, head_digest(self._loader.directory(name)))
-
-    def _ordered(self, wanted: HeadRef | None) -> HeadRef | None:
-        """A head that the router ordered, if it is on this node and the one that it was."""
-        if wanted is None:
-            return None
-        try:
-            found = self._found(wanted.name)
-            if wanted.digest not in ("", found.digest):
-                raise ValueError(f"the files of {wanted.name} are no longer those of head {wanted.digest}")
-        except LackingHeadError:
-            self._lacking = (*self._lacking, wanted.name)
-        except (ValueError, OSError) as error:
-            self._problems[wanted.name] = str(error)
-        else:
-            return found
-        return None
-
-    def _load(self, heads: Sequence[HeadRef], kept: Collection[str]) -> None:
-        """All, then each into a free place, or that of a head which is not `kept`."""
-        loaded = {head.digest: self._loader.load(head.name) for head in heads if not self._present([head])}
-        used = {head.digest for head in self._live}
-        for digest, new in loaded.items():
-            if new.digest != digest:
-                raise ValueError(f"the files of {new.name} are no longer those of head {digest}")
-            free = [place for place in range(self._loader.num_places) if place not in self._places]
-            idle = [place for place, old in self._places.items() if old.digest not in kept]
-            place = [*free, *sorted(idle, key=lambda place: self._places[place].digest in used)][0]
-            self._server.swap(place, new.runtime, new.served)
-            self._places[place] = new
-
-    def _present(self, heads: Sequence[HeadRef]) -> list[HeadRef]:
-        present = {head.digest for head in self._places.values()}
-        return [head for head in heads if head.digest in present]
 
     async def __del__(self) -> None:
         """Serve retires this replica: targets know already, and leave it as their requests end."""

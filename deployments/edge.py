@@ -769,7 +769,7 @@ class Edge:
         if taken := [key for key in SERVER_KEYS if key in own]:
             name = f"vllm_xargs.{taken[0]}"
             raise ApiError(400, f"{name} is set by the server: send the field drafting", param=name)
-        drafting = self._tried(self._decide(asked, model, body, caller, headers))
+        drafting = self._assign_trial(self._decide(asked, model, body, caller, headers))
         decided: dict[str, Any] = {DEPTH_KEY: drafting.max_k, WORKLOAD_KEY: drafting.workload}
         if drafting.survival:
             decided[SURVIVAL_KEY] = list(drafting.survival)
@@ -805,7 +805,7 @@ class Edge:
             drafting = self.k_policy.resolve(drafting, time.monotonic(), caller.max_k)
         return drafting
 
-    def _tried(self, drafting: Drafting) -> Drafting:
+    def _assign_trial(self, drafting: Drafting) -> Drafting:
         """The request, now and then with the head that its workload tries. K stays: both heads get the same."""
         workload, routing = drafting.workload, self.routing
         is_asked = workload in routing.workloads if routing.workloads else self._head_index(workload) == 0
@@ -815,7 +815,7 @@ class Edge:
 
     def _head_index(self, workload: str) -> int:
         """The place in `heads` of the head that drafts for a workload."""
-        if (head := self.routing.of(workload)) in self.heads:
+        if (head := self.routing.head_of(workload)) in self.heads:
             return self.heads.index(head)
         drafter = self._settings.drafter
         return 0 if drafter is None else drafter.head_index(base_workload(workload))

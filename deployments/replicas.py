@@ -8,15 +8,14 @@ target, the drafters' addresses and heads handed on to its engine, whose workers
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from cluster.heads import DraftersView, HeadOrders, HeadRef
+from cluster.heads import DrafterReport
 from cluster.settings import ClusterSettings, with_live
 from deployments.compat import ask_each
 from peagle.schema import SettingsError
@@ -126,34 +125,6 @@ class ReplicaMonitor(Generic[ReportT]):
 # ---- drafters, as targets see them
 
 
-@dataclass(frozen=True)
-class LiveHead:
-    """A head that drafts: `index` is its place in `drafter.heads` of the settings, `name` what it was asked for as."""
-
-    index: int
-    name: str
-    digest: str
-
-
-@dataclass(frozen=True)
-class DrafterReport:
-    """One drafter replica. `address`, `key`: where targets connect to it, and with what. `refused`: why the heads that
-    the last `user_config` named are not live, "" when they are. `counters`: what its engine and server counted since
-    their start. `configured`: the heads of settings and `user_config`; `orders`: those of the router that it follows,
-    `problems` why some are not live, by name, and `lacking` the names of those whose files it has not."""
-
-    replica: str
-    address: str
-    heads: tuple[LiveHead, ...]
-    refused: str = ""
-    counters: Mapping[str, float] = field(default_factory=dict)
-    key: str = field(default="", repr=False)
-    configured: tuple[HeadRef, ...] = ()
-    orders: HeadOrders = field(default_factory=HeadOrders)
-    problems: Mapping[str, str] = field(default_factory=dict)
-    lacking: tuple[str, ...] = ()
-
-
 MAX_MISSED_POLLS = 3
 IDLE_POLLS = 10
 """An engine without requests is asked for its links once in so many polls: each call keeps a core of every worker of it
@@ -235,25 +206,14 @@ class DrafterLinks:
         return list(self._reports.values())
 
 
-def drafters_view(reports: Sequence[DrafterReport], orders: HeadOrders | None) -> DraftersView | None:
-    """What drafters say alike, where all follow `orders` (None: whatever they follow); None where they do not agree."""
-    if not reports or any(
-        (report.configured, report.orders) != (reports[0].configured, orders or reports[0].orders) for report in reports
-    ):
-        return None
-    live = [[HeadRef(head.name, head.digest) for head in report.heads] for report in reports]
-    return DraftersView(
-        reports[0].configured,
-        tuple(head for head in live[0] if all(head in others for others in live)),
-        reports[0].orders.instead,
-        {name: problem for report in reports for name, problem in report.problems.items()},
-    )
-
-
 def drafters_of(reports: Iterable[DrafterReport]) -> list[dict[str, Any]]:
     """What the engine's `set_drafters` takes: each drafter's address and key, and the digests of its heads by index."""
     found = [
-        {"address": report.address, "key": report.key, "heads": {head.index: head.digest for head in report.heads}}
+        {
+            "address": report.address,
+            "key": report.key,
+            "heads": {index: head.digest for index, head in enumerate(report.heads)},
+        }
         for report in reports
     ]
     return sorted(found, key=lambda drafter: str(drafter["address"]))

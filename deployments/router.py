@@ -20,20 +20,22 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from cluster.counts import TargetReport
-from cluster.heads import CANDIDATE, HeadKeeper, HeadProposal, HeadTrial, base_workload
+from cluster.heads import (
+    CANDIDATE,
+    DesiredHeads,
+    DrafterReport,
+    HeadChange,
+    HeadManager,
+    HeadProposal,
+    HeadRef,
+    base_workload,
+)
 from cluster.k_policy import PolicyUpdate
 from cluster.learning import LearnerReport
 from cluster.settings import ClusterSettings, live_config
 from deployments import TARGET_NAME, compat
 from deployments.autoscaling import ClusterBoard, ScalingView
-from deployments.replicas import (
-    POLL_TIMEOUT_S,
-    REPLICA_LOST,
-    DrafterReport,
-    ReplicaMonitor,
-    drafters_view,
-    settings_with,
-)
+from deployments.replicas import POLL_TIMEOUT_S, REPLICA_LOST, ReplicaMonitor, settings_with
 from deployments.telemetry import (
     HeadCounts,
     StateStore,
@@ -60,14 +62,14 @@ SEND_TIMEOUT_S = 120.0
 """For the files of a head to reach drafters on other nodes."""
 
 
-def make_keeper(settings: ClusterSettings) -> HeadKeeper | None:
-    """None where several ingress replicas would decide side by side."""
+def make_head_manager(settings: ClusterSettings) -> HeadManager | None:
+    """None without remote drafters, or where several ingress replicas would decide side by side."""
     drafter = settings.drafter
-    if drafter is None or settings.ingress.num_replicas > 1:
+    if drafter is None or not drafter.is_remote or settings.ingress.num_replicas > 1:
         return None
     index_of = {workload: drafter.head_index(workload) for workload in drafter.heads_by_workload}
     num_spare = 0 if settings.ingress.num_replicas else drafter.spare_heads
-    return HeadKeeper(index_of, num_spare, drafter.trial_share)
+    return HeadManager(index_of, num_spare, drafter.trial_share)
 
 
 class Router:
@@ -91,13 +93,13 @@ class Router:
         self._board = ClusterBoard(context.app_name)
         self._state = StateStore(settings.depth.state, self._board)
         self.k_policy = make_k_policy(settings)
-        self._keeper = None if drafter is None else make_keeper(settings)
-        self._state.restore(self.k_policy, self._keeper)
+        self._heads = make_head_manager(settings)
+        self._state.restore(self.k_policy, self._heads)
         self._head_counts, self._counts_are_new = HeadCounts(), False
         self._monitor = ReplicaMonitor(self._target, TargetReport, self._observe)
         self._drafter = drafter
-        self._drafters = None if drafter is None else ReplicaMonitor(drafter, DrafterReport, self._steer)
-        self._steering: asyncio.Task[None] | None = None
+        self._drafters = None if drafter is None else ReplicaMonitor(drafter, DrafterReport, self._manage_heads)
+        self._handing_out: asyncio.Task[None] | None = None
         self._learner = None if learner is None else ReplicaMonitor(learner, LearnerReport, lambda _: None)
         self._scaling = None if settings.autoscaling is None else ScalingView(self._board)
         self._warn_without_callers()
@@ -129,80 +131,81 @@ class Router:
     async def policy_update(self) -> PolicyUpdate:
         """What targets choose K by, and candidates, as of the last reports."""
         update = self.k_policy.make_update(self._monitor.num_ready or 0, time.monotonic())
-        return update if self._keeper is None else dataclasses.replace(update, heads=self._keeper.routing)
+        return update if self._heads is None else dataclasses.replace(update, heads=self._heads.routing)
 
     # ---- heads
 
-    async def propose(self, proposal: HeadProposal) -> HeadTrial:
+    def _manager(self) -> HeadManager:
+        if self._heads is None:
+            raise ValueError("heads are managed where drafter.placement is remote and one router decides")
+        return self._heads
+
+    async def propose(self, proposal: HeadProposal) -> HeadChange:
         """Try a candidate on a share of the requests; `trial` says what becomes of it.
 
         Raises:
             ValueError: with the reason: a damaged head, no room for it, a trial that is under way.
         """
-        if self._keeper is None:
-            raise ValueError("heads are tried where drafter.placement is remote and one router decides")
+        manager = self._manager()
         files = proposal.files or await asyncio.to_thread(candidate_files, Path(proposal.source))
         digest = hashlib.sha256()
         for file in sorted(files):
             digest.update(files[file])
         name = f"{CANDIDATE}{digest.hexdigest()[:10]}"
-        await asyncio.to_thread(keep_candidate, name, files, self._keeper.names_in_use)
-        trial = self._keeper.propose(name, proposal)
-        self._heads_changed()
-        return trial
+        await asyncio.to_thread(keep_candidate, name, files, manager.names_in_use)
+        change = manager.propose(name, proposal)
+        self._save_head_events()
+        return change
 
-    async def trial(self, name: str) -> HeadTrial:
+    async def trial(self, name: str) -> HeadChange:
         """The newest state of a proposal. Raises ValueError for a name that is not known."""
-        if self._keeper is None:
-            raise ValueError("there are no trials of heads here")
-        return self._keeper.trial(name)
+        return self._manager().get_change(name)
 
-    async def head_back(self) -> HeadTrial:
-        """End the trial, else take back the last change of heads. Raises ValueError where there is none."""
-        if self._keeper is None:
-            raise ValueError("there are no changes of heads here")
-        trial = self._keeper.back()
-        self._heads_changed()
-        return trial
+    async def head_back(self) -> HeadChange:
+        """End the trial, else roll back the last change of heads. Raises ValueError where there is none."""
+        change = self._manager().roll_back()
+        self._save_head_events()
+        return change
 
-    def _heads_changed(self) -> None:
-        """Log what happened, and save it at once."""
-        if self._keeper is not None and self._keeper.events:
-            for event in self._keeper.events:
+    async def head_assignment(self) -> dict[str, HeadRef]:
+        """Which head drafts for which workload (`HeadManager.assignment`)."""
+        return self._manager().assignment
+
+    def _save_head_events(self) -> None:
+        """Log what happened to heads, and save the state at once."""
+        if self._heads is not None and self._heads.events:
+            for event in self._heads.events:
                 logger.warning("%s", event)
-            self._keeper.events.clear()
-            self._state.save_soon(self.k_policy, self._keeper, is_urgent=True)
+            self._heads.events.clear()
+            self._state.save_soon(self.k_policy, self._heads, is_urgent=True)
 
-    def _steer(self, drafters: Sequence[DrafterReport]) -> None:
-        """Let every drafter follow the keeper's orders, also one that has just started."""
-        if self._keeper is None or self._drafter is None or (self._steering and not self._steering.done()):
+    def _manage_heads(self, drafters: Sequence[DrafterReport]) -> None:
+        """Take in what drafters report, and hand the desired heads to all, also to one that has just started."""
+        if self._heads is None or (self._handing_out and not self._handing_out.done()):
             return
-        orders = self._keeper.orders if self._keeper.has_begun else None
-        if (view := drafters_view(drafters, orders)) is not None:
-            self._keeper.see(view, self._num_running())
-            self._heads_changed()
-        orders = self._keeper.orders
-        lacking = {name for drafter in drafters for name in drafter.lacking}
-        if self._keeper.has_begun and (lacking or any(drafter.orders != orders for drafter in drafters)):
-            self._steering = asyncio.get_running_loop().create_task(self._order(self._drafter, lacking))
+        self._heads.observe_drafters(drafters)
+        self._save_head_events()
+        desired, missing = self._heads.desired, {name for drafter in drafters for name in drafter.missing}
+        if self._heads.is_ready and (missing or any(drafter.desired != desired for drafter in drafters)):
+            self._handing_out = asyncio.get_running_loop().create_task(self._hand_out(desired, missing))
 
-    async def _order(self, drafter: DeploymentHandle[Any], lacking: set[str]) -> None:
-        assert self._keeper is not None
+    async def _hand_out(self, desired: DesiredHeads, missing: set[str]) -> None:
         answers: list[Any] = []
         with contextlib.suppress(*REPLICA_LOST, TimeoutError):  # they are asked again
-            for name in lacking:
+            for name in missing:
                 if (directory := candidate_directory(name)) is not None:
                     files = await asyncio.to_thread(candidate_files, directory)
-                    answers += await compat.ask_each(drafter, "take_candidate", SEND_TIMEOUT_S, name, files)
-            answers += await compat.ask_each(drafter, "follow", POLL_TIMEOUT_S, self._keeper.orders)
+                    answers += await compat.ask_each(self._drafter, "keep_files", SEND_TIMEOUT_S, name, files)
+            answers += await compat.ask_each(self._drafter, "apply_desired", POLL_TIMEOUT_S, desired)
         for answer in answers:
             if isinstance(answer, Exception):
-                logger.warning("a drafter does not follow: %r", answer)
+                logger.warning("a drafter does not take its heads: %r", answer)
 
-    def _num_running(self) -> Counter[str]:
+    @staticmethod
+    def _num_running(reports: Sequence[TargetReport]) -> Counter[str]:
         """Requests by workload."""
         found = Counter[str]()
-        for report in self._monitor.reports:
+        for report in reports:
             found.update({base_workload(name): counts.num_running for name, counts in report.workloads.items()})
         return found
 
@@ -211,7 +214,7 @@ class Router:
         reports = await self._monitor.refresh()
         families = target_metrics(reports, self._monitor.num_ready or 0)
         families += head_metrics(self._head_counts.by_head(), self._replica)
-        families += [] if self._keeper is None else change_metrics(self._keeper.document())
+        families += [] if self._heads is None else change_metrics(self._heads.document())
         families += depth_metrics(self._document(), self._settings.model.id)
         families += scaling_metrics(await self._scaled())
         if self._drafters is not None:
@@ -236,7 +239,7 @@ class Router:
         return {
             **self._document(),
             **drafting_document(reports, by_head, drafters),
-            "head_changes": [] if self._keeper is None else self._keeper.document(),
+            "head_changes": [] if self._heads is None else self._heads.document(),
             "autoscaling": await self._scaled(),
             "learner": None if self._learner is None else learner_document(self._learner.reports),
         }
@@ -256,10 +259,9 @@ class Router:
                 return
             self._head_counts.add(deltas)
             # The first reports count from the targets' start, and heads may have changed since.
-            if self._keeper is not None and self._counts_are_new:
+            if self._heads is not None and self._counts_are_new:
                 weights = "+".join(sorted({report.weights for report in reports} - {""}))
-                self._keeper.follow(weights, self._num_running())
-                self._keeper.take(deltas, self._num_running())
-                self._heads_changed()
+                self._heads.record_counts(deltas, self._num_running(reports), weights)
+                self._save_head_events()
             self._counts_are_new = True
-            self._state.save_soon(self.k_policy, self._keeper)
+            self._state.save_soon(self.k_policy, self._heads)

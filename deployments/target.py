@@ -200,7 +200,7 @@ class TargetServer(LLMServer):
 
     async def take_answers(self) -> list[KeptAnswer]:
         """What the learner has not fetched yet of answers that may be learned from."""
-        return [] if self._answers is None else self._answers.take()
+        return [] if self._answers is None else self._answers.take_all()
 
     async def edge_metrics(self) -> tuple[str, list[Any]]:
         """This replica, and what its clients saw, as `EdgeMetrics.families`."""

@@ -29,13 +29,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from cluster.counts import CounterDeltas, Counts, TargetReport
-from cluster.heads import HeadKeeper
+from cluster.heads import DrafterReport, HeadManager
 from cluster.k_policy import KPolicy
 from cluster.learning import LearnerReport
 from cluster.settings import ClusterSettings
 from deployments.autoscaling import ClusterBoard
 from deployments.metrics import counter, gauge
-from deployments.replicas import DrafterReport
 from peagle.store import write_bytes
 
 logger = logging.getLogger(__name__)
@@ -109,7 +108,9 @@ def drafting_document(
             {
                 "replica": drafter.replica,
                 "address": drafter.address,
-                "heads": [{"index": head.index, "name": head.name, "head": head.digest} for head in drafter.heads],
+                "heads": [
+                    {"index": index, "name": head.name, "head": head.digest} for index, head in enumerate(drafter.heads)
+                ],
                 "refused": drafter.refused,
                 "counters": dict(drafter.counters),
             }
@@ -194,16 +195,16 @@ def head_metrics(by_head: Mapping[str, Counts], ingress: str) -> list[Metric]:
 
 
 SHOWN_S = 3600.0
-"""For so long after a head was taken back the metric says so."""
+"""For so long after a head was rolled back the metric says so."""
 
 
 def change_metrics(changes: Iterable[Mapping[str, Any]]) -> list[Metric]:
-    """Heads that are tried, watched, or were taken back of late (`HeadKeeper.document`)."""
+    """Heads that are tried, watched, or were rolled back of late (`HeadManager.document`)."""
     state = gauge("head_change")
     gain = gauge("head_gain")
     for change in changes:
         is_compared = change["state"] in ("loading", "running") or change["is_watched"]
-        if is_compared or (change["state"] == "taken back" and time.time() - change["changed_s"] < SHOWN_S):
+        if is_compared or (change["state"] == "rolled back" and time.time() - change["changed_s"] < SHOWN_S):
             heads = [change["head"], change["against"]]
             state.add_metric([*heads, change["state"]], 1)
             for bound in ("gain", "low", "high") if change["gain"] is not None else ():
@@ -228,8 +229,8 @@ def drafter_metrics(drafters: Sequence[DrafterReport], reports: Sequence[TargetR
 
     for drafter in drafters:
         refused.add_metric([drafter.replica], float(bool(drafter.refused)))
-        for head in drafter.heads:
-            heads.add_metric([drafter.replica, str(head.index), head.digest], 1)
+        for index, head in enumerate(drafter.heads):
+            heads.add_metric([drafter.replica, str(index), head.digest], 1)
         count("drafter_", {"replica": drafter.replica}, drafter.counters)
     for report in reports:
         for link in report.links:
@@ -333,15 +334,15 @@ class StateStore:
         self._task: asyncio.Task[None] | None = None
         self._fails = False
 
-    def restore(self, policy: KPolicy, keeper: HeadKeeper | None = None) -> None:
+    def restore(self, policy: KPolicy, heads: HeadManager | None = None) -> None:
         """Begin where the last replica stopped. A state that is damaged or of another version is logged and not used;
         its file is put aside."""
         try:
             snapshot = self._read()
             if snapshot is None:
                 return
-            if keeper is not None and "heads" in snapshot:
-                keeper.restore(snapshot["heads"])  # first: heads are kept where what was learned is of another version
+            if heads is not None and "heads" in snapshot:
+                heads.restore(snapshot["heads"])  # first: heads are kept where what was learned is of another version
             policy.restore(snapshot)
         except Exception as error:  # noqa: BLE001  # the service starts without it, whatever is wrong
             kept = ""
@@ -358,7 +359,7 @@ class StateStore:
             return json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else None
         return None if self._board is None else self._board.get(LEARNED)
 
-    def save_soon(self, policy: KPolicy, keeper: HeadKeeper | None = None, *, is_urgent: bool = False) -> None:
+    def save_soon(self, policy: KPolicy, heads: HeadManager | None = None, *, is_urgent: bool = False) -> None:
         """Save in a thread, when it is time again and the last save is done: a slow disk holds up no request.
         `is_urgent`: it is time."""
         if is_urgent:
@@ -367,7 +368,7 @@ class StateStore:
         if not is_due or (self._task is not None and not self._task.done()):
             return
         self._saved_s = time.monotonic()
-        snapshot = policy.snapshot() | ({} if keeper is None else {"heads": keeper.snapshot()})
+        snapshot = policy.snapshot() | ({} if heads is None else {"heads": heads.snapshot()})
         work = asyncio.to_thread(self.write, snapshot)
         self._task = asyncio.get_running_loop().create_task(work)
 

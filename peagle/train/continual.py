@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from pydantic import ValidationError
 
 from peagle.checkpoint import build_drafter, load_head, save_head
 from peagle.config import HeadError
-from peagle.evaluate import AnswerCounts, ratios, replay
+from peagle.evaluate import AnswerCounts, members, ratios, replay
 from peagle.model import Drafter
 from peagle.provenance import conditions
 from peagle.schema import problem_lines
@@ -51,7 +50,8 @@ def continual_recipe(given: dict[str, dict[str, Any]], ptd_token_id: int = 0) ->
 
 
 class HeadInTraining:
-    """A head that is trained on. Weights and moments stay from round to round, the head proposed is the moving average.
+    """A head that is trained on, `current`. Weights and moments stay from round to round; the new head is the moving
+    average.
 
     Raises HeadError for an EAGLE-3 head.
     """
@@ -89,7 +89,7 @@ class HeadInTraining:
         """One round; returns its figures. rest: called after each step with its seconds, to wait as long as others need
         the processor. Raises FloatingPointError when loss or gradient is no number."""
         schedule, packing = self.recipe.schedule, self.recipe.batch
-        max_score = self.recipe.optimizer.max_attention_score
+        max_score = None if self.config.qk_norm else self.recipe.optimizer.max_attention_score
         batches = PackedBatches(
             data, **packing.model_dump(include={"num_sequences", "max_tokens", "long"}), seed=self.num_rounds
         )
@@ -123,10 +123,10 @@ class HeadInTraining:
             **tally.read(),
         }
 
-    def compare(self, data: Conversations, num_draft_tokens: int, workloads: Sequence[str] = ()) -> dict[str, Any]:
-        """AL at K = num_draft_tokens on the same answers: of the head trained (`new`), of the one that it began from
-        (`current`), and their ratio with its 95% interval. `workloads`: of each answer; each is compared by itself
-        too. Answers have two tokens or more."""
+    def compare(self, data: Conversations, num_draft_tokens: int, workloads: Sequence[str]) -> dict[str, Any]:
+        """AL at K = num_draft_tokens on the same answers: of the new head (`new`), of the current one (`current`), and
+        their ratio with its 95% interval. workloads: of each answer; `by_workload` has the figures of each. Answers
+        have two tokens or more."""
         self._average.swap()
         try:
             new, current = (
@@ -135,13 +135,9 @@ class HeadInTraining:
             )
         finally:
             self._average.swap()
-        found = compared(new, current)
-        if len(names := sorted(set(workloads))) > 1:
-            chosen = {name: np.flatnonzero(np.array(workloads) == name) for name in names}
-            found["by_workload"] = {
-                name: compared(new.select(among), current.select(among)) for name, among in chosen.items()
-            }
-        return found
+        parts = members([[name] for name in workloads]).items()
+        by_workload = {name: compared(new.select(among), current.select(among)) for name, among in parts}
+        return compared(new, current) | {"by_workload": by_workload}
 
     def save(self, folder: Path, provenance: dict[str, Any]) -> None:
         """Writes the head in the form of the one it began from, with where it comes from."""
@@ -158,24 +154,16 @@ class HeadInTraining:
         document = {"made": conditions(), "recipe": recipe, **provenance}
         (folder / "provenance.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
-    def compare_with(self, head_dir: Path) -> None:
-        """The head in `head_dir`, saved from this one, drafts from now on."""
-        _, self._tensors = load_head(head_dir)
-        self.current = self._built(self.target.model.dtype)
-
 
 def compared(new: AnswerCounts, current: AnswerCounts) -> dict[str, Any]:
     """Figures of two heads on the same answers at the deepest K of their counts."""
-    num_depths = new.num_steps.shape[1]
-    num_tokens, k = int(new.num_tokens.sum()), str(num_depths)
-    found: dict[str, Any] = {"num_answers": len(new.num_tokens), "num_tokens": num_tokens}
-    widest = 1 / (num_depths + 1), num_depths + 1.0
+    k, num_tokens = new.num_steps.shape[1], int(new.num_tokens.sum())
+    found: dict[str, Any] = {"num_answers": len(new.num_tokens), "num_tokens": num_tokens, "ratio": 1.0}
+    widest = 1 / (k + 1), k + 1.0
     if not num_tokens:
-        return found | {"ratio": 1.0, "low": widest[0], "high": widest[1]}
-    paired = ratios(new, current, (num_depths,))
-    low, high = paired.get("ratio_95", {k: widest})[k]
-    lengths = {
-        f"acceptance_length_{name}": round(num_tokens / int(counts.num_steps[:, -1].sum()), 4)
-        for name, counts in (("new", new), ("current", current))
-    }
-    return found | lengths | {"ratio": paired["ratio"][k], "low": low, "high": high}
+        return found | {"low": widest[0], "high": widest[1]}
+    for name, counts in (("new", new), ("current", current)):
+        found[f"acceptance_length_{name}"] = round(num_tokens / int(counts.num_steps[:, -1].sum()), 4)
+    paired = ratios(new, current, (k,))
+    low, high = paired.get("ratio_95", {}).get(str(k), widest)
+    return found | {"ratio": paired["ratio"][str(k)], "low": low, "high": high}

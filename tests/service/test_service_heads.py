@@ -12,7 +12,7 @@ import torch
 from ray import serve
 
 import peagle.heads
-from cluster.heads import HeadProposal, HeadTrial
+from cluster.heads import HeadChange, HeadProposal
 from deployments import APP_NAME, ROUTER_NAME
 from deployments.cli import main
 from tests.service.test_service_remote import answers, drafter_of, heads, links, load, swap, texts
@@ -49,8 +49,8 @@ def plain(service: Service) -> list[str]:
     return texts(answers(service, "plain", k=0))
 
 
-def router(method: str, *args: Any) -> HeadTrial:
-    found: HeadTrial = getattr(serve.get_deployment_handle(ROUTER_NAME, APP_NAME), method).remote(*args).result()
+def router(method: str, *args: Any) -> HeadChange:
+    found: HeadChange = getattr(serve.get_deployment_handle(ROUTER_NAME, APP_NAME), method).remote(*args).result()
     return found
 
 
@@ -58,7 +58,7 @@ def newest(service: Service) -> dict[str, Any]:
     return dict(service.drafting()["head_changes"][0])
 
 
-def decided(name: str) -> HeadTrial:
+def decided(name: str) -> HeadChange:
     wait_for(lambda: router("trial", name).is_over, f"end of the trial of {name}", DECIDED_S)
     return router("trial", name)
 
@@ -86,7 +86,7 @@ def test_heads_come_and_go_by_what_is_accepted_of_their_drafts(
         assert heads(service)[0] == trial.head
 
         swap(service, head=wrong)
-        wait_for(lambda: newest(service)["state"] == "taken back", "old head", DECIDED_S)
+        wait_for(lambda: newest(service)["state"] == "rolled back", "old head", DECIDED_S)
         change = newest(service)
         assert (change["head"], change["against"]) == (dropped.head, trial.head)
         assert change["high"] < 0
@@ -95,7 +95,7 @@ def test_heads_come_and_go_by_what_is_accepted_of_their_drafts(
         assert drafter_of(service)["refused"] == ""
 
         swap(service, head=service.written["applications"][0]["args"]["drafter"]["head"])
-        wait_for(lambda: heads(service)[0] == first, "the operator's head, which was never taken back", 30)
+        wait_for(lambda: heads(service)[0] == first, "the operator's head, which was never rolled back", 30)
     found = answers(service, "default")
     assert texts(found) == plain
     assert main(["heads", service.url]) == 0

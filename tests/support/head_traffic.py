@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.counts import CounterDeltas, Counts, WorkloadCounts
-from cluster.heads import TRIAL_SUFFIX, DraftersView, HeadKeeper, HeadRef
+from cluster.heads import TRIAL_SUFFIX, DrafterReport, HeadManager, HeadRef
 
 TRACES = Path(__file__).parents[2] / "benchmarks/results/2026-11-21-traces-smollm2-135m.npz"
 TASKS = ("humaneval", "math_reasoning", "qa", "rag", "summarization", "translation")
@@ -48,46 +48,48 @@ def acceptance_length(loss: float) -> float:
 
 
 class HeadTraffic:
-    """A service in which `keeper` decides: requests of six workloads go through drafters that do as they are told."""
+    """Requests of six workloads, drafted for with the heads that `manager` desires."""
 
-    def __init__(self, keeper: HeadKeeper, seed: int, losses: Mapping[str, float], head: str = "a") -> None:
+    def __init__(self, manager: HeadManager, seed: int, losses: Mapping[str, float], head: str = "a") -> None:
         """losses: of the heads that there are, by digest."""
-        self.keeper, self._losses, self._random = keeper, losses, np.random.default_rng(seed)
+        self.manager, self.losses, self._random = manager, losses, np.random.default_rng(seed)
         self.configured = HeadRef(head, head)
         self.weights = np.full(len(TASKS), 1 / len(TASKS))
+        self.weights_of_target = ""
         self.num_requests = 0
 
     @property
     def head(self) -> str:
         """That of the requests without a trial."""
-        return self.keeper.orders.instead.get(self.configured.digest, self.configured).digest
+        return self.manager.desired.replacements.get(self.configured.digest, self.configured).digest
 
-    def look(self) -> None:
-        """The drafters' reports; every head loads at once."""
-        extra = tuple(HeadRef(head.name, head.name.removeprefix("candidate-")) for head in self.keeper.orders.extra)
-        view = DraftersView((self.configured,), (HeadRef(self.head, self.head), *extra))
-        self.keeper.see(view, dict.fromkeys(TASKS, 2))
+    def report(self) -> None:
+        """The drafter's report; every head loads at once."""
+        desired = self.manager.desired
+        extra = tuple(HeadRef(head.name, head.name.removeprefix("candidate-")) for head in desired.extra)
+        heads = (HeadRef(self.head, self.head), *extra)
+        self.manager.observe_drafters([DrafterReport("r", "", heads, configured=(self.configured,), desired=desired)])
 
     def run(self, num_requests: int, at_a_time: int = 60, workload: str | None = None) -> None:
         """So many requests, some in each report. `workload`: all under this name, else each under that of its task."""
         for _ in range(num_requests // at_a_time):
-            self.look()
-            routing, news = self.keeper.routing, CounterDeltas()
+            self.report()
+            routing, news = self.manager.routing, CounterDeltas()
             share = routing.share if routing.trial else 0.0
             for task, num in zip(TASKS, self._random.multinomial(at_a_time, self.weights), strict=True):
-                is_asked = task in routing.workloads if routing.workloads else task not in routing.own
+                is_asked = task in routing.workloads if routing.workloads else task not in routing.by_workload
                 num_tried = self._random.binomial(num, share) if is_asked else 0
                 name = workload or task
                 self._add(news, name, task, self.head, int(num - num_tried))
                 self._add(news, name + TRIAL_SUFFIX, task, routing.trial, int(num_tried))
             self.num_requests += at_a_time
-            self.keeper.take(news, {})
+            self.manager.record_counts(news, dict.fromkeys(TASKS, 2), self.weights_of_target)
 
     def _add(self, news: CounterDeltas, name: str, task: str, head: str, num: int) -> None:
         if not num:
             return
-        head = self.keeper.routing.own.get(name, head)
-        rows = requests_of(task, self._losses[head])
+        head = self.manager.routing.by_workload.get(name, head)
+        rows = requests_of(task, self.losses[head])
         row = rows[self._random.integers(len(rows), size=num)].sum(0)
         depths = int((row[:K] > 0).sum())
         counts = Counts(*(row[start : start + depths].tolist() for start in range(0, 3 * K, K)))

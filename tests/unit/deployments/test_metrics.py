@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from cluster.heads import DrafterReport, HeadRef
 from cluster.learning import LearnerReport
-from deployments.replicas import DrafterReport, LiveHead, link_reports
+from deployments.replicas import link_reports
 from deployments.telemetry import (
     change_metrics,
     drafter_metrics,
@@ -69,7 +70,7 @@ def test_metrics_of_targets_heads_and_drafters_are_in_the_table() -> None:
     families = [
         *target_metrics(reports, 1),
         *head_metrics({"a": counts}, "i1"),
-        *change_metrics(swapped(0, 0.1, 120).keeper.document()),
+        *change_metrics(swapped(0, 0.1, 120).manager.document()),
         *drafter_metrics([drafter("r1", "a", refused="no")], reports),
     ]
     found, table = exported(prometheus_text(families).decode()), documented()
@@ -81,7 +82,7 @@ def test_metrics_of_targets_heads_and_drafters_are_in_the_table() -> None:
 def test_every_counter_of_drafters_and_links_is_in_the_table() -> None:
     served = {name.removeprefix("num_"): value for name, value in dataclasses.asdict(ServerStats()).items()}
     served["refused_connections"] = served.pop("refused")  # as a drafter reports it
-    replica = DrafterReport("r1", "h:1", (LiveHead(0, "a", "a"),), "", dataclasses.asdict(Counters()) | served)
+    replica = DrafterReport("r1", "h:1", (HeadRef("a", "a"),), "", dataclasses.asdict(Counters()) | served)
     about = {"address": "h:1", "state": "up", "path": "tcp", "problem": "", "average_pass_s": None}
     links = link_reports([{"pool": {"links": [about | dataclasses.asdict(LinkStats())]}}])
     found = exported(prometheus_text(drafter_metrics([replica], [report("a", "t1", links)])).decode())
@@ -184,9 +185,9 @@ INCIDENTS: dict[str, tuple[list[dict[str, str]], list[str]]] = {
         ),
         ["PeagleDrafterDown", "PeagleTargetWithoutDrafter"],
     ),
-    "a head was taken back": (
-        instead(series("peagle_head_change", "_x540 1x60", head="b", against="a", state="taken back")),
-        ["PeagleHeadTakenBack"],
+    "a head was rolled back": (
+        instead(series("peagle_head_change", "_x540 1x60", head="b", against="a", state="rolled back")),
+        ["PeagleHeadRolledBack"],
     ),
     "a head is watched": (
         instead(series("peagle_head_change", "_x540 1x60", head="b", against="a", state="promoted")),

@@ -67,7 +67,7 @@ def documents() -> dict[str, Any]:
         **control.document(1.0),
         **drafting_document(reports, {"a": counts_of([(3, 2)])}, [drafter("r1", "a")]),
         "autoscaling": decision,
-        "head_changes": swapped(0, 0.5, 120).keeper.document(),
+        "head_changes": swapped(0, 0.5, 120).manager.document(),
     }
     return {
         "service": service,

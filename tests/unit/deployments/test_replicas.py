@@ -1,33 +1,24 @@
 """What replicas say of themselves: who runs, whatever becomes of the reports; and drafters, as targets hear of them."""
 
 import asyncio
-import dataclasses
-import json
 import logging
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
 
-from cluster.heads import HeadOrders, HeadRef
-from cluster.settings import DrafterSettings
-from deployments.drafter import LackingHeadError
+from cluster.heads import DrafterReport, HeadRef
 from deployments.replicas import (
     MAX_MISSED_POLLS,
     DrafterLinks,
-    DrafterReport,
     EngineLost,
-    LiveHead,
     ReplicaMonitor,
     agreed_heads,
     drafters_of,
-    drafters_view,
     link_reports,
 )
-from tests.support.weightless_drafter import WeightlessDrafter
 
 
 class Handle:
@@ -136,7 +127,7 @@ def test_a_monitor_goes_on_after_an_error(caplog: pytest.LogCaptureFixture) -> N
 
 
 def drafter_report(replica: str, *digests: str, address: str = "h:1") -> DrafterReport:
-    heads = tuple(LiveHead(index, f"head-{digest}", digest) for index, digest in enumerate(digests))
+    heads = tuple(HeadRef(f"head-{digest}", digest) for digest in digests)
     return DrafterReport(replica, address, heads, counters={"passes": 5.0}, key=f"of {address}")
 
 
@@ -189,170 +180,3 @@ def test_links_are_those_of_the_worker_that_sends() -> None:
         "drafter": "h:1", "state": "late", "path": "tcp", "problem": "late", "average_pass_s": 0.1, "counters": counters
     }  # fmt: skip
     assert link_reports([{}, {}]) == ()
-
-
-# ---- a drafter's heads
-
-
-class Heads:
-    """Heads by their folders, without weights; a broken one raises what nobody foresaw."""
-
-    num_places = 2
-
-    def __init__(self) -> None:
-        self.loaded: list[str] = []
-
-    def directory(self, name: str) -> Path:
-        if name == "candidate-x":
-            raise LackingHeadError("not here")
-        return Path(name)
-
-    def load(self, name: str) -> Any:
-        if Path(name).name == "broken":
-            raise KeyError("fc.weight")
-        self.loaded.append(Path(name).name)
-        return SimpleNamespace(name=name, digest=Path(name).name, runtime=None, served=None)
-
-
-@pytest.fixture
-def heads() -> Heads:
-    return Heads()
-
-
-@pytest.fixture
-def drafter(heads: Heads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WeightlessDrafter:
-    """A drafter replica that was built with the heads a, and b for code; what it may have instead is there too."""
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 9, "num_depths": 7, "hidden_size": 8,
-        "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 32,
-    }  # fmt: skip
-    for name in ("a", "b", "c", "d", "broken"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-    (tmp_path / "d" / "config.json").write_text(json.dumps({**config, "num_depths": "7"}))
-    monkeypatch.setattr("deployments.drafter.head_digest", lambda folder: folder.name)
-    a, b = (str(tmp_path / name) for name in "ab")
-    settings = DrafterSettings(head=a, placement="remote", max_draft_tokens=7, heads_by_workload={"code": b})
-    return WeightlessDrafter(settings, heads)
-
-
-def live(replica: WeightlessDrafter, *user_configs: Any) -> list[str]:
-    """Its heads after these, one after the other."""
-
-    async def run() -> DrafterReport:
-        for user_config in user_configs:
-            await replica.reconfigure(user_config)
-            await replica.settle()
-        return await replica.report()
-
-    return digests(asyncio.run(run()))
-
-
-def report_of(replica: WeightlessDrafter) -> DrafterReport:
-    return asyncio.run(replica.report())
-
-
-def digests(report: DrafterReport) -> list[str]:
-    """Of the heads that draft, by index."""
-    return [head.digest for head in report.heads]
-
-
-def test_the_live_heads_are_those_of_the_last_user_config_whatever_came_before(drafter: Any, tmp_path: Path) -> None:
-    """A replica that starts later gets the last one only, and must have the same heads."""
-    code = {"heads_by_workload": {"code": str(tmp_path / "c")}}
-    assert live(drafter, code) == ["a", "c"]
-    assert live(drafter, {"head": str(tmp_path / "c")}) == ["c", "b"]
-    assert live(drafter, {}) == ["a", "b"]
-
-
-@pytest.mark.parametrize(("name", "words"), [("broken", "KeyError('fc.weight')"), ("d", "num_depths")])
-def test_a_head_that_fails_in_an_unforeseen_way_is_refused_with_the_reason(
-    drafter: Any, tmp_path: Path, name: str, words: str
-) -> None:
-    assert live(drafter, {"head": str(tmp_path / name)}) == ["a", "b"]
-    assert words in report_of(drafter).refused
-    assert live(drafter, {}) == ["a", "b"]
-    assert report_of(drafter).refused == ""
-
-
-def test_a_drafter_that_starts_has_its_new_head_before_it_drafts(drafter: Any, tmp_path: Path) -> None:
-    """One that is restarted after a swap would first draft with the head before it."""
-
-    async def run() -> None:
-        await drafter.reconfigure({"head": str(tmp_path / "c")})
-        assert digests(await drafter.report())[0] == "c"
-        await drafter.reconfigure({})
-        assert digests(await drafter.report())[0] == "c", "later, Serve does not wait"
-        assert digests(await drafter.settle())[0] == "a"
-
-    asyncio.run(run())
-
-
-def followed(replica: WeightlessDrafter, **orders: Any) -> list[str]:
-    """Its heads after the router's orders."""
-
-    async def run() -> DrafterReport:
-        await replica.follow(HeadOrders(**orders))
-        return await replica.settle()
-
-    return digests(asyncio.run(run()))
-
-
-def test_a_head_that_was_taken_back_is_replaced_until_the_operator_names_another(drafter: Any, tmp_path: Path) -> None:
-    a, b, c = (str(tmp_path / name) for name in "abc")
-    assert live(drafter, {"head": c}) == ["c", "b"]
-    assert followed(drafter, instead={"c": HeadRef(a, "a")}) == ["a", "b"]
-    assert [head.digest for head in report_of(drafter).configured] == ["c", "b"]
-    assert live(drafter, {"head": c}) == ["a", "b"], "a replica that starts anew gets the same user_config"
-    assert live(drafter, {"head": b, "heads_by_workload": {"code": c}}) == ["b", "a"], "whatever index it has"
-    assert live(drafter, {}) == ["a", "b"]
-    assert followed(drafter, instead={"a": HeadRef(c, "another")}) == ["a", "b"]
-    assert "no longer those of head another" in report_of(drafter).problems[c]
-
-
-def test_a_candidate_takes_a_spare_place_and_the_head_before_it_stays_loaded(
-    drafter: Any, heads: Heads, tmp_path: Path
-) -> None:
-    heads.num_places = 3
-    heads.loaded.clear()
-    candidate = HeadRef(str(tmp_path / "c"))
-    assert followed(drafter, extra=(candidate,)) == ["a", "b", "c"]
-    assert followed(drafter, instead={"a": candidate}, extra=(candidate,)) == ["c", "b", "c"]
-    assert followed(drafter, extra=(candidate,)) == ["a", "b", "c"]
-    assert heads.loaded == ["c"], "it went back without loading anything"
-    assert followed(drafter, extra=(HeadRef(str(tmp_path / "d")),)) == ["a", "b", "d"]
-
-
-def test_what_is_wrong_with_a_candidate_is_reported_and_the_others_draft_on(
-    drafter: Any, heads: Heads, tmp_path: Path
-) -> None:
-    heads.num_places = 3
-
-    def refuse(name: str) -> Any:
-        raise ValueError(f"{name} was trained for 3 depths")
-
-    heads.load = refuse  # type: ignore[method-assign]
-    assert followed(drafter, extra=(HeadRef("candidate-x"),)) == ["a", "b"]
-    assert (report_of(drafter).lacking, report_of(drafter).problems) == (("candidate-x",), {})
-    assert followed(drafter, extra=(HeadRef(str(tmp_path / "c")),)) == ["a", "b"]
-    assert "3 depths" in report_of(drafter).problems[str(tmp_path / "c")]
-    assert report_of(drafter).refused == ""
-    assert live(drafter, {"head": "no-such-head"}) == ["a", "b"]
-    assert followed(drafter) == ["a", "b"]
-    assert "no-such-head" in report_of(drafter).refused, "until another user_config"
-
-
-def test_drafters_agree_before_anything_is_decided() -> None:
-    orders = HeadOrders({"x": HeadRef("a", "a")})
-    heads = (LiveHead(0, "a", "a"), LiveHead(1, "candidate-c", "c"))
-    one = DrafterReport("r1", "h:1", heads, configured=(HeadRef("x", "x"),), orders=orders, problems={"p": "why"})
-    view = drafters_view([one], None)
-    assert view is not None
-    assert (view.configured, view.instead, view.problems) == (one.configured, orders.instead, {"p": "why"})
-    other = dataclasses.replace(one, replica="r2", heads=heads[:1])
-    view = drafters_view([one, other], orders)
-    assert view is not None
-    assert view.live == (HeadRef("a", "a"),), "the candidate is not everywhere yet"
-    assert drafters_view([], None) is None
-    assert drafters_view([one], HeadOrders()) is None
-    assert drafters_view([one, dataclasses.replace(other, configured=(HeadRef("z", "z"),))], None) is None

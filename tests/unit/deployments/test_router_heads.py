@@ -1,4 +1,4 @@
-"""The router and drafter replicas together, without Ray: orders reach every drafter, also a new one, with files."""
+"""The router and drafter replicas together, without Ray: heads and their files reach every drafter, also a new one."""
 
 import asyncio
 import functools
@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 
-from cluster.heads import HeadKeeper, HeadOrders, HeadProposal, HeadRef
+from cluster.heads import DesiredHeads, HeadManager, HeadProposal
 from cluster.settings import DrafterSettings
 from deployments import drafter as of_drafters
-from deployments.drafter import DrafterReplica, HeadLoader
+from deployments.drafter import HeadLoader
 from deployments.router import Router
 from deployments.telemetry import StateStore
 from peagle.checkpoint import save_head
-from peagle.drafter.engine import Counters
-from peagle.drafter.server import ServerStats
 from peagle.heads import candidate_directory, keep_candidate
 from tests.support.head_factory import CONFIG, head_tensors, rewrite
+from tests.support.weightless_drafter import WeightlessDrafter
 from tests.unit.deployments.test_telemetry import k_policy_with_counts
 
 
@@ -29,25 +28,16 @@ class Drafters:
 
     def __init__(self, head: str) -> None:
         self._head = head
-        self.replicas: list[Any] = []
+        self.replicas: list[WeightlessDrafter] = []
 
     def start(self) -> None:
         settings = DrafterSettings(head=self._head, placement="remote", max_draft_tokens=5, spare_heads=1)
-        kind: Any = type("Quiet", (DrafterReplica,), {"__del__": lambda self: None})
-        replica = kind.__new__(kind)
-        loader: Any = SimpleNamespace(num_places=2, _target="")
+        loader: Any = SimpleNamespace(num_slots=2, _target="")
         loader.directory = functools.partial(HeadLoader.directory, loader)
         loader.load = lambda name: SimpleNamespace(
             name=name, digest=of_drafters.head_digest(loader.directory(name)), runtime=None, served=None
         )
-        first = HeadRef(self._head, of_drafters.head_digest(loader.directory(self._head)))
-        replica.__dict__ |= {
-            "_replica": f"r{len(self.replicas)}", "_key": "", "_settings": settings,
-            "_loader": loader, "_refused": "", "_is_configured": True, "_orders": HeadOrders(), "_problems": {},
-            "_lacking": (), "_swapping": asyncio.Lock(), "_swaps": set(), "_places": {0: loader.load(self._head)},
-            "_live": (first,), "_configured": (first,), "_engine": SimpleNamespace(counters=Counters()),
-            "_server": SimpleNamespace(swap=lambda *args: None, stats=ServerStats(), address="h:1"),
-        }  # fmt: skip
+        replica = WeightlessDrafter(settings, loader, f"r{len(self.replicas)}")
         self.replicas.append(replica)
 
     def broadcast(self, method: str, *args: Any) -> Any:
@@ -57,17 +47,17 @@ class Drafters:
 
         return SimpleNamespace(_fetch_replica_results_async=asked)
 
-    def live(self) -> list[list[str]]:
-        return [[head.name for head in replica._live] for replica in self.replicas]
+    async def drafting(self) -> list[list[str]]:
+        return [[head.name for head in (await replica.report()).heads] for replica in self.replicas]
 
 
 async def rounds(router: Any, drafters: Drafters, num: int = 4) -> None:
     """What the router does once a second."""
     for _ in range(num):
-        router._steer([await replica.report() for replica in drafters.replicas])
-        if router._steering is not None:
-            await router._steering
-        await asyncio.gather(*(task for replica in drafters.replicas for task in replica._swaps))
+        router._manage_heads([await replica.report() for replica in drafters.replicas])
+        if router._handing_out is not None:
+            await router._handing_out
+        await asyncio.gather(*(replica.settle() for replica in drafters.replicas))
 
 
 @pytest.fixture
@@ -85,7 +75,7 @@ def router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(of_drafters, "head_directory", lambda name, target: Path(name))
     router: Any = Router.__new__(Router)
     router.__dict__ |= {
-        "_keeper": HeadKeeper({}, 1, 0.1), "_state": StateStore(None), "_steering": None,
+        "_heads": HeadManager({}, 1, 0.1), "_state": StateStore(None), "_handing_out": None,
         "k_policy": k_policy_with_counts(), "_monitor": SimpleNamespace(reports=()),
     }  # fmt: skip
     return router
@@ -107,10 +97,10 @@ def test_a_candidate_reaches_drafters_on_other_nodes_and_those_that_start_later(
         assert (trial.state, trial.parent) == ("loading", "now")
         await rounds(router, drafters)
         assert (await router.trial(trial.name)).state == "running"
-        assert drafters.live() == [[str(head), trial.name]]
+        assert await drafters.drafting() == [[str(head), trial.name]]
         drafters.start()
         await rounds(router, drafters)
-        assert drafters.live() == [[str(head), trial.name]] * 2
+        assert await drafters.drafting() == [[str(head), trial.name]] * 2
         assert (await router.head_back()).state == "dropped"
 
     asyncio.run(run())
@@ -125,7 +115,7 @@ def test_what_a_drafter_cannot_load_is_refused_with_its_reason(router: Any, head
         def load(name: str) -> Any:
             raise ValueError(f"{name} was trained for 3 depths")
 
-        drafters.replicas[0]._loader.load = load
+        drafters.replicas[0]._heads._loader.load = load
         await rounds(router, drafters, 1)
         candidate = save_head(tmp_path / "new", CONFIG, {k: v + 1 for k, v in head_tensors(CONFIG).items()})
         trial = await router.propose(HeadProposal(str(candidate)))
@@ -133,14 +123,14 @@ def test_what_a_drafter_cannot_load_is_refused_with_its_reason(router: Any, head
         found = await router.trial(trial.name)
         assert (found.state, found.reason) == ("refused", f"{trial.name} was trained for 3 depths")
         await rounds(router, drafters)
-        assert drafters.replicas[0]._orders == HeadOrders()
+        assert (await drafters.replicas[0].report()).desired == DesiredHeads()
 
     asyncio.run(run())
 
 
 def test_without_remote_drafters_there_is_nothing_to_try() -> None:
     router: Any = Router.__new__(Router)
-    router._keeper = None
+    router._heads = None
     for call in (router.propose(HeadProposal("x")), router.trial("x"), router.head_back()):
-        with pytest.raises(ValueError, match="here|remote"):
+        with pytest.raises(ValueError, match="drafter.placement is remote"):
             asyncio.run(call)

@@ -11,11 +11,10 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.counts import CounterDeltas, Counts, TargetReport, WorkloadCounts
-from cluster.heads import HeadKeeper
+from cluster.heads import DrafterReport, HeadManager, HeadRef
 from cluster.k_policy import KPolicy
 from cluster.request import DepthPolicy
 from deployments.autoscaling import ClusterBoard
-from deployments.replicas import DrafterReport, LiveHead
 from deployments.telemetry import (
     HeadCounts,
     StateStore,
@@ -45,7 +44,7 @@ def report(head: str = "a", replica: str = "t1", links: Any = (), **workloads: C
 
 
 def drafter(replica: str, *digests: str, refused: str = "") -> DrafterReport:
-    heads = tuple(LiveHead(index, f"head-{digest}", digest) for index, digest in enumerate(digests))
+    heads = tuple(HeadRef(f"head-{digest}", digest) for digest in digests)
     return DrafterReport(replica, "h:1", heads, refused, {"passes": 5.0})
 
 
@@ -172,20 +171,20 @@ class Board(ClusterBoard):
 
 def test_without_a_file_state_outlives_the_router_in_the_cluster() -> None:
     """What was learned, and which heads were put in others' place."""
-    board, k_policy, keeper = Board(), k_policy_with_counts(), swapped(0, 0.5, 120).keeper
-    StateStore(None, board).write(k_policy.snapshot() | {"heads": keeper.snapshot()})
-    second, found = KPolicy(DepthPolicy(3, 3, 3)), HeadKeeper({}, 0, 0.1)
+    board, k_policy, manager = Board(), k_policy_with_counts(), swapped(0, 0.5, 120).manager
+    StateStore(None, board).write(k_policy.snapshot() | {"heads": manager.snapshot()})
+    second, found = KPolicy(DepthPolicy(3, 3, 3)), HeadManager({}, 0, 0.1)
     StateStore(None, board).restore(second, found)
     assert second.posteriors.rates("code") == k_policy.posteriors.rates("code")
-    assert found.orders == keeper.orders
+    assert found.desired == manager.desired
 
 
 def test_of_a_state_of_the_last_version_the_heads_are_kept(caplog: pytest.LogCaptureFixture) -> None:
-    board, keeper, found = Board(), swapped(0, 0.5, 120).keeper, HeadKeeper({}, 0, 0.1)
-    board.put("learned", {"format": 2, "ledger": {}, "acceptance": {}, "heads": keeper.snapshot()})
+    board, manager, found = Board(), swapped(0, 0.5, 120).manager, HeadManager({}, 0, 0.1)
+    board.put("learned", {"format": 2, "ledger": {}, "acceptance": {}, "heads": manager.snapshot()})
     policy = KPolicy(DepthPolicy(3, 3, 3))
     StateStore(None, board).restore(policy, found)
-    assert found.orders == keeper.orders
+    assert found.desired == manager.desired
     assert policy.posteriors.workloads() == ()
     (record,) = caplog.records
     assert "not of format 3" in record.getMessage()
@@ -199,7 +198,7 @@ def test_a_state_of_another_version_in_the_cluster_is_refused_in_one_line(
 ) -> None:
     board = Board()
     board.put("learned", document)
-    StateStore(None, board).restore(KPolicy(DepthPolicy(3, 3, 3)), HeadKeeper({}, 0, 0.1))
+    StateStore(None, board).restore(KPolicy(DepthPolicy(3, 3, 3)), HeadManager({}, 0, 0.1))
     (record,) = caplog.records
     assert "cannot be used" in record.getMessage()
     assert "\n" not in record.getMessage()
@@ -219,25 +218,25 @@ def test_a_cluster_that_does_not_answer_holds_up_no_router(caplog: pytest.LogCap
     assert "is written again" in mended
 
 
-def test_a_head_that_was_taken_back_is_saved_at_once_and_found_again(tmp_path: Path) -> None:
-    path, k_policy, keeper = tmp_path / "state.json", k_policy_with_counts(), swapped(0, 0.5, 120).keeper
-    found = HeadKeeper({}, 0, 0.1)
+def test_a_head_that_was_rolled_back_is_saved_at_once_and_found_again(tmp_path: Path) -> None:
+    path, k_policy, manager = tmp_path / "state.json", k_policy_with_counts(), swapped(0, 0.5, 120).manager
+    found = HeadManager({}, 0, 0.1)
 
     async def run() -> None:
         file = StateStore(str(path))
-        file.save_soon(k_policy, keeper)
+        file.save_soon(k_policy, manager)
         await asyncio.sleep(0.05)
         assert not path.exists(), "not due yet"
-        file.save_soon(k_policy, keeper, is_urgent=True)
+        file.save_soon(k_policy, manager, is_urgent=True)
         while not path.exists():
             await asyncio.sleep(0.01)
         file.restore(k_policy, found)
 
     asyncio.run(run())
-    assert found.orders == keeper.orders != HeadKeeper({}, 0, 0.1).orders
+    assert found.desired == manager.desired != HeadManager({}, 0, 0.1).desired
     StateStore(str(path)).write(k_policy.snapshot())  # of a service without remote drafters
     StateStore(str(path)).restore(k_policy, found)
-    assert found.orders == keeper.orders
+    assert found.desired == manager.desired
 
 
 @pytest.mark.parametrize("text", ["{", "[]", json.dumps({"format": "other"})])
