@@ -59,7 +59,8 @@ from benchmarks.hostile import (
 )
 from cluster.settings import load_settings
 from deployments.app import catalog
-from deployments.edge import Edge, make_app
+from deployments.front_end import FrontEnd
+from deployments.routes import make_app
 from peagle.provenance import conditions
 
 CANARY_PERIOD_S, HEALTH_PERIOD_S, MEMORY_PERIOD_S, TIMEOUT_S, MAX_WAIT_S = 2.0, 1.0, 0.5, 60.0, 5.0
@@ -216,8 +217,8 @@ def with_few_tokens(body: Any) -> Any:
 def make_document(config: Path) -> dict[str, Any]:
     """What GET /openapi.json of a service of this configuration says."""
     (application,) = yaml.safe_load(config.read_text(encoding="utf-8"))["applications"]
-    edge = Edge(load_settings(application["args"], catalog(), os.environ))
-    backend: Any = SimpleNamespace(edge=edge)
+    front_end = FrontEnd(load_settings(application["args"], catalog(), os.environ))
+    backend: Any = SimpleNamespace(front_end=front_end)
     return dict(make_app(backend, []).openapi())
 
 

@@ -151,7 +151,7 @@ class DepthPolicy:
 
 @dataclass(frozen=True)
 class Drafting:
-    """How one request is drafted: the record of K from the edge to the answer.
+    """How one request is drafted: the record of K from the front end to the answer.
 
     Attributes:
         workload: under which its acceptance is counted.

@@ -15,9 +15,11 @@ from ray.serve.handle import DeploymentHandle
 from cluster.counts import TargetReport
 from cluster.settings import ClusterSettings
 from deployments import INGRESS_NAME
-from deployments.edge import QUEUED_PER_RUNNING, Admitted, Answer, Edge, Entrance, engine_lost, make_app, not_ready
+from deployments.errors import engine_lost, not_ready
+from deployments.front_end import QUEUED_PER_RUNNING, Admitted, Answer, FrontEnd
 from deployments.replicas import is_lost
 from deployments.router import Router
+from deployments.routes import Entrance, make_app
 
 WATCH_INTERVAL_S = 1.0
 
@@ -28,9 +30,9 @@ class Ingress(Router):
     async def __init__(  # type: ignore[misc]
         self, settings: ClusterSettings, drafter: DeploymentHandle[Any] | None, target: DeploymentHandle[Any]
     ) -> None:
-        self.edge = Edge(settings)
+        self.front_end = FrontEnd(settings)
         await super().__init__(settings, drafter, target)
-        self.edge.k_policy = self.k_policy
+        self.front_end.k_policy = self.k_policy
         own = serve.get_deployment_handle(INGRESS_NAME, app_name=serve.get_replica_context().app_name)
         self._edges = {"ingress": own, **self._edges}
 
@@ -39,35 +41,35 @@ class Ingress(Router):
 
     async def reconfigure(self, user_config: Mapping[str, Any] | None) -> None:
         await super().reconfigure(user_config)
-        self.edge.use(self._settings, self.k_policy)
+        self.front_end.use(self._settings, self.k_policy)
 
     async def health(self) -> dict[str, Any]:
         if not self._monitor.num_ready:
-            raise not_ready(self.edge.model)
-        return {"status": "ready", "model": self.edge.model, "num_target_replicas": self._monitor.num_ready}
+            raise not_ready(self.front_end.model)
+        return {"status": "ready", "model": self.front_end.model, "num_target_replicas": self._monitor.num_ready}
 
     async def edge_metrics(self) -> tuple[str, list[Any]]:
         """This replica, and what its clients saw, as `EdgeMetrics.families`."""
-        return self._replica, self.edge.families()
+        return self._replica, self.front_end.families()
 
     def _observe(self, reports: Sequence[TargetReport]) -> None:
         super()._observe(reports)
         num_targets = max(1, self._monitor.num_ready or 0)
-        self.edge.set_max_running(QUEUED_PER_RUNNING * num_targets * self._settings.max_num_seqs)
+        self.front_end.set_max_running(QUEUED_PER_RUNNING * num_targets * self._settings.max_num_seqs)
 
     async def generate(self, admitted: Admitted) -> Answer:
-        """A target replica's answer to what the edge has admitted."""
+        """A target replica's answer to what the front end has admitted."""
         if self._monitor.num_ready == 0:
             if self._scaling is not None:
                 await self._scaling.ask()
-            yield not_ready(self.edge.model)
+            yield not_ready(self.front_end.model)
             return
         answer: Any = self._target.options(stream=True).generate.remote(admitted)
         has_begun = is_complete = False
         try:
             item = await self._first(answer)
             if item is None:
-                yield not_ready(self.edge.model)
+                yield not_ready(self.front_end.model)
                 return
             has_begun = True
             yield item
@@ -78,7 +80,7 @@ class Ingress(Router):
             if not is_lost(error):
                 raise
             is_complete = True
-            yield engine_lost() if has_begun else not_ready(self.edge.model)
+            yield engine_lost() if has_begun else not_ready(self.front_end.model)
         finally:
             if not is_complete:
                 answer.cancel()

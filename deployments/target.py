@@ -1,9 +1,9 @@
 """The target: a replica of `ray.serve.llm`'s server with P-EAGLE inside its vLLM engine, and with HTTP of its own.
 
 Enters: requests, over HTTP past every other Python process (Ray Serve's HAProxy forwards bytes to this one) or by
-deployment handle, which go through the same edge; or what the edge of an ingress replica has admitted. Leaves: the
-engine's answers with a `drafting` field that says how they were drafted, and counts. K is chosen as the router says
-(`deployments.router`). How the engine is configured from the settings stands here too.
+deployment handle, which go through the same front end; or what the front end of an ingress replica has admitted.
+Leaves: the engine's answers with a `drafting` field that says how they were drafted, and counts. K is chosen as the
+router says (`deployments.router`). How the engine is configured from the settings stands here too.
 """
 
 import gc
@@ -41,28 +41,20 @@ from cluster.request import MAX_NUM_WORKLOADS
 from cluster.settings import ClusterSettings
 from cluster.step_latency import StepLatency
 from deployments import compat
+from deployments.body import Call, from_engine, grammar_limits, grammars, num_prompts
 from deployments.drafter import MAX_SMALL_MACHINE_CORES, head_directory, target_source
-from deployments.edge import (
+from deployments.errors import ApiError, engine_lost, not_ready
+from deployments.front_end import (
     QUEUED_PER_RUNNING,
     Admitted,
     Answer,
-    ApiError,
-    Call,
-    Edge,
-    Entrance,
+    FrontEnd,
     Usage,
     drafting_field,
-    engine_lost,
     event_document,
     event_with,
-    from_engine,
-    grammar_limits,
-    grammars,
     is_error_event,
-    make_app,
-    not_ready,
     num_finished_choices,
-    num_prompts,
     whole_answer,
 )
 from deployments.replicas import (
@@ -73,6 +65,7 @@ from deployments.replicas import (
     EngineLost,
     settings_with,
 )
+from deployments.routes import Entrance, make_app
 from deployments.telemetry import make_k_policy
 from peagle.heads import head_digest, target_digest
 from peagle.vllm.engine import ASYNC_SCHEDULER, RemoteSettings, engine_kwargs
@@ -124,9 +117,9 @@ class TargetServer(LLMServer):
         self._grammars = guard(self._client, grammar_limits(settings.limits))
         self._grammars.start()
         render_at_once(self._client)
-        self.edge = Edge(settings, make_k_policy(settings), QUEUED_PER_RUNNING * settings.max_num_seqs)
+        self.front_end = FrontEnd(settings, make_k_policy(settings), QUEUED_PER_RUNNING * settings.max_num_seqs)
         if head_dir is not None and drafter is None:
-            self.edge.heads = (await asyncio.to_thread(head_digest, head_dir),)
+            self.front_end.heads = (await asyncio.to_thread(head_digest, head_dir),)
         self._router, self._num_targets = router, 1
         self._learning = asyncio.get_running_loop().create_task(self._learn_forever())
         self._aborts: set[asyncio.Task[None]] = set()
@@ -150,14 +143,14 @@ class TargetServer(LLMServer):
         """Take other limits, callers, depths and aliases while requests run (`cluster.settings.live_config`)."""
         if user_config is not None:
             self._settings = settings_with(self._settings, user_config)
-            self.edge.use(self._settings, make_k_policy(self._settings, self.edge.k_policy))
+            self.front_end.use(self._settings, make_k_policy(self._settings, self.front_end.k_policy))
             self._grammars.limits = grammar_limits(self._settings.limits)
 
     def _is_busy(self) -> bool:
         return bool(self._client.output_processor.has_unfinished_requests())
 
     def _set_heads(self, heads: tuple[str, ...]) -> None:
-        self.edge.heads = heads
+        self.front_end.heads = heads
 
     def _counted(self) -> TargetReport:
         latency = None
@@ -168,9 +161,9 @@ class TargetServer(LLMServer):
         counted = self._recorder.workloads()
         return TargetReport(
             self._replica,
-            self.edge.model,
-            self.edge.head_of(),
-            self.edge.own_heads(counted),
+            self.front_end.model,
+            self.front_end.head_of(),
+            self.front_end.own_heads(counted),
             counted,
             self._recorder.context_tokens(),
             latency,
@@ -204,7 +197,7 @@ class TargetServer(LLMServer):
 
     async def edge_metrics(self) -> tuple[str, list[Any]]:
         """This replica, and what its clients saw, as `EdgeMetrics.families`."""
-        return self._replica, self.edge.families()
+        return self._replica, self.front_end.families()
 
     async def _learn_forever(self) -> None:
         """Once a second apply the router's policy update; without any, learn from this replica's own counts."""
@@ -220,7 +213,7 @@ class TargetServer(LLMServer):
                     problem = repr(error)
                     logger.warning("the router gives no policy update", exc_info=error)
             try:
-                policy, now_s = self.edge.k_policy, time.monotonic()
+                policy, now_s = self.front_end.k_policy, time.monotonic()
                 if policy is not None and not policy.is_following(now_s):
                     policy.observe([self._counted()], now_s)
             except Exception:
@@ -229,19 +222,19 @@ class TargetServer(LLMServer):
     async def _apply_update(self, router: DeploymentHandle[Any]) -> None:
         async with asyncio.timeout(POLL_TIMEOUT_S):
             update: PolicyUpdate = await router.policy_update.remote()
-        self._num_targets = self.edge.admission.num_replicas = max(1, update.num_targets)
-        self.edge.routing = update.heads
+        self._num_targets = self.front_end.admission.num_replicas = max(1, update.num_targets)
+        self.front_end.routing = update.heads
         for workload in update.workloads:
-            self.edge.know(workload)
-        if self.edge.k_policy is not None:
-            self.edge.k_policy.apply_update(update, time.monotonic())
+            self.front_end.know(workload)
+        if self.front_end.k_policy is not None:
+            self.front_end.k_policy.apply_update(update, time.monotonic())
 
     # ---- what the HTTP API shows besides answers
 
     async def health(self) -> dict[str, Any]:
         if self._client.errored:
-            raise not_ready(self.edge.model)
-        return {"status": "ready", "model": self.edge.model, "num_target_replicas": self._num_targets}
+            raise not_ready(self.front_end.model)
+        return {"status": "ready", "model": self.front_end.model, "num_target_replicas": self._num_targets}
 
     async def metrics(self) -> bytes:
         """Of all replicas. Raises ApiError (503) while the router is down."""
@@ -261,10 +254,10 @@ class TargetServer(LLMServer):
             ) from error
 
     async def ask(self, call: Call, document: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The answer to a request by deployment handle (see `deployments.client`), through the edge: one response, or
-        one chunk after the other. What is refused gives `{"error": {...}, "status": ...}`."""
+        """The answer to a request by deployment handle (see `deployments.client`), through the front end: one response,
+        or one chunk after the other. What is refused gives `{"error": {...}, "status": ...}`."""
         try:
-            async with contextlib.aclosing(self.edge.answer(call, document, self.generate)) as pieces:
+            async with contextlib.aclosing(self.front_end.answer(call, document, self.generate)) as pieces:
                 async for piece in pieces:
                     data = piece.removeprefix("data: ").strip()
                     if data != "[DONE]":
@@ -273,8 +266,8 @@ class TargetServer(LLMServer):
             yield {**error.body(), "status": error.status}
 
     async def generate(self, admitted: Admitted) -> Answer:
-        """The engine's answer to what an edge has admitted, see `deployments.edge.Answer`."""
-        self.edge.know(admitted.drafting.workload)  # found by an ingress: calls by handle find the same workloads
+        """The engine's answer to what a front end has admitted, see `deployments.front_end.Answer`."""
+        self.front_end.know(admitted.drafting.workload)  # found by an ingress: calls by handle find the same workloads
         if not self._ids.isdisjoint(engine_ids(admitted)):  # clients name requests, and vLLM aborts all of a name
             admitted.body.request_id += f"-{uuid.uuid4().hex[:8]}"
         ids, is_complete = engine_ids(admitted), False
@@ -316,7 +309,7 @@ class TargetServer(LLMServer):
         finally:
             self._ids.difference_update(ids)
             for record in filter(None, map(self._recorder.pop, ids)):
-                self.edge.admission.charge_tokens(caller, record.num_prompt_tokens + record.num_output_tokens)
+                self.front_end.admission.charge_tokens(caller, record.num_prompt_tokens + record.num_output_tokens)
 
     async def _events(self, admitted: Admitted, events: Any) -> Answer:
         """vLLM's server-sent events, with `drafting` in the last chunk: the one that finishes the last choice, or with
@@ -363,7 +356,7 @@ class TargetServer(LLMServer):
         yield usage
 
     def _drafting_field(self, admitted: Admitted, record: Any) -> dict[str, Any]:
-        head, drafting = self.edge.head_of(admitted.drafting.workload), admitted.drafting
+        head, drafting = self.front_end.head_of(admitted.drafting.workload), admitted.drafting
         if record is not None and record.undraftable:
             drafting = drafting.without_drafts(record.undraftable)
         return drafting_field(drafting, head, Counts() if record is None else record.counts)

@@ -71,7 +71,7 @@ class _PerRequestDepth(_Base):
 
     A K that reaches this point unchecked is not obeyed and stops nobody: an integer outside 0..K_max is clamped to it,
     anything else counts as absent (K_max). Either is logged, at most once a minute for an engine. Validation with an
-    answer to the client belongs to the edge.
+    answer to the client belongs to the front end.
     """
 
     _is_adaptive = False

@@ -196,7 +196,7 @@ BAD_REQUESTS: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "K above the range": ("chat", {"drafting": {"k": 99}}, "drafting.k"),
     "an unknown field": ("chat", {"guided_regex": "a"}, "guided_regex"),
 }
-"""What the engine's input processing refuses, and two of the many that the edge does (`test_edge.py`)."""
+"""What the engine's input processing refuses, and two of the many that the front end does (`test_front_end.py`)."""
 
 
 @contextmanager

@@ -396,7 +396,7 @@ def test_load_follows_the_readings_and_is_a_mean_over_replicas() -> None:
 
 
 def test_what_waits_in_an_engine_is_no_load_of_its_steps() -> None:
-    """An edge hands over twice as many sequences as run."""
+    """A front end hands over twice as many sequences as run."""
     limited, twice = k_policy(max_num_seqs=64), k_policy()
     full = {"code": counts(0.95, 5000, num_running=96), "chat": counts(0.2, 5000, num_running=32)}
     half = {"code": counts(0.95, 5000, num_running=48), "chat": counts(0.2, 5000, num_running=16)}
@@ -458,7 +458,7 @@ def test_the_document_says_what_is_believed_and_the_view_shows_it() -> None:
     text = as_text(document)
     (line,) = [line for line in text.splitlines() if line.startswith("code ")]
     assert "learned" in line
-    assert f"{100 * mean:.0f} (" in line
+    assert f"{100 * mean:.0f}(" in line
     assert "step times learned over 1000 steps of 1 engine" in text
 
 

@@ -10,13 +10,14 @@ import pytest
 from cluster.counts import Counts
 from cluster.k_policy import KPolicy
 from cluster.request import DepthPolicy, Drafting
-from deployments.edge import drafting_field, live_page
+from deployments.front_end import drafting_field
+from deployments.routes import live_page
 from deployments.telemetry import drafting_document
 from tests.support.autoscaling_harness import Controller
 from tests.support.counted import counts_of
 from tests.support.scaling_cases import GOOD
 from tests.unit.cluster.test_heads import swapped
-from tests.unit.deployments.test_edge import DIGEST, Echo, callers, request
+from tests.unit.deployments.test_front_end import DIGEST, Echo, callers, request
 from tests.unit.deployments.test_telemetry import drafter, link, report
 
 PAGE = live_page()[0]

@@ -1,4 +1,4 @@
-"""A target replica between the edge and vLLM's API objects: what becomes of answers, errors, and clients that leave."""
+"""A target replica between the front end and vLLM's API objects: what becomes of answers, errors, and clients that leave."""
 
 import asyncio
 import json
@@ -18,12 +18,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.k_policy import KPolicy
 from cluster.request import Caller
-from deployments.edge import ApiError, Edge, Usage
+from deployments.errors import ApiError
+from deployments.front_end import FrontEnd, Usage
 from deployments.replicas import EngineLost
 from deployments.target import TargetServer
 from peagle.vllm.recorder import RequestDrafting
 from tests.support.counted import counts_of
-from tests.unit.deployments.test_edge import HELLO, cluster
+from tests.unit.deployments.test_front_end import HELLO, cluster
 
 COUNTS = counts_of([(3, 3), (3, 1)])
 
@@ -37,9 +38,9 @@ class Replica(TargetServer):
 
         self.aborted: list[str] = []
         self._settings = cluster()
-        self.edge = Edge(self._settings)
+        self.front_end = FrontEnd(self._settings)
         self._aborts, self._ids = set(), set()
-        self.edge.heads = ("digest",)
+        self.front_end.heads = ("digest",)
         self._client = SimpleNamespace(errored=False, abort=self._end)
         record = RequestDrafting("x", "default", 7, COUNTS, num_output_tokens=9, num_prompt_tokens=4)
         self._recorder = SimpleNamespace(pop=lambda response_id: record)  # type: ignore[assignment]
@@ -69,7 +70,7 @@ async def events(*items: Any) -> AsyncIterator[str]:
 
 def items(replica: Replica, **body: Any) -> list[Any]:
     async def run() -> list[Any]:
-        admitted = replica.edge.admit("chat", {"messages": HELLO, **body})
+        admitted = replica.front_end.admit("chat", {"messages": HELLO, **body})
         found = [item async for item in replica.generate(admitted)]
         await asyncio.sleep(0.01)
         return found
@@ -240,8 +241,8 @@ def test_a_client_that_leaves_aborts_all_sequences_of_its_request(call: Any) -> 
         fields = {"messages": HELLO} if call == "chat" else {"prompt": ["a", "b"]}
         document = {**fields, "stream": True, "n": 3, "request_id": "r1"}
         charged: list[Any] = []
-        replica.edge.admission.charge_tokens = lambda *given: charged.append(given)  # type: ignore[method-assign]
-        answer = replica.edge.answer(call, document, replica.generate, Caller("web"))
+        replica.front_end.admission.charge_tokens = lambda *given: charged.append(given)  # type: ignore[method-assign]
+        answer = replica.front_end.answer(call, document, replica.generate, Caller("web"))
         assert [await anext(answer) for _ in range(3)]
         await answer.aclose()
         await asyncio.sleep(0.01)
@@ -272,7 +273,7 @@ def test_requests_of_one_name_do_not_end_each_other(call: Any) -> None:
         fields = {"messages": HELLO} if call == "chat" else {"prompt": ["a", "b"]}
 
         def begin() -> Any:
-            return replica.generate(replica.edge.admit(call, {**fields, "stream": True, "request_id": "r1"}))
+            return replica.generate(replica.front_end.admit(call, {**fields, "stream": True, "request_id": "r1"}))
 
         first, second = begin(), begin()
         assert await anext(first)
@@ -319,14 +320,14 @@ def test_a_target_follows_the_router_and_goes_on_when_it_is_silent() -> None:
 
     async def run() -> None:
         replica = Replica(whole)
-        replica.edge.use(cluster(), KPolicy(cluster().depth_policy(), seed=0))
+        replica.front_end.use(cluster(), KPolicy(cluster().depth_policy(), seed=0))
         router: Any = SimpleNamespace(policy_update=SimpleNamespace(remote=ask))
         await replica._apply_update(router)
-        assert (replica._num_targets, replica.edge.admission.num_replicas) == (3, 3)
+        assert (replica._num_targets, replica.front_end.admission.num_replicas) == (3, 3)
         with pytest.raises(RuntimeError):
             await replica._apply_update(router)
         messages = [{"role": "user", "content": "Hi"}]
-        admitted = replica.edge.admit("chat", {"messages": messages, "drafting": {"workload": "found"}})
+        admitted = replica.front_end.admit("chat", {"messages": messages, "drafting": {"workload": "found"}})
         assert admitted.drafting.source in ("learned", "probe")
 
     asyncio.run(run())

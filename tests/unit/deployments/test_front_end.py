@@ -1,4 +1,4 @@
-"""The edge without an engine: what each request gets before one sees it, over HTTP and as a dictionary by handle.
+"""The front end without an engine: what each request gets before one sees it, over HTTP and as a dictionary by handle.
 
 Behind it stands a backend that answers with what was admitted, so that a test sees what an engine would get.
 """
@@ -34,25 +34,11 @@ from cluster.settings import (
     live_config,
     with_live,
 )
-from deployments import edge
-from deployments.edge import (
-    BODIES,
-    MAX_NESTING,
-    UNUSED_FIELDS,
-    Admitted,
-    ApiError,
-    Call,
-    Edge,
-    EdgeMetrics,
-    Entrance,
-    Usage,
-    check_document,
-    drafting_field,
-    engine_lost,
-    from_engine,
-    make_app,
-    read_json,
-)
+from deployments import routes
+from deployments.body import BODIES, MAX_NESTING, UNUSED_FIELDS, Call, check_document, from_engine, read_json
+from deployments.errors import ApiError, engine_lost
+from deployments.front_end import Admitted, FrontEnd, FrontEndMetrics, Usage, drafting_field
+from deployments.routes import Entrance, make_app
 from peagle.vllm.request_args import DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
 
 SECRET = "sk-very-secret"
@@ -84,7 +70,7 @@ class Echo:
     """Answers with what it gets. `pause`: a stream waits for it after its first event."""
 
     def __init__(self, found: ClusterSettings | None = None, ends_with: Exception | None = None) -> None:
-        self.edge = Edge(found or cluster())
+        self.front_end = FrontEnd(found or cluster())
         self.admitted: list[Admitted] = []
         self.pause: asyncio.Event | None = None
         self.num_closed = 0
@@ -143,7 +129,7 @@ def complete(backend: Echo, **body: Any) -> httpx.Response:
 
 def by_handle(backend: Echo, document: Any) -> list[str]:
     async def ask() -> list[str]:
-        return [piece async for piece in backend.edge.answer("chat", document, backend.generate)]
+        return [piece async for piece in backend.front_end.answer("chat", document, backend.generate)]
 
     return asyncio.run(ask())
 
@@ -509,7 +495,7 @@ def test_every_field_that_vllm_knows_passes_as_it_is(call: Any) -> None:
     backend = Echo()
     fields: dict[str, Any] = {"messages": HELLO} if call == "chat" else {"prompt": [1, 2]}
     fields |= {"top_k": 3, "min_p": 0.5, "ignore_eos": True, "vllm_xargs": {"own": 1}, "stop_token_ids": [1, 2]}
-    admitted = backend.edge.admit(call, fields)
+    admitted = backend.front_end.admit(call, fields)
     for name, value in fields.items():
         if name != "vllm_xargs":
             assert admitted.fields[name] == value
@@ -548,7 +534,7 @@ def test_a_body_beyond_the_limit_gets_413_and_is_not_read_to_its_end() -> None:
 def test_a_body_that_does_not_come_gets_408_and_one_whose_client_leaves_is_no_failure(
     monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(edge, "BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(routes, "BODY_TIMEOUT_S", 0.05)
 
     async def ask(*pieces: bytes, leaves: bool) -> list[Any]:
         received = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
@@ -616,7 +602,7 @@ def test_no_value_of_any_field_is_the_servers_fault(call: Any, field: str, value
     json.dumps(refusal.body()).encode()
 
 
-EDGE = Edge(cluster())
+EDGE = FrontEnd(cluster())
 
 
 @settings(max_examples=100, deadline=None)
@@ -703,12 +689,12 @@ def longer(value: Any, num: int) -> Any:
 def test_of_a_list_of_wrong_elements_the_first_is_looked_at(field: str) -> None:
     value, param = WRONG_LISTS[field]
     call: Call = "completions" if field == "prompt" else "chat"
-    edge = Edge(limits(max_num_stop=1000))
+    front_end = FrontEnd(limits(max_num_stop=1000))
     num_errors = []
     for num in (1, 1000):
         document = {**({} if call == "completions" else {"messages": HELLO}), field: longer(value, num)}
         with pytest.raises(ApiError) as raised:
-            edge.admit(call, document)
+            front_end.admit(call, document)
         assert (raised.value.status, raised.value.param) == (400, param)
         if isinstance(cause := raised.value.__cause__, ValidationError):
             num_errors.append(cause.error_count())
@@ -754,7 +740,7 @@ def test_values_of_a_body_are_counted_before_it_is_parsed() -> None:
     assert status('["' + "," * 1000) == 400, "an unfinished text"
     assert status("[" * 101) == 413
     with pytest.raises(ApiError, match="more than 100 values in all") as raised:
-        Edge(limits(max_body_values=100)).admit("completions", {"prompt": [[1] * 60, [1] * 60]})
+        FrontEnd(limits(max_body_values=100)).admit("completions", {"prompt": [[1] * 60, [1] * 60]})
     assert (raised.value.status, raised.value.param) == (413, "prompt")
 
 
@@ -826,7 +812,7 @@ def test_more_than_run_and_wait_gets_429_and_callers_take_turns() -> None:
 
 async def _collected(backend: Echo, caller: Caller) -> list[str]:
     document = {"messages": HELLO, "stream": True}
-    return [piece async for piece in backend.edge.answer("chat", document, backend.generate, caller)]
+    return [piece async for piece in backend.front_end.answer("chat", document, backend.generate, caller)]
 
 
 # ---- workload and K
@@ -1012,7 +998,7 @@ def test_callers_without_a_key_are_told_apart_by_the_address_that_the_proxy_wrot
             asking = asyncio.ensure_future(client.post("/v1/chat/completions", **sent))
             while not backend.admitted:
                 await asyncio.sleep(0)
-            found = backend.edge.admission.running_by_caller()
+            found = backend.front_end.admission.running_by_caller()
             backend.pause.set()
             assert (await asking).status_code == 200
         assert backend.admitted[0].caller == "anyone", "no address goes to what is kept for learning"
@@ -1040,7 +1026,7 @@ def test_a_request_that_is_refused_counts_against_the_rate_of_its_caller() -> No
     late = chat(backend, headers=headers)
     assert (late.status_code, "5 requests a minute" in late.json()["error"]["message"]) == (429, True)
     assert int(late.headers["retry-after"]) > 0
-    (answers,) = [family for family in backend.edge.families() if family.name == "peagle_answers"]
+    (answers,) = [family for family in backend.front_end.families() if family.name == "peagle_answers"]
     counted = {sample.labels["status"]: sample.value for sample in answers.samples}
     assert counted == {"400": 2, "415": 1, "404": 1, "413": 1, "429": 1}
 
@@ -1066,14 +1052,14 @@ def test_unfinished_bodies_fill_a_bounded_memory_and_keep_no_small_request_out()
             ]
             while sum(task.done() for task in sending) < 9:
                 await asyncio.sleep(0.01)
-            assert 0 < backend.edge.bodies.num_bytes <= max_bytes // 2, "of one caller"
+            assert 0 < backend.front_end.bodies.num_bytes <= max_bytes // 2, "of one caller"
             refused = [task.result() for task in sending if task.done()]
             assert {response.status_code for response in refused} == {429}
             assert all(int(response.headers["retry-after"]) > 0 for response in refused)
             assert (await client.post(path, json={"messages": HELLO})).status_code == 200
             more.set()
             await asyncio.gather(*sending)
-        assert backend.edge.bodies.num_bytes == 0
+        assert backend.front_end.bodies.num_bytes == 0
 
     asyncio.run(run())
 
@@ -1084,15 +1070,15 @@ def test_a_body_is_held_until_its_answer_has_ended(stream: bool) -> None:
     seen: list[int] = []
 
     async def generate(admitted: Admitted) -> AsyncIterator[Any]:
-        seen.append(backend.edge.bodies.num_bytes)
+        seen.append(backend.front_end.bodies.num_bytes)
         async for item in Echo.generate(backend, admitted):
             yield item
-            seen.append(backend.edge.bodies.num_bytes)
+            seen.append(backend.front_end.bodies.num_bytes)
 
     backend.generate = generate  # type: ignore[method-assign]
     assert chat(backend, stream=stream, user="u" * 50_000).status_code == 200
     assert min(seen) > 50_000
-    assert backend.edge.bodies.num_bytes == 0
+    assert backend.front_end.bodies.num_bytes == 0
 
 
 def test_head_is_answered_as_get_and_a_slash_at_the_end_changes_nothing() -> None:
@@ -1186,7 +1172,7 @@ def test_a_client_that_leaves_closes_its_answer_at_once_and_logs_nothing(caplog:
         assert backend.num_closed == 1
         text = b"".join(message.get("body", b"") for message in sent)
         assert b"DONE" not in text
-        (answers,) = [family for family in backend.edge.families() if family.name == "peagle_answers"]
+        (answers,) = [family for family in backend.front_end.families() if family.name == "peagle_answers"]
         assert [(sample.labels["status"], sample.value) for sample in answers.samples] == [("499", 1.0)]
 
     asyncio.run(run(stream=True, has_begun=True))
@@ -1230,7 +1216,7 @@ def test_an_engine_that_answers_a_cancelled_request_is_not_heard(caplog: Any) ->
         await make_app(backend, Entrance())(scope, receive, send)  # type: ignore[arg-type]
         await asyncio.sleep(0.05)
         gc.collect()
-        (answers,) = [family for family in backend.edge.families() if family.name == "peagle_answers"]
+        (answers,) = [family for family in backend.front_end.families() if family.name == "peagle_answers"]
         assert [sample.labels["status"] for sample in answers.samples] == ["499"]
 
     asyncio.run(run())
@@ -1244,7 +1230,7 @@ def test_what_clients_see_is_measured_by_workload_and_status() -> None:
     chat(backend, temperature="hot")
     samples = {
         (sample.name, sample.labels.get("workload"), sample.labels.get("status")): sample.value
-        for family in backend.edge.families()
+        for family in backend.front_end.families()
         for sample in family.samples
         if "le" not in sample.labels
     }
@@ -1257,7 +1243,7 @@ def test_what_clients_see_is_measured_by_workload_and_status() -> None:
 
 
 def test_workloads_that_are_told_apart_no_more_leave_no_series() -> None:
-    metrics = EdgeMetrics()
+    metrics = FrontEndMetrics()
     for name in (f"tag-{number}" for number in range(100)):
         metrics.count_answer(name, 200)
         metrics.latency.labels(name).observe(0.1)
@@ -1356,7 +1342,7 @@ def test_limits_callers_depths_and_aliases_change_while_the_edge_serves() -> Non
     live = json.loads(json.dumps(live_config(after)))
     changed = with_live(before, live)
     assert live_config(changed) == live_config(after)
-    backend.edge.use(changed, None)
+    backend.front_end.use(changed, None)
     assert chat(backend).status_code == 401
     assert chat(backend, headers=bearer(SECRET), n=2).status_code == 400
     assert chat(backend, headers=bearer(SECRET), model="tiny-coder").status_code == 404
@@ -1371,26 +1357,26 @@ def test_an_alias_of_a_workload_that_has_a_name_already_changes_live() -> None:
     named = before.model_copy(update={"depth": depth})
     backend = Echo(named)
     model = before.model.model_copy(update={"aliases": {"other": "code"}})
-    backend.edge.use(named.model_copy(update={"model": model}), None)
+    backend.front_end.use(named.model_copy(update={"model": model}), None)
     assert chat(backend, model="other").json()["drafting"]["workload"] == "code"
 
 
 # ---- which head drafts
 
 
-def remote_edge(**own: str) -> Edge:
+def remote_front_end(**own: str) -> FrontEnd:
     drafter = DrafterSettings(head="a", placement="remote", max_draft_tokens=7, heads_by_workload={"code": "b"})
-    edge = Edge(cluster(drafter=drafter))
-    edge.heads = ("A", "B", "C")
-    edge.routing = HeadRouting(own)
-    return edge
+    front_end = FrontEnd(cluster(drafter=drafter))
+    front_end.heads = ("A", "B", "C")
+    front_end.routing = HeadRouting(own)
+    return front_end
 
 
-def heads_of(edge: Edge, tag: str, num: int = 200) -> dict[str, list[tuple[int, str]]]:
+def heads_of(front_end: FrontEnd, tag: str, num: int = 200) -> dict[str, list[tuple[int, str]]]:
     """Index and workload in the engine of requests with a tag, by the workload that their clients see."""
     found: dict[str, list[tuple[int, str]]] = {}
     for _ in range(num):
-        admitted = edge.admit("chat", {"messages": HELLO, "drafting": {"workload": tag, "k": 3}})
+        admitted = front_end.admit("chat", {"messages": HELLO, "drafting": {"workload": tag, "k": 3}})
         args = admitted.body.vllm_xargs
         assert args[DEPTH_KEY] == 3
         shown = drafting_field(admitted.drafting, "", Counts())["workload"]
@@ -1399,33 +1385,33 @@ def heads_of(edge: Edge, tag: str, num: int = 200) -> dict[str, list[tuple[int, 
 
 
 def test_a_share_of_the_requests_tries_the_candidate_and_clients_do_not_notice() -> None:
-    edge = remote_edge()
-    assert set(heads_of(edge, "chat")["chat"]) == {(0, "chat")}
-    edge.routing = HeadRouting(trial="C", share=0.5)
-    found = heads_of(edge, "chat")
+    front_end = remote_front_end()
+    assert set(heads_of(front_end, "chat")["chat"]) == {(0, "chat")}
+    front_end.routing = HeadRouting(trial="C", share=0.5)
+    found = heads_of(front_end, "chat")
     assert list(found) == ["chat"]
     assert set(found["chat"]) == {(0, "chat"), (2, "chat/trial")}
     assert 50 < found["chat"].count((2, "chat/trial")) < 150
-    assert set(heads_of(edge, "code")["code"]) == {(1, "code")}, "it has a head of its own"
-    edge.routing = HeadRouting(trial="C", share=0.5, workloads=("code",))
-    assert set(heads_of(edge, "code")["code"]) == {(1, "code"), (2, "code/trial")}
-    assert set(heads_of(edge, "chat")["chat"]) == {(0, "chat")}
-    assert edge.own_heads(["chat", "code/trial"]) == {"code": "B", "code/trial": "C"}
-    edge.know("chat/trial")
-    assert "chat/trial" not in edge._workloads.names()
+    assert set(heads_of(front_end, "code")["code"]) == {(1, "code")}, "it has a head of its own"
+    front_end.routing = HeadRouting(trial="C", share=0.5, workloads=("code",))
+    assert set(heads_of(front_end, "code")["code"]) == {(1, "code"), (2, "code/trial")}
+    assert set(heads_of(front_end, "chat")["chat"]) == {(0, "chat")}
+    assert front_end.own_heads(["chat", "code/trial"]) == {"code": "B", "code/trial": "C"}
+    front_end.know("chat/trial")
+    assert "chat/trial" not in front_end._workloads.names()
 
 
 def test_no_request_tries_a_head_that_drafters_do_not_have() -> None:
-    edge = remote_edge(chat="Z")
-    edge.routing = HeadRouting({"chat": "Z"}, "Y", 0.5)
-    assert set(heads_of(edge, "chat", 50)["chat"]) == {(0, "chat")}
-    assert edge.head_of("chat") == "A"
-    edge.heads = ()
-    assert edge.head_of("chat") == ""
+    front_end = remote_front_end(chat="Z")
+    front_end.routing = HeadRouting({"chat": "Z"}, "Y", 0.5)
+    assert set(heads_of(front_end, "chat", 50)["chat"]) == {(0, "chat")}
+    assert front_end.head_of("chat") == "A"
+    front_end.heads = ()
+    assert front_end.head_of("chat") == ""
 
 
 def test_a_workload_drafts_with_the_head_that_it_was_given() -> None:
-    edge = remote_edge(chat="C", code="A")
-    assert set(heads_of(edge, "chat", 5)["chat"]) == {(2, "chat")}
-    assert set(heads_of(edge, "code", 5)["code"]) == {(0, "code")}
-    assert edge.own_heads(["chat"]) == {"chat": "C"}
+    front_end = remote_front_end(chat="C", code="A")
+    assert set(heads_of(front_end, "chat", 5)["chat"]) == {(2, "chat")}
+    assert set(heads_of(front_end, "code", 5)["code"]) == {(0, "code")}
+    assert front_end.own_heads(["chat"]) == {"chat": "C"}

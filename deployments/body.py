@@ -1,0 +1,443 @@
+"""A request's body, from its bytes to vLLM's record, with the limits of one request; and vLLM's refusals in OpenAI's
+form. Nothing here knows Ray, or which replica asks."""
+
+import functools
+import itertools
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import ValidationError
+from pydantic_core import SchemaValidator
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.exceptions import VLLMClientError
+
+from cluster.settings import LimitSettings
+from deployments.errors import ApiError, internal_error
+from peagle.schema import nearest
+from peagle.vllm.compat import chat_part_kinds
+from peagle.vllm.grammar_bounds import GrammarError, GrammarLimits, check_grammar, check_structured_outputs
+from peagle.vllm.setting_types import SettingTypes
+
+Call = Literal["chat", "completions"]
+
+Body = ChatCompletionRequest | CompletionRequest
+
+BODIES: dict[Call, type[Body]] = {"chat": ChatCompletionRequest, "completions": CompletionRequest}
+
+UNUSED_FIELDS = frozenset(
+    {
+        "best_of",
+        "metadata",
+        "modalities",
+        "moderation",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "verbosity",
+        "web_search_options",
+    }
+)
+"""Fields of OpenAI's API that clients send and that change no answer here, except for values that `drop_unused`
+refuses."""
+
+RENAMED_FIELDS = {
+    "function_call": "tool_choice",
+    "functions": "tools",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "stop_sequences": "stop",
+}
+"""What a field of another name is called here: OpenAI's deprecated ones, vLLM's former ones, and other APIs'."""
+
+MAX_NESTING = 64
+
+MAX_INTEGER = 2**63 - 1
+
+
+def read_json(raw: bytes, limits: LimitSettings) -> Any:
+    """The document in a request's body. Raises ApiError (413, 400)."""
+    if len(raw) > limits.max_body_bytes:
+        text = f"The request body has {len(raw)} bytes, above the limit of {limits.max_body_bytes}."
+        raise ApiError(413, text, code="too_large")
+    if _has_more_values(raw, limits.max_body_values):
+        raise _too_many_values(limits)
+    try:
+        return json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ApiError(400, f"The request body is not valid JSON: {reason!s:.500}.", code="invalid_json") from error
+
+
+_BEFORE_A_VALUE = re.compile(rb'(?:[^",\[{]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"?)*+(?:[,\[{]|\Z)', re.DOTALL)
+
+
+def _has_more_values(raw: bytes, most: int) -> bool:
+    """Whether JSON has more commas and opening brackets than `most`, those in texts left out. Nothing is parsed: lists
+    of nothing take 20 times the memory of their text."""
+    if sum(map(raw.count, (b",", b"[", b"{"))) <= most:
+        return False
+    return next(itertools.islice(_BEFORE_A_VALUE.finditer(raw), most + 1, None), None) is not None
+
+
+def _too_many_values(limits: LimitSettings) -> ApiError:
+    text = f"The request body has more values (numbers, texts, objects, lists) than {limits.max_body_values}"
+    return ApiError(413, f"{text}, this service's limit (limits.max_body_values).", code="too_large")
+
+
+def call_of(document: Any) -> Call:
+    """Chat or completion, as vLLM tells requests to SageMaker's /invocations apart. Raises ApiError for neither."""
+    if not isinstance(document, dict):
+        check_document(document)
+    elif document.get("messages") is not None:
+        return "chat"
+    elif document.get("prompt") is not None:
+        return "completions"
+    raise ApiError(400, "the request has neither messages, for a chat, nor prompt, for a completion", param="messages")
+
+
+def check_document(document: Any, max_values: int = LimitSettings().max_body_values) -> dict[str, Any]:
+    """`document` where every value in it can be handled: a JSON object of at most `max_values`, not deeper than
+    `MAX_NESTING`, whose texts have a UTF-8 form (JSON can hold lone surrogates) and whose numbers fit 64 bits. Raises
+    ApiError naming the field."""
+    if not isinstance(document, dict):
+        raise ApiError(400, "The request body must be a JSON object.")
+    level: list[tuple[tuple[Any, ...], Any]] = [((), document)]
+    num_values = 0
+    for _ in range(MAX_NESTING):
+        below = []
+        for path, value in level:
+            num_values += len(value)
+            if num_values > max_values:
+                text = f"the request has more than {max_values} values in all"
+                raise ApiError(413, text, param=_at(path[:1]) or None, code="too_large")
+            if isinstance(value, list) and set(map(type, value)) == {int}:  # token ids: no step of Python for each
+                if not -MAX_INTEGER <= min(value) <= max(value) <= MAX_INTEGER:
+                    raise ApiError(400, "the number does not fit 64 bits", param=_at(path))
+                continue
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, item in items:
+                if isinstance(key, str) and not _is_text(key):
+                    raise ApiError(400, "a name is no valid text: it has a lone surrogate", param=_at(path, key))
+                if isinstance(item, dict | list):
+                    below.append(((*path, key), item))
+                elif isinstance(item, str):
+                    if not _is_text(item):
+                        raise ApiError(400, "the text is not valid: it has a lone surrogate", param=_at(path, key))
+                elif isinstance(item, int):
+                    if not -MAX_INTEGER <= item <= MAX_INTEGER:
+                        raise ApiError(400, "the number does not fit 64 bits", param=_at(path, key))
+                elif isinstance(item, float) and not math.isfinite(item):
+                    raise ApiError(400, "the number is not finite", param=_at(path, key))
+        if not below:
+            return document
+        level = below
+    raise ApiError(400, f"the value is nested more than {MAX_NESTING} deep", param=str(level[0][0][0]))
+
+
+def _is_text(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _at(path: tuple[Any, ...], *key: Any) -> str:
+    return ".".join(str(step) for step in (*path, *key))
+
+
+@functools.cache
+def known_fields(call: Call) -> frozenset[str]:
+    """Top-level fields of a request that vLLM knows."""
+    fields = BODIES[call].model_fields
+    return frozenset({*fields, *(info.alias for info in fields.values() if info.alias)})
+
+
+@functools.cache
+def _validator(call: Call) -> SchemaValidator:
+    """vLLM's record of a request, whose lists end at their first wrong element. pydantic else collects an error for
+    each element and each form that it might have: megabytes of them for kilobytes of a body."""
+
+    def end_early(part: Any) -> Any:
+        if isinstance(part, dict):
+            changed = {key: end_early(value) for key, value in part.items()}
+            return {**changed, "fail_fast": True} if part.get("type") == "list" else changed
+        return type(part)(map(end_early, part)) if type(part) in (list, tuple) else part
+
+    return SchemaValidator(end_early(BODIES[call].__pydantic_core_schema__), _use_prebuilt=False)
+
+
+def drop_unused(call: Call, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` without those that are null, which stand for missing ones, and without `UNUSED_FIELDS`. Raises ApiError
+    for a value that would change the answer where OpenAI serves it."""
+    given = {name: item for name, item in fields.items() if item is not None}
+    if given.get("modalities", ["text"]) != ["text"]:
+        raise ApiError(400, 'modalities must be ["text"]: only text is served here', param="modalities")
+    policy = given["moderation"].get("policy") if isinstance(given.get("moderation"), dict) else None
+    for side, rule in policy.items() if isinstance(policy, dict) else ():
+        if isinstance(rule, dict) and rule.get("mode") == "block":
+            name = f"moderation.policy.{side}"
+            raise ApiError(400, f"{name} asks to block, but nothing is moderated here: leave it out", param=name)
+    if given.get("audio") is not None:
+        raise ApiError(400, "audio asks for spoken answers: only text is served here", param="audio")
+    best_of = given.get("best_of", given.get("n", 1))
+    if call == "chat" and "best_of" in given:
+        raise ApiError(400, "best_of is a field of completions: send n", param="best_of", code="unknown_field")
+    if best_of != given.get("n", 1):
+        raise ApiError(
+            400, f"best_of is {best_of!r:.80}, but as many are returned as made: send n alone", param="best_of"
+        )
+    return {name: item for name, item in given.items() if name not in UNUSED_FIELDS}
+
+
+def _hint(call: Call, name: str) -> str:
+    """What an unknown field is called here, or `nearest`."""
+    other = RENAMED_FIELDS.get(name)
+    return f"; it is called {other} here" if other else nearest(f"{name:.80}", {*known_fields(call), "drafting"})
+
+
+def parse_body(call: Call, fields: dict[str, Any]) -> Body:
+    """vLLM's record of a request. Raises ApiError naming the field."""
+    for name in fields:
+        if name not in known_fields(call):
+            hint = _hint(call, name)
+            raise ApiError(400, f"unknown field {name:.80}{hint}", param=f"{name:.80}", code="unknown_field")
+    if call == "chat":
+        _check_messages(fields.get("messages"))
+    try:
+        body: Body = _validator(call).validate_python(fields)
+        return body
+    except ValidationError as error:
+        raise _from_validation(error) from error
+    except VLLMClientError as error:
+        param = getattr(error, "parameter", None) or _to_blame(call, fields)
+        raise ApiError(400, f"{error.args[0]!s:.500}", param=param) from error
+    except (TypeError, AttributeError, KeyError, ValueError) as error:
+        # vLLM's own validators run before the types are checked, and trip over values of a type they do not expect.
+        blamed = _to_blame(call, fields)
+        raise ApiError(
+            400, f"{blamed or 'a field'} has a value of the wrong type ({error!s:.200})", param=blamed
+        ) from error
+
+
+def _to_blame(call: Call, fields: Mapping[str, Any]) -> str | None:
+    """The field by which alone vLLM's validators fail."""
+    least = {name: fields[name] for name in ("messages", "prompt") if name in fields}
+    for name, value in fields.items():
+        try:
+            _validator(call).validate_python({**least, name: value})
+        except ValidationError:
+            continue
+        except (VLLMClientError, TypeError, AttributeError, KeyError, ValueError):
+            return name
+    return None
+
+
+def _from_validation(error: ValidationError) -> ApiError:
+    """The first problem. Of a field that may have several forms: of the form that was most likely meant."""
+    details = error.errors(include_url=False, include_input=False)
+    forms: dict[tuple[Any, ...], list[Any]] = {}
+    for detail in details:
+        if detail["loc"][:1] == details[0]["loc"][:1]:
+            is_a_form = (not isinstance(step, int) and not _is_field(step) for step in detail["loc"])
+            end = next((index for index, is_form in enumerate(is_a_form) if is_form), -1) + 1
+            forms.setdefault(detail["loc"][:end], []).append(detail)
+
+    def unlikeliness(form: list[Any]) -> tuple[bool, bool, int, bool]:
+        kinds = [detail["type"] for detail in form]
+        is_other_type = all(kind.endswith("_type") for kind in kinds)
+        return "literal_error" in kinds, "missing" in kinds, len(kinds), is_other_type
+
+    detail = min(forms.values(), key=unlikeliness)[0]
+    steps = [str(step) for step in detail["loc"] if isinstance(step, int) or _is_field(step)]
+    if steps and steps[0].isdigit():  # vLLM reads the calls of a message on their own
+        steps = ["tool_calls", *steps]
+    name, message = ".".join(steps), str(detail["msg"]).removeprefix("Value error, ")
+    message = f"{message:.500}"
+    return ApiError(400, f"{name}: {message}" if name else message, param=name or None)
+
+
+def _is_field(step: Any) -> bool:
+    """Whether a step of pydantic's path is a field's name, and not a form of it (`str`, `list[int]`, a class)."""
+    is_name = isinstance(step, str) and re.fullmatch("[a-z][a-z0-9_]*", step) is not None
+    return is_name and step not in ("str", "int", "float", "bool", "dict", "list")
+
+
+def _check_messages(messages: Any) -> None:
+    """What vLLM's record takes but its chat templates cannot render."""
+    if messages is None or messages == []:
+        raise ApiError(400, "messages must hold at least one message", param="messages")
+    if not isinstance(messages, list):
+        raise ApiError(400, f"messages must be a list of messages, not {messages!r:.80}", param="messages")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            name = f"messages.{index}"
+            raise ApiError(400, f"{name} must be an object with role and content, not {message!r:.80}", param=name)
+        if not isinstance(message.get("role"), str):  # vLLM's record also takes messages in Harmony's form
+            name = f"messages.{index}.role"
+            raise ApiError(400, f"{name} must be a text: system, user, assistant, ...", param=name)
+        name, content = f"messages.{index}.content", message.get("content")
+        if content is not None and not isinstance(content, str | list):
+            raise ApiError(400, f"{name} must be a text or a list of parts, not {content!r:.80}", param=name)
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            where = f"{name}.{number}"
+            if isinstance(part, str):
+                continue
+            kind = part.get("type") if isinstance(part, dict) else None
+            if not isinstance(kind, str) or kind not in chat_part_kinds():
+                known = ", ".join(sorted(chat_part_kinds()))
+                raise ApiError(400, f"{where} must be an object whose type is one of {known}", param=where)
+            if "text" in kind and not isinstance(part.get("text"), str):
+                raise ApiError(400, f"{where}.text must be a text", param=f"{where}.text")
+            link = part.get(kind)
+            if kind.endswith("_url") and not (isinstance(link, dict) and isinstance(link.get("url"), str)):
+                raise ApiError(400, f"{where}.{kind} must be an object with the text url", param=f"{where}.{kind}")
+
+
+# ---- limits of one request
+
+
+def check_counts(fields: Mapping[str, Any], limits: LimitSettings) -> None:
+    """Raises ApiError for a field with more entries than it may have, before anything looks at each of them. Token ids
+    of prompts are limited by `max_body_values` and the model's context alone."""
+    for name, value in fields.items():
+        if isinstance(value, dict | list) and name != "prompt":
+            _at_most(name, f"the number of entries of {name}", len(value), limits.max_list_entries)
+    for name in ("stop", "stop_token_ids"):
+        if isinstance(listed := fields.get(name), list):
+            _at_most(name, f"the number of entries of {name}", len(listed), limits.max_num_stop)
+    prompts = fields.get("prompt")
+    if isinstance(prompts, list) and prompts and type(prompts[0]) is not int:
+        _at_most("n", "n times the number of prompts", len(prompts), limits.max_num_sequences)
+    if isinstance(messages := fields.get("messages"), list):
+        values = (value for message in messages if isinstance(message, dict) for value in message.values())
+        num = sum(len(value) for value in values if isinstance(value, dict | list))
+        _at_most("messages", "the number of parts and calls in messages", num, limits.max_list_entries)
+    for name, grammar in grammars(fields).items():
+        choices = grammar.get("choice") if isinstance(grammar, dict) else None
+        if isinstance(choices, list):
+            where = f"{name}.choice"
+            _at_most(where, f"the number of choices in {where}", len(choices), limits.max_grammar_choices)
+        try:
+            if name == "structured_outputs" and isinstance(grammar, dict):
+                check_structured_outputs(name, grammar, grammar_limits(limits))
+            elif isinstance(grammar, dict | list):
+                check_grammar(name, grammar, grammar_limits(limits))
+        except GrammarError as error:
+            raise ApiError(400, str(error), param=error.field, code="limit") from error
+
+
+def grammar_limits(limits: LimitSettings) -> GrammarLimits:
+    return GrammarLimits(
+        max_chars=limits.max_grammar_bytes,
+        max_choices=limits.max_grammar_choices,
+        max_depth=MAX_NESTING,
+        max_repeats=limits.max_grammar_repeats,
+        max_product=limits.max_grammar_product,
+        max_cpu_s=limits.grammar_timeout_s,
+        max_memory_bytes=limits.max_grammar_mib * 2**20,
+    )
+
+
+def check_limits(body: Body, limits: LimitSettings) -> int:
+    """The number of sequences that a request asks for. Raises ApiError for one that asks more than it may."""
+    if body.n is not None and body.n < 1:
+        raise ApiError(400, f"n must be at least 1, not {body.n}", param="n")
+    num_sequences = (1 if body.n is None else body.n) * num_prompts(body)
+    _at_most("n", "n times the number of prompts", num_sequences, limits.max_num_sequences)
+    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+        wanted = getattr(body, name, None)
+        if type(wanted) is int:
+            _at_most(name, name, math.inf if wanted < 0 else wanted, limits.max_num_logprobs)
+    return num_sequences
+
+
+def check_prompt_logprobs(body: Body, limits: LimitSettings) -> None:
+    """Raises ApiError for more log probabilities of prompts than an answer may have: each sequence has its own, which
+    the engine computes anew and this process puts into words."""
+    per_token = body.prompt_logprobs
+    if per_token is None and isinstance(body, CompletionRequest) and body.echo:
+        per_token = body.logprobs
+    if per_token is None:
+        return
+    name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+    num = (1 if body.n is None else body.n) * _prompt_tokens(body) * (1 + per_token)
+    what = f"the number of log probabilities of the prompt, n times its tokens times 1 + {name},"
+    _at_most(name, what, num, limits.max_num_prompt_logprobs)
+
+
+def _prompt_tokens(body: Body) -> int:
+    """Tokens of all prompts of a request, of a text one for each four bytes."""
+    if isinstance(body, ChatCompletionRequest):
+        return len(json.dumps(body.messages, default=str)) // 4
+    prompts: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
+    if prompts and isinstance(prompts[0], int):
+        return len(prompts)
+    return sum(-(-len(one.encode()) // 4) if isinstance(one, str) else len(one) for one in prompts)
+
+
+def _at_most(param: str, what: str, value: float, limit: int) -> None:
+    if value > limit:
+        shown = "all" if math.isinf(value) else f"{value:g}"
+        raise ApiError(400, f"{what} is {shown}, above this service's limit of {limit}", param=param, code="limit")
+
+
+def num_prompts(body: Body) -> int:
+    """Prompts of a completion request (a list of strings or of token lists), 1 for a chat request."""
+    prompt = getattr(body, "prompt", None)
+    return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+
+
+def grammars(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request from which the engine makes a grammar; of several it obeys the first."""
+    is_call = fields.get("tools") and fields.get("tool_choice", "none") not in ("none", "auto")
+    names = (*(("tools",) if is_call else ()), "structured_outputs", "response_format")
+    return {name: fields[name] for name in names if fields.get(name)}
+
+
+def from_engine(error: Any) -> ApiError:
+    """The `error` object (or its dictionary) of vLLM's answer. What is not the client's fault keeps its details in the
+    log."""
+    found = error if isinstance(error, Mapping) else error.model_dump()
+    status = found.get("code")
+    if not isinstance(status, int) or not 400 <= status < 500:
+        return internal_error()
+    message = str(found.get("message"))
+    if message == "Client disconnected":
+        return ApiError(499, "the client has gone")
+    message = name_keys(message)
+    first = message.partition(" ")[0]  # of many refusals the name of the field, without `param`
+    is_field = any(first in known_fields(call) for call in BODIES)
+    return ApiError(status, message, param=found.get("param") or (first if is_field else None))
+
+
+def name_keys(message: str) -> str:
+    """vLLM's words with the keys of the settings in place of the flags of `vllm serve`: `--max-model-len` is
+    `engine.max_model_len`."""
+
+    def key(found: re.Match[str]) -> str:
+        name = found[1].replace("-", "_")
+        return f"engine.{name}" if name in engine_keys() else found[0]
+
+    return re.sub(r"(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])", key, message)
+
+
+@functools.cache
+def engine_keys() -> frozenset[str]:
+    found = SettingTypes.read("engine/arg_utils:AsyncEngineArgs", "entrypoints/launchers/cli_args:FrontendArgs")
+    return frozenset(found or ())

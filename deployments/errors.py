@@ -1,0 +1,85 @@
+"""Errors in OpenAI's form: what a client gets in place of an answer."""
+
+import functools
+import json
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from cluster.admission import BusyError
+from deployments.compat import NOT_READY, NOT_READY_CODE, RETRY_AFTER_S
+
+MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 2000, 200
+"""Of an error: a client must not get back the megabytes that it sent."""
+
+
+class ApiError(Exception):
+    """An answer other than success. `param` names the request's field, where one is to blame."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+        self.code = code or {400: "invalid_value", 404: "not_found"}.get(status)
+        self.retry_after_s = RETRY_AFTER_S if status in (502, 503) and retry_after_s is None else retry_after_s
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kwargs: dict[str, Any] = {"param": self.param, "code": self.code, "retry_after_s": self.retry_after_s}
+        return functools.partial(ApiError, **kwargs), (self.status, self.message)
+
+    def body(self) -> dict[str, Any]:
+        """`{"error": {"message", "type", "param", "code"}}`, which can be encoded whatever the client sent."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
+        return {
+            "error": {
+                "message": _encodable(f"{self.message:.{MAX_MESSAGE_CHARS}}"),
+                "type": kind,
+                "param": None if self.param is None else _encodable(f"{self.param:.{MAX_PARAM_CHARS}}"),
+                "code": self.code,
+            }
+        }
+
+    def event(self) -> str:
+        """The error as the last server-sent event of a stream that has begun."""
+        return f"data: {json.dumps(self.body())}\n\n"
+
+    def response(self) -> JSONResponse:
+        headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body(), status_code=self.status, headers=headers)
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def not_ready(model: str) -> ApiError:
+    """No replica of the target can answer: at the start until the engine has loaded, later when all are gone."""
+    return ApiError(503, NOT_READY.format(f"The model {model!r}"), code=NOT_READY_CODE)
+
+
+def engine_lost() -> ApiError:
+    """The engine that worked on a request is gone. HAProxy sends a request with this status to another replica, but not
+    one with 503, which is what a whole service says that is not ready."""
+    return ApiError(
+        502,
+        "The engine that worked on this request has stopped, so the answer is not complete. Send the request again.",
+        code="engine_lost",
+    )
+
+
+def internal_error() -> ApiError:
+    return ApiError(500, "The server failed on this request; its log says why.")
+
+
+def busy_error(error: BusyError) -> ApiError:
+    return ApiError(429, error.message, code="rate_limit_exceeded", retry_after_s=error.retry_after_s)

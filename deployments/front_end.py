@@ -1,0 +1,421 @@
+"""The front end of one replica, without HTTP: all that happens to a request before the engine, and to its answer.
+
+Enters: the body of an HTTP request, or a dictionary by deployment handle, with its caller and headers. Leaves: an
+`Admitted` request that the engine can take as it is (checked, within the limits, with its workload and K), and the
+engine's answer with a `drafting` field, or an `ApiError` in OpenAI's form. The same code runs in a target replica and,
+where there are any, in ingress replicas: nothing here knows Ray, or where the engine is.
+"""
+
+import contextlib
+import functools
+import json
+import logging
+import random
+import re
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import Metric
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+from cluster.admission import Admission, BodyBudget, BusyError
+from cluster.heads import TRIAL_SUFFIX, HeadRouting, base_workload
+from cluster.k_policy import KPolicy
+from cluster.request import (
+    ANYONE,
+    DEFAULT_WORKLOAD,
+    Caller,
+    Drafting,
+    DraftingError,
+    ForbiddenTagError,
+    UnknownCallerError,
+    Workloads,
+    network_of,
+    resolve,
+    system_prompt,
+)
+from cluster.settings import ClusterSettings, LimitSettings
+from deployments.body import (
+    Body,
+    Call,
+    check_counts,
+    check_document,
+    check_limits,
+    check_prompt_logprobs,
+    drop_unused,
+    parse_body,
+)
+from deployments.errors import ApiError, busy_error, internal_error
+from deployments.metrics import FAMILIES, PREFIX
+from peagle.vllm.request_args import DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY
+
+logger = logging.getLogger(__name__)
+
+QUEUED_PER_RUNNING = 2
+"""Sequences that a front end hands to an engine, for each that the engine runs at a time: it is never to wait."""
+
+SERVER_KEYS = (DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD_KEY)
+"""Keys of `vllm_xargs` that the front end sets."""
+
+TRACE_HEADERS = ("traceparent", "tracestate")
+"""Of W3C's trace context."""
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+@dataclass
+class Admitted:
+    """A request as the engine gets it. May travel from an ingress replica to a target replica.
+
+    `fields`: vLLM's fields of the body, with what the front end decided in `vllm_xargs`. `num_sequences`: its weight.
+    `trace`: headers by which the engine's span becomes part of its client's trace. `caller`: name of who asked."""
+
+    call: Call
+    fields: dict[str, Any]
+    drafting: Drafting
+    num_sequences: int = 1
+    trace: Mapping[str, str] = field(default_factory=dict)
+    caller: str = ""
+
+    @functools.cached_property
+    def body(self) -> Body:
+        """vLLM's record, made anew where the request has travelled: its message parts cannot be pickled."""
+        return parse_body(self.call, self.fields)
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.body.stream)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "body"}
+
+
+class Usage(NamedTuple):
+    """Tokens of an answer: the last item of a complete one."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+Answer = AsyncGenerator["str | ApiError | Usage", None]
+"""The answer to an `Admitted` request: one JSON text, or server-sent events where it streams; an `ApiError` in place of
+what cannot be answered (an exception would be logged as Ray's); last its `Usage`."""
+
+Generate = Callable[[Admitted], Answer]
+
+
+LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 600.0)
+TPOT_BUCKETS_S = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+
+
+class FrontEndMetrics:
+    """What clients see of the service: times by workload, and answers by status."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+
+        def histogram(name: str, buckets: tuple[float, ...]) -> Histogram:
+            text = FAMILIES[name].text
+            return Histogram(PREFIX + name, text, ["workload"], buckets=buckets, registry=self._registry)
+
+        self.first_token = histogram("time_to_first_token_seconds", LATENCY_BUCKETS_S)
+        self.per_token = histogram("time_per_output_token_seconds", TPOT_BUCKETS_S)
+        self.latency = histogram("request_latency_seconds", LATENCY_BUCKETS_S)
+        self._statuses: dict[str, set[str]] = {}  # of the answers counted, by workload
+        answers, queued = FAMILIES["answers"].text, FAMILIES["queued_requests"].text
+        self._answers = Counter(PREFIX + "answers", answers, ["workload", "status"], registry=self._registry)
+        self.queued = Gauge(PREFIX + "queued_requests", queued, registry=self._registry)
+
+    def count_answer(self, workload: str, status: int) -> None:
+        """workload: "" where the request was refused before it had one."""
+        self._statuses.setdefault(workload, set()).add(str(status))
+        self._answers.labels(workload, str(status)).inc()
+
+    def families(self, workloads: Iterable[str]) -> list[Metric]:
+        """Plain values, which can travel, of these workloads; what was kept of others is dropped."""
+        for gone in self._statuses.keys() - {*workloads, ""}:
+            for status in self._statuses.pop(gone):
+                self._answers.remove(gone, status)
+            for histogram in (self.first_token, self.per_token, self.latency):
+                histogram.remove(gone)
+        found = list(self._registry.collect())
+        for family in found:
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+        return found
+
+
+class FrontEnd:
+    """The front end of one replica.
+
+    Args:
+        k_policy: chooses K where neither the request nor the operator did.
+        max_running: sequences that the engines behind this front end run well at a time, at most `limits`'.
+    """
+
+    def __init__(
+        self, settings: ClusterSettings, k_policy: KPolicy | None = None, max_running: int | None = None
+    ) -> None:
+        self.metrics = FrontEndMetrics()
+        self._max_running = max_running
+        self.admission = Admission(1, 0)
+        self.bodies = BodyBudget(1)
+        self.metrics.queued.set_function(lambda: self.admission.num_queued)
+        self._settings = settings
+        self._workloads = Workloads(known=settings.named_workloads(), aliases=settings.model.aliases)
+        self.heads: tuple[str, ...] = ()
+        """Digests of the heads that draft: those of `drafter.heads`, then those that only the router names."""
+        self.routing = HeadRouting()
+        self.use(settings, k_policy)
+
+    def use(self, settings: ClusterSettings, k_policy: KPolicy | None) -> None:
+        """Go on with other limits, callers, depths and aliases; requests that run keep theirs."""
+        self.k_policy = k_policy
+        names, aliases = settings.named_workloads(), settings.model.aliases
+        if (names, aliases) != (self._settings.named_workloads(), self._settings.model.aliases):
+            self._workloads = Workloads(known=names, aliases=aliases)
+        self._settings = settings
+        self._policy = settings.depth_policy()
+        self._callers = settings.caller_table()
+        self.set_max_running(self._max_running)
+
+    def set_max_running(self, max_running: int | None) -> None:
+        """More than this wait here, where the queue is fair, and not in the engine."""
+        self._max_running = max_running
+        limits = self._settings.limits
+        self.admission.max_queued = limits.max_queued_requests
+        self.bodies.max_bytes = limits.max_body_bytes_in_flight
+        places = self.admission.max_running = min(
+            limits.max_running_requests, max_running or limits.max_running_requests
+        )
+        # Half of the places beyond what the engines run at a time: one caller alone keeps them busy with the others.
+        running = places if max_running is None else max_running // QUEUED_PER_RUNNING
+        self.admission.num_reserved = max(0, places - running) // 2
+
+    @property
+    def model(self) -> str:
+        return self._settings.model.id
+
+    @property
+    def limits(self) -> LimitSettings:
+        return self._settings.limits
+
+    def models(self) -> dict[str, dict[str, Any]]:
+        """Model cards by id, the served model first."""
+        card = {"object": "model", "created": 0, "owned_by": "peagle", "permission": []}
+        names = (self.model, *self._settings.model.aliases)
+        return {name: {"id": name, **card} for name in names}
+
+    @property
+    def needs_key(self) -> bool:
+        return self._callers is not None
+
+    def caller_of(self, authorization: str | None, address: str = "") -> Caller:
+        """Who sends a request with this Authorization header from this address ("": not known). Raises ApiError
+        (401)."""
+        if self._callers is None:
+            return replace(ANYONE, address=network_of(address))
+        try:
+            return self._callers.identify(authorization)
+        except UnknownCallerError as error:
+            raise ApiError(401, str(error), code="invalid_api_key") from error
+
+    def admit(
+        self, call: Call, document: Any, caller: Caller = ANYONE, headers: Mapping[str, str] | None = None
+    ) -> Admitted:
+        """Check a request and decide its workload and K. Raises ApiError."""
+        given = check_document(document, self.limits.max_body_values)
+        fields = drop_unused(call, given)
+        asked = fields.pop("drafting", None)
+        model = fields.get("model", self.model)
+        if not isinstance(model, str) or model not in (self.model, *self._settings.model.aliases):
+            raise ApiError(
+                404, f"the model {model!r:.80} is not served here, but {self.model!r} is", param="model",
+                code="model_not_found",
+            )  # fmt: skip
+        fields["model"] = self.model
+        check_counts(fields, self.limits)
+        body = parse_body(call, fields)
+        num_sequences = check_limits(body, self.limits)
+        check_prompt_logprobs(body, self.limits)
+        own = fields.get("vllm_xargs") or {}
+        if taken := [key for key in SERVER_KEYS if key in own]:
+            name = f"vllm_xargs.{taken[0]}"
+            raise ApiError(400, f"{name} is set by the server: send the field drafting", param=name)
+        drafting = self._assign_trial(self._decide(asked, model, body, caller, headers))
+        decided: dict[str, Any] = {DEPTH_KEY: drafting.max_k, WORKLOAD_KEY: drafting.workload}
+        if drafting.survival:
+            decided[SURVIVAL_KEY] = list(drafting.survival)
+        if (drafter := self._settings.drafter) is not None and drafter.is_remote:
+            decided[HEAD_KEY] = self._head_index(drafting.workload)
+        if num_sequences > 1:
+            decided[GROUP_KEY] = secrets.token_hex(8)
+        if self._settings.learns_from(caller, base_workload(drafting.workload)):
+            decided[LEARN_KEY] = caller.name
+        fields["vllm_xargs"] = body.vllm_xargs = {**own, **decided}
+        if "request_id" in fields and not _REQUEST_ID.fullmatch(body.request_id):
+            rule = "1 to 128 letters, digits or . _ : -"  # every chunk of a stream carries it
+            raise ApiError(400, f"request_id must be {rule}, not {body.request_id!r:.80}", param="request_id")
+        request_id = (headers or {}).get("x-request-id", "")
+        if "request_id" not in fields and _REQUEST_ID.fullmatch(request_id):
+            fields["request_id"] = body.request_id = request_id
+        trace = {name: headers[name] for name in TRACE_HEADERS if name in headers} if headers else {}
+        admitted = Admitted(call, fields, drafting, num_sequences, trace, caller.name)
+        admitted.__dict__["body"] = body
+        return admitted
+
+    def _decide(
+        self, asked: Any, model: str, body: Body, caller: Caller, headers: Mapping[str, str] | None
+    ) -> Drafting:
+        prompt = system_prompt(body.messages) if isinstance(body, ChatCompletionRequest) else ""
+        try:
+            drafting = resolve(self._policy, asked, headers, caller, lambda tag: self._workloads.of(tag, model, prompt))
+        except ForbiddenTagError as error:
+            raise ApiError(403, error.message, param=error.field, code="tag_not_allowed") from error
+        except DraftingError as error:
+            raise ApiError(400, error.message, param=error.field) from error
+        if self.k_policy is not None:
+            drafting = self.k_policy.resolve(drafting, time.monotonic(), caller.max_k)
+        return drafting
+
+    def _assign_trial(self, drafting: Drafting) -> Drafting:
+        """The request, now and then with the head that its workload tries. K stays: both heads get the same."""
+        workload, routing = drafting.workload, self.routing
+        is_asked = workload in routing.workloads if routing.workloads else self._head_index(workload) == 0
+        if routing.trial not in self.heads or not is_asked or random.random() >= routing.share:
+            return drafting
+        return replace(drafting, workload=workload + TRIAL_SUFFIX)
+
+    def _head_index(self, workload: str) -> int:
+        """The place in `heads` of the head that drafts for a workload."""
+        if (head := self.routing.head_of(workload)) in self.heads:
+            return self.heads.index(head)
+        drafter = self._settings.drafter
+        return 0 if drafter is None else drafter.head_index(base_workload(workload))
+
+    def head_of(self, workload: str = DEFAULT_WORKLOAD) -> str:
+        """Digest of the head that drafts for a workload, "" where none does, or it is not known yet."""
+        index = self._head_index(workload)
+        return self.heads[index] if index < len(self.heads) else ""
+
+    def own_heads(self, workloads: Iterable[str]) -> dict[str, str]:
+        """Digests of those of these workloads, and of the settings', that have a head of their own."""
+        named = () if self._settings.drafter is None else self._settings.drafter.heads_by_workload
+        return {name: self.head_of(name) for name in (*workloads, *named) if self._head_index(name)}
+
+    def know(self, workload: str) -> None:
+        """Tell `workload`, which another front end has found, apart from now on."""
+        self._workloads.remember(base_workload(workload))
+
+    async def answer(
+        self,
+        call: Call,
+        document: Any,
+        generate: Generate,
+        caller: Caller = ANYONE,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator[str]:
+        """The answer to a request, from its admission to its end: one JSON text, or server-sent events.
+
+        Raises:
+            ApiError: instead of an answer, or in the midst of a stream.
+        """
+        started_s, first_s = time.perf_counter(), None
+        workload, status, usage = "", 499, None
+        try:
+            admitted = self.admit(call, document, caller, headers)
+            workload = base_workload(admitted.drafting.workload)
+            async with (
+                self.admission.place(caller, admitted.num_sequences),
+                contextlib.aclosing(generate(admitted)) as items,
+            ):
+                async for item in items:
+                    if isinstance(item, str):
+                        first_s = first_s or time.perf_counter()
+                        yield item
+                    elif isinstance(item, Usage):
+                        usage = item
+                    else:
+                        raise item
+            status = 200
+            self._measure(workload, admitted.streams, usage, started_s, first_s)
+        except BusyError as error:
+            status = 429
+            raise busy_error(error) from error
+        except ApiError as error:
+            status = error.status
+            raise
+        except Exception as error:
+            status = 500
+            logger.exception("a %s request failed", call)
+            raise internal_error() from error
+        finally:
+            self.metrics.count_answer(workload, status)
+            if usage is not None:
+                self.admission.charge_tokens(caller.name, usage.num_prompt_tokens + usage.num_output_tokens)
+
+    def families(self) -> list[Metric]:
+        """`FrontEndMetrics.families` of the workloads that are told apart now."""
+        return self.metrics.families(self._workloads.names())
+
+    def _measure(
+        self, workload: str, streams: bool, usage: Usage | None, started_s: float, first_s: float | None
+    ) -> None:
+        ended_s = time.perf_counter()
+        self.metrics.latency.labels(workload).observe(ended_s - started_s)
+        if not streams or first_s is None:
+            return
+        self.metrics.first_token.labels(workload).observe(first_s - started_s)
+        if usage is not None and usage.num_output_tokens > 1:
+            self.metrics.per_token.labels(workload).observe((ended_s - first_s) / (usage.num_output_tokens - 1))
+
+
+# ---- the engine's answer
+
+
+def drafting_field(drafting: Drafting, head: str, counts: Any) -> dict[str, Any]:
+    """The answer's `drafting` field: the decision, and what came of it summed over the request's sequences.
+
+    `head`: digest of the head that drafts for the workload, "" where none does. `num_steps` counts steps that verified
+    drafts; `acceptance_length` is 1 + accepted / steps, 1.0 without steps.
+    """
+    return {
+        **drafting.to_wire(),
+        "workload": base_workload(drafting.workload),
+        "head": head,
+        "num_steps": counts.num_steps,
+        "num_draft_tokens": counts.num_draft_tokens,
+        "num_accepted_tokens": counts.num_accepted_tokens,
+        "acceptance_length": round(counts.acceptance_length, 4),
+    }
+
+
+def whole_answer(response: Any, drafting: Mapping[str, Any]) -> str:
+    """The JSON text of vLLM's response object with its `drafting`."""
+    return json.dumps({**response.model_dump(), "drafting": drafting}, ensure_ascii=False, separators=(",", ":"))
+
+
+def num_finished_choices(event: str) -> int:
+    """How many choices a server-sent event finishes. Most finish none, and are not parsed for it."""
+    if '"finish_reason":' not in event or '"finish_reason":null' in event:
+        return 0
+    return sum(choice.get("finish_reason") is not None for choice in event_document(event).get("choices", ()))
+
+
+def event_document(event: str) -> dict[str, Any]:
+    """The JSON object of a server-sent event, {} for `[DONE]`."""
+    data = event.removeprefix("data: ").strip()
+    return dict(json.loads(data)) if data.startswith("{") else {}
+
+
+def event_with(event: str, **fields: Any) -> str:
+    """A server-sent event with further fields in its object."""
+    document = json.dumps({**event_document(event), **fields}, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {document}\n\n"
+
+
+def is_error_event(event: str) -> bool:
+    return event.startswith('data: {"error"')

@@ -1,0 +1,363 @@
+"""The HTTP routes over a `FrontEnd`: what is served at which path, who may reach it, how bodies and answers flow."""
+
+import asyncio
+import base64
+import contextlib
+import functools
+import hashlib
+import ipaddress
+import json
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
+from pydantic import BaseModel
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
+
+from cluster.admission import BusyError, HeldBody
+from cluster.request import (
+    ANYONE,
+)
+from cluster.settings import IngressSettings
+from deployments import openapi
+from deployments.body import UNUSED_FIELDS, Call, call_of, engine_keys, name_keys, read_json
+from deployments.compat import address_header, listening_host
+from deployments.errors import ApiError, busy_error, internal_error
+from deployments.front_end import Admitted, Answer, FrontEnd, logger
+
+ANSWERS: dict[type[BaseModel], type[BaseModel]] = {
+    ChatCompletionRequest: ChatCompletionResponse,
+    CompletionRequest: CompletionResponse,
+}
+
+BODY_TIMEOUT_S = 120.0
+
+JSON_MEDIA_TYPE = "application/json"
+
+PROBE_PATHS = ("/health", "/ping")
+"""Load balancers ask these, with any Host header."""
+
+OPEN_PATHS = ("/", "/metrics", *PROBE_PATHS)
+"""For probes and Prometheus, and the page, which asks for a key itself: they need no key."""
+
+
+class Backend(Protocol):
+    """What answers behind the HTTP API."""
+
+    front_end: FrontEnd
+
+    def generate(self, admitted: Admitted) -> Answer: ...
+
+    async def health(self) -> dict[str, Any]:
+        """Raises ApiError (503) where a request would not be served."""
+
+    async def metrics(self) -> bytes: ...
+
+    async def drafting(self) -> dict[str, Any]: ...
+
+
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True)
+class Entrance:
+    """Where requests come in. `host`: the address that the service listens on, "" where it is not known;
+    `address_header`: of the client's address, as HAProxy of this service writes it, "" without one; and what the
+    settings' `ingress` allows."""
+
+    host: str = ""
+    address_header: str = ""
+    allowed_hosts: Sequence[str] = ()
+    allow_origins: Sequence[str] = ()
+
+    @classmethod
+    def read_from_serve(cls, ingress: IngressSettings) -> "Entrance":
+        """The entrance of the replica that runs this. Waits for Serve's controller."""
+        return cls(listening_host(), address_header(), ingress.allowed_hosts, ingress.allow_origins)
+
+    @property
+    def checks_hosts(self) -> bool:
+        """Whether the service relies on the browser's user being the only one who reaches it."""
+        return bool(self.allowed_hosts) or _is_loopback(self.host)
+
+    def check_site(self, headers: Mapping[str, str]) -> None:
+        """Raises ApiError (403) for what a web page of another site sends: by its Origin, or, where its name has been
+        made to lead to this machine, by that name in Host."""
+        host, origin = headers.get("host", ""), headers.get("origin", "")
+        name = _host_name(host)
+        hosts = {self.host.lower(), *(_host_name(allowed) for allowed in self.allowed_hosts)}
+        if host and not (_is_loopback(name) or name in hosts or "*" in hosts):
+            raise ApiError(
+                403,
+                f"the Host {host!r:.80} is not one of this service, which has no API keys: write it into "
+                "ingress.allowed_hosts",
+                code="host_not_allowed",
+            )
+        is_own = host and origin.partition("://")[2].lower() == host.lower()
+        if origin and not (is_own or origin in self.allow_origins or "*" in self.allow_origins):
+            raise ApiError(
+                403,
+                f"web pages of {origin!r:.80} may not call this service: write it into ingress.allow_origins",
+                code="origin_not_allowed",
+            )
+
+
+def _host_name(host: str) -> str:
+    """The name or address in a Host header, without its port."""
+    name = host.lower().strip()
+    return name.partition("]")[0].removeprefix("[") if name.startswith("[") else name.partition(":")[0].rstrip(".")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def make_app(backend: Backend, entrance: Entrance) -> FastAPI:
+    """The HTTP API: OpenAI's, SageMaker's, and GET /health, /metrics, /drafting and the page at /."""
+    engine_keys()  # takes a part of a second
+    app = FastAPI(title="peagle-serve", docs_url=None, redoc_url=None, redirect_slashes=False)
+
+    async def ask(call: Call | None, request: Request) -> Response:
+        return await _answer(backend, call, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await ask("chat", request)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await ask("completions", request)
+
+    @app.post("/invocations")
+    async def invocations(request: Request) -> Response:
+        return await ask(None, request)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": list(backend.front_end.models().values())})
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        if (card := backend.front_end.models().get(model)) is None:
+            raise ApiError(404, f"the model {model!r:.80} is not served here", param="model", code="model_not_found")
+        return JSONResponse(card)
+
+    @app.api_route("/ping", methods=["GET", "POST"])
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse(await backend.health())
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        return Response(await backend.metrics(), media_type=METRICS_CONTENT_TYPE)
+
+    @app.get("/drafting")
+    async def drafting() -> Response:
+        return JSONResponse(await backend.drafting())
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        text, headers = live_page()
+        return HTMLResponse(text, headers=headers)
+
+    async def api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        response = ApiError(error.status_code, str(error.detail)).response()
+        response.headers.update(error.headers or {})
+        return response
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        logger.error("a request to %s failed", request.url.path, exc_info=error)
+        return internal_error().response()
+
+    def described() -> dict[str, Any]:
+        bodies: dict[str, list[type[BaseModel]]] = {"/invocations": list(ANSWERS)}
+        bodies |= {"/v1/chat/completions": [ChatCompletionRequest], "/v1/completions": [CompletionRequest]}
+        made = openapi.document(app, bodies, ANSWERS, UNUSED_FIELDS)
+        return dict(json.loads(name_keys(json.dumps(made))))
+
+    app.openapi = functools.cache(described)  # type: ignore[method-assign]
+    app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(Exception, unexpected)
+    app.add_middleware(GateMiddleware, front_end=backend.front_end, entrance=entrance)
+    # Added last and thereby outermost: a browser asks whether it may call before it sends a key.
+    if origins := entrance.allow_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    return app
+
+
+@functools.cache
+def live_page() -> tuple[str, dict[str, str]]:
+    """The page at / and its headers, by which a browser runs and loads nothing but what the file itself holds."""
+    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+
+    def source(tag: str) -> str:
+        inside = text.split(f"<{tag}>")[1].split(f"</{tag}>")[0]
+        return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"
+
+    policy = (
+        f"default-src 'none'; script-src {source('script')}; style-src {source('style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'"
+    )
+    return text, {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+
+
+async def _answer(backend: Backend, call: Call | None, request: Request) -> Response:
+    """The HTTP response to a request for an answer; its status waits for the first piece of it. `call` None: its fields
+    say what it asks for."""
+    front_end, caller = backend.front_end, getattr(request.state, "caller", ANYONE)
+    with contextlib.ExitStack() as until_sent:
+        try:
+            front_end.admission.count_request(caller)
+            _check_media_type(request.headers.get("content-type", ""))
+            body = until_sent.enter_context(front_end.bodies.hold_body(caller))
+            document = read_json(await _body(request, body, front_end.limits.max_body_bytes), front_end.limits)
+            call = call or call_of(document)
+        except (ApiError, BusyError) as error:
+            refusal = busy_error(error) if isinstance(error, BusyError) else error
+            front_end.metrics.count_answer("", refusal.status)
+            raise refusal from error
+        pieces = front_end.answer(call, document, backend.generate, caller, request.headers)
+        first = await _unless_disconnected(request, anext(pieces, ""))
+        if first.startswith("data: "):
+            return EventStream(_events(first, pieces), until_sent.pop_all())
+        return Response("".join([first, *[piece async for piece in pieces]]), media_type="application/json")
+
+
+def _check_media_type(content_type: str) -> None:
+    """Raises ApiError (415) for what is not said to be JSON: a browser lets any web page send other media types, and
+    none, to any address without asking."""
+    if content_type.partition(";")[0].strip().lower() != JSON_MEDIA_TYPE:
+        said = f"Content-Type {content_type!r:.80}" if content_type else "no Content-Type"
+        raise ApiError(
+            415,
+            f"The request has {said}: send the header Content-Type: {JSON_MEDIA_TYPE}.",
+            code="unsupported_media_type",
+        )
+
+
+class EventStream(StreamingResponse):
+    """Ends its source with the response, and closes `until_sent`. A source that is left to the garbage collector goes
+    on for a while, and with it the request in the engine."""
+
+    def __init__(self, source: AsyncIterator[str], until_sent: contextlib.ExitStack) -> None:
+        super().__init__(source, media_type="text/event-stream")
+        self._until_sent = until_sent
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        source: Any = self.body_iterator
+        with self._until_sent:
+            async with contextlib.aclosing(source):
+                await super().__call__(scope, receive, send)
+
+
+async def _body(request: Request, body: HeldBody, max_bytes: int) -> bytes:
+    """The body, of which no more is read than may be sent. Raises BusyError where others fill the memory for bodies."""
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                body.add(len(part))
+                parts.append(part)
+                size += len(part)
+                if size > max_bytes:
+                    break
+    except TimeoutError as error:
+        text = f"The request body was not complete after {BODY_TIMEOUT_S:.0f} s, with {size} bytes of it."
+        raise ApiError(408, text, code="timeout") from error
+    except ClientDisconnect as error:
+        raise ApiError(499, "the client has gone") from error
+    return b"".join(parts)
+
+
+async def _events(first: str, pieces: AsyncIterator[str]) -> AsyncIterator[str]:
+    async with contextlib.aclosing(pieces):  # type: ignore[type-var]
+        yield first
+        try:
+            async for piece in pieces:
+                yield piece
+        except ApiError as error:
+            yield error.event()  # the status line is out: the stream itself says that it broke off
+
+
+async def _unless_disconnected(request: Request, work: Awaitable[str]) -> str:
+    """The result of `work`, which is cancelled when the client goes away first: the engine then drops the request."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client has gone")
+        return task.result()
+    finally:
+        for unfinished in (task, gone):
+            unfinished.cancel()
+            # vLLM answers a cancelled request with an error, which nobody waits for any more.
+            unfinished.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class GateMiddleware:
+    """Looks at every request before anything else does: refuses those of foreign web pages where no key protects the
+    service, finds the caller by API key or address, and takes the key away. HEAD is answered as GET, whose body the
+    HTTP server leaves out, and a path with a slash at its end as the one without."""
+
+    def __init__(self, app: ASGIApp, front_end: FrontEnd, entrance: Entrance) -> None:
+        self._app, self._front_end, self._entrance = app, front_end, entrance
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        root = str(scope.get("root_path", ""))
+        path = str(scope.get("path", "")).removeprefix(root).rstrip("/") or "/"
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        # A copy: the HTTP server has to see that it was HEAD.
+        scope = {**scope, "method": method, "path": root + path}
+        headers = Headers(scope=scope)
+        try:
+            if path not in PROBE_PATHS and not self._front_end.needs_key and self._entrance.checks_hosts:
+                self._entrance.check_site(headers)
+            if path not in OPEN_PATHS:
+                caller = self._front_end.caller_of(headers.get("authorization"), self._read_address(scope))
+                scope["state"] = {**scope.get("state", {}), "caller": caller}
+                scope["headers"] = [header for header in scope["headers"] if header[0].lower() != b"authorization"]
+        except ApiError as error:
+            self._front_end.metrics.count_answer("", error.status)
+            await error.response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _read_address(self, scope: Scope) -> str:
+        """What HAProxy wrote: it appends its header below those that the client may have sent under the same name."""
+        found = Headers(scope=scope).getlist(self._entrance.address_header) if self._entrance.address_header else []
+        return found[-1] if found else ""
