@@ -349,7 +349,7 @@ class KPolicy:
         return 0 <= now_s - self._applied_s <= MAX_REPORT_AGE_S
 
     def document(self, now_s: float) -> dict[str, Any]:
-        """What is believed and chosen, as JSON: see `cluster.view`."""
+        """What is believed and chosen, as JSON: see `deployments.view`."""
         names = {*self.posteriors.workloads(), *self._load, *self.policy.by_workload} or {DEFAULT_WORKLOAD}
         rows = [self._describe(name) for name in sorted(names)]
         silent_s, latency, engines = now_s - self._observed_s, self.latency, len(self._latencies)

@@ -17,7 +17,7 @@ from cluster.counts import Counts, TargetReport, WorkloadCounts
 from cluster.k_policy import EXPLORED_STEPS, MAX_REPORT_AGE_S, MIN_GAIN, Demand, KPolicy, best_ks, steady_ks
 from cluster.request import DepthPolicy, Drafting, resolve
 from cluster.step_latency import StepLatency
-from cluster.view import table
+from deployments.view import as_text
 from tests.support.step_tables import LINES, MS, TABLES, Table, latency_of, survivals
 
 CODE = (0.9, 0.8, 0.7, 0.6, 0.5)
@@ -348,9 +348,9 @@ def test_the_fixed_policy_chooses_nothing_and_shows_what_is_accepted() -> None:
     assert rows["code"]["num_steps"] == pytest.approx(1250, rel=0.5)
     assert rows["code"]["acceptance_length"] == pytest.approx(1 + 0.95 + 0.95**2 + 0.95**3, abs=0.2)
     assert (rows["code"]["k"], rows["pinned"]["k"]) == (3, 2)
-    (line,) = [line for line in table(document).splitlines() if line.startswith("code ")]
+    (line,) = [line for line in as_text(document).splitlines() if line.startswith("code ")]
     assert " - " not in line
-    assert "policy fixed" in table({"model": "m", **k_policy(is_adaptive=False).document(0.0)})
+    assert "policy fixed" in as_text({"model": "m", **k_policy(is_adaptive=False).document(0.0)})
     update = found.make_update(1, 0.0)
     assert (update.workloads, update.choices) == (("chat", "code"), {})
 
@@ -455,10 +455,10 @@ def test_the_document_says_what_is_believed_and_the_view_shows_it() -> None:
     assert document["step_s"] == pytest.approx(0.010 + 0.001 * rows, rel=1e-3)
     low, mean, high = (by_name["code"]["survival"][end][0] for end in ("low", "mean", "high"))
     assert low < mean < high
-    text = table(document)
+    text = as_text(document)
     (line,) = [line for line in text.splitlines() if line.startswith("code ")]
     assert "learned" in line
-    assert f"{100 * mean:.0f} (" in line
+    assert f"{100 * mean:.0f}(" in line
     assert "step times learned over 1000 steps of 1 engine" in text
 
 
