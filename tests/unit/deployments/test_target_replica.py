@@ -1,4 +1,4 @@
-"""A target replica between the front end and vLLM's API objects: what becomes of answers, errors, clients that leave."""
+"""A target replica between the front end and vLLM's API objects: what becomes of answers, errors, clients that go."""
 
 import asyncio
 import json
