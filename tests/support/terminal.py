@@ -5,12 +5,19 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+def _take_terminal() -> None:
+    """Of a new process: the terminal is its own, and Ctrl-C reaches it, which tests in the background may ignore."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 class Terminal:
@@ -22,7 +29,7 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "deployments.cli", *arguments],
             stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_take_terminal,
         )  # fmt: skip
         os.close(slave)
         self.shown = ""
