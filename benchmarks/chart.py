@@ -37,10 +37,10 @@ PANELS = (
     ),
     Panel(
         "Llama-3.1-8B's shape, random weights",
-        "equal acceptance; one H100; stock on vLLM 0.33",
-        "2026-11-27-http-vllm-0.33-h100.json",
+        "equal acceptance; one H200; vLLM 0.29",
+        "2026-11-26-headline-8b-shape-packed-h200x4.json",
         "random",
-        {"this service": ["ours-7"], "EAGLE-3, K = 3": ["eagle3-3"], "none": ["none"]},
+        {"this service": ["ours-7"], "EAGLE-3, K = 3": ["eagle3-3"]},
     ),
 )
 STYLE = """
@@ -102,7 +102,7 @@ def _panel(panel: Panel) -> str:
         made.append(f'<text class="small" x="{x:.1f}" y="{HEIGHT + 18}" text-anchor="middle">{count}</text>')
     made.append('<text class="small" x="0" y="-6">tokens/s</text>')
     made.append(f'<text class="small" x="{WIDTH / 2}" y="{HEIGHT + 36}" text-anchor="middle">requests at a time</text>')
-    for place, ((name, line), kind) in enumerate(zip(lines.items(), "abc", strict=True)):
+    for place, ((name, line), kind) in enumerate(zip(lines.items(), "abc", strict=False)):
         where = [at(count, value) for count, value in line.items()]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in where)
         made.append(f'<polyline class="line {kind}" points="{path}"/>')

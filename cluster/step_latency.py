@@ -177,13 +177,13 @@ _GUESSES: dict[bool, tuple[Array, float]] = {
 """By whether the engine has a GPU: the table before anything is measured, and seconds of a prompt's row."""
 
 FIRST_STEPS = 8
-"""The median of measured / expected of so many steps scales the guess: a first step may have compiled something."""
+"""Steps whose median of measured / expected scales the guess: a first step may have compiled something."""
 MAX_STEPS = 20.0
 """Steps near a grid point from which on a further one moves its scale by 1 / `MAX_STEPS`."""
 FORGETTING_STEPS = 5000.0
 """Steps elsewhere after which the steps near a grid point count 1 / e."""
 KNOWN_STEPS = 0.1
-"""Below so many steps a grid point takes the scale of its neighbours."""
+"""Steps below which a grid point takes the scale of its neighbours."""
 MAX_SURPRISE = 0.5
 """Logarithm of measured / expected beyond which a step counts as a pause, and moves its grid points no further."""
 GUESS_ERROR, MEASURED_ERROR, STEP_ERROR = 0.25, 0.05, 0.1

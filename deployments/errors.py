@@ -10,7 +10,7 @@ from cluster.admission import BusyError
 from deployments.compat import NOT_READY, NOT_READY_CODE, RETRY_AFTER_S
 
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 2000, 200
-"""Of an error: a client must not get back the megabytes that it sent."""
+"""Limits of an error: a client must not get back the megabytes that it sent."""
 
 
 class ApiError(Exception):

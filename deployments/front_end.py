@@ -62,7 +62,7 @@ SERVER_KEYS = (DEPTH_KEY, GROUP_KEY, HEAD_KEY, LEARN_KEY, SURVIVAL_KEY, WORKLOAD
 """Keys of `vllm_xargs` that the front end sets."""
 
 TRACE_HEADERS = ("traceparent", "tracestate")
-"""Of W3C's trace context."""
+"""Headers of W3C's trace context."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 

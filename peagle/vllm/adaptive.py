@@ -1,13 +1,12 @@
 """vLLM's adaptive verification (PR 52228) with the drafts of a P-EAGLE speculator.
 
-vLLM keeps for each draft position a logistic fit of acceptance, updated online from what the target accepted, ranks the
-drafts of a batch by the chance that they and all before them are accepted, and verifies as many of the best as give the
-most tokens per second by the step times that it measured at its start. Its own speculators read the draft's
-probability from logits inside their graphs; a P-EAGLE pass has it already, with the draft token.
+vLLM fits the acceptance of each draft position online, as a logistic of the draft's log odds. It ranks the drafts of a
+batch by the chance that they and all before them are accepted. It verifies as many of the best as give the most tokens
+per second, by step times that it measured at its start. Its own speculators read the draft's probability from logits
+inside their graphs; a P-EAGLE pass has it already, with the draft token.
 
-The scheduler gets back how many drafts of each request were verified, and has one step in
-many verify all of them: drafts that were picked for their confidence say nothing of the others'
-acceptance.
+The scheduler gets back how many drafts of each request were verified. It has one step in
+`peagle.vllm.scheduler.VERIFY_ALL_INTERVAL_STEPS` verify all: confident drafts say nothing of the others' acceptance.
 
 B requests, S slots of requests in the runner, K drafts at most.
 """

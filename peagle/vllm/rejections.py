@@ -13,7 +13,7 @@ class Rejections:
     """
 
     KEPT = 0.95
-    """What is left of a step's weight with each step after it."""
+    """Decay of a step's weight, per step."""
 
     def __init__(self, k_max: int) -> None:
         self._num_verified, self._num_accepted = [0.0] * (k_max + 1), [0.0] * (k_max + 1)

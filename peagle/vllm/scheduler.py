@@ -60,10 +60,10 @@ logger = logging.getLogger(__name__)
 WARNING_INTERVAL_S = 60.0
 
 VERIFY_ALL_INTERVAL_STEPS = 50
-"""Once in so many steps all drafts are verified where vLLM chooses among them, so that acceptance stays known."""
+"""Steps from one that verifies all drafts to the next, where vLLM chooses among them: acceptance stays known."""
 
 ADMITTED_WEIGHT = 0.1
-"""Of the newest step in the mean number of drafts that vLLM's adaptive verification admits of a request."""
+"""Weight of the newest step in the mean number of drafts that vLLM's adaptive verification admits of a request."""
 
 
 class _PerRequestDepth(_Base):

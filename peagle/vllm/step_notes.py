@@ -20,7 +20,7 @@ from cluster.counts import Counts
 
 @dataclass(frozen=True)
 class SchedulerPlan:
-    """Of one step.
+    """The scheduler's plan of one step.
 
     Attributes:
         num_drafts_ahead: in the step after it no request has more drafts verified; None: K_max. With 0 nobody needs the
@@ -45,7 +45,7 @@ class SchedulerPlan:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of one step, each list in the order of the output's `req_ids`.
+    """The worker's result of one step; each list is in the order of the output's `req_ids`.
 
     Attributes:
         num_ready: how many drafts a remote drafter had for each request, 0..K_max; -1 where it was asked for none;
