@@ -93,7 +93,7 @@ class SharedMemory:
     @classmethod
     def create(cls, num_bytes: int) -> SharedMemory:
         """New memory, all zero and reserved. Raises OSError where /dev/shm has no room for it."""
-        name = f"{_PREFIX}{secrets.token_hex(12)}"
+        name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(12)}"  # the number says whose it is, to those who look
         fd = os.open(SHARED_DIR / name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)

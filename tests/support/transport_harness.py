@@ -123,7 +123,8 @@ def mapped_mailboxes(pid: int) -> int:
 
 
 def named_mailboxes() -> list[str]:
-    return [path.name for path in Path("/dev/shm").glob("peagle-mailbox-*")]
+    """Those of this process. One whose maker was killed is the next drafter's to sweep."""
+    return [path.name for path in Path("/dev/shm").glob(f"peagle-mailbox-{os.getpid()}-*")]
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = 15.0) -> Any:

@@ -53,7 +53,7 @@ def until_up(pool: LinkPool) -> None:
 def _nothing_left_in_shared_memory() -> Iterator[None]:
     before = set(named_mailboxes())
     yield
-    assert not set(named_mailboxes()) - before  # other tests, in another process, may have ended theirs
+    assert not set(named_mailboxes()) - before
 
 
 @PATHS

@@ -54,7 +54,7 @@ from tests.support.transport_harness import (
 def _nothing_left_in_shared_memory() -> Iterator[None]:
     before = set(named_mailboxes())
     yield
-    assert not set(named_mailboxes()) - before  # other tests, in another process, may have ended theirs
+    assert not set(named_mailboxes()) - before
 
 
 @contextlib.contextmanager

@@ -35,7 +35,15 @@ from peagle.drafter.mailbox import (
 from peagle.drafter.protocol import DtypeName, Int32Array, Reducer, TargetShape, TargetStep
 from peagle.drafter.replay import StepReplayer
 from tests.support.transport_harness import SHAPE as SERVED_SHAPE
-from tests.support.transport_harness import DrafterProcess, Target, device_part, eventually, make_pool, plan_of
+from tests.support.transport_harness import (
+    DrafterProcess,
+    Target,
+    device_part,
+    eventually,
+    make_pool,
+    named_mailboxes,
+    plan_of,
+)
 
 SHAPE = TargetShape(hidden_size=6, dtype="float32", max_depth=3, max_num_requests=4, max_num_rows=10, vocab_size=100)
 
@@ -171,10 +179,10 @@ def test_the_name_is_gone_as_soon_as_both_have_it() -> None:
 
 
 def test_memory_without_room_is_refused_and_leaves_no_file() -> None:
-    before = set(SHARED_DIR.glob("peagle-mailbox-*"))
+    before = named_mailboxes()
     with pytest.raises(OSError, match="space"):
         SharedMemory.create(1 << 50)
-    assert set(SHARED_DIR.glob("peagle-mailbox-*")) == before
+    assert named_mailboxes() == before
 
 
 MAKER = """
