@@ -38,10 +38,12 @@ class CPUWorker(cpu_worker.CPUWorker):
         super().init_device()
         compat.check("cpu runner")
         run_uncompiled()
-        is_drafting = self.vllm_config.speculative_config is not None
-        (DraftingCPURunner if is_drafting else CoupledModelRunner).install(self.model_runner)
-        if is_drafting:
+        speculative = self.vllm_config.speculative_config
+        has_head = speculative is not None and speculative.method == "eagle3"
+        (DraftingCPURunner if has_head else CoupledModelRunner).install(self.model_runner)
+        if has_head:
             ChunkedProposer.install(self.model_runner)
+        if speculative is not None:
             # vLLM leaves min_p and logit_bias out beside speculation. Requests with them have K = 0 here.
             self.model_runner.input_batch.logitsprocs = LogitsProcessors(
                 kind(self.vllm_config, self.model_runner.device, False) for kind in BUILTIN_LOGITS_PROCESSORS
