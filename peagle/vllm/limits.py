@@ -15,7 +15,9 @@ from contextlib import aclosing
 from typing import Any
 
 import vllm.envs as envs
+from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.renderers import BaseRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.structured_output import StructuredOutputManager
@@ -63,13 +65,19 @@ def _refusal(field: str, problem: str) -> VLLMValidationError:
 
 
 class CheckedInputProcessor(InputProcessor):
-    """vLLM's, with the checks of this module; a client's own is made one by `guard`."""
+    """vLLM's, with the checks of this module.
 
-    samples_without_drafts: bool
-    """Whether the model runner applies min_p and logit_bias to requests without drafts."""
-    returns_chosen_logprobs: bool
-    """Whether logprob_token_ids of one request leave the others of its batch alone: on vLLM's V2 model runner without
-    drafts."""
+    Attributes:
+        samples_without_drafts: whether the model runner applies min_p and logit_bias to requests without drafts.
+        returns_chosen_logprobs: whether logprob_token_ids of one request leave the others of its batch alone: on vLLM's
+            V2 model runner without drafts.
+    """
+
+    def __init__(self, config: VllmConfig, renderer: BaseRenderer) -> None:
+        super().__init__(config, renderer)
+        is_ours = str(config.parallel_config.worker_cls).startswith("peagle.vllm.workers.")
+        self.samples_without_drafts = config.use_v2_model_runner or is_ours
+        self.returns_chosen_logprobs = config.use_v2_model_runner and config.speculative_config is None
 
     def _validate_params(self, params: Any, supported_tasks: Any) -> Any:
         if not isinstance(params, SamplingParams):
@@ -116,12 +124,8 @@ def guard(client: Any, grammar_limits: GrammarLimits | None = None) -> GrammarCh
         UnsupportedVLLMError: this vLLM's client has not what the checks hang on.
     """
     compat.check("client", client)
-    processor, config = client.input_processor, client.vllm_config
-    processor.__class__ = CheckedInputProcessor
-    processor.returns_chosen_logprobs = config.use_v2_model_runner and config.speculative_config is None
-    worker = config.parallel_config.worker_cls
-    processor.samples_without_drafts = config.use_v2_model_runner or str(worker).startswith("peagle.vllm.workers.")
-    grammars = GrammarChecker(config, grammar_limits or GrammarLimits())
+    client.input_processor = CheckedInputProcessor(client.vllm_config, client.renderer)
+    grammars = GrammarChecker(client.vllm_config, grammar_limits or GrammarLimits())
     generate: Callable[..., AsyncGenerator[Any, None]] = client.generate
     shutdown = client.shutdown
 

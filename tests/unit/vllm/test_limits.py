@@ -33,7 +33,7 @@ def config(target_dir: Path, head_dir: Path, environment: None) -> Any:
 def processor(config: Any) -> InputProcessor:
     """vLLM's own, as a guarded client has it."""
     client = SimpleNamespace(
-        input_processor=InputProcessor(config),
+        input_processor=None,
         vllm_config=config,
         model_config=config.model_config,
         output_processor=None,
