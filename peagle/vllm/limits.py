@@ -34,8 +34,8 @@ from peagle.vllm.grammar_checker import CheckedGrammar, GrammarChecker
 from peagle.vllm.request_args import undraftable_field
 
 MAX_PATTERN_TOKENS = 1024
-"""Largest max_pattern_size times min_count of repetition_detection. The scheduler compares so many tokens in every step,
-in Python."""
+"""Largest max_pattern_size times min_count of repetition_detection. The scheduler compares as many tokens in every
+step, in Python."""
 MIN_TOKENS_PER_CHAR = 1 / 16
 """Hardly any token has more characters."""
 

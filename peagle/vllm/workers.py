@@ -40,15 +40,9 @@ class CPUWorker(cpu_worker.CPUWorker):
         super().init_device()
         compat.check("cpu runner")
         run_uncompiled()
-<<<<<<< HEAD
-        speculative = self.vllm_config.speculative_config
-        has_head = speculative is not None and speculative.method == "eagle3"
-        (DraftingCPURunner if has_head else CoupledModelRunner).install(self.model_runner)
-        if has_head:
-=======
         self.runner_class.install(self.model_runner)
-        if self.vllm_config.speculative_config is not None:
->>>>>>> engine
+        speculative = self.vllm_config.speculative_config
+        if speculative is not None and speculative.method == "eagle3":
             ChunkedProposer.install(self.model_runner)
         if speculative is not None:
             # vLLM leaves min_p and logit_bias out beside speculation. Requests with them have K = 0 here.
