@@ -15,7 +15,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -452,19 +452,17 @@ class DepthSettings(Section):
 
 
 class IngressSettings(Section):
-    """The HTTP front end. Target replicas answer HTTP themselves, beside one router that learns for all of them; with
-    `num_replicas` above 0 ingress replicas stand before the targets instead.
+    """The HTTP front end. Target replicas answer HTTP themselves, beside one router that learns for all of them.
 
     A service without `callers` that listens on a loopback address takes the names of this machine and
     `allowed_hosts`."""
 
-    num_replicas: int = Field(
-        default=0, ge=0, description="Ingress replicas before the targets; 0: targets answer HTTP themselves."
-    )
-    num_cpus: float = Field(default=1.0, ge=0, description="Logical CPUs of the router, or of each ingress replica.")
-    max_ongoing_requests: int = Field(
-        default=1024, ge=1, description="Requests that Serve lets into router or ingress replica."
-    )
+    removed: ClassVar[Mapping[str, str]] = {
+        "num_replicas": "target replicas answer HTTP themselves, set target.num_replicas",
+        "max_ongoing_requests": "the router takes what the targets and the metrics ask it",
+    }
+
+    num_cpus: float = Field(default=1.0, ge=0, description="Logical CPUs of the router.")
     allow_origins: list[str] = Field(default_factory=list, description="Web pages that a browser may call from (CORS).")
     allowed_hosts: list[str] = Field(
         default_factory=list, description="`Host` names that clients may use without `callers`; `*`: any."
@@ -872,15 +870,13 @@ class ClusterSettings(Section):
     @field_validator("learning")
     @classmethod
     def _check_learning(cls, learning: LearningSettings | None, info: ValidationInfo) -> LearningSettings | None:
-        if learning is None or not {"drafter", "callers", "ingress", "target"} <= info.data.keys():
+        if learning is None or not {"drafter", "callers", "target"} <= info.data.keys():
             return learning
         problems = []
         if info.data["drafter"] is None or not info.data["drafter"].is_remote:
             problems.append(" needs heads that can be swapped while requests run: write drafter.placement: remote")
         elif not info.data["drafter"].spare_heads:
             problems.append(" needs room for the head that it proposes: write drafter.spare_heads: 1")
-        if info.data["ingress"].num_replicas:
-            problems.append(" needs the one router that targets have with ingress.num_replicas: 0")
         if learning.workloads is None and info.data["callers"] is None:
             problems.append(
                 ".workloads is missing: without callers that say learn: true, name the workloads whose answers may be "
@@ -1055,7 +1051,7 @@ def _with_drafter(raw: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, A
 
 
 def live_config(settings: ClusterSettings) -> dict[str, Any]:
-    """What changes without a new engine, as the `user_config` of router, ingress and target: plain values."""
+    """What changes without a new engine, as the `user_config` of router and target: plain values."""
     sections = settings.model_dump(mode="json", include={"depth", "limits", "callers"})
     return {"aliases": dict(settings.model.aliases), **sections}
 

@@ -63,13 +63,12 @@ SEND_TIMEOUT_S = 120.0
 
 
 def make_head_manager(settings: ClusterSettings) -> HeadManager | None:
-    """None without remote drafters, or where several ingress replicas would decide side by side."""
+    """None without remote drafters."""
     drafter = settings.drafter
-    if drafter is None or not drafter.is_remote or settings.ingress.num_replicas > 1:
+    if drafter is None or not drafter.is_remote:
         return None
     index_of = {workload: drafter.head_index(workload) for workload in drafter.heads_by_workload}
-    num_spare = 0 if settings.ingress.num_replicas else drafter.spare_heads
-    return HeadManager(index_of, num_spare, drafter.trial_share)
+    return HeadManager(index_of, drafter.spare_heads, drafter.trial_share)
 
 
 class Router:
@@ -79,17 +78,14 @@ class Router:
         self,
         settings: ClusterSettings,
         drafter: DeploymentHandle[Any] | None = None,
-        target: DeploymentHandle[Any] | None = None,
         learner: DeploymentHandle[Any] | None = None,
     ) -> None:
-        """`drafter`: the deployment of remote drafters, where there is one. `target`: of the targets; None where they
-        stand before this deployment in the application, which then cannot be bound to them. `learner`: of heads."""
+        """`drafter`: the deployment of remote drafters, where there is one. `learner`: of heads."""
         compat.prepare_replica()
         context = serve.get_replica_context()
         self._settings = settings
-        self._replica = context.replica_id.unique_id
-        self._target = target or serve.get_deployment_handle(TARGET_NAME, app_name=context.app_name)
-        self._edges = {"target": self._target}
+        # The targets stand before this deployment in the application, so it cannot be bound to them.
+        self._target = serve.get_deployment_handle(TARGET_NAME, app_name=context.app_name)
         self._board = ClusterBoard(context.app_name)
         self._state = StateStore(settings.depth.state, self._board)
         self.k_policy = make_k_policy(settings)
@@ -137,7 +133,7 @@ class Router:
 
     def _manager(self) -> HeadManager:
         if self._heads is None:
-            raise ValueError("heads are managed where drafter.placement is remote and one router decides")
+            raise ValueError("heads are managed where drafter.placement is remote")
         return self._heads
 
     async def propose(self, proposal: HeadProposal) -> HeadChange:
@@ -213,7 +209,7 @@ class Router:
         """Prometheus text over all replicas. Whoever asks, it says the same, but for counts by head."""
         reports = await self._monitor.refresh()
         families = target_metrics(reports, self._monitor.num_ready or 0)
-        families += head_metrics(self._head_counts.by_head(), self._replica)
+        families += head_metrics(self._head_counts.by_head())
         families += [] if self._heads is None else change_metrics(self._heads.document())
         families += depth_metrics(self._document(), self._settings.model.id)
         families += scaling_metrics(await self._scaled())
@@ -221,12 +217,11 @@ class Router:
             families += drafter_metrics(await self._drafters.refresh(), reports)
         if self._learner is not None:
             families += learner_metrics(self._learner.reports)
-        for where, handle in self._edges.items():
-            with contextlib.suppress(*REPLICA_LOST, TimeoutError):  # what nobody counts is not shown
-                for answer in await compat.ask_each(handle, "edge_metrics", POLL_TIMEOUT_S):
-                    if isinstance(answer, tuple):
-                        replica, found = answer
-                        families += labelled(found, edge=where, replica=replica)
+        with contextlib.suppress(*REPLICA_LOST, TimeoutError):  # what nobody counts is not shown
+            for answer in await compat.ask_each(self._target, "front_end_metrics", POLL_TIMEOUT_S):
+                if isinstance(answer, tuple):
+                    replica, found = answer
+                    families += labelled(found, replica=replica)
         return prometheus_text(families)
 
     async def drafting(self) -> dict[str, Any]:

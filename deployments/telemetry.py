@@ -182,15 +182,15 @@ def target_metrics(reports: Sequence[TargetReport], num_ready: int) -> list[Metr
     return [ready, running, generated, requests, tokens, prompts, steps, drafted, reached, accepted]
 
 
-def head_metrics(by_head: Mapping[str, Counts], ingress: str) -> list[Metric]:
-    """Steps and tokens by the head that drafted them, as one ingress replica has counted them."""
+def head_metrics(by_head: Mapping[str, Counts]) -> list[Metric]:
+    """Steps and tokens by the head that drafted them, as the router has counted them."""
     steps = counter("head_verification_steps")
     drafted = counter("head_draft_tokens")
     accepted = counter("head_accepted_tokens")
     for head, found in by_head.items():
-        steps.add_metric([head, ingress], found.num_steps)
-        _add_depths(drafted, [head, ingress], found.drafted)
-        _add_depths(accepted, [head, ingress], found.accepted)
+        steps.add_metric([head], found.num_steps)
+        _add_depths(drafted, [head], found.drafted)
+        _add_depths(accepted, [head], found.accepted)
     return [steps, drafted, accepted]
 
 
@@ -322,8 +322,7 @@ class StateStore:
     again: in the file that `depth.state` names, else in the key-value store of the Ray cluster, which outlives every
     replica and needs no disk. It ends with the cluster, unless that keeps it in a Redis.
 
-    Replicas of the ingress may share one store, also from several containers: each writes the whole state, which they
-    derive from the same reports, to a file of its own first.
+    A router that takes another's place may write beside it for a moment: each writes a file of its own first.
     """
 
     def __init__(self, path: str | None, board: ClusterBoard | None = None) -> None:

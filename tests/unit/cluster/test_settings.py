@@ -347,9 +347,9 @@ BAD_INPUTS: dict[str, tuple[Any, list[str]]] = {
         remote(learning={"workloads": "all"}),
         ["learning needs room", "drafter.spare_heads: 1"],
     ),
-    "learner of several routers": (
-        remote(drafter__spare_heads=1, learning={"workloads": "all"}, ingress={"num_replicas": 1}),
-        ["learning needs the one router", "ingress.num_replicas: 0"],
+    "a setting that went": (
+        changed(ingress={"num_replicas": 2}),
+        ["ingress.num_replicas is no setting any more", "target.num_replicas"],
     ),
     "learner of traffic that nobody opted in": (
         remote(drafter__spare_heads=1, learning={}),

@@ -97,7 +97,7 @@ def test_metrics_have_workloads_heads_links_and_refusals() -> None:
     reports = [report("a", "t1", links, code=GOOD)]
     families = [
         *target_metrics(reports, 2),
-        *head_metrics({"a": GOOD}, "i1"),
+        *head_metrics({"a": GOOD}),
         *drafter_metrics([drafter("r1", "a", refused="no such head")], reports),
     ]
     found = samples(prometheus_text(families))
@@ -110,7 +110,7 @@ def test_metrics_have_workloads_heads_links_and_refusals() -> None:
     assert found["peagle_draft_tokens_total", "3", "m", "t1", "code"] == 2
     assert found["peagle_reached_draft_tokens_total", "3", "m", "t1", "code"] == 1
     assert found["peagle_accepted_tokens_total", "3", "m", "t1", "code"] == 1
-    assert found["peagle_head_accepted_tokens_total", "1", "a", "i1"] == 2
+    assert found["peagle_head_accepted_tokens_total", "1", "a"] == 2
     assert found["peagle_drafter_head", "a", "0", "r1"] == 1
     assert found["peagle_drafter_head_refused", "r1"] == 1
     assert found["peagle_drafter_passes_total", "r1"] == 5
